@@ -62,11 +62,13 @@ def changed(**functions: Any) -> Iterator[None]:
     """The runtime with other functions within the block."""
     runtime = process.runtime
     before = {name: getattr(runtime, name) for name in functions}
-    vars(runtime).update(functions)
     try:
+        for name, function in functions.items():
+            setattr(runtime, name, function)
         yield
     finally:
-        vars(runtime).update(before)
+        for name, function in before.items():
+            setattr(runtime, name, function)
 
 
 def on_another_stream() -> Any:

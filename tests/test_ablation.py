@@ -20,10 +20,11 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
 from tiledsched.measure.runner import Accuracy, Batch, Candidate, Checked, Conditions
 from tiledsched.store.db import TuningDB
-from tiledsched.store.exchange import Table, read_table
+from tiledsched.store.exchange import TableFile, read_table
 from tiledsched.studies.ablation.ladder import Ladder, groups_between, refusals
 from tiledsched.studies.ablation.sources import CompiledPrograms, RecordedPrograms
 from tiledsched.tuning.programs import Builder
+from tiledsched.tuning.resources import Tools
 
 ROOT = Path(__file__).parent.parent
 LANDSCAPE = ROOT / "tuning_db" / "landscapes" / "attention" / "h200_burst_s16384_d128_float16_full_b1_h16.json.xz"
@@ -255,7 +256,7 @@ def test_a_recorded_ladder_takes_a_way_that_is_wholly_recorded() -> None:
 
 def test_an_empty_record_is_refused() -> None:
     with pytest.raises(MeasureError, match="holds no measurement"):
-        RecordedPrograms(Table(entries=(), measurements=(), artifacts=()), SPACE)
+        RecordedPrograms(TableFile(entries=(), measurements=(), artifacts=()), SPACE)
 
 
 def test_the_command_replays_prints_and_writes(tmp_path, monkeypatch, capsys) -> None:
@@ -290,10 +291,14 @@ def test_the_command_replays_prints_and_writes(tmp_path, monkeypatch, capsys) ->
 def test_the_command_climbs_on_a_gpu(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "tuning.db"))
     gpu, made = Gpu(), MadeUp()
-    monkeypatch.setattr("tiledsched.tuning.session.Session.open_runner", lambda *given, **more: gpu)
-    monkeypatch.setattr("tiledsched.build.pool.BuildPool", lambda jobs: made)
-    monkeypatch.setattr("tiledsched.tuning.resources.ArtifactStore", lambda folder: made)
-    assert main(["study", "ablation", "--arch", "sm_90", "-p", "B=16,H=32,S=1024,D=64,causal", "--json"]) == 0
+    tools = Tools(
+        runner=lambda kernel, seed: gpu,
+        pool=lambda jobs: made,
+        artifacts=lambda folder: made,
+        devices=lambda: [gpu.device],
+    )
+    ablate = ["study", "ablation", "--arch", "sm_90", "-p", "B=16,H=32,S=1024,D=64,causal", "--json"]
+    assert main(ablate, tools=tools) == 0
     said = capsys.readouterr()
     rows = [row for row in json.loads(said.out)["rows"] if row["view"] == "ladder"]
     assert rows[0]["schedule_id"] == PLAIN.id
@@ -337,13 +342,12 @@ def test_what_ends_the_command_early_loses_only_the_problem_under_way(tmp_path, 
 
 def test_without_a_gpu_and_without_a_record_it_says_what_to_do(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "tuning.db"))
-    monkeypatch.setattr("tiledsched.measure.nvml.devices", list)
-    assert main(["study", "ablation", "--arch", "sm_90"]) == 2
+    assert main(["study", "ablation", "--arch", "sm_90"], tools=Tools(devices=list)) == 2
     assert "no sm_90 GPU here; run: tiledsched doctor, or use --replay FILE" in capsys.readouterr().err
 
 
 def test_what_is_timed_beside_others_is_no_rung() -> None:
-    class AttentionFeatures(Gpu):
+    class Disturbed(Gpu):
         def sample(self, candidates, *, rounds, regime):
             batches = super().sample(candidates, rounds=rounds, regime=regime)
             last = rounds == 12
@@ -352,7 +356,7 @@ def test_what_is_timed_beside_others_is_no_rung() -> None:
                 for each in batches
             ]
 
-    ladder, _, tried = climb(AttentionFeatures())
+    ladder, _, tried = climb(Disturbed())
     assert {row.status for row in ladder} == {"timed beside process 4711 on the GPU"}
     assert {row.median_us for row in ladder} == {None}
     assert all(row.median_us for row in tried)

@@ -312,19 +312,19 @@ class Harness:
         if problem == self.dies:
             raise MeasureError("the GPU cannot be used any more")
         self.prepared.append((regime, problem))
-        names = [method.name for method in methods if method.name not in self.failing]
         ready = tuple(
             Ready(
-                method=METHODS[name],
-                look_us=TIMES[name],
+                method=method,
+                look_us=TIMES.get(method.name, 300.0),
                 launches=0,
-                error=None if name == "matmul" else Error(max_abs=1e-3, relative=2e-4),
-                compared="" if name == "matmul" else "4/64",
-                details={"schedule": "64x64", "provenance": "measured"} if name == OURS else {},
+                error=None if method.name == "matmul" else Error(max_abs=1e-3, relative=2e-4),
+                compared="" if method.name == "matmul" else "4/64",
+                details={"schedule": "64x64", "provenance": "measured"} if method.name == OURS else {},
             )
-            for name in names
+            for method in methods
+            if method.name not in self.failing
         )
-        watch = Watch([TIMES[name] for name in names])
+        watch = Watch([each.look_us for each in ready])
         if self.breaks:
             watch.read = self._break
         return PreparedCell(ready=ready, failed=self.failing, watch=watch, log=Log())

@@ -250,14 +250,11 @@ def test_short_calls_are_graphs_when_sustained_and_calls_that_cannot_be_captured
     assert cell([METHODS["torch_auto"]])["torch_auto"].conditions.graph_launches == 0  # burst
 
 
-def test_that_it_could_not_be_told_what_was_launched_is_told(cuda, monkeypatch) -> None:
-    def explain(*given, **more):
-        raise ImportError("no such name")
-
-    monkeypatch.setattr("tiledsched.serve.launch.explain_plan", explain)
+def test_a_row_says_why_its_schedule_is_not_known(cuda) -> None:
+    """On the CPU there is no plan to explain."""
     row = cell([made(METHODS["torch_auto"].make, SERVED)])[SERVED]
     assert row.status == "ok"
-    assert row.provenance == "not known: ImportError: no such name"
+    assert row.provenance.startswith("not known: UnsupportedError: q is on cpu")
 
 
 def test_a_host_that_was_late_is_never_timed_and_gets_more_spin_from_then_on(cuda, monkeypatch) -> None:

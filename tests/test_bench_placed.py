@@ -30,7 +30,6 @@ from tiledsched.measure.torch_arrays import as_tensors
 from tiledsched.ops import plans
 from tiledsched.ops import sdpa as serve
 from tiledsched.ops.varlen import sdpa_paged, sdpa_varlen
-from tiledsched.serve import process as serving
 from tiledsched.serve.lookup import LookupTable
 
 METHODS = methods_of(Attention)
@@ -193,7 +192,7 @@ def test_rows_tell_of_every_method(cuda, others) -> None:  # noqa: F811
     assert 0 < rows[VARLEN].rel_err < 1e-3
 
 
-def test_rows_lie_before_heads_and_nothing_is_copied(cuda, launches, others, monkeypatch) -> None:  # noqa: F811
+def test_rows_lie_before_heads_and_nothing_is_copied(cuda, launches, others) -> None:  # noqa: F811
     seen = []
 
     def make(arrays, real=METHODS[FLASH_4].make):
@@ -323,23 +322,16 @@ def faster():
 
 
 @pytest.fixture
-def served(launches, others, monkeypatch, faster):
+def served(launches, others, faster):
     """The public functions where a rival was measured to be faster on whatever problem."""
 
-    class Known(LookupTable):
-        def resolve(self, asked, *given):
-            offers = (
-                LookupTable(
-                    [dataclasses.replace(an_entry(asked, (a_rival(name=faster),)), device_name="NVIDIA H200")],
-                    Attention,
-                    rivals=True,
-                )
-                .resolve(asked, *given)
-                .rivals
-            )
-            return dataclasses.replace(super().resolve(asked, *given), rivals=offers)
+    class WithRival(LookupTable):
+        def resolve(self, problem, *given):
+            measured = an_entry(problem, (a_rival(name=faster),)).replace(device_name="NVIDIA H200")
+            offers = LookupTable([measured], Attention, rivals=True).resolve(problem, *given).rivals
+            return dataclasses.replace(super().resolve(problem, *given), rivals=offers)
 
-    monkeypatch.setattr(serving, "load_table", lambda settings, **given: Known([], Attention, rivals=True))
+    launches.runtime.load_table = lambda settings, **given: WithRival([], Attention, rivals=True)
     serve.reload()
     return launches
 
@@ -399,7 +391,7 @@ def test_pages_are_handed_on(served) -> None:
     torch.testing.assert_close(mixed.reshape(out.shape), out, **TOLERANCE[torch.float16])
 
 
-def test_a_graph_holds_a_rival_only_once_it_has_run(served, monkeypatch) -> None:
+def test_a_graph_holds_a_rival_only_once_it_has_run(served) -> None:
     """Its first call compiles; that may come long after the first call of the plan, which nobody told how long sequences are."""
     q, k, v = tensors()
     sdpa_varlen(q, k, v, OFFSETS.int(), causal=True)
@@ -418,7 +410,7 @@ def test_a_graph_holds_a_rival_only_once_it_has_run(served, monkeypatch) -> None
 
 def test_the_suite_is_posed_as_the_public_functions_pose_it() -> None:
     suite = Attention.suite("serving")
-    assert all(each.placed for each in suite)
+    assert all(each.is_varlen for each in suite)
     assert {each.page for each in suite} == {0, 16, 64}
     for each in suite:
         assert each.alignment == ("bottom_right" if each.page else "top_left")

@@ -102,7 +102,6 @@ STRUCTURE = [
     {"q_subtiles": 2},
     {"kv_subtiles": 2},
     {"qk_ahead": True},
-    {"k_load": "permute"},
     {"tma_loads": False},
     {"tma_store": False},
     {"check_bounds": False},
@@ -125,7 +124,7 @@ STRUCTURE = [
     {"kv_direction": "wide_sawtooth"},
     {"q_subtiles": 2, "q_in_registers": True, "persistent": "strided"},
 ]
-INERT = {"sm_80": ("tma_store",), "sm_90": ("k_load", "check_bounds"), "sm_121": ("k_load", "check_bounds")}
+INERT = {"sm_80": ("tma_store",), "sm_90": ("check_bounds",), "sm_121": ("check_bounds",)}
 """Knobs that left the machine code of the plain causal kernel as it was, with the compiler of cuda-tile 1.7."""
 
 

@@ -30,6 +30,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import load_space, space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Device
+from tiledsched.tuning.resources import Tools
 
 ROOT = Path(__file__).parent.parent
 SPACE = """
@@ -154,12 +155,12 @@ def test_programs_for_a_record_are_built_without_a_gpu_and_once(home, capsys) ->
 
 
 @pytest.mark.compiler
-def test_landscapes_are_recorded_and_a_second_run_measures_nothing(home, capsys, monkeypatch) -> None:
+def test_landscapes_are_recorded_and_a_second_run_measures_nothing(home, capsys) -> None:
     from test_record import Gpu
 
     from tiledsched.store.exchange import read_table
 
-    monkeypatch.setattr("tiledsched.tuning.session.Session.open_runner", lambda *given, **more: Gpu())
+    tools = Tools(runner=lambda kernel, seed: Gpu(), devices=lambda: [Device(name="", arch="sm_90", sm_count=0)])
     space = for_a_record().replace("sm_121", "sm_90").replace("choices = [2]", "choices = [1]")
     (home / "my.toml").write_text(space)
     record = [
@@ -177,7 +178,7 @@ def test_landscapes_are_recorded_and_a_second_run_measures_nothing(home, capsys,
         "--out",
         "landscapes",
     ]
-    assert main(record) == 0
+    assert main(record, tools=tools) == 0
     said = capsys.readouterr()
     burst, sustained = said.out.splitlines()
     assert re.search(
@@ -187,7 +188,7 @@ def test_landscapes_are_recorded_and_a_second_run_measures_nothing(home, capsys,
     assert "sustained, 3 of 3 programs measured" in said.err
     assert [len(read_table(line.split("; ")[-1]).measurements) for line in (burst, sustained)] == [3, 2]
 
-    assert main([*record, "--json"]) == 0
+    assert main([*record, "--json"], tools=tools) == 0
     data = json.loads(capsys.readouterr().out)
     (problem,) = data["problems"]
     assert (problem["compiled"], problem["measured"], problem["failed"], problem["complete"]) == (0, 0, 0, True)
@@ -314,7 +315,7 @@ def test_ctrl_c_keeps_what_is_done(home) -> None:
         ("tune --trials", "requires an argument; see tiledsched tune --help"),
         ("tune attention matmul", "unexpected extra argument (matmul); see tiledsched tune --help"),
         ("compare a", "Missing argument 'B'; see tiledsched compare --help"),
-        ("compare a b --threshold 100", "'100' is not a number of percent between 0 and 100"),
+        ("compare a b --threshold 100", "100.0 is not in the range 0<x<100"),
         ("show --provenance guessed", "'guessed' is not one of measured, transferred, modelled, default"),
         ("db check --db missing.db", "missing.db"),
         ("db check --kind hang", "pass --forget-failures"),
@@ -340,9 +341,8 @@ def test_ctrl_c_keeps_what_is_done(home) -> None:
         ("db exprt", "there is no command db exprt; did you mean export? see tiledsched db --help"),
     ],
 )
-def test_wrong_use_is_explained_and_exits_with_2(home, capsys, monkeypatch, line, words) -> None:
-    monkeypatch.setattr("tiledsched.measure.nvml.devices", list)
-    assert main(line.split()) == 2
+def test_wrong_use_is_explained_and_exits_with_2(home, capsys, line, words) -> None:
+    assert main(line.split(), devices=list, tools=Tools(devices=list)) == 2
     said = capsys.readouterr().err
     assert words in said
     assert said.splitlines()[-1].startswith("tiledsched: ")
@@ -472,31 +472,21 @@ def test_without_a_problem_the_default_suite_is_meant() -> None:
 
 
 @pytest.mark.parametrize(
-    ("problem", "words"),
+    ("line", "words"),
     [
-        ("row=1", "the keys of sums:Add are rows, columns, scaled, dtype, N"),
-        ("rows=many,columns=1", "rows must be a positive integer, got 'many'"),
-        ("rows=0,columns=1", "rows must be a positive integer"),
-        ("rows=1", "needs ['columns']"),
-        ("N=1,scaled=maybe", "scaled must be yes, true, no, false, got 'maybe'"),
-        ("N=1,dtype=int8", "dtype must be one of float32, float16"),
-    ],
-)
-def test_a_wrong_problem_names_the_key_and_what_is_allowed(added, capsys, problem, words) -> None:
-    assert main(["check", added, "--problem", problem]) == 2
-    assert words in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("kernel", "words"),
-    [
+        ("sums.py:Add -p row=1", "the keys of sums:Add are rows, columns, scaled, dtype, N"),
+        ("sums.py:Add -p rows=many,columns=1", "rows must be a positive integer, got 'many'"),
+        ("sums.py:Add -p rows=0,columns=1", "rows must be a positive integer"),
+        ("sums.py:Add -p rows=1", "needs ['columns']"),
+        ("sums.py:Add -p N=1,scaled=maybe", "scaled must be yes, true, no, false, got 'maybe'"),
+        ("sums.py:Add -p N=1,dtype=int8", "dtype must be one of float32, float16"),
         ("matmull", "'matmull' is not known here"),
         ("none.py:Add", "there is no file"),
         ("sums.py:Sub", "it declares Add"),
     ],
 )
-def test_a_kernel_that_is_not_there(added, capsys, kernel, words) -> None:
-    assert main(["check", kernel]) == 2
+def test_a_wrong_kernel_or_problem_says_what_is_allowed(added, capsys, line, words) -> None:
+    assert main(["check", *line.split()]) == 2
     assert words in capsys.readouterr().err
 
 
@@ -566,12 +556,11 @@ def test_any_kernel_is_tuned_shown_and_explained_without_a_gpu(added, capsys, mo
     assert "sm_90 rows=256 columns=256 float32: not measured (modelled)\n    " in capsys.readouterr().out
 
 
-def test_progress_off_a_terminal_is_a_few_lines(capsys, monkeypatch) -> None:
+def test_progress_off_a_terminal_is_a_few_lines(capsys) -> None:
     from tiledsched.cli import progress
 
     clock = 0.0
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock)
-    with progress.TuneProgress() as watcher:
+    with progress.TuneProgress(clock=lambda: clock) as watcher:
         watcher.stage(Attention.problem(seq_q=1, seq_k=1, head_dim=16), "compiling", 100)
         watcher.best(12.5, Schedule(tile_m=64, tile_n=64))
         for done in range(1, 101):
@@ -603,18 +592,16 @@ def test_candidates_that_cannot_be_read(tmp_path, capsys, text, wanted) -> None:
 
 
 @pytest.mark.parametrize("budget_s", [None, 30.0])
-def test_a_terminal_shows_a_bar_the_best_so_far_and_the_time_left(monkeypatch, budget_s) -> None:
+def test_a_terminal_shows_a_bar_the_best_so_far_and_the_time_left(budget_s) -> None:
     from rich.console import Console
 
     from tiledsched.cli import progress
 
     clock, screen = 0.0, io.StringIO()
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock)
-    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(progress, "Console", lambda stderr: Console(file=screen, width=80, force_terminal=True))
+    console = Console(file=screen, width=80, force_terminal=True)
     problem = Attention.problem(seq_q=1, seq_k=1, head_dim=16)
     long = Schedule(tile_m=64, tile_n=64, **{f"a_knob_with_a_long_name_{i}": i for i in range(1, 6)})
-    with progress.TuneProgress(2, budget_s) as watcher:
+    with progress.TuneProgress(2, budget_s, console=console, clock=lambda: clock) as watcher:
         watcher.stage(problem, "measuring", 64)
         clock = 20.0
         watcher.step(8)
@@ -836,26 +823,14 @@ def test_a_shell_completes_commands_flags_and_their_words(capsys, monkeypatch, l
     assert f"plain,{wanted}\n" in capsys.readouterr().out
 
 
-def test_what_is_logged_stays_above_the_bars(monkeypatch) -> None:
-    import io
-    import logging
-
-    from tiledsched.cli import _Stderr
-
-    handler, bars = _Stderr(), io.StringIO()
-    monkeypatch.setattr(sys, "stderr", bars)  # as rich does where bars are drawn
-    handler.emit(logging.makeLogRecord({"msg": "waiting for GPU"}))
-    assert bars.getvalue() == "waiting for GPU\n"
-
-
-def test_a_library_that_is_interrupted_as_it_tidies_up_says_nothing(monkeypatch) -> None:
-    import io
+def test_the_log_goes_above_the_bars_and_is_silent_about_interrupted_cleanup(monkeypatch) -> None:
     import logging
 
     from tiledsched.cli import Ended, _Stderr
 
     handler, said = _Stderr(), io.StringIO()
-    monkeypatch.setattr(sys, "stderr", said)
+    monkeypatch.setattr(sys, "stderr", said)  # as rich does where bars are drawn
+    handler.emit(logging.makeLogRecord({"msg": "waiting for GPU"}))
     for error in (Ended(15), OSError("broken")):
         handler.emit(logging.makeLogRecord({"msg": "Exception during reset", "exc_info": (type(error), error, None)}))
-    assert said.getvalue() == "Exception during reset\nOSError: broken\n"
+    assert said.getvalue() == "waiting for GPU\nException during reset\nOSError: broken\n"

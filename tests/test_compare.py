@@ -195,7 +195,7 @@ def test_the_table_of_people_and_the_line_for_ci(home, capsys):
     assert lines[-1] == (
         f"compare: 1 slower, 1 undecided, 0 faster, 0 same, 1 only in B; worst +13.0% ({PROBLEM}); threshold 2.0%: FAIL"
     )
-    assert "tune attention --arch sm_90 --problem S=4096,D=64,B=4,H=32,causal=yes --db b.db" in said
+    assert "tune attention --arch sm_90 -p S=4096,D=64,B=4,H=32,causal=yes --db b.db" in said
     assert main(["compare", "b.db", "a.db"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].endswith("ok")
     assert main(["compare", "a.db", "b.db", "--threshold", "20"]) == 0

@@ -110,6 +110,8 @@ def kinds(step):
             {"function": "scale_rows"},
             "expected a cuTile kernel or a function, got 'scale_rows'; decorate one with @ct.kernel",
         ),
+        ({"cost": ts.Cost}, "cost: must be an object of a subclass of ts.Cost, as in cost = MyCost()"),
+        ({"similarity": 2}, "similarity: must be an object of a subclass of ts.Similarity"),
         ({"reference": None}, "reference: missing; declare reference(xp, ...)"),
         ({"reference": lambda xp, X: X[:, :1]}, "reference: returns Out of shape"),
         ({"reference": lambda xp, X: ()}, "reference: returns 0 arrays; the outputs are Out"),

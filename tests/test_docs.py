@@ -80,6 +80,48 @@ def parse(words):
     return None
 
 
+def test_the_reference_lists_every_command_and_its_flags():
+    """With TILEDSCHED_WRITE_TABLES=1 the tables of flags are written anew."""
+    page, named = ROOT / "docs" / "commands.md", []
+    text = page.read_text(encoding="utf-8")
+
+    def table(match):
+        named.append(match[1])
+        return f"<!-- flags of {match[1]} -->\n{flags_table(match[1])}<!-- end -->"
+
+    written = re.sub(r"<!-- flags of ([a-z ]+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
+    if WRITE:
+        page.write_text(written, encoding="utf-8")
+    assert WRITE or text == written
+    leaves = dict(leaf_commands(root))
+    assert sorted(named) == sorted(leaves)
+    assert re.findall(r"^###+ `tiledsched ([a-z ]+)`$", text, re.MULTILINE) == [
+        name for each in named for name in (["study"] if each == "study paper" else []) + [each]
+    ]
+
+
+def leaf_commands(group, above=""):
+    """Each command and its whole name."""
+    for name, each in group.commands.items():
+        if isinstance(each, Group):
+            yield from leaf_commands(each, f"{above}{name} ")
+        else:
+            yield f"{above}{name}", each
+
+
+def flags_table(name):
+    """The flags that a command has for itself, with what its help says of them."""
+    command = dict(leaf_commands(root))[name]
+    context = click.Context(command, info_name=name)
+    lines = []
+    for param in command.params:
+        if getattr(param, "heading", "") not in ("Every command", "Problems") and param.name != "kernel":
+            words, text = param.get_help_record(context)
+            flags = words.replace("|", "\\|")
+            lines.append(f"|`{flags}`|{text.replace('|', chr(92) + '|')}|")
+    return "\n".join(["", "|flag|meaning|", "|---|---|", *lines, "", ""]) if lines else ""
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_python_parses(path):
     for code in blocks(path, "python"):
@@ -87,7 +129,9 @@ def test_python_parses(path):
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("path", [ROOT / "README.md", *TUTORIALS], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [ROOT / "README.md", ROOT / "docs" / "python.md", *TUTORIALS], ids=lambda path: path.stem
+)
 def test_a_page_shows_what_its_commands_print(path, tmp_path):
     """The pages that a newcomer follows are run from top to bottom, without a GPU, from an empty home.
 
@@ -151,3 +195,13 @@ def test_every_page_is_in_the_site_and_only_once():
     listed = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
     assert len(listed) == len(set(listed))
     assert {*listed} == {str(path.relative_to(ROOT / "docs")) for path in PAGES if path.name != "README.md"}
+
+
+def test_the_page_on_search_spaces_lists_every_knob_of_attention():
+    page = (
+        (ROOT / "docs" / "search-space.md").read_text(encoding="utf-8").split("## The knobs of the attention kernel")[1]
+    )
+    first_cells = re.findall(r"^\|(`.*?)\|", page.split("\n\n|")[1], re.MULTILINE)
+    listed = re.findall(r"`(\w+)`", " ".join(first_cells))
+    knobs = (ROOT / "search_spaces" / "attention" / "base.toml").read_text(encoding="utf-8")
+    assert sorted(listed) == sorted(re.findall(r"^\[knobs\.(\w+)\]", knobs, re.MULTILINE))

@@ -35,7 +35,6 @@ KNOBS = {
     "q_subtiles",
     "kv_subtiles",
     "qk_ahead",
-    "k_load",
     "tma_loads",
     "tma_store",
     "check_bounds",
@@ -143,7 +142,6 @@ def test_what_only_a_measurement_shows_is_marked() -> None:
         "q_subtiles",
         "kv_subtiles",
         "qk_ahead",
-        "k_load",
         "tma_loads",
         "tma_store",
         "check_bounds",
@@ -221,6 +219,7 @@ def test_schedules_of_earlier_versions_are_completed() -> None:
     assert space.complete(Schedule(old | {"persistent": True})) == default.replace(persistent="strided")
     changed = default.replace(persistent="snake", loop_split=True, q_subtiles=2)
     assert space.complete(changed) == changed
+    assert space.complete(Schedule(old, k_load="permute")) == default  # a knob that is gone, and made no difference
     assert "wings" in space.complete(Schedule(old, wings=2))  # what is unknown stays, to be refused
 
 

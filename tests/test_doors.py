@@ -240,7 +240,7 @@ def test_a_row_that_cannot_be_read_is_said(db, tmp_path, statement):
 
 
 def test_a_schema_of_no_version_is_said(db, tmp_path):
-    damage(tmp_path / "tuning.db", "UPDATE tiledsched_alembic_version SET version_num = x'78'")
+    damage(tmp_path / "tuning.db", "UPDATE tiledsched_schema SET version_num = x'78'")
     with pytest.raises(DatabaseError, match="schema"):
         TuningDB.open(tmp_path / "tuning.db", read_only=True)
 

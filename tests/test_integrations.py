@@ -184,6 +184,18 @@ def registered(transformers):
     return module
 
 
+@pytest.fixture
+def not_theirs(registered, monkeypatch):
+    """transformers' own attention may not be called."""
+    monkeypatch.setattr(registered, "_theirs", lambda: pytest.fail("a mask was made"))
+
+
+@pytest.fixture
+def no_masks(registered, not_theirs, monkeypatch):
+    """Neither transformers' own attention nor a model may ask for a mask in full."""
+    monkeypatch.setattr(registered.SeenKeys, "__getattr__", lambda self, name: pytest.fail(f"a mask was made: {name}"))
+
+
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -313,11 +325,10 @@ def test_an_encoder_is_not_causal(registered, transformers) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-def test_a_compiled_model_stays_one_graph_and_needs_no_mask(registered, transformers, monkeypatch) -> None:
+def test_a_compiled_model_stays_one_graph_and_needs_no_mask(registered, not_theirs, transformers) -> None:
     model = use(make(transformers), "tiledsched")
     with torch.no_grad():
         expected = model(input_ids=PROMPT).logits
-        monkeypatch.setattr(registered, "_theirs", lambda: pytest.fail("a mask was made"))
         torch._dynamo.reset()
         found = torch.compile(model, backend="aot_eager", fullgraph=True)(input_ids=PROMPT).logits
     torch.testing.assert_close(found, expected)
@@ -360,14 +371,13 @@ ENDS[1, 15:] = 0
 
 @pytest.mark.parametrize("family", ["Mistral", "Gemma2", "GptOss"])
 def test_windows_softcap_and_sinks_stay_what_they_are_in_compiled_code(
-    family, registered, transformers, monkeypatch
+    family, registered, not_theirs, transformers, monkeypatch
 ) -> None:
     """Not masks of all scores: neither kernel nor torch's attention is given one."""
     model = use(make(transformers, family, **ASKING[family]), "tiledsched")
     asked = []
     serving = registered.sdpa
     monkeypatch.setattr(registered, "sdpa", lambda *given, **named: asked.append(named) or serving(*given, **named))
-    monkeypatch.setattr(registered, "_theirs", lambda: pytest.fail("a mask was made"))
     with torch.no_grad():
         expected = model(input_ids=PROMPT).logits
         eagerly = [each.get("window") for each in asked]
@@ -430,7 +440,7 @@ def logits_of(model, method, padding, chunks=None):
 @pytest.mark.parametrize("padding", [None, PADDED, RIGHT, ENDS], ids=["whole", "left", "right", "both"])
 @pytest.mark.parametrize("chunks", [None, [9, 1, 10]], ids=["at once", "in chunks"])
 def test_windows_padding_softcap_and_sinks_are_served(
-    launches, fresh, registered, transformers, monkeypatch, family, padding, chunks
+    launches, fresh, registered, not_theirs, transformers, family, padding, chunks
 ) -> None:
     """As `eager`, which every family has, and by the kernel alone: whatever went to torch would be an error."""
     model = make(transformers, family, **ASKING[family]).half()
@@ -438,14 +448,13 @@ def test_windows_padding_softcap_and_sinks_are_served(
         for layer in model.model.layers:
             torch.nn.init.normal_(layer.self_attn.sinks)
     wanted = logits_of(model, "eager", padding, chunks)
-    monkeypatch.setattr(registered, "_theirs", lambda: pytest.fail("a mask was made"))
     found = logits_of(model, "tiledsched", padding, chunks)
     assert len(launches) == 2 * len(chunks or [0])
     torch.testing.assert_close(found, wanted, atol=5e-3, rtol=5e-2)
 
 
 @pytest.mark.parametrize("padding", [None, PADDED, RIGHT], ids=["whole", "left", "right"])
-def test_windows_of_two_sides_are_served(launches, fresh, registered, transformers, monkeypatch, padding) -> None:
+def test_windows_of_two_sides_are_served(launches, fresh, registered, not_theirs, transformers, padding) -> None:
     """ModernBERT's local layers, which see as many keys after a row's own as before it."""
     config = transformers.ModernBertConfig(
         vocab_size=64,
@@ -466,7 +475,6 @@ def test_windows_of_two_sides_are_served(launches, fresh, registered, transforme
     seen = torch.ones_like(PROMPT) if padding is None else padding
     with torch.no_grad():
         wanted = use(model, "eager")(input_ids=PROMPT, attention_mask=padding).last_hidden_state[seen.bool()]
-        monkeypatch.setattr(registered, "_theirs", lambda: pytest.fail("a mask was made"))
         found = use(model, "tiledsched")(input_ids=PROMPT, attention_mask=padding).last_hidden_state[seen.bool()]
     assert len(launches) == 2
     torch.testing.assert_close(found, wanted, atol=1e-2, rtol=5e-2)
@@ -477,7 +485,7 @@ TEXTS = [[5, 9, 3, 8, 2, 7, 4, 6, 1, 11, 12], [4], [30, 31, 32, 33, 34, 35, 36, 
 
 @pytest.mark.parametrize("family", sorted(ASKING))
 @pytest.mark.parametrize("told", ["positions", "FlashAttention's arguments"])
-def test_packed_sequences_are_served(launches, fresh, registered, transformers, monkeypatch, family, told) -> None:
+def test_packed_sequences_are_served(launches, fresh, registered, not_theirs, transformers, family, told) -> None:
     """What the collator without padding makes: each text as by itself, without a mask and without torch's attention."""
     model = make(transformers, family, **ASKING[family]).half()
     flash = told != "positions"
@@ -490,7 +498,6 @@ def test_packed_sequences_are_served(launches, fresh, registered, transformers, 
     with torch.no_grad():
         wanted = torch.cat([model(input_ids=torch.tensor([text])).logits for text in TEXTS], 1)
         use(model, "tiledsched")
-        monkeypatch.setattr(registered, "_theirs", lambda: pytest.fail("a mask was made"))
         found = model(**batch, use_cache=False).logits
     assert len(launches) == 2
     torch.testing.assert_close(found, wanted, atol=5e-3, rtol=5e-2)
@@ -539,13 +546,6 @@ def on_static_cache(model, padding, tokens=9, **more):
         disable_compile=True,
         **more,
     )
-
-
-@pytest.fixture
-def no_masks(registered, monkeypatch):
-    """Neither transformers' own attention nor a model may ask for a mask in full."""
-    monkeypatch.setattr(registered, "_theirs", lambda: pytest.fail("a mask was made"))
-    monkeypatch.setattr(registered.SeenKeys, "__getattr__", lambda self, name: pytest.fail(f"a mask was made: {name}"))
 
 
 @pytest.mark.parametrize(
@@ -625,7 +625,7 @@ def test_a_step_on_a_static_cache_that_is_traced_whole_needs_no_mask(registered,
         torch.testing.assert_close(compiled(place), wanted.transpose(1, 2))
 
 
-def test_masks_that_say_more_stay_masks(registered, transformers, monkeypatch) -> None:
+def test_masks_that_say_more_stay_masks(registered, transformers) -> None:
     """Holes in the padding, packed sequences, chunked attention, and functions that nobody knows."""
     from transformers import masking_utils
 
@@ -752,7 +752,7 @@ def test_diffusers_backend_refuses_what_it_does_not_compute(dispatch) -> None:
 # Hugging Face kernels
 
 
-def test_kernels_loads_the_package_from_a_folder(tmp_path, monkeypatch) -> None:
+def test_kernels_loads_the_package_from_a_folder(tmp_path) -> None:
     kernels = pytest.importorskip("kernels")
     from tiledsched.ops.integrations.kernel_package import write_kernel_package
 

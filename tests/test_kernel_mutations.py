@@ -17,7 +17,7 @@ from tile_checks import substituted
 from tiledsched.interpreter import InterpreterError
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention import entries as attention_entries
-from tiledsched.kernels.attention import features as attention_asked
+from tiledsched.kernels.attention import features as attention_features
 from tiledsched.kernels.attention import flat as attention_flat
 from tiledsched.kernels.attention import packed as attention_packed
 from tiledsched.kernels.attention import scheduler as attention_scheduler
@@ -73,8 +73,8 @@ MUTATIONS = {
     "snake's last lap missing": ("snake(ct.bid(0), blocks, total // blocks)", "blocks"),
     "snake's last lap too long": ("total - snake(ct.bid(0), blocks, total // blocks)", "total"),
     "the last output never stored": (
-        "    epilogues(Out, Lse, work_tile, chains, asked, const)\n\n\ndef compute",
-        "\n\ndef compute",
+        "epilogues(Out, Lse, work_tile, chains, features, const)\n\n\ndef compute",
+        "pass\n\n\ndef compute",
     ),
     "an output of nothing": ("lap > 0 if", "lap >= 0 if"),
     "one output in two": ("lap > 0 if", "lap > 1 if"),
@@ -111,7 +111,7 @@ MUTATIONS = {
     "last step ahead not folded": ("fold(rows, keys, end, chains,", "fold(rows, keys, end - 1, chains,"),
     "last step ahead unmasked": ("True, scale_log2, const)\n    return", "False, scale_log2, const)\n    return"),
     "boundary beyond the last step": ("boundary = min(boundary, end)", "boundary = boundary"),
-    "keys not transposed": ("ct.permute(k.reshape((const.TILE_N, width)), (1, 0))", "k.reshape((width, const.TILE_N))"),
+    "keys not transposed": ("(0, 1, 3, 2)", "(0, 1, 2, 3)"),
     "bounds never checked": ("check_bounds=const.CHECK_BOUNDS", "check_bounds=False"),
     "exact division by something else": ("out = ct.truediv(acc, row_sum)", "out = ct.truediv(acc, row_sum + 1)"),
     "lazy rescaling never": ("> RESCALE_ABOVE", "> math.inf"),
@@ -266,7 +266,7 @@ MUTATIONS_ASKED = {
         "if const.BOTTOM_RIGHT else",
     ),
     "steps end at a row's own key": ("(const.BOTTOM_RIGHT or const.WINDOW_RIGHT)", "const.BOTTOM_RIGHT"),
-    "both sides of a window as one": ("asked.window + asked.window_right if const", "asked.window if const"),
+    "both sides of a window as one": ("features.window + features.window_right if const", "features.window if const"),
     "steps counted from all keys": ("steps = max(steps - first, 1)", "steps = max(steps, 1)"),
     "late keys unmasked": ("first_masked = max(first_masked - first, 0)", "first_masked = first_masked"),
     "the first step forgotten": ("i = i + keys.span.first", "i = i"),
@@ -278,13 +278,13 @@ MUTATIONS_ASKED = {
     "a share's first boundary": ("min(max(boundary, begin), end), ", "min(boundary, end), "),
     "a share's second boundary": (", min(max(second, begin), end)", ", max(second, begin)"),
     "starts one late": ("columns >= span.start", "columns > span.start"),
-    "starts of the first sequence": ("asked.Starts, (batch,)", "asked.Starts, (0,)"),
+    "starts of the first sequence": ("features.Starts, (batch,)", "features.Starts, (0,)"),
     "starts below zero": (
         "Starts, (batch,), check_bounds=False), 0)",
         "Starts, (batch,), check_bounds=False), -9999999)",
     ),
     "lengths one long": ("columns < span.end", "columns <= span.end"),
-    "lengths of the first sequence": ("asked.Lengths, (batch,)", "asked.Lengths, (0,)"),
+    "lengths of the first sequence": ("features.Lengths, (batch,)", "features.Lengths, (0,)"),
     "lengths beyond the keys": ("check_bounds=False), 0), seq_k)", "check_bounds=False), 0), 9999999)"),
     "keys behind the length unmasked": ("steps_of(place, offset, end, const)", "steps_of(place, offset, seq_k, const)"),
     "nothing divided by nothing": ("if rows_see_nothing(const):  # rows", "if const.BOTTOM_RIGHT:  # rows"),
@@ -304,17 +304,20 @@ MUTATIONS_ASKED = {
 
 
 MUTATIONS_PLACED = {
-    "bisection one sequence early": ("block_rows, asked) <= place:", "block_rows, asked) < place:"),
+    "bisection one sequence early": ("block_rows, features) <= place:", "block_rows, features) < place:"),
     "every place the first sequence's": ("while beyond - sequence > 1", "while beyond - sequence > 1000"),
     "bisection ends early": ("while beyond - sequence > 1", "while beyond - sequence > 2"),
-    "places without one for each sequence": ("return sequence + ct.gather(asked.CuQ", "return ct.gather(asked.CuQ"),
-    "places counted in rows": ("check_bounds=False) // block_rows\n", "check_bounds=False)\n"),
-    "places counted from the head's first": ("max(place - first_place(sequence, block_rows, asked), 0)", "place"),
-    "a head's last place missing": (
-        "rows_of_work(const) + asked.CuQ.shape[0] - 1",
-        "rows_of_work(const) + asked.CuQ.shape[0] - 2",
+    "places without one for each sequence": (
+        "return sequence + ct.gather(features.CuQ",
+        "return ct.gather(features.CuQ",
     ),
-    "a head of no sequences": (" + asked.CuQ.shape[0] - 1", ""),
+    "places counted in rows": ("check_bounds=False) // block_rows\n", "check_bounds=False)\n"),
+    "places counted from the head's first": ("max(place - first_place(sequence, block_rows, features), 0)", "place"),
+    "a head's last place missing": (
+        "rows_of_work(const) + features.CuQ.shape[0] - 1",
+        "rows_of_work(const) + features.CuQ.shape[0] - 2",
+    ),
+    "a head of no sequences": (" + features.CuQ.shape[0] - 1", ""),
     "a place too many is filled": (
         "place * rows_of_work(const) < Q.shape[2]",
         "place * rows_of_work(const) <= Q.shape[2]",
@@ -326,22 +329,22 @@ MUTATIONS_PLACED = {
     ),
     "rows from the first on": ("start=begin, stop=end", "start=0, stop=end"),
     "keys where queries begin": (
-        "own_rows(K, asked.CuK, sequence), own_rows(V, asked.CuK",
-        "own_rows(K, asked.CuQ, sequence), own_rows(V, asked.CuQ",
+        "own_rows(K, features.CuK, sequence), own_rows(V, features.CuK",
+        "own_rows(K, features.CuQ, sequence), own_rows(V, features.CuQ",
     ),
     "outputs of another sequence": (
-        "return own_rows(Out, asked.CuQ, sequence), Lse",
-        "return own_rows(Out, asked.CuQ, 0), Lse",
+        "return own_rows(Out, features.CuQ, sequence), Lse",
+        "return own_rows(Out, features.CuQ, 0), Lse",
     ),
-    "log-sum-exps where they were": ("        Lse = own_rows(Lse, asked.CuQ, sequence)", "        pass"),
+    "log-sum-exps where they were": ("        Lse = own_rows(Lse, features.CuQ, sequence)", "        pass"),
     "even keys unmasked": ("const.CHECK_BOUNDS else ", "False else "),
     "a step where there are no keys": ("steps = min(steps, ct.cdiv(end,", "steps = min(steps, 1 + ct.cdiv(end,"),
     "nothing divided by nothing": ("or const.LENGTHS or const.PACKED", "or const.LENGTHS"),
     "another sequence's sizes": ("entry = 0 if const.PACKED else batch", "entry = batch"),
     "keys of the first entry": ("batch if const.PAGE else entry", "entry"),
     "diagonal at the table's end": (
-        "return min(max(length, 0), asked.Table.shape[1] * const.PAGE) - seq_q",
-        "return asked.Table.shape[1] * const.PAGE - seq_q",
+        "return min(max(length, 0), features.Table.shape[1] * const.PAGE) - seq_q",
+        "return features.Table.shape[1] * const.PAGE - seq_q",
     ),
     "diagonal at the top": (" * const.PAGE) - seq_q", " * const.PAGE)"),
     "tables of the first sequence": ("(keys.batch, place)", "(0, place)"),
@@ -365,18 +368,19 @@ MUTATIONS_PLACED = {
     "a page's first keys again": ("j // tiles), j % tiles", "j // tiles), 0"),
     "pages as long as a tile": ("const.PAGE // const.TILE_N", "1"),
     "tables are trusted": ("min(max(page, 0), keys.K.shape[0] - 1)", "page"),
+    "keys of pages not transposed": ("k = ct.permute(k, (1, 0))", "k = k.reshape((width, const.TILE_N))"),
     "the last tile of a page for all": (
         "return min(j, max(ct.cdiv(keys.span.end, const.TILE_N) - 1, 0))",
         "return min(j, 0)",
     ),
-    "keys of a page alone": ("asked.Table.shape[1] * const.PAGE if const.PAGE else K.shape[2]", "K.shape[2]"),
+    "keys of a page alone": ("features.Table.shape[1] * const.PAGE if const.PAGE else K.shape[2]", "K.shape[2]"),
 }
 
 
 MODULES = (
     attention_scheduler,
     attention_packed,
-    attention_asked,
+    attention_features,
     attention_tiles,
     attention_split,
     attention_flat,
@@ -438,7 +442,6 @@ def battery(kernel):
         (lean.replace(seq_q=130), {"q_subtiles": 2}, {}),
         (lean, {"qk_ahead": True}, {}),
         (wide, {}, negative),
-        (lean, {"k_load": "permute"}, {}),
         (ragged, {"loop_split": True}, {}),
         (wide, {"tile_m": 128, "tile_n": 32, "kv_direction": "backward"}, negative),
         (ragged.replace(seq_k=40), {"kv_subtiles": 2}, {}),

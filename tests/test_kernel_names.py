@@ -148,6 +148,24 @@ def test_problems_are_pickled_by_value():
     assert (again, hash(again), again.id, again.to_json()) == (p, hash(p), p.id, p.to_json())
 
 
+def test_another_process_restores_the_kernel_of_a_problem(file):
+    """By its name or the place of its declaration; a problem of a kernel that is nowhere to be found has no kernel."""
+    problems = [load_kernel(f"{file}:Doubled").problem(size=7), declare(name="here alone").problem(rows=5, columns=40)]
+    code = (
+        "import pickle, sys; one, other = pickle.loads(sys.stdin.buffer.read());"
+        "print(one.known, one.declaration.locator(), one.min_bytes, other.known, other)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        input=pickle.dumps(problems),
+        capture_output=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": str(DOCS.parents[1])},
+    )
+    expected = f"True {file}:Doubled {problems[0].min_bytes} False rows=5 columns=40 float32"
+    assert found.stdout.decode().strip() == expected
+
+
 def test_ids_are_the_same_in_every_process():
     """Whatever the order of sets and dicts."""
     from tiledsched.kernels.attention import Attention

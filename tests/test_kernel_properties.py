@@ -34,12 +34,18 @@ from kernel_checks import (
 from tiledsched.core import launch as launches
 from tiledsched.core.device import arch_spec
 from tiledsched.interpreter import SmallDevice
-from tiledsched.kernels.attention import Attention
+from tiledsched.kernels.attention import Attention, entries_source
 from tiledsched.kernels.attention import entries as attention_entries
 from tiledsched.kernels.attention.declaration import BLOCK_ORDERS
 from tiledsched.kernels.attention.scheduler import SWIZZLE_PAIRS, coordinates, snake
 from tiledsched.kernels.attention.tiles import Constants
 from tiledsched.kernels.attention.tiling import rows_per_tile
+
+
+def test_the_kernels_are_those_that_their_source_writes():
+    """A constant was added: run python -m tiledsched.kernels.attention.entries_source."""
+    assert entries_source.PATH.read_text(encoding="utf-8") == entries_source.source()
+
 
 # ---- drawn problems and schedules ------------------------------------------------------------------------------------
 
@@ -68,7 +74,8 @@ def test_few_rows_and_many_keys(case, seed, order):
 def test_split_keys_under_any_structure(case, kv_splits, kv_combine, order):
     """Splitting is explored on the plain kernel, and yet right on every other one it is allowed with."""
     problem, schedule = case
-    schedule = schedule.replace(kv_splits=kv_splits, kv_combine=kv_combine, persistent="no", qk_ahead=False, num_ctas=1)
+    plain = {"persistent": "no", "qk_ahead": False, "num_ctas": 1, "unroll": 1}
+    schedule = schedule.replace(kv_splits=kv_splits, kv_combine=kv_combine, **plain)
     forward = check(problem, schedule)
     np.testing.assert_array_equal(check(problem, schedule, order=order), forward)
 
@@ -117,7 +124,6 @@ def test_which_knobs_change_the_result(case, seed):
         persistent="no",
         qk_ahead=False,
         q_subtiles=schedule["q_subtiles"] if sawtooth else 1,
-        k_load="order",
         tma_loads=True,
         tma_store=True,
         check_bounds=True,
@@ -305,7 +311,7 @@ def test_rows_that_see_no_key_give_zeros():
 
 @pytest.mark.parametrize("value_dim", [16, 40, 96, 128])
 @pytest.mark.parametrize("head_dim", [40, 64, 96, 160, 192])
-@pytest.mark.parametrize("knobs", [{}, {"k_load": "permute"}, {"q_subtiles": 2}, {"lazy_rescale": True}], ids=str)
+@pytest.mark.parametrize("knobs", [{}, {"q_subtiles": 2}, {"lazy_rescale": True}], ids=str)
 def test_columns_in_one_part_and_in_two(head_dim, value_dim, knobs):
     problem = Attention.problem(seq_q=70, seq_k=90, head_dim=head_dim, value_dim=value_dim, causal=True)
     narrow = problem.split_d < problem.tile_d or problem.split_v < problem.tile_v
@@ -396,9 +402,9 @@ def test_what_is_launched_takes_what_is_said():
         (step,) = launches.steps(Attention, problem, schedule, arch_spec("sm_90"))
         every = [field.name for field in dataclasses.fields(Constants)]
         constants, scalars = every, ["scale_log2", "cap_scale", "window", "window_right"]
-        if not problem.asked:
+        if not problem.has_features:
             constants, scalars = every[: every.index("WINDOW")], ["scale_log2"]
-        elif not problem.placed:
+        elif not problem.is_varlen:
             constants = every[: every.index("PACKED")]
         assert [each.name for each in step.arguments] == ["Q", "K", "V", "Out", *extras, *scalars, *constants]
         assert list(inspect.signature(step.function).parameters) == [each.name for each in step.arguments]

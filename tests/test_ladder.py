@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-
 import pytest
+from test_bench import QUICK, Harness
 
-from tiledsched.bench import run as run_module
-from tiledsched.bench.rows import BenchRow
+from tiledsched.bench.rows import BenchRow, read_rows
 from tiledsched.build.compiler import compile_schedule
 from tiledsched.cli import main
 from tiledsched.core.errors import UnsupportedError
@@ -16,6 +13,7 @@ from tiledsched.interpreter.checking import check_schedule
 from tiledsched.kernels.attention import Attention
 from tiledsched.report.document import Table
 from tiledsched.studies.ladder import pages, rungs
+from tiledsched.studies.ladder.run import run_ladder
 from tiledsched.studies.ladder.rungs import EDITS, NAIVE, PlainAttention, plain_problem
 
 PROBLEM = Attention.problem(
@@ -135,35 +133,21 @@ def test_hints_for_every_arch_can_be_pasted(home, capsys):
     assert names["hints"]["opt_level"] == 3
 
 
-def test_the_command(home, capsys, monkeypatch):
-    import tiledsched.bench.harness
-    import tiledsched.measure.lock
+def test_a_ladder_goes_on_where_it_stopped(tmp_path):
+    path, harness = tmp_path / "ladder.csv", Harness()
+    problems = [PROBLEM.replace(seq_q=length, seq_k=length) for length in (1024, 4096)]
+    run_ladder(problems[:1], path, rounds=6, harness=harness, pace=QUICK)
+    run_ladder(problems, path, rounds=6, harness=harness, pace=QUICK)
+    assert harness.prepared == [("burst", each) for each in problems]
+    assert [row.method for row in read_rows(path)] == [*rungs.rungs(), "tiledsched"] * 2
+    assert main(["study", "ladder", "--summary", "--out", str(tmp_path)]) == 0
+    assert {"ladder.md", "ladder.html", "ladder.svg", "by_target.py"} <= {each.name for each in tmp_path.iterdir()}
 
-    def bench(named, options, harness, *, done, keep, progress):
-        for row in rows_of([problem.seq_q for problem in named if ("burst", problem) not in done]):
-            keep(
-                [
-                    row.__class__(
-                        **{**vars(row), "problem": next(each for each in named if each.seq_q == row.problem.seq_q)}
-                    )
-                ]
-            )
 
-    monkeypatch.setattr(tiledsched.bench.harness, "TorchHarness", object)
-    monkeypatch.setattr(tiledsched.measure.lock, "holding_current_gpu", contextlib.nullcontext)
-    monkeypatch.setattr(run_module, "run_bench", bench)
-    assert main(["study", "ladder", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert len(told["rows"]) == 6 * (len(EDITS) + 1)
-    assert {path.name for path in (home / "ladder").iterdir()} >= {
-        "ladder.md",
-        "ladder.html",
-        "ladder.svg",
-        "ladder.csv",
-        "by_target.py",
-    }
-    assert main(["study", "ladder", "--summary"]) == 0
-    assert main(["study", "ladder", "--summary", "--out", "none"]) == 2
-    assert "holds no ladder" in capsys.readouterr().err
-    assert main(["study", "ladder", "--problem", "S=512,D=96,B=1,H=1"]) == 2
-    assert "a power of two" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["--summary", "--out", "none"], "holds no ladder"), (["--problem", "S=512,D=96,B=1,H=1"], "a power of two")],
+)
+def test_wrong_use_is_told(home, capsys, words, message):
+    assert main(["study", "ladder", *words]) == 2
+    assert message in capsys.readouterr().err

@@ -191,8 +191,8 @@ def test_show_says_which_layer_answers(both, monkeypatch, capsys) -> None:
     show = ["show", "attention", "--device", DEVICE.name, "--compiler", TOOLCHAIN.tileiras]
     assert main([*show, "--layers"]) == 0
     out = capsys.readouterr().out
-    assert f"user: {both.db}, 1 entries" in out
-    assert f"site: {both.site}, 1 entries" in out
+    assert f"user: {both.db}, 1 entry" in out
+    assert f"site: {both.site}, 1 entry" in out
     assert "measured, 100.0 us (also in site)" in out
     assert main([*show, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

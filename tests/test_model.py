@@ -31,7 +31,6 @@ PLAIN = Schedule(
     q_subtiles=1,
     kv_subtiles=1,
     qk_ahead=False,
-    k_load="order",
     tma_loads=True,
     tma_store=True,
     check_bounds=True,

@@ -171,7 +171,7 @@ def test_wrong_arguments_are_told(launches) -> None:
         norm(x, 3.0)
 
 
-def test_zeros_of_one_launch_are_apart_and_kept_by_stream(launches, monkeypatch) -> None:
+def test_zeros_of_one_launch_are_apart_and_kept_by_stream(launches) -> None:
     specs = [
         ArraySpec(name=name, role="workspace", dtype="int32", shapes=((size,),), zeroed=True)
         for name, size in (("one", 8), ("two", 8), ("three", 4))
@@ -185,7 +185,7 @@ def test_zeros_of_one_launch_are_apart_and_kept_by_stream(launches, monkeypatch)
         assert launching.scratch_arrays(wanted, torch.device("cpu"), 71)[0].data_ptr() != first[0].data_ptr()
 
 
-def test_small_scratch_is_kept_for_the_launches_of_a_thread_on_a_stream(launches, monkeypatch) -> None:
+def test_small_scratch_is_kept_for_the_launches_of_a_thread_on_a_stream(launches) -> None:
     def specs(size):
         return scratch_of([ArraySpec(name="part", role="workspace", dtype="float32", shapes=((size, 4),))])
 
@@ -285,7 +285,7 @@ def test_settings_hold_from_the_next_call(launches) -> None:
     assert "rows=5 columns=100 float16 on NVIDIA H200" in str(explanation)
 
 
-def test_a_capture_needs_programs_that_have_run(launches, monkeypatch) -> None:
+def test_a_capture_needs_programs_that_have_run(launches) -> None:
     x, w = made(columns=90)
     with capturing(), pytest.raises(LaunchError, match="call tiledsched_tests::rms_norm once with these shapes"):
         norm(x, w)
@@ -297,7 +297,7 @@ def test_a_capture_needs_programs_that_have_run(launches, monkeypatch) -> None:
             norm(x[:, :64].contiguous(), w[:64])
 
 
-def test_the_current_stream_of_the_tensors_device_is_used(launches, monkeypatch) -> None:
+def test_the_current_stream_of_the_tensors_device_is_used(launches) -> None:
     asked = []
     launches.runtime.current_stream = lambda index: asked.append(index) or 17
     norm(*made())

@@ -180,14 +180,10 @@ def test_what_to_do_about_it_is_told(ncu):
 
 
 def test_ncu_is_found_where_it_installs_itself(monkeypatch, tmp_path, ncu):
-    from tiledsched.studies.profile import run
-
     monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr(run, "PLACES", (str(tmp_path / "nc*"),))
-    assert find_ncu() == ncu
-    monkeypatch.setattr(run, "PLACES", ())
+    assert find_ncu(places=[str(tmp_path / "nc*")]) == ncu
     with pytest.raises(ConfigError, match="neither on PATH"):
-        find_ncu()
+        find_ncu(places=[])
 
 
 def test_the_command(ncu, tmp_path, monkeypatch, capsys):

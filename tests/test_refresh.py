@@ -180,20 +180,19 @@ def test_show_and_doctor_say_it(tmp_path, monkeypatch, capsys) -> None:
     assert "measured, stale" in said.out
     assert "here is 13.6.1; run: tiledsched refresh" in said.err
 
-    monkeypatch.setattr(doctor.nvml, "devices", lambda: [DEVICE])
-    doctor._found_layers.cache_clear()
-    found = doctor._evidence()
-    assert found.status == "ok"
-    assert found.detail == (
-        f"2 entries measured on {DEVICE.name}: 1 with tileiras 13.4.92, 1 with tileiras 13.5.37; 13.4.92 is 10.0% faster "
-        "than 13.5.37 by geometric mean over 1 problem"
+    def evidence():
+        machine = doctor.Machine(list_devices=lambda: [DEVICE])
+        return next(each for each in doctor.examine(machine) if each.name == "evidence")
+
+    assert (evidence().status, evidence().detail) == (
+        "ok",
+        f"2 entries measured on {DEVICE.name}: 1 with tileiras 13.4.92, 1 with tileiras 13.5.37",
     )
     monkeypatch.setattr("tiledsched.build.toolchain.compiler_at_hand", lambda: "13.6.1")
-    found = doctor._evidence()
-    assert found.status == "warn"
-    assert "1 are stale, tileiras here is 13.6.1" in found.detail
-    assert "tiledsched refresh attention" in found.remedy
-    assert "'nvidia-cuda-tileiras==13.5.*'" in found.remedy
+    assert evidence().status == "warn"
+    assert "1 are stale: the compiler here is tileiras 13.6.1" in evidence().detail
+    assert "tiledsched refresh attention" in evidence().remedy
+    assert "'nvidia-cuda-tileiras==13.5.*'" in evidence().remedy
 
 
 # Refresh

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from report_samples import PROBLEM, TOOLCHAIN, add_times, plain, report_of, taken
 
@@ -81,7 +79,7 @@ def test_caches_other_regimes_narrow_types_and_estimates_are_no_ceilings(db):
     for row in (
         entry(db, SMALL, 0.1),  # fits the cache: its rate is not the memory's
         entry(db, LARGE, 100.0, regime="sustained"),
-        dataclasses.replace(slow, provenance="transferred"),
+        slow.replace(provenance="transferred"),
     ):
         assert [each.rate for each in measured_ceilings([slow, row], "burst", ["bfloat16"])] == [LARGE.gbps(500.0)]
     assert measured_ceilings([entry(db, PRODUCT, 1400.0)], "burst", ["float8_e4m3fn"])[0].unit == "GB/s"

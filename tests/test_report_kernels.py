@@ -323,24 +323,6 @@ def test_what_is_stored_of_other_kernels_is_left_alone(db):
     assert nothing.endswith("nothing was modelled: run `tiledsched tune report_tests.smooth --arch sm_121`")
 
 
-def test_schedules_with_the_same_machine_code_and_grid_are_one_program(db):
-    left, right = (Schedule(SPAN=128, LANES=1, turn=turn) for turn in ("left", "right"))
-    wide = left.replace(SPAN=256)  # the same code by chance, on half as many blocks
-    add_builds(db, [build_of(one, "f" * 24, problem=LONG) for one in (left, right, wide)])
-    add_times(db, {left: 10.0, wide: 12.0}, problem=LONG, fingerprints={left: "f" * 24, wide: "f" * 24})
-    report = report_of(db, kernel=Smooth)
-    (one,) = report.measured.problems
-    assert (one.programs, [timed.schedule for timed in one.timed]) == (2, [left, right, wide])
-    assert one.timed[1].same_program_as == left
-    assert [(knob.knob, knob.pairs, knob.same) for knob in report.inert] == [("SPAN", 1, 1), ("turn", 1, 1)]
-
-
-def test_a_grid_that_fails_on_an_older_schedule_does_not_break_the_report(db):
-    add_times(db, {Schedule(LANES=1): 10.0, Schedule(LANES=2): 11.0}, problem=LONG)
-    (one,) = report_of(db, kernel=Smooth).measured.problems
-    assert [timed.us for timed in one.timed] == [10.0, 11.0]
-
-
 def test_axes_labels_and_named_tiles(db, tmp_path):
     wide, narrow = (Product.problem(length=128, inner=32, width=width) for width in (4096, 256))
     for problem, samples in itertools.product((wide, narrow), (1, 2)):

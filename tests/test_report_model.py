@@ -15,7 +15,6 @@ from report_samples import (
     add_modelled,
     add_times,
     build_of,
-    landscape,
     plain,
     report_of,
     taken,
@@ -243,17 +242,6 @@ def test_other_regime_and_other_devices_are_kept_apart(db):
     assert only(report_of(db, "sm_90", device_name="NVIDIA H100")).best.us == 120.0
     nothing = report_of(db, "sm_90", regime="sustained", device_name="NVIDIA H100")
     assert nothing.warning.startswith("Nothing was measured on sm_90 in the sustained regime on NVIDIA H100")
-
-
-def test_landscape_over_the_shipped_space(db):
-    schedules = landscape(db)
-    one = only(report_of(db, "sm_90"))
-    assert one.programs == len(schedules)
-    assert one.best.us == min(schedules.values())
-    assert [timed.us for timed in one.timed] == sorted(timed.us for timed in one.timed)
-    tiles = {tile.tile: tile.us for tile in one.tiles}
-    for (tile_m, tile_n), us in tiles.items():
-        assert us == min(t for s, t in schedules.items() if (s["tile_m"], s["tile_n"]) == (tile_m, tile_n))
 
 
 def test_modelled_problems_use_the_callable(db):

@@ -245,11 +245,15 @@ def attention(launches, monkeypatch):
             self.sdpa, self.plans, self.serve, self.offer = serve.sdpa, plans, serve, offer
             self.want = expected(q, k, v)
 
+        def make_rivals(self):
+            """The rivals that are installed, by name."""
+            return self.rivals
+
         def known(self, **more) -> None:
             self.known_times((a_rival(**more),))
 
         def known_times(self, times) -> None:
-            entry = dataclasses.replace(an_entry(problem, times), device_name="NVIDIA H200")
+            entry = an_entry(problem, times).replace(device_name="NVIDIA H200")
             launches.runtime.load_table = lambda settings, **given: LookupTable(
                 [entry], Attention, rivals=settings.rivals == "serve"
             )
@@ -259,8 +263,9 @@ def attention(launches, monkeypatch):
         calls.append((q, k, v))
         return expected(q, k, v).transpose(1, 2).contiguous().transpose(1, 2)  # in an order of its own
 
-    monkeypatch.setattr(plans, "late_rivals", lambda p, scale, cap: {"torch_flash": call})
     served = Served()
+    served.rivals = {"torch_flash": call}
+    monkeypatch.setattr(plans, "late_rivals", lambda p, scale, cap: served.make_rivals())
     served.known()
     return served
 
@@ -299,22 +304,22 @@ def test_it_is_explained_and_logged(attention, caplog) -> None:
     assert "torch_flash is served instead" in caplog.text
 
 
-def test_a_rival_that_is_not_installed_or_cannot_be_made_serves_nothing(attention, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(attention.plans, "late_rivals", lambda p, scale, cap: {})
+def test_a_rival_that_is_not_installed_or_cannot_be_made_serves_nothing(attention, caplog) -> None:
+    attention.rivals = {}
     attention.sdpa(attention.q, attention.k, attention.v)
-    monkeypatch.setattr(attention.plans, "late_rivals", lambda p, scale, cap: 1 / 0)
+    attention.make_rivals = lambda: 1 / 0
     attention.serve.reload()
     attention.sdpa(attention.q, attention.k, attention.v)
     assert len(attention.launches) == 2
     assert "no rival can be made, our own kernel is served: ZeroDivisionError" in caplog.text
 
 
-def test_a_rival_that_refuses_its_first_call_gives_way_to_our_kernel(attention, monkeypatch, caplog) -> None:
+def test_a_rival_that_refuses_its_first_call_gives_way_to_our_kernel(attention, caplog) -> None:
     def refuse(q, k, v):
         attention.calls.append(q)
         raise RuntimeError("No available kernel.")
 
-    monkeypatch.setattr(attention.plans, "late_rivals", lambda p, scale, cap: {"torch_flash": refuse})
+    attention.rivals = {"torch_flash": refuse}
     for _ in range(3):
         torch.testing.assert_close(
             attention.sdpa(attention.q, attention.k, attention.v), attention.want, rtol=2e-3, atol=2e-3
@@ -335,7 +340,7 @@ def test_a_later_failure_gives_way_for_that_call_and_says_what_to_do(attention, 
     assert caplog.text.count("TILEDSCHED_RIVALS=off serves our own kernel; our own kernel is served instead") == 1
 
 
-def test_a_graph_holds_the_rival_only_if_it_can(attention, monkeypatch) -> None:
+def test_a_graph_holds_the_rival_only_if_it_can(attention) -> None:
     from serve_on_cpu import capturing
 
     q, k, v = attention.q, attention.k, attention.v
@@ -367,13 +372,13 @@ class Late:
 
 
 @pytest.fixture
-def late(attention, monkeypatch):
+def late(attention):
     made = Late(attention)
-    monkeypatch.setattr(attention.plans, "late_rivals", lambda p, scale, cap: {"flash_attention_4": made})
+    attention.rivals = {"flash_attention_4": made}
     return made
 
 
-def test_a_rival_whose_host_is_slow_serves_in_graphs_alone(attention, late, monkeypatch) -> None:
+def test_a_rival_whose_host_is_slow_serves_in_graphs_alone(attention, late) -> None:
     from serve_on_cpu import capturing, on_another_stream
 
     from tiledsched import explain
@@ -406,7 +411,7 @@ def test_a_rival_whose_host_is_slow_serves_in_graphs_alone(attention, late, monk
     assert (len(late.captured), plan.in_graphs, plan.launch_on) == (2, None, plan.device)  # eager calls ask nothing
 
 
-def test_what_was_never_called_before_a_capture_does_not_serve_in_it(attention, late, monkeypatch) -> None:
+def test_what_was_never_called_before_a_capture_does_not_serve_in_it(attention, late) -> None:
     from serve_on_cpu import capturing, on_another_stream
 
     q, k, v = attention.q, attention.k, attention.v
@@ -426,13 +431,11 @@ def test_what_was_never_called_before_a_capture_does_not_serve_in_it(attention, 
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_one_that_fails_to_be_made_ready_costs_nothing_but_itself(attention, monkeypatch, caplog, first) -> None:
+def test_one_that_fails_to_be_made_ready_costs_nothing_but_itself(attention, caplog, first) -> None:
     from serve_on_cpu import capturing, on_another_stream
 
     attention.known(name="flash_attention_4", host_us=500.0)
-    monkeypatch.setattr(
-        attention.plans, "late_rivals", lambda p, scale, cap: {"flash_attention_4": lambda *given: 1 / 0}
-    )
+    attention.rivals = {"flash_attention_4": lambda *given: 1 / 0}
     q, k, v = attention.q, attention.k, attention.v
     if not first:
         attention.sdpa(q, k, v)
@@ -448,12 +451,12 @@ def test_one_that_fails_to_be_made_ready_costs_nothing_but_itself(attention, mon
     assert caplog.text.count("failed: ZeroDivisionError") == 1
 
 
-def test_one_rival_may_serve_eagerly_and_another_in_graphs(attention, late, monkeypatch) -> None:
+def test_one_rival_may_serve_eagerly_and_another_in_graphs(attention, late) -> None:
     from serve_on_cpu import capturing, on_another_stream
 
     eager = []
     offers = {"torch_flash": lambda *given: eager.append(1) or attention.want.clone(), "flash_attention_4": late}
-    monkeypatch.setattr(attention.plans, "late_rivals", lambda p, scale, cap: offers)
+    attention.rivals = offers
     for capturable in (True, False):
         times = (a_rival(capturable=capturable), a_rival(0.8, name="flash_attention_4", host_us=500.0))
         attention.known_times(times)

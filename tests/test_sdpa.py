@@ -197,7 +197,7 @@ def test_views_are_read_where_they_lie(launches) -> None:
     assert [tuple(each.stride()) for each in launches[0][3][:3]] == [tuple(view.stride()) for view in views]
 
 
-def test_workspace_of_split_keys(launches, monkeypatch) -> None:
+def test_workspace_of_split_keys(launches) -> None:
     """The counters of one stream are kept; a capture gets its own."""
     q, k, v = tensors(rows=4, keys=200)
     want = expected(q, k, v)
@@ -305,7 +305,7 @@ def test_threads_share_plans(launches) -> None:
     assert len(plans.cache.plans) == 1
 
 
-def test_a_failed_launch_names_the_call(launches, monkeypatch) -> None:
+def test_a_failed_launch_names_the_call(launches) -> None:
     def fail(*given) -> None:
         raise RuntimeError("CUDA_ERROR_LAUNCH_FAILED")
 
@@ -330,7 +330,7 @@ def refuse(launches, times, error) -> list:
     return refused
 
 
-def test_a_schedule_that_does_not_compile_for_a_layout_gives_way_to_the_default(launches, monkeypatch, caplog) -> None:
+def test_a_schedule_that_does_not_compile_for_a_layout_gives_way_to_the_default(launches, caplog) -> None:
     import cuda.tile
 
     failure = cuda.tile.TileError("Return code 5")
@@ -352,7 +352,7 @@ def test_a_schedule_that_does_not_compile_for_a_layout_gives_way_to_the_default(
         serve.sdpa(*tensors(rows=201, columns=64))
 
 
-def test_a_choice_that_nobody_measured_and_that_spills_gives_way_to_the_next(launches, monkeypatch, caplog) -> None:
+def test_a_choice_that_nobody_measured_and_that_spills_gives_way_to_the_next(launches, caplog) -> None:
     refused = refuse(launches, 1, SpillsError("its program spills 208 bytes of registers a thread"))
     q, k, v = tensors(rows=200, columns=64)
     first = serve.plan_for(q, k, v).served
@@ -403,7 +403,7 @@ def test_sync_waits_for_each_launch(launches) -> None:
     assert waited == [-1, -1]
 
 
-def test_a_capture_needs_a_program_that_has_run(launches, monkeypatch) -> None:
+def test_a_capture_needs_a_program_that_has_run(launches) -> None:
     q, k, v = tensors(rows=32)
     with capturing(), pytest.raises(LaunchError, match="call sdpa once with these shapes and strides before"):
         serve.sdpa(q, k, v)
@@ -429,7 +429,7 @@ def test_a_capture_needs_a_program_that_has_run(launches, monkeypatch) -> None:
         ({"scale": 0.0}, "the softmax scale must be positive"),
     ],
 )
-def test_arguments_left_to_torch(launches, monkeypatch, given, words) -> None:
+def test_arguments_left_to_torch(launches, given, words) -> None:
     q, k, v = tensors()
     with pytest.raises(UnsupportedError, match=words):
         serve.sdpa(q, k, v, **given)
@@ -577,7 +577,7 @@ def test_a_view_beyond_32_bits_is_left_to_torch(launches, monkeypatch) -> None:
     serve.sdpa(q, k[:, :, :100].contiguous(), v[:, :, :100].contiguous())
 
 
-def test_gpus_without_a_space_are_left_to_torch(launches, monkeypatch) -> None:
+def test_gpus_without_a_space_are_left_to_torch(launches) -> None:
     facts = process.DeviceFacts(arch="sm_75", name="Tesla T4", sm_count=40)
     launches.runtime.read_device_facts = lambda index: facts
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors())

@@ -47,7 +47,6 @@ KNOBS = {
     "q_subtiles": 1,
     "kv_subtiles": 1,
     "qk_ahead": False,
-    "k_load": "order",
     "tma_loads": True,
     "tma_store": True,
     "check_bounds": True,

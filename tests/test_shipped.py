@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import json
 import math
 import re
 from pathlib import Path
@@ -11,7 +12,10 @@ from pathlib import Path
 import pytest
 from kernel_checks import check
 
+from tiledsched.build.toolchain import installed_toolchain
 from tiledsched.core import data_files
+from tiledsched.core.device import arch_spec
+from tiledsched.core.launch import steps
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.space_files import space_for
@@ -52,6 +56,35 @@ def test_a_shipped_table_is_valid_and_served(path) -> None:
             assert entry.measurement.samples >= 8
             assert entry.measurement.ci_high_us - entry.measurement.ci_low_us < 0.03 * entry.measurement.median_us
             assert entry.measurement.accuracy.worst_tile_error < 4e-3
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_no_shipped_machine_code_is_lost(path) -> None:
+    """The programs served before a change of the code are served after it, whatever their schedules are called."""
+    before = json.loads((ROOT / "tests" / "data" / "shipped_fingerprints.json").read_text())
+    served = {str(entry.fingerprint)[:8] for entry in read_table(path).entries}
+    assert set(before[f"{path.parent.name}/{path.stem}"].split()) <= served
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("name", ["attention/sm_90", "attention/sm_121", "matmul/sm_90", "rms_norm/sm_90"])
+def test_shipped_machine_code_is_made_again(name) -> None:
+    """Of each tile function that the table runs, the smallest program that was built with the compiler at hand."""
+    from tiledsched.build.compiler import compile_schedule, prepare_process
+
+    prepare_process()
+    table = read_table(data_files.tuning_db() / "tables" / f"{name}.json")
+    sizes = {each.fingerprint: each.facts.code_bytes for each in table.artifacts}
+    kernel, _, arch = name.partition("/")
+    declared, device = kernel_named(kernel), arch_spec(arch)
+    smallest: dict = {}
+    for entry in sorted(table.entries, key=lambda each: sizes[each.fingerprint], reverse=True):
+        if entry.toolchain.tileiras == installed_toolchain().tileiras:
+            functions = tuple(step.function.__name__ for step in steps(declared, entry.problem, entry.schedule, device))
+            smallest[functions] = entry
+    for entry in smallest.values():
+        built = compile_schedule(declared, entry.problem, entry.schedule, arch)
+        assert built.fingerprint == entry.fingerprint, f"{entry.problem} with {entry.schedule.short()}"
 
 
 def small_problem(problem: Problem) -> Problem:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
-import types
+from pathlib import Path
 
 import pytest
-from report_samples import DEVICE, SOURCE, TOOLCHAIN, taken
+from report_samples import SOURCE, TOOLCHAIN, taken
+from test_bench import QUICK, Harness
 
-from tiledsched.bench import run as run_module
 from tiledsched.bench.rows import BenchRow, append_rows
 from tiledsched.cli import main
+from tiledsched.core.errors import MeasureError
+from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Conditions
@@ -20,6 +22,7 @@ from tiledsched.store.db import TuningDB
 from tiledsched.studies.evaluation import figures, tiles
 from tiledsched.studies.evaluation.pages import speedups, write_evaluation
 from tiledsched.studies.evaluation.rows import COLUMNS, METHODS, OURS, problems, result_of
+from tiledsched.studies.evaluation.run import run_evaluation, write_pages
 
 PAPER = (
     "method,baseline_name,dtype,causal,B,H,S,D,flops_forward,median_ms,p95_ms,throughput_tokens_per_s,tflops_per_s,approx_bw_gbps,"
@@ -216,73 +219,44 @@ def test_the_tiles_table_is_of_what_was_raced(tmp_path):
     )
 
 
-class Harness:
-    """What the command opens, without a GPU."""
+class Stopping(Harness):
+    """A bench without a GPU that is interrupted after so many cells."""
 
-    device, arch, versions = DEVICE.name, "sm_90", "driver 1"
+    def __init__(self, most) -> None:
+        super().__init__()
+        self.most = most
+
+    def prepare(self, problem, methods, regime):
+        if len(self.prepared) == self.most:
+            raise MeasureError("interrupted")
+        return super().prepare(problem, methods, regime)
 
 
-@pytest.fixture
-def gpu(monkeypatch, tmp_path):
-    import contextlib
-
-    import tiledsched.bench.harness
-    import tiledsched.measure.lock
-    import tiledsched.tuning.session
-
-    calls = types.SimpleNamespace(cells=0, tuned=[], most=80)
-
-    def bench(named, options, harness, *, done, keep, progress):
-        for each in named:
-            cell = ("burst", each)
-            if cell not in done and calls.cells < calls.most:
-                calls.cells += 1
-                keep(
-                    [
-                        row
-                        for row in rows()
-                        if row.problem == each and row.method in {one.name for one in options.methods}
-                    ]
-                )
+def test_a_study_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "none.db"))
+    tuned = []
 
     def tune(kernel, named, *, db, candidates, arch, **more):
-        calls.tuned += named
-        with TuningDB.open(db) as opened, open(candidates, encoding="utf-8") as file:
-            from tiledsched.core.schedule import Schedule
+        tuned.extend(named)
+        with TuningDB.open(db) as opened:
+            for place, schedule in enumerate(json.loads(Path(candidates).read_text())):
+                one = taken(Schedule(schedule), 100.0 + place, problem=named[0])
+                opened.record_measurement(None, "attention", SOURCE, TOOLCHAIN, one)
 
-            for place, schedule in enumerate(json.load(file)):
-                opened.record_measurement(
-                    None, "attention", SOURCE, TOOLCHAIN, taken(Schedule(schedule), 100.0 + place, problem=named[0])
-                )
-
-    monkeypatch.chdir(tmp_path)
-    for name in ("HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
-        monkeypatch.setenv(name, str(tmp_path))
-    monkeypatch.delenv("TILEDSCHED_DB", raising=False)
-    monkeypatch.setattr(
-        "tiledsched.studies.evaluation.pages.drawings", lambda blocks: {}
-    )  # drawn once, in a test above
-    monkeypatch.setattr(tiledsched.bench.harness, "TorchHarness", Harness)
-    monkeypatch.setattr(tiledsched.measure.lock, "holding_current_gpu", contextlib.nullcontext)
-    monkeypatch.setattr(run_module, "run_bench", bench)
-    monkeypatch.setattr(tiledsched.tuning.session, "tune", tune)
-    return calls
-
-
-def test_the_command_goes_on_where_it_stopped(gpu, tmp_path, capsys):
-    gpu.most = 30
-    assert main(["study", "paper", "attention", "--no-tiles"]) == 0
-    assert "50 of 80 problems are left" in capsys.readouterr().err
-    gpu.most = 100
-    assert main(["study", "paper", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["problems"], told["left"], gpu.cells) == (80, 0, 80)
-    assert len(lines_of(tmp_path / "paper" / "benchmark_results.csv")) == 640
-    assert [line["S"] for line in lines_of(tmp_path / "paper" / "tuning_results.csv")] == ["1024", "4096", "8192"] * 2
-    assert len(gpu.tuned) == 6
-    assert main(["study", "paper", "--summary"]) == 0
-    assert gpu.cells == 80
-    assert not (tmp_path / "paper" / "tiles.json").exists()
+    how = {"methods": ["tiledsched", "torch_auto"], "rounds": 6, "pace": QUICK, "arch": "sm_90", "tune": tune}
+    first, second = Stopping(30), Stopping(100)
+    with pytest.raises(MeasureError, match="interrupted"):
+        run_evaluation(Attention, tmp_path, harness=first, **how)
+    with (tmp_path / "bench.csv").open("a") as file:
+        file.write("burst,tiledsched,flo")  # killed in the middle of a line
+    run_evaluation(Attention, tmp_path, harness=second, **how)
+    assert (len(first.prepared), len(second.prepared), len(tuned)) == (30, 50, 6)
+    assert not (tmp_path / "tiles.json").exists()
+    files, known, left = write_pages(Attention, tmp_path, "burst")
+    assert (known, left) == (80, 0)
+    assert len(lines_of(tmp_path / "benchmark_results.csv")) == 160
+    assert [line["S"] for line in lines_of(tmp_path / "tuning_results.csv")] == ["1024", "4096", "8192"] * 2
+    assert tmp_path / "study.html" in files
 
 
 @pytest.mark.parametrize(
@@ -294,29 +268,31 @@ def test_the_command_goes_on_where_it_stopped(gpu, tmp_path, capsys):
         ("study paper --methods nothing", "unknown method"),
     ],
 )
-def test_wrong_use_is_told(gpu, capsys, words, message):
+def test_wrong_use_is_told(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
     assert main(words.split()) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_file_torn_by_a_kill_goes_on(gpu, tmp_path, capsys):
-    append_rows(rows()[:8], tmp_path / "paper" / "bench.csv")
-    with (tmp_path / "paper" / "bench.csv").open("a") as file:
-        file.write("burst,tiledsched,flo")
-    assert main(["study", "paper", "--no-tiles"]) == 0
-    assert gpu.cells == 79
+def test_the_command_writes_what_a_folder_holds(tmp_path, capsys):
+    append_rows(rows()[: len(FACTOR)], tmp_path / "bench.csv")
+    assert main(["study", "paper", "--summary", "--out", str(tmp_path), "--json"]) == 0
+    said = capsys.readouterr()
+    assert "79 of 80 problems are left" in said.err
+    found = json.loads(said.out)
+    assert (found["problems"], found["left"]) == (1, 79)
+    assert str(tmp_path / "study_summary.md") in found["files"]
 
 
-def test_tiles_stop_with_the_budget(tmp_path, monkeypatch):
+def test_tiles_stop_with_the_budget(tmp_path):
     now, shares = [0.0], []
-    monkeypatch.setattr(tiles.time, "monotonic", lambda: now[0])
 
     def tune(*given, budget_s, **more):
         shares.append(budget_s)
         now[0] += 40.0
 
-    monkeypatch.setattr("tiledsched.tuning.session.tune", tune)
-    tiles.race_tiles("sm_90", tmp_path, Attention, budget_s=100.0)
+    fakes = {"tune": tune, "clock": lambda: now[0]}
+    tiles.race_tiles("sm_90", tmp_path, Attention, budget_s=100.0, **fakes)
     assert shares == [100.0 / 6, 60.0 / 5, 20.0 / 4]
-    tiles.race_tiles("sm_90", tmp_path, Attention, budget_s=0.0)
+    tiles.race_tiles("sm_90", tmp_path, Attention, budget_s=0.0, **fakes)
     assert len(shares) == 3

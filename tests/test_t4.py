@@ -353,7 +353,7 @@ def test_a_result_changed_by_hand_is_refused(db, tmp_path, capsys) -> None:
     results["results"][0]["configuration"]["tile_m"] = 256
     (tmp_path / "x.t4.json").write_text(json.dumps(results))
     assert main(["db", "import", str(tmp_path / "x.t4.json"), "--db", str(tmp_path / "other.db")]) == 2
-    assert "results[0].configuration: is not that of its record" in capsys.readouterr().err
+    assert "results[0].configuration: is not that of the measurement it carries" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

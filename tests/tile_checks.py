@@ -93,14 +93,23 @@ def check(kernel, p, s, inputs=None, order="forward"):
 
 @lru_cache
 def pattern_of(text):
-    """Matches `text` in source code whatever line breaks, indentation and trailing commas a formatter puts into it."""
+    """Matches `text` in source code whatever line breaks, indentation and trailing commas a formatter puts into it.
+
+    Text that begins with four spaces stands at the beginning of a line, and text that ends with a line break at the end of one.
+    """
     tokens = re.findall(r"\w+|[^\w\s]", text)
-    return re.compile(r"\s*".join(r",?\s*" * (token in ")]}") + re.escape(token) for token in tokens))
+    begin = r"^(?P<indent>[ ]*)" if text.startswith("    ") else "(?P<indent>)"
+    end = r"(?=[ ]*$)" if text.endswith("\n") else ""
+    inner = r"\s*".join(r",?\s*" * (token in ")]}") + re.escape(token) for token in tokens)
+    return re.compile(begin + inner + end, re.MULTILINE)
 
 
 def substituted(sources, old, new):
     """`sources` with `new` in the place of `old`, which must stand in at least one of them."""
-    found = {name: pattern_of(old).subn(lambda match: new, source) for name, source in sources.items()}
+    found = {
+        name: pattern_of(old).subn(lambda match: match["indent"] + new.strip(), source)
+        for name, source in sources.items()
+    }
     assert any(times for _, times in found.values()), f"the kernel no longer contains {old!r}: rewrite this"
     return {name: source for name, (source, _) in found.items()}
 

@@ -1,1 +1,1 @@
-"""The studies behind the figures of docs/results: run by the authors, in a checkout, and not part of the wheel."""
+"""The studies behind the figures of docs/results. Their authors run them in a checkout; the wheel does not contain them."""

@@ -1,4 +1,4 @@
-"""What each compiler serves, timed in turn: `python -m docs.studies.compilers --arch sm_90 --suite attention --csv FILE`.
+"""Times what each compiler serves: `python -m docs.studies.compilers --arch sm_90 --suite attention --csv FILE`.
 
 Of each problem three programs take turns on the GPU: what the table serves under every compiler that it has evidence of, each
 as the machine code that was measured (from the cache or a bundle: no compiler but the one installed is needed), and, of the
@@ -21,8 +21,8 @@ from tiledsched.build.cubin import Artifact
 from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.errors import Failure, TiledschedError
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Candidate, Runner
-from tiledsched.measure.statistics import median_interval
 from tiledsched.serve.entries import load_entries
 from tiledsched.serve.prebuilt import usable_bundles
 from tiledsched.store.records import Entry
@@ -31,13 +31,14 @@ from tiledsched.tuning.programs import Builder
 from tiledsched.tuning.session import Session
 
 SERVED, STALE = "tiledsched", "stale"
-CONFIDENCE = 0.95
 SUSTAINED_ROUNDS = 5
-"""Times as many samples at the power cap: they follow each other at once and spread more."""
+"""In the sustained regime, so many times as many samples: they follow each other at once and spread more."""
 
 
 def served_by(entries: Iterable[Entry], problem: Problem, device: str) -> dict[str, Entry]:
-    """Compiler -> what it serves on a GPU, of measured entries, oldest first. Of several regimes the first stands for all."""
+    """Compiler -> the measured entry that it serves on a GPU, oldest compiler first. Of several regimes, the first by
+    name counts.
+    """
     found: dict[str, Entry] = {}
     for entry in sorted(entries, key=lambda each: (each.compiler, each.regime)):
         if entry.provenance == "measured" and (entry.problem, entry.device_name) == (problem, device):
@@ -46,7 +47,7 @@ def served_by(entries: Iterable[Entry], problem: Problem, device: str) -> dict[s
 
 
 class MachineCode:
-    """Measured machine code by its fingerprint: of the cache, else of bundles."""
+    """Measured machine code by its fingerprint, from the cache or else from bundles."""
 
     def __init__(self, store: ArtifactStore, kernel: KernelClass, arch: str, settings: Settings) -> None:
         self._store, self._arch = store, arch
@@ -58,7 +59,7 @@ class MachineCode:
         }
 
     def get(self, fingerprint: str) -> Artifact | None:
-        """None where it is nowhere."""
+        """The machine code; None where it is nowhere."""
         found = self._store.get(self._arch, fingerprint)
         if found is None and fingerprint in self._bundled:
             bundle, program = self._bundled[fingerprint]
@@ -76,7 +77,7 @@ def compare(
     regime: str,
     rounds: int,
 ) -> list[BenchRow]:
-    """The rows of one problem: every compiler's program, in one interleaved run.
+    """The rows of one problem: the program of every compiler, timed in one interleaved run.
 
     Args:
         runner: what times.
@@ -129,15 +130,9 @@ def compare(
         elif batch.conditions.beside:
             rows.append(replace(row, status=f"timed {batch.conditions.disturbance}"))
         else:
-            low, high = median_interval(batch.samples_us, CONFIDENCE)
             rows.append(
                 replace(
-                    row,
-                    median_us=statistics.median(batch.samples_us),
-                    ci_low_us=low,
-                    ci_high_us=high,
-                    samples=len(batch.samples_us),
-                    conditions=batch.conditions,
+                    row, **vars(Timing.of(batch.samples_us)), samples=len(batch.samples_us), conditions=batch.conditions
                 )
             )
     return rows
@@ -153,7 +148,7 @@ def run(
     budget_s: float | None = None,
     done: Sequence[BenchRow] = (),
 ) -> Iterator[list[BenchRow]]:
-    """The rows of each problem in each regime that `done` has none of.
+    """The rows of each problem in each regime, except those that `done` already has.
 
     Raises:
         MeasureError: there is no GPU of the arch.
@@ -182,7 +177,7 @@ def run(
 
 
 def ratios(rows: Iterable[BenchRow], oldest: str, method: str) -> dict[tuple[str, Problem], float]:
-    """Cell -> time of `method` under a newer compiler over that of what the oldest serves, less 1."""
+    """Cell -> time of `method` under a newer compiler over the time of what the oldest compiler serves, minus 1."""
     cells: dict[tuple[str, Problem], dict[str, float]] = defaultdict(dict)
     for row in rows:
         if row.median_us:
@@ -192,8 +187,8 @@ def ratios(rows: Iterable[BenchRow], oldest: str, method: str) -> dict[tuple[str
     }
 
 
-def told(rows: Sequence[BenchRow]) -> str:
-    """What the rows say, in lines."""
+def summary(rows: Sequence[BenchRow]) -> str:
+    """A summary of the rows, in lines of text."""
     versions = sorted({row.compiler for row in rows if row.method == SERVED})
     if len(versions) < 2:
         return f"the rows are of one compiler ({', '.join(versions)}); refresh under another first"
@@ -213,7 +208,7 @@ def told(rows: Sequence[BenchRow]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, write the file, and print what it says."""
+    """Measure, write the file, and print a summary."""
     parser = argparse.ArgumentParser(
         prog="python -m docs.studies.compilers", description="what each compiler serves, in turn"
     )
@@ -251,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     append_rows(found, options.csv)
     except TiledschedError as error:
         parser.exit(error.exit_code, f"{error}\n")
-    print(told(rows))
+    print(summary(rows))
     return 0
 
 

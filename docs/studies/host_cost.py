@@ -1,4 +1,5 @@
-"""What one call costs the host: `python -m docs.studies.host_cost --csv FILE`, on a machine with a GPU.
+"""Measures the time that one call takes on the host: `python -m docs.studies.host_cost --csv FILE`, on a machine with a
+GPU.
 
 Every call is timed by itself, with the clock read before and after it. The queue of the GPU is kept short (all methods
 wait for it every few calls, outside the timing), so that a call never waits for the GPU. Methods take turns in blocks, in
@@ -26,29 +27,29 @@ from tiledsched.core.files import write_whole
 CALLS_PER_BLOCK = 20
 """Calls between two waits for the GPU: few enough that its queue never fills."""
 LOOKUPS = 100
-"""Lookups per sample: one is too short for the clock."""
+"""Lookups in one sample, because the clock is too coarse for one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostCost:
-    """One method's time on the host."""
+    """The time that one method takes on the host."""
 
     method: str
-    """Which."""
+    """Name of the method."""
     median_us: float
-    """Median of one call's time."""
+    """Median time of a call."""
     p90_us: float
-    """What nine calls in ten stay below."""
+    """Time below which nine calls in ten stay."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostMethod:
-    """One way to call."""
+    """One way to make a call."""
 
     call: Callable[[], Any]
-    """What is timed."""
+    """The call that is timed."""
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """What is entered around a block of calls, outside the timing."""
+    """A context that is entered around a block of calls; entering it is not timed."""
 
 
 def measure_host_costs(
@@ -90,7 +91,7 @@ def _time_block(method: HostMethod) -> list[float]:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """No garbage collection meanwhile: it would be timed with whoever happens to be called."""
+    """Keep garbage collection off, because it would be timed with whichever method happens to be called."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -101,7 +102,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def make_methods() -> dict[str, HostMethod]:
-    """Every method on B=1 H=8 S=512 D=64 float16: so small that the host is what one waits for."""
+    """All methods, on B=1 H=8 S=512 D=64 float16, which is so small that the host takes longer than the GPU."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
@@ -160,12 +161,12 @@ def run(rounds: int) -> list[HostCost]:
 
 
 def per_lookup(cost: HostCost) -> HostCost:
-    """The cost of one of the lookups that were timed together."""
+    """The cost of one of the `LOOKUPS` lookups that were timed together."""
     return HostCost(method=cost.method, median_us=cost.median_us / LOOKUPS, p90_us=cost.p90_us / LOOKUPS)
 
 
 def write_csv(path: str, costs: Sequence[HostCost]) -> None:
-    """One row per method: method, median_us, p90_us."""
+    """Write a CSV file with one row for each method: method, median_us, p90_us."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["method", "median_us", "p90_us"])
@@ -174,7 +175,7 @@ def write_csv(path: str, costs: Sequence[HostCost]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, and write the file."""
+    """Measure, print the costs, and write the file."""
     parser = argparse.ArgumentParser(prog="python -m docs.studies.host_cost", description="host cost of one call")
     parser.add_argument("--csv", metavar="FILE", help="write the rows to this file")
     parser.add_argument("--rounds", type=int, default=200, help=f"blocks of {CALLS_PER_BLOCK} calls per method (200)")

@@ -1,4 +1,4 @@
-"""What each knob value was worth, over recorded landscapes: four Markdown tables.
+"""Measures what each knob value was worth, over recorded landscapes: four Markdown tables.
 
 `python -m docs.studies.knobs tuning_db/landscapes/attention/*_burst_*.json.xz`. Plain is the default of the space; the
 structural knobs are those it marks `measured_only`. Programs that were never checked count in no time of the first two
@@ -51,26 +51,26 @@ PROBLEM_HEAD = (
 
 @dataclass(frozen=True, kw_only=True)
 class KnobVerdict:
-    """One knob value that departs from the plain kernel. Ratios above 1 speak for it."""
+    """What one knob value that is not the default was worth. Ratios above 1 mean that it is faster."""
 
     recorded: int
-    """Distinct programs with it, over all landscapes."""
+    """Distinct programs with the value, over all landscapes."""
     checked: int
-    """Of those, programs fast enough to be checked: only these count below."""
+    """How many of them were fast enough to be checked; only these count below."""
     in_best: int
-    """Landscapes whose fastest program has it."""
+    """Landscapes whose fastest program has the value."""
     ahead: int
-    """Of those, landscapes where it is ahead of every program with another value, 95% intervals apart."""
+    """How many of these landscapes have it ahead of every program with another value, with 95% intervals apart."""
     over_plain: tuple[float, ...]
     """For each landscape with both: best time with the plain value over best time with this one."""
     over_others: tuple[float, ...]
-    """The same against the best of all other values of the knob."""
+    """For each landscape with both: best time with any other value over best time with this one."""
     pairs: tuple[float, ...]
-    """Plain time over its time, for programs that differ in nothing else."""
+    """Time with the plain value over time with this one, for programs that differ in nothing else."""
 
 
 def fastest_first(landscape: Sequence[Measurement]) -> list[Measurement]:
-    """The checked programs."""
+    """The checked programs, fastest first."""
     return sorted((one for one in landscape if one.accuracy is not None), key=lambda one: one.median_us)
 
 
@@ -144,7 +144,7 @@ def problem_row(pins: Mapping[str, KnobValue], ranked: Sequence[Measurement]) ->
 
 
 def tables(space: SearchSpace, landscapes: Landscapes) -> tuple[Table, Table]:
-    """One row for each recorded value that is not the default, in the space's order; one for each landscape."""
+    """A table with a row for each recorded value that is not the default, and one with a row for each landscape."""
     landscapes = [
         [replace(one, schedule=space.complete(one.schedule)) for one in landscape] for landscape in landscapes
     ]

@@ -1,4 +1,4 @@
-"""A recorded landscape as the model sees it: its distinct programs with facts, measured and modelled times."""
+"""Reads recorded landscapes: their distinct programs with resource facts, measured times and modelled times."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ Grids = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredProgram:
-    """One program: machine code and launch grid."""
+    """One distinct program: machine code and launch grid."""
 
     schedule: Schedule
-    """A schedule that leads to it."""
+    """A schedule that builds to it."""
     fingerprint: str
-    """Its machine code."""
+    """Fingerprint of its machine code."""
     grids: Grids
     """Blocks of each launch."""
     facts: ResourceFacts
-    """What the machine code takes."""
+    """Resources that the machine code takes."""
     median_us: float
-    """Measured; the median of its medians where it was measured more than once."""
+    """Measured time; where it was measured more than once, the median of the medians."""
     checked: bool
-    """Whether its output was compared with the reference. What was not is far from the best."""
+    """Whether its output was compared with the reference. Programs that were not checked are far from the best."""
 
 
 @dataclass(frozen=True)  # compared by identity: a landscape is large
@@ -45,42 +45,44 @@ class Landscape:
     """All programs of one problem on one device in one regime."""
 
     problem: Problem
-    """What was computed."""
+    """The problem."""
     arch: str
     """The device's arch."""
     regime: str
     """burst or sustained."""
     programs: tuple[MeasuredProgram, ...]
-    """In the order of the file."""
+    """The programs, in the order of the file."""
 
     @cached_property
     def measured_us(self) -> NDArray[np.float64]:
-        """Microseconds of each program."""
+        """Measured time of each program, in microseconds."""
         return np.array([program.median_us for program in self.programs])
 
     @cached_property
     def modelled_us(self) -> NDArray[np.float64]:
-        """Static estimate of each program."""
+        """Estimate of the static model for each program, in microseconds."""
         spec, kernel = arch_spec(self.arch), self.problem.declaration
         return np.array([kernel.cost.model(self.problem, p.schedule, p.facts, spec) for p in self.programs])
 
     @property
     def best_us(self) -> float:
-        """Microseconds of the fastest checked program."""
+        """Time of the fastest checked program, in microseconds."""
         return min(program.median_us for program in self.programs if program.checked)
 
 
 GIVES_AWAY = ("dtype", "batch", "heads", "kv_heads", "alignment", "value_dim", "lse")
-"""Values in which a problem may differ from one held out and still give its winner away."""
+"""Fields in which a problem may differ from a held-out one and still reveal its winner."""
 
 
 def shape_of(problem: Problem) -> tuple[object, ...]:
-    """What two problems share of which one would give the other away: of attention lengths, head dimension and mask."""
+    """What two problems have in common if one reveals the other's winner: for attention the lengths, head dimension and
+    mask.
+    """
     return problem.kernel, *(value for name, value in problem.values.items() if name not in GIVES_AWAY)
 
 
 def read_landscape(path: str | os.PathLike[str]) -> Landscape:
-    """The landscape in a file that `tiledsched record` or `db export` wrote.
+    """The landscape in a file that `tiledsched record` or `tiledsched db export` wrote.
 
     Raises:
         DatabaseError: the file cannot be read or is wrong.
@@ -98,7 +100,9 @@ def read_landscape(path: str | os.PathLike[str]) -> Landscape:
 
 
 def landscape_of(measurements: Sequence[Measurement], facts: dict[str, ResourceFacts | None]) -> Landscape:
-    """The landscape of measurements of one problem on one device in one regime. Programs without facts are left out."""
+    """The landscape that measurements of one problem, device and regime make. Programs without resource facts are left
+    out.
+    """
     first = measurements[0]
     kernel = first.problem.declaration
     spec, space = arch_spec(first.device.arch), space_for(first.device.arch, kernel)

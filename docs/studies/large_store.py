@@ -1,4 +1,5 @@
-"""How long a large database takes: merging measurements into it, one exact lookup, all entries, `show`. Nothing is measured.
+"""Times a large database: merging measurements, one exact lookup, reading all entries, and `show`. Nothing is measured
+on a GPU.
 
 python -m docs.studies.large_store [--folder DIR] [MEASUREMENTS]
 """
@@ -32,12 +33,12 @@ WHEN = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
 
 def problem_of(number: int) -> Problem:
-    """The problem that a made-up measurement is of: of each there are `PROGRAMS`."""
+    """The problem of a made-up measurement: every `PROGRAMS` measurements share one."""
     return Softmax.problem(rows=64 * (1 + number // PROGRAMS), columns=4096)
 
 
 def made_up(count: int) -> Iterator[StoredMeasurement]:
-    """Measurements of nothing, of ten samples each."""
+    """Made-up measurements, with ten samples each."""
     schedules = list(itertools.islice(space_for(ARCH, Softmax).schedules(problem_of(0)), 200))
     for number in range(count):
         us = 100.0 + number % PROGRAMS / 100
@@ -68,7 +69,7 @@ def made_up(count: int) -> Iterator[StoredMeasurement]:
 
 
 def entry_of(best: StoredMeasurement) -> Entry:
-    """What is served on that evidence."""
+    """The entry that serves such a measurement."""
     taken = best.measurement
     return Entry(
         kernel=best.kernel,
@@ -86,7 +87,7 @@ def entry_of(best: StoredMeasurement) -> Entry:
 
 
 def timed(path: Path, count: int) -> Iterator[str]:
-    """Fill a database and ask it; a line for each thing."""
+    """Fill a database and read from it; yields a line for each thing timed."""
     made = made_up(count)
     path.parent.mkdir(parents=True, exist_ok=True)
     with TuningDB.open(path) as db:
@@ -115,7 +116,7 @@ def timed(path: Path, count: int) -> Iterator[str]:
 
 
 def main() -> None:
-    """Run as a command."""
+    """Run the study as a command."""
     parser = argparse.ArgumentParser(
         prog="python -m docs.studies.large_store", description=(__doc__ or "").split("\n")[0]
     )

@@ -1,4 +1,4 @@
-"""How well the model orders programs that were measured: `python -m docs.studies.model_agreement FILE...` (or `--db FILE`).
+"""How well the model orders measured programs: `python -m docs.studies.model_agreement FILE...` (or `--db FILE`).
 
 Prints one table for the static model alone and one with the measured factors, where each problem is judged with factors
 fitted to the others only: every landscape with the same sequence lengths, head dimension and mask is left out.
@@ -24,35 +24,35 @@ from tiledsched.core.space_files import space_for
 from tiledsched.store.db import TuningDB
 
 TOPS = (1, 5, 10)
-"""Depths of the model's list at which regret is taken."""
+"""How many of the programs that the model likes best are looked at for regret."""
 NEAR = 1.01
-"""Time over the best's up to which a program is as good as the best."""
+"""A program counts as good as the best up to this many times the best's time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """The model against one landscape."""
+    """How well the model orders one landscape."""
 
     problem: Problem
-    """What was measured."""
+    """The problem."""
     arch: str
-    """Where."""
+    """The arch it was measured on."""
     programs: int
     """Distinct programs measured; the same program under several schedules counts once, with its median."""
     rho: float
     """Spearman's rank correlation of modelled and measured time; 1 is the same order."""
     best_rank: int
-    """Place of the truly fastest on the model's list, from 1."""
+    """Place of the truly fastest program in the model's order, from 1."""
     near_rank: int
-    """Place of the first program within 1% of the fastest."""
+    """Place of the first program that is within 1% of the fastest."""
     regret: dict[int, float]
-    """Time of the fastest among the model's first n over the true fastest, minus 1; by n."""
+    """n -> time of the fastest among the model's first n over the true fastest, minus 1."""
     scale: float
     """Geometric mean of modelled over measured time."""
 
 
 def evaluate(landscapes: Sequence[Landscape], *, at_defaults: bool = False, held_out: bool = False) -> list[Agreement]:
-    """The model against every landscape.
+    """Compare the model with every landscape.
 
     Args:
         landscapes: of one arch and one regime.
@@ -73,7 +73,7 @@ def evaluate(landscapes: Sequence[Landscape], *, at_defaults: bool = False, held
 
 
 def agreement(problem: Problem, arch: str, measured: ArrayLike, modelled: ArrayLike) -> Agreement:
-    """Compare two lists of times of the same programs. Among equal estimates the slowest counts as first."""
+    """Compare two lists of times of the same programs. Among equal estimates the slowest program counts as first."""
     times, estimates = np.asarray(measured, dtype=float), np.asarray(modelled, dtype=float)
     ranked, best = times[np.lexsort((-times, estimates))], float(times.min())
     return Agreement(
@@ -89,7 +89,9 @@ def agreement(problem: Problem, arch: str, measured: ArrayLike, modelled: ArrayL
 
 
 def expected_blocks(landscapes: Sequence[Landscape]) -> tuple[int, int]:
-    """Of how many programs the kernel expects, before they are built, as many blocks on an SM as there are; and of how many."""
+    """For how many programs the kernel expects the right number of blocks on an SM before they are built; and how many
+    programs there are.
+    """
     right = [
         one.problem.declaration.cost.expected(one.problem, p.schedule, arch_spec(one.arch)).ctas_per_sm
         == p.facts.ctas_per_sm
@@ -100,7 +102,7 @@ def expected_blocks(landscapes: Sequence[Landscape]) -> tuple[int, int]:
 
 
 def stored_landscapes(db: TuningDB, regime: str = "burst") -> list[Landscape]:
-    """Every landscape of a database in one regime."""
+    """Every landscape of one regime in a database."""
     found = []
     for summary in db.landscapes():
         if summary.regime == regime:
@@ -111,7 +113,9 @@ def stored_landscapes(db: TuningDB, regime: str = "burst") -> list[Landscape]:
 
 
 def table(agreements: Sequence[Agreement]) -> str:
-    """The agreements as a Markdown table, and in how many the first ten hold the best or one within 1% of it."""
+    """The agreements as a Markdown table, and how often the model's first ten contain the best program, or one within
+    1% of it.
+    """
     lines = [
         "| problem | arch | programs | rho | best is no. | within 1% is no. | "
         + " | ".join(f"regret of first {top}" for top in TOPS)
@@ -143,7 +147,7 @@ def _at_defaults(landscape: Landscape) -> NDArray[np.bool_]:
 
 
 def main() -> None:
-    """Print the tables for the landscapes named on the command line."""
+    """Print the tables for the landscapes that the command line names."""
     parser = argparse.ArgumentParser(prog="python -m docs.studies.model_agreement", description=__doc__)
     parser.add_argument("files", nargs="*", type=Path, help="landscape files of one arch and regime")
     parser.add_argument("--db", help="file or URL of a tuning database, instead of files")

@@ -1,4 +1,4 @@
-"""How many schedules the model has to see built: `python -m docs.studies.model_builds`.
+"""How many schedules have to be built for the model to find its best: `python -m docs.studies.model_builds`.
 
 Without a GPU `tune` builds the schedules that the model likes best by what they are expected to need, and ranks their
 programs by what they do need. This builds all of some spaces (half an hour on two cores; what is in the database is not
@@ -25,20 +25,20 @@ from tiledsched.tuning.programs import Builder
 from tiledsched.tuning.tuner import expected_order
 
 COUNTS = (8, 16, 32, 64)
-"""Builds whose loss is told."""
+"""Numbers of builds whose loss is printed."""
 ATTENTION = [{"seq_len": 1024, "head_dim": 64, "causal": False}, {"seq_len": 4096, "head_dim": 64, "causal": False}]
-"""What `make tune` tunes."""
+"""The problems that `make tune` tunes."""
 MATMUL = [{"m": m, "n": 6144, "k": 4096, "dtype": "bfloat16"} for m in (16, 512, 4096)]
 RMS_NORM = [{"rows": rows, "columns": columns} for rows, columns in ((65536, 2048), (32768, 4096), (16384, 8192))]
 SPACES = [
     *((arch, *what) for arch in ("sm_121", "sm_90") for what in (("matmul", MATMUL), ("rms_norm", RMS_NORM))),
     ("sm_121", "attention", ATTENTION),
 ]
-"""Arch, kernel, problems."""
+"""(arch, kernel, problems)."""
 
 
 def judge(builder: Builder, problem: Problem) -> tuple[str, ...]:
-    """One row of the table."""
+    """The row of one problem."""
     kernel, spec = builder.kernel, arch_spec(builder.arch)
     space = space_for(builder.arch, kernel)
     pinned = accuracy_class(space, "fp32") | space.modelled_pins()
@@ -68,7 +68,7 @@ def judge(builder: Builder, problem: Problem) -> tuple[str, ...]:
 
 
 def rows(kernels: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """One row for each problem."""
+    """A row for each problem."""
     settings = load_settings({})
     with TuningDB.open(settings.db) as db, BuildPool() as pool:
         for arch, name, problems in SPACES:

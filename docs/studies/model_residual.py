@@ -18,11 +18,11 @@ from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import PLAIN, Schedule
 
 RIDGE = 10.0
-"""Strength of the pull towards zero, in programs as fast as the best."""
+"""Strength of the pull towards zero: it weighs as much as so many programs as fast as the best."""
 STEEPNESS = 8.0
-"""Weight of a program: (best time / its time) to this power."""
+"""A program weighs (best time / its time) to this power."""
 DEFAULTS = {**PLAIN, "loop_split": False, "latency_k": 0, "latency_v": 0, "qk_ahead": False, "lazy_rescale": False}
-"""Plain values; knobs with these have no coefficient."""
+"""Plain values of knobs, which get no coefficient."""
 ALONE = (
     "latency_k",
     "latency_v",
@@ -37,7 +37,7 @@ ALONE = (
     "num_ctas",
     "persistent",
 )
-"""Knobs whose effect is taken as the same everywhere."""
+"""Knobs whose effect is assumed to be the same everywhere."""
 DEPENDENT = ("loop_split", "qk_ahead", "kv_direction")
 """Knobs whose effect depends on the warps and on whether the grid is persistent."""
 
@@ -47,15 +47,15 @@ class Residual:
     """Measured factors of one arch."""
 
     coefficients: Mapping[str, float]
-    """Log of the factor, by feature."""
+    """Feature -> logarithm of its factor."""
 
     def log_factor(self, schedule: Schedule, facts: ResourceFacts) -> float:
-        """What to add to the log of the static estimate. Features never seen count nothing."""
+        """What is added to the logarithm of the static estimate. Features that were never seen add nothing."""
         return sum(self.coefficients.get(name, 0.0) for name in features(schedule, facts))
 
 
 def features(schedule: Schedule, facts: ResourceFacts) -> list[str]:
-    """What counts of a program. Each is a name such as `qk_ahead=true` or `tile=64x128 warps=8`; all have weight one."""
+    """The features of a program, such as `qk_ahead=true` or `tile=64x128 warps=8`; each has weight one."""
     if "tile_m" not in schedule:  # of another kernel: every knob value by itself
         return [f"{name}={value}" for name, value in schedule.items()]
     warps, grid = f"warps={schedule['num_worker_warps']}", "tiles" if schedule["persistent"] == "no" else "persistent"

@@ -1,4 +1,4 @@
-"""The model against what others published about Blackwell: `python -m docs.studies.model_scorecard`.
+"""Compares the model with what others published about Blackwell: `python -m docs.studies.model_scorecard`.
 
 Compiles some sixty schedules (a few minutes on two cores; no GPU) and asks the model for the orders that were published.
 Their kernels are not this one, so only orders are compared. Nothing here was used for calibration.
@@ -23,9 +23,9 @@ from tiledsched.kernels.attention.model import estimate_us
 from tiledsched.report.document import Table, to_markdown
 
 Choice = tuple[int, int, int, int]
-"""tile_m, tile_n, occupancy, worker warps."""
+"""(tile_m, tile_n, occupancy, worker warps)."""
 Times = Callable[[Problem, Choice], float]
-"""Modelled microseconds on one arch."""
+"""From a problem and a choice to modelled microseconds on one arch."""
 CANDIDATES: tuple[Choice, ...] = tuple(
     (tile_m, tile_n, occupancy, warps)
     for (tile_m, tile_n), occupancy, warps in itertools.product(
@@ -37,32 +37,32 @@ LARGE: Choice = (256, 128, 1, 8)
 
 @dataclass(frozen=True, kw_only=True)
 class Faster:
-    """One schedule was published as faster than another; each takes the better number of warps."""
+    """A publication found one schedule faster than another. Each is taken with the better number of warps."""
 
     arch: str
-    """Where."""
+    """The arch."""
     problem: Problem
-    """On what."""
+    """The problem."""
     winner: tuple[int, int, int]
-    """tile_m, tile_n, occupancy."""
+    """(tile_m, tile_n, occupancy) of the faster schedule."""
     loser: tuple[int, int, int]
-    """The same of the slower one."""
+    """(tile_m, tile_n, occupancy) of the slower one."""
     published: str
-    """What was said, and by whom."""
+    """What was published, and where."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """Schedules that were published as the best, or as where to start."""
+    """A publication named schedules as the best, or as where to start."""
 
     arch: str
-    """Where."""
+    """The arch."""
     problem: Problem
-    """On what; what the publication leaves open is filled in."""
+    """The problem, where we chose what the publication leaves open."""
     winners: tuple[tuple[int, int, int], ...]
-    """tile_m, tile_n, occupancy; any of them will do."""
+    """(tile_m, tile_n, occupancy) of each schedule named; any of them will do."""
     published: str
-    """What was said, and by whom."""
+    """What was published, and where."""
 
 
 def _problem(seq_len: int, *, causal: bool = False, few: bool = False) -> Problem:
@@ -130,7 +130,7 @@ CLAIMS: tuple[Faster | Best, ...] = (
 
 
 def modelled(arch: str, pool: BuildPool) -> Times:
-    """Times of every candidate on `arch`, after compiling them for both masks."""
+    """Modelled times of every candidate on `arch`, after compiling them for both masks."""
     candidates = (*CANDIDATES, LARGE) if arch == "sm_103" else CANDIDATES
     problems = {claim.problem.causal: claim.problem for claim in CLAIMS if claim.arch == arch}
     schedules = {
@@ -158,7 +158,7 @@ def modelled(arch: str, pool: BuildPool) -> Times:
 
 
 def judge(claim: Faster | Best, times: Times) -> tuple[str, str]:
-    """(what the model says, right or wrong)."""
+    """(what the model says, whether that is right, a tie or wrong)."""
     candidates = (*CANDIDATES, LARGE) if claim.arch == "sm_103" else CANDIDATES
 
     def best_of(tile: tuple[int, int, int]) -> float:
@@ -178,7 +178,7 @@ def judge(claim: Faster | Best, times: Times) -> tuple[str, str]:
 
 
 def rows() -> Iterator[tuple[str, ...]]:
-    """One row per claim."""
+    """One row for each claim."""
     with BuildPool() as pool:
         times = {arch: modelled(arch, pool) for arch in dict.fromkeys(claim.arch for claim in CLAIMS)}
     for claim in CLAIMS:

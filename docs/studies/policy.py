@@ -1,4 +1,4 @@
-r"""What the serving policy loses on problems held out, beside other policies: the tables of docs/results/serving.md.
+r"""What the serving policy loses on problems held out, compared with other policies: tables of docs/results/serving.md.
 
     python -m docs.studies.policy tuning_db/landscapes/attention/*_burst_*.json.xz \
         --table docs/results/serving/sm_90_2026-11-20.json.xz
@@ -34,30 +34,34 @@ from tiledsched.store.records import Entry
 
 Entries = Sequence[Entry]
 Policy = Callable[[Problem, Entries], Schedule | None]
-"""From a problem and the entries at hand to a schedule; None where it has nothing to offer."""
+"""From a problem and the entries it may see to a schedule; None where it has none to offer."""
 ANY = 99.0
-"""A distance beyond all."""
+"""A distance above all others."""
 GRID = tuple(
     TransferParameters(neighbours=n, reach=r, unnamed=u, model=m)
     for n, r, u, m in itertools.product((3, 4, 6), (0.5, 1.0, 2.0), (0.05, 0.1, 0.2), (0.3, 0.5, 1.0))
 )
-"""From which the parameters are chosen anew for each problem by the others, to see what choosing them on all flatters."""
+"""Parameters to choose from. They are chosen for each problem by the other problems, to see how much choosing them on
+all flatters.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """One choice on one held-out problem."""
+    """A policy's choice for one held-out problem."""
 
     problem: Problem
-    """Held out."""
+    """The problem held out."""
     schedule: Schedule
-    """Chosen."""
+    """The schedule chosen."""
     loss: float
-    """Its time over the best's, minus 1."""
+    """Its time over the best time, minus 1."""
     measured: bool
-    """Whether this very program was measured there; else the loss is the median of the programs fewest knobs away."""
+    """Whether this very program was measured there. If not, the loss is the median over the programs that differ in the
+    fewest knobs.
+    """
     distance: float
-    """To the nearest entry the policy could see."""
+    """Distance to the nearest entry that the policy could see."""
 
 
 class Study:
@@ -96,7 +100,7 @@ class Study:
         return Judged(problem=problem, schedule=schedule, loss=us / best - 1.0, measured=measured, distance=near)
 
     def run(self, policy: Policy, *, likes_out: bool = False) -> list[Judged]:
-        """The policy on every landscape for which it has an answer."""
+        """The policy's choice for every landscape for which it has one."""
         judged = []
         for landscape in self.landscapes:
             seen = [
@@ -119,11 +123,11 @@ class Study:
         return judged
 
     def policy(self, parameters: TransferParameters = NEAR_KIND) -> Policy:
-        """The policy that is served, among problems of one kind."""
+        """The policy that is served, restricted to problems of one kind."""
         return _among(_same_kind, self.space, self.spec, parameters)
 
     def policies(self) -> Mapping[str, Policy]:
-        """The served one and the others it was compared with."""
+        """Name -> policy: the one that is served, and those it is compared with."""
         return {
             "served": self.policy(),
             "without the model": self.policy(replace(NEAR_KIND, model=0.0)),
@@ -137,7 +141,7 @@ class Study:
         }
 
     def crossings(self) -> Mapping[str, Policy]:
-        """The served policy with nothing but problems that differ in what is named."""
+        """Name -> the served policy, restricted to problems that differ in what the name says."""
 
         def tells(mask: bool, columns: bool) -> Callable[[Entry, Problem], bool]:
             return lambda e, p: ((e.problem.causal != p.causal), (e.problem.tile_d != p.tile_d)) == (mask, columns)
@@ -155,7 +159,7 @@ class Study:
         }
 
     def nested(self, *, likes_out: bool) -> list[Judged]:
-        """The served policy with parameters chosen, for each problem, by the other problems."""
+        """The served policy, with parameters that the other problems choose for each problem."""
         runs = [self.run(self.policy(parameters), likes_out=likes_out) for parameters in GRID]
         chosen = []
         for i in range(len(self.landscapes)):
@@ -164,7 +168,7 @@ class Study:
         return chosen
 
     def _features(self) -> Mapping[str, Callable[[Problem], float]]:
-        """What problems are told apart by, in the policies that were not taken."""
+        """Name -> feature by which the policies that were not taken compare problems."""
         lengths = {"key length": lambda p: float(p.seq_k)} if "seq_k" in self.kernel.fields else {}
         operations = {"operations": lambda p: float(p.flops)} if self.landscapes[0].problem.flops else {}
         return {**lengths, **operations, **({} if operations else {"bytes": lambda p: float(p.min_bytes)})}
@@ -183,7 +187,7 @@ class Study:
         return choose
 
     def _tree(self, problem: Problem, seen: Entries) -> Schedule | None:
-        """A tree of two leaves for each kind, grown on the losses in the landscapes that it may see."""
+        """A policy that grows a tree of two leaves for each kind, on the losses in the landscapes that it may see."""
         known = {entry.problem for entry in seen}
         grown = [
             one
@@ -240,7 +244,7 @@ def _octaves(of: Callable[[Problem], float]) -> Callable[[Problem, Problem], flo
 
 
 def summary(judged: Sequence[Judged]) -> ExpectedLoss:
-    """Geometric mean and worst of the losses."""
+    """Geometric mean and maximum of the losses."""
     losses = [one.loss for one in judged]
     return ExpectedLoss(
         mean=math.exp(statistics.fmean(map(math.log1p, losses))) - 1.0, worst=max(losses), cases=len(losses)

@@ -1,4 +1,5 @@
-r"""What a choice made from other problems loses, by how far they are: what `explain` tells and rivals are judged by.
+r"""What a schedule chosen from other problems loses, by their distance. `explain` prints these losses and rivals are
+judged by them.
 
     python -m docs.studies.policy_losses tuning_db/tables/attention/sm_90.json \
         --landscapes tuning_db/landscapes/attention/*_burst_*.json.xz --left-out docs/results/h200/left_out.csv \
@@ -37,21 +38,19 @@ from tiledsched.store.exchange import read_table, read_text
 from tiledsched.store.records import Entry
 
 Race = Mapping[str, float]
-"""Microseconds of each schedule, by its short text."""
+"""Short text of a schedule -> its time in microseconds."""
 NEAR = 0.15
-"""Problems that differ in little more than the element type, and the rest."""
+"""Distances up to this are between problems that differ in little more than the element type."""
 FAR = 4.0
-"""Distance beyond which no loss is promised, nor counted: what is near loses less."""
+"""Beyond this distance no loss is promised."""
 FEWEST = 5
-"""Choices on which a loss is promised, at least."""
+"""Choices that a promised loss is based on, at least."""
 RACES = ("tiledsched", "left_out")
-"""Methods of the bench that tell a loss: a tuned schedule, and what the policy would choose had nobody tuned its suite."""
+"""Methods of the bench that show a loss: a tuned schedule, and what would be served had nobody tuned its suite."""
 
 
 def medians(path: Path) -> list[tuple[str, dict[str, float]]]:
-    """Problem (as people read it) and race, of a CSV file of a tune's medians, packed or not, of several `run`s in several
-    `regime`s where it has such columns. What spills as a call refuses it, by `spill_bytes`, is left out: the next choice serves.
-    """
+    """(problem as people read it, race) for each run in a CSV file of a tune's medians."""
     races: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
     for row in csv.DictReader(io.StringIO(read_text(path))):
         if row.get("regime", "burst") == "burst" and not spilled(int(row.get("spill_bytes") or 0)):
@@ -60,7 +59,7 @@ def medians(path: Path) -> list[tuple[str, dict[str, float]]]:
 
 
 def bench_races(path: Path) -> list[tuple[str, dict[str, float]]]:
-    """The same of a bench's CSV file: what was tuned and what was chosen without it, where that was no rival."""
+    """(problem as people read it, race) for each problem in a bench's CSV file, except where a rival was chosen."""
     races: dict[str, dict[str, float]] = defaultdict(dict)
     for row in read_rows(path):
         if row.method in RACES and row.median_us and row.provenance != "rival":
@@ -69,7 +68,7 @@ def bench_races(path: Path) -> list[tuple[str, dict[str, float]]]:
 
 
 def judged(entries: Sequence[Entry], races: Mapping[Problem, Sequence[Race]]) -> tuple[list[Judged], int]:
-    """The choices that were measured, and how many were not."""
+    """The choices that were measured, and the number of choices that were not."""
     kernel, arch = entries[0].problem.declaration, entries[0].arch
     space, spec = space_for(arch, kernel), arch_spec(arch)
     known = [e.replace(schedule=space.complete(e.schedule)) for e in entries]
@@ -97,7 +96,7 @@ def judged(entries: Sequence[Entry], races: Mapping[Problem, Sequence[Race]]) ->
 
 
 def near_bands(seen: Iterable[Judged]) -> list[LossBand]:
-    """Of all groups together where a problem is near, and beyond that by group, where there are enough choices."""
+    """Loss bands: near problems form one group; farther ones are grouped, where there are enough choices."""
     groups: dict[str, list[Judged]] = defaultdict(list)
     for each in seen:
         group = each.problem.declaration.similarity.loss_group(each.problem)
@@ -116,7 +115,7 @@ def near_bands(seen: Iterable[Judged]) -> list[LossBand]:
 
 
 def to_json(bands: Sequence[LossBand]) -> str:
-    """As `tuning_db/model/KERNEL/transfer.json` holds them."""
+    """The text of `tuning_db/model/KERNEL/transfer.json`."""
     rows = [
         {
             "group": band.group,
@@ -134,7 +133,7 @@ def to_json(bands: Sequence[LossBand]) -> str:
 def read_races(
     table: Path, landscapes: Sequence[Path], medians_of: Sequence[Path], left_out: Sequence[Path]
 ) -> tuple[list[Entry], list[Landscape], dict[Problem, list[Race]]]:
-    """The table's entries of its newest compiler, the landscapes, and all races of its problems."""
+    """The entries of the table's newest compiler, the landscapes, and all races of the table's problems."""
     known = [
         e
         for e in read_table(table).entries
@@ -157,7 +156,7 @@ def read_races(
 def all_bands(
     table: Path, landscapes: Sequence[Path], medians_of: Sequence[Path], left_out: Sequence[Path]
 ) -> tuple[list[LossBand], int]:
-    """The expected losses of all files together, and how many choices nobody had measured."""
+    """The loss bands of all files together, and the number of choices that nobody had measured."""
     entries, recorded, races = read_races(table, landscapes, medians_of, left_out)
     seen, unknown = judged(entries, races)
     bands = near_bands(seen)

@@ -1,4 +1,4 @@
-r"""Policies for problems that nobody tuned, timed beside each other where they choose differently.
+r"""Times serving policies on problems that nobody tuned, where they choose different schedules.
 
     python -m docs.studies.policy_timed --seeds 301,302 --policies model=1,reach=0.6 distances=6 --csv timed.csv
     python -m docs.studies.policy_timed --summary timed.csv
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from docs.studies.flags import integers, positive
+from tiledsched.bench.run import BenchOptions, run_bench
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.problem import Problem
 from tiledsched.kernels.attention import Attention
@@ -37,9 +38,9 @@ from tiledsched.store.exchange import read_text
 from tiledsched.store.records import Entry
 
 ALIKE = "alike"
-"""Status of a problem for which all policies choose the same."""
+"""Status of a problem for which all policies choose the same schedule."""
 ROUNDS = 12
-"""Of each choice."""
+"""Samples of each choice."""
 Choices = Mapping[TransferParameters, Served]
 
 
@@ -48,19 +49,19 @@ class Row:
     """What one policy chose for one problem."""
 
     problem: str
-    """As people read it."""
+    """The problem as people read it."""
     policy: str
-    """Its numbers."""
+    """The policy's numbers."""
     choice: str
-    """The schedule, in short."""
+    """The schedule in short."""
     launched: str = ""
-    """The one that was launched: another where its program spills."""
+    """The schedule that was launched, which is another one where the chosen program spills registers."""
     median_us: float | None = None
-    """Of one launch, microseconds."""
+    """Median time of a launch, in microseconds."""
     ci_low_us: float | None = None
     """Lower end of the median's 95% interval."""
     ci_high_us: float | None = None
-    """Its upper end."""
+    """Upper end of that interval."""
     status: str = ALIKE
     """ok, why there is no time, or that all choices are alike."""
     device: str = ""
@@ -119,7 +120,7 @@ def different(choices: Choices) -> list[Served]:
 
 
 def _method(name: str, served: Served, launched: dict[str, str]) -> Any:
-    """The launch of a choice, as a method of the bench; `launched` is told what it was in the end."""
+    """The launch of a choice, as a method of the bench. `launched` receives the schedule that was launched in the end."""
     from tiledsched.bench.methods import Method
     from tiledsched.bench.rivals.attention_left_out import chosen_plan, plan_call
     from tiledsched.serve.plan_cache import PlanCache
@@ -133,7 +134,9 @@ def _method(name: str, served: Served, launched: dict[str, str]) -> Any:
 
 
 def _build(problem: Problem, answers: Sequence[Served]) -> None:
-    """Have cuTile keep the programs of some answers, so that whoever times them need not wait; failures show then."""
+    """Let cuTile cache the programs of some answers, so that timing them need not wait. Failures show when they are
+    timed.
+    """
     import cupy
     import torch
 
@@ -147,14 +150,12 @@ def _build(problem: Problem, answers: Sequence[Served]) -> None:
         print(f"{problem}: {type(error).__name__}: {error}")
 
 
-def timed(work: Mapping[Problem, Choices], harness: Any) -> Iterator[list[Row]]:
-    """The rows of each problem, those first for which all choose the same.
+def timed(work: Mapping[Problem, Choices], harness: Any, bench: Callable[..., Any] = run_bench) -> Iterator[list[Row]]:
+    """The rows of each problem, as `bench` times it. Problems for which all policies choose the same schedule come first.
 
     Raises:
         MeasureError: the GPU cannot be used any more.
     """
-    from tiledsched.bench.run import BenchOptions, run_bench
-
     answered = ((problem, choices, different(choices)) for problem, choices in work.items())
     for problem, choices, answers in sorted(answered, key=lambda each: len(each[2]) > 1):
         launched: dict[str, str] = {}
@@ -165,8 +166,7 @@ def timed(work: Mapping[Problem, Choices], harness: Any) -> Iterator[list[Row]]:
         if len(answers) > 1:
             methods = tuple(_method(served.schedule.short(), served, launched) for served in answers)
             found = {
-                each.method: each
-                for each in run_bench([problem], BenchOptions(methods=methods, rounds=ROUNDS), harness)
+                each.method: each for each in bench([problem], BenchOptions(methods=methods, rounds=ROUNDS), harness)
             }
             rows = [
                 replace(
@@ -185,7 +185,7 @@ def timed(work: Mapping[Problem, Choices], harness: Any) -> Iterator[list[Row]]:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a file, packed or not."""
+    """The rows of a CSV file, which may be compressed."""
     return [_row(line) for line in csv.DictReader(io.StringIO(read_text(path)))]
 
 
@@ -195,7 +195,7 @@ def _row(line: Mapping[str, Any]) -> Row:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Markdown: how each policy's choices do where they differ."""
+    """Markdown: how fast each policy's choices are where they differ."""
     times: dict[str, dict[str, float]] = defaultdict(dict)
     for row in rows:
         if row.median_us:
@@ -228,7 +228,7 @@ def _mean(ratios: Sequence[float]) -> str:
 
 
 def main() -> None:
-    """Time and print."""
+    """Time the policies and print the summary."""
     parser = argparse.ArgumentParser(
         prog="python -m docs.studies.policy_timed",
         description=__doc__,

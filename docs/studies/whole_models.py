@@ -1,4 +1,4 @@
-"""Whole models under torch's attention and under ours: `python -m docs.studies.whole_models --repeat 5 --csv FILE`.
+"""Times whole models under torch's attention and under ours: `python -m docs.studies.whole_models --repeat 5 --csv FILE`.
 
 The models are transformers of three families at their real widths and with fewer layers, made from a configuration with
 random weights; nothing is downloaded. One model runs under both implementations, in turn: the prompt (prefill), then greedy
@@ -51,13 +51,13 @@ PHASES = ("prefill", "decode")
 COMPARED_BATCH, COMPARED_PROMPT = 2, 1024
 """Sequences and tokens of each prompt that are compared, at most."""
 MOST_PLACES = 6
-"""Named of those where calls were left to torch; more are counted."""
+"""So many of the places where calls were left to torch are named; where there are more, they are counted."""
 WIDTH = 80
-"""Columns of what is printed."""
+"""Columns of the printed text."""
 COMMAND = (sys.executable, "-m", "docs.studies.whole_models")
-"""What a fresh process is started with."""
+"""The command that starts a fresh process."""
 HOMES = ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME")
-"""Variables that say where a user's files lie."""
+"""Environment variables that name the folders of a user's files."""
 KEPT_ELSEWHERE = (
     "TILEDSCHED_DB",
     "TILEDSCHED_SITE",
@@ -68,15 +68,15 @@ KEPT_ELSEWHERE = (
     "TRITON_CACHE_DIR",
     "TORCHINDUCTOR_CACHE_DIR",
 )
-"""Variables that name what earlier processes may have left; a fresh one does not get them."""
+"""Environment variables that name what earlier processes may have left. A fresh process does not get them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The sizes of one model."""
+    """The sizes of a model."""
 
     family: str
-    """Llama, Qwen2 or Qwen3: names of transformers' classes."""
+    """Name of the family in transformers: Llama, Qwen2 or Qwen3."""
     hidden: int
     """Columns between layers."""
     intermediate: int
@@ -90,7 +90,7 @@ class ModelShape:
     layers: int = 8
     """Transformer blocks."""
     vocabulary: int = 8192
-    """Tokens there are."""
+    """Number of tokens."""
 
     def __str__(self) -> str:
         return (
@@ -121,43 +121,44 @@ class Row:
     prompt: int
     """Tokens of each prompt."""
     run: int
-    """Which process, from 1."""
+    """Number of the process, from 1."""
     tokens: int
-    """Tokens the phase works on, all sequences together."""
+    """Tokens that the phase works on, over all sequences."""
     median_ms: float
-    """Of the whole phase, milliseconds."""
+    """Median time of the whole phase, in milliseconds."""
     low_ms: float
-    """The least of the rounds."""
+    """Shortest time of any round."""
     high_ms: float
-    """The most of them."""
+    """Longest time of any round."""
     tokens_per_s: float
-    """Tokens over the median."""
+    """Tokens over the median time."""
     rounds: int
-    """Samples."""
+    """Number of rounds."""
     growing: bool
-    """Whether no length came twice."""
+    """Whether prompts grew from round to round, so that no length came twice."""
     first_ms: float
-    """The pass before the rounds, in no median; with the first prompt of a run it is the first call of the process. In odd runs
-    ours comes first, in even ones torch's: who does also pays for what both need.
+    """Time of the pass before the rounds, which counts in no median; for the first prompt of a run it is the process's
+    first call. Ours comes first in odd runs and torch's in even ones, because the first also pays for what both
+    need.
     """
     ratio: float | None
-    """Median over the rounds of torch's time over ours in the same round; None of torch's."""
+    """Median over the rounds of torch's time over ours in the same round; None for torch."""
     ratio_low: float | None
-    """The least of them."""
+    """Smallest of these ratios."""
     ratio_high: float | None
-    """The most of them."""
+    """Largest of these ratios."""
     fallbacks: str
-    """What tiledsched left to torch, and why; empty where nothing."""
+    """Calls that tiledsched left to torch, and why; empty where there were none."""
     shape: str
-    """Of the model."""
+    """Sizes of the model."""
     dtype: str
-    """Of weights and activations."""
+    """Type of weights and activations."""
     device: str
-    """Where."""
+    """Name of the GPU."""
     versions: str
-    """Of what decides the times."""
+    """Versions of what decides the times."""
     date: str
-    """When."""
+    """Date of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,9 +168,9 @@ class Comparison:
     model: str
     """A key of :data:`MODELS`."""
     prompt_error: float
-    """Norm of the difference of the prompt's logits, made in one pass, over the norm of torch's."""
+    """Norm of the difference of the prompt's logits over the norm of torch's logits, computed in one pass."""
     step_error: float
-    """The same of the logits from which tokens are chosen, one step after the other."""
+    """The same for the logits from which tokens are chosen, one step after the other."""
     same_tokens: bool
     """Whether greedy generation gave the same tokens."""
     first_difference: int | None
@@ -177,45 +178,45 @@ class Comparison:
     agreement: float
     """Share of steps where both choose the same token after torch's tokens."""
     largest_gap: float
-    """Where they choose differently: how far apart the two logits are for torch, at most; 0 where they never do."""
+    """Largest difference, in torch's logits, between two tokens chosen differently; 0 where all choices agree."""
     control_first_difference: int | None
-    """As `first_difference`, of torch's math backend instead of ours."""
+    """`first_difference` for torch's math backend instead of our kernel."""
     control_step_error: float
-    """As `step_error`, of torch's math backend."""
+    """`step_error` for torch's math backend."""
     control_agreement: float
-    """As `agreement`, of torch's math backend."""
+    """`agreement` for torch's math backend."""
     control_largest_gap: float
-    """As `largest_gap`, of torch's math backend."""
+    """`largest_gap` for torch's math backend."""
     fallbacks: tuple[str, ...]
-    """What tiledsched left to torch, and why."""
+    """Calls that tiledsched left to torch, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is run."""
+    """Prompts and samples of a run."""
 
     batch: int = 1
     """Sequences."""
     prompt: int = 1024
     """Tokens of each prompt."""
     new_tokens: int = 32
-    """Tokens generated after it."""
+    """Tokens generated after each prompt."""
     rounds: int = 5
     """Samples of each method and phase."""
     growing: bool = False
     """Whether each round's prompt is longer than the one before and its answer, so that no length comes twice."""
     dtype: torch.dtype = torch.bfloat16
-    """Of weights and activations."""
+    """Type of weights and activations."""
     device: str = "cuda"
-    """Where."""
+    """Device of the model."""
     seed: int = 0
-    """Of weights and prompts."""
+    """Seed of weights and prompts."""
 
     def __str__(self) -> str:
         return f"{self.batch}x{self.prompt}"
 
     def prompt_of(self, number: int) -> int:
-        """Tokens of each prompt in a round, from 0."""
+        """Tokens of each prompt in a round; rounds are numbered from 0."""
         return self.prompt + (self.growing and number) * (self.new_tokens + 1)
 
 
@@ -372,7 +373,7 @@ def compare(model: Any, name: str, work: Workload, prompt: torch.Tensor) -> Comp
 
 
 def _ours(caught: Iterable[warnings.WarningMessage]) -> list[str]:
-    """What tiledsched said, each once."""
+    """What tiledsched warned of, each message once."""
     return list(dict.fromkeys(str(each.message) for each in caught if "tiledsched" in str(each.message)))
 
 
@@ -522,7 +523,7 @@ def measure(
 
 
 class _RunFailedError(TiledschedError):
-    """A fresh process ended with an error, which it told itself."""
+    """A fresh process ended with an error, which it has printed."""
 
     def __init__(self, run: int, code: int) -> None:
         super().__init__(f"run {run} ended with {code}")
@@ -532,7 +533,7 @@ class _RunFailedError(TiledschedError):
 def in_fresh_processes(
     runs: int, arguments: Callable[[int], Sequence[str]], *, left: Callable[[], bool] = lambda: True
 ) -> Iterator[Row | Comparison]:
-    """What `runs` processes find, one after the other, each in an empty home.
+    """What `runs` processes find, one after the other, each with an empty home folder.
 
     Raises:
         TiledschedError: one of them failed; it has said why.
@@ -558,7 +559,7 @@ def in_fresh_processes(
 
 
 def _read(line: str) -> Row | Comparison | None:
-    """What a process wrote with `_write`; what others print goes to stderr."""
+    """A line that another process wrote with `_write`; any other line is printed to stderr, and gives None."""
     for kind in (Row, Comparison):
         if line.startswith(f'{{"{kind.__name__}": '):
             return kind(**json.loads(line)[kind.__name__])
@@ -583,31 +584,31 @@ class Ratio:
     phase: str
     """prefill or decode."""
     runs: Mapping[int, float]
-    """Each run's."""
+    """Number of a run -> its ratio."""
     ratio: float
-    """Their median."""
+    """Median of these ratios."""
     low: float
-    """The least of the runs; of the rounds, where there is one run."""
+    """Smallest of these ratios; with a single run, the smallest of its rounds."""
     high: float
-    """The most of them."""
+    """Largest of these ratios; with a single run, the largest of its rounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mean:
-    """Of the ratios of a phase, or of both."""
+    """The mean of the ratios of one phase, or of both."""
 
     geometric: float
     """Their geometric mean."""
     low: float
-    """The same of each run that has all of them, and of those the least."""
+    """The geometric mean of each run that has all ratios, and of those the smallest."""
     high: float
-    """The most of them."""
+    """The largest of them."""
     least: float
-    """The least ratio."""
+    """The smallest ratio."""
 
 
 def ratios(rows: Iterable[Row]) -> list[Ratio]:
-    """One for each model, workload and phase, in the order of the rows."""
+    """A ratio for each model, workload and phase, in the order of the rows."""
     cells: dict[tuple[str, int, int, str], list[Row]] = {}
     for row in rows:
         if row.ratio is not None:
@@ -634,7 +635,7 @@ def ratios(rows: Iterable[Row]) -> list[Ratio]:
 
 
 def mean(found: Sequence[Ratio]) -> Mean:
-    """Over at least one ratio."""
+    """The mean of at least one ratio."""
     geometric = statistics.geometric_mean([each.ratio for each in found])
     whole = set.intersection(*(set(each.runs) for each in found))
     each_run = [statistics.geometric_mean([each.runs[run] for each in found]) for run in whole] or [geometric]
@@ -642,7 +643,7 @@ def mean(found: Sequence[Ratio]) -> Mean:
 
 
 def to_text(rows: Sequence[Row], asked: int) -> str:
-    """The summary: a line for each model and workload, and what they come to.
+    """The summary as text: a line for each model and workload, and their means.
 
     Args:
         rows: of all runs.
@@ -754,7 +755,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse, run, print."""
+    """Parse the arguments, run, and print."""
     options, started = _parser().parse_args(arguments), time.monotonic()
     models = {name: replace(MODELS[name], layers=options.layers) for name in options.model}
     works = [
@@ -822,7 +823,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     comparisons.append(found)
                 else:
                     rows.append(found)
-                    _note(_told(found))
+                    _note(_progress_line(found))
                     if options.csv:
                         write_whole(options.csv, to_csv(rows))
     except TiledschedError as error:
@@ -852,7 +853,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def to_csv(rows: Sequence[Row]) -> str:
-    """A line for each row."""
+    """CSV text with a line for each row."""
     table = io.StringIO(newline="")
     writer = csv.DictWriter(table, [field.name for field in fields(Row)])
     writer.writeheader()
@@ -864,7 +865,7 @@ def _note(text: str) -> None:
     print(f"whole_models: {text}", file=sys.stderr, flush=True)
 
 
-def _told(row: Row) -> str:
+def _progress_line(row: Row) -> str:
     ratio = "" if row.ratio is None else f", {row.ratio:.3f}x ({row.ratio_low:.3f} to {row.ratio_high:.3f})"
     return (
         f"run {row.run}: {row.model} {row.batch}x{row.prompt} {row.method} {row.phase}: {row.median_ms:.1f} ms "

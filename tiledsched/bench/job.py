@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 
-from tiledsched.bench.rows import BenchRow, Cell
+from tiledsched.bench.rows import BenchRow, Cell, append_rows, finished_cells
 from tiledsched.bench.run import BenchOptions, Harness, run_bench
 from tiledsched.bench.sampling import USUAL_PACE, Pace
 from tiledsched.core import config
@@ -65,3 +66,33 @@ def bench_here(
     with holding_current_gpu():
         here = harness or TorchHarness(verify=verify)
         return run_bench(problems, options, here, done=left_out, keep=keep, progress=progress)
+
+
+def bench_to_file(
+    problems: Sequence[Problem],
+    options: BenchOptions,
+    path: Path,
+    *,
+    harness: Harness | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Run a bench on this GPU and append the rows of each cell to a CSV file. Cells that the file holds are left out.
+
+    Args:
+        problems: what to compute.
+        options: methods, regimes and how long.
+        path: the CSV file.
+        harness: what runs the methods; None for the current CUDA device.
+        progress: called with a line for each cell.
+
+    Raises:
+        ConfigError: the file is not a bench, or has other columns.
+        MeasureError: there is no GPU that can be used.
+    """
+    from tiledsched.bench.harness import TorchHarness
+    from tiledsched.measure.lock import holding_current_gpu
+
+    done = finished_cells(path, [method.name for method in options.methods])
+    with holding_current_gpu():
+        here = harness or TorchHarness()
+        run_bench(problems, options, here, done=done, keep=lambda rows: append_rows(rows, path), progress=progress)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,10 +13,8 @@ from tiledsched.bench.methods import MATMUL, Method
 from tiledsched.bench.rows import OK, BenchRow, Cell
 from tiledsched.bench.sampling import LEAST_SAMPLES, USUAL_PACE, Pace, sample_counts, sample_in_turn
 from tiledsched.core.problem import Problem
-from tiledsched.measure.statistics import median_interval
+from tiledsched.measure.estimate import Timing
 from tiledsched.measure.timing import STILL_WARM_S, Log, Stopwatch
-
-CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,15 +217,12 @@ def _sampled(
 
 
 def _with_times(row: BenchRow, ready: Ready, samples: Sequence[float]) -> BenchRow:
-    low, high = median_interval(samples, CONFIDENCE)
     if ready.error is not None:
         row = replace(row, max_abs_err=ready.error.max_abs, rel_err=ready.error.relative, compared=ready.compared)
     return replace(
         row,
-        median_us=statistics.median(samples),
+        **vars(Timing.of(samples)),
         p95_us=_percentile(samples, 0.95),
-        ci_low_us=low,
-        ci_high_us=high,
         samples=len(samples),
         conditions=replace(row.conditions, graph_launches=ready.launches),
         **ready.details,

@@ -27,6 +27,8 @@ from tiledsched.tuning.options import Options, OptionSpec, options_of
 if TYPE_CHECKING:
     from tiledsched.measure.runner import Device
     from tiledsched.store.db import TuningDB
+    from tiledsched.tuning.resources import Tools
+    from tiledsched.tuning.session import Session
 
 SCHEMA_VERSION = 1
 USUAL_KERNEL = "attention"
@@ -49,6 +51,8 @@ class Invocation:
     """What was typed after `tiledsched`."""
     devices: Callable[[], Sequence[Device]] = nvml.devices
     """Lists the GPUs of this machine."""
+    tools: Tools | None = None
+    """How a session makes what it works with; None for the compiler and the GPU of this machine."""
     db: str | None = None
     """The database that `--db` names."""
     json: bool = False
@@ -59,6 +63,12 @@ class Invocation:
     def settings(self, **flags: Any) -> Settings:
         """The settings, those that flags of the command give first."""
         return load_settings({"db": self.db, **flags})
+
+    def session(self, arch: str, jobs: int | None = None, **flags: Any) -> Session:
+        """A session for an arch, with the settings that flags of the command give."""
+        from tiledsched.tuning.session import Session
+
+        return Session(arch, settings=self.settings(**flags), jobs=jobs, tools=self.tools)
 
     def open_db(self, *, read_only: bool = False) -> TuningDB:
         """The database of this call."""

@@ -321,16 +321,8 @@ def ablation(
         files = [Path(path) for path in replay]
         ladders = replay_ablation(kernel, files, arch, start=start or "default", rounds=rounds, progress=note)
     else:
-        ladders = run_ablation(
-            kernel,
-            named_problems(kernel, problem, suite),
-            arch,
-            run.settings(regime=regime),
-            start=start or "untuned",
-            rounds=rounds,
-            jobs=jobs,
-            progress=note,
-        )
+        problems, session = named_problems(kernel, problem, suite), run.session(arch, jobs, regime=regime)
+        ladders = run_ablation(session, kernel, problems, start=start or "untuned", rounds=rounds, progress=note)
     path = made_folder(out) / "ablation.csv" if out else None
     rows: list[AblationRow] = []
     for found in ladders:

@@ -176,14 +176,14 @@ def query(run: Invocation, sql: str | None, csv: bool, limit: int, timeout: floa
     tiledsched db query
     tiledsched db query "select * from attention limit 5" --csv
     """
-    from tiledsched.store.sql import ask, tables
+    from tiledsched.store.sql import run_query, tables
 
     with run.open_db(read_only=True) as db:
         if sql is None:
             names = tables(db)
             run.print({"tables": names}, "\n".join(names))
             return
-        with ask(db, sys.stdin.read() if sql == "-" else sql, timeout) as (columns, rows):
+        with run_query(db, sys.stdin.read() if sql == "-" else sql, timeout) as (columns, rows):
             if csv:
                 writer = csv_files.writer(sys.stdout, lineterminator="\n")
                 writer.writerow(columns)

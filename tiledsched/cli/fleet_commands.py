@@ -258,7 +258,7 @@ def work(run: Invocation, campaign: str | None, wait: float, workers: int, jobs:
 @command("status")
 @argument("campaign", required=False, help="which campaign (default: the newest)")
 @option("--all", "everything", is_flag=True, help="list all campaigns")
-@option("--watch", is_flag=True, help="look again every two seconds, until the campaign ends or Ctrl-C")
+@option("--watch", is_flag=True, help="look again every two seconds, until the campaign ends or Ctrl-C; not as JSON")
 @option(
     "--stop", is_flag=True, help="let workers end with what they are doing; the command that opened it goes on later"
 )
@@ -289,17 +289,11 @@ def status(run: Invocation, campaign: str | None, everything: bool, watch: bool,
             text = f"{wanted} is stopped; the command that opened it goes on with it"
             run.print({"campaign": wanted, "status": "stopped"}, text)
             return 0
-        if watch and not run.json:
+        if watch:
             return _watch(leases, wanted)
-        while True:
-            found = read_status(leases, wanted)
-            if run.json:
-                run.print(found.to_json())
-            else:
-                console().print(fleet_output.view(found))
-            if not watch or found.campaign.status != "running":
-                return _exit_code(found)
-            time.sleep(WATCH_S)
+        found = read_status(leases, wanted)
+        run.print(found.to_json(), lambda: console().print(fleet_output.view(found)))
+        return _exit_code(found)
 
 
 def _campaign_row(leases: Leases, campaign: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How a fleet looks in a terminal."""
+"""How the state of a fleet is printed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from tiledsched.fleet.status import FleetStatus
 
 MOST_WORKERS, MOST_FAILURES = 40, 20
-"""Lines of a view; `--json` has all."""
+"""The most workers and failures that are listed; `--json` lists all."""
 
 
 def view(status: FleetStatus) -> RenderableType:
-    """Problems, GPUs, the spread of the control program, and what could not be done."""
+    """How far the campaign is, its workers, how its GPUs differ, and the problems that could not be done."""
     from rich.console import Group
     from rich.text import Text
 
@@ -48,7 +48,7 @@ def view(status: FleetStatus) -> RenderableType:
 
 
 def headline(status: FleetStatus) -> str:
-    """One line: how far it is."""
+    """One line that says how far the campaign is."""
     campaign = status.campaign
     words = [f"{campaign.id} {campaign.job} {campaign.kernel}: {campaign.status}, {status.done} of {status.total} done"]
     words += [
@@ -81,7 +81,7 @@ def _workers(status: FleetStatus, shown: Sequence[Any]) -> Table:
         )
     for worker in shown:
         control = over.get(worker.gpu)
-        told = "" if control is None else f"{control.over_fleet:+.1%}" + ("*" if control.named else "")
+        deviation = "" if control is None else f"{control.over_fleet:+.1%}" + ("*" if control.named else "")
         hot = f" ({', '.join(worker.throttle_reasons)})" if worker.throttle_reasons else ""
         table.add_row(
             worker.hostname,
@@ -92,7 +92,7 @@ def _workers(status: FleetStatus, shown: Sequence[Any]) -> Table:
             _number(worker.sm_clock_mhz),
             _number(worker.temperature_c),
             _number(worker.power_w),
-            told,
+            deviation,
             worker.doing + hot + (f" (no answer of its GPU for {worker.age_s:.0f} s)" if worker.age_s else ""),
         )
     return table
@@ -103,7 +103,7 @@ def _number(value: float | None) -> str:
 
 
 def spread_lines(status: FleetStatus) -> list[str]:
-    """The control program over all GPUs in a line for each arch, and the GPUs that differ by name."""
+    """How far the control program's times differ between GPUs: a line for each arch, and one for each GPU that stands out."""
     lines = []
     for arch in dict.fromkeys(each.arch for each in status.spread):
         mine = [each for each in status.spread if each.arch == arch]
@@ -111,9 +111,9 @@ def spread_lines(status: FleetStatus) -> list[str]:
             low, high = min(each.over_fleet for each in mine), max(each.over_fleet for each in mine)
             lines.append(f"control program on {len(mine)} {arch} GPUs: {low:+.1%} to {high:+.1%}")
     for each in status.odd:
-        kept = "; its evidence is kept apart" if each.apart else ""
+        apart = "; its measurements are stored apart" if each.apart else ""
         lines.append(
-            f"{each.gpu} on {each.hostname} differs: {each.over_fleet:+.1%}, its own noise {each.noise:.1%}{kept}"
+            f"{each.gpu} on {each.hostname} differs: {each.over_fleet:+.1%}, its own noise {each.noise:.1%}{apart}"
         )
     return lines
 

@@ -57,7 +57,6 @@ def warmup(
     from tiledsched.serve.bundle import warm_path
     from tiledsched.serve.entries import load_entries, load_table
     from tiledsched.serve.warmup import prepare, renamed_by_contents
-    from tiledsched.tuning.session import Session
 
     variants, settings, archs = read_variants(kernel, also), run.settings(), run.archs(arch)
     if out and len(archs) > 1:
@@ -69,7 +68,7 @@ def warmup(
         entries = _done_by(run, campaign, entries)
     results = []
     for each in archs:
-        session = Session(each, settings=settings)
+        session = run.session(each)
         warm = warm_path(each, settings, kernel.name)
         path = Path(out) if out else warm
         in_folder = path.is_dir()
@@ -110,5 +109,5 @@ def doctor(run: Invocation) -> None:
     """
     from tiledsched import doctor as examination
 
-    findings = examination.examine()
+    findings = examination.examine(examination.Machine(list_devices=run.devices))
     run.print(examination.to_json(findings), examination.to_text(findings))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from tiledsched.cli.app import (
     problem_options,
     target_option,
 )
-from tiledsched.cli.output import print_next
+from tiledsched.cli.output import note, print_next
 from tiledsched.cli.problems import matching, named_problems
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass
@@ -107,11 +106,11 @@ def show(
     elif entries:
         served_output.print_entries(entries, here)
     elif of_kernel:
-        print("no tuned problem matches; leave out a filter", file=sys.stderr)
+        note("no tuned problem matches; leave out a filter")
     else:
         what = f"of {kernel} " if kernel else ""
         words = f"{kernel + ' ' if kernel else ''}--arch {arch or 'ARCH'}"
-        print(f"nothing {what}is tuned for {arch or 'any arch'}; run: tiledsched tune {words}", file=sys.stderr)
+        note(f"nothing {what}is tuned for {arch or 'any arch'}; run: tiledsched tune {words}")
 
 
 def _layers_by_key(found: Sequence[Layer]) -> dict[tuple[str, ...], list[str]]:
@@ -131,6 +130,8 @@ def _show_landscapes(run: Invocation, kernel: str | None, arch: str | None) -> N
     with run.open_db(read_only=True) as db:
         lines = db.landscapes(arch, kernel)
         compared = [one for one in compare_regimes(db.latest_measurements()) if kernel in (None, one.problem.kernel)]
+    if not lines:
+        note("nothing is measured in this database; tune on a GPU first, or db import a landscape")
     found = {
         "landscapes": [served_output.landscape_json(line) for line in lines],
         "regimes": [one.to_json() for one in compared],
@@ -228,26 +229,6 @@ def written_report(
     return write_report(found, Path(folder))
 
 
-class PercentType(click.ParamType):
-    """Percent, more than 0 and less than 100, with or without the sign."""
-
-    name = "percent"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """The number.
-
-        Raises:
-            click.BadParameter: the text is no such number.
-        """
-        try:
-            number = float(str(value).rstrip("%"))
-        except ValueError:
-            number = 0.0
-        if not 0 < number < 100:
-            self.fail(f"{value!r} is not a number of percent between 0 and 100", param, ctx)
-        return number
-
-
 @command("compare")
 @argument(
     "a",
@@ -260,7 +241,7 @@ class PercentType(click.ParamType):
 @only_regime
 @option(
     "--threshold",
-    type=PercentType(),
+    type=click.FloatRange(0, 100, min_open=True, max_open=True),
     default=2.0,
     metavar="PERCENT",
     help="differences up to this do not count (default: 2)",

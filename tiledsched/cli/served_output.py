@@ -165,6 +165,8 @@ def landscape_json(line: Any) -> dict[str, Any]:
 
 def print_landscapes(lines: Sequence[Any], compared: Sequence[RegimeComparison]) -> None:
     """Print what is measured; then what wins in each regime, and what serving the other regime's winner costs."""
+    if not lines:
+        return
     columns = ("device", "arch", "regime", "problem", "distinct programs", "measurements")
     print_table(
         columns,

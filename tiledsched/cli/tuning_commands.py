@@ -61,20 +61,16 @@ def tune(
     \b
     tiledsched tune
     tiledsched tune -p B=4,H=16,S=4096,D=64:128 --report report
-    tiledsched tune matmul --suite llama --arch h200
+    tiledsched tune matmul --suite llama_8b --arch h200
     """
     one_thread_for_algebra()
     from tiledsched.cli import tuned_output
     from tiledsched.cli.progress import TuneProgress
     from tiledsched.cli.served_output import entry_json
-    from tiledsched.tuning.session import Session
 
     wanted, arch = named_problems(kernel, problem, suite), run.arch(arch)
     chosen = TuneOptions.from_mapping(options, "tune")
-    with (
-        TuneProgress(len(wanted), chosen.budget_s) as watcher,
-        Session(arch, settings=run.settings(), jobs=jobs) as session,
-    ):
+    with TuneProgress(len(wanted), chosen.budget_s) as watcher, run.session(arch, jobs) as session:
         found = session.tune(kernel, wanted, chosen, watcher=watcher, command={"words": run.words})
     files = written_report(run, kernel, [arch], report, regime=options["regime"]) if report else []
     if run.json:
@@ -133,11 +129,10 @@ def check(
     tiledsched check softmax -p rows=3,columns=4000 --schedules 5
     """
     from tiledsched.cli import tuned_output
-    from tiledsched.tuning.session import Session
 
     rows, chosen = [], CheckOptions.from_mapping(options, "check")
     named = named_problems(kernel, problem, suite) if problem or suite else None
-    for row in Session(arch).check(kernel, named, chosen):
+    for row in run.session(arch).check(kernel, named, chosen):
         rows.append(row)
         if not run.json:
             tuned_output.print_checked(row)
@@ -171,11 +166,10 @@ def record(
     tiledsched record -p B=4,H=32,S=4096,D=64 -o landscapes
     """
     from tiledsched.cli import tuned_output
-    from tiledsched.tuning.session import Session
 
     chosen = RecordOptions.from_mapping(options, "record")
     needs_folder(out, chosen.build_only)
-    with Session(run.arch(arch), settings=run.settings(), jobs=jobs) as session:
+    with run.session(run.arch(arch), jobs) as session:
         run_id, results = session.record(
             kernel,
             named_problems(kernel, problem, suite),
@@ -221,12 +215,11 @@ def refresh(
     one_thread_for_algebra()
     from tiledsched.cli import tuned_output
     from tiledsched.cli.progress import TuneProgress
-    from tiledsched.tuning.session import Session
 
     arch = run.arch(arch)
     wanted = measured_problems(run, kernel, arch, problem)
     chosen = RefreshOptions.from_mapping(options, "refresh")
-    with TuneProgress(0, chosen.budget_s) as watcher, Session(arch, settings=run.settings(), jobs=jobs) as session:
+    with TuneProgress(0, chosen.budget_s) as watcher, run.session(arch, jobs) as session:
         report = session.refresh(kernel, wanted or None, chosen, watcher=watcher, command={"words": run.words})
     run.print(report.to_json(), lambda: tuned_output.print_refreshed(report))
 

@@ -1,6 +1,6 @@
-"""Inputs to check a kernel on, and what it should make of them: random ones, and ones that bring out what those hide.
+"""Inputs to check a kernel on, and the right outputs for them: random inputs, and inputs that bring out what random ones hide.
 
-Written for NumPy and CuPy alike: the interpreter and the measuring process share it.
+The code runs with NumPy and with CuPy: the interpreter and the measuring process share it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tiledsched.core.storage import LARGEST, is_float, to_float, to_storage
 from tiledsched.core.validate import call_reference
 
 KINDS = ("edges", "large", "offset")
-"""Kinds of inputs every kernel is checked on that says nothing better, beside random ones."""
+"""Kinds of inputs, in addition to random ones, for a kernel that declares no `adversarial` cases of its own."""
 BORDERS = (16, 32, 64, 128, 256)
 EDGE_FACTOR = 4.0
 LARGE_FACTOR = 16.0
@@ -31,29 +31,29 @@ Arrays = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs and the right outputs."""
+    """Inputs of a kernel and the right outputs."""
 
     kinds: str | Sequence[str]
-    """What the inputs are like; or the kind of each index of the outputs' outer axes, flattened."""
+    """The kind of the inputs; or the kind of each index of the outputs' outer axes, flattened."""
     inputs: Arrays
-    """Inputs and arrays changed in place, as they lie in memory; by name."""
+    """Inputs and arrays that are changed in place, by name, as they lie in memory."""
     expected: tuple[Any, ...]
     """Outputs and changed arrays in high precision, in the order declared."""
 
     def kind_of(self, outer: int) -> str:
-        """The kind of one index of the outer axes."""
+        """The kind of the inputs at one index of the outer axes."""
         return self.kinds if isinstance(self.kinds, str) else self.kinds[outer]
 
 
 def make_cases(kernel: KernelClass, xp: Any, rng: Any, p: Problem, precision: str = "float64") -> Iterator[Case]:
-    """The random case, then the adversarial ones; each is made when it is asked for.
+    """Yield the random case, then the adversarial cases.
 
     Args:
         kernel: declares arrays, inputs and reference.
         xp: numpy or cupy.
         rng: a Generator of that module.
         p: the problem.
-        precision: of the reference; float32 where the GPU's float64 is slow.
+        precision: the type in which the reference computes; float32 where the GPU's float64 is slow.
     """
     own = kernel.inputs(xp, rng, p)
     random = random_inputs(kernel, xp, rng, p, own)
@@ -73,7 +73,7 @@ def make_cases(kernel: KernelClass, xp: Any, rng: Any, p: Problem, precision: st
 
 
 def random_inputs(kernel: KernelClass, xp: Any, rng: Any, p: Problem, own: Mapping[str, Any] | None = None) -> Arrays:
-    """Inputs as they lie in memory: standard normal, integers drawn evenly, or the kernel's `own`."""
+    """Inputs as they lie in memory: standard normal numbers, uniform integers, or the kernel's `own` inputs."""
     own = kernel.inputs(xp, rng, p) if own is None else own
     found: Arrays = {}
     for spec in input_specs(kernel, p):
@@ -87,12 +87,12 @@ def random_inputs(kernel: KernelClass, xp: Any, rng: Any, p: Problem, own: Mappi
 
 
 def input_specs(kernel: KernelClass, p: Problem) -> list[ArraySpec]:
-    """What is given to the kernel."""
+    """The arrays whose contents the kernel is given."""
     return [spec for spec in kernel.arrays(p) if spec.role in ("in", "inout")]
 
 
 def output_specs(kernel: KernelClass, p: Problem) -> list[ArraySpec]:
-    """What is checked."""
+    """The arrays whose contents are checked."""
     return [spec for spec in kernel.arrays(p) if spec.role in ("out", "inout")]
 
 
@@ -103,14 +103,14 @@ def _drawn(xp: Any, rng: Any, spec: ArraySpec, shape: tuple[int, ...]) -> Any:
 
 
 def _laid_out(xp: Any, array: Any, spec: ArraySpec) -> Any:
-    """`array` with its last two axes swapped in memory where the declaration says so."""
+    """The array with its last two axes swapped in memory, if the declaration says so."""
     if not spec.column or array.ndim < 2:
         return xp.ascontiguousarray(array)
     return xp.ascontiguousarray(array.swapaxes(-1, -2)).swapaxes(-1, -2)
 
 
 def expected_outputs(kernel: KernelClass, xp: Any, p: Problem, inputs: Arrays, precision: str) -> tuple[Any, ...]:
-    """What the reference makes of inputs as they lie in memory; as many arrays as there are outputs."""
+    """The reference's outputs for inputs as they lie in memory, one for each output of the kernel."""
     types = {spec.name: spec.dtype for spec in input_specs(kernel, p)}
     read = {
         name: [to_float(xp, each, types[name], precision) for each in value]
@@ -122,7 +122,7 @@ def expected_outputs(kernel: KernelClass, xp: Any, p: Problem, inputs: Arrays, p
 
 
 def _shaped(kernel: KernelClass, xp: Any, p: Problem, random: Arrays, kind: str, own: Mapping[str, Any]) -> Arrays:
-    """The random inputs, made to bring something out; those that are no floating-point numbers stay."""
+    """The random inputs changed to one of `KINDS`. Arrays of integers stay as they are."""
     found = dict(random)
     for spec in input_specs(kernel, p):
         if is_float(spec.dtype) and spec.name not in own:
@@ -136,25 +136,23 @@ def _shaped(kernel: KernelClass, xp: Any, p: Problem, random: Arrays, kind: str,
 
 
 def _edges(xp: Any, values: Any) -> Any:
-    """What lies on both sides of the borders between tiles, and at the end of every axis, outweighs the rest."""
+    """Elements on both sides of the borders between tiles, and at the end of every axis, are four times as large."""
     values = values.copy()  # which may be the random inputs themselves
     for axis, size in enumerate(values.shape):
-        beside = {
-            border * times + side for border in BORDERS for times in (1, (size - 1) // border) for side in (-1, 0)
-        }
-        places = sorted({place for place in beside if 0 <= place < size} | {size - 1})
+        near = {border * times + side for border in BORDERS for times in (1, (size - 1) // border) for side in (-1, 0)}
+        places = sorted({place for place in near if 0 <= place < size} | {size - 1})
         index = (slice(None),) * axis + (xp.asarray(places),)
         values[index] *= EDGE_FACTOR
     return values
 
 
 def _large(xp: Any, values: Any) -> Any:
-    """Sixteen times as large: sums and exponentials leave a narrow type sooner."""
+    """Values sixteen times as large, so that sums and exponentials leave a narrow type sooner."""
     return values * LARGE_FACTOR
 
 
 def _offset(xp: Any, values: Any) -> Any:
-    """All near one: sums of many grow, and what a narrow accumulator loses is no longer hidden by chance."""
+    """Values near one, so that sums grow and what a narrow accumulator loses does not cancel by chance."""
     return values * SPREAD + OFFSET
 
 
@@ -162,7 +160,7 @@ SHAPES: Mapping[str, Callable[[Any, Any], Any]] = {"edges": _edges, "large": _la
 
 
 def _representable(kernel: KernelClass, xp: Any, p: Problem, outputs: Sequence[Any]) -> bool:
-    """Whether the right outputs are finite in their types: nothing can be said of a result that is not."""
+    """Whether the right outputs are finite in their types. Results that are not cannot be judged."""
     for spec, output in zip(output_specs(kernel, p), outputs, strict=True):
         for each in output if spec.listed else [output]:
             largest = float(xp.abs(each).max()) if each.size else 0.0

@@ -56,42 +56,42 @@ class Settings:
     db: str | None = None
     """Database URL or path; None for the user data directory."""
     site: str | None = None
-    """Path or URL of a database, or a table, that many users read beneath their own; None for the machine's, if it has one."""
+    """Path or URL of a database or table that many users read beneath their own; None for that of the machine, if it has one."""
     cache: str | None = None
     """Folder for built artifacts; None for the user cache directory."""
     fallback: str = "torch"
-    """What `sdpa` does with inputs its kernel cannot serve: torch's attention, or an error."""
+    """What `sdpa` does with inputs that its kernel cannot serve: torch computes them, or an error is raised."""
     regime: str = "burst"
-    """Whose winner is served."""
+    """The regime whose winner is served."""
     accum_mode: str = "fp32"
-    """Accuracy class served."""
+    """The accuracy class that is served."""
     rivals: str = "serve"
-    """Whether faster rivals serve, and whether a tune times them; `record` for the second alone."""
+    """serve: a tune times rivals, and faster ones serve; record: a tune times them only; off: neither."""
     sync: bool = False
-    """Whether every launch of `sdpa` is waited for, so that an error names the call that made it."""
+    """Whether `sdpa` waits for each launch, so that an error names the call that caused it."""
     gpu_wait: int | None = None
     """Seconds to wait for a GPU on which another process measures; None for as long as it takes, 0 for not at all."""
     log_level: str | None = None
-    """What the logger `tiledsched` lets through to stderr; None leaves logging to the program."""
+    """Least level of messages that the logger `tiledsched` prints to stderr; None leaves logging to the program."""
     knobs: Mapping[str, KnobValue] = field(default_factory=dict)
-    """Knobs forced on every schedule served."""
+    """Knobs that are forced on every schedule served."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Setting or knob name -> where its value was read; absent for defaults."""
+    """Setting or knob -> where its value was read; settings at their defaults are absent."""
 
 
 _configured: dict[str, Any] = {}
 watchers: list[Callable[[], None]] = []
-"""Called after `configure` has changed something: whoever keeps what depends on settings forgets it."""
+"""Functions that are called after `configure` has changed something, so that caches that depend on settings are cleared."""
 
 
 class configure:  # noqa: N801
     """Set settings and knobs for this process: at once, and until the end of the block where used as a context manager.
 
-    `configure(regime="sustained")` stays; `with configure(tile_m=128, tile_n=64): ...` is undone. None takes a setting
-    back to what the environment and the files say. It holds for all threads.
+    `configure(regime="sustained")` stays; `with configure(tile_m=128, tile_n=64): ...` is undone at the end of the block. None
+    resets a setting to what the environment and the files say. Settings hold for all threads.
 
     Raises:
-        ConfigError: unknown name or value; nothing is changed.
+        ConfigError: a name or value is unknown. Nothing is changed.
     """
 
     def __init__(self, **values: Any) -> None:
@@ -122,16 +122,16 @@ def load_settings(
     project: Path | None = None,
     user: Path | None = None,
 ) -> Settings:
-    """Settings from every source.
+    """The settings from all sources.
 
     Args:
-        flags: highest priority; None values are skipped.
-        environ: os.environ unless given.
+        flags: settings of the highest priority; None values are skipped.
+        environ: environment variables; os.environ unless given.
         project: project file; ./tiledsched.toml unless given.
         user: user file; config.toml in the user configuration directory unless given.
 
     Raises:
-        ConfigError: unknown name or value; the message says where it stands and what is allowed.
+        ConfigError: a name or value is unknown. The message says where it stands and what is allowed.
     """
     environ = os.environ if environ is None else environ
     user = user or user_folder("config") / "config.toml"
@@ -163,14 +163,14 @@ def _read_toml(path: Path) -> dict[str, Any]:
         if not path.exists():
             return {}
         if not path.is_file():
-            raise ConfigError(f"{path} is no file; settings are read from it: remove or rename it")
+            raise ConfigError(f"{path} is not a file, and settings are read from it; remove or rename it")
         table = tomllib.loads(read_bounded(path, MOST_TYPED).decode("utf-8"))
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return {}
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; remove it or make it readable") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+        raise ConfigError(f"{path} is not valid TOML: {error}; correct the file") from error
     knobs = table.pop("knobs", {})
     if not isinstance(knobs, dict):
         raise ConfigError(f"{path}: 'knobs' must be a table of knob names and values")
@@ -178,10 +178,10 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def knob_kinds() -> Mapping[str, type]:
-    """Knobs that can be forced at serve time, `TILEDSCHED_TILE_M=128` and so on, and the type of their values.
+    """Knobs that can be forced when a schedule is served, as in `TILEDSCHED_TILE_M=128`, and the types of their values.
 
-    They are those of every search-space file that ships and of every kernel that this process knows, except accum_mode,
-    which is a setting of its own.
+    They are the knobs of every shipped search-space file and of every kernel that this process knows, except accum_mode, which is
+    a setting.
     """
     from tiledsched.core.registry import known_kernels
 
@@ -191,22 +191,22 @@ def knob_kinds() -> Mapping[str, type]:
 
 @functools.cache
 def file_knobs() -> Mapping[str, type]:
-    """The knobs of kernels whose search space is in files alone, and the type of their values."""
+    """The knobs of kernels whose search space is in files only, and the types of their values."""
     files = sorted(data_files.search_spaces().glob("*/base.toml"))
     tables = [tomllib.loads(path.read_text(encoding="utf-8"))["knobs"] for path in files]
     return {name: type(knob["default"]) for table in tables for name, knob in table.items() if name not in SETTINGS}
 
 
 def check_setting(name: str, value: Any, where: str) -> Any:
-    """`value` as the type of the setting or knob `name`; text is read as in an environment variable.
+    """The value of a setting or knob, converted to its type. Text is read as in an environment variable.
 
     Args:
         name: a key of :data:`SETTINGS` or :func:`knob_kinds`.
-        value: of its type, or text.
-        where: where it was found, for the message.
+        value: a value of its type, or text.
+        where: the place of the value, for the error message.
 
     Raises:
-        ConfigError: unknown name, or a value that is not allowed; the message says what is.
+        ConfigError: the name is unknown, or the value is not allowed. The message says what is allowed.
     """
     if name in SETTINGS:
         allowed = SETTINGS[name]

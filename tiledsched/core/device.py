@@ -1,4 +1,4 @@
-"""What is known of each arch without asking a GPU: the numbers the static model is built on."""
+"""What is known about each arch without a GPU: the numbers that the static models use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class ArchSpec:
     """One GPU taken as representative of its arch. Rates are per SM and clock, from NVIDIA's documentation."""
 
     arch: str
-    """e.g. sm_90."""
+    """Name of the arch, e.g. sm_90."""
     device: str
     """The representative GPU."""
     sm_count: int
@@ -30,7 +30,7 @@ class ArchSpec:
     dram_gbps: float
     """Device-memory bandwidth, GB/s."""
     l2_bytes: int
-    """L2 cache."""
+    """Size of the L2 cache."""
     product_rows: int = 16
     """Rows of one tensor-core instruction: 16 for mma.sync (one warp), 64 for wgmma, 128 for tcgen05 (a warpgroup)."""
     producer_warps: int = 4
@@ -168,9 +168,9 @@ ARCHS = {
 
 
 LIMITS = ("sm_count", "shared_memory_bytes", "registers_per_sm")
-"""What constraints may read of the arch, beside what a search-space file adds."""
+"""Numbers of the arch that constraints may read; a search-space file may add others."""
 SHARED_MEMORY_BYTES = {"sm_80": 166912, "sm_86": 101376, "sm_89": 101376, "sm_120": 101376, "sm_121": 101376}
-"""Of one block; 232448 on all others."""
+"""Most shared memory of one block in bytes; 232448 on all other archs."""
 
 
 def arch_limits(arch: str) -> dict[str, int]:
@@ -204,11 +204,11 @@ PRODUCTS = {
     "sm_120": ("RTX PRO 6000", "RTX 5090", "RTX 5080"),
     "sm_121": ("GB10", "DGX Spark", "Spark"),
 }
-"""Names under which GPUs are known; NVIDIA's table of compute capabilities."""
+"""Arch -> product names of its GPUs, from NVIDIA's table of compute capabilities."""
 
 
 def arch_named(text: str) -> str:
-    """The arch that people mean by `sm_90`, `sm90`, `90`, `9.0` or `H200`; what is none of these, as it is."""
+    """The arch that people mean by `sm_90`, `sm90`, `90`, `9.0` or `H200`; any other text is returned unchanged."""
     plain = "".join(
         character for character in text.lower().removeprefix("nvidia").removeprefix(" geforce") if character.isalnum()
     )

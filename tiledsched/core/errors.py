@@ -33,11 +33,11 @@ class ConfigError(TiledschedError, ValueError):
 
 
 class CompilerError(TiledschedError, RuntimeError):
-    """The cuTile compiler is missing, mismatched or too old for the arch asked for."""
+    """The cuTile compiler is missing, mismatched or too old for the arch."""
 
 
 class NoRoomError(CompilerError):
-    """The disk that compilers write to was full; the message names the folder. It says nothing of what was to be compiled."""
+    """The disk that compilers write to was full. The message names the folder. The candidate itself did not fail."""
 
 
 class DatabaseError(TiledschedError, RuntimeError):
@@ -49,7 +49,7 @@ class MeasureError(TiledschedError, RuntimeError):
 
 
 class UnsupportedError(TiledschedError, ValueError):
-    """`sdpa` was given inputs its kernel cannot serve and was told not to fall back."""
+    """The kernel of `sdpa` cannot serve the inputs, and the settings forbid to fall back on torch."""
 
 
 class LaunchError(TiledschedError, RuntimeError):

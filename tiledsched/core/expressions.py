@@ -1,4 +1,4 @@
-"""Constraints as text: which expressions are taken, so that evaluating one takes a moment and no memory, whoever wrote it."""
+"""Constraints are expressions written as text. Only expressions that are quick and safe to evaluate are accepted."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ ALLOWED_NODES = (
     ast.IfExp,
 )
 LONGEST = 1000
-"""Characters."""
+"""Most characters of an expression."""
 DEEPEST = 50
-"""Of parts within parts."""
+"""Most levels of parts within parts of an expression."""
 LARGEST = 1 << 63
-"""Numbers are below it, on either side of 0."""
+"""Absolute values of numbers are below this."""
 
 
 def words_of(kernel: KernelClass) -> set[str]:
@@ -53,16 +53,16 @@ def words_of(kernel: KernelClass) -> set[str]:
 
 
 def names_read(text: object, known: Collection[str], words: Collection[str] = ()) -> frozenset[str]:
-    """The names that an expression reads; it is one that a constraint may be.
+    """The names that an expression reads, after checking that it may be a constraint.
 
     Args:
         text: the expression.
         known: the names it may read.
-        words: those of them that stand for text: they are compared, and never reckoned with.
+        words: the known names that stand for text, which may be compared but not used in arithmetic.
 
     Raises:
-        SpaceError: it is no expression, or does more than compare and reckon with names and numbers. Where it stands, the
-            caller adds.
+        SpaceError: the text is no expression, or does more than compare names and numbers and compute with them. The caller
+            adds where the text stands.
     """
     if not isinstance(text, str):
         raise SpaceError("is not an expression: it is no text")
@@ -88,7 +88,7 @@ def names_read(text: object, known: Collection[str], words: Collection[str] = ()
         operands = [node.left, node.right] if isinstance(node, ast.BinOp) else []
         operands += [node.operand] if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) else []
         if any(_is_text(operand, words) for operand in operands):
-            raise SpaceError("reckons with text; text is compared, as in dtype == 'float16'")
+            raise SpaceError("computes with text; text is compared, as in dtype == 'float16'")
         if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.FloorDiv, ast.Mod)) and _is_zero(node.right):
             raise SpaceError("divides by 0")
     unknown = sorted(names - set(known))
@@ -114,7 +114,7 @@ def _check_constant(value: object) -> None:
 
 
 def _is_text(node: ast.expr, words: Collection[str]) -> bool:
-    """Whether it is, or may be, text or a tuple."""
+    """Whether a part of an expression is, or may be, text or a tuple."""
     if isinstance(node, ast.Constant):
         return isinstance(node.value, str)
     if isinstance(node, ast.IfExp):

@@ -1,4 +1,4 @@
-"""How to install what an optional part of this package needs, from where the package itself came; and what is installed."""
+"""The command that installs the packages of an optional extra, and the versions of installed packages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def package_version(name: str) -> str:
 
 
 def _source() -> dict[str, Any]:
-    """What pip noted of where it took this package from (PEP 610); empty where it was an index, or pip was not asked."""
+    """Where pip installed this package from, as pip recorded it (PEP 610); empty for a package index or another installer."""
     from importlib.metadata import PackageNotFoundError, distribution  # slow, and only asked for advice
 
     try:

@@ -10,7 +10,7 @@ from typing import Any
 from tiledsched.core.errors import DeclarationError
 
 Value = int | bool | str | tuple[int, ...]
-"""What a problem may have for a field: a size, a flag, a word (or the name of a type), or several sizes."""
+"""The value of a problem's field: a size, a flag, a word (or the name of a type), or several sizes."""
 DTYPES = (
     "float16",
     "bfloat16",
@@ -55,7 +55,7 @@ class Dim:
     omit_default: bool
 
     def read(self, name: str, value: Any) -> Value:
-        """`value` if it is allowed; else ValueError in words."""
+        """`value`, if the field `name` may have it; raises ValueError with the reason otherwise."""
         whole = isinstance(value, int) and not isinstance(value, bool)
         if whole and self.least <= value and (self.most is None or value <= self.most):
             return int(value)
@@ -75,7 +75,7 @@ class Sizes:
     omit_default: bool = False
 
     def read(self, name: str, value: Any) -> Value:
-        """`value` if it is allowed; else ValueError in words."""
+        """`value`, if the field `name` may have it; raises ValueError with the reason otherwise."""
         try:
             found = tuple(value)
         except TypeError:
@@ -95,7 +95,7 @@ class Choice:
     is_dtype: bool = False
 
     def read(self, name: str, value: Any) -> Value:
-        """`value` if it is allowed; else ValueError in words."""
+        """`value`, if the field `name` may have it; raises ValueError with the reason otherwise."""
         if value not in self.words:
             raise ValueError(f"{name} must be one of {', '.join(self.words)}, got {value!r}")
         return str(value)
@@ -109,7 +109,7 @@ class Flag:
     omit_default: bool
 
     def read(self, name: str, value: Any) -> Value:
-        """`value` if it is allowed; else ValueError in words."""
+        """`value`, if the field `name` may have it; raises ValueError with the reason otherwise."""
         if not isinstance(value, bool):
             raise ValueError(f"{name} must be true or false, got {value!r}")
         return value
@@ -130,12 +130,12 @@ class ArrayField:
     when: str | None = None
     below: str | int | None = None
     listed: bool = False
-    """Whether it is a list of arrays."""
+    """Whether the field is a list of arrays."""
     zeroed: bool = False
     absolute: bool = False
-    """Of outputs: whether errors are judged as they are, not relative to the tile's size."""
+    """For outputs: whether the gate bounds the absolute error, not the error relative to the norm of the tile."""
     aligned: bool = False
-    """Of scratch memory: whether machine code may count on the alignment of its rows, as it does for inputs."""
+    """For scratch memory: whether machine code may count on rows that start at multiples of 16 bytes, as it does for inputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,7 @@ class Scalar:
 
 @dataclass(frozen=True, kw_only=True)
 class KnobField:
-    """A knob with more than its choices; see :func:`knob`."""
+    """A knob with its choices, default and further properties; see :func:`knob`."""
 
     choices: tuple[Any, ...]
     default: Any
@@ -168,16 +168,16 @@ def dim(
     """A size of the problem.
 
     Args:
-        default: its value where a problem does not name it; None where it must be named.
-        constant: whether machine code is made for each value; a run-time size otherwise.
-        least, most: what is allowed.
-        omit_default: leave it out of the problem's JSON at its default: for fields that came later, so that ids hold.
+        default: the value where a problem does not name one; None if every problem must name one.
+        constant: whether the size is a compile-time constant; otherwise it is a run-time size.
+        least, most: the range of allowed sizes.
+        omit_default: leave the default out of the problem's JSON, so that adding the field to a kernel changes no stored id.
     """
     return Dim(default=default, constant=constant, least=least, most=most, omit_default=omit_default)
 
 
 def sizes(default: tuple[int, ...] | None = None) -> Any:
-    """Several sizes, such as the rows of each group."""
+    """A list of sizes, such as the rows of each group."""
     return Sizes(default=default)
 
 
@@ -185,7 +185,7 @@ def dtype(*allowed: str) -> Any:
     """An element type; the first of those allowed is the default.
 
     Raises:
-        DeclarationError: no type, or one that cuTile does not have.
+        DeclarationError: no type is named, or one that cuTile does not have.
     """
     wrong = [each for each in allowed if each not in DTYPES]
     if wrong or not allowed:
@@ -194,14 +194,14 @@ def dtype(*allowed: str) -> Any:
 
 
 def choice(*words: str, omit_default: bool = False) -> Any:
-    """One word of several, known when the kernel is compiled; the first is the default."""
+    """One of several words, known when the kernel is compiled. The first word is the default."""
     if not words:
         raise DeclarationError("choice(): name the words to choose from")
     return Choice(words=words, default=words[0], omit_default=omit_default)
 
 
 def flag(default: bool = False, *, omit_default: bool = False) -> Any:
-    """True or false, known when the kernel is compiled."""
+    """A flag, known when the kernel is compiled."""
     return Flag(default=default, omit_default=omit_default)
 
 
@@ -213,21 +213,21 @@ def array(
     when: str | None = None,
     below: str | int | None = None,
 ) -> Any:
-    """An input.
+    """An input array.
 
     Args:
         shape: names of sizes, numbers, and products or quotients of them ("batch heads rows/2"); or a function of the
             problem that returns sizes.
         dtype: a type, or the name of a dtype field; None for the field called `dtype`.
         layout: row, column (the last two axes swapped in memory), or the name of a choice of the two.
-        when: the name of a flag without which the function gets one element.
-        below: of integers: they are at least 0 and below this number, size or field.
+        when: the name of a flag; without the flag, the function gets an array of one element.
+        below: for integers: values are at least 0 and below this number, or below the size of this name.
     """
     return ArrayField(shape=shape, role="in", dtype=dtype, layout=layout, when=when, below=below)
 
 
 def arrays(shape: Callable[..., Any], *, dtype: str | None = None) -> Any:
-    """A list of inputs; `shape` is a function of the problem that returns a list of shapes."""
+    """A list of input arrays. `shape` is a function of the problem that returns a list of shapes."""
     return ArrayField(shape=shape, role="in", dtype=dtype, listed=True)
 
 
@@ -240,8 +240,13 @@ def out(
     absolute: bool = False,
     aligned: bool = False,
 ) -> Any:
-    """An output, as :func:`array`; without its flag it is scratch. `absolute`: errors are not relative to its size.
-    `aligned`: as of :func:`workspace`; outputs without a flag always are.
+    """An output array.
+
+    Args:
+        shape, dtype, layout: see :func:`array`.
+        when: the name of a flag; without the flag, the array is scratch memory.
+        absolute: whether the accuracy gate bounds the absolute error instead of the relative one.
+        aligned: see :func:`workspace`. Outputs without `when` are always aligned.
     """
     return ArrayField(
         shape=shape, role="out", dtype=dtype, layout=layout, when=when, absolute=absolute, aligned=aligned
@@ -249,28 +254,32 @@ def out(
 
 
 def outs(shape: Callable[..., Any], *, dtype: str | None = None) -> Any:
-    """A list of outputs, as :func:`arrays`."""
+    """A list of output arrays. `shape` is a function of the problem that returns a list of shapes."""
     return ArrayField(shape=shape, role="out", dtype=dtype, listed=True)
 
 
 def inout(shape: str | Callable[..., Any], *, dtype: str | None = None, layout: str = "row") -> Any:
-    """An array that is changed in place, as :func:`array`. It is restored between launches that are checked or timed."""
+    """An array that is changed in place, and restored between checked or timed launches. For the arguments see :func:`array`."""
     return ArrayField(shape=shape, role="inout", dtype=dtype, layout=layout)
 
 
 def workspace(
     shape: str | Callable[..., Any], *, dtype: str = "float32", zeroed: bool = False, aligned: bool = False
 ) -> Any:
-    """Scratch memory; its shape may name knobs, or is a function of problem and schedule.
+    """Scratch memory.
 
-    Where `zeroed`, it is zero before the first launch, and every launch must leave it zero. Where `aligned`, the compiler is
-    told that rows start at multiples of 16 bytes if they do: TMA asks for that, and so do loads of more than one element.
+    Args:
+        shape: see :func:`array`. It may also name knobs; a function takes the problem and the schedule.
+        dtype: the element type.
+        zeroed: whether the memory is zero before the first launch. Every launch must leave it zero.
+        aligned: whether the compiler may assume that rows start at multiples of 16 bytes, if they do. TMA needs that, and so do
+            loads of more than one element.
     """
     return ArrayField(shape=shape, role="workspace", dtype=dtype, zeroed=zeroed, aligned=aligned)
 
 
 def scalar(value: float | int | Callable[[Any], float | int], *, dtype: str | None = None) -> Any:
-    """A run-time number: a value, or a function of the problem. float32, or int32 where the value is an integer."""
+    """A run-time number: a value, or a function of the problem. Its type is float32 unless given; int32 for an integer."""
     found = dtype or ("int32" if isinstance(value, int) and not isinstance(value, bool) else "float32")
     return Scalar(value=value, dtype=found)
 
@@ -278,15 +287,15 @@ def scalar(value: float | int | Callable[[Any], float | int], *, dtype: str | No
 def knob(
     choices: Any, *, default: Any = None, about: str = "", measured_only: bool = False, weight: float | None = None
 ) -> Any:
-    """A knob of which more is said than its choices.
+    """A knob with more properties than its choices.
 
     Args:
-        choices: its values, all of one type.
-        default: the first unless given.
+        choices: the values, all of one type.
+        default: the value in the default schedule; the first choice unless given.
         about: one line for people.
-        measured_only: whether the static model cannot see what it does.
-        weight: how much of what two programs have in common is lost where they differ in it (exp(-weight) is left);
-            None for what its kind suggests.
+        measured_only: whether the static model cannot see the effect of the knob.
+        weight: how much the search treats two programs as different where they differ in the knob: they share exp(-weight) of
+            what they would share. None for the weight that its kind of knob has.
     """
     listed = tuple(choices)
     return KnobField(
@@ -304,12 +313,12 @@ def total(value: Any) -> int:
 
 
 def shape_names(shape: str) -> set[str]:
-    """The names that a shape in words reads."""
+    """The names that a shape written as text reads."""
     return {term for term in _TERM.findall(shape) if not term.isdigit()}
 
 
 def read_shape(shape: str, value_of: Callable[[str], int]) -> tuple[int, ...]:
-    """The sizes that a shape in words comes to: factors joined by `*` and `/`, which rounds up, from left to right."""
+    """The sizes of a shape written as text. Factors are joined by `*` and `/`, which rounds up, from left to right."""
     return tuple(_size(word, value_of) for word in shape.split())
 
 

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and are read up to a size; folders for what is gone with the process that made them."""
+"""Files that are read up to a size and written whole or not at all, and temporary folders that go with their process."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ import time
 from pathlib import Path
 
 FORGOTTEN_S = 60.0
-"""Age of a half-written file whose writer does not run: where a folder is shared, the writer may run on another machine."""
+"""Seconds after which a half-written file is removed if its writer does not run here. In a shared folder, the writer may run on
+another machine.
+"""
 PREFIX, LOCK = "tiledsched-", "lock"
 MOST_BYTES = 1 << 29
-"""Of a file of data: the largest table that ships has a hundredth of it."""
+"""Most bytes of a data file that is read. The largest table that ships has a hundredth of it."""
 SMALL_FILE_BYTES = 1 << 18
-"""More than a program and its machine code: a disk that has less left is full to a compiler."""
+"""Bytes that a compiler needs at least for a program and its machine code."""
 MOST_TYPED = 1 << 22
-"""Of a file that people write: settings, a search space, a list of candidates."""
+"""Most bytes of a file that people write by hand: settings, a search space, a list of candidates."""
 
 
 NO_HOME = Path("/nonexistent")
-"""The home of who has none, by convention: nothing is found there, and what cannot be written there is told with its remedy."""
+"""Stands for the home folder of a user who has none. Nothing is found there, and nothing can be written there."""
 
 
 def user_folder(kind: str) -> Path:
-    """This user's folder for `config`, `cache` or `data`. In a pod a user may have no home, and be in no list of users."""
+    """This user's folder for `config`, `cache` or `data`. In a pod, a user may have no home folder."""
     import platformdirs
 
     try:
@@ -39,7 +41,7 @@ def user_folder(kind: str) -> Path:
 
 
 class TooLargeError(OSError):
-    """A file larger than any of its kind."""
+    """A file is larger than a file of its kind may be."""
 
     def __init__(self, most: int) -> None:
         super().__init__(f"larger than {most >> 20} MiB, which no such file is")
@@ -47,10 +49,10 @@ class TooLargeError(OSError):
 
 
 def read_bounded(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
-    """What is in a file.
+    """The contents of a file.
 
     Raises:
-        OSError: it cannot be read, or has more than `most` bytes.
+        OSError: the file cannot be read, or has more than `most` bytes.
     """
     with open(path, "rb") as file:
         data = file.read(most + 1)
@@ -60,11 +62,11 @@ def read_bounded(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
 
 
 def unpacked(data: bytes, most: int = MOST_BYTES) -> bytes:
-    """What was compressed with xz.
+    """The data that was compressed with xz.
 
     Raises:
-        OSError: it has more than `most` bytes.
-        lzma.LZMAError, EOFError: it is damaged, or ends early.
+        OSError: the data has more than `most` bytes.
+        lzma.LZMAError, EOFError: the compressed data is damaged, or ends early.
     """
     unpacker = lzma.LZMADecompressor(format=lzma.FORMAT_XZ, memlimit=1 << 28)
     found = unpacker.decompress(data, max_length=most + 1)
@@ -76,17 +78,17 @@ def unpacked(data: bytes, most: int = MOST_BYTES) -> bytes:
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:
-    """Write beside the file, then rename: whoever reads sees the old contents or the new. Text becomes UTF-8.
+    """Write a temporary file and rename it, so that readers see the old contents or the new. Text is written as UTF-8.
 
     Raises:
-        OSError: it cannot be written; what was there is still there, and nothing lies beside it.
+        OSError: the file cannot be written. The old contents are still there, and no temporary file is left.
     """
     data = content.encode("utf-8") if isinstance(content, str) else content
     target = Path(os.path.realpath(path))  # a link stays a link
     if target.exists() and not target.is_file():
         target.write_bytes(data)  # a pipe or a terminal, whose place nothing can take; of a folder this raises
         return
-    partial = beside(target)
+    partial = partial_path(target)
     try:
         partial.write_bytes(data)
         if target.exists():
@@ -97,8 +99,8 @@ def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:
         raise
 
 
-def beside(target: Path) -> Path:
-    """A name for what becomes `target` once it is whole. What killed processes left under such names is removed by the way."""
+def partial_path(target: Path) -> Path:
+    """A path for the file that becomes `target` once it is whole. Old files of killed processes under such names are removed."""
     for left in target.parent.glob(".tiledsched-*.part*"):
         with contextlib.suppress(OSError, ValueError):
             if time.time() - left.stat().st_mtime > FORGOTTEN_S and not _runs(int(left.name.split("-")[1])):
@@ -117,7 +119,7 @@ def _runs(pid: int) -> bool:
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether an error, or what it came from, says that a disk or a quota was full."""
+    """Whether an error, or one of its causes, says that a disk or a quota was full."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
@@ -126,7 +128,7 @@ def is_full(error: BaseException | None) -> bool:
 
 
 def has_room(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder takes one more small file. For who met an error that may or may not come of a full disk."""
+    """Whether a folder takes one more small file. Tells whether an error may have come from a full disk."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(SMALL_FILE_BYTES))
@@ -136,16 +138,16 @@ def has_room(folder: str | os.PathLike[str]) -> bool:
 
 
 class OwnFolder:
-    """A temporary folder of this process. Those that killed processes of this user left behind are removed by the way."""
+    """A temporary folder of this process. Folders that killed processes of this user left behind are removed, too."""
 
     def __init__(self) -> None:
         _sweep()
         self.path = tempfile.mkdtemp(prefix=PREFIX)
         self._lock = os.open(os.path.join(self.path, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)  # let go by the system when this process ends, however it does
+        fcntl.flock(self._lock, fcntl.LOCK_EX)  # the system releases the lock when this process ends, however it ends
 
     def close(self) -> None:
-        """Remove it. Safe to call twice."""
+        """Remove the folder. Safe to call twice."""
         if self._lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
@@ -153,7 +155,7 @@ class OwnFolder:
 
 
 def _sweep() -> None:
-    """Remove the folders whose process is gone: nobody holds their lock. One without a lock is being made, or not ours."""
+    """Remove the folders whose lock nobody holds: their process is gone. A folder without a lock file is just being made."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():

@@ -1,7 +1,7 @@
-"""From a declaration to launches: which function runs, on which grid, with which arguments, on which assumptions.
+"""The launches of a schedule: which functions run, on which grids, with which arguments, and what the compiler assumes.
 
-A parameter gets its argument by its name (docs/kernels.md). The compiler's assumptions follow from the declaration, too:
-the element type, which sizes are constants, that the last axis is contiguous, and whether rows are 16-byte aligned.
+A parameter gets its argument by its name (docs/kernels.md). The compiler's assumptions follow from the declaration, too: the
+element type, which sizes are constants, that the last axis is contiguous, and whether rows are 16-byte aligned.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from tiledsched.core.storage import ALIGNMENT, strides_of
 
 @dataclass(frozen=True, kw_only=True)
 class Argument:
-    """What one parameter of a function gets."""
+    """The argument of one parameter of a function."""
 
     name: str
-    """The parameter."""
+    """Name of the parameter."""
     kind: str
     """array, list, scalar or constant."""
     value: Any = None
-    """Of a scalar or a constant."""
+    """Value of a scalar or a constant."""
     dtype: str = ""
-    """Of a scalar."""
+    """Element type of a scalar."""
     wide: bool = False
-    """Of arrays: whether they are indexed with 64 bits."""
+    """Whether an array is indexed with 64 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,15 +48,15 @@ class Step:
     function: FunctionType
     """The undecorated tile function."""
     hints: Mapping[str, Any]
-    """Hints that its author gave it."""
+    """The kernel hints that its author gave it."""
     arguments: tuple[Argument, ...]
-    """One for each parameter."""
+    """One argument for each parameter."""
     grid: tuple[int, int, int]
-    """Blocks."""
+    """Blocks along three axes."""
 
     @property
     def tail(self) -> tuple[Any, ...]:
-        """The arguments after the arrays, where all of them come after."""
+        """Values of the scalars and constants, in the order of the parameters."""
         return tuple(each.value for each in self.arguments if each.kind in ("scalar", "constant"))
 
 
@@ -64,13 +64,13 @@ def steps(kernel: KernelClass, p: Problem, s: Schedule, device: Any) -> tuple[St
     """The launches of a schedule, in order.
 
     Args:
-        kernel: declares them.
+        kernel: the declaration.
         p: the problem.
         s: the schedule.
-        device: anything with `sm_count` and `arch`; only grids read it.
+        device: anything with `sm_count` and `arch`, which only grids read.
 
     Raises:
-        DeclarationError: a function that is none, a grid that is no integers, or a parameter that nothing answers.
+        DeclarationError: something that is no function, a grid that is not integers, or a parameter without an argument.
     """
     if kernel.launches is not None:
         wanted = list(kernel.launches(p, s, device))
@@ -93,10 +93,10 @@ def steps(kernel: KernelClass, p: Problem, s: Schedule, device: Any) -> tuple[St
 
 
 def undecorated(entry: Any) -> tuple[FunctionType, Mapping[str, Any]]:
-    """The Python function of a kernel object, and the hints it carries; or a plain function and none.
+    """(function, hints) of a cuTile kernel; a plain function has no hints.
 
     Raises:
-        DeclarationError: neither.
+        DeclarationError: `entry` is neither a kernel nor a function.
     """
     if isinstance(entry, ct.kernel):
         options = vars(entry._compiler_options) if hasattr(entry, "_compiler_options") else {}
@@ -108,7 +108,7 @@ def undecorated(entry: Any) -> tuple[FunctionType, Mapping[str, Any]]:
 
 @functools.cache
 def parameters(function: FunctionType) -> tuple[tuple[str, bool, Any], ...]:
-    """Of each parameter: its name, whether it is annotated as a constant, and its array annotation, if it has one."""
+    """(name, whether it is annotated as a constant, array annotation or None) of each parameter of a function."""
     hints = typing.get_type_hints(function, include_extras=True)
     found = []
     for name in inspect.signature(function).parameters:
@@ -121,10 +121,10 @@ def parameters(function: FunctionType) -> tuple[tuple[str, bool, Any], ...]:
 def bind(
     kernel: KernelClass, function: FunctionType, p: Problem, s: Schedule, constants: Mapping[str, Any]
 ) -> tuple[Argument, ...]:
-    """What each parameter of `function` gets.
+    """The argument of each parameter of `function`.
 
     Raises:
-        DeclarationError: nothing declared is called like a parameter.
+        DeclarationError: the name of a parameter matches nothing declared.
     """
     scalars = kernel.scalar_values(p)
     found = []
@@ -156,7 +156,7 @@ def _constant(name: str, value: Any) -> Argument:
 
 @functools.lru_cache(maxsize=16384, typed=True)  # 1 is not True
 def _plain_constant(name: str, value: int | bool | str) -> Argument:
-    """A search binds the same few values with every schedule."""
+    """A constant argument; cached, because a search binds the same few values with every schedule."""
     return Argument(name=name, kind="constant", value=value)
 
 
@@ -166,7 +166,7 @@ def _number(name: str, value: Any, constant: bool, dtype: str) -> Argument:
 
 
 def signature(kernel: KernelClass, p: Problem, s: Schedule, step: Step) -> Any:
-    """Types and assumptions of every parameter of a step; a launch on contiguous arrays infers these and more."""
+    """The type and assumptions of every parameter of a step. A launch on contiguous arrays infers these and more."""
     from cuda.tile.compilation import CallingConvention, KernelSignature, ListConstraint, ScalarConstraint
 
     notes = {name: note for name, _, note in parameters(annotated(kernel, step, p, s))}
@@ -201,8 +201,8 @@ def _array_constraint(spec: ArraySpec, note: Any) -> Any:
     # A launch also infers which sizes are multiples of 16. Nothing is assumed of them here: where tiles are loaded with
     # their edges checked the machine code is the same with and without (tests/test_build.py checks for attention).
     run = shape[unit] * item if ndim else item
-    told = spec.role != "workspace" or spec.aligned
-    aligned = ALIGNMENT // item if run % ALIGNMENT == 0 and told and same else 1
+    known = spec.role != "workspace" or spec.aligned
+    aligned = ALIGNMENT // item if run % ALIGNMENT == 0 and known and same else 1
     return ArrayConstraint(
         getattr(ct, spec.dtype),
         ndim,
@@ -220,25 +220,25 @@ def _array_constraint(spec: ArraySpec, note: Any) -> Any:
 
 
 def unit_axis(ndim: int, column: bool) -> int:
-    """The axis along which neighbours are neighbours in memory."""
+    """The axis along which neighbouring elements are neighbours in memory."""
     return ndim - 2 if column and ndim > 1 else ndim - 1
 
 
 def annotated(kernel: KernelClass, step: Step, p: Problem, s: Schedule) -> FunctionType:
-    """The function of a step, its arrays annotated with what the declaration says where their author said nothing.
+    """The function of a step, with annotations from the declaration for the arrays that its author did not annotate.
 
-    So a launch infers the same assumptions as a build: constant sizes are part of what cuTile tells launches apart by, and
-    an axis of one element does not become a constant by chance.
+    With them, a launch infers the assumptions of a build: cuTile tells launches apart by constant sizes, among others, and an
+    axis of one element does not become a constant by chance.
     """
-    unsaid = [
+    plain = [
         each
         for each in step.arguments
         if each.kind == "array"
         and next(note for name, _, note in parameters(step.function) if name == each.name) is None
     ]
-    if not unsaid:
+    if not plain:
         return step.function
-    notes = tuple((each.name, _note(kernel, kernel.array_spec(each.name, p, s))) for each in unsaid)
+    notes = tuple((each.name, _note(kernel, kernel.array_spec(each.name, p, s))) for each in plain)
     return _with_notes(step.function, notes)
 
 
@@ -274,7 +274,7 @@ def _cached_note(kernel: KernelClass, spec: ArraySpec) -> Any:
 
 
 def _is_constant(kernel: KernelClass, word: str, spec: ArraySpec) -> bool:
-    """Whether a size is made of numbers and constant dims alone; of a workspace, of knobs, too."""
+    """Whether a size is made of numbers and constant dims alone; sizes of a workspace may also be made of knobs."""
 
     def known(name: str) -> int:
         declared = kernel.fields.get(name)
@@ -290,34 +290,35 @@ def _is_constant(kernel: KernelClass, word: str, spec: ArraySpec) -> bool:
     return True
 
 
-def assumed(kernel: KernelClass, asked: Any, step: Step) -> Any:
-    """What machine code is built on where a launch's arguments suggest `asked`: what :func:`signature` says of them, so that
-    what is launched is what was built and measured. A launch also infers what sizes, and the strides of workspaces, are
-    multiples of; on the latter the compiler (13.4 on sm_90) makes other machine code for split keys, and wrong one: loads of
-    four maxima at addresses of one.
+def assumed(kernel: KernelClass, inferred: Any, step: Step) -> Any:
+    """The signature that machine code is built for where a launch infers the signature `inferred` from its arguments.
+
+    It assumes what :func:`signature` assumes, so that the machine code launched is the machine code built and measured. A launch
+    also infers what sizes, and the strides of workspaces, are multiples of. From the strides of workspaces the compiler (13.4 on
+    sm_90) makes other machine code for split keys, which is wrong: it loads four maxima at addresses of one.
     """
     from cuda.tile.compilation import ArrayConstraint, KernelSignature
 
-    found = list(asked.parameters)
+    found = list(inferred.parameters)
     for place, (argument, each) in enumerate(zip(step.arguments, found, strict=True)):
         if isinstance(each, ArrayConstraint):
             field = kernel.array_fields[argument.name]
             scratch = field.role == "workspace" or argument.name in _sometimes(kernel)  # type: ignore[arg-type]
             strides = 1 if scratch and not field.aligned else each.stride_divisible_by
             found[place] = replace(each, shape_divisible_by=1, stride_divisible_by=strides)
-    return KernelSignature(found, asked.calling_convention, asked.symbol)
+    return KernelSignature(found, inferred.calling_convention, inferred.symbol)
 
 
 @functools.cache
 def _sometimes(kernel: KernelClass) -> frozenset[str]:
-    """Outputs that not every problem has, and that are scratch for the others."""
+    """Outputs that only some problems have, and that are scratch memory for the others."""
     return frozenset(name for name, each in kernel.array_fields.items() if each.role == "out" and each.when)
 
 
 def problem_class(kernel: KernelClass, p: Problem, s: Schedule, device: Any) -> ProblemClass:
-    """The part of a problem that a schedule's machine code depends on.
+    """The part of a problem that the machine code of a schedule depends on.
 
-    Run-time sizes are not in it, except through the assumptions that follow from them.
+    Run-time sizes are not part of it, but the assumptions that follow from them are.
     """
     assumptions: list[Any] = []
     for step in steps(kernel, p, s, device):
@@ -328,12 +329,12 @@ def problem_class(kernel: KernelClass, p: Problem, s: Schedule, device: Any) -> 
                 assumptions.append(_assumption(spec, note or _note(kernel, spec)))
             else:
                 assumptions.append([type(each.value).__name__, each.value] if each.kind == "constant" else each.dtype)
-    said = {
+    compiled = {
         name: p.values[name]
         for name, each in kernel.fields.items()
         if isinstance(each, (Choice, Flag)) or (isinstance(each, Dim) and each.constant)
     }
-    return ProblemClass({**said, "signature": stable_id(assumptions)})
+    return ProblemClass({**compiled, "signature": stable_id(assumptions)})
 
 
 @functools.lru_cache(maxsize=4096)
@@ -347,7 +348,7 @@ def tile_kernels(kernel: KernelClass, schedules: Mapping[str, Schedule], p: Prob
     A hint of 0 leaves the choice to the compiler, except for `opt_level`, where 0 is a level.
 
     Raises:
-        ProblemError: the schedules run different functions; make kernels of each.
+        ProblemError: the schedules run different functions.
     """
     by_arch = {arch: steps(kernel, p, s, device) for arch, s in schedules.items()}
     first, *others = by_arch.values()
@@ -370,7 +371,7 @@ def _hints(step: Step, schedules: Mapping[str, Schedule]) -> dict[str, Any]:
 
 
 def scratch(kernel: KernelClass, p: Problem, s: Schedule, wanted: Sequence[Step]) -> tuple[ArraySpec, ...]:
-    """The arrays that the steps take beside those of the problem, in order of first use."""
+    """Scratch arrays: those that the steps take and the problem does not have, in the order of first use."""
     present = {each.name for each in kernel.arrays(p)}
     names = dict.fromkeys(each.name for step in wanted for each in step.arguments if each.kind in ("array", "list"))
     return tuple(kernel.array_spec(name, p, s) for name in names if name not in present)

@@ -1,4 +1,4 @@
-"""What one block of machine code takes, and how many of them an SM holds."""
+"""The resources that one block of machine code takes, and how many blocks an SM holds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHARED_BYTES_PER_SM = {
 
 @dataclass(frozen=True, kw_only=True)
 class ResourceFacts:
-    """What one block of an artifact takes, known before it runs."""
+    """The resources of one block of an artifact, known before it runs."""
 
     registers: int
     """Per thread, as allocated at launch (warp-specialized kernels redistribute them later)."""
@@ -35,7 +35,7 @@ class ResourceFacts:
     shared_bytes: int
     """Static shared memory per CTA."""
     spill_bytes: int
-    """Stack frame per thread, in bytes: where registers did not suffice."""
+    """Bytes of each thread's stack frame, which holds what did not fit the registers."""
     num_ctas: int
     """CTAs per cluster; 1 without clusters."""
     code_bytes: int

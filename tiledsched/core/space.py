@@ -21,43 +21,43 @@ from tiledsched.core.registry import kernel_named
 from tiledsched.core.schedule import KnobValue, Schedule
 
 FEW_COMBINATIONS = 1 << 12
-"""Constraints that read knobs of no more combinations than this are asked which values they leave each knob."""
+"""A constraint whose knobs have at most this many combinations is used to remove impossible values of single knobs."""
 MOST_COMBINATIONS = 1 << 20
-"""Constraints that read knobs of more combinations than this are only checked once all of those knobs have values."""
+"""A constraint whose knobs have more combinations than this is only checked after all of its knobs have values."""
 _Tree: TypeAlias = "dict[KnobValue, _Tree]"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Knob:
-    """One dimension of the space."""
+    """One knob of a search space."""
 
     name: str
-    """Its name, as the kernel reads it."""
+    """Name of the knob, as the kernel reads it."""
     choices: tuple[KnobValue, ...]
-    """Every value allowed, in the order written."""
+    """All allowed values, in the order written."""
     default: KnobValue
-    """Its value in the default schedule."""
+    """Value in the default schedule."""
     about: str
     """One line for people."""
     measured_only: bool = False
-    """Whether the static model cannot see what it does: only a measurement tells its values apart."""
+    """Whether the static model cannot see the effect of the knob, so that only a measurement tells its values apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constraint:
-    """A condition every schedule must meet."""
+    """A condition that every schedule must meet."""
 
     require: str
     """A Python-like expression over knobs, problem fields and limits."""
     because: str
-    """Why, for the person whose schedule was refused."""
+    """The reason, for people whose schedule was refused."""
     exploring: bool
-    """Whether it only keeps the search small: a schedule that breaks it works, and may be forced."""
+    """Whether the constraint only keeps the search small: a schedule that breaks it works, and may be forced."""
     names: frozenset[str]
-    """The names the expression reads."""
+    """The names that the expression reads."""
 
     def holds(self, values: Mapping[str, Any]) -> bool:
-        """Whether the condition is met under `values`, which must bind every name read."""
+        """Whether the condition is met. `values` must have a value for every name that the expression reads."""
         names = tuple(self.names)
         try:
             return bool(_function(self.require, names)(*[values[name] for name in names]))
@@ -65,7 +65,7 @@ class Constraint:
             raise self.failed(error) from error
 
     def failed(self, error: Exception) -> SpaceError:
-        """What is said where it cannot be evaluated: it divides by a number that is 0 here, or compares text with numbers."""
+        """The error for a constraint that cannot be evaluated: it divides by 0, or compares text with numbers."""
         return SpaceError(
             f"the constraint {self.require!r} cannot be evaluated: {error}; put a condition before it, as in "
             "k > 0 and m % k == 0"
@@ -74,30 +74,31 @@ class Constraint:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """Knobs and constraints of one kernel on one arch."""
+    """The knobs and constraints of one kernel on one arch."""
 
     kernel: str
-    """The name of its kernel."""
+    """Name of the kernel."""
     arch: str
-    """The arch its limits describe, e.g. sm_90."""
+    """The arch that the limits describe, e.g. sm_90."""
     knobs: Mapping[str, Knob]
-    """By name, in the order written."""
+    """The knobs by name, in the order written."""
     constraints: tuple[Constraint, ...]
-    """All of them; a schedule is valid when every one holds."""
+    """The constraints. A schedule is valid if all of them hold."""
     limits: Mapping[str, int]
-    """The arch's numbers the constraints read, e.g. shared_memory_bytes."""
+    """Numbers of the arch that constraints read, e.g. shared_memory_bytes."""
     source: str = ""
-    """The file it was read from."""
+    """The file that the space was read from."""
     candidates: tuple[Schedule, ...] = ()
-    """Where there are any, only these and the default are searched; the rest of the space is still valid."""
+    """If there are candidates, only they and the default are searched. The rest of the space is still valid."""
 
     listed_in: str = ""
-    """Where the candidates are from, for people."""
+    """Where the candidates come from, for people."""
 
     def limited_to(self, candidates: Iterable[Mapping[str, KnobValue]], listed_in: str = "") -> SearchSpace:
-        """The same space, of which only `candidates` are searched; knobs they do not name are at their defaults.
+        """The space of which only `candidates` and the default are searched.
 
-        A candidate that is not valid for a problem is passed over there; constraints on what is explored do not count.
+        Knobs that a candidate does not name are at their defaults. A candidate that cannot work for a problem is skipped there.
+        Constraints on what is explored do not exclude candidates.
 
         Raises:
             SpaceError: a candidate has an unknown knob.
@@ -111,14 +112,14 @@ class SearchSpace:
         return replace(self, candidates=tuple(dict.fromkeys(listed)), listed_in=listed_in)
 
     def including(self, schedules: Iterable[Schedule]) -> SearchSpace:
-        """The same space; where it is limited to candidates, `schedules` are among them."""
+        """The space with `schedules` among its candidates, if it is limited to candidates."""
         if not self.candidates:
             return self
         return replace(self, candidates=tuple(dict.fromkeys([*self.candidates, *schedules])))
 
     @property
     def id(self) -> str:
-        """Stable id of what the space allows, whatever its file is called."""
+        """Stable id of what the space allows. The name of its file is not part of it."""
         return stable_id(
             {
                 "kernel": self.kernel,
@@ -131,30 +132,30 @@ class SearchSpace:
 
     @cached_property
     def needed(self) -> tuple[Constraint, ...]:
-        """The constraints that say what cannot work; the others only bound what is explored."""
+        """The constraints that exclude schedules that cannot work. The others only bound what is explored."""
         return tuple(each for each in self.constraints if not each.exploring)
 
     def constraint_values(self, problem: Problem) -> dict[str, Any]:
-        """What constraints may read beside the knobs: the problem's fields, what is derived from them, and the arch's limits."""
+        """What constraints may read apart from knobs: the problem's fields, what is derived from them, and the arch's limits."""
         return problem.names | dict(self.limits)
 
     def violations(self, schedule: Schedule, problem: Problem) -> list[str]:
-        """Every reason `schedule` is not in this space for `problem`; an empty list means it is valid."""
+        """Every reason why `schedule` is not in this space for `problem`; empty for a valid schedule."""
         return self._reasons(schedule, problem, self.constraints)
 
     def unworkable(self, schedule: Schedule, problem: Problem) -> list[str]:
-        """Every reason `schedule` cannot work for `problem`. What is merely not explored can, and may have been a candidate."""
+        """Every reason why `schedule` cannot work for `problem`. A schedule that is only not explored works."""
         if self._allows(schedule) and self._works(self.constraint_values(problem) | dict(schedule.items())):
             return []
         return self._reasons(schedule, problem, self.needed)
 
     @cached_property
     def _choices(self) -> dict[str, frozenset[tuple[type, KnobValue]]]:
-        """Of each knob, for a quick look: a value with its type, which tells True from 1."""
+        """Knob -> its values, each with its type, which tells True from 1."""
         return {name: frozenset((type(each), each) for each in knob.choices) for name, knob in self.knobs.items()}
 
     def _allows(self, schedule: Schedule) -> bool:
-        """Whether every knob is there, and no other, at one of its values."""
+        """Whether the schedule has exactly the knobs of the space, each at one of its values."""
         choices = self._choices
         return len(schedule) == len(choices) and all(
             name in choices and (type(value), value) in choices[name] for name, value in schedule.items()
@@ -162,7 +163,7 @@ class SearchSpace:
 
     @cached_property
     def _works(self) -> Callable[[Mapping[str, Any]], bool]:
-        """Whether all of :attr:`needed` hold, as one expression. False also where one cannot be evaluated."""
+        """One function that tells whether all of :attr:`needed` hold. A constraint that cannot be evaluated does not hold."""
         names = tuple(sorted(frozenset().union(*(each.names for each in self.needed))))
         joined = _function(" and ".join(f"({each.require})" for each in self.needed) or "True", names)
 
@@ -190,11 +191,11 @@ class SearchSpace:
         return [f"{c.require}: {c.because}" for c in constraints if not c.holds(values)]
 
     def schedules(self, problem: Problem, *, pinned: Mapping[str, KnobValue] | None = None) -> Iterator[Schedule]:
-        """Every valid schedule, in a fixed order: knobs vary in the order written, the last one fastest.
+        """Yield every valid schedule in a fixed order: knobs vary in the order written, the last one fastest.
 
         Args:
-            problem: what the schedule is for; constraints may read it.
-            pinned: knobs held at one value.
+            problem: the problem, which constraints may read.
+            pinned: knobs that have a fixed value.
         """
         pinned = dict(Schedule(pinned or {}))
         values = self.constraint_values(problem)
@@ -256,9 +257,9 @@ class SearchSpace:
     def neighbours(
         self, schedule: Schedule, problem: Problem, *, pinned: Container[str] = (), changes: int = 2
     ) -> Iterator[Schedule]:
-        """Every schedule that can work for `problem` and differs from `schedule` in up to `changes` knobs, fewest first.
+        """Yield every schedule that can work for `problem` and differs from `schedule` in at most `changes` knobs, fewest first.
 
-        What is explored does not bound them. `pinned` knobs are not changed.
+        Schedules that are not explored are included. Knobs in `pinned` are not changed.
         """
         others = {
             name: [choice for choice in knob.choices if choice != schedule[name]]
@@ -275,9 +276,9 @@ class SearchSpace:
     def _possible(
         self, choices: Mapping[str, tuple[KnobValue, ...]], values: Mapping[str, Any]
     ) -> dict[str, tuple[KnobValue, ...]]:
-        """`choices` less those that some constraint rules out by itself, whatever the other knobs are.
+        """The choices of each knob without the values that a constraint excludes whatever the other knobs are.
 
-        Most problems leave knobs made for other problems one value; whoever walks or draws must not try the rest.
+        Knobs made for other problems often have one value left, so that enumerating and sampling try no others.
         """
         left = dict(choices)
         before = 0
@@ -290,13 +291,13 @@ class SearchSpace:
         return left
 
     def sample(self, problem: Problem, rng: random.Random, *, tries: int = 10_000) -> Schedule:
-        """A valid schedule drawn uniformly: by rejection, and where `tries` draws find none, from all of them.
+        """A valid schedule drawn uniformly: by rejection, and if `tries` draws find none, from the list of all valid schedules.
 
-        The knobs of the constraint that reads most of them are drawn together from what it allows; almost every draw
-        would be rejected otherwise.
+        The knobs of the constraint that reads most knobs are drawn together from what it allows. Otherwise almost every draw
+        would be rejected.
 
         Raises:
-            SpaceError: there is none.
+            SpaceError: there is no valid schedule.
         """
         values = self.constraint_values(problem)
         choices = self._possible({name: knob.choices for name, knob in self.knobs.items()}, values)
@@ -318,27 +319,30 @@ class SearchSpace:
         return rng.choice(valid)
 
     def modelled_pins(self) -> dict[str, KnobValue]:
-        """The knobs whose effect only a measurement shows, at their defaults: hold them there where nothing is measured."""
+        """The knobs whose effect only a measurement shows, at their defaults. They stay there where nothing is measured."""
         return {name: knob.default for name, knob in self.knobs.items() if knob.measured_only}
 
     def complete(self, schedule: Schedule) -> Schedule:
-        """`schedule` as this version writes it: knobs it lacks at their defaults, values of earlier versions renamed.
+        """A schedule of an earlier version as this version writes it, so that it still says which program was measured.
 
-        A knob's default is what the kernel did before there was that knob, so that a schedule stored by an earlier
-        version still says which program was measured.
+        Knobs that it lacks are at their defaults, which is what the kernel did before it had them. Values that were renamed have
+        today's names, and knobs that are gone are left out where they made no difference.
         """
-        former = kernel_named(self.kernel).former_values
+        kernel = kernel_named(self.kernel)
+        values, gone = kernel.former_values, kernel.former_knobs
         known = {
-            name: former.get((name, value), value) if type(value) is bool else value for name, value in schedule.items()
+            name: values.get((name, value), value) if type(value) is bool else value
+            for name, value in schedule.items()
+            if value not in gone.get(name, ())
         }
         return Schedule({name: knob.default for name, knob in self.knobs.items()} | known)
 
     def default(self, problem: Problem, *, pinned: Mapping[str, KnobValue] | None = None) -> Schedule:
-        """The default schedule for `problem`: every knob at its default, repaired to the nearest valid one.
+        """The default schedule for `problem`: every knob at its default, or the nearest valid schedule.
 
-        Defaults are written for common problems; where they break a constraint (say, a tile too large for a wide
-        head), the valid schedule with the fewest changed knobs is taken, first in enumeration order among equals.
-        `pinned` knobs hold the value given instead of their default.
+        Defaults are written for common problems. If they break a constraint (a tile may be too large for a wide head), the
+        default is the valid schedule with the fewest changed knobs, the first one in the order of enumeration. Knobs in
+        `pinned` have the given value instead of their default.
 
         Raises:
             SpaceError: the space holds no valid schedule for this problem.
@@ -353,8 +357,8 @@ class SearchSpace:
         possible = next(self.schedules(problem, pinned=pinned), None) is not None
         for changes in range(1, len(free) + 1) if possible else ():
             for changed in itertools.combinations(free, changes):
-                held = {name: wanted[name] for name in self.knobs if name not in changed}
-                found = next(self.schedules(problem, pinned=held), None)
+                rest = {name: wanted[name] for name in self.knobs if name not in changed}
+                found = next(self.schedules(problem, pinned=rest), None)
                 if found is not None:
                     return found
         raise SpaceError(f"{self.source or self.arch} holds no valid schedule for {problem}; relax its constraints")
@@ -362,7 +366,7 @@ class SearchSpace:
 
 @lru_cache(maxsize=4096)
 def _function(expression: str, names: tuple[str, ...]) -> Callable[..., bool]:
-    """A constraint's expression, checked when it was read, as a function: spaces are walked by calling it a lot."""
+    """A constraint's expression, which was checked when it was read, as a function of the names it reads."""
     function: Callable[..., bool] = eval(f"lambda {', '.join(names)}: ({expression}\n)", {"__builtins__": {}})
     return function
 
@@ -371,8 +375,11 @@ def _function(expression: str, names: tuple[str, ...]) -> Callable[..., bool]:
 def _lister(
     expression: str, names: tuple[str, ...], others: tuple[str, ...]
 ) -> Callable[..., list[tuple[KnobValue, ...]]]:
-    """A function of the choices of `names` and the values of `others` that lists the combinations for which a constraint's
-    expression holds: in one comprehension, because a call for each of a million takes twice as long.
+    """A function that lists the combinations of the choices of `names` for which an expression holds.
+
+    Its arguments are the choices of each of `names` and the values of `others`, which the expression also reads.
+
+    It is one comprehension: a function call for each of a million combinations takes twice as long.
     """
     loops = " ".join(f"for {name} in {name}_choices" for name in names)
     parameters = ", ".join([*(f"{name}_choices" for name in names), *others])
@@ -385,8 +392,9 @@ def _lister(
 def _bound(
     constraint: Constraint, choices: Mapping[str, tuple[KnobValue, ...]], values: Mapping[str, Any]
 ) -> tuple[Constraint, tuple[tuple[str, tuple[KnobValue, ...]], ...], tuple[tuple[str, Any], ...]]:
-    """`constraint` with what it reads of `choices` and of `values`: most read little of a problem, so that the answers for
-    one are used for another.
+    """The arguments of the cached functions below: a constraint, and what it reads of `choices` and of `values`.
+
+    Most constraints read little of a problem, so that the answer for one problem serves for others.
     """
     return (
         constraint,
@@ -399,7 +407,7 @@ def _bound(
 def _allowed(
     constraint: Constraint, choices: tuple[tuple[str, tuple[KnobValue, ...]], ...], others: tuple[tuple[str, Any], ...]
 ) -> list[tuple[KnobValue, ...]]:
-    """The combinations of `choices` for which `constraint` holds; `others` are what else it reads."""
+    """The combinations of `choices` for which `constraint` holds; `others` are the other values that it reads."""
     list_them = _lister(constraint.require, tuple(name for name, _ in choices), tuple(name for name, _ in others))
     try:
         return list_them(*(each for _, each in choices), *(value for _, value in others))
@@ -411,10 +419,9 @@ def _allowed(
 def _tree(
     constraint: Constraint, choices: tuple[tuple[str, tuple[KnobValue, ...]], ...], others: tuple[tuple[str, Any], ...]
 ) -> _Tree | None:
-    """What the knobs that `constraint` reads may be, one after the other: each value leads to those of the next knob with
-    which the rest can be chosen. None where they may be anything.
+    """The values that the knobs of a constraint may have, as a tree: each value of a knob leads to those of the next.
 
-    Equal branches are one object, so that a tree of many combinations is small.
+    None if the constraint allows every combination. Equal branches are one object, so that a tree of many combinations is small.
     """
     combinations = _allowed(constraint, choices, others)
     if len(combinations) == math.prod(len(each) for _, each in choices):
@@ -437,7 +444,7 @@ def _tree(
 def _left_by(
     constraint: Constraint, choices: tuple[tuple[str, tuple[KnobValue, ...]], ...], others: tuple[tuple[str, Any], ...]
 ) -> dict[str, tuple[KnobValue, ...]]:
-    """`choices` of the knobs that `constraint` reads, less those with which it never holds."""
+    """The choices of the knobs that `constraint` reads, without the values for which it never holds."""
     found = [set(column) for column in zip(*_allowed(constraint, choices, others), strict=True)] or [
         set() for _ in choices
     ]
@@ -448,10 +455,10 @@ def _left_by(
 
 
 def contains(choices: Sequence[KnobValue], value: object) -> bool:
-    """Membership that tells True from 1."""
+    """Whether `value` is one of `choices`, where True is not 1."""
     return any(type(choice) is type(value) and choice == value for choice in choices)
 
 
 def accuracy_class(space: SearchSpace, accum_mode: str) -> dict[str, KnobValue]:
-    """The knobs that an accuracy class holds; none where the kernel has but one."""
+    """The knobs that an accuracy class fixes; none if the kernel has only one class."""
     return {"accum_mode": accum_mode} if "accum_mode" in space.knobs else {}

@@ -1,4 +1,4 @@
-"""Search spaces as TOML files: reading them, and finding those that ship.
+"""Search spaces as TOML files: reading a file, and finding the files that ship.
 
 A space file may extend another one: the later file's knobs and limits override those of the same name, and its
 constraints are added. docs/search-space.md describes the format.
@@ -32,15 +32,15 @@ TOP_KEYS = ("extends", "kernel", "arch", "about", "limits", "knobs", "constraint
 
 
 def load_space(path: str | Path, kernel: KernelClass | None = None) -> SearchSpace:
-    """The space in a TOML file, with what it extends: another file, or else what the kernel's declaration says.
+    """The space in a TOML file. The file extends another file or the kernel's declaration.
 
     Args:
         path: the file.
-        kernel: whose space it is; None for the one that the file names.
+        kernel: the kernel of the space; None for the kernel that the file names.
 
     Raises:
-        SpaceError: the file is missing or not TOML, or a key in it is wrong; the message names the key, what was
-            found and what is allowed.
+        SpaceError: the file is missing or not TOML, or a key in it is wrong. The message names the key, what was found and what
+            is allowed.
     """
     path = Path(path)
     merged = _merged_tables(path, (), kernel)
@@ -56,10 +56,10 @@ def load_space(path: str | Path, kernel: KernelClass | None = None) -> SearchSpa
 
 
 def chosen_space(arch: str, kernel: KernelClass, path: str | Path | None) -> SearchSpace:
-    """The space in a file of the user's, or the kernel's own where none is given.
+    """The space in a file of the user's, or the kernel's own space if no file is given.
 
     Raises:
-        SpaceError: as for the two below and above.
+        SpaceError: the file is wrong, or there is no space for the arch.
         ConfigError: the file is for another arch.
     """
     if path is None:
@@ -71,10 +71,10 @@ def chosen_space(arch: str, kernel: KernelClass, path: str | Path | None) -> Sea
 
 
 def space_for(arch: str, kernel: KernelClass) -> SearchSpace:
-    """The space of a kernel for `arch`, e.g. ``sm_121``: the file that ships for it, else its declaration.
+    """The space of a kernel for `arch`, e.g. ``sm_121``, from the file that ships for it or from the declaration.
 
     Raises:
-        SpaceError: neither; the message lists the archs there are.
+        SpaceError: there is no space for the arch. The message lists the archs that have one.
     """
     path = data_files.search_spaces() / kernel.name / f"{arch}.toml"
     if path.is_file():
@@ -88,13 +88,13 @@ def space_for(arch: str, kernel: KernelClass) -> SearchSpace:
 
 
 def shipped_archs(kernel: KernelClass) -> list[str]:
-    """Archs with a space, oldest first: those with a file, or, where the declaration has the knobs, all that are known."""
+    """Archs with a space, oldest first: those with a file, or all known archs if the declaration has the knobs."""
     files = {path.stem for path in (data_files.search_spaces() / kernel.name).glob("sm_*.toml")}
     return sorted(files | set(ARCHS if kernel.knobs else ()), key=lambda arch: int(arch[3:]))
 
 
 def known_knobs(kernel: KernelClass) -> tuple[str, ...]:
-    """The knobs that a kernel takes: those it declares, or else those of the file that its shipped spaces extend."""
+    """The knobs of a kernel: those that it declares, or those of the file that its shipped spaces extend."""
     return tuple(kernel.knobs) or _base_knobs(data_files.search_spaces() / kernel.name / "base.toml")
 
 
@@ -132,7 +132,7 @@ def _space(path: Path, merged: Mapping[str, Any], kernel: KernelClass) -> Search
 
 
 def _declared(kernel: KernelClass) -> dict[str, Any]:
-    """The tables that a file with what the declaration says would hold."""
+    """The contents of a file that says what the declaration says."""
     knobs = {
         name: {
             "choices": list(each.choices),

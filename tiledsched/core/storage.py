@@ -1,6 +1,6 @@
 """Arrays as they lie in memory, for NumPy and CuPy alike.
 
-Neither has bfloat16, and CuPy has no 8-bit floats: such arrays are kept as the bits, in unsigned integers of the same size.
+Neither has bfloat16, and CuPy has no 8-bit floats. Such arrays are stored as bits, in unsigned integers of the same size.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 import numpy
 
 ALIGNMENT = 16
-"""Bytes; what the TMA unit asks of addresses and strides."""
+"""Bytes of which addresses and strides must be multiples for the TMA unit."""
 BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
-"""Types kept as bits, and the integers that hold them."""
+"""Type that is stored as bits -> the integer type that holds the bits."""
 LARGEST = {
     "float16": 65504.0,
     "bfloat16": 3.38e38,
@@ -23,9 +23,9 @@ LARGEST = {
     "float8_e4m3fn": 448.0,
     "float8_e5m2": 57344.0,
 }
-"""Largest finite values."""
+"""Type -> its largest finite value."""
 SMALLEST = {"float16": 2.0**-24, "float8_e4m3fn": 2.0**-9, "float8_e5m2": 2.0**-16}
-"""Smallest steps between values, of types where they are not negligible."""
+"""Type -> the smallest step between its values, where that is not negligible."""
 
 
 def is_float(dtype: str) -> bool:
@@ -50,7 +50,7 @@ def strides_of(shape: Sequence[int], column: bool) -> tuple[int, ...]:
 
 
 def to_storage(xp: Any, values: Any, dtype: str) -> Any:
-    """`values`, of any type, rounded to nearest even as `dtype`, as it is kept."""
+    """`values`, of any type, rounded to nearest even as `dtype`, as it is stored."""
     if dtype == "bfloat16":
         bits = values.astype(numpy.float32).view(numpy.uint32)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(numpy.uint16)
@@ -64,7 +64,7 @@ def to_storage(xp: Any, values: Any, dtype: str) -> Any:
 
 
 def to_float(xp: Any, stored: Any, dtype: str, precision: str = "float32") -> Any:
-    """An array that is kept as `dtype`, as floating-point numbers of `precision`; integers as they are."""
+    """An array that is stored as `dtype`, as floating-point numbers of `precision`; integers as they are."""
     if dtype == "bfloat16":
         return (stored.astype(numpy.uint32) << 16).view(numpy.float32).astype(precision, copy=False)
     if dtype in BITS:
@@ -76,7 +76,7 @@ def to_float(xp: Any, stored: Any, dtype: str, precision: str = "float32") -> An
 
 
 def poison(stored: Any, dtype: str) -> None:
-    """Fill with NaN, or with the largest value where there is no NaN."""
+    """Fill an array with NaN, or with the largest value if its type has no NaN."""
     if stored.size == 0:
         return
     if is_float(dtype) and dtype not in BITS:
@@ -88,7 +88,7 @@ def poison(stored: Any, dtype: str) -> None:
 
 
 def same_bits(one: Any, other: Any) -> bool:
-    """Whether two arrays of one type and shape hold the same bits, NaN and all."""
+    """Whether two arrays of the same type and shape hold the same bits, also where they are NaN."""
     kind = f"u{one.dtype.itemsize}"
     return bool((one.view(kind) == other.view(kind)).all()) if one.dtype.kind == "f" else bool((one == other).all())
 

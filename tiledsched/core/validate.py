@@ -62,7 +62,7 @@ def check_declaration(kernel: KernelClass) -> None:
 
 
 def first_problem(kernel: KernelClass) -> Problem | None:
-    """A problem the declaration itself names; None where its suites are empty."""
+    """A problem that the declaration names in a suite; None if its suites are empty."""
     for cases in kernel.suites.values():
         for case in cases:
             return case if isinstance(case, Problem) else kernel.problem(**case)
@@ -70,7 +70,7 @@ def first_problem(kernel: KernelClass) -> Problem | None:
 
 
 def _ships(kernel: KernelClass) -> bool:
-    """Whether it is one of the package's own: tests have checked those, and importing them should cost nothing."""
+    """Whether the kernel ships with this package. Tests have checked such kernels, and importing them should cost nothing."""
     return kernel.__module__.startswith(SHIPPED_KERNELS)
 
 
@@ -167,7 +167,7 @@ def _check_constraints(kernel: KernelClass) -> None:
 
 
 class _Watched(Schedule):
-    """A schedule that notes which of its knobs are read."""
+    """A schedule that records which of its knobs are read."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(values)
@@ -182,7 +182,7 @@ class _Watched(Schedule):
 
 
 def _check_launches(kernel: KernelClass, example: Problem) -> None:
-    """Every parameter has an argument, the grid is integers, and every knob reaches something."""
+    """Check that every parameter has an argument, that the grid is integers, and that every knob has an effect."""
     from tiledsched.core.launch import steps
 
     knobs = kernel.knob_fields()
@@ -207,7 +207,7 @@ def _check_launches(kernel: KernelClass, example: Problem) -> None:
 
 
 def _check_reference(kernel: KernelClass, example: Problem) -> None:
-    """The reference gives one array of the declared shape for each output, on a problem made small."""
+    """Check that the reference returns one array of the declared shape for each output, on a small problem."""
     import numpy
 
     small = shrunk(kernel, example)
@@ -246,10 +246,10 @@ def _check_reference(kernel: KernelClass, example: Problem) -> None:
 
 
 def call_reference(kernel: KernelClass, xp: Any, p: Problem, inputs: dict[str, Any]) -> tuple[Any, ...]:
-    """What the reference returns, as a tuple; its parameters are inputs, scalars, fields or `p`, by name.
+    """The outputs of the reference, as a tuple. It is given inputs, scalars, fields and `p` by the names of its parameters.
 
     Raises:
-        DeclarationError: a parameter is called like none of them.
+        DeclarationError: there is no reference, or the name of a parameter matches nothing declared.
     """
     if kernel.reference is None:
         raise DeclarationError(
@@ -265,7 +265,7 @@ def call_reference(kernel: KernelClass, xp: Any, p: Problem, inputs: dict[str, A
         elif name in kernel.fields or name in kernel.derived:
             given[name] = getattr(p, name)
         elif name in kernel.array_fields:
-            given[name] = None  # an input that this problem does without
+            given[name] = None  # an input that this problem does not have
         else:
             raise DeclarationError(
                 f"{kernel.__name__}.reference: its parameter {name!r} is called like nothing declared; known "
@@ -276,11 +276,11 @@ def call_reference(kernel: KernelClass, xp: Any, p: Problem, inputs: dict[str, A
 
 
 SMALL = (3, 4, 1, 2, 8, 16, 64)
-"""Sizes tried for run-time dims, in this order."""
+"""Sizes that are tried for run-time dims, in this order."""
 
 
 def shrunk(kernel: KernelClass, p: Problem, sizes: tuple[int, ...] = SMALL, *, only_largest: bool = False) -> Problem:
-    """`p` with every run-time size as small as its kernel allows; with `only_largest`, the largest is one of `sizes`."""
+    """The problem with run-time sizes as small as its kernel allows. With `only_largest`, only the largest is one of `sizes`."""
     dims = [name for name, each in kernel.fields.items() if isinstance(each, Dim) and not each.constant]
     largest = max(dims, key=lambda name: p.values[name], default=None)
     for name in dims:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tiledsched.measure.estimate import Timing
 from tiledsched.store.evidence import SPREAD
 
 FEWEST = 3
@@ -20,7 +21,7 @@ NOISES = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Control:
+class Control(Timing):
     """The control program, timed once on one GPU."""
 
     gpu: str
@@ -31,12 +32,6 @@ class Control:
     """The GPU's arch."""
     fingerprint: str
     """Fingerprint of the control program: only equal machine code is compared."""
-    median_us: float
-    """Median of its samples."""
-    ci_low_us: float
-    """Lower end of the median's 95% confidence interval."""
-    ci_high_us: float
-    """Upper end."""
 
 
 @dataclass(frozen=True, kw_only=True)

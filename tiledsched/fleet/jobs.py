@@ -20,7 +20,7 @@ from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.fleet.campaign import JOBS_VARIABLE
 from tiledsched.fleet.gpus import Gpu
-from tiledsched.measure.statistics import median_interval
+from tiledsched.measure.estimate import Timing
 from tiledsched.tuning.options import Options, RecordOptions, RefreshOptions, TuneOptions, options_of
 from tiledsched.tuning.session import Session
 
@@ -115,13 +115,9 @@ def control(session: Session, kernel: KernelClass, problem: Problem, **options: 
     )
     if isinstance(batch, Failure):
         raise MeasureError(f"the control program does not run on this GPU: {batch.message}; run: tiledsched doctor")
-    samples = sorted(batch.samples_us)
-    low_us, high_us = median_interval(samples, 0.95)
     return {
         "fingerprint": candidates[0].artifact.fingerprint,
-        "median_us": samples[len(samples) // 2],
-        "ci_low_us": low_us,
-        "ci_high_us": high_us,
+        **vars(Timing.of(batch.samples_us)),
         "conditions": batch.conditions.to_json(),
     }
 

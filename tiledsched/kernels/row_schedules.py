@@ -20,7 +20,7 @@ LOADS = ("plain", "tma", "gather")
 """How rows move; the kernel sees the index."""
 WIDTHS = (1024, 2048, 3584, 4096, 5120, 8192, 16384)
 ELEMENTS = 1 << 27
-"""Of an array of the suites: 256 MiB in 16 bits, more than any L2 cache holds."""
+"""Elements of an array of the suites: 256 MiB in 16 bits, more than any L2 cache holds."""
 
 KNOBS = {
     "TILE_ROWS": ts.knob((1, 2, 4, 8), about="rows of a tile", weight=0.4),
@@ -54,14 +54,14 @@ LAUNCH_US = 3.0
 LATENCY_CYCLES = 1500.0
 """From a request to device memory to its answer, under load."""
 COPY_SHARE = 0.88
-"""Of the published bandwidth of device memory that a copy reaches: 4.24 of 4.8 TB/s on the H200."""
+"""Share of the published bandwidth of device memory that a copy reaches: 4.24 of 4.8 TB/s on the H200."""
 # Chosen, not fitted.
 DUTY = 0.5
 """Share of its time in which a block without loads ahead of its work has them under way."""
 DUTY_AHEAD = 0.8
-"""The same of a persistent block whose next rows are loaded by warps of their own."""
+"""Share of its time in which a persistent block has loads under way, where other warps load its next rows."""
 BLOCK_CYCLES = 1200.0
-"""Of a block's start, its reductions and its end, hidden by other blocks."""
+"""Cycles of a block's start, reductions and end, which other blocks hide."""
 FP32_PER_ELEMENT = 12.0
 """Instructions per element: conversions, sums, scales; exponentials count as some of them."""
 SHARPNESS = 4.0
@@ -80,8 +80,8 @@ def grid(p: Problem, s: Schedule, device: Any) -> tuple[int]:
     return (min(tiles, device.sm_count * max(1, s.number("occupancy"))) if s["PERSISTENT"] else tiles,)
 
 
-def held_columns(columns: int, tile: int) -> int:
-    """Columns of the tiles that cover a row."""
+def covered_columns(columns: int, tile: int) -> int:
+    """Columns of the tiles that together cover a row."""
     return -(-columns // tile) * tile
 
 
@@ -95,7 +95,7 @@ class RowCost(Cost):
         resident = ctas_per_sm(spec.arch, facts.registers, facts.threads, facts.shared_bytes)
         slots = spec.sm_count * resident
         blocks = -(-p.rows // tile_rows)
-        covered = held_columns(p.columns, tile)
+        covered = covered_columns(p.columns, tile)
         one_pass = bool(s["HOLD"]) or covered == tile
 
         bytes_total = float(p.min_bytes)

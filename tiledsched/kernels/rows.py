@@ -20,7 +20,7 @@ PLAIN, TMA, GATHER = range(3)
 
 @dataclass(frozen=True)
 class RowConstants:
-    """What is known when a kernel over rows is compiled."""
+    """The compile-time constants of a kernel over rows."""
 
     COLUMNS: int
     """Columns of a row."""

@@ -10,10 +10,11 @@ from tiledsched.build.cubin import Artifact
 from tiledsched.core.errors import Failure
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
+from tiledsched.measure.estimate import Timing
 
 REGIMES = ("burst", "sustained")
 
-UNSAID = {"unsaid": True}
+OMIT_DEFAULT = {"omit_default": True}
 """Metadata of a field that is not written where it has its default: files from before there was such a field stay as they are."""
 
 
@@ -57,12 +58,11 @@ class Conditions:
     """Start-to-start distance of paced launches; 0 where they were not paced."""
     graph_launches: int = 0
     """Launches per sample, replayed as one CUDA graph; 0 where events enclosed a single launch."""
-    others: tuple[int, ...] = field(default=(), metadata=UNSAID)
+    others: tuple[int, ...] = field(default=(), metadata=OMIT_DEFAULT)
     """Processes of others that had the GPU open, by NVML's numbers."""
-    beside: tuple[int, ...] | None = field(default=(), metadata=UNSAID)
+    beside: tuple[int, ...] | None = field(default=(), metadata=OMIT_DEFAULT)
     """Numbers of the other processes that ran on the GPU meanwhile: times taken while they ran decide nothing. None where NVML
-    does
-    not say."""
+    does not say."""
 
     @property
     def disturbance(self) -> str:
@@ -142,8 +142,8 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """Raw samples of one candidate on one problem, their estimate and the conditions."""
+class Measurement(Timing):
+    """The time of one candidate on one problem, with the samples and the conditions."""
 
     problem: Problem
     """What was computed."""
@@ -155,12 +155,6 @@ class Measurement:
     """The GPU it was measured on."""
     regime: str
     """burst (cool, full clocks) or sustained (at the power cap)."""
-    median_us: float
-    """Median of the samples, in microseconds."""
-    ci_low_us: float
-    """Lower end of the 95% confidence interval of the median."""
-    ci_high_us: float
-    """Upper end."""
     samples_us: tuple[float, ...]
     """Every timed launch, in order. Of a hopeless candidate, one: its look, neither paced nor behind an L2 flush."""
     accuracy: Accuracy | None
@@ -177,7 +171,7 @@ class RivalTime:
 
     name: str
     """Its name in the kernel's declaration."""
-    failure: str = field(default="", metadata=UNSAID)
+    failure: str = field(default="", metadata=OMIT_DEFAULT)
     """Why it was not timed; empty where it was."""
     median_us: float | None = None
     """Median of its samples."""

@@ -54,9 +54,9 @@ def attend_in_torch(
     return_lse: bool,
     features: AttentionFeatures = NO_FEATURES,
 ) -> Any:
-    """Attention in torch, with the log-sum-exp where it is asked for. Differentiable.
+    """Attention in torch, with the log-sum-exp where it is wanted. Differentiable.
 
-    torch's own function is used where it computes what is asked for; for the rest, its operations on the scores in full.
+    torch's own function is used where it can compute the call; otherwise torch's operations on the full scores.
 
     Args:
         q, k, v: as for `sdpa`; heads may be grouped. Packed sequences and pages as in

@@ -1,4 +1,4 @@
-"""Optional features of attention beside causal masks: windows, capped scores, sinks, padding, packed sequences and pages."""
+"""Optional features of attention: windows, capped scores, sinks, padding, packed sequences and pages."""
 
 from __future__ import annotations
 

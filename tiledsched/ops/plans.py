@@ -77,7 +77,7 @@ class AttentionCall(NamedTuple):
     lse: bool
     """Whether the log-sum-exp is returned, too."""
     features: AttentionFeatures = NO_FEATURES
-    """Everything beside the causal mask."""
+    """The optional features of the call."""
 
     @property
     def tensors(self) -> tuple[Any, ...]:

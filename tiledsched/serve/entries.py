@@ -1,4 +1,4 @@
-"""Everything that may be served: the tables that ship with the package, a bundle's, the site's and the user's own database."""
+"""Everything that may be served, in layers: the shipped tables, a bundle, the site's layer and the user's database."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from tiledsched.store.shipped import read_shipped_entries
 
 log = logging.getLogger("tiledsched")
 TABLES = (".json", ".json.xz")
-"""How the names of tables end."""
+"""Endings of the names of table files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One of the places that entries are served from."""
+    """One of the places from which entries are served."""
 
     name: str
     """shipped, bundle, site or user."""
     where: str
     """Its file, folder or URL."""
     entries: Sequence[Entry]
-    """What it holds."""
+    """The layer's entries."""
     error: str = ""
-    """Why some or all of it cannot be read; the other layers serve on."""
+    """Why some or all of the layer cannot be read; empty where all can. Other layers are served in any case."""
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict, without the entries."""
@@ -45,13 +45,16 @@ class Layer:
 
 
 def layers(settings: Settings, archs: Collection[str] | None = None, kernel: str = "") -> list[Layer]:
-    """All there are, each over those before it: what ships, the bundle in use, the site's and the user's own.
+    """All layers, each of which lies over those before it: what ships, the bundle in use, the site's and the user's.
 
-    With `archs` or a `kernel`, shipped tables of others are not read, which would take a call's first process longer than all
-    else.
+    Args:
+        settings: names the site's layer and the user's database.
+        archs: read shipped tables of these archs only, which saves time; None for all.
+        kernel: read entries of this kernel only; empty for all.
 
     Raises:
-        DatabaseError: the user's database cannot be read, and a flag named it. Else that is left out with a warning.
+        DatabaseError: the user's database cannot be read, and a flag named it. Any other layer that cannot be read is left out
+            with a warning.
     """
     found = [_shipped(archs, kernel)]
     bundle = named_bundle()
@@ -78,7 +81,7 @@ def _shipped(archs: Collection[str] | None, kernel: str) -> Layer:
     return Layer(name="shipped", where=str(folder), entries=entries, error="; ".join(errors))
 
 
-def _read(paths: Sequence[Path], read: Callable[[Path], list[Entry]], kernel: str) -> tuple[list[Entry], list[str]]:
+def _read(paths: Sequence[Path], read: Callable[[Path], Sequence[Entry]], kernel: str) -> tuple[list[Entry], list[str]]:
     """The entries of the tables that can be read, and why the others cannot."""
     entries: list[Entry] = []
     errors = []
@@ -91,7 +94,7 @@ def _read(paths: Sequence[Path], read: Callable[[Path], list[Entry]], kernel: st
 
 
 def _site(where: str, kernel: str) -> Layer:
-    """A database, a table, or a folder of tables."""
+    """The site's layer, which may be a database, a table, or a folder of tables."""
     path = Path(where).expanduser()
     if path.is_dir():
         paths = sorted(each for each in path.rglob("*.json*") if each.name.endswith(TABLES))
@@ -99,22 +102,22 @@ def _site(where: str, kernel: str) -> Layer:
         paths = [path]
     else:
         return _stored("site", where, kernel)
-    from tiledsched.store.exchange import read_entries
+    from tiledsched.store.exchange import read_table
 
-    entries, errors = (
-        _read(paths, read_entries, kernel) if paths else ([], ["no table is in it; `tiledsched db export` writes one"])
-    )
+    entries, errors = _read(paths, lambda table: read_table(table).entries, kernel)
+    if not paths:
+        errors = ["no table is in it; `tiledsched db export` writes one"]
     error = f"the site's layer ({where}) cannot be read: {'; '.join(errors)}" if errors else ""
     return Layer(name="site", where=where, entries=entries, error=error)
 
 
 def _stored(name: str, url: str | None, kernel: str) -> Layer:
-    """A database."""
+    """A layer in a database."""
     where = location(url)
     entries: Sequence[Entry] = ()
     error = ""
     try:
-        from tiledsched.store.db import TuningDB  # half a second, which what ships does not need
+        from tiledsched.store.db import TuningDB  # imports SQLAlchemy, which takes half a second
 
         with TuningDB.open(url, read_only=True) as db:
             where = db.url if "://" in where else where  # without its password
@@ -126,12 +129,12 @@ def _stored(name: str, url: str | None, kernel: str) -> Layer:
 
 
 def load_entries(settings: Settings, archs: Collection[str] | None = None, kernel: str = "") -> list[Entry]:
-    """What all layers serve together."""
+    """The entries that all layers serve together. The arguments are those of :func:`layers`."""
     return combined(layers(settings, archs, kernel))
 
 
 def combined(of: Sequence[Layer]) -> list[Entry]:
-    """What layers serve together: of one key the strongest provenance, and among equals the uppermost layer's."""
+    """The entries that layers serve together: for each key the one of strongest provenance, and among equals the uppermost."""
     found: dict[tuple[Place, str], Entry] = {}
     for layer in of:
         for entry in layer.entries:
@@ -144,10 +147,13 @@ def combined(of: Sequence[Layer]) -> list[Entry]:
 def load_table(
     settings: Settings, *, kernel: KernelClass, archs: Collection[str] | None = None, spaces: Sequence[SearchSpace] = ()
 ) -> LookupTable:
-    """The lookup table of a kernel under `settings`; with `archs`, only what was shipped for those; `spaces` in place of the
-    kernel's own.
+    """The lookup table of a kernel.
 
-    Settings force knobs of all kernels; each takes those that it has.
+    Args:
+        settings: layers, regime, accuracy class and forced knobs. A kernel ignores forced knobs that it does not have.
+        kernel: the kernel.
+        archs: read shipped tables of these archs only; None for all.
+        spaces: search spaces in place of the kernel's own.
     """
     return table_of(load_entries(settings, archs, kernel.name), settings, kernel=kernel, spaces=spaces)
 
@@ -155,7 +161,7 @@ def load_table(
 def table_of(
     entries: Sequence[Entry], settings: Settings, *, kernel: KernelClass, spaces: Sequence[SearchSpace] = ()
 ) -> LookupTable:
-    """The same over some entries only."""
+    """The lookup table of a kernel over some entries. The other arguments are those of :func:`load_table`."""
     forced = {name: value for name, value in settings.knobs.items() if name in known_knobs(kernel)}
     return LookupTable(
         entries,
@@ -171,7 +177,7 @@ def table_of(
 
 
 def _bundled(kernel: KernelClass, settings: Settings) -> set[str]:
-    """Fingerprints of the kernel's programs in bundles."""
+    """Fingerprints of the kernel's programs that bundles hold."""
     from tiledsched.serve.prebuilt import usable_bundles
 
     return {

@@ -80,14 +80,14 @@ class Explanation:
         """Lines about the rivals that are called instead: in eager calls and, where it is another, in captured graphs."""
         offers, lines = self.served.rivals, []
         eager = _first([each for each in offers if not each.only_captured], self.rival)
-        held = _first([each for each in offers if each.capturable], self.in_graphs)
+        captured = _first([each for each in offers if each.capturable], self.in_graphs)
         if eager is not None:
             how = " is called instead" if self.rival else ", where it is installed"
             lines.append(f"  rival       {eager.name}{how}: {eager.reason}")
-        if held is not None and held is not eager:
+        if captured is not None and captured is not eager:
             how = "" if self.in_graphs else ", where it is installed"
-            why = "; its eager calls would wait for the host" if held.only_captured else ""
-            lines.append(f"  rival       in a captured graph {held.name} is served{how}: {held.reason}{why}")
+            why = "; its eager calls would wait for the host" if captured.only_captured else ""
+            lines.append(f"  rival       in a captured graph {captured.name} is served{how}: {captured.reason}{why}")
         return lines
 
     def __str__(self) -> str:
@@ -178,8 +178,10 @@ def launched_fingerprint(objects: Sequence[Any], arguments: Sequence[Sequence[An
 
     found = []
     for each, given in zip(objects, arguments, strict=True):
-        asked = KernelSignature.from_kernel_args(each, tuple(given), CallingConvention.cutile_python_v2())
+        inferred = KernelSignature.from_kernel_args(each, tuple(given), CallingConvention.cutile_python_v2())
         output = io.BytesIO()
-        export_kernel(each, [assumed(each.declaration, asked, each.step)], output, gpu_code=arch, output_format="cubin")
+        export_kernel(
+            each, [assumed(each.declaration, inferred, each.step)], output, gpu_code=arch, output_format="cubin"
+        )
         found.append(read_artifact(output.getvalue(), arch))
     return join(found).fingerprint

@@ -81,7 +81,7 @@ def launch_plan(
         except Exception as error:
             raise LaunchError(_describe_failure(plan, error)) from error
         return out
-    made: Sequence[Any] = (torch.empty_like(tensors[0]),) if plan.like_first else _outputs(plan, tensors[0].device)
+    made = _outputs(plan, tensors[0])
     arrays = (*tensors, *made)
     if plan.scratch:
         arrays = (*arrays, *scratch_arrays(plan.scratch, tensors[0].device, stream if keep_zeros else None))
@@ -160,7 +160,7 @@ def explain_plan(plan: Plan, tensors: tuple[Any, ...], *, verify: bool) -> Expla
     facts, fingerprint = process.device_facts(plan.device), ""
     if verify:
         device = tensors[0].device
-        row = (*tensors, *_outputs(plan, device), *scratch_arrays(plan.scratch, device, None), *plan.tail)
+        row = (*tensors, *_outputs(plan, tensors[0]), *scratch_arrays(plan.scratch, device, None), *plan.tail)
         arguments = [row if pick is None else pick(row) for _, _, pick in plan.steps]
         fingerprint = launched_fingerprint([kernel for kernel, _, _ in plan.steps], arguments, facts.arch)
     return Explanation(
@@ -258,7 +258,7 @@ def _serving_rival(plan: Plan, given: Sequence[Any], first: bool, capturing: boo
 
 def _prepares_capture(plan: Plan) -> bool:
     """Whether an eager call warms up for a capture that is to hold a rival of graphs alone, which was never called: torch warms
-    up for a capture on a stream beside the default one, where models seldom run."""
+    up for a capture on a stream other than the default one, where models seldom run."""
     rival, runtime = plan.in_graphs, process.runtime
     if rival is None or rival is plan.rival or not runtime.current_stream(plan.device):
         return False
@@ -309,8 +309,12 @@ def _describe_failure(plan: Plan, error: Exception) -> str:
 # Arrays
 
 
-def _outputs(plan: Plan, device: Any) -> list[torch.Tensor]:
-    return [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in plan.outputs]
+def _outputs(plan: Plan, first: Any) -> list[torch.Tensor]:
+    """New output arrays of a plan for tensors of which `first` is the first."""
+    made = [torch.empty_like(first)] if plan.like_first else []
+    for shape, strides, dtype in plan.outputs[len(made) :]:
+        made.append(torch.empty_strided(shape, strides, dtype=dtype, device=first.device))
+    return made
 
 
 def scratch_arrays(wanted: tuple[ScratchArray, ...], device: Any, stream: int | None) -> list[torch.Tensor]:

@@ -50,8 +50,6 @@ EXACT = "fp32"
 """The accuracy class that may be served for any other."""
 MAX_ANSWERS = 4096
 """Answers for problems that were not measured which a table remembers."""
-MOST_JUDGED = 512
-"""Schedules of which a model is asked where nothing else is known."""
 
 
 @dataclass(frozen=True, kw_only=True)

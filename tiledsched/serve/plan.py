@@ -24,8 +24,8 @@ from tiledsched.serve.rivals import ELSEWHERE, Rival, choose_rivals
 from tiledsched.serve.schema import Output
 
 ScratchArray = tuple[tuple[int, ...], tuple[int, ...], Any, int | None]
-"""Shape, strides and torch type of an array that launches need beside inputs and outputs; then its number among the scratch
-arrays where it must hold zeros, else None."""
+"""Shape, strides and torch type of an array that launches need in addition to inputs and outputs; then its number among the
+scratch arrays where it must hold zeros, else None."""
 Pick = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 
 
@@ -63,15 +63,17 @@ class Plan(Decision):
     is_single: bool
     """Whether there is one output array, and no list."""
     like_first: bool
-    """Whether that array has the shape, strides and type of the first input: torch makes such a one faster."""
+    """Whether the first output array has the shape, strides and type of the first input: torch makes such an array faster."""
     scratch: tuple[ScratchArray, ...]
-    """Arrays beside inputs and outputs."""
+    """Arrays that launches need in addition to inputs and outputs."""
     is_simple: bool
     """Whether a launch has nothing to do but to make the output like the first input and to launch one kernel on the row."""
     numbers: Mapping[str, float]
     """Run-time numbers by name, used where a call gives none."""
     constants: tuple[Any, ...]
     """Sizes and compile-time arguments, the end of the row."""
+    tail: tuple[Any, ...]
+    """Numbers and constants: what follows the arrays in the row of a call that gives no numbers."""
     program: tuple[Any, ...]
     """The kernel objects and compile-time constants: with the traits of the arrays they decide what machine code runs."""
     changed: tuple[int, ...]
@@ -80,11 +82,6 @@ class Plan(Decision):
     """The device's index, or `ELSEWHERE` where a rival may be called, so that other launches need not check for rivals."""
     sync: bool
     """Whether each call waits for the GPU."""
-
-    @functools.cached_property
-    def tail(self) -> tuple[Any, ...]:
-        """What follows the arrays in the row of a call that gives no numbers."""
-        return (*self.numbers.values(), *self.constants)
 
     @functools.cached_property
     def own(self) -> Plan:
@@ -162,9 +159,7 @@ def make_plan(
     ]
     is_single = lists == (None,)
     first = next(iter(inputs.values()))
-    like_first = (
-        is_single and isinstance(first, torch.Tensor) and flat[0] == _layout(torch.empty_like(first, device="meta"))
-    )
+    like_first = isinstance(first, torch.Tensor) and flat[:1] == [_layout(torch.empty_like(first, device="meta"))]
     sync = process.settings().sync
     fixed = (each.value for step in launches for each in step.arguments if each.kind == "constant")
     return Plan(
@@ -175,9 +170,10 @@ def make_plan(
         is_single=is_single,
         like_first=like_first,
         scratch=scratch_of(extra),
-        is_simple=like_first and picks == [None] and not (extra or changed or sync),
+        is_simple=is_single and like_first and picks == [None] and not (extra or changed or sync),
         numbers=numbers,
         constants=constants,
+        tail=(*numbers.values(), *constants),
         program=(objects, *fixed),
         changed=tuple(place for name in changed if isinstance(place := places[name], int)),
         launch_on=decision.device if decision.rival is None and decision.in_graphs is None else ELSEWHERE,

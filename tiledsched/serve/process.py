@@ -53,7 +53,7 @@ def read_device_facts(index: int) -> DeviceFacts:
     )
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, slots=True)  # slots are read fastest
 class Runtime:
     """The functions of CUDA, torch and cuTile through which serving works, and what has been done with them in this process.
 

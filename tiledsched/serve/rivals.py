@@ -73,7 +73,7 @@ def pays(time: RivalTime, kernel: KernelClass, *, captured: bool = False) -> boo
     """Whether calling a rival pays: it was faster beyond noise, gains enough to be compiled, and its host keeps up with the GPU.
 
     Args:
-        time: of the rival, beside ours.
+        time: the rival's time, paired with ours.
         kernel: the kernel.
         captured: ask about calls in a CUDA graph, which must be able to hold the rival, and where the host does not matter.
     """

@@ -1,4 +1,4 @@
-"""A copy of a database that is whole at one moment, whoever is writing meanwhile."""
+"""A copy of a database as it is at one moment, even while others write."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched.core.errors import DatabaseError
-from tiledsched.core.files import beside
+from tiledsched.core.files import partial_path
 from tiledsched.store.db import TuningDB
 
 
 def back_up(db: TuningDB, path: str | os.PathLike[str], *, replace: bool = False) -> int:
-    """Copy `db` to a file, which appears whole or not at all; its bytes. Put in the place of a database, it is one.
+    """Copy `db` to a file that appears whole or not at all. The copy can be opened as a database.
+
+    Returns:
+        The size of the copy in bytes.
 
     Raises:
-        DatabaseError: the file is there and may not be replaced, cannot be written, or the database is on a server, whose own
-            tools do this.
+        DatabaseError: the file exists and `replace` is false, it cannot be written, or the database is on a server, which has
+            tools of its own for backups.
     """
     target = Path(path).expanduser()
     if target.exists() and not replace:
         raise DatabaseError(f"{target} is there already; give another path, or pass --force")
-    partial = beside(target)
+    partial = partial_path(target)
     with db.reading() as session:
         driver: Any = session.connection().connection.driver_connection
         if not isinstance(driver, sqlite3.Connection):
@@ -31,9 +34,7 @@ def back_up(db: TuningDB, path: str | os.PathLike[str], *, replace: bool = False
         try:
             with closing(sqlite3.connect(partial)) as copy:
                 driver.backup(copy)
-                copy.execute(
-                    "PRAGMA journal_mode=DELETE"
-                )  # one file: what is in no -wal beside it cannot be left behind
+                copy.execute("PRAGMA journal_mode=DELETE")  # a single file, without a -wal that could be left behind
             os.replace(partial, target)
         except (OSError, sqlite3.Error) as error:
             raise DatabaseError(f"cannot write {target}: {error}; give another path") from error

@@ -1,7 +1,7 @@
-"""Records to plain JSON values and back, checked against their annotations.
+"""Turns records into plain JSON values and back, and checks these against the records' annotations.
 
-The same few rules serve the JSON columns of the database and the files of :mod:`tiledsched.store.exchange`, so a wrong
-value is reported by its key in both. :mod:`tiledsched.store.validation` says what names and numbers may look like.
+JSON columns of the database and the files of :mod:`tiledsched.store.exchange` are read by the same rules, so that an error
+names the key in both. :mod:`tiledsched.store.validation` checks names and numbers.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ from tiledsched.store.validation import LARGEST, check_number, check_values, fie
 
 T = TypeVar("T")
 Decoder = Callable[[Any, str], Any]
-"""Given plain data and where it stands, the value; DatabaseError where it is wrong."""
-
+"""Takes plain data and its path, and gives the value. Raises DatabaseError where the data are wrong."""
 
 REMEMBERED = 10_000
-"""Values of one kind that are kept at once."""
+"""The most values of one class that are remembered."""
 PLAIN = {str, int, float, bool, type(None)}
 
 
 def encode(value: Any) -> Any:
-    """`value` as dicts, lists, strings, numbers, booleans and None; times become ISO 8601 text."""
-    if type(value) in PLAIN:  # most of what there is, a million times
+    """`value` as dicts, lists, strings, numbers, booleans and None. Times become ISO 8601 text."""
+    if type(value) in PLAIN:
         return value
     if isinstance(value, (Schedule, Problem, ProblemClass)):
         return value.to_json()
@@ -69,26 +68,31 @@ def _fields(cls: Any) -> dict[str, tuple[Any, bool]]:
     if issubclass(cls, msgspec.Struct):
         omitted = getattr(cls, "OMIT_DEFAULT", ())
         return {each.name: (each.default, each.name in omitted) for each in msgspec.structs.fields(cls)}
-    return {each.name: (each.default, bool(each.metadata.get("unsaid"))) for each in fields(cls)}
+    return {each.name: (each.default, bool(each.metadata.get("omit_default"))) for each in fields(cls)}
 
 
 def decode(cls: type[T], data: Any, where: str) -> T:
-    """The `cls` that :func:`encode` wrote; keys with defaults may be absent.
+    """The record of class `cls` that :func:`encode` wrote. Keys with defaults may be absent.
+
+    Args:
+        cls: a dataclass or a Struct.
+        data: plain JSON values.
+        where: where the data stand, for errors.
 
     Raises:
-        DatabaseError: a key is missing, unknown or of the wrong type; the message starts with its path under `where`.
+        DatabaseError: a key is missing or unknown, or a value is wrong; the message starts with its path under `where`.
     """
     decoder = _decoder(cls)  # type: ignore[arg-type]  # a class is hashable
     try:
         value: T = decoder(data, "")
-    except DatabaseError:  # once more, with the way to what is wrong
+    except DatabaseError:  # decode again, this time with paths, which take time
         value = decoder(data, where)
     return value
 
 
 @cache
 def _decoder(kind: Any) -> Decoder:
-    """What decodes values of one annotation: a table holds tens of thousands of values and a few dozen annotations."""
+    """The decoder of an annotation. A table holds tens of thousands of values and a few dozen annotations."""
     origin, arms = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         inner = _decoder(next(arm for arm in arms if arm is not type(None)))
@@ -118,13 +122,13 @@ def _decoder(kind: Any) -> Decoder:
 
 
 def _once(decoder: Decoder) -> Decoder:
-    """Decodes what is written alike once: rows by the ten thousand share a few problems, schedules and devices."""
+    """Decodes equal data once: ten thousand rows share a few problems, schedules and devices."""
     made: dict[str, Any] = {}
 
     def decode_once(data: Any, where: str) -> Any:
         try:
             written = repr(data)
-        except RecursionError:  # nested deeply: it is wrong, and is told so
+        except RecursionError:  # so deeply nested data are wrong, and the decoder says so
             return decoder(data, where)
         if written not in made:
             value = decoder(data, where)
@@ -163,7 +167,7 @@ def _record_decoder(cls: type) -> Decoder:
             raise DatabaseError((unknown + missing)[0])
         if where:
             values = {key: known[key](item, f"{where}.{key}") for key, item in data.items()}
-        else:  # the first, quick way through
+        else:  # the first attempt, which needs no paths
             values = {key: known[key](item, "") for key, item in data.items()}
         for key, check in checks:
             if key in values:
@@ -183,7 +187,7 @@ def _tuple_decoder(arms: tuple[Any, ...]) -> Decoder:
 
     def decode_tuple(data: Any, where: str) -> tuple[Any, ...]:
         _require(list, data, where)
-        # Samples, by the tens of thousands. Where one is not finite the sum is not.
+        # Samples: the sum of tens of thousands is finite where all are.
         if floats and all(type(item) is float for item in data) and math.isfinite(sum(data)):
             return tuple(data)
         wanted = decoders * len(data) if many else decoders

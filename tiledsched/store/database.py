@@ -1,4 +1,4 @@
-"""An open database: its schema, its transactions, its health. What is in it is :mod:`tiledsched.store.db`'s matter."""
+"""An open database: its schema, transactions and health. :mod:`tiledsched.store.db` adds what is stored in it."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What records are refused with when the bytes of a row are not what was written."""
-IN_THE_WAY = ("40001", "40P01", "23505")
-"""PostgreSQL's codes for transactions that were in each other's way: not serialisable, deadlock, a row inserted at once."""
+"""What making records raises where a row does not hold what was written."""
+CONFLICTS = ("40001", "40P01", "23505")
+"""PostgreSQL's codes for conflicts of transactions: not serialisable, deadlock, the same row inserted twice."""
 TRIES = 6
-"""Of a transaction that was in another's way."""
+"""How often a transaction that meets a conflict is tried."""
 
 
 class Database:
-    """What :class:`tiledsched.store.db.TuningDB` is besides its contents."""
+    """The part of :class:`tiledsched.store.db.TuningDB` that does not depend on what is stored."""
 
     def __init__(self, engine: Engine, url: URL, *, read_only: bool) -> None:
         self._engine = engine
@@ -42,13 +42,13 @@ class Database:
 
     @classmethod
     def open(cls, url: str | os.PathLike[str] | None = None, *, read_only: bool = False) -> Self:
-        """Open the database at `url`, made and brought to this program's schema where needed.
+        """Open the database at `url`, and make it where it does not exist.
 
         `url` is a path, `sqlite:///PATH`, `:memory:` or `postgresql://HOST/NAME`; without one, `TILEDSCHED_DB`, else
-        `tuning.db` in the user data directory. A `read_only` database is neither made nor upgraded.
+        `tuning.db` in the user data directory. A `read_only` database is not made.
 
         Raises:
-            DatabaseError: it cannot be read or made, is no database, or its schema is newer than this program.
+            DatabaseError: it cannot be read or made, is not a tuning database, or has a schema that this program does not know.
         """
         where = engines.resolve_url(url)
         engine = engines.create_engine(where, read_only=read_only)
@@ -73,7 +73,7 @@ class Database:
                 engines.use_wal(self._engine)
 
     def close(self) -> None:
-        """Let go of the file or connection. Safe to call twice."""
+        """Close the file or the connection. Safe to call twice."""
         self._engine.dispose()
 
     def __enter__(self) -> Self:
@@ -87,26 +87,33 @@ class Database:
 
     @property
     def url(self) -> str:
-        """Where it is, fit to print: a password is hidden."""
+        """The database's URL, fit to print: a password is hidden."""
         return self._url.render_as_string(hide_password=True)
 
     @property
     def schema_revision(self) -> str:
-        """The revision of its schema."""
+        """The revision of the database's schema."""
         with engines.explained(self._url):
             return engines.current_revision(self._engine, self._url) or ""
 
     def upgrade(self) -> str:
-        """Bring the schema to this program's; its revision. `open` has already done so unless `read_only`."""
+        """Bring the schema to this program's and make the views of the kernels that ship.
+
+        `open` does so unless `read_only`.
+
+        Returns:
+            The schema's revision.
+        """
         with engines.explained(self._url):
             engines.upgrade(self._engine, self._url)
         self.show(*SHIPPED)
         return self.schema_revision
 
     def show(self, *kernels: str) -> None:
-        """See to the views of these kernels, each once in the life of this object. What fails is left: they are a convenience.
+        """Make or renew the views of these kernels, each once in the life of this object.
 
-        A kernel that this process does not know gets none, nor does anybody who may not make views.
+        Views are a convenience, and errors are ignored: a kernel may be unknown to this process, or a user may not have the
+        right to make views.
         """
         for name in set(kernels) - self._shown:
             self._shown.add(name)
@@ -114,27 +121,30 @@ class Database:
                 create_view(session.connection(), kernel_named(name))
 
     def check(self) -> list[str]:
-        """What is wrong with the database, one line each; empty when it is sound."""
+        """What is wrong with the database, a line for each thing; empty where it is sound."""
         with engines.explained(self._url), Session(self._engine) as session:
             return problems_found(session)
 
     @contextmanager
     def reading(self) -> Iterator[Session]:
-        """A session for queries of one's own."""
+        """A session for queries of the caller's own."""
         with engines.explained(self._url), Session(self._engine) as session:
             yield session
 
     @contextmanager
     def _records(self) -> Iterator[Session]:
-        """A session for reading records: what they are refused with is damage."""
+        """A session for reading records. An error in making them means that the database is damaged."""
         with engines.explained(self._url, *DAMAGE), Session(self._engine) as session:
             yield session
 
     def write(self, work: Callable[[Session], T], *kernels: str) -> T:
-        """What `work` makes of a session in one write transaction; again, where a writer beside it was in the way.
+        """Do `work` in one write transaction, and again where another writer is in conflict with it.
 
-        PostgreSQL ends one of two transactions that wait for each other, or that insert the same row at once. Views of
-        `kernels` are seen to afterwards: before, a database that is locked would be waited for twice.
+        PostgreSQL ends one of two transactions that wait for each other, or that insert the same row at once. The views of
+        `kernels` are made afterwards: if they were made before, a locked database would be waited for twice.
+
+        Returns:
+            What `work` returns.
         """
         for left in range(TRIES, 0, -1):
             try:
@@ -144,14 +154,14 @@ class Database:
                 return done
             except DatabaseError as error:
                 state = getattr(getattr(error.__cause__, "orig", None), "sqlstate", None)
-                if left == 1 or state not in IN_THE_WAY:
+                if left == 1 or state not in CONFLICTS:
                     raise
             time.sleep(random.uniform(0, 0.02 * 2 ** (TRIES - left)))
         raise AssertionError("the last try returns or raises")
 
     @contextmanager
     def writing(self) -> Iterator[Session]:
-        """A session in one write transaction: committed at the end, or rolled back by an exception."""
+        """A session in one write transaction, which is committed at the end, or rolled back by an exception."""
         if self.read_only:
             raise DatabaseError(f"{self.url} was opened read-only; open it for writing to change it")
         with engines.explained(self._url), Session(self._writer) as session, session.begin():

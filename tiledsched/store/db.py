@@ -1,8 +1,7 @@
-"""The tuning database: one object with what the search writes and what everything else reads.
+"""The tuning database: one object that writes and reads all that tuning produces.
 
-Every method is one short transaction, committed when it returns; nothing is held open between calls. A `TuningDB` may
-be used from several threads, not across a fork. Times are UTC. All methods raise DatabaseError where the database
-cannot be read or written.
+Every method is one short transaction, which is committed when the method returns. A `TuningDB` may be used by several
+threads, but not across a fork. Times are UTC. All methods raise DatabaseError where the database cannot be read or written.
 """
 
 from __future__ import annotations
@@ -65,22 +64,22 @@ from tiledsched.store.writing import Parents, insert_row, now, put_artifacts, pu
 
 
 class TuningDB(Database):
-    """A tuning database that is open. Make one with :meth:`open`; use it in a `with` or call :meth:`close`."""
+    """An open tuning database. :meth:`open` makes one; use it in a `with` statement, or call :meth:`close`."""
 
     # Builds
 
     def record_build(self, record: BuildRecord) -> None:
-        """Store one build and commit. An earlier build of the same key is replaced."""
+        """Store one build. An earlier build with the same key is replaced."""
         self.record_builds([record])
 
     def record_builds(self, records: Sequence[BuildRecord]) -> None:
-        """Store builds in one transaction."""
+        """Store several builds, as :meth:`record_build`, in one transaction."""
         self.write(lambda session: put_builds(session, records))
 
     def find_builds(
         self, kernel: str, source_hash: str, toolchain: Toolchain, arch: str
     ) -> dict[tuple[str, str], BuildRecord]:
-        """Every build of one kernel source by one toolchain for `arch`, by (schedule id, problem class id)."""
+        """Every build of one source of a kernel by one toolchain for `arch`, by (schedule id, problem class id)."""
         wanted = select_builds().where(
             BuildRow.kernel == kernel,
             BuildRow.source_hash == source_hash,
@@ -93,7 +92,7 @@ class TuningDB(Database):
             return dict(zip(keys, Reader().builds(rows, toolchain), strict=True))
 
     def artifacts(self, arch: str | None = None) -> dict[tuple[str, str], ArtifactRecord]:
-        """Every artifact known, by (arch, fingerprint)."""
+        """Every artifact, by (arch, fingerprint)."""
         reader = Reader()
         with self._records() as session:
             rows = session.scalars(select(ArtifactRow).where(*matching({ArtifactRow.arch: arch})))
@@ -107,9 +106,15 @@ class TuningDB(Database):
     # Runs
 
     def start_run(self, command: dict[str, Any], arch: str, facts: dict[str, Any] | None = None) -> int:
-        """Note that a run began; its number. Runs of this host whose process is gone become `interrupted`.
+        """Store that a run has begun. Runs of this host whose process is gone become `interrupted`.
 
-        `facts` about the host are stored beside its name, pid and platform.
+        Args:
+            command: arguments of the command.
+            arch: the arch that is tuned for.
+            facts: facts about the host, which are stored with its name, pid and platform.
+
+        Returns:
+            The run's number.
         """
         here = host.facts()
         with self.writing() as session:
@@ -129,14 +134,14 @@ class TuningDB(Database):
             return insert_row(session, RunRow, values)
 
     def finish_run(self, run_id: int, status: str = "done") -> None:
-        """Note that a run ended, as done, interrupted or failed."""
+        """Store that a run has ended, as done, interrupted or failed."""
         if status not in RUN_STATUSES[1:]:
             raise DatabaseError(f"a run ends as one of {', '.join(RUN_STATUSES[1:])}, not {status!r}; pass one of them")
         with self.writing() as session:
             session.execute(update(RunRow).where(RunRow.id == run_id).values(status=status, finished_at=now()))
 
     def runs(self, arch: str | None = None) -> list[RunRecord]:
-        """Every run, newest first."""
+        """Every run, the newest first."""
         with self._records() as session:
             rows = session.scalars(select(RunRow).where(*matching({RunRow.arch: arch})).order_by(RunRow.id.desc()))
             return [record_of(RunRecord, row) for row in rows]
@@ -146,7 +151,7 @@ class TuningDB(Database):
     def record_measurement(
         self, run_id: int | None, kernel: str, source_hash: str, toolchain: Toolchain, measurement: Measurement
     ) -> int:
-        """Store one measurement and commit; its number, which an entry takes as `measurement_id`."""
+        """Store one measurement, and return its number, which an entry takes as `measurement_id`."""
         created = now()
         content = [kernel, source_hash, encode(toolchain), encode(measurement), encode(created)]
         record = StoredMeasurement(
@@ -181,12 +186,24 @@ class TuningDB(Database):
         disturbed: bool = False,
         served: bool = False,
     ) -> list[StoredMeasurement]:
-        """Measurements that match all that is given, newest first; with `disturbed`, also those that decide nothing because
-        other processes ran on the GPU meanwhile; `served`: only those behind entries.
+        """The measurements that match all arguments that are not None, the newest first.
 
-        A measurement holds for its fingerprint: whichever source and compiler give that machine code again need not measure
-        it again. With `latest`, the newest of them for each (problem, artifact, schedule, device name, regime). The schedule
-        is part of it because schedules that share machine code may launch different grids.
+        A measurement holds for its fingerprint: where another source or compiler gives the same machine code, it need not be
+        measured again.
+
+        Args:
+            problem: the problem.
+            arch: the GPU's arch.
+            device_name: the GPU's name.
+            regime: burst or sustained.
+            fingerprint: of the machine code.
+            kernel: the kernel's name.
+            runner: gpu or replay.
+            run_id: the run that took the measurement.
+            latest: only the newest for each (problem, artifact, schedule, device name, regime). The schedule counts because
+                schedules with the same machine code may launch different grids.
+            disturbed: also those that decide nothing, because other processes ran on the GPU meanwhile.
+            served: only those behind entries.
         """
         wanted = matching(
             {
@@ -211,16 +228,16 @@ class TuningDB(Database):
             return [reader.stored_measurement(*row) for row in session.execute(select_measurements().where(*wanted))]
 
     def latest_measurements(self, *args: Any, **wanted: Any) -> list[StoredMeasurement]:
-        """:meth:`measurements` with `latest`: what holds now, without what was measured again since."""
+        """The measurements that :meth:`measurements` finds with `latest`: those that were not repeated since."""
         return self.measurements(*args, **wanted, latest=True)
 
     def landscape(self, problem: Problem, device_name: str, regime: str) -> list[StoredMeasurement]:
-        """The newest measurement of every candidate of one problem on one device, fastest first."""
+        """The newest measurement of every candidate of one problem on one device, the fastest first."""
         found = self.latest_measurements(problem, device_name=device_name, regime=regime)
         return sorted(found, key=lambda stored: (stored.measurement.median_us, stored.measurement.schedule.id))
 
     def landscapes(self, arch: str | None = None, kernel: str | None = None) -> list[LandscapeSummary]:
-        """What is measured: one line for each problem, device and regime."""
+        """How much is measured, for each problem, device and regime."""
         wanted = [UNDISTURBED, *matching({DeviceRow.arch: arch, ProblemRow.kernel: kernel})]
         reader = Reader()
         with self._records() as session:
@@ -252,7 +269,7 @@ class TuningDB(Database):
         fingerprint: str = "",
         device: Device | None = None,
     ) -> None:
-        """Store a candidate's failure, in stage build or measure, and commit."""
+        """Store a candidate's failure in the stage build or measure."""
         if stage not in STAGES:
             raise DatabaseError(f"a failure's stage is one of {', '.join(STAGES)}, not {stage!r}; pass one of them")
         parents = Parents()
@@ -284,7 +301,7 @@ class TuningDB(Database):
         stage: str | None = None,
         run_id: int | None = None,
     ) -> list[FailureRecord]:
-        """Failures that match all that is given, newest first."""
+        """The failures that match all arguments that are not None, the newest first."""
         wanted = matching(
             {
                 FailureRow.arch: arch,
@@ -309,7 +326,10 @@ class TuningDB(Database):
             ]
 
     def forget_failures(self, arch: str | None = None, kernel: str | None = None, kind: str | None = None) -> int:
-        """Delete the failures that match all that is given, of builds and of measuring; how many. They are tried again."""
+        """Delete the failures of builds and measurements that match all arguments that are not None, and return how many.
+
+        The candidates are tried again by the next tune.
+        """
         failed = [
             BuildRow.failure_kind.is_not(None),
             *matching({BuildRow.arch: arch, BuildRow.kernel: kernel, BuildRow.failure_kind: kind}),
@@ -328,10 +348,13 @@ class TuningDB(Database):
     # Entries
 
     def put_entry(self, record: Entry) -> bool:
-        """Serve `record` for its key from now on, unless what is there has stronger provenance; whether it was stored.
+        """Serve `record` for its key from now on, unless the entry that is stored has a stronger provenance.
+
+        Returns:
+            Whether `record` was stored.
 
         Raises:
-            DatabaseError: an unknown provenance, or `measured` without a measurement.
+            DatabaseError: the provenance is unknown, or is `measured` and there is no measurement.
         """
         return self.write(lambda session: put_entry(session, record, merging=False), record.kernel) != "kept"
 
@@ -346,10 +369,10 @@ class TuningDB(Database):
         accum_mode: str | None = None,
         provenance: str | None = None,
     ) -> list[Entry]:
-        """Entries that match all that is given, by kernel, arch, problem, device, regime, accumulator mode and
-        compiler.
+        """The entries that match all arguments that are not None, sorted by kernel, arch, problem, device, regime,
+        accumulator mode and compiler.
         """
-        asked = {
+        given = {
             "arch": arch,
             "kernel": kernel,
             "problem_id": problem.id if problem else None,
@@ -358,11 +381,11 @@ class TuningDB(Database):
             "accum_mode": accum_mode,
             "provenance": provenance,
         }
-        wanted = {name: value for name, value in asked.items() if value is not None}
+        wanted = {name: value for name, value in given.items() if value is not None}
         reader = Reader()
         with self._records() as session:
             records = [reader.entry(*parts) for parts in session.execute(select_entries(*wanted), wanted)]
-            return sorted(records, key=_entry_order)
+            return sorted(records, key=lambda each: (each.place, each.compiler))
 
     def merge(
         self,
@@ -370,18 +393,22 @@ class TuningDB(Database):
         entries: Sequence[Entry],
         artifacts: Sequence[ArtifactRecord] = (),
     ) -> MergeResult:
-        """Take in what another database or file holds, in one transaction.
+        """Add what another database or file holds, in one transaction.
 
-        Measurements are pooled. Of two entries with one key the stronger provenance stays, then the one that its own
-        measurement (or the model) says is faster: the outcome is the same in whatever order things are merged, and however
-        often. Where the pooled measurements contradict what is served, the result says so.
-        An entry finds its measurement by `record.measurement.uid`, here or among `measurements`.
+        Measurements are pooled. Of two entries with one key the one of stronger provenance stays, and among equals the one
+        that is faster by its own measurement or the model. The outcome does not depend on the order in which databases are
+        merged, nor on how often they are. Where pooled measurements contradict what is served, the result says so.
+
+        Args:
+            measurements: the other database's measurements.
+            entries: its entries. Each names its measurement by the uid, stored here or among `measurements`.
+            artifacts: facts of its machine code.
         """
 
         def take(session: Session) -> MergeResult:
             done: Counter[str] = Counter()
             put_artifacts(session, artifacts)
-            # Runs' numbers of another database mean nothing here.
+            # The numbers of another database's runs mean nothing here.
             added = put_measurements(session, [replace(stored, run_id=None) for stored in measurements])
             done.update(measurements_added=added, measurements_kept=len(measurements) - added)
             for entry in sorted(entries, key=lambda each: each.key):
@@ -399,15 +426,3 @@ class TuningDB(Database):
     def _comparable(self, entry: Entry) -> list[StoredMeasurement]:
         """What is measured of an entry's problem on its device and in its regime."""
         return self.measurements(entry.problem, entry.arch, entry.device_name, entry.regime)
-
-
-def _entry_order(record: Entry) -> tuple[Any, ...]:
-    return (
-        record.kernel,
-        record.arch,
-        record.problem,
-        record.device_name,
-        record.regime,
-        record.accum_mode,
-        record.compiler,
-    )

@@ -1,4 +1,4 @@
-"""Where the database is, how it is connected to, and how its schema is brought up to date.
+"""Connects to the database and brings its schema up to date.
 
 SQLite runs in WAL mode: readers see the last commit and never wait; a write takes the write lock at once (BEGIN
 IMMEDIATE) and waits for another writer, so a transaction never fails half way. A committed transaction survives the
@@ -31,9 +31,9 @@ VERSION_TABLE = "tiledsched_schema"
 UNRELEASED_TABLE = "tiledsched_alembic_version"
 """The version table of databases from before the first release."""
 BUSY_TIMEOUT_S = 60
-"""How long a writer waits for another one."""
+"""How long a writer waits for another one, in seconds."""
 READ_TIMEOUT_S = 5
-"""How long a reader waits for a file's lock, and everybody for a server: a call that is to be served waits with it."""
+"""How long a reader waits for a file's lock, and how long anybody waits for a server, in seconds. A kernel's call waits too."""
 ELSEWHERE = "name another database with --db or TILEDSCHED_DB"
 
 
@@ -41,7 +41,7 @@ def resolve_url(url: str | os.PathLike[str] | None) -> URL:
     """`url`, or TILEDSCHED_DB, or `tuning.db` in the user data directory. A path means an SQLite file.
 
     Raises:
-        DatabaseError: not a URL, or of a kind other than sqlite and postgresql.
+        DatabaseError: it is not a URL, or a URL of a database other than SQLite and PostgreSQL.
     """
     text = location(url)
     if text == ":memory:":
@@ -67,10 +67,10 @@ def resolve_url(url: str | os.PathLike[str] | None) -> URL:
 
 
 def create_engine(url: URL, *, read_only: bool) -> Engine:
-    """An engine for `url`; SQLite's parent folder is created unless `read_only`.
+    """An engine for `url`. The folder of an SQLite file is made unless `read_only`.
 
     Raises:
-        DatabaseError: read_only and there is no file, the folder cannot be made, or the PostgreSQL driver is missing.
+        DatabaseError: there is no file to read, the folder cannot be made, or PostgreSQL's driver is missing.
     """
     if url.get_backend_name() != "sqlite":
         try:
@@ -83,7 +83,7 @@ def create_engine(url: URL, *, read_only: bool) -> Engine:
 
     @event.listens_for(engine, "connect")
     def configure(connection: Any, record: Any) -> None:
-        connection.isolation_level = None  # the begin event below says BEGIN, not the sqlite3 module
+        connection.isolation_level = None  # the begin event below writes BEGIN instead of the sqlite3 module
         connection.execute(f"PRAGMA busy_timeout={round((READ_TIMEOUT_S if read_only else BUSY_TIMEOUT_S) * 1000)}")
         connection.execute("PRAGMA foreign_keys=ON")
         connection.execute("PRAGMA synchronous=NORMAL")
@@ -123,7 +123,12 @@ def _file_engine(path: Path, read_only: bool) -> Engine:
 
 @contextmanager
 def explained(url: URL, *damage: type[Exception]) -> Iterator[None]:
-    """Turn the driver's errors, and those of `damage` that what is stored makes, into DatabaseError with what to do next."""
+    """Turn the driver's errors into DatabaseError that says what to do next.
+
+    Args:
+        url: the database's.
+        damage: further exceptions that mean that what is stored is damaged.
+    """
     try:
         yield
     except sa.exc.DBAPIError as error:
@@ -132,13 +137,13 @@ def explained(url: URL, *damage: type[Exception]) -> Iterator[None]:
         raise DatabaseError(_explain(url, f"malformed JSON ({error})")) from error
     except UnicodeDecodeError as error:  # SQLite quotes what it cannot read, and Python cannot read the quotation
         raise DatabaseError(_explain(url, "malformed text")) from error
-    except TiledschedError:  # which says it better
+    except TiledschedError:  # it explains itself
         raise
     except damage as error:
         raise DatabaseError(_explain(url, f"malformed contents ({type(error).__name__}: {error})")) from error
 
 
-def _explain(url: URL, said: str) -> str:
+def _explain(url: URL, message: str) -> str:
     name = url.database if url.get_backend_name() == "sqlite" else url.render_as_string()
     advice = {
         "file is not a database": f"it is not an SQLite file; {ELSEWHERE}",
@@ -151,9 +156,9 @@ def _explain(url: URL, said: str) -> str:
         "constraint": "this is a defect in tiledsched or a damaged database; run `tiledsched db check`",
     }
     for phrase, what in advice.items():
-        if phrase in said.lower():
-            return f"database {name}: {said}; {what}"
-    return f"database {name}: {said}; check the server and the URL, or {ELSEWHERE}"
+        if phrase in message.lower():
+            return f"database {name}: {message}; {what}"
+    return f"database {name}: {message}; check the server and the URL, or {ELSEWHERE}"
 
 
 def current_revision(engine: Engine, url: URL) -> str | None:
@@ -177,7 +182,7 @@ def current_revision(engine: Engine, url: URL) -> str | None:
 
 
 def use_wal(engine: Engine) -> None:
-    """Put an SQLite file into WAL mode, which lasts. Another process doing the same at this moment is waited for."""
+    """Put an SQLite file into WAL mode, in which it stays. Waits for another process that does the same at this moment."""
     if engine.dialect.name != "sqlite" or isinstance(engine.pool, StaticPool):
         return
     with engine.connect() as connection:
@@ -194,7 +199,7 @@ def use_wal(engine: Engine) -> None:
 
 
 def alembic_config(connection: Connection) -> Any:
-    """Alembic's configuration, without an ini file, for migrations over `connection`."""
+    """Alembic's configuration for migrations over `connection`. There is no ini file."""
     from alembic.config import Config
 
     config = Config()

@@ -1,4 +1,4 @@
-"""What stored evidence says: which compiler's entry answers, and where pooled measurements contradict what is served."""
+"""Chooses between entries of several compilers, and finds measurements that contradict what is served."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from tiledsched.measure.runner import Conditions, Measurement
 from tiledsched.store.records import Contradiction, Entry, MeasurementSummary, Place, StoredMeasurement
 
 SPREAD = 0.035
-"""What the same program's times may differ by between two GPUs of one kind: 0.7 to 3.5% on H200s."""
+"""How much the times of one program may differ between two GPUs of one model: 0.7 to 3.5% on H200s."""
 
 
 def for_compiler(entries: Iterable[Entry], compiler: str) -> list[Entry]:
-    """Of entries that differ in their compiler alone, the strongest, then that of the compiler nearest to `compiler`.
+    """One entry for each place: that of the strongest provenance, and among equals that of the nearest compiler.
 
     Args:
-        entries: of any kernels and archs.
-        compiler: version at hand, e.g. 13.5.37; empty where there is none, and the newest is taken.
+        entries: entries of any kernels and archs.
+        compiler: the installed version, e.g. 13.5.37; empty where there is none: then the newest is taken.
     """
 
     def order(entry: Entry) -> tuple[Any, ...]:
-        return entry.rank, _apart(entry.compiler, compiler)
+        return entry.rank, _distance(entry.compiler, compiler)
 
     found: dict[Place, Entry] = {}
     for entry in entries:
@@ -36,13 +36,13 @@ def for_compiler(entries: Iterable[Entry], compiler: str) -> list[Entry]:
 def of_one_compiler(
     measurements: Sequence[StoredMeasurement], compiler: str, *, fullest: bool = False
 ) -> list[StoredMeasurement]:
-    """Of each problem on each GPU what one compiler built: times of different ones are no landscape.
+    """The measurements of one compiler for each problem on each GPU: times under two compilers are not one landscape.
 
     Args:
-        measurements: of any compilers.
-        compiler: the one wanted, e.g. 13.5.37; the nearest is taken. Empty for the newest.
-        fullest: take the one that the most schedules were measured with, and the nearest of those that are equal: after a
-            refresh the compiler at hand has built a few leaders, and the one before it the landscape.
+        measurements: measurements under any compilers.
+        compiler: the wanted version, e.g. 13.5.37, or empty for the newest. Where it measured nothing the nearest is taken.
+        fullest: take the compiler with the most measured schedules instead, and the nearest only among equals. After a
+            refresh the installed compiler has measured a few leaders, and the one before it the landscape.
     """
 
     def place(stored: StoredMeasurement) -> tuple[Any, ...]:
@@ -53,7 +53,7 @@ def of_one_compiler(
         known[place(stored)][stored.toolchain.tileiras].add(stored.measurement.schedule)
 
     def order(version: str, schedules: set[Schedule]) -> tuple[Any, ...]:
-        return -len(schedules) if fullest else 0, _apart(version, compiler)
+        return -len(schedules) if fullest else 0, _distance(version, compiler)
 
     taken = {
         where: min(versions, key=lambda version: order(version, versions[version])) for where, versions in known.items()
@@ -62,16 +62,19 @@ def of_one_compiler(
 
 
 def timed_as_now(regime: str, conditions: Conditions) -> bool:
-    """Whether it is the time of a launch out of a cold cache, if paced: short ones were timed in graphs once, and some of the
-    recorded landscapes are.
+    """Whether something was timed in the way in which it is timed today.
+
+    In the burst regime each launch is timed by itself, with a cold cache. Short launches used to be timed in CUDA graphs, and
+    some of the recorded landscapes still are.
     """
     return regime != "burst" or conditions.graph_launches == 0
 
 
 def timed_alike(measurements: Sequence[StoredMeasurement]) -> list[StoredMeasurement]:
-    """Of each problem on each GPU in a regime what was timed as it is now; where nothing was, all of it.
+    """The measurements of each problem, GPU and regime that were timed as today, or all where none was.
 
-    Where some were timed in graphs, what has a single sample is left out, too: a look, by which it was hopeless beside those.
+    Where some were timed in graphs, those with a single sample are left out as well: one launch was enough to see that they
+    are far slower than the ones in graphs.
     """
 
     def place(stored: StoredMeasurement) -> tuple[Any, ...]:
@@ -86,24 +89,24 @@ def timed_alike(measurements: Sequence[StoredMeasurement]) -> list[StoredMeasure
         for stored in measurements
         if as_now[stored.uid] and (place(stored) not in mixed or len(stored.measurement.samples_us) > 1)
     ]
-    told = {place(stored) for stored in kept}
-    return [*kept, *(stored for stored in measurements if place(stored) not in told)]
+    covered = {place(stored) for stored in kept}
+    return [*kept, *(stored for stored in measurements if place(stored) not in covered)]
 
 
-def _apart(version: str, compiler: str) -> tuple[Any, ...]:
-    """Sorts the versions nearest to `compiler` first, and where there is none, the newest; what has no version last."""
+def _distance(version: str, compiler: str) -> tuple[Any, ...]:
+    """Sorts versions by their distance to `compiler`, or the newest first where that is empty. Without a version: last."""
     its, wanted = _numbers(version), _numbers(compiler)
     gaps = [abs(a - b) for a, b in zip(its, wanted, strict=False)]
     return version != compiler, not its, gaps, [-number for number in its], version
 
 
 def stale(entry: Entry, compiler: str) -> bool:
-    """Whether it was measured on machine code of another compiler than the one at hand; False where either is not known."""
+    """Whether an entry was measured under another compiler than `compiler`. False where one of them is not known."""
     return entry.provenance == "measured" and bool(entry.compiler) and compiler not in ("", entry.compiler)
 
 
 def leaders(entry: Entry) -> list[Schedule]:
-    """What an entry says was fastest: its schedule, those that tied with it, and the runner-up."""
+    """The fastest schedules of an entry: its own, those that tied with it, and the runner-up."""
     return list(dict.fromkeys([entry.schedule, *entry.ties, *([entry.runner_up] if entry.runner_up else [])]))
 
 
@@ -141,8 +144,8 @@ def contradictions(
 
 
 def _comparable(stored: StoredMeasurement, entry: Entry, mine: MeasurementSummary) -> bool:
-    """What the entry's compiler builds, timed in the same way, in the same accuracy class, and checked: what was never
-    checked cannot win.
+    """Whether a measurement can contradict the entry: built by the same compiler, timed in the same way, of the same accuracy
+    class, and with a checked output. A program that was never checked cannot win.
     """
     taken = stored.measurement
     built = taken.fingerprint == entry.fingerprint or stored.toolchain.tileiras == entry.compiler
@@ -157,7 +160,7 @@ def _comparable(stored: StoredMeasurement, entry: Entry, mine: MeasurementSummar
 def _contradicts(
     entry: Entry, mine: MeasurementSummary, fingerprint: str, schedule: Schedule, taken: list[Measurement]
 ) -> float | None:
-    """The pooled time of a program that contradicts the entry, whose measurement is `mine`."""
+    """The pooled time of a program where it contradicts the entry, whose measurement is `mine`; else None."""
     us = statistics.median(each.median_us for each in taken)
     if (fingerprint, schedule) == (entry.fingerprint, entry.schedule):
         apart = [each for each in taken if each.ci_low_us > mine.ci_high_us or each.ci_high_us < mine.ci_low_us]

@@ -1,9 +1,9 @@
-"""Tuned tables as reviewable JSON, and merging one database into another.
+"""Tuned tables as JSON that people can review, and merging one database into another.
 
-A table holds entries, the measurements behind them with their raw samples, and the facts of the artifacts. Its text is
-a function of its contents alone: keys sorted, rows in a fixed order, what fits on a line on one line. Two exports of
-the same state are the same bytes, and a change of one entry is a change of a few lines. A file whose name ends in `.xz`
-is compressed: recorded landscapes are twenty times smaller that way.
+A table holds entries, the measurements behind them with their raw samples, and the facts of the artifacts. Its text depends
+on its contents alone: keys are sorted, rows have a fixed order, and a value that fits on a line stands on one. So two
+exports of the same state are the same bytes, and a changed entry changes a few lines. A file whose name ends in `.xz` is
+compressed, which makes a recorded landscape twenty times smaller.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
@@ -22,56 +21,51 @@ from tiledsched.core.errors import DatabaseError
 from tiledsched.core.fields import Value
 from tiledsched.core.files import read_bounded, unpacked, write_whole
 from tiledsched.core.problem import Problem
-from tiledsched.measure.runner import Measurement
 from tiledsched.store.codec import decode, encode
 from tiledsched.store.foreign import of_csv, of_json, to_csv
 from tiledsched.store.manifest import check_shipped
-from tiledsched.store.records import PROVENANCES, ArtifactRecord, Entry, MergeResult, StoredMeasurement, Toolchain
+from tiledsched.store.records import PROVENANCES, ArtifactRecord, Entry, MergeResult, StoredMeasurement
 from tiledsched.store.validation import untrue_estimates
 
 if TYPE_CHECKING:
     from tiledsched.store.db import TuningDB
 
 SCHEMA_VERSION = 2
-"""Of table and landscape files; docs/landscapes.md says what each version holds."""
+"""Version of the format of table and landscape files, which docs/landscapes.md describes."""
 LINE = 118
-"""Characters a list or object may take to stay on one line."""
+"""The most characters of a list or an object that stands on one line."""
 LONGEST_STEM = 200
-"""Characters of a file's name without its ending."""
+"""The most characters of a file's name without its ending."""
 LISTS = ("artifacts", "entries", "measurements")
-Made = TypeVar("Made")
-LOCAL = ("measurement_id", "run_id", "layer")
-"""What means something in one database, or one process, only."""
+"""The lists of a table file."""
+LOCAL = ("id", "measurement_id", "run_id", "layer")
+"""Fields that mean something in one database or one process only, and are not written to files."""
+OTHER_FILE = "give a file that `tiledsched db export` wrote"
+Record = TypeVar("Record")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class TableFile:
     """The contents of a table file, checked."""
 
     entries: tuple[Entry, ...]
-    """With the summary of their measurement filled in."""
+    """The entries, each with the summary of its measurement."""
     measurements: tuple[StoredMeasurement, ...]
-    """Those behind the entries, and any others the file holds (a recorded landscape)."""
+    """The measurements behind the entries, and any others that the file holds (those of a recorded landscape)."""
     artifacts: tuple[ArtifactRecord, ...]
-    """What is known of their machine code."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Evidence:
-    """A measurement as a file holds it."""
-
-    uid: str
-    kernel: str
-    source_hash: str
-    toolchain: Toolchain
-    measurement: Measurement
-    created_at: datetime
+    """What is known of the measurements' machine code."""
 
 
 def export_table(
     db: TuningDB, target: str | os.PathLike[str] | IO[str], arch: str | None = None, kernel: str | None = None
 ) -> int:
-    """Write the entries of `arch` and `kernel` (or all) with the measurements behind them to a path or an open text file.
+    """Write the entries of `arch` and `kernel`, or all entries, and the measurements behind them.
+
+    Args:
+        db: the database to export from.
+        target: a path or an open text file.
+        arch: None for every arch.
+        kernel: None for every kernel.
 
     Returns:
         How many entries were written.
@@ -92,8 +86,15 @@ def export_landscape(
     *,
     full: bool = False,
 ) -> int:
-    """Write the newest measurement of every program of one problem on one device, in the same format, no entries; as CSV where
-    the path ends so. `full`: every measurement there ever was, those that decide nothing included.
+    """Write the newest measurement of every program of one problem on one device as a table file without entries.
+
+    Args:
+        db: the database to export from.
+        target: a path or an open text file. A path that ends in `.csv` is written as CSV.
+        problem: the problem.
+        device_name: the device.
+        regime: burst or sustained.
+        full: write every measurement there ever was, also those that were disturbed.
 
     Returns:
         How many measurements were written.
@@ -104,55 +105,64 @@ def export_landscape(
 
 
 def landscape_file_name(problem: Problem, device_name: str, regime: str, ending: str = ".json.xz") -> str:
-    """What a landscape's file is called: device, regime, kernel and values, or what the kernel says instead of those.
+    """The name of a landscape's file: device, regime, and the kernel's own words for the problem, or its name and values.
 
-    `h200_burst_norms-RmsNorm_rows4096_columns8192_float16.json.xz`; a name that would be too long ends in the problem's id.
+    An example is `h200_burst_norms-RmsNorm_rows4096_columns8192_float16.json.xz`. A name that would be too long is cut, and
+    ends in the problem's id.
     """
-    told = problem.declaration.file_words if problem.known else None
-    words = told(problem) if told is not None else "_".join([problem.kernel, *map(_file_word, problem.values.items())])
+    own_words = problem.declaration.file_words if problem.known else None
+    words = (
+        own_words(problem)
+        if own_words is not None
+        else "_".join([problem.kernel, *map(_file_word, problem.values.items())])
+    )
     device = device_name.removeprefix("NVIDIA ").replace(" ", "-").lower()
     stem = re.sub(r"[^\w.-]+", "-", f"{device}_{regime}_{words}", flags=re.ASCII).lstrip(".-")
     return (stem if len(stem) <= LONGEST_STEM else f"{stem[: LONGEST_STEM - 13]}_{problem.id}") + ending
 
 
-def _file_word(value: tuple[str, Value]) -> str:
-    name, is_ = value
-    if isinstance(is_, bool):
-        return name if is_ else f"no-{name}"
-    if isinstance(is_, str):
-        return is_
-    return f"{name}{is_}" if isinstance(is_, int) else f"{name}{'-'.join(map(str, is_))}"
+def _file_word(item: tuple[str, Value]) -> str:
+    name, value = item
+    if isinstance(value, bool):
+        return name if value else f"no-{name}"
+    if isinstance(value, str):
+        return value
+    return f"{name}{value}" if isinstance(value, int) else f"{name}{'-'.join(map(str, value))}"
 
 
 def import_table(db: TuningDB, path: str | os.PathLike[str]) -> MergeResult:
-    """Merge a table file into `db`; nothing is stored unless all of it is sound.
+    """Merge a table file into `db`. Nothing is stored unless the whole file is sound.
 
     Raises:
         DatabaseError: the file cannot be read or is wrong; the message names the key.
     """
     table = read_table(path)
-    _check_estimates(table.measurements, os.path.basename(os.fspath(path)))
+    check_estimates(table.measurements, os.path.basename(os.fspath(path)))
     return db.merge(table.measurements, table.entries, table.artifacts)
 
 
 def merge_database(db: TuningDB, other_url: str | os.PathLike[str]) -> MergeResult:
-    """Merge the measurements and entries of another database. Its builds, runs and failures stay its own.
+    """Merge the measurements and entries of another database. Its builds, runs and failures are not merged.
 
     Raises:
-        DatabaseError: the other database is missing, unreadable, of another schema, or holds what no file may.
+        DatabaseError: the other database is missing or unreadable, has another schema, or holds a value that files may not.
     """
     from tiledsched.store.db import TuningDB
 
     with TuningDB.open(other_url, read_only=True) as other:
-        measurements = _held(other.measurements(disturbed=True), other.url)
-        entries = _held(other.entries(), other.url)
-        artifacts = _held(other.artifacts().values(), other.url)
-    _check_estimates(measurements, other.url)
+        measurements = validated(other.measurements(disturbed=True), other.url)
+        entries = validated(other.entries(), other.url)
+        artifacts = validated(other.artifacts().values(), other.url)
+    check_estimates(measurements, other.url)
     return db.merge(measurements, entries, artifacts)
 
 
-def _check_estimates(measurements: Iterable[StoredMeasurement], where: str) -> None:
-    """Raise where a median or interval is not that of its samples: it would be served, and `db check` would find it."""
+def check_estimates(measurements: Iterable[StoredMeasurement], where: str) -> None:
+    """Hold every median and interval to the samples.
+
+    Raises:
+        DatabaseError: a median or an interval is not that of its samples.
+    """
     for stored in measurements:
         taken = stored.measurement
         samples = list(taken.samples_us)
@@ -160,12 +170,12 @@ def _check_estimates(measurements: Iterable[StoredMeasurement], where: str) -> N
             raise DatabaseError(f"{where}: measurement {stored.uid}: {wrong}; measure it again")
 
 
-def _held(records: Iterable[Made], url: str) -> list[Made]:
-    """The records of a database, held to the form that they have in a file."""
+def validated(records: Iterable[Record], url: str) -> list[Record]:
+    """The records of a database after the checks that records of a file must pass."""
     return [decode(type(record), encode(record), f"{url}: {type(record).__name__}") for record in records]
 
 
-def read_table(path: str | os.PathLike[str]) -> Table:
+def read_table(path: str | os.PathLike[str]) -> TableFile:
     """The contents of a table file, without a database.
 
     Raises:
@@ -175,7 +185,7 @@ def read_table(path: str | os.PathLike[str]) -> Table:
     return _table(_load(path, name), name)
 
 
-def parse_table(text: str, name: str) -> Table:
+def parse_table(text: str, name: str) -> TableFile:
     """The contents of a table file from its text.
 
     Raises:
@@ -184,37 +194,20 @@ def parse_table(text: str, name: str) -> Table:
     return _table(_parsed(text, name), name)
 
 
-def _table(data: dict[str, Any], name: str) -> Table:
+def _table(data: dict[str, Any], name: str) -> TableFile:
     artifacts = _rows(ArtifactRecord, data["artifacts"], f"{name}: artifacts")
-    stored, entries = _evidence_and_entries(data, name)
-    return Table(entries=tuple(entries), measurements=tuple(stored.values()), artifacts=tuple(artifacts))
-
-
-def read_entries(path: str | os.PathLike[str]) -> list[Entry]:
-    """The entries of a table file alone: who only serves or lists them does not wait for the facts of machine code.
-
-    Raises:
-        DatabaseError: as for the whole table, but for what is wrong with artifacts.
-    """
-    name = os.path.basename(os.fspath(path))
-    return _evidence_and_entries(_load(path, name), name)[1]
-
-
-def _evidence_and_entries(data: dict[str, Any], name: str) -> tuple[dict[str, StoredMeasurement], list[Entry]]:
     stored: dict[str, StoredMeasurement] = {}
-    for i, one in enumerate(_rows(_Evidence, data["measurements"], f"{name}: measurements")):
+    for i, one in enumerate(_rows(StoredMeasurement, data["measurements"], f"{name}: measurements")):
         if one.uid in stored:
             raise DatabaseError(f"{name}: measurements[{i}].uid: {one.uid} appears twice; remove one")
-        stored[one.uid] = StoredMeasurement(id=0, run_id=None, **vars(one))
-    entries = []
-    keys = set()
+        stored[one.uid] = one
+    entries: dict[tuple[str, ...], Entry] = {}
     for i, row in enumerate(data["entries"]):
         entry = _entry(row, stored, f"{name}: entries[{i}]")
-        if entry.key in keys:
+        if entry.key in entries:
             raise DatabaseError(f"{name}: entries[{i}]: a second entry for {entry.problem} on {entry.arch}; remove one")
-        keys.add(entry.key)
-        entries.append(entry)
-    return stored, entries
+        entries[entry.key] = entry
+    return TableFile(entries=tuple(entries.values()), measurements=tuple(stored.values()), artifacts=tuple(artifacts))
 
 
 def _load(path: str | os.PathLike[str], name: str) -> dict[str, Any]:
@@ -223,21 +216,22 @@ def _load(path: str | os.PathLike[str], name: str) -> dict[str, Any]:
     except OSError as error:
         raise DatabaseError(f"cannot read {name}: {error.strerror}; check the path") from error
     except (UnicodeDecodeError, lzma.LZMAError, EOFError) as error:
-        raise DatabaseError(f"{name} is not JSON: {error}; give a file that `tiledsched db export` wrote") from error
+        raise DatabaseError(f"{name} is not JSON: {error}; {OTHER_FILE}") from error
 
 
 def _parsed(text: str, name: str) -> dict[str, Any]:
+    """The lists of a table file by their names. Their rows are not checked yet."""
     if name.removesuffix(".xz").endswith(".csv"):
         return of_csv(text, name)
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DatabaseError(f"{name} is not JSON: {error}; give a file that `tiledsched db export` wrote") from error
+        raise DatabaseError(f"{name} is not JSON: {error}; {OTHER_FILE}") from error
     foreign = of_json(data, name)
     if foreign is not None:
         return foreign
     if not isinstance(data, dict) or "schema_version" not in data:
-        raise DatabaseError(f"{name}: schema_version: missing; give a file that `tiledsched db export` wrote")
+        raise DatabaseError(f"{name}: schema_version: missing; {OTHER_FILE}")
     version = data["schema_version"]
     if type(version) is int and version > SCHEMA_VERSION:
         raise DatabaseError(
@@ -258,46 +252,59 @@ def _parsed(text: str, name: str) -> dict[str, Any]:
     return data
 
 
-def _rows(cls: type[Any], rows: list[Any], where: str) -> list[Any]:
-    return [decode(cls, row, f"{where}[{i}]") for i, row in enumerate(rows)]
+def _rows(cls: type[Record], rows: list[Any], where: str) -> list[Record]:
+    return [decode(cls, _portable(row, f"{where}[{i}]"), f"{where}[{i}]") for i, row in enumerate(rows)]
+
+
+def _portable(row: Any, where: str) -> Any:
+    """A row, unless it has a field that means nothing in a file."""
+    for key in LOCAL:
+        if isinstance(row, dict) and key in row:
+            raise DatabaseError(f"{where}.{key}: has no meaning in a file; remove it")
+    return row
 
 
 def _entry(row: Any, stored: dict[str, StoredMeasurement], where: str) -> Entry:
+    """An entry with the summary of its measurement, which the row names by its uid."""
     if not isinstance(row, dict):
         raise DatabaseError(f"{where}: expected an object, got {row!r}; correct the list")
-    for key in LOCAL:
-        if key in row:
-            raise DatabaseError(f"{where}.{key}: has no meaning in a file; remove it")
     uid = row.get("measurement")
-    entry = decode(Entry, {**row, "measurement": None}, where)
+    entry = decode(Entry, {**_portable(row, where), "measurement": None}, where)
+    measured = entry.provenance == "measured"
     if entry.provenance not in PROVENANCES:
         raise DatabaseError(f"{where}.provenance: {entry.provenance!r} is not one of {', '.join(PROVENANCES)}")
     if entry.updated_at is None:
         raise DatabaseError(f"{where}.updated_at: missing; a merge needs it to tell which entry is newer")
+    if uid is None and measured:
+        raise DatabaseError(f"{where}.measurement: missing although the entry says measured; add the evidence")
     if uid is None:
-        if entry.provenance == "measured":
-            raise DatabaseError(f"{where}.measurement: missing although the entry says measured; add the evidence")
         return entry
     evidence = stored.get(uid) if isinstance(uid, str) else None
     if evidence is None:
         raise DatabaseError(f"{where}.measurement: {uid!r} is not the uid of any of measurements; add it there")
-    if entry.provenance == "measured":
-        taken = evidence.measurement
-        same = {
-            "arch": (entry.arch, taken.device.arch),
-            "fingerprint": (entry.fingerprint, taken.fingerprint),
-            "problem": (entry.problem, taken.problem),
-            "schedule": (entry.schedule, taken.schedule),
-        }
-        if taken.conditions.beside:
-            raise DatabaseError(
-                f"{where}.measurement: {uid} was timed {taken.conditions.disturbance}, which decides nothing; "
-                "measure it again"
-            )
-        for key, (mine, its) in same.items():
-            if mine != its:
-                raise DatabaseError(f"{where}.{key}: {mine} is not that of its measurement {uid}, {its}; correct one")
+    if measured:
+        _check_evidence(entry, evidence, where)
     return entry.replace(measurement=evidence.summary)
+
+
+def _check_evidence(entry: Entry, evidence: StoredMeasurement, where: str) -> None:
+    """Hold a measured entry to what was measured."""
+    taken = evidence.measurement
+    if taken.conditions.beside:
+        raise DatabaseError(
+            f"{where}.measurement: {evidence.uid} was timed {taken.conditions.disturbance}, which decides nothing; "
+            "measure it again"
+        )
+    for key, mine, its in (
+        ("arch", entry.arch, taken.device.arch),
+        ("fingerprint", entry.fingerprint, taken.fingerprint),
+        ("problem", entry.problem, taken.problem),
+        ("schedule", entry.schedule, taken.schedule),
+    ):
+        if mine != its:
+            raise DatabaseError(
+                f"{where}.{key}: {mine} is not that of its measurement {evidence.uid}, {its}; correct one"
+            )
 
 
 def _write(
@@ -310,7 +317,7 @@ def _write(
     wanted |= {(entry.arch, entry.fingerprint) for entry in entries}
     data: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
-        "entries": [_entry_json(entry) for entry in entries],
+        "entries": [written(entry) for entry in entries],
         "measurements": [written(stored) for stored in sorted(evidence, key=_evidence_order)],
         "artifacts": [encode(known[key]) for key in sorted(wanted & set(known))],
     }
@@ -326,10 +333,10 @@ def _write(
 
 
 def read_text(path: Path) -> str:
-    """The text of a file; `.xz` files are decompressed.
+    """The text of a file. An `.xz` file is decompressed.
 
     Raises:
-        DatabaseError: a shipped file that is not what it was.
+        DatabaseError: the file belongs to what ships, and is not the file that shipped.
     """
     data = read_bounded(path)
     check_shipped(path, data)
@@ -337,24 +344,22 @@ def read_text(path: Path) -> str:
 
 
 def text_of(path: Path, data: bytes) -> str:
-    """The text of a file with these bytes."""
+    """The text of a file at `path` that holds `data`."""
     return (unpacked(data) if path.suffix == ".xz" else data).decode("utf-8")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file, whole or not at all; `.xz` files are compressed."""
+    """Write a file whole or not at all. An `.xz` file is compressed."""
     data = text.encode("utf-8")
     write_whole(path, lzma.compress(data, preset=9) if path.suffix == ".xz" else data)
 
 
-def _entry_json(entry: Entry) -> dict[str, Any]:
-    data = {key: value for key, value in entry.to_json().items() if key not in LOCAL}
-    return {**data, "measurement": entry.measurement.uid if entry.measurement else None}
-
-
-def written(stored: StoredMeasurement) -> dict[str, Any]:
-    """A measurement as files hold it."""
-    return {key: value for key, value in encode(stored).items() if key not in ("id", "run_id")}
+def written(record: Entry | StoredMeasurement) -> dict[str, Any]:
+    """An entry or a measurement as files hold it. An entry names its measurement by the uid."""
+    data = {key: value for key, value in encode(record).items() if key not in LOCAL}
+    if isinstance(record, Entry):
+        data["measurement"] = record.measurement.uid if record.measurement else None
+    return data
 
 
 def _evidence_order(stored: StoredMeasurement) -> tuple[Any, ...]:
@@ -374,7 +379,7 @@ _flat = json.JSONEncoder(ensure_ascii=False).encode
 
 
 def _pretty(value: Any, indent: str) -> str:
-    """JSON with sorted keys; a list of numbers, or whatever fits, on one line."""
+    """JSON with sorted keys. A list of numbers stands on one line, and so does any value that fits."""
     numbers = isinstance(value, list) and all(isinstance(item, (int, float)) for item in value)
     if not isinstance(value, (dict, list)) or not value or numbers:
         return _flat(value)

@@ -1,5 +1,5 @@
-"""Measurements in other forms than a table: CSV for data frames and spreadsheets, T4 results for other tuners; and back without
-loss. Both are read into what a table file holds, so that they are checked as one.
+"""Measurements in other formats, which are read back without loss: CSV for data frames and spreadsheets, T4 results for other
+tuners. Both are turned into the lists of a table file, and then checked as such.
 """
 
 from __future__ import annotations
@@ -17,17 +17,21 @@ from tiledsched.measure.runner import Measurement
 RECORD = "tiledsched"
 """The name under which a T4 result carries the whole measurement."""
 TAKEN = frozenset(field.name for field in fields(Measurement))
-ANEW = "give a file that `tiledsched landscapes --export` wrote; others' configurations can be raced: tune --candidates FILE"
+OTHER_FILE = (
+    "give a file that `tiledsched db export --landscapes` wrote; configurations from elsewhere can be raced: "
+    "tiledsched tune --candidates FILE"
+)
 
 
 def to_csv(measurements: Iterable[Mapping[str, Any]], artifacts: Iterable[Mapping[str, Any]]) -> str:
-    """A row for each measurement, a column for each of its values, with those of its machine code.
+    """The text of a CSV file with a row for each measurement, and a column for each of its values and its machine code's facts.
 
-    Nested values have names with dots, `schedule.tile_m`; text stands as it is unless it would read as JSON, all else as JSON.
+    Nested values have names with dots, such as `schedule.tile_m`. Text stands as it is unless it would be read as JSON, and
+    all other values as JSON.
 
     Args:
-        measurements: as in a table file.
-        artifacts: the same.
+        measurements: rows as in a table file.
+        artifacts: rows as in a table file.
     """
     known = {(each["arch"], each["fingerprint"]): each for each in artifacts}
     rows = []
@@ -68,10 +72,10 @@ def _is_json(text: str) -> bool:
 
 
 def rows_of_csv(text: str, name: str) -> list[dict[str, Any]]:
-    """The rows of a CSV file, nested again; empty cells are left out.
+    """The rows of a CSV file as nested objects. Empty cells are left out.
 
     Raises:
-        DatabaseError: it is no CSV with a header, or a name stands for a value and for more values.
+        DatabaseError: it is not CSV with a header, or one name stands both for a value and for an object.
     """
     rows: list[dict[str, Any]] = []
     try:
@@ -84,7 +88,7 @@ def rows_of_csv(text: str, name: str) -> list[dict[str, Any]]:
                     _put(row, column, json.loads(cell) if _is_json(cell) else cell)
             rows.append(row)
     except (csv.Error, AttributeError, TypeError) as error:
-        raise DatabaseError(f"{name} is no CSV with a header of different names: {error}; {ANEW}") from error
+        raise DatabaseError(f"{name} is no CSV with a header of different names: {error}; {OTHER_FILE}") from error
     return rows
 
 
@@ -96,15 +100,15 @@ def _put(row: dict[str, Any], column: str, value: Any) -> None:
 
 
 def of_csv(text: str, name: str) -> dict[str, Any]:
-    """What a table file would hold.
+    """The lists of a table file, from CSV.
 
     Raises:
-        DatabaseError: it is no CSV of measurements.
+        DatabaseError: it is not CSV with measurements.
     """
     rows = rows_of_csv(text, name)
     if not rows or not all("uid" in row and "fingerprint" in row for row in rows):
         raise DatabaseError(
-            f"{name}: its rows name no machine code (uid, fingerprint), without which a time is no evidence; {ANEW}"
+            f"{name}: its rows name no machine code (uid, fingerprint), without which a time is no evidence; {OTHER_FILE}"
         )
     artifacts = [row.pop("artifact", None) for row in rows]
     measurements = []
@@ -115,11 +119,12 @@ def of_csv(text: str, name: str) -> dict[str, Any]:
 
 
 def of_json(data: Any, name: str) -> dict[str, Any] | None:
-    """What a table file would hold, of another tuner's document; None where it is none. T4 metadata hold no measurements: each
-    result says itself of what it is.
+    """The lists of a table file, from another tuner's JSON; None where the JSON is no other tuner's.
+
+    T4 metadata give empty lists, because each T4 result carries its whole measurement.
 
     Raises:
-        DatabaseError: it holds times that are no evidence, or is damaged.
+        DatabaseError: it holds times without machine code, or is damaged.
     """
     if not isinstance(data, dict):
         return None
@@ -128,22 +133,22 @@ def of_json(data: Any, name: str) -> dict[str, Any] | None:
     if "metadata" in data and "measurements" not in data:
         return _table([], [])
     if "cache" in data and "tune_params" in data:
-        raise DatabaseError(f"{name} names no machine code, without which a time is no evidence; {ANEW}")
+        raise DatabaseError(f"{name} names no machine code, without which a time is no evidence; {OTHER_FILE}")
     return None
 
 
 def of_t4(data: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """What a table file would hold, of a T4 results document; results without a time are left out.
+    """The lists of a table file, from T4 results. Results without a time are left out.
 
     Raises:
-        DatabaseError: a result does not say of which machine code it is, or not what its own record says.
+        DatabaseError: a result does not name its machine code, or contradicts the measurement that it carries.
     """
     measurements, artifacts = [], []
     for i, result in enumerate(_results(data, name)):
-        told = result.get("measurements")
+        listed = result.get("measurements")
         record = (
-            next((each.get("value") for each in told if isinstance(each, dict) and each.get("name") == RECORD), None)
-            if isinstance(told, list)
+            next((each.get("value") for each in listed if isinstance(each, dict) and each.get("name") == RECORD), None)
+            if isinstance(listed, list)
             else None
         )
         if record is None and result.get("invalidity") not in (None, "correct"):
@@ -155,10 +160,12 @@ def of_t4(data: Mapping[str, Any], name: str) -> dict[str, Any]:
         taken = row.get("measurement") if isinstance(row, dict) else None
         if not isinstance(row, dict) or not isinstance(taken, dict):
             raise DatabaseError(
-                f"{name}: results[{i}] names no machine code, without which a time is no evidence; {ANEW}"
+                f"{name}: results[{i}] names no machine code, without which a time is no evidence; {OTHER_FILE}"
             )
         if result.get("configuration") != taken.get("schedule"):
-            raise DatabaseError(f"{name}: results[{i}].configuration: is not that of its record; correct one")
+            raise DatabaseError(
+                f"{name}: results[{i}].configuration: is not that of the measurement it carries; correct one"
+            )
         artifacts.append(row.pop("artifact", None))
         measurements.append(row)
     return _table(measurements, artifacts)
@@ -167,7 +174,7 @@ def of_t4(data: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _results(data: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     results = data["results"]
     if not isinstance(results, list) or not all(isinstance(each, dict) for each in results):
-        raise DatabaseError(f"{name}: results: expected a list of objects; {ANEW}")
+        raise DatabaseError(f"{name}: results: expected a list of objects; {OTHER_FILE}")
     return results
 
 
@@ -177,13 +184,13 @@ def _table(measurements: list[dict[str, Any]], artifacts: Iterable[Any]) -> dict
 
 
 def configurations(text: str, name: str, knobs: Iterable[str]) -> list[dict[str, Any]]:
-    """The schedules that a file names: a JSON list of them, T4 results, a Kernel Tuner cache, or a CSV file with knobs as columns
-    (`tile_m` or `schedule.tile_m`).
+    """The schedules in a file: a JSON list, T4 results, a Kernel Tuner cache, or CSV with a column for each knob (`tile_m` or
+    `schedule.tile_m`).
 
     Args:
-        text: of the file.
-        name: for people; where it ends in .csv it is one.
-        knobs: of the space; other columns are left out.
+        text: the file's text.
+        name: the file's name. A file whose name ends in .csv is read as CSV.
+        knobs: the knobs of the space. Other values are left out.
 
     Raises:
         DatabaseError: it is none of these.
@@ -214,4 +221,6 @@ def configurations(text: str, name: str, knobs: Iterable[str]) -> list[dict[str,
         )
     if isinstance(data, dict) and isinstance(data.get("cache"), dict):
         return of(data["cache"].values(), lambda row: row if isinstance(row.get("time"), (int, float)) else None)
-    raise DatabaseError(f"{name} names no schedules")
+    raise DatabaseError(
+        f"{name} names no schedules; give a JSON list of them, T4 results, a Kernel Tuner cache, or CSV with knobs as columns"
+    )

@@ -1,4 +1,4 @@
-"""Is the database sound? Reads everything once; changes nothing."""
+"""Checks whether a database is sound. Everything is read once, and nothing is changed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tiledsched.store.validation import untrue_estimates
 
 
 def problems_found(session: Session) -> list[str]:
-    """One line for each thing that is wrong; empty when all is well."""
+    """One line for each thing that is wrong with the database; empty where it is sound."""
     found = _read(session, _tables)
     if found:
         return found
@@ -37,7 +37,7 @@ def problems_found(session: Session) -> list[str]:
 
 
 def _read(session: Session, part: Callable[[Session], list[str]]) -> list[str]:
-    """What a part finds; one line where what it reads cannot be read to the end."""
+    """What one check finds, or one line where the check cannot read to the end."""
     try:
         return part(session)
     except sa.exc.DatabaseError as error:
@@ -49,7 +49,7 @@ def _read(session: Session, part: Callable[[Session], list[str]]) -> list[str]:
         AttributeError,
         KeyError,
         OverflowError,
-    ) as error:  # of a column's text: no JSON, no time
+    ) as error:  # a column holds no JSON or no time
         session.rollback()
         return [f"cannot be read to its end: {type(error).__name__}: {error}; restore a copy"]
 
@@ -61,7 +61,7 @@ def _tables(session: Session) -> list[str]:
 
 def _file(session: Session) -> list[str]:
     if session.get_bind().dialect.name != "sqlite":
-        return []  # PostgreSQL looks after its own files and enforces references
+        return []  # PostgreSQL checks its own files, and enforces references
     found = [str(line) for line in session.scalars(sa.text("PRAGMA integrity_check")) if line != "ok"]
     for table, row, parent, _ in session.execute(sa.text("PRAGMA foreign_key_check")):
         found.append(f"{table} row {row} points at a row of {parent} that is not there")
@@ -69,7 +69,7 @@ def _file(session: Session) -> list[str]:
 
 
 def _columns(session: Session) -> list[str]:
-    """Which rows hold text that is no JSON. PostgreSQL takes none in."""
+    """The rows that hold text that is not JSON, which PostgreSQL does not accept."""
     if session.get_bind().dialect.name != "sqlite":
         return []
     found = []
@@ -83,7 +83,7 @@ def _columns(session: Session) -> list[str]:
 
 
 def _contents(session: Session) -> list[str]:
-    """Ids are hashes of contents: whatever was changed behind the program's back shows."""
+    """The rows whose id is not the hash of their contents: somebody else changed them."""
     found = []
     for schedule in session.scalars(select(ScheduleRow)):
         if stable_id(schedule.knobs) != schedule.id:
@@ -98,7 +98,7 @@ def _contents(session: Session) -> list[str]:
 
 
 def _measurements(session: Session) -> list[str]:
-    """Median and interval are order statistics of the samples: one changed without the others shows."""
+    """The measurements whose median or interval is not that of their samples."""
     found = []
     columns = (
         MeasurementRow.id,

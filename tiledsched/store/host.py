@@ -1,4 +1,4 @@
-"""Which host and process this is, and whether another process of this host still lives."""
+"""Names this host and this process, and tells whether another process of this host still runs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 ENDED = ("Z", "X")
-"""States of a process that ended, and of which its parent has not heard: in a container there may be none that listens."""
+"""States of a process that has ended, and whose parent has not asked for its exit status. In a container there may be no
+parent that asks."""
 
 
 def facts() -> dict[str, Any]:
-    """Name, process and platform, as stored with a run."""
+    """Host name, process and platform, as a run is stored with them."""
     return {
         "hostname": socket.gethostname(),
         "pid": os.getpid(),
@@ -24,7 +25,7 @@ def facts() -> dict[str, Any]:
 
 
 def is_alive(pid: int, started: int | None) -> bool:
-    """Whether process `pid` of this host runs and, where that can be told, is the one that began at `started`."""
+    """Whether process `pid` of this host runs and, where the system tells, is the process that began at `started`."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -36,23 +37,23 @@ def is_alive(pid: int, started: int | None) -> bool:
 
 
 def own_word() -> str:
-    """This process, for the name of a file: in a container that is started again, its successor may have the same number."""
+    """A word that names this process in file names. Its pid alone would not do: a restarted container gives it out again."""
     return f"{os.getpid()}.{_started(os.getpid()) or ''}"
 
 
 def lives(word: str) -> bool:
-    """Whether the process of this host that called itself so still runs."""
+    """Whether the process of this host that :func:`own_word` named so still runs."""
     pid, _, started = word.partition(".")
     return pid.isdigit() and is_alive(int(pid), int(started) if started.isdigit() else None)
 
 
 def _started(pid: int) -> int | None:
-    """Start of the process in clock ticks since boot, which tells it from a later one of the same number (Linux)."""
+    """Start of the process in clock ticks since boot (Linux), by which two processes of the same pid differ."""
     return _stat(pid)[1]
 
 
 def _stat(pid: int) -> tuple[str, int | None]:
-    """State and start of a process; nothing where that cannot be told."""
+    """State and start of a process; empty and None where the system does not tell."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

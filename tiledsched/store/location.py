@@ -17,7 +17,7 @@ def location(url: str | os.PathLike[str] | None) -> str:
 
 
 def site_location(site: str | None) -> str | None:
-    """`site`, or `tuning.db` in the first of the machine's shared data directories that has one."""
+    """`site`, or `tuning.db` in the first of the machine's shared data directories that has one; None where none has."""
     if site:
         return site
     import platformdirs

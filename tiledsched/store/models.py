@@ -1,4 +1,4 @@
-"""The tables. Ids of problems, schedules, toolchains and devices are hashes of their contents, equal everywhere.
+"""The tables of the database. Ids of problems, schedules, toolchains and devices are hashes of their contents.
 
 The schema is created by the migrations in `tuning_db/migrations`; a test holds them equal to what is declared here.
 Types are those SQLite and PostgreSQL share. Artifacts are keyed by (arch, fingerprint); their cubins are files.
@@ -37,13 +37,13 @@ NAMING = {
 
 
 class UtcDateTime(TypeDecorator[datetime]):
-    """A time in UTC, aware on the Python side on every backend (SQLite keeps no zone)."""
+    """A time in UTC. It has its time zone in Python on every backend, though SQLite stores none."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Refuse times without a zone; store the rest in UTC."""
+        """Convert a time to UTC. A time without a zone is refused."""
         if value is None:
             return None
         if value.tzinfo is None:
@@ -51,21 +51,21 @@ class UtcDateTime(TypeDecorator[datetime]):
         return value.astimezone(timezone.utc)
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Mark what comes back as UTC."""
+        """Give a stored time its zone, UTC."""
         if value is None:
             return None
         return value.replace(tzinfo=timezone.utc) if value.tzinfo is None else value.astimezone(timezone.utc)
 
 
 class Base(DeclarativeBase):
-    """Root of the models."""
+    """Base class of the models."""
 
     metadata = MetaData(naming_convention=NAMING)
     type_annotation_map = {dict[str, Any]: JSON, list[Any]: JSON, float: Float(), datetime: UtcDateTime}  # noqa: RUF012
 
 
 class DeviceRow(Base):
-    """A GPU with the driver it ran under: another driver is another row."""
+    """A GPU with its driver. The same GPU under another driver is another row."""
 
     __tablename__ = "devices"
 
@@ -76,7 +76,7 @@ class DeviceRow(Base):
 
 
 class ToolchainRow(Base):
-    """The compiler's versions."""
+    """The versions of the compiler's parts."""
 
     __tablename__ = "toolchains"
 
@@ -98,7 +98,7 @@ class ProblemRow(Base):
 
 
 class ViewRow(Base):
-    """A view of one kernel's entries, made by :mod:`tiledsched.store.views`."""
+    """The SQL view of one kernel's entries, which :mod:`tiledsched.store.views` makes."""
 
     __tablename__ = "kernel_views"
 
@@ -108,7 +108,7 @@ class ViewRow(Base):
 
 
 class ScheduleRow(Base):
-    """A schedule; knobs differ between kernels, so they are JSON."""
+    """A schedule. Its knobs are JSON, because kernels have different ones."""
 
     __tablename__ = "schedules"
 
@@ -117,7 +117,7 @@ class ScheduleRow(Base):
 
 
 class ArtifactRow(Base):
-    """Machine code, by fingerprint. `facts` is null where only the fingerprint is known (imported evidence)."""
+    """Machine code. `facts` is null where only the fingerprint is known (imported evidence)."""
 
     __tablename__ = "artifacts"
 
@@ -128,7 +128,7 @@ class ArtifactRow(Base):
 
 
 class BuildRow(Base):
-    """One compile: an artifact's fingerprint, or a failure's kind and message."""
+    """One compile, with the artifact's fingerprint, or the kind and message of the failure."""
 
     __tablename__ = "builds"
     __table_args__ = (
@@ -155,7 +155,7 @@ class BuildRow(Base):
 
 
 class RunRow(Base):
-    """One `tune`."""
+    """One run of `tune`."""
 
     __tablename__ = "runs"
 
@@ -171,7 +171,7 @@ class RunRow(Base):
 
 
 class MeasurementRow(Base):
-    """Samples, estimate and conditions. `uid` names it across databases."""
+    """A measurement: samples, estimate and conditions. `uid` is the same in every database."""
 
     __tablename__ = "measurements"
     __table_args__ = (
@@ -223,7 +223,7 @@ class FailureRow(Base):
 
 
 class EntryRow(Base):
-    """What is served for one key."""
+    """An entry: what is served for one kernel, arch, problem, device, regime, accumulator mode and compiler."""
 
     __tablename__ = "entries"
     __table_args__ = (
@@ -259,7 +259,7 @@ class EntryRow(Base):
 
 
 class CampaignRow(Base):
-    """Problems to be done by many GPUs, and how. `job` is the function, `kernel` where it is declared."""
+    """Problems that many GPUs work on, and how. `job` names the function, and `kernel` the kernel's declaration."""
 
     __tablename__ = "fleet_campaigns"
 
@@ -279,7 +279,7 @@ class CampaignRow(Base):
 
 
 class WorkerRow(Base):
-    """One GPU of a fleet, while one process works with it: when it was last heard of, and in what state."""
+    """A process that works with one GPU of a fleet: its state, and when it was last heard of."""
 
     __tablename__ = "fleet_workers"
 
@@ -321,7 +321,7 @@ class LeaseRow(Base):
 
 
 class AttemptRow(Base):
-    """One worker's attempt at one problem, and how it ended; what came too late is kept as it came."""
+    """One worker's attempt at one problem, and how it ended. A result that came too late is stored as well."""
 
     __tablename__ = "fleet_attempts"
 
@@ -337,7 +337,7 @@ class AttemptRow(Base):
 
 
 class ControlRow(Base):
-    """The control program of a campaign, timed on one GPU."""
+    """A timing of a campaign's control program on one GPU."""
 
     __tablename__ = "fleet_controls"
 

@@ -1,4 +1,4 @@
-"""Questions that show, report and serve ask. Those about builds are plain functions of build records."""
+"""Comparisons of builds and measurements, for reports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tiledsched.store.codec import encode
 from tiledsched.store.records import BuildRecord, StoredMeasurement
 
 ProgramKey = tuple[str, object]
-"""(fingerprint, grids): what makes a program distinct on one problem and device."""
+"""(fingerprint, grids): two programs for one problem and device differ where these differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,15 +22,15 @@ class KnobEffect:
     """Whether a knob reaches the machine code, over pairs of schedules of one problem class that differ in it alone."""
 
     knob: str
-    """Its name."""
+    """The knob's name."""
     pairs: int
-    """Such pairs that were built."""
+    """Number of such pairs that were built."""
     same: int
-    """Pairs of them with one fingerprint."""
+    """Number of pairs with the same fingerprint."""
 
     @property
     def inert(self) -> bool:
-        """Whether changing it never changed the program, and it was changed at least once."""
+        """Whether the knob was changed at least once, and never changed the program."""
         return self.pairs > 0 and self.same == self.pairs
 
     def to_json(self) -> dict[str, Any]:
@@ -40,35 +40,35 @@ class KnobEffect:
 
 @dataclass(frozen=True, kw_only=True)
 class RegimeComparison:
-    """Whether the burst and the sustained regime name the same winner for one problem on one device.
+    """Whether one program wins in both the burst and the sustained regime, for one problem on one device.
 
     Only programs measured in both regimes are compared, and a ratio is always of two times of one regime.
     """
 
     problem: Problem
-    """What is computed."""
+    """The problem."""
     device_name: str
-    """Where it was measured."""
+    """The GPU."""
     accum_mode: str
-    """fp32 or fp16 accumulators; the two are never compared."""
+    """fp32 or fp16 accumulators. Programs of different modes are never compared."""
     programs: int
-    """Programs measured in both regimes."""
+    """Number of programs that were measured in both regimes."""
     burst_winner: Schedule
-    """Least median in the burst regime."""
+    """The schedule with the least median in the burst regime."""
     sustained_winner: Schedule
-    """Least median in the sustained regime."""
+    """The schedule with the least median in the sustained regime."""
     burst_loss: float
-    """What serving the burst winner costs in the sustained regime: its time / the sustained winner's - 1."""
+    """How much longer the burst winner takes in the sustained regime than the winner there, as a share."""
     burst_loss_distinct: bool
     """Whether the 95% intervals of those two sustained times are apart."""
     sustained_loss: float
-    """What serving the sustained winner costs in the burst regime: its time / the burst winner's - 1."""
+    """How much longer the sustained winner takes in the burst regime than the winner there, as a share."""
     sustained_loss_distinct: bool
     """Whether the 95% intervals of those two burst times are apart."""
 
     @property
     def same(self) -> bool:
-        """Whether one program wins both."""
+        """Whether one program wins in both."""
         return self.burst_winner == self.sustained_winner
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Rows to records: the selects behind the reads, and what is made of what they return."""
+"""Rows to records: the statements that read, and the records made of their rows."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from tiledsched.store.models import (
 from tiledsched.store.records import BuildRecord, Entry, MeasurementSummary, StoredMeasurement, Toolchain, record_of
 
 OTHER_FIELDS = " (other fields)"
-"""Follows the kernel's name in a problem that was stored when the kernel had other fields: nothing here knows it."""
+"""Added to the kernel's name in a problem that was stored when the kernel had other fields. No kernel has that name."""
 
 UNDISTURBED = MeasurementRow.conditions["beside"].as_string().is_(None)
-"""Nobody else ran on the GPU meanwhile, as far as that was told."""
+"""No other process is known to have run on the GPU during the measurement."""
 
 
 def matching(wanted: Mapping[Any, Any]) -> list[ColumnElement[bool]]:
-    """The conditions for those columns whose wanted value is not None."""
+    """A condition for each column whose wanted value is not None."""
     return [column == value for column, value in wanted.items() if value is not None]
 
 
 def select_builds() -> Select:
-    """Builds with their schedule and artifact, as :meth:`Reader.builds` takes them."""
+    """Selects builds with their schedule and artifact, as :meth:`Reader.builds` takes them."""
     return (
         select(*BuildRow.__table__.columns, ScheduleRow.knobs, ArtifactRow.facts, ArtifactRow.cubin_bytes)
         .join(ScheduleRow, ScheduleRow.id == BuildRow.schedule_id)
@@ -51,7 +51,7 @@ def select_builds() -> Select:
 
 
 def select_measurements() -> Select:
-    """Measurements, newest first, as :meth:`Reader.stored_measurement` takes them."""
+    """Selects measurements, the newest first, as :meth:`Reader.stored_measurement` takes them."""
     return (
         select(MeasurementRow, ProblemRow, ScheduleRow, DeviceRow, ToolchainRow)
         .join(ProblemRow, ProblemRow.id == MeasurementRow.problem_id)
@@ -63,7 +63,7 @@ def select_measurements() -> Select:
 
 
 def select_latest(conditions: list[ColumnElement[bool]]) -> Select:
-    """The numbers of the newest measurement of each (problem, artifact, schedule, device name, regime)."""
+    """Selects the id of the newest measurement of each (problem, artifact, schedule, device name, regime)."""
     one = (
         MeasurementRow.problem_id,
         MeasurementRow.arch,
@@ -83,10 +83,10 @@ def select_latest(conditions: list[ColumnElement[bool]]) -> Select:
 
 
 def select_landscapes() -> Select:
-    """(problem, device name, arch, regime, distinct programs, measurements).
+    """Selects (problem, device name, arch, regime, distinct programs, measurements).
 
-    Of equal programs one schedule is measured, so schedules count programs; fingerprints would not, because a
-    persistent program is its grid, too.
+    Schedules count programs, because only one of several schedules that give equal programs is measured. Fingerprints would
+    not do: two launch grids of one machine code are two programs.
     """
     keys = (ProblemRow, DeviceRow.name, DeviceRow.arch, MeasurementRow.regime)
     return (
@@ -99,7 +99,7 @@ def select_landscapes() -> Select:
 
 
 def select_failures() -> Select:
-    """(failure, schedule, problem or None, device name or None), newest first."""
+    """Selects (failure, schedule, problem or None, device name or None), the newest first."""
     return (
         select(FailureRow, ScheduleRow, ProblemRow, DeviceRow.name)
         .join(ScheduleRow, ScheduleRow.id == FailureRow.schedule_id)
@@ -111,9 +111,10 @@ def select_failures() -> Select:
 
 @cache
 def select_entries(*columns: str) -> Select:
-    """Entries as :meth:`Reader.entry` takes them; the measurement comes without its samples.
+    """Selects entries as :meth:`Reader.entry` takes them, with the measurement but not its samples.
 
-    Those whose `columns` have the values given when it is executed, by their names. Made once: that takes longer than SQLite.
+    The values of `columns` are given by name when the statement is executed. Statements are remembered, because making one
+    takes longer than SQLite takes to run it.
     """
     runner_up, measured_by = aliased(ScheduleRow), aliased(ToolchainRow)
     return (
@@ -131,7 +132,7 @@ def select_entries(*columns: str) -> Select:
 
 
 class Reader:
-    """Makes records of rows, each schedule, problem and so on once."""
+    """Makes records of rows. Each schedule, problem, device and so on is made once."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[str, str], Any] = {}
@@ -143,26 +144,26 @@ class Reader:
         return self._made[key]
 
     def schedule(self, identity: str, knobs: Mapping[str, Any]) -> Schedule:
-        """From a row of `schedules`."""
+        """The schedule of a row of `schedules`."""
         made: Schedule = self._once("schedule", identity, lambda: Schedule.from_json(knobs))
         return made
 
     def problem(self, row: ProblemRow) -> Problem:
-        """From a row of `problems`."""
+        """The problem of a row of `problems`."""
         made: Problem = self._once("problem", row.id, lambda: _problem(row))
         return made
 
     def toolchain(self, row: ToolchainRow) -> Toolchain:
-        """From a row of `toolchains`."""
+        """The toolchain of a row of `toolchains`."""
         return record_of(Toolchain, row)
 
     def device(self, row: DeviceRow) -> Device:
-        """From a row of `devices`."""
+        """The device of a row of `devices`."""
         made: Device = self._once("device", row.id, lambda: decode(Device, row.device, f"devices[{row.id}]"))
         return made
 
     def facts(self, fingerprint: str, data: Any) -> ResourceFacts | None:
-        """From a row of `artifacts`."""
+        """The resource facts of a row of `artifacts`; None where there are none."""
         if data is None:
             return None
         where = f"artifacts[{fingerprint}].facts"
@@ -170,7 +171,7 @@ class Reader:
         return made
 
     def problem_class(self, identity: str, data: Any) -> ProblemClass:
-        """From a row of `builds`."""
+        """The problem class of a row of `builds`."""
         where = f"builds.problem_class[{identity}]"
         made: ProblemClass = self._once("class", identity, lambda: decode(ProblemClass, data, where))
         return made
@@ -183,7 +184,7 @@ class Reader:
         device: DeviceRow,
         toolchain: ToolchainRow,
     ) -> StoredMeasurement:
-        """From a row of `measurements` and what it points at."""
+        """The measurement of a row of `measurements` and the rows that it refers to."""
         where = f"measurements[{row.id}]"
         measurement = record_of(
             Measurement,
@@ -198,7 +199,7 @@ class Reader:
         return record_of(StoredMeasurement, row, toolchain=self.toolchain(toolchain), measurement=measurement)
 
     def summary(self, row: MeasurementRow, device: DeviceRow, toolchain: ToolchainRow) -> MeasurementSummary:
-        """The same, without the samples."""
+        """The measurement of such rows without its samples."""
         where = f"measurements[{row.id}]"
         return record_of(
             MeasurementSummary,
@@ -221,7 +222,7 @@ class Reader:
         device: DeviceRow | None,
         measured_by: ToolchainRow | None,
     ) -> Entry:
-        """From a row of `entries` and what it points at."""
+        """The entry of a row of `entries` and the rows that it refers to."""
         summary = self.summary(measurement, device, measured_by) if measurement and device and measured_by else None
         return record_of(
             Entry,
@@ -238,7 +239,7 @@ class Reader:
         )
 
     def builds(self, rows: Iterable[Any], toolchain: Toolchain) -> list[BuildRecord]:
-        """From rows as :func:`select_builds` returns them."""
+        """The builds of rows that :func:`select_builds` returned."""
         return [
             record_of(
                 BuildRecord,
@@ -256,12 +257,12 @@ class Reader:
 
 
 def read_rivals(data: list[Any] | None) -> tuple[RivalTime, ...] | None:
-    """From the column of an entry."""
+    """The times of rivals from the column of an entry."""
     return None if data is None else tuple(decode(RivalTime, each, "rivals") for each in data)
 
 
 def read_failure(kind: str, message: str | None) -> Failure:
-    """From the two columns of a failure."""
+    """The failure of the two columns that hold one."""
     return Failure(kind=FailureKind(kind), message=message or "")
 
 

@@ -1,4 +1,8 @@
-"""What goes into the store and comes out of it, as plain frozen values: no session, no lazy loading."""
+"""Records: what goes into the store and comes out of it, as frozen values that need no session.
+
+Entries and the summaries of their measurements are `msgspec` structs, because a process's first call makes them by the
+hundred. The other records are dataclasses.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement,
 from tiledsched.store.codec import encode
 
 PROVENANCES = ("measured", "transferred", "modelled", "default")
-"""Strongest first. An entry never replaces one of stronger provenance."""
+"""Provenances, the strongest first. An entry never replaces one of stronger provenance."""
 RUN_STATUSES = ("running", "done", "interrupted", "failed")
 STAGES = ("build", "measure")
 Place = tuple[str, str, Problem, str, str, str]
@@ -29,7 +33,11 @@ Made = TypeVar("Made")
 
 
 def record_of(kind: type[Made], source: Any, **other: Any) -> Made:
-    """A record whose fields are those of `source` that are called the same, but for what is given as `other`."""
+    """A record whose fields have the values of the attributes of `source` with the same names, or those given in `other`.
+
+    Raises:
+        TypeError: an attribute has a value of another type than the field.
+    """
     for name, types in _types(kind).items():  # type: ignore[arg-type]  # a class is hashable
         if name not in other:
             value = other[name] = getattr(source, name)
@@ -40,7 +48,7 @@ def record_of(kind: type[Made], source: Any, **other: Any) -> Made:
 
 @cache
 def _types(kind: type) -> dict[str, tuple[type, ...]]:
-    """What the value of each field may be."""
+    """The types that the value of each field may have."""
     found = {}
     for name, hint in get_type_hints(kind).items():
         arms = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
@@ -50,42 +58,42 @@ def _types(kind: type) -> dict[str, tuple[type, ...]]:
 
 @dataclass(frozen=True, kw_only=True)
 class ArtifactRecord:
-    """What the store knows of one machine code; the cubin itself is a file elsewhere."""
+    """What the store knows of one machine code. The cubin itself is a file elsewhere."""
 
     arch: str
     """Target, e.g. sm_121."""
     fingerprint: str
-    """Of the machine code."""
+    """Fingerprint of the machine code."""
     facts: ResourceFacts | None
-    """Resources it takes; None where only the fingerprint is known (imported evidence)."""
+    """Resources that the machine code takes; None where only the fingerprint is known (imported evidence)."""
     cubin_bytes: int
     """Size of the stripped cubin; 0 where unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildRecord:
-    """What became of one schedule, compiled for one arch and problem class by one toolchain."""
+    """The outcome of compiling one schedule for one arch and problem class with one toolchain."""
 
     kernel: str
-    """Its name, e.g. attention."""
+    """The kernel's name, e.g. attention."""
     source_hash: str
-    """Hash of the kernel's source: with the toolchain it says what need not be compiled again."""
+    """Hash of the kernel's source. A build with the same source and toolchain need not be done again."""
     toolchain: Toolchain
-    """What compiled it."""
+    """The compiler."""
     arch: str
     """Target, e.g. sm_121."""
     schedule: Schedule
-    """What was compiled."""
+    """The schedule that was compiled."""
     problem_class: ProblemClass
-    """For which problems."""
+    """The problems that the machine code serves."""
     fingerprint: str
-    """Of the machine code; empty when it did not build."""
+    """Fingerprint of the machine code; empty where the build failed."""
     facts: ResourceFacts | None
-    """Resources it takes; None when it did not build."""
+    """Resources that the machine code takes; None where the build failed."""
     cubin_bytes: int
-    """Size of the stripped cubin; 0 when it did not build."""
+    """Size of the stripped cubin; 0 where the build failed."""
     failure: Failure | None
-    """Why it did not build; None when it did."""
+    """Why the build failed; None where it succeeded."""
     seconds: float
     """Wall time of the compile."""
 
@@ -102,7 +110,7 @@ class BuildRecord:
         problem_class: ProblemClass,
         seconds: float,
     ) -> BuildRecord:
-        """The record of a compile that ended in `outcome`."""
+        """The record of a build that ended in `outcome`."""
         artifact = outcome if isinstance(outcome, Artifact) else None
         return cls(
             kernel=kernel,
@@ -125,7 +133,7 @@ class BuildRecord:
 
     @property
     def artifact(self) -> ArtifactRecord:
-        """What is known of the machine code of a build that succeeded."""
+        """The record of the machine code of a build that succeeded."""
         return ArtifactRecord(
             arch=self.arch, fingerprint=self.fingerprint, facts=self.facts, cubin_bytes=self.cubin_bytes
         )
@@ -133,18 +141,18 @@ class BuildRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """One `tune` from start to end."""
+    """One run of `tune`."""
 
     id: int
     """Number in this database."""
     status: str
     """running, done, interrupted or failed."""
     command: dict[str, Any]
-    """Its arguments."""
+    """The arguments of the command."""
     arch: str
-    """What was tuned for."""
+    """The arch that was tuned for."""
     host: dict[str, Any]
-    """Where it ran: hostname, pid and platform, and whatever the caller added."""
+    """Where the run took place: hostname, pid and platform, and what the caller added."""
     started_at: datetime
     """UTC."""
     finished_at: datetime | None
@@ -152,30 +160,30 @@ class RunRecord:
 
 
 class MeasurementSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """The evidence under an entry, without the raw samples."""
+    """A measurement without its raw samples, as an entry carries it."""
 
     id: int
     """Number of the measurement in this database."""
     uid: str
-    """Its name in every database."""
+    """Name of the measurement, the same in every database."""
     median_us: float
-    """Median launch, in microseconds."""
+    """Median time of a launch, in microseconds."""
     ci_low_us: float
     """Lower end of the 95% confidence interval of the median."""
     ci_high_us: float
-    """Upper end."""
+    """Upper end of that interval."""
     samples: int
-    """Timed launches."""
+    """Number of timed launches."""
     device: Device
-    """Where it was taken."""
+    """The GPU."""
     conditions: Conditions
-    """Clocks, power, throttling."""
+    """Clocks, power and throttling meanwhile."""
     accuracy: Accuracy | None
     """Error against the reference; None where it was not computed."""
     runner: str
     """gpu or replay."""
     toolchain: Toolchain
-    """What compiled the program."""
+    """The compiler of the program."""
     created_at: datetime
     """UTC."""
 
@@ -187,20 +195,20 @@ class MeasurementSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 @dataclass(frozen=True, kw_only=True)
 class StoredMeasurement:
-    """A measurement with what the store knows beside it."""
+    """A measurement as the store holds it."""
 
-    id: int
-    """Number in this database."""
+    id: int = 0
+    """Number in this database; 0 where the measurement is in none."""
     uid: str
-    """24 hex digits over the whole record: the same in every database it is merged into."""
-    run_id: int | None
+    """A hash of the whole record, 24 hex digits: the same in every database that the measurement is merged into."""
+    run_id: int | None = None
     """The run that took it; None when imported."""
     kernel: str
-    """Its name."""
+    """The kernel's name."""
     source_hash: str
-    """Hash of the kernel's source, for the record: what was measured holds for its machine code."""
+    """Hash of the kernel's source, for information: a measurement holds for its machine code."""
     toolchain: Toolchain
-    """What compiled the program."""
+    """The compiler of the program."""
     measurement: Measurement
     """Samples, estimate, device and conditions."""
     created_at: datetime
@@ -208,7 +216,7 @@ class StoredMeasurement:
 
     @property
     def summary(self) -> MeasurementSummary:
-        """The same without the samples, as an entry carries it."""
+        """The measurement without its samples."""
         taken = self.measurement
         return record_of(
             MeasurementSummary,
@@ -231,51 +239,51 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Fields that are not written where they have their default."""
 
     kernel: str
-    """Its name, e.g. attention."""
+    """The kernel's name, e.g. attention."""
     arch: str
     """e.g. sm_121."""
     problem: Problem
-    """What is computed."""
+    """The problem."""
     device_name: str = ""
-    """The GPU it holds for; empty for the whole arch."""
+    """The GPU that the entry holds for; empty for the whole arch."""
     regime: str = ""
     """burst or sustained; empty where nothing was measured."""
     accum_mode: str = "fp32"
-    """fp32 or fp16: fp16 accumulators are an accuracy class of their own."""
+    """fp32 or fp16. Results with fp16 accumulators are less accurate, and never served in place of fp32 ones."""
     provenance: str
     """measured, transferred, modelled or default."""
     schedule: Schedule
-    """What is served."""
+    """The schedule that is served."""
     fingerprint: str = ""
-    """Its machine code; empty where it was not built."""
+    """Fingerprint of its machine code; empty where the schedule was not built."""
     measurement_id: int | None = None
-    """Number of the measurement behind it; None where nothing was measured."""
+    """Number of the measurement behind the entry; None where nothing was measured."""
     measurement: MeasurementSummary | None = None
     """That measurement, filled in by the store on reading; ignored on writing."""
     model_us: float | None = None
-    """The model's estimate, in microseconds. Never to be printed as measured."""
+    """The model's estimate, in microseconds. Must never be printed as measured."""
     runner_up: Schedule | None = None
-    """The best schedule that can be told apart from this one."""
+    """The best schedule whose confidence interval is apart from this one's."""
     margin: float | None = None
-    """(runner_up - best) / best, by median."""
+    """How much longer the runner-up takes, as a share of this schedule's median."""
     ties: tuple[Schedule, ...] = ()
-    """Schedules that cannot be told apart from this one."""
+    """Schedules whose confidence intervals overlap this one's."""
     rivals: tuple[RivalTime, ...] | None = None
-    """What rivals took beside this one; None where none was timed."""
+    """Times of rivals in the same run; None where none was timed."""
     candidates: int = 0
-    """Distinct programs compared."""
+    """Number of distinct programs that were compared."""
     source: str = ""
-    """Where it comes from, for people: `tune run 12`, `table sm_90.json`, a paper."""
+    """Where the entry comes from, for people: `tune run 12`, `table sm_90.json`, a paper."""
     toolchain: Toolchain | None = None
-    """What compiled it; None where it was not built."""
+    """The compiler of its machine code; None where the schedule was not built."""
     source_hash: str = ""
-    """Hash of the kernel's source, for the record: what was measured holds for its machine code."""
+    """Hash of the kernel's source, for information: a measurement holds for its machine code."""
     run_id: int | None = None
-    """The run that wrote it; None when imported."""
+    """The run that wrote the entry; None where it was imported."""
     updated_at: datetime | None = None
-    """UTC; the store fills in the current time where None."""
+    """When the entry was written, UTC; the store fills in the current time where this is None."""
     layer: str = ""
-    """Where it was found: shipped, bundle, site or user; filled in for serving, and never stored."""
+    """The layer in which the entry was found: shipped, bundle, site or user. Filled in for serving, and never stored."""
 
     @property
     def median_us(self) -> float | None:
@@ -289,7 +297,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def compiler(self) -> str:
-        """Version of the compiler whose machine code it is, e.g. 13.4.92; empty where it was not built."""
+        """Version of the compiler, e.g. 13.4.92; empty where the schedule was not built."""
         return self.toolchain.tileiras if self.toolchain else ""
 
     @property
@@ -325,21 +333,21 @@ class FailureRecord:
     id: int
     """Number in this database."""
     run_id: int | None
-    """The run it happened in."""
+    """The run in which it happened."""
     kernel: str
-    """Its name."""
+    """The kernel's name."""
     arch: str
     """e.g. sm_121."""
     stage: str
     """build or measure."""
     problem: Problem | None
-    """What was to be computed; None for builds, which serve many problems."""
+    """The problem; None for a failed build, which would serve many problems."""
     schedule: Schedule
     """The candidate."""
     fingerprint: str
-    """Its machine code; empty when it did not build."""
+    """Fingerprint of its machine code; empty for a failed build."""
     device_name: str
-    """Where; empty for builds."""
+    """The GPU; empty for a failed build."""
     failure: Failure
     """Kind and message."""
     created_at: datetime
@@ -348,32 +356,32 @@ class FailureRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class LandscapeSummary:
-    """How much is measured of one problem on one device in one regime."""
+    """How many measurements there are of one problem on one device in one regime."""
 
     problem: Problem
-    """What was computed."""
+    """The problem."""
     device_name: str
-    """Where."""
+    """The GPU."""
     arch: str
-    """The device's arch."""
+    """The GPU's arch."""
     regime: str
     """burst or sustained."""
     distinct_programs: int
-    """Fingerprints measured; two launch grids of one machine code count once."""
+    """Number of programs that were measured."""
     measurements: int
-    """Measurements, repeats included."""
+    """Number of measurements, repeated ones included."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contradiction:
-    """Measurements of one problem on one kind of GPU that do not go with what is served."""
+    """A measurement that contradicts the entry for its problem."""
 
     entry: Entry
     """What is served."""
     schedule: Schedule
-    """Of the measurement that contradicts: the same program at another time, or a faster one."""
+    """Schedule of that measurement: the entry's own, with another time, or a faster one."""
     median_us: float
-    """What that measurement says."""
+    """Median of that measurement, in microseconds."""
 
     def __str__(self) -> str:
         entry, us = self.entry, self.entry.median_us or math.nan
@@ -385,20 +393,20 @@ class Contradiction:
 
 @dataclass(frozen=True, kw_only=True)
 class MergeResult:
-    """What an import or merge did."""
+    """The outcome of an import or a merge."""
 
     entries_added: int = 0
-    """Keys that were new."""
+    """Number of entries with a new key."""
     entries_replaced: int = 0
-    """Keys whose entry gave way: the other one's provenance is stronger, or equal and its evidence better."""
+    """Number of keys whose entry was replaced: the new one's provenance is stronger, or equal and its evidence better."""
     entries_kept: int = 0
-    """Keys whose entry stayed."""
+    """Number of keys whose entry stayed."""
     measurements_added: int = 0
-    """Measurements that were new."""
+    """Number of new measurements."""
     measurements_kept: int = 0
-    """Measurements already here."""
+    """Number of measurements that were there already."""
     contradictions: tuple[Contradiction, ...] = ()
-    """Where what was measured contradicts what is served: a race decides."""
+    """Measurements that contradict what is served. A new race decides between them."""
 
     def __add__(self, other: MergeResult) -> MergeResult:
         counts = {
@@ -406,7 +414,7 @@ class MergeResult:
             for each in fields(self)
             if each.name != "contradictions"
         }
-        # Of what the first said of a key the second knows better.
+        # Where both name a contradiction of one key, the second is the newer one.
         latest = {each.entry.key: each for each in (*self.contradictions, *other.contradictions)}
         return MergeResult(**counts, contradictions=tuple(latest.values()))
 

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from tiledsched.core.problem import Problem
+from tiledsched.core.registry import kernel_named
 from tiledsched.core.schedule import Schedule
 from tiledsched.store.codec import encode
 from tiledsched.store.records import Entry
@@ -57,13 +58,12 @@ def write_copy(entries: Sequence[Entry], layer: str) -> str:
 
 
 def _values(problem: Problem) -> tuple[str, dict[str, Any], list[str]]:
-    written = problem.to_json()
-    return problem.kernel, dict(problem.values), [name for name in problem.values if name not in written]
+    return problem.kernel, dict(problem.values), sorted(problem.omitted)
 
 
 def _problem(kernel: str, values: dict[str, Any], omitted: frozenset[str]) -> Problem:
     plain = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    return Problem(kernel, plain, omitted=omitted)
+    return Problem(kernel_named(kernel), plain, omitted=omitted)
 
 
 def read_copy(data: bytes) -> list[Entry]:

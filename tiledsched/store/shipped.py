@@ -41,9 +41,9 @@ def read_shipped_entries(table: Path) -> list[Entry]:
         sound = False
     if sound:
         return read_copy(copy)
-    from tiledsched.store.exchange import read_entries  # which serving needs for tables of other layers only
+    from tiledsched.store.exchange import read_table  # which serving needs for tables of other layers only
 
-    return [entry.replace(layer="shipped") for entry in read_entries(table)]
+    return [entry.replace(layer="shipped") for entry in read_table(table).entries]
 
 
 def _is_listed(table: Path, listed: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Questions of one's own in SQL, which can change nothing, take up the machine for ever, or reach another file."""
+"""SQL queries of the user's own. A query cannot change anything, run for ever, or reach another file."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from tiledsched.core.errors import DatabaseError
 from tiledsched.store.db import TuningDB
 
 MAY = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
-"""What a statement may do in SQLite; all else, ATTACH and PRAGMA among it, is refused before it runs."""
+"""What a statement may do in SQLite. Anything else, such as ATTACH and PRAGMA, is refused before it runs."""
 STEPS = 10_000
-"""Of SQLite's machine between two looks at the clock."""
+"""Steps of SQLite's virtual machine between two looks at the clock."""
 
 
 @contextmanager
-def ask(db: TuningDB, sql: str, timeout_s: float = 60.0) -> Iterator[tuple[list[str], Iterator[tuple[Any, ...]]]]:
-    """The answer to one SQL statement: names of the columns, and the rows as they come. They are there until the block ends.
+def run_query(db: TuningDB, sql: str, timeout_s: float = 60.0) -> Iterator[tuple[list[str], Iterator[tuple[Any, ...]]]]:
+    """Run one SQL statement, and give the names of its columns and its rows. The rows can be read until the block ends.
 
     Args:
-        db: opened to be read.
+        db: an open database.
         sql: one statement that reads.
-        timeout_s: after which it is given up.
+        timeout_s: how long the statement may run, in seconds.
 
     Raises:
-        DatabaseError: it is no SQL, asks for what is not there, would change something, or takes too long.
+        DatabaseError: the statement is wrong, would change something, or takes too long.
     """
     with db.reading() as session:
         driver: Any = session.connection().connection.driver_connection
-        tell = _asked_sqlite if isinstance(driver, sqlite3.Connection) else _asked_postgresql
+        run = _run_in_sqlite if isinstance(driver, sqlite3.Connection) else _run_in_postgresql
         try:
-            with tell(driver, sql, timeout_s) as cursor:
+            with run(driver, sql, timeout_s) as cursor:
                 if cursor.description is None:
-                    raise DatabaseError("that is no question: it returns no rows; write one SELECT")
+                    raise DatabaseError("the statement returns no rows; write one SELECT")
                 yield [str(column[0]) for column in cursor.description], iter(cursor)
         except (sqlite3.Error, sqlite3.Warning) as error:
-            raise DatabaseError(_said(db, str(error), timeout_s)) from error
+            raise DatabaseError(_explained(db, str(error), timeout_s)) from error
         except Exception as error:
             if type(error).__module__.split(".")[0] != "psycopg":
                 raise
-            raise DatabaseError(_said(db, str(error).partition("\n")[0], timeout_s)) from error
+            raise DatabaseError(_explained(db, str(error).partition("\n")[0], timeout_s)) from error
 
 
 @contextmanager
-def _asked_sqlite(driver: sqlite3.Connection, sql: str, timeout_s: float) -> Iterator[Any]:
+def _run_in_sqlite(driver: sqlite3.Connection, sql: str, timeout_s: float) -> Iterator[Any]:
     ends = time.monotonic() + timeout_s
     driver.set_authorizer(lambda action, *more: sqlite3.SQLITE_OK if action in MAY else sqlite3.SQLITE_DENY)
     driver.set_progress_handler(lambda: time.monotonic() > ends, STEPS)
@@ -60,28 +60,27 @@ def _asked_sqlite(driver: sqlite3.Connection, sql: str, timeout_s: float) -> Ite
 
 
 @contextmanager
-def _asked_postgresql(driver: Any, sql: str, timeout_s: float) -> Iterator[Any]:
+def _run_in_postgresql(driver: Any, sql: str, timeout_s: float) -> Iterator[Any]:
     driver.execute("SET TRANSACTION READ ONLY")
     driver.execute(f"SET LOCAL statement_timeout = {max(1, round(timeout_s * 1000))}")
     with driver.cursor() as cursor:
-        yield cursor.execute(
-            sql, prepare=True
-        )  # what is prepared is one statement: none may end the transaction and go on
+        # A prepared statement is a single one, so that none ends the transaction and goes on.
+        yield cursor.execute(sql, prepare=True)
 
 
-def _said(db: TuningDB, text: str, timeout_s: float) -> str:
-    said = text.lower()
-    if "interrupted" in said or "statement timeout" in said:
+def _explained(db: TuningDB, text: str, timeout_s: float) -> str:
+    lower = text.lower()
+    if "interrupted" in lower or "statement timeout" in lower:
         return f"no answer after {timeout_s:g} s; ask for less, or give it longer with --timeout"
-    if "not authorized" in said or "prohibited" in said or "read-only transaction" in said:
+    if "not authorized" in lower or "prohibited" in lower or "read-only transaction" in lower:
         return f"{text}; a query reads and changes nothing: write one SELECT"
-    if "no such table" in said or "does not exist" in said or "no such column" in said:
+    if "no such table" in lower or "does not exist" in lower or "no such column" in lower:
         return f"{text}; there are {', '.join(tables(db))} (docs/database.md says what is in them)"
-    return f"{text}; write one SELECT in the words of the database"
+    return f"{text}; write one SELECT that the database understands"
 
 
 def tables(db: TuningDB) -> list[str]:
-    """Names of tables and views."""
+    """The names of the tables and views."""
     with db.reading() as session:
         found = sa.inspect(session.connection())
         return sorted([*found.get_table_names(), *found.get_view_names()])

@@ -34,32 +34,32 @@ INVALIDITY = {
     FailureKind.HANG: "timeout",
     FailureKind.WRONG_RESULT: "correctness",
 }
-"""T4's word for a failure; all others happened at run time. `constraints` never occurs: what breaks a constraint is not
-tried."""
+"""T4's word for each kind of failure; all other kinds are `runtime`. `constraints` never occurs, because a schedule that
+breaks a constraint is never tried."""
 NOT_COMPILED = (FailureKind.COMPILE_ERROR, FailureKind.COMPILER_KILLED, FailureKind.COMPILE_TIMEOUT)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """A landscape with what failed."""
+    """A landscape with its failures."""
 
     measurements: tuple[StoredMeasurement, ...]
-    """The newest of each schedule, fastest first; at least one."""
+    """The newest measurement of each schedule, the fastest first. There is at least one."""
     failures: tuple[tuple[Schedule, Failure], ...]
-    """Schedules that gave no measurement, by id."""
+    """The schedules that gave no measurement, sorted by id, and why."""
     compile_seconds: dict[Schedule, float]
-    """Wall time of each compile that is known."""
+    """Wall time of each schedule's compile, where it is known."""
     artifacts: Mapping[tuple[str, str], ArtifactRecord] = field(default_factory=dict)
-    """What is known of machine code, by arch and fingerprint."""
+    """Facts of machine code, by arch and fingerprint."""
 
     @property
     def problem(self) -> Problem:
-        """What is computed."""
+        """The problem."""
         return self.measurements[0].measurement.problem
 
     @property
     def newest(self) -> StoredMeasurement:
-        """The last one taken: its source and toolchain are told of the whole."""
+        """The newest measurement, whose source and toolchain are stated for the whole landscape."""
         return max(self.measurements, key=lambda one: (one.created_at, one.uid))
 
     @property
@@ -70,7 +70,7 @@ class Recorded:
 
     @property
     def knobs(self) -> dict[str, list[KnobValue]]:
-        """Each knob's values, in order. A schedule of an older space may lack some of them."""
+        """The sorted values of each knob. A schedule of an older space may lack some knobs."""
         seen: dict[str, dict[tuple[str, KnobValue], KnobValue]] = {}
         schedules = [one.measurement.schedule for one in self.measurements] + [each for each, _ in self.failures]
         for schedule in schedules:
@@ -80,10 +80,10 @@ class Recorded:
 
 
 def recorded(db: TuningDB, problem: Problem, device_name: str, regime: str) -> Recorded:
-    """The landscape of one problem on one device; failures and compile times by the source and toolchain measured last.
+    """The landscape of one problem on one device. Failures and compile times are those of the newest source and toolchain.
 
     Raises:
-        DatabaseError: nothing was measured there.
+        DatabaseError: the problem was not measured on the device.
     """
     everything = db.latest_measurements(problem, device_name=device_name, regime=regime)
     if not everything:
@@ -125,7 +125,7 @@ def _serves(build: BuildRecord, problem: Problem, device: Device) -> bool:
 
 
 def t4_results(landscape: Recorded) -> dict[str, Any]:
-    """The landscape as a T4 results document: a result for each schedule measured or failed. Times are milliseconds."""
+    """The landscape as T4 results: one for each schedule that was measured or failed. Times are in milliseconds."""
     results = [_measured(landscape, stored) for stored in landscape.measurements]
     for schedule, failure in landscape.failures:
         results.append(
@@ -143,7 +143,7 @@ def t4_results(landscape: Recorded) -> dict[str, Any]:
 
 def _measured(landscape: Recorded, stored: StoredMeasurement) -> dict[str, Any]:
     taken = stored.measurement
-    told: list[tuple[str, Any, str]] = [
+    values: list[tuple[str, Any, str]] = [
         ("time", taken.median_us / 1e3, "ms"),
         ("time_ci_low", taken.ci_low_us / 1e3, "ms"),
         ("time_ci_high", taken.ci_high_us / 1e3, "ms"),
@@ -152,23 +152,23 @@ def _measured(landscape: Recorded, stored: StoredMeasurement) -> dict[str, Any]:
         ("power", taken.conditions.power_w, "W"),
     ]
     if taken.accuracy is not None:
-        told.append(("worst_tile_error", taken.accuracy.worst_tile_error, ""))
+        values.append(("worst_tile_error", taken.accuracy.worst_tile_error, ""))
     artifact = landscape.artifacts.get((taken.device.arch, taken.fingerprint))
     record = {**written(stored), "artifact": encode(artifact)}
-    told.append((RECORD, json.dumps(record, sort_keys=True), ""))  # what `db import` reads
+    values.append((RECORD, json.dumps(record, sort_keys=True), ""))  # what `db import` reads
     return {
         "timestamp": stored.created_at.isoformat(),
         "configuration": taken.schedule.to_json(),
         "times": {**_compile_time(landscape, taken.schedule), "runtimes": [us / 1e3 for us in taken.samples_us]},
         "invalidity": "correct",
         "correctness": 1,
-        "measurements": [{"name": name, "value": value, "unit": unit} for name, value, unit in told],
+        "measurements": [{"name": name, "value": value, "unit": unit} for name, value, unit in values],
         "objectives": ["time"],
     }
 
 
 def _compile_time(landscape: Recorded, schedule: Schedule) -> dict[str, float]:
-    """In the schema the key is `compilation_time`; Kernel Tuner writes `compilation`. Both, so that either is found."""
+    """The compile time under two keys: the schema says `compilation_time`, and Kernel Tuner writes `compilation`."""
     seconds = landscape.compile_seconds.get(schedule)
     return {} if seconds is None else {"compilation_time": seconds * 1e3, "compilation": seconds * 1e3}
 
@@ -205,12 +205,12 @@ def t4_metadata(landscape: Recorded) -> dict[str, Any]:
 
 
 def kernel_tuner_cache(landscape: Recorded) -> dict[str, Any]:
-    """The landscape as a Kernel Tuner cache, for its simulation mode. Times are milliseconds.
+    """The landscape as a cache for Kernel Tuner's simulation mode. Times are in milliseconds.
 
-    `benchmark_time` is the sum of the samples; the pauses between them are not in it.
+    `benchmark_time` is the sum of the samples, without the pauses between them.
 
     Raises:
-        DatabaseError: schedules of spaces with different knobs stand side by side.
+        DatabaseError: the landscape has schedules with different knobs.
     """
     first = landscape.measurements[0]
     knobs = landscape.knobs
@@ -261,7 +261,10 @@ def kernel_tuner_cache(landscape: Recorded) -> dict[str, Any]:
 
 
 def export_foreign(landscape: Recorded, folder: str | os.PathLike[str], form: str) -> list[Path]:
-    """Write one landscape to `folder` in the format `form`, t4 or kernel-tuner-cache; the files written.
+    """Write one landscape to `folder` in the format `form`, which is t4 or kernel-tuner-cache.
+
+    Returns:
+        The files that were written.
 
     Raises:
         DatabaseError: the folder cannot be written, or the format cannot hold the landscape.

@@ -1,4 +1,4 @@
-"""What names, ids and numbers from a file may look like. They become paths, columns and text of reports."""
+"""Checks of names, ids and numbers from files, which become paths, columns and text of reports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DEVICE = (
 _REGIME = (re.compile(f"({'|'.join(REGIMES)})?"), f"one of {', '.join(REGIMES)}")
 _ARCH = (re.compile(r"sm_\d{2,3}[a-z]?"), "sm_ and a number, as sm_90")
 _WORD = (re.compile(r"[\w.-]{0,16}"), "up to 16 letters, digits and any of _.-")
-FORMS = {
+PATTERNS = {
     "arch": _ARCH,
     "fingerprint": _HEX,
     "uid": (re.compile(r"[0-9a-f]{24}"), "24 hex digits, lower case"),
@@ -34,7 +34,7 @@ FORMS = {
     "accum_mode": _WORD,
     "runner": _WORD,
 }
-"""Field, or class and field where others are called the same -> its form, and that in words."""
+"""A field's name, or class and name where other fields have the same name -> the pattern, and the pattern in words."""
 POSITIVE = (
     "median_us",
     "ci_low_us",
@@ -46,28 +46,37 @@ POSITIVE = (
     "ratio_low",
     "ratio_high",
 )
-"""Fields of times: none is 0, or the rates made of them are nothing."""
+"""Fields that hold times or ratios, which are above 0."""
 LARGEST = 2**63 - 1
+"""The largest integer that databases take."""
 SMALL = 2**31
+"""Integers below this need no further check."""
 
 
 def field_checks(owner: str, names: Iterable[str]) -> list[tuple[str, Callable[[Any, str], None]]]:
-    """Those of a class's fields that have a form, each with what holds a value to it: given the value and where it stands, it
-    raises DatabaseError where the value does not have that form.
+    """The checks of a class's fields.
+
+    Args:
+        owner: the class's name.
+        names: names of its fields.
+
+    Returns:
+        Pairs of a field's name and a check. A check takes a value and the value's path, and raises DatabaseError where the
+        value is wrong. A field may have none, one or two checks.
     """
     found: list[tuple[str, Callable[[Any, str], None]]] = []
     for name in names:
-        form = FORMS.get(f"{owner}.{name}") or FORMS.get(name)
-        if form:
-            found.append((name, partial(_check_form, *form)))
+        pattern = PATTERNS.get(f"{owner}.{name}") or PATTERNS.get(name)
+        if pattern:
+            found.append((name, partial(_check_pattern, *pattern)))
         if name in POSITIVE:
             found.append((name, _check_positive))
     return found
 
 
-def _check_form(pattern: re.Pattern[str], about: str, value: Any, where: str) -> None:
+def _check_pattern(pattern: re.Pattern[str], about: str, value: Any, where: str) -> None:
     if isinstance(value, str) and not pattern.fullmatch(value):
-        raise DatabaseError(f"{where}: {value!r} is not of the form allowed: {about}; correct the value")
+        raise DatabaseError(f"{where}: {value!r} is not allowed here, only {about}; correct the value")
 
 
 def _check_positive(value: Any, where: str) -> None:
@@ -77,10 +86,10 @@ def _check_positive(value: Any, where: str) -> None:
 
 
 def check_number(value: float, where: str) -> None:
-    """Hold a number to what every database and reader of JSON takes.
+    """Refuse a number that a database or a reader of JSON does not take.
 
     Raises:
-        DatabaseError: an integer beyond 64 bits, infinity or NaN.
+        DatabaseError: the number is an integer beyond 64 bits, infinite or not a number.
     """
     if isinstance(value, int):
         if not -LARGEST - 1 <= value <= LARGEST:
@@ -90,26 +99,29 @@ def check_number(value: float, where: str) -> None:
 
 
 def check_values(values: Mapping[str, Any], where: str) -> None:
-    """Hold the names of knobs, or of a problem's fields, and their numbers to what they may be.
+    """Check the values of a schedule's knobs or of a problem's fields, and their names.
 
     Raises:
-        DatabaseError: one is not; the message names it.
+        DatabaseError: a name or a number is not allowed; the message names it.
     """
     for name, value in values.items():
         if not name.isidentifier():
-            raise DatabaseError(f"{where}: {name!r} is no name: allowed are letters, digits and _; correct it")
+            raise DatabaseError(f"{where}: {name!r} is not a name: allowed are letters, digits and _; correct it")
         kind = type(value)
         if kind is bool or (kind is int and -SMALL < value < SMALL) or (kind is str and name != "kernel"):
             continue  # nearly all of them, and tables hold tens of thousands
         if name == "kernel":
-            _check_form(*FORMS["kernel"], value, f"{where}.{name}")
+            _check_pattern(*PATTERNS["kernel"], value, f"{where}.{name}")
         for each in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(each, (int, float)):
                 check_number(each, f"{where}.{name}")
 
 
 def untrue_estimates(median: Any, low: Any, high: Any, samples: Any, count: Any) -> list[str]:
-    """What of a measurement's estimate is not that of its samples."""
+    """What is wrong with a measurement's estimate, given its samples: one line for each thing; empty where nothing is.
+
+    The median must be that of the samples, the ends of the interval must be among them, and their count must be as stated.
+    """
     times = isinstance(samples, list) and all(
         (type(each) is float and 0 < each < math.inf) or _is_time(each) for each in samples
     )

@@ -1,7 +1,7 @@
-"""A view for each kernel: what is served of it, with its fields as columns, for queries of one's own.
+"""A view for each kernel, for SQL queries: the kernel's entries, with the fields of its problems as columns.
 
-`select schedule from rms_norm where arch = 'sm_90' and columns = 4096` works in SQLite and in PostgreSQL alike. Names are
-lower case: PostgreSQL folds what is not quoted, and SQLite does not care.
+`select schedule from rms_norm where arch = 'sm_90' and columns = 4096` works in SQLite and in PostgreSQL. Names are in
+lower case, because PostgreSQL reads unquoted names so.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tiledsched.core.problem import KernelClass
 from tiledsched.store.models import EntryRow, MeasurementRow, ProblemRow, ScheduleRow, ViewRow
 
 LONGEST_NAME = 63
-"""PostgreSQL cuts longer ones."""
+"""The most characters of a name: PostgreSQL cuts longer ones."""
 FIXED = {
     "arch": EntryRow.arch,
     "device_name": EntryRow.device_name,
@@ -33,11 +33,14 @@ FIXED = {
     "fingerprint": EntryRow.fingerprint,
     "updated_at": EntryRow.updated_at,
 }
-"""Columns of every view; a field of one of these names gets an underscore behind it."""
+"""Columns of every view. A field with one of these names gets an underscore at its end."""
 
 
 def create_view(connection: Connection, kernel: KernelClass) -> str:
-    """Make the view of `kernel`, or make it anew where its fields have changed; its name. Does not commit.
+    """Make the view of `kernel`, or make it anew where the kernel's fields have changed. Does not commit.
+
+    Returns:
+        The view's name.
 
     Raises:
         sqlalchemy.exc.DBAPIError: the user may not make views.
@@ -60,7 +63,7 @@ def create_view(connection: Connection, kernel: KernelClass) -> str:
 
 
 def view_name(kernel: str) -> str:
-    """What the view of a kernel is called if the name is free: `rms_norm` for `mylib.norms:RmsNorm`."""
+    """The name of a kernel's view if no table has it: `rms_norm` for `mylib.norms:RmsNorm`."""
     last = re.split(r"[:.]", kernel)[-1]
     words = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])", "_", last)
     return re.sub(r"[^a-z0-9_]", "_", words.lower())[:LONGEST_NAME] or "kernel"
@@ -72,7 +75,7 @@ def _taken(connection: Connection, name: str) -> bool:
 
 
 def _query(kernel: KernelClass) -> sa.Select[Any]:
-    """The entries of `kernel`, with its fields and their short names as columns."""
+    """Selects the entries of `kernel`, with the fields of problems and their short names as columns."""
     columns: dict[str, Any] = dict(FIXED)
 
     def add(name: str, column: Any) -> None:
@@ -99,7 +102,7 @@ def _query(kernel: KernelClass) -> sa.Select[Any]:
 
 
 def _field(kernel: KernelClass, name: str) -> Any:
-    """One field of a problem as an integer, a boolean or text; its default where the problem leaves it out."""
+    """A field of a problem as an integer, a boolean or text, with the default where the problem leaves it out."""
     each, value = kernel.fields[name], ProblemRow.dims[name]
     if isinstance(each, Flag):
         found: Any = value.as_boolean()

@@ -1,6 +1,6 @@
-"""Records to rows: what a record becomes when written, and the statements that write it.
+"""Records to rows: the rows made of records, and the statements that write them.
 
-Rows that others point at are inserted first and only where missing: their ids are hashes of their contents.
+Rows that others refer to are inserted first, and only where they are missing: their ids are hashes of their contents.
 """
 
 from __future__ import annotations
@@ -39,10 +39,8 @@ from tiledsched.store.records import PROVENANCES, ArtifactRecord, BuildRecord, E
 
 BUILD_KEY = ("kernel", "source_hash", "toolchain_id", "arch", "schedule_id", "problem_class_id")
 ENTRY_KEY = ("kernel", "arch", "problem_id", "device_name", "regime", "accum_mode", "compiler")
-
-
 AT_ONCE = 10_000
-"""Values of one question: SQLite takes 32766."""
+"""The most values in one statement: SQLite takes 32,766."""
 
 
 def now() -> datetime:
@@ -51,13 +49,13 @@ def now() -> datetime:
 
 
 def insert_missing(session: Session, model: type[Base], rows: list[dict[str, Any]]) -> None:
-    """Insert those of `rows` whose key is not taken."""
+    """Insert the `rows` whose key no row has yet."""
     if rows:
         session.execute(_insert(session, model).on_conflict_do_nothing().inline(), rows)
 
 
 def upsert(session: Session, model: type[Base], rows: list[dict[str, Any]], key: tuple[str, ...]) -> None:
-    """Insert `rows`, each in place of what has the same `key`."""
+    """Insert `rows`. Each replaces the row with the same `key`."""
     if rows:
         statement = _insert(session, model)
         changed = {name: statement.excluded[name] for name in rows[0] if name not in key}
@@ -65,15 +63,15 @@ def upsert(session: Session, model: type[Base], rows: list[dict[str, Any]], key:
 
 
 def _insert(session: Session, model: type[Base]) -> Any:
-    """SQLite and PostgreSQL share ON CONFLICT; SQLAlchemy has it in the dialects only, of which one is imported."""
+    """An insert statement of the dialect: SQLite and PostgreSQL have ON CONFLICT, SQLAlchemy's own statement has not."""
     dialect = import_module(f"sqlalchemy.dialects.{session.get_bind().dialect.name}")
     return dialect.insert(model.__table__)
 
 
 def _insert_new(session: Session, model: type[Base], row: dict[str, Any]) -> bool:
-    """Insert a row unless its key is taken; whether it was inserted."""
+    """Insert a row unless another has its key. Returns whether it was inserted."""
     statement = _insert(session, model).on_conflict_do_nothing()
-    if session.get_bind().dialect.name == "postgresql":  # which tells no count where a key is made
+    if session.get_bind().dialect.name == "postgresql":  # where the count of rows is not known if a key is made
         return session.execute(statement.returning(literal(1)), row).first() is not None
     result = session.execute(statement.inline(), row)
     assert isinstance(result, CursorResult)
@@ -81,7 +79,7 @@ def _insert_new(session: Session, model: type[Base], row: dict[str, Any]) -> boo
 
 
 def insert_row(session: Session, model: type[Base], row: dict[str, Any]) -> int:
-    """Insert one row; its number."""
+    """Insert one row, and return its number."""
     assert isinstance(model.__table__, Table)
     result = session.execute(insert(model.__table__), row)
     assert isinstance(result, CursorResult)
@@ -91,7 +89,7 @@ def insert_row(session: Session, model: type[Base], row: dict[str, Any]) -> int:
 
 
 class Parents:
-    """Rows that others point at, collected so that each is made and inserted once, before them."""
+    """Rows that other rows refer to. They are collected, so that each is made once and inserted before the others."""
 
     def __init__(self) -> None:
         self.rows: dict[type[Base], dict[Any, dict[str, Any]]] = {}
@@ -109,7 +107,7 @@ class Parents:
         return self._ids[value]
 
     def problem(self, problem: Problem) -> str:
-        """Its id."""
+        """Add a problem, and return its id."""
 
         def make() -> dict[str, Any]:
             dims = {name: value for name, value in problem.to_json().items() if name != "kernel"}
@@ -118,15 +116,15 @@ class Parents:
         return self._once(ProblemRow, problem, make)
 
     def schedule(self, schedule: Schedule) -> str:
-        """Its id."""
+        """Add a schedule, and return its id."""
         return self._once(ScheduleRow, schedule, lambda: {"id": schedule.id, "knobs": schedule.to_json()})
 
     def toolchain(self, toolchain: Toolchain) -> str:
-        """Its id."""
+        """Add a toolchain, and return its id."""
         return self._once(ToolchainRow, toolchain, lambda: {"id": toolchain.id, **toolchain.to_json()})
 
     def device(self, device: Device) -> str:
-        """Its id."""
+        """Add a device, and return its id."""
         return self._once(
             DeviceRow,
             device,
@@ -134,31 +132,31 @@ class Parents:
         )
 
     def artifact(self, arch: str, fingerprint: str) -> str:
-        """Its fingerprint; a row without facts, unless the artifact is already known."""
+        """Add an artifact without facts, unless it is known, and return its fingerprint."""
         known = {"arch": arch, "fingerprint": fingerprint, "facts": None, "cubin_bytes": 0}
         self._put(ArtifactRow, (arch, fingerprint), known)
         return fingerprint
 
     def conditions(self, conditions: Conditions) -> dict[str, Any]:
-        """Conditions as they are stored; what is timed together shares them."""
+        """Conditions as JSON. Measurements of one race share them, so that they are encoded once."""
         if conditions not in self._conditions:
             self._conditions[conditions] = encode(conditions)
         return self._conditions[conditions]
 
     def insert(self, session: Session) -> None:
-        """Insert what is missing."""
+        """Insert the rows that are missing."""
         for model in sorted(self.rows, key=lambda each: each.__tablename__):
-            # In one order for everyone, so that no two writers wait for each other.
+            # Every writer inserts in this order, so that no two wait for each other.
             insert_missing(session, model, [row for _, row in sorted(self.rows[model].items())])
 
 
 def device_id(device: Device) -> str:
-    """Stable id; the driver is part of it."""
+    """Stable id of a device, of which the driver is a part."""
     return stable_id(device.to_json())
 
 
 def put_artifacts(session: Session, records: Iterable[ArtifactRecord]) -> None:
-    """Store what is known of artifacts, also where so far only the fingerprint was."""
+    """Store the facts of artifacts, also of those of which only the fingerprint is stored."""
     rows = {
         (record.arch, record.fingerprint): {
             "arch": record.arch,
@@ -173,7 +171,7 @@ def put_artifacts(session: Session, records: Iterable[ArtifactRecord]) -> None:
 
 
 def put_builds(session: Session, records: Sequence[BuildRecord]) -> None:
-    """Store builds, each in place of an earlier one of the same key."""
+    """Store builds. Each replaces an earlier one with the same key."""
     parents = Parents()
     rows = [build_values(record, parents) for record in records]
     parents.insert(session)
@@ -182,7 +180,7 @@ def put_builds(session: Session, records: Sequence[BuildRecord]) -> None:
 
 
 def put_measurements(session: Session, records: Sequence[StoredMeasurement]) -> int:
-    """Store those measurements whose uid is not there; how many are new."""
+    """Store the measurements whose uid is not stored, and return how many those are."""
     uids = sorted({record.uid for record in records})
     known: set[str] = set()
     for start in range(0, len(uids), AT_ONCE):
@@ -190,7 +188,7 @@ def put_measurements(session: Session, records: Sequence[StoredMeasurement]) -> 
             session.scalars(select(MeasurementRow.uid).where(MeasurementRow.uid.in_(uids[start : start + AT_ONCE])))
         )
     parents = Parents()
-    # In one order for everyone, so that no two writers wait for each other.
+    # Every writer inserts in this order, so that no two wait for each other.
     new = sorted(
         {record.uid: record for record in records if record.uid not in known}.values(), key=lambda each: each.uid
     )
@@ -201,7 +199,7 @@ def put_measurements(session: Session, records: Sequence[StoredMeasurement]) -> 
 
 
 def put_entry(session: Session, record: Entry, *, merging: bool) -> str:
-    """Store an entry unless what is there is stronger; with `merging`, unless its evidence is as good.
+    """Store an entry, unless the stored one with its key is stronger, or, with `merging`, has evidence as good.
 
     Returns:
         `added`, `replaced` or `kept`.
@@ -218,7 +216,7 @@ def put_entry(session: Session, record: Entry, *, merging: bool) -> str:
     parents = Parents()
     row = entry_values(record, measurement_id, parents)
     parents.insert(session)
-    # Whoever inserts the same key beside us is waited for; after that the row is there and held until we commit.
+    # A writer that inserts the same key at this moment is waited for. After that the row is there, and locked until the commit.
     if _insert_new(session, EntryRow, row):
         return "added"
     same = [getattr(EntryRow, name) == row[name] for name in ENTRY_KEY]
@@ -235,10 +233,10 @@ def put_entry(session: Session, record: Entry, *, merging: bool) -> str:
 
 
 def standing(record: Entry) -> tuple[int, float, str, float]:
-    """Of two entries with one key, from whatever databases and in whatever order, the one with the lesser standing is served.
+    """A sort key: of two entries with one key, the one that sorts first is served, from whatever databases they come.
 
-    The stronger provenance comes first, then the lesser time, measured or modelled; of equal times the contents decide, and
-    dates only between equal contents.
+    The stronger provenance comes first, then the shorter time, measured or modelled. Between equal times the contents
+    decide, and between equal contents the date.
     """
     us = record.median_us if record.median_us is not None else record.model_us
     contents = {
@@ -252,14 +250,14 @@ def standing(record: Entry) -> tuple[int, float, str, float]:
 
 
 def _measurement_id(session: Session, record: Entry) -> int | None:
-    """By number where given, else by the uid of the summary: an imported entry knows only that."""
+    """The number of an entry's measurement, which an imported entry names by its uid only."""
     if record.measurement_id is not None or record.measurement is None:
         return record.measurement_id
     return session.scalars(select(MeasurementRow.id).where(MeasurementRow.uid == record.measurement.uid)).first()
 
 
 def _row(model: type[Base], source: Any, **other: Any) -> dict[str, Any]:
-    """A row whose columns are filled by what is called the same in `source`, but for `other`; its number comes by itself."""
+    """A row whose columns have the values of the attributes of `source` with the same names, or those given in `other`."""
     other.update((name, getattr(source, name)) for name in _columns(model) if name not in other)
     return other
 
@@ -270,7 +268,7 @@ def _columns(model: type[Base]) -> tuple[str, ...]:
 
 
 def build_values(record: BuildRecord, parents: Parents) -> dict[str, Any]:
-    """The row of a build."""
+    """The row for a build."""
     return _row(
         BuildRow,
         record,
@@ -286,7 +284,7 @@ def build_values(record: BuildRecord, parents: Parents) -> dict[str, Any]:
 
 
 def measurement_values(record: StoredMeasurement, parents: Parents) -> dict[str, Any]:
-    """The row of a measurement."""
+    """The row for a measurement."""
     taken = record.measurement
     return _row(
         MeasurementRow,
@@ -310,7 +308,7 @@ def measurement_values(record: StoredMeasurement, parents: Parents) -> dict[str,
 
 
 def entry_values(record: Entry, measurement_id: int | None, parents: Parents) -> dict[str, Any]:
-    """The row of an entry."""
+    """The row for an entry."""
     return _row(
         EntryRow,
         record,

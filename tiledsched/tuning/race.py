@@ -19,8 +19,9 @@ from dataclasses import dataclass, field, replace
 from tiledsched.core.errors import Failure
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
+from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Accuracy, Batch, Candidate, Conditions, Failed, Measurement, Runner
-from tiledsched.measure.statistics import median_interval, probability_not_slower, relative_uncertainty
+from tiledsched.measure.statistics import probability_not_slower, relative_uncertainty
 from tiledsched.measure.timing import SHORT_US
 
 log = logging.getLogger("tiledsched")
@@ -347,7 +348,6 @@ class RaceState:
 
     def measurement(self, racer: Racer) -> Measurement:
         """What is known of a racer that has samples."""
-        low, high = median_interval(racer.samples_us, self.rules.confidence)
         conditions = replace(racer.conditions, beside=self.beside) if self.beside else racer.conditions
         return Measurement(
             problem=self.problem,
@@ -355,9 +355,7 @@ class RaceState:
             fingerprint=racer.candidate.artifact.fingerprint,
             device=self.runner.device,
             regime=self.regime,
-            median_us=racer.median_us,
-            ci_low_us=low,
-            ci_high_us=high,
+            **vars(Timing.of(racer.samples_us, self.rules.confidence)),
             samples_us=tuple(racer.samples_us),
             accuracy=racer.accuracy,
             conditions=conditions,

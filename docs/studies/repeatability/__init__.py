@@ -1,1 +1,1 @@
-"""How repeatable the selection is: the race beside other ways to choose, on the same programs, again and again."""
+"""How repeatable the selection is: the race and other ways to choose, on the same programs, again and again."""

@@ -1,4 +1,4 @@
-"""Ways to choose the fastest of some programs: our race, one after the other in turn, cuTile's exhaustive search.
+"""Ways to choose the fastest of some programs: our race, timing one after the other, and cuTile's exhaustive search.
 
 All three launch the very same machine code. What is imported, opened or drawn before a choice is in `prepare`, which is
 not timed; loading the programs is part of choosing, for each of them.
@@ -26,33 +26,33 @@ from tiledsched.tuning.race import race
 WARM_UP_LAUNCHES = 3
 TIMED_LAUNCHES = 20
 EXHAUSTIVE_WARM_UP_LAUNCHES = 3
-"""What `cuda.tile.tune.exhaustive_search` launches of each program before it counts; it does not tell."""
+"""Launches of each program that `cuda.tile.tune.exhaustive_search` does not count; it does not report them."""
 LEAST_FLUSH_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What one method came to on one problem."""
+    """What one method chose on one problem."""
 
     schedule: Schedule | None
-    """The one it chose; None where every candidate failed."""
+    """The schedule chosen; None where every candidate failed."""
     estimate_us: float | None
-    """Its own estimate of that program's time."""
+    """The method's own estimate of its time."""
     ties: tuple[Schedule, ...] = ()
-    """Other schedules it could not tell apart from the chosen one; only the race says so."""
+    """Other schedules that it could not tell apart from the chosen one. Only the race reports them."""
     launches: int
     """Launches of candidates, warm-up included."""
     kernel_seconds: float
-    """GPU time inside them; launches that were not timed are counted as long as the timed ones of their program."""
+    """GPU time in these launches. Launches that were not timed are assumed to take as long as the timed ones."""
     failures: int
     """Candidates that gave no time."""
 
 
 class SelectionMethod(Protocol):
-    """A way to choose. `prepare` comes before each `choose`."""
+    """A way to choose. `prepare` is called before each `choose`."""
 
     name: str
-    """As given to `--methods`."""
+    """Name in `--methods`."""
 
     def prepare(self, problem: Problem, candidates: Sequence[Candidate]) -> None:
         """Whatever need not be counted against the method."""
@@ -64,7 +64,7 @@ class SelectionMethod(Protocol):
 
 
 class Counted:
-    """A runner that adds up the launches it is asked for; it does all else as the runner it is given."""
+    """A runner that passes everything on to another runner and adds up the launches."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -76,29 +76,29 @@ class Counted:
 
     @property
     def device(self) -> Device:
-        """The runner's."""
+        """The device of the runner."""
         return self._runner.device
 
     def begin(self, problem: Problem) -> None:
-        """As the runner does."""
+        """Begin a problem."""
         self._runner.begin(problem)
 
     def probe(self, candidate: Candidate) -> float | Failure:
-        """As the runner does, and count one launch."""
+        """Launch a candidate once, and count that launch."""
         looked = self._runner.probe(candidate)
         if isinstance(looked, float):
             self._count(1, looked)
         return looked
 
     def check(self, candidate: Candidate) -> Checked | Failure:
-        """As the runner does, and count its launches, each as long as the first look."""
+        """Check a candidate, and count its launches, each as long as the first look."""
         checked = self._runner.check(candidate)
         if isinstance(checked, Checked):
             self._count(CHECK_LAUNCHES, CHECK_LAUNCHES * checked.first_look_us)
         return checked
 
     def sample(self, candidates: Sequence[Candidate], *, rounds: int, regime: str) -> list[Batch | Failure]:
-        """As the runner does, and count a launch for each sample, or as many as the graph behind it holds."""
+        """Take samples, and count a launch for each of them, or as many as its CUDA graph holds."""
         batches = self._runner.sample(candidates, rounds=rounds, regime=regime)
         for batch in batches:
             if isinstance(batch, Batch):
@@ -107,7 +107,7 @@ class Counted:
         return batches
 
     def close(self) -> None:
-        """As the runner does."""
+        """Close the runner."""
         self._runner.close()
 
     def _count(self, launches: int, microseconds: float) -> None:
@@ -116,7 +116,7 @@ class Counted:
 
 
 class RaceMethod:
-    """Our race, with the rules that decide in `tiledsched tune`.
+    """Our race, with the rules of `tiledsched tune`.
 
     Its inputs and the reference that refuses wrong results are drawn and computed within the time of `choose`.
     """
@@ -151,7 +151,7 @@ class RaceMethod:
 
 
 class TorchMethod:
-    """What the methods that launch through torch and cuTile share: inputs, and kernels whose machine code is given."""
+    """What the methods that launch through torch and cuTile share: inputs, and kernels with given machine code."""
 
     def __init__(self, kernel: KernelClass) -> None:
         self._kernel = kernel
@@ -216,12 +216,12 @@ class TorchMethod:
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What grids ask of a device."""
+    """The facts of a device that a grid may depend on."""
 
     arch: str
-    """E.g. sm_90."""
+    """Arch, e.g. sm_90."""
     sm_count: int
-    """Multiprocessors."""
+    """Number of multiprocessors."""
 
 
 def _to_device(value: Any) -> Any:
@@ -229,7 +229,7 @@ def _to_device(value: Any) -> Any:
 
 
 def only_step(kernel: KernelClass, candidate: Candidate, problem: Problem, device: Any) -> Any:
-    """The launch of a schedule.
+    """The only launch of a schedule.
 
     Raises:
         MeasureError: it has several.
@@ -277,7 +277,7 @@ def built_kernel(kernel: KernelClass, candidate: Candidate, problem: Problem, de
 
 
 class InTurn(TorchMethod):
-    """One candidate after the other, a fixed number of launches back to back, the smallest mean wins.
+    """Times one candidate after the other with a fixed number of launches back to back; the smallest mean wins.
 
     Three launches to warm up, then twenty, each behind an L2 flush and between events, queued without a pause: what
     most tuners do.
@@ -366,7 +366,7 @@ class Exhaustive(TorchMethod):
 
 
 class ExhaustiveJit(Exhaustive):
-    """The same search as its users run it: cuTile compiles each kernel when it is first launched.
+    """The same search as users run it: cuTile compiles each kernel at its first launch.
 
     Programs were built on this machine before, so that cuTile finds their machine code in its disk cache and compiles
     none; what remains is its own work before the first launch of a kernel.
@@ -392,7 +392,9 @@ def make_methods(names: Sequence[str], kernel: KernelClass, runner: Runner) -> l
 
 
 def versions() -> str:
-    """What decides the times besides the GPU: `cuda-tile 1.7.0, tileiras 13.4.92, torch 2.11.0, cupy 14.2.0`."""
+    """Versions of what decides the times besides the GPU: `cuda-tile 1.7.0, tileiras 13.4.92, torch 2.11.0, cupy
+    14.2.0`.
+    """
     packages = {
         "tiledsched": "tiledsched",
         "cuda-tile": "cuda-tile",

@@ -26,7 +26,7 @@ from tiledsched.tuning.tuner import fits
 REFEREE_ROUNDS = 60
 """Samples of each program in the referee's run: six blocks of ten."""
 LEADERS = 4
-"""Of the candidates, this many of the fastest known take part in the referee's run, whoever was chosen."""
+"""So many of the fastest known candidates take part in the referee's run, whichever were chosen."""
 BLOCK = 10
 ACCUM_MODE = "fp32"
 """The accuracy class of the study."""
@@ -34,24 +34,24 @@ ACCUM_MODE = "fp32"
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """A distinct program measured before."""
+    """A distinct program that was measured before."""
 
     schedule: Schedule
-    """The schedule it was measured under."""
+    """The schedule under which it was measured."""
     key: Key
     """Fingerprint of its machine code, and its grids."""
     median_us: float
-    """Its time then: it decides only which programs take part."""
+    """Its time then, which decides only which programs take part."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """Who takes part on one problem, the same for every method and session."""
+    """The programs to choose among on one problem, the same for every method and session."""
 
     candidates: tuple[Candidate, ...]
-    """Distinct programs: the default first, then by schedule id, which puts them in no order of speed."""
+    """Distinct programs: the default first, the others by schedule id, which is no order of speed."""
     leaders: tuple[Candidate, ...]
-    """The fastest of them by what is known."""
+    """The candidates that are fastest as far as is known."""
 
 
 def known_programs(db: TuningDB, builder: Builder, space: SearchSpace, problem: Problem, device: Device) -> list[Known]:
@@ -66,7 +66,9 @@ def known_programs(db: TuningDB, builder: Builder, space: SearchSpace, problem: 
 
 
 def mixed(ranked: Sequence[Known], count: int) -> list[Known]:
-    """`count` of them: the fastest half of that, the others spread evenly over the rest, the very slowest included."""
+    """`count` programs: half of them are the fastest, the others are spread evenly over the rest and include the
+    slowest.
+    """
     if count >= len(ranked):
         return list(ranked)
     fastest = (count + 1) // 2
@@ -78,7 +80,7 @@ def mixed(ranked: Sequence[Known], count: int) -> list[Known]:
 def find_field(
     db: TuningDB, builder: Builder, space: SearchSpace, problem: Problem, device: Device, programs: int
 ) -> Field:
-    """Choose and, where needed, build the programs that take part; at most `programs`, the default's always among them.
+    """Choose, and where needed build, at most `programs` programs; the default is always among them.
 
     A known program whose schedule builds to other machine code today is left out: what is known is not about it.
 
@@ -119,7 +121,7 @@ def run_session(
     keep: Callable[[Sequence[StudyRow]], None],
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[StudyRow]:
-    """Let every method choose once on every problem, in shuffled order, then let the referee judge.
+    """Let every method choose once on every problem, in shuffled order, then let the referee time what was chosen.
 
     Args:
         fields: problems with who takes part.
@@ -165,7 +167,7 @@ def run_session(
 def referee(
     runner: Runner, problem: Problem, field: Field, chosen: Sequence[Schedule | None], rounds: int = REFEREE_ROUNDS
 ) -> dict[Schedule, tuple[float, ...]]:
-    """Microseconds of every chosen program and the leaders, from one interleaved, paced run.
+    """Samples in microseconds of every chosen program and the leaders, from one interleaved, paced run.
 
     Raises:
         MeasureError: none of them gave a time, or other processes ran on the GPU meanwhile.

@@ -1,4 +1,4 @@
-"""What a study's rows come to: per method, how often and how well; per problem, how much a time varies."""
+"""Sums up the study: for each method how often and how well it chose, for each problem how much a time varies."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from tiledsched.report.document import Heading, Table, to_markdown
 
 @dataclass(frozen=True, kw_only=True)
 class MethodSummary:
-    """One method over all problems and sessions. A share is of its rows; one that chose nothing counts as a miss."""
+    """One method over all problems and sessions. Shares are of its rows; a row without a choice counts as a miss."""
 
     method: str
-    """race, in-turn or exhaustive."""
+    """Name of the method."""
     problems: int
     """Distinct problems."""
     sessions: int
     """Distinct sessions."""
     choices: int
-    """Rows: each is one problem on one session."""
+    """Rows: one for each problem and session."""
     same_winner: float
-    """Share that chose the winner it chose most often on that problem."""
+    """Share of rows with the winner that the method chose most often on that problem."""
     in_tie_set: float | None
-    """Share inside the tie set of the race of the same session; None without races to ask."""
+    """Share of rows whose choice is in the tie set of the same session's race; None without races."""
     in_other_tie_sets: float | None
     """Share of pairs of a choice and a race of the same problem on another session where it is in that race's tie set."""
     worst_regret: float | None
@@ -35,23 +35,23 @@ class MethodSummary:
     mean_regret: float | None
     """Geometric mean of (1 + regret), minus 1."""
     median_device_seconds: float | None
-    """Median over its rows."""
+    """Median of the device seconds of its rows."""
     ratio_to_race: float | None
-    """Median over problems and sessions of its device seconds over those of the race there."""
+    """Median over problems and sessions of its device seconds over those of the race."""
     median_kernel_seconds: float | None
-    """Median GPU time inside candidates."""
+    """Median of the GPU time in candidates."""
     failures: int
     """Candidates that gave no time, over all rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseSummary:
-    """How much a paced burst time varies on one problem, by the referee's runs."""
+    """How much a paced burst time varies on one problem, in the referee's runs."""
 
     problem: Problem
-    """What was computed."""
+    """The problem."""
     device: str
-    """Where."""
+    """Name of the GPU."""
     programs: int
     """Distinct programs the referee timed."""
     sessions: int
@@ -59,19 +59,19 @@ class NoiseSummary:
     cv: float | None
     """Coefficient of variation of single samples: median over programs and sessions."""
     cv_of_10: float | None
-    """That of medians of ten samples."""
+    """The same for medians of ten samples."""
     cv_between_sessions: float | None
-    """That of a program's medians on different sessions: median over programs timed on two or more."""
+    """Coefficient of variation of a program's medians in different sessions: median over programs timed in two or more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudySummary:
-    """All of it."""
+    """The summary of all sessions."""
 
     methods: tuple[MethodSummary, ...]
-    """The race first."""
+    """One line for each method, the race first."""
     noise: tuple[NoiseSummary, ...]
-    """By problem."""
+    """One line for each problem."""
 
     def to_markdown(self) -> str:
         """Two tables: the methods, and how much a time varies."""
@@ -182,7 +182,7 @@ def _method(name: str, rows: Sequence[StudyRow], races: Sequence[StudyRow]) -> M
 
 
 def _most_often(rows: Iterable[StudyRow]) -> int:
-    """How often the commonest winner won."""
+    """How many rows have the most frequent winner."""
     return max(Counter(row.schedule_id for row in rows if row.schedule_id).values(), default=0)
 
 

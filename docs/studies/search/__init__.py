@@ -1,1 +1,1 @@
-"""The search bench: every way to search, replayed on the same recorded landscapes, without a GPU."""
+"""Replays ways to search on recorded landscapes, without a GPU."""

@@ -1,4 +1,4 @@
-"""Run methods on landscapes, in several processes; the same arguments give the same runs."""
+"""Runs methods on landscapes in several processes. The same arguments give the same runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tiledsched.core.errors import ConfigError
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _fields: tuple[Field, ...] = ()
 HELD_OUT = "held_out"
-"""The folder of landscapes that nothing was fitted to: neither the static models nor the surrogate's constants."""
+"""The folder of landscapes that neither the static models nor the surrogate's constants were fitted to."""
 
 
 def shipped_landscapes(kernel: str = "attention") -> list[Path]:
@@ -25,7 +25,7 @@ def shipped_landscapes(kernel: str = "attention") -> list[Path]:
 
 
 def held_out_landscapes(kernel: str = "*") -> list[Path]:
-    """Those of a kernel, or of all, that nothing was fitted to."""
+    """The landscapes of a kernel, or of all kernels, that nothing was fitted to."""
     return sorted((data_files.tuning_db() / "landscapes").glob(f"{kernel}/{HELD_OUT}/*_burst_*.json.xz"))
 
 

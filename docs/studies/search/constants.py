@@ -26,14 +26,14 @@ from tiledsched.tuning.prior import estimator
 from tiledsched.tuning.study import knob_weights
 
 GROUPS = (1.0, 0.4, 5.0)
-"""The weights that named knobs have now; knobs of one weight are fitted together."""
+"""The weights that named knobs have now. Knobs of one weight are fitted together."""
 NUMBERS = ("OTHER_WEIGHT", "SLOPE", "UNEVEN", "NOISE", "COARSENESS")
 BOUNDS = (math.log(0.01), math.log(100.0))
 """How far from its value a constant may be fitted, as logarithms of the ratio."""
 
 
 def constants(ratios: Sequence[float]) -> dict[str, Any]:
-    """The constants, each times its ratio: first the `GROUPS` of attention's weights, then `NUMBERS`."""
+    """The constants, each multiplied by its ratio: first the `GROUPS` of attention's weights, then `NUMBERS`."""
     by_group = dict(zip(GROUPS, ratios, strict=False))
     weights = {name: weight * by_group[weight] for name, weight in Attention.weights.items()}
     numbers = {
@@ -44,7 +44,7 @@ def constants(ratios: Sequence[float]) -> dict[str, Any]:
 
 @contextmanager
 def changed(values: Mapping[str, Any]) -> Iterator[None]:
-    """The surrogate with other constants, for a while."""
+    """Give the surrogate other constants for a while."""
     owners = {name: Attention if name == "weights" else surrogate for name in values}
     before = {name: getattr(owner, name) for name, owner in owners.items()}
     for name, value in values.items():
@@ -74,7 +74,7 @@ def surprise(field: Field) -> float:
 
 
 def fit(fields: Sequence[Field]) -> dict[str, Any]:
-    """The constants under which `fields` surprise least."""
+    """The constants under which the landscapes are most likely."""
     from scipy.optimize import minimize
 
     def total(logs: NDArray[np.float64]) -> float:
@@ -87,12 +87,12 @@ def fit(fields: Sequence[Field]) -> dict[str, Any]:
 
 
 def searched(fields: Sequence[Field]) -> list[Run]:
-    """Each field searched from nothing at the default effort."""
+    """A search of each field from nothing, at the default effort."""
     return [score("", field, 0, ours.search(field, EFFORTS["default"], 0)) for field in fields]
 
 
 def line(name: str, runs: Sequence[Run]) -> str:
-    """A row of the table."""
+    """One row of the table."""
     to_1pct = [math.inf if run.measurements_to_1pct is None else run.measurements_to_1pct for run in runs]
     return (
         f"| {name} | {np.median(to_1pct):g} | {max(to_1pct):g} | {np.mean([run.regret_25 for run in runs]):.2%} "

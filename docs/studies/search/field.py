@@ -1,4 +1,4 @@
-"""The field every method searches: the programs of one recorded landscape, each known by the schedule it was recorded as."""
+"""What every method searches: the distinct programs of one recorded landscape."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tiledsched.store.exchange import read_table
 from tiledsched.store.records import StoredMeasurement
 
 SAMPLES = 6
-"""Paced launches that a measurement is charged for, beside its first look: what a batch of the field takes of most."""
+"""Paced launches that a measurement costs in addition to its first look."""
 
 LONGEST = 100
 """Measurements after which the last regret is taken."""
@@ -29,28 +29,28 @@ LONGEST = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """A landscape as something to search. Index i is the same program in every list."""
+    """A landscape to search. Index i means the same program in every list."""
 
     name: str
     """The landscape's file name without its ending."""
     problem: Problem
-    """What is computed."""
+    """The problem."""
     space: RecordedSpace
-    """The shipped space of the arch, cut down to the recorded schedules."""
+    """The shipped search space of the arch, restricted to the recorded schedules."""
     schedules: tuple[Schedule, ...]
-    """One for each distinct program, in the order of the space's knobs and choices."""
+    """One schedule of each distinct program, in the order of the space's knobs and choices."""
     times_us: NDArray[np.float64]
-    """Recorded median of each program, microseconds `[programs]`."""
+    """Recorded median time of each program in microseconds, `[programs]`."""
     device_s: NDArray[np.float64]
     """Device seconds that measuring each program takes `[programs]`; see `cost_s`."""
     facts: tuple[ResourceFacts | None, ...]
-    """What its machine code tells."""
+    """Resource facts of each program's machine code."""
     evidence: tuple[StoredMeasurement, ...]
-    """The recorded measurements themselves."""
+    """The recorded measurements."""
 
     @property
     def best_us(self) -> float:
-        """The exhaustive best."""
+        """Time of the fastest program, in microseconds."""
         return float(self.times_us.min())
 
     def settled(self, measured: Sequence[int]) -> bool:
@@ -59,7 +59,7 @@ class Field:
 
     @cached_property
     def index(self) -> Mapping[Schedule, int]:
-        """Where each schedule is."""
+        """Schedule -> its index."""
         return {schedule: index for index, schedule in enumerate(self.schedules)}
 
     @cached_property
@@ -81,13 +81,13 @@ class Field:
 
 
 class RecordedSpace(SearchSpace):
-    """A space of which only the recorded schedules are left."""
+    """A search space that contains only the recorded schedules."""
 
     recorded: tuple[Schedule, ...]
 
     @classmethod
     def of(cls, space: SearchSpace, recorded: Sequence[Schedule]) -> RecordedSpace:
-        """`space`, cut down to `recorded`."""
+        """`space`, restricted to `recorded`."""
         cut = cls(**{name: getattr(space, name) for name in SearchSpace.__dataclass_fields__})
         object.__setattr__(cut, "recorded", tuple(recorded))
         return cut
@@ -133,7 +133,8 @@ def read_field(path: Path) -> Field:
 
 
 def cost_s(stored: StoredMeasurement) -> float:
-    """Device seconds one measurement takes: a look, and unless that was hopeless, `SAMPLES` launches at the recorded pace.
+    """Device seconds that one measurement takes: a look, and unless that was hopeless, `SAMPLES` launches at the
+    recorded pace.
 
     Recordings differ in the number of samples (leaders have more), so that number is not taken from them. The accuracy
     check and the reference are left out: they take the same time for every method's leaders.

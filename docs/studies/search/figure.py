@@ -1,4 +1,4 @@
-"""The bench as a picture, drawn by vl-convert."""
+"""Draws the results of the replayed searches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def draw(summaries: Sequence[Summary], path: Path) -> None:
 
 
 def figure(summaries: Sequence[Summary]) -> Spec:
-    """The picture, as Vega-Lite."""
+    """The figure in Vega-Lite."""
     found = [line for line in summaries if line.measurements_to_1pct is not None]
     reached, regrets = [], []
     for line in found:

@@ -1,4 +1,4 @@
-"""What a newcomer's quick tune is worth: ``python -m docs.studies.search.fresh --csv fresh.csv``, on the GPU.
+"""What a newcomer's quick tune finds: ``python -m docs.studies.search.fresh --csv fresh.csv``, on a GPU.
 
 For each problem, none of which is in a shipped table or landscape: what is served without tuning; what ``tiledsched tune --effort
 quick`` finds from an empty database, and the seconds of its whole process; and what a thorough search with neighbours finds from
@@ -75,7 +75,7 @@ EQUAL_COLUMNS = (
 
 
 def read_problem(words: str) -> Problem:
-    """One of `PROBLEMS`."""
+    """One of `PROBLEMS` as a problem."""
     name, text = words.split()
     given = (part.split("=") for part in text.split(","))
     flags = {"yes": True, "no": False}
@@ -85,7 +85,7 @@ def read_problem(words: str) -> Problem:
 
 
 def tune(words: str, db: Path, *flags: str, jobs: int) -> tuple[Schedule, float]:
-    """The winner of a tune from an empty database, and the seconds of its process."""
+    """The winner of a tune that starts from an empty database, and the seconds that its process took."""
     kernel, problem = words.split()
     started = time.monotonic()
     done = subprocess.run(
@@ -118,7 +118,7 @@ def tune(words: str, db: Path, *flags: str, jobs: int) -> tuple[Schedule, float]
 
 
 def race(problem: Problem, schedules: Mapping[str, Schedule], folder: Path, jobs: int) -> tuple[dict[str, float], str]:
-    """Microseconds of each, from one interleaved race, and the device."""
+    """Time of each schedule in microseconds, from one interleaved race, and the device."""
     listed = folder / "candidates.json"
     listed.write_text(json.dumps([dict(each) for each in schedules.values()]))
     kernel = kernel_named(problem.kernel)
@@ -145,7 +145,7 @@ def race(problem: Problem, schedules: Mapping[str, Schedule], folder: Path, jobs
 
 
 def main() -> None:
-    """Print a line for each problem, and write all."""
+    """Print a line for each problem, and write all lines to the file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--csv", required=True, type=Path)
     parser.add_argument("--part", default="0/1", help="every how manieth problem, from which on, e.g. 0/2")

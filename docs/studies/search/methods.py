@@ -22,13 +22,13 @@ class SearchMethod:
     """A way to search."""
 
     search: Search
-    """What it does."""
+    """Runs the search."""
     most_seeds: int = 50
-    """Seeds worth running, or bearable."""
+    """Seeds beyond this number are not worth running, or take too long."""
 
 
 def _each_compiled(order: Callable[[Field, int], list[int]]) -> Search:
-    """A method that compiles what it measures, when it measures it."""
+    """A method that compiles each program when it measures it."""
 
     def search(field: Field, landscapes: tuple[Field, ...], seed: int) -> Trace:
         measured = order(field, seed)
@@ -46,7 +46,7 @@ def _grid(field: Field, seed: int) -> list[int]:
 
 
 def _optuna(sampler: str, limit: int) -> Search:
-    """Another sampler in the place of ours, asked for one schedule at a time, which is its best case."""
+    """Another Optuna sampler in the place of ours. It is asked for one schedule at a time, which is its best case."""
     effort = Effort(programs=limit, batch=1, builds=1, finalists=0, both_regimes=False, least_gain=0.0)
     return lambda field, landscapes, seed: ours.search(field, effort, seed, sampler=sampler)
 

@@ -1,4 +1,4 @@
-"""What Optuna itself costs a search: ``python -m docs.studies.search.optuna_cost``.
+"""Measures what Optuna itself costs a search: ``python -m docs.studies.search.optuna_cost``.
 
 Asks and tells the schedules of a real space in order, so that no sampler's own work is in it.
 """

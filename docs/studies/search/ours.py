@@ -1,4 +1,4 @@
-"""The package's own search on a landscape, under any sampler, with nothing known and with neighbours tuned before."""
+"""The package's own search on a landscape, with any sampler, from nothing or with neighbours tuned before."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def search(
     model: bool = True,
     elsewhere: tuple[Known, ...] = (),
 ) -> Trace:
-    """What `tune` would build and measure, in order, were the field the whole space.
+    """What `tune` would build and measure, in order, if the field were the whole search space.
 
     Every schedule built counts as a compile, whether it is measured or not. What is measured is the recorded median. With
     `model` false the static model is not asked.
@@ -62,12 +62,12 @@ def search(
 
 
 def siblings(one: Field, other: Field) -> bool:
-    """Whether one of them would give the other away: the same but for element type, batch or heads."""
+    """Whether one problem reveals the other's winner: they differ only in element type, batch or heads."""
     return shape_of(one.problem) == shape_of(other.problem)
 
 
 def neighbours(field: Field, landscapes: tuple[Field, ...]) -> tuple[Known, ...]:
-    """What a database knows in which every other problem was tuned before, each from nothing, at the default effort.
+    """What a database knows in which every other problem was tuned before, from nothing and at the default effort.
 
     The problem itself and its siblings are left out.
     """

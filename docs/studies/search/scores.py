@@ -1,4 +1,4 @@
-"""What a search came to on one landscape, and what all of them came to together."""
+"""Scores a search on one landscape, and sums up the scores of all searches."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tiledsched.core.errors import ConfigError
 from tiledsched.store.exchange import read_text, write_text
 
 DEPTHS = (10, 25, 50, 100)
-"""Measurements after which regret is taken."""
+"""Numbers of measurements after which regret is taken."""
 RESAMPLES = 999
-"""Of the bootstrap."""
+"""Resamples of the bootstrap."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,43 +29,43 @@ class Trace:
     """What one search did, in order."""
 
     measured: tuple[int, ...]
-    """Programs measured, each once."""
+    """Indices of the programs measured, each once."""
     compiled: tuple[int, ...]
-    """Compiles done by the time each of them was measured."""
+    """For each of them, the number of compiles done by the time it was measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The score of one search. None: it ended without coming so near."""
+    """The score of one search. A value is None where the search ended before it came so near."""
 
     sampler: str
-    """Method."""
+    """Name of the method."""
     landscape: str
-    """What was searched."""
+    """Name of the landscape."""
     seed: int
-    """Of its random numbers."""
+    """Seed of its random numbers."""
     measurements: int
     """Distinct programs it measured before it ended."""
     measurements_to_1pct: int | None
-    """Of them, until one within 1% of the exhaustive best."""
+    """How many of them it took to reach a program within 1% of the best."""
     measurements_to_5pct: int | None
-    """The same within 5%."""
+    """How many to reach one within 5%."""
     compiles_to_1pct: int | None
-    """Compiles until then."""
+    """Compiles until it was within 1%."""
     compiles_to_5pct: int | None
-    """The same within 5%."""
+    """Compiles until it was within 5%."""
     device_s_to_1pct: float | None
-    """Device seconds until then."""
+    """Device seconds until it was within 1%."""
     device_s_to_5pct: float | None
-    """The same within 5%."""
+    """Device seconds until it was within 5%."""
     regret_10: float
-    """Best of the first 10 measured over the exhaustive best, minus 1; of all where it ended before."""
+    """Time of the best of the first 10 measured over the best time, minus 1; of all measured where there were fewer."""
     regret_25: float
-    """Of the first 25."""
+    """The same after 25 measurements."""
     regret_50: float
-    """Of the first 50."""
+    """The same after 50 measurements."""
     regret_100: float
-    """Of the first 100."""
+    """The same after 100 measurements."""
 
 
 def score(sampler: str, field: Field, seed: int, trace: Trace) -> Run:
@@ -90,9 +90,9 @@ class Summary:
     """One method over all landscapes and seeds. Medians count a run that never came near as infinite."""
 
     sampler: str
-    """Method."""
+    """Name of the method."""
     landscapes: int
-    """How many it searched."""
+    """Number of landscapes."""
     seeds: int
     """Runs on each of them."""
     reached: float

@@ -1,3 +1,3 @@
 """The studies' tests share the fixtures of `tests/`."""
 
-from tests.conftest import fresh, launches, quiet, schema_at_hand  # noqa: F401
+from tests.conftest import *  # noqa: F403

@@ -23,7 +23,6 @@ from docs.studies.policy_timed import (
     tables_of,
     timed,
 )
-from tiledsched.bench import run as run_module
 from tiledsched.bench.rows import BenchRow
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.suites import drawn
@@ -66,7 +65,7 @@ def test_a_policy_is_what_is_served_with_some_numbers_changed() -> None:
             policy_of(wrong)
 
 
-def test_policies_choose_differently_and_each_choice_is_timed_once(entries, monkeypatch) -> None:
+def test_policies_choose_differently_and_each_choice_is_timed_once(entries) -> None:
     tables = tables_of([BEFORE], entries)
     assert list(tables) == [NEAR_KIND, BEFORE]
     work = {each: chosen(each, tables, "sm_90") for each in problems_of([101], entries)}
@@ -89,9 +88,8 @@ def test_policies_choose_differently_and_each_choice_is_timed_once(entries, monk
             for place, method in enumerate(options.methods)
         ]
 
-    monkeypatch.setattr(run_module, "run_bench", bench)
     harness = argparse.Namespace(device="made up", versions="none")
-    rows = [each for found in timed(work, harness) for each in found]
+    rows = [each for found in timed(work, harness, bench) for each in found]
     assert asked == apart
     assert len(rows) == 2 * len(work)
     assert {each.status for each in rows[: -2 * len(apart)]} == {ALIKE}

@@ -1,4 +1,4 @@
-"""Attention beside every other attention at hand: how each is called, and what each is compared with."""
+"""Attention and every other implementation of it: how each is called, and what each is compared with."""
 
 from __future__ import annotations
 
@@ -50,19 +50,23 @@ UNTUNED: dict[str, KnobValue] = {
     "q_subtiles": 1,
     "kv_subtiles": 1,
     "qk_ahead": False,
-    "k_load": "order",
     "tma_loads": True,
     "tma_store": True,
     "check_bounds": True,
     "division": "approximate",
     "lazy_rescale": False,
 }
-"""The kernel as one would first write it: 64x64 tiles, every hint left to the compiler. Knobs not named: their defaults."""
+"""The kernel as one would first write it: 64x64 tiles, and every hint left to the compiler. Knobs not named here have
+their defaults.
+"""
 
 
 class AttentionArrays(Arrays):
-    """Q, K and V, contiguous, or with rows before heads in memory where sequences are packed or keys lie in pages; after them
-    sinks, starts and lengths and where everything lies, as the problem asks for them."""
+    """Q, K and V, then the arrays of features that the problem has: sinks, sequence lengths, and where sequences and
+    pages lie.
+
+    Q, K and V are contiguous. Where sequences are packed or keys lie in pages, rows come before heads in memory.
+    """
 
     @property
     def q(self) -> Any:
@@ -81,7 +85,7 @@ class AttentionArrays(Arrays):
 
     @property
     def causal(self) -> bool | str:
-        """As `sdpa` takes it."""
+        """The argument `causal` of `sdpa`."""
         p = self.problem
         if p.window_right:
             if p.alignment == "top_left" and p.seq_q != p.seq_k:
@@ -90,18 +94,18 @@ class AttentionArrays(Arrays):
         return bool(p.causal) if p.alignment == "top_left" else str(p.alignment)
 
     @property
-    def asked(self) -> tuple[Any, ...]:
-        """What comes after q, k and v, of what the problem has."""
+    def feature_arrays(self) -> tuple[Any, ...]:
+        """The arrays after q, k and v that the problem has."""
         return self.tensors[3:]
 
     @property
     def named(self) -> dict[str, Any]:
-        """All that is asked for beside the mask, as `sdpa` takes it."""
+        """Features other than the mask, as keyword arguments of `sdpa`."""
         p = self.problem
         names = [
             name for name, given in (("sinks", p.sinks), ("key_starts", p.starts), ("key_lengths", p.lengths)) if given
         ]
-        found: dict[str, Any] = dict(zip(names, self.asked, strict=True))
+        found: dict[str, Any] = dict(zip(names, self.feature_arrays, strict=True))
         if p.window or p.window_right:
             found["window"] = (p.window - 1, p.window_right) if p.window_right else p.window
         if p.softcap:
@@ -110,13 +114,13 @@ class AttentionArrays(Arrays):
 
     @property
     def call(self) -> Any:
-        """The call of the public functions, as plans are made for it."""
+        """The call of the public functions, for which plans are made."""
         from tiledsched.ops.arguments import CAUSAL
         from tiledsched.ops.features import read_features
         from tiledsched.ops.plans import AttentionCall
 
         p = self.problem
-        if p.placed:
+        if p.is_varlen:
             alignment, features = p.alignment if p.causal else None, features_of(self)
         else:
             alignment, features = read_features(self.q, self.k, CAUSAL[self.causal], **self.named)
@@ -124,11 +128,11 @@ class AttentionArrays(Arrays):
 
 
 _own_plans: PlanCache[Any] = PlanCache(lambda *given: given)
-"""By problem and device: a bench asks for the call, and then for what it was."""
+"""Plans by problem and device: a bench asks for the call, and later for what it was."""
 
 
 def _ours(arrays: AttentionArrays) -> Call:
-    """Our kernel as `sdpa`, `sdpa_varlen` and `sdpa_paged` launch it, also where a rival is served."""
+    """Our kernel as `sdpa`, `sdpa_varlen` and `sdpa_paged` launch it, even where a rival is served."""
     return plan_call(*_own_plan(arrays))
 
 
@@ -139,8 +143,8 @@ def _own_plan(arrays: AttentionArrays) -> tuple[Any, Any]:
 
 
 def _served(arrays: AttentionArrays) -> Call:
-    """`sdpa`, whatever it runs, once it is clear that it would not leave the problem to torch."""
-    if arrays.problem.placed:
+    """`sdpa`, whatever it runs, after making sure that it does not leave the problem to torch."""
+    if arrays.problem.is_varlen:
         return served_placed(arrays)
     from tiledsched.ops.sdpa import sdpa
 
@@ -149,9 +153,9 @@ def _served(arrays: AttentionArrays) -> Call:
     return lambda: sdpa(q, k, v, causal=causal, **named)
 
 
-def _refuse_asked(problem: Problem, *, but: tuple[str, ...] = ()) -> None:
-    """Raise where a problem asks for what a method does not compute."""
-    if problem.placed:
+def _refuse_features(problem: Problem, *, but: tuple[str, ...] = ()) -> None:
+    """Raise UnsupportedError where a problem has features that a method does not compute, except those in `but`."""
+    if problem.is_varlen:
         raise UnsupportedError("it knows no packed sequences, and no pages")
     beyond = [
         name
@@ -163,11 +167,13 @@ def _refuse_asked(problem: Problem, *, but: tuple[str, ...] = ()) -> None:
 
 
 _untuned_kernels: dict[tuple[str, Any], Any] = {}
-"""cuTile compiles once for each kernel object and problem class: objects are used again."""
+"""Kernel objects by arch and function. cuTile compiles once for each kernel object and problem class, so they are used
+again.
+"""
 
 
 def untuned_schedule(arch: str) -> Schedule:
-    """`UNTUNED` with the knobs it does not name at the defaults of the arch's space."""
+    """`UNTUNED`, with the knobs that it does not name at the defaults of the arch's space."""
     return space_for(arch, Attention).complete(Schedule(UNTUNED))
 
 
@@ -178,7 +184,7 @@ def _untuned(arrays: AttentionArrays) -> Call:
     from tiledsched.core.launch import steps, tile_kernels
 
     torch, problem, q = arrays.torch, arrays.problem, arrays.q
-    _refuse_asked(problem)
+    _refuse_features(problem)
     properties = torch.cuda.get_device_properties(q.device)
     arch = f"sm_{properties.major}{properties.minor}"
     schedule, device = untuned_schedule(arch), arch_spec(arch)
@@ -198,11 +204,13 @@ def _untuned(arrays: AttentionArrays) -> Call:
 
 
 def _torch_call(arrays: AttentionArrays) -> Call:
-    """torch's attention, whichever backend it takes; windows and lengths as a mask of all scores, which is all it knows."""
+    """torch's attention, with whichever backend it takes. Windows and lengths become a mask of all scores, which is all
+    it knows.
+    """
     torch, problem = arrays.torch, arrays.problem
-    _refuse_asked(problem, but=("window", "window_right", "starts", "lengths"))
+    _refuse_features(problem, but=("window", "window_right", "starts", "lengths"))
     more: dict[str, Any] = {"enable_gqa": True} if problem.group > 1 else {}
-    if problem.asked:
+    if problem.has_features:
         from tiledsched.ops.fallback import visible_keys
 
         call = arrays.call
@@ -218,7 +226,7 @@ def _torch_call(arrays: AttentionArrays) -> Call:
 
 
 def _torch_backend(backend: str) -> Callable[[AttentionArrays], Call]:
-    """torch's attention with one backend allowed."""
+    """torch's attention, with only one backend allowed."""
 
     def make(arrays: AttentionArrays) -> Call:
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -235,9 +243,11 @@ def _torch_backend(backend: str) -> Callable[[AttentionArrays], Call]:
 
 
 def _eager(arrays: AttentionArrays) -> Call:
-    """softmax(q @ k^T) @ v in torch's operators, softmax in float32, key heads repeated: as models did it before SDPA."""
+    """softmax(q @ k^T) @ v in torch operators, with softmax in float32 and key heads repeated, as models did it before
+    SDPA.
+    """
     torch, problem = arrays.torch, arrays.problem
-    _refuse_asked(problem)
+    _refuse_features(problem)
     scale, group = default_scale(problem), problem.group
     hidden = None
     if problem.causal:
@@ -258,7 +268,7 @@ def _eager(arrays: AttentionArrays) -> Call:
 
 
 def _triton(arrays: AttentionArrays) -> Call:
-    _refuse_asked(arrays.problem)
+    _refuse_features(arrays.problem)
     from tiledsched.bench.rivals.triton_attention import triton_attention
 
     bottom_right = arrays.problem.alignment == "bottom_right"
@@ -270,7 +280,7 @@ def _triton(arrays: AttentionArrays) -> Call:
 def _tilegym(arrays: AttentionArrays) -> Call:
     """NVIDIA's TileGym: `tilegym.ops.fmha`, which tunes itself on the first call of a shape."""
     problem = arrays.problem
-    _refuse_asked(problem)
+    _refuse_features(problem)
     if problem.alignment != "top_left" or problem.value_dim:
         raise UnsupportedError("fmha aligns the mask at the top left and takes one head dimension")
     from tilegym.ops import fmha
@@ -282,7 +292,7 @@ def _tilegym(arrays: AttentionArrays) -> Call:
 def _flash_attn(arrays: AttentionArrays) -> Call:
     """The flash-attn package, on arrays in its own layout, `[batch, rows, heads, head_dim]`."""
     problem = arrays.problem
-    _refuse_asked(problem)
+    _refuse_features(problem)
     if problem.causal and problem.alignment == "top_left" and problem.seq_q != problem.seq_k:
         raise UnsupportedError("flash_attn_func aligns the mask at the bottom right")
     from flash_attn import flash_attn_func
@@ -293,12 +303,12 @@ def _flash_attn(arrays: AttentionArrays) -> Call:
 
 def _flash_attention_4(arrays: AttentionArrays) -> Call:
     """FlashAttention-4, on arrays in its own layout, `[batch, rows, heads, head_dim]`."""
-    if arrays.problem.placed:
+    if arrays.problem.is_varlen:
         return call_on(flash_attention_4(arrays.problem), arrays.tensors)
     attend, _ = flash_4_function(arrays.problem)
     q, k, v = (array.transpose(1, 2).contiguous() for array in (arrays.q, arrays.k, arrays.v))
-    asked = arrays.asked
-    return lambda: attend(q, k, v, *asked).transpose(1, 2)
+    features = arrays.feature_arrays
+    return lambda: attend(q, k, v, *features).transpose(1, 2)
 
 
 def _torch_varlen(arrays: AttentionArrays) -> Call:
@@ -344,27 +354,29 @@ METHODS: Mapping[str, Method] = {
         Method(name="torch_flex", about="torch's flex attention, compiled", make=flex_attention, package="triton"),
     )
 }
-"""By name, in the order of the rows."""
+"""The methods by name, in the order of the rows."""
 
 
 @dataclass(frozen=True)
 class PairCase:
-    """Inputs, and the float64 output of some (sequence, head) pairs: all of a long problem would take minutes."""
+    """A case of which only some (sequence, head) pairs are compared, because comparing all of a long problem would take
+    minutes.
+    """
 
     arrays: AttentionArrays
-    """What methods are called on."""
+    """The inputs that methods are called on."""
     pairs: Sequence[Pair]
-    """Which are compared."""
+    """The pairs that are compared."""
     expected: Sequence[Any]
-    """`[seq_q, value_dim]` of each, float64."""
+    """The output of each pair in float64, `[seq_q, value_dim]`."""
     cupy: Any
-    """CuPy, or what stands for it."""
+    """CuPy; NumPy in tests."""
     given: Mapping[str, Any] = field(default_factory=dict)
-    """Where sequences lie, on the host."""
+    """Where sequences and pages lie, as arrays on the host."""
 
     @property
     def compared(self) -> str:
-        """How much of the output that is."""
+        """How much of the output is compared, such as `4/64`."""
         return f"{len(self.pairs)}/{self.arrays.problem.sequences * self.arrays.problem.heads}"
 
     def error(self, out: Any) -> Error:
@@ -377,7 +389,7 @@ class PairCase:
         return error_of(self.cupy, zip(wide, self.expected, strict=True))
 
     def details(self, method: str, *, verify: bool, captured: bool = False) -> dict[str, Any]:
-        """What our kernel launched and why; of what is served, the rival in its place."""
+        """What our kernel launched and why, or the rival that is served in its place; see `BenchCase`."""
         from tiledsched.serve.launch import explain_plan
 
         arrays = self.arrays
@@ -393,7 +405,7 @@ class PairCase:
 
 
 def make_case(torch: Any, cupy: Any, problem: Problem) -> PairCase:
-    """Standard normal inputs, the same in every run of a problem, and what is compared.
+    """The case of a problem: standard normal inputs, the same in every run, and the pairs that are compared.
 
     CuPy has no bfloat16: it is given float32, which holds both types.
     """
@@ -401,18 +413,18 @@ def make_case(torch: Any, cupy: Any, problem: Problem) -> PairCase:
     generator = torch.Generator(device="cuda").manual_seed(int(problem.id, 16) % 2**31)
     q, k, v = drawn(torch, problem, generator)
     given = places(numpy.random.default_rng(int(problem.id, 16) % 2**31), problem)
-    asked = [torch.randn((problem.heads,), generator=generator, device="cuda").to(dtype)] if problem.sinks else []
+    features = [torch.randn((problem.heads,), generator=generator, device="cuda").to(dtype)] if problem.sinks else []
     alike = {id(each): torch.as_tensor(each, dtype=torch.int32, device=q.device) for each in given.values()}
-    asked += [alike[id(each)] for each in given.values()]  # rows and keys that lie alike are told by one tensor
+    features += [alike[id(each)] for each in given.values()]  # rows and keys that lie alike are told by one tensor
     pairs, expected = compared_pairs(problem), []
-    arrays = AttentionArrays(torch=torch, problem=problem, tensors=(q, k, v, *asked))
+    arrays = AttentionArrays(torch=torch, problem=problem, tensors=(q, k, v, *features))
     for sequence, head in pairs:
         kv_head = head // problem.group
         parts = (rows_of(q, given, sequence, head), *(keys_of(each, given, sequence, kv_head) for each in (k, v)))
         wide = (cupy.from_dlpack(each.float()) for each in parts)
-        own = {} if problem.placed else {name.lower(): each[sequence : sequence + 1] for name, each in given.items()}
+        own = {} if problem.is_varlen else {name.lower(): each[sequence : sequence + 1] for name, each in given.items()}
         if problem.sinks:
-            own["sinks"] = asked[0][head : head + 1].double().cpu().numpy()
+            own["sinks"] = features[0][head : head + 1].double().cpu().numpy()
         of_head, of_keys, of_values = wide
         expected.append(reference_of_pair(cupy, problem, of_head, of_keys, of_values, **own))
     torch.cuda.synchronize()

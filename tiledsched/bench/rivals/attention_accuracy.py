@@ -33,7 +33,7 @@ def compared_pairs(problem: Problem) -> list[Pair]:
     return [divmod(number, problem.heads) for number in sorted(numbers.union(others))]
 
 
-def reference_of_pair(xp: Any, problem: Problem, q: Any, k: Any, v: Any, **asked: Any) -> Any:
+def reference_of_pair(xp: Any, problem: Problem, q: Any, k: Any, v: Any, **features: Any) -> Any:
     """The float64 output of one (sequence, head) pair, `[seq_q, value_dim]`.
 
     Args:
@@ -41,7 +41,7 @@ def reference_of_pair(xp: Any, problem: Problem, q: Any, k: Any, v: Any, **asked
         problem: mask and scale.
         q: `[seq_q, head_dim]` of that head, of a type that `xp` knows and float64 holds.
         k: `[seq_k, head_dim]` of its key head; v, `[seq_k, value_dim]`, likewise.
-        asked: sinks, starts and lengths, `[1]` each, of that head and sequence, where the problem has them.
+        features: sinks, starts and lengths, `[1]` each, of that head and sequence, where the problem has them.
     """
     out, _ = attention_and_lse(
         xp,
@@ -54,6 +54,6 @@ def reference_of_pair(xp: Any, problem: Problem, q: Any, k: Any, v: Any, **asked
         window=problem.window,
         window_right=problem.window_right,
         cap=DEFAULT_CAP if problem.softcap else 0.0,
-        **asked,
+        **features,
     )
     return out[0, 0]

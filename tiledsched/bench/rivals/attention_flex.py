@@ -20,7 +20,7 @@ def flex_attention(arrays: Any) -> Any:
             in pages, which it would have to be given gathered.
     """
     p: Problem = arrays.problem
-    if not p.asked:
+    if not p.has_features:
         raise UnsupportedError("it is compiled for windows, softcap, sinks, starts, lengths and packed sequences only")
     if p.page:
         raise UnsupportedError("it reads no pages, and keys gathered before are another problem")
@@ -28,13 +28,13 @@ def flex_attention(arrays: Any) -> Any:
     from torch.nn.attention import flex_attention as flex
 
     there = {"sinks": p.sinks, "starts": p.starts, "lengths": p.lengths, "cu_q": p.ends_q, "cu_k": p.ends_k}
-    asked = dict(zip([name for name, given in there.items() if given], arrays.asked, strict=True))
+    features = dict(zip([name for name, given in there.items() if given], arrays.feature_arrays, strict=True))
     block_mask = None
     if p.packed:
-        seen = documents(p, asked["cu_q"], asked["cu_k"])
+        seen = documents(p, features["cu_q"], features["cu_k"])
         block_mask = flex.create_block_mask(seen, None, None, p.seq_q, p.seq_k, device=arrays.q.device)
     elif p.causal or p.starts or p.lengths:
-        seen = mask_of(p, asked.get("starts"), asked.get("lengths"))
+        seen = mask_of(p, features.get("starts"), features.get("lengths"))
         each_batch = p.batch if p.starts or p.lengths else None
         block_mask = flex.create_block_mask(seen, each_batch, None, p.seq_q, p.seq_k, device=arrays.q.device)
     more: dict[str, Any] = {
@@ -48,7 +48,7 @@ def flex_attention(arrays: Any) -> Any:
         more |= {"return_aux": request(lse=True)} if request else {"return_lse": True}
     torch.compiler.reset()  # else it gives up on a function that it has compiled for eight problems
     attend = torch.compile(flex.flex_attention, dynamic=False)
-    sinks = asked.get("sinks")
+    sinks = features.get("sinks")
 
     def call() -> Any:
         found = attend(arrays.q, arrays.k, arrays.v, **more)

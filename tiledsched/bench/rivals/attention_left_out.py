@@ -1,4 +1,6 @@
-"""What `sdpa` would do had nobody tuned a problem's suite: the policy beside the table, on problems that it does not know."""
+"""What `sdpa` would run if nobody had tuned the suites that hold a problem: the serving policy on problems it does not
+know.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from tiledsched.store.records import Entry
 
 
 def left_out(problem: Problem) -> frozenset[Problem]:
-    """The problem, and all of each suite that has it: a model is new as a whole."""
+    """The problem, and all problems of each suite that holds it: a new model is new as a whole."""
     suites = (
         Attention.suite(name) for name in Attention.suites if name not in (ALL_MODELS, "coverage", "unseen", "drawn")
     )
@@ -28,7 +30,7 @@ def left_out(problem: Problem) -> frozenset[Problem]:
 
 
 def serve_left_out(problem: Problem, device: process.DeviceFacts) -> Served:
-    """The answer of the table without `left_out` of the problem."""
+    """What the table without these problems serves."""
     hidden = left_out(problem)
     entries = [entry for entry in _entries(device.arch) if entry.problem not in hidden]
     return table_of(entries, process.settings(), kernel=Attention).resolve(problem, device.arch, device.name)
@@ -41,11 +43,11 @@ def _entries(arch: str) -> list[Entry]:
 
 config.watchers.append(_entries.cache_clear)
 _plans: PlanCache[Any] = PlanCache(lambda *given: given)
-"""By problem and device: a bench asks for the call, and then for what it was."""
+"""Plans by problem and device: a bench asks for the call, and later for what it was."""
 
 
 def left_out_call(arrays: Any) -> Call:
-    """The call of an `AttentionArrays`: our kernel on the policy's choice, or the rival that is expected to be faster.
+    """The call on an `AttentionArrays`: our kernel on the policy's choice, or the rival that is expected to be faster.
 
     Raises:
         UnsupportedError: sequences are packed, or keys lie in pages.
@@ -54,8 +56,8 @@ def left_out_call(arrays: Any) -> Call:
 
 
 def left_out_plan(arrays: Any) -> tuple[Any, Any]:
-    """The plan of the policy's choice, launched once and kept, and the call that it is of."""
-    if arrays.problem.placed:
+    """The plan of the policy's choice, launched once and cached, and the call that it was made for."""
+    if arrays.problem.is_varlen:
         raise UnsupportedError("it knows no packed sequences, and no pages")
     return chosen_plan(
         _plans, arrays, lambda: serve_left_out(arrays.problem, process.device_facts(arrays.q.get_device()))
@@ -63,7 +65,8 @@ def left_out_plan(arrays: Any) -> tuple[Any, Any]:
 
 
 def chosen_plan(plans: PlanCache[Any], arrays: Any, choose: Callable[[], Served]) -> tuple[Any, Any]:
-    """The plan of what `choose` answers, launched once and kept in `plans`, and the call that it is of.
+    """The plan of the schedule that `choose` returns, launched once and cached in `plans`, and the call that it was
+    made for.
 
     Raises:
         UnsupportedError: why there is no plan.
@@ -73,7 +76,7 @@ def chosen_plan(plans: PlanCache[Any], arrays: Any, choose: Callable[[], Served]
 
 
 def plan_call(plan: Any, call: Any) -> Call:
-    """The launch of a plan on the arrays it was made for."""
+    """The launch of a plan on the arrays that it was made for."""
     return lambda: call.launch(plan, keep_zeros=True)
 
 
@@ -84,8 +87,9 @@ def launched_plan(
     make: Callable[[], Any],
     part: Callable[[Any], Any] = lambda plan: plan,
 ) -> Any:
-    """The plan that `plans` keep for a problem, made and launched the first time: as in `sdpa`, what was not measured and spills
-    gives way to the next choice.
+    """The plan that `plans` has for a problem. The first time, it is made and launched.
+
+    As in `sdpa`, a schedule that was not measured and spills registers gives way to the next choice.
 
     Args:
         plans: by problem and device.

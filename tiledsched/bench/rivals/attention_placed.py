@@ -1,4 +1,6 @@
-"""Packed sequences and keys in pages: their inputs, how our own functions are called on them, and a sequence by itself."""
+"""Packed sequences, and keys in pages: their inputs, how our own functions are called on them, and the parts of one
+sequence.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from tiledsched.kernels.attention.scales import DEFAULT_CAP
 
 
 def features_of(arrays: Any) -> Any:
-    """The features that the public functions read of an `AttentionArrays`, the longest sequence read from the device."""
+    """The features that the public functions read from an `AttentionArrays`. The longest sequence is read from the
+    device.
+    """
     from tiledsched.ops.features import AttentionFeatures
 
     p: Problem = arrays.problem
@@ -24,7 +28,7 @@ def features_of(arrays: Any) -> Any:
         "cu_seqlens_k": p.ends_k,
         "block_table": p.paged,
     }
-    given = dict(zip([name for name, wanted in there.items() if wanted], arrays.asked, strict=True))
+    given = dict(zip([name for name, wanted in there.items() if wanted], arrays.feature_arrays, strict=True))
     most = dict(zip(("max_seqlen_q", "max_seqlen_k"), longest(p, arrays.tensors), strict=False))
     return AttentionFeatures(
         window=p.window, window_right=p.window_right, softcap=DEFAULT_CAP if p.softcap else 0.0, **given, **most
@@ -32,7 +36,7 @@ def features_of(arrays: Any) -> Any:
 
 
 def found_plan(arrays: Any) -> Any:
-    """The plan of the public functions.
+    """The plan that the public functions find.
 
     Raises:
         UnsupportedError: they leave the problem to torch.
@@ -72,7 +76,7 @@ def served_placed(arrays: Any) -> Call:
 
 
 def drawn(torch: Any, problem: Problem, generator: Any) -> list[Any]:
-    """Standard normal q, k and v as the kernel takes them; rows before heads in memory where servers have them so."""
+    """Standard normal q, k and v as the kernel takes them; rows come before heads in memory where servers store them so."""
     keys = (problem.key_entries, problem.kv_heads, problem.key_rows)
     shapes = (
         (problem.batch, problem.heads, problem.seq_q, problem.head_dim),
@@ -81,14 +85,14 @@ def drawn(torch: Any, problem: Problem, generator: Any) -> list[Any]:
     )
     found = []
     for (entries, heads, rows, columns), packed in zip(shapes, (problem.packed, *[problem.ends_k] * 2), strict=True):
-        in_memory = (entries, rows, heads, columns) if problem.placed else (entries, heads, rows, columns)
+        in_memory = (entries, rows, heads, columns) if problem.is_varlen else (entries, heads, rows, columns)
         one = torch.randn(in_memory, generator=generator, device="cuda").to(getattr(torch, problem.dtype))
-        found.append(heads_first(one[0] if packed else one) if problem.placed else one)
+        found.append(heads_first(one[0] if packed else one) if problem.is_varlen else one)
     return found
 
 
 def rows_of(queries: Any, given: Mapping[str, Any], sequence: int, head: int) -> Any:
-    """`[rows, columns]` of one sequence and head, of queries or an output `[batch, heads, rows, columns]`.
+    """The rows of one sequence and head, `[rows, columns]`, of queries or of an output `[batch, heads, rows, columns]`.
 
     Args:
         queries: a torch tensor.
@@ -102,7 +106,7 @@ def rows_of(queries: Any, given: Mapping[str, Any], sequence: int, head: int) ->
 
 
 def keys_of(keys: Any, given: Mapping[str, Any], sequence: int, kv_head: int) -> Any:
-    """`[keys, columns]` of one sequence and key head, of keys or values as the kernel takes them."""
+    """The keys or values of one sequence and key head, `[keys, columns]`."""
     if "Table" in given:
         pages = keys[:, kv_head][[int(each) for each in given["Table"][sequence]]]
         return pages.flatten(0, 1)[: int(given["Lengths"][sequence])]

@@ -1,8 +1,9 @@
-"""FlashAttention-4 called again without what it works out anew in each call.
+"""A cache of FlashAttention-4's calls, which skips what its Python code works out anew in each call.
 
-Before the function that it compiled runs, its Python spends over 100 us on checks, heuristics and the key of a cache. For tensors
-of the same shapes and strides all of that comes out the same: what the first call hands to the compiled function is kept, and
-later calls hand over the same with other tensors. Where that is not sure to be all that a call does, nothing is kept.
+Before FlashAttention-4 calls the function that it compiled, its Python spends over 100 us on checks, heuristics and the key of a
+cache. The results are the same for tensors of the same shapes and strides. The cache records the arguments that the first call
+passes to the compiled function, and later calls pass the same arguments with other tensors. Calls that may do more than that are
+not cached.
 """
 
 from __future__ import annotations
@@ -12,38 +13,38 @@ from collections.abc import Callable
 from typing import Any
 
 CACHE = "compile_cache"
-"""Attribute of its functions: key -> compiled function."""
+"""Attribute of FlashAttention-4's functions: key -> compiled function."""
 ALIGNED = 16
-"""Bytes. It copies what lies otherwise."""
+"""Bytes of which addresses must be multiples; FlashAttention-4 copies other tensors."""
 _recording = threading.Lock()
 
 
 class CallCache:
-    """Calls of one problem."""
+    """The cached calls of one problem."""
 
     def __init__(self, call: Callable[..., Any], function: Any) -> None:
-        """Of `call`, which calls `function`, theirs, once."""
+        """Cache `call`, which calls FlashAttention-4's `function` once."""
         self._call = call
         self._function = function
-        self._kept: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        self._calls: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
-    def __call__(self, q: Any, k: Any, v: Any, *asked: Any, out: Any = None) -> Any:
-        """As `call`; only calls into an `out` of ours that are told of no more tensors are kept."""
+    def __call__(self, q: Any, k: Any, v: Any, *others: Any, out: Any = None) -> Any:
+        """The result of `call`. Only calls with an `out` and without further tensors are cached."""
         if out is None:
-            return self._call(q, k, v, *asked)
+            return self._call(q, k, v, *others)
         tensors = (q, k, v, out)
-        if asked or any(each.requires_grad or each.data_ptr() % ALIGNED for each in tensors):
-            return self._call(q, k, v, *asked, out=out)
+        if others or any(each.requires_grad or each.data_ptr() % ALIGNED for each in tensors):
+            return self._call(q, k, v, *others, out=out)
         lie = tuple((each.shape, each.stride(), each.device) for each in tensors)
-        kept = self._kept.get(lie)
-        if kept is None:
-            made, self._kept[lie] = self._first(tensors)
+        call = self._calls.get(lie)
+        if call is None:
+            made, self._calls[lie] = self._first(tensors)
             return made
-        kept(*tensors)
+        call(*tensors)
         return out
 
     def _first(self, tensors: tuple[Any, ...]) -> tuple[Any, Callable[..., Any]]:
-        """What the whole call returns, and what to call from now on with these four tensors."""
+        """(result of the whole call, function to call from now on with four such tensors)."""
 
         def whole(q: Any, k: Any, v: Any, out: Any) -> Any:
             return self._call(q, k, v, out=out)
@@ -70,7 +71,7 @@ class CallCache:
 
 
 class _Watched:
-    """A cache of compiled functions that notes what one thread calls them with."""
+    """A cache of compiled functions that records the arguments with which one thread calls them."""
 
     def __init__(self, cache: Any) -> None:
         self.calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
@@ -88,11 +89,11 @@ class _Watched:
         if threading.get_ident() != self._thread:
             return compiled
 
-        def noted(*given: Any, **named: Any) -> Any:
+        def recorded(*given: Any, **named: Any) -> Any:
             self.calls.append((compiled, given, named))
             return compiled(*given, **named)
 
-        return noted
+        return recorded
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)

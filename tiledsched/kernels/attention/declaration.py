@@ -1,6 +1,7 @@
-"""The declaration of attention forward: fields, arrays, and which entry a schedule runs with which constants and grid.
+"""The declaration of attention forward: fields, arrays, and the kernel, constants and grid of a schedule.
 
-What runs on the GPU is in `entries`, `tiles`, `flat` and `split` beside it; cuTile is imported where one of them is asked for.
+The tile code is in the modules `entries`, `tiles`, `flat`, `split`, `packed`, `features` and `scheduler` of this folder. cuTile
+is imported only where a kernel is needed.
 """
 
 from __future__ import annotations
@@ -43,24 +44,25 @@ if TYPE_CHECKING:
 BLOCK_ORDERS = ("natural", "reversed", "heads_fastest", "swizzled")
 PERSISTENT_MODES = ("no", "strided", "snake")
 KV_DIRECTIONS = ("forward", "backward", "sawtooth", "wide_sawtooth")
-"""The kernel sees the index into each of these three."""
+"""The kernel is given the index into each of these three."""
 LARGEST_ERROR = {
     ("float16", "fp32"): 4e-3,
     ("bfloat16", "fp32"): 2e-2,
     ("float16", "fp16"): 5e-2,
     ("bfloat16", "fp16"): 2e-2,
 }
-"""Largest relative Frobenius error of a tile that passes, by (dtype, accum_mode).
+"""Largest relative Frobenius error that a tile may have, by (dtype, accum_mode).
 
-On normal inputs, rounding alone makes 3e-4 in float16 and 2.3e-3 in bfloat16 at any length; one key left out of 1024
-makes 2.8e-2, and 32 left out of 16384 make 4e-2 (docs/measuring.md).
+On normal inputs, rounding alone makes an error of 3e-4 in float16 and 2.3e-3 in bfloat16 at any length. Leaving out one key of
+1024 makes 2.8e-2, and leaving out 32 of 16384 makes 4e-2 (docs/measuring.md).
 """
 LARGEST_LSE_ERROR = {"fp32": 2e-3, "fp16": 1e-1}
-"""Largest absolute error of a log-sum-exp that passes, by accum_mode. It is a sum of float32 scores and a logarithm: what
-rounding makes is far below (tests/test_measure_accuracy.py), and one key left out of 500 equal ones is as much.
+"""Largest absolute error that a log-sum-exp may have, by accum_mode. The log-sum-exp is the logarithm of a sum in float32.
+Rounding makes errors far below this (tests/test_measure_accuracy.py); leaving out one key of 500 equal ones makes an error of
+this size.
 """
 BEYOND_FP16_SUMS = ("large", "cancelling")
-"""Kinds of inputs that a kernel with float16 accumulators need not get right."""
+"""Kinds of inputs for which the outputs of float16 accumulators are not judged."""
 
 
 class Attention(Kernel):
@@ -78,9 +80,9 @@ class Attention(Kernel):
     the log-sum-exp, and has no value (GPT-OSS, arXiv:2508.10925). Starts and lengths say, for each sequence of a batch, the
     first key that counts and the first that does not any more; the causal diagonal stays where it is without them.
 
-    Of `packed` sequences q, k, v and the outputs hold the rows end to end, seq_q and seq_k of them in all, in a batch of 1, and
-    CuQ and CuK say where each begins (FlashAttention's cu_seqlens). Keys in pages of `page` rows each lie wherever the Table says
-    (vLLM's block_table), up to seq_k for each sequence. Both align a causal diagonal with each sequence's own keys.
+    The rows of `packed` sequences lie end to end in a batch of 1, seq_q query rows and seq_k keys in all, and CuQ and CuK say
+    where each sequence begins (FlashAttention's cu_seqlens). Keys in pages of `page` rows lie where the Table says (vLLM's
+    block_table), up to seq_k keys for each sequence. In both cases a causal diagonal is aligned with each sequence's own keys.
     """
 
     name = "attention"
@@ -134,7 +136,6 @@ class Attention(Kernel):
         "check_bounds": True,
         "column_parts": 1,
         "division": "approximate",
-        "k_load": "order",
         "kv_combine": "last_block",
         "kv_direction": "forward",
         "kv_splits": 1,
@@ -148,6 +149,7 @@ class Attention(Kernel):
         "unroll": 1,
     }
     former_values = {("persistent", False): "no", ("persistent", True): "strided"}
+    former_knobs = {"k_load": ("order", "permute")}
     weights = {
         "tile_m": 1.0,
         "q_subtiles": 1.0,
@@ -172,29 +174,29 @@ class Attention(Kernel):
 
     @staticmethod
     def entry(p: Problem, s: Schedule) -> Callable[..., None]:
-        """One of the thin entries: they differ in their arrays only."""
+        """The kernel of a problem and schedule; kernels differ in their arrays only."""
         from tiledsched.kernels.attention import entries
 
-        kind = "attention_placed" if p.placed else "attention_asked" if p.asked else "attention"
+        kind = "attention_varlen" if p.is_varlen else "attention_features" if p.has_features else "attention"
         kind += "_share" if combines_later(s) else "_split" if splits(s) > 1 else "_lse" if p.lse else ""
         found: Callable[..., None] = getattr(entries, f"{kind}_wide" if p.wide else kind)
         return found
 
     @staticmethod
     def launches(p: Problem, s: Schedule, device: Any) -> list[tuple[Callable[..., None], tuple[int]]]:
-        """One, or a second one that combines the shares of split keys, a few rows of the output to a block."""
+        """One launch, or two: the second combines the shares of split keys, a few rows of the output in each block."""
         first = Attention.entry(p, s), Attention.grid(p, s, device)
         if not combines_later(s):
             return [first]
         from tiledsched.kernels.attention import entries
 
-        kind = "attention_asked_combine" if p.asked or p.placed else "attention_combine"
+        kind = "attention_features_combine" if p.has_features or p.is_varlen else "attention_combine"
         combine: Callable[..., None] = getattr(entries, f"{kind}_wide" if p.wide else kind)
         return [first, (combine, (p.batch * p.heads * -(-p.seq_q // combined_rows(p, s)),))]
 
     @staticmethod
     def constants(p: Problem, s: Schedule) -> Mapping[str, bool | int]:
-        """The compile-time constants, as the entries name them."""
+        """The compile-time constants, as the kernels name them."""
         step_n = s.number("tile_n") * s.number("kv_subtiles") * steps_per_turn(s)
         tile_n = tile_keys(p, s)
         causal = needs_mask(p)
@@ -217,7 +219,6 @@ class Attention(Kernel):
             "Q_SUBTILES": s.number("q_subtiles"),
             "KV_SUBTILES": s.number("kv_subtiles") * s.number("tile_n") // tile_n,
             "QK_AHEAD": bool(s["qk_ahead"]),
-            "PERMUTE_K": s["k_load"] == "permute",
             "TMA_LOADS": bool(s["tma_loads"]),
             "TMA_STORE": bool(s["tma_store"]),
             "CHECK_BOUNDS": bool(s["check_bounds"]),
@@ -249,9 +250,9 @@ class Attention(Kernel):
 
     @staticmethod
     def grid(p: Problem, s: Schedule, device: Any) -> tuple[int]:
-        """One block per work tile, or one for each share of its keys.
+        """One block for each work tile, or for each share of its keys.
 
-        A persistent grid is as many blocks as the occupancy hint says fit at once.
+        A persistent grid has as many blocks as fit on the GPU at once, according to the occupancy hint.
         """
         blocks = work_tiles(p, s) * splits(s)
         if s["persistent"] != "no":
@@ -261,7 +262,7 @@ class Attention(Kernel):
 
     @staticmethod
     def inputs(xp: Any, rng: Any, p: Problem) -> Mapping[str, Any]:
-        """Where sequences begin and end, and their pages."""
+        """Where sequences begin and end, and the pages of their keys."""
         from tiledsched.kernels.attention.inputs import places
 
         return places(rng, p)
@@ -306,14 +307,14 @@ class Attention(Kernel):
 
     @staticmethod
     def adversarial(xp: Any, rng: Any, p: Problem, reference: Callable[..., Any]) -> Iterator[Any]:
-        """One case: its heads take the kinds of inputs in turn."""
+        """Yield one case, in which the heads take the kinds of inputs in turn."""
         from tiledsched.kernels.attention.inputs import adversarial_case
 
         yield adversarial_case(xp, rng, p, reference)
 
     @staticmethod
     def tolerance(p: Problem, s: Schedule) -> Tolerance:
-        """By dtype and accumulator mode."""
+        """How exact the outputs must be, by element type and accumulator mode."""
         mode = str(s["accum_mode"])
         return Tolerance(
             relative=LARGEST_ERROR[p.dtype, mode],
@@ -323,16 +324,16 @@ class Attention(Kernel):
 
     @staticmethod
     def check_tile(p: Problem, s: Schedule) -> tuple[int, int]:
-        """The query rows of a head that one work tile holds, whole."""
+        """The query rows of a head in one query tile, and all columns of the output."""
         return rows_per_tile(p, s), p.value_columns
 
     @staticmethod
     def unsound(p: Problem, s: Schedule, facts: ResourceFacts, arch: str) -> str | None:
-        """Split keys that a block counts, and whose tiles share a place in shared memory.
+        """Why a program must not run: it splits the keys, a counter tells when shares are done, and key tiles share a place.
 
-        The release that counts a share as done orders all loads before it, and the compiler (13.4 on sm_90) then has the TMA
-        unit load a tile before it waits for the one in the same place to be read. The search space lets a share take one step,
-        or two where all programs built so far have room for both; this is for those to come.
+        The release that counts a share as done orders all loads before it. The compiler (13.4 on sm_90) then lets the TMA unit
+        load a tile before the tile in the same place of shared memory has been read. The search space lets a share take one step,
+        or two where all programs built so far have room for two tiles. This function catches programs that have no such room.
         """
         if splits(s) == 1 or combines_later(s) or not s["tma_loads"] or not arch_spec(arch).producer_warps:
             return None
@@ -348,19 +349,19 @@ class Attention(Kernel):
 
     @staticmethod
     def standard(**sizes: Any) -> Problem:
-        """The problem people mean by `seq_len` and `head_dim` alone; see `standard` in the module `problem` beside this one."""
+        """The problem that people mean by a sequence length and a head dimension; see :func:`problem.standard`."""
         return problem.standard(Attention.problem, **sizes)
 
     @staticmethod
     def rivals(p: Problem) -> Mapping[str, Callable[..., Any]]:
-        """torch's backends, and FlashAttention-4 where it is installed."""
+        """torch's backends, and FlashAttention-4 if it is installed."""
         from tiledsched.kernels.attention.rivals import rivals
 
         return rivals(p)
 
     @staticmethod
     def small() -> list[Problem]:
-        """Odd lengths, grouped heads, masks and widths, in a moment each."""
+        """Problems with odd lengths, grouped heads, masks and widths, each of which runs in a moment."""
         make = Attention.problem
         return [
             make(seq_q=80, seq_k=80, head_dim=64, heads=2),

@@ -1,7 +1,10 @@
 """The kernels that are launched: thin entries over the tile code of :mod:`tiledsched.kernels.attention.tiles`.
 
-Each takes q, k, v and out, the arrays of its kind of launch, the softmax scale times log2(e), and the constants. They
-differ in their arrays only; what a problem does without is not in its kernel's parameters nor in its machine code.
+Each kernel takes q, k, v and the output, the other arrays of its kind of launch, the softmax scale times log2(e), and the
+constants. The kernels differ in their arrays only: an array that a problem does without is no parameter of its kernel, and leaves
+no trace in its machine code.
+
+Written by :mod:`tiledsched.kernels.attention.entries_source`; change that file, not this one.
 """
 
 # Tile code is typed by cuTile, not by Python.
@@ -14,7 +17,7 @@ from typing import Annotated
 
 import cuda.tile as ct
 
-from tiledsched.kernels.attention.features import Asked
+from tiledsched.kernels.attention.features import Features
 from tiledsched.kernels.attention.flat import run_flat_loop
 from tiledsched.kernels.attention.split import Combining, combine_shares, compute_share, compute_split
 from tiledsched.kernels.attention.tiles import Constants, schedule_work
@@ -23,10 +26,10 @@ from tiledsched.kernels.attention.tiles import Constants, schedule_work
 # which would give batch 1 its own machine code.
 HeadArray = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(3,))]
 WideHeadArray = Annotated[ct.Array, ct.ArrayAnnotation(index_dtype=ct.int64, static_shape_dims=(3,))]
-# Of these a launch would also make strides of one static, which axes of size one have by chance.
+# A launch would also make strides of one static, which axes of size one have by chance.
 RowArray = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(3,), static_stride_dims=(3,))]
-# Where shares lie is constant too, or they would be loaded four bytes at a time. Not so their maxima and sums: of those the
-# compiler (13.4 on sm_90) loads four at an address of one (see `launches.assumed`).
+# The strides of shares are constant, too, or shares would be loaded four bytes at a time. Those of their maxima and sums are not:
+# the compiler (13.4 on sm_90) would load four of them at an address of one (see `core.launch.assumed`).
 PartialArray = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(1, 2), static_stride_dims=(0, 1, 2))]
 StateArray = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(1, 2))]
 ShareArray = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(1, 2, 3), static_stride_dims=(0, 1, 2, 3))]
@@ -57,7 +60,6 @@ def attention(
     Q_SUBTILES: Int,
     KV_SUBTILES: Int,
     QK_AHEAD: Bool,
-    PERMUTE_K: Bool,
     TMA_LOADS: Bool,
     TMA_STORE: Bool,
     CHECK_BOUNDS: Bool,
@@ -95,7 +97,6 @@ def attention(
         Q_SUBTILES,
         KV_SUBTILES,
         QK_AHEAD,
-        PERMUTE_K,
         TMA_LOADS,
         TMA_STORE,
         CHECK_BOUNDS,
@@ -144,7 +145,6 @@ def attention_lse(
     Q_SUBTILES: Int,
     KV_SUBTILES: Int,
     QK_AHEAD: Bool,
-    PERMUTE_K: Bool,
     TMA_LOADS: Bool,
     TMA_STORE: Bool,
     CHECK_BOUNDS: Bool,
@@ -164,7 +164,10 @@ def attention_lse(
     UNROLL: Int,
     PEEL_FIRST: Bool,
 ):
-    """The same, and Lse = log(sum(exp(scale * Q @ K^T, masked))) of each row, `[batch, heads, rows, 1]`."""
+    """Out = softmax(scale * Q @ K^T, masked) @ V for arrays `[batch, heads, rows, columns]`.
+
+    Lse is the log-sum-exp of each row's scores, `[batch, heads, rows, 1]`.
+    """
     const = Constants(
         TILE_M,
         TILE_N,
@@ -182,7 +185,6 @@ def attention_lse(
         Q_SUBTILES,
         KV_SUBTILES,
         QK_AHEAD,
-        PERMUTE_K,
         TMA_LOADS,
         TMA_STORE,
         CHECK_BOUNDS,
@@ -234,7 +236,6 @@ def attention_split(
     Q_SUBTILES: Int,
     KV_SUBTILES: Int,
     QK_AHEAD: Bool,
-    PERMUTE_K: Bool,
     TMA_LOADS: Bool,
     TMA_STORE: Bool,
     CHECK_BOUNDS: Bool,
@@ -254,7 +255,10 @@ def attention_split(
     UNROLL: Int,
     PEEL_FIRST: Bool,
 ):
-    """The same by KV_SPLITS blocks for each work tile; see :mod:`tiledsched.kernels.attention.split`."""
+    """Out = softmax(scale * Q @ K^T, masked) @ V for arrays `[batch, heads, rows, columns]`.
+
+    KV_SPLITS blocks share the keys of a work tile, and the last of them to finish combines the shares.
+    """
     const = Constants(
         TILE_M,
         TILE_N,
@@ -272,7 +276,6 @@ def attention_split(
         Q_SUBTILES,
         KV_SUBTILES,
         QK_AHEAD,
-        PERMUTE_K,
         TMA_LOADS,
         TMA_STORE,
         CHECK_BOUNDS,
@@ -318,7 +321,6 @@ def attention_share(
     Q_SUBTILES: Int,
     KV_SUBTILES: Int,
     QK_AHEAD: Bool,
-    PERMUTE_K: Bool,
     TMA_LOADS: Bool,
     TMA_STORE: Bool,
     CHECK_BOUNDS: Bool,
@@ -338,7 +340,10 @@ def attention_share(
     UNROLL: Int,
     PEEL_FIRST: Bool,
 ):
-    """The shares alone, for a launch of `attention_combine`."""
+    """Out = softmax(scale * Q @ K^T, masked) @ V for arrays `[batch, heads, rows, columns]`.
+
+    KV_SPLITS blocks share the keys of a work tile, and a later launch combines the shares.
+    """
     const = Constants(
         TILE_M,
         TILE_N,
@@ -356,7 +361,6 @@ def attention_share(
         Q_SUBTILES,
         KV_SUBTILES,
         QK_AHEAD,
-        PERMUTE_K,
         TMA_LOADS,
         TMA_STORE,
         CHECK_BOUNDS,
@@ -379,7 +383,7 @@ def attention_share(
     compute_share(Q, K, V, Shares, State, scale_log2, None, const)
 
 
-def attention_asked(
+def attention_features(
     Q: HeadArray,
     K: HeadArray,
     V: HeadArray,
@@ -407,7 +411,6 @@ def attention_asked(
     Q_SUBTILES: Int,
     KV_SUBTILES: Int,
     QK_AHEAD: Bool,
-    PERMUTE_K: Bool,
     TMA_LOADS: Bool,
     TMA_STORE: Bool,
     CHECK_BOUNDS: Bool,
@@ -433,7 +436,7 @@ def attention_asked(
     STARTS: Bool,
     LENGTHS: Bool,
 ):
-    """As `attention`, with what some models ask for beside; see :mod:`tiledsched.kernels.attention.features`."""
+    """Attention with optional features; see :mod:`tiledsched.kernels.attention.features`."""
     const = Constants(
         TILE_M,
         TILE_N,
@@ -451,7 +454,6 @@ def attention_asked(
         Q_SUBTILES,
         KV_SUBTILES,
         QK_AHEAD,
-        PERMUTE_K,
         TMA_LOADS,
         TMA_STORE,
         CHECK_BOUNDS,
@@ -477,14 +479,14 @@ def attention_asked(
         STARTS,
         LENGTHS,
     )
-    asked = Asked(Sinks, Starts, Lengths, window, window_right, cap_scale)
+    features = Features(Sinks, Starts, Lengths, window, window_right, cap_scale)
     if FLAT_STEPS:
-        run_flat_loop(Q, K, V, Out, None, scale_log2, asked, const)
+        run_flat_loop(Q, K, V, Out, None, scale_log2, features, const)
     else:
-        schedule_work(Q, K, V, Out, None, scale_log2, asked, const)
+        schedule_work(Q, K, V, Out, None, scale_log2, features, const)
 
 
-def attention_asked_lse(
+def attention_features_lse(
     Q: HeadArray,
     K: HeadArray,
     V: HeadArray,
@@ -513,7 +515,6 @@ def attention_asked_lse(
     Q_SUBTILES: Int,
     KV_SUBTILES: Int,
     QK_AHEAD: Bool,
-    PERMUTE_K: Bool,
     TMA_LOADS: Bool,
     TMA_STORE: Bool,
     CHECK_BOUNDS: Bool,
@@ -539,7 +540,10 @@ def attention_asked_lse(
     STARTS: Bool,
     LENGTHS: Bool,
 ):
-    """The same of `attention_lse`."""
+    """Attention with optional features; see :mod:`tiledsched.kernels.attention.features`.
+
+    Lse is the log-sum-exp of each row's scores, `[batch, heads, rows, 1]`.
+    """
     const = Constants(
         TILE_M,
         TILE_N,
@@ -557,7 +561,6 @@ def attention_asked_lse(
         Q_SUBTILES,
         KV_SUBTILES,
         QK_AHEAD,
-        PERMUTE_K,
         TMA_LOADS,
         TMA_STORE,
         CHECK_BOUNDS,
@@ -583,14 +586,14 @@ def attention_asked_lse(
         STARTS,
         LENGTHS,
     )
-    asked = Asked(Sinks, Starts, Lengths, window, window_right, cap_scale)
+    features = Features(Sinks, Starts, Lengths, window, window_right, cap_scale)
     if FLAT_STEPS:
-        run_flat_loop(Q, K, V, Out, Lse, scale_log2, asked, const)
+        run_flat_loop(Q, K, V, Out, Lse, scale_log2, features, const)
     else:
-        schedule_work(Q, K, V, Out, Lse, scale_log2, asked, const)
+        schedule_work(Q, K, V, Out, Lse, scale_log2, features, const)
 
 
-def attention_asked_split(
+def attention_features_split(
     Q: HeadArray,
     K: HeadArray,
     V: HeadArray,
@@ -622,7 +625,6 @@ def attention_asked_split(
     Q_SUBTILES: Int,
     KV_SUBTILES: Int,
     QK_AHEAD: Bool,
-    PERMUTE_K: Bool,
     TMA_LOADS: Bool,
     TMA_STORE: Bool,
     CHECK_BOUNDS: Bool,
@@ -648,7 +650,10 @@ def attention_asked_split(
     STARTS: Bool,
     LENGTHS: Bool,
 ):
-    """The same of `attention_split`."""
+    """Attention with optional features; see :mod:`tiledsched.kernels.attention.features`.
+
+    KV_SPLITS blocks share the keys of a work tile, and the last of them to finish combines the shares.
+    """
     const = Constants(
         TILE_M,
         TILE_N,
@@ -666,7 +671,6 @@ def attention_asked_split(
         Q_SUBTILES,
         KV_SUBTILES,
         QK_AHEAD,
-        PERMUTE_K,
         TMA_LOADS,
         TMA_STORE,
         CHECK_BOUNDS,
@@ -692,11 +696,11 @@ def attention_asked_split(
         STARTS,
         LENGTHS,
     )
-    asked = Asked(Sinks, Starts, Lengths, window, window_right, cap_scale)
-    compute_split(Q, K, V, Out, Lse, Partial, State, Counters, scale_log2, asked, const)
+    features = Features(Sinks, Starts, Lengths, window, window_right, cap_scale)
+    compute_split(Q, K, V, Out, Lse, Partial, State, Counters, scale_log2, features, const)
 
 
-def attention_asked_share(
+def attention_features_share(
     Q: HeadArray,
     K: HeadArray,
     V: HeadArray,
@@ -725,7 +729,6 @@ def attention_asked_share(
     Q_SUBTILES: Int,
     KV_SUBTILES: Int,
     QK_AHEAD: Bool,
-    PERMUTE_K: Bool,
     TMA_LOADS: Bool,
     TMA_STORE: Bool,
     CHECK_BOUNDS: Bool,
@@ -751,7 +754,10 @@ def attention_asked_share(
     STARTS: Bool,
     LENGTHS: Bool,
 ):
-    """The same of `attention_share`."""
+    """Attention with optional features; see :mod:`tiledsched.kernels.attention.features`.
+
+    KV_SPLITS blocks share the keys of a work tile, and a later launch combines the shares.
+    """
     const = Constants(
         TILE_M,
         TILE_N,
@@ -769,7 +775,6 @@ def attention_asked_share(
         Q_SUBTILES,
         KV_SUBTILES,
         QK_AHEAD,
-        PERMUTE_K,
         TMA_LOADS,
         TMA_STORE,
         CHECK_BOUNDS,
@@ -795,11 +800,11 @@ def attention_asked_share(
         STARTS,
         LENGTHS,
     )
-    asked = Asked(Sinks, Starts, Lengths, window, window_right, cap_scale)
-    compute_share(Q, K, V, Shares, State, scale_log2, asked, const)
+    features = Features(Sinks, Starts, Lengths, window, window_right, cap_scale)
+    compute_share(Q, K, V, Shares, State, scale_log2, features, const)
 
 
-def attention_placed(
+def attention_varlen(
     Q: HeadArray,
     K: HeadArray,
     V: HeadArray,
@@ -830,7 +835,6 @@ def attention_placed(
     Q_SUBTILES: Int,
     KV_SUBTILES: Int,
     QK_AHEAD: Bool,
-    PERMUTE_K: Bool,
     TMA_LOADS: Bool,
     TMA_STORE: Bool,
     CHECK_BOUNDS: Bool,
@@ -859,7 +863,7 @@ def attention_placed(
     PAGE: Int,
     PAGE_BY_PAGE: Bool,
 ):
-    """As `attention_asked`, of packed sequences or keys in pages; see :mod:`tiledsched.kernels.attention.packed`."""
+    """Attention of packed sequences or keys in pages; see :mod:`tiledsched.kernels.attention.packed`."""
     const = Constants(
         TILE_M,
         TILE_N,
@@ -877,7 +881,6 @@ def attention_placed(
         Q_SUBTILES,
         KV_SUBTILES,
         QK_AHEAD,
-        PERMUTE_K,
         TMA_LOADS,
         TMA_STORE,
         CHECK_BOUNDS,
@@ -906,11 +909,11 @@ def attention_placed(
         PAGE,
         PAGE_BY_PAGE,
     )
-    asked = Asked(Sinks, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK, Table)
-    schedule_work(Q, K, V, Out, None, scale_log2, asked, const)
+    features = Features(Sinks, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK, Table)
+    schedule_work(Q, K, V, Out, None, scale_log2, features, const)
 
 
-def attention_placed_lse(
+def attention_varlen_lse(
     Q: HeadArray,
     K: HeadArray,
     V: HeadArray,
@@ -942,7 +945,6 @@ def attention_placed_lse(
     Q_SUBTILES: Int,
     KV_SUBTILES: Int,
     QK_AHEAD: Bool,
-    PERMUTE_K: Bool,
     TMA_LOADS: Bool,
     TMA_STORE: Bool,
     CHECK_BOUNDS: Bool,
@@ -971,7 +973,10 @@ def attention_placed_lse(
     PAGE: Int,
     PAGE_BY_PAGE: Bool,
 ):
-    """The same of `attention_lse`."""
+    """Attention of packed sequences or keys in pages; see :mod:`tiledsched.kernels.attention.packed`.
+
+    Lse is the log-sum-exp of each row's scores, `[batch, heads, rows, 1]`.
+    """
     const = Constants(
         TILE_M,
         TILE_N,
@@ -989,7 +994,6 @@ def attention_placed_lse(
         Q_SUBTILES,
         KV_SUBTILES,
         QK_AHEAD,
-        PERMUTE_K,
         TMA_LOADS,
         TMA_STORE,
         CHECK_BOUNDS,
@@ -1018,11 +1022,11 @@ def attention_placed_lse(
         PAGE,
         PAGE_BY_PAGE,
     )
-    asked = Asked(Sinks, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK, Table)
-    schedule_work(Q, K, V, Out, Lse, scale_log2, asked, const)
+    features = Features(Sinks, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK, Table)
+    schedule_work(Q, K, V, Out, Lse, scale_log2, features, const)
 
 
-def attention_placed_split(
+def attention_varlen_split(
     Q: HeadArray,
     K: HeadArray,
     V: HeadArray,
@@ -1057,7 +1061,6 @@ def attention_placed_split(
     Q_SUBTILES: Int,
     KV_SUBTILES: Int,
     QK_AHEAD: Bool,
-    PERMUTE_K: Bool,
     TMA_LOADS: Bool,
     TMA_STORE: Bool,
     CHECK_BOUNDS: Bool,
@@ -1086,7 +1089,10 @@ def attention_placed_split(
     PAGE: Int,
     PAGE_BY_PAGE: Bool,
 ):
-    """The same of `attention_split`."""
+    """Attention of packed sequences or keys in pages; see :mod:`tiledsched.kernels.attention.packed`.
+
+    KV_SPLITS blocks share the keys of a work tile, and the last of them to finish combines the shares.
+    """
     const = Constants(
         TILE_M,
         TILE_N,
@@ -1104,7 +1110,6 @@ def attention_placed_split(
         Q_SUBTILES,
         KV_SUBTILES,
         QK_AHEAD,
-        PERMUTE_K,
         TMA_LOADS,
         TMA_STORE,
         CHECK_BOUNDS,
@@ -1133,11 +1138,11 @@ def attention_placed_split(
         PAGE,
         PAGE_BY_PAGE,
     )
-    asked = Asked(Sinks, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK, Table)
-    compute_split(Q, K, V, Out, Lse, Partial, State, Counters, scale_log2, asked, const)
+    features = Features(Sinks, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK, Table)
+    compute_split(Q, K, V, Out, Lse, Partial, State, Counters, scale_log2, features, const)
 
 
-def attention_placed_share(
+def attention_varlen_share(
     Q: HeadArray,
     K: HeadArray,
     V: HeadArray,
@@ -1169,7 +1174,6 @@ def attention_placed_share(
     Q_SUBTILES: Int,
     KV_SUBTILES: Int,
     QK_AHEAD: Bool,
-    PERMUTE_K: Bool,
     TMA_LOADS: Bool,
     TMA_STORE: Bool,
     CHECK_BOUNDS: Bool,
@@ -1198,7 +1202,10 @@ def attention_placed_share(
     PAGE: Int,
     PAGE_BY_PAGE: Bool,
 ):
-    """The same of `attention_share`."""
+    """Attention of packed sequences or keys in pages; see :mod:`tiledsched.kernels.attention.packed`.
+
+    KV_SPLITS blocks share the keys of a work tile, and a later launch combines the shares.
+    """
     const = Constants(
         TILE_M,
         TILE_N,
@@ -1216,7 +1223,6 @@ def attention_placed_share(
         Q_SUBTILES,
         KV_SUBTILES,
         QK_AHEAD,
-        PERMUTE_K,
         TMA_LOADS,
         TMA_STORE,
         CHECK_BOUNDS,
@@ -1245,8 +1251,8 @@ def attention_placed_share(
         PAGE,
         PAGE_BY_PAGE,
     )
-    asked = Asked(Sinks, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK, Table)
-    compute_share(Q, K, V, Shares, State, scale_log2, asked, const)
+    features = Features(Sinks, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK, Table)
+    compute_share(Q, K, V, Shares, State, scale_log2, features, const)
 
 
 def attention_combine(
@@ -1264,14 +1270,14 @@ def attention_combine(
     IEEE_DIVISION: Bool,
     BOTTOM_RIGHT: Bool,
 ):
-    """Out and Lse from the shares of an `attention_share`; see :func:`tiledsched.kernels.attention.split.combine_shares`."""
+    """Out and Lse from the shares of `attention_share`; see :func:`tiledsched.kernels.attention.split.combine_shares`."""
     const = Combining(
         COMBINE_ROWS, TILE_ROWS, TILE_HEADS, Q_SUBTILES, KV_SPLITS, TILE_V, REST_V, IEEE_DIVISION, BOTTOM_RIGHT
     )
     combine_shares(Out, Lse, Shares, State, None, const)
 
 
-def attention_asked_combine(
+def attention_features_combine(
     Out: HeadArray,
     Lse: RowArray,
     Shares: ShareArray,
@@ -1291,7 +1297,7 @@ def attention_asked_combine(
     STARTS: Bool,
     LENGTHS: Bool,
 ):
-    """The same of `attention_asked_share` and `attention_placed_share`."""
+    """Out and Lse from the shares of `attention_features_share` or `attention_varlen_share`."""
     const = Combining(
         COMBINE_ROWS,
         TILE_ROWS,
@@ -1307,11 +1313,11 @@ def attention_asked_combine(
         STARTS,
         LENGTHS,
     )
-    combine_shares(Out, Lse, Shares, State, Asked(Sinks, None, None, 0, 0, 0.0), const)
+    combine_shares(Out, Lse, Shares, State, Features(Sinks, None, None, 0, 0, 0.0), const)
 
 
 def widened(entry):
-    """`entry` with 64-bit indices into q, k, v and out, for arrays of more than 2**31 - 1 elements."""
+    """A copy of `entry` with 64-bit indices into q, k, v and the output, for arrays of more than 2**31 - 1 elements."""
     wide = FunctionType(entry.__code__, entry.__globals__, f"{entry.__name__}_wide", entry.__defaults__)
     wide.__module__, wide.__doc__ = entry.__module__, entry.__doc__
     wide.__annotations__ = {
@@ -1320,7 +1326,6 @@ def widened(entry):
     return wide
 
 
-for _kind in ("attention", "attention_asked", "attention_placed"):
-    for _entry in (_kind, f"{_kind}_lse", f"{_kind}_split", f"{_kind}_share", f"{_kind}_combine"):
-        if _entry in globals():
-            globals()[f"{_entry}_wide"] = widened(globals()[_entry])
+for _entry in [each for each in globals().values() if isinstance(each, FunctionType) and each.__module__ == __name__]:
+    if _entry is not widened:
+        globals()[f"{_entry.__name__}_wide"] = widened(_entry)

@@ -1,7 +1,8 @@
-"""What some models ask for beside: a sliding window, capped scores, sinks, and keys that start or end early.
+"""Optional attention features: a sliding window, capped scores, sinks, and keys that start or end early.
 
-Only the entries `attention_asked*` are told of it: what a problem does without leaves no trace in its machine code. A
-window and a sequence's own first and last key bound the loop: key tiles that no row of a work tile sees are not loaded.
+Only the kernels `attention_features*` and `attention_varlen*` know them, so that a feature that a problem does without leaves no
+trace in its machine code. A window and a sequence's own first and last key bound the loop over the keys: key tiles that no row of
+a work tile sees are not loaded.
 """
 
 # Tile code is typed by cuTile, not by Python.
@@ -18,47 +19,47 @@ from tiledsched.kernels.attention.scheduler import BACKWARD, rows_of_work, steps
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Arguments of a launch beside those of every problem; those that a problem does without are not read."""
+class Features:
+    """The arguments of a launch that belong to optional features. A kernel reads those of its problem only."""
 
     Sinks: Any
     """`[heads]`: a logit that counts in each row's denominator, and has no value."""
     Starts: Any
     """`[batch]`: the first key of each sequence that counts."""
     Lengths: Any
-    """`[batch]`: the first key of each sequence that does not count any more."""
+    """`[batch]`: the number of keys of each sequence; later keys do not count."""
     window: Any
-    """Keys that a row sees up to its own, which is one of them."""
+    """Keys that a row sees up to its own, its own included."""
     window_right: Any
-    """Keys that it sees after its own."""
+    """Keys that a row sees after its own."""
     cap_scale: Any
     """The softmax scale, divided by the cap of the scores, times 2 log2(e)."""
     CuQ: Any = None
     """`[sequences + 1]`: the first query row of each packed sequence, and the end of the last."""
     CuK: Any = None
-    """The same of keys and values."""
+    """`[sequences + 1]`: the first key of each packed sequence, and the end of the last."""
     Table: Any = None
     """`[sequences, pages]`: which page of K and V holds the keys of a sequence from PAGE * i on."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Which keys count for one work tile. Steps are counted from `first`."""
+    """The keys that count for one work tile. The loop over the keys counts its steps from `first`."""
 
     first: Any
-    """First step over all keys that is taken."""
+    """The first step over all keys that the loop takes."""
     left: Any
-    """Steps from there on in which some row does not see some early key."""
+    """Number of steps from `first` on in which some row does not see some early key."""
     start: Any
-    """First key of the sequence that counts."""
+    """The first key of the sequence that counts."""
     end: Any
-    """First that does not any more."""
+    """The first key of the sequence that does not count any more."""
     window: Any
-    """Keys that a row sees at most."""
+    """The most keys that a row sees."""
     cap_scale: Any
-    """As in `Asked`."""
+    """What a score is multiplied with before its tanh, as in `Features`."""
     Table: Any
-    """As in `Asked`."""
+    """The pages of each sequence, as in `Features`."""
 
 
 def rows_see_nothing(const):
@@ -66,20 +67,20 @@ def rows_see_nothing(const):
     return const.BOTTOM_RIGHT or const.WINDOW or const.STARTS or const.LENGTHS or const.PACKED
 
 
-def narrowed(place, batch, offset, K, asked, const):
-    """`steps_of` a work tile with all that narrows the keys it sees, counted from the span's first step; and the span."""
-    seq_k = asked.Table.shape[1] * const.PAGE if const.PAGE else K.shape[2]
+def narrowed(place, batch, offset, K, features, const):
+    """(first masked step, steps, span) of a work tile: the steps over the keys it sees, counted from the span's first step."""
+    seq_k = features.Table.shape[1] * const.PAGE if const.PAGE else K.shape[2]
     if not (const.WINDOW or const.WINDOW_RIGHT or const.SOFTCAP or const.STARTS or const.LENGTHS or const.PACKED):
         first_masked, steps = steps_of(place, offset, seq_k, const)
         return first_masked, steps, None
     start, end = 0, seq_k
     if const.STARTS:
-        start = min(max(ct.gather(asked.Starts, (batch,), check_bounds=False), 0), seq_k)
+        start = min(max(ct.gather(features.Starts, (batch,), check_bounds=False), 0), seq_k)
     if const.LENGTHS:
-        end = last_key(batch, seq_k, asked)
+        end = last_key(batch, seq_k, features)
     first_masked, steps = steps_of(place, offset, end, const)
     first, left = 0, 0
-    window = asked.window + asked.window_right if const.WINDOW_RIGHT else asked.window
+    window = features.window + features.window_right if const.WINDOW_RIGHT else features.window
     if const.WINDOW or const.STARTS:
         block_rows, step_n = rows_of_work(const), const.TILE_N * const.KV_SUBTILES
         first_key, last_first_key = start, start  # of the first row, and of the last
@@ -94,16 +95,16 @@ def narrowed(place, batch, offset, K, asked, const):
     steps = max(steps - first, 1)  # one at least: QK_AHEAD makes its scores
     if const.PACKED or const.PAGE:  # none where there are no keys, and so no tile to load, or another's page
         steps = min(steps, ct.cdiv(end, const.TILE_N * const.KV_SUBTILES))
-    return first_masked, steps, Span(first, left, start, end, window, asked.cap_scale, asked.Table)
+    return first_masked, steps, Span(first, left, start, end, window, features.cap_scale, features.Table)
 
 
-def last_key(batch, seq_k, asked):
-    """The first key of a sequence that does not count any more."""
-    return min(max(ct.gather(asked.Lengths, (batch,), check_bounds=False), 0), seq_k)
+def last_key(batch, seq_k, features):
+    """The first key of a sequence that does not count any more: its length, if that is valid."""
+    return min(max(ct.gather(features.Lengths, (batch,), check_bounds=False), 0), seq_k)
 
 
 def unmasked_turns(keys, first_masked, begin, end, const):
-    """(boundary, second): steps from the one to the other need no mask, neither for early keys nor for late ones."""
+    """(boundary, second): the steps from `boundary` to `second` need no mask, neither for early keys nor for late ones."""
     left = ct.cdiv(keys.span.left, const.UNROLL) * const.UNROLL
     last = max(first_masked, left)
     boundary, second = left, last
@@ -126,8 +127,9 @@ def seen(columns, rows, keys, const):
 
 
 def capped(scores, keys, const):
-    """With SOFTCAP, tanh(scale / cap * scores): what is to be scaled by the cap. By an exponential: the GPU's own tanh has
-    11 bits, which at a cap of 50 is an error of a hundredth in the exponent.
+    """With SOFTCAP, tanh(scale / cap * scores), which is to be multiplied by the cap; otherwise the scores.
+
+    The tanh is computed with an exponential: the GPU's own has 11 bits, which at a cap of 50 is an error of 0.01 in the exponent.
     """
     if const.SOFTCAP:
         power = ct.exp2(scores.astype(ct.float32) * keys.span.cap_scale, flush_to_zero=True)

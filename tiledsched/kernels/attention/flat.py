@@ -30,27 +30,30 @@ from tiledsched.kernels.attention.tiles import (
 )
 
 
-def run_flat_loop(Q, K, V, Out, Lse, scale_log2, asked, const):
-    """All of the current block's work, FLAT_STEPS steps a turn; a work tile takes whole turns. `Lse` and `asked` may be None."""
+def run_flat_loop(Q, K, V, Out, Lse, scale_log2, features, const):
+    """Compute all of the current block's work in turns of FLAT_STEPS steps. A work tile takes whole turns.
+
+    `Lse` and `features` may be None.
+    """
     blocks = ct.num_blocks(0)
     offset = K.shape[2] - Q.shape[2] if const.BOTTOM_RIGHT else 0
     if const.WINDOW_RIGHT:
-        offset = offset + asked.window_right
+        offset = offset + features.window_right
     turns = 0
     for each in range(laps_of(Q, blocks, const)):
         coming = work_tile_of(Q, each, blocks, const)
-        turns = turns + turns_of(coming[0], coming[2], offset, K, asked, const)
+        turns = turns + turns_of(coming[0], coming[2], offset, K, features, const)
 
     lap, i = 0, 0
     place, head, batch = work_tile_of(Q, 0, blocks, const)
-    left = turns_of(place, batch, offset, K, asked, const)
+    left = turns_of(place, batch, offset, K, features, const)
     queries = queries_of(Q, 0, blocks, const)
     ahead = queries_of(Q, 1, blocks, const) if const.Q_AHEAD else ()
     chain = forgetful(fresh_chain(const), const)
     for _ in range(turns):
         if const.RELOAD_Q:
             queries = load_queries(Q, (batch, head, place), const)
-        first_masked, steps, span = narrowed(place, batch, offset, K, asked, const)
+        first_masked, steps, span = narrowed(place, batch, offset, K, features, const)
         keys = Keys(K, V, batch, head // const.GROUP if const.PACK == 1 else head, steps, 0, steps, 0, span)
         rows = rows_of(place, offset, const)
         for u in ct.static_iter(range(const.FLAT_STEPS)):
@@ -58,11 +61,11 @@ def run_flat_loop(Q, K, V, Out, Lse, scale_log2, asked, const):
         i = i + const.FLAT_STEPS
         left = left - 1
         if left == 0:
-            epilogue(Out, Lse, WorkTile(batch, head, (place,)), place, chain, asked, const)
+            epilogue(Out, Lse, WorkTile(batch, head, (place,)), place, chain, features, const)
             lap = lap + 1
             i = 0
             place, head, batch = work_tile_of(Q, lap, blocks, const)
-            left = turns_of(place, batch, offset, K, asked, const)
+            left = turns_of(place, batch, offset, K, features, const)
             chain = forgetful(chain, const)
             if const.Q_AHEAD:
                 queries = ahead
@@ -79,25 +82,25 @@ def laps_of(Q, blocks, const):
 
 
 def work_tile_of(Q, lap, blocks, const):
-    """`coordinates` of what the current block takes in a lap; past its last, of any work tile that exists."""
+    """`coordinates` of the work tile that the current block takes in a lap; after its last lap, of any work tile that exists."""
     work_tiles, heads, batches = work_tiles_per_head(Q, None, const), pack_count(Q, const), Q.shape[0]
     place = snake(ct.bid(0), blocks, lap) if const.PERSISTENT == SNAKE else ct.bid(0)
     return coordinates(min(lap * blocks + place, work_tiles * heads * batches - 1), work_tiles, heads, batches, const)
 
 
 def queries_of(Q, lap, blocks, const):
-    """The queries of the work tile that the current block takes in a lap; past its last, any that exist."""
+    """The queries of the work tile that the current block takes in a lap; after its last lap, any queries that exist."""
     place, head, batch = work_tile_of(Q, lap, blocks, const)
     return load_queries(Q, (batch, head, place), const)
 
 
-def turns_of(place, batch, offset, K, asked, const):
-    """Turns that a work tile takes."""
-    return ct.cdiv(narrowed(place, batch, offset, K, asked, const)[1], const.FLAT_STEPS)
+def turns_of(place, batch, offset, K, features, const):
+    """Turns of the loop that a work tile takes."""
+    return ct.cdiv(narrowed(place, batch, offset, K, features, const)[1], const.FLAT_STEPS)
 
 
 def forgetful(chain, const):
-    """A chain that starts anew: what it holds is multiplied by 2**(LOWEST - first score), which is zero."""
+    """The chain for a new work tile: its contents will be multiplied by 2**(LOWEST - first score), which is zero."""
     if rows_see_nothing(const):  # a row may see no score at all
         return fresh_chain(const)
     return Chain(chain.acc, ct.full((const.TILE_M, 1), LOWEST, dtype=ct.float32), chain.row_sum)

@@ -36,12 +36,12 @@ CANCELLING_SUM = 2048.0
 LARGEST_SINK = 4.0
 TILE_SIZES = (16, 32, 64, 128, 256)
 SHORT = (1, 0, 17, 64, 5, 33)
-"""Lengths of packed sequences beside a long one."""
+"""Lengths of the short packed sequences that lie next to a long one."""
 
 
 def adversarial_case(xp: Any, rng: Any, p: Problem, reference: Callable[[dict[str, Any]], tuple[Any, ...]]) -> Case:
-    """Inputs whose heads take the kinds in turn, and the right outputs; one reference serves all heads of a kind."""
-    if p.asked:
+    """The case in which the heads take the kinds of inputs in turn. One reference serves all heads of a kind."""
+    if p.has_features:
         return _case_of_all(xp, rng, p, reference)
     distinct = [to_storage(xp, array, p.dtype) for array in adversarial_heads(xp, rng, p)]
     expected = reference({name: array[None] for name, array in zip("QKV", distinct, strict=True)})
@@ -55,7 +55,7 @@ def adversarial_case(xp: Any, rng: Any, p: Problem, reference: Callable[[dict[st
 
 
 def _case_of_all(xp: Any, rng: Any, p: Problem, reference: Callable[[dict[str, Any]], tuple[Any, ...]]) -> Case:
-    """The same where heads of a kind differ, in their sinks or in the keys that count."""
+    """The case in which the heads take the kinds in turn, for problems whose heads of a kind differ in sinks or keys."""
     kinds = kinds_of_heads(p)
     heads = xp.asarray(kinds)
     kv_heads = heads[:, :: p.group]
@@ -77,11 +77,11 @@ def _case_of_all(xp: Any, rng: Any, p: Problem, reference: Callable[[dict[str, A
 
 
 def places(rng: Any, p: Problem, *, uneven: bool = False) -> dict[str, Any]:
-    """Where sequences begin and end, and their pages, by name, of those arrays that the problem has.
+    """The arrays, by name, that say where sequences begin and end and where their pages lie. Only arrays of the problem are made.
 
-    In a padded batch one sequence takes all keys, the others half or more. Packed sequences are about equally long or, where
-    `uneven`, all short but one, some of them empty; the last sequences have one key in pages then, and none. The pages of a
-    sequence lie anywhere.
+    In a padded batch, one sequence takes all keys, and the others half of them or more. Packed sequences are about equally long.
+    With `uneven`, all packed sequences but one are short, some are empty, and the last two sequences in pages have one key and no
+    key.
     """
     found = {}
     for name, wanted in (("Starts", p.starts), ("Lengths", p.lengths)):
@@ -92,7 +92,7 @@ def places(rng: Any, p: Problem, *, uneven: bool = False) -> dict[str, Any]:
                 if sequence < p.sequences:
                     padding[-sequence] = p.seq_k - keys
             found[name] = padding if name == "Starts" else p.seq_k - padding
-    if not p.placed:
+    if not p.is_varlen:
         return found
     own = numpy.random.default_rng(int(rng.integers(0, 1 << 31)))  # on the host, whatever `rng` is
     if p.packed:
@@ -106,14 +106,14 @@ def places(rng: Any, p: Problem, *, uneven: bool = False) -> dict[str, Any]:
 
 
 def offsets(rng: numpy.random.Generator, total: int, sequences: int, *, uneven: bool, first: int = 0) -> numpy.ndarray:
-    """`[sequences + 1]`, int64: where each of some sequences begins that lie end to end, and where the last one ends.
+    """`[sequences + 1]`, int64: where each of the sequences that lie end to end begins, and where the last one ends.
 
     Args:
-        rng: what lengths are drawn with.
-        total: rows of all.
-        sequences: how many.
-        uneven: one long sequence among short ones, instead of lengths that differ by a factor of three at most.
-        first: of the short lengths, the one to begin with.
+        rng: draws the lengths.
+        total: rows of all sequences.
+        sequences: number of sequences.
+        uneven: whether one sequence is long and the others short; otherwise lengths differ by a factor of three at most.
+        first: index of the short length to begin with.
     """
     if uneven:
         lengths = numpy.array([min(SHORT[(first + i) % len(SHORT)], total // sequences) for i in range(sequences)])
@@ -124,8 +124,10 @@ def offsets(rng: numpy.random.Generator, total: int, sequences: int, *, uneven: 
 
 
 def in_pages(xp: Any, array: Any, table: Any, page: int) -> Any:
-    """Keys or values `[sequences, kv_heads, seq_k, columns]` as `[pages, kv_heads, page, columns]`, in the places that a table
-    `[sequences, pages of one]` names."""
+    """Keys or values `[sequences, kv_heads, seq_k, columns]` as pages `[pages, kv_heads, page, columns]`.
+
+    The table `[sequences, pages of a sequence]` says where each page lies.
+    """
     batch, heads, rows, columns = array.shape
     cut = array.reshape(batch, heads, rows // page, page, columns).swapaxes(1, 2).reshape(-1, heads, page, columns)
     pool = xp.empty_like(cut)
@@ -152,7 +154,7 @@ def adversarial_heads(xp: Any, rng: Any, problem: Problem, given: dict[str, Any]
         xp: numpy or cupy.
         rng: a Generator of that module.
         problem: shapes, key count and where the diagonal of a causal mask lies; dtype does not matter.
-        given: what `places` gives.
+        given: the arrays that :func:`places` returns.
 
     Returns:
         `[kinds, seq_q, head_dim]`, `[kinds, seq_k, head_dim]` and `[kinds, seq_k, value_columns]`, float32, in the order
@@ -176,7 +178,7 @@ def adversarial_heads(xp: Any, rng: Any, problem: Problem, given: dict[str, Any]
 
 
 def _sequences(problem: Problem, given: dict[str, Any]) -> list[tuple[slice, slice]]:
-    """The rows and keys of each packed sequence that has both; or all."""
+    """The rows and keys of each packed sequence that has both; all rows and keys if no sequences are packed."""
     if "CuK" not in given:
         return [(slice(None), slice(None))]
     begins, keys = ([int(each) for each in given[name]] for name in ("CuQ", "CuK"))
@@ -222,7 +224,7 @@ def _rising(xp: Any, q: Any, k: Any, v: Any, signs: Any) -> None:
 
 
 def _falling(xp: Any, q: Any, k: Any, v: Any, signs: Any) -> None:
-    """The same downhill: no tile after the first raises the maximum, and most probabilities underflow."""
+    """Scores fall by 24 from the first key to the last: the first tile has the maximum, and most probabilities underflow."""
     _ramp(xp, q, k, signs[0], xp.linspace(RISE, 0.0, k.shape[0], dtype=numpy.float32))
 
 
@@ -254,7 +256,7 @@ def _cancelling(xp: Any, q: Any, k: Any, v: Any, signs: Any) -> None:
 
 
 def _uniform(xp: Any, q: Any, k: Any, v: Any, signs: Any) -> None:
-    """Queries of zero: every key that is seen counts the same."""
+    """Queries are zero, so that every key that is seen counts the same."""
     q[...] = 0.0
 
 

@@ -32,19 +32,19 @@ from tiledsched.kernels.attention.tiling import combines_later, pack_width, pack
 
 # Counted or published.
 TENSOR_EFFICIENCY = 0.8
-"""Of the peak tensor rate: 800 of the published 989 TFLOP/s in a large bf16 matrix product on the H200."""
+"""Share of the peak tensor rate that is reached: 800 of the published 989 TFLOP/s in a large bf16 matrix product on the H200."""
 FP32_PER_SCORE = 4.0
 """fp32 instructions per score: maximum, scale and subtract, sum, and two for a pair's conversion at half rate."""
 FP32_PER_MASKED_SCORE = 4.0
-"""More of them in a masked step: column index, comparison at half rate, select."""
+"""Further fp32 instructions per score of a masked step: column index, comparison at half rate, select."""
 FP32_PER_ACCUMULATOR = 1.0
 """Rescaling of the output accumulator, per element and step."""
 DRAM_EFFICIENCY = 0.92
-"""Of the peak memory rate, what is read and written back together: the H200's decoding kernels of 2 MB to 2 GB."""
+"""Share of the peak memory rate that reads and write-backs reach together, from the H200's decoding kernels of 2 MB to 2 GB."""
 SINGLE_WARP_RATE = 0.125
-"""Of the tensor rate, what products of single warps reach: the H200's decoding kernels of 16 rows."""
+"""Share of the tensor rate that products of single warps reach, from the H200's decoding kernels of 16 rows."""
 LAST_WAVE = 0.25
-"""Of the time that a last wave, filled in part, would add to what memory takes, as an exponent: the H200's decoding kernels."""
+"""Exponent of the factor by which a partly filled last wave lengthens the memory time, from the H200's decoding kernels."""
 WARPS_PER_GROUP = 4
 """One warp per SM partition: what wgmma and tcgen05 call a warpgroup."""
 ROWS_PER_WARP = 16
@@ -71,7 +71,7 @@ LAZY_STEP = 300.0
 LOAD_LATENCY = 800.0
 """Cycles from the request of a tile to its first byte, from the L2 cache."""
 LOAD_BYTES_PER_CYCLE = 64.0
-"""Then, bytes per clock of one SM."""
+"""Bytes per clock that an SM loads after the first byte."""
 COPIED_BYTES_PER_CYCLE = 8.0
 """Bytes per clock of one SM where threads load keys and values because the TMA unit may not: they wait for each."""
 BLOCK_LATENCY = 3000.0
@@ -79,11 +79,11 @@ BLOCK_LATENCY = 3000.0
 BLOCK_CYCLES_PER_ELEMENT = 0.1
 """Cycles of query load and epilogue per element of the output tile."""
 IEEE_CYCLES_PER_ELEMENT = 0.15
-"""More of them where the last division is rounded correctly."""
+"""Further cycles per element where the last division is rounded correctly."""
 PARTIAL_CYCLES_PER_ELEMENT = 0.3
-"""More of them where blocks share the keys of a tile and combine what they found. A guess: never measured."""
+"""Further cycles per element where blocks share the keys of a tile and combine their results. A guess, never measured."""
 PERSISTENT_SHARE = 0.65
-"""Of the two above, what remains when a persistent block goes on to its next tile."""
+"""Share of a block's cycles outside its steps that remains when a persistent block goes on to its next tile."""
 FREE_SPILL_BYTES = 32
 """Spilled bytes per thread that sit outside the loop and cost nothing."""
 SPILL_BYTES_PER_CYCLE = 32.0
@@ -101,9 +101,9 @@ OVERLAP_SHARPNESS = 4.0
 LAUNCH_US = 3.0
 """Start and end of a kernel, microseconds."""
 COMBINE_US = 5.0
-"""What a second launch that combines shares takes, microseconds: by the H200's times with and without."""
+"""Microseconds of a second launch that combines shares, from the H200's times with and without one."""
 LAST_BLOCK_US = 12.0
-"""The same where the last block to finish does it, which the others' loads wait for: by the H200's times of six problems."""
+"""Microseconds lost where the last block combines the shares, because other blocks' loads wait; from six problems on the H200."""
 EXACT_BLOCKS = 32768
 """Up to this many blocks of unequal length are placed one by one; beyond it the load is taken as level."""
 

@@ -19,12 +19,13 @@ ENCODED = ((1, 1024), (16, 1024), (1, 8192))
 """(batch, tokens) of a prompt."""
 
 
-def _heads(heads: int, kv_heads: int, head_dim: int, **more: int) -> Sizes:
+def head_sizes(heads: int, kv_heads: int, head_dim: int, **more: int) -> Sizes:
+    """Numbers of query heads and key heads, and the columns of a head, by the names of the fields."""
     return {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, **more}
 
 
 def _decoder(make: Make, layers: Iterable[Sizes], *, prompts: tuple[tuple[int, int], ...] = ENCODED) -> list[Problem]:
-    """Of each layer: prompts, a chunk of 1024 tokens that ends a prompt of 8192, and one new token for each sequence."""
+    """The problems of each layer: prompts, the last 1024 tokens of a prompt of 8192, and one new token for each sequence."""
     found = []
     for sizes in layers:
         common: dict[str, Any] = {"dtype": "bfloat16", **sizes}
@@ -49,34 +50,36 @@ def _square(*cases: tuple[int, int]) -> list[tuple[int, int, int]]:
 
 def llama(make: Make) -> list[Problem]:
     """Llama 3.1 8B and 70B, Llama 3.2 1B and 3B."""
-    return _decoder(make, [_heads(32, 8, 128), _heads(64, 8, 128), _heads(32, 8, 64), _heads(24, 8, 128)])
+    return _decoder(
+        make, [head_sizes(32, 8, 128), head_sizes(64, 8, 128), head_sizes(32, 8, 64), head_sizes(24, 8, 128)]
+    )
 
 
 def qwen(make: Make) -> list[Problem]:
     """Qwen2.5 7B, 14B and 32B, Qwen3 0.6B and 14B (Qwen3 8B has the heads of Llama 3.1 8B)."""
-    return _decoder(make, [_heads(28, 4, 128), _heads(40, 8, 128), _heads(16, 8, 128)])
+    return _decoder(make, [head_sizes(28, 4, 128), head_sizes(40, 8, 128), head_sizes(16, 8, 128)])
 
 
 def gemma(make: Make) -> list[Problem]:
     """Gemma 3 4B and 12B, whose global layers have heads of 256 columns, and 27B."""
-    return _decoder(make, [_heads(8, 4, 256), _heads(16, 8, 256), _heads(32, 16, 128)])
+    return _decoder(make, [head_sizes(8, 4, 256), head_sizes(16, 8, 256), head_sizes(32, 16, 128)])
 
 
 def mistral(make: Make) -> list[Problem]:
     """Mistral Large 2 and Small 3 (Mistral 7B has the heads of Llama 3.1 8B)."""
-    return _decoder(make, [_heads(96, 8, 128), _heads(32, 8, 128)])
+    return _decoder(make, [head_sizes(96, 8, 128), head_sizes(32, 8, 128)])
 
 
 def gpt_oss(make: Make) -> list[Problem]:
     """GPT-OSS 20B and 120B: the layers that see all keys."""
-    return _decoder(make, [_heads(64, 8, 64)])
+    return _decoder(make, [head_sizes(64, 8, 64)])
 
 
 def deepseek(make: Make) -> list[Problem]:
     """Multi-head latent attention of DeepSeek V3 and V2 Lite as it is computed in prefill: 192 columns, values of 128."""
     return [
         make(seq_q=tokens, seq_k=tokens, batch=batch, causal=True, dtype="bfloat16", **sizes)
-        for sizes in (_heads(128, 128, 192, value_dim=128), _heads(16, 16, 192, value_dim=128))
+        for sizes in (head_sizes(128, 128, 192, value_dim=128), head_sizes(16, 16, 192, value_dim=128))
         for batch, tokens in ENCODED
     ]
 
@@ -84,15 +87,18 @@ def deepseek(make: Make) -> list[Problem]:
 def bert(make: Make) -> list[Problem]:
     """BERT base and large at 128, 384 and 512 tokens."""
     return _encoder(
-        make, "float16", _square((64, 128), (64, 384), (32, 512), (1, 512)), [_heads(12, 12, 64), _heads(16, 16, 64)]
+        make,
+        "float16",
+        _square((64, 128), (64, 384), (32, 512), (1, 512)),
+        [head_sizes(12, 12, 64), head_sizes(16, 16, 64)],
     )
 
 
 def vit(make: Make) -> list[Problem]:
     """ViT B/16 at 224 pixels (197 tokens) and L/16 at 384 (577)."""
     return [
-        *_encoder(make, "bfloat16", _square((64, 197), (1, 197)), [_heads(12, 12, 64)]),
-        *_encoder(make, "bfloat16", _square((32, 577), (1, 577)), [_heads(16, 16, 64)]),
+        *_encoder(make, "bfloat16", _square((64, 197), (1, 197)), [head_sizes(12, 12, 64)]),
+        *_encoder(make, "bfloat16", _square((32, 577), (1, 577)), [head_sizes(16, 16, 64)]),
     ]
 
 
@@ -103,31 +109,31 @@ def whisper(make: Make) -> list[Problem]:
             make,
             "float16",
             [(1, 1500, 1500), (16, 1500, 1500), (1, 1, 1500), (16, 1, 1500), (16, 1, 448)],
-            [_heads(20, 20, 64)],
+            [head_sizes(20, 20, 64)],
         ),
-        make(seq_q=224, seq_k=224, batch=16, causal=True, dtype="float16", **_heads(20, 20, 64)),
+        make(seq_q=224, seq_k=224, batch=16, causal=True, dtype="float16", **head_sizes(20, 20, 64)),
     ]
 
 
 def sdxl(make: Make) -> list[Problem]:
     """Stable Diffusion XL at 1024 pixels, with guidance: two levels, among themselves and against 77 words."""
     return [
-        *_encoder(make, "float16", [(2, 4096, 4096), (2, 4096, 77)], [_heads(10, 10, 64)]),
-        *_encoder(make, "float16", [(2, 1024, 1024), (2, 1024, 77)], [_heads(20, 20, 64)]),
+        *_encoder(make, "float16", [(2, 4096, 4096), (2, 4096, 77)], [head_sizes(10, 10, 64)]),
+        *_encoder(make, "float16", [(2, 1024, 1024), (2, 1024, 77)], [head_sizes(20, 20, 64)]),
     ]
 
 
 def flux(make: Make) -> list[Problem]:
     """FLUX.1 at 512 and 1024 pixels: 1024 and 4096 image tokens and 512 words, together."""
-    return _encoder(make, "bfloat16", _square((1, 1536), (1, 4608)), [_heads(24, 24, 128)])
+    return _encoder(make, "bfloat16", _square((1, 1536), (1, 4608)), [head_sizes(24, 24, 128)])
 
 
 def video(make: Make) -> list[Problem]:
     """CogVideoX 5B (17,776 tokens) and Wan 2.1 14B at 480p and 720p (32,760 and 75,600), and its 512 words."""
     wan = [*_square((1, 32760), (1, 75600)), (1, 32760, 512)]
     return [
-        *_encoder(make, "bfloat16", _square((2, 17776)), [_heads(48, 48, 64)]),
-        *_encoder(make, "bfloat16", wan, [_heads(40, 40, 128)]),
+        *_encoder(make, "bfloat16", _square((2, 17776)), [head_sizes(48, 48, 64)]),
+        *_encoder(make, "bfloat16", wan, [head_sizes(40, 40, 128)]),
     ]
 
 
@@ -149,64 +155,69 @@ MODELS: Mapping[str, tuple[str, Callable[[Make], list[Problem]]]] = {
 
 
 def all_models(make: Make) -> list[Problem]:
-    """Those of every model, each once."""
+    """The problems of all models, each of them once."""
     return list(dict.fromkeys(problem for _, problems in MODELS.values() for problem in problems(make)))
 
 
+HALF, BRAIN = {"dtype": "float16"}, {"dtype": "bfloat16"}
+HALF_MASKED, MASKED = {**HALF, "causal": True}, {**BRAIN, "causal": True}
+CHUNK = {**MASKED, "alignment": "bottom_right"}
+UNSEEN = (
+    (HALF_MASKED, head_sizes(12, 12, 64), (64, 77, 77)),  # CLIP's text
+    (HALF, head_sizes(16, 16, 80), (32, 257, 257), (1, 4096, 4096)),  # ViT-H/14; Segment Anything
+    (BRAIN, head_sizes(24, 24, 64), (8, 1370, 1370), (2, 4250, 4250)),  # DINOv2 giant; Stable Diffusion 3
+    (HALF, head_sizes(8, 8, 40), (2, 4096, 4096), (2, 4096, 77)),  # Stable Diffusion 1.5
+    (HALF, head_sizes(8, 8, 80), (2, 1024, 77)),
+    (HALF, head_sizes(16, 16, 72), (2, 4096, 120)),  # PixArt
+    (BRAIN, head_sizes(12, 12, 64), (32, 512, 512)),  # T5
+    (HALF, head_sizes(6, 6, 32), (1024, 49, 49)),  # Swin
+    (HALF, head_sizes(12, 12, 64), (8, 1500, 1500), (8, 1, 224)),  # Whisper small
+    (HALF, head_sizes(16, 16, 64), (8, 749, 749), (4, 300, 300)),  # wav2vec 2.0
+    (BRAIN, head_sizes(24, 24, 128), (1, 29440, 29440)),  # HunyuanVideo
+    (MASKED, head_sizes(71, 1, 64), (1, 2048, 2048)),  # Falcon 7B
+    (MASKED, head_sizes(32, 32, 80), (1, 1900, 1900)),  # Phi-2
+    (MASKED, head_sizes(32, 32, 96), (2, 4096, 4096)),  # Phi-3
+    (MASKED, head_sizes(16, 16, 256), (4, 700, 700)),  # GPT-J
+    (HALF, head_sizes(16, 16, 256), (12, 1, 900)),
+    (MASKED, head_sizes(56, 8, 128), (1, 3000, 3000)),  # Yi 34B
+    (CHUNK, head_sizes(56, 8, 128), (1, 512, 6000)),
+    (BRAIN, head_sizes(56, 8, 128), (5, 1, 3000)),
+    (MASKED, head_sizes(36, 4, 128), (6, 1500, 1500)),  # StarCoder2
+    (BRAIN, head_sizes(36, 4, 128), (20, 1, 1500)),
+    (MASKED, head_sizes(128, 8, 128), (1, 4096, 4096)),  # Llama 3.1 405B
+    (BRAIN, head_sizes(128, 8, 128), (1, 1, 20000)),
+    (MASKED, head_sizes(40, 40, 96, value_dim=64), (4, 1500, 1500)),  # MiniCPM3
+    (BRAIN, head_sizes(32, 8, 128), (4, 4, 2500)),  # four tokens at once, as speculative decoding checks them
+    (HALF, head_sizes(16, 16, 64), (128, 257, 257), (6, 1, 410)),  # CLIP L/14; BART, reading its source
+    (HALF, head_sizes(16, 16, 72), (16, 729, 729)),  # SigLIP
+    (BRAIN, head_sizes(12, 12, 64), (2, 8192, 8192)),  # ModernBERT
+    (HALF, head_sizes(8, 8, 128), (16, 1250, 1250)),  # Conformer
+    (BRAIN, head_sizes(16, 16, 80), (1, 5476, 5476)),  # Qwen2-VL's pictures
+    (BRAIN, head_sizes(24, 24, 128), (1, 44520, 44520)),  # Mochi
+    (BRAIN, head_sizes(32, 32, 64), (1, 5400, 128)),  # LTX-Video
+    (HALF, head_sizes(10, 10, 64), (2, 2304, 77)),  # SDXL at 768 pixels
+    (BRAIN, head_sizes(12, 12, 256), (1, 4352, 4352)),  # AuraFlow
+    (MASKED, head_sizes(32, 32, 128), (1, 3300, 3300)),  # Llama 2
+    (BRAIN, head_sizes(32, 32, 128), (24, 1, 700)),
+    (BRAIN, head_sizes(40, 40, 128), (8, 1, 1600)),  # OLMo 2 13B
+    (MASKED, head_sizes(48, 8, 128), (1, 2500, 2500)),  # DBRX
+    (BRAIN, head_sizes(48, 8, 128), (3, 1, 7000), (48, 1, 900)),
+    (BRAIN, head_sizes(32, 32, 96), (4, 1, 1777)),
+    (MASKED, head_sizes(128, 8, 64), (2, 1500, 1500)),  # Falcon 40B
+    (BRAIN, head_sizes(128, 8, 64), (16, 1, 2100)),
+)
+"""(options, heads, cases of (batch, queries, keys)) of models that no tuned suite holds."""
+
+
+def problems_in(make: Make, table: Iterable[tuple[Any, ...]]) -> list[Problem]:
+    """The problems of a table whose rows are (options, heads, cases of (batch, queries, keys))."""
+    return [
+        make(batch=batch, seq_q=rows, seq_k=keys, **options, **sizes)
+        for options, sizes, *cases in table
+        for batch, rows, keys in cases
+    ]
+
+
 def unseen(make: Make) -> list[Problem]:
-    """Models none of whose problems is in a suite that is tuned: what problems off the table are judged on."""
-    found: list[Problem] = []
-
-    def ask(dtype: str, sizes: Sizes, *cases: tuple[int, int, int], **more: Any) -> None:
-        found.extend(
-            make(batch=batch, seq_q=rows, seq_k=keys, dtype=dtype, **sizes, **more) for batch, rows, keys in cases
-        )
-
-    def heads(number: int, head_dim: int, **more: int) -> Sizes:
-        return _heads(number, number, head_dim, **more)
-
-    half, brain = "float16", "bfloat16"
-    masked: dict[str, Any] = {"causal": True}
-    ask(half, heads(12, 64), (64, 77, 77), **masked)  # CLIP's text
-    ask(half, heads(16, 80), (32, 257, 257), (1, 4096, 4096))  # ViT-H/14; Segment Anything
-    ask(brain, heads(24, 64), (8, 1370, 1370), (2, 4250, 4250))  # DINOv2 giant; Stable Diffusion 3
-    ask(half, heads(8, 40), (2, 4096, 4096), (2, 4096, 77))  # Stable Diffusion 1.5
-    ask(half, heads(8, 80), (2, 1024, 77))
-    ask(half, heads(16, 72), (2, 4096, 120))  # PixArt
-    ask(brain, heads(12, 64), (32, 512, 512))  # T5
-    ask(half, heads(6, 32), (1024, 49, 49))  # Swin
-    ask(half, heads(12, 64), (8, 1500, 1500), (8, 1, 224))  # Whisper small
-    ask(half, heads(16, 64), (8, 749, 749), (4, 300, 300))  # wav2vec 2.0
-    ask(brain, heads(24, 128), (1, 29440, 29440))  # HunyuanVideo
-    ask(brain, _heads(71, 1, 64), (1, 2048, 2048), **masked)  # Falcon 7B
-    ask(brain, heads(32, 80), (1, 1900, 1900), **masked)  # Phi-2
-    ask(brain, heads(32, 96), (2, 4096, 4096), **masked)  # Phi-3
-    ask(brain, heads(16, 256), (4, 700, 700), **masked)  # GPT-J
-    ask(half, heads(16, 256), (12, 1, 900))
-    ask(brain, _heads(56, 8, 128), (1, 3000, 3000), **masked)  # Yi 34B
-    ask(brain, _heads(56, 8, 128), (1, 512, 6000), alignment="bottom_right", **masked)
-    ask(brain, _heads(56, 8, 128), (5, 1, 3000))
-    ask(brain, _heads(36, 4, 128), (6, 1500, 1500), **masked)  # StarCoder2
-    ask(brain, _heads(36, 4, 128), (20, 1, 1500))
-    ask(brain, _heads(128, 8, 128), (1, 4096, 4096), **masked)  # Llama 3.1 405B
-    ask(brain, _heads(128, 8, 128), (1, 1, 20000))
-    ask(brain, heads(40, 96, value_dim=64), (4, 1500, 1500), **masked)  # MiniCPM3
-    ask(brain, _heads(32, 8, 128), (4, 4, 2500))  # four tokens at once, as speculative decoding checks them
-    ask(half, heads(16, 64), (128, 257, 257), (6, 1, 410))  # CLIP L/14; BART, reading its source
-    ask(half, heads(16, 72), (16, 729, 729))  # SigLIP
-    ask(brain, heads(12, 64), (2, 8192, 8192))  # ModernBERT
-    ask(half, heads(8, 128), (16, 1250, 1250))  # Conformer
-    ask(brain, heads(16, 80), (1, 5476, 5476))  # Qwen2-VL's pictures
-    ask(brain, heads(24, 128), (1, 44520, 44520))  # Mochi
-    ask(brain, heads(32, 64), (1, 5400, 128))  # LTX-Video
-    ask(half, heads(10, 64), (2, 2304, 77))  # SDXL at 768 pixels
-    ask(brain, heads(12, 256), (1, 4352, 4352))  # AuraFlow
-    ask(brain, heads(32, 128), (1, 3300, 3300), **masked)  # Llama 2
-    ask(brain, heads(32, 128), (24, 1, 700))
-    ask(brain, heads(40, 128), (8, 1, 1600))  # OLMo 2 13B
-    ask(brain, _heads(48, 8, 128), (1, 2500, 2500), **masked)  # DBRX
-    ask(brain, _heads(48, 8, 128), (3, 1, 7000), (48, 1, 900))
-    ask(brain, heads(32, 96), (4, 1, 1777))
-    ask(brain, _heads(128, 8, 64), (2, 1500, 1500), **masked)  # Falcon 40B
-    ask(brain, _heads(128, 8, 64), (16, 1, 2100))
-    return found
+    """Problems of models none of which is in a suite that is tuned: problems off the table are judged on these."""
+    return problems_in(make, UNSEEN)

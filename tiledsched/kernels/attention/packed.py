@@ -1,11 +1,14 @@
-"""Sequences that lie end to end (`CuQ`, `CuK`), and keys that lie in pages (`Table`): where a work tile's rows and keys are.
+"""Where a work tile's rows and keys are, for sequences that lie end to end (`CuQ`, `CuK`) and for keys in pages (`Table`).
 
-Only the entries `attention_placed*` are told of it. A packed sequence is a slice of the arrays: what lies beyond its end is
-read as zeros and not written, as at the end of an array. A head has places for work tiles: sequence b those from
-b + CuQ[b] // rows on, which are at least as many as it has work tiles, whatever the lengths of the others. So the grid follows
-from sizes alone, a block finds its sequence by bisection, and there is one place too many for each sequence at most. (Counting
-work tiles would waste none, but sums over a tile make the compiler start more warps, and with eight workers it gives up.) A
-tile of keys takes several pages, or lies in one: where they lie is read from the table.
+Only the kernels `attention_varlen*` know packed sequences and pages. A packed sequence is a slice of the arrays: elements beyond
+its end are read as zeros and not written, as at the end of an array.
+
+Each head has a list of places for work tiles. The places of sequence b begin at b + CuQ[b] // rows. They are at least as many as
+the sequence has work tiles, whatever the lengths of the other sequences. So the grid follows from sizes alone, a block finds
+its sequence by bisection, and each sequence has at most one place too many. (Counting work tiles would waste no place, but sums
+over a tile make the compiler start more warps, and with eight workers it gives up.)
+
+A tile of keys takes several pages, or lies in one page. The table says which.
 """
 
 # Tile code is typed by cuTile, not by Python.
@@ -18,69 +21,69 @@ import cuda.tile as ct
 from tiledsched.kernels.attention.scheduler import coordinates, pack_count, rows_of_work
 
 
-def place_in_sequence(place, block_rows, asked):
-    """(place among a sequence's work tiles, sequence) of a head's place; beyond its work tiles, if it is one too many."""
-    sequence, beyond = 0, asked.CuQ.shape[0] - 1
+def place_in_sequence(place, block_rows, features):
+    """(place among the sequence's work tiles, sequence) of a place of a head. A sequence's last place may be empty."""
+    sequence, beyond = 0, features.CuQ.shape[0] - 1
     while beyond - sequence > 1:
         middle = (sequence + beyond) // 2
-        if first_place(middle, block_rows, asked) <= place:
+        if first_place(middle, block_rows, features) <= place:
             sequence = middle
         else:
             beyond = middle
-    return max(place - first_place(sequence, block_rows, asked), 0), sequence
+    return max(place - first_place(sequence, block_rows, features), 0), sequence
 
 
-def first_place(sequence, block_rows, asked):
-    """A sequence's first place."""
-    return sequence + ct.gather(asked.CuQ, (sequence,), check_bounds=False) // block_rows
+def first_place(sequence, block_rows, features):
+    """The first place of a sequence in the list of a head."""
+    return sequence + ct.gather(features.CuQ, (sequence,), check_bounds=False) // block_rows
 
 
 def own_rows(array, offsets, sequence):
-    """The rows of a sequence, out of an array that holds those of all."""
+    """The rows of one sequence, as a slice of an array that holds the rows of all sequences."""
     rows = array.shape[2]
     begin = min(max(ct.gather(offsets, (sequence,), check_bounds=False), 0), rows)
     end = min(max(ct.gather(offsets, (sequence + 1,), check_bounds=False), begin), rows)
     return array.slice(axis=2, start=begin, stop=end)
 
 
-def own_sequence(Q, K, V, work, work_tiles, asked, const):
-    """(place among its work tiles, head, sequence, its queries, keys and values) of the `work`-th place of all heads."""
+def own_sequence(Q, K, V, work, work_tiles, features, const):
+    """(place among the sequence's work tiles, head, sequence, queries, keys, values) of the `work`-th place of all heads."""
     place, head, _ = coordinates(work, work_tiles, pack_count(Q, const), 1, const)
-    place, sequence = place_in_sequence(place, rows_of_work(const), asked)
+    place, sequence = place_in_sequence(place, rows_of_work(const), features)
     if const.PAGE == 0:
-        K, V = own_rows(K, asked.CuK, sequence), own_rows(V, asked.CuK, sequence)
-    return place, head, sequence, own_rows(Q, asked.CuQ, sequence), K, V
+        K, V = own_rows(K, features.CuK, sequence), own_rows(V, features.CuK, sequence)
+    return place, head, sequence, own_rows(Q, features.CuQ, sequence), K, V
 
 
 def is_filled(place, Q, const):
-    """Whether there is a work tile in a place of a sequence, whose queries `Q` are."""
+    """Whether a place of the sequence with queries `Q` holds a work tile."""
     return place * rows_of_work(const) < Q.shape[2]
 
 
-def own_outputs(Out, Lse, sequence, asked):
-    """The rows of a sequence in both outputs; `Lse` may be None."""
+def own_outputs(Out, Lse, sequence, features):
+    """The rows of one sequence in both outputs; `Lse` may be None."""
     if Lse is not None:
-        Lse = own_rows(Lse, asked.CuQ, sequence)
-    return own_rows(Out, asked.CuQ, sequence), Lse
+        Lse = own_rows(Lse, features.CuQ, sequence)
+    return own_rows(Out, features.CuQ, sequence), Lse
 
 
-def offset_in_pages(batch, seq_q, asked, const):
-    """Keys that the first row sees before its own, where the last row ends at the last key of its sequence."""
+def offset_in_pages(batch, seq_q, features, const):
+    """Keys before the first row's own key: with BOTTOM_RIGHT, the last row's own key is the last key of its sequence."""
     if const.BOTTOM_RIGHT:
-        length = ct.gather(asked.Lengths, (batch,), check_bounds=False)
-        return min(max(length, 0), asked.Table.shape[1] * const.PAGE) - seq_q
+        length = ct.gather(features.Lengths, (batch,), check_bounds=False)
+        return min(max(length, 0), features.Table.shape[1] * const.PAGE) - seq_q
     return 0
 
 
 def spans_pages(const):
-    """Whether a tile of keys takes several pages, whole."""
+    """Whether a tile of keys takes several whole pages."""
     return const.PAGE > 0 and const.PAGE < const.TILE_N
 
 
 def pages_of(keys, j, const):
-    """(page, place in it) of the `j`-th key tile of a sequence; of several pages, a tile of them.
+    """(page, place in the page) of the `j`-th key tile of a sequence; where a tile takes several pages, a tile of pages.
 
-    What the table says beyond the last key is not trusted, and not followed: another's page may hold what is not finite.
+    Entries of the table beyond the last key are not followed: the page of another sequence may hold values that are not finite.
     """
     if spans_pages(const):
         pages = const.TILE_N // const.PAGE
@@ -98,6 +101,6 @@ def pages_of(keys, j, const):
 
 
 def page_at(keys, place):
-    """The page in a place of a sequence's row of the table."""
+    """The page number at one place of a sequence's row of the table."""
     page = ct.gather(keys.span.Table, (keys.batch, place), check_bounds=False)
     return min(max(page, 0), keys.K.shape[0] - 1)

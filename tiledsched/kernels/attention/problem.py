@@ -1,4 +1,4 @@
-"""The attention problem: what follows from its sizes, and the sizes people mean by a sequence length alone."""
+"""What follows from the sizes of an attention problem, and the sizes that people mean by a sequence length alone."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ DTYPES = ("float16", "bfloat16")
 ALIGNMENTS = ("top_left", "bottom_right")
 MAX_HEAD_DIM = 256
 SMALLEST_PAGE = 16
-"""Keys: what pages are multiples of."""
+"""The keys of a page are a multiple of this number."""
 TOKENS = 16 * 1024
 """Tokens in the default problem: batch * seq_q. The convention of the FlashAttention papers."""
 HIDDEN = 2048
-"""heads * head_dim in the default problem, from the same place."""
+"""heads * head_dim in the default problem, from the same papers."""
 LARGEST_INT32 = 2**31 - 1
 
 
 def canonical(values: dict[str, Value]) -> dict[str, Value]:
-    """Two ways to say one problem become one: value_dim = head_dim is stored as 0, and an alignment that makes no
-    difference (no causal mask, or seq_q = seq_k) as top_left. A window that hides nothing is 0, or no mask.
+    """The values that stand for all equivalent ways to state a problem.
+
+    value_dim = head_dim is stored as 0. An alignment that makes no difference (no causal mask, or seq_q = seq_k) is stored as
+    top_left. A window that hides nothing is stored as 0, and a mask that hides nothing as no mask.
 
     Raises:
-        ProblemError: heads are not a multiple of kv_heads, a window has no causal mask, or sequences lie as none can.
+        ProblemError: heads is not a multiple of kv_heads, a window has no causal mask, or packed sequences or pages contradict
+            other fields.
     """
     heads, kv_heads = int(values["heads"]), int(values["kv_heads"])  # type: ignore[arg-type]
     if heads % kv_heads:
@@ -55,7 +58,7 @@ def canonical(values: dict[str, Value]) -> dict[str, Value]:
 
 
 def _check_places(values: dict[str, Value]) -> None:
-    """Raise ProblemError where packed sequences or pages do not go with the other fields."""
+    """Raise ProblemError if packed sequences or pages contradict other fields."""
     packed, page = int(values["packed"]), int(values["page"])  # type: ignore[arg-type]
     if packed and values["batch"] != 1:
         raise ProblemError(
@@ -72,8 +75,10 @@ def _check_places(values: dict[str, Value]) -> None:
 
 
 def visible_pairs(p: Any) -> float:
-    """Query-key pairs that contribute, per head: seq_q * seq_k, the area under the causal diagonal, or that of the band a
-    window leaves of it. Of sequences that start late or end early no more is known; packed ones count as equally long.
+    """Query-key pairs that contribute, per head.
+
+    They are seq_q * seq_k, the area under the causal diagonal, or the part of that area that a window leaves. Packed sequences
+    count as equally long, and sequences that start late or end early as full ones.
     """
     rows, keys = p.mean_rows, p.mean_keys
     if not p.causal:
@@ -83,7 +88,7 @@ def visible_pairs(p: Any) -> float:
 
 
 def _diagonal(p: Any) -> int:
-    """Keys that the first row sees before its own."""
+    """Keys that the first row sees before its own key."""
     return int(p.mean_keys - p.mean_rows) if p.alignment == "bottom_right" else 0
 
 
@@ -99,33 +104,33 @@ def _area_under(rows: int, columns: int, diagonal: int) -> float:
 
 
 def hidden_keys(p: Any) -> int:
-    """Keys at the beginning that no row sees, because they lie before the first row's window."""
+    """Keys at the beginning that lie before the first row's window, so that no row sees them."""
     return min(int(p.mean_keys), max(0, _diagonal(p) + 1 - p.window)) if p.window else 0
 
 
 def padding_below(p: Any) -> int:
-    """What a problem's own inputs draw of padding, at either end that is given, lies below: a quarter of the keys."""
+    """Padding at one end of a sequence is drawn below this number of keys, a quarter of all."""
     return max(1, int(p.seq_k) // 4)
 
 
 def padding_keys(p: Any) -> float:
-    """Keys of a sequence that do not count, on average, as inputs draw them; the first sequence has no padding."""
+    """Mean number of keys of a sequence that are padding, as inputs are drawn. The first sequence has no padding."""
     return float((p.starts + p.lengths) * (padding_below(p) - 1) / 2 * (p.sequences - 1) / p.sequences)
 
 
 def is_wide(p: Any) -> bool:
-    """Whether some array has elements that a 32-bit index does not reach."""
+    """Whether some array has elements beyond the reach of a 32-bit index."""
     rows = max(p.batch * p.heads * p.seq_q, p.kv_heads * p.key_entries * p.key_rows)
     return bool(rows * max(p.head_dim, p.value_columns) > LARGEST_INT32)
 
 
 def padded(columns: int) -> int:
-    """`columns` rounded up to a power of two, at least 16: the narrowest side of a matrix product."""
+    """The number of columns rounded up to a power of two, at least 16, the narrowest side of a matrix product."""
     return max(16, 1 << (columns - 1).bit_length())
 
 
 def two_parts(columns: int) -> tuple[int, int]:
-    """The powers of two that hold `columns` with least padding: (64, 32) for 96; (128, 0) where one is as good."""
+    """The one or two powers of two that hold `columns` with least padding: (64, 32) for 96, and (128, 0) for 100."""
     first = max(16, 1 << (columns.bit_length() - 1))
     second = padded(columns - first) if columns > first else 0
     return (first, second) if first + second < padded(columns) else (padded(columns), 0)
@@ -147,10 +152,10 @@ DERIVED = {
     "wide": is_wide,
     "visible_pairs": visible_pairs,
     "past_keys": lambda p: p.seq_k + 1,  # what lengths lie below
-    "asked": lambda p: bool(
+    "has_features": lambda p: bool(
         p.window or p.window_right or p.softcap or p.sinks or p.starts or p.lengths or p.packed
     ),  # whether it is more than plain attention
-    "placed": lambda p: bool(p.packed or p.page),  # whether sequences do not lie one in each entry of a batch
+    "is_varlen": lambda p: bool(p.packed or p.page),  # whether sequences do not lie one in each entry of a batch
     "spanned": lambda p: bool(
         p.window or p.starts or p.lengths or p.packed
     ),  # whether masks hide keys beside the causal one
@@ -167,7 +172,7 @@ DERIVED = {
     "mean_rows": lambda p: -(-p.seq_q // max(1, p.packed)),  # query rows of a sequence
     "mean_keys": lambda p: p.seq_k if p.page else -(-p.seq_k // max(1, p.packed)),
 }
-"""What constraints, shapes and host code read of a problem beside its fields."""
+"""What constraints, shapes and host code read of a problem in addition to its fields."""
 
 
 def flops(p: Any) -> float:
@@ -176,7 +181,7 @@ def flops(p: Any) -> float:
 
 
 def describe(p: Any) -> str:
-    """`B=4 H=16 S=4096 D=128 float16 causal`."""
+    """The problem in one line: `B=4 H=16 S=4096 D=128 float16 causal`."""
     seq = f"S={p.seq_q}" if p.seq_q == p.seq_k else f"Sq={p.seq_q} Sk={p.seq_k}"
     heads = f"H={p.heads}" if p.heads == p.kv_heads else f"H={p.heads}/{p.kv_heads}"
     columns = f"D={p.head_dim}/{p.value_dim}" if p.value_dim else f"D={p.head_dim}"
@@ -213,10 +218,10 @@ def standard(
     heads: int | None = None,
     kv_heads: int | None = None,
 ) -> Problem:
-    """The problem people mean by a sequence length and a head dimension alone.
+    """The problem that people mean by a sequence length and a head dimension alone.
 
-    Unless given, batch and heads fill 16k tokens of 2048 hidden columns, the convention of the FlashAttention
-    benchmarks (Dao, arXiv:2307.08691, section 4.1), so that every sequence length does comparable work. `make` makes it.
+    Unless given, batch and heads fill 16k tokens of 2048 hidden columns, the convention of the FlashAttention benchmarks (Dao,
+    arXiv:2307.08691, section 4.1), so that every sequence length does comparable work. `make` is `Attention.problem`.
     """
     heads = heads if heads is not None else max(1, HIDDEN // head_dim)
     found: Problem = make(

@@ -118,7 +118,7 @@ def attention_and_lse(
 def _one_by_one(
     xp: Any, q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, table: Any, lengths: Any, more: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """The same of sequences that are packed or whose keys lie in pages, each by itself."""
+    """Outputs and log-sum-exps of packed sequences or of keys in pages, computed one sequence at a time."""
     out = xp.zeros((*q.shape[:3], v.shape[3]), dtype=more["dtype"])
     lse = xp.zeros(q.shape[:3], dtype=more["dtype"])
     for index in range(len(table) if cu_q is None else len(cu_q) - 1):

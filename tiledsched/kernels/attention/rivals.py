@@ -1,8 +1,8 @@
-"""Other implementations of attention that may serve a problem in our kernel's place: torch's backends and FlashAttention-4.
+"""Other implementations of attention that may serve a problem instead of our kernel: torch's backends and FlashAttention-4.
 
-Each is made for one problem, or refused there. What it takes are tensors as `sdpa` does, of any strides: the inputs in the
-order declared, and of packed sequences the rows and keys of the longest after them. What it returns lies in memory in the order
-of axes that q has, as our own output does. torch and FlashAttention-4 are imported where one is made.
+A rival is made for one problem; UnsupportedError means that it cannot compute the problem. It takes tensors of any strides, like
+`sdpa`: the inputs in the order declared, and for packed sequences the most rows and the most keys of a sequence. Its output has
+the same order of axes in memory as q, like our own output. torch and FlashAttention-4 are imported when a rival is made.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ BACKENDS = {
     "torch_flash": "_scaled_dot_product_flash_attention",
     "torch_efficient": "_scaled_dot_product_efficient_attention",
 }
-"""Rival -> the operator of torch's backend."""
+"""Rival -> the operator of its backend of torch."""
 BEFORE_CAUSAL: Mapping[str, tuple[Any, ...]] = {
     "torch_cudnn": (None, False, 0.0),  # no bias, no log-sum-exp, no dropout
     "torch_flash": (0.0,),
     "torch_efficient": (None, False, 0.0),
 }
-"""What each is given between its arrays and whether the mask is causal."""
+"""Rival -> the arguments of its operator between the arrays and whether the mask is causal."""
 TORCH_VARLEN = "torch_varlen"
 """torch's FlashAttention of packed sequences, as `torch.nn.attention.varlen` calls it."""
 FLASH_4 = "flash_attention_4"
 FLASH_4_MODULE = "flash_attn.cute"
 FLASH_4_PACKAGE = "flash-attn-4"
-"""Its package; older ones called flash_attn have no such part."""
+"""Name of its package. Older packages, called flash_attn, have no such module."""
 FEW_ROWS = 128
-"""Of all query heads of a key head together: below it FlashAttention-4 is let split the keys."""
+"""With at most this many query rows for each key head, FlashAttention-4 may split the keys."""
 
 
 def flash_4_installed() -> bool:
-    """Whether FlashAttention-4 is there; its own modules are not imported to find out."""
+    """Whether FlashAttention-4 is installed. Its modules are not imported to find out."""
     try:
         return importlib.util.find_spec(FLASH_4_MODULE) is not None
     except ModuleNotFoundError:  # there is no flash_attn at all
@@ -54,18 +54,18 @@ def flash_4_installed() -> bool:
 
 
 def rivals(p: Problem, scale: float | None = None, cap: float | None = None) -> Mapping[str, Function]:
-    """Name -> what computes `p`, for those that can and are installed.
+    """Name -> rival, for all rivals that are installed and can compute the problem. No rival returns the log-sum-exp.
 
     Args:
-        p: the problem. None returns the log-sum-exp.
-        scale: of the softmax; 1 / sqrt(head_dim) unless given.
-        cap: of the scores, where the problem has one; the declaration's unless given.
+        p: the problem.
+        scale: the softmax scale; 1 / sqrt(head_dim) unless given.
+        cap: the cap of the scores of a problem with softcap; the declaration's unless given.
     """
     return _named(p, scale, cap, flash_attention_4)
 
 
 def late_rivals(p: Problem, scale: float | None = None, cap: float | None = None) -> Mapping[str, Function]:
-    """As :func:`rivals`, but that FlashAttention-4, whose import takes seconds, is imported at its first call."""
+    """As :func:`rivals`, but FlashAttention-4, whose import takes seconds, is imported only at its first call."""
     return _named(p, scale, cap, _later_flash_attention_4)
 
 
@@ -73,7 +73,7 @@ def _named(
     p: Problem, scale: float | None, cap: float | None, flash_4: Callable[..., Function]
 ) -> Mapping[str, Function]:
     made: dict[str, Callable[[], Function]] = {name: partial(torch_backend, p, name, scale) for name in BACKENDS}
-    if p.placed:
+    if p.is_varlen:
         made = {TORCH_VARLEN: partial(torch_varlen, p, scale)}
     if flash_4_installed():
         made[FLASH_4] = partial(flash_4, p, scale, cap)
@@ -93,27 +93,27 @@ def _later_flash_attention_4(p: Problem, scale: float | None, cap: float | None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlacedRival:
-    """A rival of packed sequences or of keys in pages."""
+class VarlenRival:
+    """A rival for packed sequences or for keys in pages."""
 
     problem: Problem
-    """What it computes."""
+    """The problem that it computes."""
     attend: Function
-    """Of the tensors, and of packed sequences the rows and keys of the longest."""
+    """The function of the tensors and, for packed sequences, the most rows and the most keys of a sequence."""
     version: str = ""
-    """Of its package; empty for torch's."""
+    """Version of its package; empty for torch."""
 
     def __call__(self, *given: Any) -> Any:
-        """As `attend`."""
+        """Call :attr:`attend`."""
         return self.attend(*given)
 
     def bind(self, *tensors: Any) -> Function:
-        """The call on these tensors; how long the longest sequence is, is read from them here and not in the call."""
+        """The call on these tensors. The length of the longest sequence is read from them here, and not in the call."""
         return partial(self.attend, *tensors, *longest(self.problem, tensors))
 
 
 def longest(p: Problem, tensors: tuple[Any, ...]) -> tuple[int, ...]:
-    """Rows and keys of the longest packed sequence, read from the device; empty where none are packed."""
+    """The most rows and the most keys of a packed sequence, read from the device; empty if no sequences are packed."""
     if not p.packed:
         return ()
     begins, last = tensors[-2:]  # CuQ, and CuK or Table
@@ -121,7 +121,7 @@ def longest(p: Problem, tensors: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def rows_first(p: Problem, q: Any, k: Any, v: Any) -> list[Any]:
-    """Views with the rows before the heads, and packed sequences without an axis for the batch."""
+    """Views of q, k and v with the rows before the heads. Packed sequences have no axis for the batch."""
     packed = (p.packed, p.ends_k, p.ends_k)
     return [
         each[0].transpose(0, 1) if lies_so else each.transpose(1, 2)
@@ -141,30 +141,30 @@ def empty_output(q: Any, columns: int) -> Any:
 
 
 def heads_first(out: Any) -> Any:
-    """The other way, of queries or an output; strides are those that `sdpa_varlen` makes."""
+    """A view of an output with the heads before the rows, with the strides that `sdpa_varlen` makes."""
     return out.transpose(0, 1)[None] if out.ndim == 3 else out.transpose(1, 2)
 
 
 def _aligned_below(p: Problem) -> bool:
-    """Whether a causal mask ends at the last key. Of as many rows as keys, packed alike, both alignments are one."""
+    """Whether a causal mask ends at the last key. With as many rows as keys, packed alike, both alignments do."""
     return bool(p.alignment == "bottom_right" or (p.seq_q == p.seq_k and not p.page))
 
 
 def _last_row_sees_all(p: Problem) -> bool:
-    """Whether the causal mask hides nothing: one row, aligned at the end of the keys."""
+    """Whether the causal mask hides nothing, because there is one row, aligned at the end of the keys."""
     return bool(p.causal and p.alignment == "bottom_right" and p.seq_q == 1 and not p.window)
 
 
 def torch_backend(p: Problem, name: str, scale: float | None = None) -> Function:
-    """One backend of torch's attention, by its own operator.
+    """One backend of torch's attention, called by its own operator.
 
     The public way to allow one backend alone (`torch.nn.attention.sdpa_kernel`) sets flags of the whole process, which other
     threads would read, and `scaled_dot_product_attention` itself may be `sdpa` (`integrations.torch`).
 
     Raises:
-        UnsupportedError: it computes no such problem.
+        UnsupportedError: the rival cannot compute the problem.
     """
-    if p.asked:
+    if p.has_features:
         raise UnsupportedError(
             "torch's backends take no windows, softcap, sinks, starts and lengths, but as a mask of all scores"
         )
@@ -185,10 +185,10 @@ def torch_backend(p: Problem, name: str, scale: float | None = None) -> Function
 
 
 def torch_operator(name: str) -> Function:
-    """An operator of torch's; its first output is the attention's.
+    """An operator of torch, whose first output is that of the attention.
 
     Raises:
-        UnsupportedError: this torch has none of that name.
+        UnsupportedError: this torch has no operator of that name.
     """
     import torch
 
@@ -199,11 +199,11 @@ def torch_operator(name: str) -> Function:
     return operator
 
 
-def torch_varlen(p: Problem, scale: float | None = None) -> PlacedRival:
-    """torch's FlashAttention of packed sequences, by its own operator: `varlen_attn` asks the same of it.
+def torch_varlen(p: Problem, scale: float | None = None) -> VarlenRival:
+    """torch's FlashAttention for packed sequences, called by the operator that `torch.nn.attention.varlen` uses.
 
     Raises:
-        UnsupportedError: it computes no such problem.
+        UnsupportedError: the rival cannot compute the problem.
     """
     if not p.packed or p.page:
         raise UnsupportedError("torch's varlen attention is for packed sequences; few of its releases take pages")
@@ -223,40 +223,40 @@ def torch_varlen(p: Problem, scale: float | None = None) -> PlacedRival:
         lies = (cu_q, cu_k, most_q, most_k, 0.0, causal, False)  # no dropout, no mask for people to look at
         return heads_first(operator(*rows_first(p, q, k, v), *lies, scale=scale, **sides)[0])
 
-    return PlacedRival(problem=p, attend=attend)
+    return VarlenRival(problem=p, attend=attend)
 
 
 def flash_attention_4(p: Problem, scale: float | None = None, cap: float | None = None) -> Function:
     """FlashAttention-4 on tensors `[batch, heads, rows, columns]` of any strides, which it reads where they lie.
 
-    Beta versions differ in what they can be told: into an output of ours where one of their functions takes it, else what they
-    return is copied into the order of axes that q has.
+    Beta versions take different arguments. If one of their functions takes an output, it writes into ours; otherwise its output
+    is copied into the order of axes that q has.
 
     Raises:
-        UnsupportedError: it has no such mask, or is not installed.
+        UnsupportedError: FlashAttention-4 has no such mask, or is not installed.
     """
     attend, into = flash_4_function(p, scale, cap)
 
-    def call(q: Any, k: Any, v: Any, *asked: Any) -> Any:
+    def call(q: Any, k: Any, v: Any, *more: Any) -> Any:
         out, turned = empty_output(q, v.shape[-1]), rows_first(p, q, k, v)
         if into:
-            attend(*turned, *asked, out=rows_first(p, out, k, v)[0])
+            attend(*turned, *more, out=rows_first(p, out, k, v)[0])
             return out
-        made = heads_first(attend(*turned, *asked))
+        made = heads_first(attend(*turned, *more))
         return made if made.stride() == out.stride() else out.copy_(made)
 
     version = f"{FLASH_4_PACKAGE} {package_version(FLASH_4_PACKAGE)}"
-    if p.placed:
-        return PlacedRival(problem=p, attend=call, version=version)
+    if p.is_varlen:
+        return VarlenRival(problem=p, attend=call, version=version)
     call.__dict__["version"] = version
     return call
 
 
 def flash_4_options(p: Problem, scale: float | None = None, cap: float | None = None) -> dict[str, Any]:
-    """How FlashAttention-4's functions are told of a problem; of its arrays beside q, k and v see :func:`flash_4_function`.
+    """The arguments of FlashAttention-4's functions for a problem, apart from arrays.
 
     Raises:
-        UnsupportedError: it has no such mask.
+        UnsupportedError: FlashAttention-4 has no such mask.
     """
     if p.starts:
         raise UnsupportedError("FlashAttention-4 takes no first keys; it packs such batches")
@@ -282,14 +282,13 @@ def flash_4_options(p: Problem, scale: float | None = None, cap: float | None = 
 
 
 def flash_4_function(p: Problem, scale: float | None = None, cap: float | None = None) -> tuple[Function, bool]:
-    """What computes `p` on tensors in its own order, `[batch, rows, heads, columns]`, and whether it takes `out`.
+    """(function, whether it takes `out`): FlashAttention-4 on tensors `[batch, rows, heads, columns]`.
 
-    Packed sequences are `[rows, heads, columns]`, and the rows and keys of the longest come last.
-
-    Its inner function does without autograd and takes `out`. Few rows are split over their keys as it likes, where it can.
+    Packed sequences are `[rows, heads, columns]`, and the last arguments are the most rows and the most keys of a sequence.
+    FlashAttention-4's inner function needs no autograd and takes `out`. With few rows, it may split the keys.
 
     Raises:
-        UnsupportedError: it is not installed, has no function known here, or no such mask.
+        UnsupportedError: FlashAttention-4 is not installed, has no function known here, or no such mask.
     """
     options = flash_4_options(p, scale, cap)
     try:
@@ -297,21 +296,21 @@ def flash_4_function(p: Problem, scale: float | None = None, cap: float | None =
         inner = getattr(importlib.import_module(f"{FLASH_4_MODULE}.interface"), "_flash_attn_fwd", None)
     except ImportError as missing:
         raise UnsupportedError(f"FlashAttention-4 cannot be imported: {missing}") from missing
-    told = (
+    optional = (
         ("learnable_sink", p.sinks),
         ("seqused_k", p.lengths),
         ("cu_seqlens_q", p.ends_q),
         ("cu_seqlens_k", p.ends_k),
         ("page_table", p.paged),
     )
-    arrays = [name for name, given in told if given]
+    arrays = [name for name, given in optional if given]
     needed = {"out", "window_size_left", "seqused_k", *arrays}
     if inner is not None and needed <= set(inspect.signature(inner).parameters):
         left, right = options.pop("window_size", (None, None))
         options |= {"window_size_left": left, "window_size_right": right}
         function = inner
     else:
-        name = "flash_attn_varlen_func" if p.lengths or p.placed else "flash_attn_func"
+        name = "flash_attn_varlen_func" if p.lengths or p.is_varlen else "flash_attn_func"
         function = getattr(module, name, None)
         if function is None:
             raise UnsupportedError(f"this FlashAttention-4 has no {name}")
@@ -322,8 +321,8 @@ def flash_4_function(p: Problem, scale: float | None = None, cap: float | None =
     splits = [{"num_splits": 0}] if p.mean_rows * p.group <= FEW_ROWS and "num_splits" in taken else []
     bounds = ("max_seqlen_q", "max_seqlen_k") if p.packed else ()
 
-    def attend(q: Any, k: Any, v: Any, *asked: Any, **more: Any) -> Any:
-        named = {name: each for name, each in zip((*arrays, *bounds), asked, strict=True) if name in taken}
+    def attend(q: Any, k: Any, v: Any, *others: Any, **more: Any) -> Any:
+        named = {name: each for name, each in zip((*arrays, *bounds), others, strict=True) if name in taken}
         try:
             made = function(q, k, v, **options, **named, **more, **(splits[0] if splits else {}))
         except Exception:

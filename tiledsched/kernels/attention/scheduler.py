@@ -1,6 +1,6 @@
-"""What the tile scheduler goes by: which work tile comes when, which query rows it holds, and which keys they see.
+"""The order of the work tiles, the query rows that a work tile holds, and the keys that these rows see.
 
-Arithmetic on indices alone, on the GPU as on the CPU.
+These functions compute with indices alone, on the GPU as on the CPU.
 """
 
 # Tile code is typed by cuTile, not by Python.
@@ -18,27 +18,27 @@ SWIZZLE_PAIRS = 8
 """(batch, head) pairs that a swizzled order takes together: as many as have their keys and values in the L2 cache."""
 
 
-def work_tiles_per_head(Q, asked, const):
-    """Work tiles that a head, or a pack of heads, comes to; of packed sequences, places for them."""
+def work_tiles_per_head(Q, features, const):
+    """Work tiles of a head or of a pack of heads; for packed sequences, places for work tiles."""
     if const.PACKED:
-        count = Q.shape[2] // rows_of_work(const) + asked.CuQ.shape[0] - 1
-    else:  # and no return before it: in a flat loop that would be other machine code
+        count = Q.shape[2] // rows_of_work(const) + features.CuQ.shape[0] - 1
+    else:  # no early return above: in a flat loop that would be other machine code
         count = ct.cdiv(Q.shape[2], rows_of_work(const))
     return count
 
 
 def rows_of_work(const):
-    """Query rows of a head that a work tile holds."""
+    """Query rows per head that a work tile holds."""
     return const.TILE_M // const.PACK * const.Q_SUBTILES
 
 
 def pack_count(Q, const):
-    """Query heads, or packs of them: one for each key/value head."""
+    """Query heads, or packs of query heads: one pack for each key/value head."""
     return Q.shape[1] if const.PACK == 1 else Q.shape[1] // const.GROUP
 
 
 def snake(block, blocks, lap):
-    """Place of `block` in a lap over all blocks: even laps go up, odd ones down."""
+    """Place of `block` in a lap over all blocks: even laps go up, odd laps go down."""
     return block + lap % 2 * (blocks - 1 - 2 * block)
 
 
@@ -62,7 +62,7 @@ def coordinates(work, work_tiles, heads, batches, const):
 
 
 def query_tile(place, s, seq_q, const):
-    """Index of the `s`-th query tile of a work tile. One beyond the end becomes the last tile, which is done twice."""
+    """Index of the `s`-th query tile of a work tile. A tile beyond the end becomes the last tile, which is computed twice."""
     tile = place
     if const.Q_SUBTILES > 1:
         tile = place * const.Q_SUBTILES + s
@@ -82,7 +82,7 @@ def rows_of(tile, offset, const):
 
 
 def steps_of(place, offset, seq_k, const):
-    """(first_masked, steps) of a work tile: steps before the one lie wholly inside the mask, those from the other on outside."""
+    """(first masked step, steps) of a work tile: rows see all keys of the steps before the first, and no keys after the last."""
     block_rows, step_n = rows_of_work(const), const.TILE_N * const.KV_SUBTILES
     if const.CAUSAL and (const.BOTTOM_RIGHT or const.WINDOW_RIGHT):
         first_masked = min(max(place * block_rows + offset, 0), seq_k) // step_n

@@ -101,7 +101,7 @@ class AttentionSimilarity(Similarity):
 
     def loss_group(self, p: Any) -> str:
         """The group of problems for which the loss of a transferred schedule was measured; none with optional features."""
-        if p.asked:
+        if p.has_features:
             return ""
         if p.mean_rows <= FEW_ROWS:
             return "few rows"

@@ -1,11 +1,12 @@
-"""Several blocks for one work tile: each loops over a share of the keys; then the shares are combined.
+"""Several blocks for one work tile: each block loops over a share of the keys, and then the shares are combined.
 
-For few query rows and many keys, as in decoding, where one block for each query tile would leave most of the GPU idle.
-Split keys after Dao et al., Flash-Decoding (https://pytorch.org/blog/flash-decoding/). What combines the shares is a second
-launch, with a block for every few rows of the output, or the block that finds by an atomic counter that all others are done.
+This is for few query rows and many keys, as in decoding, where one block per query tile would leave most of the GPU idle.
+Split keys after Dao et al., Flash-Decoding (https://pytorch.org/blog/flash-decoding/). The shares are combined
+by a second launch, with a block for every few rows of the output, or by the block that finds by an atomic counter that all other
+blocks are done.
 
-The latter is sound by cuTile's memory model: `ct.atomic_add` acquires and releases on the device by default. cuTile orders
-every earlier access of the block before a release and every later one behind an acquire, across arrays and branches
+The atomic counter is sound by cuTile's memory model: `ct.atomic_add` acquires and releases on the device by default. cuTile
+orders every earlier access of the block before a release and every later one behind an acquire, across arrays and branches
 (the token order pass of cuda-tile 1.7). So the shares that others stored before they counted are seen by the block that
 counts last. Shares are combined in the order of their keys: the sum does not depend on which block came last.
 """
@@ -36,42 +37,42 @@ REGISTERS_TOGETHER = 16384
 """Registers of a block for shares on their way: a decoding block waits for each load longer than it works on it."""
 
 
-def compute_split(Q, K, V, Out, Lse, Partial, State, Counters, scale_log2, asked, const):
-    """The current block's share of a work tile and, if it is the last to arrive, what all shares come to.
+def compute_split(Q, K, V, Out, Lse, Partial, State, Counters, scale_log2, features, const):
+    """Compute the current block's share of a work tile; the last block to finish combines all shares and stores the output.
 
     Partial `[slots, TILE_M, TILE_V + REST_V]` and State `[slots, 2, TILE_M]` hold the chains of each share of each query
     tile. Counters `[work tiles, 1]` holds how many shares have arrived: zero before the launch, and zero again after it.
     """
     work, split = ct.bid(0) // const.KV_SPLITS, ct.bid(0) % const.KV_SPLITS
-    work_tiles = work_tiles_per_head(Q, asked, const)
+    work_tiles = work_tiles_per_head(Q, features, const)
     if const.PACKED:
-        place, head, sequence, Q, K, V = own_sequence(Q, K, V, work, work_tiles, asked, const)
+        place, head, sequence, Q, K, V = own_sequence(Q, K, V, work, work_tiles, features, const)
         if is_filled(place, Q, const):
-            work_tile, chains = loop_over_keys(Q, K, V, scale_log2, place, head, sequence, split, asked, const)
-            hand_in(Out, Lse, Partial, State, Counters, work, split, work_tile, chains, asked, const)
+            work_tile, chains = loop_over_keys(Q, K, V, scale_log2, place, head, sequence, split, features, const)
+            finish_share(Out, Lse, Partial, State, Counters, work, split, work_tile, chains, features, const)
     else:
-        work_tile, chains = run_main_loop(Q, K, V, scale_log2, work, work_tiles, split, asked, const)
-        hand_in(Out, Lse, Partial, State, Counters, work, split, work_tile, chains, asked, const)
+        work_tile, chains = run_main_loop(Q, K, V, scale_log2, work, work_tiles, split, features, const)
+        finish_share(Out, Lse, Partial, State, Counters, work, split, work_tile, chains, features, const)
 
 
-def hand_in(Out, Lse, Partial, State, Counters, work, split, work_tile, chains, asked, const):
-    """Keep a share and, if it is the last to arrive, store what all come to."""
+def finish_share(Out, Lse, Partial, State, Counters, work, split, work_tile, chains, features, const):
+    """Store a share; if it is the last one, combine all shares and store the output."""
     for s in ct.static_iter(range(const.Q_SUBTILES)):
-        keep(Partial, State, slot_of(work, s, split, const), chains[s], const)
+        store_share(Partial, State, slot_of(work, s, split, const), chains[s], const)
     arrived = ct.atomic_add(Counters, (work, 0), 1)
     if arrived == const.KV_SPLITS - 1:
         ct.scatter(Counters, (work, 0), 0)
         for s in ct.static_iter(range(const.Q_SUBTILES)):
-            epilogue(Out, Lse, work_tile, work_tile.tiles[s], combine(Partial, State, work, s, const), asked, const)
+            epilogue(Out, Lse, work_tile, work_tile.tiles[s], combine(Partial, State, work, s, const), features, const)
 
 
 def slot_of(work, s, split, const):
-    """Where a share of the `s`-th query tile of a work tile is kept."""
+    """The slot of scratch memory that holds a share of the `s`-th query tile of a work tile."""
     return (work * const.Q_SUBTILES + s) * const.KV_SPLITS + split
 
 
-def keep(Partial, State, slot, chain, const):
-    """Store a chain. Plain stores: what TMA writes, the counter's release need not order. Slots have no edges to cross."""
+def store_share(Partial, State, slot, chain, const):
+    """Store a chain in its slot, which has no edges to cross. Plain stores: the counter's release does not order those of TMA."""
     for part in ct.static_iter(range(2 if const.REST_V else 1)):
         width, column = part_of(part, const.TILE_V, const.REST_V)
         ct.store(
@@ -81,10 +82,10 @@ def keep(Partial, State, slot, chain, const):
             check_bounds=False,
             allow_tma=False,
         )
-    keep_state(State, slot, chain, const)
+    store_state(State, slot, chain, const)
 
 
-def keep_state(State, slot, chain, const):
+def store_state(State, slot, chain, const):
     """Store a chain's row maxima and sums."""
     ct.store(State, (slot, 0, 0), chain.row_max.reshape((1, 1, const.TILE_M)), check_bounds=False, allow_tma=False)
     ct.store(State, (slot, 1, 0), chain.row_sum.reshape((1, 1, const.TILE_M)), check_bounds=False, allow_tma=False)
@@ -107,18 +108,18 @@ def combine(Partial, State, work, s, const):
 
 
 def together(const):
-    """Shares in a group, whose loads are under way at once: a power of two, as KV_SPLITS is."""
+    """Shares in a group, whose loads are under way at the same time: a power of two, like KV_SPLITS."""
     columns = const.TILE_V * (2 if const.REST_V else 1)
     return min(const.KV_SPLITS, max(1, REGISTERS_TOGETHER // (const.TILE_M * columns)))
 
 
 def weight(row_max, total_max):
-    """What a share counts in the total."""
+    """The weight of a share in the total."""
     return ct.exp2(row_max - total_max, flush_to_zero=True)
 
 
 def add_share(Partial, State, slot, row_max, acc, const):
-    """The accumulator `acc`, in its parts, with a share added to it."""
+    """Each part of the accumulator `acc`, with one share added."""
     own_max = ct.load(State, (slot, 0, 0), (1, 1, const.TILE_M), check_bounds=False, allow_tma=False)
     share_weight = weight(own_max.reshape((const.TILE_M, 1)), row_max)
     total = ()
@@ -130,21 +131,21 @@ def add_share(Partial, State, slot, row_max, acc, const):
 
 
 def empty_total(const):
-    """An accumulator over nothing, in its parts, that sums in float32 whatever the shares' did."""
+    """An empty accumulator in its parts. It sums in float32, whatever the shares were summed in."""
     acc = fresh_chain(const).acc
     return tuple(part.astype(ct.float32) for part in ct.static_iter(acc))
 
 
-def compute_share(Q, K, V, Shares, State, scale_log2, asked, const):
-    """The current block's share of a work tile, for a launch of `combine_shares`.
+def compute_share(Q, K, V, Shares, State, scale_log2, features, const):
+    """Compute the current block's share of a work tile, for a later launch of `combine_shares`.
 
     Shares `[slots, heads of a tile, rows, TILE_V + REST_V]` and State `[slots, 2, TILE_M]` hold the chains of each share of each
-    query tile; of Shares only the rows that there are. A slot's place does not depend on the order of blocks.
+    query tile. Only rows that exist are stored in Shares. A slot's place does not depend on the order of blocks.
     """
     work, split = ct.bid(0) // const.KV_SPLITS, ct.bid(0) % const.KV_SPLITS
-    work_tiles, packs = work_tiles_per_head(Q, asked, const), pack_count(Q, const)
+    work_tiles, packs = work_tiles_per_head(Q, features, const), pack_count(Q, const)
     place, head, batch = coordinates(work, work_tiles, packs, Q.shape[0], const)
-    _, chains = loop_over_keys(Q, K, V, scale_log2, place, head, batch, split, asked, const)
+    _, chains = loop_over_keys(Q, K, V, scale_log2, place, head, batch, split, features, const)
     for s in ct.static_iter(range(const.Q_SUBTILES)):
         slot = slot_of((batch * packs + head) * work_tiles + place, s, split, const)
         for part in ct.static_iter(range(2 if const.REST_V else 1)):
@@ -155,25 +156,25 @@ def compute_share(Q, K, V, Shares, State, scale_log2, asked, const):
                 chains[s].acc[part].astype(ct.float32).reshape(block_shape(width, const)),
                 allow_tma=False,
             )
-        keep_state(State, slot, chains[s], const)
+        store_state(State, slot, chains[s], const)
 
 
 @dataclass(frozen=True)
 class Combining:
-    """What a launch of `combine_shares` is told; beside its own what `tiles.epilogue` asks of its constants."""
+    """The compile-time constants of `combine_shares`, among them those that `tiles.epilogue` reads."""
 
     TILE_M: int
     """Query rows of a block, all of one head."""
     TILE_ROWS: int
-    """Query rows of a head in a query tile of the launch before."""
+    """Query rows per head in a query tile of the first launch."""
     TILE_HEADS: int
-    """Query heads in one."""
+    """Query heads in a query tile of the first launch."""
     Q_SUBTILES: int
-    """Query tiles of its blocks."""
+    """Query tiles of a block of the first launch."""
     KV_SPLITS: int
-    """Shares of each."""
+    """Shares of each query tile."""
     TILE_V: int
-    """This and the rest as in `tiles.Constants`."""
+    """Columns of a tile of outputs; this and the following are those of `tiles.Constants`."""
     REST_V: int
     IEEE_DIVISION: bool
     BOTTOM_RIGHT: bool
@@ -188,8 +189,8 @@ class Combining:
     TMA_STORE: bool = False
 
 
-def combine_shares(Out, Lse, Shares, State, asked, const):
-    """TILE_M rows of the outputs, from their shares. They lie in one query tile of the launch before."""
+def combine_shares(Out, Lse, Shares, State, features, const):
+    """Compute TILE_M rows of the outputs from their shares, which lie in one query tile of the first launch."""
     seq_q, heads = Out.shape[2], Out.shape[1]
     chunks = ct.cdiv(seq_q, const.TILE_M)
     chunk = ct.bid(0) % chunks
@@ -219,4 +220,4 @@ def combine_shares(Out, Lse, Shares, State, asked, const):
         ).reshape((const.KV_SPLITS, const.TILE_M, width))
         acc = (*acc, ct.sum(found * weights.reshape((const.KV_SPLITS, const.TILE_M, 1)), axis=0))
     chain = Chain(acc, row_max.reshape((const.TILE_M, 1)), row_sum.reshape((const.TILE_M, 1)))
-    epilogue(Out, Lse, WorkTile(batch, head, (chunk,)), chunk, chain, asked, const)
+    epilogue(Out, Lse, WorkTile(batch, head, (chunk,)), chunk, chain, features, const)

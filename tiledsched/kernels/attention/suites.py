@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tiledsched.core.problem import Problem
-from tiledsched.kernels.attention.models import MODELS, all_models, unseen
+from tiledsched.kernels.attention.models import (
+    BRAIN,
+    CHUNK,
+    HALF,
+    HALF_MASKED,
+    MASKED,
+    MODELS,
+    all_models,
+    head_sizes,
+    problems_in,
+    unseen,
+)
 from tiledsched.kernels.attention.problem import DTYPES, standard
 
 SEQ_LENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -74,7 +85,7 @@ def _odd_head_dims(make: Make) -> list[Problem]:
 
 
 def _serving(make: Make) -> list[Problem]:
-    """What servers ask for, as `sdpa_varlen` and `sdpa_paged` pose it: prompts and texts end to end, and keys in pages.
+    """Problems of inference servers, for `sdpa_varlen` and `sdpa_paged`: prompts and texts end to end, and keys in pages.
 
     Llama 3 8B (32 query heads over 8) and Qwen2.5 7B (28 over 4) in bfloat16, and BERT base; 16 is vLLM's page on a GPU, and 64
     FlashMLA's.
@@ -92,7 +103,7 @@ def _serving(make: Make) -> list[Problem]:
 
 
 def _masks(make: Make) -> list[Problem]:
-    """What layers of real models hide, add or cap, and padded batches; bfloat16 but BERT.
+    """Windows, sinks and softcaps of real models, and padded batches. All are bfloat16 except BERT.
 
     Windows of Mistral 7B, Gemma 3 (4B and 27B) and GPT-OSS, with its sinks; the softcap of Gemma 2 9B; prompts padded at
     the right and, as transformers generates, at the left; a token after the latter; and texts.
@@ -116,119 +127,140 @@ def _masks(make: Make) -> list[Problem]:
     ]
 
 
-def _coverage(make: Make) -> list[Problem]:
-    """Sizes between those of the models, so that whatever is asked has a measured problem near it: few keys, keys of another
-    length than the queries, heads that fill the GPU in part, and wide heads."""
-    found: list[Problem] = []
-
-    def add(cases: Iterable[tuple[int, int, int]], heads: int, head_dim: int, kv_heads: int = 0, **more: Any) -> None:
-        found.extend(
-            make(
-                batch=batch, seq_q=rows, seq_k=keys, heads=heads, kv_heads=kv_heads or heads, head_dim=head_dim, **more
-            )
-            for batch, rows, keys in cases
-        )
-
-    half: dict[str, Any] = {"dtype": "float16"}
-    brain: dict[str, Any] = {"dtype": "bfloat16"}
-    lengths = (96, 160, 256, 320, 640, 1280)
-    add(((batch, length, length) for length in lengths for batch in (2, 64)), 16, 64, **half)
-    add(((256, 64, 64), (64, 256, 256), (2, 2048, 2048)), 8, 32, **half)
-    add(((32, 256, 256),), 12, 40, **half)
-    add(((4, 2048, 2048), (2, 2048, 100)), 8, 40, **half)
-    add(((2, 4096, 256),), 16, 72, **half)
-    add(((16, 256, 256), (2, 2048, 100)), 16, 80, **half)
-    add(((1, 12288, 12288), (1, 24576, 24576)), 32, 64, **brain)
-    add(
-        ((2, 1024, 100), (2, 1024, 256), (2, 4096, 64), (2, 4096, 128), (2, 4096, 256), (1, 16384, 128)), 16, 64, **half
-    )
-    add(((1, 4096, 128), (1, 4096, 512), (1, 16384, 256), (1, 16384, 512)), 32, 128, **brain)
-    add(
-        ((32, 256, 256), (32, 640, 640), (1, 640, 640), (1, 3072, 3072), (1, 24576, 24576), (1, 49152, 49152)),
-        32,
-        128,
-        **brain,
-    )
-    masked: dict[str, Any] = {**brain, "causal": True}
-    chunk: dict[str, Any] = {**masked, "alignment": "bottom_right"}
-    for heads in (48, 80, 128):
-        add(((1, 1024, 1024),), heads, 128, 8, **masked)
-    add(((1, 512, 512), (1, 2048, 2048)), 64, 128, 8, **masked)
-    add(((1, 1024, 1024), (1, 2048, 2048)), 48, 64, 8, **masked)
-    add(((4, 512, 512), (1, 2048, 2048)), 32, 80, **masked)
-    add(((1, 1024, 1024),), 32, 96, **masked)
-    for batch, heads, rows in ((4, 32, 2048), (1, 64, 2048), (8, 64, 1024)):
-        add(((batch, rows, rows),), heads, 192, value_dim=128, **masked)
-    add(((4, 2048, 2048), (8, 512, 512)), 16, 256, 8, **masked)
-    add(((1, 512, 4096),), 16, 256, 8, **chunk)
-    for batch, heads, rows in ((1, 128, 768), (1, 96, 1536)):
-        add(((batch, rows, rows),), heads, 192, value_dim=128, **masked)
-    add(((2, 1024, 1024), (4, 2048, 2048)), 32, 96, value_dim=64, **masked)
-    add(((1, 1, 512), (8, 1, 1024), (32, 1, 512), (1, 1, 1024), (2, 1, 2048), (16, 1, 2048)), 16, 64, **half)
-    add(((4, 1, 1024), (1, 1, 768)), 32, 128, **half)
-    add(((24, 1, 1024), (4, 1, 2048)), 32, 128, 4, **brain)
-    add(((4, 1, 1024),), 32, 80, **half)
-    add(((1, 1, 4096),), 32, 96, **half)
-    add(((1, 1, 2048), (16, 1, 1024)), 32, 128, **half)
-    add(((2, 1, 4096), (16, 1, 2048)), 8, 256, 4, **brain)
+COVERAGE = (
+    (
+        HALF,
+        head_sizes(16, 16, 64),
+        (2, 96, 96),
+        (64, 96, 96),
+        (2, 160, 160),
+        (64, 160, 160),
+        (2, 256, 256),
+        (64, 256, 256),
+        (2, 320, 320),
+        (64, 320, 320),
+        (2, 640, 640),
+        (64, 640, 640),
+        (2, 1280, 1280),
+        (64, 1280, 1280),
+    ),
+    (HALF, head_sizes(8, 8, 32), (256, 64, 64), (64, 256, 256), (2, 2048, 2048)),
+    (HALF, head_sizes(12, 12, 40), (32, 256, 256)),
+    (HALF, head_sizes(8, 8, 40), (4, 2048, 2048), (2, 2048, 100)),
+    (HALF, head_sizes(16, 16, 72), (2, 4096, 256)),
+    (HALF, head_sizes(16, 16, 80), (16, 256, 256), (2, 2048, 100)),
+    (BRAIN, head_sizes(32, 32, 64), (1, 12288, 12288), (1, 24576, 24576)),
+    (
+        HALF,
+        head_sizes(16, 16, 64),
+        (2, 1024, 100),
+        (2, 1024, 256),
+        (2, 4096, 64),
+        (2, 4096, 128),
+        (2, 4096, 256),
+        (1, 16384, 128),
+    ),
+    (BRAIN, head_sizes(32, 32, 128), (1, 4096, 128), (1, 4096, 512), (1, 16384, 256), (1, 16384, 512)),
+    (
+        BRAIN,
+        head_sizes(32, 32, 128),
+        (32, 256, 256),
+        (32, 640, 640),
+        (1, 640, 640),
+        (1, 3072, 3072),
+        (1, 24576, 24576),
+        (1, 49152, 49152),
+    ),
+    (MASKED, head_sizes(48, 8, 128), (1, 1024, 1024)),
+    (MASKED, head_sizes(80, 8, 128), (1, 1024, 1024)),
+    (MASKED, head_sizes(128, 8, 128), (1, 1024, 1024)),
+    (MASKED, head_sizes(64, 8, 128), (1, 512, 512), (1, 2048, 2048)),
+    (MASKED, head_sizes(48, 8, 64), (1, 1024, 1024), (1, 2048, 2048)),
+    (MASKED, head_sizes(32, 32, 80), (4, 512, 512), (1, 2048, 2048)),
+    (MASKED, head_sizes(32, 32, 96), (1, 1024, 1024)),
+    (MASKED, head_sizes(32, 32, 192, value_dim=128), (4, 2048, 2048)),
+    (MASKED, head_sizes(64, 64, 192, value_dim=128), (1, 2048, 2048)),
+    (MASKED, head_sizes(64, 64, 192, value_dim=128), (8, 1024, 1024)),
+    (MASKED, head_sizes(16, 8, 256), (4, 2048, 2048), (8, 512, 512)),
+    (CHUNK, head_sizes(16, 8, 256), (1, 512, 4096)),
+    (MASKED, head_sizes(128, 128, 192, value_dim=128), (1, 768, 768)),
+    (MASKED, head_sizes(96, 96, 192, value_dim=128), (1, 1536, 1536)),
+    (MASKED, head_sizes(32, 32, 96, value_dim=64), (2, 1024, 1024), (4, 2048, 2048)),
+    (HALF, head_sizes(16, 16, 64), (1, 1, 512), (8, 1, 1024), (32, 1, 512), (1, 1, 1024), (2, 1, 2048), (16, 1, 2048)),
+    (HALF, head_sizes(32, 32, 128), (4, 1, 1024), (1, 1, 768)),
+    (BRAIN, head_sizes(32, 4, 128), (24, 1, 1024), (4, 1, 2048)),
+    (HALF, head_sizes(32, 32, 80), (4, 1, 1024)),
+    (HALF, head_sizes(32, 32, 96), (1, 1, 4096)),
+    (HALF, head_sizes(32, 32, 128), (1, 1, 2048), (16, 1, 1024)),
+    (BRAIN, head_sizes(8, 4, 256), (2, 1, 4096), (16, 1, 2048)),
     # Lengths that end within a tile: nearly all that a text takes while it grows, and most of what is no text.
-    add(((16, 1, 1000), (32, 1, 300), (8, 1, 600), (2, 1, 1300)), 16, 64, **half)
-    add(((8, 1, 3000), (32, 1, 1500)), 32, 64, 8, **brain)
-    add(((1, 1, 5000), (4, 1, 3000), (16, 1, 1500), (64, 1, 1100)), 32, 128, 8, **brain)
-    add(((8, 1, 3500), (2, 1, 1000)), 32, 128, 4, **brain)
-    add(((2, 1, 900), (16, 1, 1500)), 32, 128, **half)
-    add(((4, 1, 3000),), 8, 256, 4, **brain)
-    add(((2, 4096, 100), (1, 16384, 90)), 16, 64, **half)
-    add(((1, 12000, 12000), (1, 30000, 30000)), 32, 128, **brain)
-    add(((1, 20000, 20000),), 32, 64, **brain)
-    add(((2, 1500, 1500), (1, 5000, 5000)), 32, 128, 8, **masked)
-    add(((2, 1500, 1500),), 16, 256, 8, **masked)
-    add(((8, 700, 700), (1, 1000, 1000)), 16, 72, **half)
-    add(((1, 6000, 6000), (4, 1300, 1300), (64, 210, 210)), 16, 80, **half)
-    add(((1, 5000, 5000), (8, 700, 700)), 32, 80, **masked)
-    add(((2, 3000, 3000), (8, 700, 700)), 32, 96, **masked)
-    add(((4, 1400, 1400),), 16, 96, **half)
-    add(((2, 256, 256), (2, 256, 100)), 8, 160, **half)
-    add(((1, 5000, 5000),), 16, 128, **half)
-    add(((8, 1100, 1100),), 12, 256, **brain)
-    add(((2, 700, 700), (1, 11000, 11000)), 8, 256, 4, **masked)
-    add(((16, 900, 900), (2, 700, 700), (1, 3000, 3000)), 16, 64, **half)
-    add(((1, 700, 700), (8, 1100, 1100)), 32, 128, 8, **masked)
-    add(((4, 700, 700), (1, 6000, 6000)), 32, 64, 8, **masked)
-    add(((1, 400, 3000), (1, 2000, 9000)), 32, 128, 8, **chunk)
-    add(((4, 100, 1500),), 32, 128, 4, **chunk)
-    add(((1, 600, 5000),), 32, 64, 8, **chunk)
-    add(((1, 5, 3000), (16, 4, 1500)), 32, 128, 8, **brain)
-    add(((8, 1, 1500), (1, 1, 3000)), 32, 80, **brain)
-    add(((8, 1, 2500),), 32, 96, **brain)
+    (HALF, head_sizes(16, 16, 64), (16, 1, 1000), (32, 1, 300), (8, 1, 600), (2, 1, 1300)),
+    (BRAIN, head_sizes(32, 8, 64), (8, 1, 3000), (32, 1, 1500)),
+    (BRAIN, head_sizes(32, 8, 128), (1, 1, 5000), (4, 1, 3000), (16, 1, 1500), (64, 1, 1100)),
+    (BRAIN, head_sizes(32, 4, 128), (8, 1, 3500), (2, 1, 1000)),
+    (HALF, head_sizes(32, 32, 128), (2, 1, 900), (16, 1, 1500)),
+    (BRAIN, head_sizes(8, 4, 256), (4, 1, 3000)),
+    (HALF, head_sizes(16, 16, 64), (2, 4096, 100), (1, 16384, 90)),
+    (BRAIN, head_sizes(32, 32, 128), (1, 12000, 12000), (1, 30000, 30000)),
+    (BRAIN, head_sizes(32, 32, 64), (1, 20000, 20000)),
+    (MASKED, head_sizes(32, 8, 128), (2, 1500, 1500), (1, 5000, 5000)),
+    (MASKED, head_sizes(16, 8, 256), (2, 1500, 1500)),
+    (HALF, head_sizes(16, 16, 72), (8, 700, 700), (1, 1000, 1000)),
+    (HALF, head_sizes(16, 16, 80), (1, 6000, 6000), (4, 1300, 1300), (64, 210, 210)),
+    (MASKED, head_sizes(32, 32, 80), (1, 5000, 5000), (8, 700, 700)),
+    (MASKED, head_sizes(32, 32, 96), (2, 3000, 3000), (8, 700, 700)),
+    (HALF, head_sizes(16, 16, 96), (4, 1400, 1400)),
+    (HALF, head_sizes(8, 8, 160), (2, 256, 256), (2, 256, 100)),
+    (HALF, head_sizes(16, 16, 128), (1, 5000, 5000)),
+    (BRAIN, head_sizes(12, 12, 256), (8, 1100, 1100)),
+    (MASKED, head_sizes(8, 4, 256), (2, 700, 700), (1, 11000, 11000)),
+    (HALF, head_sizes(16, 16, 64), (16, 900, 900), (2, 700, 700), (1, 3000, 3000)),
+    (MASKED, head_sizes(32, 8, 128), (1, 700, 700), (8, 1100, 1100)),
+    (MASKED, head_sizes(32, 8, 64), (4, 700, 700), (1, 6000, 6000)),
+    (CHUNK, head_sizes(32, 8, 128), (1, 400, 3000), (1, 2000, 9000)),
+    (CHUNK, head_sizes(32, 4, 128), (4, 100, 1500)),
+    (CHUNK, head_sizes(32, 8, 64), (1, 600, 5000)),
+    (BRAIN, head_sizes(32, 8, 128), (1, 5, 3000), (16, 4, 1500)),
+    (BRAIN, head_sizes(32, 32, 80), (8, 1, 1500), (1, 1, 3000)),
+    (BRAIN, head_sizes(32, 32, 96), (8, 1, 2500)),
     # Few keys in wide heads, and many short texts in the widest.
-    add(((2, 2048, 77), (1, 9000, 77)), 24, 128, **brain)
-    add(((1, 8192, 40),), 32, 128, **brain)
-    add(((2, 1024, 200),), 16, 128, **brain)
-    add(((2, 4096, 100),), 16, 96, **half)
-    add(((1, 4096, 77),), 16, 80, **half)
-    add(((32, 256, 256),), 32, 256, 8, **half, causal=True)
+    (BRAIN, head_sizes(24, 24, 128), (2, 2048, 77), (1, 9000, 77)),
+    (BRAIN, head_sizes(32, 32, 128), (1, 8192, 40)),
+    (BRAIN, head_sizes(16, 16, 128), (2, 1024, 200)),
+    (HALF, head_sizes(16, 16, 96), (2, 4096, 100)),
+    (HALF, head_sizes(16, 16, 80), (1, 4096, 77)),
+    (HALF_MASKED, head_sizes(32, 8, 256), (32, 256, 256)),
     # Chunks, texts and encoders in heads of other widths than 64 and 128, whose rivals have programs of their own.
-    add(((1, 12000, 12000), (4, 4500, 4500), (16, 400, 400)), 12, 96, **brain)
-    add(((1, 9000, 9000),), 32, 96, 8, **masked)
-    add(((1, 300, 700), (1, 1500, 9000)), 32, 96, 8, **chunk)
-    add(((1, 5000, 5000), (16, 300, 300)), 16, 256, 8, **masked)
-    add(((1, 256, 640), (1, 1000, 6000)), 32, 256, 8, **chunk)
-    add(((2, 3000, 3000), (4, 500, 64)), 16, 256, **half)
-    add(((2, 2000, 2000),), 32, 72, 8, **masked)
-    add(((1, 700, 4000),), 32, 72, 8, **chunk)
-    add(((1, 128, 6144),), 32, 80, 8, **chunk)
-    add(((1, 64, 1280),), 8, 80, **chunk)
-    add(((16, 1200, 1200), (2, 7000, 7000)), 16, 128, **half)
-    add(((2, 1300, 1300), (8, 180, 180)), 16, 128, **brain)
-    add(((32, 200, 200),), 32, 128, 8, **masked)
-    add(((1, 1000, 2000), (1, 200, 800)), 28, 128, 4, **chunk)
-    add(((8, 300, 300), (8, 1700, 1700)), 16, 64, **half)
-    add(((16, 1, 300),), 40, 64, 8, **brain)
-    add(((4, 1, 2500), (6, 1, 3500)), 64, 128, 8, **brain)
-    add(((48, 1, 1100),), 40, 128, 8, **brain)
-    add(((1, 1, 6000),), 32, 128, 16, **brain)
-    return found
+    (BRAIN, head_sizes(12, 12, 96), (1, 12000, 12000), (4, 4500, 4500), (16, 400, 400)),
+    (MASKED, head_sizes(32, 8, 96), (1, 9000, 9000)),
+    (CHUNK, head_sizes(32, 8, 96), (1, 300, 700), (1, 1500, 9000)),
+    (MASKED, head_sizes(16, 8, 256), (1, 5000, 5000), (16, 300, 300)),
+    (CHUNK, head_sizes(32, 8, 256), (1, 256, 640), (1, 1000, 6000)),
+    (HALF, head_sizes(16, 16, 256), (2, 3000, 3000), (4, 500, 64)),
+    (MASKED, head_sizes(32, 8, 72), (2, 2000, 2000)),
+    (CHUNK, head_sizes(32, 8, 72), (1, 700, 4000)),
+    (CHUNK, head_sizes(32, 8, 80), (1, 128, 6144)),
+    (CHUNK, head_sizes(8, 8, 80), (1, 64, 1280)),
+    (HALF, head_sizes(16, 16, 128), (16, 1200, 1200), (2, 7000, 7000)),
+    (BRAIN, head_sizes(16, 16, 128), (2, 1300, 1300), (8, 180, 180)),
+    (MASKED, head_sizes(32, 8, 128), (32, 200, 200)),
+    (CHUNK, head_sizes(28, 4, 128), (1, 1000, 2000), (1, 200, 800)),
+    (HALF, head_sizes(16, 16, 64), (8, 300, 300), (8, 1700, 1700)),
+    (BRAIN, head_sizes(40, 8, 64), (16, 1, 300)),
+    (BRAIN, head_sizes(64, 8, 128), (4, 1, 2500), (6, 1, 3500)),
+    (BRAIN, head_sizes(40, 8, 128), (48, 1, 1100)),
+    (BRAIN, head_sizes(32, 16, 128), (1, 1, 6000)),
+)
+"""(options, heads, cases of (batch, queries, keys)) of sizes between those of the models.
+
+With them, every problem has a measured problem near it: few keys, keys of another length than the queries, heads that fill the
+GPU in part, and wide heads.
+"""
+
+
+def _coverage(make: Make) -> list[Problem]:
+    """Sizes between those of the models, so that every problem has a measured problem near it."""
+    return problems_in(make, COVERAGE)
 
 
 def drawn(make: Make, seed: int = 23) -> list[Problem]:

@@ -51,14 +51,14 @@ LN_2 = math.log(2.0)
 TOOTH = 4
 """Neighbouring query tiles whose keys a wide sawtooth takes in the same direction."""
 RESCALE_ABOVE = 8.0
-"""Growth of a row's maximum, in powers of two, up to which a lazy rescaling lets the old maximum stand."""
+"""Growth of a row's maximum, in powers of two, up to which a lazy rescaling keeps the old maximum."""
 LOWEST = -3.4e38
 """A running maximum below every score and yet finite, so that a step without visible keys does not make NaN."""
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What is known when the kernel is compiled, in the order of the kernel's last parameters."""
+    """The compile-time constants of a kernel, in the order of its last parameters."""
 
     TILE_M: int
     """Query rows of a tile."""
@@ -92,14 +92,12 @@ class Constants:
     """Key tiles of a step."""
     QK_AHEAD: bool
     """Whether the scores of a step are made during the step before."""
-    PERMUTE_K: bool
-    """Whether keys are loaded row by row and transposed afterwards."""
     TMA_LOADS: bool
     """Whether loads of keys and values may use the TMA unit."""
     TMA_STORE: bool
-    """Whether the store of the output may."""
+    """Whether the store of the output may use the TMA unit."""
     CHECK_BOUNDS: bool
-    """False where no tile crosses the edge of its array."""
+    """Whether loads and stores check the edges of the arrays; false only where no tile crosses an edge."""
     IEEE_DIVISION: bool
     """Whether the last division is rounded correctly."""
     LAZY_RESCALE: bool
@@ -109,9 +107,9 @@ class Constants:
     REST_D: int
     """Columns of the second part of queries and keys; 0 where there is one part."""
     TILE_V: int
-    """As TILE_D, of the values and the output."""
+    """Columns of a tile of values or outputs: their width rounded up to a power of two, or its first part."""
     REST_V: int
-    """As REST_D, of the values and the output."""
+    """Columns of the second part of values and outputs; 0 where there is one part."""
     PACK: int
     """Query heads that a tile has rows for: 1, or GROUP rounded up to a power of two."""
     KV_SPLITS: int
@@ -130,11 +128,11 @@ class Constants:
     """Steps in one turn of the loop over a work tile's keys; each has shared memory of its own for them."""
     PEEL_FIRST: bool
     """Whether the compiler sees that a block which stores late has nothing to store in its first lap."""
-    # What only the entries of `asked` are told.
+    # Only the kernels with optional features and those of packed sequences or pages know the following.
     WINDOW: bool = False
     """Whether a row sees its last keys only."""
     WINDOW_RIGHT: bool = False
-    """Whether a row sees keys after its own, too: the diagonal lies so many further to the right."""
+    """Whether a row also sees keys after its own: the causal diagonal lies that many keys further to the right."""
     SOFTCAP: bool = False
     """Whether scores are capped."""
     SINKS: bool = False
@@ -143,7 +141,7 @@ class Constants:
     """Whether each sequence says where its keys start."""
     LENGTHS: bool = False
     """Whether each sequence says where its keys end."""
-    # What only the entries of `packed` are told.
+    # Only the kernels of packed sequences or pages know the following.
     PACKED: bool = False
     """Whether the sequences lie end to end."""
     PAGE: int = 0
@@ -154,7 +152,7 @@ class Constants:
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys and values of one work tile, and the steps over them."""
+    """The keys and values of one work tile, and the steps of the loop over them."""
 
     K: Any
     """All keys."""
@@ -165,15 +163,15 @@ class Keys:
     kv_head: Any
     """Second index into both."""
     steps: Any
-    """Steps over all keys that are seen."""
+    """Number of steps over all keys that the work tile sees."""
     begin: Any
-    """First of them that this block takes."""
+    """The first step that this block takes."""
     end: Any
-    """First that it does not take any more."""
+    """The first step that this block does not take any more."""
     odd: Any
     """1 where a sawtooth goes backward, else 0."""
     span: Any
-    """Which keys count, where that is asked for: an `asked.Span`, or None."""
+    """Which keys count, as a `features.Span`; None where all keys do."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +181,7 @@ class Chain:
     acc: Any
     """Sum of 2**(scaled score - row_max) times the key's row of V: a tuple of `[TILE_M, TILE_V]` and any second part."""
     row_max: Any
-    """Largest scaled score so far, `[TILE_M, 1]`; with LAZY_RESCALE, that of the last rescaling."""
+    """Largest scaled score so far, `[TILE_M, 1]`; with LAZY_RESCALE, the one at the last rescaling."""
     row_sum: Any
     """Sum of 2**(scaled score - row_max), `[TILE_M, 1]`."""
 
@@ -200,34 +198,36 @@ class WorkTile:
     """Indices of the query tiles."""
 
 
-def schedule_work(Q, K, V, Out, Lse, scale_log2, asked, const):
-    """All of the current block's work. A block takes one work tile, or, when PERSISTENT, one of every `num_blocks`; a snake
-    turns round after each lap over the blocks. `Lse` may be None; `asked`, an `asked.Asked`, too.
+def schedule_work(Q, K, V, Out, Lse, scale_log2, features, const):
+    """Compute all of the current block's work.
+
+    A block takes one work tile, or, when PERSISTENT, one of every `num_blocks`; a snake turns round after each lap over the
+    blocks. `Lse` and `features`, a `features.Features`, may be None.
     """
-    work_tiles = work_tiles_per_head(Q, asked, const)
+    work_tiles = work_tiles_per_head(Q, features, const)
     if const.STORE_LATE:
-        run_with_late_epilogue(Q, K, V, Out, Lse, scale_log2, asked, const)
+        run_with_late_epilogue(Q, K, V, Out, Lse, scale_log2, features, const)
     elif const.PERSISTENT == STRIDED:
         for work in range(ct.bid(0), work_tiles * pack_count(Q, const) * Q.shape[0], ct.num_blocks(0)):
-            compute_work_tile(Q, K, V, Out, Lse, scale_log2, work, work_tiles, asked, const)
+            compute_work_tile(Q, K, V, Out, Lse, scale_log2, work, work_tiles, features, const)
     elif const.PERSISTENT == SNAKE:
         total, blocks = work_tiles * pack_count(Q, const) * Q.shape[0], ct.num_blocks(0)
         for lap in range(ct.cdiv(total - snake(ct.bid(0), blocks, total // blocks), blocks)):
             compute_work_tile(
-                Q, K, V, Out, Lse, scale_log2, lap * blocks + snake(ct.bid(0), blocks, lap), work_tiles, asked, const
+                Q, K, V, Out, Lse, scale_log2, lap * blocks + snake(ct.bid(0), blocks, lap), work_tiles, features, const
             )
     else:
-        compute_work_tile(Q, K, V, Out, Lse, scale_log2, ct.bid(0), work_tiles, asked, const)
+        compute_work_tile(Q, K, V, Out, Lse, scale_log2, ct.bid(0), work_tiles, features, const)
 
 
-def run_with_late_epilogue(Q, K, V, Out, Lse, scale_log2, asked, const):
-    """All work of a persistent block; the output of a work tile is stored at the beginning of the next one.
+def run_with_late_epilogue(Q, K, V, Out, Lse, scale_log2, features, const):
+    """Compute all work of a persistent block; the output of a work tile is stored at the beginning of the next one.
 
-    The compiler gives loads warps of their own, and lets them go on to the next work tile when this one ends: to its queries,
-    and to its keys after them. They should not wait for the output to be stored. A first lap that the compiler can tell from
-    the others gets code of its own, and the loads of the second lap wait for its end.
+    The compiler gives loads warps of their own. When a work tile ends, these go on to the queries of the next one, and then to
+    its keys. They should not wait for the output to be stored. If the compiler can tell the first lap from the others, it makes
+    code for the first lap alone, and the loads of the second lap wait for the end of the first.
     """
-    work_tiles, blocks = work_tiles_per_head(Q, asked, const), ct.num_blocks(0)
+    work_tiles, blocks = work_tiles_per_head(Q, features, const), ct.num_blocks(0)
     total = work_tiles * pack_count(Q, const) * Q.shape[0]
     first = snake(ct.bid(0), blocks, total // blocks) if const.PERSISTENT == SNAKE else ct.bid(0)
     work_tile = WorkTile(0, 0, tuple(0 for _ in ct.static_iter(range(const.Q_SUBTILES))))
@@ -235,55 +235,58 @@ def run_with_late_epilogue(Q, K, V, Out, Lse, scale_log2, asked, const):
     for lap in range(ct.cdiv(total - first, blocks)):
         place = snake(ct.bid(0), blocks, lap) if const.PERSISTENT == SNAKE else ct.bid(0)
         work = lap * blocks + place
-        # The same, twice: the compiler knows the first lap by the lap's number, and not by that of the work.
+        # Both conditions mean the same. The compiler recognises the first lap by `lap`, but not by `work`.
         later = lap > 0 if const.PEEL_FIRST else work >= blocks
         if later:
-            epilogues(Out, Lse, work_tile, chains, asked, const)
-        work_tile, chains = run_main_loop(Q, K, V, scale_log2, work, work_tiles, 0, asked, const)
-    epilogues(Out, Lse, work_tile, chains, asked, const)
+            epilogues(Out, Lse, work_tile, chains, features, const)
+        work_tile, chains = run_main_loop(Q, K, V, scale_log2, work, work_tiles, 0, features, const)
+    epilogues(Out, Lse, work_tile, chains, features, const)
 
 
-def compute_work_tile(Q, K, V, Out, Lse, scale_log2, work, work_tiles, asked, const):
-    """One work tile, start to finish; of packed sequences, if there is one in its place."""
+def compute_work_tile(Q, K, V, Out, Lse, scale_log2, work, work_tiles, features, const):
+    """Compute one work tile and store it. A place of a packed sequence may hold no work tile."""
     if const.PACKED:
-        place, head, sequence, Q, K, V = own_sequence(Q, K, V, work, work_tiles, asked, const)
+        place, head, sequence, Q, K, V = own_sequence(Q, K, V, work, work_tiles, features, const)
         if is_filled(place, Q, const):
-            work_tile, chains = loop_over_keys(Q, K, V, scale_log2, place, head, sequence, 0, asked, const)
-            epilogues(Out, Lse, work_tile, chains, asked, const)
+            work_tile, chains = loop_over_keys(Q, K, V, scale_log2, place, head, sequence, 0, features, const)
+            epilogues(Out, Lse, work_tile, chains, features, const)
     else:
-        work_tile, chains = run_main_loop(Q, K, V, scale_log2, work, work_tiles, 0, asked, const)
-        epilogues(Out, Lse, work_tile, chains, asked, const)
+        work_tile, chains = run_main_loop(Q, K, V, scale_log2, work, work_tiles, 0, features, const)
+        epilogues(Out, Lse, work_tile, chains, features, const)
 
 
-def epilogues(Out, Lse, work_tile, chains, asked, const):
-    """Store the output of a work tile."""
+def epilogues(Out, Lse, work_tile, chains, features, const):
+    """Store the outputs of all query tiles of a work tile."""
     for s in ct.static_iter(range(const.Q_SUBTILES)):
-        epilogue(Out, Lse, work_tile, work_tile.tiles[s], chains[s], asked, const)
+        epilogue(Out, Lse, work_tile, work_tile.tiles[s], chains[s], features, const)
 
 
-def run_main_loop(Q, K, V, scale_log2, work, work_tiles, split, asked, const):
-    """The `work`-th work tile, and its chains after the `split`-th of KV_SPLITS shares of its keys."""
+def run_main_loop(Q, K, V, scale_log2, work, work_tiles, split, features, const):
+    """(work tile, chains): the `work`-th work tile, and its chains after the `split`-th of KV_SPLITS shares of its keys."""
     place, head, batch = coordinates(work, work_tiles, pack_count(Q, const), Q.shape[0], const)
-    return loop_over_keys(Q, K, V, scale_log2, place, head, batch, split, asked, const)
+    return loop_over_keys(Q, K, V, scale_log2, place, head, batch, split, features, const)
 
 
-def loop_over_keys(Q, K, V, scale_log2, place, head, batch, split, asked, const):
-    """The same of one that has been found. Packed sequences come by themselves, and their number as `batch`."""
+def loop_over_keys(Q, K, V, scale_log2, place, head, batch, split, features, const):
+    """(work tile, chains) of the work tile at `place` of a head, after the `split`-th of KV_SPLITS shares of its keys.
+
+    Of packed sequences, Q, K and V are the slices of one sequence, and `batch` is the number of that sequence.
+    """
     entry = 0 if const.PACKED else batch
     kv_head = head // const.GROUP if const.PACK == 1 else head
     seq_q = Q.shape[2]
     offset = K.shape[2] - seq_q if const.BOTTOM_RIGHT else 0
     if const.PAGE:
-        offset = offset_in_pages(batch, seq_q, asked, const)
+        offset = offset_in_pages(batch, seq_q, features, const)
     if const.WINDOW_RIGHT:
-        offset = offset + asked.window_right
+        offset = offset + features.window_right
     tiles = tuple(query_tile(place, s, seq_q, const) for s in ct.static_iter(range(const.Q_SUBTILES)))
     rows = tuple(rows_of(tile, offset, const) for tile in ct.static_iter(tiles))
     queries = tuple(load_queries(Q, (entry, head, tile), const) for tile in ct.static_iter(tiles))
-    queries = tuple(held(q, scale_log2, const) for q in ct.static_iter(queries))
+    queries = tuple(in_registers(q, scale_log2, const) for q in ct.static_iter(queries))
     chains = tuple(fresh_chain(const) for _ in ct.static_iter(range(const.Q_SUBTILES)))
 
-    first_masked, steps, span = narrowed(place, batch, offset, K, asked, const)
+    first_masked, steps, span = narrowed(place, batch, offset, K, features, const)
     if const.UNROLL > 1:  # whole turns; what is too much is masked
         first_masked = first_masked // const.UNROLL * const.UNROLL
         steps = ct.cdiv(steps, const.UNROLL) * const.UNROLL
@@ -296,15 +299,15 @@ def loop_over_keys(Q, K, V, scale_log2, place, head, batch, split, asked, const)
     return WorkTile(batch, head, tiles), chains
 
 
-def epilogue(Out, Lse, work_tile, tile, chain, asked, const):
-    """Divide a chain by its sum and store it; with `Lse`, its log-sum-exp, too."""
+def epilogue(Out, Lse, work_tile, tile, chain, features, const):
+    """Divide a chain by its sum and store it in `Out`; store its log-sum-exp in `Lse`, unless that is None."""
     if const.PACKED:
-        Out, Lse = own_outputs(Out, Lse, work_tile.batch, asked)
+        Out, Lse = own_outputs(Out, Lse, work_tile.batch, features)
         work_tile = WorkTile(0, work_tile.head, work_tile.tiles)
     if const.SINKS:
-        chain = sunk(chain, asked.Sinks, work_tile.head, const)
+        chain = sunk(chain, features.Sinks, work_tile.head, const)
     row_sum = chain.row_sum
-    if rows_see_nothing(const):  # rows that see no key: 0 / 1 is what is asked for, 0 / 0 is not
+    if rows_see_nothing(const):  # rows that see no key become 0 / 1 = 0 instead of 0 / 0
         row_sum = ct.where(row_sum > 0.0, row_sum, 1.0)
     for part in ct.static_iter(range(2 if const.REST_V else 1)):
         acc = chain.acc[part].astype(ct.float32)
@@ -332,7 +335,7 @@ def epilogue(Out, Lse, work_tile, tile, chain, asked, const):
 
 
 def sunk(chain, Sinks, head, const):
-    """A chain with its rows' sinks in their sums."""
+    """The chain with the sink of each row's head added to the row's sum."""
     first = head * const.GROUP if const.PACK > 1 else head
     heads = first + ct.arange(const.TILE_M, dtype=ct.int32)[:, None] // (const.TILE_M // const.PACK)
     sink = ct.gather(Sinks, (heads,)).astype(ct.float32) / LN_2
@@ -344,13 +347,14 @@ def sunk(chain, Sinks, head, const):
 
 
 def part_of(PART, TILE, REST):
-    """(width, index in units of the width) of one of the two parts of a row's columns."""
+    """(width, index in units of that width) of one of the two parts of a row's columns."""
     return (TILE, 0) if PART == 0 else (REST, TILE // REST)
 
 
 def pack_of(array, head, const):
-    """The array, or, where a tile has rows for more heads than a pack has, the pack's heads alone: what lies beyond their
-    edge is read as zeros and not written.
+    """The array, or a slice of one pack's heads where a tile has rows for more heads than the pack has.
+
+    Elements beyond the edge of the slice are read as zeros and not written.
     """
     if const.PACK > const.GROUP:
         array = array.slice(axis=1, start=head * const.GROUP, stop=(head + 1) * const.GROUP)
@@ -358,18 +362,18 @@ def pack_of(array, head, const):
 
 
 def place_of(head, const):
-    """Second index into what `pack_of` gives."""
+    """Second index into the array that `pack_of` returns."""
     return 0 if const.PACK > const.GROUP else head
 
 
 def block_shape(WIDTH, const):
-    """Shape of a tile of queries or outputs as it lies in its array."""
+    """Shape of a tile of queries or outputs in its array, `[1, heads, rows, columns]`."""
     return (1, const.PACK, const.TILE_M // const.PACK, WIDTH)
 
 
 def load(array, index, BLOCK, ORDER, LATENCY, MAY_USE_TMA, const):
-    """The tile of shape `BLOCK` at `index`, with zeros beyond the edge of the array."""
-    # Without bounds there is no edge, and cuTile refuses a padding mode.
+    """The tile of shape `BLOCK` at `index`. Elements beyond the edge of the array are zeros."""
+    # Without checked bounds there is no edge, and cuTile accepts no padding mode.
     padding = ct.PaddingMode.ZERO if const.CHECK_BOUNDS else ct.PaddingMode.UNDETERMINED
     return ct.load(
         array,
@@ -384,7 +388,7 @@ def load(array, index, BLOCK, ORDER, LATENCY, MAY_USE_TMA, const):
 
 
 def load_pages(array, index, width, LATENCY, const):
-    """The rows of whole pages as one tile `[TILE_N, width]`: a tile of pages, a head, and which columns, counted in tiles."""
+    """The rows of whole pages as one tile `[TILE_N, width]`. `index` is a tile of page numbers, a head, and a tile of columns."""
     pages, head, column = index
     slices = (pages, ct.Slice(head, 1), ct.Slice(0, const.PAGE), ct.Slice(column * width, width))
     padding = ct.PaddingMode.ZERO if const.CHECK_BOUNDS else ct.PaddingMode.UNDETERMINED
@@ -399,7 +403,7 @@ def load_pages(array, index, width, LATENCY, const):
 
 
 def load_queries(Q, place, const):
-    """A query tile in its parts, `[TILE_M, TILE_D]` and `[TILE_M, REST_D]`."""
+    """A query tile in its parts: `[TILE_M, TILE_D]` and, unless REST_D is 0, `[TILE_M, REST_D]`."""
     parts = ()
     for part in ct.static_iter(range(2 if const.REST_D else 1)):
         width, column = part_of(part, const.TILE_D, const.REST_D)
@@ -416,16 +420,16 @@ def load_queries(Q, place, const):
     return parts
 
 
-def held(parts, scale_log2, const):
-    """A query tile as the products take it. With Q_IN_REGISTERS it is computed, and what is computed lies in registers."""
+def in_registers(parts, scale_log2, const):
+    """A query tile for the products. With Q_IN_REGISTERS it is computed, because computed tiles lie in registers."""
     if const.Q_IN_REGISTERS:
-        one = ct.where(scale_log2 > 0.0, 1.0, 2.0)  # it always is, but the compiler does not know
+        one = ct.where(scale_log2 > 0.0, 1.0, 2.0)  # always 1, but the compiler does not know that
         parts = tuple(part * one.astype(part.dtype) for part in ct.static_iter(parts))
     return parts
 
 
 def fresh_chain(const):
-    """A running softmax over nothing."""
+    """The running softmax of a query tile before its first key."""
     start = LOWEST if may_see_nothing(const) else -math.inf
     row_max = ct.full((const.TILE_M, 1), start, dtype=ct.float32)
     row_sum = ct.full((const.TILE_M, 1), 0.0, dtype=ct.float32)
@@ -437,15 +441,15 @@ def fresh_chain(const):
 
 
 def may_see_nothing(const):
-    """Whether a row may see no key in the first step, or no step may be taken."""
+    """Whether a row may see no key in its first step, or a block may take no step at all."""
     return const.KV_DIRECTION != FORWARD or rows_see_nothing(const) or const.KV_SPLITS > 1
 
 
 def main_loop(queries, rows, keys, chains, first_masked, scale_log2, const):
-    """Fold the block's keys into the chains, in one loop or in two, of which one goes without masks."""
+    """The chains after the block's keys, in one loop over the steps, or in several of which one needs no masks."""
     begin, end = keys.begin, keys.end
     scores = ()
-    if const.QK_AHEAD:  # the last step has no next one: it stands behind the loops
+    if const.QK_AHEAD:  # the last step has no next step, and is taken after the loops
         end = end - 1
         scores = products(queries, keys, begin, const)
     if const.LOOP_SPLIT and (const.WINDOW or const.STARTS):  # masks at both ends
@@ -476,14 +480,14 @@ def main_loop(queries, rows, keys, chains, first_masked, scale_log2, const):
 
 
 def turn(queries, rows, keys, i, chains, scores, MASKED, scale_log2, const):
-    """One turn of the loop: the UNROLL steps from the `i`-th on."""
+    """(chains, scores) after one turn of the loop: the UNROLL steps from the `i`-th on."""
     for u in ct.static_iter(range(const.UNROLL)):
         chains, scores = step(queries, rows, keys, i + u, chains, scores, MASKED, scale_log2, const)
     return chains, scores
 
 
 def step(queries, rows, keys, i, chains, scores, MASKED, scale_log2, const):
-    """The `i`-th step: the chains after it and, with QK_AHEAD, the scores of the next one."""
+    """(chains, scores) after the `i`-th step. The scores are those of the next step with QK_AHEAD, and otherwise empty."""
     if const.QK_AHEAD:
         ahead = products(queries, keys, i + 1, const)
     else:
@@ -493,7 +497,7 @@ def step(queries, rows, keys, i, chains, scores, MASKED, scale_log2, const):
 
 
 def key_tile(keys, i, t, const):
-    """Index of the `t`-th key tile of the `i`-th step. It may lie beyond the last one, where all is masked."""
+    """Index of the `t`-th key tile of the `i`-th step. It may lie beyond the last tile, where every score is masked."""
     if const.KV_DIRECTION == BACKWARD:
         i = keys.steps - 1 - i
     elif const.KV_DIRECTION >= SAWTOOTH:
@@ -504,7 +508,7 @@ def key_tile(keys, i, t, const):
 
 
 def existing_tile(keys, i, t, const):
-    """The same, or the last tile instead of one beyond it."""
+    """Index of the `t`-th key tile of the `i`-th step, or of the last tile instead of one beyond it."""
     j = key_tile(keys, i, t, const)
     if const.EVEN or (const.KV_SUBTILES == 1 and const.FLAT_STEPS < 2 and const.UNROLL == 1):
         return j
@@ -514,7 +518,7 @@ def existing_tile(keys, i, t, const):
 
 
 def products(queries, keys, i, const):
-    """Scores of the `i`-th step, unmasked and, unless capped, unscaled: for each query tile, one for each key tile."""
+    """Scores of the `i`-th step, before masks and, unless they are capped, before the scale: `[query tile][key tile]`."""
     tiles = tuple(load_keys(keys, i, t, const) for t in ct.static_iter(range(const.KV_SUBTILES)))
     return tuple(
         tuple(capped(score(q, k, const), keys, const) for k in ct.static_iter(tiles)) for q in ct.static_iter(queries)
@@ -522,7 +526,7 @@ def products(queries, keys, i, const):
 
 
 def load_keys(keys, i, t, const):
-    """The `t`-th key tile of the `i`-th step in its parts, `[TILE_D, TILE_N]` and `[REST_D, TILE_N]`."""
+    """The `t`-th key tile of the `i`-th step in its parts: `[TILE_D, TILE_N]` and, unless REST_D is 0, `[REST_D, TILE_N]`."""
     entry, j = keys.batch, existing_tile(keys, i, t, const)
     if const.PAGE:
         entry, j = pages_of(keys, j, const)
@@ -532,17 +536,6 @@ def load_keys(keys, i, t, const):
         if spans_pages(const):
             k = load_pages(keys.K, (entry, keys.kv_head, column), width, const.LATENCY_K, const)
             k = ct.permute(k, (1, 0))
-        elif const.PERMUTE_K:
-            k = load(
-                keys.K,
-                (entry, keys.kv_head, j, column),
-                (1, 1, const.TILE_N, width),
-                "C",
-                const.LATENCY_K,
-                const.TMA_LOADS,
-                const,
-            )
-            k = ct.permute(k.reshape((const.TILE_N, width)), (1, 0))
         else:
             k = load(
                 keys.K,
@@ -558,7 +551,7 @@ def load_keys(keys, i, t, const):
 
 
 def load_values(keys, i, t, const):
-    """The `t`-th value tile of the `i`-th step in its parts, `[TILE_N, TILE_V]` and `[TILE_N, REST_V]`."""
+    """The `t`-th value tile of the `i`-th step in its parts: `[TILE_N, TILE_V]` and, unless REST_V is 0, `[TILE_N, REST_V]`."""
     entry, j = keys.batch, existing_tile(keys, i, t, const)
     if const.PAGE:
         entry, j = pages_of(keys, j, const)
@@ -582,7 +575,7 @@ def load_values(keys, i, t, const):
 
 
 def score(q, k, const):
-    """q @ k, over their parts."""
+    """The product q @ k, summed over the parts of their columns, `[TILE_M, TILE_N]`."""
     product = ct.full((const.TILE_M, const.TILE_N), 0.0, dtype=ct.float16 if const.FP16_ACCUM else ct.float32)
     for part in ct.static_iter(range(2 if const.REST_D else 1)):
         product = ct.mma(q[part], k[part], product)
@@ -590,7 +583,7 @@ def score(q, k, const):
 
 
 def fold(rows, keys, i, chains, scores, MASKED, scale_log2, const):
-    """Fold the `i`-th step into every chain, each of which uses the same values."""
+    """The chains after the `i`-th step, whose values all of them use."""
     halves = tuple(
         soften(chains[s], scores[s], rows[s], keys, i, MASKED, scale_log2, const)
         for s in ct.static_iter(range(const.Q_SUBTILES))
@@ -600,7 +593,7 @@ def fold(rows, keys, i, chains, scores, MASKED, scale_log2, const):
 
 
 def soften(chain, scores, rows, keys, i, MASKED, scale_log2, const):
-    """The softmax of one step: the chain with its sum updated and its accumulator rescaled; and the probabilities."""
+    """(chain, probabilities) of one step: the chain has its sum updated and its accumulator rescaled."""
     scores = tuple(
         mask(scores[t].astype(ct.float32), rows, keys, key_tile(keys, i, t, const), MASKED, const)
         for t in ct.static_iter(range(const.KV_SUBTILES))
@@ -628,19 +621,19 @@ def soften(chain, scores, rows, keys, i, MASKED, scale_log2, const):
 
 
 def scaled(acc, alpha):
-    """An accumulator, in its parts, times `alpha`."""
+    """Each part of an accumulator, times `alpha`."""
     return tuple(part * alpha.astype(part.dtype) for part in ct.static_iter(acc))
 
 
 def add_rows(row_sum, p):
-    """`row_sum` and the sum of each row of the tiles `p`."""
+    """`row_sum` plus the sums of the rows of the tiles `p`."""
     for tile in ct.static_iter(p):
         row_sum = row_sum + ct.sum(tile, axis=-1, keepdims=True)
     return row_sum
 
 
 def mask(scores, rows, keys, j, MASKED, const):
-    """`scores` of key tile `j` with minus infinity where a row does not see a key."""
+    """The scores of key tile `j`, with minus infinity where a row does not see a key."""
     if MASKED and (const.CAUSAL or not const.EVEN or const.STARTS):
         columns = j * const.TILE_N + ct.arange(const.TILE_N, dtype=ct.int32)[None, :]
         if const.WINDOW or const.STARTS or const.LENGTHS:
@@ -656,7 +649,7 @@ def mask(scores, rows, keys, j, MASKED, const):
 
 
 def accumulate(chain, p, values, const):
-    """Add the product of the probabilities and the values to the accumulator."""
+    """The chain with the product of the probabilities and the values added to its accumulator."""
     acc = ()
     for part in ct.static_iter(range(2 if const.REST_V else 1)):
         total = chain.acc[part]

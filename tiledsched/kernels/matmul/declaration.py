@@ -23,9 +23,9 @@ PAD_TILE = 64
 COMBINE_ELEMENTS = 2048
 """Elements of a tile of `combine`: 16 a thread, four loads of 16 bytes for each share."""
 FEWEST_COMBINED_COLUMNS = 32
-"""Of tiles that divide C: 128 bytes of partial sums in a row."""
+"""Fewest columns of a combining tile that divides C: a row is then 128 bytes of partial sums."""
 TMA_BYTES = 16
-"""What the TMA unit asks rows to start at multiples of."""
+"""Rows must start at multiples of this many bytes for the TMA unit."""
 
 
 class Matmul(Kernel):

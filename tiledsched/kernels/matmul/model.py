@@ -26,25 +26,25 @@ PARTIAL_BYTES = 4
 
 # Counted or published.
 TENSOR_EFFICIENCY = 0.8
-"""Of the peak tensor rate: 800 of the published 989 TFLOP/s in a large bf16 product on the H200, where power sets the clock."""
+"""Share of the peak tensor rate that is reached: 800 of the published 989 TFLOP/s in a large bf16 product on an H200."""
 WARP_PRODUCT_SHARE = 0.88
-"""Of the tensor rate, what products by single warps reach where the arch has larger ones."""
+"""Share of the tensor rate that products of single warps reach on archs that have larger products."""
 LOAD_LATENCY = 970.0
 """Cycles from the request of a tile to its first byte, from the L2 cache."""
 
 # Calibrated.
 L2_BYTES_PER_CYCLE = 62.0
-"""Of one SM, while all of them load."""
+"""Bytes per cycle that one SM loads from the L2 cache while all SMs load."""
 COPIED_BYTES_PER_CYCLE = 6.0
-"""The same where threads load elements one by one because the TMA unit may not."""
+"""Bytes per cycle that one SM loads where threads load single elements because the TMA unit may not."""
 STEP_CYCLES = 90.0
-"""Of barriers, per step of the main loop."""
+"""Cycles of barriers in each step of the main loop."""
 BLOCK_CYCLES = 3250.0
 """From a block's start to its first product, and from its last store to its end."""
 STORE_BYTES_PER_CYCLE = 24.0
-"""Of an epilogue."""
+"""Bytes per cycle that an epilogue stores."""
 AHEAD_SHARE = 0.45
-"""Of a block's start, what remains when a persistent block goes on: loads of its next tile are under way."""
+"""Share of a block's start and end that remains when a persistent block goes on, because loads of its next tile are under way."""
 FREE_SPILL_BYTES = 32
 SPILL_BYTES_PER_CYCLE = 95.0
 
@@ -52,9 +52,9 @@ SPILL_BYTES_PER_CYCLE = 95.0
 LAUNCH_US = 3.0
 """Start and end of a kernel."""
 SECOND_LAUNCH_US = 2.0
-"""What another launch in the same stream adds."""
+"""Time that another launch in the same stream adds."""
 COPY_SHARE = 0.88
-"""Of the published bandwidth of device memory that a copy reaches."""
+"""Share of the published bandwidth of device memory that a copy reaches."""
 SHARPNESS = 4.0
 """Exponent of the smooth maximum of two limits."""
 

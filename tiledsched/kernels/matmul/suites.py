@@ -26,7 +26,7 @@ ODD = (
     (5120, 13824, 5120),
     (1, 4096, 4096),
 )
-"""(m, n, k)."""
+"""(m, n, k) of products whose sizes no tile divides."""
 
 Values = dict[str, Any]
 

@@ -31,7 +31,7 @@ Bool = ct.Constant[bool]
 
 @dataclass(frozen=True)
 class Constants:
-    """What is known when the kernel is compiled."""
+    """The compile-time constants of the kernels."""
 
     TILE_M: int
     """Rows of a work tile."""
@@ -99,7 +99,7 @@ def matmul_padded(
     PERSISTENT: Bool,
     LATENCY: Int,
 ):
-    """As `matmul`, of copies whose sizes are rounded up, PaddedA `[>= m, >= k]` and PaddedB `[>= k, >= n]`, row-major."""
+    """C = A @ B from row-major copies whose sizes are rounded up, PaddedA `[>= m, >= k]` and PaddedB `[>= k, >= n]`."""
     const = Constants(TILE_M, TILE_N, REST_N, TILE_K, GROUP_M, PERSISTENT, LATENCY, 1)
     schedule_tiles(PaddedA, PaddedB, C, const)
 
@@ -193,7 +193,7 @@ def accumulate(A, B, work, begin, end, const):
 
 
 def accumulate_parts(A, B, work, begin, end, const):
-    """The same in two parts, `[TILE_M, TILE_N]` and `[TILE_M, REST_N]`."""
+    """The accumulator in two parts, `[TILE_M, TILE_N]` and `[TILE_M, REST_N]`."""
     latency = None if const.LATENCY == 0 else const.LATENCY
     rows = row_view(A, const)
     columns, more = part_view(B, const.TILE_K, 0, const), part_view(B, const.TILE_K, 1, const)

@@ -39,12 +39,12 @@ def soften_rows(X, Out, row, const):
         exponentials = power(x, ct.max(x, axis=1, keepdims=True))
         store_rows(Out, row, 0, exponentials * inverse(ct.sum(exponentials, axis=1, keepdims=True)), const)
     elif const.HOLD:
-        held_rows(X, Out, row, const)
+        rows_in_registers(X, Out, row, const)
     else:
         reread_rows(X, Out, row, const)
 
 
-def held_rows(X, Out, row, const):
+def rows_in_registers(X, Out, row, const):
     """Softmax of rows whose tiles stay in registers."""
     tiles = tuple(scores(X, row, j, const) for j in ct.static_iter(range(column_tiles(const))))
     highest = tiles[0]

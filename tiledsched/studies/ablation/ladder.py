@@ -9,23 +9,21 @@ interleaved in one run: times of different runs are never compared.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tiledsched.core.errors import Failure
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import SearchSpace
+from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Batch, Candidate, Runner
-from tiledsched.measure.statistics import median_interval
 from tiledsched.studies.ablation.rows import LADDER, OK, TRIED, WITHOUT, AblationRow
 from tiledsched.studies.ablation.sources import ProgramSource, said
 from tiledsched.tuning.programs import Key
 
 TOGETHER = (("tile_m", "tile_n"), ("latency_k", "latency_v"), ("occupancy", "num_ctas"))
 """Knobs that are changed together; every other knob is a group of its own."""
-CONFIDENCE = 0.95
 LOOK_ROUNDS = 10
 """Samples of each schedule in the runs that choose the next rung."""
 SUSTAINED_ROUNDS = 10
@@ -35,19 +33,7 @@ Group = tuple[str, ...]
 """Knobs that are changed together."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RungTime:
-    """The time of one schedule in one interleaved run."""
-
-    median_us: float
-    """Median of its samples."""
-    ci_low_us: float
-    """Lower end of the 95% interval."""
-    ci_high_us: float
-    """Upper end."""
-
-
-Outcome = RungTime | str
+Outcome = Timing | str
 """A time, or why there is none."""
 
 
@@ -151,7 +137,7 @@ class Ladder:
         timed = [
             (not self._leads_on(schedule, tuned, frozenset(left) - {group}), outcome.median_us, group)
             for group, schedule in options.items()
-            if isinstance(outcome := outcomes[schedule], RungTime)
+            if isinstance(outcome := outcomes[schedule], Timing)
         ]
         for _, _, group in sorted(timed):
             if not self._wrong(self._source.find([options[group]], self._problem)[options[group]]):
@@ -245,14 +231,13 @@ class Ladder:
         )
         if isinstance(outcome, str):
             return replace(row, status=outcome)
-        return replace(row, median_us=outcome.median_us, ci_low_us=outcome.ci_low_us, ci_high_us=outcome.ci_high_us)
+        return replace(row, **vars(outcome))
 
 
 def _timing(batch: Batch) -> Outcome:
     if batch.conditions.beside:
         return f"timed {batch.conditions.disturbance}"
-    low, high = median_interval(batch.samples_us, CONFIDENCE)
-    return RungTime(median_us=statistics.median(batch.samples_us), ci_low_us=low, ci_high_us=high)
+    return Timing.of(batch.samples_us)
 
 
 def _over(before: AblationRow, after: AblationRow) -> float | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tiledsched.bench.rivals import untuned
-from tiledsched.core.config import Settings
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
@@ -15,6 +15,9 @@ from tiledsched.core.space_files import space_for
 from tiledsched.studies.ablation.ladder import Ladder
 from tiledsched.studies.ablation.rows import AblationRow
 from tiledsched.studies.ablation.sources import CompiledPrograms, RecordedPrograms
+
+if TYPE_CHECKING:
+    from tiledsched.tuning.session import Session
 
 
 def replay_ablation(
@@ -66,41 +69,37 @@ def replay_ablation(
 
 
 def run_ablation(
+    session: Session,
     kernel: KernelClass,
     problems: Sequence[Problem],
-    arch: str,
-    settings: Settings,
     *,
     start: str = "untuned",
     rounds: int = 30,
-    jobs: int | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[list[AblationRow]]:
     """The rows of each problem, built and measured here.
 
     Args:
+        session: builds and measures; it is closed at the end.
         kernel: whose schedules.
         problems: what to compute.
-        arch: that of the GPU.
-        settings: database, cache folder and regime.
         start: the first rung, `untuned` (64x64 tiles without hints) or `default` (the space's default schedule).
         rounds: samples of each schedule in the final run.
-        jobs: compile processes; None for one per CPU.
         progress: called with a line for each rung.
 
     Raises:
-        MeasureError: there is no GPU of the arch.
+        MeasureError: there is no GPU of the session's arch.
     """
     from tiledsched.serve.entries import load_table
-    from tiledsched.tuning.session import Session
 
-    with Session(arch, settings=settings, jobs=jobs) as session:
+    settings = session.settings
+    with session:
         runner = session.open_runner(kernel, "gpu", without="--replay FILE")
         assert runner is not None
         served, space = load_table(settings, kernel=kernel), session.space(kernel)
         source = CompiledPrograms(session.builder(kernel))
         for problem in problems:
-            found = served.resolve(problem, arch, runner.device.name)
+            found = served.resolve(problem, session.arch, runner.device.name)
             progress(f"{problem}: {found.provenance} schedule {found.schedule.short()}")
             ladder = Ladder(
                 runner, source, space, kernel, problem, regime=settings.regime, rounds=rounds, progress=progress

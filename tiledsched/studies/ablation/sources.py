@@ -12,7 +12,7 @@ from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import SearchSpace
 from tiledsched.measure.runner import Candidate, Measurement
-from tiledsched.store.exchange import Table
+from tiledsched.store.exchange import TableFile
 from tiledsched.tuning.programs import Builder
 
 NOT_RECORDED = "not recorded"
@@ -59,7 +59,7 @@ class RecordedPrograms:
         MeasureError: it holds no measurement.
     """
 
-    def __init__(self, table: Table, space: SearchSpace) -> None:
+    def __init__(self, table: TableFile, space: SearchSpace) -> None:
         if not table.measurements:
             raise MeasureError("a replay needs a recorded landscape, and the file holds no measurement; choose another")
         measured = [stored.measurement for stored in table.measurements]

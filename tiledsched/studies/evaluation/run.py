@@ -6,13 +6,19 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from tiledsched.bench.rows import append_rows, finished_cells, read_rows
+from tiledsched.bench.job import bench_to_file
+from tiledsched.bench.methods import choose_methods
+from tiledsched.bench.rows import read_rows
+from tiledsched.bench.run import BenchOptions, Harness
+from tiledsched.bench.sampling import USUAL_PACE, Pace
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass
 from tiledsched.studies.evaluation.pages import write_evaluation
 from tiledsched.studies.evaluation.rows import METHODS, problems
 from tiledsched.studies.evaluation.tiles import race_tiles, tiling_rows
+from tiledsched.tuning import session
 
 
 def run_evaluation(
@@ -26,6 +32,10 @@ def run_evaluation(
     budget_s: float | None = None,
     jobs: int | None = None,
     tiles: bool = True,
+    arch: str = "",
+    harness: Harness | None = None,
+    pace: Pace = USUAL_PACE,
+    tune: Callable[..., Any] = session.tune,
     progress: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Time every method on the paper's problems, and race the tiles. Each result is stored in the folder as it is known.
@@ -40,16 +50,17 @@ def run_evaluation(
         budget_s: seconds for everything; None for no limit.
         jobs: compile processes; None for one per CPU.
         tiles: whether to race the tiles after the benchmark.
+        arch: arch of the GPU; empty to ask the GPU.
+        harness: what runs the methods; None for the current CUDA device.
+        pace: pauses between launches, and how long the GPU is warmed up.
+        tune: what races the tiles.
         progress: called with a line for each cell.
 
     Raises:
         ConfigError: none of the named methods is one of the paper's.
         MeasureError: there is no GPU that can be used.
     """
-    from tiledsched.bench.harness import TorchHarness
-    from tiledsched.bench.methods import choose_methods
-    from tiledsched.bench.run import BenchOptions, run_bench
-    from tiledsched.measure.lock import holding_current_gpu
+    from tiledsched.measure.nvml import current_device
 
     if db:
         os.environ["TILEDSCHED_DB"] = db  # sdpa, which is timed, reads its own settings
@@ -57,14 +68,11 @@ def run_evaluation(
     if not chosen:
         raise ConfigError(f"the study knows {', '.join(METHODS)}; name some of them with --methods")
     path, began = folder / "bench.csv", time.monotonic()
-    options = BenchOptions(methods=tuple(chosen), regimes=(regime,), rounds=rounds, budget_s=budget_s)
-    done = finished_cells(path, [method.name for method in chosen])
-    with holding_current_gpu():
-        harness = TorchHarness()
-        run_bench(problems(), options, harness, done=done, keep=lambda rows: append_rows(rows, path), progress=progress)
+    options = BenchOptions(methods=tuple(chosen), regimes=(regime,), rounds=rounds, budget_s=budget_s, pace=pace)
+    bench_to_file(problems(), options, path, harness=harness, progress=progress)
     if tiles:
         left = None if budget_s is None else max(0.0, budget_s - (time.monotonic() - began))
-        race_tiles(harness.arch, folder, kernel, budget_s=left, jobs=jobs)
+        race_tiles(arch or current_device().arch, folder, kernel, budget_s=left, jobs=jobs, tune=tune)
 
 
 def write_pages(kernel: KernelClass, folder: Path, regime: str) -> tuple[list[Path], int, int]:

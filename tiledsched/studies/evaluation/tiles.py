@@ -5,17 +5,21 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tiledsched.core.config import load_settings
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import SearchSpace
+from tiledsched.core.space_files import space_for
 from tiledsched.report.records import TileTime
+from tiledsched.serve.entries import load_table
 from tiledsched.studies.evaluation.rows import to_csv
+from tiledsched.tuning import session
 
 TILES = ((32, 64), (64, 64), (64, 128), (64, 256), (128, 64), (128, 128), (128, 256))
 """(tile_m, tile_n): the tiles that the paper compares."""
@@ -109,41 +113,46 @@ def race_tiles(
     kernel: KernelClass,
     *,
     budget_s: float | None = None,
-    runner: str = "gpu",
     jobs: int | None = None,
+    tune: Callable[..., Any] = session.tune,
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Race the tiles of every problem; the measurements go to tiles.db in the folder, which :func:`tiling_rows` reads.
 
     What an earlier call measured is known, so that it goes on where that one stopped. After `budget_s` the other problems are
     left for the next call.
 
+    Args:
+        arch: arch of the GPU.
+        folder: where the measurements go.
+        kernel: attention.
+        budget_s: seconds for all problems; None for no limit.
+        jobs: compile processes; None for one per CPU.
+        tune: what races the schedules of a problem.
+        clock: seconds, by which the budget is counted.
+
     Raises:
         TiledschedError: as `tiledsched.tune` does.
     """
-    from tiledsched.core.config import load_settings
-    from tiledsched.core.space_files import space_for
-    from tiledsched.serve.entries import load_table
-    from tiledsched.tuning import session as tuning
-
     space = space_for(arch, kernel)
     table = load_table(load_settings(), kernel=kernel, archs={arch})
     named = problems()
-    began = time.monotonic()
+    began = clock()
     for number, (_, problem) in enumerate(named):
-        left_s = None if budget_s is None else budget_s - (time.monotonic() - began)
+        left_s = None if budget_s is None else budget_s - (clock() - began)
         if left_s is not None and left_s <= 0:
             return
         served = space.complete(table.resolve(problem, arch, "").schedule)
         file = folder / "tiles.json"
         file.write_text(json.dumps([dict(each) for each in candidates(space, problem, served)]), encoding="utf-8")
         try:
-            tuning.tune(
+            tune(
                 kernel,
                 [problem],
                 arch=arch,
                 db=str(folder / "tiles.db"),
                 candidates=str(file),
-                runner=runner,
+                runner="gpu",
                 jobs=jobs,
                 effort="thorough",
                 budget_s=None if left_s is None else left_s / (len(named) - number),

@@ -33,7 +33,7 @@ FORBIDDEN = (
 )
 
 
-def find_ncu(named: str | None = None) -> str:
+def find_ncu(named: str | None = None, places: Sequence[str] = PLACES) -> str:
     """The path of Nsight Compute's command line.
 
     Raises:
@@ -44,8 +44,8 @@ def find_ncu(named: str | None = None) -> str:
         if found is None:
             raise ConfigError(f"there is no program {named}; {MISSING}")
         return found
-    places = [path for pattern in PLACES for path in sorted(glob.glob(pattern), reverse=True)]
-    found = shutil.which("ncu") or next((path for path in places if os.access(path, os.X_OK)), None)
+    paths = [path for pattern in places for path in sorted(glob.glob(pattern), reverse=True)]
+    found = shutil.which("ncu") or next((path for path in paths if os.access(path, os.X_OK)), None)
     if found is None:
         raise ConfigError(MISSING)
     return found

@@ -234,7 +234,7 @@ def test_wide_indices_are_there():
             seq_q=1 << 20, seq_k=1 << 20, head_dim=64, batch=64, causal=True, window=128, **asked
         )
         entry = Attention.entry(problem, space_for("sm_90", Attention).default(problem))
-        assert entry.__name__ == f"attention_asked{'_lse' if asked else ''}_wide"
+        assert entry.__name__ == f"attention_features{'_lse' if asked else ''}_wide"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tiledsched.core.errors import DatabaseError
 from tiledsched.store.backup import back_up
 from tiledsched.store.db import TuningDB
 from tiledsched.store.models import Base
-from tiledsched.store.sql import ask, tables
+from tiledsched.store.sql import run_query, tables
 
 DOCUMENTED = (Path(__file__).parent.parent / "docs" / "database.md").read_text()
 QUESTIONS = re.findall(r"^--.*\n([^;]*);", re.search(r"```sql\n(.*?)```", DOCUMENTED, re.DOTALL).group(1), re.MULTILINE)
@@ -36,7 +36,7 @@ def asked(request, tmp_path):
 
 
 def answer(db, sql: str, **more):
-    with ask(db, sql, **more) as (columns, rows):
+    with run_query(db, sql, **more) as (columns, rows):
         return columns, [tuple(row) for row in rows]
 
 

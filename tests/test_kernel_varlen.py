@@ -22,7 +22,7 @@ from kernel_checks import (
     placed_problems,
     schedule_for,
 )
-from test_kernel_asked import ORDERS, STRUCTURES
+from test_kernel_features import ORDERS, STRUCTURES
 
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ProblemError
@@ -244,7 +244,7 @@ def test_what_is_asked_for_is_said():
             Attention.similarity.bucketed(problem.replace(seq_q=777)),
             Attention.similarity.bucketed(problem),
         ):
-            assert rounded.placed
+            assert rounded.is_varlen
 
 
 def test_the_model_takes_sequences_as_equally_long():
