@@ -308,7 +308,7 @@ def others_log(log, beside):
     class OthersLog(log):
         def summary(self):
             return dataclasses.replace(
-                super().summary(), others=(round((time.time() - self._since_s) * 1e3),), beside=beside
+                super().summary(), others=(round((time.time() - self._since_s) * 1e3),), concurrent_pids=beside
             )
 
     return OthersLog

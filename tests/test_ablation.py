@@ -352,7 +352,7 @@ def test_what_is_timed_beside_others_is_no_rung() -> None:
             batches = super().sample(candidates, rounds=rounds, regime=regime)
             last = rounds == 12
             return [
-                Batch(samples_us=each.samples_us, conditions=Conditions(beside=(4711,) if last else ()))
+                Batch(samples_us=each.samples_us, conditions=Conditions(concurrent_pids=(4711,) if last else ()))
                 for each in batches
             ]
 

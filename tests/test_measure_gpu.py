@@ -504,12 +504,12 @@ def test_a_race_over_a_failing_field(make_runner):
 def test_who_runs_beside_is_told_with_the_samples_and_by_itself(make_runner):
     runner = make_runner("crowded")
     (batch,) = runner.sample([candidate(100.0)], rounds=2, regime="burst")
-    assert batch.conditions.beside == (4711,)
+    assert batch.conditions.concurrent_pids == (4711,)
     trials = runner.gap_trials
     assert trials
     assert runner._gap_ms is None  # what was found beside it is found again
     (asked,) = runner.sample([candidate(100.0)], rounds=0, regime="burst")
-    assert (asked.samples_us, asked.conditions.beside) == ((), (4711,))
+    assert (asked.samples_us, asked.conditions.concurrent_pids) == ((), (4711,))
     assert runner.gap_trials is trials
 
 
@@ -530,6 +530,6 @@ def test_others_are_looked_for_since_the_first_of_a_row_of_requests(make_runner)
 def test_that_it_is_not_told_who_runs_is_said_once(make_runner, caplog):
     runner = make_runner("doubtful")
     for _ in range(2):
-        assert runner.sample([candidate(100.0)], rounds=2, regime="burst")[0].conditions.beside is None
+        assert runner.sample([candidate(100.0)], rounds=2, regime="burst")[0].conditions.concurrent_pids is None
     (message,) = caplog.messages
     assert "has the GPU open, and NVML does not tell here whether it runs" in message

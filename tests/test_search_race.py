@@ -487,7 +487,9 @@ class AttentionFeatures(SyntheticRunner):
     def sample(self, candidates, *, rounds, regime):
         beside = (4711,) if self.disturbed(len(self.calls)) else ()
         return [
-            batch if isinstance(batch, Failure) else replace(batch, conditions=replace(batch.conditions, beside=beside))
+            batch
+            if isinstance(batch, Failure)
+            else replace(batch, conditions=replace(batch.conditions, concurrent_pids=beside))
             for batch in super().sample(candidates, rounds=rounds, regime=regime)
         ]
 
@@ -513,8 +515,10 @@ def test_what_is_timed_beside_others_is_told_and_raced_again(call, impatient, ca
     assert result.disturbance == ""
     assert {name_of(outcome) for outcome in result.outcomes} == set(times)
     measured = [outcome for outcome in reported if isinstance(outcome, Measurement)]
-    assert {name_of(each) for each in measured if each.conditions.beside == (4711,)} >= {"a", "hopeless"}
-    assert all(not outcome.conditions.beside for outcome in result.outcomes if isinstance(outcome, Measurement))
+    assert {name_of(each) for each in measured if each.conditions.concurrent_pids == (4711,)} >= {"a", "hopeless"}
+    assert all(
+        not outcome.conditions.concurrent_pids for outcome in result.outcomes if isinstance(outcome, Measurement)
+    )
     assert [name_of(outcome) for outcome in reported].count("bad") == 1
     assert runner.checked.count("bad") == 1  # what is wrong is wrong in any company
     assert "timed beside process 4711 on the GPU, which decides nothing" in caplog.text
@@ -523,7 +527,10 @@ def test_what_is_timed_beside_others_is_told_and_raced_again(call, impatient, ca
 def test_who_was_beaten_before_is_out_by_a_time_that_counts(impatient):
     runner = AttentionFeatures({"a": 100.0, "beaten": 108.0}, noise=0.002, disturbed=lambda index: index == 2)
     _, reported = raced(runner)
-    assert [(name_of(each), each.conditions.beside) for each in reported][:2] == [("beaten", ()), ("a", (4711,))]
+    assert [(name_of(each), each.conditions.concurrent_pids) for each in reported][:2] == [
+        ("beaten", ()),
+        ("a", (4711,)),
+    ]
 
 
 @pytest.mark.parametrize("deadline_s", [None, 0.0])
@@ -537,7 +544,7 @@ def test_a_gpu_that_is_never_alone_decides_nothing(deadline_s, impatient, monkey
     assert (result.winner, result.runner_up, result.ties) == (None, None, ())
     assert result.disturbance == "beside process 4711 on the GPU"
     assert [type(outcome) for outcome in result.outcomes] in ([Failed], [])
-    assert all(isinstance(each, Failed) or each.conditions.beside for each in reported)
+    assert all(isinstance(each, Failed) or each.conditions.concurrent_pids for each in reported)
     assert len(reported) > 4 if deadline_s is None else len(reported) == 1
 
 
@@ -546,5 +553,5 @@ def test_looks_alone_are_asked_about_too(impatient):
     runner = AttentionFeatures({"a": 400.0, "b": 500.0}, disturbed=lambda index: index == 0)
     result, reported = raced(runner, known_us=100.0)
     assert [rounds for _, rounds in runner.calls] == [0, 0]
-    assert [each.conditions.beside for each in reported] == [(4711,)] * 2 + [()] * 2
+    assert [each.conditions.concurrent_pids for each in reported] == [(4711,)] * 2 + [()] * 2
     assert len(result.outcomes) == 2

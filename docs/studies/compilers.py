@@ -127,7 +127,7 @@ def compare(
     for (row, _), batch in zip(ready, batches, strict=True):
         if isinstance(batch, Failure):
             rows.append(replace(row, status=f"{batch.kind}: {batch.message}"))
-        elif batch.conditions.beside:
+        elif batch.conditions.concurrent_pids:
             rows.append(replace(row, status=f"timed {batch.conditions.disturbance}"))
         else:
             rows.append(

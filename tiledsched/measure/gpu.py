@@ -375,9 +375,9 @@ class GpuRunner:
     def _note_others(self, batches: Sequence[Batch | Failure]) -> None:
         """A gap that was found beside others is found again; where it is not told whether others ran, that is said once."""
         seen = [batch.conditions for batch in batches if isinstance(batch, Batch)]
-        if any(each.beside for each in seen):
+        if any(each.concurrent_pids for each in seen):
             self._gap_ms = self._given_gap_ms
-        doubtful = next((each.others for each in seen if each.beside is None), ())
+        doubtful = next((each.others for each in seen if each.concurrent_pids is None), ())
         if doubtful and not self._told:
             self._told = True
             log.warning(

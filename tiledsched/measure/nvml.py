@@ -343,5 +343,5 @@ class ConditionsLog:
             temperature_c=max(seen.get("temperature", [0])),
             throttle_reasons=throttled,
             others=tuple(sorted(others)),
-            beside=self._ask(lambda: self._ran(others), READ_S) if told else (),
+            concurrent_pids=self._ask(lambda: self._ran(others), READ_S) if told else (),
         )

@@ -15,7 +15,9 @@ from tiledsched.measure.estimate import Timing
 REGIMES = ("burst", "sustained")
 
 OMIT_DEFAULT = {"omit_default": True}
-"""Metadata of a field that is not written where it has its default: files from before there was such a field stay as they are."""
+"""Metadata of a field that is not written where it has its default: files from before there was such a field stay as they are.
+A field that is written under another name than its own has that name as `key`.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,19 +62,20 @@ class Conditions:
     """Launches per sample, replayed as one CUDA graph; 0 where events enclosed a single launch."""
     others: tuple[int, ...] = field(default=(), metadata=OMIT_DEFAULT)
     """Processes of others that had the GPU open, by NVML's numbers."""
-    beside: tuple[int, ...] | None = field(default=(), metadata=OMIT_DEFAULT)
+    concurrent_pids: tuple[int, ...] | None = field(default=(), metadata={**OMIT_DEFAULT, "key": "beside"})
     """Numbers of the other processes that ran on the GPU meanwhile: times taken while they ran decide nothing. None where NVML
     does not say."""
 
     @property
     def disturbance(self) -> str:
         """The other processes that ran on the GPU meanwhile, in words; empty where there were none."""
-        numbers = ", ".join(map(str, self.beside or ()))
+        numbers = ", ".join(map(str, self.concurrent_pids or ()))
         return f"beside process {numbers} on the GPU" if numbers else ""
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict; pass it to the constructor to invert."""
-        return asdict(self)
+        """A plain dict, under the names that files have."""
+        values = asdict(self)
+        return {**values, "beside": values.pop("concurrent_pids")}
 
 
 @dataclass(frozen=True, kw_only=True)

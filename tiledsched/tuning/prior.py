@@ -204,7 +204,7 @@ class Elsewhere:
     def _judged(
         self, taken: Sequence[Measurement], facts: Mapping[str, ResourceFacts | None]
     ) -> list[tuple[Schedule, ResourceFacts | None, float]]:
-        taken = [one for one in taken if not one.conditions.beside]
+        taken = [one for one in taken if not one.conditions.concurrent_pids]
         as_now = [one for one in taken if timed_as_now(one.regime, one.conditions)]
         taken = as_now if len(as_now) >= FEWEST_PROGRAMS else taken
         schedules = [self._space.complete(one.schedule) for one in taken]

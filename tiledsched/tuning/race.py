@@ -199,14 +199,14 @@ class RaceState:
         self.racers: list[Racer] = []
         self.alive: list[Racer] = []
         self.outcomes: list[Outcome] = []
-        self.beside: tuple[int, ...] = ()
+        self.concurrent_pids: tuple[int, ...] = ()
         """Numbers of the other processes that ran on the GPU during this race."""
         self._watched = False
 
     @property
     def disturbance(self) -> str:
         """Those processes in words; empty where there were none."""
-        return Conditions(beside=self.beside).disturbance
+        return Conditions(concurrent_pids=self.concurrent_pids).disturbance
 
     def race(self, candidates: Sequence[Candidate], known_us: float) -> None:
         """Run the whole race, from the first launch of each candidate to the last heat."""
@@ -217,7 +217,7 @@ class RaceState:
                 self.open()
                 while self.go_on():
                     self.run(self.alive, self.rules.heat_rounds)
-                if self.alive or self.late() or self.beside:
+                if self.alive or self.late() or self.concurrent_pids:
                     break
                 self.admit(math.inf)  # all who stayed in broke down: the rest races again
             self.watch()
@@ -279,7 +279,7 @@ class RaceState:
         """First samples of all still in, in groups."""
         field_of = self.alive
         for start in range(0, len(field_of), self.rules.group):
-            if start and (self.late() or self.beside):
+            if start and (self.late() or self.concurrent_pids):
                 break
             self.run(field_of[start : start + self.rules.group], self.rules.opening_rounds)
 
@@ -293,7 +293,7 @@ class RaceState:
                 continue
             racer.samples_us.extend(batch.samples_us)
             racer.conditions = batch.conditions
-            self.beside = batch.conditions.beside or self.beside
+            self.concurrent_pids = batch.conditions.concurrent_pids or self.concurrent_pids
 
     def watch(self) -> None:
         """Ask who else ran where there was nothing but looks: samples tell by themselves."""
@@ -301,11 +301,11 @@ class RaceState:
         if looked and not self._watched:
             (batch,) = self.runner.sample([looked[0].candidate], rounds=0, regime=self.regime)
             if isinstance(batch, Batch):
-                self.beside = batch.conditions.beside or ()
+                self.concurrent_pids = batch.conditions.concurrent_pids or ()
 
     def go_on(self) -> bool:
         """Drop who is beaten or wrong; whether another heat would tell more."""
-        if self.beside:
+        if self.concurrent_pids:
             return False
         rules = self.rules
         healthy = [racer for racer in self.alive if racer.failure is None and racer.samples_us]
@@ -348,7 +348,11 @@ class RaceState:
 
     def measurement(self, racer: Racer) -> Measurement:
         """What is known of a racer that has samples."""
-        conditions = replace(racer.conditions, beside=self.beside) if self.beside else racer.conditions
+        conditions = (
+            replace(racer.conditions, concurrent_pids=self.concurrent_pids)
+            if self.concurrent_pids
+            else racer.conditions
+        )
         return Measurement(
             problem=self.problem,
             schedule=racer.candidate.schedule,

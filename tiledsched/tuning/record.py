@@ -423,7 +423,7 @@ class _Measuring:
         if isinstance(outcome, Failed):
             self.failed.add(key)
             self._known[regime].pop(key, None)
-        elif not outcome.conditions.beside:
+        elif not outcome.conditions.concurrent_pids:
             self.measured += 1
             self._known[regime][key] = outcome
 

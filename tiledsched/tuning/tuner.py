@@ -592,7 +592,7 @@ class Tuner:
         """Store one outcome, at once."""
         number = self.builder.keep(outcome, self.run_id, problem, runner.device)
         measured = outcome if isinstance(outcome, Measurement) else None
-        elsewhere = measured is not None and (measured.conditions.beside or measured.regime != self.regime)
+        elsewhere = measured is not None and (measured.conditions.concurrent_pids or measured.regime != self.regime)
         if self._live is not None and not elsewhere:
             built = self.builder.record(outcome.schedule, problem)
             self._live.add(outcome, built.facts if built else None)

@@ -700,7 +700,7 @@ def test_the_referee_does_not_judge_beside_others() -> None:
     class Disturbed(ReplayRunner):
         def sample(self, candidates, *, rounds, regime):
             return [
-                dataclasses.replace(each, conditions=dataclasses.replace(each.conditions, beside=(4711,)))
+                dataclasses.replace(each, conditions=dataclasses.replace(each.conditions, concurrent_pids=(4711,)))
                 for each in super().sample(candidates, rounds=rounds, regime=regime)
             ]
 

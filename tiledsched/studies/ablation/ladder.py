@@ -235,7 +235,7 @@ class Ladder:
 
 
 def _timing(batch: Batch) -> Outcome:
-    if batch.conditions.beside:
+    if batch.conditions.concurrent_pids:
         return f"timed {batch.conditions.disturbance}"
     return Timing.of(batch.samples_us)
 
