@@ -161,7 +161,7 @@ class RawModule:
         what = self.script.get(gpu.verb, "")
         gpu.act(what)
         gpu.now_us += self.script["us"] * (1 + self.script["noise"] * gpu.rng.random())
-        if gpu.verb in ("look", "sample"):
+        if gpu.verb in ("probe", "sample"):
             change_in_place(arguments)
         if gpu.verb != "check":
             return
@@ -308,7 +308,7 @@ def others_log(log, beside):
     class OthersLog(log):
         def summary(self):
             return dataclasses.replace(
-                super().summary(), others=(round((time.time() - self._since_s) * 1e3),), beside=beside
+                super().summary(), others=(round((time.time() - self._since_s) * 1e3),), concurrent_pids=beside
             )
 
     return OthersLog
@@ -337,7 +337,7 @@ def main(mode: str, descriptor: str, folder: str, parent: str) -> None:
             if gpu.problem.values.get("head_dim") == 250:  # the one this GPU cannot hold
                 gpu.act("memory")
             gpu.pristine = {}
-        if gpu.verb in ("look", "check", "sample"):
+        if gpu.verb in ("probe", "check", "sample"):
             gpu.launch, gpu.step = request[1][0] if gpu.verb == "sample" else request[1], 0
         return answer(state, request)
 

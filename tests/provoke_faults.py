@@ -77,7 +77,7 @@ class RealBench:
 
     problem = Attention.problem(seq_q=2048, seq_k=2048, head_dim=64, batch=4, heads=16, kv_heads=16)
     too_large = problem.replace(seq_q=65536, seq_k=65536, batch=4096)
-    timeouts = Timeouts(look_s=4.0)
+    timeouts = Timeouts(probe_s=4.0)
 
     def __init__(self) -> None:
         from tiledsched.measure.nvml import devices
@@ -126,11 +126,11 @@ class RealBench:
 
 
 ACTS = {
-    "stray_write": {"look": "illegal"},
-    "hang": {"look": "hang"},
+    "stray_write": {"probe": "illegal"},
+    "hang": {"probe": "hang"},
     "wrong_result": {"check": "wrong"},
     "other_arch": {"load": "driver"},
-    "grid_too_large": {"look": "launch"},
+    "grid_too_large": {"probe": "launch"},
     "truncated_cubin": {"load": "corrupt"},
 }
 """What the made-up GPU's kernel does for each fault."""
@@ -141,7 +141,7 @@ class FakeBench:
 
     problem = Attention.problem(seq_q=40, seq_k=24, head_dim=16, batch=8, heads=2, kv_heads=1)
     too_large = problem.replace(head_dim=250)
-    timeouts = Timeouts(load_s=0.8, look_s=0.8, check_s=0.8, sample_s=0.8, each_sample_s=0.01)
+    timeouts = Timeouts(load_s=0.8, probe_s=0.8, check_s=0.8, sample_s=0.8, each_sample_s=0.01)
     arch = "sm_90"
 
     def __init__(self) -> None:

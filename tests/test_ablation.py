@@ -60,7 +60,7 @@ class Gpu:
     def begin(self, problem) -> None:
         self.begun.append(problem)
 
-    def look(self, candidate):
+    def probe(self, candidate):
         if candidate.schedule in self.crash:
             return Failure(kind=FailureKind.ILLEGAL_ADDRESS, message="an illegal address")
         return us(candidate.schedule)
@@ -68,7 +68,7 @@ class Gpu:
     def check(self, candidate):
         if candidate.schedule in self.wrong:
             return Failure(kind=FailureKind.WRONG_RESULT, message="worst tile 0.5")
-        seen = self.look(candidate)
+        seen = self.probe(candidate)
         return seen if isinstance(seen, Failure) else RIGHT
 
     def sample(self, candidates, *, rounds, regime):
@@ -352,7 +352,7 @@ def test_what_is_timed_beside_others_is_no_rung() -> None:
             batches = super().sample(candidates, rounds=rounds, regime=regime)
             last = rounds == 12
             return [
-                Batch(samples_us=each.samples_us, conditions=Conditions(beside=(4711,) if last else ()))
+                Batch(samples_us=each.samples_us, conditions=Conditions(concurrent_pids=(4711,) if last else ()))
                 for each in batches
             ]
 

@@ -551,7 +551,7 @@ def test_a_harness_without_a_gpu_says_what_is_missing() -> None:
 def test_what_is_timed_beside_others_has_no_time() -> None:
     harness = Harness(failing={"untuned": "not served: why"})
     prepare = harness.prepare
-    beside = types.SimpleNamespace(poll=Log().poll, summary=lambda: Conditions(others=(4711,), beside=(4711,)))
+    beside = types.SimpleNamespace(poll=Log().poll, summary=lambda: Conditions(others=(4711,), concurrent_pids=(4711,)))
     harness.prepare = lambda *given: dataclasses.replace(prepare(*given), log=beside)
     rows = bench_cell(harness, ("burst", PROBLEM), options((OURS, "untuned")))
     assert [(row.status, row.median_us) for row in rows] == [

@@ -15,7 +15,7 @@ from store_samples import BACKENDS, PROBLEM, new_url
 
 from tiledsched.core.errors import ConfigError, DatabaseError
 from tiledsched.fleet import retry
-from tiledsched.fleet.calibration import Control, apart, spread_of
+from tiledsched.fleet.calibration import Control, is_outlier, spread_of
 from tiledsched.fleet.campaign import MISSED, CampaignPlan, Outcome
 from tiledsched.fleet.gpus import Gpu, illness, visible
 from tiledsched.fleet.jobs import JOBS, find_job
@@ -471,7 +471,7 @@ def test_a_gpu_that_differs_by_more_than_noise_is_named_and_by_much_kept_apart()
     noisy = [control("GPU-slow", us, half=2.0) for us in (101.0, 104.0)]
     assert not any(each.named for each in spread_of([*healthy, *noisy]))
     assert not any(each.named for each in spread_of([healthy[0], control("GPU-ill", 109.0)]))  # of two, which is odd?
-    assert not apart(
+    assert not is_outlier(
         [*healthy, control("GPU-b", 50.0, arch="sm_100"), control("GPU-c", 200.0, fingerprint="e")], "GPU-b"
     )
 

@@ -333,13 +333,13 @@ def test_a_kernel_that_takes_too_long_is_killed() -> None:
 
     from tiledsched.measure.gpu import GpuRunner, Timeouts
 
-    runner = GpuRunner(kernel_named("attention"), timeouts=Timeouts(look_s=4.0))
+    runner = GpuRunner(kernel_named("attention"), timeouts=Timeouts(probe_s=4.0))
     try:
         runner.begin(SMALL)
         good = candidate(SMALL)
         started = time.monotonic()
         bad = Candidate(schedule=good.schedule, artifact=build(slow, SMALL, arch()))
-        failure = runner.look(bad)
+        failure = runner.probe(bad)
         assert isinstance(failure, Failure)
         assert failure.kind is FailureKind.HANG, failure
         assert time.monotonic() - started < 60

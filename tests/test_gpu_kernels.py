@@ -56,7 +56,7 @@ def assert_right(runner, one: Candidate) -> None:
     checked = runner.check(one)
     assert isinstance(checked, Checked), checked
     assert checked.accuracy.repeatable
-    assert isinstance(runner.look(one), float)
+    assert isinstance(runner.probe(one), float)
     for regime in ("burst", "sustained"):
         (batch,) = runner.sample([one], rounds=5, regime=regime)
         assert isinstance(batch, Batch), batch

@@ -28,11 +28,11 @@ FAULTS = [
     ({"load": "driver"}, FailureKind.DRIVER_MISMATCH, "unsupported toolchain"),
     ({"load": "hang"}, FailureKind.HANG, "no answer to load"),
     ({"load": "kill"}, FailureKind.WORKER_KILLED, "code -9 during load"),
-    ({"look": "launch"}, FailureKind.LAUNCH_FAILURE, "invalid argument"),
-    ({"look": "illegal"}, FailureKind.ILLEGAL_ADDRESS, "illegal memory access"),
-    ({"look": "hang"}, FailureKind.HANG, "no answer to look within"),
-    ({"look": "memory"}, FailureKind.OUT_OF_MEMORY, "Out of memory"),
-    ({"look": "ecc"}, FailureKind.GPU_LOST, "uncorrectable ECC"),
+    ({"probe": "launch"}, FailureKind.LAUNCH_FAILURE, "invalid argument"),
+    ({"probe": "illegal"}, FailureKind.ILLEGAL_ADDRESS, "illegal memory access"),
+    ({"probe": "hang"}, FailureKind.HANG, "no answer to probe within"),
+    ({"probe": "memory"}, FailureKind.OUT_OF_MEMORY, "Out of memory"),
+    ({"probe": "ecc"}, FailureKind.GPU_LOST, "uncorrectable ECC"),
     ({"check": "wrong"}, FailureKind.WRONG_RESULT, "random inputs: relative error"),
     ({"check": "unwritten"}, FailureKind.WRONG_RESULT, "relative error inf"),
     ({"check": "illegal"}, FailureKind.ILLEGAL_ADDRESS, "illegal memory access"),
@@ -97,7 +97,7 @@ def test_a_fault_in_mid_race_costs_one_candidate(make_runner, script, kind, word
 def test_two_faults_of_one_race(make_runner):
     """One breaks the context while it is looked at, the other kills the process while everyone is timed."""
     good = [candidate(us) for us in (100.0, 140.0)]
-    bad = [candidate(50.0, look="illegal"), candidate(51.0, sample="kill")]
+    bad = [candidate(50.0, probe="illegal"), candidate(51.0, sample="kill")]
     result = race(make_runner(), PROBLEM, [*bad, *good], rules=RULES)
     kinds = {o.schedule: o.failure.kind for o in result.outcomes if isinstance(o, Failed)}
     assert kinds == {bad[0].schedule: FailureKind.ILLEGAL_ADDRESS, bad[1].schedule: FailureKind.WORKER_KILLED}
@@ -106,7 +106,7 @@ def test_two_faults_of_one_race(make_runner):
 
 
 def test_a_gpu_that_does_not_come_back_ends_the_race_and_the_culprit_is_told(make_runner, tmp_path):
-    field = [candidate(100.0), candidate(50.0, look="ecc"), candidate(140.0)]
+    field = [candidate(100.0), candidate(50.0, probe="ecc"), candidate(140.0)]
     reported = []
     with pytest.raises(MeasureError, match="no CUDA-capable device"):
         race(make_runner(mode=f"ready:{tmp_path / 'started'}"), PROBLEM, field, rules=RULES, on_outcome=reported.append)

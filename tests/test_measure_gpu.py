@@ -25,7 +25,7 @@ from tiledsched.measure.runner import Batch, Candidate, Checked
 from tiledsched.tuning.race import Rules, race
 
 PROBLEM = Attention.problem(seq_q=40, seq_k=24, head_dim=16, batch=2, heads=2, kv_heads=1)
-TIMEOUTS = Timeouts(start_s=20.0, begin_s=20.0, load_s=0.8, look_s=0.8, check_s=0.8, sample_s=0.8, each_sample_s=0.01)
+TIMEOUTS = Timeouts(start_s=20.0, begin_s=20.0, load_s=0.8, probe_s=0.8, check_s=0.8, sample_s=0.8, each_sample_s=0.01)
 SCRIPT = str(Path(fake_worker.__file__))
 
 
@@ -126,11 +126,11 @@ def test_samples_are_interleaved_and_exact(make_runner):
 
 def test_a_look_is_one_launch_or_two(make_runner):
     runner = make_runner()
-    assert runner.look(candidate(123.0)) == pytest.approx(123.0)
-    assert runner.look(candidate(9e4)) == pytest.approx(9e4)
-    slow, failing = candidate(60.0, look="hang"), candidate(61.0, look="illegal")
-    assert runner.look(slow).kind is FailureKind.HANG
-    assert runner.look(failing).kind is FailureKind.ILLEGAL_ADDRESS
+    assert runner.probe(candidate(123.0)) == pytest.approx(123.0)
+    assert runner.probe(candidate(9e4)) == pytest.approx(9e4)
+    slow, failing = candidate(60.0, probe="hang"), candidate(61.0, probe="illegal")
+    assert runner.probe(slow).kind is FailureKind.HANG
+    assert runner.probe(failing).kind is FailureKind.ILLEGAL_ADDRESS
     assert_usable(runner)
 
 
@@ -145,8 +145,8 @@ def test_time_limits_follow_the_expectation(make_runner, monkeypatch):
         return ask(worker, timeout_s, verb, *arguments)
 
     monkeypatch.setattr(type(runner._worker), "ask", watched)
-    runner.look(candidate(2e4))
-    assert limits["look"] == pytest.approx(TIMEOUTS.look_s + PROBLEM.flops / 1e11)
+    runner.probe(candidate(2e4))
+    assert limits["probe"] == pytest.approx(TIMEOUTS.probe_s + PROBLEM.flops / 1e11)
     runner.check(candidate(2e4))
     assert limits["check"] == pytest.approx(TIMEOUTS.check_s + 3 * 10 * 0.02)
     runner.sample([candidate(2e4)], rounds=5, regime="burst")
@@ -157,7 +157,7 @@ def test_pacing_is_calibrated_once_per_problem(make_runner):
     runner = make_runner()
     pair = [candidate(100.0), candidate(200.0)]
     for each in pair:
-        runner.look(each)
+        runner.probe(each)
     assert runner.gap_trials == ()
     batch = runner.sample(pair, rounds=2, regime="burst")[0]
     (trial,) = runner.gap_trials
@@ -175,20 +175,20 @@ def test_short_launches_at_the_power_cap_are_timed_in_graphs(make_runner):
     runner = make_runner()
     pair = [candidate(140.0), candidate(200.0)]
     for each in pair:
-        runner.look(each)
+        runner.probe(each)
     for regime, launches in (("burst", 0), ("sustained", 20)):
         batches = runner.sample(pair, rounds=3, regime=regime)
         assert [batch.samples_us for batch in batches] == [pytest.approx((us,) * 3) for us in (140.0, 200.0)]
         assert [batch.conditions.graph_launches for batch in batches] == [launches] * 2
     runner.begin(PROBLEM)
-    runner.look(candidate(160.0))
+    runner.probe(candidate(160.0))
     (batch,) = runner.sample([candidate(160.0)], rounds=1, regime="sustained")
     assert batch.conditions.graph_launches == 0
 
 
 def test_short_launches_are_not_calibrated(make_runner):
     runner = make_runner()
-    runner.look(candidate(30.0))
+    runner.probe(candidate(30.0))
     (batch,) = runner.sample([candidate(30.0)], rounds=3, regime="burst")
     assert batch.samples_us == pytest.approx((30.0,) * 3)
     assert (batch.conditions.gap_ms, runner.gap_trials) == (SHORT_GAP_MS, ())
@@ -198,7 +198,7 @@ def test_a_calibration_that_fails_costs_nobody_else(make_runner):
     runner = make_runner()
     group = [candidate(50.0, calibrate="exit"), candidate(60.0)]
     for each in group:
-        runner.look(each)
+        runner.probe(each)
     batches = runner.sample(group, rounds=2, regime="burst")
     assert [batch.samples_us for batch in batches] == [pytest.approx((50.0,) * 2), pytest.approx((60.0,) * 2)]
     assert batches[0].conditions.gap_ms == 10.0
@@ -414,12 +414,12 @@ def test_close_twice_leaves_nothing_behind(make_runner):
 def test_a_failed_start_leaves_nothing_behind(monkeypatch):
     workers = []
 
-    class Watched(gpu.Worker):
+    class Watched(gpu.WorkerProcess):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             workers.append(self)
 
-    monkeypatch.setattr(gpu, "Worker", Watched)
+    monkeypatch.setattr(gpu, "WorkerProcess", Watched)
     with pytest.raises(MeasureError):
         _ = GpuRunner(kernel_named("attention"), worker_command=command("no-gpu")).device
     assert is_gone(workers[0].process)
@@ -480,7 +480,7 @@ def test_a_race_over_a_failing_field(make_runner):
     good = [candidate(us, noise=0.002) for us in (100.0, 104.0, 130.0, 900.0)]
     bad = [candidate(50.0 + i, **script) for i, (script, *_) in enumerate(FAILURES[:6])]
     bad += [
-        candidate(39.0, look="illegal"),
+        candidate(39.0, probe="illegal"),
         candidate(40.0, check="illegal"),
         candidate(41.0, check="exit"),
         candidate(42.0, sample="illegal"),
@@ -504,12 +504,12 @@ def test_a_race_over_a_failing_field(make_runner):
 def test_who_runs_beside_is_told_with_the_samples_and_by_itself(make_runner):
     runner = make_runner("crowded")
     (batch,) = runner.sample([candidate(100.0)], rounds=2, regime="burst")
-    assert batch.conditions.beside == (4711,)
+    assert batch.conditions.concurrent_pids == (4711,)
     trials = runner.gap_trials
     assert trials
     assert runner._gap_ms is None  # what was found beside it is found again
     (asked,) = runner.sample([candidate(100.0)], rounds=0, regime="burst")
-    assert (asked.samples_us, asked.conditions.beside) == ((), (4711,))
+    assert (asked.samples_us, asked.conditions.concurrent_pids) == ((), (4711,))
     assert runner.gap_trials is trials
 
 
@@ -517,7 +517,7 @@ def test_others_are_looked_for_since_the_first_of_a_row_of_requests(make_runner)
     runner = make_runner("crowded", gap_ms=0.0)
     looked_back = []
     for pause_s in (1.3, 0.3, 0.3):
-        runner.look(candidate(100.0))
+        runner.probe(candidate(100.0))
         time.sleep(0.3)
         looked_back += runner.sample([candidate(100.0)], rounds=1, regime="burst")[0].conditions.others
         time.sleep(pause_s)
@@ -530,6 +530,6 @@ def test_others_are_looked_for_since_the_first_of_a_row_of_requests(make_runner)
 def test_that_it_is_not_told_who_runs_is_said_once(make_runner, caplog):
     runner = make_runner("doubtful")
     for _ in range(2):
-        assert runner.sample([candidate(100.0)], rounds=2, regime="burst")[0].conditions.beside is None
+        assert runner.sample([candidate(100.0)], rounds=2, regime="burst")[0].conditions.concurrent_pids is None
     (message,) = caplog.messages
     assert "has the GPU open, and NVML does not tell here whether it runs" in message

@@ -44,7 +44,7 @@ def candidate(kernel, us=100.0, **script) -> Candidate:
 def test_any_declared_kernel(begin, kernel):
     runner = begin(kernel)
     launches = 2 if kernel is RowSums else 1
-    assert runner.look(candidate(kernel)) == pytest.approx(100.0 * launches)
+    assert runner.probe(candidate(kernel)) == pytest.approx(100.0 * launches)
     checked = runner.check(candidate(kernel))
     assert isinstance(checked, Checked), checked
     assert checked.accuracy.repeatable
@@ -152,7 +152,7 @@ def test_a_grid_that_fails_costs_the_candidate(begin, declared):
     failure = runner.check(made[0])
     assert isinstance(failure, Failure)
     assert (failure.kind, failure.message.split(":")[0]) == (FailureKind.LAUNCH_FAILURE, "ZeroDivisionError")
-    assert runner.look(made[1]).kind is FailureKind.LAUNCH_FAILURE  # 0 blocks
+    assert runner.probe(made[1]).kind is FailureKind.LAUNCH_FAILURE  # 0 blocks
     kernel.grid = staticmethod(lambda p, s, device: 4)
     assert isinstance(runner.check(made[1]), Checked)
 

@@ -217,7 +217,7 @@ def test_a_runner_holds_the_gpu_until_it_is_closed(folder):
 
 def test_no_worker_starts_on_a_gpu_that_another_holds(start, monkeypatch):
     start()
-    monkeypatch.setattr(gpu, "Worker", lambda *given: pytest.fail("a worker was started"))
+    monkeypatch.setattr(gpu, "WorkerProcess", lambda *given: pytest.fail("a worker was started"))
     with configure(gpu_wait=0), pytest.raises(MeasureError, match="is held by"):
         GpuRunner(kernel_named("attention"), worker_command=command(), gpu=(UUID, "Made-up GPU"))
 
@@ -225,8 +225,10 @@ def test_no_worker_starts_on_a_gpu_that_another_holds(start, monkeypatch):
 def test_what_the_worker_says_is_held_before_anything_runs_on_it(start, make_runner, monkeypatch):
     holder = start()
     sent = []
-    real = gpu.Worker.send
-    monkeypatch.setattr(gpu.Worker, "send", lambda self, verb, *more: (sent.append(verb), real(self, verb, *more)))
+    real = gpu.WorkerProcess.send
+    monkeypatch.setattr(
+        gpu.WorkerProcess, "send", lambda self, verb, *more: (sent.append(verb), real(self, verb, *more))
+    )
     runner = GpuRunner(kernel_named("attention"), timeouts=TIMEOUTS, worker_command=command("named"))
     try:
         runner.begin(PROBLEM)

@@ -191,7 +191,7 @@ def test_processes_of_others(binding, compute, graphics, samples, others, beside
 
     made.nvmlDeviceGetProcessUtilization = utilization
     told = nvml.ConditionsLog(since_s=NOW).summary()
-    assert (told.others, told.beside) == (others, beside)
+    assert (told.others, told.concurrent_pids) == (others, beside)
     assert told.disturbance == (f"beside process {beside[0]} on the GPU" if beside else "")
 
 

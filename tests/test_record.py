@@ -162,7 +162,7 @@ class Gpu:
     def begin(self, problem):
         self.begun += 1
 
-    def look(self, candidate):
+    def probe(self, candidate):
         self.looks += 1
         if self.looks > self._interrupt_after:
             raise KeyboardInterrupt
@@ -380,7 +380,7 @@ def test_what_is_timed_beside_others_is_no_part_of_a_landscape(site, tmp_path, m
     class AttentionFeatures(Gpu):
         def sample(self, candidates, *, rounds, regime):
             return [
-                dataclasses.replace(each, conditions=Conditions(beside=(4711,)))
+                dataclasses.replace(each, conditions=Conditions(concurrent_pids=(4711,)))
                 for each in super().sample(candidates, rounds=rounds, regime=regime)
             ]
 

@@ -297,7 +297,7 @@ def test_the_process_is_started_once_and_both_know_each_other(monkeypatch, caplo
         device=types.SimpleNamespace(sm_count=132, arch="sm_90"),
         meet=lambda others: met.append(others) or frozenset({7}),
     )
-    monkeypatch.setattr("tiledsched.measure.rivals.Worker", Process)
+    monkeypatch.setattr("tiledsched.measure.rivals.WorkerProcess", Process)
     Process.greeting = ("ready", None)
     Process.told = [RivalSamples(name="one", samples_us=(90.0,) * 8, ours_us=(100.0,) * 8)]
     races = RivalRaces(Attention, runner, regime="burst")

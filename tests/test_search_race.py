@@ -25,7 +25,7 @@ HANG = Failure(kind=FailureKind.HANG, message="no answer")
 class SyntheticRunner:
     """Times are `true_us` times a drift that grows with every sample taken, times noise.
 
-    `failing`: name -> "look", "check", or the number of samples after which it fails. `looks_us`: looks that mislead.
+    `failing`: name -> "probe", "check", or the number of samples after which it fails. `looks_us`: looks that mislead.
     """
 
     name = "gpu"
@@ -53,10 +53,10 @@ class SyntheticRunner:
         self.taken += 1
         return self.true_us[name] * (1 + self.drift * self.taken) * math.exp(self.rng.gauss(0, self.noise))
 
-    def look(self, candidate):
+    def probe(self, candidate):
         name = candidate.schedule["name"]
         self.looked.append(name)
-        if self.failing.get(name) == "look":
+        if self.failing.get(name) == "probe":
             return HANG
         return self.looks_us.pop(name, None) or self.time_of(name)
 
@@ -313,7 +313,7 @@ def test_many_candidates_open_in_groups():
     assert [(len(names), rounds) for names, rounds in runner.calls[:3]] == [(32, 3), (32, 3), (6, 3)]
 
 
-@pytest.mark.parametrize("when", ["look", "check", 0, 3, 9])
+@pytest.mark.parametrize("when", ["probe", "check", 0, 3, 9])
 def test_failures_at_every_stage(when):
     times = {"doomed": 99.9, "a": 100.0, "b": 101.0, "c": 104.0}
     result, reported = run(SyntheticRunner(times, noise=0.003, failing={"doomed": when}))
@@ -331,7 +331,7 @@ def test_when_every_finalist_breaks_down_the_rest_still_have_a_winner():
     assert (name_of(result.winner), name_of(result.runner_up)) == ("good", "slow")
 
 
-@pytest.mark.parametrize("when", ["look", "check", 0, 5])
+@pytest.mark.parametrize("when", ["probe", "check", 0, 5])
 def test_all_fail(when):
     result, reported = run(SyntheticRunner({"a": 1.0, "b": 1.0}, failing={"a": when, "b": when}))
     assert (result.winner, result.runner_up, result.ties, result.margin) == (None, None, (), None)
@@ -347,7 +347,7 @@ def test_one_candidate_and_none():
 
 
 def test_a_deadline_in_the_past_still_times_one_candidate():
-    runner = SyntheticRunner({"default": 100.0, "better": 50.0}, failing={"broken": "look"})
+    runner = SyntheticRunner({"default": 100.0, "better": 50.0}, failing={"broken": "probe"})
     runner.true_us["broken"] = 1.0
     result, reported = run(runner, ["broken", "default", "better"], deadline_s=time.monotonic() - 1)
     assert name_of(result.winner) == "default"
@@ -371,7 +371,7 @@ def settled(burst, capped, **more):
     order = sorted(burst, key=burst.get)
     result, _ = run(SyntheticRunner(burst, noise=1e-4, **more))
     close = [name_of(each) for each in near(result)]
-    failing = {name: "look" for name in close if name not in capped}
+    failing = {name: "probe" for name in close if name not in capped}
     runner = SyntheticRunner({name: capped.get(name, 1.0) for name in close}, noise=1e-4, failing=failing)
     under, _ = run(runner, regime="sustained")
     return order[0], close, settle(result, under)
@@ -402,7 +402,7 @@ def test_what_fails_at_the_power_cap_is_not_served_for_being_near():
     _, _, result = settled({"fast": 100.0, "steady": 101.0, "slow": 101.5}, {"steady": 90.0, "slow": 99.0})
     assert name_of(result.winner) == "steady"
     burst, _ = run(SyntheticRunner({"fast": 100.0, "steady": 101.0}, noise=1e-4))
-    nothing, _ = run(SyntheticRunner({"fast": 1.0, "steady": 1.0}, failing={"fast": "look", "steady": "look"}))
+    nothing, _ = run(SyntheticRunner({"fast": 1.0, "steady": 1.0}, failing={"fast": "probe", "steady": "probe"}))
     assert settle(burst, nothing) is burst
     assert near(nothing) == []
 
@@ -487,7 +487,9 @@ class AttentionFeatures(SyntheticRunner):
     def sample(self, candidates, *, rounds, regime):
         beside = (4711,) if self.disturbed(len(self.calls)) else ()
         return [
-            batch if isinstance(batch, Failure) else replace(batch, conditions=replace(batch.conditions, beside=beside))
+            batch
+            if isinstance(batch, Failure)
+            else replace(batch, conditions=replace(batch.conditions, concurrent_pids=beside))
             for batch in super().sample(candidates, rounds=rounds, regime=regime)
         ]
 
@@ -513,8 +515,10 @@ def test_what_is_timed_beside_others_is_told_and_raced_again(call, impatient, ca
     assert result.disturbance == ""
     assert {name_of(outcome) for outcome in result.outcomes} == set(times)
     measured = [outcome for outcome in reported if isinstance(outcome, Measurement)]
-    assert {name_of(each) for each in measured if each.conditions.beside == (4711,)} >= {"a", "hopeless"}
-    assert all(not outcome.conditions.beside for outcome in result.outcomes if isinstance(outcome, Measurement))
+    assert {name_of(each) for each in measured if each.conditions.concurrent_pids == (4711,)} >= {"a", "hopeless"}
+    assert all(
+        not outcome.conditions.concurrent_pids for outcome in result.outcomes if isinstance(outcome, Measurement)
+    )
     assert [name_of(outcome) for outcome in reported].count("bad") == 1
     assert runner.checked.count("bad") == 1  # what is wrong is wrong in any company
     assert "timed beside process 4711 on the GPU, which decides nothing" in caplog.text
@@ -523,7 +527,10 @@ def test_what_is_timed_beside_others_is_told_and_raced_again(call, impatient, ca
 def test_who_was_beaten_before_is_out_by_a_time_that_counts(impatient):
     runner = AttentionFeatures({"a": 100.0, "beaten": 108.0}, noise=0.002, disturbed=lambda index: index == 2)
     _, reported = raced(runner)
-    assert [(name_of(each), each.conditions.beside) for each in reported][:2] == [("beaten", ()), ("a", (4711,))]
+    assert [(name_of(each), each.conditions.concurrent_pids) for each in reported][:2] == [
+        ("beaten", ()),
+        ("a", (4711,)),
+    ]
 
 
 @pytest.mark.parametrize("deadline_s", [None, 0.0])
@@ -537,7 +544,7 @@ def test_a_gpu_that_is_never_alone_decides_nothing(deadline_s, impatient, monkey
     assert (result.winner, result.runner_up, result.ties) == (None, None, ())
     assert result.disturbance == "beside process 4711 on the GPU"
     assert [type(outcome) for outcome in result.outcomes] in ([Failed], [])
-    assert all(isinstance(each, Failed) or each.conditions.beside for each in reported)
+    assert all(isinstance(each, Failed) or each.conditions.concurrent_pids for each in reported)
     assert len(reported) > 4 if deadline_s is None else len(reported) == 1
 
 
@@ -546,5 +553,5 @@ def test_looks_alone_are_asked_about_too(impatient):
     runner = AttentionFeatures({"a": 400.0, "b": 500.0}, disturbed=lambda index: index == 0)
     result, reported = raced(runner, known_us=100.0)
     assert [rounds for _, rounds in runner.calls] == [0, 0]
-    assert [each.conditions.beside for each in reported] == [(4711,)] * 2 + [()] * 2
+    assert [each.conditions.concurrent_pids for each in reported] == [(4711,)] * 2 + [()] * 2
     assert len(result.outcomes) == 2

@@ -213,11 +213,11 @@ def test_an_interrupted_search_goes_on_where_it_stopped(db) -> None:
     class Interrupted(ReplayRunner):
         looks = 0
 
-        def look(self, candidate):
+        def probe(self, candidate):
             self.looks += 1
             if self.looks > 60:
                 raise KeyboardInterrupt
-            return super().look(candidate)
+            return super().probe(candidate)
 
     with pytest.raises(KeyboardInterrupt):
         tune(recorded, db, runner=Interrupted(Attention, recorded.measurements), trials=64)
@@ -559,7 +559,7 @@ class AttentionFeatures(ReplayRunner):
             dataclasses.replace(
                 each,
                 samples_us=(1.0,) * rounds,
-                conditions=dataclasses.replace(each.conditions, others=(815, 4711), beside=(4711,)),
+                conditions=dataclasses.replace(each.conditions, others=(815, 4711), concurrent_pids=(4711,)),
             )
             for each in batches
         ]
@@ -578,14 +578,14 @@ def test_what_was_timed_beside_others_is_a_row_and_decides_nothing(db, impatient
     runner.disturbed = 3
     result = tune(recorded, db, runner=runner, effort="quick")
     (entry,) = db.entries(provenance="measured")
-    assert entry.measurement.conditions.beside == ()
+    assert entry.measurement.conditions.concurrent_pids == ()
     assert entry.median_us == pytest.approx(recorded.times[recorded.key(entry.schedule)], rel=0.05)
     kept = db.measurements(recorded.problem)
     everything = db.measurements(recorded.problem, disturbed=True)
     assert len(everything) > len(kept) >= result.measured
-    beside = [each.measurement.conditions for each in everything if each.measurement.conditions.beside]
+    beside = [each.measurement.conditions for each in everything if each.measurement.conditions.concurrent_pids]
     assert len(beside) == len(everything) - len(kept)
-    assert {each.beside for each in beside} == {(4711,)}
+    assert {each.concurrent_pids for each in beside} == {(4711,)}
 
 
 def test_a_gpu_that_is_never_alone_leaves_what_is_served_and_says_so(db, impatient) -> None:
@@ -610,7 +610,8 @@ def test_nothing_is_learnt_from_times_beside_others(db) -> None:
     elsewhere = Elsewhere(db, recorded_space(recorded), "burst", "fp32")
     alone, beside = recorded.measurements[:20], recorded.measurements[20:]
     beside = [
-        dataclasses.replace(each, conditions=dataclasses.replace(each.conditions, beside=(4711,))) for each in beside
+        dataclasses.replace(each, conditions=dataclasses.replace(each.conditions, concurrent_pids=(4711,)))
+        for each in beside
     ]
     found = elsewhere._judged([*alone, *beside], {})
     assert {schedule for schedule, _, _ in found} <= {each.schedule for each in alone}

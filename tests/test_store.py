@@ -404,15 +404,15 @@ def test_what_was_timed_beside_others_is_kept_and_not_answered(db):
         return measurement(median_us, conditions=Conditions(sm_clock_mhz=1980, **conditions))
 
     record(db, taken(100.0, others=(815,)))
-    record(db, taken(101.0, others=(815,), beside=None))
-    record(db, taken(90.0, others=(815, 4711), beside=(4711,)))
-    record(db, measurement(80.0, regime="sustained", conditions=Conditions(beside=(4711,))))
+    record(db, taken(101.0, others=(815,), concurrent_pids=None))
+    record(db, taken(90.0, others=(815, 4711), concurrent_pids=(4711,)))
+    record(db, measurement(80.0, regime="sustained", conditions=Conditions(concurrent_pids=(4711,))))
     assert [one.measurement.median_us for one in db.measurements(PROBLEM)] == [101.0, 100.0]
     assert [one.measurement.median_us for one in db.latest_measurements(PROBLEM)] == [101.0]
     assert db.measurements(PROBLEM)[0].measurement.conditions == Conditions(
-        sm_clock_mhz=1980, others=(815,), beside=None
+        sm_clock_mhz=1980, others=(815,), concurrent_pids=None
     )
     everything = db.measurements(PROBLEM, disturbed=True)
-    assert [one.measurement.conditions.beside for one in everything] == [(4711,), (4711,), None, ()]
+    assert [one.measurement.conditions.concurrent_pids for one in everything] == [(4711,), (4711,), None, ()]
     assert [(line.regime, line.measurements) for line in db.landscapes()] == [("burst", 2)]
     assert db.check() == []

@@ -117,7 +117,7 @@ def compare(
             )
             continue
         candidate = Candidate(schedule=entry.schedule, artifact=artifact)
-        seen = runner.look(candidate)
+        seen = runner.probe(candidate)
         if isinstance(seen, Failure):
             rows.append(replace(row, status=f"{seen.kind}: {seen.message}"))
         else:
@@ -127,7 +127,7 @@ def compare(
     for (row, _), batch in zip(ready, batches, strict=True):
         if isinstance(batch, Failure):
             rows.append(replace(row, status=f"{batch.kind}: {batch.message}"))
-        elif batch.conditions.beside:
+        elif batch.conditions.concurrent_pids:
             rows.append(replace(row, status=f"timed {batch.conditions.disturbance}"))
         else:
             rows.append(

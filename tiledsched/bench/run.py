@@ -166,7 +166,7 @@ def bench_cell(
     failed = dict(prepared.failed)
     samples = _sampled(harness, prepared, counts, cell, replace(pace, warmup_s=warmup_s), failed)
     conditions = prepared.log.summary()
-    if conditions.beside:
+    if conditions.concurrent_pids:
         failed |= dict.fromkeys(samples, f"timed {conditions.disturbance}")
         samples = {}
     conditions = replace(conditions, gap_ms=pace.gap_s * 1e3 if regime == "burst" else 0.0)

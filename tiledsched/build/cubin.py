@@ -80,7 +80,7 @@ def symbol_of(cubin: bytes) -> str:
 
 
 def _sections(elf: bytes) -> list[Any]:
-    """Of an ELF file. Its reader is imported here: whoever only looks something up does not wait for it."""
+    """Sections of an ELF file. The reader is imported here, because most uses of this module do not need it."""
     from elftools.common.exceptions import ELFError
     from elftools.elf.elffile import ELFFile
 

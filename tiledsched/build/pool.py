@@ -107,7 +107,7 @@ class BuildPool:
         return wanted
 
     def submit(self, task: BuildTask) -> concurrent.futures.Future[Built]:
-        """Start one build beside others; its outcome, for who does not wait in :meth:`build`. May be called by any thread."""
+        """Start one build, without waiting in :meth:`build`; the future holds its outcome. Any thread may call it."""
         outcome: concurrent.futures.Future[Built] = concurrent.futures.Future()
 
         def tell(future: concurrent.futures.Future[Built]) -> None:

@@ -125,7 +125,7 @@ def _installed_toolchain(_path: str) -> Toolchain:
 
 
 ANY_WORKER_WARPS = (13, 5)
-"""First compiler release that takes `num_worker_warps` beside 4 and 8."""
+"""First compiler release that takes values of `num_worker_warps` other than 4 and 8."""
 
 
 def takes_hints(compiler: str, schedule: Schedule) -> bool:

@@ -22,8 +22,7 @@ from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.registry import SHIPPED, load_kernel
 from tiledsched.measure import nvml
-from tiledsched.tuning.options import Option as TuningOption
-from tiledsched.tuning.options import Options, options_of
+from tiledsched.tuning.options import Options, OptionSpec, options_of
 
 if TYPE_CHECKING:
     from tiledsched.measure.runner import Device
@@ -416,7 +415,7 @@ def generated_options(cls: type[Options], *only: str, heading: str = "Options") 
     return several(*(_generated(each, heading) for each in options_of(cls) if not only or each.name in only))
 
 
-def _generated(each: TuningOption, heading: str) -> Callable[[Decorated], Decorated]:
+def _generated(each: OptionSpec, heading: str) -> Callable[[Decorated], Decorated]:
     kind: Any = each.type
     if each.choices:
         kind = click.Choice(each.choices)

@@ -1,4 +1,5 @@
-"""One control program on every GPU: which of them differ by more than noise, and whose evidence is kept apart."""
+"""One control program is timed on every GPU: which GPUs differ by more than noise, and whose evidence is stored under another
+name."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from tiledsched.measure.estimate import Timing
 from tiledsched.store.evidence import SPREAD
 
 FEWEST = 3
-"""GPUs of one arch to tell which of them is the odd one."""
+"""GPUs of one arch that it takes to say which of them is the odd one."""
 LEAST = 0.01
-"""Differences up to this are never named: a percent is what the clock and a warm day make."""
+"""Smaller differences are never reported: the clock and a warm day make a percent."""
 NOISES = 3.0
-"""A GPU is named where it is so many times its own noise from the others' middle."""
+"""A GPU is reported where its median differs from that of the others by this many times its own noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,29 +27,29 @@ class Control(Timing):
     gpu: str
     """UUID."""
     hostname: str
-    """Where it is."""
+    """The host it is in."""
     arch: str
-    """Its arch."""
+    """The GPU's arch."""
     fingerprint: str
-    """Of the control program: only equal machine code is compared."""
+    """Fingerprint of the control program: only equal machine code is compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuSpread:
-    """One GPU beside its like."""
+    """One GPU compared with the others of its arch."""
 
     gpu: str
     """UUID."""
     hostname: str
-    """Where it is."""
+    """The host it is in."""
     arch: str
-    """Its arch."""
+    """The GPU's arch."""
     timed: int
     """How often it ran the control program."""
     median_us: float
     """Middle of those times."""
     over_fleet: float
-    """That over the middle of all GPUs of its arch, less 1: positive is slower."""
+    """Its median over the median of all GPUs of its arch, less 1; positive means slower."""
     noise: float
     """What it differs from itself by, relative."""
     named: bool
@@ -99,11 +100,11 @@ def _noise(own: Sequence[Control]) -> float:
     return max(within, between) / middle
 
 
-def apart(controls: Iterable[Control], gpu: str) -> bool:
-    """Whether a GPU's evidence is to be kept apart."""
+def is_outlier(controls: Iterable[Control], gpu: str) -> bool:
+    """Whether a GPU differs from the others of its arch by so much that its evidence is stored under a name of its own."""
     return any(each.apart for each in spread_of(controls) if each.gpu == gpu)
 
 
 def label_of(gpu: str) -> str:
-    """What is added to the name of a GPU that is kept apart."""
+    """What is added to the name of a GPU that is an outlier."""
     return gpu[:12]

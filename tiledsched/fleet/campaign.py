@@ -1,4 +1,4 @@
-"""What a fleet is asked to do: a campaign, the leases on its problems, and how attempts end."""
+"""What a fleet is to do: a campaign, the leases on its problems, and how attempts end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ else to do takes the problem over. Where its worker lives after all, that costs 
 DEADLINE_S = 3600.0
 """How long one attempt may take before its process is killed, as hung."""
 MOST_ATTEMPTS = 3
-"""Of one problem, those that were taken away included."""
+"""Attempts at one problem, at most, those that were taken away included."""
 
 
 class Outcome(str, Enum):
@@ -33,15 +33,15 @@ class Outcome(str, Enum):
     LATE = "late"
     """Done after the lease had run out and another had it: kept as evidence."""
     FAILED = "failed"
-    """By the problem's own fault, or once too often: not tried again."""
+    """It failed because of the problem itself, or once too often, and is not tried again."""
     ERROR = "error"
-    """By the GPU's or the host's: tried again elsewhere."""
+    """It failed because of the GPU or the host, and is tried again elsewhere."""
     HUNG = "hung"
     """Past its deadline, and killed."""
     EXPIRED = "expired"
-    """The worker was not heard of."""
+    """The worker did not renew the lease."""
     RELEASED = "released"
-    """Given back, because the worker was told to stop, or waits for room on its disk. Not counted."""
+    """Given back, because the worker was told to stop, or waits for room on its disk. It does not count as an attempt."""
     FULL = "full"
     """A disk of the host was full: released while the worker waits for room, an error after that. Never stored."""
 
@@ -64,19 +64,19 @@ class CampaignPlan:
     compiler: str = ""
     """Version that every worker must have; empty for any."""
     source_hash: str = ""
-    """Of the kernel, which every worker must have; empty for any."""
+    """Hash of the kernel's source, which every worker must have; empty for any."""
     lease_s: float = LEASE_S
     """How long a lease holds unless renewed."""
     deadline_s: float = DEADLINE_S
     """How long one attempt may take."""
     most_attempts: int = MOST_ATTEMPTS
-    """Of one problem."""
+    """Attempts at one problem, at most."""
     budget_s: float | None = None
     """Seconds after which nothing more is begun; None for no limit."""
 
     @property
     def id(self) -> str:
-        """Of its contents; how patient it is, is no part of them."""
+        """Hash of job, kernel, problems, options, compiler and source; limits are no part of it."""
         problems = {arch: sorted(each.id for each in some) for arch, some in sorted(self.problems.items())}
         return stable_id([self.job, self.kernel, problems, dict(self.options), self.compiler, self.source_hash])
 
@@ -96,13 +96,13 @@ class Campaign:
     compiler: str
     """Version that every worker must have; empty for any."""
     source_hash: str
-    """Of the kernel; empty for any."""
+    """Hash of the kernel's source, which every worker must have; empty for any."""
     lease_s: float
     """How long a lease holds unless renewed."""
     deadline_s: float
     """How long one attempt may take."""
     most_attempts: int
-    """Of one problem."""
+    """Attempts at one problem, at most."""
     status: str
     """running, done or stopped."""
     created_at: datetime
@@ -124,13 +124,13 @@ class Lease:
     id: int
     """Number in the database."""
     campaign_id: str
-    """Of which campaign."""
+    """Id of the campaign."""
     worker_id: str
-    """Whose."""
+    """Id of the worker that holds it."""
     attempt: int
     """Which attempt at this problem, from 1."""
     arch: str
-    """For which arch."""
+    """The arch it is to be done for."""
     problem: Problem
     """What is to be done."""
     last: bool
@@ -139,7 +139,7 @@ class Lease:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What the process that does the problems is told first."""
+    """What a worker sends first to the child that does the problems."""
 
     db: str
     """URL of the campaign's database, with its password."""
@@ -156,9 +156,9 @@ class FailedProblem:
     """A problem that could not be done."""
 
     problem: Problem
-    """Which."""
+    """The problem."""
     arch: str
-    """For which arch."""
+    """The arch it is to be done for."""
     attempts: int
     """How often it was tried."""
     message: str

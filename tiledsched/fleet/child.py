@@ -47,11 +47,11 @@ from tiledsched.tuning.resources import Tools
 from tiledsched.tuning.session import Session
 
 THE_PROBLEMS_FAULT = (NoValidScheduleError, ProblemError, SpaceError, DeclarationError, UnsupportedError)
-"""Errors that any other worker would meet, too."""
+"""Errors that every other worker would meet, too."""
 STOPPING_S = 4.0
 """How long a database that does not answer is waited for once the worker said stop."""
 BUILD_NUMBERS = itertools.count()
-"""Of builds that are done elsewhere: none comes twice in a process, so that a late answer is nobody else's."""
+"""Numbers of builds that other hosts do. None is used twice in a process, so that a late answer is never taken for another."""
 LONGEST = 500
 """Characters of a message."""
 
@@ -235,7 +235,7 @@ class Child:
 
 
 class RemoteBuilds:
-    """A pool whose builds are done where the worker has them done."""
+    """A pool whose builds are done on other hosts, through the worker."""
 
     def __init__(self, pipe: Connection, jobs: int) -> None:
         self._pipe, self.jobs = pipe, jobs

@@ -21,14 +21,14 @@ class Gpu:
     """One GPU, or, without one, a place to build and rank."""
 
     uuid: str
-    """As the driver gives it; unique in a fleet."""
+    """Its UUID as the driver gives it, unique in a fleet."""
     name: str
     """Marketing name; empty without a GPU."""
     arch: str
     """e.g. sm_90; empty for a place that takes every arch."""
 
     def archs(self, wanted: Collection[str]) -> set[str]:
-        """Those of `wanted` that it can do."""
+        """The archs of `wanted` that it can work for."""
         return set(wanted) if not self.arch else {self.arch} & set(wanted)
 
     def environment(self) -> dict[str, str]:
@@ -41,7 +41,7 @@ class Gpu:
 
 
 class GpuState:
-    """What a GPU tells of itself, asked in a thread of its own: the driver of one that is stuck may never answer.
+    """The state of a GPU, read in a thread of its own: the driver of a GPU that is stuck may never answer.
 
     Args:
         gpu: which.
@@ -54,7 +54,7 @@ class GpuState:
         self._lock = threading.Lock()
 
     def ask(self) -> None:
-        """Begin to ask, unless a question is open: of many GPUs all are asked before any is waited for."""
+        """Begin to read the state, unless that is under way: of many GPUs all are begun before any is waited for."""
         with self._lock:
             if self._asking is None or not self._asking.is_alive():
                 self._asked_s = time.monotonic()
@@ -65,7 +65,7 @@ class GpuState:
         self._told, self._told_s = self._gpu.state(), time.monotonic()
 
     def read(self, within_s: float = ANSWER_S) -> dict[str, Any]:
-        """Its state; where it does not answer in time, what it told last, and how old that is (`age_s`)."""
+        """The GPU's state; where the driver does not answer in time, the last one known and how old that is (`age_s`)."""
         self.ask()
         assert self._asking is not None
         self._asking.join(max(0.0, self._asked_s + within_s - time.monotonic()))
@@ -94,7 +94,7 @@ def gpus_here(own: Callable[[], Sequence[Gpu]] | None = None, *, without: int = 
 
 
 def visible(found: list[Gpu], environ: Mapping[str, str]) -> list[Gpu]:
-    """Those that CUDA_VISIBLE_DEVICES names, by number (in the order of the PCI bus) or UUID, up to the first that is none."""
+    """The GPUs that CUDA_VISIBLE_DEVICES names, by number (in the order of the PCI bus) or UUID, up to the first name of none."""
     text = environ.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return found
@@ -109,5 +109,5 @@ def visible(found: list[Gpu], environ: Mapping[str, str]) -> list[Gpu]:
 
 
 def illness(state: Mapping[str, Any]) -> str:
-    """Why a GPU in this state is slow, and not by its load; empty where it is not."""
+    """Why a GPU in this state is slow for another reason than its load; empty where it is not."""
     return ", ".join(reason for reason in state.get("throttle_reasons", ()) if reason in HELD_DOWN)

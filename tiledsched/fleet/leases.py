@@ -93,7 +93,7 @@ class Leases:
         ]
 
         def make(session: Session) -> None:
-            now = self._told(session)
+            now = self._database_time(session)
             ends_at = None if plan.budget_s is None else now + timedelta(seconds=plan.budget_s)
             patience = {
                 "lease_s": plan.lease_s,
@@ -170,7 +170,7 @@ class Leases:
             if (
                 campaign.status == "running"
                 and campaign.ends_at is not None
-                and campaign.ends_at <= self._told(session)
+                and campaign.ends_at <= self._database_time(session)
             ):
                 self._give_up(session, campaign_id, "the budget was spent before its turn", None)
             if campaign.status != "running":
@@ -198,7 +198,7 @@ class Leases:
         identity = stable_id([campaign_id, hostname, pid, gpu, threading.get_ident(), datetime.now().isoformat()])
 
         def join(session: Session) -> str:
-            now = self._told(session)
+            now = self._database_time(session)
             if session.get(WorkerRow, identity) is not None:  # the answer to a first try was lost
                 return identity
             session.add(
@@ -271,7 +271,7 @@ class Leases:
         tries = itertools.count()
 
         def take(session: Session) -> Lease | None:
-            now = self._told(session)
+            now = self._database_time(session)
             if next(tries) and (had := self._had(session, campaign, worker_id)) is not None:
                 return had
             running = session.execute(
@@ -389,7 +389,7 @@ class Leases:
 
         def read(session: Session) -> Counter[str]:
             mine = LeaseRow.campaign_id == campaign.id, LeaseRow.attempts < campaign.most_attempts
-            free = (LeaseRow.state == "waiting") | _silent(campaign, self._told(session))
+            free = (LeaseRow.state == "waiting") | _silent(campaign, self._database_time(session))
             asked = sa.select(LeaseRow.arch, sa.func.count()).where(*mine, free)
             return Counter({row[0]: row[1] for row in session.execute(asked.group_by(LeaseRow.arch))})
 
@@ -439,7 +439,7 @@ class Leases:
 
     def time(self) -> datetime:
         """What the time is, for everybody."""
-        return self._read(self._told)
+        return self._read(self._database_time)
 
     def control_problem(self, campaign_id: str, arch: str) -> Problem | None:
         """The problem whose default schedule is the control program: of middling work, and the same for every GPU of an arch."""
@@ -464,7 +464,9 @@ class Leases:
             **{name: told[name] for name in ("fingerprint", "median_us", "ci_low_us", "ci_high_us")},
             "conditions": dict(told.get("conditions") or {}),
         }
-        self._write(lambda session: session.execute(sa.insert(ControlRow).values(**row, taken_at=self._told(session))))
+        self._write(
+            lambda session: session.execute(sa.insert(ControlRow).values(**row, taken_at=self._database_time(session)))
+        )
 
     # How
 
@@ -486,7 +488,7 @@ class Leases:
         now_here = datetime.now(timezone.utc) if self._clock is None else self._clock()
         return now_here + timedelta(seconds=after_s)
 
-    def _told(self, session: Session) -> datetime:
+    def _database_time(self, session: Session) -> datetime:
         """The time, as a value."""
         now = self._now()
         if isinstance(now, datetime):

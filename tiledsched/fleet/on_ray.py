@@ -41,7 +41,7 @@ LOOK_EVERY_S = 2.0
 STEP_S = 15.0
 """How long an actor that finds nothing to do waits before it says so."""
 MOST_RESTARTS = 3
-"""Of the actor of one GPU, without a problem done between them."""
+"""Restarts of the actor of one GPU, at most, without a problem done between them."""
 NOBODY_S = 600.0
 """How long problems wait for a GPU of their arch to come, e.g. from an autoscaler."""
 TOKEN = (
@@ -93,7 +93,7 @@ class GpuActor:
         self._heart.start()
 
     def hello(self) -> dict[str, Any]:
-        """Who it is."""
+        """The worker's id, its GPU and its host."""
         gpu = self._worker.gpu
         return {
             "worker": self._worker.id,
@@ -160,23 +160,23 @@ class _Seat:
     node: str
     """Id of its node."""
     slot: int
-    """Its number there."""
+    """Its number on that node."""
     actor: Any = None
-    """Handle; None before the first and after the last."""
+    """Handle of its actor; None before the first and after the last."""
     call: Any = None
-    """What it was asked last."""
+    """The call that its actor has not answered yet; None where there is none."""
     worker: str = ""
     """Id of its worker, once it has said it."""
     arch: str | None = None
-    """Its arch; empty for any, None while it is not known, or nobody serves it."""
+    """Its arch; empty where any will do, None while it is not known, or no actor serves it."""
     restarts: int = 0
     """How often its actor was started again."""
     leaving: bool = False
-    """Whether its actor was told to end, and is let go once it has."""
+    """Whether its actor was told to leave the campaign, and is ended once it has."""
     resting: bool = False
-    """Whether its actor was let go because there was nothing for it: another comes when there is."""
+    """Whether its actor was ended because there was nothing for it to do: another is started when there is."""
     closed: bool = False
-    """Whether it takes no more part."""
+    """Whether it takes no more part in the campaign."""
 
 
 def _for_seat(left: Counter[str], seat: _Seat) -> int:
@@ -219,7 +219,7 @@ class Driver:
         self._missing_s: dict[str, float] = {}
 
     def run(self) -> Worked:
-        """Until the campaign ends; whatever dies meanwhile is replaced."""
+        """Run until the campaign ends, and replace every actor that dies meanwhile."""
         looked_s = 0.0
         try:
             while True:
@@ -308,7 +308,7 @@ class Driver:
             seat.call = seat.actor.step.remote()
 
     def _lost(self, seat: _Seat, error: Exception) -> None:
-        """Its actor, its host, or Ray's word of them is gone: what it held is taken from it, and another actor started."""
+        """The actor or its host is lost: give back what its worker had leased, and let another actor start."""
         if isinstance(error, self._ray.exceptions.RayTaskError):  # it lives, and says why it cannot
             why = str(error.cause)
         elif "creation task" in str(error):  # it never began, and its traceback says why

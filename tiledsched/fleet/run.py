@@ -31,7 +31,7 @@ class Limits:
     deadline_s: float = DEADLINE_S
     """How long one attempt may take, before it is killed as hung."""
     most_attempts: int = MOST_ATTEMPTS
-    """Of one problem."""
+    """Attempts at one problem, at most."""
     budget_s: float | None = None
     """Seconds after which nothing more is begun; None for no limit."""
 

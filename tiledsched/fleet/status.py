@@ -30,15 +30,15 @@ class WorkerStatus:
     id: str
     """The worker's."""
     hostname: str
-    """Where."""
+    """Its host."""
     pid: int
-    """Of the process."""
+    """Number of its process on that host."""
     gpu: str
     """UUID."""
     device_name: str
     """Marketing name; empty without a GPU."""
     arch: str
-    """Its arch; empty for any."""
+    """Arch of its GPU; empty without a GPU, which takes any."""
     state: str
     """working, idle, silent or ended."""
     doing: str
@@ -50,9 +50,9 @@ class WorkerStatus:
     sm_clock_mhz: int | None
     """SM clock when last heard of; None where that is not told."""
     temperature_c: int | None
-    """Temperature."""
+    """GPU temperature when last heard of."""
     power_w: float | None
-    """Board power."""
+    """Board power when last heard of."""
     throttle_reasons: tuple[str, ...]
     """Why its clock is held down, if it is."""
     age_s: float
@@ -70,10 +70,10 @@ class WorkerStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class FleetStatus:
-    """One campaign, now."""
+    """How far one campaign is."""
 
     campaign: Campaign
-    """Which."""
+    """The campaign."""
     waiting: int
     """Problems that nobody has."""
     leased: int
@@ -91,7 +91,7 @@ class FleetStatus:
     left_s: float | None
     """Seconds until all is done at that rate; None where it is not known."""
     workers: Sequence[WorkerStatus]
-    """Those that are, then those that ended."""
+    """The workers that take part, then those that ended."""
     spread: Sequence[GpuSpread]
     """The control program on every GPU."""
     failures: Sequence[FailedProblem]

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.core.errors import DatabaseError, MeasureError, NoRoomError
 from tiledsched.core.problem import Problem
-from tiledsched.fleet.calibration import apart, label_of
+from tiledsched.fleet.calibration import is_outlier, label_of
 from tiledsched.fleet.campaign import JOBS_VARIABLE, Campaign, Lease, Outcome, Setup
 from tiledsched.fleet.gpus import ANSWER_S, Gpu, GpuState, illness
 from tiledsched.fleet.leases import Leases
@@ -31,9 +31,9 @@ from tiledsched.measure.gpu import END_TIMEOUT_S, child_environment
 from tiledsched.measure.nvml import LABEL_VARIABLE
 
 START_S = 120.0
-"""Until a child is ready: imports, on a cold file system."""
+"""How long a child may take until it is ready: its imports, on a cold file system."""
 STOP_S = 7.0
-"""For a child to end its job and bring home what it found, once told to stop; then it is killed."""
+"""How long a child may take to end its job and bring home what it found, once it is told to stop; then it is killed."""
 POLL_S = 0.2
 MOST_FAULTS = 2
 """Attempts in a row that end by the GPU's or the host's fault, after which it has to prove itself by the control program."""
@@ -48,14 +48,14 @@ log = logging.getLogger("tiledsched")
 
 
 class Builds(Protocol):
-    """What has builds done on other hosts."""
+    """Has builds done on other hosts."""
 
     def submit(self, number: int, key: str, task: BuildTask) -> None:
-        """Have it built; what has the same key is the same build."""
+        """Have a task built; tasks with the same key are the same build."""
         ...
 
     def finished(self) -> list[tuple[int, Built | NoRoomError]]:
-        """What is done since the last question, or found no host with room."""
+        """The builds that were done, or found no host with room, since the last call."""
         ...
 
 
@@ -68,7 +68,7 @@ class ChildLostError(Exception):
 
 
 class Worker:
-    """One GPU's.
+    """Works with one GPU.
 
     Args:
         leases: what to ask for work; shared by the threads of a process.
@@ -113,7 +113,7 @@ class Worker:
         )
 
     def state(self, within_s: float) -> dict[str, Any]:
-        """What is told of it with each renewal, which waits so long for its GPU."""
+        """What is stored with each renewal of its lease; the state of its GPU is waited for at most `within_s`."""
         return {**self.gpu_state.read(within_s), "doing": self._doing, "label": self._label}
 
     def run(self) -> None:
@@ -179,7 +179,9 @@ class Worker:
         self._doing = ""
 
     def _share_s(self) -> float | None:
-        """Of a budget, what the next problem may take: an even share of what is left."""
+        """How long the next problem may take where the campaign has a budget: an even share of what is left; None without a
+        budget.
+        """
         if self.campaign.ends_at is None:
             return None
         left_s = (self.campaign.ends_at - self._leases.time()).total_seconds()
@@ -234,7 +236,9 @@ class Worker:
         if probing:
             self._faults = 0
         self._leases.note_control(self.campaign.id, self.id, self.gpu.uuid, self.gpu.arch, told)
-        label = label_of(self.gpu.uuid) if apart(controls_of(self._leases.db, self.campaign.id), self.gpu.uuid) else ""
+        label = (
+            label_of(self.gpu.uuid) if is_outlier(controls_of(self._leases.db, self.campaign.id), self.gpu.uuid) else ""
+        )
         if label != self._label:
             self._label = label
             self._say(
@@ -249,7 +253,7 @@ class Worker:
     def _ask(
         self, verb: str, *arguments: Any, deadline_s: float, doing: Lease | None = None
     ) -> tuple[Outcome, dict[str, Any] | None, str]:
-        """A child's answer; what its death stands for, if it dies."""
+        """The child's answer; where the child ends first, the outcome and message that stand for it."""
         assert self._child is not None
         try:
             return self._child.ask(
@@ -336,7 +340,7 @@ class _Process:
         builds: Builds | None,
         told: Callable[[str], None],
     ) -> tuple[Outcome, dict[str, Any] | None, str]:
-        """Its answer to one request; builds that it asks for meanwhile are passed on.
+        """The child's answer to one request; builds that it wants meanwhile are passed on.
 
         Raises:
             ChildLostError: it ended, was killed past its deadline, or did not stop in time.
@@ -422,7 +426,7 @@ class Heart(threading.Thread):
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Until told to end."""
+        """Renew the leases of all workers until `end` is called."""
         within_s = min(self._campaign.lease_s / 8, ANSWER_S)
         while not self._ended.wait(min(self._campaign.lease_s / 4, 30.0)):
             # What a worker that ended could not give back must run out.

@@ -38,7 +38,7 @@ Undetermined = typing.Literal["nan", "zero"]
 it shows; or zero, with which CUDA's tensor maps fill what lies outside by default."""
 
 
-class Launch(DispatchMode):
+class InterpretedLaunch(DispatchMode):
     """One launch: the grid, the block whose turn it is, and the answer to every `ct.*` call."""
 
     def __init__(
@@ -136,7 +136,7 @@ def run(
         raise InterpreterError(f"a grid has one to three axes of at least one block, got {grid}")
     if undetermined not in typing.get_args(Undetermined):
         raise InterpreterError(f'undetermined padding holds "nan" or "zero" here, got {undetermined!r}')
-    launch = Launch((*sides, 1, 1)[:3], check_overlap, order, undetermined)  # type: ignore[arg-type]
+    launch = InterpretedLaunch((*sides, 1, 1)[:3], check_overlap, order, undetermined)  # type: ignore[arg-type]
     values = _arguments(function, args, launch)
     body = with_tile_builtins(function)
     with np.errstate(all="ignore"), launch.as_current():
@@ -154,7 +154,7 @@ class SmallDevice:
     sm_count: int = 8
     """Multiprocessors; few, so that persistent blocks take several work tiles."""
     arch: str = "sm_90"
-    """Its arch."""
+    """Arch of the device."""
 
 
 def run_schedule(
@@ -230,14 +230,14 @@ def _checked(spec: ArraySpec, shape: tuple[int, ...], array: Any) -> Any:
 
 
 def _unwritten(spec: ArraySpec, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """As a launch gets it: zeros where it needs them, or else what shows that it was read unwritten."""
+    """A scratch array as a launch gets it: zeros where the kernel needs them, or else values that show a read before a write."""
     dtype = element_type(spec.dtype)
     order = (*shape[:-2], shape[-1], shape[-2]) if spec.column else shape
     made = np.full(order, 0 if spec.zeroed else poison(TILE_TYPE[dtype]), dtype)
     return made.swapaxes(-1, -2) if spec.column else made
 
 
-def _arguments(function: FunctionType, args: Sequence[Any], launch: Launch) -> list[Any]:
+def _arguments(function: FunctionType, args: Sequence[Any], launch: InterpretedLaunch) -> list[Any]:
     """Kernel arguments as tile code sees them."""
     parameters = list(inspect.signature(function).parameters)
     if len(parameters) != len(args):
@@ -257,7 +257,7 @@ def _annotations(function: FunctionType) -> dict[str, tuple[Any, ...]]:
     return {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
 
 
-def _argument(name: str, value: Any, notes: tuple[Any, ...], launch: Launch) -> Any:
+def _argument(name: str, value: Any, notes: tuple[Any, ...], launch: InterpretedLaunch) -> Any:
     if isinstance(value, (list, tuple)):
         each = tuple(getattr(note, "element", note) for note in notes)
         return type(value)(_argument(f"{name}[{i}]", item, each, launch) for i, item in enumerate(value))

@@ -12,7 +12,7 @@ import cuda.tile as ct
 F = TypeVar("F", bound=Callable[..., Any])
 
 IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {}
-"""From cuTile's function, without its wrappers, to ours, which takes the same arguments."""
+"""cuTile's function, without its wrappers -> our function, which takes the same arguments."""
 KEYWORDS: dict[Any, frozenset[str]] = {}
 """Parameter names of each function in cuTile itself, so that a misspelt one is refused here as there."""
 

@@ -129,7 +129,7 @@ def astype(x: Tile | Scalar, dtype: Any, /, *, rounding_mode: Any = None) -> Til
 
 @implements("bitcast")
 def bitcast(x: Tile | Scalar, /, dtype: Any) -> Tile:
-    """The same bits as another type of the same width."""
+    """The tile's bits as another type of the same width."""
     tile, dtype = as_tile(x), as_dtype(dtype)
     if tile.dtype.bitwidth != dtype.bitwidth or ct.bool_ in (tile.dtype, dtype):
         raise InterpreterError(f"ct.bitcast from {tile.dtype} to {dtype}: the widths differ, or one is bool")

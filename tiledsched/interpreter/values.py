@@ -20,7 +20,7 @@ class InterpreterError(TiledschedError, RuntimeError):
     """Tile code did what cuTile forbids or leaves undefined, or used what the interpreter does not support."""
 
     def located(self, place: str) -> InterpreterError:
-        """The same error with `place` before its words: the function, the kernel and the block it came from."""
+        """The error with `place` before its message: the function, the kernel and the block it came from."""
         return InterpreterError(f"{place}: {self}")
 
 
@@ -33,7 +33,7 @@ class UnsupportedOperationError(InterpreterError):
         """The operation as tile code names it, such as `ct.mma_scaled`."""
 
     def located(self, place: str) -> UnsupportedOperationError:
-        """The same error with `place` before its words."""
+        """The error with `place` before its message."""
         return UnsupportedOperationError(f"{place}: {self}", operation=self.operation)
 
 

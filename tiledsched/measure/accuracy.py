@@ -19,7 +19,7 @@ from tiledsched.core.storage import SMALLEST, is_float, to_float
 from tiledsched.measure.runner import Accuracy
 
 ELEMENTS_AT_ONCE = 1 << 26
-"""So many elements of an output are compared at a time, or one row of tiles: it bounds the memory that this takes."""
+"""Elements of an output that are compared at a time, or one row of tiles if that is more: it bounds the memory needed."""
 SUBNORMAL_UNITS = 256
 """Tiles whose elements are on average below so many of the type's smallest steps are judged as if they were that large."""
 RELATIVE, ABSOLUTE, UNEQUAL = "relative error", "error", "unequal elements"
@@ -31,7 +31,7 @@ class OutputErrors:
     """The errors of one output."""
 
     output: str
-    """Its name; of a list, with the place in it."""
+    """Name of the output; of a list of outputs, with the place in it."""
     measure: str
     """What is taken of a tile: `RELATIVE`, `ABSOLUTE` or `UNEQUAL`."""
     limit: float
@@ -50,7 +50,7 @@ class OutputErrors:
         return (*map(int, index), int(row), *([int(column)] if self.errors.shape[2] > 1 else []))
 
     def words(self, flat: int) -> str:
-        """The same for people."""
+        """That place in words, e.g. `Out[0, 3], row tile 2`."""
         place, axes = self.place(flat), len(self.outer)
         index = f"[{', '.join(map(str, place[:axes]))}]" if axes else ""
         column = f", column tile {place[axes + 1]}" if len(place) > axes + 1 else ""

@@ -35,7 +35,7 @@ SLOWEST_FLOPS = 1e11
 finished on an H200 made 6e12.
 """
 SLOWEST_BYTES = 1e9
-"""The same in bytes per second, for kernels that state no operations."""
+"""Bytes per second below which a candidate may be taken for hung, for kernels that state no operations."""
 CHECK_LAUNCHES = 3
 DEFAULT_GAP_MS = BURST_GAP_S * 1e3
 SHORT_GAP_MS = 2.0
@@ -53,17 +53,17 @@ class Timeouts:
     """Seconds to wait for each answer before the worker is taken for hung."""
 
     start_s: float = 120.0
-    """From its start until the GPU is open: on a cold machine, CuPy alone takes many seconds."""
+    """From the worker's start until it has opened the GPU: on a cold machine, importing CuPy alone takes many seconds."""
     begin_s: float = 300.0
     """Inputs and reference of one problem."""
     load_s: float = 30.0
     """Loading one candidate."""
-    look_s: float = 5.0
-    """Its first launches, beside the time the problem takes at `SLOWEST_FLOPS` or `SLOWEST_BYTES`."""
+    probe_s: float = 5.0
+    """Its first launches, in addition to the time the problem takes at `SLOWEST_FLOPS` or `SLOWEST_BYTES`."""
     check_s: float = 20.0
-    """Checking it, beside what its launches take."""
+    """Checking it, in addition to what its launches take."""
     sample_s: float = 20.0
-    """One run of samples, beside what its samples take..."""
+    """One run of samples, in addition to what its samples take..."""
     each_sample_s: float = 0.05
     """...pacing, flushing and launching one sample..."""
     slack: float = 10.0
@@ -78,7 +78,7 @@ class WorkerDiedError(Exception):
         self.failure = failure
 
 
-class Worker:
+class WorkerProcess:
     """A child process, the pipe to it and the folder it may write to.
 
     A fresh interpreter, not a `multiprocessing` child: that one would import the main program first, and with it
@@ -102,7 +102,7 @@ class Worker:
         self.loaded: set[str] = set()
 
     def receive(self, timeout_s: float, what: str) -> tuple[str, Any]:
-        """Its next answer.
+        """The worker's next answer.
 
         Raises:
             WorkerDiedError: it ended, or `timeout_s` passed and it was killed.
@@ -184,7 +184,9 @@ class Worker:
 
 
 def child_environment() -> dict[str, str]:
-    """That of this process for one that it starts, and its places to look for modules: kernels are declared in any of them."""
+    """The environment for a process that this one starts: its own, with this process's module path, in which kernels may be
+    declared.
+    """
     places = dict.fromkeys(os.path.abspath(place) for place in sys.path)
     return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
 
@@ -236,7 +238,7 @@ class GpuRunner:
         """What the last calibration saw; empty before the first."""
         self._told = False
         self._lock = hold(*gpu) if gpu else None
-        self._worker = Worker(self._command, self._lock)
+        self._worker = WorkerProcess(self._command, self._lock)
         self._device: Device | None = None
         # What the worker is still to say: that it has opened the GPU, that it holds the problem.
         self._starting, self._beginning = True, False
@@ -296,7 +298,7 @@ class GpuRunner:
     def _restart(self) -> None:
         """A new worker, brought back to the current problem."""
         self._worker.kill()
-        self._worker, self._starting = Worker(self._command, self._lock), True
+        self._worker, self._starting = WorkerProcess(self._command, self._lock), True
         if self._problem is not None:
             self._begin_on_worker()
 
@@ -324,12 +326,12 @@ class GpuRunner:
             advice = ADVICE.get(answer.kind, "run: tiledsched doctor")
             raise MeasureError(f"cannot prepare {self._problem}: {answer.message}; {advice}")
 
-    def look(self, candidate: Candidate) -> float | Failure:
+    def probe(self, candidate: Candidate) -> float | Failure:
         """Load it and time a launch."""
         assert self._problem is not None
         flops, least_bytes = self._problem.flops, self._problem.min_bytes
-        timeout_s = self._timeouts.look_s + (flops / SLOWEST_FLOPS if flops else least_bytes / SLOWEST_BYTES)
-        answer = self._ask_one(timeout_s, "look", candidate)
+        timeout_s = self._timeouts.probe_s + (flops / SLOWEST_FLOPS if flops else least_bytes / SLOWEST_BYTES)
+        answer = self._ask_one(timeout_s, "probe", candidate)
         if not isinstance(answer, Failure):
             self._expected_us[candidate.artifact.fingerprint] = answer
         assert isinstance(answer, (float, Failure))
@@ -373,9 +375,9 @@ class GpuRunner:
     def _note_others(self, batches: Sequence[Batch | Failure]) -> None:
         """A gap that was found beside others is found again; where it is not told whether others ran, that is said once."""
         seen = [batch.conditions for batch in batches if isinstance(batch, Batch)]
-        if any(each.beside for each in seen):
+        if any(each.concurrent_pids for each in seen):
             self._gap_ms = self._given_gap_ms
-        doubtful = next((each.others for each in seen if each.beside is None), ())
+        doubtful = next((each.others for each in seen if each.concurrent_pids is None), ())
         if doubtful and not self._told:
             self._told = True
             log.warning(
@@ -477,12 +479,12 @@ class GpuRunner:
 
     @property
     def lock(self) -> GpuLock | None:
-        """Of the GPU, for another process of the same run."""
+        """The lock of the GPU, which another process of the same run may share."""
         return self._lock
 
     @property
     def seed(self) -> int:
-        """Of inputs and orders."""
+        """Seed of inputs and sample orders."""
         return self._seed
 
     def close(self) -> None:

@@ -43,9 +43,9 @@ class GpuLock:
     """A GPU held by this process. Whoever holds it again, in the same process, shares it."""
 
     uuid: str
-    """Which."""
+    """UUID of the GPU."""
     descriptor: int
-    """Of the open file; a child that inherits it holds the GPU, too."""
+    """Descriptor of the lock file; a child that inherits it holds the GPU, too."""
     holders: int = 1
     """How many have not released it yet."""
 

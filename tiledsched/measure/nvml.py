@@ -26,12 +26,13 @@ THROTTLE_REASONS = {
 """Bits of nvmlDeviceGetCurrentClocksEventReasons, without 0x1 (idle), which pacing causes on purpose."""
 
 LABEL_VARIABLE = "TILEDSCHED_GPU_LABEL"
-"""Added to the names of this process's GPUs: the evidence of one that differs from its like is kept apart from theirs."""
+"""Environment variable whose value is added to the names of this process's GPUs: the evidence of a GPU that differs from others
+of its model is stored under a name of its own."""
 HELD_DOWN = ("hardware slowdown", "software thermal", "hardware thermal", "power brake")
-"""Throttle reasons of a GPU that is ill or hot, and not just busy."""
+"""Reasons for a low clock of a GPU that is faulty or hot, and not just busy."""
 
 BUSY_PERCENT = 5
-"""Of the time, below which another process's kernels are borne by the median: a desktop that draws is at one or two."""
+"""Percentage of time below which kernels of another process do not move the median: a desktop that draws uses one or two."""
 
 
 def _text(value: Any) -> str:
@@ -52,8 +53,9 @@ def _labelled(name: str) -> str:
 
 
 def _handles(nvml: Any) -> Iterator[Any]:
-    """Of the GPUs that CUDA_VISIBLE_DEVICES names by UUID, else of all; None for one that has none. Others are not asked
-    anything: one of them may be stuck. Numbers mean this order or another, and are left to CUDA.
+    """NVML handles of the GPUs that CUDA_VISIBLE_DEVICES names by UUID, else of all GPUs; None for a GPU without one. Other
+    GPUs are
+    not touched: one of them may be stuck. Numbers mean this order or another, and are left to CUDA.
     """
     words = [word.strip() for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     if all(word.startswith("GPU-") for word in words):
@@ -294,7 +296,7 @@ class ConditionsLog:
         return frozenset() if self._handle is None else _processes(self._nvml, self._handle)
 
     def _ran(self, others: frozenset[int]) -> tuple[int, ...] | None:
-        """Those of them that ran since the beginning; None where NVML does not tell."""
+        """The processes of others that ran on the GPU since the beginning; None where NVML does not say."""
         if not others:
             return ()
         since_us = int(self._since_s * 1e6)
@@ -341,5 +343,5 @@ class ConditionsLog:
             temperature_c=max(seen.get("temperature", [0])),
             throttle_reasons=throttled,
             others=tuple(sorted(others)),
-            beside=self._ask(lambda: self._ran(others), READ_S) if told else (),
+            concurrent_pids=self._ask(lambda: self._ran(others), READ_S) if told else (),
         )

@@ -48,7 +48,7 @@ class ReplayRunner:
 
     @property
     def device_name(self) -> str:
-        """Its name."""
+        """Name of the GPU whose record is replayed."""
         return self.device.name
 
     def _key(self, problem: Problem, fingerprint: str, schedule: Schedule) -> Key:
@@ -64,7 +64,7 @@ class ReplayRunner:
             raise MeasureError(f"nothing was recorded for {problem} on {self.device.name}; record it on the GPU first")
         self._problem = problem
 
-    def look(self, candidate: Candidate) -> float | Failure:
+    def probe(self, candidate: Candidate) -> float | Failure:
         """One recorded sample."""
         found = self._find(candidate)
         return found if isinstance(found, Failure) else self._rng.choice(found.samples_us)
@@ -98,4 +98,4 @@ class ReplayRunner:
         return found or Failure(kind=FailureKind.LAUNCH_FAILURE, message=message)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: no GPU is held."""

@@ -35,17 +35,17 @@ class Tried:
     """A rival that ran and was right."""
 
     name: str
-    """As the kernel names it."""
+    """Its name in the kernel's declaration."""
     call: Call
     """Computes the problem once."""
     host_us: float
-    """What that costs the host."""
+    """Microseconds that a call takes the host."""
     version: str
-    """Of what computes."""
+    """Version of the package that computes."""
 
 
 class Rivals:
-    """Answers requests; holds the current problem.
+    """Answers requests about rivals of the current problem.
 
     Args:
         torch: the module.
@@ -209,7 +209,7 @@ class Rivals:
 
 
 def main(descriptor: str, folder: str, parent: str) -> None:
-    """As the measuring process; torch is loaded first, so that what kernels import finds it."""
+    """Serve like the measuring process; torch is loaded first, so that modules of kernels find it."""
     import cupy
     import torch
 

@@ -1,4 +1,4 @@
-"""Times rivals beside the winner of a race, through a process of their own.
+"""Times rivals next to the winner of a race, through a process of their own.
 
 What decides between schedules is measured by a process that holds neither torch nor a compiler. Rivals need torch, so that they
 are timed by another one, which is started when the first is to be timed and takes part in nothing else: it launches our winner's
@@ -20,7 +20,7 @@ from typing import Any
 from tiledsched.core.errors import Failure
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.measure.gpu import GpuRunner, Timeouts, Worker, WorkerDiedError
+from tiledsched.measure.gpu import GpuRunner, Timeouts, WorkerDiedError, WorkerProcess
 from tiledsched.measure.launch import launch_of
 from tiledsched.measure.runner import Candidate, RivalTime
 from tiledsched.measure.statistics import median_interval
@@ -31,7 +31,7 @@ RIVAL_COMMAND = (sys.executable, "-m", "tiledsched.measure.rival_worker")
 ROUNDS = {"burst": 30, "sustained": 200}
 """Samples of each, by regime."""
 LEAST_ROUNDS = 6
-"""Of a rival that is told apart: below it there is no 95% interval."""
+"""Samples below which a rival counts as not timed: fewer have no 95% interval."""
 CONFIDENCE = 0.95
 RACE_S = 600.0
 """How long a race of rivals may take: some compile themselves, for minutes."""
@@ -39,22 +39,22 @@ RACE_S = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class RivalSamples:
-    """What the process of the rivals tells of one of them."""
+    """What the rivals' process reports of one of them."""
 
     name: str
-    """As the kernel names it."""
+    """Its name in the kernel's declaration."""
     failure: str = ""
     """Why it was not timed; empty where it was."""
     samples_us: tuple[float, ...] = ()
-    """Its samples; NaN where the host was late."""
+    """Its samples in microseconds; NaN where the host was late."""
     ours_us: tuple[float, ...] = ()
-    """Our winner's of the same rounds."""
+    """Samples of our winner in the same rounds."""
     host_us: float = 0.0
-    """What a call costs the host."""
+    """Microseconds that a call takes the host."""
     capturable: bool = False
     """Whether it was captured in a CUDA graph and replayed."""
     version: str = ""
-    """Of what computes."""
+    """Version of the package that computes."""
 
 
 def call_on(function: Callable[..., Any], tensors: Sequence[Any]) -> Callable[[], Any]:
@@ -93,7 +93,7 @@ def rival_time(told: RivalSamples) -> RivalTime:
 
 
 class RivalRaces:
-    """The process of the rivals, and what it is asked. What goes wrong costs the rivals of a problem, never its tune.
+    """Times rivals through a process of their own. If that fails, a problem has no times of rivals, and its tune goes on.
 
     Args:
         kernel: whose rivals.
@@ -114,7 +114,7 @@ class RivalRaces:
     ) -> None:
         self._kernel, self._runner, self._regime = kernel, runner, regime
         self._command, self._timeouts = tuple(command), timeouts or Timeouts()
-        self._worker: Worker | None = None
+        self._worker: WorkerProcess | None = None
         self._problem: Problem | None = None
         self._unable = ""
 
@@ -131,7 +131,7 @@ class RivalRaces:
         return None if told is None else [rival_time(each) for each in told]
 
     def versions(self, problem: Problem) -> Mapping[str, str]:
-        """Name -> version of every rival of `problem` that is here; none where that cannot be told."""
+        """Name -> version of every rival of `problem` that is installed; none where the process cannot say."""
         try:
             worker = self._ready()
             if worker is None:
@@ -164,7 +164,7 @@ class RivalRaces:
         )
         return answer
 
-    def _ready(self) -> Worker | None:
+    def _ready(self) -> WorkerProcess | None:
         """The process, started where it is not; None where it cannot be."""
         if self._unable:
             return None
@@ -172,7 +172,7 @@ class RivalRaces:
             return self._worker
         self.close()
         self._problem = None
-        worker = self._worker = Worker(self._command, self._runner.lock)
+        worker = self._worker = WorkerProcess(self._command, self._runner.lock)
         try:
             kind, value = worker.receive(self._timeouts.start_s, "start")
         except WorkerDiedError as error:

@@ -15,7 +15,9 @@ from tiledsched.measure.estimate import Timing
 REGIMES = ("burst", "sustained")
 
 OMIT_DEFAULT = {"omit_default": True}
-"""Metadata of a field that is not written where it has its default: files from before there was such a field stay as they are."""
+"""Metadata of a field that is not written where it has its default: files from before there was such a field stay as they are.
+A field that is written under another name than its own has that name as `key`.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,23 +62,25 @@ class Conditions:
     """Launches per sample, replayed as one CUDA graph; 0 where events enclosed a single launch."""
     others: tuple[int, ...] = field(default=(), metadata=OMIT_DEFAULT)
     """Processes of others that had the GPU open, by NVML's numbers."""
-    beside: tuple[int, ...] | None = field(default=(), metadata=OMIT_DEFAULT)
-    """Those of them that ran on it meanwhile: what is timed beside them decides nothing. None where that is not told."""
+    concurrent_pids: tuple[int, ...] | None = field(default=(), metadata={**OMIT_DEFAULT, "key": "beside"})
+    """Numbers of the other processes that ran on the GPU meanwhile: times taken while they ran decide nothing. None where NVML
+    does not say."""
 
     @property
     def disturbance(self) -> str:
-        """Who ran on the GPU meanwhile, in words; empty where nobody did."""
-        numbers = ", ".join(map(str, self.beside or ()))
+        """The other processes that ran on the GPU meanwhile, in words; empty where there were none."""
+        numbers = ", ".join(map(str, self.concurrent_pids or ()))
         return f"beside process {numbers} on the GPU" if numbers else ""
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict; pass it to the constructor to invert."""
-        return asdict(self)
+        """A plain dict, under the names that files have."""
+        values = asdict(self)
+        return {**values, "beside": values.pop("concurrent_pids")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class GapTrial:
-    """What pacing at one distance came to."""
+    """The samples taken with launches paced at one distance."""
 
     gap_ms: float
     """Start-to-start distance of launches."""
@@ -103,7 +107,7 @@ class Accuracy:
     repeatable: bool
     """Whether two launches, and launches in a row, gave the same bits."""
     adversarial_tile_error: float = 0.0
-    """The same on the adversarial inputs; 0 in records from before there were any."""
+    """Largest error on the adversarial inputs, likewise; 0 in records from before there were any."""
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict; pass it to the constructor to invert."""
@@ -125,7 +129,7 @@ class Checked:
     """A candidate that loaded, ran and gave the right answer."""
 
     accuracy: Accuracy
-    """Its error, over the whole output."""
+    """Its error over the whole output."""
     first_look_us: float
     """Time of one launch, cold: good enough to tell a hopeless candidate, never reported."""
 
@@ -149,9 +153,9 @@ class Measurement(Timing):
     schedule: Schedule
     """How."""
     fingerprint: str
-    """Which machine code."""
+    """Fingerprint of the machine code."""
     device: Device
-    """Where."""
+    """The GPU it was measured on."""
     regime: str
     """burst (cool, full clocks) or sustained (at the power cap)."""
     samples_us: tuple[float, ...]
@@ -166,10 +170,10 @@ class Measurement(Timing):
 
 @dataclass(frozen=True, kw_only=True)
 class RivalTime:
-    """What a rival took beside the winner of a race, in one interleaved run."""
+    """What a rival took next to the winner of a race, in one interleaved run."""
 
     name: str
-    """As the kernel names it."""
+    """Its name in the kernel's declaration."""
     failure: str = field(default="", metadata=OMIT_DEFAULT)
     """Why it was not timed; empty where it was."""
     median_us: float | None = None
@@ -189,7 +193,7 @@ class RivalTime:
     capturable: bool = False
     """Whether a CUDA graph may hold it: it was captured and replayed."""
     version: str = ""
-    """Of what computes, for people."""
+    """Version of the package that computes, for people."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +218,7 @@ class Runner(Protocol):
     name: str
     """Stored with each measurement: gpu or replay."""
     regimes: frozenset[str]
-    """In which it can time."""
+    """The regimes in which it can time."""
 
     @property
     def device(self) -> Device:
@@ -223,7 +227,7 @@ class Runner(Protocol):
 
     @property
     def device_name(self) -> str:
-        """Its name, which may be known before all else is."""
+        """Name of the GPU, which may be known before the rest is."""
         ...
 
     def begin(self, problem: Problem) -> None:
@@ -233,7 +237,7 @@ class Runner(Protocol):
         """
         ...
 
-    def look(self, candidate: Candidate) -> float | Failure:
+    def probe(self, candidate: Candidate) -> float | Failure:
         """Load `candidate` and time a launch of it, in microseconds: good enough to tell the hopeless, no more."""
         ...
 

@@ -35,7 +35,7 @@ STEADY_STEP = 0.01
 SUSTAINED_WARMUP_S = 2.0
 """How long back-to-back launches run before samples count: the power cap takes that long to act."""
 SUSTAINED_REWARM_S = 0.2
-"""The same when the last such run ended within `STILL_WARM_S`."""
+"""How long they run where the last sustained run ended less than `STILL_WARM_S` ago."""
 STILL_WARM_S = 1.0
 """How long the GPU stays as warm as it was."""
 GRAPH_BELOW_US = 150.0

@@ -18,7 +18,7 @@ LEAST_SPIN_US = 300.0
 SPIN_MARGIN = 2.0
 """The spin takes so many times what the slowest call costs the host."""
 CYCLES_PER_US = 3000
-"""Above the clock of any GPU; where it is lower the spin takes longer, and nothing else changes."""
+"""A clock rate above that of any GPU: where the GPU's is lower, the spin takes longer, and nothing else changes."""
 MOST_DOUBLINGS = 5
 """Times that a spin which was over too soon is doubled."""
 LOOKS = 3
@@ -53,7 +53,7 @@ class TorchStopwatch:
         self.spin_us = max(LEAST_SPIN_US, SPIN_MARGIN * host_us)
 
     def capture(self, index: int, launches: int) -> bool:
-        """From now on time call `index` as a CUDA graph of so many; False where it cannot be captured."""
+        """Time call `index` as a CUDA graph of `launches` calls from now on; False where it cannot be captured."""
         torch, call = self._torch, self._calls[index]
         graph = torch.cuda.CUDAGraph()
         try:

@@ -82,9 +82,9 @@ class State:
     stream: Any = None
     folder: str = ""
     functions: dict[str, list[Any]] = field(default_factory=dict)
-    """By fingerprint: the loaded functions of each artifact, in the order of its launches."""
+    """Fingerprint -> the loaded functions of the artifact, in the order of its launches."""
     arrays: ProblemArrays | None = None
-    """Of the current problem."""
+    """Inputs, outputs and references of the current problem."""
     flush: Any = None
     spin: Any = None
     device: Any = None
@@ -157,9 +157,9 @@ def _run(state: State, launch: Launch, arguments: Packed) -> None:
         function(step.grid, (1, 1, 1), packed)
 
 
-def look(state: State, launch: Launch) -> float:
+def probe(state: State, launch: Launch) -> float:
     """Microseconds of one launch, behind a spin kernel, so that the host's part of a first launch is not in it."""
-    watch = Stopwatch(state, [launch])
+    watch = CupyStopwatch(state, [launch])
     with state.stream:
         state.spin((1,), (1,), (numpy.uint64(SPIN_US * 1e3),))
     return watch.read(watch.queue(0, paced=False))
@@ -212,7 +212,7 @@ def _errors(arrays: ProblemArrays, case: Case, tolerance: Tolerance, tile: tuple
 
 
 def _poisoned_launch(state: State, launch: Launch, case: Case, in_a_row: int = 1) -> float:
-    """So many launches, whose outputs are NaN where nothing was written; their microseconds."""
+    """Launch `in_a_row` times over outputs filled with NaN; microseconds of all launches together."""
     arrays = state.arrays
     assert arrays is not None
     arrays.poison(launch.scratch)
@@ -231,7 +231,7 @@ def _poisoned_launch(state: State, launch: Launch, case: Case, in_a_row: int = 1
     return float(cupy.cuda.get_elapsed_time(before, after) * 1e3)
 
 
-class Stopwatch:
+class CupyStopwatch:
     """Launches loaded kernels between CuPy events; see :class:`tiledsched.measure.timing.Stopwatch`.
 
     With `graph_launches`, a sample is so many launches replayed as one CUDA graph, divided by their number: back to back,
@@ -295,7 +295,7 @@ def sample(
     log = ConditionsLog(state.ours, state.since_s)
     still_warm = time.perf_counter() - state.last_sustained_s < timing.STILL_WARM_S
     samples = sample_rounds(
-        Stopwatch(state, launches, graph_launches),
+        CupyStopwatch(state, launches, graph_launches),
         len(launches),
         rounds=rounds,
         regime=regime,
@@ -315,7 +315,7 @@ def sample(
 
 def find_gap(state: State, launch: Launch) -> list[GapTrial]:
     """What pacing `launch` at several distances comes to."""
-    return calibrate(Stopwatch(state, [launch]), log=ConditionsLog)
+    return calibrate(CupyStopwatch(state, [launch]), log=ConditionsLog)
 
 
 def answer(state: State, request: tuple[Any, ...]) -> Any:
@@ -328,8 +328,8 @@ def answer(state: State, request: tuple[Any, ...]) -> Any:
             return load(state, *arguments)
         except Exception as error:
             return _failure(error, FailureKind.ARTIFACT_CORRUPT)
-    if verb == "look":
-        return look(state, *arguments)
+    if verb == "probe":
+        return probe(state, *arguments)
     if verb == "check":
         return check(state, *arguments)
     if verb == "calibrate":

@@ -43,8 +43,8 @@ def encode(value: Any) -> Any:
     kind: Any = type(value)
     if _is_record(kind):
         return {
-            name: encode(item)
-            for name, (default, omit_default) in _fields(kind).items()
+            key: encode(item)
+            for key, (name, default, omit_default) in _fields(kind).items()
             if (item := getattr(value, name)) != default or not omit_default
         }
     if isinstance(value, Enum):
@@ -63,12 +63,15 @@ def _is_record(kind: Any) -> bool:
 
 
 @cache
-def _fields(cls: Any) -> dict[str, tuple[Any, bool]]:
-    """The fields of a dataclass or a Struct: the default, and whether a field is left out where it has its default."""
+def _fields(cls: Any) -> dict[str, tuple[str, Any, bool]]:
+    """The fields of a dataclass or a Struct by key: the name, the default, and whether a field is left out at its default."""
     if issubclass(cls, msgspec.Struct):
         omitted = getattr(cls, "OMIT_DEFAULT", ())
-        return {each.name: (each.default, each.name in omitted) for each in msgspec.structs.fields(cls)}
-    return {each.name: (each.default, bool(each.metadata.get("omit_default"))) for each in fields(cls)}
+        return {each.name: (each.name, each.default, each.name in omitted) for each in msgspec.structs.fields(cls)}
+    return {
+        each.metadata.get("key", each.name): (each.name, each.default, bool(each.metadata.get("omit_default")))
+        for each in fields(cls)
+    }
 
 
 def decode(cls: type[T], data: Any, where: str) -> T:
@@ -155,8 +158,10 @@ def _time(data: Any, where: str) -> datetime:
 
 def _record_decoder(cls: type) -> Decoder:
     hints = get_type_hints(cls)
-    known = {name: _decoder(hints[name]) for name in _fields(cls)}
-    required = {name for name, (default, _) in _fields(cls).items() if default in (MISSING, msgspec.NODEFAULT)}
+    names = {key: name for key, (name, *_) in _fields(cls).items()}
+    renamed = {key: name for key, name in names.items() if key != name}
+    known = {key: _decoder(hints[name]) for key, name in names.items()}
+    required = {key for key, (_, default, _) in _fields(cls).items() if default in (MISSING, msgspec.NODEFAULT)}
     checks = field_checks(cls.__name__, known)
 
     def decode_record(data: Any, where: str) -> Any:
@@ -172,6 +177,8 @@ def _record_decoder(cls: type) -> Decoder:
         for key, check in checks:
             if key in values:
                 check(values[key], where and f"{where}.{key}")
+        for key in renamed.keys() & values.keys():
+            values[renamed[key]] = values.pop(key)
         try:
             return cls(**values)
         except (TiledschedError, ValueError) as error:

@@ -290,7 +290,7 @@ def _entry(row: Any, stored: dict[str, StoredMeasurement], where: str) -> Entry:
 def _check_evidence(entry: Entry, evidence: StoredMeasurement, where: str) -> None:
     """Hold a measured entry to what was measured."""
     taken = evidence.measurement
-    if taken.conditions.beside:
+    if taken.conditions.concurrent_pids:
         raise DatabaseError(
             f"{where}.measurement: {evidence.uid} was timed {taken.conditions.disturbance}, which decides nothing; "
             "measure it again"

@@ -1,4 +1,4 @@
-"""How much to do: effort levels as data. What to expect of each is in docs/results/search.md, with the command."""
+"""How much a tune does, as levels of effort. docs/results/search.md says what to expect of each level."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """One level."""
+    """One level of effort."""
 
     programs: int
     """Distinct programs to measure per problem, at most; those measured before count."""
     batch: int
-    """Programs measured between two looks at what was learnt."""
+    """Programs measured before the search uses what they showed."""
     builds: int
-    """Schedules built for each program measured, so that the ones worth measuring can be told by their machine code."""
+    """Schedules built for each program that is measured: their machine code shows which are worth measuring."""
     finalists: int
     """Programs in the deciding race."""
     both_regimes: bool
-    """Whether those that are nearly as fast as the winner race in the sustained regime, too, where the burst one decides."""
+    """Whether programs nearly as fast as the burst winner race in the sustained regime, too."""
     least_gain: float
-    """The search ends when no candidate promises to gain this part of the best time."""
+    """The search ends when no candidate is expected to be faster than the best by this part of its time."""
     modelled: int | None = None
     """Schedules built per problem where there is no GPU, the model's favourites first; None for all."""
 
@@ -31,4 +31,4 @@ EFFORTS: Mapping[str, Effort] = {
     "default": Effort(programs=64, batch=8, builds=2, finalists=16, both_regimes=True, least_gain=5e-4, modelled=64),
     "thorough": Effort(programs=192, batch=8, builds=2, finalists=24, both_regimes=True, least_gain=0.0, modelled=None),
 }
-"""By name, least first."""
+"""The levels by name, the one that does least first."""

@@ -20,13 +20,15 @@ from tiledsched.core.schedule import Schedule
 DECAY = 0.7
 """What a change seen with one other knob different counts, of what it would count here; that squared for two, and so on."""
 DOUBT = 0.25
-"""What is held against each change before it is seen, in changes seen right here."""
+"""Weight of the assumption, before any observation, that a change has an effect; in observed changes."""
 SURE = 0.7
 """Probability from which a schedule counts as a program already built; see docs/results/search.md."""
 MOST_CHANGES = 2
 """Knobs in which two schedules differ at most where they are taken for one program."""
 MOST_TAUGHT = 3
-"""The same of two that were seen to be one program: each of their changes is taken to be without effect."""
+"""Knobs in which two schedules that were seen to be one program differ at most, for each of the changes to count as without
+effect.
+"""
 
 Codes = NDArray[np.int32]
 _Seen = tuple[Codes, tuple[int, int], bool]

@@ -7,7 +7,7 @@ from these classes: :func:`options_of` describes each field, and :meth:`Options.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ Chosen = TypeVar("Chosen", bound="Options")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Option:
+class OptionSpec:
     """One option as the command line and a check of values need to know it."""
 
     name: str
@@ -71,28 +71,12 @@ class Option:
             raise ConfigError(f"{self.name} must be {wanted}, not {value!r}")
 
 
-def option(
-    default: Any,
-    *,
-    help: str,
-    type: type | None = None,
-    choices: Sequence[str] = (),
-    minimum: int | None = None,
-    metavar: str = "",
-    default_help: str = "",
-    is_file: bool = False,
-) -> Any:
-    """A field of an options class; see :class:`Option` for the arguments. Without `type`, the default's type is meant, or str."""
-    described = {
-        "help": help,
-        "type": type or (str if default is None else default.__class__),
-        "choices": tuple(choices),
-        "minimum": minimum,
-        "metavar": metavar,
-        "default_help": default_help,
-        "is_file": is_file,
-    }
-    return dataclasses.field(default=default, metadata=described)
+def option(default: Any, *, help: str, **described: Any) -> Any:
+    """A field of an options class. `described` are the other fields of :class:`OptionSpec`; without a `type`, the type of the
+    default is meant, or str where that is None.
+    """
+    usual = str if default is None else type(default)
+    return dataclasses.field(default=default, metadata={"help": help, "type": usual, **described})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,9 +110,9 @@ class Options:
         return found
 
 
-def options_of(cls: type[Options]) -> tuple[Option, ...]:
+def options_of(cls: type[Options]) -> tuple[OptionSpec, ...]:
     """The options of an options class, in the order of its fields."""
-    return tuple(Option(name=each.name, default=each.default, **each.metadata) for each in dataclasses.fields(cls))
+    return tuple(OptionSpec(name=each.name, default=each.default, **each.metadata) for each in dataclasses.fields(cls))
 
 
 def _choices(setting: str) -> tuple[str, ...]:

@@ -76,7 +76,9 @@ def promising_part(
 
 
 def nearest(problem: Problem, measured: Iterable[Problem], *, itself: bool = False) -> list[Problem]:
-    """Of measured problems those to learn from, the most alike first; `problem` among them only if asked for."""
+    """The measured problems most similar to `problem`, most similar first, at most MOST_PROBLEMS; with `itself`, `problem` may
+    be among
+    them."""
     others = (other for other in measured if other.kernel == problem.kernel and (itself or other != problem))
     return sorted(others, key=lambda other: (-problem.declaration.similarity.weight(problem, other), other))[
         :MOST_PROBLEMS
@@ -202,7 +204,7 @@ class Elsewhere:
     def _judged(
         self, taken: Sequence[Measurement], facts: Mapping[str, ResourceFacts | None]
     ) -> list[tuple[Schedule, ResourceFacts | None, float]]:
-        taken = [one for one in taken if not one.conditions.beside]
+        taken = [one for one in taken if not one.conditions.concurrent_pids]
         as_now = [one for one in taken if timed_as_now(one.regime, one.conditions)]
         taken = as_now if len(as_now) >= FEWEST_PROGRAMS else taken
         schedules = [self._space.complete(one.schedule) for one in taken]

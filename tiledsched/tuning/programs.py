@@ -1,4 +1,4 @@
-"""From schedules to distinct programs: build what is missing, reuse what is not, merge what is the same.
+"""From schedules to distinct programs: build what is missing, reuse what was built before, merge what is the same.
 
 Two schedules are the same program on a problem when their machine code has one fingerprint and they launch the same
 grids. Only one of them is ever measured.
@@ -29,11 +29,11 @@ from tiledsched.store.records import BuildRecord
 Key = tuple[str, tuple[tuple[int, int, int], ...]]
 """(fingerprint, grids): what makes a program distinct."""
 RETRIED = (FailureKind.WORKER_KILLED, FailureKind.GPU_LOST, FailureKind.OUT_OF_MEMORY)
-"""Failures that say more of the day than of the program: no verdict on it."""
+"""Failures by which no program is judged, because they have causes outside it: it is tried again."""
 ALL_FAIL = 8
-"""Builds after which a run ends where all of them failed alike."""
+"""A run ends when this many builds have failed, all of them alike and none succeeded."""
 Progress = Callable[[int, BuildRecord], None]
-"""Called after each build with how many are done, and what became of the last."""
+"""Called after each build with the number of builds done and the record of the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,22 +41,22 @@ class Program:
     """One distinct program and every schedule that turned out to be it."""
 
     fingerprint: str
-    """Its machine code."""
+    """Fingerprint of its machine code."""
     grids: tuple[tuple[int, int, int], ...]
-    """Of its launches on the problem at hand."""
+    """Grid of each of its launches for the problem."""
     facts: ResourceFacts
-    """Resources it takes."""
+    """Registers, shared memory and other resources that it takes."""
     schedules: tuple[Schedule, ...]
     """Equivalent schedules; the first is the representative."""
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule it is known by: the one closest to what was asked first."""
+        """The schedule it is known by: the first of those that came to it."""
         return self.schedules[0]
 
     @property
     def key(self) -> Key:
-        """What makes it distinct."""
+        """Its fingerprint and grids, which no other program shares."""
         return self.fingerprint, self.grids
 
 
@@ -88,7 +88,7 @@ class Builder:
         return self._pool.jobs
 
     def _of_the_day(self, record: BuildRecord) -> bool:
-        """Whether a failure of an earlier run says nothing of the program: whoever asks again may get another answer."""
+        """Whether a failure of an earlier run may have had its cause outside the program, so that it is built again."""
         failed = record.failure
         return failed is not None and (
             failed.kind is FailureKind.COMPILER_KILLED
@@ -109,11 +109,11 @@ class Builder:
         return self._classes[key]
 
     def record(self, schedule: Schedule, problem: Problem) -> BuildRecord | None:
-        """What is known of building `schedule` for `problem`'s class; None where it was never tried."""
+        """The record of building `schedule` for `problem`'s class; None where it was never tried."""
         return self._builds.get((schedule.id, self.problem_class(problem, schedule).id))
 
     def fingerprint(self, schedule: Schedule, problem: Problem) -> str | None:
-        """Of the machine code it has now; None where it was not built, or does not build."""
+        """Fingerprint of the machine code that `schedule` has now; None where it was not built, or does not build."""
         record = self.record(schedule, problem)
         return record.fingerprint or None if record else None
 
@@ -131,7 +131,7 @@ class Builder:
         ]
 
     def missing(self, schedules: Iterable[Schedule], problem: Problem) -> list[Schedule]:
-        """Those not built yet, or whose artifact has gone from the disk; each once."""
+        """The schedules that are not built yet, or whose machine code has gone from the disk; each once."""
         return [each for each in dict.fromkeys(schedules) if not self._usable(self.record(each, problem))]
 
     def _usable(self, record: BuildRecord | None) -> bool:

@@ -1,10 +1,10 @@
-"""Race candidates until the winner stands apart or is declared a tie.
+"""Race candidates until one is known to be the fastest, or several are declared a tie.
 
-One look at everyone tells the hopeless; the rest run in interleaved heats. After each heat those that are clearly slower
-than the leader drop out; who stays in must pass the accuracy check. Heats go on until nobody else is left, or until
-those left are known so precisely that more samples would not tell them apart. Samples are paired by round, so a drift of
-clocks hits every survivor alike. Successive elimination after Maron and Moore, "Hoeffding Races" (1994), with a paired
-signed-rank test in place of Hoeffding's bound, as Birattari et al. use a paired rank test in F-Race (2002).
+One launch of each candidate shows which are hopeless; the rest run in interleaved heats. After each heat the candidates that
+are clearly slower than the leader drop out; those that stay in must pass the accuracy check. Heats go on until one is left, or
+until those left are known so precisely that more samples would not tell them apart. Samples are paired by round, so a drift
+of clocks affects every racer alike. This is successive elimination after Maron and Moore, "Hoeffding Races" (1994), with a
+paired signed-rank test in place of Hoeffding's bound, as Birattari et al. use a paired rank test in F-Race (2002).
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ from tiledsched.measure.timing import SHORT_US
 
 log = logging.getLogger("tiledsched")
 NEAR = 0.02
-"""How much longer than the winner in the burst regime what is served in its stead may take, for being faster by more at the power
-cap. Ties of the burst regime are up to 15% apart there (docs/results/h200.md)."""
+"""How much longer than the burst winner a schedule may take in the burst regime and still be served in its place, because it is
+faster by more than that at the power cap. Schedules that tie in the burst regime differ by up to 15% there
+(docs/results/h200.md)."""
 MOST_NEAR = 8
 """Programs that race in both regimes."""
 Outcome = Measurement | Failed
 CHEAP_LOOK_US = 1000.0
-"""A second look at whoever took less than this costs nothing, and a hiccup of 0.1 ms makes a short one look hopeless."""
+"""A candidate whose first launch took less than this is launched a second time before it counts as hopeless: a delay of 0.1 ms
+makes a short kernel seem hopeless, and a second launch costs nothing."""
 
 PATIENCE_S = 60.0
-"""How long a race beside other processes is run again..."""
+"""How long a race is repeated while other processes run on the GPU..."""
 PAUSE_S = 2.0
-"""...after so long: NVML tells of the last second."""
+"""...and the pause before each repeat: NVML reports the last second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,9 @@ class Rules:
     precision: float = 0.002
     """Heats end when the interval of everyone's median reaches no farther than this part of it to either side."""
     confidence: float = 0.95
-    """Of every interval; one minus it, shared by those still in, is the level of the test that drops them."""
+    """Confidence of every interval. One minus it, divided by the number of racers still in, is the level of the test that
+    drops one.
+    """
     same: float = 0.003
     """A relative difference that does not matter: medians so close are a tie even when they can be told apart, and of a
     tie only those so close to the fastest may be chosen.
@@ -89,7 +93,7 @@ short.
 
 @dataclass(eq=False)
 class Racer:
-    """A candidate under way."""
+    """A candidate in a race, and what is known of it so far."""
 
     candidate: Candidate
     first_look_us: float = math.inf
@@ -102,7 +106,7 @@ class Racer:
 
     @property
     def median_us(self) -> float:
-        """Of all samples; infinite without any."""
+        """Median of all samples; infinite without any."""
         return statistics.median(self.samples_us) if self.samples_us else math.inf
 
 
@@ -115,13 +119,13 @@ class RaceResult:
     ties: tuple[Schedule, ...]
     """Other schedules that cannot be told apart from the winner."""
     runner_up: Measurement | None
-    """The fastest that can."""
+    """The fastest candidate that is known to be slower than the winner."""
     margin: float | None
     """How much longer the runner-up takes: the median over their common rounds of its time / the winner's - 1."""
     outcomes: tuple[Outcome, ...]
     """One for each candidate reached before the deadline; those of times that decide nothing are not among them."""
     disturbance: str = ""
-    """Who ran on the GPU every time, in words, so that nothing was decided; empty where it was."""
+    """The other processes that ran on the GPU every time, in words, so that nothing was decided; empty where the race decided."""
 
 
 def race(
@@ -178,7 +182,7 @@ def race(
 
 
 class RaceState:
-    """One race under way: who is looked at, who is still in, what was reported."""
+    """One race: the racers, those still in, and the outcomes reported so far."""
 
     def __init__(
         self,
@@ -195,25 +199,25 @@ class RaceState:
         self.racers: list[Racer] = []
         self.alive: list[Racer] = []
         self.outcomes: list[Outcome] = []
-        self.beside: tuple[int, ...] = ()
-        """Who else ran on the GPU."""
+        self.concurrent_pids: tuple[int, ...] = ()
+        """Numbers of the other processes that ran on the GPU during this race."""
         self._watched = False
 
     @property
     def disturbance(self) -> str:
-        """The same in words; empty where nobody did."""
-        return Conditions(beside=self.beside).disturbance
+        """Those processes in words; empty where there were none."""
+        return Conditions(concurrent_pids=self.concurrent_pids).disturbance
 
     def race(self, candidates: Sequence[Candidate], known_us: float) -> None:
-        """From the first look to the last heat."""
+        """Run the whole race, from the first launch of each candidate to the last heat."""
         try:
-            self.look(candidates)
+            self.probe(candidates)
             self.admit(known_us)
             while self.alive:
                 self.open()
                 while self.go_on():
                     self.run(self.alive, self.rules.heat_rounds)
-                if self.alive or self.late() or self.beside:
+                if self.alive or self.late() or self.concurrent_pids:
                     break
                 self.admit(math.inf)  # all who stayed in broke down: the rest races again
             self.watch()
@@ -224,21 +228,21 @@ class RaceState:
         """Whether nothing new may start."""
         return self._deadline_s is not None and time.monotonic() > self._deadline_s
 
-    def look(self, candidates: Sequence[Candidate]) -> None:
-        """One launch of everyone."""
+    def probe(self, candidates: Sequence[Candidate]) -> None:
+        """Time one launch of every candidate."""
         for candidate in candidates:
             if self.racers and self.late():
                 break
-            seen = self.runner.look(candidate)
+            seen = self.runner.probe(candidate)
             if isinstance(seen, Failure):
                 self.finish(Racer(candidate, failure=seen))
             else:
                 self.racers.append(Racer(candidate, seen))
 
     def admit(self, known_us: float) -> None:
-        """Who is not hopeless comes in. The fastest that passes the check says who is: only what is right may.
+        """Let in every racer that is not hopeless, compared with the fastest whose results are correct.
 
-        The look of a hopeless one is all the time spent on it, and its only sample.
+        The first look at a hopeless racer is its only sample.
         """
         ratio = self.rules.hopeless_ratio
         left = sorted((racer for racer in self.racers if racer.failure is None), key=lambda racer: racer.first_look_us)
@@ -251,7 +255,7 @@ class RaceState:
         self.alive = []
         for racer in left:
             if limit_us < racer.first_look_us <= max(ratio * limit_us, CHEAP_LOOK_US) and not self.late():
-                seen = self.runner.look(racer.candidate)
+                seen = self.runner.probe(racer.candidate)
                 if not isinstance(seen, Failure):
                     racer.first_look_us = min(seen, racer.first_look_us)
             if racer.first_look_us > limit_us:
@@ -275,7 +279,7 @@ class RaceState:
         """First samples of all still in, in groups."""
         field_of = self.alive
         for start in range(0, len(field_of), self.rules.group):
-            if start and (self.late() or self.beside):
+            if start and (self.late() or self.concurrent_pids):
                 break
             self.run(field_of[start : start + self.rules.group], self.rules.opening_rounds)
 
@@ -289,7 +293,7 @@ class RaceState:
                 continue
             racer.samples_us.extend(batch.samples_us)
             racer.conditions = batch.conditions
-            self.beside = batch.conditions.beside or self.beside
+            self.concurrent_pids = batch.conditions.concurrent_pids or self.concurrent_pids
 
     def watch(self) -> None:
         """Ask who else ran where there was nothing but looks: samples tell by themselves."""
@@ -297,11 +301,11 @@ class RaceState:
         if looked and not self._watched:
             (batch,) = self.runner.sample([looked[0].candidate], rounds=0, regime=self.regime)
             if isinstance(batch, Batch):
-                self.beside = batch.conditions.beside or ()
+                self.concurrent_pids = batch.conditions.concurrent_pids or ()
 
     def go_on(self) -> bool:
         """Drop who is beaten or wrong; whether another heat would tell more."""
-        if self.beside:
+        if self.concurrent_pids:
             return False
         rules = self.rules
         healthy = [racer for racer in self.alive if racer.failure is None and racer.samples_us]
@@ -344,7 +348,11 @@ class RaceState:
 
     def measurement(self, racer: Racer) -> Measurement:
         """What is known of a racer that has samples."""
-        conditions = replace(racer.conditions, beside=self.beside) if self.beside else racer.conditions
+        conditions = (
+            replace(racer.conditions, concurrent_pids=self.concurrent_pids)
+            if self.concurrent_pids
+            else racer.conditions
+        )
         return Measurement(
             problem=self.problem,
             schedule=racer.candidate.schedule,

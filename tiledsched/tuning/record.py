@@ -1,7 +1,7 @@
 """Record landscapes: measure a broad choice of one problem's programs, so that search and reports can be replayed.
 
-A tuner visits good regions and drops the rest; a landscape should show the whole space. So schedules are planned before
-anything is known of them, everyone who is not hopeless gets several samples, and only then do the leaders get more.
+A tuner visits good regions and drops the rest; a landscape should show the whole space. So the schedules are chosen before
+anything is measured, every program that is not hopeless gets several samples, and then the fastest ones get more.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from tiledsched.tuning.resources import Resources
 COVERAGE = 0.05
 """Share of the planned schedules that every value of every knob gets, where the constraints leave enough of them."""
 FIELD = Rules(hopeless_ratio=4.0, opening_rounds=6, most_rounds=6, check_all=True)
-"""Everyone: six samples, or only a look where that is four times the best."""
+"""Rules for all programs: six samples each, or only a first look where that takes four times the best."""
 LEADERS = Rules(hopeless_ratio=math.inf, opening_rounds=30, most_rounds=30)
-"""Those near the best: thirty samples each, interleaved."""
+"""Rules for programs near the best: thirty samples each, interleaved."""
 SUSTAINED = Rules(hopeless_ratio=math.inf, opening_rounds=60, most_rounds=60, group=256)
 """The fastest in the sustained regime: all in one group, so that every round pairs them."""
 LEADER_RATIO = 1.10
@@ -120,7 +120,7 @@ def _values(schedule: Schedule) -> list[Value]:
     return [(name, repr(value)) for name, value in schedule.items()]
 
 
-class Plan:
+class PlannedOrder:
     """A planned order, drawn once and shared: enumerating a space takes seconds."""
 
     def __init__(self, order: Iterator[Schedule]) -> None:
@@ -138,10 +138,10 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class LandscapeFile:
-    """One file written."""
+    """One landscape file that was written."""
 
     path: Path
-    """Where."""
+    """Where it lies."""
     problem: Problem
     """What was computed."""
     device_name: str
@@ -168,7 +168,7 @@ class LandscapeFile:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordResult:
-    """What recording one problem came to."""
+    """What was recorded of one problem."""
 
     problem: Problem
     """What is computed."""
@@ -198,7 +198,7 @@ class RecordResult:
 
 
 class Recorder:
-    """Records landscapes of one kernel on one GPU. Without a runner it only builds.
+    """Records landscapes of one kernel on one GPU. Without a runner it builds and measures nothing.
 
     Everything is stored as it happens. A later run builds what is not built and measures what has too few samples by
     this device; nothing else.
@@ -219,7 +219,7 @@ class Recorder:
         self.say = progress or (lambda line: None)
         self._batch = max(16, 4 * builder.jobs)
         self._pinned = accuracy_class(space, options.accum_mode or Settings().accum_mode)
-        self._plans: dict[tuple[object, ...], Plan] = {}
+        self._plans: dict[tuple[object, ...], PlannedOrder] = {}
 
     def record(self, problems: Sequence[Problem], folder: Path) -> Iterator[RecordResult]:
         """Record every problem in turn and write its landscapes to `folder`; a result as each is done.
@@ -274,7 +274,7 @@ class Recorder:
             self.say(f"{problem}: only {len(programs)} distinct programs could be had, {wanted} were asked for")
         return planned, programs[:wanted], compiled
 
-    def _plan(self, problem: Problem) -> Plan:
+    def _plan(self, problem: Problem) -> PlannedOrder:
         """The plan of a problem; problems of one class that the constraints cannot tell apart share one."""
         read = {name for constraint in self.space.constraints for name in constraint.names}
         values = self.space.constraint_values(problem)
@@ -287,7 +287,7 @@ class Recorder:
                 if kernel.similarity.kind(entry.problem) == kernel.similarity.kind(problem)
             ]
             order = plan(self.space, problem, seeds=seeds, pinned=self._pinned, seed=self.options.seed)
-            self._plans[key] = Plan(order)
+            self._plans[key] = PlannedOrder(order)
         return self._plans[key]
 
     def _write(self, problem: Problem, device_name: str, folder: Path) -> tuple[LandscapeFile, ...]:
@@ -323,7 +323,7 @@ class Recorder:
 
 
 class _Measuring:
-    """Measuring the programs of one problem: what is known already, and what is still to do."""
+    """Measures the programs of one problem: knows what was measured before, and what is left to do."""
 
     def __init__(
         self,
@@ -423,7 +423,7 @@ class _Measuring:
         if isinstance(outcome, Failed):
             self.failed.add(key)
             self._known[regime].pop(key, None)
-        elif not outcome.conditions.beside:
+        elif not outcome.conditions.concurrent_pids:
             self.measured += 1
             self._known[regime][key] = outcome
 

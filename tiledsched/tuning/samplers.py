@@ -1,4 +1,4 @@
-"""What may drive a search: samplers of Optuna by name, ours among them, and anyone's by `module:Class`.
+"""What proposes schedules in a search: samplers of Optuna by name, ours among them, and any other by `module:Class`.
 
 Optuna is imported when one is made; names are known without it.
 """
@@ -21,22 +21,22 @@ OURS = "surrogate"
 IN_ORDER = ("random", "exhaustive")
 """All valid schedules one after the other: shuffled, or as the space lists them."""
 OPTUNAS: Mapping[str, str] = {"tpe": "TPESampler", "gp": "GPSampler", "cmaes": "CmaEsSampler", "qmc": "QMCSampler"}
-"""Optuna's, by their usual names."""
+"""Samplers of Optuna by their usual names, and their classes."""
 SAMPLERS = (OURS, *OPTUNAS, *IN_ORDER)
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "TPESampler": {"multivariate": True, "constant_liar": True},
     "CmaEsSampler": {"warn_independent_sampling": False},
     "QMCSampler": {"warn_independent_sampling": False, "warn_asynchronous_seeding": False},
 }
-"""How they are made: knobs depend on each other, and several schedules are tried at a time."""
+"""Arguments with which each class is made: knobs depend on each other, and several schedules are tried at a time."""
 NEEDS: Mapping[str, str] = {"GPSampler": "torch", "CmaEsSampler": "cmaes"}
-"""Packages that Optuna asks for when the sampler first proposes."""
+"""Packages that a sampler of Optuna needs when it first proposes."""
 NUMBERS_ONLY = ("CmaEsSampler", "QMCSampler")
-"""Those that search numbers: they get each value's place among its knob's choices."""
+"""Samplers that search numbers: each value is given to them as its place among its knob's choices."""
 
 
 def sampler_named(text: str) -> str:
-    """`text`, where it names a sampler. For argparse.
+    """`text`, if it names a sampler.
 
     Raises:
         ConfigError: it names none.
@@ -57,7 +57,7 @@ def check_sampler(name: str) -> None:
 
 
 def make_sampler(name: str, seed: int) -> BaseSampler:
-    """Another one than ours: of Optuna, or of the module that it names.
+    """A sampler of Optuna's, or of the module that `name` names.
 
     Raises:
         ConfigError: there is none of this name, it is no sampler, or a package that it needs is not installed.

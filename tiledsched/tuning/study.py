@@ -121,7 +121,7 @@ class ScheduleStudy:
         )
 
     def widen(self, more: Iterable[Schedule]) -> None:
-        """From now on these schedules are valid, too, whatever the space says."""
+        """Add schedules to the valid ones, whatever the space says."""
         new = [schedule for schedule in dict.fromkeys(more) if schedule not in self._index]
         self._index |= {schedule: index for index, schedule in enumerate(new, start=len(self._valid))}
         self._valid += new
@@ -215,7 +215,7 @@ class ScheduleStudy:
         return [self._estimate(schedule, None) if self._estimate else 1.0 for schedule in schedules]
 
     def _params(self, schedule: Schedule) -> dict[str, Any]:
-        """As trials have it."""
+        """The schedule as parameters of a trial: values, or their places among the choices where the sampler searches numbers."""
         if self._numbers:
             return {name: each.index(schedule[name]) for name, each in self._choices.items()}
         return dict(schedule)
@@ -313,26 +313,26 @@ class OnlyValid(BaseSampler):
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        """Never asked: all parameters are chosen together."""
+        """Never called: all parameters are chosen together."""
         raise AssertionError(param_name)
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
-        """As the sampler does it."""
+        """Pass the call on to the wrapped sampler."""
         if self._inner is not None:
             self._inner.before_trial(study, trial)
 
     def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
-        """As the sampler does it."""
+        """Pass the call on to the wrapped sampler."""
         if self._inner is not None:
             self._inner.after_trial(study, trial, state, values)
 
 
 HINT_WEIGHTS: Mapping[str, float] = {"num_ctas": 5.0, "num_worker_warps": 1.0, "occupancy": 0.4}
-"""How much of what two schedules share is lost where they differ in a hint: exp(-weight) is left."""
+"""Weights of hints: the similarity of two schedules that differ in a hint is multiplied by exp(-weight)."""
 SIZE_WEIGHT = 0.5
-"""The same of knobs whose choices are powers of two, as tile sizes are."""
+"""Weight of a knob whose choices are powers of two, as tile sizes are, for each doubling."""
 OTHER_WEIGHT = 0.1
-"""Of every other knob. A kernel's own `weights` come before all of these."""
+"""Weight of every other knob. Weights that a kernel declares replace all of these."""
 
 
 def knob_weights(space: SearchSpace) -> dict[str, float]:

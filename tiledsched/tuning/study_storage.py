@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tiledsched")
 Outcome = tuple[Schedule, "Measurement | Failure", "datetime | None"]
-"""Of a schedule: what became of it, and when."""
+"""A schedule, its measurement or failure, and when that was taken."""
 Facts = Mapping[str, "ResourceFacts | None"]
-"""By fingerprint."""
+"""Resources of machine code, by fingerprint."""
 
 
 def open_storage(place: str) -> BaseStorage:
@@ -106,7 +106,7 @@ class Studies:
 
 
 def study_name(problem: Problem, device_name: str, regime: str) -> str:
-    """Of a study."""
+    """Name of the study of a problem on a device in a regime."""
     return f"{problem.kernel} {problem} on {device_name}, {regime}"
 
 
@@ -117,7 +117,7 @@ def trial_of(
     facts: Facts,
     when: datetime | None = None,
 ) -> FrozenTrial:
-    """A schedule's outcome as a finished trial; what is known of it beside its time are attributes."""
+    """A schedule's outcome as a finished trial; what is known of it besides its time becomes attributes."""
     from optuna.trial import TrialState, create_trial
 
     told: dict[str, Any] = {"schedule": schedule.short()}

@@ -116,11 +116,11 @@ class _Points:
     """Which task each is of `[points]`; 0 is the one at hand."""
 
     def at(self, places: NDArray[np.int64]) -> _Points:
-        """Those in some places."""
+        """The points at some places, in that order."""
         return _Points(codes=self.codes[places], expected=self.expected[places], task=self.task[places])
 
     def part(self, start: int, count: int = CHUNK) -> _Points:
-        """Some that follow each other."""
+        """At most `count` consecutive points from `start`."""
         return self.at(np.arange(start, min(start + count, len(self.task))))
 
 
@@ -222,7 +222,7 @@ class Surrogate:
         return chosen
 
     def _expect(self, place: int) -> None:
-        """As if that candidate had come out as expected: only what is uncertain changes."""
+        """Update the variances as if that candidate had been measured and had taken what is expected; the means stay."""
         column = self._covariance(self._judged, self._judged.part(place, 1))[:, 0] - self._rows[:, place] @ self._rows
         for row in self._rows_expected:
             column = column - row * row[place]
@@ -308,7 +308,7 @@ class SurrogateSampler(BaseSampler):
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        """Of the first candidate, where no candidate is left."""
+        """The value of the first candidate: Optuna asks only where no candidate is left."""
         return self._candidates[0][param_name]
 
     def expected_gain(self, study: Study) -> float:

@@ -43,28 +43,28 @@ if TYPE_CHECKING:
 DEFAULTS = Settings()
 """What decides where neither the options nor the settings say it."""
 LEARNT_AT_ONCE = 8
-"""Schedules built, where there is no GPU, before it is asked which changes of knobs leave the program as it is."""
+"""Schedules built, where there is no GPU, before the first look at which changes of knobs leave the machine code as it is."""
 MOST_WINNERS = 4
-"""Winners of like problems that are tried first where nothing else is known of those."""
+"""Winners of similar problems that are tried first where nothing else is known of those problems."""
 Served = Callable[[Problem, str], "Sequence[Schedule]"]
 """What would be served for a problem on a device of this name were nothing tuned, and what came close to it where its time may
 have changed since; none where this space knows nothing.
 """
 Rivals = Callable[[Problem, Candidate], "list[RivalTime] | None"]
-"""Times a kernel's rivals beside a winner, on the problem it won; None where that cannot be done."""
+"""Times a kernel's rivals next to a winner, on the problem it won; None where they cannot be timed."""
 LOOKS = {
     regime: dataclasses.replace(rules, most_rounds=rules.opening_rounds + rules.heat_rounds)
     for regime, rules in RULES.items()
 }
-"""How a batch is measured: enough to learn from; the deciding race comes last."""
+"""Rules by which a batch is measured: enough samples to learn from; the deciding race comes last."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneResult:
-    """What tuning one problem came to."""
+    """What tuning one problem found."""
 
     entry: Entry
-    """What is served from now on (or would be, had the store not held something better)."""
+    """What is served from now on (or would be, if the store did not hold something better)."""
     stored: bool
     """False when a stronger entry was kept."""
     schedules: int
@@ -72,7 +72,7 @@ class TuneResult:
     programs: int
     """Distinct programs among them."""
     compiled: int
-    """Compiler runs this took."""
+    """How often the compiler ran."""
     measured: int
     """Programs measured in this run."""
     failed: int
@@ -84,11 +84,11 @@ class TuneResult:
     over_default: float | None = None
     """(default - winner) / winner, of their measured medians or of the model's estimates; None where the default gave neither."""
     over_runner_up: float | None = None
-    """The same of the runner-up; None where there is none."""
+    """(runner-up - winner) / winner, likewise; None where there is no runner-up."""
 
 
 class Watcher(Protocol):
-    """Who is told of progress: the command line's bars, or nobody."""
+    """Shows progress, e.g. the bars of the command line."""
 
     def stage(self, problem: Problem, what: str, total: int) -> None:
         """A stage of `total` steps begins."""
@@ -97,20 +97,20 @@ class Watcher(Protocol):
         """`done` steps of it are done."""
 
     def best(self, us: float, schedule: Schedule) -> None:
-        """The best so far: measured, or estimated where nothing is."""
+        """A schedule is the best so far; `us` is measured, or estimated where nothing is measured."""
 
 
 class Silent:
-    """A watcher that watches nothing."""
+    """A watcher that shows nothing."""
 
     def stage(self, problem: Problem, what: str, total: int) -> None:
-        """Ignore it."""
+        """Do nothing."""
 
     def step(self, done: int) -> None:
-        """Ignore it."""
+        """Do nothing."""
 
     def best(self, us: float, schedule: Schedule) -> None:
-        """Ignore it."""
+        """Do nothing."""
 
 
 class Tuner:
@@ -122,7 +122,7 @@ class Tuner:
         options: how much to do.
         run_id: number of the run in the database.
         runner: measures on the GPU; None to let the model rank.
-        watcher: is told of progress.
+        watcher: shows progress.
         served: what would be served without this run. It takes part, and loses only to what is faster.
         shipped: what comes with the package. It says where to look first.
         rivals: times rivals next to each winner; None to keep what was known of them.
@@ -155,10 +155,10 @@ class Tuner:
         self._builds = self._effort.modelled if options.trials is None else options.trials
         # The surrogate learns more from small batches, but every compile process should have something to do.
         guided = options.sampler == OURS
-        self._asked = (
+        self._propose_batch = (
             max(self._effort.batch * self._effort.builds, builder.jobs) if guided else max(8, 2 * builder.jobs)
         )
-        self._chosen = self._asked // self._effort.builds if guided else self._asked
+        self._measure_batch = self._propose_batch // self._effort.builds if guided else self._propose_batch
         # Of each batch the last to compile take several times as long as most: they go on while the others are measured,
         # where there are cores enough for both.
         self._leave = max(0, builder.jobs - 4) // 2
@@ -199,13 +199,13 @@ class Tuner:
         # The model cannot tell what such knobs do: they stay as they are until something is measured.
         pinned = self._pinned | self.space.modelled_pins()
         spec, default = arch_spec(self.space.arch), self._default(problem)
-        held = self._held(problem, "")
-        schedules = list(dict.fromkeys([*held, default, *self.space.schedules(problem, pinned=pinned)]))
-        order = expected_order(schedules, problem, spec, first=[*held, default])
+        incumbents = self._incumbents(problem, "")
+        schedules = list(dict.fromkeys([*incumbents, default, *self.space.schedules(problem, pinned=pinned)]))
+        order = expected_order(schedules, problem, spec, first=[*incumbents, default])
         compiled = self._build(order, problem, deadline_s)
         reached = [schedule for schedule in schedules if self.builder.record(schedule, problem)]
         programs = self.builder.programs(reached, problem, spec)
-        ranked = self._ranked(programs, problem, held)
+        ranked = self._ranked(programs, problem, incumbents)
         if not ranked:
             raise NoValidScheduleError(self._nothing_works(problem, reached))
         best, second = ranked[0], ranked[1] if len(ranked) > 1 else None
@@ -220,7 +220,7 @@ class Tuner:
             runner_up=second.schedule if second else None,
         )
         plain = next((program for program in ranked if default in program.schedules), None)
-        unknown = set(held) - set(reached)  # what it is compared with was not reached in time
+        unknown = set(incumbents) - set(reached)  # what it is compared with was not reached in time
         stored = not unknown and self.db.put_entry(entry)
         return TuneResult(
             entry=entry,
@@ -236,17 +236,24 @@ class Tuner:
             over_runner_up=self._estimate(second, problem, spec) / least - 1 if second else None,
         )
 
-    def _ranked(self, programs: Sequence[Program], problem: Problem, held: Sequence[Schedule]) -> list[Program]:
-        """By the model's estimate; among equal estimates what is served, then fewest knobs off their default, then by id."""
+    def _ranked(self, programs: Sequence[Program], problem: Problem, incumbents: Sequence[Schedule]) -> list[Program]:
+        """Programs by the model's estimate; of equal estimates, what is served first, then fewest knobs off their default,
+        then by id.
+        """
         spec, default = arch_spec(self.space.arch), self._default(problem)
         programs = [
-            dataclasses.replace(each, schedules=tuple(sorted(each.schedules, key=lambda one: one not in held)))
+            dataclasses.replace(each, schedules=tuple(sorted(each.schedules, key=lambda one: one not in incumbents)))
             for each in programs
         ]
 
         def order(program: Program) -> tuple[float, bool, int, str]:
             changed = sum(program.schedule[name] != default[name] for name in default)
-            return self._estimate(program, problem, spec), program.schedule not in held, changed, program.schedule.id
+            return (
+                self._estimate(program, problem, spec),
+                program.schedule not in incumbents,
+                changed,
+                program.schedule.id,
+            )
 
         return sorted(programs, key=order)
 
@@ -277,16 +284,16 @@ class Tuner:
         }
         # Times of other machine code are no verdict; they tell where to look.
         elsewhere = self._elsewhere.known(problem, runner.device_name, spec, itself=not known_us) if guided else []
-        held = self._held(problem, runner.device_name)
-        first = self._first(problem, held, elsewhere)
+        incumbents = self._incumbents(problem, runner.device_name)
+        first = self._first(problem, incumbents, elsewhere)
         if partly:  # what is tried first is built while the rest is judged
-            early = [each for each in first if each in held or not self.space.violations(each, problem)]
+            early = [each for each in first if each in incumbents or not self.space.violations(each, problem)]
             compiled += self.builder.build(early, problem, leave=len(early))
             leaders = [Schedule(known.candidates[0]) for known in elsewhere]
-            among = [*promising_part(self.space, problem, self._pinned, plain, [*first, *leaders]), *held]
+            among = [*promising_part(self.space, problem, self._pinned, plain, [*first, *leaders]), *incumbents]
         # What is served was perhaps never a candidate here; it is not replaced by what it would beat.
         study = ScheduleStudy(
-            self.space.including(held),
+            self.space.including(incumbents),
             problem,
             pinned=self._pinned,
             sampler=self.options.sampler,
@@ -313,7 +320,7 @@ class Tuner:
                 study.widen(self.space.neighbours(best, problem, pinned=self._pinned))
             if trials.programs and study.expected_gain() < self._effort.least_gain:
                 break
-            asked = study.ask(self._asked)
+            asked = study.ask(self._propose_batch)
             # What is tried first is built in any case: a run out of time still serves something measured.
             late = [] if asked else underway
             compiled += self.builder.build(
@@ -327,7 +334,7 @@ class Tuner:
             reached = [each for each in underway if self.builder.record(each, problem)]
             underway = [each for each in underway if not self.builder.record(each, problem)]
             failed += trials.note_builds(reached)
-            chosen = study.choose(min(self._chosen, left))
+            chosen = study.choose(min(self._measure_batch, left))
             if not asked and not chosen and not underway:
                 break
             result = self._race(chosen, problem, runner, trials.best_us, deadline_s if trials.programs else None)
@@ -347,15 +354,15 @@ class Tuner:
         """Whether building it would most likely give a program that was tried already. What is built costs nothing."""
         return self.builder.record(schedule, problem) is None and self._inert.equal(problem, schedule) >= SURE
 
-    def _first(self, problem: Problem, held: Sequence[Schedule], elsewhere: Sequence[Known]) -> list[Schedule]:
-        """What to try first: the default, what is served now, and what won on like problems of which no more is known."""
-        told = {known.task for known in elsewhere}
+    def _first(self, problem: Problem, incumbents: Sequence[Schedule], elsewhere: Sequence[Known]) -> list[Schedule]:
+        """What to try first: the default, what is served now, and what won on similar problems of which no more is known."""
+        recorded = {known.task for known in elsewhere}
         tuned = [*self.db.entries(self.space.arch, self.kernel.name, provenance="measured"), *self._shipped.winners]
         tuned = for_compiler(tuned, self.toolchain.tileiras)
-        near = [entry for entry in tuned if entry.problem != problem and entry.problem not in told]
+        near = [entry for entry in tuned if entry.problem != problem and entry.problem not in recorded]
         near.sort(key=lambda entry: (-self.kernel.similarity.weight(problem, entry.problem), entry.problem))
         winners = dict.fromkeys(self.space.complete(entry.schedule) for entry in near)
-        return [self._default(problem), *held, *list(winners)[: 0 if elsewhere else MOST_WINNERS]]
+        return [self._default(problem), *incumbents, *list(winners)[: 0 if elsewhere else MOST_WINNERS]]
 
     def _evidence(self, problem: Problem, runner: Runner) -> dict[tuple[Schedule, str], float | None]:
         """Times in the store by schedule and machine code, on this device and timed as now; the newest first.
@@ -392,8 +399,8 @@ class Tuner:
             if self.builder.record(each, problem) is None and (not allowed or each in allowed)
         ]
         left, compiled = left[: self._trials], 0
-        for start in range(0, len(left), self._asked):
-            batch = left[start : start + self._asked]
+        for start in range(0, len(left), self._propose_batch):
+            batch = left[start : start + self._propose_batch]
             compiled += self.builder.build(batch, problem, deadline_s=deadline_s)
             if not any((each, self.builder.fingerprint(each, problem)) in evidence for each in batch):
                 break
@@ -430,7 +437,7 @@ class Tuner:
     ) -> TuneResult:
         """Race the leaders and the default afresh and store the winner. What is served already keeps its place in a tie."""
         default = self._default(problem)
-        preferred = [*self._held(problem, runner.device.name), default]
+        preferred = [*self._incumbents(problem, runner.device.name), default]
         worked = [(us, schedule) for schedule, us in times.items() if us is not None]
         worked.sort(key=lambda pair: pair[0])  # stable: of equal programs, the one that was measured stays first
         ordered = [schedule for _, schedule in worked]
@@ -531,7 +538,9 @@ class Tuner:
     def _race_rivals(
         self, problem: Problem, runner: Runner, winner: Measurement, finalists: Sequence[Program]
     ) -> tuple[RivalTime, ...] | None:
-        """What rivals take beside the winner. Where they are not timed, what was known beside the same machine code."""
+        """What rivals take next to the winner. Where they are not timed, what was stored with an entry of the same machine
+        code.
+        """
         if self._rivals is not None:
             self.watcher.stage(problem, "rivals", 1)
             candidates = self.builder.candidates(finalists)
@@ -554,7 +563,7 @@ class Tuner:
         )
         return next((each.rivals for each in known if each.fingerprint == winner.fingerprint and each.rivals), None)
 
-    def _held(self, problem: Problem, device_name: str) -> list[Schedule]:
+    def _incumbents(self, problem: Problem, device_name: str) -> list[Schedule]:
         """What would be served on a device without this run, from this database or any other source: it can only be beaten."""
         entries = (
             self.db.entries(
@@ -569,13 +578,13 @@ class Tuner:
             if device_name
             else []
         )
-        held = [entry.schedule for entry in for_compiler(entries, self.toolchain.tileiras)]
+        incumbents = [entry.schedule for entry in for_compiler(entries, self.toolchain.tileiras)]
         if self._served is not None:
-            held += self._served(problem, device_name)
-        held = [self.space.complete(schedule) for schedule in held]
+            incumbents += self._served(problem, device_name)
+        incumbents = [self.space.complete(schedule) for schedule in incumbents]
         return [
             each
-            for each in dict.fromkeys(held)
+            for each in dict.fromkeys(incumbents)
             if fits(each, self._pinned) and not self.space.unworkable(each, problem)
         ]
 
@@ -583,7 +592,7 @@ class Tuner:
         """Store one outcome, at once."""
         number = self.builder.keep(outcome, self.run_id, problem, runner.device)
         measured = outcome if isinstance(outcome, Measurement) else None
-        elsewhere = measured is not None and (measured.conditions.beside or measured.regime != self.regime)
+        elsewhere = measured is not None and (measured.conditions.concurrent_pids or measured.regime != self.regime)
         if self._live is not None and not elsewhere:
             built = self.builder.record(outcome.schedule, problem)
             self._live.add(outcome, built.facts if built else None)
@@ -662,7 +671,7 @@ class Tuner:
 def expected_order(
     schedules: Sequence[Schedule], problem: Problem, spec: ArchSpec, *, first: Sequence[Schedule]
 ) -> list[Schedule]:
-    """In which order to build where the model ranks: `first`, then the model's favourites by what they are expected to need."""
+    """The order in which to build where the model ranks: `first`, then by the model's estimate before anything is built."""
     estimate = estimator(problem, spec)
     return list(dict.fromkeys([*first, *sorted(schedules, key=lambda each: (estimate(each, None), each.id))]))
 

@@ -83,9 +83,9 @@ class Counted:
         """Begin a problem."""
         self._runner.begin(problem)
 
-    def look(self, candidate: Candidate) -> float | Failure:
+    def probe(self, candidate: Candidate) -> float | Failure:
         """Launch a candidate once, and count that launch."""
-        looked = self._runner.look(candidate)
+        looked = self._runner.probe(candidate)
         if isinstance(looked, float):
             self._count(1, looked)
         return looked

@@ -23,12 +23,12 @@ class Stopwatch:
     def begin(self, problem) -> None:
         pass
 
-    def look(self, candidate):
+    def probe(self, candidate):
         return self.times[candidate.artifact.fingerprint]
 
     def sample(self, candidates, *, rounds, regime):
         self.runs.append([each.artifact.fingerprint for each in candidates])
-        return [Batch(samples_us=(self.look(each),) * rounds, conditions=Conditions()) for each in candidates]
+        return [Batch(samples_us=(self.probe(each),) * rounds, conditions=Conditions()) for each in candidates]
 
 
 class Rebuilt:

@@ -220,7 +220,7 @@ def test_the_race_method_says_what_it_took() -> None:
 def test_launches_are_counted() -> None:
     counted = Counted(ReplayRunner(TEMPLATE, measured(noise=0.0)))
     counted.begin(PROBLEM)
-    counted.look(candidates()[0])
+    counted.probe(candidates()[0])
     assert (counted.launches, counted.kernel_us) == (1, 100.0)
     assert isinstance(counted.check(candidates()[0]), Checked)
     spent = counted.launches, counted.kernel_us
@@ -228,7 +228,7 @@ def test_launches_are_counted() -> None:
     counted.sample(candidates(2), rounds=3, regime="burst")
     assert (counted.launches, counted.kernel_us) == (spent[0] + 6, spent[1] + 300.0 + 315.0)
     unknown = Candidate(schedule=DEFAULT, artifact=artifact("1" * 24))
-    assert isinstance(counted.look(unknown), Failure)
+    assert isinstance(counted.probe(unknown), Failure)
     assert counted.launches == spent[0] + 6
 
 
@@ -602,7 +602,7 @@ def test_the_referee_does_not_judge_beside_others() -> None:
     class Disturbed(ReplayRunner):
         def sample(self, candidates, *, rounds, regime):
             return [
-                dataclasses.replace(each, conditions=dataclasses.replace(each.conditions, beside=(4711,)))
+                dataclasses.replace(each, conditions=dataclasses.replace(each.conditions, concurrent_pids=(4711,)))
                 for each in super().sample(candidates, rounds=rounds, regime=regime)
             ]
 

@@ -182,7 +182,7 @@ class Ladder:
 
     def _unfit(self, candidate: Candidate) -> str:
         """Why a program cannot be timed; empty where it can."""
-        seen = self._runner.look(candidate)
+        seen = self._runner.probe(candidate)
         return said(seen) if isinstance(seen, Failure) else ""
 
     def _wrong(self, found: Candidate | str) -> str:
@@ -235,7 +235,7 @@ class Ladder:
 
 
 def _timing(batch: Batch) -> Outcome:
-    if batch.conditions.beside:
+    if batch.conditions.concurrent_pids:
         return f"timed {batch.conditions.disturbance}"
     return Timing.of(batch.samples_us)
 
