@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import warnings
 from functools import lru_cache
 
@@ -12,6 +13,10 @@ import pytest
 # a second thread has begun, and one that waits for work takes a core from another of pytest's processes.
 for threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(threads, "1")
+
+os.environ.pop("COLUMNS", None)  # tables are as wide as tests expect, whatever the terminal
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; processes that tests start inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MIGRATING = {"test_kills", "test_store_schema", "test_store_views"}
 """The tests whose databases go through the migrations, every one."""
