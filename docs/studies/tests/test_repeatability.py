@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import itertools
 import sys
-import types
 from datetime import datetime, timezone
 from types import SimpleNamespace
 
@@ -256,111 +255,14 @@ def test_a_built_kernel_launches_the_artifact_and_never_compiles() -> None:
         kernel._compile(convention("other"), None)
 
 
-class FakeTorch(types.ModuleType):
-    """A GPU whose clock moves when something is launched."""
-
-    def __init__(self) -> None:
-        super().__init__("torch")
-        self.now_us, self.flushes = 0.0, 0
-        self.uint8, self.float16 = "uint8", "float16"
-        properties = SimpleNamespace(L2_cache_size=1 << 20, multi_processor_count=132, major=9, minor=0)
-        self.cuda = SimpleNamespace(
-            is_available=lambda: True,
-            current_stream=lambda: 0,
-            synchronize=lambda: None,
-            get_device_properties=lambda device: properties,
-            Event=self.event,
-        )
-
-    def event(self, enable_timing):
-        event = SimpleNamespace()
-        event.record = lambda: setattr(event, "at_us", self.now_us)
-        event.elapsed_time = lambda later: (later.at_us - event.at_us) / 1e3
-        return event
-
-    def from_dlpack(self, array):
-        assert array.dtype == self.float16
-        return SimpleNamespace(dtype=self.float16, cuda=lambda: array.shape)
-
-    def zeros(self, shape, device, dtype):
-        return shape
-
-    def empty(self, count, dtype, device):
-        def flush():
-            self.flushes += 1
-            self.now_us += 30.0
-
-        return SimpleNamespace(zero_=flush)
-
-
-@pytest.fixture
-def torch(monkeypatch):
-    """The made-up GPU as `torch`; what `cuda.tile` launches there takes the time of `TIMES`, the first launch 10 more."""
-    import cuda.tile as ct
-
-    fake = FakeTorch()
-    fake.launched = []
-    code = asked_for()
-    monkeypatch.setitem(sys.modules, "torch", fake)
-
-    def us(kernel) -> float:
-        cubin = kernel._compile(convention(code), None)[0].decode()
-        if cubin == "broken":
-            raise RuntimeError("illegal memory access")
-        return float(cubin)
-
-    def launch(stream, grid, kernel, arguments):
-        (step,) = launches.steps(TEMPLATE, PROBLEM, DEFAULT, SimpleNamespace(sm_count=132))
-        assert len(arguments) == len(step.arguments) > 20
-        fake.now_us += us(kernel) + (0.0 if kernel in fake.launched else 10.0)
-        fake.launched.append(kernel)
-
-    monkeypatch.setattr(ct, "launch", launch)
-    monkeypatch.setattr("cuda.tile.tune._tune._benchmark", lambda stream, grid, kernel, args, flush: us(kernel))
-    return fake
-
-
-def timed(*times):
-    """Candidates whose machine code says how long they take."""
-    return [
-        Candidate(schedule=schedule, artifact=dataclasses.replace(artifact(print_of(schedule)), cubin=us.encode()))
-        for schedule, us in zip(SCHEDULES, times, strict=False)
-    ]
-
-
-def test_in_turn_takes_the_smallest_mean_of_twenty_warm_launches(torch) -> None:
-    method = InTurn(TEMPLATE)
-    method.prepare(PROBLEM, timed("50"))
-    choice = method.choose(PROBLEM, timed("50", "broken", "40", "60"))
-    assert choice.schedule == SCHEDULES[2]
-    assert choice.estimate_us == pytest.approx(40.0)
-    assert (choice.launches, choice.failures, choice.ties) == (3 * 23, 1, ())
-    assert choice.kernel_seconds == pytest.approx(23 * 150e-6)
-    assert torch.flushes == 3 * 20
-    nothing = method.choose(PROBLEM, timed("broken"))
-    assert (nothing.schedule, nothing.estimate_us, nothing.failures) == (None, None, 1)
-
-
-def test_exhaustive_is_cutiles_own_search_on_the_artifacts(torch) -> None:
-    method = Exhaustive(TEMPLATE)
-    method.prepare(PROBLEM, timed("50"))
-    choice = method.choose(PROBLEM, timed("50", "broken", "40", "60"))
-    assert choice.schedule == SCHEDULES[2]
-    assert choice.estimate_us == pytest.approx(40.0)
-    assert (choice.launches, choice.failures) == (3 * (3 + 5), 1)
-    assert choice.kernel_seconds == pytest.approx(8 * 150e-6)
-    nothing = method.choose(PROBLEM, timed("broken", "broken"))
-    assert (nothing.schedule, nothing.failures) == (None, 2)
-
-
 def test_methods_without_torch_or_gpu_say_what_to_do(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(MeasureError, match="pip install"):
-        InTurn(TEMPLATE).prepare(PROBLEM, timed("50"))
+        InTurn(TEMPLATE).prepare(PROBLEM, candidates(1))
     dark = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False))
     monkeypatch.setitem(sys.modules, "torch", dark)
     with pytest.raises(MeasureError, match="doctor"):
-        Exhaustive(TEMPLATE).prepare(PROBLEM, timed("50"))
+        Exhaustive(TEMPLATE).prepare(PROBLEM, candidates(1))
 
 
 # A session
