@@ -40,7 +40,7 @@ class ArtifactStore:
         return self.folder / arch / fingerprint[:2] / f"{fingerprint}.cubin.xz"
 
     def ready(self) -> None:
-        """Make the folder, so that whoever is about to build learns early that it cannot be.
+        """Make the folder, so that an unusable folder is found before anything is built.
 
         Raises:
             ConfigError: it cannot be made or written to.

@@ -144,7 +144,7 @@ def _of_the_day(error: BaseException) -> bool:
 
 
 def no_room(folder: str, why: str) -> NoRoomError:
-    """What is told where a compile had no room in its temporary `folder`."""
+    """The error for a compile that had no room in its temporary `folder`."""
     path = Path(folder)
     where = path.parent if path.name.startswith(PREFIX) else path
     return NoRoomError(

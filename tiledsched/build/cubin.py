@@ -1,4 +1,4 @@
-"""What a cubin tells without a GPU: its fingerprint, the resources it takes, and a copy without debug text.
+"""What can be read from a cubin without a GPU: its fingerprint, the resources it takes, and a copy without debug text.
 
 A cubin is a 64-bit ELF file. Its `.nv.info` sections hold records `<u8 format, u8 attribute, u16 value>`; with format 4,
 `value` bytes follow. The attribute numbers are those CUDA's own `cuobjdump --dump-elf` prints names for.

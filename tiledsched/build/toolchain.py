@@ -83,7 +83,7 @@ def tool_version(path: Path) -> str:
 
 
 def compiler_at_hand() -> str:
-    """Version of the compiler on this machine, e.g. 13.4.92, as quickly as can be told; empty where there is none."""
+    """Version of the compiler on this machine, e.g. 13.4.92, found as quickly as possible; empty where there is none."""
     folder = compiler_folder()
     if folder is None:
         return ""

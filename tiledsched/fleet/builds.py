@@ -1,7 +1,7 @@
 """Builds that a fleet shares: nothing is compiled twice by workers that see one folder, or one Ray cluster.
 
-A build is known by kernel, its source, the toolchain, the arch, the schedule and the class of problems. What it came to lies in
-the cache folder, beside the machine code, which is known by its fingerprint; a file that only one process can make says who is
+A build is known by kernel, its source, the toolchain, the arch, the schedule and the class of problems. Its outcome lies in
+the cache folder, next to the machine code, which is known by its fingerprint; a file that only one process can make says who is
 building. On a host the folder is shared by all its GPUs; on a shared file system, by all hosts.
 """
 
@@ -33,7 +33,7 @@ POLL_S = 0.1
 RENEW_S = 10.0
 """Between two renewals of claims."""
 OF_THE_DAY = (FailureKind.COMPILER_KILLED, FailureKind.COMPILE_TIMEOUT)
-"""Failures that say more of a host than of a program: no other worker is told of them."""
+"""Failures whose cause is more likely the host than the program: they are not shared with other workers."""
 
 
 class Pool(Protocol):

@@ -63,7 +63,7 @@ class GpuSpread:
 
 
 def spread_of(controls: Iterable[Control]) -> list[GpuSpread]:
-    """Every GPU that was timed, the slowest beside its like first.
+    """Every GPU that was timed, the slowest compared with the others of its arch first.
 
     A GPU's noise is the larger of the confidence interval of its timings and of what they differ by among themselves.
     """

@@ -12,7 +12,7 @@ from tiledsched.core.canonical import stable_id
 from tiledsched.core.problem import Problem
 
 JOBS_VARIABLE = "TILEDSCHED_FLEET_JOBS"
-"""Modules, with commas between them, whose functions a worker runs beside those of this package: a database names functions,
+"""Modules, with commas between them, whose functions a worker may run besides those of this package: a database names functions,
 and whoever can write to it must not thereby choose code."""
 LEASE_S = 120.0
 """How long a lease holds unless renewed: what a dead host costs its problem."""
@@ -56,7 +56,7 @@ class CampaignPlan:
     job: str
     """tune, record, refresh or bench; or `module:function`, a job of your own."""
     kernel: str
-    """Where the kernel is declared, as `KernelClass.locator()` tells."""
+    """Where the kernel is declared, as its `locator()` returns it."""
     problems: Mapping[str, Sequence[Problem]]
     """What is to be done for each arch."""
     options: Mapping[str, Any] = field(default_factory=dict)

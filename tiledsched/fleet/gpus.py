@@ -36,7 +36,7 @@ class Gpu:
         return {"CUDA_VISIBLE_DEVICES": self.uuid} if self.uuid.startswith(("GPU-", "MIG-")) else {}
 
     def state(self) -> dict[str, Any]:
-        """Clock, temperature, power and throttle reasons now; empty where they are not told."""
+        """Clock, temperature, power and throttle reasons now; empty where the driver does not say."""
         return state_of(self.uuid)
 
 

@@ -31,7 +31,7 @@ CONTROL_ROUNDS = 30
 
 
 class StageProgress:
-    """A watcher of a tune that tells its stages as lines."""
+    """A watcher of a tune that reports its stages as lines of text."""
 
     def __init__(self, say: Progress) -> None:
         self._say, self._what, self._total = say, "", 0
@@ -87,7 +87,7 @@ def refresh(
 def bench(
     session: Session, kernel: KernelClass, problem: Problem, progress: Progress, **options: Any
 ) -> dict[str, Any]:
-    """Time one problem beside its rivals; its rows, as a CSV file has them."""
+    """Time one problem next to its rivals; the rows as a CSV file has them."""
     rows = bench_here(kernel, [problem], db=session.settings.db, progress=progress, **options)
     return {"rows": [row.to_csv() for row in rows]}
 
@@ -129,7 +129,7 @@ class Job:
     run: Callable[..., dict[str, Any]]
     """Does one problem."""
     options: type[Options] | None = None
-    """What it may be told; None where only its own keywords say that."""
+    """The class of its options; None where they are the keywords of `run`."""
     control: Callable[..., dict[str, Any]] = control
     """Times the control program."""
     gpus: Callable[[], Sequence[Gpu]] | None = None

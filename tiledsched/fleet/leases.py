@@ -48,7 +48,7 @@ def _silent(campaign: Campaign, now: datetime) -> sa.ColumnElement[bool]:
 
 
 class Leases:
-    """What a campaign's workers and whoever looks on ask of the database.
+    """Everything that a campaign's workers, and those who watch it, read from and write to the database.
 
     Args:
         db: where; shared by threads.
@@ -385,7 +385,7 @@ class Leases:
         return self._read(lambda session: set(session.scalars(asked)))
 
     def takeable(self, campaign: Campaign) -> Counter[str]:
-        """How many problems of each arch a worker that asked now could take."""
+        """How many problems of each arch a worker could take now."""
 
         def read(session: Session) -> Counter[str]:
             mine = LeaseRow.campaign_id == campaign.id, LeaseRow.attempts < campaign.most_attempts

@@ -22,7 +22,7 @@ POLL_S = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Worked:
-    """What the workers of one process came to."""
+    """What the workers of one process did."""
 
     campaigns: tuple[str, ...]
     """Ids of those they worked on."""

@@ -232,7 +232,7 @@ def _device(db: TuningDB, name: str) -> Device | None:
 
 
 def remove(path: Path) -> None:
-    """Remove an SQLite database and what lies beside it."""
+    """Remove an SQLite database and the files that SQLite keeps next to it."""
     for suffix in ("", "-wal", "-shm", "-journal"):
         with suppress(OSError):
             Path(f"{path}{suffix}").unlink(missing_ok=True)

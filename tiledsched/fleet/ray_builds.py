@@ -1,4 +1,4 @@
-"""Builds on the CPUs of all hosts of a Ray cluster, shared through its object store: what is asked for twice is built once."""
+"""Builds on the CPUs of all hosts of a Ray cluster, shared through its object store: what is wanted twice is built once."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class BuildHost:
         self._pool = BuildPool(jobs)
 
     async def build(self, task: BuildTask) -> Built:
-        """One build; what hangs or crashes is killed and told as a failure."""
+        """One build; what hangs or crashes is killed and returned as a failure."""
         import asyncio
 
         return await asyncio.wrap_future(self._pool.submit(task))
 
 
 class BuildDirectory:
-    """Which build is where: asked for twice, it is built once.
+    """Knows which host does which build: what is wanted twice is built once.
 
     It hands out references; the machine code goes from host to host through the object store.
     """

@@ -48,7 +48,7 @@ class WorkerStatus:
     faults: int
     """Attempts that ended by its fault, or without a word of it."""
     sm_clock_mhz: int | None
-    """SM clock when last heard of; None where that is not told."""
+    """SM clock when last heard of; None where the driver does not say."""
     temperature_c: int | None
     """GPU temperature when last heard of."""
     power_w: float | None

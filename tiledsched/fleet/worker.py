@@ -218,7 +218,9 @@ class Worker:
         return not self.note
 
     def _control(self) -> bool:
-        """Time the control program. A GPU that cannot takes no work; one that differs from its like keeps its evidence apart."""
+        """Time the control program. A GPU that cannot run it takes no work; the evidence of one that differs from the others of
+        its arch is stored under another name.
+        """
         problem = self._middle = self._middle or self._leases.control_problem(self.campaign.id, self.gpu.arch)
         self._since_control, probing = 0, self._faults >= MOST_FAULTS
         if problem is None:

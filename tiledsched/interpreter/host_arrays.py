@@ -36,5 +36,5 @@ def as_numpy(value: Any) -> Any:
 
 
 def _is_tensor(value: Any) -> bool:
-    """Whether `value` is a torch tensor, told without importing torch."""
+    """Whether `value` is a torch tensor, found without importing torch."""
     return any(each.__module__ == "torch" and each.__name__ == "Tensor" for each in type(value).__mro__)

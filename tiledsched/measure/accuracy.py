@@ -21,7 +21,7 @@ from tiledsched.measure.runner import Accuracy
 ELEMENTS_AT_ONCE = 1 << 26
 """Elements of an output that are compared at a time, or one row of tiles if that is more: it bounds the memory needed."""
 SUBNORMAL_UNITS = 256
-"""Tiles whose elements are on average below so many of the type's smallest steps are judged as if they were that large."""
+"""Tiles whose elements are on average below this many of the type's smallest steps are judged as if they were that large."""
 RELATIVE, ABSOLUTE, UNEQUAL = "relative error", "error", "unequal elements"
 """What is taken of a tile: |out - expected| / |expected| (Frobenius norms), the largest |out - expected|, or a count."""
 
@@ -69,7 +69,7 @@ def case_errors(
     tolerance: Tolerance,
     tile: tuple[int, int],
 ) -> list[OutputErrors]:
-    """The errors of every output; those of kinds of inputs of which nothing is asked are 0.
+    """The errors of every output; those on kinds of inputs without a requirement are 0.
 
     Args:
         xp: numpy or cupy.

@@ -1,4 +1,4 @@
-"""The arrays of one problem where its kernels run, and how a launch's arguments are made of them. For NumPy and CuPy alike.
+"""The arrays of one problem where its kernels run, and how a launch's arguments are made of them. It works for NumPy and CuPy.
 
 Arguments follow version 2 of cuTile's calling convention, as its launcher lays them out (cuda-tile 1.7, `cext/tile_kernel.cpp`
 of NVIDIA/cutile-python, and `_ir/type.py` and `_ir2bytecode.py` of the package). An array is its address, every size and
@@ -127,7 +127,7 @@ def allocate(xp: Any, spec: ArraySpec) -> Any:
 
 
 def laid_out(xp: Any, array: Any, spec: ArraySpec, shape: tuple[int, ...]) -> Any:
-    """An input as a launch is told that it lies in memory: itself, or a copy.
+    """An input laid out in memory as the launch expects it: itself, or a copy.
 
     Raises:
         DeclarationError: it is not what the declaration says.

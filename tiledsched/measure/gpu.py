@@ -152,7 +152,7 @@ class WorkerProcess:
         return value
 
     def alive(self) -> bool:
-        """Whether it can be asked. Between requests there is nothing to read, unless it ended."""
+        """Whether it can take a request. Between requests there is nothing to read, unless it ended."""
         return not self.connection.closed and not self.connection.poll()
 
     def _ended(self, when: str) -> Failure:
@@ -194,7 +194,7 @@ def child_environment() -> dict[str, str]:
 class GpuRunner:
     """Measures on the GPU through a worker that may die: each death costs the candidate that caused it.
 
-    The worker starts, and makes a problem's inputs, in the background: whoever needs it first waits for it.
+    The worker starts, and makes a problem's inputs, in the background: the first call that needs it waits for it.
 
     Args:
         kernel: whose candidates are measured.
@@ -255,7 +255,7 @@ class GpuRunner:
 
     @property
     def device_name(self) -> str:
-        """The GPU's name. Where all GPUs of this machine are of one kind, the driver tells it before the worker does."""
+        """The GPU's name. Where all GPUs of this machine are of one kind, the driver names it before the worker does."""
         names = {each.name for each in devices()} if self._device is None else set[str]()
         return names.pop() if len(names) == 1 else self.device.name
 
@@ -373,7 +373,7 @@ class GpuRunner:
         return [tried if isinstance(tried, Failure) else next(again) for tried in alone]
 
     def _note_others(self, batches: Sequence[Batch | Failure]) -> None:
-        """A gap that was found beside others is found again; where it is not told whether others ran, that is said once."""
+        """Find the gap again where other processes ran meanwhile; warn once where NVML does not say whether they did."""
         seen = [batch.conditions for batch in batches if isinstance(batch, Batch)]
         if any(each.concurrent_pids for each in seen):
             self._gap_ms = self._given_gap_ms
@@ -389,7 +389,7 @@ class GpuRunner:
     def _settle_timing(self, candidates: Sequence[Candidate], regime: str) -> None:
         """Once per problem and regime: launches or graphs, and how far apart. The fastest candidate at hand decides both.
 
-        A candidate that fails here fails again when it is sampled, and is told apart there.
+        A candidate that fails here fails again when it is sampled, and is found there.
         """
         fastest = min(candidates, key=self._expected, default=None)
         if fastest is None:

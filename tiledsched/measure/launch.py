@@ -1,4 +1,4 @@
-"""What the measuring process is told about one candidate: plain data, no kernel, no compiler."""
+"""What the measuring process needs to know of one candidate: plain data, no kernel, no compiler."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Launch:
     steps: tuple[LaunchStep, ...]
     """What is launched, in order; the machine code has a function for each."""
     scratch: tuple[ArraySpec, ...]
-    """Arrays it takes beside those of the problem."""
+    """Arrays it takes besides those of the problem."""
     tolerance: Tolerance
-    """What is asked of its result."""
+    """How close to the reference its result must be."""
     tile: tuple[int, int]
     """Rows and columns of the tiles that errors are taken over."""
 

@@ -31,7 +31,7 @@ FOLDER = Path("/tmp")
 """Where everybody can make files. Not TMPDIR, which differs between users: they would not see each other's locks."""
 POLL_S = 0.5
 LONGEST = 160
-"""Characters told of a holder."""
+"""Characters that are shown of a holder."""
 
 log = logging.getLogger("tiledsched")
 _held: dict[str, GpuLock] = {}

@@ -1,4 +1,4 @@
-"""What NVML tells: the devices of this machine, and their clocks, power and throttle reasons while we measure."""
+"""What NVML reports: the devices of this machine, and their clocks, power and throttle reasons while we measure."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ def _list_uuids() -> list[str]:
 
 
 def state_of(uuid: str) -> dict[str, Any]:
-    """Clock (MHz), temperature (C), power (W) and throttle reasons of a GPU now, without opening it; what is not told is left
+    """Clock (MHz), temperature (C), power (W) and throttle reasons of a GPU now, without opening it; what NVML does not report is
+    left
     out.
     """
     try:
@@ -181,7 +182,7 @@ def _find_only_gpu() -> tuple[str, str] | None:
 
 
 def current_gpu() -> tuple[str, str]:
-    """UUID and name of the current CUDA device; empty where they are not told. That of an instance (MIG) is its GPU's.
+    """UUID and name of the current CUDA device; empty where NVML does not report them. That of an instance (MIG) is its GPU's.
 
     Raises:
         MeasureError: the driver does not answer.
@@ -198,7 +199,7 @@ def current_gpu() -> tuple[str, str]:
 
 
 def _current_bus() -> str:
-    """Where the current CUDA device of this thread is on the PCI bus; empty where that is not told."""
+    """Where the current CUDA device of this thread is on the PCI bus; empty where CUDA does not say."""
     try:
         import cupy
 
@@ -220,7 +221,7 @@ def _at(bus: str) -> tuple[Any, Any]:
 
 
 def current_processes() -> frozenset[int]:
-    """The processes that have the current CUDA device open; none where that is not told."""
+    """The processes that have the current CUDA device open; none where NVML does not report them."""
     nvml, handle = _at(_current_bus())
     return _processes(nvml, handle) if handle is not None else frozenset()
 

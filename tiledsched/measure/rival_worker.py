@@ -1,4 +1,4 @@
-"""The process that times rivals beside our winner, in one interleaved run; see `tiledsched.measure.rivals`.
+"""The process that times rivals next to our winner, in one interleaved run; see `tiledsched.measure.rivals`.
 
 It answers what the measuring process answers, and two requests more. It holds torch, which that one must not, and no compiler of
 ours. CuPy and torch share the device's context, and all launches one stream of torch's. Run as
@@ -76,7 +76,7 @@ class Rivals:
     def race(
         self, state: Any, launch: Launch, rounds: int, regime: str, seed: int, gap_ms: float
     ) -> list[RivalSamples] | Failure:
-        """Samples of every rival that is right, ours beside each round."""
+        """Samples of every rival whose result is right, with our winner's of the same rounds."""
         torch, arrays, problem = self._torch, state.arrays, self._problem
         assert problem is not None
         assert self._kernel is not None

@@ -119,7 +119,7 @@ class RivalRaces:
         self._unable = ""
 
     def race(self, problem: Problem, candidate: Candidate) -> list[RivalTime] | None:
-        """Time every rival of `problem` beside `candidate`; None where that cannot be done, which the log says once."""
+        """Time every rival of `problem` next to `candidate`; None where that cannot be done, of which the log warns once."""
         try:
             told = self._ask(problem, candidate)
         except WorkerDiedError as error:

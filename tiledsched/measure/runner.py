@@ -1,4 +1,4 @@
-"""The protocol between the search and whatever measures: what is asked, what comes back."""
+"""The protocol between the search and whatever measures: its requests and their answers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """How samples are taken, whatever launches the kernels: paced one by one, or back to back at the power cap.
 
-Candidates take turns in rounds, in an order shuffled anew each round, so that a drift of clocks hits all of them alike.
+Candidates take turns in rounds, in an order shuffled anew each round, so that a drift of clocks affects all of them equally.
 How far apart paced launches must be for the clock to hold still is found out on the spot: see `calibrate`.
 """
 

@@ -16,7 +16,7 @@ from tiledsched.core.errors import MeasureError
 LEAST_SPIN_US = 300.0
 """Ahead of every paced call: the host queues what follows meanwhile, so that events never time it."""
 SPIN_MARGIN = 2.0
-"""The spin takes so many times what the slowest call costs the host."""
+"""The spin takes this many times as long as the slowest call takes the host."""
 CYCLES_PER_US = 3000
 """A clock rate above that of any GPU: where the GPU's is lower, the spin takes longer, and nothing else changes."""
 MOST_DOUBLINGS = 5

@@ -93,7 +93,7 @@ class State:
     ours: frozenset[int] = frozenset()
     """What NVML calls this process and its parent."""
     since_s: float = 0.0
-    """`time.time()` since when nobody was told who else runs on the GPU."""
+    """`time.time()` of the last report on who else runs on the GPU."""
     answered_s: float = 0.0
     """`time.time()` of the last answer."""
 
@@ -234,7 +234,7 @@ def _poisoned_launch(state: State, launch: Launch, case: Case, in_a_row: int = 1
 class CupyStopwatch:
     """Launches loaded kernels between CuPy events; see :class:`tiledsched.measure.timing.Stopwatch`.
 
-    With `graph_launches`, a sample is so many launches replayed as one CUDA graph, divided by their number: back to back,
+    With `graph_launches`, a sample is that many launches replayed as one CUDA graph, divided by their number: back to back,
     the host cannot keep up with short kernels.
     """
 

@@ -52,7 +52,9 @@ class InertChanges:
         self._tried: dict[Any, dict[Schedule, Codes]] = {}
 
     def learn(self, problem: Hashable, schedule: Schedule, key: Hashable, *, tried: bool = True) -> None:
-        """`schedule` was built for `problem`, and is the program `key`. One not `tried` only teaches: its like is still new."""
+        """`schedule` was built for `problem`, and is the program `key`. Where it was not `tried`, others of the same program
+        are still new.
+        """
         code = self._code(problem, schedule)
         if tried:
             self._tried.setdefault(problem, {})[schedule] = code

@@ -26,7 +26,7 @@ MeasuredPrograms = dict[Problem, list[tuple[Schedule, ResourceFacts | None, floa
 Landscape = tuple[list[Measurement], Mapping[str, ResourceFacts | None]]
 """Measurements, and facts by fingerprint."""
 MOST_PROBLEMS = 4
-"""Problems learnt from, the most alike: more of them change nothing on the bench."""
+"""The most similar problems that a search learns from: more of them changed no result of the search benchmark."""
 MOST_PROGRAMS = 96
 """Programs of each: the fastest half of that, and others spread evenly over the rest."""
 FEWEST_PROGRAMS = 8
@@ -86,7 +86,7 @@ def nearest(problem: Problem, measured: Iterable[Problem], *, itself: bool = Fal
 
 
 def known_elsewhere(problem: Problem, others: MeasuredPrograms, spec: ArchSpec, *, itself: bool = False) -> list[Known]:
-    """What to learn from: the problems most alike, and of each a choice of programs that shows its best and its spread.
+    """What to learn from: the most similar problems, and of each a choice of programs that shows its best and its spread.
 
     Args:
         problem: what is to be tuned.
@@ -114,7 +114,7 @@ def known_elsewhere(problem: Problem, others: MeasuredPrograms, spec: ArchSpec, 
 
 
 class Shipped:
-    """What comes with the package for one kernel and arch, read when it is asked for; nothing without a kernel."""
+    """What comes with the package for one kernel and arch, read when it is first needed; nothing without a kernel."""
 
     def __init__(self, kernel: str = "", arch: str = "") -> None:
         self._kernel, self._arch = kernel, arch
@@ -160,7 +160,7 @@ class Elsewhere:
         self._facts: dict[str, ResourceFacts | None] = {}
 
     def read_recorded(self, problem: Problem) -> None:
-        """Read what ships of the problems most alike: who waits for a device may as well."""
+        """Read the landscapes that ship of the most similar problems, while the device is being opened."""
         for other in nearest(problem, self._recorded, itself=True):
             self._shipped.landscape(other, self._regime)
 

@@ -51,7 +51,7 @@ class Program:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule it is known by: the first of those that came to it."""
+        """The schedule it is known by: the first of those that build to it."""
         return self.schedules[0]
 
     @property
@@ -162,11 +162,11 @@ class Builder:
     ) -> int:
         """Build what is missing; each outcome is stored as it is known. Returns how many were compiled.
 
-        After `deadline_s` (`time.monotonic()`) the rest is left for the next run. With `leave`, so many may go on being
-        built; they are stored by a later call.
+        After `deadline_s` (`time.monotonic()`) the rest is left for the next run. With `leave`, up to that many may go on being
+        built; a later call stores them.
 
         Raises:
-            CompilerError: all builds fail alike, and not by the compiler's own word: it is not the schedules.
+            CompilerError: all builds fail alike, with another error than the compiler's: the schedules are not the cause.
         """
         missing = {
             (schedule.id, self.problem_class(problem, schedule).id): (schedule, problem)
@@ -246,7 +246,7 @@ class Builder:
         return candidates
 
     def keep(self, outcome: Measurement | Failed, run_id: int, problem: Problem, device: Device) -> int | None:
-        """Store what measuring one program came to; the number of the measurement, None for a failure."""
+        """Store the measurement or failure of one program; the number of the measurement, None for a failure."""
         if isinstance(outcome, Measurement):
             return self.db.record_measurement(run_id, self.kernel.name, self.source_hash, self.toolchain, outcome)
         self.db.record_failure(

@@ -265,7 +265,7 @@ class RaceState:
                 self.alive.append(racer)
 
     def check(self, racer: Racer) -> bool:
-        """Whether it passes the accuracy gate; asked once, and one that does not is out."""
+        """Whether it passes the accuracy gate; it is checked once, and a racer that fails is out."""
         if racer.accuracy is None and racer.failure is None:
             checked = self.runner.check(racer.candidate)
             if isinstance(checked, Failure):

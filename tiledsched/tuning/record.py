@@ -175,9 +175,9 @@ class RecordResult:
     schedules: int
     """Schedules planned and built."""
     programs: int
-    """Distinct programs among them; fewer than asked for where the space or the budget holds no more."""
+    """Distinct programs among them; fewer than wanted where the space or the budget holds no more."""
     wanted: int
-    """Distinct programs asked for."""
+    """Distinct programs wanted."""
     compiled: int
     """Compiler runs this took."""
     measured: int

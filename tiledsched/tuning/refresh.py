@@ -281,7 +281,7 @@ def _time_rivals(
 
 
 def _lacks(entry: Entry, rivals: RivalTimer) -> bool:
-    """Whether a rival is here that was not timed beside an entry, or in another version."""
+    """Whether a rival is installed that was not timed next to an entry, or only in another version."""
     known = {each.name: each.version for each in entry.rivals or ()}
     return any(
         name not in known or known[name] not in ("", version)

@@ -160,7 +160,7 @@ class ScheduleStudy:
             self._guide.revise(schedule, self._estimate(schedule, facts))
 
     def choose(self, count: int) -> list[Schedule]:
-        """Up to `count` of those built and not told: what to measure now, the most promising first."""
+        """Up to `count` of those built and not yet measured: what to measure now, the most promising first."""
         chosen = [index for index in self._first if index in self._waiting][:count]
         others = [index for index in self._waiting if index not in chosen]
         left = count - len(chosen)
@@ -186,7 +186,7 @@ class ScheduleStudy:
             self._outside[schedule] = median_us
 
     def leave(self, schedule: Schedule) -> None:
-        """A schedule that was asked for and not tried: it teaches nothing, and is not proposed again."""
+        """Note a schedule that was proposed and not tried: nothing is learnt from it, and it is not proposed again."""
         if schedule in self._index:
             self._close(self._index[schedule], TrialState.PRUNED, None)
 
@@ -207,7 +207,7 @@ class ScheduleStudy:
             self.study.tell(number, value, state=state)
 
     def _add(self, index: int, **more: Any) -> None:
-        """A trial that the sampler was not asked for."""
+        """Add a trial that the sampler did not propose."""
         params = self._params(self._valid[index])
         self.study.add_trial(create_trial(params=params, distributions=self._distributions, **more))
 

@@ -198,7 +198,7 @@ class LiveStudy:
             self._give_up(error)
 
     def add(self, outcome: Measurement | Failed, facts: ResourceFacts | None) -> None:
-        """What a schedule came to."""
+        """Add the outcome of a schedule."""
         if self._study is None:
             return
         what = outcome.failure if isinstance(outcome, Failed) else outcome

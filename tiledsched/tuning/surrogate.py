@@ -73,7 +73,7 @@ Candidate = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """What is known of one task: candidates, what was expected of them, and what they came to."""
+    """What is known of one task: candidates, what was expected of them, and the times they took."""
 
     task: Any
     """Which one, as `similarity` takes it."""

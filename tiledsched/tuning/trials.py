@@ -93,7 +93,9 @@ class Trials:
         return failed
 
     def note_outcomes(self, chosen: Sequence[Schedule], outcomes: Iterable[Outcome]) -> None:
-        """Take down what measuring came to. Who was chosen and not reached counts as tried, and teaches nothing."""
+        """Note the outcomes of a batch. A schedule that was chosen and not reached counts as tried, and nothing is learnt from
+        it.
+        """
         found = {
             outcome.schedule: outcome.median_us if isinstance(outcome, Measurement) else None for outcome in outcomes
         }
