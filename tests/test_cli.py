@@ -697,7 +697,7 @@ def test_a_newcomers_tune_ends_with_the_answer_a_report_and_commands_that_work(h
     entry = list_entries(capsys, "--arch", "sm_121", "--problem", "B=16,S=1024,D=64,dtype=float16,causal=no")[0]
     flat = " ".join(answer.split())
     assert f"{' '.join(shown(entry))} " in flat
-    assert "nothing was measured" in flat
+    assert "Nothing was measured" in flat
     assert "the model's favourites were built" in flat
     assert re.search(r"us modelled, \d+ TFLOP/s; the default takes .* longer; the runner-up takes", flat)
     assert f"7 of {valid_schedules()} schedules built" in flat

@@ -112,8 +112,8 @@ def test_of_a_problem_that_was_not_measured_near_ones_and_the_expected_loss_deci
     assert expected_offers(asked, [an_entry(near, (equal,))], 0.0) == ()
     (offer,) = expected_offers(asked, [an_entry(near, (equal,))], 0.04)
     assert offer.ratio == pytest.approx(1.005 / 1.04)
-    assert "by 1 near problems" in offer.reason
-    assert "ours losing 4.0% to a tuned one" in offer.reason
+    assert "by its times on 1 similar problem " in offer.reason
+    assert "the 4.0% that our untuned choice is expected to lose" in offer.reason
     # Nearer problems count for more, and all must have been computed.
     both = [an_entry(near, (a_rival(0.9),)), an_entry(of(2048), (a_rival(1.3),))]
     nearer = expected_offers(of(1040), both, 0.5)[0].ratio
@@ -157,7 +157,7 @@ def test_the_table_offers_rivals_only_where_they_may_serve() -> None:
     torch_alone = an_entry(beside, (a_rival(1.1),))  # tuned where that one was not installed
     partly = LookupTable([*known, torch_alone], Attention, rivals=True).resolve(beside, "sm_90", GPU)
     assert [each.name for each in partly.rivals] == ["flash_attention_4"]
-    assert "by 1 near problems" in unraced.rivals[0].reason
+    assert "by its times on 1 similar problem " in unraced.rivals[0].reason
     lost = an_entry(beside, (a_rival(1.2, name="flash_attention_4"),))  # its own evidence goes before that of its like
     assert LookupTable([*known, lost], Attention, rivals=True).resolve(beside, "sm_90", GPU).rivals == ()
     forced = LookupTable(known, Attention, rivals=True, forced={"tile_n": 32}).resolve(PROBLEM, "sm_90", GPU)

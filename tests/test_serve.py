@@ -256,7 +256,7 @@ def test_explain_says_what_a_transfer_may_lose() -> None:
     told = explain_problem(table_of([entry(near, knobs={"occupancy": 3})]), PROBLEM, "sm_90", "NVIDIA H200")
     loss = told.served.expected_loss
     assert 0.0 < loss.mean < loss.worst < 0.2
-    assert f"loss {loss.mean:.1%} (worst {loss.worst:.1%})" in str(told)
+    assert f"{loss.mean:.1%} slower than the best schedule, at worst {loss.worst:.1%}" in str(told)
     assert f"evidence is for {near}" in str(told)
     assert told.to_json()["expected_loss"]["worst"] == loss.worst
     assert "if spilled" not in str(told)  # there is no other choice

@@ -130,7 +130,7 @@ def test_it_prints_itself_and_is_a_table_in_a_notebook(tuned) -> None:
     assert html.startswith("<table>")
     assert html.count("<tr>") == 1 + len(lines) == 3
     for line, (problem, schedule), row in zip(lines, tuned.winners.items(), tuned.rows, strict=True):
-        for words in (str(problem), schedule.short(), f"{row['model_us']:.1f} us (modelled)", "modelled"):
+        for words in (str(problem), schedule.short(), f"{row['model_us']:.1f} us", "modelled"):
             assert words in line
             assert f"<td>{words}</td>" in html
 

@@ -43,8 +43,8 @@ def print_tuned(report: TuneReport) -> None:
             "The default, what is served and the model's favourites were built" if part else "Every schedule was built"
         )
         print_wrapped(
-            f"No {report.arch} GPU here: nothing was measured. {built}, and the model ranked the programs. "
-            "On a machine with that GPU the same command measures."
+            f"Nothing was measured: this run used no {report.arch} GPU. {built}, and the performance model ranked the "
+            "programs. On a machine with that GPU, the command without --runner none measures."
         )
     for result, entry in zip(report.results, report.entries, strict=True):
         print()

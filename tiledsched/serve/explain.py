@@ -107,8 +107,8 @@ class Explanation:
         if served.expected_loss is not None:
             loss = served.expected_loss
             lines.append(
-                f"  expected    loss {loss.mean:.1%} (worst {loss.worst:.1%}) against the best, from {loss.cases} such "
-                "choices on held-out problems"
+                f"  expected    {loss.mean:.1%} slower than the best schedule, at worst {loss.worst:.1%}: so much did "
+                f"{loss.cases} such choices lose on measured problems that were hidden from them"
             )
         if entry is not None:
             if (entry.problem, entry.schedule) != (self.problem, served.schedule):

@@ -318,9 +318,11 @@ class LookupTable:
         if found is None:
             return None
         where = found.entry.device_name or found.entry.arch
-        reason = f"named by the nearest problem{what} ({found.entry.problem}), measured on {where}"
-        if found.neighbours > 1:
-            reason += f", and best in the opinion of {found.neighbours} entries"
+        judges = "it" if found.neighbours == 1 else f"{found.neighbours} similar problems"
+        reason = (
+            f"the nearest problem{what} is {found.entry.problem}, measured on {where}; by the measurements of {judges}, "
+            "this schedule is expected to lose least"
+        )
         return Served(
             schedule=found.schedule,
             provenance="transferred",

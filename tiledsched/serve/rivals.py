@@ -152,10 +152,10 @@ def expected_offers(problem: Problem, entries: Iterable[Entry], loss: float) -> 
         if name in problem.declaration.compiled_rivals and (1 - expected) * (times[0][2].ours_us or 0.0) < WORTH_US:
             continue
         if expected < 1 / (1 + NEAR_MARGIN):
-            near_by = f"by {len(times)} near problems (nearest: {times[0][1].problem})"
-            reason = f"expected to be {_gain(expected)} faster, {near_by}"
+            timed = "1 similar problem" if len(times) == 1 else f"{len(times)} similar problems"
+            reason = f"expected to be {_gain(expected)} faster, judging by its times on {timed} (nearest: {times[0][1].problem})"
             if loss:
-                reason += f", ours losing {loss:.1%} to a tuned one"
+                reason += f" and by the {loss:.1%} that our untuned choice is expected to lose"
             offers.append(
                 RivalOffer(name=name, ratio=expected, capturable=capturable, only_captured=not keeps_up, reason=reason)
             )

@@ -75,7 +75,8 @@ class TuneReport:
         lines = []
         for entry in self.entries:
             us = entry.median_us if entry.median_us is not None else entry.model_us
-            time = "" if us is None else f"{us:.1f} us" + ("" if entry.median_us is not None else " (modelled)")
+            said = entry.median_us is not None or entry.provenance == "modelled"
+            time = "" if us is None else f"{us:.1f} us" + ("" if said else " (modelled)")
             lines.append((str(entry.problem), entry.schedule.short(), time, entry.provenance))
         return lines
 
