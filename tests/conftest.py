@@ -15,7 +15,9 @@ for threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(threads, "1")
 
 os.environ.pop("COLUMNS", None)  # tables are as wide as tests expect, whatever the terminal
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; processes that tests start inherit it
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # in the background of a script; processes that tests start inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MIGRATING = {"test_kills", "test_store_schema", "test_store_views"}
