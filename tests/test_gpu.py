@@ -93,7 +93,7 @@ FORCED = [
     {"Q_SUBTILES": 2, "TILE_N": 32},
     {"KV_SUBTILES": 2, "TILE_N": 32},
     {"QK_AHEAD": 1, "TILE_N": 32},
-    {"K_LOAD": "permute", "TMA_STORE": 0},
+    {"TMA_STORE": 0},
     {"TMA_LOADS": 0},
     {"DIVISION": "ieee"},
     {"LAZY_RESCALE": 1},
