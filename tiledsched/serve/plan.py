@@ -85,7 +85,7 @@ class Plan(Decision):
 
     @functools.cached_property
     def own(self) -> Plan:
-        """The same plan without rivals."""
+        """This plan, but with our own kernel in place of any rival."""
         return replace(self, launch_on=self.device, rival=None, in_graphs=None)
 
     def without_first_rival(self) -> Plan:
