@@ -44,7 +44,7 @@ def print_tuned(report: TuneReport) -> None:
         )
         print_wrapped(
             f"Nothing was measured: this run used no {report.arch} GPU. {built}, and the performance model ranked the "
-            "programs. On a machine with that GPU, the command without --runner none measures."
+            "programs. On a machine with that GPU, tune measures, unless --runner none is given."
         )
     for result, entry in zip(report.results, report.entries, strict=True):
         print()
