@@ -24,7 +24,7 @@ from tiledsched.store.evidence import for_compiler, leaders, of_one_compiler, st
 from tiledsched.tuning.options import RefreshOptions
 from tiledsched.tuning.refresh import KEPT, LEFT, RACED
 from tiledsched.tuning.resources import Tools
-from tiledsched.tuning.run import NEARBY, winners_nearby
+from tiledsched.tuning.prior import winners_nearby
 from tiledsched.tuning.session import Session
 
 
@@ -329,7 +329,7 @@ def test_what_won_on_like_problems_under_this_compiler_takes_part(bench, db) -> 
     assert slowest.schedule in raced
 
 
-def test_winners_nearby_are_of_the_nearest_problems_and_few() -> None:
+def test_winners_nearby_are_those_of_the_nearest_problems_first() -> None:
     def won(length, tile):
         problem = make_problem(length)
         return entry(
@@ -340,10 +340,10 @@ def test_winners_nearby_are_of_the_nearest_problems_and_few() -> None:
         return Attention.problem(batch=1, heads=8, kv_heads=8, seq_q=length, seq_k=length, head_dim=64, dtype="float16")
 
     entries = [won(512, 64), won(1024, 32), won(4096, 128), won(8192, 128), won(16384, 256)]
-    found = winners_nearby(Attention, make_problem(8192), entries)
+    found = winners_nearby(make_problem(8192), entries)
     assert [schedule["tile_n"] for schedule in found[:1]] == [128]  # of 4096 or 16384, and its own does not count
-    assert len(found) == len(set(found)) <= NEARBY
-    assert winners_nearby(Attention, make_problem(8192), []) == []
+    assert len(found) == len(set(found)) == 4
+    assert winners_nearby(make_problem(8192), []) == []
 
 
 def test_a_downgrade_and_an_upgrade_bring_either_evidence_back(bench, db) -> None:

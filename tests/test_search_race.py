@@ -533,9 +533,9 @@ def test_who_was_beaten_before_is_out_by_a_time_that_counts(impatient):
     ]
 
 
-@pytest.mark.parametrize("deadline_s", [None, 0.0])
+@pytest.mark.parametrize("deadline_s", [math.inf, 0.0])
 def test_a_gpu_that_is_never_alone_decides_nothing(deadline_s, impatient, monkeypatch):
-    if deadline_s is None:
+    if deadline_s:
         monkeypatch.setattr("tiledsched.tuning.race.PATIENCE_S", 0.05)
     runner = AttentionFeatures(
         {"a": 100.0, "b": 101.0, "bad": 50.0}, disturbed=lambda index: True, failing={"bad": "check"}
@@ -545,7 +545,7 @@ def test_a_gpu_that_is_never_alone_decides_nothing(deadline_s, impatient, monkey
     assert result.disturbance == "beside process 4711 on the GPU"
     assert [type(outcome) for outcome in result.outcomes] in ([Failed], [])
     assert all(isinstance(each, Failed) or each.conditions.concurrent_pids for each in reported)
-    assert len(reported) > 4 if deadline_s is None else len(reported) == 1
+    assert len(reported) > 4 if deadline_s else len(reported) == 1
 
 
 def test_looks_alone_are_asked_about_too(impatient):

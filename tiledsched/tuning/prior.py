@@ -8,16 +8,20 @@ from pathlib import Path
 
 from tiledsched.build.cubin import ResourceFacts
 from tiledsched.core import data_files
+from tiledsched.core.config import Settings
 from tiledsched.core.device import ArchSpec
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import SearchSpace
 from tiledsched.measure.runner import Measurement
+from tiledsched.serve.entries import load_entries
+from tiledsched.serve.lookup import LookupTable
 from tiledsched.store.db import TuningDB
-from tiledsched.store.evidence import timed_as_now
+from tiledsched.store.evidence import leaders, timed_as_now
 from tiledsched.store.exchange import read_table
 from tiledsched.store.manifest import shipped_landscapes
 from tiledsched.store.records import Entry
+from tiledsched.tuning.resources import Resources
 from tiledsched.tuning.study import Estimate
 from tiledsched.tuning.surrogate import Known
 
@@ -33,6 +37,8 @@ FEWEST_PROGRAMS = 8
 """Measured programs below which a problem teaches nothing."""
 MOST_PLAIN = 256
 """Plain schedules, the most promising ones, around which the structural knobs are explored."""
+NEARBY = 4
+"""Winners of similar problems that are raced where what is served was measured with another compiler."""
 
 
 def estimator(problem: Problem, spec: ArchSpec) -> Estimate:
@@ -111,6 +117,47 @@ def known_elsewhere(problem: Problem, others: MeasuredPrograms, spec: ArchSpec, 
             )
         )
     return found
+
+
+def winners_nearby(problem: Problem, entries: Iterable[Entry]) -> list[Schedule]:
+    """What won on other problems, those of the most similar ones first."""
+    similarity = problem.declaration.similarity.weight
+    others = [entry for entry in entries if entry.problem != problem]
+    others.sort(key=lambda entry: (-similarity(problem, entry.problem), entry.problem))
+    return list(dict.fromkeys(entry.schedule for entry in others))
+
+
+class Incumbents:
+    """What would be served for a problem were nothing tuned: it takes part in the tune and can only be beaten.
+
+    Where that was measured with another compiler, its ties and runner-up and what won on similar problems under this one
+    take part, too: their times may have changed since.
+    """
+
+    def __init__(self, resources: Resources, kernel: KernelClass, settings: Settings) -> None:
+        self._resources, self._kernel, self._regime = resources, kernel, settings.regime
+        self._compiler = resources.toolchain.tileiras
+        self._before = load_entries(settings, {resources.arch}, kernel.name)
+        self._table = LookupTable(
+            self._before, kernel, regime=settings.regime, accum_mode=settings.accum_mode, compiler=self._compiler
+        )
+
+    def __call__(self, problem: Problem, device_name: str) -> list[Schedule]:
+        """The schedules that take part for `problem` on a device; none where nothing is known of the arch."""
+        arch = self._resources.arch
+        if not self._table.known_arch(arch):
+            return []
+        answer = self._table.resolve(problem, arch, device_name)
+        if not (answer.stale and answer.entry):
+            return [answer.schedule]
+        # What this compiler made slow or fast on similar problems, it made slow or fast here.
+        measured_alike = "measured", device_name, self._regime, self._compiler
+        now = [
+            each
+            for each in (*self._resources.db.entries(arch, self._kernel.name), *self._before)
+            if (each.provenance, each.device_name, each.regime, each.compiler) == measured_alike
+        ]
+        return [answer.schedule, *leaders(answer.entry), *winners_nearby(problem, now)[:NEARBY]]
 
 
 class Shipped:

@@ -137,7 +137,7 @@ def race(
     rules: Rules | None = None,
     regime: str = "burst",
     known_us: float = math.inf,
-    deadline_s: float | None = None,
+    deadline_s: float = math.inf,
     on_outcome: Callable[[Outcome], None] | None = None,
 ) -> RaceResult:
     """Find the fastest of `candidates` for the problem `runner.begin` was given.
@@ -158,7 +158,7 @@ def race(
         on_outcome: called once per candidate and race as its outcome is final, also when the race is interrupted.
     """
     report, failed = on_outcome or (lambda outcome: None), list[Outcome]()
-    patient_until = min(time.monotonic() + PATIENCE_S, math.inf if deadline_s is None else deadline_s)
+    patient_until = min(time.monotonic() + PATIENCE_S, deadline_s)
     while True:
         course = RaceState(runner, problem, rules or RULES[regime], regime, report, deadline_s)
         course.race(candidates, known_us)
@@ -191,7 +191,7 @@ class RaceState:
         rules: Rules,
         regime: str,
         report: Callable[[Outcome], None],
-        deadline_s: float | None,
+        deadline_s: float,
     ) -> None:
         self.runner, self.problem, self.rules, self.regime = runner, problem, rules, regime
         self._rules_of_short = rules.of_short()
@@ -226,7 +226,7 @@ class RaceState:
 
     def late(self) -> bool:
         """Whether nothing new may start."""
-        return self._deadline_s is not None and time.monotonic() > self._deadline_s
+        return time.monotonic() > self._deadline_s
 
     def probe(self, candidates: Sequence[Candidate]) -> None:
         """Time one launch of every candidate."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +20,6 @@ from tiledsched.tuning.samplers import OURS, check_sampler
 if TYPE_CHECKING:
     from tiledsched.store.records import Entry
     from tiledsched.tuning.tuner import TuneResult, Watcher
-
-NEARBY = 4
-"""Winners of similar problems that are raced where what is served was measured with another compiler."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +125,7 @@ def tune_problems(
         )
     from tiledsched.serve.entries import load_entries
     from tiledsched.store.evidence import for_compiler
-    from tiledsched.tuning.prior import Shipped
+    from tiledsched.tuning.prior import Incumbents, Shipped
     from tiledsched.tuning.study_storage import open_storage
     from tiledsched.tuning.tuner import Tuner
 
@@ -166,52 +163,3 @@ def _settings(resources: Resources, options: TuneOptions) -> Settings:
     """The settings of the resources, over which those of the options go."""
     given = {name: getattr(options, name) for name in ("regime", "accum_mode", "rivals")}
     return replace(resources.settings, **{name: value for name, value in given.items() if value is not None})
-
-
-class Incumbents:
-    """What would be served for a problem were nothing tuned: it takes part in the tune and can only be beaten.
-
-    Where that was measured with another compiler, its ties and runner-up and what won on similar problems under this one
-    take part, too: their times may have changed since.
-    """
-
-    def __init__(self, resources: Resources, kernel: KernelClass, settings: Settings) -> None:
-        from tiledsched.serve.entries import load_entries
-        from tiledsched.serve.lookup import LookupTable
-
-        self._resources, self._kernel, self._regime = resources, kernel, settings.regime
-        self._compiler = resources.toolchain.tileiras
-        self._before = load_entries(settings, {resources.arch}, kernel.name)
-        self._table = LookupTable(
-            self._before, kernel, regime=settings.regime, accum_mode=settings.accum_mode, compiler=self._compiler
-        )
-
-    def __call__(self, problem: Problem, device_name: str) -> list[Schedule]:
-        """The schedules that take part for `problem` on a device; none where nothing is known of the arch."""
-        from tiledsched.store.evidence import leaders
-
-        arch = self._resources.arch
-        if not self._table.known_arch(arch):
-            return []
-        answer = self._table.resolve(problem, arch, device_name)
-        if not (answer.stale and answer.entry):
-            return [answer.schedule]
-        measured_alike = "measured", device_name, self._regime, self._compiler
-        now = [
-            each
-            for each in (*self._resources.db.entries(arch, self._kernel.name), *self._before)
-            if (each.provenance, each.device_name, each.regime, each.compiler) == measured_alike
-        ]
-        return [answer.schedule, *leaders(answer.entry), *winners_nearby(self._kernel, problem, now)]
-
-
-def winners_nearby(kernel: KernelClass, problem: Problem, entries: Iterable[Entry]) -> list[Schedule]:
-    """What won on the problems most similar to `problem`, nearest first, at most NEARBY schedules.
-
-    The entries are of the compiler at hand: what it made slow or fast there, it made slow or fast here.
-    """
-    others = sorted(
-        (entry for entry in entries if entry.problem != problem),
-        key=lambda entry: (-kernel.similarity.weight(problem, entry.problem), entry.problem),
-    )
-    return list(dict.fromkeys(entry.schedule for entry in others))[:NEARBY]
