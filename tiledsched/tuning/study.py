@@ -86,8 +86,8 @@ class ScheduleStudy:
         self._later: dict[int, None] = {}
         self._waiting: dict[int, None] = {}
         self._running: dict[int, int] = {}
-        self._told: set[int] = set()
         self._outside: dict[Schedule, float | None] = {}
+        self._codes: NDArray[np.int16] | None = None
         # What was recorded from an older space may have other values.
         self._choices = {
             name: tuple(dict.fromkeys([*knob.choices, *(each[name] for each in self._valid)]))
@@ -125,10 +125,12 @@ class ScheduleStudy:
         new = [schedule for schedule in dict.fromkeys(more) if schedule not in self._index]
         self._index |= {schedule: index for index, schedule in enumerate(new, start=len(self._valid))}
         self._valid += new
-        self._unseen = np.concatenate([self._unseen, np.ones(len(new), dtype=bool)])
+        self._unseen, self._codes = np.concatenate([self._unseen, np.ones(len(new), dtype=bool)]), None
         if self._guide is not None and new:
             self._guide.widen(new, self._expected(new))
-        self.known((schedule, self._outside[schedule]) for schedule in new if schedule in self._outside)
+        for schedule in new:
+            if schedule in self._outside:
+                self.tell(schedule, self._outside[schedule])
 
     @property
     def size(self) -> int:
@@ -173,13 +175,11 @@ class ScheduleStudy:
             chosen += others[:left]
         return [self._valid[index] for index in chosen]
 
-    def known(self, times: Iterable[tuple[Schedule, float | None]]) -> None:
-        """Tell it of schedules tried earlier: microseconds, or None for a failure. They are not proposed again."""
-        for schedule, median_us in times:
-            self.tell(schedule, median_us)
-
     def tell(self, schedule: Schedule, median_us: float | None) -> None:
-        """The outcome of a schedule: its time, or None where it failed. One that is not valid teaches nothing until it is."""
+        """The outcome of a schedule, of this search or an earlier one: its time, or None where it failed. It is not proposed again.
+
+        The outcome of a schedule that is not valid teaches nothing until `widen` makes it so.
+        """
         if schedule in self._index:
             self._close(self._index[schedule], TrialState.FAIL if median_us is None else TrialState.COMPLETE, median_us)
         else:
@@ -195,16 +195,12 @@ class ScheduleStudy:
         return math.inf if self._guide is None else self._guide.expected_gain(self.study)
 
     def _close(self, index: int, state: TrialState, value: float | None) -> None:
-        self._unseen[index] = False
         self._waiting.pop(index, None)
-        if index in self._told:
-            return
-        self._told.add(index)
-        number = self._running.pop(index, None)
-        if number is None:
+        if index in self._running:
+            self.study.tell(self._running.pop(index), value, state=state)
+        elif self._unseen[index]:
+            self._unseen[index] = False
             self._add(index, state=state, value=value)
-        else:
-            self.study.tell(number, value, state=state)
 
     def _add(self, index: int, **more: Any) -> None:
         """Add a trial that the sampler did not propose."""
@@ -246,21 +242,14 @@ class ScheduleStudy:
         index = self._index.get(wanted, -1)
         if index >= 0 and among[index]:
             return index
-        differences = (self._codes() != self._coded([wanted])).sum(axis=1)
+        if self._codes is None:
+            self._codes = self._coded(self._valid)
+        differences = (self._codes != self._coded([wanted])).sum(axis=1)
         nearest = np.flatnonzero(among & (differences == differences[among].min()))
         return int(self._rng.choice(nearest.tolist()))
 
-    _known_codes: NDArray[np.int16] | None = None
-
-    def _codes(self) -> NDArray[np.int16]:
-        """The place of each value among its knob's choices `[valid, knobs]`."""
-        done = 0 if self._known_codes is None else len(self._known_codes)
-        if self._known_codes is None or done < len(self._valid):
-            more = self._coded(self._valid[done:])
-            self._known_codes = more if self._known_codes is None else np.concatenate([self._known_codes, more])
-        return self._known_codes
-
     def _coded(self, schedules: Sequence[Schedule]) -> NDArray[np.int16]:
+        """The place of each value among its knob's choices `[schedules, knobs]`."""
         rows = [[each.index(schedule[name]) for name, each in self._choices.items()] for schedule in schedules]
         return np.array(rows, dtype=np.int16)
 

@@ -45,7 +45,8 @@ class Trials:
         }
         learn(inert, problem, builder.programs(builder.built(problem, study.space), problem, device), tried=self.times)
         self._waiting: dict[Key, list[Schedule]] = {}
-        study.known(times.items())
+        for schedule, median_us in times.items():
+            study.tell(schedule, median_us)
 
     @property
     def programs(self) -> int:
