@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.compiler import DEFAULT_TIMEOUT_S, prepare_process
 from tiledsched.build.toolchain import Toolchain, check_arch, installed_toolchain
+from tiledsched.core import config
 from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.errors import ConfigError, DatabaseError, MeasureError
 from tiledsched.core.files import read_bounded
@@ -24,6 +25,7 @@ from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import chosen_space
 from tiledsched.measure import nvml
 from tiledsched.measure.runner import Candidate, RivalTime, Runner
+from tiledsched.tuning.options import Options
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -50,6 +52,16 @@ class RivalTimer(Protocol):
     def close(self) -> None:
         """End the process that times them."""
         ...
+
+
+@contextmanager
+def serving_anew() -> Iterator[None]:
+    """After the block the operators of this process look anew at what they serve."""
+    try:
+        yield
+    finally:
+        for forget in config.watchers:
+            forget()
 
 
 def ready_artifacts(folder: Path | None) -> ArtifactStore:
@@ -227,9 +239,15 @@ class Resources:
         return self._rivals[2]
 
     @contextmanager
-    def noted_run(self, command: Mapping[str, Any]) -> Iterator[int]:
-        """A run, noted in the database from its start to its end; its number. Builds that it leaves unfinished are given up."""
-        run_id = self.db.start_run(dict(command), self.arch)
+    def noted_run(
+        self, command: Mapping[str, Any] | None, kernel: KernelClass, problems: Sequence[Problem], options: Options
+    ) -> Iterator[int]:
+        """A run, noted in the database from its start to its end; its number. Builds that it leaves unfinished are given up.
+
+        What is noted is `command`, or where that is None the kernel, the problems and the options.
+        """
+        what = {"kernel": kernel.name, "problems": [each.to_json() for each in problems], **options.to_json()}
+        run_id = self.db.start_run(dict(command or what), self.arch)
         status = "failed"
         try:
             yield run_id

@@ -176,7 +176,8 @@ class ScheduleStudy:
         return [self._valid[index] for index in chosen]
 
     def tell(self, schedule: Schedule, median_us: float | None) -> None:
-        """The outcome of a schedule, of this search or an earlier one: its time, or None where it failed. It is not proposed again.
+        """The outcome of a schedule, of this search or an earlier one: its time, or None where it failed. It is not proposed
+        again.
 
         The outcome of a schedule that is not valid teaches nothing until `widen` makes it so.
         """

@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from html import escape
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tiledsched.core.config import Settings
@@ -84,6 +85,73 @@ class TuneResult:
     """(default - winner) / winner, of their measured medians or of the model's estimates; None where the default gave neither."""
     over_runner_up: float | None = None
     """(runner-up - winner) / winner, likewise; None where there is no runner-up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneReport:
+    """What a tune found."""
+
+    kernel: KernelClass
+    """The kernel that was tuned."""
+    arch: str
+    """The arch it was tuned for."""
+    run_id: int
+    """Number of the run in the database."""
+    results: Sequence[TuneResult]
+    """One for each problem: how much was tried, and what won."""
+    entries: Sequence[Entry]
+    """What is served for each problem now; the entry that was there where it is stronger than what was found."""
+    measured: bool
+    """Whether a GPU measured; otherwise the performance model ranked what was built."""
+
+    @property
+    def winners(self) -> dict[Problem, Schedule]:
+        """The schedule that is served for each problem now."""
+        return {entry.problem: entry.schedule for entry in self.entries}
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """A plain dict for each problem: sizes, winner, ties, runner-up and evidence."""
+        return [
+            {
+                **entry.problem.to_json(),
+                "arch": entry.arch,
+                "device": entry.device_name,
+                "provenance": entry.provenance,
+                "schedule": entry.schedule.to_json(),
+                "median_us": entry.median_us,
+                "model_us": entry.model_us,
+                "ties": [tie.to_json() for tie in entry.ties],
+                "margin": entry.margin,
+                "runner_up": entry.runner_up.to_json() if entry.runner_up else None,
+                "rivals": None if entry.rivals is None else [asdict(each) for each in entry.rivals],
+                "programs": result.programs,
+                "measured_programs": result.measured,
+                "failed": result.failed,
+                "seconds": round(result.seconds, 3),
+            }
+            for entry, result in zip(self.entries, self.results, strict=True)
+        ]
+
+    def _lines(self) -> list[tuple[str, str, str, str]]:
+        lines = []
+        for entry in self.entries:
+            us = entry.median_us if entry.median_us is not None else entry.model_us
+            said = entry.median_us is not None or entry.provenance == "modelled"
+            time = "" if us is None else f"{us:.1f} us" + ("" if said else " (modelled)")
+            lines.append((str(entry.problem), entry.schedule.short(), time, entry.provenance))
+        return lines
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.kernel.name} on {self.arch}", *("  " + "  ".join(line) for line in self._lines())])
+
+    def _repr_html_(self) -> str:
+        """A table, for notebooks."""
+        head = "".join(f"<th>{word}</th>" for word in ("problem", "schedule", "time", "provenance"))
+        body = "".join(
+            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>" for line in self._lines()
+        )
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 class Watcher(Protocol):
