@@ -23,6 +23,7 @@ from tiledsched.store.manifest import shipped_landscapes
 from tiledsched.store.records import Entry
 from tiledsched.tuning.resources import Resources
 from tiledsched.tuning.study import Estimate
+from tiledsched.tuning.study_storage import facts_by_fingerprint
 from tiledsched.tuning.surrogate import Known
 
 MeasuredPrograms = dict[Problem, list[tuple[Schedule, ResourceFacts | None, float]]]
@@ -204,12 +205,16 @@ class Elsewhere:
         self._db, self._space, self._shipped = db, space, shipped or Shipped()
         self._regime, self._accum_mode = regime, accum_mode
         self._programs: MeasuredPrograms = {}
-        self._facts: dict[str, ResourceFacts | None] = {}
 
     def read_recorded(self, problem: Problem) -> None:
         """Read the landscapes that ship of the most similar problems, while the device is being opened."""
         for other in nearest(problem, self._recorded, itself=True):
             self._shipped.landscape(other, self._regime)
+
+    @cached_property
+    def _facts(self) -> dict[str, ResourceFacts | None]:
+        """The resources of all machine code in the database."""
+        return facts_by_fingerprint(self._db, self._space.arch)
 
     @property
     def _recorded(self) -> set[Problem]:
@@ -240,8 +245,6 @@ class Elsewhere:
 
     def _read(self, problem: Problem, device_name: str) -> list[tuple[Schedule, ResourceFacts | None, float]]:
         """The newest measurement of each program."""
-        if not self._facts:
-            self._facts = {key[1]: artifact.facts for key, artifact in self._db.artifacts(self._space.arch).items()}
         taken = [
             stored.measurement
             for stored in self._db.latest_measurements(problem, device_name=device_name, regime=self._regime)

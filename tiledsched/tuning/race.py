@@ -222,7 +222,8 @@ class RaceState:
                 self.admit(math.inf)  # all who stayed in broke down: the rest races again
             self.watch()
         finally:
-            self.finish_all()
+            for racer in self.racers:
+                self.finish(racer)
 
     def late(self) -> bool:
         """Whether nothing new may start."""
@@ -332,11 +333,6 @@ class RaceState:
             self.outcomes.append(outcome)
             self._report(outcome)
 
-    def finish_all(self) -> None:
-        """Report everyone not yet reported."""
-        for racer in self.racers:
-            self.finish(racer)
-
     def _outcome(self, racer: Racer) -> Outcome | None:
         if racer.failure is not None:
             return Failed(
@@ -395,14 +391,10 @@ def near(result: RaceResult) -> list[Measurement]:
     if result.winner is None:
         return []
     winner = result.winner
-    others = {
-        each.schedule: (_ratio(each, winner), each)
-        for each in result.outcomes
-        if isinstance(each, Measurement) and each.accuracy is not None and each.schedule != winner.schedule
-    }
-    close = sorted((ratio, schedule.id) for schedule, (ratio, _) in others.items() if ratio <= 1 + NEAR)
-    known = {schedule.id: each for schedule, (_, each) in others.items()}
-    return [winner, *(known[name] for _, name in close[: MOST_NEAR - 1])]
+    checked = [each for each in result.outcomes if isinstance(each, Measurement) and each.accuracy is not None]
+    close = [each for each in checked if each.schedule != winner.schedule and _ratio(each, winner) <= 1 + NEAR]
+    close.sort(key=lambda each: (_ratio(each, winner), each.schedule.id))
+    return [winner, *close[: MOST_NEAR - 1]]
 
 
 def settle(result: RaceResult, sustained: RaceResult, same: float = Rules.same) -> RaceResult:

@@ -16,6 +16,7 @@ from typing import Any
 from tiledsched.core import data_files
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
+from tiledsched.measure.rivals import RivalRaces
 from tiledsched.measure.runner import Runner
 from tiledsched.serve.entries import load_entries
 from tiledsched.store.evidence import for_compiler, leaders
@@ -23,7 +24,7 @@ from tiledsched.store.exchange import read_table
 from tiledsched.store.records import Entry, Place, StoredMeasurement
 from tiledsched.tuning.options import RefreshOptions, TuneOptions
 from tiledsched.tuning.problems import Cases, problems_of
-from tiledsched.tuning.resources import Resources, RivalTimer
+from tiledsched.tuning.resources import Resources
 from tiledsched.tuning.tuner import Silent, TuneReport, Watcher
 
 KEPT, RACED, LEFT = "kept", "raced", "to race"
@@ -280,7 +281,7 @@ class Refresh:
         return timed
 
     def _with_rivals(
-        self, entry: Entry, evidence: Mapping[str, StoredMeasurement], gpu: Runner, rivals: RivalTimer
+        self, entry: Entry, evidence: Mapping[str, StoredMeasurement], gpu: Runner, rivals: RivalRaces
     ) -> list[Entry]:
         """The entry with the times of every rival, stored; nothing where they cannot be timed."""
         programs = self._builder.programs([entry.schedule], entry.problem, gpu.device)
@@ -293,7 +294,7 @@ class Refresh:
         return []
 
 
-def _lacks(entry: Entry, rivals: RivalTimer) -> bool:
+def _lacks(entry: Entry, rivals: RivalRaces) -> bool:
     """Whether a rival is installed that was not timed next to an entry, or only in another version."""
     known = {each.name: each.version for each in entry.rivals or ()}
     return any(

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import ConfigError
-from tiledsched.core.problem import KernelClass
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.tuning.check import CheckRow, check_problems
-from tiledsched.tuning.options import CHECK_ARCH, CheckOptions, RecordOptions, RefreshOptions, TuneOptions
+from tiledsched.tuning.options import CHECK_ARCH, CheckOptions, Options, RecordOptions, RefreshOptions, TuneOptions
 from tiledsched.tuning.problems import Cases, kernel_of, problems_of
 from tiledsched.tuning.resources import Resources, serving_anew
 from tiledsched.tuning.samplers import OURS, check_sampler
@@ -85,7 +85,7 @@ class Session(Resources):
         storage = open_storage(options.storage) if options.storage else None
         with serving_anew():
             incumbents = Incumbents(self, kernel, settings)
-            with self.noted_run(command, kernel, wanted, options) as run_id:
+            with self.noted_run(command or _described(kernel, wanted, options)) as run_id:
                 tuner = Tuner(
                     self.builder(kernel, options.compile_timeout_s),
                     space,
@@ -144,7 +144,7 @@ class Session(Resources):
         measuring = "none" if options.build_only else "gpu"
         runner = self.open_runner(kernel, measuring, seed=options.seed, without="--build-only")
         results = []
-        with self.noted_run(command, kernel, wanted, options) as run_id:
+        with self.noted_run(command or _described(kernel, wanted, options)) as run_id:
             recorder = Recorder(builder, space, options, run_id=run_id, runner=runner, progress=progress)
             for result in recorder.record(wanted, Path(folder or "")):
                 results.append(result)
@@ -193,6 +193,11 @@ class Session(Resources):
     ) -> Iterator[CheckRow]:
         """Run schedules of a kernel on the CPU, in the interpreter; see :func:`check`."""
         return check_problems(self.arch, kernel, problems, options or CheckOptions())
+
+
+def _described(kernel: KernelClass, problems: Sequence[Problem], options: Options) -> dict[str, Any]:
+    """What is noted of a run where the caller gives no command."""
+    return {"kernel": kernel.name, "problems": [each.to_json() for each in problems], **options.to_json()}
 
 
 def tune(

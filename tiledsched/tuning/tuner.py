@@ -33,10 +33,9 @@ from tiledsched.tuning.prior import Elsewhere, Shipped, estimator, plain_schedul
 from tiledsched.tuning.programs import Builder, Program, deadlines
 from tiledsched.tuning.race import RULES, Outcome, RaceResult, near, race, settle
 from tiledsched.tuning.samplers import OURS
-from tiledsched.tuning.study import ScheduleStudy
+from tiledsched.tuning.study import ScheduleStudy, Trials, learn
 from tiledsched.tuning.study_storage import LiveStudy
 from tiledsched.tuning.surrogate import Known
-from tiledsched.tuning.trials import Trials, learn
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
