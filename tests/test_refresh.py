@@ -22,9 +22,9 @@ from tiledsched.serve.process import warn_once
 from tiledsched.store.db import TuningDB
 from tiledsched.store.evidence import for_compiler, leaders, of_one_compiler, stale
 from tiledsched.tuning.options import RefreshOptions
+from tiledsched.tuning.prior import winners_nearby
 from tiledsched.tuning.refresh import KEPT, LEFT, RACED
 from tiledsched.tuning.resources import Tools
-from tiledsched.tuning.prior import winners_nearby
 from tiledsched.tuning.session import Session
 
 
@@ -218,7 +218,7 @@ def refreshed(compiler: Recorded, *, gpu: bool = True, rivals=None, **options):
         devices=lambda: [device] if gpu else [],
         runner=lambda kernel, seed: ReplayRunner(Attention, compiler.measurements, seed=1),
         rivals=lambda kernel, runner, regime: rivals,
-        space=lambda arch, kernel, file: space_for(arch, kernel).limited_to(compiler.schedules),
+        space=lambda arch, kernel, file: space_for(arch, kernel).limited_to(compiler.listed),
     )
     with Session("sm_90", tools=tools) as session:
         return session.refresh(Attention, [compiler.problem], RefreshOptions(**options))

@@ -477,7 +477,7 @@ def test_losing_the_gpu_reports_what_is_known():
     assert [type(outcome) for outcome in reported] == [Measurement, Measurement]
 
 
-class AttentionFeatures(SyntheticRunner):
+class Disturbed(SyntheticRunner):
     """Another process runs while some of the samples are taken, by their place among the calls of `sample`."""
 
     def __init__(self, *given, disturbed, **more):
@@ -509,7 +509,7 @@ def raced(runner, **more):
 @pytest.mark.parametrize("call", [0, 1, 3])
 def test_what_is_timed_beside_others_is_told_and_raced_again(call, impatient, caplog):
     times = {"a": 100.0, "b": 101.0, "slow": 140.0, "hopeless": 900.0, "bad": 50.0}
-    runner = AttentionFeatures(times, noise=0.01, disturbed=lambda index: index == call, failing={"bad": "check"})
+    runner = Disturbed(times, noise=0.01, disturbed=lambda index: index == call, failing={"bad": "check"})
     result, reported = raced(runner)
     assert name_of(result.winner) == "a"
     assert result.disturbance == ""
@@ -525,7 +525,7 @@ def test_what_is_timed_beside_others_is_told_and_raced_again(call, impatient, ca
 
 
 def test_who_was_beaten_before_is_out_by_a_time_that_counts(impatient):
-    runner = AttentionFeatures({"a": 100.0, "beaten": 108.0}, noise=0.002, disturbed=lambda index: index == 2)
+    runner = Disturbed({"a": 100.0, "beaten": 108.0}, noise=0.002, disturbed=lambda index: index == 2)
     _, reported = raced(runner)
     assert [(name_of(each), each.conditions.concurrent_pids) for each in reported][:2] == [
         ("beaten", ()),
@@ -537,9 +537,7 @@ def test_who_was_beaten_before_is_out_by_a_time_that_counts(impatient):
 def test_a_gpu_that_is_never_alone_decides_nothing(deadline_s, impatient, monkeypatch):
     if deadline_s:
         monkeypatch.setattr("tiledsched.tuning.race.PATIENCE_S", 0.05)
-    runner = AttentionFeatures(
-        {"a": 100.0, "b": 101.0, "bad": 50.0}, disturbed=lambda index: True, failing={"bad": "check"}
-    )
+    runner = Disturbed({"a": 100.0, "b": 101.0, "bad": 50.0}, disturbed=lambda index: True, failing={"bad": "check"})
     result, reported = raced(runner, deadline_s=deadline_s)
     assert (result.winner, result.runner_up, result.ties) == (None, None, ())
     assert result.disturbance == "beside process 4711 on the GPU"
@@ -550,7 +548,7 @@ def test_a_gpu_that_is_never_alone_decides_nothing(deadline_s, impatient, monkey
 
 def test_looks_alone_are_asked_about_too(impatient):
     """All are hopeless against what is known: nothing is sampled, and who else ran is asked for by itself."""
-    runner = AttentionFeatures({"a": 400.0, "b": 500.0}, disturbed=lambda index: index == 0)
+    runner = Disturbed({"a": 400.0, "b": 500.0}, disturbed=lambda index: index == 0)
     result, reported = raced(runner, known_us=100.0)
     assert [rounds for _, rounds in runner.calls] == [0, 0]
     assert [each.conditions.concurrent_pids for each in reported] == [(4711,)] * 2 + [()] * 2

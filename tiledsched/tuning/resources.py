@@ -19,7 +19,7 @@ from tiledsched.core import config
 from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.errors import ConfigError, DatabaseError, MeasureError
 from tiledsched.core.files import read_bounded
-from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.problem import KernelClass
 from tiledsched.core.schedule import KnobValue
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import chosen_space

@@ -15,7 +15,7 @@ from tiledsched.tuning.check import CheckRow, check_problems
 from tiledsched.tuning.options import CHECK_ARCH, CheckOptions, Options, RecordOptions, RefreshOptions, TuneOptions
 from tiledsched.tuning.problems import Cases, kernel_of, problems_of
 from tiledsched.tuning.resources import Resources, serving_anew
-from tiledsched.tuning.samplers import OURS, check_sampler
+from tiledsched.tuning.samplers import OURS, make_sampler
 
 if TYPE_CHECKING:
     from tiledsched.tuning.record import RecordResult
@@ -68,7 +68,7 @@ class Session(Resources):
         space = self.space(kernel, options.space, options.candidates)
         compiler = self.toolchain.tileiras
         _ = self.artifacts  # a folder that cannot be written to is found before the GPU is taken
-        check_sampler(options.sampler)
+        make_sampler(options.sampler, options.seed)  # one that cannot be made is found, too
         gpu = self.open_runner(kernel, options.runner, seed=options.seed)  # its process starts while we import the rest
         if gpu is None and (options.sampler != OURS or options.storage):
             raise ConfigError(

@@ -29,7 +29,7 @@ from tiledsched.measure.runner import Measurement
 from tiledsched.tuning.inert import InertChanges
 from tiledsched.tuning.programs import Builder, Key, Program
 from tiledsched.tuning.race import Outcome
-from tiledsched.tuning.samplers import IN_ORDER, NUMBERS_ONLY, OURS, SAMPLERS, make_sampler, sampler_named
+from tiledsched.tuning.samplers import NUMBERS_ONLY, OURS, SAMPLERS, make_sampler
 from tiledsched.tuning.surrogate import Known, SurrogateSampler
 
 if TYPE_CHECKING:
@@ -80,7 +80,8 @@ class ScheduleStudy:
         self.space, self._problem, self._estimate, self._repeats = space, problem, estimate, repeats
         self._valid = list(space.schedules(problem, pinned=pinned) if among is None else dict.fromkeys(among))
         self._rng = random.Random(seed)
-        if sampler_named(sampler) in (OURS, "random"):
+        inner = make_sampler(sampler, seed)
+        if sampler in (OURS, "random"):
             self._rng.shuffle(self._valid)
         if sampler == OURS:  # equal promise goes to the schedule closest to the plain kernel, then to chance
             self._valid.sort(key=lambda schedule: departures(space, schedule))
@@ -98,7 +99,6 @@ class ScheduleStudy:
             for name, knob in space.knobs.items()
         }
         self._guide: SurrogateSampler | None = None
-        inner: BaseSampler | None = None
         if sampler == OURS:
             declared = problem.declaration
             self._guide = inner = SurrogateSampler(
@@ -110,8 +110,6 @@ class ScheduleStudy:
                 elsewhere=elsewhere,
                 similarity=declared.similarity.weight,
             )
-        elif sampler not in IN_ORDER:
-            inner = make_sampler(sampler, seed)
         self._numbers = any(base.__name__ in NUMBERS_ONLY for base in type(inner).__mro__)
         self._distributions: dict[str, BaseDistribution] = {
             name: IntDistribution(0, len(each) - 1)

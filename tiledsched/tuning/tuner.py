@@ -166,8 +166,17 @@ class Watcher(Protocol):
         """A schedule is the best so far; `us` is measured, or estimated where nothing is measured."""
 
 
-class Silent(Watcher):
+class Silent:
     """A watcher that shows nothing."""
+
+    def stage(self, problem: Problem, what: str, total: int) -> None:
+        """Do nothing."""
+
+    def step(self, done: int) -> None:
+        """Do nothing."""
+
+    def best(self, us: float, schedule: Schedule) -> None:
+        """Do nothing."""
 
 
 class Tuner:
