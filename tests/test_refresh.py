@@ -46,6 +46,25 @@ def _stored(taken):
     return dataclasses.replace(stored(), measurement=taken)
 
 
+def put_measured(db, taken, compiler, source_hash="abc", **more) -> None:
+    """Store a measurement, and an entry that serves it."""
+    number = db.record_measurement(None, "attention", source_hash, compiler, taken)
+    assert db.put_entry(
+        entry(
+            "measured",
+            problem=taken.problem,
+            schedule=taken.schedule,
+            fingerprint=taken.fingerprint,
+            device_name=taken.device.name,
+            regime=taken.regime,
+            measurement_id=number,
+            toolchain=compiler,
+            source_hash=source_hash,
+            **more,
+        )
+    )
+
+
 # Which entry answers
 
 
@@ -76,16 +95,7 @@ def test_what_was_measured_with_another_compiler_is_stronger_than_what_was_not_m
 def test_entries_of_several_compilers_stand_side_by_side(tmp_path) -> None:
     with TuningDB.open(tmp_path / "x.db") as db:
         for version, us in (("13.4.92", 100.0), ("13.5.37", 112.0), ("13.4.92", 99.0)):
-            number = db.record_measurement(None, "attention", "abc", toolchain(version), measurement(us))
-            db.put_entry(
-                entry(
-                    "measured",
-                    device_name=DEVICE.name,
-                    regime="burst",
-                    measurement_id=number,
-                    toolchain=toolchain(version),
-                )
-            )
+            put_measured(db, measurement(us), toolchain(version))
         assert [(each.compiler, each.median_us) for each in db.entries()] == [("13.4.92", 99.0), ("13.5.37", 112.0)]
         assert db.check() == []
         assert {each.toolchain.tileiras for each in of_one_compiler(db.measurements(), "13.5.37")} == {"13.5.37"}
@@ -154,16 +164,7 @@ def test_show_and_doctor_say_it(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "x.db"))
     with TuningDB.open(tmp_path / "x.db") as db:
         for version, us in (("13.4.92", 100.0), ("13.5.37", 110.0)):
-            number = db.record_measurement(None, "attention", "abc", toolchain(version), measurement(us))
-            db.put_entry(
-                entry(
-                    "measured",
-                    device_name=DEVICE.name,
-                    regime="burst",
-                    measurement_id=number,
-                    toolchain=toolchain(version),
-                )
-            )
+            put_measured(db, measurement(us), toolchain(version))
     show = ["show", "attention", "--device", DEVICE.name, "--json"]
 
     def shown(*more):
@@ -234,22 +235,8 @@ def first_and_second(changes=lambda schedule: True) -> tuple[Recorded, Recorded]
 
 def tuned(db: TuningDB, compiler: Recorded) -> None:
     """What a tune under a compiler leaves behind: the fastest program, measured."""
-    ranked = sorted(compiler.measurements, key=lambda taken: taken.median_us)
-    number = db.record_measurement(None, "attention", Attention.source_hash(), compiler.toolchain, ranked[0])
-    assert db.put_entry(
-        entry(
-            "measured",
-            problem=compiler.problem,
-            schedule=ranked[0].schedule,
-            fingerprint=ranked[0].fingerprint,
-            device_name=ranked[0].device.name,
-            regime="burst",
-            measurement_id=number,
-            toolchain=compiler.toolchain,
-            runner_up=ranked[1].schedule,
-            source_hash=Attention.source_hash(),
-        )
-    )
+    best, second, *_ = sorted(compiler.measurements, key=lambda taken: taken.median_us)
+    put_measured(db, best, compiler.toolchain, Attention.source_hash(), runner_up=second.schedule)
 
 
 @pytest.fixture
@@ -309,20 +296,7 @@ def test_what_won_on_like_problems_under_this_compiler_takes_part(bench, db) -> 
     there = first.problem.replace(seq_q=first.problem.seq_q * 2, seq_k=first.problem.seq_k * 2)
     slowest = max(second.measurements, key=lambda taken: taken.median_us)
     won = dataclasses.replace(slowest, problem=there)
-    number = db.record_measurement(None, "attention", Attention.source_hash(), second.toolchain, won)
-    db.put_entry(
-        entry(
-            "measured",
-            problem=there,
-            schedule=won.schedule,
-            fingerprint=won.fingerprint,
-            regime="burst",
-            device_name=won.device.name,
-            measurement_id=number,
-            toolchain=second.toolchain,
-            source_hash=Attention.source_hash(),
-        )
-    )
+    put_measured(db, won, second.toolchain, Attention.source_hash())
     (row,) = bench(second).rows
     assert row.outcome == RACED
     raced = {stored.measurement.schedule for stored in db.measurements(first.problem)}

@@ -232,16 +232,16 @@ def test_machine_code_that_another_compiler_or_source_gives_again_is_not_measure
     )
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_times_of_other_machine_code_are_not_reused_but_tell_where_to_look(db, change) -> None:
+def test_times_of_other_machine_code_are_not_reused_but_tell_where_to_look(db) -> None:
     recorded = Recorded(LANDSCAPES[4])
     first = tune(recorded, db)
     other = recorded.recompiled()
-    again = tune(other, db, trials=2, **CHANGES[change](recorded))  # the default, and what is served
+    newer = CHANGES["compiler"](recorded)
+    again = tune(other, db, trials=2, **newer)  # the default, and what is served
     assert again.measured == 2
     assert again.entry.schedule == first.entry.schedule
     assert again.entry.fingerprint not in recorded.fingerprints.values()
-    more = tune(other, db, trials=16, **CHANGES[change](recorded))
+    more = tune(other, db, trials=16, **newer)
     assert more.measured == 14
     assert other.times[other.key(more.entry.schedule)] <= 1.01 * recorded.best_us
 
@@ -282,9 +282,9 @@ def test_neighbours_of_the_fastest_are_found_outside_what_is_explored(db) -> Non
     listed = space_for("sm_90", Attention).limited_to([start])
     without = tune(recorded, db, space=listed)
     assert without.entry.schedule == start
-    found = tune(recorded, db, space=listed, neighbours=True, effort="thorough")
+    found = tune(recorded, db, space=listed, neighbours=True)
     assert recorded.times[recorded.key(found.entry.schedule)] <= 1.003 * recorded.best_us  # ties are within that
-    assert found.measured <= EFFORTS["thorough"].programs
+    assert found.measured <= EFFORTS["default"].programs
 
 
 def test_neighbours_need_something_measured(db) -> None:

@@ -166,7 +166,6 @@ class Shipped:
 
     def __init__(self, kernel: str = "", arch: str = "") -> None:
         self._kernel, self._arch = kernel, arch
-        self._read: dict[tuple[Problem, str], Landscape] = {}
 
     @cached_property
     def winners(self) -> list[Entry]:
@@ -185,13 +184,9 @@ class Shipped:
 
     def landscape(self, problem: Problem, regime: str) -> Landscape:
         """One of those: measurements, and facts by fingerprint."""
-        if (problem, regime) not in self._read:
-            table = read_table(self.recorded[problem, regime])
-            self._read[problem, regime] = (
-                [stored.measurement for stored in table.measurements],
-                {artifact.fingerprint: artifact.facts for artifact in table.artifacts},
-            )
-        return self._read[problem, regime]
+        table = read_table(self.recorded[problem, regime])
+        facts = {artifact.fingerprint: artifact.facts for artifact in table.artifacts}
+        return [stored.measurement for stored in table.measurements], facts
 
 
 class Elsewhere:
@@ -206,19 +201,10 @@ class Elsewhere:
         self._regime, self._accum_mode = regime, accum_mode
         self._programs: MeasuredPrograms = {}
 
-    def read_recorded(self, problem: Problem) -> None:
-        """Read the landscapes that ship of the most similar problems, while the device is being opened."""
-        for other in nearest(problem, self._recorded, itself=True):
-            self._shipped.landscape(other, self._regime)
-
     @cached_property
     def _facts(self) -> dict[str, ResourceFacts | None]:
         """The resources of all machine code in the database."""
         return facts_by_fingerprint(self._db, self._space.arch)
-
-    @property
-    def _recorded(self) -> set[Problem]:
-        return {other for other, regime in self._shipped.recorded if regime == self._regime}
 
     def known(self, problem: Problem, device_name: str, spec: ArchSpec, *, itself: bool) -> list[Known]:
         """What to learn from for `problem`, of what was measured on devices of that name; see `known_elsewhere`."""
@@ -229,7 +215,8 @@ class Elsewhere:
             if (line.device_name, line.regime) == where and line.distinct_programs >= FEWEST_PROGRAMS
         }
         measured |= {other for other, programs in self._programs.items() if len(programs) >= FEWEST_PROGRAMS}
-        near = nearest(problem, measured | self._recorded, itself=itself)
+        recorded = {other for other, regime in self._shipped.recorded if regime == self._regime}
+        near = nearest(problem, measured | recorded, itself=itself)
         for other in near:
             if other not in self._programs:  # what ships was recorded on whatever device of the arch
                 self._programs[other] = (

@@ -295,24 +295,21 @@ class Trials:
         return len(self._known)
 
     @property
-    def best(self) -> Schedule | None:
-        """The fastest so far; None where nothing worked."""
+    def ranked(self) -> dict[Schedule, float]:
+        """The schedules that worked and their microseconds, the fastest first, and of equals the one that was known first."""
         worked = {schedule: us for schedule, us in self.times.items() if us is not None}
-        return min(worked, key=lambda schedule: worked[schedule], default=None)
+        return dict(sorted(worked.items(), key=lambda item: item[1]))
 
     @property
-    def best_us(self) -> float:
-        """The least time so far; infinite where nothing worked."""
-        return min((us for us in self.times.values() if us is not None), default=math.inf)
+    def best(self) -> tuple[Schedule | None, float]:
+        """The fastest schedule so far and its microseconds; None and infinity where nothing worked."""
+        return next(iter(self.ranked.items()), (None, math.inf))
 
     def measured(self) -> list[tuple[Schedule, ResourceFacts | None, float]]:
-        """Each distinct program that worked: its first schedule, its facts, its microseconds."""
-        worked = [schedule for schedule, us in self.times.items() if us is not None]
-        return [
-            (program.schedule, program.facts, us)
-            for program in self._builder.programs(worked, self._problem, self._device)
-            if (us := self.times[program.schedule]) is not None
-        ]
+        """Each distinct program that worked: its schedule, its facts, its microseconds."""
+        worked = {schedule: us for schedule, us in self.times.items() if us is not None}
+        programs = self._builder.programs(list(worked), self._problem, self._device)
+        return [(program.schedule, program.facts, worked[program.schedule]) for program in programs]
 
     def note_builds(self, asked: Sequence[Schedule]) -> int:
         """Take down what became of builds; how many of them failed. A schedule not reached before a deadline is left."""

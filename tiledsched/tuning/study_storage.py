@@ -7,7 +7,6 @@ The database is the truth: a study is written anew from it, and what a tune meas
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -85,10 +84,7 @@ class StoredStudy:
         if name in optuna.get_all_study_names(storage):
             optuna.delete_study(study_name=name, storage=storage)
         self.study: Study = optuna.create_study(study_name=name, storage=storage, direction="minimize")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a name for the values is experimental
-            self.study.set_metric_names(["microseconds"])
-        where = {"arch": space.arch, "device": device_name, "regime": regime}
+        where = {"arch": space.arch, "device": device_name, "regime": regime, "unit": "microseconds"}
         for key, value in {"kernel": problem.kernel, "problem": problem.to_json(), **where}.items():
             self.study.set_user_attr(key, value)
         for schedule, what, when in known:

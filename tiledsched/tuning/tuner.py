@@ -434,7 +434,7 @@ class _Search(_ProblemTune):
         trials = self.begin()
         tried = self.search(trials)
         tuner.elsewhere.note(problem, trials.measured())
-        return self.decide(trials.times, tried)
+        return self.decide(trials, tried)
 
     def begin(self) -> Trials:
         """Look up what is known, and begin a study with it."""
@@ -442,8 +442,6 @@ class _Search(_ProblemTune):
         estimate, among = estimator(problem, self.spec), None
         partly = tuner.guided and not space.candidates
         plain = plain_schedules(space, problem, tuner.pinned, estimate) if partly else []
-        if tuner.guided:
-            tuner.elsewhere.read_recorded(problem)
         evidence = self.evidence()
         self.rebuild(evidence)
         known_us = {
@@ -535,8 +533,8 @@ class _Search(_ProblemTune):
         while (left := tuner.most_programs - trials.programs) > 0:
             if trials.programs and time.monotonic() - self.started > searched_s:
                 break
-            best = trials.best if tuner.options.neighbours else None
-            if best is not None and best not in followed:
+            best, best_us = trials.best
+            if tuner.options.neighbours and best is not None and best not in followed:
                 followed.add(best)
                 study.widen(self.space.neighbours(best, problem, pinned=tuner.pinned))
             if trials.programs and study.expected_gain() < tuner.effort.least_gain:
@@ -559,15 +557,16 @@ class _Search(_ProblemTune):
             result = self.race(
                 self.builder.programs(chosen, problem, self.runner.device),
                 rules=LOOKS[tuner.regime],
-                known_us=trials.best_us,
+                known_us=best_us,
                 deadline_s=deadline_s,
             )
             trials.note_outcomes(chosen, result.outcomes)
             self.measured += len(result.outcomes)
             self.failed += sum(isinstance(outcome, Failed) for outcome in result.outcomes)
             self.watcher.step(trials.programs)
-            if trials.best is not None:
-                self.watcher.best(trials.best_us, trials.best)
+            best, best_us = trials.best
+            if best is not None:
+                self.watcher.best(best_us, best)
             if result.disturbance:
                 break
         return tried
@@ -590,13 +589,14 @@ class _Search(_ProblemTune):
             built = self.builder.record(outcome.schedule, self.problem)
             self._live.add(outcome, built.facts if built else None)
 
-    def decide(self, times: Mapping[Schedule, float | None], tried: Sequence[Schedule]) -> TuneResult:
+    def decide(self, trials: Trials, tried: Sequence[Schedule]) -> TuneResult:
         """Race the leaders and the default afresh and store the winner. What is served already keeps its place in a tie."""
         problem, finalists_wanted = self.problem, self.tuner.effort.finalists
         preferred = [*self.incumbents, self.default]
-        worked = {schedule: us for schedule, us in times.items() if us is not None}
-        ordered = sorted(worked, key=worked.__getitem__)  # stable: of equal programs, the one measured stays first
-        ordered += [schedule for schedule in preferred if schedule not in times]  # time ran out before their turn
+        unreached = [
+            schedule for schedule in preferred if schedule not in trials.times
+        ]  # time ran out before their turn
+        ordered = [*trials.ranked, *unreached]
         self.compiled += self.builder.build([*ordered[: 4 * finalists_wanted], *preferred], problem)
         programs = self.builder.programs(ordered, problem, self.runner.device)
         finalists = programs[:finalists_wanted]
