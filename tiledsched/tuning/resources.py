@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.compiler import DEFAULT_TIMEOUT_S, prepare_process
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tiledsched.store.db import TuningDB
     from tiledsched.tuning.programs import Builder
 
+Opened = TypeVar("Opened")
 MAX_CANDIDATES_BYTES = 1 << 26
 """Largest file of candidates that is read: another tuner's results may be long."""
 
@@ -126,13 +127,14 @@ class Resources:
         self._opened: dict[str, tuple[Any, Any]] = {}
         """What is open, by name: what it was opened for, and the thing itself."""
 
-    def _open(self, name: str, of: object, make: Callable[[], Any]) -> Any:
+    def _open(self, name: str, of: object, make: Callable[[], Opened]) -> Opened:
         """What is open under a name, made where nothing is; what was made for something else is closed first."""
         if name in self._opened and self._opened[name][0] != of:
             self._close(name)
         if name not in self._opened:
             self._opened[name] = of, make()
-        return self._opened[name][1]
+        opened: Opened = self._opened[name][1]
+        return opened
 
     def _close(self, name: str) -> None:
         """Close what is open under a name. The rivals' process, which runs under the runner's hold of the GPU, ends before it."""
@@ -168,14 +170,12 @@ class Resources:
         """The database."""
         from tiledsched.store.db import TuningDB
 
-        db: TuningDB = self._open("database", self.settings.db, lambda: TuningDB.open(self.settings.db))
-        return db
+        return self._open("database", self.settings.db, lambda: TuningDB.open(self.settings.db))
 
     @property
     def pool(self) -> BuildPool:
         """The compile processes."""
-        pool: BuildPool = self._open("pool", self.jobs, lambda: self._tools.pool(self.jobs))
-        return pool
+        return self._open("pool", self.jobs, lambda: self._tools.pool(self.jobs))
 
     def device_names(self) -> set[str]:
         """Names of the GPUs of the arch that this machine has."""
@@ -218,18 +218,14 @@ class Resources:
             if runner == "gpu":
                 raise MeasureError(f"no {self.arch} GPU here; run: tiledsched doctor, or use {without}")
             return None
-        opened: Runner = self._open("runner", (kernel, seed), lambda: self._tools.runner(kernel, seed))
-        return opened
+        return self._open("runner", (kernel, seed), lambda: self._tools.runner(kernel, seed))
 
     def open_rivals(self, kernel: KernelClass, regime: str) -> RivalRaces | None:
         """What times a kernel's rivals on the GPU of the open runner; None where there is no runner, or nothing to time."""
         if "runner" not in self._opened:
             return None
         _, runner = self._opened["runner"]
-        timer: RivalRaces | None = self._open(
-            "rivals", (kernel, regime), lambda: self._tools.rivals(kernel, runner, regime)
-        )
-        return timer
+        return self._open("rivals", (kernel, regime), lambda: self._tools.rivals(kernel, runner, regime))
 
     @contextmanager
     def noted_run(self, command: Mapping[str, Any]) -> Iterator[int]:
