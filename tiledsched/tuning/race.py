@@ -116,11 +116,11 @@ class RaceResult:
 
     winner: Measurement | None
     """The schedule to serve; None when every candidate failed, or others ran on the GPU meanwhile."""
-    ties: tuple[Schedule, ...]
+    ties: tuple[Schedule, ...] = ()
     """Other schedules that cannot be told apart from the winner."""
-    runner_up: Measurement | None
+    runner_up: Measurement | None = None
     """The fastest candidate that is known to be slower than the winner."""
-    margin: float | None
+    margin: float | None = None
     """How much longer the runner-up takes: the median over their common rounds of its time / the winner's - 1."""
     outcomes: tuple[Outcome, ...]
     """One for each candidate reached before the deadline; those of times that decide nothing are not among them."""
@@ -160,22 +160,15 @@ def race(
     report, failed = on_outcome or (lambda outcome: None), list[Outcome]()
     patient_until = min(time.monotonic() + PATIENCE_S, deadline_s)
     while True:
-        course = RaceState(runner, problem, rules or RULES[regime], regime, report, deadline_s)
-        course.race(candidates, known_us)
-        if not course.disturbance:
-            return _decide(course, preference, failed)
+        state = RaceState(runner, problem, rules or RULES[regime], regime, report, deadline_s)
+        state.race(candidates, known_us)
+        if not state.disturbance:
+            return _decide(state, preference, failed)
         again = f"; again for up to {left_s:.0f} s" if (left_s := patient_until - time.monotonic()) > PAUSE_S else ""
-        log.warning("%s: timed %s, which decides nothing%s", problem, course.disturbance, again)
-        failed += [outcome for outcome in course.outcomes if isinstance(outcome, Failed)]
+        log.warning("%s: timed %s, which decides nothing%s", problem, state.disturbance, again)
+        failed += [outcome for outcome in state.outcomes if isinstance(outcome, Failed)]
         if not again:
-            return RaceResult(
-                winner=None,
-                ties=(),
-                runner_up=None,
-                margin=None,
-                outcomes=tuple(failed),
-                disturbance=course.disturbance,
-            )
+            return RaceResult(winner=None, outcomes=tuple(failed), disturbance=state.disturbance)
         broken = {outcome.schedule for outcome in failed}
         candidates = [candidate for candidate in candidates if candidate.schedule not in broken]
         time.sleep(PAUSE_S)
@@ -444,14 +437,14 @@ def _ratio(mine: Measurement, theirs: Measurement) -> float:
     return statistics.median(_ratios(mine, theirs))
 
 
-def _decide(course: RaceState, preference: Sequence[Schedule], failed: Sequence[Outcome]) -> RaceResult:
-    outcomes = (*failed, *course.outcomes)
-    finishers = [racer for racer in course.racers if racer.failure is None and racer.samples_us]
-    finalists = [racer for racer in finishers if racer in course.alive]
+def _decide(state: RaceState, preference: Sequence[Schedule], failed: Sequence[Outcome]) -> RaceResult:
+    outcomes = (*failed, *state.outcomes)
+    finishers = [racer for racer in state.racers if racer.failure is None and racer.samples_us]
+    finalists = [racer for racer in finishers if racer in state.alive]
     if not finalists:
-        return RaceResult(winner=None, ties=(), runner_up=None, margin=None, outcomes=outcomes)
+        return RaceResult(winner=None, outcomes=outcomes)
     leader = min(finalists, key=_by_time)
-    rules = course.rules
+    rules = state.rules
     tied = [racer for racer in finalists if not _beaten(racer, leader, rules, len(finalists))]
     rank = {schedule: index for index, schedule in enumerate(preference)}
     tied.sort(key=lambda racer: (rank.get(racer.candidate.schedule, len(rank)), racer.candidate.schedule.id))
@@ -462,9 +455,9 @@ def _decide(course: RaceState, preference: Sequence[Schedule], failed: Sequence[
     others.sort(key=lambda racer: (-len(racer.samples_us), racer.median_us, racer.candidate.schedule.id))
     runner_up = others[0] if others else None
     return RaceResult(
-        winner=course.measurement(winner),
+        winner=state.measurement(winner),
         ties=tuple(racer.candidate.schedule for racer in tied),
-        runner_up=course.measurement(runner_up) if runner_up else None,
+        runner_up=state.measurement(runner_up) if runner_up else None,
         margin=statistics.median(_ratios(runner_up, winner)) - 1.0 if runner_up else None,
         outcomes=outcomes,
     )
