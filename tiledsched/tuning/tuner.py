@@ -333,6 +333,7 @@ class _Ranking(_ProblemTune):
         first = [*self.incumbents, self.default]
         # The model cannot tell what such knobs do: they stay as they are until something is measured.
         pinned = self.tuner.pinned | self.space.modelled_pins()
+        # What is served comes first, so that a program is known by it where others build to the same.
         schedules = list(dict.fromkeys([*first, *self.space.schedules(problem, pinned=pinned)]))
         self.build(expected_order(schedules, problem, self.spec, first=first))
         reached = {each: record for each in schedules if (record := builder.record(each, problem))}
@@ -396,10 +397,6 @@ class _Ranking(_ProblemTune):
         """Programs by the model's estimate; of equal estimates, what is served first, then fewest knobs off their default,
         then by id.
         """
-        programs = [
-            replace(each, schedules=tuple(sorted(each.schedules, key=lambda one: one not in self.incumbents)))
-            for each in programs
-        ]
 
         def order(program: Program) -> tuple[float, bool, int, str]:
             schedule = program.schedule
