@@ -76,17 +76,12 @@ class Builder:
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         self.db, self.artifacts, self.kernel, self.arch, self.toolchain = db, artifacts, kernel, arch, toolchain
-        self._pool, self._timeout_s = pool, timeout_s
+        self.pool, self._timeout_s = pool, timeout_s
         self.source_hash = kernel.source_hash()
         self._classes: dict[tuple[Problem, Schedule], ProblemClass] = {}
         known = db.find_builds(kernel.name, self.source_hash, toolchain, arch)
         self._builds = {key: record for key, record in known.items() if not self._of_the_day(record)}
         self._alike: Counter[Failure | None] = Counter()
-
-    @property
-    def jobs(self) -> int:
-        """Compile processes."""
-        return self._pool.jobs
 
     def _of_the_day(self, record: BuildRecord) -> bool:
         """Whether a failure of an earlier run may have had its cause outside the program, so that it is built again."""
@@ -95,10 +90,6 @@ class Builder:
             failed.kind is FailureKind.COMPILER_KILLED
             or (failed.kind is FailureKind.COMPILE_TIMEOUT and record.seconds < self._timeout_s)
         )
-
-    def start(self) -> None:
-        """Start the compile processes, so that they are ready when there is something to build."""
-        self._pool.start()
 
     def problem_class(self, problem: Problem, schedule: Schedule) -> ProblemClass:
         """What of `problem` the machine code of `schedule` depends on."""
@@ -185,7 +176,7 @@ class Builder:
             for schedule, problem in missing.values()
         ]
         count = 0
-        for count, built in enumerate(self._pool.build(tasks, leave=leave), start=1):
+        for count, built in enumerate(self.pool.build(tasks, leave=leave), start=1):
             outcome: Artifact | Failure | None = built.artifact or built.failure
             assert outcome is not None
             if isinstance(outcome, Artifact):

@@ -271,7 +271,7 @@ class _Recording:
     def build(self) -> None:
         """Build schedules in planned order until there are enough distinct programs."""
         order, wanted, say = self.recorder.plan(self.problem), self.recorder.options.programs, self.recorder.say
-        batch, programs = max(16, 4 * self.builder.jobs), list[Program]()
+        batch, programs = max(16, 4 * self.builder.pool.jobs), list[Program]()
         while len(programs) < wanted and not (programs and self.late()):
             planned = order.first(len(self.planned) + batch)
             new = planned[len(self.planned) :]

@@ -220,13 +220,13 @@ class Tuner:
         self.most_builds = self.effort.modelled if options.trials is None else options.trials
         # The surrogate learns more from small batches, but every compile process should have something to do.
         self.guided = options.sampler == OURS
-        self.propose_batch = self.measure_batch = max(8, 2 * builder.jobs)
+        self.propose_batch = self.measure_batch = max(8, 2 * builder.pool.jobs)
         if self.guided:
-            self.propose_batch = max(self.effort.batch * self.effort.builds, builder.jobs)
+            self.propose_batch = max(self.effort.batch * self.effort.builds, builder.pool.jobs)
             self.measure_batch = self.propose_batch // self.effort.builds
         # Of each batch the last to compile take several times as long as most: they go on while the others are measured,
         # where there are cores enough for both.
-        self.leave = max(0, builder.jobs - 4) // 2
+        self.leave = max(0, builder.pool.jobs - 4) // 2
         self.inert = InertChanges(space.knobs)
         self.elsewhere = Elsewhere(builder.db, space, self.regime, self.accum_mode, self.shipped)
 
@@ -383,7 +383,7 @@ class _Ranking(_ProblemTune):
         while done < most and not (self.compiled and time.monotonic() > self.deadline_s):
             chosen = order
             if most < len(order):
-                batch = min(max(LEARNT_AT_ONCE, self.builder.jobs), most - done)
+                batch = min(max(LEARNT_AT_ONCE, self.builder.pool.jobs), most - done)
                 chosen = self.tuner.inert.put_off(self.problem, list(left), batch)
             if not self.compiled and self.builder.missing(chosen, self.problem):
                 self.watcher.stage(self.problem, "compiling", most)
@@ -427,7 +427,7 @@ class _Search(_ProblemTune):
         if tuner.storage is not None:
             self._live = LiveStudy(self.db, tuner.storage, self.space, problem, self.runner.device_name, tuner.regime)
         if not self.db.entries(self.space.arch, self.kernel.name, problem=problem, provenance="measured"):
-            self.builder.start()  # and both while we look up and judge what there is
+            self.builder.pool.start()  # and both while we look up and judge what there is
         trials = self.begin()
         tried = self.search(trials)
         tuner.elsewhere.note(problem, trials.measured())
