@@ -36,8 +36,8 @@ from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.local import work
 from tiledsched.fleet.local_store import LocalStore, bring_home, whole
 from tiledsched.fleet.retry import is_full
-from tiledsched.fleet.run import plan as plan_campaign
-from tiledsched.fleet.run import run
+from tiledsched.fleet.running import plan as plan_campaign
+from tiledsched.fleet.running import run
 from tiledsched.fleet.status import read_status
 from tiledsched.fleet.worker import Heart, Worker
 from tiledsched.kernels.softmax import Softmax

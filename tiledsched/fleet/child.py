@@ -37,12 +37,13 @@ from tiledsched.core.errors import (
 )
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import load_kernel
-from tiledsched.fleet.builds import Pool, SharedBuilds, build_key
-from tiledsched.fleet.campaign import Campaign, Lease, Outcome, Setup
+from tiledsched.fleet.builds import SharedBuilds, build_key
+from tiledsched.fleet.campaign import Answer, Campaign, Lease, Outcome, Setup
 from tiledsched.fleet.jobs import Job, find_job
 from tiledsched.fleet.local_store import LocalStore, remove, whole
 from tiledsched.fleet.retry import RETRY_S, is_full, retry_while_unavailable
 from tiledsched.store.db import TuningDB
+from tiledsched.store.models import LeaseRow
 from tiledsched.tuning.resources import Tools
 from tiledsched.tuning.session import Session
 
@@ -109,7 +110,9 @@ class Child:
                 continue
             answer = self.work(*arguments) if verb == "work" else self.control(*arguments)
             self._pipe.send(("answer", *answer))
-            if answer[0] != Outcome.DONE:  # nobody knows in what state its processes are: the next problem starts anew
+            if (
+                answer[0] is not Outcome.DONE
+            ):  # nobody knows in what state its processes are: the next problem starts anew
                 self._close_session()
         self._close_session()
         if self._local is not None:
@@ -136,7 +139,7 @@ class Child:
         if session is not None:
             session.close()
 
-    def _pool(self) -> Pool:
+    def _pool(self) -> BuildPool:
         if self._setup.builds_elsewhere:
             return RemoteBuilds(self._pipe, self._setup.jobs)
         return BuildPool(self._setup.jobs)
@@ -178,25 +181,20 @@ class Child:
             finally:
                 self._working = False
 
-    def work(self, lease: Lease, budget_s: float | None) -> tuple[str, dict[str, Any] | None, str]:
+    def work(self, lease: Lease, budget_s: float | None) -> Answer:
         """Do one problem and bring home what was found, however it ended: outcome, result and message."""
-        try:
-            path = self._copy_of(lease.problem, lease.arch, f"{lease.campaign_id}-{lease.id}-{lease.attempt}")
-        except Exception as error:
-            return str(self._unless_stopped(_ended_by(error))), None, _message(error)
         options = dict(self._setup.campaign.options)
         if budget_s is not None:
             options["budget_s"] = budget_s
-        outcome, result, message = Outcome.ERROR, None, ""
+        try:
+            path = self._copy_of(lease.problem, lease.arch, f"{lease.campaign_id}-{lease.id}-{lease.attempt}")
+        except Exception as error:
+            return self._ended_by(error)
         try:
             result = self._run(self._job.run, lease.arch, path, lease.problem, self._say, **options)
-            outcome = Outcome.DONE
-        except THE_PROBLEMS_FAULT as error:
-            outcome, message = Outcome.FAILED, _message(error)
-        except StoppedError:
-            outcome = Outcome.RELEASED
-        except Exception as error:  # whatever it is costs this attempt; another GPU or host may do better
-            outcome, message = _ended_by(error), _message(error)
+            answer: Answer = Outcome.DONE, result, ""
+        except (Exception, StoppedError) as error:
+            answer = self._ended_by(error)
         try:
             held = retry_while_unavailable(lambda: holds(self._home(), lease), retry_s=self._retry_s(), stop=self._stop)
             retry_while_unavailable(
@@ -205,21 +203,28 @@ class Child:
                 stop=self._stop,
             )
         except Exception as error:  # the file stays, for the next process here
-            ended = self._unless_stopped(_ended_by(error)) if outcome is Outcome.DONE else outcome
-            return str(ended), None, message or _message(error)
-        return str(outcome), result, message
+            return self._ended_by(error) if answer[0] is Outcome.DONE else answer
+        return answer
+
+    def _ended_by(self, error: BaseException) -> Answer:
+        """The answer after an error."""
+        text = str(error) if isinstance(error, TiledschedError) else f"{type(error).__name__}: {error}"
+        outcome = Outcome.ERROR  # whatever it is costs this attempt; another GPU or host may do better
+        if isinstance(error, THE_PROBLEMS_FAULT):
+            outcome = Outcome.FAILED
+        elif self._stop.is_set():  # there was no time left for it: that is no attempt
+            outcome, text = Outcome.RELEASED, "told to stop"
+        elif is_full(error):
+            outcome = Outcome.FULL
+        return outcome, None, text[:LONGEST]
 
     def _say(self, text: str) -> None:
         self._pipe.send(("say", text))
 
-    def _unless_stopped(self, outcome: Outcome) -> Outcome:
-        """What ends for want of a database because there is no time to wait for it, is no attempt."""
-        return Outcome.RELEASED if self._stop.is_set() else outcome
-
     def _retry_s(self) -> float:
         return STOPPING_S if self._stop.is_set() else RETRY_S
 
-    def control(self, problem: Problem, arch: str) -> tuple[str, dict[str, Any] | None, str]:
+    def control(self, problem: Problem, arch: str) -> Answer:
         """Time the control program."""
         try:
             path = self._copy_of(problem, arch, f"control-{problem.id}")
@@ -227,34 +232,33 @@ class Child:
                 timed = self._run(self._job.control, arch, path, problem, **self._setup.campaign.options)
             finally:
                 remove(path)
-        except StoppedError:
-            return str(Outcome.RELEASED), None, ""
-        except Exception as error:
-            return str(self._unless_stopped(_ended_by(error))), None, _message(error)
-        return str(Outcome.DONE), timed, ""
+        except (Exception, StoppedError) as error:
+            return self._ended_by(error)
+        return Outcome.DONE, timed, ""
 
 
-class RemoteBuilds:
+class RemoteBuilds(BuildPool):
     """A pool whose builds are done on other hosts, through the worker."""
 
     def __init__(self, pipe: Connection, jobs: int) -> None:
-        self._pipe, self.jobs = pipe, jobs
-        self._running: dict[int, BuildTask] = {}
+        super().__init__(jobs)
+        self._pipe = pipe
+        self._asked: dict[int, BuildTask] = {}
 
     def build(self, tasks: Iterable[BuildTask], *, leave: int = 0) -> Iterator[Built]:
         """See :meth:`BuildPool.build`."""
-        numbers = {task: number for number, task in self._running.items()}
+        numbers = {task: number for number, task in self._asked.items()}
         wanted = set()
         for task in tasks:
             if task not in numbers:
                 numbers[task] = number = next(BUILD_NUMBERS)
-                self._running[number] = task
+                self._asked[number] = task
                 self._pipe.send(("build", number, build_key(task), task))
             wanted.add(numbers[task])
-        while len(wanted & self._running.keys()) > leave:
+        while len(wanted & self._asked.keys()) > leave:
             verb, number, built = self._pipe.recv()
             assert verb == "built"
-            if self._running.pop(number, None) is not None:
+            if self._asked.pop(number, None) is not None:
                 if isinstance(built, NoRoomError):
                     raise built
                 yield built
@@ -264,7 +268,7 @@ class RemoteBuilds:
 
     def close(self) -> None:
         """What is running goes on, for whoever wants it next; its answers are dropped when they come."""
-        self._running.clear()
+        self._asked.clear()
 
 
 def why_not(wanted: Campaign, kernel: KernelClass, job: Job) -> str:
@@ -288,8 +292,6 @@ def why_not(wanted: Campaign, kernel: KernelClass, job: Job) -> str:
 
 def holds(db: TuningDB, lease: Lease) -> bool:
     """Whether a lease is still its worker's."""
-    from tiledsched.store.models import LeaseRow
-
     with db.reading() as session:
         row = session.get(LeaseRow, lease.id)
         return row is not None and (row.worker_id, row.attempts, row.state) == (
@@ -297,15 +299,6 @@ def holds(db: TuningDB, lease: Lease) -> bool:
             lease.attempt,
             "leased",
         )
-
-
-def _ended_by(error: BaseException) -> Outcome:
-    return Outcome.FULL if is_full(error) else Outcome.ERROR
-
-
-def _message(error: BaseException) -> str:
-    text = str(error) if isinstance(error, TiledschedError) else f"{type(error).__name__}: {error}"
-    return text[:LONGEST]
 
 
 def _end_with_worker(life: int) -> None:

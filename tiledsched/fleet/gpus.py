@@ -85,19 +85,25 @@ def gpus_here(own: Callable[[], Sequence[Gpu]] | None = None, *, without: int = 
     """
     if without:
         return [Gpu(uuid=f"{socket.gethostname()}-{os.getpid()}-{place}", name="", arch="") for place in range(without)]
-    if own is not None:
-        return list(own())
-    listed = [
+    return list(own()) if own is not None else visible(gpus_of_driver(), os.environ)
+
+
+def gpus_of_driver() -> list[Gpu]:
+    """All GPUs of this host, in the order of the PCI bus.
+
+    Raises:
+        MeasureError: the driver does not answer.
+    """
+    return [
         Gpu(uuid=uuid, name=device.name, arch=device.arch) for uuid, device in zip(uuids(), devices(), strict=False)
     ]
-    return visible(listed, os.environ)
 
 
-def visible(found: list[Gpu], environ: Mapping[str, str]) -> list[Gpu]:
+def visible(found: Sequence[Gpu], environ: Mapping[str, str]) -> list[Gpu]:
     """The GPUs that CUDA_VISIBLE_DEVICES names, by number (in the order of the PCI bus) or UUID, up to the first name of none."""
     text = environ.get("CUDA_VISIBLE_DEVICES")
     if text is None:
-        return found
+        return list(found)
     chosen = []
     for word in filter(None, (word.strip() for word in text.split(","))):
         named = found[int(word)] if word.isdigit() and int(word) < len(found) else None

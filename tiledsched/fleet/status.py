@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -16,6 +16,7 @@ from tiledsched.fleet.campaign import Campaign, FailedProblem, Outcome
 from tiledsched.fleet.leases import Leases
 from tiledsched.store.db import TuningDB
 from tiledsched.store.models import AttemptRow, ControlRow, LeaseRow, WorkerRow
+from tiledsched.store.records import record_of
 
 RATE_OVER_S = 600.0
 """The rate is of the last ten minutes, or of the whole campaign where that is younger."""
@@ -59,13 +60,6 @@ class WorkerStatus:
     """Seconds for which its GPU had not answered when it was last heard of: clock to throttle reasons are as old."""
     seen_s: float
     """Seconds since it was last heard of."""
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain dict."""
-        return {
-            **{name: getattr(self, name) for name in self.__dataclass_fields__},
-            "throttle_reasons": list(self.throttle_reasons),
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +110,8 @@ class FleetStatus:
             "kernel": self.campaign.kernel,
             "status": self.campaign.status,
             **{name: getattr(self, name) for name in numbers},
-            "workers": [each.to_json() for each in self.workers],
-            "spread": [each.to_json() for each in self.spread],
+            "workers": [asdict(each) for each in self.workers],
+            "spread": [asdict(each) for each in self.spread],
             "failures": [each.to_json() for each in self.failures],
         }
 
@@ -127,18 +121,7 @@ def controls_of(db: TuningDB, campaign_id: str) -> list[Control]:
     asked = sa.select(ControlRow, WorkerRow.hostname).join(WorkerRow, WorkerRow.id == ControlRow.worker_id)
     with db.reading() as session:
         rows = session.execute(asked.where(ControlRow.campaign_id == campaign_id).order_by(ControlRow.id))
-        return [
-            Control(
-                gpu=row.gpu,
-                hostname=hostname,
-                arch=row.arch,
-                fingerprint=row.fingerprint,
-                median_us=row.median_us,
-                ci_low_us=row.ci_low_us,
-                ci_high_us=row.ci_high_us,
-            )
-            for row, hostname in rows
-        ]
+        return [record_of(Control, row, hostname=hostname) for row, hostname in rows]
 
 
 def read_status(leases: Leases, campaign_id: str) -> FleetStatus:
