@@ -128,6 +128,18 @@ class Replay:
         return Session(self.arch, settings=given.settings, jobs=given.jobs, tools=tools)
 
 
+def winners(db) -> dict[tuple[object, str], str]:
+    """What is served of each problem and arch: measured, and no slower than the best of its landscape."""
+    found = {}
+    for entry in db.entries():
+        replay = Replay(entry.problem, entry.arch)
+        taken = {each.fingerprint: each.median_us for each in replay.measurements}
+        assert entry.provenance == "measured"
+        assert taken[entry.fingerprint] <= 1.01 * replay.best.median_us
+        found[entry.problem, entry.arch] = entry.fingerprint
+    return found
+
+
 def changes(schedule) -> bool:
     """Whether another compiler makes other machine code of it."""
     return int(schedule.id, 16) % 2 == 0
