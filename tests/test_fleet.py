@@ -21,6 +21,7 @@ import pytest
 import sqlalchemy as sa
 from store_samples import PROBLEM, entry, new_url
 
+from tiledsched import fleet
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.cubin import read_artifact
 from tiledsched.build.pool import GRACE_S
@@ -586,11 +587,8 @@ def test_the_control_program_is_timed_or_it_is_said_why_not(built, checked) -> N
 def test_a_real_tune_without_a_gpu_is_the_single_commands(home) -> None:
     """No job of tests takes part: a worker that needs no GPU, and every program compiled once, though each problem has a database."""
     problems = [{"rows": 4096, "columns": 256}, {"rows": 8192, "columns": 256}]
-    status = run(
-        plan_campaign("tune", Softmax, problems, ["sm_90"], options={"runner": "none", "trials": 1}),
-        without_gpu=1,
-        jobs=1,
-    )
+    planned = fleet.plan("tune", Softmax, problems, ["sm_90"], options={"runner": "none", "trials": 1})
+    status = fleet.run(planned, without_gpu=1, jobs=1)
     assert (status.done, status.failed) == (2, 0)
     with TuningDB.open(home / "x.db") as db:
         assert [each.provenance for each in db.entries()] == ["modelled"] * 2

@@ -183,17 +183,24 @@ def test_the_control_program_is_of_middling_work_and_the_same_for_all(leases) ->
     assert leases.control_problem(campaign.id, "sm_80") is None
 
 
-@pytest.mark.parametrize("outcome", [Outcome.ERROR, Outcome.HUNG])
-def test_attempts_are_bounded_and_the_reason_is_kept(leases, db, outcome) -> None:
+@pytest.mark.parametrize(
+    ("outcome", "ends"),
+    [
+        (Outcome.ERROR, ["error", "error", "failed"]),
+        (Outcome.HUNG, ["hung", "hung", "failed"]),
+        (Outcome.FAILED, ["failed"]),  # the problem's own fault is not tried again
+    ],
+)
+def test_attempts_are_bounded_and_the_reason_is_kept(leases, outcome, ends) -> None:
     campaign = leases.open(plan(1))
     worker = join(leases, campaign)
-    ends = []
+    found = []
     while lease := leases.take(campaign, worker, ["sm_90"]):
-        ends.append(leases.finish(lease, outcome, message=f"attempt {lease.attempt} went wrong"))
-    assert ends == [outcome, outcome, Outcome.FAILED]
+        found.append(leases.finish(lease, outcome, message=f"attempt {lease.attempt} went wrong"))
+    assert found == ends
     assert leases.end(campaign.id) == "done"
     (failure,) = leases.failures(campaign.id)
-    assert (failure.attempts, failure.message) == (3, "attempt 3 went wrong")
+    assert (failure.attempts, failure.message) == (len(ends), f"attempt {len(ends)} went wrong")
 
 
 def test_what_is_given_back_was_no_attempt(leases) -> None:
@@ -204,13 +211,6 @@ def test_what_is_given_back_was_no_attempt(leases) -> None:
         assert (lease.attempt, lease.last) == (1, True)
         assert leases.finish(lease, Outcome.RELEASED) is Outcome.RELEASED
     assert leases.counts(campaign.id)["waiting"] == 1
-
-
-def test_the_problems_own_fault_is_not_tried_again(leases) -> None:
-    campaign = leases.open(plan(1))
-    lease = leases.take(campaign, join(leases, campaign), ["sm_90"])
-    assert leases.finish(lease, Outcome.FAILED, message="no schedule works") is Outcome.FAILED
-    assert leases.end(campaign.id) == "done"
 
 
 @on_both

@@ -83,7 +83,6 @@ class Child:
         self._stop, self._working = stop or threading.Event(), False
         self._job = find_job(setup.campaign.job)
         self._kernel = load_kernel(setup.campaign.kernel)
-        self._db: TuningDB | None = None
         self._local: LocalStore | None = None
         self._cache = Path(load_settings().cache or default_cache_folder())
         self._session: Session | None = None
@@ -110,9 +109,7 @@ class Child:
                 continue
             answer = self.work(*arguments) if verb == "work" else self.control(*arguments)
             self._pipe.send(("answer", *answer))
-            if (
-                answer[0] is not Outcome.DONE
-            ):  # nobody knows in what state its processes are: the next problem starts anew
+            if answer[0] is not Outcome.DONE:  # who knows in what state its processes are: the next problem starts anew
                 self._close_session()
         self._close_session()
         if self._local is not None:
@@ -130,8 +127,9 @@ class Child:
         """The session of this process, which stays from one problem to the next of the same arch."""
         if self._session is None or self._session.arch != arch:
             self._close_session()
-            tools = Tools(pool=lambda jobs: SharedBuilds(self._pool(), self._cache))
-            self._session = Session(arch, jobs=self._setup.jobs, tools=tools)
+            jobs, elsewhere = self._setup.jobs, self._setup.builds_elsewhere
+            pool = RemoteBuilds(self._pipe, jobs) if elsewhere else BuildPool(jobs)
+            self._session = Session(arch, jobs=jobs, tools=Tools(pool=lambda _: SharedBuilds(pool, self._cache)))
         return self._session
 
     def _close_session(self) -> None:
@@ -139,15 +137,9 @@ class Child:
         if session is not None:
             session.close()
 
-    def _pool(self) -> BuildPool:
-        if self._setup.builds_elsewhere:
-            return RemoteBuilds(self._pipe, self._setup.jobs)
-        return BuildPool(self._setup.jobs)
-
+    @functools.cached_property
     def _home(self) -> TuningDB:
-        if self._db is None:
-            self._db = retry_while_unavailable(lambda: TuningDB.open(self._setup.db), stop=self._stop)
-        return self._db
+        return retry_while_unavailable(lambda: TuningDB.open(self._setup.db), stop=self._stop)
 
     def _local_store(self) -> LocalStore:
         """The databases of this process; what a killed one left behind is brought home first."""
@@ -155,7 +147,7 @@ class Child:
             self._local = self._make_local_store(self._cache, self._setup.db)
         for path in self._local.left_behind():
             if whole(path):
-                bring = functools.partial(self._local.bring_home, path, self._home(), held=False)
+                bring = functools.partial(self._local.bring_home, path, self._home, held=False)
                 retry_while_unavailable(bring, stop=self._stop)
             else:
                 remove(path)
@@ -164,7 +156,7 @@ class Child:
     def _copy_of(self, problem: Problem, arch: str, name: str) -> Path:
         """A database of this host that knows what the campaign's does of a problem."""
         return retry_while_unavailable(
-            lambda: self._local_store().database(self._home(), problem, arch, name), stop=self._stop
+            lambda: self._local_store().database(self._home, problem, arch, name), stop=self._stop
         )
 
     def _run(
@@ -196,9 +188,9 @@ class Child:
         except (Exception, StoppedError) as error:
             answer = self._ended_by(error)
         try:
-            held = retry_while_unavailable(lambda: holds(self._home(), lease), retry_s=self._retry_s(), stop=self._stop)
+            held = retry_while_unavailable(lambda: holds(self._home, lease), retry_s=self._retry_s(), stop=self._stop)
             retry_while_unavailable(
-                lambda: self._local_store().bring_home(path, self._home(), held=held),
+                lambda: self._local_store().bring_home(path, self._home, held=held),
                 retry_s=self._retry_s(),
                 stop=self._stop,
             )
