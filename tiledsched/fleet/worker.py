@@ -22,7 +22,7 @@ from typing import Any
 from tiledsched.core.errors import DatabaseError, MeasureError
 from tiledsched.core.problem import Problem
 from tiledsched.fleet.calibration import is_outlier
-from tiledsched.fleet.campaign import JOBS_VARIABLE, Answer, Campaign, Lease, Outcome, Setup
+from tiledsched.fleet.campaign import JOBS_VARIABLE, Answer, Campaign, Outcome, Setup
 from tiledsched.fleet.gpus import ANSWER_S, Gpu, GpuState, illness
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.ray_builds import RayBuilds
@@ -135,10 +135,8 @@ class Worker:
         if lease is None:
             return None
         began = time.monotonic()
-        self._doing = f"{lease.problem} ({lease.arch}, attempt {lease.attempt})"
-        outcome, result, message = self._ask(
-            "work", lease, self._share_s(), deadline_s=self.campaign.deadline_s, doing=lease
-        )
+        what = f"{lease.problem} ({lease.arch}, attempt {lease.attempt})"
+        outcome, result, message = self._ask(what, "work", lease, self._share_s())
         waits = outcome is Outcome.FULL and self._waited_s < ROOM_S
         if outcome is Outcome.FULL:
             outcome = Outcome.RELEASED if waits else Outcome.ERROR
@@ -147,7 +145,6 @@ class Worker:
         self._faults = self._faults + 1 if outcome in (Outcome.ERROR, Outcome.HUNG) else 0
         self._fault = message
         outcome = self._leases.finish(lease, outcome, result=result, message=message)
-        self._doing = ""
         self._say(
             f"{lease.problem} on {self.gpu.name or self.gpu.uuid}: {outcome}, {time.monotonic() - began:.1f} s"
             + (f": {message}" if message else "")
@@ -210,12 +207,10 @@ class Worker:
         its arch is stored under another name.
         """
         problem = self._middle = self._middle or self._leases.control_problem(self.campaign.id, self.gpu.arch)
-        self._since_control, probing = 0, self._faults >= MOST_FAULTS
+        self._since_control = 0
         if problem is None:
             return True
-        self._doing = "control program"
-        outcome, told, message = self._ask("control", problem, self.gpu.arch, deadline_s=self.campaign.deadline_s)
-        self._doing = ""
+        outcome, told, message = self._ask("control program", "control", problem, self.gpu.arch)
         if told is None:
             if outcome is Outcome.FULL and self._waited_s < ROOM_S:
                 self._since_control = CONTROL_EVERY
@@ -223,8 +218,7 @@ class Worker:
             elif outcome is not Outcome.RELEASED:
                 self.note = f"cannot run the control program: {message}"
             return False
-        if probing:
-            self._faults = 0
+        self._faults = 0
         self._leases.note_control(self.campaign.id, self.id, self.gpu.uuid, self.gpu.arch, told)
         label = self.gpu.uuid[:12] if is_outlier(controls_of(self._leases.db, self.campaign.id), self.gpu.uuid) else ""
         if label != self._label:
@@ -240,23 +234,21 @@ class Worker:
             return self._ready()
         return True
 
-    def _ask(self, verb: str, *arguments: Any, deadline_s: float, doing: Lease | None = None) -> Answer:
-        """The child's answer; where the child ends first, the outcome and message that stand for it."""
+    def _ask(self, what: str, verb: str, *arguments: Any) -> Answer:
+        """The child's answer, or what stands for it where the child ends first; meanwhile `what` is what this worker does."""
         assert self._child is not None
+
+        def hear(stage: str) -> None:
+            self._doing = f"{what}: {stage}"
+
+        self._doing = what
         answer = self._child.ask(
-            (verb, *arguments),
-            deadline_s=deadline_s,
-            stop=self._stop,
-            builds=self._builds,
-            told=lambda text: self._note_stage(doing, text),
+            (verb, *arguments), deadline_s=self.campaign.deadline_s, stop=self._stop, builds=self._builds, told=hear
         )
+        self._doing = ""
         if self._child.lost:
             self._child = None
         return answer
-
-    def _note_stage(self, lease: Lease | None, text: str) -> None:
-        if lease is not None:
-            self._doing = f"{lease.problem} ({lease.arch}): {text}"
 
     def end(self) -> None:
         """End the child and leave the campaign. Safe to call twice.
