@@ -654,28 +654,29 @@ def test_what_a_scratch_database_found_comes_home_once(backend, tmp_path) -> Non
         assert home.check() == []
         scratch.bring_home(path, home, held=False)
         assert not path.exists()
-        left = scratch.database(home, PROBLEM, "sm_90", "two")
-        assert scratch.left_behind() == []
-        ended = subprocess.Popen(["true"])
-        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # a zombie, as where nobody listens
-        left.rename(left.with_name(f"two-{ended.pid}.db"))
-        successor = left.with_name(f"three-{os.getpid()}.1.db")  # of a killed container, whose numbers come again
-        successor.touch()
-        other = LocalStore(tmp_path / "cache", "another database")
-        assert other.left_behind() == []
-        other.close()
-        again = LocalStore(tmp_path / "cache", str(url))
-        three, path = scratch.left_behind()
-        assert three == successor
-        successor.unlink()
-        assert path.name == f"two-{ended.pid}.db"
-        assert again.left_behind() == [path]
-        assert again.left_behind() == []  # what could not be brought home once is another process's matter
-        assert whole(path)
-        path.write_bytes(b"torn")
-        assert not whole(path)
-        ended.wait()
         scratch.close()
+
+
+def test_what_a_process_that_is_gone_left_behind_is_found_once(leases, tmp_path) -> None:
+    scratch, again, other = (LocalStore(tmp_path, name) for name in ("x", "x", "another database"))
+    left = scratch.database(leases.db, PROBLEM, "sm_90", "two")
+    assert scratch.left_behind() == []
+    ended = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # a zombie, as where nobody listens
+    left = left.rename(left.with_name(f"two-{ended.pid}.db"))
+    successor = left.with_name(f"three-{os.getpid()}.1.db")  # of a killed container, whose numbers come again
+    successor.touch()
+    assert other.left_behind() == []
+    assert scratch.left_behind() == [successor, left]
+    assert scratch.left_behind() == []  # what could not be brought home once is another process's matter
+    assert again.left_behind() == [successor, left]
+    assert whole(left)
+    left.write_bytes(b"torn")
+    assert not whole(left)
+    ended.wait()
+    for each in (scratch, again, other):
+        each.close()
+        assert not Path(each._own.path).exists()
 
 
 class Pool:
@@ -686,12 +687,10 @@ class Pool:
     def __init__(self, cubin) -> None:
         self.built: list[BuildTask] = []
         self._cubin = cubin
-        self.aside = lambda: None
 
     def build(self, tasks, *, leave=0):
         for task in tasks:
             self.built.append(task)
-            self.aside()
             failure = None if self._cubin else Failure(kind=FailureKind.COMPILE_ERROR, message="no")
             yield Built(task=task, artifact=self._cubin, failure=failure, seconds=1.0)
 

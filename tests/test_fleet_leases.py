@@ -74,6 +74,12 @@ def join(leases, campaign, name="GPU-1", arch="sm_90"):
     return leases.join(campaign.id, hostname="host", pid=1, gpu=name, device_name="NVIDIA Sample", arch=arch)
 
 
+def opened(leases, *given, **more):
+    """A campaign, and a worker that has joined it."""
+    campaign = leases.open(plan(*given, **more))
+    return campaign, join(leases, campaign)
+
+
 def attempts(db):
     with db.reading() as session:
         rows = session.execute(
@@ -83,8 +89,7 @@ def attempts(db):
 
 
 def test_every_problem_is_taken_once_and_the_campaign_ends(leases, db) -> None:
-    campaign = leases.open(plan(3))
-    worker = join(leases, campaign)
+    campaign, worker = opened(leases, 3)
     taken = []
     while lease := leases.take(campaign, worker, ["sm_90"]):
         taken.append(lease.problem)
@@ -99,8 +104,7 @@ def test_every_problem_is_taken_once_and_the_campaign_ends(leases, db) -> None:
 
 
 def test_an_arch_is_done_where_it_is(leases) -> None:
-    campaign = leases.open(plan(2, archs=("sm_90", "sm_100")))
-    hopper = join(leases, campaign)
+    campaign, hopper = opened(leases, 2, archs=("sm_90", "sm_100"))
     for _ in range(2):
         lease = leases.take(campaign, hopper, ["sm_90"])
         assert lease.arch == "sm_90"
@@ -151,8 +155,7 @@ def test_who_misses_renewals_is_taken_over_only_by_who_has_nothing_else_to_do(le
 
 
 def test_a_late_result_of_what_nobody_has_is_as_good_as_any(leases, clock) -> None:
-    campaign = leases.open(plan(1, most_attempts=1))
-    worker = join(leases, campaign)
+    campaign, worker = opened(leases, 1, most_attempts=1)
     lease = leases.take(campaign, worker, ["sm_90"])
     clock.pass_s(LEASE_S + 1)
     assert leases.end(campaign.id) == "done"
@@ -192,8 +195,7 @@ def test_the_control_program_is_of_middling_work_and_the_same_for_all(leases) ->
     ],
 )
 def test_attempts_are_bounded_and_the_reason_is_kept(leases, outcome, ends) -> None:
-    campaign = leases.open(plan(1))
-    worker = join(leases, campaign)
+    campaign, worker = opened(leases, 1)
     found = []
     while lease := leases.take(campaign, worker, ["sm_90"]):
         found.append(leases.finish(lease, outcome, message=f"attempt {lease.attempt} went wrong"))
@@ -204,8 +206,7 @@ def test_attempts_are_bounded_and_the_reason_is_kept(leases, outcome, ends) -> N
 
 
 def test_what_is_given_back_was_no_attempt(leases) -> None:
-    campaign = leases.open(plan(1, most_attempts=1))
-    worker = join(leases, campaign)
+    campaign, worker = opened(leases, 1, most_attempts=1)
     for _ in range(4):
         lease = leases.take(campaign, worker, ["sm_90"])
         assert (lease.attempt, lease.last) == (1, True)
@@ -229,8 +230,7 @@ def test_a_worker_that_leaves_gives_up_what_it_held_at_once(leases, db) -> None:
 
 @on_both
 def test_the_same_plan_goes_on_where_it_stopped(leases) -> None:
-    campaign = leases.open(plan(3))
-    worker = join(leases, campaign)
+    campaign, worker = opened(leases, 3)
     leases.finish(leases.take(campaign, worker, ["sm_90"]), Outcome.DONE)
     leases.finish(leases.take(campaign, worker, ["sm_90"]), Outcome.FAILED, message="no")
     leases.stop(campaign.id)
@@ -248,8 +248,7 @@ def test_the_same_plan_goes_on_where_it_stopped(leases) -> None:
 
 @on_both
 def test_nothing_is_begun_once_the_budget_is_spent(leases, clock) -> None:
-    campaign = leases.open(plan(2, budget_s=100.0))
-    worker = join(leases, campaign)
+    campaign, worker = opened(leases, 2, budget_s=100.0)
     lease = leases.take(campaign, worker, ["sm_90"])
     clock.pass_s(101)
     assert leases.take(campaign, worker, ["sm_90"]) is None

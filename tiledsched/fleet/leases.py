@@ -356,7 +356,7 @@ class Leases:
     def counts(self, campaign_id: str) -> dict[str, int]:
         """How many problems are waiting, leased, done and failed."""
         asked = sa.select(LeaseRow.state, sa.func.count()).where(LeaseRow.campaign_id == campaign_id)
-        found = self._read(lambda session: dict(session.execute(asked.group_by(LeaseRow.state)).tuples().all()))
+        found = self._read(lambda session: {row[0]: row[1] for row in session.execute(asked.group_by(LeaseRow.state))})
         return {state: found.get(state, 0) for state in ("waiting", "leased", "done", "failed")}
 
     def open_archs(self, campaign_id: str) -> set[str]:
