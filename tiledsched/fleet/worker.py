@@ -405,8 +405,6 @@ class Heart(threading.Thread):
             workers = [worker for worker in list(self._workers) if not worker.ended]
             if not workers:
                 continue
-            for worker in workers:
-                worker.gpu_state.ask()
             alive = {worker.id: worker.state(within_s) for worker in workers}
             try:
                 self._leases.renew(self._campaign, alive)
