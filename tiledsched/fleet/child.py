@@ -235,22 +235,22 @@ class RemoteBuilds(BuildPool):
     def __init__(self, pipe: Connection, jobs: int) -> None:
         super().__init__(jobs)
         self._pipe = pipe
-        self._asked: dict[int, BuildTask] = {}
+        self._submitted: dict[int, BuildTask] = {}
 
     def build(self, tasks: Iterable[BuildTask], *, leave: int = 0) -> Iterator[Built]:
         """See :meth:`BuildPool.build`."""
-        numbers = {task: number for number, task in self._asked.items()}
+        numbers = {task: number for number, task in self._submitted.items()}
         wanted = set()
         for task in tasks:
             if task not in numbers:
                 numbers[task] = number = next(BUILD_NUMBERS)
-                self._asked[number] = task
+                self._submitted[number] = task
                 self._pipe.send(("build", number, build_key(task), task))
             wanted.add(numbers[task])
-        while len(wanted & self._asked.keys()) > leave:
+        while len(wanted & self._submitted.keys()) > leave:
             verb, number, built = self._pipe.recv()
             assert verb == "built"
-            if self._asked.pop(number, None) is not None:
+            if self._submitted.pop(number, None) is not None:
                 if isinstance(built, NoRoomError):
                     raise built
                 yield built
@@ -260,7 +260,7 @@ class RemoteBuilds(BuildPool):
 
     def close(self) -> None:
         """What is running goes on, for whoever wants it next; its answers are dropped when they come."""
-        self._asked.clear()
+        self._submitted.clear()
 
 
 def why_not(wanted: Campaign, kernel: KernelClass, job: Job) -> str:

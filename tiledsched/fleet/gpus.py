@@ -49,13 +49,13 @@ class GpuState:
     """
 
     def __init__(self, gpu: Gpu) -> None:
-        self._gpu, self._asked, self._answer = gpu, Asker(), dict[str, Any]()
+        self._gpu, self._asker, self._answer = gpu, Asker(), dict[str, Any]()
         self._answered_s = time.monotonic()
 
     def read(self, within_s: float = ANSWER_S) -> dict[str, Any]:
         """The GPU's state; where the driver does not answer in time, the last one known and how old that is (`age_s`)."""
         try:
-            self._answer = self._asked(self._gpu.state, within_s)
+            self._answer = self._asker(self._gpu.state, within_s)
         except MeasureError:
             return {**self._answer, "age_s": round(time.monotonic() - self._answered_s, 1)}
         self._answered_s = time.monotonic()
