@@ -211,6 +211,16 @@ def test_a_host_that_has_no_room_to_compile_sends_the_build_to_another(monkeypat
     assert is_full(told.value)
 
 
+def test_builds_of_other_hosts_are_asked_for_once_and_come_in_any_order() -> None:
+    tasks, sent = [softmax(64), softmax(128)], []
+    pipe = types.SimpleNamespace(send=sent.append, recv=lambda: ("built", sent[-1][1], sent.pop()[3]))
+    builds = RemoteBuilds(pipe, 1)
+    assert [*builds.build(tasks, leave=2)] == []
+    assert [message[3] for message in sent] == tasks
+    assert [*builds.build(tasks)] == tasks[::-1]
+    assert sent == []
+
+
 def test_a_build_that_is_wanted_twice_is_placed_once_and_one_that_was_lost_again(monkeypatch) -> None:
     placed: list[str] = []
     start = types.SimpleNamespace(remote=lambda task: placed.append(task) or len(placed))
