@@ -14,8 +14,14 @@ import pytest
 from tiledsched.bench.errors import NOT_FINITE, Error, error_of
 from tiledsched.bench.job import bench_here
 from tiledsched.bench.methods import OURS, choose_methods, methods_of
-from tiledsched.bench.rivals.attention import UNTUNED, AttentionArrays, untuned_schedule
-from tiledsched.bench.rivals.attention_accuracy import MOST_PAIRS, MOST_SCORES, compared_pairs, reference_of_pair
+from tiledsched.bench.rivals.attention import UNTUNED, untuned_schedule
+from tiledsched.bench.rivals.attention_case import (
+    MOST_PAIRS,
+    MOST_SCORES,
+    AttentionArrays,
+    compared_pairs,
+    reference_of_pair,
+)
 from tiledsched.bench.rows import COLUMNS, BenchRow, append_rows, finished_cells, read_rows
 from tiledsched.bench.run import BenchOptions, PreparedCell, Ready, bench_cell, run_bench
 from tiledsched.bench.sampling import LEAST_SAMPLES, QUEUED, Pace, sample_counts, sample_in_turn, spread_evenly
@@ -25,6 +31,7 @@ from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.models import MODELS
 from tiledsched.kernels.attention.reference import attention_reference
+from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Conditions
 
 METHODS = methods_of(Attention)
@@ -354,7 +361,7 @@ def test_a_cell_has_a_row_for_each_method_in_order_whatever_became_of_it() -> No
         ("matmul", "ok"),
     ]
     ours, untuned, cudnn, matmul = rows
-    assert (ours.median_us, ours.ci_low_us, ours.ci_high_us, ours.samples) == (100.0, 100.0, 100.0, 8)
+    assert (ours.timing, ours.samples) == (Timing(median_us=100.0, ci_low_us=100.0, ci_high_us=100.0), 8)
     assert (ours.max_abs_err, ours.rel_err, ours.compared, ours.provenance) == (1e-3, 2e-4, "4/64", "measured")
     assert (ours.device, ours.conditions.sm_clock_mhz) == ("NVIDIA Sample", 1980)
     assert untuned.median_us is None
@@ -421,9 +428,7 @@ def sample_rows(regime="burst", problem=PROBLEM, **times) -> list[BenchRow]:
             method=name,
             regime=regime,
             status="ok" if us else "out of memory",
-            median_us=us,
-            ci_low_us=us and us * 0.99,
-            ci_high_us=us and us * 1.01,
+            timing=Timing(median_us=us, ci_low_us=us * 0.99, ci_high_us=us * 1.01) if us else None,
             max_abs_err=us and 1e-3,
             rel_err=us and 2e-4,
             samples=30 if us else None,

@@ -132,7 +132,7 @@ def compare(
         else:
             rows.append(
                 replace(
-                    row, **vars(Timing.of(batch.samples_us)), samples=len(batch.samples_us), conditions=batch.conditions
+                    row, timing=Timing.of(batch.samples_us), samples=len(batch.samples_us), conditions=batch.conditions
                 )
             )
     return rows
