@@ -206,10 +206,11 @@ def choose_methods(
     if given:
         return given
     methods = methods_of(load_kernel(kernel) if isinstance(kernel, str) else kernel, problems)
-    unknown = sorted(set(names or ()) - set(methods))
+    named = [each for each in names or () if isinstance(each, str)]
+    unknown = sorted(set(named) - set(methods))
     if unknown:
         raise ConfigError(f"unknown method {unknown[0]!r}; known are {', '.join(methods)}")
-    wanted = set(names or (name for name, method in methods.items() if method.installed and not method.by_name))
+    wanted = set(named or (name for name, method in methods.items() if method.installed and not method.by_name))
     if ceiling:
         wanted.add(MATMUL)
     return [method for name, method in methods.items() if name in wanted]

@@ -43,8 +43,8 @@ class Ready:
     """The method."""
     look_us: float
     """Rough time of one sample, in microseconds: of one call, or of one replay of `launches` calls."""
-    call: Call | None = None
-    """Computes the problem once; None in tests, whose stopwatches launch nothing."""
+    call: Call
+    """Computes the problem once."""
     host_us: float = 0.0
     """Time until a call returns, in microseconds."""
     launches: int = 0

@@ -70,10 +70,10 @@ def schedules_csv(report: Report) -> str:
                 f"{prefix}relative": _number(timed.relative),
                 f"{prefix}{RATE_COLUMNS[unit_of(one.problem)]}": _number(timed.rate),
             }
-            if measured:
+            if timed.timing is not None:
                 row |= {
-                    "ci_low_us": _number(timed.ci_low_us),
-                    "ci_high_us": _number(timed.ci_high_us),
+                    "ci_low_us": _number(timed.timing.ci_low_us),
+                    "ci_high_us": _number(timed.timing.ci_high_us),
                     "samples": timed.samples,
                 }
             if timed.facts is not None:

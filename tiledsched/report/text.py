@@ -12,6 +12,7 @@ from pathlib import Path
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import Problem, unit_of
 from tiledsched.core.schedule import Schedule
+from tiledsched.measure.estimate import Timing
 from tiledsched.report import charts
 from tiledsched.report.analysis import fixed_knob_costs
 from tiledsched.report.axes import cell, show
@@ -336,7 +337,7 @@ def _best_table(group: Sequence[ProblemReport], report: Report) -> Table:
                 *(cell(one.problem, fields) for fields in sizes.values()),
                 _short(one.best.schedule),
                 _us(one.best.us),
-                *([_interval(one.best.ci_low_us, one.best.ci_high_us)] if measured else []),
+                *([_interval(one.best.timing)] if measured else []),
                 *(f"{one.best.rate:.1f}" if unit_of(one.problem) == unit else NOTHING for unit in units),
                 _short(one.runner_up.schedule) if one.runner_up else NOTHING,
                 _percent(one.runner_up_drop),
@@ -698,8 +699,8 @@ def _us(us: float) -> str:
     return f"{us:,.1f}" if us >= 100 else f"{us:.2f}"
 
 
-def _interval(low: float | None, high: float | None) -> str:
-    return NOTHING if low is None or high is None else f"[{_us(low)}, {_us(high)}]"
+def _interval(time: Timing | None) -> str:
+    return f"[{_us(time.ci_low_us)}, {_us(time.ci_high_us)}]" if time else NOTHING
 
 
 def _percent(fraction: float | None, unknown: str = NOTHING) -> str:

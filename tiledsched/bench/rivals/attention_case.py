@@ -128,6 +128,8 @@ class PairCase(BenchCase):
     minutes.
     """
 
+    arrays: AttentionArrays
+    """The inputs that methods are called on."""
     pairs: Sequence[Pair]
     """The pairs that are compared."""
     places: Mapping[str, Any]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tiledsched.bench.methods import OURS, SERVED, methods_of
-from tiledsched.core.errors import ConfigError
+from tiledsched.bench.methods import OURS, SERVED, choose_methods, methods_of
 from tiledsched.core.problem import KernelClass, Problem
 
 FIRST_RIVAL = "torch_auto"
@@ -18,11 +17,7 @@ def profiled_methods(kernel: KernelClass, problem: Problem, named: Sequence[str]
     Raises:
         ConfigError: a name that no method of this problem has.
     """
-    known = methods_of(kernel, [problem])
-    unknown = [name for name in named or () if name not in known]
-    if unknown:
-        raise ConfigError(f"unknown method {unknown[0]!r}; known are {', '.join(known)}")
     if named:
-        return list(named)
-    rivals = [name for name in known if name not in (OURS, SERVED, "untuned", "matmul")]
+        return [method.name for method in choose_methods(kernel, named, [problem])]
+    rivals = [name for name in methods_of(kernel, [problem]) if name not in (OURS, SERVED, "untuned", "matmul")]
     return [OURS, *([FIRST_RIVAL] if FIRST_RIVAL in rivals else rivals[:1])]
