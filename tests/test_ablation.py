@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
+from made_up_builds import MadeUp, print_of
 from store_samples import DEVICE, TOOLCHAIN, artifact
-from test_repeatability import MadeUp, print_of
 
 from tiledsched.bench.rivals.attention import untuned_schedule
 from tiledsched.build.compiler import Built

@@ -12,7 +12,7 @@ import numpy
 import pytest
 
 from tiledsched.bench.errors import NOT_FINITE, Error, error_of
-from tiledsched.bench.job import bench_here
+from tiledsched.bench.job import bench_to_file
 from tiledsched.bench.methods import OURS, choose_methods, methods_of
 from tiledsched.bench.rivals.attention import UNTUNED, untuned_schedule
 from tiledsched.bench.rivals.attention_case import (
@@ -517,10 +517,9 @@ def test_a_bench_goes_on_where_it_stopped(tmp_path) -> None:
         "harness": harness,
         "pace": QUICK,
     }
-    files = {"done": lambda names: finished_cells(path, names), "keep": lambda rows: append_rows(rows, path)}
-    rows = bench_here(Attention, [PROBLEM], **how, **files)
+    rows = bench_to_file(Attention, [PROBLEM], path, **how)
     assert [row.method for row in rows] == [OURS, "torch_cudnn", "torch_math", "matmul"]
-    bench_here(Attention, [PROBLEM, OTHER], regime="both", **how, **files)
+    bench_to_file(Attention, [PROBLEM, OTHER], path, regime="both", **how)
     assert harness.prepared == [("burst", PROBLEM), ("burst", OTHER), ("sustained", PROBLEM), ("sustained", OTHER)]
     assert len(read_rows(path)) == 16
 
