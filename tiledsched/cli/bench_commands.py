@@ -359,8 +359,7 @@ def profile(
     tiledsched study profile -p B=4,H=32,S=4096,D=128 -o profiles
     """
     from tiledsched.studies.profile import pages
-    from tiledsched.studies.profile.methods import profiled_methods
-    from tiledsched.studies.profile.run import find_ncu, versions
+    from tiledsched.studies.profile.run import find_ncu, profiled_methods, versions
     from tiledsched.studies.profile.run import profile as run_profile
 
     problems, program = named_problems(kernel, problem, suite), find_ncu(ncu)
