@@ -173,8 +173,7 @@ class Ladder:
         rounds *= SUSTAINED_ROUNDS if self._regime == "sustained" else 1
         batches = self._runner.sample([each for each, _ in ready], rounds=rounds, regime=self._regime) if ready else []
         for (_, members), batch in zip(ready, batches, strict=True):
-            outcome = said(batch) if isinstance(batch, Failure) else _timing(batch)
-            outcomes |= dict.fromkeys(members, outcome)
+            outcomes |= dict.fromkeys(members, outcome_of(batch))
         return outcomes
 
     def _key(self, candidate: Candidate) -> Key:
@@ -235,7 +234,10 @@ class Ladder:
         return replace(row, timing=outcome)
 
 
-def _timing(batch: Batch) -> Outcome:
+def outcome_of(batch: Batch | Failure) -> Outcome:
+    """The time that samples give, or why they give none."""
+    if isinstance(batch, Failure):
+        return said(batch)
     if batch.conditions.concurrent_pids:
         return f"timed {batch.conditions.disturbance}"
     return Timing.of(batch.samples_us)
