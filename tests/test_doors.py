@@ -235,7 +235,7 @@ def test_damage_is_reported_not_raised(db, tmp_path, statement, expected):
 )
 def test_a_row_that_cannot_be_read_is_said(db, tmp_path, statement):
     damage(tmp_path / "tuning.db", statement)
-    with pytest.raises(DatabaseError, match=r"db check|devices\["):
+    with pytest.raises(DatabaseError, match="db check"):
         db.entries()
 
 

@@ -23,6 +23,7 @@ from store_samples import (
     measurement,
     new_url,
     problem_class,
+    runs,
     schedule,
     stored,
 )
@@ -50,7 +51,7 @@ def record(db, taken):
 def test_a_new_database_is_empty_sound_and_at_head(db):
     assert db.schema_revision == HEAD
     assert db.check() == []
-    assert db.entries() == db.measurements() == db.failures() == db.runs() == db.landscapes() == []
+    assert db.entries() == db.measurements() == db.failures() == runs(db) == db.landscapes() == []
     assert db.upgrade() == HEAD
 
 
@@ -95,13 +96,13 @@ def test_a_schedule_keeps_booleans_and_numbers_apart(db):
 
 def test_a_run_starts_and_ends(db):
     number = db.start_run({"arch": "sm_90"}, "sm_90", {"gpu": "none"})
-    (run,) = db.runs()
+    (run,) = runs(db)
     assert (run.id, run.status, run.command, run.finished_at) == (number, "running", {"arch": "sm_90"}, None)
     assert run.host["gpu"] == "none"
     assert run.host["pid"] == os.getpid()
     db.finish_run(number, "failed")
-    assert db.runs()[0].status == "failed"
-    assert db.runs()[0].finished_at >= run.started_at
+    assert runs(db)[0].status == "failed"
+    assert runs(db)[0].finished_at >= run.started_at
     with pytest.raises(DatabaseError, match="running"):
         db.finish_run(number, "running")
 
@@ -119,7 +120,7 @@ def test_a_run_whose_process_is_gone_is_interrupted_by_the_next(db, monkeypatch)
     elsewhere = db.start_run({}, "sm_90")
     monkeypatch.undo()
     db.start_run({}, "sm_90")
-    status = {run.id: run.status for run in db.runs()}
+    status = {run.id: run.status for run in runs(db)}
     assert [status[number] for number in (lives, dead, elsewhere)] == ["running", "interrupted", "running"]
     assert status[reused] == ("interrupted" if here["pid_started"] is not None else "running")
 

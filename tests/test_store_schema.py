@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from store_samples import BACKENDS, DEVICE, PROBLEM, RIVALS, TOOLCHAIN, build, entry, fill, new_url, schedule
+from store_samples import BACKENDS, DEVICE, PROBLEM, RIVALS, TOOLCHAIN, build, entry, fill, new_url, runs, schedule
 
 from tiledsched.core.errors import DatabaseError
 from tiledsched.store import engine as engines
@@ -214,7 +214,7 @@ def test_a_database_of_the_first_release_is_read_and_written(tmp_path):
         assert (modelled.provenance, modelled.model_us) == ("modelled", 90.0)
         assert len(db.landscape(PROBLEM, DEVICE.name, "burst")) == 2
         assert len(db.find_builds("attention", "abc", TOOLCHAIN, "sm_90")) == 3
-        assert [run.status for run in db.runs()] == ["done"]
+        assert [run.status for run in runs(db)] == ["done"]
         fill(db)
         assert db.check() == []
 
@@ -278,7 +278,7 @@ def test_what_was_committed_survives_a_kill(tmp_path):
         with TuningDB.open(path) as db:
             assert db.check() == []
             assert promised <= set(db.find_builds("attention", "abc", TOOLCHAIN, "sm_90"))
-            assert [run.status for run in db.runs()] == ["running"] + ["interrupted"] * round_
+            assert [run.status for run in runs(db)] == ["running"] + ["interrupted"] * round_
     assert len(promised) > 10
 
 

@@ -24,7 +24,7 @@ from tiledsched.measure.runner import Device
 from tiledsched.store.db import TuningDB
 from tiledsched.store.host import lives, own_word
 from tiledsched.store.models import BuildRow, DeviceRow, EntryRow, MeasurementRow, ToolchainRow
-from tiledsched.store.reading import Reader, select_entries, select_measurements
+from tiledsched.store.reading import entry_of, measurement_of, select_entries, select_measurements
 from tiledsched.store.records import Entry, StoredMeasurement, Toolchain
 from tiledsched.store.writing import put_entry
 
@@ -121,13 +121,12 @@ def what_is_known(home: TuningDB, problem: Problem, arch: str) -> tuple[list[Sto
             .limit(MOST_ALIKE)
         )
         numbers = list(session.scalars(newest))
-        reader = Reader()
-        alike = [reader.entry(*row) for row in session.execute(select_entries().where(EntryRow.id.in_(numbers)))]
+        alike = [entry_of(*row) for row in session.execute(select_entries().where(EntryRow.id.in_(numbers)))]
         uids = {entry.measurement.uid for entry in [*served, *alike] if entry.measurement} - {
             each.uid for each in evidence
         }
         behind = select_measurements().where(MeasurementRow.uid.in_(sorted(uids)))
-        evidence += [reader.stored_measurement(*row) for row in session.execute(behind)]
+        evidence += [measurement_of(*row) for row in session.execute(behind)]
     entries = {entry.key: entry for entry in [*served, *alike]}
     return evidence, list(entries.values())
 
@@ -212,23 +211,14 @@ def _build_keys(local: TuningDB) -> list[tuple[Toolchain, str, str, str]]:
         .distinct()
     )
     with local.reading() as session:
-        return [
-            (
-                Toolchain(cuda_tile=row.cuda_tile, tileiras=row.tileiras, ptxas=row.ptxas, nvvm=row.nvvm),
-                kernel,
-                source,
-                arch,
-            )
-            for row, kernel, source, arch in session.execute(asked)
-        ]
+        return [(row.toolchain, kernel, source, arch) for row, kernel, source, arch in session.execute(asked)]
 
 
 def _device(db: TuningDB, name: str) -> Device | None:
     if not name:
         return None
     with db.reading() as session:
-        found = session.scalars(sa.select(DeviceRow.device).where(DeviceRow.name == name).limit(1)).first()
-    return Device(**found) if found else None
+        return session.scalars(sa.select(DeviceRow.device).where(DeviceRow.name == name).limit(1)).first()
 
 
 def remove(path: Path) -> None:

@@ -165,8 +165,7 @@ def check_estimates(measurements: Iterable[StoredMeasurement], where: str) -> No
     """
     for stored in measurements:
         taken = stored.measurement
-        samples = list(taken.samples_us)
-        for wrong in untrue_estimates(taken.median_us, taken.ci_low_us, taken.ci_high_us, samples, len(samples)):
+        for wrong in untrue_estimates(taken, taken.samples_us, len(taken.samples_us)):
             raise DatabaseError(f"{where}: measurement {stored.uid}: {wrong}; measure it again")
 
 

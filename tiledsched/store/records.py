@@ -139,26 +139,6 @@ class BuildRecord:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunRecord:
-    """One run of `tune`."""
-
-    id: int
-    """Number in this database."""
-    status: str
-    """running, done, interrupted or failed."""
-    command: dict[str, Any]
-    """The arguments of the command."""
-    arch: str
-    """The arch that was tuned for."""
-    host: dict[str, Any]
-    """Where the run took place: hostname, pid and platform, and what the caller added."""
-    started_at: datetime
-    """UTC."""
-    finished_at: datetime | None
-    """UTC; None while running."""
-
-
 class MeasurementSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A measurement without its raw samples, as an entry carries it."""
 

@@ -44,9 +44,9 @@ def collect(databases: Iterable[Path]) -> dict[str, Builds]:
     for path in databases:
         with TuningDB.open(str(path), read_only=True) as db, db.reading() as session:
             for kernel, arch, problem_class, fingerprint, knobs in session.execute(wanted):
-                told = {key: value for key, value in problem_class.items() if key != "signature"}
+                told = {key: value for key, value in problem_class.values.items() if key != "signature"}
                 name = f"{path.stem} {kernel} {arch} {json.dumps(told, sort_keys=True)}"
-                runs.setdefault(name, {}).setdefault(Schedule(knobs), fingerprint)
+                runs.setdefault(name, {}).setdefault(knobs, fingerprint)
     return {name: builds for name, builds in runs.items() if len(builds) >= FEWEST}
 
 
