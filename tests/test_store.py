@@ -35,7 +35,6 @@ from tiledsched.store import queries
 from tiledsched.store.db import TuningDB
 from tiledsched.store.engine import HEAD
 from tiledsched.store.models import ProblemRow
-from tiledsched.store.records import MergeResult
 
 
 @pytest.fixture(params=[*BACKENDS, "memory"])
@@ -272,26 +271,6 @@ def test_entries_are_kept_apart_by_every_part_of_their_key(db):
     assert len(db.entries()) == 7
     assert [got.arch for got in db.entries(arch="sm_80")] == ["sm_80"]
     assert db.entries(provenance="measured") == []
-
-
-def test_merge_adds_once_and_the_faster_wins(db):
-    old, new = stored("a" * 24), stored("b" * 24, created_at=START + timedelta(days=1), median_us=130.0)
-    first = entry("measured", updated_at=START).replace(measurement=old.summary)
-    assert db.merge([old], [first]) == MergeResult(entries_added=1, measurements_added=1)
-    assert db.merge([old], [first]) == MergeResult(entries_kept=1, measurements_kept=1)
-    second = first.replace(measurement=new.summary, updated_at=START + timedelta(days=1))
-    assert db.merge([old, new], [second]).entries_kept == 1  # newer, and 30% slower
-    faster = stored("c" * 24, created_at=START - timedelta(days=1), median_us=90.0)
-    third = first.replace(measurement=faster.summary, updated_at=START - timedelta(days=1))
-    assert (
-        db.merge(
-            [faster], [third, entry("modelled", updated_at=START + timedelta(days=9), model_us=1.0)]
-        ).entries_replaced
-        == 1
-    )
-    (got,) = db.entries()
-    assert (got.median_us, got.updated_at) == (90.0, START - timedelta(days=1))
-    assert db.check() == []
 
 
 def test_failures_are_forgotten_and_nothing_else_is(db):

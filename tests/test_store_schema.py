@@ -268,7 +268,7 @@ def test_what_was_committed_survives_a_kill(tmp_path):
     path = tmp_path / "x.db"
     pause = random.Random(7)
     promised = set()
-    for round_ in range(5):
+    for round_ in range(3):
         child = python(KILLED, path, round_)
         promised.add(tuple(child.stdout.readline().split()))
         time.sleep(pause.uniform(0, 0.15))
@@ -279,7 +279,7 @@ def test_what_was_committed_survives_a_kill(tmp_path):
             assert db.check() == []
             assert promised <= set(db.find_builds("attention", "abc", TOOLCHAIN, "sm_90"))
             assert [run.status for run in runs(db)] == ["running"] + ["interrupted"] * round_
-    assert len(promised) > 10
+    assert len(promised) > 6
 
 
 def test_thousands_of_builds_are_found_in_a_moment(tmp_path):

@@ -15,8 +15,6 @@ from enum import Enum
 from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import msgspec
-
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.core.errors import DatabaseError, TiledschedError
 from tiledsched.core.problem import Problem, ProblemClass
@@ -41,7 +39,7 @@ def encode(value: Any) -> Any:
     if isinstance(value, (Schedule, Problem, ProblemClass)):
         return value.to_json()
     kind: Any = type(value)
-    if _is_record(kind):
+    if is_dataclass(kind):
         return {
             key: encode(item)
             for key, (name, default, omit_default) in _fields(kind).items()
@@ -58,16 +56,9 @@ def encode(value: Any) -> Any:
     return value
 
 
-def _is_record(kind: Any) -> bool:
-    return is_dataclass(kind) or (isinstance(kind, type) and issubclass(kind, msgspec.Struct))
-
-
 @cache
 def _fields(cls: Any) -> dict[str, tuple[str, Any, bool]]:
-    """The fields of a dataclass or a Struct by key: the name, the default, and whether a field is left out at its default."""
-    if issubclass(cls, msgspec.Struct):
-        omitted = getattr(cls, "OMIT_DEFAULT", ())
-        return {each.name: (each.name, each.default, each.name in omitted) for each in msgspec.structs.fields(cls)}
+    """The fields of a dataclass by key: the name, the default, and whether a field is left out at its default."""
     return {
         each.metadata.get("key", each.name): (each.name, each.default, bool(each.metadata.get("omit_default")))
         for each in fields(cls)
@@ -78,7 +69,7 @@ def decode(cls: type[T], data: Any, where: str) -> T:
     """The record of class `cls` that :func:`encode` wrote. Keys with defaults may be absent.
 
     Args:
-        cls: a dataclass or a Struct.
+        cls: a dataclass.
         data: plain JSON values.
         where: where the data stand, for errors.
 
@@ -108,7 +99,7 @@ def _decoder(kind: Any) -> Decoder:
     if kind in (Schedule, Problem, ProblemClass):
         read = problem_from_json if kind is Problem else kind.from_json
         return _once(lambda data, where: _call(read, _values(data, where), where))
-    if _is_record(kind):
+    if is_dataclass(kind):
         decoder = _record_decoder(kind)
         return _once(decoder) if kind in (Device, Toolchain) else decoder
     if kind is datetime:
@@ -161,7 +152,7 @@ def _record_decoder(cls: type) -> Decoder:
     names = {key: name for key, (name, *_) in _fields(cls).items()}
     renamed = {key: name for key, name in names.items() if key != name}
     known = {key: _decoder(hints[name]) for key, name in names.items()}
-    required = {key for key, (_, default, _) in _fields(cls).items() if default in (MISSING, msgspec.NODEFAULT)}
+    required = {key for key, (_, default, _) in _fields(cls).items() if default is MISSING}
     checks = field_checks(cls.__name__, known)
 
     def decode_record(data: Any, where: str) -> Any:

@@ -64,7 +64,10 @@ class Database:
         with engines.explained(self._url, *DAMAGE):
             found = engines.current_revision(self._engine, self._url)
             if found not in (None, engines.HEAD):
-                raise engines.newer_schema(self._url, found)
+                raise DatabaseError(
+                    f"database {self.url} has schema {found}, newer than the {engines.HEAD} that this program knows; "
+                    f"upgrade tiledsched, or {engines.ELSEWHERE}"
+                )
             if self.read_only and found is None:
                 raise DatabaseError(f"{self.url} holds no tuning database; {engines.ELSEWHERE}")
             if found is None:

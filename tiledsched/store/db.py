@@ -88,10 +88,8 @@ class TuningDB(Database):
             BuildRow.arch == arch,
         )
         with self._records() as session:
-            return {
-                (row[0].schedule_id, row[0].problem_class_id): build_of(*row, toolchain)
-                for row in session.execute(wanted)
-            }
+            builds = [build_of(*row, toolchain=toolchain) for row in session.execute(wanted)]
+            return {build.key: build for build in builds}
 
     def artifacts(self, arch: str | None = None) -> dict[tuple[str, str], ArtifactRecord]:
         """Every artifact, by (arch, fingerprint)."""
