@@ -11,7 +11,6 @@ import types
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
 from datetime import datetime
-from enum import Enum
 from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -45,14 +44,10 @@ def encode(value: Any) -> Any:
             for key, (name, default, omit_default) in _fields(kind).items()
             if (item := getattr(value, name)) != default or not omit_default
         }
-    if isinstance(value, Enum):
-        return value.value
     if isinstance(value, datetime):
         return value.isoformat()
     if isinstance(value, (tuple, list)):
         return [encode(item) for item in value]
-    if isinstance(value, dict):
-        return {key: encode(item) for key, item in value.items()}
     return value
 
 
@@ -94,8 +89,6 @@ def _decoder(kind: Any) -> Decoder:
         return lambda data, where: None if data is None and optional else inner(data, where)
     if origin is tuple:
         return _tuple_decoder(arms)
-    if origin is dict:
-        return lambda data, where: _require(dict, data, where)
     if kind in (Schedule, Problem, ProblemClass):
         read = problem_from_json if kind is Problem else kind.from_json
         return _once(lambda data, where: _call(read, _values(data, where), where))
@@ -104,15 +97,11 @@ def _decoder(kind: Any) -> Decoder:
         return _once(decoder) if kind in (Device, Toolchain) else decoder
     if kind is datetime:
         return _time
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return lambda data, where: _call(kind, _require(str, data, where), where)
-    if kind in (str, bool):
-        return lambda data, where: data if type(data) is kind else _require(kind, data, where)
     if kind in (float, int):  # any between these bounds is finite, and takes no more than 64 bits
         return lambda data, where: (
             data if type(data) is kind and -LARGEST < data < LARGEST else _require(kind, data, where)
         )
-    return lambda data, where: _require(kind, data, where)
+    return lambda data, where: data if type(data) is kind else _require(kind, data, where)
 
 
 def _once(decoder: Decoder) -> Decoder:
@@ -161,10 +150,7 @@ def _record_decoder(cls: type) -> Decoder:
             unknown = [f"{where}.{key}: unknown key; known are {', '.join(known)}" for key in data if key not in known]
             missing = [f"{where}.{key}: missing; add it" for key in known if key in required and key not in data]
             raise DatabaseError((unknown + missing)[0])
-        if where:
-            values = {key: known[key](item, f"{where}.{key}") for key, item in data.items()}
-        else:  # the first attempt, which needs no paths
-            values = {key: known[key](item, "") for key, item in data.items()}
+        values = {key: known[key](item, where and f"{where}.{key}") for key, item in data.items()}
         for key, check in checks:
             if key in values:
                 check(values[key], where and f"{where}.{key}")
