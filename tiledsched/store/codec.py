@@ -37,11 +37,10 @@ def encode(value: Any) -> Any:
         return value
     if isinstance(value, (Schedule, Problem, ProblemClass)):
         return value.to_json()
-    kind: Any = type(value)
-    if is_dataclass(kind):
+    if is_dataclass(value):
         return {
             key: encode(item)
-            for key, (name, default, omit_default) in _fields(kind).items()
+            for key, (name, default, omit_default) in _fields(type(value)).items()  # type: ignore[arg-type]  # hashable
             if (item := getattr(value, name)) != default or not omit_default
         }
     if isinstance(value, datetime):
@@ -136,7 +135,7 @@ def _time(data: Any, where: str) -> datetime:
     return time
 
 
-def _record_decoder(cls: type) -> Decoder:
+def _record_decoder(cls: Any) -> Decoder:
     hints = get_type_hints(cls)
     names = {key: name for key, (name, *_) in _fields(cls).items()}
     renamed = {key: name for key, name in names.items() if key != name}
