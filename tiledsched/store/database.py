@@ -125,19 +125,17 @@ class Database:
 
     def check(self) -> list[str]:
         """What is wrong with the database, a line for each thing; empty where it is sound."""
-        with engines.explained(self._url), Session(self._engine) as session:
+        with self.reading() as session:
             return problems_found(session)
 
     @contextmanager
-    def reading(self) -> Iterator[Session]:
-        """A session for queries of the caller's own."""
-        with engines.explained(self._url), Session(self._engine) as session:
-            yield session
+    def reading(self, *damage: type[Exception]) -> Iterator[Session]:
+        """A session for queries.
 
-    @contextmanager
-    def _records(self) -> Iterator[Session]:
-        """A session for reading records. An error in making them means that the database is damaged."""
-        with engines.explained(self._url, *DAMAGE), Session(self._engine) as session:
+        Args:
+            damage: exceptions of the caller that mean that what is stored is damaged: DAMAGE where records are made.
+        """
+        with engines.explained(self._url, *damage), Session(self._engine) as session:
             yield session
 
     def write(self, work: Callable[[Session], T], *kernels: str) -> T:

@@ -22,7 +22,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Device, Measurement
 from tiledsched.store import host
 from tiledsched.store.codec import encode
-from tiledsched.store.database import Database
+from tiledsched.store.database import DAMAGE, Database
 from tiledsched.store.evidence import contradictions
 from tiledsched.store.models import (
     ArtifactRow,
@@ -87,13 +87,13 @@ class TuningDB(Database):
             BuildRow.toolchain_id == toolchain.id,
             BuildRow.arch == arch,
         )
-        with self._records() as session:
+        with self.reading(*DAMAGE) as session:
             builds = [build_of(*row, toolchain=toolchain) for row in session.execute(wanted)]
             return {build.key: build for build in builds}
 
     def artifacts(self, arch: str | None = None) -> dict[tuple[str, str], ArtifactRecord]:
         """Every artifact, by (arch, fingerprint)."""
-        with self._records() as session:
+        with self.reading(*DAMAGE) as session:
             rows = session.scalars(select(ArtifactRow).where(*matching({ArtifactRow.arch: arch})))
             return {(row.arch, row.fingerprint): record_of(ArtifactRecord, row) for row in rows}
 
@@ -212,7 +212,7 @@ class TuningDB(Database):
             wanted.append(MeasurementRow.id.in_(select(EntryRow.measurement_id)))
         if latest:
             wanted = [MeasurementRow.id.in_(select_latest(wanted))]
-        with self._records() as session:
+        with self.reading(*DAMAGE) as session:
             return [measurement_of(*row) for row in session.execute(select_measurements().where(*wanted))]
 
     def latest_measurements(self, *args: Any, **wanted: Any) -> list[StoredMeasurement]:
@@ -227,7 +227,7 @@ class TuningDB(Database):
     def landscapes(self, arch: str | None = None, kernel: str | None = None) -> list[LandscapeSummary]:
         """How much is measured, for each problem, device and regime."""
         wanted = [UNDISTURBED, *matching({DeviceRow.arch: arch, ProblemRow.kernel: kernel})]
-        with self._records() as session:
+        with self.reading(*DAMAGE) as session:
             found = [
                 LandscapeSummary(
                     problem=problem.problem,
@@ -297,7 +297,7 @@ class TuningDB(Database):
                 FailureRow.run_id: run_id,
             }
         )
-        with self._records() as session:
+        with self.reading(*DAMAGE) as session:
             return [
                 record_of(
                     FailureRecord,
@@ -368,7 +368,7 @@ class TuningDB(Database):
             "provenance": provenance,
         }
         wanted = {name: value for name, value in given.items() if value is not None}
-        with self._records() as session:
+        with self.reading(*DAMAGE) as session:
             records = [entry_of(*parts) for parts in session.execute(select_entries(*wanted), wanted)]
             return sorted(records, key=lambda each: (each.place, each.compiler))
 

@@ -63,7 +63,11 @@ def upsert(session: Session, model: type[Base], rows: list[dict[str, Any]], key:
 
 def insert_row(session: Session, model: type[Base], row: dict[str, Any]) -> Any:
     """Insert a row, and return its number; None where another row has its key."""
-    return session.scalar(_insert(session, model).on_conflict_do_nothing().returning(literal_column("id")), row)
+    statement = _insert(session, model).on_conflict_do_nothing()
+    if session.get_bind().dialect.name == "postgresql":  # where the count of rows is not known if a key is made
+        return session.scalar(statement.returning(literal_column("id")), row)
+    result: Any = session.execute(statement.inline(), row)  # SQLite knows RETURNING since 3.35, and RHEL 9 has 3.34
+    return result.lastrowid if result.rowcount == 1 else None
 
 
 def _insert(session: Session, model: type[Base]) -> Any:
