@@ -25,6 +25,7 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement, RivalTime
 from tiledsched.store.db import TuningDB
 from tiledsched.store.engine import resolve_url
+from tiledsched.store.models import RunRow
 from tiledsched.store.records import BuildRecord, Entry, StoredMeasurement
 
 BACKENDS = ("file", "postgresql")
@@ -143,6 +144,12 @@ def entry(provenance="modelled", **changes) -> Entry:
         "source": "a test",
     }
     return Entry(**{**values, **changes})
+
+
+def runs(db: TuningDB) -> list[RunRow]:
+    """The runs of a database, the newest first."""
+    with db.reading() as session:
+        return list(session.scalars(sa.select(RunRow).order_by(RunRow.id.desc())))
 
 
 def fill(db: TuningDB) -> None:

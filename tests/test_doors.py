@@ -209,6 +209,8 @@ def test_an_export_that_fails_leaves_the_table_that_was_there(db, tmp_path, monk
         ("UPDATE measurements SET samples_us = '[1.0, 2.0, 3.0]' WHERE id = 1", "it has 3 samples, not the 5"),
         ("UPDATE measurements SET samples_us = '[98.0, 99.0, 100.0, 101.5, 102.0]' WHERE id = 1", "its interval"),
         ("UPDATE measurements SET samples_us = '[\"x\"]' WHERE id = 1", "measurement 1: its samples are not times"),
+        ("UPDATE measurements SET samples_us = '[0.0]' WHERE id = 1", "measurement 1: its samples are not times"),
+        ("UPDATE measurements SET samples_us = '[Infinity]' WHERE id = 1", "measurement 1: its samples are not times"),
         ("UPDATE measurements SET samples_us = '[1.0' WHERE id = 1", "measurements 1: its samples_us is no JSON"),
         ("UPDATE measurements SET conditions = '{' WHERE id = 2", "measurements 2: its conditions is no JSON"),
         ("UPDATE problems SET dims = '[1]'", "cannot be read to its end"),
@@ -235,7 +237,7 @@ def test_damage_is_reported_not_raised(db, tmp_path, statement, expected):
 )
 def test_a_row_that_cannot_be_read_is_said(db, tmp_path, statement):
     damage(tmp_path / "tuning.db", statement)
-    with pytest.raises(DatabaseError, match=r"db check|devices\["):
+    with pytest.raises(DatabaseError, match="db check"):
         db.entries()
 
 
@@ -246,7 +248,7 @@ def test_a_schema_of_no_version_is_said(db, tmp_path):
 
 
 def test_measurements_of_one_sample_are_sound(db):
-    hopeless = measurement(7.0, samples_us=(7.0,), ci_low_us=7.0, ci_high_us=7.0, accuracy=None)
+    hopeless = measurement(7.0, samples_us=(7,), ci_low_us=7.0, ci_high_us=7.0, accuracy=None)  # JSON may say 7 for 7.0
     db.record_measurement(None, "attention", "abc", TOOLCHAIN, hopeless)
     assert db.check() == []
 

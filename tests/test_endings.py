@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from store_samples import runs
 
 from tiledsched import cli
 from tiledsched.core import files
@@ -99,7 +100,7 @@ def told_to_end(child: subprocess.Popen[str], number: int, home) -> list[str]:
     assert os.listdir(home["TMPDIR"]) == []
     with TuningDB.open(home["TILEDSCHED_DB"]) as db:
         assert db.check() == []
-        return [run.status for run in db.runs()]
+        return [run.status for run in runs(db)]
 
 
 @pytest.mark.compiler

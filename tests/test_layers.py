@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+from pathlib import Path
 
 import pytest
 from store_samples import DEVICE, TOOLCHAIN, entry, measurement
@@ -95,52 +96,30 @@ def test_the_machines_shared_folder_is_looked_into(tmp_path, monkeypatch) -> Non
     assert location.site_location("/elsewhere") == "/elsewhere"
 
 
+STATEMENTS = {
+    "newer": f"UPDATE {engines.VERSION_TABLE} SET version_num = '9999'",
+    "unreleased": f"ALTER TABLE {engines.VERSION_TABLE} RENAME TO {engines.UNRELEASED_TABLE}",
+    "no JSON": "UPDATE problems SET dims = '{'",
+    "no device of ours": "UPDATE devices SET device = '[]'",
+}
+HOWS = [*STATEMENTS, "gone", "a folder", "no database", "cut short", "a torn page"]
+
+
 def damage(path: str, how: str) -> None:
-    if how == "newer":
+    whole = Path(path).read_bytes()
+    if how in STATEMENTS:
         with sqlite3.connect(path) as connection:
-            connection.execute(f"UPDATE {engines.VERSION_TABLE} SET version_num = '9999'")
+            connection.execute(STATEMENTS[how])
         connection.close()
-    elif how == "unreleased":
-        with sqlite3.connect(path) as connection:
-            connection.execute(f"ALTER TABLE {engines.VERSION_TABLE} RENAME TO {engines.UNRELEASED_TABLE}")
-        connection.close()
-    elif how == "gone":
-        os.remove(path)
-    elif how == "a folder":
-        os.remove(path)
+        return
+    os.remove(path)
+    if how == "a folder":
         os.mkdir(path)
-    elif how == "no database":
-        with open(path, "w") as file:
-            file.write("hello")
-    elif how == "cut short":
-        os.truncate(path, os.path.getsize(path) // 3)
-    elif how == "a torn page":
-        with open(path, "r+b") as file:
-            size = os.path.getsize(path)
-            for place in range(4096, size, 4096):
-                file.seek(place + 100)
-                file.write(os.urandom(3000))
-    elif how == "no JSON":
-        with sqlite3.connect(path) as connection:
-            connection.execute("UPDATE problems SET dims = '{'")
-        connection.close()
-    elif how == "no problem of ours":
-        with sqlite3.connect(path) as connection:
-            connection.execute("UPDATE devices SET device = '[]'")
-        connection.close()
-
-
-HOWS = [
-    "newer",
-    "unreleased",
-    "gone",
-    "a folder",
-    "no database",
-    "cut short",
-    "a torn page",
-    "no JSON",
-    "no problem of ours",
-]
+    elif how != "gone":
+        pages = [whole[place : place + 4096] for place in range(0, len(whole), 4096)]
+        torn = b"".join([pages[0], *(page[:100] + os.urandom(3000) + page[3100:] for page in pages[1:])])
+        left = {"no database": b"hello", "cut short": whole[: len(whole) // 3], "a torn page": torn}
+        Path(path).write_bytes(left[how])
 
 
 @pytest.mark.parametrize("how", HOWS)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from store_samples import BACKENDS, DEVICE, PROBLEM, RIVALS, TOOLCHAIN, build, entry, fill, new_url, schedule
+from store_samples import BACKENDS, DEVICE, PROBLEM, RIVALS, TOOLCHAIN, build, entry, fill, new_url, runs, schedule
 
 from tiledsched.core.errors import DatabaseError
 from tiledsched.store import engine as engines
@@ -214,7 +214,7 @@ def test_a_database_of_the_first_release_is_read_and_written(tmp_path):
         assert (modelled.provenance, modelled.model_us) == ("modelled", 90.0)
         assert len(db.landscape(PROBLEM, DEVICE.name, "burst")) == 2
         assert len(db.find_builds("attention", "abc", TOOLCHAIN, "sm_90")) == 3
-        assert [run.status for run in db.runs()] == ["done"]
+        assert [run.status for run in runs(db)] == ["done"]
         fill(db)
         assert db.check() == []
 
@@ -268,7 +268,7 @@ def test_what_was_committed_survives_a_kill(tmp_path):
     path = tmp_path / "x.db"
     pause = random.Random(7)
     promised = set()
-    for round_ in range(5):
+    for round_ in range(3):
         child = python(KILLED, path, round_)
         promised.add(tuple(child.stdout.readline().split()))
         time.sleep(pause.uniform(0, 0.15))
@@ -278,8 +278,8 @@ def test_what_was_committed_survives_a_kill(tmp_path):
         with TuningDB.open(path) as db:
             assert db.check() == []
             assert promised <= set(db.find_builds("attention", "abc", TOOLCHAIN, "sm_90"))
-            assert [run.status for run in db.runs()] == ["running"] + ["interrupted"] * round_
-    assert len(promised) > 10
+            assert [run.status for run in runs(db)] == ["running"] + ["interrupted"] * round_
+    assert len(promised) > 6
 
 
 def test_thousands_of_builds_are_found_in_a_moment(tmp_path):

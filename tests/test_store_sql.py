@@ -25,10 +25,10 @@ DOCUMENTED = (Path(__file__).parent.parent / "docs" / "database.md").read_text()
 QUESTIONS = re.findall(r"^--.*\n([^;]*);", re.search(r"```sql\n(.*?)```", DOCUMENTED, re.DOTALL).group(1), re.MULTILINE)
 
 
-@pytest.fixture(params=BACKENDS)
-def asked(request, tmp_path):
-    """A filled database, opened to be read."""
-    with new_url(request.param, tmp_path) as url:
+@pytest.fixture(params=BACKENDS, scope="module")
+def asked(request, tmp_path_factory):
+    """A filled database, opened to be read: no question changes it."""
+    with new_url(request.param, tmp_path_factory.mktemp("asked")) as url:
         with TuningDB.open(url) as db:
             fill(db)
         with TuningDB.open(url, read_only=True) as db:
@@ -47,15 +47,11 @@ def test_a_question_is_answered(asked) -> None:
     assert {"entries", "attention"} <= set(tables(asked))
 
 
-@pytest.mark.parametrize("number", range(6))
-def test_the_documents_questions_have_answers(asked, number) -> None:
-    columns, rows = answer(asked, QUESTIONS[number])
+@pytest.mark.parametrize("question", QUESTIONS, ids=range(len(QUESTIONS)))
+def test_the_documents_questions_have_answers(asked, question) -> None:
+    columns, rows = answer(asked, question)
     assert columns
     assert rows
-
-
-def test_every_question_of_the_documents_is_tried() -> None:
-    assert len(QUESTIONS) == 6
 
 
 @pytest.mark.parametrize(

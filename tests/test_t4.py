@@ -110,6 +110,13 @@ def failed(db, schedule, kind, fingerprint="") -> None:
     )
 
 
+def fail_each(db, kinds) -> None:
+    """A failure of each kind, with its number as a knob: compilers fail before there is machine code."""
+    for number, kind in enumerate(kinds):
+        built = "" if kind in (FailureKind.COMPILE_ERROR, FailureKind.COMPILE_TIMEOUT) else f"{number:024x}"
+        failed(db, plain(128, 32, latency_k=number), kind, built)
+
+
 @pytest.fixture
 def db(tmp_path):
     with TuningDB.open(tmp_path / "tuning.db") as opened:
@@ -125,9 +132,7 @@ def landscape(db):
 
 def test_results_follow_the_schema(db, landscape) -> None:
     jsonschema = pytest.importorskip("jsonschema")
-    for number, kind in enumerate(FailureKind):
-        built = "" if kind in (FailureKind.COMPILE_ERROR, FailureKind.COMPILE_TIMEOUT) else f"{number:024x}"
-        failed(db, plain(128, 32, latency_k=number), kind, built)
+    fail_each(db, FailureKind)
     for document, schema in ((t4_results(landscape()), RESULTS_SCHEMA), (t4_metadata(landscape()), METADATA_SCHEMA)):
         jsonschema.validate(json.loads(json.dumps(document)), schema)
     assert len(t4_results(landscape())["results"]) == 2 + len(FailureKind)
@@ -153,9 +158,7 @@ def test_failures_have_words(db, landscape) -> None:
         FailureKind.WRONG_RESULT: "correctness",
         FailureKind.ILLEGAL_ADDRESS: "runtime",
     }
-    for number, kind in enumerate(kinds):
-        built = "" if kind in (FailureKind.COMPILE_ERROR, FailureKind.COMPILE_TIMEOUT) else f"{number:024x}"
-        failed(db, plain(128, 32, latency_k=number), kind, built)
+    fail_each(db, kinds)
     bad = [result for result in t4_results(landscape())["results"] if result["invalidity"] != "correct"]
     assert {result["configuration"]["latency_k"]: result["invalidity"] for result in bad} == dict(
         enumerate(kinds.values())

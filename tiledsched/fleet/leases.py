@@ -71,7 +71,7 @@ class Leases:
                 "campaign_id": identity,
                 "number": number,
                 "arch": arch,
-                "problem_id": parents.problem(problem),
+                "problem_id": parents.add(problem),
                 "state": "waiting",
                 "attempts": 0,
                 "worker_id": None,

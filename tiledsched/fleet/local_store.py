@@ -25,8 +25,15 @@ from tiledsched.measure.runner import Device
 from tiledsched.store.db import TuningDB
 from tiledsched.store.host import lives, own_word
 from tiledsched.store.models import BuildRow, DeviceRow, EntryRow, MeasurementRow, ToolchainRow
-from tiledsched.store.reading import Reader, select_builds, select_entries, select_measurements
-from tiledsched.store.records import BuildRecord, Entry, FailureRecord, StoredMeasurement, Toolchain, record_of
+from tiledsched.store.reading import (
+    build_of,
+    entry_of,
+    measurement_of,
+    select_builds,
+    select_entries,
+    select_measurements,
+)
+from tiledsched.store.records import BuildRecord, Entry, FailureRecord, StoredMeasurement
 from tiledsched.store.writing import put_entry
 
 Content = tuple[object, ...]
@@ -100,7 +107,6 @@ class LocalStore:
 
 def what_is_known(home: TuningDB, problem: Problem, arch: str) -> tuple[list[StoredMeasurement], list[Entry]]:
     """The evidence on a problem, what it is served, and the newest winners of other problems of its kernel."""
-    reader = Reader()
     with home.reading() as session:
         newest = (
             sa.select(EntryRow.id)
@@ -110,11 +116,11 @@ def what_is_known(home: TuningDB, problem: Problem, arch: str) -> tuple[list[Sto
         )
         alike = EntryRow.id.in_(session.scalars(newest).all())
         served = sa.and_(EntryRow.problem_id == problem.id, EntryRow.arch == arch)
-        entries = [reader.entry(*row) for row in session.execute(select_entries().where(sa.or_(alike, served)))]
+        entries = [entry_of(*row) for row in session.execute(select_entries().where(sa.or_(alike, served)))]
         behind = MeasurementRow.uid.in_(sorted({entry.measurement.uid for entry in entries if entry.measurement}))
         of_problem = sa.and_(MeasurementRow.problem_id == problem.id, MeasurementRow.arch == arch)
         rows = session.execute(select_measurements().where(sa.or_(of_problem, behind)))
-        return [reader.stored_measurement(*row) for row in rows], entries
+        return [measurement_of(*row) for row in rows], entries
 
 
 def bring_home(path: Path, home: TuningDB, *, held: bool, known: Collection[Content] = ()) -> dict[str, int]:
@@ -173,11 +179,9 @@ def builds_of(db: TuningDB) -> list[BuildRecord]:
     """Every build."""
     with db.reading() as session:
         return [
-            record
+            build_of(*found, toolchain=row.toolchain)
             for row in session.scalars(sa.select(ToolchainRow)).all()
-            for record in Reader().builds(
-                session.execute(select_builds().where(BuildRow.toolchain_id == row.id)), record_of(Toolchain, row)
-            )
+            for found in session.execute(select_builds().where(BuildRow.toolchain_id == row.id))
         ]
 
 
@@ -187,7 +191,7 @@ def failures_of(db: TuningDB, arch: str | None = None, problem: Problem | None =
     names = {failed.device_name for failed in failures}
     with db.reading() as session:
         rows = session.execute(sa.select(DeviceRow.name, DeviceRow.device).where(DeviceRow.name.in_(sorted(names))))
-        devices = {name: Device(**device) for name, device in rows}
+        devices = {row.name: row.device for row in rows}
     return [(failed, devices.get(failed.device_name)) for failed in failures]
 
 

@@ -11,11 +11,8 @@ import types
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
 from datetime import datetime
-from enum import Enum
 from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
-
-import msgspec
 
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.core.errors import DatabaseError, TiledschedError
@@ -40,34 +37,22 @@ def encode(value: Any) -> Any:
         return value
     if isinstance(value, (Schedule, Problem, ProblemClass)):
         return value.to_json()
-    kind: Any = type(value)
-    if _is_record(kind):
+    if is_dataclass(value):
         return {
             key: encode(item)
-            for key, (name, default, omit_default) in _fields(kind).items()
+            for key, (name, default, omit_default) in _fields(type(value)).items()  # type: ignore[arg-type]  # hashable
             if (item := getattr(value, name)) != default or not omit_default
         }
-    if isinstance(value, Enum):
-        return value.value
     if isinstance(value, datetime):
         return value.isoformat()
     if isinstance(value, (tuple, list)):
         return [encode(item) for item in value]
-    if isinstance(value, dict):
-        return {key: encode(item) for key, item in value.items()}
     return value
-
-
-def _is_record(kind: Any) -> bool:
-    return is_dataclass(kind) or (isinstance(kind, type) and issubclass(kind, msgspec.Struct))
 
 
 @cache
 def _fields(cls: Any) -> dict[str, tuple[str, Any, bool]]:
-    """The fields of a dataclass or a Struct by key: the name, the default, and whether a field is left out at its default."""
-    if issubclass(cls, msgspec.Struct):
-        omitted = getattr(cls, "OMIT_DEFAULT", ())
-        return {each.name: (each.name, each.default, each.name in omitted) for each in msgspec.structs.fields(cls)}
+    """The fields of a dataclass by key: the name, the default, and whether a field is left out at its default."""
     return {
         each.metadata.get("key", each.name): (each.name, each.default, bool(each.metadata.get("omit_default")))
         for each in fields(cls)
@@ -78,7 +63,7 @@ def decode(cls: type[T], data: Any, where: str) -> T:
     """The record of class `cls` that :func:`encode` wrote. Keys with defaults may be absent.
 
     Args:
-        cls: a dataclass or a Struct.
+        cls: a dataclass.
         data: plain JSON values.
         where: where the data stand, for errors.
 
@@ -103,25 +88,19 @@ def _decoder(kind: Any) -> Decoder:
         return lambda data, where: None if data is None and optional else inner(data, where)
     if origin is tuple:
         return _tuple_decoder(arms)
-    if origin is dict:
-        return lambda data, where: _require(dict, data, where)
     if kind in (Schedule, Problem, ProblemClass):
         read = problem_from_json if kind is Problem else kind.from_json
         return _once(lambda data, where: _call(read, _values(data, where), where))
-    if _is_record(kind):
+    if is_dataclass(kind):
         decoder = _record_decoder(kind)
         return _once(decoder) if kind in (Device, Toolchain) else decoder
     if kind is datetime:
         return _time
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return lambda data, where: _call(kind, _require(str, data, where), where)
-    if kind in (str, bool):
-        return lambda data, where: data if type(data) is kind else _require(kind, data, where)
     if kind in (float, int):  # any between these bounds is finite, and takes no more than 64 bits
         return lambda data, where: (
             data if type(data) is kind and -LARGEST < data < LARGEST else _require(kind, data, where)
         )
-    return lambda data, where: _require(kind, data, where)
+    return lambda data, where: data if type(data) is kind else _require(kind, data, where)
 
 
 def _once(decoder: Decoder) -> Decoder:
@@ -156,12 +135,12 @@ def _time(data: Any, where: str) -> datetime:
     return time
 
 
-def _record_decoder(cls: type) -> Decoder:
+def _record_decoder(cls: Any) -> Decoder:
     hints = get_type_hints(cls)
     names = {key: name for key, (name, *_) in _fields(cls).items()}
     renamed = {key: name for key, name in names.items() if key != name}
     known = {key: _decoder(hints[name]) for key, name in names.items()}
-    required = {key for key, (_, default, _) in _fields(cls).items() if default in (MISSING, msgspec.NODEFAULT)}
+    required = {key for key, (_, default, _) in _fields(cls).items() if default is MISSING}
     checks = field_checks(cls.__name__, known)
 
     def decode_record(data: Any, where: str) -> Any:
@@ -170,10 +149,7 @@ def _record_decoder(cls: type) -> Decoder:
             unknown = [f"{where}.{key}: unknown key; known are {', '.join(known)}" for key in data if key not in known]
             missing = [f"{where}.{key}: missing; add it" for key in known if key in required and key not in data]
             raise DatabaseError((unknown + missing)[0])
-        if where:
-            values = {key: known[key](item, f"{where}.{key}") for key, item in data.items()}
-        else:  # the first attempt, which needs no paths
-            values = {key: known[key](item, "") for key, item in data.items()}
+        values = {key: known[key](item, where and f"{where}.{key}") for key, item in data.items()}
         for key, check in checks:
             if key in values:
                 check(values[key], where and f"{where}.{key}")

@@ -64,7 +64,10 @@ class Database:
         with engines.explained(self._url, *DAMAGE):
             found = engines.current_revision(self._engine, self._url)
             if found not in (None, engines.HEAD):
-                raise engines.newer_schema(self._url, found)
+                raise DatabaseError(
+                    f"database {self.url} has schema {found}, newer than the {engines.HEAD} that this program knows; "
+                    f"upgrade tiledsched, or {engines.ELSEWHERE}"
+                )
             if self.read_only and found is None:
                 raise DatabaseError(f"{self.url} holds no tuning database; {engines.ELSEWHERE}")
             if found is None:
@@ -122,19 +125,17 @@ class Database:
 
     def check(self) -> list[str]:
         """What is wrong with the database, a line for each thing; empty where it is sound."""
-        with engines.explained(self._url), Session(self._engine) as session:
+        with self.reading() as session:
             return problems_found(session)
 
     @contextmanager
-    def reading(self) -> Iterator[Session]:
-        """A session for queries of the caller's own."""
-        with engines.explained(self._url), Session(self._engine) as session:
-            yield session
+    def reading(self, *damage: type[Exception]) -> Iterator[Session]:
+        """A session for queries.
 
-    @contextmanager
-    def _records(self) -> Iterator[Session]:
-        """A session for reading records. An error in making them means that the database is damaged."""
-        with engines.explained(self._url, *DAMAGE), Session(self._engine) as session:
+        Args:
+            damage: exceptions of the caller that mean that what is stored is damaged: DAMAGE where records are made.
+        """
+        with engines.explained(self._url, *damage), Session(self._engine) as session:
             yield session
 
     def write(self, work: Callable[[Session], T], *kernels: str) -> T:

@@ -22,7 +22,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Device, Measurement
 from tiledsched.store import host
 from tiledsched.store.codec import encode
-from tiledsched.store.database import Database
+from tiledsched.store.database import DAMAGE, Database
 from tiledsched.store.evidence import contradictions
 from tiledsched.store.models import (
     ArtifactRow,
@@ -36,8 +36,10 @@ from tiledsched.store.models import (
 )
 from tiledsched.store.reading import (
     UNDISTURBED,
-    Reader,
+    build_of,
+    entry_of,
     matching,
+    measurement_of,
     read_failure,
     select_builds,
     select_entries,
@@ -55,7 +57,6 @@ from tiledsched.store.records import (
     FailureRecord,
     LandscapeSummary,
     MergeResult,
-    RunRecord,
     StoredMeasurement,
     Toolchain,
     record_of,
@@ -86,22 +87,15 @@ class TuningDB(Database):
             BuildRow.toolchain_id == toolchain.id,
             BuildRow.arch == arch,
         )
-        with self._records() as session:
-            rows = session.execute(wanted).all()
-            keys = [(row.schedule_id, row.problem_class_id) for row in rows]
-            return dict(zip(keys, Reader().builds(rows, toolchain), strict=True))
+        with self.reading(*DAMAGE) as session:
+            builds = [build_of(*row, toolchain=toolchain) for row in session.execute(wanted)]
+            return {build.key: build for build in builds}
 
     def artifacts(self, arch: str | None = None) -> dict[tuple[str, str], ArtifactRecord]:
         """Every artifact, by (arch, fingerprint)."""
-        reader = Reader()
-        with self._records() as session:
+        with self.reading(*DAMAGE) as session:
             rows = session.scalars(select(ArtifactRow).where(*matching({ArtifactRow.arch: arch})))
-            return {
-                (row.arch, row.fingerprint): record_of(
-                    ArtifactRecord, row, facts=reader.facts(row.fingerprint, row.facts)
-                )
-                for row in rows
-            }
+            return {(row.arch, row.fingerprint): record_of(ArtifactRecord, row) for row in rows}
 
     # Runs
 
@@ -131,7 +125,8 @@ class TuningDB(Database):
                 "started_at": now(),
                 "finished_at": None,
             }
-            return insert_row(session, RunRow, values)
+            number: int = insert_row(session, RunRow, values)
+            return number
 
     def finish_run(self, run_id: int, status: str = "done") -> None:
         """Store that a run has ended, as done, interrupted or failed."""
@@ -139,12 +134,6 @@ class TuningDB(Database):
             raise DatabaseError(f"a run ends as one of {', '.join(RUN_STATUSES[1:])}, not {status!r}; pass one of them")
         with self.writing() as session:
             session.execute(update(RunRow).where(RunRow.id == run_id).values(status=status, finished_at=now()))
-
-    def runs(self, arch: str | None = None) -> list[RunRecord]:
-        """Every run, the newest first."""
-        with self._records() as session:
-            rows = session.scalars(select(RunRow).where(*matching({RunRow.arch: arch})).order_by(RunRow.id.desc()))
-            return [record_of(RunRecord, row) for row in rows]
 
     # Measurements
 
@@ -223,9 +212,8 @@ class TuningDB(Database):
             wanted.append(MeasurementRow.id.in_(select(EntryRow.measurement_id)))
         if latest:
             wanted = [MeasurementRow.id.in_(select_latest(wanted))]
-        reader = Reader()
-        with self._records() as session:
-            return [reader.stored_measurement(*row) for row in session.execute(select_measurements().where(*wanted))]
+        with self.reading(*DAMAGE) as session:
+            return [measurement_of(*row) for row in session.execute(select_measurements().where(*wanted))]
 
     def latest_measurements(self, *args: Any, **wanted: Any) -> list[StoredMeasurement]:
         """The measurements that :meth:`measurements` finds with `latest`: those that were not repeated since."""
@@ -239,11 +227,10 @@ class TuningDB(Database):
     def landscapes(self, arch: str | None = None, kernel: str | None = None) -> list[LandscapeSummary]:
         """How much is measured, for each problem, device and regime."""
         wanted = [UNDISTURBED, *matching({DeviceRow.arch: arch, ProblemRow.kernel: kernel})]
-        reader = Reader()
-        with self._records() as session:
+        with self.reading(*DAMAGE) as session:
             found = [
                 LandscapeSummary(
-                    problem=reader.problem(problem),
+                    problem=problem.problem,
                     device_name=name,
                     arch=arch,
                     regime=regime,
@@ -278,10 +265,10 @@ class TuningDB(Database):
             "kernel": kernel,
             "arch": arch,
             "stage": stage,
-            "problem_id": parents.problem(problem) if problem else None,
-            "schedule_id": parents.schedule(schedule),
+            "problem_id": parents.add(problem) if problem else None,
+            "schedule_id": parents.add(schedule),
             "fingerprint": fingerprint or None,
-            "device_id": parents.device(device) if device else None,
+            "device_id": parents.add(device) if device else None,
             "kind": str(failure.kind),
             "message": failure.message,
             "created_at": now(),
@@ -310,14 +297,13 @@ class TuningDB(Database):
                 FailureRow.run_id: run_id,
             }
         )
-        reader = Reader()
-        with self._records() as session:
+        with self.reading(*DAMAGE) as session:
             return [
                 record_of(
                     FailureRecord,
                     row,
-                    problem=reader.problem(of) if of else None,
-                    schedule=reader.schedule(schedule.id, schedule.knobs),
+                    problem=of.problem if of else None,
+                    schedule=schedule.knobs,
                     fingerprint=row.fingerprint or "",
                     device_name=device or "",
                     failure=read_failure(row.kind, row.message),
@@ -382,9 +368,8 @@ class TuningDB(Database):
             "provenance": provenance,
         }
         wanted = {name: value for name, value in given.items() if value is not None}
-        reader = Reader()
-        with self._records() as session:
-            records = [reader.entry(*parts) for parts in session.execute(select_entries(*wanted), wanted)]
+        with self.reading(*DAMAGE) as session:
+            records = [entry_of(*parts) for parts in session.execute(select_entries(*wanted), wanted)]
             return sorted(records, key=lambda each: (each.place, each.compiler))
 
     def merge(

@@ -44,10 +44,8 @@ def resolve_url(url: str | os.PathLike[str] | None) -> URL:
         DatabaseError: it is not a URL, or a URL of a database other than SQLite and PostgreSQL.
     """
     text = location(url)
-    if text == ":memory:":
-        return make_url("sqlite://")
     if "://" not in text:
-        return URL.create("sqlite", database=str(Path(text).expanduser().absolute()))
+        return _sqlite_url(text)
     try:
         parsed = make_url(text)
     except (sa.exc.ArgumentError, ValueError) as error:
@@ -61,9 +59,11 @@ def resolve_url(url: str | os.PathLike[str] | None) -> URL:
         raise DatabaseError(
             f"{backend} databases are not supported; give a path, sqlite:///PATH or postgresql://HOST/NAME"
         )
-    if parsed.database in (None, "", ":memory:"):
-        return make_url("sqlite://")
-    return URL.create("sqlite", database=str(Path(parsed.database).expanduser().absolute()))
+    return _sqlite_url(parsed.database or ":memory:")
+
+
+def _sqlite_url(path: str) -> URL:
+    return URL.create("sqlite", database=None if path == ":memory:" else str(Path(path).expanduser().absolute()))
 
 
 def create_engine(url: URL, *, read_only: bool) -> Engine:
@@ -79,7 +79,12 @@ def create_engine(url: URL, *, read_only: bool) -> Engine:
             return sa.create_engine(url, pool_pre_ping=True, execution_options=options, connect_args=waits)
         except ModuleNotFoundError as error:
             raise DatabaseError(f"{error}; install tiledsched[postgresql]") from error
-    engine = _memory_engine(read_only) if url.database is None else _file_engine(Path(url.database), read_only)
+    if url.database is not None:
+        engine = _file_engine(Path(url.database), read_only)
+    elif read_only:
+        raise DatabaseError("an in-memory database is empty when opened; name a file to read")
+    else:
+        engine = sa.create_engine("sqlite://", poolclass=StaticPool, connect_args={"check_same_thread": False})
 
     @event.listens_for(engine, "connect")
     def configure(connection: Any, record: Any) -> None:
@@ -94,12 +99,6 @@ def create_engine(url: URL, *, read_only: bool) -> Engine:
         connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
 
     return engine
-
-
-def _memory_engine(read_only: bool) -> Engine:
-    if read_only:
-        raise DatabaseError("an in-memory database is empty when opened; name a file to read")
-    return sa.create_engine("sqlite://", poolclass=StaticPool, connect_args={"check_same_thread": False})
 
 
 def _file_engine(path: Path, read_only: bool) -> Engine:
@@ -233,11 +232,3 @@ def _refuse_foreign(connection: Connection, url: URL, tables: set[str]) -> None:
             f"database {url.render_as_string()} already holds tables of another program "
             f"({', '.join(sorted(taken))}); {ELSEWHERE}"
         )
-
-
-def newer_schema(url: URL, found: str) -> DatabaseError:
-    """The error for a schema that this program does not know."""
-    return DatabaseError(
-        f"database {url.render_as_string()} has schema {found}, newer than the {HEAD} that this program knows; upgrade "
-        f"tiledsched, or {ELSEWHERE}"
-    )

@@ -165,8 +165,7 @@ def check_estimates(measurements: Iterable[StoredMeasurement], where: str) -> No
     """
     for stored in measurements:
         taken = stored.measurement
-        samples = list(taken.samples_us)
-        for wrong in untrue_estimates(taken.median_us, taken.ci_low_us, taken.ci_high_us, samples, len(samples)):
+        for wrong in untrue_estimates(taken, taken.samples_us, len(taken.samples_us)):
             raise DatabaseError(f"{where}: measurement {stored.uid}: {wrong}; measure it again")
 
 
@@ -182,7 +181,13 @@ def read_table(path: str | os.PathLike[str]) -> TableFile:
         DatabaseError: the file cannot be read or is wrong; the message names the key.
     """
     name = os.path.basename(os.fspath(path))
-    return _table(_load(path, name), name)
+    try:
+        text = read_text(Path(path))
+    except OSError as error:
+        raise DatabaseError(f"cannot read {name}: {error.strerror}; check the path") from error
+    except (UnicodeDecodeError, lzma.LZMAError, EOFError) as error:
+        raise DatabaseError(f"{name} is not JSON: {error}; {OTHER_FILE}") from error
+    return parse_table(text, name)
 
 
 def parse_table(text: str, name: str) -> TableFile:
@@ -191,11 +196,7 @@ def parse_table(text: str, name: str) -> TableFile:
     Raises:
         DatabaseError: it is wrong; the message names the key.
     """
-    return _table(_parsed(text, name), name)
-
-
-def _table(data: dict[str, Any], name: str) -> TableFile:
-    artifacts = _rows(ArtifactRecord, data["artifacts"], f"{name}: artifacts")
+    data = _parsed(text, name)
     stored: dict[str, StoredMeasurement] = {}
     for i, one in enumerate(_rows(StoredMeasurement, data["measurements"], f"{name}: measurements")):
         if one.uid in stored:
@@ -207,16 +208,8 @@ def _table(data: dict[str, Any], name: str) -> TableFile:
         if entry.key in entries:
             raise DatabaseError(f"{name}: entries[{i}]: a second entry for {entry.problem} on {entry.arch}; remove one")
         entries[entry.key] = entry
+    artifacts = _rows(ArtifactRecord, data["artifacts"], f"{name}: artifacts")
     return TableFile(entries=tuple(entries.values()), measurements=tuple(stored.values()), artifacts=tuple(artifacts))
-
-
-def _load(path: str | os.PathLike[str], name: str) -> dict[str, Any]:
-    try:
-        return _parsed(read_text(Path(path)), name)
-    except OSError as error:
-        raise DatabaseError(f"cannot read {name}: {error.strerror}; check the path") from error
-    except (UnicodeDecodeError, lzma.LZMAError, EOFError) as error:
-        raise DatabaseError(f"{name} is not JSON: {error}; {OTHER_FILE}") from error
 
 
 def _parsed(text: str, name: str) -> dict[str, Any]:

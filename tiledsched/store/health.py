@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import select
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, defer
 
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import DatabaseError
+from tiledsched.store.codec import decode
 from tiledsched.store.models import (
-    ArtifactRow,
     Base,
     DeviceRow,
     EntryRow,
     MeasurementRow,
     ProblemRow,
+    Record,
     ScheduleRow,
     ToolchainRow,
 )
-from tiledsched.store.reading import read_rivals
 from tiledsched.store.records import PROVENANCES
 from tiledsched.store.validation import untrue_estimates
 
@@ -69,97 +70,82 @@ def _file(session: Session) -> list[str]:
 
 
 def _columns(session: Session) -> list[str]:
-    """The rows that hold text that is not JSON, which PostgreSQL does not accept."""
-    if session.get_bind().dialect.name != "sqlite":
-        return []
+    """The values that are no JSON, or not the JSON of the record that their column holds."""
     found = []
     for table in Base.metadata.sorted_tables:
         key = next(iter(table.primary_key.columns))
         for column in table.columns:
-            if isinstance(column.type, sa.JSON):
-                broken = select(key).where(column.isnot(sa.null()), sa.func.json_valid(column) == 0)
-                found += [f"{table.name} {row}: its {column.name} is no JSON" for row in session.scalars(broken)]
+            if isinstance(column.type, (sa.JSON, Record)):
+                texts = select(key, sa.cast(column, sa.Text)).where(column.isnot(sa.null()))
+                for row, text in session.execute(texts):
+                    wrong = _unreadable(column.type, text)
+                    found += [f"{table.name} {row}: its {column.name} {wrong}"] if wrong else []
     return found
+
+
+def _unreadable(kind: sa.types.TypeEngine[Any], text: str) -> str:
+    """Why a text is not what a column of this type holds; empty where it is."""
+    try:
+        data = json.loads(text)
+        if isinstance(kind, Record):
+            decode(kind.kind, data, kind.column)
+    except ValueError:
+        return "is no JSON"
+    except DatabaseError as error:
+        return f"cannot be read: {error}"
+    return ""
 
 
 def _contents(session: Session) -> list[str]:
     """The rows whose id is not the hash of their contents: somebody else changed them."""
+    problem = sa.type_coerce(ProblemRow.dims, sa.JSON)
+    contents = {
+        "schedule": select(ScheduleRow.id, sa.type_coerce(ScheduleRow.knobs, sa.JSON)),
+        "device": select(DeviceRow.id, sa.type_coerce(DeviceRow.device, sa.JSON)),
+        "problem": select(ProblemRow.id, problem, ProblemRow.kernel),
+    }
     found = []
-    for schedule in session.scalars(select(ScheduleRow)):
-        if stable_id(schedule.knobs) != schedule.id:
-            found.append(f"schedule {schedule.id} does not hold the knobs its id stands for")
-    for problem in session.scalars(select(ProblemRow)):
-        if stable_id({"kernel": problem.kernel, **problem.dims}) != problem.id:
-            found.append(f"problem {problem.id} does not hold the values its id stands for")
-    for device in session.scalars(select(DeviceRow)):
-        if stable_id(device.device) != device.id:
-            found.append(f"device {device.id} ({device.name}) does not hold the facts its id stands for")
+    for what, rows in contents.items():
+        for identity, values, *kernel in session.execute(rows):
+            if stable_id({"kernel": kernel[0], **values} if kernel else values) != identity:
+                found.append(f"{what} {identity} does not hold the values its id stands for")
     return found
 
 
 def _measurements(session: Session) -> list[str]:
     """The measurements whose median or interval is not that of their samples."""
+    samples_us = sa.type_coerce(MeasurementRow.samples_us, sa.JSON)
     found = []
-    columns = (
-        MeasurementRow.id,
-        MeasurementRow.median_us,
-        MeasurementRow.ci_low_us,
-        MeasurementRow.ci_high_us,
-        MeasurementRow.samples_us,
-        MeasurementRow.sample_count,
-    )
-    for number, median, low, high, samples, count in session.execute(select(*columns)):
-        for wrong in untrue_estimates(median, low, high, samples, count):
+    for number, timing, samples, count in session.execute(
+        select(MeasurementRow.id, MeasurementRow.timing, samples_us, MeasurementRow.sample_count)
+    ):
+        for wrong in untrue_estimates(timing, samples, count):
             found.append(f"measurement {number}: {wrong}")
     return found
 
 
 def _entries(session: Session) -> list[str]:
+    """The entries that are not what their measurement and their toolchain say. References are checked by the database."""
+    columns = MeasurementRow.arch, MeasurementRow.problem_id, MeasurementRow.schedule_id, MeasurementRow.fingerprint
     wanted = (
-        select(EntryRow, ProblemRow.id, ScheduleRow.id, MeasurementRow, ArtifactRow.fingerprint, ToolchainRow.tileiras)
-        .outerjoin(ProblemRow, ProblemRow.id == EntryRow.problem_id)
-        .outerjoin(ScheduleRow, ScheduleRow.id == EntryRow.schedule_id)
+        select(EntryRow, ToolchainRow.tileiras, MeasurementRow.id, *columns)
         .outerjoin(MeasurementRow, MeasurementRow.id == EntryRow.measurement_id)
-        .outerjoin(ArtifactRow, (ArtifactRow.arch == EntryRow.arch) & (ArtifactRow.fingerprint == EntryRow.fingerprint))
         .outerjoin(ToolchainRow, ToolchainRow.id == EntryRow.toolchain_id)
+        .options(defer(EntryRow.rivals), defer(EntryRow.ties))
     )
     found = []
-    for row in session.execute(wanted):
-        entry = row[0]
-        for wrong in _entry(*row):
-            found.append(f"entry {entry.id} ({entry.kernel}, {entry.arch}, problem {entry.problem_id}): {wrong}")
+    for entry, compiler, measurement_id, *measured in session.execute(wanted):
+        wrong = []
+        if entry.compiler != (compiler or ""):
+            wrong.append(f"it is kept for compiler {entry.compiler!r}, and its toolchain is of {compiler!r}")
+        if entry.provenance not in PROVENANCES:
+            wrong.append(f"unknown provenance {entry.provenance!r}")
+        if entry.provenance == "measured" and measurement_id is None:
+            wrong.append("measured, but without a measurement")
+        elif entry.provenance == "measured":
+            for column, value in zip(columns, measured, strict=True):
+                if getattr(entry, column.key) != value:
+                    wrong.append(f"its measurement {measurement_id} is of another {column.key.removesuffix('_id')}")
+        name = f"entry {entry.id} ({entry.kernel}, {entry.arch}, problem {entry.problem_id})"
+        found += [f"{name}: {line}" for line in wrong]
     return found
-
-
-def _entry(
-    entry: EntryRow,
-    problem: Any,
-    schedule: Any,
-    measurement: MeasurementRow | None,
-    artifact: Any,
-    compiler: str | None,
-) -> list[str]:
-    wrong = []
-    if problem is None:
-        wrong.append("its problem is missing")
-    if schedule is None:
-        wrong.append("its schedule is missing")
-    try:
-        read_rivals(entry.rivals)
-    except (DatabaseError, TypeError) as error:
-        wrong.append(f"what its rivals took cannot be read: {error}")
-    if entry.fingerprint is not None and artifact is None:
-        wrong.append(f"its artifact {entry.fingerprint} is missing")
-    if entry.compiler != (compiler or ""):
-        wrong.append(f"it is kept for compiler {entry.compiler!r}, and its toolchain is of {compiler!r}")
-    if entry.provenance not in PROVENANCES:
-        wrong.append(f"unknown provenance {entry.provenance!r}")
-    if entry.measurement_id is not None and measurement is None:
-        wrong.append(f"its measurement {entry.measurement_id} is missing")
-    elif entry.provenance == "measured" and measurement is None:
-        wrong.append("measured, but without a measurement")
-    elif entry.provenance == "measured" and measurement is not None:
-        for name in ("arch", "problem_id", "schedule_id", "fingerprint"):
-            if getattr(measurement, name) != getattr(entry, name):
-                wrong.append(f"its measurement {measurement.id} is of another {name.removesuffix('_id')}")
-    return wrong

@@ -18,7 +18,7 @@ def facts() -> dict[str, Any]:
     return {
         "hostname": socket.gethostname(),
         "pid": os.getpid(),
-        "pid_started": _started(os.getpid()),
+        "pid_started": _stat(os.getpid())[1],
         "platform": platform.platform(),
         "python": platform.python_version(),
     }
@@ -38,7 +38,7 @@ def is_alive(pid: int, started: int | None) -> bool:
 
 def own_word() -> str:
     """A word that names this process in file names. Its pid alone would not do: a restarted container gives it out again."""
-    return f"{os.getpid()}.{_started(os.getpid()) or ''}"
+    return f"{os.getpid()}.{_stat(os.getpid())[1] or ''}"
 
 
 def lives(word: str) -> bool:
@@ -47,13 +47,11 @@ def lives(word: str) -> bool:
     return pid.isdigit() and is_alive(int(pid), int(started) if started.isdigit() else None)
 
 
-def _started(pid: int) -> int | None:
-    """Start of the process in clock ticks since boot (Linux), by which two processes of the same pid differ."""
-    return _stat(pid)[1]
-
-
 def _stat(pid: int) -> tuple[str, int | None]:
-    """State and start of a process; empty and None where the system does not tell."""
+    """State of a process, and its start in clock ticks since boot (Linux), by which two processes of the same pid differ.
+
+    Empty and None where the system does not tell.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,12 +1,15 @@
 """The tables of the database. Ids of problems, schedules, toolchains and devices are hashes of their contents.
 
 The schema is created by the migrations in `tuning_db/migrations`; a test holds them equal to what is declared here.
-Types are those SQLite and PostgreSQL share. Artifacts are keyed by (arch, fingerprint); their cubins are files.
+Types are those SQLite and PostgreSQL share. A column whose type is a record holds it as JSON. Artifacts are keyed by
+(arch, fingerprint); their cubins are files.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime, timezone
+from functools import cached_property
 from typing import Any
 
 from sqlalchemy import (
@@ -24,7 +27,18 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 from sqlalchemy.engine import Dialect
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, composite, mapped_column
+
+from tiledsched.build.cubin import ResourceFacts
+from tiledsched.build.toolchain import Toolchain
+from tiledsched.core.errors import DatabaseError, ProblemError
+from tiledsched.core.problem import Problem, ProblemClass
+from tiledsched.core.registry import problem_from_json
+from tiledsched.core.schedule import Schedule
+from tiledsched.measure.estimate import Timing
+from tiledsched.measure.runner import Accuracy, Conditions, Device, RivalTime
+from tiledsched.store.codec import decode, encode
+from tiledsched.store.records import record_of
 
 NAMING = {
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -34,6 +48,8 @@ NAMING = {
     "pk": "pk_%(table_name)s",
 }
 """Every constraint has a name, so that a later migration can drop it on any backend."""
+OTHER_FIELDS = " (other fields)"
+"""Added to the kernel's name in a problem that was stored when the kernel had other fields. No kernel has that name."""
 
 
 class UtcDateTime(TypeDecorator[datetime]):
@@ -57,11 +73,57 @@ class UtcDateTime(TypeDecorator[datetime]):
         return value.replace(tzinfo=timezone.utc) if value.tzinfo is None else value.astimezone(timezone.utc)
 
 
+class Record(TypeDecorator[Any]):
+    """A record that is stored as JSON, and checked when it is read as a record of a file is."""
+
+    impl = JSON
+    cache_ok = True
+
+    def __init__(self, kind: Any, column: str) -> None:
+        super().__init__(none_as_null=True)
+        self.kind = kind
+        self.column = column
+
+    def process_bind_param(self, value: Any, dialect: Dialect) -> Any:
+        """The JSON of a record."""
+        return encode(value)
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> Any:
+        """The record of some JSON.
+
+        Raises:
+            DatabaseError: the JSON is not that of such a record.
+        """
+        try:
+            return None if value is None else decode(self.kind, value, self.column)
+        except DatabaseError as error:
+            raise DatabaseError(f"{error}; `tiledsched db check` tells what else is damaged") from error
+
+
+RECORDS: Mapping[Any, str] = {
+    Accuracy: "accuracy",
+    Conditions: "conditions",
+    Device: "device",
+    ProblemClass: "problem_class",
+    ResourceFacts: "facts",
+    Schedule: "knobs",
+    tuple[RivalTime, ...]: "rivals",
+    tuple[float, ...]: "samples_us",
+}
+"""The types of columns that hold records, and what these columns are called."""
+
+
 class Base(DeclarativeBase):
     """Base class of the models."""
 
     metadata = MetaData(naming_convention=NAMING)
-    type_annotation_map = {dict[str, Any]: JSON, list[Any]: JSON, float: Float(), datetime: UtcDateTime}  # noqa: RUF012
+    type_annotation_map = {  # noqa: RUF012
+        dict[str, Any]: JSON,
+        list[Any]: JSON,
+        float: Float(),
+        datetime: UtcDateTime,
+        **{kind: Record(kind, column) for kind, column in RECORDS.items()},
+    }
 
 
 class DeviceRow(Base):
@@ -72,7 +134,7 @@ class DeviceRow(Base):
     id: Mapped[str] = mapped_column(String(12), primary_key=True)
     name: Mapped[str] = mapped_column(String(128), index=True)
     arch: Mapped[str] = mapped_column(String(16))
-    device: Mapped[dict[str, Any]]
+    device: Mapped[Device]
 
 
 class ToolchainRow(Base):
@@ -86,6 +148,11 @@ class ToolchainRow(Base):
     ptxas: Mapped[str] = mapped_column(String(64))
     nvvm: Mapped[str] = mapped_column(String(64))
 
+    @cached_property
+    def toolchain(self) -> Toolchain:
+        """The toolchain of the row."""
+        return record_of(Toolchain, self)
+
 
 class ProblemRow(Base):
     """A problem: its kernel, and a value for each of the kernel's fields. Views have the fields as columns."""
@@ -95,6 +162,14 @@ class ProblemRow(Base):
     id: Mapped[str] = mapped_column(String(12), primary_key=True)
     kernel: Mapped[str] = mapped_column(String(200), index=True)
     dims: Mapped[dict[str, Any]]
+
+    @cached_property
+    def problem(self) -> Problem:
+        """The problem of the row. One that was stored when its kernel had other fields is of no kernel known here."""
+        try:
+            return problem_from_json({"kernel": self.kernel, **self.dims})
+        except ProblemError:
+            return problem_from_json({"kernel": self.kernel + OTHER_FIELDS, **self.dims})
 
 
 class ViewRow(Base):
@@ -113,7 +188,7 @@ class ScheduleRow(Base):
     __tablename__ = "schedules"
 
     id: Mapped[str] = mapped_column(String(12), primary_key=True)
-    knobs: Mapped[dict[str, Any]]
+    knobs: Mapped[Schedule]
 
 
 class ArtifactRow(Base):
@@ -123,7 +198,7 @@ class ArtifactRow(Base):
 
     arch: Mapped[str] = mapped_column(String(16), primary_key=True)
     fingerprint: Mapped[str] = mapped_column(String(64), primary_key=True)
-    facts: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    facts: Mapped[ResourceFacts | None]
     cubin_bytes: Mapped[int]
 
 
@@ -146,7 +221,7 @@ class BuildRow(Base):
     arch: Mapped[str] = mapped_column(String(16))
     schedule_id: Mapped[str] = mapped_column(ForeignKey("schedules.id"))
     problem_class_id: Mapped[str] = mapped_column(String(12))
-    problem_class: Mapped[dict[str, Any]]
+    problem_class: Mapped[ProblemClass]
     fingerprint: Mapped[str | None] = mapped_column(String(64))
     failure_kind: Mapped[str | None] = mapped_column(String(32))
     failure_message: Mapped[str | None] = mapped_column(Text)
@@ -196,10 +271,16 @@ class MeasurementRow(Base):
     median_us: Mapped[float]
     ci_low_us: Mapped[float]
     ci_high_us: Mapped[float]
-    samples_us: Mapped[list[Any]]
+    timing: Mapped[Timing] = composite(
+        lambda median, low, high: Timing(median_us=median, ci_low_us=low, ci_high_us=high),
+        "median_us",
+        "ci_low_us",
+        "ci_high_us",
+    )
+    samples_us: Mapped[tuple[float, ...]]
     sample_count: Mapped[int]
-    accuracy: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
-    conditions: Mapped[dict[str, Any]]
+    accuracy: Mapped[Accuracy | None]
+    conditions: Mapped[Conditions]
     created_at: Mapped[datetime]
 
 
@@ -249,7 +330,7 @@ class EntryRow(Base):
     runner_up_id: Mapped[str | None] = mapped_column(ForeignKey("schedules.id"))
     margin: Mapped[float | None]
     ties: Mapped[list[Any]]
-    rivals: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
+    rivals: Mapped[tuple[RivalTime, ...] | None]
     candidates: Mapped[int]
     source: Mapped[str] = mapped_column(Text)
     toolchain_id: Mapped[str | None] = mapped_column(ForeignKey("toolchains.id"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -152,14 +152,12 @@ def _loss(served: Measurement, best: Measurement) -> tuple[float, bool]:
 def _by_class(builds: Iterable[BuildRecord]) -> dict[str, list[BuildRecord]]:
     """Builds that succeeded, by what they were built for: class, arch, kernel source and toolchain."""
     classes: dict[str, list[BuildRecord]] = defaultdict(list)
-    for record in _succeeded(builds):
+    for record in builds:
+        if record.failure is not None:
+            continue
         key = (record.kernel, record.source_hash, record.toolchain.id, record.arch, record.problem_class.id)
         classes["/".join(key)].append(record)
     return classes
-
-
-def _succeeded(builds: Iterable[BuildRecord]) -> Iterator[BuildRecord]:
-    return (record for record in builds if record.failure is None)
 
 
 def _pairs(count: int) -> int:

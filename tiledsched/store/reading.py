@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, bindparam, func, select
+from sqlalchemy import JSON, ColumnElement, Select, bindparam, func, select, type_coerce
 from sqlalchemy.orm import aliased, defer
 
-from tiledsched.build.cubin import ResourceFacts
-from tiledsched.core.errors import Failure, FailureKind, ProblemError
-from tiledsched.core.problem import Problem, ProblemClass
-from tiledsched.core.registry import problem_from_json
+from tiledsched.core.errors import Failure, FailureKind
 from tiledsched.core.schedule import Schedule
-from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement, RivalTime
+from tiledsched.measure.runner import Measurement
 from tiledsched.store.codec import decode
 from tiledsched.store.models import (
     ArtifactRow,
@@ -29,10 +26,7 @@ from tiledsched.store.models import (
 )
 from tiledsched.store.records import BuildRecord, Entry, MeasurementSummary, StoredMeasurement, Toolchain, record_of
 
-OTHER_FIELDS = " (other fields)"
-"""Added to the kernel's name in a problem that was stored when the kernel had other fields. No kernel has that name."""
-
-UNDISTURBED = MeasurementRow.conditions["beside"].as_string().is_(None)
+UNDISTURBED = type_coerce(MeasurementRow.conditions, JSON)["beside"].as_string().is_(None)
 """No other process is known to have run on the GPU during the measurement."""
 
 
@@ -42,16 +36,16 @@ def matching(wanted: Mapping[Any, Any]) -> list[ColumnElement[bool]]:
 
 
 def select_builds() -> Select:
-    """Selects builds with their schedule and artifact, as :meth:`Reader.builds` takes them."""
+    """Selects builds with their schedule and artifact, as :func:`build_of` takes them."""
     return (
-        select(*BuildRow.__table__.columns, ScheduleRow.knobs, ArtifactRow.facts, ArtifactRow.cubin_bytes)
+        select(BuildRow, ScheduleRow, ArtifactRow)
         .join(ScheduleRow, ScheduleRow.id == BuildRow.schedule_id)
         .outerjoin(ArtifactRow, (ArtifactRow.arch == BuildRow.arch) & (ArtifactRow.fingerprint == BuildRow.fingerprint))
     )
 
 
 def select_measurements() -> Select:
-    """Selects measurements, the newest first, as :meth:`Reader.stored_measurement` takes them."""
+    """Selects measurements, the newest first, as :func:`measurement_of` takes them."""
     return (
         select(MeasurementRow, ProblemRow, ScheduleRow, DeviceRow, ToolchainRow)
         .join(ProblemRow, ProblemRow.id == MeasurementRow.problem_id)
@@ -111,7 +105,7 @@ def select_failures() -> Select:
 
 @cache
 def select_entries(*columns: str) -> Select:
-    """Selects entries as :meth:`Reader.entry` takes them, with the measurement but not its samples.
+    """Selects entries as :func:`entry_of` takes them, with the measurement but not its samples.
 
     The values of `columns` are given by name when the statement is executed. Statements are remembered, because making one
     takes longer than SQLite takes to run it.
@@ -131,147 +125,64 @@ def select_entries(*columns: str) -> Select:
     )
 
 
-class Reader:
-    """Makes records of rows. Each schedule, problem, device and so on is made once."""
+def measurement_of(
+    row: MeasurementRow, problem: ProblemRow, schedule: ScheduleRow, device: DeviceRow, toolchain: ToolchainRow
+) -> StoredMeasurement:
+    """The measurement of rows that :func:`select_measurements` returned."""
+    taken = record_of(Measurement, row, problem=problem.problem, schedule=schedule.knobs, device=device.device)
+    return record_of(StoredMeasurement, row, toolchain=toolchain.toolchain, measurement=taken)
 
-    def __init__(self) -> None:
-        self._made: dict[tuple[str, str], Any] = {}
 
-    def _once(self, kind: str, identity: str, make: Any) -> Any:
-        key = (kind, identity)
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
-
-    def schedule(self, identity: str, knobs: Mapping[str, Any]) -> Schedule:
-        """The schedule of a row of `schedules`."""
-        made: Schedule = self._once("schedule", identity, lambda: Schedule.from_json(knobs))
-        return made
-
-    def problem(self, row: ProblemRow) -> Problem:
-        """The problem of a row of `problems`."""
-        made: Problem = self._once("problem", row.id, lambda: _problem(row))
-        return made
-
-    def toolchain(self, row: ToolchainRow) -> Toolchain:
-        """The toolchain of a row of `toolchains`."""
-        return record_of(Toolchain, row)
-
-    def device(self, row: DeviceRow) -> Device:
-        """The device of a row of `devices`."""
-        made: Device = self._once("device", row.id, lambda: decode(Device, row.device, f"devices[{row.id}]"))
-        return made
-
-    def facts(self, fingerprint: str, data: Any) -> ResourceFacts | None:
-        """The resource facts of a row of `artifacts`; None where there are none."""
-        if data is None:
-            return None
-        where = f"artifacts[{fingerprint}].facts"
-        made: ResourceFacts = self._once("facts", fingerprint, lambda: decode(ResourceFacts, data, where))
-        return made
-
-    def problem_class(self, identity: str, data: Any) -> ProblemClass:
-        """The problem class of a row of `builds`."""
-        where = f"builds.problem_class[{identity}]"
-        made: ProblemClass = self._once("class", identity, lambda: decode(ProblemClass, data, where))
-        return made
-
-    def stored_measurement(
-        self,
-        row: MeasurementRow,
-        problem: ProblemRow,
-        schedule: ScheduleRow,
-        device: DeviceRow,
-        toolchain: ToolchainRow,
-    ) -> StoredMeasurement:
-        """The measurement of a row of `measurements` and the rows that it refers to."""
-        where = f"measurements[{row.id}]"
-        measurement = record_of(
-            Measurement,
-            row,
-            problem=self.problem(problem),
-            schedule=self.schedule(schedule.id, schedule.knobs),
-            device=self.device(device),
-            samples_us=tuple(row.samples_us),
-            accuracy=_accuracy(row, where),
-            conditions=decode(Conditions, row.conditions, f"{where}.conditions"),
-        )
-        return record_of(StoredMeasurement, row, toolchain=self.toolchain(toolchain), measurement=measurement)
-
-    def summary(self, row: MeasurementRow, device: DeviceRow, toolchain: ToolchainRow) -> MeasurementSummary:
-        """The measurement of such rows without its samples."""
-        where = f"measurements[{row.id}]"
-        return record_of(
+def entry_of(
+    row: EntryRow,
+    problem: ProblemRow,
+    schedule: ScheduleRow,
+    runner_up: ScheduleRow | None,
+    toolchain: ToolchainRow | None,
+    measurement: MeasurementRow | None,
+    device: DeviceRow | None,
+    measured_by: ToolchainRow | None,
+) -> Entry:
+    """The entry of rows that :func:`select_entries` returned."""
+    summary = None
+    if measurement and device and measured_by:
+        summary = record_of(
             MeasurementSummary,
-            row,
-            samples=row.sample_count,
-            device=self.device(device),
-            conditions=decode(Conditions, row.conditions, f"{where}.conditions"),
-            accuracy=_accuracy(row, where),
-            toolchain=self.toolchain(toolchain),
+            measurement,
+            samples=measurement.sample_count,
+            device=device.device,
+            toolchain=measured_by.toolchain,
         )
-
-    def entry(
-        self,
-        row: EntryRow,
-        problem: ProblemRow,
-        schedule: ScheduleRow,
-        runner_up: ScheduleRow | None,
-        toolchain: ToolchainRow | None,
-        measurement: MeasurementRow | None,
-        device: DeviceRow | None,
-        measured_by: ToolchainRow | None,
-    ) -> Entry:
-        """The entry of a row of `entries` and the rows that it refers to."""
-        summary = self.summary(measurement, device, measured_by) if measurement and device and measured_by else None
-        return record_of(
-            Entry,
-            row,
-            problem=self.problem(problem),
-            schedule=self.schedule(schedule.id, schedule.knobs),
-            fingerprint=row.fingerprint or "",
-            measurement=summary,
-            runner_up=self.schedule(runner_up.id, runner_up.knobs) if runner_up else None,
-            ties=tuple(self.schedule(tie["id"], tie["schedule"]) for tie in row.ties),
-            rivals=read_rivals(row.rivals),
-            toolchain=self.toolchain(toolchain) if toolchain else None,
-            layer="",
-        )
-
-    def builds(self, rows: Iterable[Any], toolchain: Toolchain) -> list[BuildRecord]:
-        """The builds of rows that :func:`select_builds` returned."""
-        return [
-            record_of(
-                BuildRecord,
-                row,
-                toolchain=toolchain,
-                schedule=self.schedule(row.schedule_id, row.knobs),
-                problem_class=self.problem_class(row.problem_class_id, row.problem_class),
-                fingerprint=row.fingerprint or "",
-                facts=self.facts(row.fingerprint, row.facts),
-                cubin_bytes=row.cubin_bytes or 0,
-                failure=read_failure(row.failure_kind, row.failure_message) if row.failure_kind else None,
-            )
-            for row in rows
-        ]
+    return record_of(
+        Entry,
+        row,
+        problem=problem.problem,
+        schedule=schedule.knobs,
+        fingerprint=row.fingerprint or "",
+        measurement=summary,
+        runner_up=runner_up.knobs if runner_up else None,
+        ties=tuple(decode(Schedule, tie["schedule"], f"entries[{row.id}].ties") for tie in row.ties),
+        toolchain=toolchain.toolchain if toolchain else None,
+        layer="",
+    )
 
 
-def read_rivals(data: list[Any] | None) -> tuple[RivalTime, ...] | None:
-    """The times of rivals from the column of an entry."""
-    return None if data is None else tuple(decode(RivalTime, each, "rivals") for each in data)
+def build_of(
+    row: BuildRow, schedule: ScheduleRow, artifact: ArtifactRow | None, *, toolchain: Toolchain
+) -> BuildRecord:
+    """The build of rows that :func:`select_builds` returned."""
+    return record_of(
+        BuildRecord,
+        row,
+        toolchain=toolchain,
+        schedule=schedule.knobs,
+        fingerprint=row.fingerprint or "",
+        facts=artifact.facts if artifact else None,
+        cubin_bytes=artifact.cubin_bytes if artifact else 0,
+        failure=read_failure(row.failure_kind, row.failure_message) if row.failure_kind else None,
+    )
 
 
 def read_failure(kind: str, message: str | None) -> Failure:
     """The failure of the two columns that hold one."""
     return Failure(kind=FailureKind(kind), message=message or "")
-
-
-def _problem(row: ProblemRow) -> Problem:
-    try:
-        return problem_from_json({"kernel": row.kernel, **row.dims})
-    except ProblemError:
-        return problem_from_json({"kernel": row.kernel + OTHER_FIELDS, **row.dims})
-
-
-def _accuracy(row: MeasurementRow, where: str) -> Accuracy | None:
-    return decode(Accuracy, row.accuracy, f"{where}.accuracy") if row.accuracy is not None else None

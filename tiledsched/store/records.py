@@ -1,26 +1,21 @@
-"""Records: what goes into the store and comes out of it, as frozen values that need no session.
-
-Entries and the summaries of their measurements are `msgspec` structs, because a process's first call makes them by the
-hundred. The other records are dataclasses.
-"""
+"""Records: what goes into the store and comes out of it, as frozen values that need no session."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from functools import cache
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
-
-import msgspec
 
 from tiledsched.build.cubin import Artifact, ResourceFacts
 from tiledsched.build.toolchain import Toolchain as Toolchain
 from tiledsched.core.errors import Failure
 from tiledsched.core.problem import Problem, ProblemClass
 from tiledsched.core.schedule import Schedule
-from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement, RivalTime
+from tiledsched.measure.estimate import Timing
+from tiledsched.measure.runner import OMIT_DEFAULT, Accuracy, Conditions, Device, Measurement, RivalTime
 from tiledsched.store.codec import encode
 
 PROVENANCES = ("measured", "transferred", "modelled", "default")
@@ -140,38 +135,13 @@ class BuildRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunRecord:
-    """One run of `tune`."""
-
-    id: int
-    """Number in this database."""
-    status: str
-    """running, done, interrupted or failed."""
-    command: dict[str, Any]
-    """The arguments of the command."""
-    arch: str
-    """The arch that was tuned for."""
-    host: dict[str, Any]
-    """Where the run took place: hostname, pid and platform, and what the caller added."""
-    started_at: datetime
-    """UTC."""
-    finished_at: datetime | None
-    """UTC; None while running."""
-
-
-class MeasurementSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class MeasurementSummary(Timing):
     """A measurement without its raw samples, as an entry carries it."""
 
     id: int
     """Number of the measurement in this database."""
     uid: str
     """Name of the measurement, the same in every database."""
-    median_us: float
-    """Median time of a launch, in microseconds."""
-    ci_low_us: float
-    """Lower end of the 95% confidence interval of the median."""
-    ci_high_us: float
-    """Upper end of that interval."""
     samples: int
     """Number of timed launches."""
     device: Device
@@ -229,14 +199,12 @@ class StoredMeasurement:
         )
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+@dataclass(frozen=True, kw_only=True)
+class Entry:
     """What is served for one problem on one arch or device, and why.
 
     Unique on kernel, arch, problem, device_name, regime, accum_mode and compiler.
     """
-
-    OMIT_DEFAULT = ("rivals",)
-    """Fields that are not written where they have their default."""
 
     kernel: str
     """The kernel's name, e.g. attention."""
@@ -268,7 +236,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """How much longer the runner-up takes, as a share of this schedule's median."""
     ties: tuple[Schedule, ...] = ()
     """Schedules whose confidence intervals overlap this one's."""
-    rivals: tuple[RivalTime, ...] | None = None
+    rivals: tuple[RivalTime, ...] | None = field(default=None, metadata=OMIT_DEFAULT)
     """Times of rivals in the same run; None where none was timed."""
     candidates: int = 0
     """Number of distinct programs that were compared."""
@@ -318,7 +286,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     def replace(self, **changes: Any) -> Entry:
         """A copy with `changes` applied."""
-        return msgspec.structs.replace(self, **changes)
+        return replace(self, **changes)
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict for `--json` output; schedules and the problem become objects, times ISO 8601 text."""

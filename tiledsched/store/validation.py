@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from tiledsched.core.errors import DatabaseError
+from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import REGIMES
 
 _HEX = (re.compile(r"[0-9a-f]{0,64}"), "hex digits, lower case")
@@ -117,21 +118,22 @@ def check_values(values: Mapping[str, Any], where: str) -> None:
                 check_number(each, f"{where}.{name}")
 
 
-def untrue_estimates(median: Any, low: Any, high: Any, samples: Any, count: Any) -> list[str]:
+def untrue_estimates(timing: Timing, samples: Any, count: Any) -> list[str]:
     """What is wrong with a measurement's estimate, given its samples: one line for each thing; empty where nothing is.
 
     The median must be that of the samples, the ends of the interval must be among them, and their count must be as stated.
     """
-    times = isinstance(samples, list) and all(
+    times = isinstance(samples, (list, tuple)) and all(
         (type(each) is float and 0 < each < math.inf) or _is_time(each) for each in samples
     )
     if not times or not samples:
         return ["its samples are not times"]
     wrong = [] if count == len(samples) else [f"it has {len(samples)} samples, not the {count} it states"]
-    if not _same(median, statistics.median(samples)):
-        wrong.append(f"its median {median} is not that of its samples, {statistics.median(samples)}")
-    if not all(end in samples or any(_same(end, sample) for sample in samples) for end in (low, high)):
-        wrong.append(f"its interval [{low}, {high}] is not one of its samples")
+    if not _same(timing.median_us, statistics.median(samples)):
+        wrong.append(f"its median {timing.median_us} is not that of its samples, {statistics.median(samples)}")
+    ends = timing.ci_low_us, timing.ci_high_us
+    if not all(end in samples or any(_same(end, sample) for sample in samples) for end in ends):
+        wrong.append(f"its interval [{ends[0]}, {ends[1]}] is not one of its samples")
     return wrong
 
 

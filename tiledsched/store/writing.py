@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from functools import cache
 from importlib import import_module
 from typing import Any
 
-from sqlalchemy import Table, insert, literal, select, update
-from sqlalchemy.engine import CursorResult
+from sqlalchemy import literal_column, select, update
 from sqlalchemy.orm import Session
 
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import DatabaseError
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.measure.runner import Conditions, Device
-from tiledsched.store.codec import encode
+from tiledsched.measure.runner import Device
 from tiledsched.store.models import (
     ArtifactRow,
     Base,
@@ -34,7 +33,7 @@ from tiledsched.store.models import (
     ScheduleRow,
     ToolchainRow,
 )
-from tiledsched.store.reading import Reader, select_entries
+from tiledsched.store.reading import entry_of, select_entries
 from tiledsched.store.records import PROVENANCES, ArtifactRecord, BuildRecord, Entry, StoredMeasurement, Toolchain
 
 BUILD_KEY = ("kernel", "source_hash", "toolchain_id", "arch", "schedule_id", "problem_class_id")
@@ -62,97 +61,60 @@ def upsert(session: Session, model: type[Base], rows: list[dict[str, Any]], key:
         session.execute(statement.on_conflict_do_update(index_elements=key, set_=changed).inline(), rows)
 
 
+def insert_row(session: Session, model: type[Base], row: dict[str, Any]) -> Any:
+    """Insert a row, and return its number; None where another row has its key."""
+    statement = _insert(session, model).on_conflict_do_nothing()
+    if session.get_bind().dialect.name == "postgresql":  # where the count of rows is not known if a key is made
+        return session.scalar(statement.returning(literal_column("id")), row)
+    result: Any = session.execute(statement.inline(), row)  # SQLite knows RETURNING since 3.35, and RHEL 9 has 3.34
+    return result.lastrowid if result.rowcount == 1 else None
+
+
 def _insert(session: Session, model: type[Base]) -> Any:
     """An insert statement of the dialect: SQLite and PostgreSQL have ON CONFLICT, SQLAlchemy's own statement has not."""
     dialect = import_module(f"sqlalchemy.dialects.{session.get_bind().dialect.name}")
     return dialect.insert(model.__table__)
 
 
-def _insert_new(session: Session, model: type[Base], row: dict[str, Any]) -> bool:
-    """Insert a row unless another has its key. Returns whether it was inserted."""
-    statement = _insert(session, model).on_conflict_do_nothing()
-    if session.get_bind().dialect.name == "postgresql":  # where the count of rows is not known if a key is made
-        return session.execute(statement.returning(literal(1)), row).first() is not None
-    result = session.execute(statement.inline(), row)
-    assert isinstance(result, CursorResult)
-    return result.rowcount == 1
-
-
-def insert_row(session: Session, model: type[Base], row: dict[str, Any]) -> int:
-    """Insert one row, and return its number."""
-    assert isinstance(model.__table__, Table)
-    result = session.execute(insert(model.__table__), row)
-    assert isinstance(result, CursorResult)
-    key = result.inserted_primary_key
-    assert key is not None
-    return int(key[0])
-
-
 class Parents:
     """Rows that other rows refer to. They are collected, so that each is made once and inserted before the others."""
 
     def __init__(self) -> None:
-        self.rows: dict[type[Base], dict[Any, dict[str, Any]]] = {}
+        self._rows: dict[type[Base], dict[Any, dict[str, Any]]] = defaultdict(dict)
         self._ids: dict[Any, str] = {}
-        self._conditions: dict[Conditions, dict[str, Any]] = {}
 
-    def _put(self, model: type[Base], key: Any, values: dict[str, Any]) -> None:
-        self.rows.setdefault(model, {})[key] = values
-
-    def _once(self, model: type[Base], value: Problem | Schedule | Toolchain | Device, make: Callable[[], Any]) -> str:
+    def add(self, value: Problem | Schedule | Toolchain | Device) -> str:
+        """Add the row of a value, and return its id."""
         if value not in self._ids:
-            values = make()
-            self._ids[value] = values["id"]
-            self._put(model, values["id"], values)
+            model, row = _row_of(value)
+            self._ids[value] = row["id"]
+            self._rows[model][row["id"]] = row
         return self._ids[value]
-
-    def problem(self, problem: Problem) -> str:
-        """Add a problem, and return its id."""
-
-        def make() -> dict[str, Any]:
-            dims = {name: value for name, value in problem.to_json().items() if name != "kernel"}
-            return {"id": problem.id, "kernel": problem.kernel, "dims": dims}
-
-        return self._once(ProblemRow, problem, make)
-
-    def schedule(self, schedule: Schedule) -> str:
-        """Add a schedule, and return its id."""
-        return self._once(ScheduleRow, schedule, lambda: {"id": schedule.id, "knobs": schedule.to_json()})
-
-    def toolchain(self, toolchain: Toolchain) -> str:
-        """Add a toolchain, and return its id."""
-        return self._once(ToolchainRow, toolchain, lambda: {"id": toolchain.id, **toolchain.to_json()})
-
-    def device(self, device: Device) -> str:
-        """Add a device, and return its id."""
-        return self._once(
-            DeviceRow,
-            device,
-            lambda: {"id": device_id(device), "name": device.name, "arch": device.arch, "device": device.to_json()},
-        )
 
     def artifact(self, arch: str, fingerprint: str) -> str:
         """Add an artifact without facts, unless it is known, and return its fingerprint."""
-        known = {"arch": arch, "fingerprint": fingerprint, "facts": None, "cubin_bytes": 0}
-        self._put(ArtifactRow, (arch, fingerprint), known)
+        row = {"arch": arch, "fingerprint": fingerprint, "facts": None, "cubin_bytes": 0}
+        self._rows[ArtifactRow][arch, fingerprint] = row
         return fingerprint
-
-    def conditions(self, conditions: Conditions) -> dict[str, Any]:
-        """Conditions as JSON. Measurements of one race share them, so that they are encoded once."""
-        if conditions not in self._conditions:
-            self._conditions[conditions] = encode(conditions)
-        return self._conditions[conditions]
 
     def insert(self, session: Session) -> None:
         """Insert the rows that are missing."""
-        for model in sorted(self.rows, key=lambda each: each.__tablename__):
+        for model in sorted(self._rows, key=lambda each: each.__tablename__):
             # Every writer inserts in this order, so that no two wait for each other.
-            insert_missing(session, model, [row for _, row in sorted(self.rows[model].items())])
+            insert_missing(session, model, [row for _, row in sorted(self._rows[model].items())])
 
 
-def device_id(device: Device) -> str:
-    """Stable id of a device, of which the driver is a part."""
-    return stable_id(device.to_json())
+def _row_of(value: Problem | Schedule | Toolchain | Device) -> tuple[type[Base], dict[str, Any]]:
+    """The table and the row of a value, whose id is a hash of its contents."""
+    if isinstance(value, Problem):
+        dims = {name: each for name, each in value.to_json().items() if name != "kernel"}
+        return ProblemRow, {"id": value.id, "kernel": value.kernel, "dims": dims}
+    if isinstance(value, Schedule):
+        return ScheduleRow, {"id": value.id, "knobs": value}
+    if isinstance(value, Toolchain):
+        return ToolchainRow, {"id": value.id, **value.to_json()}
+    identity = stable_id(value.to_json())  # of which the driver is a part
+    return DeviceRow, {"id": identity, "name": value.name, "arch": value.arch, "device": value}
 
 
 def put_artifacts(session: Session, records: Iterable[ArtifactRecord]) -> None:
@@ -161,7 +123,7 @@ def put_artifacts(session: Session, records: Iterable[ArtifactRecord]) -> None:
         (record.arch, record.fingerprint): {
             "arch": record.arch,
             "fingerprint": record.fingerprint,
-            "facts": record.facts.to_json(),
+            "facts": record.facts,
             "cubin_bytes": record.cubin_bytes,
         }
         for record in records
@@ -217,11 +179,11 @@ def put_entry(session: Session, record: Entry, *, merging: bool) -> str:
     row = entry_values(record, measurement_id, parents)
     parents.insert(session)
     # A writer that inserts the same key at this moment is waited for. After that the row is there, and locked until the commit.
-    if _insert_new(session, EntryRow, row):
+    if insert_row(session, EntryRow, row) is not None:
         return "added"
     same = [getattr(EntryRow, name) == row[name] for name in ENTRY_KEY]
     if merging:
-        there = Reader().entry(*session.execute(select_entries().where(*same).with_for_update(of=EntryRow)).one())
+        there = entry_of(*session.execute(select_entries().where(*same).with_for_update(of=EntryRow)).one())
         keep = standing(there) <= standing(record)
     else:
         provenance = session.scalars(select(EntryRow.provenance).where(*same).with_for_update()).one()
@@ -272,10 +234,9 @@ def build_values(record: BuildRecord, parents: Parents) -> dict[str, Any]:
     return _row(
         BuildRow,
         record,
-        toolchain_id=parents.toolchain(record.toolchain),
-        schedule_id=parents.schedule(record.schedule),
+        toolchain_id=parents.add(record.toolchain),
+        schedule_id=parents.add(record.schedule),
         problem_class_id=record.problem_class.id,
-        problem_class=record.problem_class.to_json(),
         fingerprint=record.fingerprint or None,
         failure_kind=str(record.failure.kind) if record.failure else None,
         failure_message=record.failure.message if record.failure else None,
@@ -293,16 +254,13 @@ def measurement_values(record: StoredMeasurement, parents: Parents) -> dict[str,
         run_id=record.run_id,
         kernel=record.kernel,
         source_hash=record.source_hash,
-        toolchain_id=parents.toolchain(record.toolchain),
-        problem_id=parents.problem(taken.problem),
-        schedule_id=parents.schedule(taken.schedule),
-        device_id=parents.device(taken.device),
+        toolchain_id=parents.add(record.toolchain),
+        problem_id=parents.add(taken.problem),
+        schedule_id=parents.add(taken.schedule),
+        device_id=parents.add(taken.device),
         arch=taken.device.arch,
         fingerprint=parents.artifact(taken.device.arch, taken.fingerprint),
-        samples_us=list(taken.samples_us),
         sample_count=len(taken.samples_us),
-        accuracy=encode(taken.accuracy),
-        conditions=parents.conditions(taken.conditions),
         created_at=record.created_at,
     )
 
@@ -312,12 +270,11 @@ def entry_values(record: Entry, measurement_id: int | None, parents: Parents) ->
     return _row(
         EntryRow,
         record,
-        problem_id=parents.problem(record.problem),
-        schedule_id=parents.schedule(record.schedule),
+        problem_id=parents.add(record.problem),
+        schedule_id=parents.add(record.schedule),
         fingerprint=parents.artifact(record.arch, record.fingerprint) if record.fingerprint else None,
         measurement_id=measurement_id,
-        runner_up_id=parents.schedule(record.runner_up) if record.runner_up is not None else None,
+        runner_up_id=parents.add(record.runner_up) if record.runner_up is not None else None,
         ties=[{"id": schedule.id, "schedule": schedule.to_json()} for schedule in record.ties],
-        rivals=encode(record.rivals),
-        toolchain_id=parents.toolchain(record.toolchain) if record.toolchain else None,
+        toolchain_id=parents.add(record.toolchain) if record.toolchain else None,
     )
