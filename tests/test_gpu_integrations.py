@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import warnings
 
 import pytest
 
@@ -188,20 +187,6 @@ def test_compiled_code_is_served_while_routed(serving) -> None:
     torch.testing.assert_close(compiled(q, k, v), before, atol=0, rtol=0)
 
 
-def test_gradients_are_torchs_while_routed() -> None:
-    from tiledsched.ops.integrations.torch import route_torch_sdpa
-
-    q, k, v = (x.requires_grad_() for x in tensors(1, 4, 128, 64))
-    attend = torch.nn.functional.scaled_dot_product_attention
-    expected = torch.autograd.grad(attend(q, k, v, is_causal=True).sum(), (q, k, v))
-    with warnings.catch_warnings(), route_torch_sdpa():
-        warnings.simplefilter("ignore")
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        found = torch.autograd.grad(out.sum(), (q, k, v))
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, atol=2e-3, rtol=2e-2)
-
-
 def small_run(model_run, **more):
     shape = model_run.ModelShape(
         family="Llama", hidden=512, intermediate=1536, layers=2, heads=8, kv_heads=2, head_dim=64, vocabulary=512
@@ -228,27 +213,6 @@ def test_a_model_is_served_in_prompt_and_generation(serving) -> None:
     assert {row.fallbacks for row in rows} == {""}
 
 
-def test_a_prompt_in_chunks_is_served(serving) -> None:
-    pytest.importorskip("transformers")
-    from docs.studies import whole_models as model_run
-
-    shape, work = small_run(model_run)
-    model = model_run.make_model(shape, work)
-    tokens = torch.arange(2 * 96, device="cuda").reshape(2, 96) % 500 + 1
-    logits = {}
-    for method in model_run.METHODS:
-        model_run.use(model, method)
-        cache, found = None, []
-        for piece in tokens.split([40, 1, 55], dim=1):
-            with torch.no_grad():
-                output = model(input_ids=piece, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            found.append(output.logits)
-        logits[method] = torch.cat(found, dim=1).float()
-    theirs, ours = logits.values()
-    assert float((ours - theirs).norm() / theirs.norm()) < 1e-2
-
-
 def test_diffusers_is_served(serving) -> None:
     pytest.importorskip("diffusers")
     from diffusers.models import attention_dispatch
@@ -262,16 +226,6 @@ def test_diffusers_is_served(serving) -> None:
         with attention_dispatch.attention_backend(name):
             found.append(attention_dispatch.dispatch_attention_fn(q, k, v))
     torch.testing.assert_close(found[1], found[0], atol=2e-3, rtol=2e-2)
-
-
-def test_kernels_loads_a_package_that_is_served(serving, tmp_path) -> None:
-    kernels = pytest.importorskip("kernels")
-    from tiledsched.ops.integrations.kernel_package import write_kernel_package
-
-    write_kernel_package(tmp_path)
-    q, k, v = tensors(1, 8, 256, 128)
-    out = kernels.get_local_kernel(tmp_path).sdpa(q, k, v, causal=True)
-    torch.testing.assert_close(out, serving.sdpa(q, k, v, causal=True), atol=0, rtol=0)
 
 
 def test_padding_and_static_caches_of_compiled_models() -> None:

@@ -12,11 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import served_entries
 import store_samples
 
 from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.compiler import Built
 from tiledsched.build.cubin import Artifact, read_artifact
+from tiledsched.build.pool import BuildPool
 from tiledsched.core import launch as launches
 from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.device import arch_spec
@@ -48,20 +50,8 @@ def told_by_its_name(cubin: bytes, arch: str) -> Artifact:
     return artifact(cubin.decode(), arch)
 
 
-def entry(problem=PROBLEM, schedule=SCHEDULE, **more) -> Entry:
-    values = {
-        "kernel": "attention",
-        "arch": ARCH,
-        "problem": problem,
-        "provenance": "modelled",
-        "schedule": schedule,
-        "device_name": "",
-        "regime": "",
-        "measurement": None,
-        "model_us": 500.0,
-        "fingerprint": "f" * 24,
-    }
-    return Entry(**(values | more))
+def entry(problem=PROBLEM, schedule=SCHEDULE, provenance="modelled", **more) -> Entry:
+    return served_entries.entry(problem, provenance, schedule=schedule, **more)
 
 
 def program(problem=PROBLEM, schedule=SCHEDULE, fingerprint="ab" * 12) -> BundledProgram:
@@ -88,14 +78,15 @@ def home(monkeypatch, tmp_path):
 # The file
 
 
-def test_a_bundle_gives_back_what_was_put_in_and_the_same_bytes_each_time(tmp_path) -> None:
+def test_a_bundle_gives_back_what_was_put_in_and_the_same_bytes_each_time(tmp_path, monkeypatch) -> None:
     other = program(PROBLEM.replace(causal=True), HINTED, "cd" * 12)
     path = write(tmp_path / "deep" / "one.zip", [program(), other], entries=[entry()])
     bundle = read_bundle(path)
     assert bundle.programs == (program(), other)
     assert bundle.entries == (entry(),)
     assert bundle.compiler == "a compiler"
-    assert bundle.cubin(other) == artifact(other.fingerprint, ARCH).cubin
+    monkeypatch.setattr(bundles, "read_artifact", told_by_its_name)
+    assert bundle.artifact(other).cubin == artifact(other.fingerprint, ARCH).cubin
     again = write(tmp_path / "two.zip", [program(), other], entries=[entry()])
     assert again.read_bytes() == path.read_bytes()
     assert [each.name for each in path.parent.iterdir()] == ["one.zip"]
@@ -113,7 +104,7 @@ def test_what_is_no_bundle_is_refused_with_what_to_do(tmp_path) -> None:
         read_bundle(tmp_path / "newer.zip")
     bundle = read_bundle(write(tmp_path / "good.zip"))
     with pytest.raises(ConfigError, match="damaged"):
-        bundle.cubin(program(fingerprint="00" * 12))
+        bundle.artifact(program(fingerprint="00" * 12))
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="give another path"):
         write(tmp_path / "file" / "out.zip")
@@ -294,11 +285,12 @@ def test_another_problem_class_or_tile_is_another_program(problem, schedule) -> 
 # Kernels that look into bundles
 
 
-def test_a_kernel_takes_the_program_with_its_hints_and_signature(tmp_path, monkeypatch) -> None:
+def test_a_kernel_takes_the_program_with_its_hints_and_signature(tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setattr(bundles, "read_artifact", told_by_its_name)
     causal = PROBLEM.replace(causal=True)
     held = [program(), program(causal, fingerprint="cd" * 12), program(schedule=HINTED, fingerprint="ef" * 12)]
     monkeypatch.setenv("TILEDSCHED_BUNDLE", str(write(tmp_path / "b.zip", held)))
+    caplog.set_level(logging.INFO, logger="tiledsched")
     for schedule, problem, wanted in (
         (SCHEDULE, PROBLEM, held[0]),
         (SCHEDULE, causal, held[1]),
@@ -307,10 +299,11 @@ def test_a_kernel_takes_the_program_with_its_hints_and_signature(tmp_path, monke
         (kernel,) = make_kernel(Attention, {ARCH: schedule}, problem, SETTINGS)
         cubin, symbol, *more = kernel._compile(asked(problem, schedule), None, (9, 0))
         assert cubin == artifact(wanted.fingerprint, ARCH).cubin
+        assert f"{wanted.fingerprint} from {tmp_path / 'b.zip'}" in caplog.text
         assert (symbol, more) == ("attention", [None, ()])
         found = find_program(kernel.prebuilt[ARCH], Attention, 0, kernel.step.function, asked(problem, schedule))
         assert found is not None
-        assert found.program == wanted
+        assert found[1] == wanted
     (other,) = make_kernel(Attention, {ARCH: SCHEDULE.replace(occupancy=3)}, PROBLEM, SETTINGS)
     assert not any(other.prebuilt.values())
 
@@ -366,16 +359,17 @@ def test_a_program_of_a_bundle_is_the_one_cutile_would_compile_and_no_compiler_s
     problem = PROBLEM.replace(head_dim=32)
     schedule = SCHEDULE.replace(tile_m=64, tile_n=32)
     table = LookupTable([entry(problem, schedule)], Attention)
-    made = warmup.prepare(
-        ARCH,
-        warm_path(ARCH, load_settings(), "attention"),
-        [entry(problem, schedule)],
-        table,
-        Attention,
-        ArtifactStore(),
-        "a compiler",
-        jobs=1,
-    )
+    with BuildPool(1) as pool:
+        made = warmup.prepare(
+            ARCH,
+            warm_path(ARCH, load_settings(), "attention"),
+            [entry(problem, schedule)],
+            table,
+            Attention,
+            ArtifactStore(),
+            pool,
+            "a compiler",
+        )
     assert (made.programs, made.compiled, made.reused, made.failures) == (1, 1, 0, ())
     signature = built_for(problem, schedule)
     (plain,) = launches.tile_kernels(Attention, {ARCH: schedule}, problem, arch_spec(ARCH))
@@ -438,7 +432,7 @@ class Pool:
 
 @pytest.fixture
 def pool(monkeypatch):
-    monkeypatch.setattr(warmup, "BuildPool", Pool)
+    monkeypatch.setattr("tiledsched.build.pool.BuildPool", Pool)
     monkeypatch.setattr(bundles, "read_artifact", told_by_its_name)
     Pool.tasks.clear()
     return Pool
@@ -446,7 +440,7 @@ def pool(monkeypatch):
 
 def prepare(path, entries, **more):
     return warmup.prepare(
-        ARCH, path, entries, LookupTable(entries, Attention), Attention, ArtifactStore(), "a compiler", **more
+        ARCH, path, entries, LookupTable(entries, Attention), Attention, ArtifactStore(), Pool(), "a compiler", **more
     )
 
 
@@ -476,7 +470,14 @@ def test_machine_code_is_used_again_only_where_the_kernel_is_the_same(tmp_path, 
     older = entry(fingerprint=known.fingerprint, source_hash="0" * 12)
     for one, reused in ((measured, 1), (older, 0)):
         made = warmup.prepare(
-            ARCH, tmp_path / f"{reused}.zip", [one], LookupTable([one], Attention), Attention, store, "a compiler"
+            ARCH,
+            tmp_path / f"{reused}.zip",
+            [one],
+            LookupTable([one], Attention),
+            Attention,
+            store,
+            Pool(),
+            "a compiler",
         )
         assert (made.reused, made.compiled) == (reused, 1 - reused)
 
@@ -509,6 +510,7 @@ def test_what_does_not_build_is_told_and_the_rest_is_written(tmp_path, pool) -> 
             LookupTable(entries, Attention),
             Attention,
             ArtifactStore(),
+            Pool(),
             "a compiler",
         )
 
@@ -574,13 +576,3 @@ def test_warmup_without_a_gpu_asks_for_an_arch(capsys) -> None:
 
     assert main(["warmup"], devices=list) == 2
     assert "pass --arch" in capsys.readouterr().err
-
-
-def test_bundles_are_named_in_the_log(tmp_path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(bundles, "read_artifact", told_by_its_name)
-    monkeypatch.setenv("TILEDSCHED_BUNDLE", str(write(tmp_path / "b.zip")))
-    (kernel,) = make_kernel(Attention, {ARCH: SCHEDULE}, PROBLEM, SETTINGS)
-    with caplog.at_level(logging.INFO, logger="tiledsched"):
-        kernel._compile(asked(), None, (9, 0))
-    assert "ab" * 12 in caplog.text
-    assert "b.zip" in caplog.text

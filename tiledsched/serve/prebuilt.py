@@ -12,7 +12,6 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import CompilerError, ConfigError, TiledschedError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import HINT_KNOBS, Schedule
-from tiledsched.serve.bundle import VARIABLE, Bundle, BundledProgram, bundle_paths, named_bundle, read_bundle
+from tiledsched.serve.bundle import Bundle, BundledProgram, bundle_paths, named_bundle, read_bundle
 
 log = logging.getLogger("tiledsched")
 MAX_SPILL_BYTES = 48
@@ -36,14 +35,8 @@ more (docs/results/serving.md)."""
 _thread = threading.local()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prebuilt:
-    """A program that was built ahead, and the bundle that holds it."""
-
-    program: BundledProgram
-    """The program."""
-    bundle: Bundle
-    """The bundle that holds its machine code."""
+Prebuilt = tuple[Bundle, BundledProgram]
+"""A program that was built ahead, and the bundle that holds it."""
 
 
 def make_kernel(
@@ -78,10 +71,10 @@ def _with_hints(kernel: KernelClass, arch: str, schedule: Schedule, settings: Se
     """The prebuilt programs of `arch` with the hints of `schedule`; the signature of a launch decides which of them fits."""
     wanted = _hints(schedule)
     return [
-        Prebuilt(program=program, bundle=bundle)
+        (bundle, program)
         for bundle in usable_bundles(kernel, settings)
-        for program in bundle.programs
-        if program.kernel == kernel.name and program.arch == arch and _hints(program.schedule) == wanted
+        for program in bundle.programs_of(kernel, arch)
+        if _hints(program.schedule) == wanted
     ]
 
 
@@ -106,19 +99,12 @@ def usable_bundles(kernel: KernelClass, settings: Settings) -> list[Bundle]:
             log.warning("left out: %s", error)
             continue
         built_from = bundle.source_hashes.get(kernel.name)
-        if built_from is None:
-            continue  # it holds other kernels
         if built_from == _source_hash(kernel):  # type: ignore[arg-type]  # a class is hashable
             usable.append(bundle)
-        elif path == named:
-            log.warning(
-                "%s = %s is left out: built from another version of the %s kernel; make it again with this tiledsched",
-                VARIABLE,
-                path,
-                kernel.name,
-            )
-        else:
-            log.info("%s is left out: built from another version of the kernel; run: tiledsched warmup", path)
+        elif built_from is not None:
+            level = logging.WARNING if path == named else logging.INFO
+            words = "%s is left out: built from another version of the %s kernel; make it again: tiledsched warmup"
+            log.log(level, words, path, kernel.name)
     return usable
 
 
@@ -147,8 +133,9 @@ def find_program(
         signature: of the launch.
     """
     for each in candidates:
-        p, s = each.program.problem, each.program.schedule
-        wanted = launches.steps(kernel, p, s, arch_spec(each.program.arch))
+        _, program = each
+        p, s = program.problem, program.schedule
+        wanted = launches.steps(kernel, p, s, arch_spec(program.arch))
         if place >= len(wanted) or wanted[place].function is not function:
             continue
         # Most programs differ in a constant, and comparing constants is a hundred times faster than comparing signatures.
@@ -239,12 +226,13 @@ class ServedKernel(ct.kernel):
         candidates = self.prebuilt.get(arch, [])
         found = find_program(candidates, self.declaration, self.place, self.step.function, signature)
         if found is not None:
+            bundle, program = found
             try:
-                code = found.bundle.artifact(found.program).cubin
+                code = bundle.artifact(program).cubin
             except ConfigError as error:  # what is damaged never runs
                 log.warning("%s; its program is compiled instead", error)
             else:
-                log.info("%s from %s", found.program.fingerprint, found.bundle.path)
+                log.info("%s from %s", program.fingerprint, bundle.path)
                 return parts(code)[self.place], launches.symbol(self.declaration), None, ()
         pass_on_worker_warps()  # the schedule measured may have hints that cuTile does not pass on
         try:

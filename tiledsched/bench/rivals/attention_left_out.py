@@ -14,6 +14,7 @@ from tiledsched.core.errors import UnsupportedError
 from tiledsched.core.problem import Problem
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.suites import ALL_MODELS
+from tiledsched.measure.runner import Device
 from tiledsched.serve import process
 from tiledsched.serve.entries import load_entries, table_of
 from tiledsched.serve.lookup import Served
@@ -29,7 +30,7 @@ def left_out(problem: Problem) -> frozenset[Problem]:
     return frozenset([problem]).union(*(suite for suite in suites if problem in suite))
 
 
-def serve_left_out(problem: Problem, device: process.DeviceFacts) -> Served:
+def serve_left_out(problem: Problem, device: Device) -> Served:
     """What the table without these problems serves."""
     hidden = left_out(problem)
     entries = [entry for entry in _entries(device.arch) if entry.problem not in hidden]
