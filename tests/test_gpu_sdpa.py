@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import gc
 import re
-import threading
 import warnings
 from pathlib import Path
 
@@ -229,29 +228,6 @@ def test_it_runs_on_the_current_stream(serve) -> None:
         out = serve.sdpa(late, k, v)
     stream.synchronize()
     assert torch.equal(out, want)
-
-
-def test_threads_and_their_streams(serve) -> None:
-    inputs = [tensors(rows=128 * (1 + i)) for i in range(4)]
-    want = [serve.sdpa(*each, causal=True) for each in inputs]
-    torch.cuda.synchronize()
-    failed = []
-
-    def call(index: int) -> None:
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                outs = [serve.sdpa(*inputs[index], causal=True) for _ in range(50)]
-                torch.cuda.current_stream().synchronize()
-            assert all(torch.equal(out, want[index]) for out in outs)
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=call, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == []
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

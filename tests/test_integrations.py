@@ -265,14 +265,6 @@ def in_chunks(model, cache=None):
     return torch.cat(logits, dim=1)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_a_prompt_in_chunks_gives_the_logits_of_the_whole(registered, transformers, family) -> None:
-    model = make(transformers, family)
-    theirs, ours = both(model, in_chunks)
-    torch.testing.assert_close(ours, theirs)
-    torch.testing.assert_close(ours, model(input_ids=PROMPT).logits, atol=1e-4, rtol=1e-4)
-
-
 def test_each_phase_asks_for_the_mask_it_means(registered, transformers, monkeypatch) -> None:
     """Causal for a prompt, nothing for one row, the lower right for rows on a cache and for padding."""
     calls = []
@@ -313,15 +305,6 @@ def test_an_encoder_is_not_causal(registered, transformers) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-def test_a_compiled_model_stays_one_graph_and_needs_no_mask(registered, not_theirs, transformers) -> None:
-    model = use(make(transformers), "tiledsched")
-    with torch.no_grad():
-        expected = model(input_ids=PROMPT).logits
-        torch._dynamo.reset()
-        found = torch.compile(model, backend="aot_eager", fullgraph=True)(input_ids=PROMPT).logits
-    torch.testing.assert_close(found, expected)
-
-
 def test_training_gives_torchs_gradients(registered, transformers) -> None:
     model = make(transformers)
     gradients = []
@@ -357,7 +340,7 @@ ENDS = PADDED.clone()
 ENDS[1, 15:] = 0
 
 
-@pytest.mark.parametrize("family", ["Mistral", "Gemma2", "GptOss"])
+@pytest.mark.parametrize("family", sorted(ASKING))
 def test_windows_softcap_and_sinks_stay_what_they_are_in_compiled_code(
     family, registered, not_theirs, transformers, monkeypatch
 ) -> None:
@@ -374,7 +357,7 @@ def test_windows_softcap_and_sinks_stay_what_they_are_in_compiled_code(
         found = torch.compile(model, backend="aot_eager", fullgraph=True)(input_ids=PROMPT).logits
     torch.testing.assert_close(found, expected)
     assert [each.get("window") for each in asked] == eagerly
-    assert 8 in eagerly
+    assert (8 in eagerly) == (family != "Llama")
 
 
 @pytest.mark.parametrize(
@@ -425,7 +408,7 @@ def logits_of(model, method, padding, chunks=None):
 
 
 @pytest.mark.parametrize("family", sorted(ASKING))
-@pytest.mark.parametrize("padding", [None, PADDED, RIGHT, ENDS], ids=["whole", "left", "right", "both"])
+@pytest.mark.parametrize("padding", [None, PADDED, ENDS], ids=["whole", "left", "both"])
 @pytest.mark.parametrize("chunks", [None, [9, 1, 10]], ids=["at once", "in chunks"])
 def test_windows_padding_softcap_and_sinks_are_served(
     launches, fresh, registered, not_theirs, transformers, family, padding, chunks

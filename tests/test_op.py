@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -254,6 +255,12 @@ def test_it_needs_a_gpu_and_a_search_space(launches) -> None:
     with pytest.raises(UnsupportedError, match="no search space for sm_75"):
         norm(x, w)
     assert launches == []
+
+
+def test_what_torch_says_of_a_gpu(monkeypatch) -> None:
+    properties = SimpleNamespace(major=12, minor=1, name="NVIDIA GB10", multi_processor_count=48)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    assert process.read_device(0) == Device(name="NVIDIA GB10", arch="sm_121", sm_count=48)
 
 
 def test_settings_hold_from_the_next_call(launches) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,42 +40,34 @@ Prebuilt = tuple[Bundle, BundledProgram]
 
 
 def make_kernel(
-    kernel: KernelClass, schedules: Mapping[str, Schedule], problem: Problem, settings: Settings, device: Any = None
+    kernel: KernelClass, schedule: Schedule, problem: Problem, settings: Settings, device: Any
 ) -> list[Any]:
     """The cuTile kernel objects of a schedule, one for each launch, that take their machine code from bundles where these hold
     it, and else have it compiled as it was for measuring.
 
     Args:
         kernel: the kernel.
-        schedules: a schedule by arch; the hints of all go into the objects.
+        schedule: the schedule.
         problem: decides which functions are launched.
         settings: say where bundles lie.
-        device: anything with `sm_count` and `arch`, which the kernel's launches may read; the usual one of the first arch
-            unless given.
+        device: where they are launched: anything with `sm_count` and `arch`, which the kernel's launches may read.
 
     Raises:
         ConfigError: `TILEDSCHED_BUNDLE` names something that is no bundle.
     """
-    device = device or arch_spec(next(iter(schedules)))
-    objects = launches.tile_kernels(kernel, schedules, problem, device)
-    wanted = launches.steps(kernel, problem, next(iter(schedules.values())), device)
-    candidates = {arch: _with_hints(kernel, arch, schedule, settings) for arch, schedule in schedules.items()}
+    objects = launches.tile_kernels(kernel, {device.arch: schedule}, problem, device)
+    wanted = launches.steps(kernel, problem, schedule, device)
+    candidates = [  # the signature of a launch decides which of them fits
+        (bundle, program)
+        for bundle in usable_bundles(kernel, settings)
+        for program in bundle.programs_of(kernel, device.arch)
+        if _hints(program.schedule) == _hints(schedule)
+    ]
     for place, (made, step) in enumerate(zip(objects, wanted, strict=True)):
         made.__class__ = ServedKernel  # the same object otherwise, with the hints it was given
         made.prebuilt, made.declaration, made.step, made.place = candidates, kernel, step, place
-        made.refused = {}
+        made.arch, made.refused = device.arch, {}
     return objects
-
-
-def _with_hints(kernel: KernelClass, arch: str, schedule: Schedule, settings: Settings) -> list[Prebuilt]:
-    """The prebuilt programs of `arch` with the hints of `schedule`; the signature of a launch decides which of them fits."""
-    wanted = _hints(schedule)
-    return [
-        (bundle, program)
-        for bundle in usable_bundles(kernel, settings)
-        for program in bundle.programs_of(kernel, arch)
-        if _hints(program.schedule) == wanted
-    ]
 
 
 def _hints(schedule: Schedule) -> tuple[Any, ...]:
@@ -201,7 +193,8 @@ class SpillsError(ct.TileError):
 class ServedKernel(ct.kernel):
     """A cuTile kernel object that looks for its machine code in bundles first. `_compile` is not public; a test pins it."""
 
-    prebuilt: Mapping[str, list[Prebuilt]]
+    prebuilt: list[Prebuilt]
+    arch: str
     declaration: KernelClass
     step: Any
     place: int
@@ -210,21 +203,19 @@ class ServedKernel(ct.kernel):
     def _compile(
         self, signature: Any, context: Any, compute_capability: tuple[int, int] | None = None, *more: Any
     ) -> Any:
-        arch = _arch(compute_capability)
         # Without a compiler a spilling program of a bundle is all there is.
         refuses = getattr(_thread, "refuses_spills", False) and bool(compiler_at_hand())
         launch = str(signature) if refuses else ""
         if launch in self.refused:
             raise SpillsError(self.refused[launch])
-        found = self._found(signature, context, arch, compute_capability, *more)
-        if refuses and (bytes_each := spilled(read_artifact(found[0], arch).facts.spill_bytes)):
+        found = self._found(signature, context, compute_capability, *more)
+        if refuses and (bytes_each := spilled(read_artifact(found[0], self.arch).facts.spill_bytes)):
             self.refused[launch] = f"its program spills {bytes_each} bytes of registers a thread"
             raise SpillsError(self.refused[launch])
         return found
 
-    def _found(self, signature: Any, context: Any, arch: str, compute_capability: Any, *more: Any) -> Any:
-        candidates = self.prebuilt.get(arch, [])
-        found = find_program(candidates, self.declaration, self.place, self.step.function, signature)
+    def _found(self, signature: Any, *target: Any) -> Any:
+        found = find_program(self.prebuilt, self.declaration, self.place, self.step.function, signature)
         if found is not None:
             bundle, program = found
             try:
@@ -237,19 +228,10 @@ class ServedKernel(ct.kernel):
         pass_on_worker_warps()  # the schedule measured may have hints that cuTile does not pass on
         try:
             wanted = launches.assumed(self.declaration, signature, self.step)
-            return super()._compile(wanted, context, compute_capability, *more)
+            return super()._compile(wanted, *target)
         except FileNotFoundError as error:
             raise CompilerError(
-                f"no bundle holds this program for {arch} and there is no compiler ({error}); add it "
+                f"no bundle holds this program for {self.arch} and there is no compiler ({error}); add it "
                 "to the bundle (tiledsched warmup -o FILE; see its --also for problems unlike those tuned) or install the "
                 "compiler: tiledsched doctor"
             ) from error
-
-
-def _arch(compute_capability: tuple[int, int] | None) -> str:
-    if compute_capability is None:
-        import torch
-
-        compute_capability = torch.cuda.get_device_capability()
-    major, minor = compute_capability
-    return f"sm_{major}{minor}"

@@ -141,7 +141,7 @@ def kernel_objects(
     key = (kernel, functions, device.arch, *(s.get(knob) for knob in HINT_KNOBS))
     with lock:
         if key not in _kernels:
-            _kernels[key] = tuple(make_kernel(kernel, {device.arch: s}, p, settings(), device))
+            _kernels[key] = tuple(make_kernel(kernel, s, p, settings(), device))
         return _kernels[key]
 
 

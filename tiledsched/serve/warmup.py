@@ -213,15 +213,12 @@ def _at_hand(
             if artifact is not None:
                 found[_key(kernel, arch, entry.problem, entry.schedule)] = artifact
     for path in paths:
-        try:
+        with suppress(TiledschedError):  # what an unusable bundle holds is built anew
             bundle = read_bundle(path)
-            if bundle.source_hashes.get(kernel.name) != source_hash:
-                continue
-            for program in bundle.programs_of(kernel, arch):
+            usable = bundle.source_hashes.get(kernel.name) == source_hash
+            for program in bundle.programs_of(kernel, arch) if usable else ():
                 key = _key(kernel, arch, program.problem, program.schedule)
                 if key not in found:
-                    with suppress(ConfigError):  # a damaged program is built anew, as are those of unusable bundles
+                    with suppress(ConfigError):  # as is a damaged program
                         found[key] = bundle.artifact(program)
-        except TiledschedError:
-            continue
     return found
