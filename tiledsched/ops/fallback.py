@@ -71,21 +71,14 @@ def attend_in_torch(
         features: everything else.
     """
     if features.is_varlen:
-        pair = _attend_varlen(q, k, v, dropout_p, causal, scale, features)
-        return pair if return_lse else pair[0]
-    if any(features.key):
+        out, lse = _attend_varlen(q, k, v, dropout_p, causal, scale, features)
+    elif any(features.key):
         visible = visible_keys(q, k, causal, features)
-        pair = attend_visible(q, k, v, attn_mask, visible, dropout_p, scale, features)
-        return pair if return_lse else pair[0]
-    out = _attend_plain(q, k, v, attn_mask, dropout_p, causal, scale)
-    if not return_lse:
-        return out
-    if k.ndim > 2 and not k.shape[-3]:  # no keys at all
-        return out, q.new_full(out.shape[:-1], -math.inf, dtype=torch.float32)
-    # torch has no public function for the log-sum-exp. float32 products, whatever the dtype of q and k.
-    visible = visible_keys(q, k, None if attn_mask is not None else causal, features)
-    _, lse = attend_visible(q.float(), k.float(), v, attn_mask, visible, 0.0, scale, features)
-    return out, lse.expand(out.shape[:-1])
+        out, lse = attend_visible(q, k, v, attn_mask, visible, dropout_p, scale, features)
+    else:
+        out = _attend_plain(q, k, v, attn_mask, dropout_p, causal, scale)
+        lse = _plain_lse(q, k, v, attn_mask, causal, scale).expand(out.shape[:-1]) if return_lse else None
+    return (out, lse) if return_lse else out
 
 
 def attend_nested(
@@ -169,12 +162,19 @@ def _attend_plain(
     rows, columns = q.shape[-2], k.shape[-2]
     if causal != "bottom_right" or rows == columns:
         return torch_attention(q, k, v, attn_mask=attn_mask, is_causal=causal is not None, **more)
+    visible = visible_keys(q, k, causal, NO_FEATURES)[0, 0]
     if rows < columns:
-        return torch_attention(q, k, v, attn_mask=visible_keys(q, k, causal, NO_FEATURES)[0, 0], **more)
-    # The first rows see nothing and are zero, as in the kernel; for the others both alignments are one.
-    seen = torch_attention(q[..., rows - columns :, :], k, v, is_causal=True, **more)
-    blind = seen.new_zeros((*seen.shape[:-2], rows - columns, seen.shape[-1]))
-    return torch.cat([blind, seen], dim=-2)
+        return torch_attention(q, k, v, attn_mask=visible, **more)
+    # The first rows see nothing and are zero, as in the kernel; in torch's function they are not in every version.
+    return attend_visible(q, k, v, attn_mask, visible, dropout_p, scale, NO_FEATURES)[0]
+
+
+def _plain_lse(q: Any, k: Any, v: Any, attn_mask: Any, causal: str | None, scale: float | None) -> Any:
+    """The log-sum-exp of each row, for which torch has no public function. Products are in float32, also of float16."""
+    if k.ndim > 2 and not k.shape[-3]:  # no keys at all
+        return q.new_full(q.shape[:-1], -math.inf, dtype=torch.float32)
+    visible = None if causal is None else visible_keys(q, k, causal, NO_FEATURES)[0, 0]
+    return attend_visible(q.float(), k.float(), v, attn_mask, visible, 0.0, scale, NO_FEATURES)[1]
 
 
 def _below_diagonal(rows: int, keys: Any, before: Any, features: AttentionFeatures) -> Any:

@@ -143,7 +143,7 @@ def launch_first(
             level = logging.INFO if isinstance(error.__cause__, SpillsError) else logging.WARNING
             log.log(level, "%s; %s is served instead", error, "our own kernel" if refused else "the next choice")
             plan = other
-            cache.replace(key, plan)
+            cache.plans[key] = plan
     if not process.runtime.is_capturing():  # what a capture does without is left to the next eager call
         cache.keep_ready(key, plan)
     return result

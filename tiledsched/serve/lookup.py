@@ -166,11 +166,6 @@ class LookupTable:
             note += f", with {entry.accum_mode} accumulators; nothing was with {self.accum_mode} ones"
         return note
 
-    @property
-    def archs(self) -> list[str]:
-        """The archs that have entries."""
-        return sorted(self._by_arch)
-
     def resolve(self, problem: Problem, arch: str, device_name: str = "") -> Served:
         """What is served for a problem.
 
