@@ -187,7 +187,8 @@ def registered(transformers):
 @pytest.fixture
 def not_theirs(registered, monkeypatch):
     """transformers' own attention may not be called."""
-    monkeypatch.setattr(registered, "_theirs", lambda: pytest.fail("a mask was made"))
+    theirs = "transformers.integrations.sdpa_attention.sdpa_attention_forward"
+    monkeypatch.setattr(theirs, lambda *given, **named: pytest.fail("a mask was made"))
 
 
 @pytest.fixture

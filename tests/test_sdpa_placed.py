@@ -178,8 +178,8 @@ BAD = [
     ({"causal": 2}, "causal = 2; allowed are"),
     ({"window": 3}, "window = 3 needs causal"),
     ({"seqused_k": KEYS}, "give block_table, too"),
-    ({"block_table": torch.zeros(4, 2).int()}, r"k must be \[batch or pages, rows, heads, columns\]"),
-    ({"q": torch.zeros(1, 40, 4, 16).half()}, r"q must be \[rows of all, heads, columns\]"),
+    ({"block_table": torch.zeros(4, 2).int()}, r"k must be a tensor \[batch or pages, rows, heads, columns\]"),
+    ({"q": torch.zeros(1, 40, 4, 16).half()}, r"q must be a tensor \[rows of all, heads, columns\]"),
     ({"sinks": SINKS[:2]}, r"sinks must be a floating-point tensor \[heads = 4\]"),
 ]
 

@@ -167,9 +167,8 @@ def _attend(
 
 def _read_tensors(q: Any, k: Any, v: Any, axes: int, key_axes: int) -> tuple[Any, Any, Any]:
     for name, tensor, wanted in (("q", q, axes), ("k", k, key_axes), ("v", v, key_axes)):
-        if not isinstance(tensor, Tensor):
-            raise ProblemError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.ndim != wanted:
+        if not isinstance(tensor, Tensor) or tensor.ndim != wanted:
             shape = {3: "[rows of all, heads, columns]", 4: "[batch or pages, rows, heads, columns]"}[wanted]
-            raise ProblemError(f"{name} must be {shape}, got {tuple(tensor.shape)}")
+            got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ProblemError(f"{name} must be a tensor {shape}, got {got}")
     return q, k, v

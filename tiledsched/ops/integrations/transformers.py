@@ -15,7 +15,6 @@ FlashAttention's arguments (`cu_seq_lens_q` and so on), these say where packed s
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -175,8 +174,10 @@ def attention(
         )
         return out.transpose(1, 2).contiguous(), None
     if reason:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
         fallback.report(reason)
-        return _theirs()(
+        return sdpa_attention_forward(
             module,
             query,
             key,
@@ -470,10 +471,3 @@ def _not_served(attention_mask: Any, more: dict[str, Any]) -> str:
 def _in_full(attention_mask: Any) -> Any:
     """The mask as a tensor, which transformers' own attention takes."""
     return attention_mask.materialize() if isinstance(attention_mask, SeenKeys) else attention_mask
-
-
-@functools.cache
-def _theirs() -> Any:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    return sdpa_attention_forward
