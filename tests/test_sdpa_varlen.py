@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from serve_on_cpu import TOLERANCE
-from test_sdpa_asked import exact
+from test_sdpa_features import exact
 
 from tiledsched import configure
 from tiledsched.core.errors import ProblemError, UnsupportedError
