@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
+from tiledsched.measure.runner import Device
 from tiledsched.serve import process
-from tiledsched.serve.process import DeviceFacts, Runtime
+from tiledsched.serve.process import Runtime
 
 TOLERANCE: dict[Any, dict[str, float]] = {
     torch.float16: {"rtol": 2e-3, "atol": 2e-3},
     torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
 }
 """Of outputs against `expected`, by dtype."""
-H200 = DeviceFacts(arch="sm_90", name="NVIDIA H200", sm_count=132)
+H200 = Device(arch="sm_90", name="NVIDIA H200", sm_count=132)
 
 
 class Launches(list):
@@ -43,7 +44,7 @@ def runtime_on_cpu(launch: Any) -> Runtime:
         is_capturing=lambda: False,
         synchronize=lambda index: None,
         launch=launch,
-        read_device_facts=lambda index: H200,
+        read_device=lambda index: H200,
     )
 
 

@@ -280,7 +280,7 @@ def test_sixteen_worker_warps_reach_a_compiler_that_takes_them(monkeypatch) -> N
     monkeypatch.setattr(_ir2bytecode, "_resolve_num_worker_warps", _ir2bytecode._resolve_num_worker_warps)
     pass_on_worker_warps.cache_clear()  # as in a process that has built nothing
     (step,) = steps(Attention, PROBLEM, schedule, arch_spec("sm_90"))
-    (served,) = make_kernel(Attention, {"sm_90": schedule}, PROBLEM, load_settings())
+    (served,) = make_kernel(Attention, schedule, PROBLEM, load_settings(), arch_spec("sm_90"))
     asked = signature(Attention, PROBLEM, schedule, step)
     if release(installed_toolchain().tileiras) >= (13, 5):
         launched = served._compile(asked, default_tile_context, (9, 0))[0]
@@ -306,7 +306,7 @@ def test_a_program_that_spills_is_refused_where_there_is_another_choice(monkeypa
     for refuses, knobs in ((True, large), (False, large), (True, {})):
         schedule = space_for("sm_90", Attention).default(ragged).replace(**knobs)
         (step,) = steps(Attention, ragged, schedule, arch_spec("sm_90"))
-        (served,) = prebuilt.make_kernel(Attention, {"sm_90": schedule}, ragged, load_settings())
+        (served,) = prebuilt.make_kernel(Attention, schedule, ragged, load_settings(), arch_spec("sm_90"))
         asked = signature(Attention, ragged, schedule, step)
         if not (refuses and knobs):
             with prebuilt.refusing_spills(refuses):
@@ -479,7 +479,7 @@ def test_a_launch_runs_what_was_built(knobs: dict, asked: dict) -> None:
     launch = KernelSignature(inferred, built.calling_convention, built.symbol)
     assert launch != built
     assert assumed(Attention, launch, step) == built
-    (served,) = make_kernel(Attention, {"sm_90": schedule}, problem, load_settings())
+    (served,) = make_kernel(Attention, schedule, problem, load_settings(), arch_spec("sm_90"))
     artifact = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=problem, arch="sm_90")).artifact
     launched = served._compile(launch, default_tile_context, (9, 0))[0]
     assert read_artifact(launched, "sm_90").fingerprint == artifact.fingerprint

@@ -74,18 +74,24 @@ WRONG = [
 ]
 
 
+def refusal_of_a_table_with(db, folder, path) -> str:
+    """Why a table is not imported in which the last of `path` stands at the place to which the others lead."""
+    export_table(db, folder / "t.json")
+    data = json.loads((folder / "t.json").read_text())
+    *way, last, value = path
+    functools.reduce(operator.getitem, way, data)[last] = value
+    (folder / "t.json").write_text(json.dumps(data))
+    with TuningDB.open(":memory:") as other, pytest.raises(DatabaseError) as error:
+        import_table(other, folder / "t.json")
+    return str(error.value)
+
+
 @pytest.mark.parametrize("path", WRONG, ids=lambda path: f"{path[-2]}-{str(path[-1])[:12]}")
 def test_a_table_is_held_to_its_form_by_key(db, tmp_path, path):
-    export_table(db, tmp_path / "t.json")
-    data = json.loads((tmp_path / "t.json").read_text())
-    *way, last, value = path  # the value takes the place of what the others lead to
-    functools.reduce(operator.getitem, way, data)[last] = value
-    (tmp_path / "t.json").write_text(json.dumps(data))
     key = next(step for step in reversed(path[:-1]) if isinstance(step, str))
-    with TuningDB.open(":memory:") as other, pytest.raises(DatabaseError) as error:
-        import_table(other, tmp_path / "t.json")
-    assert str(error.value).startswith("t.json: ")
-    assert key in str(error.value)
+    said = refusal_of_a_table_with(db, tmp_path, path)
+    assert said.startswith("t.json: ")
+    assert key in said
 
 
 @pytest.mark.parametrize(
@@ -94,13 +100,7 @@ def test_a_table_is_held_to_its_form_by_key(db, tmp_path, path):
     ids=lambda path: path[-2],
 )
 def test_an_estimate_that_its_samples_do_not_give_is_not_taken(db, tmp_path, path):
-    export_table(db, tmp_path / "t.json")
-    data = json.loads((tmp_path / "t.json").read_text())
-    *way, last, value = path
-    functools.reduce(operator.getitem, way, data)[last] = value
-    (tmp_path / "t.json").write_text(json.dumps(data))
-    with TuningDB.open(":memory:") as other, pytest.raises(DatabaseError, match="of its samples"):
-        import_table(other, tmp_path / "t.json")
+    assert "of its samples" in refusal_of_a_table_with(db, tmp_path, path)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 import op_kernels as kernels
 
 import tiledsched as ts
-from tiledsched.core.errors import LaunchError, ProblemError
+from tiledsched.core.errors import ProblemError
 from tiledsched.serve import process
 
 norm = ts.op("tiledsched_gpu_tests::rms_norm", kernels.RmsNorm)
@@ -90,27 +90,9 @@ def test_compiled_whole_it_is_the_same(mode) -> None:
         torch.testing.assert_close(many(values).clone(), values.sum()[None] * 2, rtol=1e-4, atol=1e-3)
 
 
-def test_gradients() -> None:
-    x, w = (each.requires_grad_() for each in made(dtype=torch.bfloat16))
-    torch._dynamo.reset()
-    for call in (trained, torch.compile(trained, fullgraph=True)):
-        found = torch.autograd.grad(call(x, w).float().square().sum(), (x, w))
-        want = torch.autograd.grad(normed(x, w).float().square().sum(), (x, w))
-        for one, other in zip(found, want, strict=True):
-            torch.testing.assert_close(one.float(), other.float(), rtol=5e-2, atol=0.5)
-
-
-def test_operator_checks() -> None:
-    torch.library.opcheck(norm._overload, made(), rtol=1e-2, atol=1e-2)
-    torch.library.opcheck(total._overload, (torch.randn(70, device="cuda"), 3), rtol=1e-2, atol=1e-2)
-
-
 def test_a_graph_replays_what_was_captured() -> None:
     x, w = made(columns=900)
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(LaunchError, match="before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        norm(x, w)
-    torch.cuda.synchronize()
     norm(x, w)
     total(x.flatten()[:1000].float())
     values = torch.randn(1000, device="cuda")
@@ -125,43 +107,19 @@ def test_a_graph_replays_what_was_captured() -> None:
         torch.testing.assert_close(found, values.sum()[None], rtol=1e-4, atol=1e-3)
 
 
-def test_the_current_stream_is_used() -> None:
-    x, w = made(rows=4096)
-    want = normed(x * 3, w)
-    norm(x, w)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        y = x.clone()
-        for _ in range(50):  # long enough that a launch on another stream would come too early
-            y = (y * 1.0).clone()
-        out = norm(y * 3, w)
-    stream.synchronize()
-    torch.testing.assert_close(out, want, **CLOSE)
-
-
 def test_threads_on_streams_of_their_own_share_no_workspace() -> None:
-    failed = []
-
     def call(seed) -> None:
-        try:
-            values = torch.arange(1000.0, device="cuda") + seed
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for _ in range(50):
-                    found, blocks = total(values)
-                torch.testing.assert_close(found, values.sum()[None], rtol=1e-4, atol=1.0)
-                assert int(blocks) == -(-1000 // total.plan_for(values).served.schedule.number("TILE"))
-        except BaseException as error:
-            failed.append(error)
+        values = torch.arange(1000.0, device="cuda") + seed
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(50):
+                found, blocks = total(values)
+            torch.testing.assert_close(found, values.sum()[None], rtol=1e-4, atol=1.0)
+            assert int(blocks) == -(-1000 // total.plan_for(values).served.schedule.number("TILE"))
 
     total(torch.randn(1000, device="cuda"))
     torch.cuda.synchronize()
-    threads = [threading.Thread(target=call, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == []
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(call, range(4))) == [None] * 4
 
 
 @pytest.mark.compiler

@@ -7,6 +7,7 @@ import pytest
 
 from tiledsched.core import launch as launches
 from tiledsched.core.config import load_settings
+from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import Failure
 from tiledsched.core.space_files import space_for
 from tiledsched.interpreter import SmallDevice
@@ -78,7 +79,7 @@ class Launcher:
             self.extras[extra.name] = torch.zeros(extra.shape, dtype=getattr(torch, extra.dtype), device="cuda")
         if problem.lse:
             self.extras["Lse"] = torch.zeros((*q.shape[:3], 1), dtype=torch.float32, device="cuda")
-        kernels = make_kernel(Attention, {arch(): schedule}, problem, load_settings())
+        kernels = make_kernel(Attention, schedule, problem, load_settings(), arch_spec(arch()))
         arrays = {"Q": q, "K": k, "V": v, "Out": self.out, **self.extras}
         self.launches = [
             (step.grid, kernel, tuple(arrays.get(each.name, each.value) for each in step.arguments))

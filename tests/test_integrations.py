@@ -187,7 +187,8 @@ def registered(transformers):
 @pytest.fixture
 def not_theirs(registered, monkeypatch):
     """transformers' own attention may not be called."""
-    monkeypatch.setattr(registered, "_theirs", lambda: pytest.fail("a mask was made"))
+    theirs = "transformers.integrations.sdpa_attention.sdpa_attention_forward"
+    monkeypatch.setattr(theirs, lambda *given, **named: pytest.fail("a mask was made"))
 
 
 @pytest.fixture
@@ -255,18 +256,6 @@ def test_logits_and_greedy_tokens_are_those_of_torch(registered, transformers, f
     assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("cache", ["static", "dynamic"])
-def test_every_kind_of_cache_gives_the_same_tokens(registered, transformers, cache) -> None:
-    model = make(transformers)
-    theirs, ours = both(
-        model,
-        lambda m: m.generate(
-            input_ids=PROMPT, max_new_tokens=9, do_sample=False, cache_implementation=cache, disable_compile=True
-        ),
-    )
-    assert torch.equal(ours, theirs)
-
-
 def in_chunks(model, cache=None):
     """The prompt in three pieces, each on the cache of those before it."""
     logits = []
@@ -275,14 +264,6 @@ def in_chunks(model, cache=None):
         cache = output.past_key_values
         logits.append(output.logits)
     return torch.cat(logits, dim=1)
-
-
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_a_prompt_in_chunks_gives_the_logits_of_the_whole(registered, transformers, family) -> None:
-    model = make(transformers, family)
-    theirs, ours = both(model, in_chunks)
-    torch.testing.assert_close(ours, theirs)
-    torch.testing.assert_close(ours, model(input_ids=PROMPT).logits, atol=1e-4, rtol=1e-4)
 
 
 def test_each_phase_asks_for_the_mask_it_means(registered, transformers, monkeypatch) -> None:
@@ -325,15 +306,6 @@ def test_an_encoder_is_not_causal(registered, transformers) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-def test_a_compiled_model_stays_one_graph_and_needs_no_mask(registered, not_theirs, transformers) -> None:
-    model = use(make(transformers), "tiledsched")
-    with torch.no_grad():
-        expected = model(input_ids=PROMPT).logits
-        torch._dynamo.reset()
-        found = torch.compile(model, backend="aot_eager", fullgraph=True)(input_ids=PROMPT).logits
-    torch.testing.assert_close(found, expected)
-
-
 def test_training_gives_torchs_gradients(registered, transformers) -> None:
     model = make(transformers)
     gradients = []
@@ -369,7 +341,7 @@ ENDS = PADDED.clone()
 ENDS[1, 15:] = 0
 
 
-@pytest.mark.parametrize("family", ["Mistral", "Gemma2", "GptOss"])
+@pytest.mark.parametrize("family", sorted(ASKING))
 def test_windows_softcap_and_sinks_stay_what_they_are_in_compiled_code(
     family, registered, not_theirs, transformers, monkeypatch
 ) -> None:
@@ -386,7 +358,7 @@ def test_windows_softcap_and_sinks_stay_what_they_are_in_compiled_code(
         found = torch.compile(model, backend="aot_eager", fullgraph=True)(input_ids=PROMPT).logits
     torch.testing.assert_close(found, expected)
     assert [each.get("window") for each in asked] == eagerly
-    assert 8 in eagerly
+    assert (8 in eagerly) == (family != "Llama")
 
 
 @pytest.mark.parametrize(
@@ -437,7 +409,7 @@ def logits_of(model, method, padding, chunks=None):
 
 
 @pytest.mark.parametrize("family", sorted(ASKING))
-@pytest.mark.parametrize("padding", [None, PADDED, RIGHT, ENDS], ids=["whole", "left", "right", "both"])
+@pytest.mark.parametrize("padding", [None, PADDED, ENDS], ids=["whole", "left", "both"])
 @pytest.mark.parametrize("chunks", [None, [9, 1, 10]], ids=["at once", "in chunks"])
 def test_windows_padding_softcap_and_sinks_are_served(
     launches, fresh, registered, not_theirs, transformers, family, padding, chunks
@@ -515,7 +487,7 @@ def test_packed_sequences_in_several_rows_are_served(launches, fresh, registered
     torch.testing.assert_close(found, wanted, atol=5e-3, rtol=5e-2)
 
 
-@pytest.mark.parametrize("family", ["Mistral", "GptOss", "Gemma2"])
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "GptOss", "Gemma2"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generation_gives_the_tokens_of_eager(registered, transformers, family, cache) -> None:
     model = make(transformers, family, **ASKING[family])
@@ -767,7 +739,6 @@ def test_kernels_loads_the_package_from_a_folder(tmp_path) -> None:
 def test_the_kernel_package_says_what_it_holds(tmp_path) -> None:
     import base64
     import hashlib
-    import importlib.util
 
     from tiledsched.ops.integrations.kernel_package import main
 
@@ -781,11 +752,6 @@ def test_the_kernel_package_says_what_it_holds(tmp_path) -> None:
         for name, digest in metadata["digest"]["files"].items():
             assert base64.b64encode(hashlib.sha256((variant / name).read_bytes()).digest()).decode() == digest
     assert len(ids) == 2
-    older = variant / metadata["name"].replace("-", "_") / "__init__.py"
-    spec = importlib.util.spec_from_file_location("an_older_kernels", older)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.sdpa(*tensors(1, 2, 4, 16)).shape == (1, 2, 4, 16)
 
 
 # The recipes of docs/integrations.md

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -248,23 +248,14 @@ def test_what_is_forgotten_during_a_launch_stays_forgotten(launches) -> None:
 
 
 def test_threads_with_calls_of_their_own(served) -> None:
-    failed = []
-
     def repeat(names) -> None:
-        try:
-            for _ in range(5):
-                for name in names:
-                    check(calls()[name])
-        except BaseException as error:
-            failed.append(error)
+        for _ in range(5):
+            for name in names:
+                check(calls()[name])
 
     names = list(calls())
-    threads = [threading.Thread(target=repeat, args=(names[start::4],)) for start in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == []
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(repeat, [names[start::4] for start in range(4)])) == [None] * 4
 
 
 # Tensors and states that a comparison must refuse

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,10 +15,10 @@ from serve_on_cpu import capturing, changed
 import tiledsched as ts
 from tiledsched.core.arrays import ArraySpec
 from tiledsched.core.errors import ConfigError, LaunchError, ProblemError, UnsupportedError
+from tiledsched.measure.runner import Device
 from tiledsched.serve import launch as launching
 from tiledsched.serve import process
 from tiledsched.serve.plan import scratch_of
-from tiledsched.serve.process import DeviceFacts
 
 pytestmark = pytest.mark.usefixtures("fresh")
 CLOSE = {"rtol": 2e-3, "atol": 2e-3}
@@ -223,22 +224,6 @@ def test_the_shipped_matrix_product(launches, layouts) -> None:
     assert [layout == "column" for layout in (p.a_layout, p.b_layout)] == list(layouts)
 
 
-def test_the_shipped_kernels_of_rows(launches) -> None:
-    from tiledsched.kernels.rms_norm import RmsNorm
-    from tiledsched.kernels.softmax import Softmax
-
-    x, w = made(dtype=torch.bfloat16)
-    add_norm = ts.op("tiledsched_tests::add_rms_norm", RmsNorm, residual=True)
-    out, total_ = add_norm(x, x, w)
-    close = {"rtol": 2e-2, "atol": 2e-2}
-    torch.testing.assert_close(total_, x + x, **close)
-    torch.testing.assert_close(out, normed(x, w, x), **close)
-    torch.testing.assert_close(ts.op("tiledsched_tests::plain_norm", RmsNorm)(x, w), normed(x, w), **close)
-    torch.testing.assert_close(
-        ts.op("tiledsched_tests::softmax", Softmax)(x), x.float().softmax(-1).bfloat16(), **close
-    )
-
-
 def test_the_functions_shaped_like_torchs(launches) -> None:
     from tiledsched.ops import functions
 
@@ -266,10 +251,16 @@ def test_it_needs_a_gpu_and_a_search_space(launches) -> None:
     ):
         norm(x, w)
     process.forget_plans()
-    launches.runtime.read_device_facts = lambda index: DeviceFacts(arch="sm_75", name="Tesla T4", sm_count=40)
+    launches.runtime.read_device = lambda index: Device(arch="sm_75", name="Tesla T4", sm_count=40)
     with pytest.raises(UnsupportedError, match="no search space for sm_75"):
         norm(x, w)
     assert launches == []
+
+
+def test_what_torch_says_of_a_gpu(monkeypatch) -> None:
+    properties = SimpleNamespace(major=12, minor=1, name="NVIDIA GB10", multi_processor_count=48)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    assert process.read_device(0) == Device(name="NVIDIA GB10", arch="sm_121", sm_count=48)
 
 
 def test_settings_hold_from_the_next_call(launches) -> None:

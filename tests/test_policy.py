@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from datetime import datetime, timezone
 
 import pytest
+import served_entries
 
 from tiledsched.core import data_files
 from tiledsched.core.device import arch_spec
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
-from tiledsched.measure.runner import Conditions, Device
 from tiledsched.serve import transfer as policy
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.transfer import (
@@ -23,46 +22,19 @@ from tiledsched.serve.transfer import (
     transfer,
 )
 from tiledsched.store.exchange import read_table
-from tiledsched.store.records import Entry, MeasurementSummary, Toolchain
 
 SPACE, SPEC = space_for("sm_90", Attention), arch_spec("sm_90")
 PROBLEM = Attention.standard(seq_len=2048, head_dim=64)
 TABLE = data_files.tuning_db().parent / "docs" / "results" / "serving" / "sm_90_2026-11-20.json.xz"
 """The table as old as the landscapes: what is younger cannot be looked up in them."""
-TOOLCHAIN = Toolchain(cuda_tile="1.7.0", tileiras="13.4.92", ptxas="13.4.92", nvvm="13.4.92")
-SUMMARY = MeasurementSummary(
-    id=1,
-    uid="u",
-    median_us=300.0,
-    ci_low_us=299.0,
-    ci_high_us=301.0,
-    samples=30,
-    device=Device(name="NVIDIA H200", arch="sm_90", sm_count=132),
-    conditions=Conditions(),
-    accuracy=None,
-    runner="gpu",
-    toolchain=TOOLCHAIN,
-    created_at=datetime(2026, 11, 20, tzinfo=timezone.utc),
-)
 
 
 def schedule(problem=PROBLEM, **knobs):
-    return SPACE.default(problem).replace(**knobs)
+    return served_entries.default(problem).replace(**knobs)
 
 
 def entry(problem=PROBLEM, chosen=None, **more):
-    return Entry(
-        kernel="attention",
-        arch="sm_90",
-        problem=problem,
-        provenance="measured",
-        measurement=SUMMARY,
-        schedule=chosen or schedule(problem),
-        fingerprint="f" * 24,
-        device_name="NVIDIA H200",
-        regime="burst",
-        **more,
-    )
+    return served_entries.entry(problem, schedule=chosen or schedule(problem), **more)
 
 
 def at(seq_len, **changes):

@@ -4,62 +4,30 @@ from __future__ import annotations
 
 import re
 import time
-import warnings
-from datetime import datetime, timezone
 
 import pytest
+import served_entries
 
 from tiledsched.core import data_files
 from tiledsched.core.config import Settings
-from tiledsched.core.errors import ConfigError, ProblemError, UnsupportedError
+from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
-from tiledsched.measure.runner import Conditions, Device
 from tiledsched.serve.entries import load_entries
 from tiledsched.serve.explain import explain_problem
 from tiledsched.serve.lookup import LookupTable
-from tiledsched.store.records import Entry, MeasurementSummary, Toolchain
 
 PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
-H200 = Device(name="NVIDIA H200", arch="sm_90", sm_count=132)
-TOOLCHAIN = Toolchain(cuda_tile="1.7.0", tileiras="13.4.92", ptxas="13.4.92", nvvm="13.4.92")
 
 
 def schedule(**knobs) -> Schedule:
-    return space_for("sm_90", Attention).default(PROBLEM).replace(**knobs)
+    return served_entries.default(PROBLEM).replace(**knobs)
 
 
-def entry(problem: Problem = PROBLEM, provenance: str = "measured", *, knobs=None, device: str = "NVIDIA H200", **more):
-    measured = provenance in ("measured", "transferred")
-    summary = MeasurementSummary(
-        id=1,
-        uid="u",
-        median_us=300.0,
-        ci_low_us=299.0,
-        ci_high_us=301.0,
-        samples=30,
-        device=H200,
-        conditions=Conditions(),
-        accuracy=None,
-        runner="gpu",
-        toolchain=TOOLCHAIN,
-        created_at=datetime(2026, 11, 20, tzinfo=timezone.utc),
-    )
-    values = {
-        "kernel": "attention",
-        "arch": "sm_90",
-        "problem": problem,
-        "provenance": provenance,
-        "schedule": schedule(**(knobs or {})),
-        "device_name": device if measured else "",
-        "regime": "burst" if measured else "",
-        "measurement": summary if measured else None,
-        "model_us": None if measured else 500.0,
-        "fingerprint": "f" * 24,
-    }
-    return Entry(**(values | more))
+def entry(problem: Problem = PROBLEM, provenance: str = "measured", *, knobs=None, **more):
+    return served_entries.entry(problem, provenance, **({"schedule": schedule(**(knobs or {}))} | more))
 
 
 def table_of(entries, **settings) -> LookupTable:
@@ -94,9 +62,8 @@ def test_what_this_compiler_cannot_build_is_neither_served_nor_named() -> None:
         table = table_of([odd], compiler=compiler)
         assert [table.resolve(each, "sm_90").schedule["num_worker_warps"] for each in (PROBLEM, near)] == [served] * 2
     plain = entry(runner_up=schedule(num_worker_warps=16), margin=0.0)
-    assert [each.runner_up for each in table_of([plain], compiler="13.4.92")._known(space_for("sm_90", Attention))] == [
-        None
-    ]
+    (known,) = table_of([plain], compiler="13.4.92")._index(space_for("sm_90", Attention)).measured
+    assert known.runner_up is None
 
 
 def test_another_device_of_the_arch_is_transferred() -> None:
@@ -278,28 +245,34 @@ def test_explain_says_which_settings_won() -> None:
     assert explanation.to_json()["controls"] == sources
 
 
-def test_lengths_that_are_near_share_an_answer(monkeypatch) -> None:
-    asked = []
-    look_up = LookupTable._from_others
-    monkeypatch.setattr(LookupTable, "_from_others", lambda *given: asked.append(given[1]) or look_up(*given))
-    table = table_of([entry()])
+class Counting(LookupTable):
+    """A table that notes which problems it looks up among others."""
+
+    def __init__(self, entries) -> None:
+        super().__init__(entries, Attention)
+        self.looked_up: list = []
+
+    def _from_others(self, problem, space):
+        self.looked_up.append(problem.seq_k)
+        return super()._from_others(problem, space)
+
+
+def test_lengths_that_are_near_share_an_answer() -> None:
+    table = Counting([entry()])
     answers = [table.resolve(PROBLEM.replace(seq_q=s, seq_k=s), "sm_90") for s in (1921, 1950, 2047)]
-    assert len(asked) == 1
+    assert len(table.looked_up) == 1
     assert all(answer is answers[0] for answer in answers)
     round_one = table.resolve(PROBLEM.replace(seq_q=2048, seq_k=2048), "sm_90")
-    assert asked[-1].seq_k == 2048  # round lengths are asked for themselves
+    assert table.looked_up[1:] == [2048]  # round lengths are looked up for themselves
     assert round_one.provenance == "transferred"
     assert table.resolve(PROBLEM, "sm_90", "NVIDIA H200").provenance == "measured"
 
 
-def test_a_model_that_decodes_stops_for_an_answer_at_few_lengths(monkeypatch) -> None:
-    asked = []
-    look_up = LookupTable._from_others
-    monkeypatch.setattr(LookupTable, "_from_others", lambda *given: asked.append(given[1].seq_k) or look_up(*given))
-    table, row = table_of([entry()]), PROBLEM.replace(seq_q=1, causal=False)
+def test_a_model_that_decodes_stops_for_an_answer_at_few_lengths() -> None:
+    table, row = Counting([entry()]), PROBLEM.replace(seq_q=1, causal=False)
     for keys in range(2049, 2305):
         table.resolve(row.replace(seq_k=keys), "sm_90")
-    assert asked == [2303, 2304]
+    assert table.looked_up == [2303, 2304]
 
 
 @pytest.mark.parametrize("seq_k", [1001, 1002, 1008, 1024, 1056, 5000])
@@ -322,62 +295,15 @@ def test_lookup_of_a_large_table_is_quick() -> None:
 # sdpa without a GPU
 
 
-@pytest.fixture
-def sdpa_module(monkeypatch, tmp_path):
-    pytest.importorskip("torch")
-    from tiledsched.ops import sdpa as module
-
-    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "none.db"))
-    module.reload()
-    yield module
-    module.reload()
-
-
-def test_cpu_tensors_go_to_torch_with_one_warning(sdpa_module) -> None:
-    import torch
+def test_cpu_tensors_go_to_torch_with_one_warning(fresh) -> None:
+    torch = pytest.importorskip("torch")
+    from tiledsched.ops.sdpa import sdpa
 
     q, k, v = (torch.randn(2, 4, 33, 16) for _ in range(3))
-    with pytest.warns(UserWarning, match="q is on cpu"):
-        out = sdpa_module.sdpa(q, k, v, causal=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        sdpa_module.sdpa(q, k, v)
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    torch.testing.assert_close(out, expected)
-
-
-def test_grouped_heads_and_scale_reach_torch(sdpa_module) -> None:
-    import torch
-
-    q, k, v = torch.randn(1, 8, 16, 32), torch.randn(1, 2, 16, 32), torch.randn(1, 2, 16, 32)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        out = sdpa_module.sdpa(q, k, v, scale=0.3)
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=0.3, enable_gqa=True)
-    torch.testing.assert_close(out, expected)
-
-
-def test_the_fallback_can_be_an_error(sdpa_module, monkeypatch) -> None:
-    import torch
-
-    monkeypatch.setenv("TILEDSCHED_FALLBACK", "error")
-    q = torch.randn(1, 1, 8, 8)
-    with pytest.raises(UnsupportedError, match="q is on cpu"):
-        sdpa_module.sdpa(q, q, q)
-
-
-@pytest.mark.parametrize(
-    ("shapes", "words"),
-    [
-        (((4,),) * 3, r"q must be \[batch, heads, rows, head_dim\]"),
-        (((2, 3, 4), (2, 3, 5), (2, 3, 5)), "q and k must agree in head_dim"),
-    ],
-)
-def test_wrong_shapes_name_the_argument(sdpa_module, shapes, words) -> None:
-    import torch
-
-    with pytest.raises(ProblemError, match=words):
-        sdpa_module.sdpa(*(torch.randn(shape) for shape in shapes))
+    with pytest.warns(UserWarning, match="q is on cpu") as warned:
+        out, _ = [sdpa(q, k, v, causal=True) for _ in range(2)]
+    assert [each.filename for each in warned] == [__file__]
+    torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
 
 
 def test_sdpa_is_public_and_lazy() -> None:

@@ -12,11 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import served_entries
 import store_samples
 
 from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.compiler import Built
 from tiledsched.build.cubin import Artifact, read_artifact
+from tiledsched.build.pool import BuildPool
 from tiledsched.core import launch as launches
 from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.device import arch_spec
@@ -48,20 +50,8 @@ def told_by_its_name(cubin: bytes, arch: str) -> Artifact:
     return artifact(cubin.decode(), arch)
 
 
-def entry(problem=PROBLEM, schedule=SCHEDULE, **more) -> Entry:
-    values = {
-        "kernel": "attention",
-        "arch": ARCH,
-        "problem": problem,
-        "provenance": "modelled",
-        "schedule": schedule,
-        "device_name": "",
-        "regime": "",
-        "measurement": None,
-        "model_us": 500.0,
-        "fingerprint": "f" * 24,
-    }
-    return Entry(**(values | more))
+def entry(problem=PROBLEM, schedule=SCHEDULE, provenance="modelled", **more) -> Entry:
+    return served_entries.entry(problem, provenance, schedule=schedule, **more)
 
 
 def program(problem=PROBLEM, schedule=SCHEDULE, fingerprint="ab" * 12) -> BundledProgram:
@@ -85,17 +75,23 @@ def home(monkeypatch, tmp_path):
     return tmp_path
 
 
+@pytest.fixture
+def named_code(monkeypatch):
+    """The machine code of these tests, which is no cubin, is read as what it was made of."""
+    monkeypatch.setattr(bundles, "read_artifact", told_by_its_name)
+
+
 # The file
 
 
-def test_a_bundle_gives_back_what_was_put_in_and_the_same_bytes_each_time(tmp_path) -> None:
+def test_a_bundle_gives_back_what_was_put_in_and_the_same_bytes_each_time(tmp_path, named_code) -> None:
     other = program(PROBLEM.replace(causal=True), HINTED, "cd" * 12)
     path = write(tmp_path / "deep" / "one.zip", [program(), other], entries=[entry()])
     bundle = read_bundle(path)
     assert bundle.programs == (program(), other)
     assert bundle.entries == (entry(),)
     assert bundle.compiler == "a compiler"
-    assert bundle.cubin(other) == artifact(other.fingerprint, ARCH).cubin
+    assert bundle.artifact(other).cubin == artifact(other.fingerprint, ARCH).cubin
     again = write(tmp_path / "two.zip", [program(), other], entries=[entry()])
     assert again.read_bytes() == path.read_bytes()
     assert [each.name for each in path.parent.iterdir()] == ["one.zip"]
@@ -113,7 +109,7 @@ def test_what_is_no_bundle_is_refused_with_what_to_do(tmp_path) -> None:
         read_bundle(tmp_path / "newer.zip")
     bundle = read_bundle(write(tmp_path / "good.zip"))
     with pytest.raises(ConfigError, match="damaged"):
-        bundle.cubin(program(fingerprint="00" * 12))
+        bundle.artifact(program(fingerprint="00" * 12))
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="give another path"):
         write(tmp_path / "file" / "out.zip")
@@ -203,13 +199,9 @@ def test_other_machine_code_than_the_bundle_says_is_refused(tmp_path, monkeypatc
     bundle = read_bundle(write(tmp_path / "b.zip"))
     with pytest.raises(ConfigError, match=r"is damaged .*not a cubin"):
         bundle.artifact(program())
-    for found in ("ab" * 12, "cd" * 12):
-        monkeypatch.setattr(bundles, "read_artifact", lambda code, arch, found=found: artifact(found, arch))
-        if found == program().fingerprint:
-            assert bundle.artifact(program()).cubin == artifact(found, ARCH).cubin
-        else:
-            with pytest.raises(ConfigError, match=f"is machine code {found}"):
-                bundle.artifact(program())
+    monkeypatch.setattr(bundles, "read_artifact", lambda code, arch: artifact("cd" * 12, arch))
+    with pytest.raises(ConfigError, match="is machine code cdcdcd"):
+        bundle.artifact(program())
 
 
 # Which launches may use a program
@@ -294,25 +286,26 @@ def test_another_problem_class_or_tile_is_another_program(problem, schedule) -> 
 # Kernels that look into bundles
 
 
-def test_a_kernel_takes_the_program_with_its_hints_and_signature(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(bundles, "read_artifact", told_by_its_name)
+def test_a_kernel_takes_the_program_with_its_hints_and_signature(tmp_path, monkeypatch, caplog, named_code) -> None:
     causal = PROBLEM.replace(causal=True)
     held = [program(), program(causal, fingerprint="cd" * 12), program(schedule=HINTED, fingerprint="ef" * 12)]
     monkeypatch.setenv("TILEDSCHED_BUNDLE", str(write(tmp_path / "b.zip", held)))
+    caplog.set_level(logging.INFO, logger="tiledsched")
     for schedule, problem, wanted in (
         (SCHEDULE, PROBLEM, held[0]),
         (SCHEDULE, causal, held[1]),
         (HINTED, PROBLEM, held[2]),
     ):
-        (kernel,) = make_kernel(Attention, {ARCH: schedule}, problem, SETTINGS)
+        (kernel,) = make_kernel(Attention, schedule, problem, SETTINGS, arch_spec(ARCH))
         cubin, symbol, *more = kernel._compile(asked(problem, schedule), None, (9, 0))
         assert cubin == artifact(wanted.fingerprint, ARCH).cubin
+        assert f"{wanted.fingerprint} from {tmp_path / 'b.zip'}" in caplog.text
         assert (symbol, more) == ("attention", [None, ()])
-        found = find_program(kernel.prebuilt[ARCH], Attention, 0, kernel.step.function, asked(problem, schedule))
+        found = find_program(kernel.prebuilt, Attention, 0, kernel.step.function, asked(problem, schedule))
         assert found is not None
-        assert found.program == wanted
-    (other,) = make_kernel(Attention, {ARCH: SCHEDULE.replace(occupancy=3)}, PROBLEM, SETTINGS)
-    assert not any(other.prebuilt.values())
+        assert found[1] == wanted
+    (other,) = make_kernel(Attention, SCHEDULE.replace(occupancy=3), PROBLEM, SETTINGS, arch_spec(ARCH))
+    assert not other.prebuilt
 
 
 def test_damaged_machine_code_is_compiled_instead(tmp_path, monkeypatch, caplog) -> None:
@@ -320,7 +313,7 @@ def test_damaged_machine_code_is_compiled_instead(tmp_path, monkeypatch, caplog)
 
     monkeypatch.setenv("TILEDSCHED_BUNDLE", str(write(tmp_path / "b.zip")))
     monkeypatch.setattr(ct.kernel, "_compile", lambda self, *given: ("compiled", given))
-    (kernel,) = make_kernel(Attention, {ARCH: SCHEDULE}, PROBLEM, SETTINGS)
+    (kernel,) = make_kernel(Attention, SCHEDULE, PROBLEM, SETTINGS, arch_spec(ARCH))
     assert kernel._compile(asked(), "context", (9, 0))[0] == "compiled"  # what the tests write is no cubin
     assert "is damaged" in caplog.text
     assert "compiled instead" in caplog.text
@@ -330,14 +323,15 @@ def test_where_no_bundle_holds_it_the_kernel_compiles_or_says_why_it_cannot(tmp_
     import cuda.tile as ct
 
     monkeypatch.setenv("TILEDSCHED_BUNDLE", str(write(tmp_path / "b.zip")))
-    (kernel,) = make_kernel(Attention, {ARCH: SCHEDULE}, PROBLEM, SETTINGS)
+    (kernel,) = make_kernel(Attention, SCHEDULE, PROBLEM, SETTINGS, arch_spec(ARCH))
     other = asked(PROBLEM.replace(causal=True))
     monkeypatch.setattr(ct.kernel, "_compile", lambda self, *given: ("compiled", given))
     answer, (signature, *more) = kernel._compile(other, "context", (9, 0))
     assert (answer, more) == ("compiled", ["context", (9, 0)])
     assumed = built_for(PROBLEM.replace(causal=True)).parameters
     assert signature.parameters == assumed != other.parameters
-    assert kernel._compile(asked(), "context", (10, 0))[0] == "compiled"  # the bundle is for another arch
+    (elsewhere,) = make_kernel(Attention, SCHEDULE, PROBLEM, SETTINGS, arch_spec("sm_100"))
+    assert elsewhere._compile(asked(), "context", (10, 0))[0] == "compiled"  # the bundle is for another arch
 
     def missing(self, *given):
         raise FileNotFoundError("'tileiras' compiler not found")
@@ -366,16 +360,17 @@ def test_a_program_of_a_bundle_is_the_one_cutile_would_compile_and_no_compiler_s
     problem = PROBLEM.replace(head_dim=32)
     schedule = SCHEDULE.replace(tile_m=64, tile_n=32)
     table = LookupTable([entry(problem, schedule)], Attention)
-    made = warmup.prepare(
-        ARCH,
-        warm_path(ARCH, load_settings(), "attention"),
-        [entry(problem, schedule)],
-        table,
-        Attention,
-        ArtifactStore(),
-        "a compiler",
-        jobs=1,
-    )
+    with BuildPool(1) as pool:
+        made = warmup.prepare(
+            ARCH,
+            warm_path(ARCH, load_settings(), "attention"),
+            [entry(problem, schedule)],
+            table,
+            Attention,
+            ArtifactStore(),
+            pool,
+            "a compiler",
+        )
     assert (made.programs, made.compiled, made.reused, made.failures) == (1, 1, 0, ())
     signature = built_for(problem, schedule)
     (plain,) = launches.tile_kernels(Attention, {ARCH: schedule}, problem, arch_spec(ARCH))
@@ -386,6 +381,7 @@ def forbidden(*given, **more): raise AssertionError(f"started {{given}}")
 subprocess.run = subprocess.Popen = forbidden
 from tiledsched.core import launch as launches
 from tiledsched.core.config import load_settings
+from tiledsched.core.device import arch_spec
 from tiledsched.core.registry import problem_from_json
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.problem import Problem
@@ -393,7 +389,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.serve.prebuilt import make_kernel
 schedule, problem = Schedule({schedule.to_json()!r}), problem_from_json({problem.to_json()!r})
 declared = kernel_named("attention")
-(kernel,) = make_kernel(declared, {{"sm_90": schedule}}, problem, load_settings())
+(kernel,) = make_kernel(declared, schedule, problem, load_settings(), arch_spec("sm_90"))
 answer = kernel._compile(launches.signature(declared, problem, schedule, kernel.step), None, (9, 0))
 assert "cuda.tile._compile" not in sys.modules
 sys.stdout.buffer.write(answer[0])
@@ -437,16 +433,15 @@ class Pool:
 
 
 @pytest.fixture
-def pool(monkeypatch):
-    monkeypatch.setattr(warmup, "BuildPool", Pool)
-    monkeypatch.setattr(bundles, "read_artifact", told_by_its_name)
+def pool(monkeypatch, named_code):
+    monkeypatch.setattr("tiledsched.build.pool.BuildPool", Pool)
     Pool.tasks.clear()
     return Pool
 
 
 def prepare(path, entries, **more):
     return warmup.prepare(
-        ARCH, path, entries, LookupTable(entries, Attention), Attention, ArtifactStore(), "a compiler", **more
+        ARCH, path, entries, LookupTable(entries, Attention), Attention, ArtifactStore(), Pool(), "a compiler", **more
     )
 
 
@@ -476,7 +471,14 @@ def test_machine_code_is_used_again_only_where_the_kernel_is_the_same(tmp_path, 
     older = entry(fingerprint=known.fingerprint, source_hash="0" * 12)
     for one, reused in ((measured, 1), (older, 0)):
         made = warmup.prepare(
-            ARCH, tmp_path / f"{reused}.zip", [one], LookupTable([one], Attention), Attention, store, "a compiler"
+            ARCH,
+            tmp_path / f"{reused}.zip",
+            [one],
+            LookupTable([one], Attention),
+            Attention,
+            store,
+            Pool(),
+            "a compiler",
         )
         assert (made.reused, made.compiled) == (reused, 1 - reused)
 
@@ -509,6 +511,7 @@ def test_what_does_not_build_is_told_and_the_rest_is_written(tmp_path, pool) -> 
             LookupTable(entries, Attention),
             Attention,
             ArtifactStore(),
+            Pool(),
             "a compiler",
         )
 
@@ -574,13 +577,3 @@ def test_warmup_without_a_gpu_asks_for_an_arch(capsys) -> None:
 
     assert main(["warmup"], devices=list) == 2
     assert "pass --arch" in capsys.readouterr().err
-
-
-def test_bundles_are_named_in_the_log(tmp_path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(bundles, "read_artifact", told_by_its_name)
-    monkeypatch.setenv("TILEDSCHED_BUNDLE", str(write(tmp_path / "b.zip")))
-    (kernel,) = make_kernel(Attention, {ARCH: SCHEDULE}, PROBLEM, SETTINGS)
-    with caplog.at_level(logging.INFO, logger="tiledsched"):
-        kernel._compile(asked(), None, (9, 0))
-    assert "ab" * 12 in caplog.text
-    assert "b.zip" in caplog.text

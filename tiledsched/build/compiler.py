@@ -9,8 +9,10 @@ import re
 import socket
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tiledsched.build.cubin import Artifact, join, read_artifact
 from tiledsched.build.toolchain import ANY_WORKER_WARPS, compiler_at_hand, release
@@ -104,19 +106,23 @@ def compile_task(task: BuildTask) -> Built:
 
 def compile_schedule(kernel: KernelClass, problem: Problem, schedule: Schedule, arch: str) -> Artifact:
     """The machine code of every launch of a schedule. Whatever the compiler trips over is raised."""
-    from cuda.tile.compilation import export_kernel
-
     from tiledsched.core.launch import signature, steps, tile_kernels
 
-    pass_on_worker_warps()
     device = arch_spec(arch)
-    built = []
     objects = tile_kernels(kernel, {arch: schedule}, problem, device)
-    for step, tile_kernel in zip(steps(kernel, problem, schedule, device), objects, strict=True):
+    signatures = [signature(kernel, problem, schedule, step) for step in steps(kernel, problem, schedule, device)]
+    return export(objects, signatures, arch)
+
+
+def export(objects: Sequence[Any], signatures: Sequence[Any], arch: str) -> Artifact:
+    """The machine code of cuTile kernel objects, of each for launches with one signature, as one artifact."""
+    from cuda.tile.compilation import export_kernel
+
+    pass_on_worker_warps()
+    built = []
+    for tile_kernel, signature in zip(objects, signatures, strict=True):
         output = io.BytesIO()
-        export_kernel(
-            tile_kernel, [signature(kernel, problem, schedule, step)], output, gpu_code=arch, output_format="cubin"
-        )
+        export_kernel(tile_kernel, [signature], output, gpu_code=arch, output_format="cubin")
         built.append(read_artifact(output.getvalue(), arch))
     return join(built)
 

@@ -54,6 +54,7 @@ def warmup(
     tiledsched warmup
     tiledsched warmup --arch sm_90 --also any-length,decode -o attention.zip
     """
+    from tiledsched.build.pool import BuildPool
     from tiledsched.serve.bundle import warm_path
     from tiledsched.serve.entries import load_entries, load_table
     from tiledsched.serve.warmup import prepare, renamed_by_contents
@@ -67,25 +68,26 @@ def warmup(
     if campaign:
         entries = _done_by(run, campaign, entries)
     results = []
-    for each in archs:
-        session = run.session(each)
-        warm = warm_path(each, settings, kernel.name)
-        path = Path(out) if out else warm
-        in_folder = path.is_dir()
-        done = prepare(
-            each,
-            path / f".{os.getpid()}.zip" if in_folder else path,
-            entries,
-            table,
-            kernel,
-            session.artifacts,
-            session.toolchain.compiler,
-            likely=lambda problem: kernel.likely(problem, variants) if variants else (),
-            others=[warm],
-            jobs=jobs,
-            progress=note,
-        )
-        results.append(renamed_by_contents(done, kernel.name) if in_folder else done)
+    with BuildPool(jobs) as pool:
+        for each in archs:
+            session = run.session(each)
+            warm = warm_path(each, settings, kernel.name)
+            path = Path(out) if out else warm
+            in_folder = path.is_dir()
+            done = prepare(
+                each,
+                path / f".{os.getpid()}.zip" if in_folder else path,
+                entries,
+                table,
+                kernel,
+                session.artifacts,
+                pool,
+                session.toolchain.compiler,
+                likely=lambda problem: kernel.likely(problem, variants) if variants else (),
+                others=[warm],
+                progress=note,
+            )
+            results.append(renamed_by_contents(done, kernel.name) if in_folder else done)
     run.print({"bundles": [result.to_json() for result in results]}, "\n".join(map(str, results)))
     return 1 if any(result.failures for result in results) else 0
 

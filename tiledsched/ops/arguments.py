@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -58,16 +59,28 @@ def read_mask(attn_mask: Any, is_causal: Any, causal: Any, q: Any, k: Any) -> tu
         attn_mask, causal = None, attn_mask
     if causal is not None and is_causal:
         raise ProblemError(f"is_causal = {is_causal!r} and causal = {causal!r} are both given; give one of them")
-    wanted = is_causal if causal is None else causal
-    if not isinstance(wanted, (bool, int, str)) or wanted not in CAUSAL:
-        name = "is_causal" if causal is None else "causal"
-        raise ProblemError(f"{name} = {wanted!r}; allowed are False, True, 'top_left' and 'bottom_right'")
-    alignment = CAUSAL[wanted]
+    alignment = read_causal(is_causal, "is_causal") if causal is None else read_causal(causal)
     if attn_mask is None:
         return None, alignment
     if alignment is not None:
         raise ProblemError("attn_mask and a causal mask are both given; give one, or a mask that holds both")
     return _read_bias(attn_mask, q, k)
+
+
+def read_causal(value: Any, name: str = "causal", allowed: Mapping[Any, str | None] = CAUSAL) -> str | None:
+    """Where the causal mask is aligned; None for no mask.
+
+    Args:
+        value: what the caller gave.
+        name: the argument's name, for the message.
+        allowed: what each value means.
+
+    Raises:
+        ProblemError: the value is not allowed.
+    """
+    if not isinstance(value, (bool, int, str)) or value not in allowed:
+        raise ProblemError(f"{name} = {value!r}; allowed are False, True, 'top_left' and 'bottom_right'")
+    return allowed[value]
 
 
 def _read_bias(attn_mask: Any, q: Any, k: Any) -> tuple[Any, str | None]:
@@ -116,6 +129,34 @@ def check_tensors(q: Any, k: Any, v: Any) -> None:
             raise ProblemError(f"q's heads (axis 1) must be a multiple of k's, got {_shape(q)} and {_shape(k)}")
         if any(q.shape[0] != x.shape[0] and 1 not in (q.shape[0], x.shape[0]) for x in (k, v)):
             raise ProblemError(f"q, k and v must agree in batch (axis 0), got {_shape(q)}, {_shape(k)} and {_shape(v)}")
+
+
+def check_array(name: str, given: Any, axes: str, sizes: tuple[int | None, ...], q: Any, *, whole: bool = True) -> None:
+    """Raise unless `given` is a tensor of these sizes on q's device, of integers (`whole`) or of floating-point numbers.
+
+    Args:
+        name: the argument's name, for the message.
+        given: what the caller gave.
+        axes: what the axes are, for the message.
+        sizes: the size of each axis; None for any size but 0.
+        q: a tensor.
+        whole: whether it must hold integers.
+
+    Raises:
+        ProblemError: it is something else.
+    """
+    kind = "an integer" if whole else "a floating-point"
+    shape = _shape(given) if isinstance(given, torch.Tensor) else ()
+    fits = len(shape) == len(sizes) and all(
+        size == wanted or (size > 0 and wanted is None) for size, wanted in zip(shape, sizes, strict=True)
+    )
+    if not fits:
+        got = shape if isinstance(given, torch.Tensor) else type(given).__name__
+        raise ProblemError(f"{name} must be {kind} tensor [{axes}], got {got}")
+    if given.device != q.device:
+        raise ProblemError(f"{name} must be on q's device, {q.device}, got {given.device}")
+    if given.is_floating_point() == whole or given.is_complex() or given.dtype == torch.bool:
+        raise ProblemError(f"{name} must be {kind} tensor [{axes}], got {given.dtype}")
 
 
 def heads_grouped(q: Any, k: Any, v: Any) -> bool:

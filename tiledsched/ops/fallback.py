@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import warnings
@@ -17,7 +18,6 @@ from tiledsched.serve.process import log, settings
 
 torch_attention = functional.scaled_dot_product_attention
 """torch's own function, even after something replaced it in torch."""
-_warned: set[str] = set()
 
 
 def report(reason: str) -> None:
@@ -28,19 +28,21 @@ def report(reason: str) -> None:
     """
     if settings().fallback == "error":
         raise UnsupportedError(f"{reason} (setting fallback = error; set it to torch to use torch's attention)")
-    if reason not in _warned:
-        _warned.add(reason)
-        log.info("torch's attention: %s", reason)
-        warnings.warn(f"tiledsched.sdpa uses torch's attention: {reason}", stacklevel=4)
+    _warn(reason)
+
+
+@functools.cache
+def _warn(reason: str) -> None:
+    log.info("torch's attention: %s", reason)
+    warnings.warn(f"tiledsched.sdpa uses torch's attention: {reason}", stacklevel=6)
 
 
 # Under torch.compile: called while tracing and not traced, so that the warning is given and the graph stays whole.
 report._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def forget_warnings() -> None:
-    """Give each warning once more."""
-    _warned.clear()
+forget_warnings = _warn.cache_clear
+"""Have each warning given once more."""
 
 
 def attend_in_torch(
@@ -69,14 +71,14 @@ def attend_in_torch(
         features: everything else.
     """
     if features.is_varlen:
-        pair = _attend_varlen(q, k, v, dropout_p, causal, scale, features)
-        return pair if return_lse else pair[0]
-    if any(features.key):
+        out, lse = _attend_varlen(q, k, v, dropout_p, causal, scale, features)
+    elif any(features.key):
         visible = visible_keys(q, k, causal, features)
-        pair = attend_visible(q, k, v, attn_mask, visible, dropout_p, scale, features)
-        return pair if return_lse else pair[0]
-    out = _attend_plain(q, k, v, attn_mask, dropout_p, causal, scale)
-    return (out, _torch_lse(q, k, attn_mask, causal, scale).expand(out.shape[:-1])) if return_lse else out
+        out, lse = attend_visible(q, k, v, attn_mask, visible, dropout_p, scale, features)
+    else:
+        out = _attend_plain(q, k, v, attn_mask, dropout_p, causal, scale)
+        lse = _plain_lse(q, k, v, attn_mask, causal, scale).expand(out.shape[:-1]) if return_lse else None
+    return (out, lse) if return_lse else out
 
 
 def attend_nested(
@@ -100,7 +102,8 @@ def visible_keys(q: Any, k: Any, causal: str | None, features: AttentionFeatures
     keys = torch.arange(k.shape[-2], device=q.device)
     visible = None
     if causal is not None:
-        visible = _below_diagonal(q.shape[-2], keys, _diagonal(q, k, causal), features)[None, None]
+        before = k.shape[-2] - q.shape[-2] if causal == "bottom_right" else 0
+        visible = _below_diagonal(q.shape[-2], keys, before, features)[None, None]
     for edge, counts in ((features.key_starts, operator.ge), (features.key_lengths, operator.lt)):
         if edge is not None:
             own = counts(keys, edge[:, None])[:, None, None]
@@ -130,7 +133,7 @@ def attend_visible(
         scale: softmax scale or None.
         features: of which softcap and sinks are read.
     """
-    if k.ndim > 2 and k.shape[-3] != q.shape[-3] and k.shape[-3] > 1:
+    if k.ndim > 2 and q.shape[-3] != k.shape[-3] > 1 and heads_grouped(q, k, k):
         k, v = (each.repeat_interleave(q.shape[-3] // each.shape[-3], dim=-3) for each in (k, v))
     scores = (q @ k.transpose(-2, -1)).float() * (1 / math.sqrt(max(1, q.shape[-1])) if scale is None else scale)
     if features.softcap:
@@ -159,36 +162,19 @@ def _attend_plain(
     rows, columns = q.shape[-2], k.shape[-2]
     if causal != "bottom_right" or rows == columns:
         return torch_attention(q, k, v, attn_mask=attn_mask, is_causal=causal is not None, **more)
+    visible = visible_keys(q, k, causal, NO_FEATURES)[0, 0]
     if rows < columns:
-        return torch_attention(q, k, v, attn_mask=visible_keys(q, k, causal, NO_FEATURES)[0, 0], **more)
-    # The first rows see nothing and are zero, as in the kernel; for the others both alignments are one.
-    seen = torch_attention(q[..., rows - columns :, :], k, v, is_causal=True, **more)
-    blind = seen.new_zeros((*seen.shape[:-2], rows - columns, seen.shape[-1]))
-    return torch.cat([blind, seen], dim=-2)
+        return torch_attention(q, k, v, attn_mask=visible, **more)
+    # The first rows see nothing and are zero, as in the kernel; in torch's function they are not in every version.
+    return attend_visible(q, k, v, attn_mask, visible, dropout_p, scale, NO_FEATURES)[0]
 
 
-def _torch_lse(q: Any, k: Any, attn_mask: Any, causal: str | None, scale: float | None) -> Any:
-    """Log-sum-exp of the scaled, masked scores of each row, natural, float32 `[batch, heads, rows]`.
-
-    From the scores in full: torch has no public function for it. float32 products, whatever the dtype of q and k.
-    """
+def _plain_lse(q: Any, k: Any, v: Any, attn_mask: Any, causal: str | None, scale: float | None) -> Any:
+    """The log-sum-exp of each row, for which torch has no public function. Products are in float32, also of float16."""
     if k.ndim > 2 and not k.shape[-3]:  # no keys at all
         return q.new_full(q.shape[:-1], -math.inf, dtype=torch.float32)
-    if q.ndim == k.ndim >= 4 and k.shape[-3] != q.shape[-3] and heads_grouped(q, k, k):
-        k = k.repeat_interleave(q.shape[-3] // k.shape[-3], dim=-3)
-    scores = q.float() @ k.float().transpose(-2, -1) * (1 / math.sqrt(max(1, q.shape[-1])) if scale is None else scale)
-    if causal is not None and attn_mask is None:
-        attn_mask = visible_keys(q, k, causal, NO_FEATURES)[0, 0]
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attn_mask, -math.inf)
-    elif attn_mask is not None:
-        scores = scores + attn_mask
-    return torch.logsumexp(scores, dim=-1)
-
-
-def _diagonal(q: Any, k: Any, causal: str) -> int:
-    """Keys that the first row sees before the one of its own number."""
-    return k.shape[-2] - q.shape[-2] if causal == "bottom_right" else 0
+    visible = None if causal is None else visible_keys(q, k, causal, NO_FEATURES)[0, 0]
+    return attend_visible(q.float(), k.float(), v, attn_mask, visible, 0.0, scale, NO_FEATURES)[1]
 
 
 def _below_diagonal(rows: int, keys: Any, before: Any, features: AttentionFeatures) -> Any:
@@ -216,6 +202,10 @@ def _attend_varlen(
         dropout_p, causal, scale: as for `sdpa`; bottom_right aligns the mask with each sequence's own keys.
         features: say where everything lies. Lengths of the longest sequence that are missing are read from the device.
     """
+    if not k.numel():  # no row sees a key
+        lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
+        lse = lse if features.sinks is None else features.sinks.float()[:, None].expand(lse.shape)
+        return q.new_zeros((*q.shape[:3], v.shape[3])), lse
     offsets = features.cu_seqlens_q
     queries, own_rows = q, q.shape[2]
     if offsets is not None:

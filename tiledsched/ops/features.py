@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from tiledsched.core.errors import ProblemError
+from tiledsched.ops.arguments import check_array
 
 _INTEGERS = ("Starts", "Lengths", "CuQ", "CuK", "Table")
 """The kernel's names of the integer arrays from `key_starts` to `block_table`."""
@@ -119,8 +120,6 @@ def read_features(
     right = 0
     if isinstance(window, (tuple, list)):
         window, alignment, right = _two_sides(window, alignment)
-        if window is None and not right:
-            return read_features(q, k, alignment, None, softcap, sinks, key_starts, key_lengths)
     if window is not None:
         if not isinstance(window, (int, torch.SymInt)) or isinstance(window, bool) or window < 1:
             raise ProblemError(
@@ -136,12 +135,13 @@ def read_features(
     ):
         raise ProblemError(f"softcap must be a positive number, or 0 or None for none, got {softcap!r}")
     heads, batch = (q.shape[-3] if q.ndim > 2 else 1), (q.shape[0] if q.ndim > 3 else 1)
-    _check(sinks, "sinks", "heads", heads, q, whole=False)
-    _check(key_starts, "key_starts", "batch", batch, q, whole=True)
-    _check(key_lengths, "key_lengths", "batch", batch, q, whole=True)
-    return alignment, AttentionFeatures(
-        window or 0, float(softcap or 0.0), sinks, key_starts, key_lengths, window_right=right
-    )
+    if sinks is not None:
+        check_array("sinks", sinks, f"heads = {heads}", (heads,), q, whole=False)
+    for name, each in (("key_starts", key_starts), ("key_lengths", key_lengths)):
+        if each is not None:
+            check_array(name, each, f"batch = {batch}", (batch,), q)
+    found = AttentionFeatures(window or 0, float(softcap or 0.0), sinks, key_starts, key_lengths, window_right=right)
+    return alignment, found if any(found.key) else NO_FEATURES
 
 
 def _two_sides(window: Any, alignment: str | None) -> tuple[int | None, str | None, int]:
@@ -158,18 +158,3 @@ def _two_sides(window: Any, alignment: str | None) -> tuple[int | None, str | No
     elif before >= 0 or after >= 0:
         alignment = "bottom_right"
     return before + 1 or None, alignment, (ALL_KEYS if after < 0 else after) if alignment else 0
-
-
-def _check(given: Any, name: str, axis: str, size: int, q: Any, *, whole: bool) -> None:
-    """Raise unless `given` is None, or a tensor `[size]` on q's device of integers (`whole`) or floating-point numbers."""
-    if given is None:
-        return
-    kind = "an integer" if whole else "a floating-point"
-    if not isinstance(given, torch.Tensor):
-        raise ProblemError(f"{name} must be {kind} tensor [{axis}], got {type(given).__name__}")
-    if tuple(given.shape) != (size,):
-        raise ProblemError(f"{name} must be [{axis}], here ({size},), got {tuple(given.shape)}")
-    if given.device != q.device:
-        raise ProblemError(f"{name} must be on q's device, {q.device}, got {given.device}")
-    if given.is_floating_point() == whole or given.is_complex() or given.dtype == torch.bool:
-        raise ProblemError(f"{name} must be {kind} tensor, got {given.dtype}")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tiledsched.kernels.attention.rivals import empty_output
-from tiledsched.ops.arguments import needs_gradients
+from tiledsched.ops.arguments import needs_gradients, odd_scale, unserved
 from tiledsched.ops.fallback import attend_in_torch, report
 from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
 from tiledsched.ops.plans import AttentionCall, cache, launch_attention, plan_key
@@ -50,6 +50,30 @@ def attend(
     result = attend_in_torch(q, k, v, None, 0.0, causal, scale, lse, features)
     out = empty_output(q, v.shape[3]).copy_(result[0] if lse else result)
     return (out, result[1]) if lse else out
+
+
+def serve_checked(
+    q: Any,
+    k: Any,
+    v: Any,
+    attn_mask: Any,
+    dropout_p: float,
+    causal: str | None,
+    scale: Any,
+    return_lse: bool,
+    features: AttentionFeatures,
+) -> Any:
+    """Call the operator; or torch's attention, with one warning per reason, where the kernel cannot serve the call.
+
+    The arguments are those of :func:`tiledsched.ops.fallback.attend_in_torch`, and have been checked.
+    """
+    sample = (q, k, v) if features.block_table is None else (q[:1], k[:1], v[:1])  # of pages there is any number
+    reason = odd_scale(scale) or unserved(*sample, attn_mask, dropout_p)
+    if reason:
+        report(reason)
+        return attend_in_torch(q, k, v, attn_mask, dropout_p, causal, scale, return_lse, features)
+    operator = sdpa_lse_operator if return_lse else sdpa_operator
+    return operator(q, k, v, causal, scale, *(() if features is NO_FEATURES else features))
 
 
 def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:

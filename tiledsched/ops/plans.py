@@ -138,11 +138,6 @@ class AttentionCall(NamedTuple):
         cap = features.softcap or None
         try:
             problem = self.problem()
-        except ProblemError as error:
-            if features.is_varlen:
-                return str(error)
-            raise
-        try:
             numbers = dict(zip(("scale_log2", "cap_scale"), scales(problem, scale, cap), strict=True))
         except ProblemError as error:
             return str(error)

@@ -18,9 +18,9 @@ except ImportError as missing:
 
 from tiledsched.core.errors import UnsupportedError
 from tiledsched.ops.arguments import CAUSAL, check_tensors, name_tensors, odd_scale, read_mask, read_scale, unserved
-from tiledsched.ops.fallback import attend_in_torch, attend_nested, forget_warnings, report
+from tiledsched.ops.fallback import attend_nested, forget_warnings, report
 from tiledsched.ops.features import FEATURE_ARGUMENTS, NO_FEATURES, Window, read_features
-from tiledsched.ops.operator import cast_for_autocast, sdpa_lse_operator, sdpa_operator
+from tiledsched.ops.operator import cast_for_autocast, serve_checked
 from tiledsched.ops.padding import hidden_ends
 from tiledsched.ops.plans import AttentionCall, find_ready, launch_attention
 from tiledsched.serve.explain import Explanation
@@ -218,11 +218,9 @@ def _attend(
     check_tensors(q, k, v)
     mask, alignment = read_mask(attn_mask, is_causal, causal, q, k)
     causal, (alignment, features) = alignment or False, read_features(q, k, alignment, *given)
-    odd = odd_scale(scale)
-    if odd and (q.ndim == 4 or (q.ndim == 3 and q.shape[0] == k.shape[0] == v.shape[0])):
-        report(odd)  # with the axes that there are: of what is no number torch makes other things with four
-        return attend_in_torch(q, k, v, mask, dropout_p, alignment, scale, return_lse, features)
-    if q.ndim == k.ndim == v.ndim == 3 and mask is None:
+    # Of a scale that is no number torch makes other things with four axes than with three.
+    as_they_are = odd_scale(scale) and q.shape[0] == k.shape[0] == v.shape[0]
+    if q.ndim == k.ndim == v.ndim == 3 and mask is None and not as_they_are:
         result = sdpa(
             q[None],
             k[None],
@@ -244,13 +242,4 @@ def _attend(
         ends = hidden_ends(mask, q, k, at_once=settings().fallback == "error")
         if ends is not None:
             mask, features = None, read_features(q, k, None, key_starts=ends[0], key_lengths=ends[1])[1]
-    reason = unserved(q, k, v, mask, dropout_p)
-    if reason:
-        report(reason)
-        return attend_in_torch(q, k, v, mask, dropout_p, alignment, scale, return_lse, features)
-    operator = sdpa_lse_operator if return_lse else sdpa_operator
-    return (
-        operator(q, k, v, alignment, scale)
-        if features is NO_FEATURES
-        else operator(q, k, v, alignment, scale, *features)
-    )
+    return serve_checked(q, k, v, mask, dropout_p, alignment, scale, return_lse, features)

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from tiledsched.core.errors import ProblemError
-from tiledsched.ops.arguments import CAUSAL, check_tensors, odd_scale, read_scale, unserved
-from tiledsched.ops.fallback import attend_in_torch, report
+from tiledsched.ops.arguments import CAUSAL, check_array, check_tensors, read_causal, read_scale
 from tiledsched.ops.features import AttentionFeatures, Window, read_features
-from tiledsched.ops.operator import cast_for_autocast, sdpa_lse_operator, sdpa_operator
+from tiledsched.ops.operator import cast_for_autocast, serve_checked
 
 VARLEN_CAUSAL: dict[Any, str | None] = {**CAUSAL, True: "bottom_right"}
 """The values that `causal` may have, and where each aligns the causal mask: True means what it means in FlashAttention."""
@@ -64,25 +63,25 @@ def sdpa_varlen(
         UnsupportedError: inputs for torch, where the setting `fallback` is `error`.
     """
     tensors = _read_tensors(q, k, v, 3, 3 if block_table is None else 4)
-    _check_offsets("cu_seqlens_q", cu_seqlens_q, q)
+    check_array("cu_seqlens_q", cu_seqlens_q, "sequences + 1", (None,), q)
     sequences = cu_seqlens_q.shape[0] - 1
+    if sequences < 1:
+        raise ProblemError(
+            "cu_seqlens_q holds where each sequence begins and the last ends, so two numbers at least; got one"
+        )
     if block_table is None:
         if seqused_k is not None:
             raise ProblemError("seqused_k says how much of each sequence's pages is in use; give block_table, too")
         cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-        _check_offsets("cu_seqlens_k", cu_seqlens_k, q)
-        if cu_seqlens_k.shape != cu_seqlens_q.shape:
-            raise ProblemError(
-                f"cu_seqlens_q and cu_seqlens_k must be of as many sequences, got {sequences} and "
-                f"{cu_seqlens_k.shape[0] - 1}"
-            )
+        check_array("cu_seqlens_k", cu_seqlens_k, f"{sequences} sequences + 1", (sequences + 1,), q)
         if cu_seqlens_k is cu_seqlens_q and causal in (True, "bottom_right"):
             causal = "top_left"  # with as many keys as rows it is the same mask, and less work
     else:
         if cu_seqlens_k is not None:
             raise ProblemError("cu_seqlens_k and block_table are both given; keys lie end to end or in pages")
-        _check_pages(block_table, seqused_k, "seqused_k", sequences, q)
-    alignment = _read_causal(causal)
+        check_array("block_table", block_table, f"{sequences} sequences, pages", (sequences, None), q)
+        check_array("seqused_k", seqused_k, f"{sequences} sequences", (sequences,), q)
+    alignment = read_causal(causal, allowed=VARLEN_CAUSAL)
     alignment, features = read_features(q.transpose(0, 1)[None], k, alignment, window, softcap, sinks, None, None)
     features = features._replace(
         key_lengths=seqused_k,
@@ -136,8 +135,9 @@ def sdpa_paged(
         UnsupportedError: inputs for torch, where the setting `fallback` is `error`.
     """
     tensors = _read_tensors(q, k_cache, v_cache, 4, 4)
-    _check_pages(block_table, key_lengths, "key_lengths", q.shape[0], q)
-    alignment = _read_causal(causal)
+    check_array("block_table", block_table, f"{q.shape[0]} sequences, pages", (q.shape[0], None), q)
+    check_array("key_lengths", key_lengths, f"{q.shape[0]} sequences", (q.shape[0],), q)
+    alignment = read_causal(causal, allowed=VARLEN_CAUSAL)
     q, k, v = (each.transpose(1, 2) for each in tensors)
     alignment, features = read_features(q, k, alignment, window, softcap, sinks, None, key_lengths)
     features = features._replace(block_table=block_table)
@@ -156,66 +156,19 @@ def _attend(
     return_lse: bool,
     features: AttentionFeatures,
 ) -> Any:
-    """Call the operator, or torch's operations, with arguments that have been checked."""
+    """Check the tensors, and call the operator or torch's operations."""
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = cast_for_autocast(q, k, v)
     scale = read_scale(scale)
     sample = (q, k, v) if features.block_table is None else (q[:1], k[:1], v[:1])  # of pages there is any number
     check_tensors(*sample)
-    reason = odd_scale(scale) or unserved(*sample, None, dropout_p)
-    if reason:
-        report(reason)
-        if not k.numel():
-            return _without_keys(q, v, return_lse, features)
-        return attend_in_torch(q, k, v, None, dropout_p, alignment, scale, return_lse, features)
-    operator = sdpa_lse_operator if return_lse else sdpa_operator
-    return operator(q, k, v, alignment, scale, *features)
-
-
-def _without_keys(q: Any, v: Any, return_lse: bool, features: AttentionFeatures) -> Any:
-    """The result for rows that see no key."""
-    out, lse = q.new_zeros((*q.shape[:3], v.shape[3])), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
-    if features.sinks is not None:
-        lse = features.sinks.float()[:, None].expand(lse.shape)
-    return (out, lse) if return_lse else out
-
-
-def _read_causal(causal: Any) -> str | None:
-    if not isinstance(causal, (bool, str)) or causal not in VARLEN_CAUSAL:
-        raise ProblemError(f"causal = {causal!r}; allowed are False, True, 'top_left' and 'bottom_right'")
-    return VARLEN_CAUSAL[causal]
+    return serve_checked(q, k, v, None, dropout_p, alignment, scale, return_lse, features)
 
 
 def _read_tensors(q: Any, k: Any, v: Any, axes: int, key_axes: int) -> tuple[Any, Any, Any]:
     for name, tensor, wanted in (("q", q, axes), ("k", k, key_axes), ("v", v, key_axes)):
-        if not isinstance(tensor, Tensor):
-            raise ProblemError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.ndim != wanted:
+        if not isinstance(tensor, Tensor) or tensor.ndim != wanted:
             shape = {3: "[rows of all, heads, columns]", 4: "[batch or pages, rows, heads, columns]"}[wanted]
-            raise ProblemError(f"{name} must be {shape}, got {tuple(tensor.shape)}")
+            got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ProblemError(f"{name} must be a tensor {shape}, got {got}")
     return q, k, v
-
-
-def _check_offsets(name: str, offsets: Any, q: Any) -> None:
-    if not isinstance(offsets, Tensor) or offsets.ndim != 1 or offsets.shape[0] < 2:
-        got = tuple(offsets.shape) if isinstance(offsets, Tensor) else type(offsets).__name__
-        raise ProblemError(f"{name} must be a tensor [sequences + 1], where each begins and the last ends, got {got}")
-    _check_integers(name, offsets, q)
-
-
-def _check_pages(table: Any, lengths: Any, lengths_name: str, sequences: int, q: Any) -> None:
-    if not isinstance(table, Tensor) or table.ndim != 2 or table.shape[0] != sequences or not table.shape[1]:
-        got = tuple(table.shape) if isinstance(table, Tensor) else type(table).__name__
-        raise ProblemError(f"block_table must be a tensor [{sequences} sequences, pages], got {got}")
-    _check_integers("block_table", table, q)
-    if not isinstance(lengths, Tensor) or tuple(lengths.shape) != (sequences,):
-        got = tuple(lengths.shape) if isinstance(lengths, Tensor) else type(lengths).__name__
-        raise ProblemError(f"{lengths_name} must be a tensor [{sequences}], the keys of each sequence, got {got}")
-    _check_integers(lengths_name, lengths, q)
-
-
-def _check_integers(name: str, tensor: Any, q: Any) -> None:
-    if tensor.dtype not in (torch.int32, torch.int64):
-        raise ProblemError(f"{name} must be int32 (or int64), got {tensor.dtype}")
-    if tensor.device != q.device:
-        raise ProblemError(f"{name} must be on q's device, {q.device}, got {tensor.device}")

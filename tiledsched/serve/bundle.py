@@ -23,7 +23,7 @@ from tiledsched.build.cubin import Artifact, read_artifact
 from tiledsched.core.config import Settings
 from tiledsched.core.errors import ConfigError, TiledschedError
 from tiledsched.core.files import MOST_BYTES, TooLargeError, write_whole
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import problem_from_json
 from tiledsched.core.schedule import Schedule
 from tiledsched.store.codec import decode
@@ -94,17 +94,9 @@ class Bundle:
         """
         return tuple(decode(Entry, row, f"{self.path.name}: entries[{i}]") for i, row in enumerate(self.table))
 
-    def cubin(self, program: BundledProgram) -> bytes:
-        """The machine code of one of its programs.
-
-        Raises:
-            ConfigError: the file is damaged.
-        """
-        try:
-            with zipfile.ZipFile(self.path) as file:
-                return _member(file, program.cubin_name)
-        except (OSError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-            raise ConfigError(f"{self.path} is damaged ({error}); {MAKE}") from error
+    def programs_of(self, kernel: KernelClass, arch: str) -> list[BundledProgram]:
+        """Its programs of a kernel for an arch."""
+        return [each for each in self.programs if (each.kernel, each.arch) == (kernel.name, arch)]
 
     def artifact(self, program: BundledProgram) -> Artifact:
         """The machine code of one of its programs, checked against its fingerprint.
@@ -112,8 +104,9 @@ class Bundle:
         Raises:
             ConfigError: the file is damaged, or holds other machine code.
         """
-        code = self.cubin(program)
         try:
+            with zipfile.ZipFile(self.path) as file:
+                code = _member(file, program.cubin_name)
             artifact = read_artifact(code, program.arch)
         except Exception as error:  # damage may look like anything
             raise ConfigError(f"{self.path} is damaged ({program.cubin_name}: {error}); {MAKE}") from error

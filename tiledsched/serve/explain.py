@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tiledsched.build.cubin import join, read_artifact
+from tiledsched.build.compiler import export
 from tiledsched.core.problem import Problem, rate_text
 from tiledsched.measure.runner import RivalTime
 from tiledsched.serve.lookup import LookupTable, Served
@@ -172,16 +171,16 @@ def launched_fingerprint(objects: Sequence[Any], arguments: Sequence[Sequence[An
     """Fingerprint of the machine code that kernel objects of :func:`tiledsched.serve.prebuilt.make_kernel` have compiled for
     launches with these arguments; needs the compiler, and no GPU of `arch`.
     """
-    from cuda.tile.compilation import CallingConvention, KernelSignature, export_kernel
+    from cuda.tile.compilation import CallingConvention, KernelSignature
 
     from tiledsched.core.launch import assumed
 
-    found = []
-    for each, given in zip(objects, arguments, strict=True):
-        inferred = KernelSignature.from_kernel_args(each, tuple(given), CallingConvention.cutile_python_v2())
-        output = io.BytesIO()
-        export_kernel(
-            each, [assumed(each.declaration, inferred, each.step)], output, gpu_code=arch, output_format="cubin"
+    signatures = [
+        assumed(
+            each.declaration,
+            KernelSignature.from_kernel_args(each, tuple(given), CallingConvention.cutile_python_v2()),
+            each.step,
         )
-        found.append(read_artifact(output.getvalue(), arch))
-    return join(found).fingerprint
+        for each, given in zip(objects, arguments, strict=True)
+    ]
+    return export(objects, signatures, arch).fingerprint

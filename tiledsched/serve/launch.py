@@ -130,20 +130,18 @@ def launch_first(
     Raises:
         LaunchError: every choice failed.
     """
-    while True:
-        try:
-            with refusing_spills(bool(plan.served.alternatives) and plan.launch_on != ELSEWHERE):
-                result = launch(plan)
-            break
-        except LaunchError as error:
-            refused = isinstance(error, RivalError)
-            other = next_choice(plan, make) if refused or isinstance(error.__cause__, TileError) else None
-            if other is None:
-                raise
-            level = logging.INFO if isinstance(error.__cause__, SpillsError) else logging.WARNING
-            log.log(level, "%s; %s is served instead", error, "our own kernel" if refused else "the next choice")
-            plan = other
-            cache.replace(key, plan)
+    try:
+        with refusing_spills(bool(plan.served.alternatives) and plan.launch_on != ELSEWHERE):
+            result = launch(plan)
+    except LaunchError as error:
+        refused = isinstance(error, RivalError)
+        other = next_choice(plan, make) if refused or isinstance(error.__cause__, TileError) else None
+        if other is None:
+            raise
+        level = logging.INFO if isinstance(error.__cause__, SpillsError) else logging.WARNING
+        log.log(level, "%s; %s is served instead", error, "our own kernel" if refused else "the next choice")
+        cache.plans[key] = other
+        return launch_first(cache, key, other, launch, make)
     if not process.runtime.is_capturing():  # what a capture does without is left to the next eager call
         cache.keep_ready(key, plan)
     return result

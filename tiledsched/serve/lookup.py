@@ -20,8 +20,9 @@ the exact class, and the reason says so. A less exact class never takes the plac
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tiledsched.build.toolchain import takes_hints
@@ -77,6 +78,29 @@ class Served:
     """The next choices, of a schedule that was not measured: each is served where the program of the one before spills."""
 
 
+@dataclass(kw_only=True)
+class _Index:
+    """The entries of one arch, as they are looked for."""
+
+    modelled: list[Entry] = field(default_factory=list)
+    """Entries that no device measured."""
+    measured: list[Entry] = field(default_factory=list)
+    """All other entries."""
+    by_problem: dict[Problem, list[Entry]] = field(default_factory=lambda: defaultdict(list))
+    """Measured entries, by their problem."""
+    by_kind: dict[tuple[Any, ...], list[Entry]] = field(default_factory=lambda: defaultdict(list))
+    """Measured entries, by the kind of their problem."""
+
+    def add(self, entry: Entry) -> None:
+        """Add an entry."""
+        if entry.provenance not in MEASURED_PROVENANCES:
+            self.modelled.append(entry)
+            return
+        self.measured.append(entry)
+        self.by_problem[entry.problem].append(entry)
+        self.by_kind[entry.problem.declaration.similarity.kind(entry.problem)].append(entry)
+
+
 class LookupTable:
     """The entries of one kernel, ready for lookup. A table never changes: load a new one to see new entries.
 
@@ -126,9 +150,7 @@ class LookupTable:
                 if measured:
                     covered.add(place)
         self._spaces = {space.arch: space for space in spaces}
-        self._completed: dict[str, list[Entry]] = {}
-        self._measured: dict[str, dict[Problem, list[Entry]]] = {}
-        self._kinds: dict[str, dict[tuple[Any, ...], list[Entry]]] = {}
+        self._indexes: dict[str, _Index] = {}
         self._answers: dict[tuple[Problem, str], Served] = {}
 
     def _mismatch(self, entry: Entry) -> int:
@@ -143,11 +165,6 @@ class LookupTable:
         if entry is not None and entry.accum_mode != self.accum_mode:
             note += f", with {entry.accum_mode} accumulators; nothing was with {self.accum_mode} ones"
         return note
-
-    @property
-    def archs(self) -> list[str]:
-        """The archs that have entries."""
-        return sorted(self._by_arch)
 
     def resolve(self, problem: Problem, arch: str, device_name: str = "") -> Served:
         """What is served for a problem.
@@ -192,7 +209,7 @@ class LookupTable:
 
     def _exact(self, problem: Problem, device_name: str, space: SearchSpace) -> Served | None:
         """The schedule measured for this very problem, on this device if possible; None where it was not measured."""
-        entries = self._measured_for(problem, space)
+        entries = self._index(space).by_problem.get(problem, ())
         same = [entry for entry in entries if not space.unworkable(entry.schedule, entry.problem)]
         if not same:
             return None
@@ -236,38 +253,20 @@ class LookupTable:
             f"another, and its time, too; run: tiledsched refresh {self.kernel.name} --arch {entry.arch}"
         )
 
-    def _known(self, space: SearchSpace) -> list[Entry]:
+    def _index(self, space: SearchSpace) -> _Index:
         """The entries of an arch that the installed compiler can build, their schedules completed with the space's defaults."""
-        if space.arch not in self._completed:
-            found = [entry for entry in self._by_arch.get(space.arch, []) if takes_hints(self.compiler, entry.schedule)]
-            self._completed[space.arch] = [
-                entry.replace(schedule=space.complete(entry.schedule), runner_up=self._usable(entry.runner_up))
-                for entry in found
-            ]
-        return self._completed[space.arch]
-
-    def _usable(self, schedule: Schedule | None) -> Schedule | None:
-        return schedule if schedule is not None and takes_hints(self.compiler, schedule) else None
-
-    def _measured_for(self, problem: Problem, space: SearchSpace) -> list[Entry]:
-        """The entries that were measured for `problem` itself."""
-        if space.arch not in self._measured:
-            by_problem: dict[Problem, list[Entry]] = {}
-            for entry in self._known(space):
-                if entry.provenance in MEASURED_PROVENANCES:
-                    by_problem.setdefault(entry.problem, []).append(entry)
-            self._measured[space.arch] = by_problem
-        return self._measured[space.arch].get(problem, [])
+        if space.arch not in self._indexes:
+            found = self._indexes[space.arch] = _Index()
+            for entry in self._by_arch.get(space.arch, []):
+                if takes_hints(self.compiler, entry.schedule):
+                    second = entry.runner_up
+                    usable = second if second is not None and takes_hints(self.compiler, second) else None
+                    found.add(entry.replace(schedule=space.complete(entry.schedule), runner_up=usable))
+        return self._indexes[space.arch]
 
     def _alike(self, problem: Problem, space: SearchSpace) -> Sequence[Entry]:
         """The entries that were measured for problems of the same kind."""
-        if space.arch not in self._kinds:
-            by_kind: dict[tuple[Any, ...], list[Entry]] = {}
-            for entry in self._known(space):
-                if entry.provenance in MEASURED_PROVENANCES:
-                    by_kind.setdefault(self.kernel.similarity.kind(entry.problem), []).append(entry)
-            self._kinds[space.arch] = by_kind
-        return self._kinds[space.arch].get(self.kernel.similarity.kind(problem), ())
+        return self._index(space).by_kind.get(self.kernel.similarity.kind(problem), ())
 
     def _shared(self, problem: Problem, space: SearchSpace) -> Served | None:
         """The answer that all problems of about this size share; None where its schedule is not valid for this one."""
@@ -282,17 +281,11 @@ class LookupTable:
 
     def _from_others(self, problem: Problem, space: SearchSpace) -> Served:
         """What is served for a problem that was not measured."""
-        known = self._known(space)
-        alike = self._alike(problem, space)
+        index, alike = self._index(space), self._alike(problem, space)
         found = (
             self._transferred(alike, problem, space)
-            or _modelled(known, problem, space)
-            or self._transferred(
-                [entry for entry in known if entry.provenance in MEASURED_PROVENANCES],
-                problem,
-                space,
-                " of another kind",
-            )
+            or _modelled(index.modelled, problem, space)
+            or self._transferred(index.measured, problem, space, " of another kind")
             or self._unmeasured(problem, space)
         )
         if not self._rivals:
@@ -407,15 +400,11 @@ class LookupTable:
         return True
 
 
-def _modelled(known: Sequence[Entry], problem: Problem, space: SearchSpace) -> Served | None:
+def _modelled(modelled: Sequence[Entry], problem: Problem, space: SearchSpace) -> Served | None:
     """The entry that the performance model chose for the nearest problem of the same kind; None where there is none."""
     kind, distance = problem.declaration.similarity.kind, problem.declaration.similarity.distance
-    alike = [entry for entry in known if kind(entry.problem) == kind(problem)]
-    usable = [
-        entry
-        for entry in alike
-        if entry.provenance not in MEASURED_PROVENANCES and not space.unworkable(entry.schedule, problem)
-    ]
+    alike = [entry for entry in modelled if kind(entry.problem) == kind(problem)]
+    usable = [entry for entry in alike if not space.unworkable(entry.schedule, problem)]
     if not usable:
         return None
     entry = min(

@@ -190,10 +190,6 @@ class Operator:
             )
         return given + tuple(named.get(each.name, each.default) for each in rest)
 
-    def _complete(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments with the defaults that torch's dispatcher leaves out at the end."""
-        return given + tuple(each.default for each in self.schema.parameters[len(given) :])
-
     def _split(self, given: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The tensors of a call, flat, and everything else that its plan depends on."""
         arrays, options = given[: self._arrays], given[self._arrays : self._scalars]
@@ -255,7 +251,7 @@ class Operator:
 
     def _dispatched(self, *given: Any) -> Any:
         """The implementation for tensors on a device."""
-        given = self._complete(given)
+        given += self._tails[len(given)]  # torch's dispatcher leaves defaults out at the end
         tensors, options = self._split(given)
         key = _plan_key(*tensors, *options)
 
@@ -270,7 +266,7 @@ class Operator:
 
     def _fake(self, *given: Any) -> Any:
         """The implementation for tensors without contents."""
-        given = self._complete(given)
+        given += self._tails[len(given)]  # torch's dispatcher leaves defaults out at the end
         device = self._device_of(self._split(given)[0])
         try:
             results = self.schema.results(given)
@@ -304,7 +300,9 @@ class Operator:
 
     def _refuse_gradients(self, keys: Any, *given: Any) -> Any:
         """The implementation under autograd of an operator that works in place: go on where nothing requires gradients."""
-        if torch.is_grad_enabled() and any(each.requires_grad for each in self._split(self._complete(given))[0]):
+        if torch.is_grad_enabled() and any(
+            each.requires_grad for each in self._split(given + self._tails[len(given)])[0]
+        ):
             raise UnsupportedError(
                 f"gradients are required and {self.name} works in place; call it under torch.no_grad()"
             )

@@ -87,11 +87,6 @@ class PlanCache(Generic[P]):
                 self.plans[key] = found
         return found
 
-    def replace(self, key: tuple[Any, ...], plan: P) -> None:
-        """Serve `plan` for `key` from now on."""
-        with lock:
-            self.plans[key] = plan
-
     def keep_ready(self, key: tuple[Any, ...], plan: P) -> None:
         """Note that `plan` was launched, unless it was forgotten meanwhile: the settings may have changed."""
         with lock:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import CompilerError, ConfigError, TiledschedError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import HINT_KNOBS, Schedule
-from tiledsched.serve.bundle import VARIABLE, Bundle, BundledProgram, bundle_paths, named_bundle, read_bundle
+from tiledsched.serve.bundle import Bundle, BundledProgram, bundle_paths, named_bundle, read_bundle
 
 log = logging.getLogger("tiledsched")
 MAX_SPILL_BYTES = 48
@@ -36,53 +35,39 @@ more (docs/results/serving.md)."""
 _thread = threading.local()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prebuilt:
-    """A program that was built ahead, and the bundle that holds it."""
-
-    program: BundledProgram
-    """The program."""
-    bundle: Bundle
-    """The bundle that holds its machine code."""
+Prebuilt = tuple[Bundle, BundledProgram]
+"""A program that was built ahead, and the bundle that holds it."""
 
 
 def make_kernel(
-    kernel: KernelClass, schedules: Mapping[str, Schedule], problem: Problem, settings: Settings, device: Any = None
+    kernel: KernelClass, schedule: Schedule, problem: Problem, settings: Settings, device: Any
 ) -> list[Any]:
     """The cuTile kernel objects of a schedule, one for each launch, that take their machine code from bundles where these hold
     it, and else have it compiled as it was for measuring.
 
     Args:
         kernel: the kernel.
-        schedules: a schedule by arch; the hints of all go into the objects.
+        schedule: the schedule.
         problem: decides which functions are launched.
         settings: say where bundles lie.
-        device: anything with `sm_count` and `arch`, which the kernel's launches may read; the usual one of the first arch
-            unless given.
+        device: where they are launched: anything with `sm_count` and `arch`, which the kernel's launches may read.
 
     Raises:
         ConfigError: `TILEDSCHED_BUNDLE` names something that is no bundle.
     """
-    device = device or arch_spec(next(iter(schedules)))
-    objects = launches.tile_kernels(kernel, schedules, problem, device)
-    wanted = launches.steps(kernel, problem, next(iter(schedules.values())), device)
-    candidates = {arch: _with_hints(kernel, arch, schedule, settings) for arch, schedule in schedules.items()}
+    objects = launches.tile_kernels(kernel, {device.arch: schedule}, problem, device)
+    wanted = launches.steps(kernel, problem, schedule, device)
+    candidates = [  # the signature of a launch decides which of them fits
+        (bundle, program)
+        for bundle in usable_bundles(kernel, settings)
+        for program in bundle.programs_of(kernel, device.arch)
+        if _hints(program.schedule) == _hints(schedule)
+    ]
     for place, (made, step) in enumerate(zip(objects, wanted, strict=True)):
         made.__class__ = ServedKernel  # the same object otherwise, with the hints it was given
         made.prebuilt, made.declaration, made.step, made.place = candidates, kernel, step, place
-        made.refused = {}
+        made.arch, made.refused = device.arch, {}
     return objects
-
-
-def _with_hints(kernel: KernelClass, arch: str, schedule: Schedule, settings: Settings) -> list[Prebuilt]:
-    """The prebuilt programs of `arch` with the hints of `schedule`; the signature of a launch decides which of them fits."""
-    wanted = _hints(schedule)
-    return [
-        Prebuilt(program=program, bundle=bundle)
-        for bundle in usable_bundles(kernel, settings)
-        for program in bundle.programs
-        if program.kernel == kernel.name and program.arch == arch and _hints(program.schedule) == wanted
-    ]
 
 
 def _hints(schedule: Schedule) -> tuple[Any, ...]:
@@ -106,19 +91,12 @@ def usable_bundles(kernel: KernelClass, settings: Settings) -> list[Bundle]:
             log.warning("left out: %s", error)
             continue
         built_from = bundle.source_hashes.get(kernel.name)
-        if built_from is None:
-            continue  # it holds other kernels
         if built_from == _source_hash(kernel):  # type: ignore[arg-type]  # a class is hashable
             usable.append(bundle)
-        elif path == named:
-            log.warning(
-                "%s = %s is left out: built from another version of the %s kernel; make it again with this tiledsched",
-                VARIABLE,
-                path,
-                kernel.name,
-            )
-        else:
-            log.info("%s is left out: built from another version of the kernel; run: tiledsched warmup", path)
+        elif built_from is not None:
+            level = logging.WARNING if path == named else logging.INFO
+            words = "%s is left out: built from another version of the %s kernel; make it again: tiledsched warmup"
+            log.log(level, words, path, kernel.name)
     return usable
 
 
@@ -147,8 +125,9 @@ def find_program(
         signature: of the launch.
     """
     for each in candidates:
-        p, s = each.program.problem, each.program.schedule
-        wanted = launches.steps(kernel, p, s, arch_spec(each.program.arch))
+        _, program = each
+        p, s = program.problem, program.schedule
+        wanted = launches.steps(kernel, p, s, arch_spec(program.arch))
         if place >= len(wanted) or wanted[place].function is not function:
             continue
         # Most programs differ in a constant, and comparing constants is a hundred times faster than comparing signatures.
@@ -214,7 +193,8 @@ class SpillsError(ct.TileError):
 class ServedKernel(ct.kernel):
     """A cuTile kernel object that looks for its machine code in bundles first. `_compile` is not public; a test pins it."""
 
-    prebuilt: Mapping[str, list[Prebuilt]]
+    prebuilt: list[Prebuilt]
+    arch: str
     declaration: KernelClass
     step: Any
     place: int
@@ -223,45 +203,35 @@ class ServedKernel(ct.kernel):
     def _compile(
         self, signature: Any, context: Any, compute_capability: tuple[int, int] | None = None, *more: Any
     ) -> Any:
-        arch = _arch(compute_capability)
         # Without a compiler a spilling program of a bundle is all there is.
         refuses = getattr(_thread, "refuses_spills", False) and bool(compiler_at_hand())
         launch = str(signature) if refuses else ""
         if launch in self.refused:
             raise SpillsError(self.refused[launch])
-        found = self._found(signature, context, arch, compute_capability, *more)
-        if refuses and (bytes_each := spilled(read_artifact(found[0], arch).facts.spill_bytes)):
+        found = self._found(signature, context, compute_capability, *more)
+        if refuses and (bytes_each := spilled(read_artifact(found[0], self.arch).facts.spill_bytes)):
             self.refused[launch] = f"its program spills {bytes_each} bytes of registers a thread"
             raise SpillsError(self.refused[launch])
         return found
 
-    def _found(self, signature: Any, context: Any, arch: str, compute_capability: Any, *more: Any) -> Any:
-        candidates = self.prebuilt.get(arch, [])
-        found = find_program(candidates, self.declaration, self.place, self.step.function, signature)
+    def _found(self, signature: Any, *target: Any) -> Any:
+        found = find_program(self.prebuilt, self.declaration, self.place, self.step.function, signature)
         if found is not None:
+            bundle, program = found
             try:
-                code = found.bundle.artifact(found.program).cubin
+                code = bundle.artifact(program).cubin
             except ConfigError as error:  # what is damaged never runs
                 log.warning("%s; its program is compiled instead", error)
             else:
-                log.info("%s from %s", found.program.fingerprint, found.bundle.path)
+                log.info("%s from %s", program.fingerprint, bundle.path)
                 return parts(code)[self.place], launches.symbol(self.declaration), None, ()
         pass_on_worker_warps()  # the schedule measured may have hints that cuTile does not pass on
         try:
             wanted = launches.assumed(self.declaration, signature, self.step)
-            return super()._compile(wanted, context, compute_capability, *more)
+            return super()._compile(wanted, *target)
         except FileNotFoundError as error:
             raise CompilerError(
-                f"no bundle holds this program for {arch} and there is no compiler ({error}); add it "
+                f"no bundle holds this program for {self.arch} and there is no compiler ({error}); add it "
                 "to the bundle (tiledsched warmup -o FILE; see its --also for problems unlike those tuned) or install the "
                 "compiler: tiledsched doctor"
             ) from error
-
-
-def _arch(compute_capability: tuple[int, int] | None) -> str:
-    if compute_capability is None:
-        import torch
-
-        compute_capability = torch.cuda.get_device_capability()
-    major, minor = compute_capability
-    return f"sm_{major}{minor}"

@@ -18,6 +18,7 @@ from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.launch import Step, annotated
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import HINT_KNOBS, Schedule
+from tiledsched.measure.runner import Device
 from tiledsched.serve.entries import load_table
 from tiledsched.serve.lookup import LookupTable, Served
 from tiledsched.serve.plan_cache import PlanCache, lock
@@ -33,24 +34,11 @@ _retired: list[Any] = []
 captured earlier may still launch them."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeviceFacts:
-    """The properties of a GPU that a plan depends on."""
-
-    arch: str
-    """For example sm_90."""
-    name: str
-    """The driver's name for the GPU, for example NVIDIA H200."""
-    sm_count: int
-    """Number of multiprocessors."""
-
-
-def read_device_facts(index: int) -> DeviceFacts:
+def read_device(index: int) -> Device:
     """What CUDA reports about device `index`."""
     properties = torch.cuda.get_device_properties(index)
-    return DeviceFacts(
-        arch=f"sm_{properties.major}{properties.minor}", name=properties.name, sm_count=properties.multi_processor_count
-    )
+    arch = f"sm_{properties.major}{properties.minor}"
+    return Device(name=properties.name, arch=arch, sm_count=properties.multi_processor_count)
 
 
 @dataclass(kw_only=True, eq=False, slots=True)  # slots are read fastest
@@ -74,7 +62,7 @@ class Runtime:
     """Waits for everything that was queued on a device."""
     launch: Callable[..., Any] = ct.launch
     """`launch(stream, grid, kernel, arguments)`."""
-    read_device_facts: Callable[[int], DeviceFacts] = read_device_facts
+    read_device: Callable[[int], Device] = read_device
     """The properties of a device."""
     load_table: Callable[..., LookupTable] = load_table
     """Reads the tuned table of a kernel."""
@@ -120,13 +108,13 @@ def table(kernel: KernelClass) -> LookupTable:
 
 
 @functools.cache
-def device_facts(index: int) -> DeviceFacts:
+def device_facts(index: int) -> Device:
     """The properties of device `index`, read once."""
-    return runtime.read_device_facts(index)
+    return runtime.read_device(index)
 
 
 def log_choice(
-    name: str, p: Problem, device: DeviceFacts, served: Served, rival: Rival | None, in_graphs: Rival | None
+    name: str, p: Problem, device: Device, served: Served, rival: Rival | None, in_graphs: Rival | None
 ) -> None:
     """Log what a new plan serves; stale evidence is a warning, given once for each operator and reason."""
     if served.stale:
@@ -146,14 +134,14 @@ def warn_once(text: str) -> None:
 
 
 def kernel_objects(
-    kernel: KernelClass, p: Problem, s: Schedule, device: DeviceFacts, steps: Sequence[Step]
+    kernel: KernelClass, p: Problem, s: Schedule, device: Device, steps: Sequence[Step]
 ) -> tuple[Any, ...]:
     """The cuTile kernel object of each of a schedule's launches; plans with the same functions and hints share them."""
     functions = tuple(annotated(kernel, step, p, s) for step in steps)
     key = (kernel, functions, device.arch, *(s.get(knob) for knob in HINT_KNOBS))
     with lock:
         if key not in _kernels:
-            _kernels[key] = tuple(make_kernel(kernel, {device.arch: s}, p, settings(), device))
+            _kernels[key] = tuple(make_kernel(kernel, s, p, settings(), device))
         return _kernels[key]
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from tiledsched import __version__
@@ -56,11 +56,9 @@ def check_ranks(group: Any = None) -> str:
     Raises:
         ConfigError: on every rank, where some differ; the message names them.
     """
+    from torch import distributed
+
     mine = choice_digest()
-    try:
-        from torch import distributed
-    except ImportError:
-        return mine
     if not (distributed.is_available() and distributed.is_initialized()):
         return mine
     all_of_them: list[str | None] = [None] * distributed.get_world_size(group)
@@ -69,17 +67,13 @@ def check_ranks(group: Any = None) -> str:
     return mine
 
 
-def differ(digests: Iterable[str | None]) -> None:
+def differ(digests: Sequence[str | None]) -> None:
     """Raise ConfigError unless all digests are equal; the message names the ranks that differ from the most frequent one."""
-    ranks: dict[str | None, list[int]] = defaultdict(list)
-    for rank, digest in enumerate(digests):
-        ranks[digest].append(rank)
-    if len(ranks) < 2:
-        return
-    usual = max(ranks.values(), key=len)
-    odd = sorted(rank for some in ranks.values() if some is not usual for rank in some)
-    named = ", ".join(map(str, odd[:MAX_NAMED])) + (", ..." if len(odd) > MAX_NAMED else "")
-    raise ConfigError(
-        f"ranks would run different schedules: {named} differ from the other {len(usual)}; give all of them one bundle: "
-        "TILEDSCHED_BUNDLE=FILE, made with tiledsched warmup -o FILE"
-    )
+    ((usual, count),) = Counter(digests).most_common(1)
+    odd = [str(rank) for rank, digest in enumerate(digests) if digest != usual]
+    if odd:
+        named = ", ".join(odd[:MAX_NAMED]) + (", ..." if len(odd) > MAX_NAMED else "")
+        raise ConfigError(
+            f"ranks would run different schedules: {named} differ from the other {count}; give all of them one bundle: "
+            "TILEDSCHED_BUNDLE=FILE, made with tiledsched warmup -o FILE"
+        )

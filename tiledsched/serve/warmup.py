@@ -92,11 +92,11 @@ def prepare(
     table: LookupTable,
     kernel: KernelClass,
     artifacts: ArtifactStore,
+    pool: BuildPool,
     compiler: str,
     *,
     likely: Callable[[Problem], Iterable[Problem]] = lambda problem: (),
     others: Sequence[Path] = (),
-    jobs: int | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Prepared:
     """Write a bundle with every program that `table` serves on `arch` for the problems of its entries and for similar ones.
@@ -108,10 +108,10 @@ def prepare(
         table: says which schedule a problem is served with.
         kernel: the kernel.
         artifacts: the store of builds, where new ones are kept, too.
+        pool: the compile processes, which start with the first program that has to be built.
         compiler: the compiler that builds, for people.
         likely: gives further problems that are to be expected where there is this one.
         others: further bundles that may have some of the programs.
-        jobs: number of compile processes; one per CPU unless given.
         progress: called with a line of text now and then.
 
     Raises:
@@ -144,12 +144,14 @@ def prepare(
             if key not in found
         ]
         progress(f"{arch}: {len(needed)} programs, {len(tasks)} to build")
-        for key, outcome in _built(tasks, kernel, jobs, progress):
-            if isinstance(outcome, Artifact):
-                artifacts.put(outcome)
-                found[key] = outcome
-            else:
-                failures.append((needed[key][0], outcome))
+        for done, built in enumerate(pool.build(tasks), start=1):
+            if built.artifact is not None:
+                artifacts.put(built.artifact)
+                found[_key(kernel, arch, built.task.problem, built.task.schedule)] = built.artifact
+            elif built.failure is not None:
+                failures.append((built.task.schedule, built.failure))
+            if done % max(1, len(tasks) // 4) == 0:
+                progress(f"built {done}/{len(tasks)}")
         # As in a call, a schedule that was not measured and spills registers gives way to the next choice.
         spilling = [
             pair
@@ -211,32 +213,12 @@ def _at_hand(
             if artifact is not None:
                 found[_key(kernel, arch, entry.problem, entry.schedule)] = artifact
     for path in paths:
-        try:
+        with suppress(TiledschedError):  # what an unusable bundle holds is built anew
             bundle = read_bundle(path)
-            if bundle.source_hashes.get(kernel.name) != source_hash:
-                continue
-            for program in bundle.programs:
-                if program.arch != arch or program.kernel != kernel.name:
-                    continue
+            usable = bundle.source_hashes.get(kernel.name) == source_hash
+            for program in bundle.programs_of(kernel, arch) if usable else ():
                 key = _key(kernel, arch, program.problem, program.schedule)
                 if key not in found:
-                    with suppress(ConfigError):  # a damaged program is built anew, as are those of unusable bundles
+                    with suppress(ConfigError):  # as is a damaged program
                         found[key] = bundle.artifact(program)
-        except TiledschedError:
-            continue
     return found
-
-
-def _built(
-    tasks: Sequence[BuildTask], kernel: KernelClass, jobs: int | None, progress: Callable[[str], None]
-) -> Iterable[tuple[Key, Artifact | Failure]]:
-    """The artifact or failure of each task; no process is started where there is no task."""
-    if not tasks:
-        return
-    with BuildPool(jobs) as pool:
-        for done, built in enumerate(pool.build(tasks), start=1):
-            outcome: Artifact | Failure | None = built.artifact or built.failure
-            assert outcome is not None
-            if done % max(1, len(tasks) // 4) == 0:
-                progress(f"built {done}/{len(tasks)}")
-            yield _key(kernel, built.task.arch, built.task.problem, built.task.schedule), outcome

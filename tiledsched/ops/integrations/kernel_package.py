@@ -1,7 +1,7 @@
 """Write a folder that Hugging Face `kernels` loads: `python -m tiledsched.ops.integrations.kernel_package DIR`.
 
 The layout is that of Python-only ("noarch") kernels, as documented under "Kernel requirements" of kernels 0.17: a variant
-for each backend, with the module, its metadata and digests, and a folder of the kernel's name for older versions. The
+for each backend, with the module, its metadata and digests. The
 module hands on to the installed tiledsched. That is more than the Hub's rules allow a published kernel (it may import
 nothing but torch and itself), so the folder is for loading from a path or one's own repository.
 """
@@ -49,21 +49,6 @@ def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False
 
 __all__ = ["sdpa"]
 '''
-COMPATIBLE = '''"""For versions of `kernels` that look for a folder of the kernel's name."""
-
-import importlib.util
-import sys
-from collections.abc import Sequence
-from pathlib import Path
-
-_spec = importlib.util.spec_from_file_location(__name__ + "_module", Path(__file__).parent.parent / "__init__.py")
-_module = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = _module
-_spec.loader.exec_module(_module)
-sdpa = _module.sdpa
-
-__all__ = ["sdpa"]
-'''
 CARD = f"""---
 library_name: kernels
 license: apache-2.0
@@ -89,12 +74,11 @@ def write_kernel_package(folder: Path) -> list[Path]:
     Raises:
         ConfigError: it cannot be written.
     """
-    files = {"__init__.py": SOURCE, f"{MODULE}/__init__.py": COMPATIBLE}
     texts = {"README.md": CARD}
     for backend in BACKENDS:
         variant = f"build/torch-{backend}"
-        texts |= {f"{variant}/{name}": text for name, text in files.items()}
-        texts[f"{variant}/metadata.json"] = json.dumps(_metadata(backend, files), indent=2, sort_keys=True) + "\n"
+        texts[f"{variant}/__init__.py"] = SOURCE
+        texts[f"{variant}/metadata.json"] = json.dumps(_metadata(backend), indent=2, sort_keys=True) + "\n"
     for name, text in texts.items():
         try:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -104,20 +88,16 @@ def write_kernel_package(folder: Path) -> list[Path]:
     return [folder / name for name in texts]
 
 
-def _metadata(backend: str, files: dict[str, str]) -> dict[str, Any]:
-    digests = {name: hashlib.sha256(text.encode()).digest() for name, text in files.items()}
-    one_id = hashlib.sha256(b"".join(digests.values())).hexdigest()[:7]
+def _metadata(backend: str) -> dict[str, Any]:
+    digest = hashlib.sha256(SOURCE.encode()).digest()
     return {
-        "id": f"_{MODULE}_{backend}_{one_id}",
+        "id": f"_{MODULE}_{backend}_{hashlib.sha256(digest).hexdigest()[:7]}",
         "name": NAME,
         "version": KERNEL_VERSION,
         "license": "apache-2.0",
         "python-depends": [],
         "backend": {"type": backend},
-        "digest": {
-            "algorithm": "sha256",
-            "files": {name: base64.b64encode(digest).decode() for name, digest in digests.items()},
-        },
+        "digest": {"algorithm": "sha256", "files": {"__init__.py": base64.b64encode(digest).decode()}},
     }
 
 

@@ -7,21 +7,19 @@ The contract is that of the library's own `sdpa` (its `integrations/sdpa_attenti
   written; the others are cut off;
 - every other pattern comes as a mask.
 
-Two things are added, both of which the kernel serves. Rows appended to a cache, each of which sees the keys up to its own (a
-prompt in chunks, speculative decoding), get torch's `causal_lower_right` in place of a materialised mask. A sliding window,
-padding on the left or right, one row on a static cache, and packed sequences get a :class:`SeenKeys`. Where a model is called
-with FlashAttention's arguments (`cu_seq_lens_q` and so on), these say where packed sequences lie.
+Masks that the kernel can compute itself are not materialised; a :class:`SeenKeys` stands for each of them. These are the masks of
+rows appended to a cache, each of which sees the keys up to its own (a prompt in chunks, speculative decoding), of a sliding
+window, of padding on the left or right, of one row on a static cache, and of packed sequences. Where a model is called with
+FlashAttention's arguments (`cu_seq_lens_q` and so on), these say where packed sequences lie.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils._pytree import tree_map_only
 
 from tiledsched.core.errors import ConfigError, UnsupportedError
@@ -92,26 +90,19 @@ class SeenKeys:
             raise AttributeError(name)
         return getattr(self.materialize(), name)
 
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        return self.materialize()[index]
-
-    def __add__(self, other: Any) -> torch.Tensor:
-        return self.materialize() + other
-
-    def __mul__(self, other: Any) -> torch.Tensor:
-        return self.materialize() * other
-
-    def __and__(self, other: Any) -> torch.Tensor:
-        return self.materialize() & other
-
-    def __invert__(self) -> torch.Tensor:
-        return ~self.materialize()
-
     def to(self, device: Any, *_: Any, **__: Any) -> SeenKeys:
         """The mask on another device, for models that are spread over several."""
         moved = {name: getattr(self, name) for name in ("starts", "lengths", "offsets")}
         moved = {name: each if each is None else each.to(device) for name, each in moved.items()}
         return replace(self, **moved, materialize=lambda: self.materialize().to(device))
+
+
+def _operator_of_the_full_mask(name: str) -> Callable[..., torch.Tensor]:
+    return lambda self, *given: getattr(self.materialize(), name)(*given)
+
+
+for _name in ("__getitem__", "__add__", "__mul__", "__and__", "__invert__"):
+    setattr(SeenKeys, _name, _operator_of_the_full_mask(_name))
 
 
 def register() -> None:
@@ -149,7 +140,7 @@ def attention(
         query: `[batch, heads, seq_q, head_dim]`.
         key: `[batch, kv_heads, seq_k, head_dim]`.
         value: like key.
-        attention_mask: None, a `CausalBias`, a `SeenKeys`, or a mask that torch's attention takes.
+        attention_mask: None, a `SeenKeys`, or a mask that torch's attention takes.
         dropout: probability; not zero only in training.
         scaling: softmax scale; 1 / sqrt(head_dim) unless given.
         is_causal: overrides the layer's.
@@ -179,25 +170,19 @@ def attention(
     if reason and scores:  # transformers' own attention computes no softcap and no sinks
         fallback.report(reason)
         out = fallback.attend_in_torch(
-            query,
-            key,
-            value,
-            _plain(attention_mask, query.device),
-            dropout,
-            None,
-            scaling,
-            False,
-            AttentionFeatures(**scores),
+            query, key, value, _in_full(attention_mask), dropout, None, scaling, False, AttentionFeatures(**scores)
         )
         return out.transpose(1, 2).contiguous(), None
     if reason:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
         fallback.report(reason)
-        return _theirs()(
+        return sdpa_attention_forward(
             module,
             query,
             key,
             value,
-            _plain(attention_mask, query.device),
+            _in_full(attention_mask),
             dropout=dropout,
             scaling=scaling,
             is_causal=is_causal,
@@ -205,7 +190,7 @@ def attention(
         )
     causal: bool | str = getattr(module, "is_causal", True) if is_causal is None else is_causal
     rows = query.shape[2]
-    packed = _packed(attention_mask, query, key, more)
+    packed = _packed(attention_mask, query, more)
     if packed is not None:
         if isinstance(attention_mask, SeenKeys):
             causal, scores = attention_mask.causal, scores | {"window": attention_mask.window}
@@ -217,8 +202,6 @@ def attention(
         key, value = key[:, :, : seen.columns], value[:, :, : seen.columns]
         causal = "bottom_right" if seen.causal else False
         scores |= {"window": seen.window, "key_starts": seen.starts, "key_lengths": seen.lengths}
-    elif isinstance(attention_mask, CausalBias):
-        causal = "bottom_right"
     elif rows == 1:
         causal = False  # the last token sees every key; from the top left it would see the first only
     elif causal and key.shape[2] > rows:
@@ -227,64 +210,33 @@ def attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _packed(
-    attention_mask: Any, query: torch.Tensor, key: torch.Tensor, more: dict[str, Any]
-) -> tuple[Any, ...] | None:
+def _packed(attention_mask: Any, query: torch.Tensor, more: dict[str, Any]) -> tuple[Any, ...] | None:
     """Offsets of packed rows and keys and the lengths of the longest, as `sdpa_varlen` takes them; None where none are packed."""
-    if isinstance(attention_mask, SeenKeys) and attention_mask.offsets is not None:
-        own = attention_mask.offsets
-        return own, own, attention_mask.longest, attention_mask.longest
-    hides_more = (
-        attention_mask.starts is not None or attention_mask.lengths is not None
-        if isinstance(attention_mask, SeenKeys)
-        else attention_mask is not None
-    )
-    if query.shape[0] != 1 or hides_more:
-        return None
+    if isinstance(attention_mask, SeenKeys):
+        if attention_mask.offsets is not None:
+            return attention_mask.offsets, attention_mask.offsets, attention_mask.longest, attention_mask.longest
+        hides_more = attention_mask.starts is not None or attention_mask.lengths is not None
+    else:
+        hides_more = attention_mask is not None
     ends = more.get("cu_seq_lens_q"), more.get("cu_seq_lens_k")
-    if not all(isinstance(each, torch.Tensor) for each in ends):
+    if query.shape[0] != 1 or hides_more or not all(isinstance(each, torch.Tensor) for each in ends):
         return None
     longest = (each if type(each) is int else None for each in (more.get("max_length_q"), more.get("max_length_k")))
     return (*ends, *longest)
 
 
 def mask(*arguments: Any, **named: Any) -> torch.Tensor | SeenKeys | None:
-    """What transformers calls once per forward pass: the mask of its own `sdpa`, or `causal_lower_right` or `SeenKeys` where
-    one of these says the same. It takes whatever the installed version passes to its mask functions.
+    """What transformers calls once per forward pass: the mask of its own `sdpa`, or a `SeenKeys` that says the same. It takes
+    whatever the installed version passes to its mask functions.
     """
     if isinstance(named.get("attention_mask"), SeenKeys):
         return named["attention_mask"]  # made ahead by `generate`
-    lower_right = _lower_right(named)
-    if lower_right is not None:
-        return lower_right
     seen = None if arguments else _seen_keys(named)
     if seen is not None:
         return seen
     from transformers.masking_utils import sdpa_mask
 
     return sdpa_mask(*arguments, **named)
-
-
-def _lower_right(named: dict[str, Any]) -> CausalBias | None:
-    """torch's `causal_lower_right` where each row sees the cache and its own chunk up to itself; else None.
-
-    The conditions are those under which transformers leaves a mask out.
-    """
-    columns, padding, local = (named.get(name) for name in ("kv_length", "attention_mask", "local_size"))
-    if (
-        not named.get("allow_is_causal_skip", True)
-        or named.get("kv_offset", 0) != 0
-        or type(columns) is not int
-        or torch.compiler.is_compiling()
-        or (local is not None and columns >= local)
-    ):
-        return None
-    rows, seen = _rows_and_seen(named)
-    if rows < 2 or seen < 1 or seen + rows != columns:
-        return None
-    if padding is not None and not (padding.shape[-1] >= columns and bool(padding[:, :columns].all())):
-        return None
-    return causal_lower_right(rows, columns)
 
 
 def _seen_keys(named: dict[str, Any]) -> SeenKeys | None:
@@ -312,6 +264,8 @@ def _seen_keys(named: dict[str, Any]) -> SeenKeys | None:
         if sequences is not None:
             return _packed_keys(named, sequences, function)
         causal, window = _pattern(function)
+        if causal is None and columns < (named.get("local_size") or 0):
+            causal = True  # a single chunk, or window: `allow_is_causal_skip` says whether it is causal
     may_be_left_out = (
         named.get("allow_is_causal_skip", True) if causal else named.get("allow_is_bidirectional_skip", False)
     )
@@ -336,7 +290,8 @@ def _seen_keys(named: dict[str, Any]) -> SeenKeys | None:
         if found is None:
             return None
         starts, lengths = found
-    if not slides and starts is None and lengths is None and not on_static:
+    appended = causal and 1 < rows < columns and not traced
+    if not (slides or appended or on_static) and starts is None and lengths is None:
         return None  # transformers itself decides what to call without a mask
     from transformers.masking_utils import sdpa_mask
 
@@ -360,8 +315,8 @@ def _static_row(named: dict[str, Any], *, traced: bool) -> SeenKeys | None:
         named.get(name) for name in ("q_offset", "kv_length", "kv_offset", "attention_mask")
     )
     function, device = named.get("mask_function"), torch.device(named.get("device") or "cpu")
-    known = not traced or _is_plain(function)  # closures cannot be read while it is traced
-    causal, window = _pattern(function) if known else (None, None)
+    # Closures cannot be read while it is traced.
+    causal, window = (_plain_pattern(function), None) if traced else _pattern(function)
     blind = traced or _is_capturing(device)
     if (
         not causal
@@ -459,40 +414,31 @@ def _pattern(mask_function: Any) -> tuple[bool | None, Window]:
 
     The function is a closure over its parts, and only parts that are known by name are accepted.
     """
+    parts = _closed_over(mask_function, "and_masks", "mask_functions")
+    if not (isinstance(parts, tuple) and len(parts) == 2):
+        return _plain_pattern(mask_function), None
+    causal = _plain_pattern(parts[1])
+    overlay = "sliding_window_overlay" if causal else "sliding_window_bidirectional_overlay"
+    window = _closed_over(parts[0], overlay, "sliding_window")
+    if causal is None or type(window) is not int or window < (1 if causal else 0):
+        return None, None
+    return causal, window if causal else (window, window)
+
+
+def _plain_pattern(mask_function: Any) -> bool | None:
+    """Whether a mask function of transformers that is no closure is causal; None for any other function."""
     from transformers import masking_utils as known
 
     if mask_function is known.causal_mask_function:
-        return True, None
-    if mask_function is getattr(known, "bidirectional_mask_function", known):
-        return False, None
-    parts = _closed_over(mask_function, "and_masks", "mask_functions")
-    if isinstance(parts, tuple) and len(parts) == 2 and parts[1] is known.causal_mask_function:
-        window = _closed_over(parts[0], "sliding_window_overlay", "sliding_window")
-        if type(window) is int and window > 0:
-            return True, window
-    elif (
-        isinstance(parts, tuple)
-        and len(parts) == 2
-        and parts[1] is getattr(known, "bidirectional_mask_function", known)
-    ):
-        window = _closed_over(parts[0], "sliding_window_bidirectional_overlay", "sliding_window")
-        if type(window) is int and window >= 0:
-            return False, (window, window)
-    return None, None
-
-
-def _is_plain(mask_function: Any) -> bool:
-    """Whether it is one of transformers' own functions and no closure."""
-    from transformers import masking_utils as known
-
-    return mask_function in (known.causal_mask_function, getattr(known, "bidirectional_mask_function", known))
+        return True
+    return False if mask_function is getattr(known, "bidirectional_mask_function", known) else None
 
 
 def _traced_pattern(named: dict[str, Any]) -> tuple[bool | None, Window]:
     """Whether the mask is causal, and its window, by the other arguments: a causal mask that may be left out has no more than a
     window, unless it is one of chunks."""
     if named.get("local_size") is None:
-        return _pattern(named["mask_function"]) if _is_plain(named.get("mask_function")) else (None, None)
+        return _plain_pattern(named.get("mask_function")), None
     config, window = named.get("config"), named.get("local_size")
     sliding = window is not None and window == getattr(config, "sliding_window", None)
     if sliding and named.get("allow_is_causal_skip") and getattr(config, "attention_chunk_size", None) is None:
@@ -510,15 +456,6 @@ def _closed_over(function: Any, maker: str, name: str) -> Any:
     return dict(zip(names, (cell.cell_contents for cell in cells), strict=True)).get(name)
 
 
-def _rows_and_seen(named: dict[str, Any]) -> tuple[int, int]:
-    """Number of query rows, and of keys before the first of them; versions before 5 give both as a tensor of positions."""
-    positions = named.get("cache_position")
-    if isinstance(positions, torch.Tensor):
-        return len(positions), int(positions[0]) if len(positions) > 1 else 0  # read from the GPU, where it matters
-    rows, seen = named.get("q_length"), named.get("q_offset")
-    return (rows, seen) if isinstance(rows, int) and isinstance(seen, int) else (0, 0)
-
-
 def _not_served(attention_mask: Any, more: dict[str, Any]) -> str:
     """Why `sdpa` cannot serve a call; empty where it can."""
     for name in ONLY_THEIRS:
@@ -526,22 +463,11 @@ def _not_served(attention_mask: Any, more: dict[str, Any]) -> str:
             return f"{name} is not served"
     if more.get("output_attentions"):
         return "attention weights are asked for"
-    if attention_mask is not None and not isinstance(attention_mask, (CausalBias, SeenKeys)):
+    if attention_mask is not None and not isinstance(attention_mask, SeenKeys):
         return "the mask is more than causal, a sliding window and padding at the ends"
     return ""
 
 
-def _plain(attention_mask: Any, device: torch.device) -> Any:
+def _in_full(attention_mask: Any) -> Any:
     """The mask as a tensor, which transformers' own attention takes."""
-    if isinstance(attention_mask, SeenKeys):
-        return attention_mask.materialize()
-    if isinstance(attention_mask, CausalBias):
-        return attention_mask._materialize(device)
-    return attention_mask
-
-
-@functools.cache
-def _theirs() -> Any:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    return sdpa_attention_forward
+    return attention_mask.materialize() if isinstance(attention_mask, SeenKeys) else attention_mask

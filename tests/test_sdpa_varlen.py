@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from serve_on_cpu import TOLERANCE
-from test_sdpa_asked import exact
+from test_sdpa_features import exact
 
 from tiledsched import configure
 from tiledsched.core.errors import ProblemError, UnsupportedError
@@ -170,17 +170,17 @@ def test_what_the_kernel_lacks_is_torchs(launches, left_to_torch) -> None:
 
 
 BAD = [
-    ({"cu_seqlens_q": None}, r"cu_seqlens_q must be a tensor \[sequences \+ 1\]"),
-    ({"cu_seqlens_q": torch.zeros(1, dtype=torch.int32)}, r"cu_seqlens_q must be a tensor \[sequences \+ 1\]"),
-    ({"cu_seqlens_q": torch.zeros(5)}, "cu_seqlens_q must be int32"),
-    ({"cu_seqlens_k": KEYS[:4]}, "must be of as many sequences, got 4 and 3"),
+    ({"cu_seqlens_q": None}, r"cu_seqlens_q must be an integer tensor \[sequences \+ 1\], got NoneType"),
+    ({"cu_seqlens_q": torch.zeros(1, dtype=torch.int32)}, "so two numbers at least; got one"),
+    ({"cu_seqlens_q": torch.zeros(5)}, "cu_seqlens_q must be an integer tensor"),
+    ({"cu_seqlens_k": KEYS[:4]}, r"cu_seqlens_k must be an integer tensor \[4 sequences \+ 1\], got \(4,\)"),
     ({"cu_seqlens_k": KEYS.to("meta")}, "cu_seqlens_k must be on q's device"),
     ({"causal": 2}, "causal = 2; allowed are"),
     ({"window": 3}, "window = 3 needs causal"),
     ({"seqused_k": KEYS}, "give block_table, too"),
-    ({"block_table": torch.zeros(4, 2).int()}, r"k must be \[batch or pages, rows, heads, columns\]"),
-    ({"q": torch.zeros(1, 40, 4, 16).half()}, r"q must be \[rows of all, heads, columns\]"),
-    ({"sinks": SINKS[:2]}, r"sinks must be \[heads\]"),
+    ({"block_table": torch.zeros(4, 2).int()}, r"k must be a tensor \[batch or pages, rows, heads, columns\]"),
+    ({"q": torch.zeros(1, 40, 4, 16).half()}, r"q must be a tensor \[rows of all, heads, columns\]"),
+    ({"sinks": SINKS[:2]}, r"sinks must be a floating-point tensor \[heads = 4\]"),
 ]
 
 
@@ -198,10 +198,10 @@ def test_bad_pages_are_refused(launches) -> None:
     k, v, table, _ = pages_of([20, 9], 16, most=2)
     lengths = torch.tensor([20, 9])
     for arguments, words in (
-        ((table[:1], lengths), r"block_table must be a tensor \[2 sequences"),
-        ((table.float(), lengths), "block_table must be int32"),
-        ((table, lengths[:1]), r"key_lengths must be a tensor \[2\]"),
-        ((table, lengths.half()), "key_lengths must be int32"),
+        ((table[:1], lengths), r"block_table must be an integer tensor \[2 sequences, pages\], got \(1, 2\)"),
+        ((table.float(), lengths), "block_table must be an integer tensor"),
+        ((table, lengths[:1]), r"key_lengths must be an integer tensor \[2 sequences\]"),
+        ((table, lengths.half()), "key_lengths must be an integer tensor"),
     ):
         with pytest.raises(ProblemError, match=words):
             sdpa_paged(q, k, v, *arguments)

@@ -184,9 +184,9 @@ def test_three_axes_have_a_batch_of_one(launches) -> None:
         ({"softcap": math.nan}, "softcap must be a positive number"),
         ({"softcap": "50"}, "softcap must be a positive number"),
         ({"sinks": [1.0, 2.0]}, "sinks must be a floating-point tensor"),
-        ({"sinks": torch.zeros(3)}, r"sinks must be \[heads\], here \(2,\), got \(3,\)"),
+        ({"sinks": torch.zeros(3)}, r"sinks must be a floating-point tensor \[heads = 2\], got \(3,\)"),
         ({"sinks": torch.zeros(2, dtype=torch.int32)}, "sinks must be a floating-point tensor"),
-        ({"key_lengths": torch.zeros(2)}, r"key_lengths must be \[batch\], here \(1,\), got \(2,\)"),
+        ({"key_lengths": torch.zeros(2)}, r"key_lengths must be an integer tensor \[batch = 1\], got \(2,\)"),
         ({"key_lengths": torch.zeros(1)}, "key_lengths must be an integer tensor"),
         ({"key_lengths": 5}, "key_lengths must be an integer tensor"),
         ({"key_starts": torch.zeros(1, dtype=torch.int64, device="meta")}, "key_starts must be on q's device"),
@@ -217,17 +217,6 @@ def test_the_operators_are_well_made(launches, quiet, operator) -> None:
         torch.library.opcheck(
             operator, (q, k, v, "bottom_right", 0.3, 5, 4.0, SINKS, STARTS, LENGTHS), rtol=1e-2, atol=1e-2
         )
-
-
-def test_compiled_whole_it_is_the_same(launches) -> None:
-    q, k, v = tensors(batch=3, heads=4, rows=24, keys=40)
-
-    def call(q, k, v, sinks, lengths):
-        return serve.sdpa(q, k, v, causal=True, window=9, softcap=5.0, sinks=sinks, key_lengths=lengths)
-
-    torch._dynamo.reset()
-    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(q, k, v, SINKS, LENGTHS), call(q, k, v, SINKS, LENGTHS))
 
 
 def test_it_is_explained(launches) -> None:
