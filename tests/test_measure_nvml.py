@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import types
+from concurrent.futures import wait
 
 import pytest
 
@@ -271,7 +272,7 @@ def stuck(binding, monkeypatch):
 
 def test_a_gpu_that_is_stuck_is_named_and_waited_for_once(stuck, monkeypatch):
     threads = threading.active_count()
-    for ask in (nvml.devices, nvml.uuids, nvml.only_gpu):
+    for ask in (nvml.devices, nvml.gpus, nvml.only_gpu):
         with pytest.raises(
             MeasureError, match=r"GPU 1 \(as nvidia-smi counts\) of .* CUDA_VISIBLE_DEVICES with its UUID"
         ):
@@ -279,17 +280,14 @@ def test_a_gpu_that_is_stuck_is_named_and_waited_for_once(stuck, monkeypatch):
         monkeypatch.setattr(nvml, "LISTED_S", 60.0)  # nobody waits for it again
     assert threading.active_count() == threads + 1
     stuck.well.set()
-    deadline = time.monotonic() + 5
-    while nvml.asked._unanswered is not None and not nvml.asked._unanswered.done() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait([nvml.asked._unanswered], 5)
     assert len(nvml.devices()) == 2
-    assert threading.active_count() == threads + 1
 
 
 def test_who_names_another_gpu_goes_on_without_the_stuck_one(stuck, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-aa")
     assert [device.arch for device in nvml.devices()] == ["sm_121"]
-    assert nvml.uuids() == ["GPU-aa"]
+    assert [uuid for uuid, _ in nvml.gpus()] == ["GPU-aa"]
     assert nvml.only_gpu() == ("GPU-aa", "NVIDIA GB10")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiledsched.measure.nvml import HELD_DOWN, devices, state_of, uuids
+from tiledsched.measure.nvml import HELD_DOWN, gpus, state_of
 
 ANSWER_S = 1.0
 """How long the state of a GPU is waited for: it takes a millisecond, unless the driver is stuck."""
@@ -87,9 +87,7 @@ def gpus_here(own: Callable[[], Sequence[Gpu]] | None = None, *, without: int = 
         return [Gpu(uuid=f"{socket.gethostname()}-{os.getpid()}-{place}", name="", arch="") for place in range(without)]
     if own is not None:
         return list(own())
-    listed = [
-        Gpu(uuid=uuid, name=device.name, arch=device.arch) for uuid, device in zip(uuids(), devices(), strict=False)
-    ]
+    listed = [Gpu(uuid=uuid, name=device.name, arch=device.arch) for uuid, device in gpus()]
     return visible(listed, os.environ)
 
 
