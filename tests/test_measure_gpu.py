@@ -19,7 +19,6 @@ from tiledsched.core.errors import Failure, FailureKind, MeasureError
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
-from tiledsched.measure import gpu
 from tiledsched.measure.gpu import SHORT_GAP_MS, GpuRunner, Timeouts
 from tiledsched.measure.runner import Batch, Candidate, Checked
 
@@ -310,18 +309,11 @@ def test_gpu_lost_on_the_way(make_runner, tmp_path):
             runner.check(candidate())
 
 
-def test_problem_that_does_not_fit(runner):
+@pytest.mark.parametrize("ask", [GpuRunner.wait, lambda runner: runner.check(candidate(10.0))], ids=["wait", "check"])
+def test_a_problem_that_does_not_fit_is_told_by_the_next_request(runner, ask):
     runner.begin(PROBLEM.replace(head_dim=250))
     with pytest.raises(MeasureError, match=r"Out of memory.*try smaller sizes"):
-        runner.wait()
-    runner.begin(PROBLEM)
-    assert_usable(runner)
-
-
-def test_what_goes_wrong_in_the_background_is_told_by_the_next_request(runner):
-    runner.begin(PROBLEM.replace(head_dim=250))
-    with pytest.raises(MeasureError, match=r"Out of memory.*try smaller sizes"):
-        runner.check(candidate(10.0))
+        ask(runner)
     runner.begin(PROBLEM)
     assert_usable(runner)
 
@@ -360,19 +352,12 @@ def test_close_twice_leaves_nothing_behind(make_runner):
     assert not folder.exists()
 
 
-def test_a_failed_start_leaves_nothing_behind(monkeypatch):
-    workers = []
-
-    class Watched(gpu.WorkerProcess):
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
-            workers.append(self)
-
-    monkeypatch.setattr(gpu, "WorkerProcess", Watched)
+def test_a_failed_start_leaves_nothing_behind():
+    runner = GpuRunner(kernel_named("attention"), worker_command=command("no-gpu"))
     with pytest.raises(MeasureError):
-        _ = GpuRunner(kernel_named("attention"), worker_command=command("no-gpu")).device
-    assert is_gone(workers[0].process)
-    assert not Path(workers[0]._folder.path).exists()
+        _ = runner.device
+    assert is_gone(runner._worker.process)
+    assert not Path(runner._worker._folder.path).exists()
 
 
 @pytest.mark.parametrize("when", ["starting", "idle", "hanging"])

@@ -42,10 +42,10 @@ SHORT_GAP_MS = 2.0
 """Distance of launches below `SHORT_US`: they leave the GPU at rest anyway, and spread too much to calibrate by."""
 
 ADVICE = {
-    FailureKind.OUT_OF_MEMORY: "try smaller sizes",
-    FailureKind.LAUNCH_FAILURE: "correct what the kernel declares",
+    ("begin", FailureKind.OUT_OF_MEMORY): "try smaller sizes",
+    ("begin", FailureKind.LAUNCH_FAILURE): "correct what the kernel declares",
 }
-"""Where a problem cannot be prepared, by kind of failure."""
+"""What to do where a problem cannot be prepared, by request and kind of failure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,14 +253,7 @@ class GpuRunner:
 
     def _await_start(self) -> None:
         beginning, self._starting, self._beginning = self._beginning, False, False
-        try:
-            answer = self._worker.answer(self._timeouts.start_s, "start")
-        except WorkerDiedError as error:
-            raise MeasureError(f"{error}; run: tiledsched doctor") from error
-        if isinstance(answer, Failure):
-            self._worker.kill()
-            raise MeasureError(f"the GPU cannot be used: {answer.message}; run: tiledsched doctor")
-        device, gpu = answer
+        device, gpu = self._expect(self._timeouts.start_s, "start", "the GPU cannot be used")
         if self._lock is None:
             try:
                 self._lock = hold(*gpu)
@@ -270,6 +263,17 @@ class GpuRunner:
             if beginning:
                 self._begin_on_worker()
         self._device, self._beginning = device, beginning
+
+    def _expect(self, timeout_s: float, verb: str, problem: str) -> Any:
+        """The answer to `verb`, without which nothing can be measured: a failure is an error that begins with `problem`."""
+        try:
+            answer = self._worker.answer(timeout_s, verb)
+        except WorkerDiedError as error:
+            answer = error.failure
+        if isinstance(answer, Failure):
+            advice = ADVICE.get((verb, answer.kind), "run: tiledsched doctor")
+            raise MeasureError(f"{problem}: {answer.message}; {advice}")
+        return answer
 
     def _draw_seed(self, purpose: str) -> int:
         self._draws += 1
@@ -307,16 +311,9 @@ class GpuRunner:
         """Wait until the worker is ready for candidates. Whoever asks something of it waits by itself."""
         if self._starting:
             self._await_start()
-        if not self._beginning:
-            return
-        self._beginning = False
-        try:
-            answer = self._worker.answer(self._timeouts.begin_s, "begin")
-        except WorkerDiedError as error:
-            raise MeasureError(f"cannot prepare {self._problem}: {error}; run: tiledsched doctor") from error
-        if isinstance(answer, Failure):
-            advice = ADVICE.get(answer.kind, "run: tiledsched doctor")
-            raise MeasureError(f"cannot prepare {self._problem}: {answer.message}; {advice}")
+        if self._beginning:
+            self._beginning = False
+            self._expect(self._timeouts.begin_s, "begin", f"cannot prepare {self._problem}")
 
     def probe(self, candidate: Candidate) -> float | Failure:
         """Load it and time a launch."""

@@ -371,8 +371,8 @@ REQUESTS: Requests = {
 def main(descriptor: str, folder: str, parent: str, requests: Requests = REQUESTS) -> None:
     """Answer "start", and then every request, until the other side closes or a failure makes the CUDA context useless.
 
-    An answer is a value, which is a Failure where something went wrong, and whether the context is lost. If so, this
-    process ends: a new one gets a new context.
+    An answer is a value, which is a Failure where something went wrong, and whether there is no context, or it is lost. If so,
+    this process ends: a new one gets a new context.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when we end
     _end_with_parent(folder, int(parent))
@@ -394,7 +394,7 @@ def _serve(connection: Connection, state: State, requests: Requests) -> None:
         except Exception as error:
             value = _failure(error, FailureKind.ARTIFACT_CORRUPT if verb == "load" else FailureKind.LAUNCH_FAILURE)
         state.answered_s = time.time()
-        lost = isinstance(value, Failure) and _context_lost()
+        lost = isinstance(value, Failure) and (verb == "start" or _context_lost())
         connection.send((value, lost))
         if lost:
             os._exit(1)
