@@ -314,6 +314,24 @@ def others_log(log, beside):
     return OthersLog
 
 
+def made_up_rivals(seen):
+    """Answers of a process that times rivals: one is faster; of an odd problem all fail. Its version tells what it was asked."""
+    from tiledsched.core.errors import Failure, FailureKind
+    from tiledsched.measure.rivals import RivalSamples
+
+    def race(state, *arguments):
+        if state.arrays.problem.seq_q % 2:
+            return Failure(kind=FailureKind.LAUNCH_FAILURE, message="no such rival")
+        return [RivalSamples(name="one", samples_us=(90.0,) * 8, ours_us=(100.0,) * 8)]
+
+    def versions(state, locator, problem):
+        if problem.seq_q % 2:
+            raise ModuleNotFoundError("No module named 'one'")
+        return {"one": " ".join(seen)}
+
+    return {"rivals": race, "versions": versions}
+
+
 def main(mode: str, descriptor: str, folder: str, parent: str) -> None:
     """Start as `mode` says; `ready:PATH` starts once, and finds no GPU as soon as PATH is there."""
     mode, _, marker = mode.partition(":")
@@ -327,30 +345,35 @@ def main(mode: str, descriptor: str, folder: str, parent: str) -> None:
     sys.modules["cupy"] = fake_cupy(mode)
     from tiledsched.core.registry import load_kernel
     from tiledsched.measure import timing, worker
+    from tiledsched.measure.launch import Launch
 
-    answer = worker.answer
+    def watched(verb, act):
+        def acting(state, *arguments):
+            gpu.verb = verb
+            seen.append(verb)
+            if verb == "begin":
+                gpu.kernel, gpu.problem = load_kernel(arguments[0]), arguments[1]
+                if gpu.problem.values.get("head_dim") == 250:  # the one this GPU cannot hold
+                    gpu.act("memory")
+                gpu.pristine = {}
+            if verb in ("probe", "check", "sample"):
+                gpu.launch, gpu.step = next(each for each in arguments if isinstance(each, Launch)), 0
+            return act(state, *arguments)
 
-    def watched(state, request):
-        gpu.verb = request[0]
-        if gpu.verb == "begin":
-            gpu.kernel, gpu.problem = load_kernel(request[1]), request[2]
-            if gpu.problem.values.get("head_dim") == 250:  # the one this GPU cannot hold
-                gpu.act("memory")
-            gpu.pristine = {}
-        if gpu.verb in ("probe", "check", "sample"):
-            gpu.launch, gpu.step = request[1][0] if gpu.verb == "sample" else request[1], 0
-        return answer(state, request)
+        return acting
 
-    worker.answer = watched
     timing.GAPS_S, timing.TRIAL_S = (0.0,), 0.0
     timing.SUSTAINED_WARMUP_S, timing.SUSTAINED_REWARM_S = 0.01, 0.0
     worker.is_whole = lambda cubin: True  # its cubins are JSON
     worker.symbol_of = lambda cubin: "made_up"
     if mode == "named":  # with a UUID, by which it is locked
         worker.current_gpu = lambda: ("GPU-made-up", "Made-up GPU")
+    requests, seen = {**worker.REQUESTS}, []
+    if mode == "rivals":
+        requests |= made_up_rivals(seen)
     if mode in ("crowded", "doubtful"):
         worker.ConditionsLog = others_log(worker.ConditionsLog, None if mode == "doubtful" else (4711,))
-    worker.main(descriptor, folder, parent)
+    worker.main(descriptor, folder, parent, {verb: watched(verb, act) for verb, act in requests.items()})
 
 
 if __name__ == "__main__":

@@ -513,7 +513,7 @@ def hanging_nvml(well: threading.Event) -> types.SimpleNamespace:
         nvmlDeviceGetHandleByIndex=lambda index: "GPU-stuck",
         nvmlDeviceGetHandleByUUID=lambda uuid: uuid.decode(),
         **dict.fromkeys((f"nvmlDeviceGet{what}" for what in told), ask),
-        **dict.fromkeys(("NVML_CLOCK_SM", "NVML_TEMPERATURE_GPU"), 0),
+        **dict.fromkeys(("NVML_CLOCK_SM", "NVML_CLOCK_MEM", "NVML_TEMPERATURE_GPU"), 0),
     )
 
 

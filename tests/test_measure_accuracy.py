@@ -206,9 +206,9 @@ CLASSES = [("float16", "fp32", 10), ("bfloat16", "fp32", 7), ("float16", "fp16",
     [
         (300, 300, 16, True),
         (200, 1000, 128, False),
-        (1000, 1000, 64, True),
-        (64, 8192, 64, False),
-        (64, 4096, 256, False),
+        (400, 400, 64, True),
+        (64, 4096, 64, False),
+        (64, 1024, 256, False),
     ],
 )
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid")
@@ -320,12 +320,12 @@ def test_a_mask_off_by_one_far_down():
 
 
 @pytest.mark.parametrize("accum_mode", ["fp32", "fp16"])
-@pytest.mark.parametrize("seq_q", [6, 96, 300])
+@pytest.mark.parametrize("seq_q", [6, 150])
 def test_the_kernel_passes_every_kind_of_other_problems(seq_q, accum_mode):
     """Aligned at the bottom right, with other values' columns and the log-sum-exp."""
     problem = Attention.problem(
         seq_q=seq_q,
-        seq_k=256,
+        seq_k=128,
         head_dim=40,
         value_dim=96,
         causal=True,
@@ -354,7 +354,7 @@ def test_the_kernel_passes_every_kind_of_other_problems(seq_q, accum_mode):
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_kernel_passes_every_kind(causal, accum_mode):
     """The attention kernel itself, in the interpreter, with each value of each knob that the problem allows."""
-    problem = Attention.problem(seq_q=256, seq_k=256, head_dim=32, causal=causal, batch=2, heads=4, kv_heads=4)
+    problem = Attention.problem(seq_q=128, seq_k=128, head_dim=32, causal=causal, batch=2, heads=4, kv_heads=4)
     space = space_for("sm_90", Attention)
     plain = space.default(problem).replace(accum_mode=accum_mode, tile_m=64, tile_n=32)
     _, case = make_cases(Attention, np, np.random.default_rng(2), problem)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import struct
+import types
 
 import numpy
 import pytest
@@ -28,9 +29,10 @@ from tiledsched.core.arrays import ArraySpec
 from tiledsched.core.cases import input_specs
 from tiledsched.core.errors import DeclarationError
 from tiledsched.core.launch import steps
-from tiledsched.core.storage import is_float
+from tiledsched.core.storage import is_float, storage_type
 from tiledsched.measure.arrays import ProblemArrays, allocate, each, laid_out, number, pack
 from tiledsched.measure.launch import launch_of
+from tiledsched.measure.torch_arrays import as_stored, as_tensors
 
 KERNEL_PARAMETER, KERNEL_PARAMETER_V2 = 0x17, 0x45
 """Attributes of `.nv.info` that describe a parameter, by cuobjdump's names EIATTR_KPARAM_INFO and ..._V2."""
@@ -175,6 +177,24 @@ def test_what_is_changed_in_place_is_neither_poisoned_nor_an_input():
     assert not arrays.same_outputs(kept)
     arrays.restore(case)
     assert arrays.same_outputs(kept)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", "float16", "bfloat16", "float8_e5m2", "bool_", "uint8", "int8", "int32", "uint16"]
+)
+def test_torch_and_numpy_share_memory_of_every_type(dtype):
+    torch = pytest.importorskip("torch")
+    spec = ArraySpec(name="X", role="in", dtype=dtype, shapes=((4, 6),))
+    stored = numpy.ones((4, 6), storage_type(dtype))
+    problem = types.SimpleNamespace(declaration=types.SimpleNamespace(arrays=lambda p: [spec]))
+    (tensor,) = as_tensors(torch, problem, {"X": stored})
+    assert (str(tensor.dtype), tuple(tensor.shape)) == (f"torch.{dtype.rstrip('_')}", (4, 6))
+    tensor[1, 2] = 0
+    assert not stored[1, 2]
+    back = as_stored(torch, numpy, tensor, spec)
+    assert back.dtype == stored.dtype
+    assert numpy.shares_memory(back, stored)
+    numpy.testing.assert_array_equal(back, stored)
 
 
 def test_numbers_are_of_their_type():

@@ -5,11 +5,12 @@ The GPU is made up (fake_worker.py); the process, the pipe, the time limits and 
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import provoke_faults
 import pytest
-from test_measure_gpu import PROBLEM, TIMEOUTS, candidate, command
+from test_measure_gpu import PROBLEM, TIMEOUTS, candidate, command, is_gone
 
 from tiledsched.core.errors import Failure, FailureKind, MeasureError
 from tiledsched.core.registry import kernel_named
@@ -21,62 +22,70 @@ from tiledsched.tuning.race import Rules, race
 RULES = Rules(opening_rounds=2, heat_rounds=3, most_rounds=8)
 
 # What happens when, the kind it must be stored as, and words of its message. Failures of the compiler never reach a
-# race; tests/test_build.py and tests/test_search_programs.py provoke them.
+# race; tests/test_build.py and tests/test_search_programs.py provoke them. The last says whether the worker is replaced.
 FAULTS = [
-    ({"load": "corrupt"}, FailureKind.ARTIFACT_CORRUPT, "device kernel image is invalid"),
-    ({"load": "crash"}, FailureKind.ARTIFACT_CORRUPT, "code -11 during load"),
-    ({"load": "driver"}, FailureKind.DRIVER_MISMATCH, "unsupported toolchain"),
-    ({"load": "hang"}, FailureKind.HANG, "no answer to load"),
-    ({"load": "kill"}, FailureKind.WORKER_KILLED, "code -9 during load"),
-    ({"probe": "launch"}, FailureKind.LAUNCH_FAILURE, "invalid argument"),
-    ({"probe": "illegal"}, FailureKind.ILLEGAL_ADDRESS, "illegal memory access"),
-    ({"probe": "hang"}, FailureKind.HANG, "no answer to probe within"),
-    ({"probe": "memory"}, FailureKind.OUT_OF_MEMORY, "Out of memory"),
-    ({"probe": "ecc"}, FailureKind.GPU_LOST, "uncorrectable ECC"),
-    ({"check": "wrong"}, FailureKind.WRONG_RESULT, "random inputs: relative error"),
-    ({"check": "unwritten"}, FailureKind.WRONG_RESULT, "relative error inf"),
-    ({"check": "illegal"}, FailureKind.ILLEGAL_ADDRESS, "illegal memory access"),
-    ({"check": "hang"}, FailureKind.HANG, "no answer to check within"),
-    ({"check": "kill"}, FailureKind.WORKER_KILLED, "code -9 during check"),
-    ({"check": "exit"}, FailureKind.WORKER_KILLED, "code 3 during check"),
-    ({"check": "memory"}, FailureKind.OUT_OF_MEMORY, "Out of memory"),
-    ({"check": "ecc"}, FailureKind.GPU_LOST, "uncorrectable ECC"),
-    ({"sample": "launch"}, FailureKind.LAUNCH_FAILURE, "invalid argument"),
-    ({"sample": "assert"}, FailureKind.LAUNCH_FAILURE, "no word for"),
-    ({"sample": "illegal"}, FailureKind.ILLEGAL_ADDRESS, "illegal memory access"),
-    ({"sample": "hang"}, FailureKind.HANG, "no answer to sample within"),
-    ({"sample": "kill"}, FailureKind.WORKER_KILLED, "code -9 during sample"),
-    ({"sample": "ecc"}, FailureKind.GPU_LOST, "uncorrectable ECC"),
+    ({"load": "corrupt"}, FailureKind.ARTIFACT_CORRUPT, "device kernel image is invalid", False),
+    ({"load": "crash"}, FailureKind.ARTIFACT_CORRUPT, "code -11 during load", True),
+    ({"load": "driver"}, FailureKind.DRIVER_MISMATCH, "unsupported toolchain", False),
+    ({"load": "memory"}, FailureKind.OUT_OF_MEMORY, "Out of memory", False),
+    ({"load": "hang"}, FailureKind.HANG, "no answer to load", True),
+    ({"load": "kill"}, FailureKind.WORKER_KILLED, "code -9 during load", True),
+    ({"probe": "launch"}, FailureKind.LAUNCH_FAILURE, "invalid argument", False),
+    ({"probe": "illegal"}, FailureKind.ILLEGAL_ADDRESS, "illegal memory access", True),
+    ({"probe": "hang"}, FailureKind.HANG, "no answer to probe within", True),
+    ({"probe": "memory"}, FailureKind.OUT_OF_MEMORY, "Out of memory", False),
+    ({"probe": "ecc"}, FailureKind.GPU_LOST, "uncorrectable ECC", True),
+    ({"check": "wrong"}, FailureKind.WRONG_RESULT, "random inputs: relative error", False),
+    ({"check": "unwritten"}, FailureKind.WRONG_RESULT, "relative error inf", False),
+    ({"check": "illegal"}, FailureKind.ILLEGAL_ADDRESS, "illegal memory access", True),
+    ({"check": "hang"}, FailureKind.HANG, "no answer to check within", True),
+    ({"check": "kill"}, FailureKind.WORKER_KILLED, "code -9 during check", True),
+    ({"check": "exit"}, FailureKind.WORKER_KILLED, "code 3 during check", True),
+    ({"check": "memory"}, FailureKind.OUT_OF_MEMORY, "Out of memory", False),
+    ({"check": "ecc"}, FailureKind.GPU_LOST, "uncorrectable ECC", True),
+    ({"sample": "launch"}, FailureKind.LAUNCH_FAILURE, "invalid argument", False),
+    ({"sample": "assert"}, FailureKind.LAUNCH_FAILURE, "no word for", True),
+    ({"sample": "illegal"}, FailureKind.ILLEGAL_ADDRESS, "illegal memory access", True),
+    ({"sample": "hang"}, FailureKind.HANG, "no answer to sample within", True),
+    ({"sample": "kill"}, FailureKind.WORKER_KILLED, "code -9 during sample", True),
+    ({"sample": "ecc"}, FailureKind.GPU_LOST, "uncorrectable ECC", True),
 ]
 BY_THE_COMPILER = {FailureKind.COMPILE_ERROR, FailureKind.COMPILE_TIMEOUT, FailureKind.COMPILER_KILLED}
 
 
 def test_every_kind_of_failure_is_provoked():
-    assert {kind for _, kind, _ in FAULTS} | BY_THE_COMPILER == set(FailureKind)
+    assert {kind for _, kind, *_ in FAULTS} | BY_THE_COMPILER == set(FailureKind)
 
 
-@pytest.fixture
-def make_runner():
-    made = []
-
-    def make(problem=PROBLEM, mode="ready"):
-        runner = GpuRunner(kernel_named("attention"), timeouts=TIMEOUTS, gap_ms=0.0, worker_command=command(mode))
-        made.append(runner)
-        runner.begin(problem)
-        return runner
-
-    yield make
-    for runner in made:
-        runner.close()
+def new_runner(mode="ready"):
+    return GpuRunner(kernel_named("attention"), timeouts=TIMEOUTS, gap_ms=0.0, worker_command=command(mode))
 
 
-@pytest.mark.parametrize(("script", "kind", "words"), FAULTS, ids=lambda value: str(value))
-def test_a_fault_in_mid_race_costs_one_candidate(make_runner, script, kind, words):
+@pytest.fixture(scope="module")
+def runner():
+    """One for all tests: its workers are replaced when they die."""
+    made = new_runner()
+    yield made
+    made.close()
+
+
+def begun(runner, problem):
+    """The runner at the beginning of a problem."""
+    runner.begin(problem)
+    return runner
+
+
+@pytest.mark.parametrize(("script", "kind", "words", "lost"), FAULTS, ids=lambda value: str(value))
+def test_a_fault_in_mid_race_costs_one_candidate(runner, script, kind, words, lost):
     """The faulty one would be the fastest; of four others each is measured, and the right one wins."""
     good = [candidate(us, noise=0.002) for us in (100.0, 104.0, 130.0, 900.0)]
     bad = candidate(50.0, **script)
     reported = []
-    result = race(make_runner(), PROBLEM, [*good[:2], bad, *good[2:]], rules=RULES, on_outcome=reported.append)
+    begun(runner, PROBLEM).wait()
+    first = runner._worker
+    result = race(runner, PROBLEM, [*good[:2], bad, *good[2:]], rules=RULES, on_outcome=reported.append)
+    assert (runner._worker is not first) is lost
+    assert is_gone(first.process) is lost
     assert sorted(outcome.schedule.id for outcome in reported) == sorted(c.schedule.id for c in [*good, bad])
     assert reported == list(result.outcomes)
     (failed,) = (outcome for outcome in reported if isinstance(outcome, Failed))
@@ -94,22 +103,23 @@ def test_a_fault_in_mid_race_costs_one_candidate(make_runner, script, kind, word
     assert result.runner_up.schedule == good[1].schedule
 
 
-def test_two_faults_of_one_race(make_runner):
+def test_two_faults_of_one_race(runner):
     """One breaks the context while it is looked at, the other kills the process while everyone is timed."""
     good = [candidate(us) for us in (100.0, 140.0)]
     bad = [candidate(50.0, probe="illegal"), candidate(51.0, sample="kill")]
-    result = race(make_runner(), PROBLEM, [*bad, *good], rules=RULES)
+    result = race(begun(runner, PROBLEM), PROBLEM, [*bad, *good], rules=RULES)
     kinds = {o.schedule: o.failure.kind for o in result.outcomes if isinstance(o, Failed)}
     assert kinds == {bad[0].schedule: FailureKind.ILLEGAL_ADDRESS, bad[1].schedule: FailureKind.WORKER_KILLED}
     assert result.winner.schedule == good[0].schedule
     assert len(result.outcomes) == 4
 
 
-def test_a_gpu_that_does_not_come_back_ends_the_race_and_the_culprit_is_told(make_runner, tmp_path):
+def test_a_gpu_that_does_not_come_back_ends_the_race_and_the_culprit_is_told(tmp_path):
     field = [candidate(100.0), candidate(50.0, probe="ecc"), candidate(140.0)]
     reported = []
-    with pytest.raises(MeasureError, match="no CUDA-capable device"):
-        race(make_runner(mode=f"ready:{tmp_path / 'started'}"), PROBLEM, field, rules=RULES, on_outcome=reported.append)
+    runner = new_runner(f"ready:{tmp_path / 'started'}")
+    with contextlib.closing(runner), pytest.raises(MeasureError, match="no CUDA-capable device"):
+        race(begun(runner, PROBLEM), PROBLEM, field, rules=RULES, on_outcome=reported.append)
     assert [(outcome.schedule, outcome.failure.kind) for outcome in reported] == [
         (field[1].schedule, FailureKind.GPU_LOST)
     ]
@@ -124,8 +134,8 @@ def with_mode(one: Candidate, accum_mode: str) -> Candidate:
 
 
 @pytest.mark.parametrize("problem", [EIGHT, EIGHT.replace(dtype="bfloat16"), EIGHT.replace(causal=True)], ids=str)
-def test_a_right_kernel_passes_the_gate(make_runner, problem):
-    checked = make_runner(problem).check(candidate())
+def test_a_right_kernel_passes_the_begun(runner, problem):
+    checked = begun(runner, problem).check(candidate())
     assert isinstance(checked, Checked), checked
     largest = 4e-4 if problem.dtype == "float16" else 3e-3
     assert 0 < checked.accuracy.worst_tile_error < largest
@@ -133,19 +143,19 @@ def test_a_right_kernel_passes_the_gate(make_runner, problem):
     assert checked.accuracy.adversarial_tile_error != checked.accuracy.worst_tile_error
 
 
-def test_a_result_wrong_on_adversarial_inputs_only(make_runner):
+def test_a_result_wrong_on_adversarial_inputs_only(runner):
     """Key/value head 5 holds values that are large; with three heads, no head does."""
     narrow = candidate(check="narrow")
-    failure = make_runner(EIGHT).check(narrow)
+    failure = begun(runner, EIGHT).check(narrow)
     assert isinstance(failure, Failure)
     assert failure.kind is FailureKind.WRONG_RESULT
     assert failure.message.startswith("large inputs: relative error inf above 0.004 in Out[5, 0], row tile 0")
     assert KINDS.index("large") == 5
-    assert isinstance(make_runner(EIGHT.replace(batch=3)).check(narrow), Checked)
+    assert isinstance(begun(runner, EIGHT.replace(batch=3)).check(narrow), Checked)
 
 
-def test_float16_sums_need_not_hold_large_values(make_runner):
-    runner = make_runner(EIGHT)
+def test_float16_sums_need_not_hold_large_values(runner):
+    runner.begin(EIGHT)
     checked = runner.check(with_mode(candidate(check="narrow"), "fp16"))
     assert isinstance(checked, Checked), checked
     assert checked.accuracy.adversarial_tile_error < 1e-3
@@ -153,17 +163,17 @@ def test_float16_sums_need_not_hold_large_values(make_runner):
     assert isinstance(wrong, Failure)
 
 
-def test_the_kinds_follow_the_key_value_heads(make_runner):
+def test_the_kinds_follow_the_key_value_heads(runner):
     """One batch entry, 16 query heads of 8 key/value heads: heads 10 and 11 share the large values."""
-    runner = make_runner(PROBLEM.replace(batch=1, heads=16, kv_heads=8))
+    runner.begin(PROBLEM.replace(batch=1, heads=16, kv_heads=8))
     assert "large inputs: relative error inf above 0.004 in Out[0, 10], row tile 0" in (
         runner.check(candidate(check="narrow")).message
     )
 
 
-def test_the_first_of_several_wrong_tiles_is_named(make_runner):
+def test_the_first_of_several_wrong_tiles_is_named(runner):
     """`wrong` adds one to the last head of the first batch entry: of its three tiles the first is named."""
-    message = make_runner().check(candidate(check="wrong-head")).message
+    message = begun(runner, PROBLEM).check(candidate(check="wrong-head")).message
     assert "in Out[0, 1], row tile 0, the first of 3 wrong tiles of 12" in message
 
 

@@ -19,10 +19,8 @@ from tiledsched.core.errors import Failure, FailureKind, MeasureError
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
-from tiledsched.measure import gpu
 from tiledsched.measure.gpu import SHORT_GAP_MS, GpuRunner, Timeouts
 from tiledsched.measure.runner import Batch, Candidate, Checked
-from tiledsched.tuning.race import Rules, race
 
 PROBLEM = Attention.problem(seq_q=40, seq_k=24, head_dim=16, batch=2, heads=2, kv_heads=1)
 TIMEOUTS = Timeouts(start_s=20.0, begin_s=20.0, load_s=0.8, probe_s=0.8, check_s=0.8, sample_s=0.8, each_sample_s=0.01)
@@ -60,6 +58,22 @@ def make_runner():
         runner.close()
 
 
+@pytest.fixture(scope="module")
+def shared():
+    """A runner for all tests that leave it usable: its workers are replaced when they die."""
+    runner = GpuRunner(kernel_named("attention"), timeouts=TIMEOUTS, worker_command=command())
+    yield runner
+    runner.close()
+
+
+@pytest.fixture
+def runner(shared):
+    """The shared runner, at the beginning of a problem."""
+    shared.begin(PROBLEM)
+    shared.wait()
+    return shared
+
+
 def is_gone(process: subprocess.Popen) -> bool:
     return process.returncode is not None and not Path(f"/proc/{process.pid}").exists()
 
@@ -72,8 +86,8 @@ def assert_usable(runner: GpuRunner) -> None:
 
 
 @pytest.mark.parametrize("problem", [PROBLEM, PROBLEM.replace(dtype="bfloat16", causal=True)], ids=str)
-def test_right_candidate(make_runner, problem):
-    runner = make_runner(problem=problem)
+def test_right_candidate(runner, problem):
+    runner.begin(problem)
     assert (runner.device.name, runner.device.arch, runner.device.sm_count) == ("Made-up GPU", "sm_90", 8)
     checked = runner.check(candidate(123.0))
     assert checked.first_look_us == pytest.approx(123.0)
@@ -83,8 +97,7 @@ def test_right_candidate(make_runner, problem):
     assert not runner.check(candidate(50.0, check="unrepeatable")).accuracy.repeatable
 
 
-def test_a_race_that_shows_only_in_launches_in_a_row(make_runner):
-    runner = make_runner(problem=PROBLEM)
+def test_a_race_that_shows_only_in_launches_in_a_row(runner):
     failure = runner.check(candidate(50.0, check="wrong-in-a-row"))
     assert failure.kind is FailureKind.WRONG_RESULT
     assert "after launches in a row" in failure.message
@@ -97,8 +110,8 @@ OTHER = PROBLEM.replace(causal=True, alignment="bottom_right", value_dim=8, lse=
 
 @pytest.mark.parametrize("problem", [OTHER, OTHER.replace(seq_q=8, dtype="bfloat16")], ids=str)
 @pytest.mark.parametrize("kv_splits", [1, 4])
-def test_other_problems(make_runner, problem, kv_splits):
-    runner = make_runner(problem=problem)
+def test_other_problems(runner, problem, kv_splits):
+    runner.begin(problem)
     right = candidate(123.0)
     right = replace(right, schedule=right.schedule.replace(kv_splits=kv_splits))
     assert isinstance(runner.check(right), Checked)
@@ -116,16 +129,14 @@ def test_other_problems(make_runner, problem, kv_splits):
         assert what in failure.message
 
 
-def test_samples_are_interleaved_and_exact(make_runner):
-    runner = make_runner()
+def test_samples_are_interleaved_and_exact(runner):
     batches = runner.sample([candidate(us) for us in (10.0, 20.0, 30.0)], rounds=5, regime="burst")
     assert [batch.samples_us for batch in batches] == [pytest.approx((us,) * 5) for us in (10.0, 20.0, 30.0)]
     sustained = runner.sample([candidate(10.0)], rounds=3, regime="sustained")[0]
     assert sustained.samples_us == pytest.approx((10.0,) * 3)
 
 
-def test_a_look_is_one_launch_or_two(make_runner):
-    runner = make_runner()
+def test_a_look_is_one_launch_or_two(runner):
     assert runner.probe(candidate(123.0)) == pytest.approx(123.0)
     assert runner.probe(candidate(9e4)) == pytest.approx(9e4)
     slow, failing = candidate(60.0, probe="hang"), candidate(61.0, probe="illegal")
@@ -134,9 +145,8 @@ def test_a_look_is_one_launch_or_two(make_runner):
     assert_usable(runner)
 
 
-def test_time_limits_follow_the_expectation(make_runner, monkeypatch):
+def test_time_limits_follow_the_expectation(runner, monkeypatch):
     """A problem of 6 GFLOP may take 0.06 s longer at 100 GFLOP/s; a candidate seen at 20 ms gets 10 times that a launch."""
-    runner = make_runner()
     limits = {}
     ask = type(runner._worker).ask
 
@@ -170,9 +180,8 @@ def test_pacing_is_calibrated_once_per_problem(make_runner):
     assert given.gap_trials == ()
 
 
-def test_short_launches_at_the_power_cap_are_timed_in_graphs(make_runner):
+def test_short_launches_at_the_power_cap_are_timed_in_graphs(runner):
     """All of a problem in the same way, and the time is that of one launch. Paced ones are timed one by one."""
-    runner = make_runner()
     pair = [candidate(140.0), candidate(200.0)]
     for each in pair:
         runner.probe(each)
@@ -186,16 +195,15 @@ def test_short_launches_at_the_power_cap_are_timed_in_graphs(make_runner):
     assert batch.conditions.graph_launches == 0
 
 
-def test_short_launches_are_not_calibrated(make_runner):
-    runner = make_runner()
+def test_short_launches_are_not_calibrated(runner):
+    before = runner.gap_trials
     runner.probe(candidate(30.0))
     (batch,) = runner.sample([candidate(30.0)], rounds=3, regime="burst")
     assert batch.samples_us == pytest.approx((30.0,) * 3)
-    assert (batch.conditions.gap_ms, runner.gap_trials) == (SHORT_GAP_MS, ())
+    assert (batch.conditions.gap_ms, runner.gap_trials) == (SHORT_GAP_MS, before)
 
 
-def test_a_calibration_that_fails_costs_nobody_else(make_runner):
-    runner = make_runner()
+def test_a_calibration_that_fails_costs_nobody_else(runner):
     group = [candidate(50.0, calibrate="exit"), candidate(60.0)]
     for each in group:
         runner.probe(each)
@@ -204,61 +212,8 @@ def test_a_calibration_that_fails_costs_nobody_else(make_runner):
     assert batches[0].conditions.gap_ms == 10.0
 
 
-FAILURES = [
-    ({"load": "corrupt"}, FailureKind.ARTIFACT_CORRUPT, "device kernel image is invalid", False),
-    ({"load": "crash"}, FailureKind.ARTIFACT_CORRUPT, "code -11 during load", True),
-    ({"load": "driver"}, FailureKind.DRIVER_MISMATCH, "unsupported toolchain", False),
-    ({"load": "memory"}, FailureKind.OUT_OF_MEMORY, "Out of memory", False),
-    ({"check": "wrong"}, FailureKind.WRONG_RESULT, "Out[0, 1], row tile 2", False),
-    ({"check": "unwritten"}, FailureKind.WRONG_RESULT, "relative error inf", False),
-    ({"check": "launch"}, FailureKind.LAUNCH_FAILURE, "invalid argument", False),
-    ({"check": "memory"}, FailureKind.OUT_OF_MEMORY, "Out of memory", False),
-    ({"check": "illegal"}, FailureKind.ILLEGAL_ADDRESS, "illegal memory access", True),
-    ({"check": "assert"}, FailureKind.LAUNCH_FAILURE, "no word for", True),
-    ({"check": "ecc"}, FailureKind.GPU_LOST, "uncorrectable ECC", True),
-    ({"check": "hang"}, FailureKind.HANG, "no answer to check within 1.1 s", True),
-    ({"load": "hang"}, FailureKind.HANG, "no answer to load", True),
-    ({"check": "exit"}, FailureKind.WORKER_KILLED, "ended with code 3 during check", True),
-    ({"check": "kill"}, FailureKind.WORKER_KILLED, "ended with code -9 during check", True),
-]
-
-
-@pytest.mark.parametrize(("script", "kind", "words", "lost"), FAILURES, ids=lambda value: str(value))
-def test_failure_of_one_candidate(make_runner, script, kind, words, lost):
-    runner = make_runner()
-    first = runner._worker
-    failure = runner.check(candidate(**script))
-    assert isinstance(failure, Failure)
-    assert failure.kind is kind
-    assert words in failure.message
-    assert "\n" not in failure.message
-    assert_usable(runner)
-    assert (runner._worker is not first) is lost
-    assert is_gone(first.process) is lost
-
-
-@pytest.mark.parametrize(
-    ("act", "kind"),
-    [
-        ("illegal", FailureKind.ILLEGAL_ADDRESS),
-        ("hang", FailureKind.HANG),
-        ("exit", FailureKind.WORKER_KILLED),
-        ("launch", FailureKind.LAUNCH_FAILURE),
-    ],
-)
-def test_one_culprit_in_an_interleaved_run(make_runner, act, kind):
-    runner = make_runner()
-    group = [candidate(10.0), candidate(20.0, sample=act), candidate(30.0)]
-    assert all(isinstance(runner.check(each), Checked) for each in group)
-    good, failure, other = runner.sample(group, rounds=4, regime="burst")
-    assert failure.kind is kind
-    assert (good.samples_us, other.samples_us) == (pytest.approx((10.0,) * 4), pytest.approx((30.0,) * 4))
-    assert_usable(runner)
-
-
-def test_the_others_are_still_interleaved(make_runner, monkeypatch):
+def test_the_others_are_still_interleaved(runner, monkeypatch):
     """After the culprit is found, the healthy ones are timed in one run, not one after another."""
-    runner = make_runner()
     asked = []
     together = runner._sample_together
 
@@ -273,15 +228,13 @@ def test_the_others_are_still_interleaved(make_runner, monkeypatch):
     assert asked == [(4, 4), (1, 1), (1, 1), (1, 1), (1, 1), (2, 4)]
 
 
-def test_all_of_a_run_fail(make_runner):
-    runner = make_runner()
+def test_all_of_a_run_fail(runner):
     batches = runner.sample([candidate(1.0, sample="launch"), candidate(2.0, sample="exit")], rounds=2, regime="burst")
     assert [batch.kind for batch in batches] == [FailureKind.LAUNCH_FAILURE, FailureKind.WORKER_KILLED]
     assert_usable(runner)
 
 
-def test_a_failure_only_together_does_not_lose_anyone(make_runner, monkeypatch):
-    runner = make_runner()
+def test_a_failure_only_together_does_not_lose_anyone(runner, monkeypatch):
     together = runner._sample_together
     failure = Failure(kind=FailureKind.HANG, message="only in company")
 
@@ -294,8 +247,7 @@ def test_a_failure_only_together_does_not_lose_anyone(make_runner, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["check", "sample", "begin"])
-def test_worker_killed_from_outside_between_requests(make_runner, mode):
-    runner = make_runner()
+def test_worker_killed_from_outside_between_requests(runner, mode):
     assert isinstance(runner.check(candidate(10.0)), Checked)
     victim = runner._worker.process
     os.kill(victim.pid, signal.SIGKILL)
@@ -310,8 +262,7 @@ def test_worker_killed_from_outside_between_requests(make_runner, mode):
     assert_usable(runner)
 
 
-def test_ctrl_c_while_waiting_leaves_no_stale_answer(make_runner, monkeypatch):
-    runner = make_runner()
+def test_ctrl_c_while_waiting_leaves_no_stale_answer(runner, monkeypatch):
     worker = runner._worker
 
     def interrupted(timeout):
@@ -324,9 +275,8 @@ def test_ctrl_c_while_waiting_leaves_no_stale_answer(make_runner, monkeypatch):
     assert_usable(runner)
 
 
-def test_the_worker_ignores_ctrl_c(make_runner):
+def test_the_worker_ignores_ctrl_c(runner):
     """The terminal sends it to the whole process group; only the parent decides when the worker ends."""
-    runner = make_runner()
     os.kill(runner._worker.process.pid, signal.SIGINT)
     worker = runner._worker
     assert_usable(runner)
@@ -359,25 +309,16 @@ def test_gpu_lost_on_the_way(make_runner, tmp_path):
             runner.check(candidate())
 
 
-def test_problem_that_does_not_fit(make_runner):
-    runner = make_runner()
+@pytest.mark.parametrize("ask", [GpuRunner.wait, lambda runner: runner.check(candidate(10.0))], ids=["wait", "check"])
+def test_a_problem_that_does_not_fit_is_told_by_the_next_request(runner, ask):
     runner.begin(PROBLEM.replace(head_dim=250))
     with pytest.raises(MeasureError, match=r"Out of memory.*try smaller sizes"):
-        runner.wait()
+        ask(runner)
     runner.begin(PROBLEM)
     assert_usable(runner)
 
 
-def test_what_goes_wrong_in_the_background_is_told_by_the_next_request(make_runner):
-    runner = make_runner()
-    runner.begin(PROBLEM.replace(head_dim=250))
-    with pytest.raises(MeasureError, match=r"Out of memory.*try smaller sizes"):
-        runner.check(candidate(10.0))
-    runner.begin(PROBLEM)
-    assert_usable(runner)
-
-
-def test_the_worker_starts_while_others_do_something_else(make_runner):
+def test_the_worker_starts_while_others_do_something_else():
     """Neither a start nor a `begin` is waited for before it is needed."""
     runner = GpuRunner(kernel_named("attention"), timeouts=Timeouts(start_s=0.2), worker_command=command("silent"))
     runner.begin(PROBLEM)
@@ -411,19 +352,12 @@ def test_close_twice_leaves_nothing_behind(make_runner):
     assert not folder.exists()
 
 
-def test_a_failed_start_leaves_nothing_behind(monkeypatch):
-    workers = []
-
-    class Watched(gpu.WorkerProcess):
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
-            workers.append(self)
-
-    monkeypatch.setattr(gpu, "WorkerProcess", Watched)
+def test_a_failed_start_leaves_nothing_behind():
+    runner = GpuRunner(kernel_named("attention"), worker_command=command("no-gpu"))
     with pytest.raises(MeasureError):
-        _ = GpuRunner(kernel_named("attention"), worker_command=command("no-gpu")).device
-    assert is_gone(workers[0].process)
-    assert not Path(workers[0]._folder.path).exists()
+        _ = runner.device
+    assert is_gone(runner._worker.process)
+    assert not Path(runner._worker._folder.path).exists()
 
 
 @pytest.mark.parametrize("when", ["starting", "idle", "hanging"])
@@ -474,33 +408,6 @@ print(sorted(heavy & set(sys.modules)))
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "[]"
 
 
-def test_a_race_over_a_failing_field(make_runner):
-    """End to end: a real process, eleven ways to fail, one right winner, one outcome per candidate."""
-    runner = make_runner()
-    good = [candidate(us, noise=0.002) for us in (100.0, 104.0, 130.0, 900.0)]
-    bad = [candidate(50.0 + i, **script) for i, (script, *_) in enumerate(FAILURES[:6])]
-    bad += [
-        candidate(39.0, probe="illegal"),
-        candidate(40.0, check="illegal"),
-        candidate(41.0, check="exit"),
-        candidate(42.0, sample="illegal"),
-        candidate(43.0, sample="exit"),
-        candidate(44.0, check="hang"),
-    ]
-    reported = []
-    result = race(
-        runner,
-        PROBLEM,
-        [*bad, *good],
-        rules=Rules(opening_rounds=2, heat_rounds=3, most_rounds=11),
-        on_outcome=reported.append,
-    )
-    assert result.winner.schedule == good[0].schedule
-    assert result.runner_up.schedule == good[1].schedule
-    assert len(reported) == len(good) + len(bad) == len({outcome.schedule for outcome in reported})
-    assert {outcome.schedule for outcome in reported if hasattr(outcome, "failure")} == {b.schedule for b in bad}
-
-
 def test_who_runs_beside_is_told_with_the_samples_and_by_itself(make_runner):
     runner = make_runner("crowded")
     (batch,) = runner.sample([candidate(100.0)], rounds=2, regime="burst")
@@ -516,15 +423,15 @@ def test_who_runs_beside_is_told_with_the_samples_and_by_itself(make_runner):
 def test_others_are_looked_for_since_the_first_of_a_row_of_requests(make_runner):
     runner = make_runner("crowded", gap_ms=0.0)
     looked_back = []
-    for pause_s in (1.3, 0.3, 0.3):
+    for pause_s in (1.1, 0.1, 0.1):
         runner.probe(candidate(100.0))
-        time.sleep(0.3)
+        time.sleep(0.2)
         looked_back += runner.sample([candidate(100.0)], rounds=1, regime="burst")[0].conditions.others
         time.sleep(pause_s)
     first, after_a_rest, in_a_row = looked_back
-    assert first >= 300
-    assert 300 <= after_a_rest < 1300
-    assert in_a_row >= 600
+    assert first >= 200
+    assert 200 <= after_a_rest < 1100
+    assert in_a_row >= 300
 
 
 def test_that_it_is_not_told_who_runs_is_said_once(make_runner, caplog):

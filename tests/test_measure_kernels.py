@@ -18,18 +18,19 @@ from tiledsched.measure.gpu import GpuRunner
 from tiledsched.measure.runner import Candidate, Checked
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def begin():
-    made = []
+    """Begin a problem of a kernel; each kernel has one runner for all tests."""
+    made = {}
 
     def start(kernel, problem=None):
-        runner = GpuRunner(kernel, timeouts=TIMEOUTS, gap_ms=0.0, worker_command=command())
-        made.append(runner)
-        runner.begin(problem or first(kernel)[0])
-        return runner
+        if kernel not in made:
+            made[kernel] = GpuRunner(kernel, timeouts=TIMEOUTS, gap_ms=0.0, worker_command=command())
+        made[kernel].begin(problem or first(kernel)[0])
+        return made[kernel]
 
     yield start
-    for runner in made:
+    for runner in made.values():
         runner.close()
 
 

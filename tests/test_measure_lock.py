@@ -215,11 +215,10 @@ def test_a_runner_holds_the_gpu_until_it_is_closed(folder):
     assert is_free(folder)
 
 
-def test_no_worker_starts_on_a_gpu_that_another_holds(start, monkeypatch):
+def test_no_worker_starts_on_a_gpu_that_another_holds(start):
     start()
-    monkeypatch.setattr(gpu, "WorkerProcess", lambda *given: pytest.fail("a worker was started"))
     with configure(gpu_wait=0), pytest.raises(MeasureError, match="is held by"):
-        GpuRunner(kernel_named("attention"), worker_command=command(), gpu=(UUID, "Made-up GPU"))
+        GpuRunner(kernel_named("attention"), worker_command=["/no such program"], gpu=(UUID, "Made-up GPU"))
 
 
 def test_what_the_worker_says_is_held_before_anything_runs_on_it(start, make_runner, monkeypatch):

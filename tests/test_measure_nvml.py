@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import types
+from concurrent.futures import wait
 
 import pytest
 
@@ -30,12 +31,16 @@ class Binding(types.ModuleType):
     def __init__(self, **answers):
         super().__init__("pynvml")
         self.answers = answers
+        self.well = threading.Event()
+        """Until it is set, nothing is answered about the second GPU."""
 
     def __getattr__(self, name):
         if not name.startswith("nvml"):
             raise AttributeError(name)
 
         def ask(*about):
+            if about[:1] == ("second",):
+                self.well.wait(20)
             values = self.answers.get(name)
             if isinstance(values, dict):
                 values = values.get(about[-1])
@@ -233,7 +238,7 @@ def test_the_gpu_that_will_be_opened(binding, monkeypatch, visible, uuids, found
     binding(
         nvmlDeviceGetCount=len(uuids) if uuids else 0,
         nvmlDeviceGetUUID=uuids,
-        nvmlDeviceGetHandleByIndex={0: "first", 1: "second"},
+        nvmlDeviceGetHandleByIndex={0: "one", 1: "other"},
     )
     assert nvml.only_gpu() == (found and (found, "NVIDIA GB10"))
 
@@ -248,30 +253,22 @@ def test_the_gpu_that_is_open(binding):
 @pytest.fixture
 def stuck(binding, monkeypatch):
     """A driver that answers nothing about the second of two GPUs, until told to."""
-    well = threading.Event()
     made = binding(
         nvmlDeviceGetCount=2,
         nvmlDeviceGetHandleByIndex={0: "first", 1: "second"},
         nvmlDeviceGetHandleByUUID={b"GPU-aa": "first"},
         nvmlDeviceGetUUID={"first": "GPU-aa"},
     )
-    answers = Binding.__getattr__
-
-    def hang(self, name):
-        ask = answers(self, name)
-        return lambda *about: (well.wait(20) if about[:1] == ("second",) else None, ask(*about))[1]
-
-    monkeypatch.setattr(Binding, "__getattr__", hang)
     monkeypatch.setattr(nvml, "asked", asking.Asker())
     monkeypatch.setattr(nvml, "LISTED_S", 0.1)
     monkeypatch.setattr(nvml, "READ_S", 0.1)
-    yield types.SimpleNamespace(binding=made, well=well)
-    well.set()
+    yield made
+    made.well.set()
 
 
 def test_a_gpu_that_is_stuck_is_named_and_waited_for_once(stuck, monkeypatch):
     threads = threading.active_count()
-    for ask in (nvml.devices, nvml.uuids, nvml.only_gpu):
+    for ask in (nvml.devices, nvml.gpus, nvml.only_gpu):
         with pytest.raises(
             MeasureError, match=r"GPU 1 \(as nvidia-smi counts\) of .* CUDA_VISIBLE_DEVICES with its UUID"
         ):
@@ -279,17 +276,14 @@ def test_a_gpu_that_is_stuck_is_named_and_waited_for_once(stuck, monkeypatch):
         monkeypatch.setattr(nvml, "LISTED_S", 60.0)  # nobody waits for it again
     assert threading.active_count() == threads + 1
     stuck.well.set()
-    deadline = time.monotonic() + 5
-    while nvml.asked._unanswered is not None and not nvml.asked._unanswered.done() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait([nvml.asked._unanswered], 5)
     assert len(nvml.devices()) == 2
-    assert threading.active_count() == threads + 1
 
 
 def test_who_names_another_gpu_goes_on_without_the_stuck_one(stuck, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-aa")
     assert [device.arch for device in nvml.devices()] == ["sm_121"]
-    assert nvml.uuids() == ["GPU-aa"]
+    assert [uuid for uuid, _ in nvml.gpus()] == ["GPU-aa"]
     assert nvml.only_gpu() == ("GPU-aa", "NVIDIA GB10")
 
 
@@ -303,7 +297,7 @@ def test_a_gpu_that_gets_stuck_while_it_measures(stuck):
     """A bench has no other process to watch it: its readings have a deadline. A worker's have none."""
     log = nvml.ConditionsLog(ask=nvml.asked)
     log.poll()
-    stuck.binding.answers["nvmlDeviceGetHandleByPciBusId"] = "second"
+    stuck.answers["nvmlDeviceGetHandleByPciBusId"] = "second"
     with pytest.raises(MeasureError, match=r"GPU 0000:01:00\.0 of "):
         nvml.ConditionsLog(ask=nvml.asked)
     with pytest.raises(MeasureError, match="is stuck"):

@@ -39,11 +39,11 @@ def test_ranks_of_the_95_percent_interval(count, low, high):
 @pytest.mark.parametrize("count", [9, 30, 79])
 def test_coverage(count):
     rng = random.Random(count)
-    tries, inside = 2000, 0
+    tries, inside = 1000, 0
     for _ in range(tries):
         low, high = median_interval([rng.lognormvariate(0, 0.3) for _ in range(count)], 0.95)
         inside += low <= 1.0 <= high
-    assert 0.94 < inside / tries < 0.985  # never below 95% but for chance; above, because ranks are whole numbers
+    assert 0.935 < inside / tries < 0.985  # never below 95% but for chance; above, because ranks are whole numbers
 
 
 def test_thousands_of_samples():
@@ -90,5 +90,5 @@ def test_the_paired_test_is_exact_for_few_samples():
 
 def test_the_paired_test_errs_as_often_as_it_says():
     rng = random.Random(4)
-    wrong = sum(probability_not_slower([math.exp(rng.gauss(0, 0.01)) for _ in range(13)]) < 0.05 for _ in range(2000))
-    assert 0.03 < wrong / 2000 < 0.065
+    wrong = sum(probability_not_slower([math.exp(rng.gauss(0, 0.01)) for _ in range(13)]) < 0.05 for _ in range(800))
+    assert 0.03 < wrong / 800 < 0.065

@@ -83,10 +83,9 @@ def test_calibration_finds_the_shortest_steady_gap(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(("us", "gaps_ms"), [(900.0, [2.0, 5.0]), (1100.0, [5.0]), (5000.0, [10.0])])
-def test_no_gap_leaves_the_gpu_without_rest(monkeypatch, us, gaps_ms) -> None:
-    monkeypatch.setattr(timing, "TRIAL_S", 0.0)
+def test_no_gap_leaves_the_gpu_without_rest(us, gaps_ms) -> None:
     watch = Watch()
-    monkeypatch.setattr(watch, "read", lambda queued: us)
+    watch.read = lambda queued: us
     assert [trial.gap_ms for trial in calibrate(watch, log=Log, gaps_s=(0.002, 0.005))] == gaps_ms
 
 
@@ -100,11 +99,10 @@ def test_without_a_steady_gap_the_calmest_counts() -> None:
     assert steady_gap([trial(10, 100.0, 0.5)]).gap_ms == 10
 
 
-def test_sustained_keeps_a_round_queued_and_counts_only_warm_samples(monkeypatch) -> None:
-    monkeypatch.setattr(timing, "SUSTAINED_WARMUP_S", 0.05)
+def test_sustained_keeps_a_round_queued_and_counts_only_warm_samples() -> None:
     watch, log = Watch(), Log()
     started = time.perf_counter()
-    samples = sample_rounds(watch, 2, rounds=4, regime="sustained", rng=random.Random(1), log=log)
+    samples = sample_rounds(watch, 2, rounds=4, regime="sustained", rng=random.Random(1), log=log, warmup_s=0.05)
     assert time.perf_counter() - started >= 0.05
     assert samples == [[100.0] * 4, [101.0] * 4]
     assert len(watch.queued) > 2 * 4
@@ -115,11 +113,10 @@ def test_sustained_keeps_a_round_queued_and_counts_only_warm_samples(monkeypatch
 
 
 @pytest.mark.parametrize("regime", ["burst", "sustained"])
-def test_the_same_seed_gives_the_same_orders(monkeypatch, regime) -> None:
-    monkeypatch.setattr(timing, "SUSTAINED_WARMUP_S", 0.0)
+def test_the_same_seed_gives_the_same_orders(regime) -> None:
     orders = []
     for _ in range(2):
         watch = Watch()
-        sample_rounds(watch, 4, rounds=3, regime=regime, rng=random.Random(5), log=Log(), gap_s=0.0)
+        sample_rounds(watch, 4, rounds=3, regime=regime, rng=random.Random(5), log=Log(), gap_s=0, warmup_s=0)
         orders.append([index for index, _, _ in watch.queued][:12])
     assert orders[0] == orders[1]

@@ -19,11 +19,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("torch._dynamo.utils")  # before anything of torch is replaced
 from test_bench import Harness, options
 from test_bench_harness import cell, cuda  # noqa: F401
+from test_measure_gpu import PROBLEM, candidate
 
 from tiledsched.bench.methods import OURS, methods_of
 from tiledsched.bench.run import bench_cell
 from tiledsched.core.cases import make_cases
-from tiledsched.core.errors import Failure, FailureKind, UnsupportedError
+from tiledsched.core.errors import UnsupportedError
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention import rivals as attention_rivals
 from tiledsched.measure.arrays import ProblemArrays
@@ -32,6 +33,7 @@ from tiledsched.measure.rivals import RivalRaces, RivalSamples, rival_time
 from tiledsched.measure.torch_timing import CYCLES_PER_US, TorchStopwatch, host_cost_us
 
 METHODS = methods_of(Attention)
+HERE = Path(__file__).parent
 
 # A GPU and a host on a clock of their own
 
@@ -157,6 +159,9 @@ def test_times_are_paired_by_round_and_late_rounds_left_out() -> None:
     assert rival_time(RivalSamples(name="one", failure="no")).failure == "no"
 
 
+CUDA_NAMES = ("Event", "_sleep", "synchronize", "empty_cache", "stream", "CUDAGraph", "graph")
+
+
 @pytest.fixture
 def process(cuda, monkeypatch, tmp_path):  # noqa: F811
     """The process of the rivals, with torch on the CPU and NumPy for CuPy; `launched` are our winner's launches."""
@@ -165,39 +170,35 @@ def process(cuda, monkeypatch, tmp_path):  # noqa: F811
     from tiledsched.core.registry import load_kernel
 
     monkeypatch.setattr("tiledsched.measure.timing.SUSTAINED_WARMUP_S", 0.0)
-    for name in ("Stream", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda: types.SimpleNamespace(cuda_stream=7))
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    cupy = sys.modules["cupy"]
+    stand_in = types.ModuleType("torch")
+    vars(stand_in).update(vars(torch))
+    own_stream = {"Stream": lambda: None, "current_stream": lambda: types.SimpleNamespace(cuda_stream=7)}
+    stand_in.cuda = types.SimpleNamespace(**{name: getattr(torch.cuda, name) for name in CUDA_NAMES}, **own_stream)
     streams: list[int] = []
+    cupy = types.ModuleType("cupy")
+    vars(cupy).update(vars(numpy))
     cupy.cuda = types.SimpleNamespace(ExternalStream=lambda each: streams.append(each) or contextlib.nullcontext())
-    monkeypatch.setattr(cupy, "from_dlpack", numpy.from_dlpack)
     (tmp_path / "sums.py").write_text(SUM.replace("FACTOR", "1"))
     kernel = load_kernel(f"{tmp_path}/sums.py:Add")
     problem = kernel.problem(rows=8, columns=16, dtype="float16")
-    launched: list[object] = []
-    worker = types.SimpleNamespace(answer=lambda state, request: request[0], _run=lambda *given: launched.append(given))
-    schedule = types.SimpleNamespace()
     cases = list(make_cases(kernel, numpy, numpy.random.default_rng(0), problem, "float64"))
+    arrays, launched = ProblemArrays(kernel, numpy, problem, cases), []
     state = types.SimpleNamespace(
-        arrays=ProblemArrays(kernel, numpy, problem, cases), flush=numpy.zeros(64, numpy.uint8), ours=()
+        arrays=arrays, flush=numpy.zeros(64, numpy.uint8), ours=(), run=lambda *given: launched.append(given)
     )
-    launch = types.SimpleNamespace(scratch=(), steps=(), tolerance=kernel.tolerance(problem, schedule), tile=(8, 16))
-    rivals = Rivals(torch, cupy, worker)
-    assert rivals.answer(state, ("begin", kernel.locator(), problem, 0)) == "begin"
+    launch = types.SimpleNamespace(scratch=(), steps=(), tolerance=kernel.tolerance(problem, None), tile=(8, 16))
+    rivals = Rivals(stand_in, cupy)
 
     def race(named, regime="burst", rounds=8):
-        monkeypatch.setattr(rivals._kernel, "rivals", staticmethod(lambda p: named))
-        return rivals.answer(state, ("rivals", launch, rounds, regime, 0, 0.0))
+        arrays.kernel = types.SimpleNamespace(rivals=lambda p: named)
+        return rivals.race(state, rounds, regime, 0, 0.0, launch)
 
-    def named(functions):
-        monkeypatch.setattr(
-            "tiledsched.measure.rival_worker.load_kernel",
-            lambda name: types.SimpleNamespace(rivals=lambda p: functions),
-        )
-        return rivals.answer(state, ("named", kernel.locator(), problem))
+    def versions():
+        return rivals.versions(state, kernel.locator(), problem)
 
-    return types.SimpleNamespace(race=race, named=named, launched=launched, streams=streams, cuda=cuda, state=state)
+    return types.SimpleNamespace(
+        race=race, versions=versions, launched=launched, streams=streams, cuda=cuda, state=state
+    )
 
 
 def test_every_rival_is_checked_and_timed_beside_our_winner(process) -> None:
@@ -235,10 +236,7 @@ def test_every_rival_is_checked_and_timed_beside_our_winner(process) -> None:
 
 
 def test_what_is_here_is_told_with_its_version(process) -> None:
-    def add(X, Y): ...
-
-    add.version = "mine 1"
-    assert process.named({"torch": torch.add, "mine": add}) == {"torch": f"torch {torch.__version__}", "mine": "mine 1"}
+    assert process.versions() == dict.fromkeys(("torch", "torch_swapped"), f"torch {torch.__version__}")
     assert process.launched == []
 
 
@@ -257,69 +255,55 @@ def test_no_rival_of_what_works_in_place(process) -> None:
     assert "in place" in process.race({"torch": torch.add}).message
 
 
-class Process:
-    """Stands for the process and the pipe to it."""
+@pytest.fixture
+def races():
+    """Start two processes on a made-up GPU: one that measures, and one, by a script and its arguments, that times rivals."""
+    from tiledsched.measure.gpu import GpuRunner
 
-    def __init__(self, command, lock) -> None:
-        self.asked, self.loaded, self.killed = [], set(), False
-        assert lock == "lock"
-        Process.last = self
+    with contextlib.ExitStack() as stack:
 
-    def receive(self, timeout_s, what):
-        return Process.greeting
+        def start(*rivals):
+            runner = GpuRunner(Attention, worker_command=(sys.executable, f"{HERE}/fake_worker.py", "ready"))
+            stack.callback(runner.close)
+            command = (sys.executable, f"{HERE}/{rivals[0]}", *rivals[1:])
+            made = RivalRaces(Attention, runner, regime="burst", command=command, rounds={"burst": 6})
+            stack.callback(made.close)
+            runner.begin(PROBLEM)
+            return runner, made
 
-    def alive(self) -> bool:
-        return not self.killed
-
-    def kill(self) -> None:
-        self.killed = True
-
-    def ask(self, timeout_s, verb, *arguments):
-        self.asked.append(verb)
-        if verb == "meet":
-            return frozenset({11})
-        return {"rivals": Process.told, "named": getattr(Process, "named", None)}.get(verb)
+        yield start
 
 
-def test_the_process_is_started_once_and_both_know_each_other(monkeypatch, caplog) -> None:
-    from tiledsched.core.space_files import space_for
-    from tiledsched.measure.runner import Candidate
-
-    problem = Attention.standard(seq_len=512, head_dim=64)
-    candidate = Candidate(
-        schedule=space_for("sm_90", Attention).default(problem),
-        artifact=types.SimpleNamespace(fingerprint="f", cubin=b""),
-    )
-    met = []
-    runner = types.SimpleNamespace(
-        lock="lock",
-        seed=0,
-        device=types.SimpleNamespace(sm_count=132, arch="sm_90"),
-        meet=lambda others: met.append(others) or frozenset({7}),
-    )
-    monkeypatch.setattr("tiledsched.measure.rivals.WorkerProcess", Process)
-    Process.greeting = ("ready", None)
-    Process.told = [RivalSamples(name="one", samples_us=(90.0,) * 8, ours_us=(100.0,) * 8)]
-    races = RivalRaces(Attention, runner, regime="burst")
-    assert [each.ratio for each in races.race(problem, candidate)] == [0.9]
-    races.race(problem, candidate)
-    first = Process.last
-    assert first.asked == ["begin", "load", "meet", "rivals", "meet", "rivals"]
-    Process.named = {"one": "torch 2"}
-    assert races.versions(problem) == {"one": "torch 2"}
-    Process.named = Failure(kind=FailureKind.LAUNCH_FAILURE, message="no such kernel")
-    assert races.versions(problem) == {}
-    assert met == [frozenset(), frozenset({11})] * 2
-    Process.told = Failure(kind=FailureKind.LAUNCH_FAILURE, message="no such rival")
-    assert races.race(problem, candidate) is None
+def test_the_process_is_started_once_and_failures_cost_one_problem(races, caplog) -> None:
+    _, timer = races("fake_worker.py", "rivals")
+    assert [each.ratio for each in timer.race(PROBLEM, candidate(100.0))] == [0.9]
+    timer.race(PROBLEM, candidate(100.0))
+    assert timer.versions(PROBLEM) == {"one": "start begin meet load rivals meet rivals versions"}
+    odd = PROBLEM.replace(seq_q=41)
+    assert timer.versions(odd) == {}
+    assert timer.race(odd, candidate(100.0)) is None
     assert "its rivals were not timed: no such rival" in caplog.text
-    races.close()
-    races.close()
-    assert first.killed
-    Process.greeting = ("fatal", "no torch")
-    assert races.race(problem, candidate) is races.race(problem, candidate) is None
-    assert races.versions(problem) == {}
-    assert caplog.text.count("rivals are not timed: no torch") == 1
+    assert timer.race(PROBLEM.replace(head_dim=250), candidate(100.0)) is None  # which the GPU cannot hold
+    assert "its rivals were not timed: cannot prepare" in caplog.text
+    assert timer.race(PROBLEM, candidate(100.0)) is not None
+
+
+def test_a_process_that_cannot_be_started_is_told_once(races, caplog) -> None:
+    _, timer = races("fake_worker.py", "no-gpu")
+    assert timer.race(PROBLEM, candidate(100.0)) is timer.race(PROBLEM, candidate(100.0)) is None
+    assert timer.versions(PROBLEM) == {}
+    assert caplog.text.count("rivals are not timed: the GPU cannot be used: ") == 1
+
+
+def test_two_processes_on_a_made_up_gpu_race_our_winner_and_its_rivals(races) -> None:
+    runner, timer = races("fake_rival_worker.py")
+    found = {each.name: each for each in timer.race(PROBLEM, candidate(100.0))}
+    assert found["torch_cudnn"].failure == "RuntimeError: cuDNN is not here"
+    flash = found["torch_flash"]
+    assert (flash.failure, flash.samples, flash.capturable) == ("", 6, True)
+    assert (flash.median_us, flash.ours_us, flash.ratio) == pytest.approx((80.0, 100.0, 0.8))
+    assert flash.version == f"torch {torch.__version__}"
+    assert runner.sample([candidate(100.0)], rounds=2, regime="burst")[0].samples_us == pytest.approx((100.0, 100.0))
 
 
 # FlashAttention-4, which no machine without a GPU has
@@ -552,30 +536,3 @@ def test_flex_attention_is_not_compiled_where_nothing_is_asked_for() -> None:
     arrays = types.SimpleNamespace(problem=problem())
     with pytest.raises(UnsupportedError, match="compiled for windows"):
         METHODS["torch_flex"].make(arrays)
-
-
-def test_two_processes_on_a_made_up_gpu_race_our_winner_and_its_rivals(monkeypatch) -> None:
-    from test_measure_gpu import PROBLEM, candidate
-
-    from tiledsched.measure.gpu import GpuRunner
-
-    folder = Path(__file__).parent
-    monkeypatch.setattr("tiledsched.measure.rivals.ROUNDS", {"burst": 6})
-    runner = GpuRunner(Attention, worker_command=(sys.executable, str(folder / "fake_worker.py"), "ready"))
-    races = RivalRaces(
-        Attention, runner, regime="burst", command=(sys.executable, str(folder / "fake_rival_worker.py"))
-    )
-    try:
-        runner.begin(PROBLEM)
-        found = {each.name: each for each in races.race(PROBLEM, candidate(100.0))}
-        assert found["torch_cudnn"].failure == "RuntimeError: cuDNN is not here"
-        flash = found["torch_flash"]
-        assert (flash.failure, flash.samples, flash.capturable) == ("", 6, True)
-        assert (flash.median_us, flash.ours_us, flash.ratio) == pytest.approx((80.0, 100.0, 0.8))
-        assert flash.version == f"torch {torch.__version__}"
-        assert runner.sample([candidate(100.0)], rounds=2, regime="burst")[0].samples_us == pytest.approx(
-            (100.0, 100.0)
-        )
-    finally:
-        races.close()
-        runner.close()

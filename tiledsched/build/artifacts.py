@@ -81,13 +81,12 @@ class ArtifactStore:
         """The artifact, or None where it is not here or the file is damaged (a damaged file is removed)."""
         path = self.path(arch, fingerprint)
         try:
-            artifact = read_artifact(unpacked(read_bounded(path)), arch)
+            artifact: Artifact | None = read_artifact(unpacked(read_bounded(path)), arch)
         except OSError:
             return None
         except (lzma.LZMAError, CompilerError, EOFError):
-            path.unlink(missing_ok=True)
-            return None
-        if artifact.fingerprint != fingerprint:
+            artifact = None
+        if artifact is None or artifact.fingerprint != fingerprint:
             path.unlink(missing_ok=True)
             return None
         return artifact

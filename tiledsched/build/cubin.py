@@ -17,10 +17,10 @@ from tiledsched.core.errors import CompilerError
 from tiledsched.core.resources import ResourceFacts as ResourceFacts
 from tiledsched.core.resources import ctas_per_sm as ctas_per_sm
 
-EIATTR_MAX_THREADS_REQUIRED = 0x10
-EIATTR_FRAME_SIZE = 0x11
-EIATTR_REGCOUNT = 0x2F
-EIATTR_CLUSTER_DIMS = 0x3D
+FACTS_AT = {0x10: ("threads", 0), 0x11: ("spill_bytes", 4), 0x2F: ("registers", 4), 0x3D: ("num_ctas", 0)}
+"""Attribute -> the fact that its record holds, and at which byte. By cuobjdump's names these are EIATTR_MAX_THREADS_REQUIRED (of
+which x counts), EIATTR_FRAME_SIZE and EIATTR_REGCOUNT (both after the index of a symbol), and EIATTR_CLUSTER_DIMS (x again).
+"""
 SHT_NOBITS = 8
 
 
@@ -131,34 +131,19 @@ def _host_code(data: bytes) -> bytes:
 
 
 def _facts(sections: list[Any], arch: str, *, kernel: str, code_bytes: int) -> ResourceFacts:
-    registers = spill = threads = 0
-    num_ctas = 1
-    shared = 0
+    found = {"registers": 0, "spill_bytes": 0, "threads": 0, "num_ctas": 1, "shared_bytes": 0}
     for section in sections:
         if section.name in (".nv.info", f".nv.info.{kernel}"):
             for attribute, value in _info_records(section.data()):
-                if attribute == EIATTR_REGCOUNT:
-                    registers = max(registers, struct.unpack("<II", value)[1])
-                elif attribute == EIATTR_FRAME_SIZE:
-                    spill = max(spill, struct.unpack("<II", value)[1])
-                elif attribute == EIATTR_MAX_THREADS_REQUIRED:
-                    threads = struct.unpack("<III", value)[0]
-                elif attribute == EIATTR_CLUSTER_DIMS:
-                    num_ctas = struct.unpack("<III", value)[0]
+                if attribute in FACTS_AT:
+                    name, offset = FACTS_AT[attribute]
+                    found[name] = max(found[name], struct.unpack_from("<I", value, offset)[0])
         elif section.name == f".nv.shared.{kernel}":
-            shared = section["sh_size"]
-    if not registers or not threads:
+            found["shared_bytes"] = section["sh_size"]
+    if not found["registers"] or not found["threads"]:
         raise CompilerError(f"the cubin of {kernel!r} names no register or thread count; its format is unknown here")
-    resident = ctas_per_sm(arch, registers, threads, shared)
-    return ResourceFacts(
-        registers=registers,
-        threads=threads,
-        shared_bytes=shared,
-        spill_bytes=spill,
-        num_ctas=num_ctas,
-        code_bytes=code_bytes,
-        ctas_per_sm=resident,
-    )
+    resident = ctas_per_sm(arch, found["registers"], found["threads"], found["shared_bytes"])
+    return ResourceFacts(code_bytes=code_bytes, ctas_per_sm=resident, **found)
 
 
 def _info_records(data: bytes) -> Iterator[tuple[int, bytes]]:

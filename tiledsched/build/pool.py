@@ -88,7 +88,8 @@ class BuildPool:
             while len(wanted & self._running.keys()) > leave:
                 done, _ = concurrent.futures.wait(self._running, return_when=concurrent.futures.FIRST_COMPLETED)
                 for future in done:
-                    yield self._outcome(self._running.pop(future), future)
+                    del self._running[future]
+                    yield future.result()
             ended = True
         finally:
             if not ended:
@@ -101,7 +102,7 @@ class BuildPool:
         for task in tasks:
             future = running.get(task)
             if future is None:
-                future = self._started().schedule(compile_task, args=(task,), timeout=task.timeout_s + GRACE_S)
+                future = self.submit(task)
                 self._running[future] = task
             wanted.add(future)
         return wanted

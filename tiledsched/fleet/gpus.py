@@ -11,7 +11,7 @@ from typing import Any
 
 from tiledsched.core.errors import MeasureError
 from tiledsched.measure.driver_timeout import Asker
-from tiledsched.measure.nvml import HELD_DOWN, devices, state_of, uuids
+from tiledsched.measure.nvml import HELD_DOWN, gpus, state_of
 
 ANSWER_S = 1.0
 """How long the state of a GPU is waited for: it takes a millisecond, unless the driver is stuck."""
@@ -83,9 +83,7 @@ def gpus_of_driver() -> list[Gpu]:
     Raises:
         MeasureError: the driver does not answer.
     """
-    return [
-        Gpu(uuid=uuid, name=device.name, arch=device.arch) for uuid, device in zip(uuids(), devices(), strict=False)
-    ]
+    return [Gpu(uuid=uuid, name=device.name, arch=device.arch) for uuid, device in gpus()]
 
 
 def visible(found: Sequence[Gpu], environ: Mapping[str, str]) -> list[Gpu]:

@@ -161,38 +161,28 @@ class TiledView(ct.TiledView):
         value = np.broadcast_to(implicit_cast(tile, self.dtype, "ct.TiledView.store"), self._shape)
         write(self._array, index, value, "C", check_bounds, self._steps)
 
-    def _combine(self, index: Any, update: Tile | Scalar, change: Any, name: str, *, bits: bool = False) -> None:
-        """Replace the elements of the tile at `index` by `change` of what they are and of `update`."""
+
+def _atomic_store(name: str, change: Any, *, bits: bool = False) -> None:
+    """Give views the method that replaces a tile's elements by `change` of what they are and of an update."""
+
+    def method(self: TiledView, index: Any, update: Tile | Scalar, /) -> None:
         if bits and type_of(update) != self.dtype:
             raise InterpreterError(f"ct.TiledView.{name} needs an update of {self.dtype}, got {type_of(update)}")
-        value = np.broadcast_to(cast(update, self.dtype), self._shape or (1,) * self._array.ndim)
-        axes, outer, inner, _ = place(self._array, index, value.shape, "C", True, self._steps)
-        part = self._array.data.transpose(axes)[outer]
+        array = self._array
+        value = np.broadcast_to(cast(update, self.dtype), self._shape or (1,) * array.ndim)
+        axes, outer, inner, _ = place(array, index, value.shape, "C", True, self._steps)
+        part = array.data.transpose(axes)[outer]
         part[...] = change(part, value[inner])
 
-    def atomic_store_add(self, index: Any, update: Tile | Scalar, /) -> None:
-        """Add `update` to the tile at `index`."""
-        self._combine(index, update, np.add, "atomic_store_add")
+    setattr(TiledView, name, method)
 
-    def atomic_store_max(self, index: Any, update: Tile | Scalar, /) -> None:
-        """Keep the larger elements."""
-        self._combine(index, update, np.fmax, "atomic_store_max")
 
-    def atomic_store_min(self, index: Any, update: Tile | Scalar, /) -> None:
-        """Keep the smaller elements."""
-        self._combine(index, update, np.fmin, "atomic_store_min")
-
-    def atomic_store_and(self, index: Any, update: Tile | Scalar, /) -> None:
-        """Keep the bits that both have."""
-        self._combine(index, update, np.bitwise_and, "atomic_store_and", bits=True)
-
-    def atomic_store_or(self, index: Any, update: Tile | Scalar, /) -> None:
-        """Keep the bits that either has."""
-        self._combine(index, update, np.bitwise_or, "atomic_store_or", bits=True)
-
-    def atomic_store_xor(self, index: Any, update: Tile | Scalar, /) -> None:
-        """Keep the bits that one of them has."""
-        self._combine(index, update, np.bitwise_xor, "atomic_store_xor", bits=True)
+_atomic_store("atomic_store_add", np.add)
+_atomic_store("atomic_store_max", np.fmax)
+_atomic_store("atomic_store_min", np.fmin)
+_atomic_store("atomic_store_and", np.bitwise_and, bits=True)
+_atomic_store("atomic_store_or", np.bitwise_or, bits=True)
+_atomic_store("atomic_store_xor", np.bitwise_xor, bits=True)
 
 
 def check_hints(latency: int | None) -> None:

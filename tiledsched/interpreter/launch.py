@@ -18,7 +18,7 @@ import numpy as np
 from tiledsched.core.errors import ProblemError
 from tiledsched.core.launch import annotated, scratch, steps
 from tiledsched.interpreter import arithmetic, memory, products, reductions, shapes  # noqa: F401
-from tiledsched.interpreter.arrays import Array, poison
+from tiledsched.interpreter.arrays import Array, check_hints, poison
 from tiledsched.interpreter.builtins_in_tiles import with_tile_builtins
 from tiledsched.interpreter.private import load_dispatch_mode, undecorated
 from tiledsched.interpreter.registry import IMPLEMENTATIONS, KEYWORDS, innermost
@@ -91,6 +91,7 @@ class InterpretedLaunch(DispatchMode):
         try:
             if kwargs and not kwargs.keys() <= KEYWORDS.get(target, kwargs.keys()):
                 raise TypeError(f"unknown arguments {sorted(kwargs.keys() - KEYWORDS[target])}")
+            check_hints(kwargs.get("latency"))
             return implementation(*args, **kwargs)
         except (TypeError, ValueError, OverflowError, AttributeError) as error:
             raise InterpreterError(f"{_name(target)}: {error}") from error

@@ -9,7 +9,7 @@ from typing import Any
 import cuda.tile as ct
 import numpy as np
 
-from tiledsched.interpreter.arrays import Array, NumpyArray, check_hints, padding_value, poison, read, write
+from tiledsched.interpreter.arrays import Array, NumpyArray, padding_value, poison, read, write
 from tiledsched.interpreter.registry import add, implements
 from tiledsched.interpreter.values import (
     CATEGORY,
@@ -39,7 +39,6 @@ def load(
     **others: Any,
 ) -> Tile:
     """The tile of `shape` at `index`, counted in tiles."""
-    check_hints(latency)
     return read(array, index, constant_shape(shape), order, padding_mode, check_bounds)
 
 
@@ -56,7 +55,6 @@ def store(
     **others: Any,
 ) -> None:
     """Write `tile` at `index`, counted in tiles of its shape."""
-    check_hints(latency)
     write(array, index, implicit_cast(tile, array.dtype, f"ct.store to {array.name}"), order, check_bounds)
 
 
@@ -105,7 +103,6 @@ def gather(
     latency: int | None = None,
 ) -> Tile:
     """The elements at `indices`; `padding_value` where masked or out of bounds."""
-    check_hints(latency)
     where, followed = locate(array, indices, mask, check_bounds)
     padding = implicit_cast(padding_value, array.dtype, "the padding value of ct.gather")
     return Tile(np.where(followed, array.data[tuple(where)], padding).astype(array.data.dtype), array.dtype)
@@ -123,7 +120,6 @@ def scatter(
     latency: int | None = None,
 ) -> None:
     """Write the elements at `indices`; nothing where masked or out of bounds."""
-    check_hints(latency)
     where, followed = locate(array, indices, mask, check_bounds)
     values = np.broadcast_to(implicit_cast(value, array.dtype, f"ct.scatter to {array.name}"), followed.shape)
     chosen = tuple(positions[followed] for positions in where)
@@ -158,7 +154,6 @@ def load_advanced_indexing(
     allow_tma: Any = None,
 ) -> Tile:
     """Rows chosen by a tile of indices, crossed with slices."""
-    check_hints(latency)
     where, followed = locate(array, dense_indices(indices), None, True)
     value = np.asarray(padding_value(array, padding_mode)).astype(array.data.dtype)
     return Tile(np.where(followed, array.data[tuple(where)], value), array.dtype)

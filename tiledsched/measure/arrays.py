@@ -38,7 +38,7 @@ class ProblemArrays:
     """
 
     def __init__(self, kernel: KernelClass, xp: Any, p: Problem, cases: Sequence[Case]) -> None:
-        self.xp = xp
+        self.kernel, self.problem, self.xp = kernel, p, xp
         self.specs = {spec.name: spec for spec in kernel.arrays(p)}
         self.cases = tuple(replace(case, inputs=self._laid_out(case.inputs)) for case in cases)
         self.output_specs = output_specs(kernel, p)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import socket
 import threading
 from collections.abc import Callable
@@ -20,17 +19,14 @@ READ_S = 10.0
 
 
 class Asker:
-    """Asks in a thread of its own, one for all questions: handing one over costs less than the driver takes to answer.
+    """Asks each question in a thread of its own, and gives up on one that is not answered in time.
 
     A process that others watch and may kill needs none: see `unwatched`.
     """
 
     def __init__(self) -> None:
         self.about = ""
-        self._questions: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
         self._unanswered: Future[Any] | None = None
-        self._lock = threading.Lock()
 
     def __call__(self, question: Callable[[], T], within_s: float) -> T:
         """The answer, or what is raised instead.
@@ -38,14 +34,9 @@ class Asker:
         Raises:
             MeasureError: there is none in time, or an earlier question is still unanswered; the message names the GPU.
         """
-        answer: Future[T] = Future()
-        with self._lock:
-            if self._thread is None or not self._thread.is_alive():  # the latter after a fork
-                self._thread = threading.Thread(target=self._answer, daemon=True)
-                self._thread.start()
-            stuck = self._unanswered is not None and not self._unanswered.done()
-        if not stuck:
-            self._questions.put((question, answer))
+        if self._unanswered is None or self._unanswered.done():
+            answer: Future[T] = Future()
+            threading.Thread(target=_answer, args=(question, answer), daemon=True).start()
             try:
                 return answer.result(within_s)
             except NotDoneError:
@@ -56,13 +47,12 @@ class Asker:
             "machine, or go on with another: CUDA_VISIBLE_DEVICES with its UUID"
         )
 
-    def _answer(self) -> None:
-        while True:
-            question, answer = self._questions.get()
-            try:
-                answer.set_result(question())
-            except BaseException as error:
-                answer.set_exception(error)
+
+def _answer(question: Callable[[], T], answer: Future[T]) -> None:
+    try:
+        answer.set_result(question())
+    except BaseException as error:
+        answer.set_exception(error)
 
 
 asked = Asker()

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -42,10 +42,10 @@ SHORT_GAP_MS = 2.0
 """Distance of launches below `SHORT_US`: they leave the GPU at rest anyway, and spread too much to calibrate by."""
 
 ADVICE = {
-    FailureKind.OUT_OF_MEMORY: "try smaller sizes",
-    FailureKind.LAUNCH_FAILURE: "correct what the kernel declares",
+    ("begin", FailureKind.OUT_OF_MEMORY): "try smaller sizes",
+    ("begin", FailureKind.LAUNCH_FAILURE): "correct what the kernel declares",
 }
-"""Where a problem cannot be prepared, by kind of failure."""
+"""What to do where a problem cannot be prepared, by request and kind of failure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,30 +101,11 @@ class WorkerProcess:
             )
         self.loaded: set[str] = set()
 
-    def receive(self, timeout_s: float, what: str) -> tuple[str, Any]:
-        """The worker's next answer.
-
-        Raises:
-            WorkerDiedError: it ended, or `timeout_s` passed and it was killed.
-        """
-        try:
-            if self.connection.poll(timeout_s):
-                answer: tuple[str, Any] = self.connection.recv()
-                return answer
-        except (EOFError, OSError) as error:
-            raise WorkerDiedError(self._ended(f"during {what}")) from error
-        except BaseException:  # Ctrl-C: an answer nobody waited for must not be taken for the next one
-            self.kill()
-            raise
-        self.kill()
-        message = f"no answer to {what} within {timeout_s:g} s; measuring process killed"
-        raise WorkerDiedError(Failure(kind=FailureKind.HANG, message=message))
-
     def ask(self, timeout_s: float, verb: str, *arguments: Any) -> Any:
         """Send one request and wait for its answer; a failure the worker reports is returned.
 
         Raises:
-            WorkerDiedError: as for `receive`.
+            WorkerDiedError: as for `answer`.
         """
         self.send(verb, *arguments)
         return self.answer(timeout_s, verb)
@@ -141,15 +122,25 @@ class WorkerProcess:
             raise WorkerDiedError(self._ended(f"before {verb}")) from error
 
     def answer(self, timeout_s: float, verb: str) -> Any:
-        """The answer to the request sent last; a failure the worker reports is returned.
+        """The answer to the request sent last, or, first of all, to "start"; a failure the worker reports is returned.
 
         Raises:
-            WorkerDiedError: as for `receive`.
+            WorkerDiedError: it ended, or `timeout_s` passed and it was killed.
         """
-        outcome, value = self.receive(timeout_s, verb)
-        if outcome == "lost":
+        try:
+            if self.connection.poll(timeout_s):
+                value, lost = self.connection.recv()
+                if lost:
+                    self.kill()
+                return value
+        except (EOFError, OSError) as error:
+            raise WorkerDiedError(self._ended(f"during {verb}")) from error
+        except BaseException:  # Ctrl-C: an answer nobody waited for must not be taken for the next one
             self.kill()
-        return value
+            raise
+        self.kill()
+        message = f"no answer to {verb} within {timeout_s:g} s; measuring process killed"
+        raise WorkerDiedError(Failure(kind=FailureKind.HANG, message=message))
 
     def alive(self) -> bool:
         """Whether it can take a request. Between requests there is nothing to read, unless it ended."""
@@ -225,7 +216,8 @@ class GpuRunner:
         gpu: tuple[str, str] | None = None,
     ) -> None:
         self._kernel = kernel
-        self._seed = seed
+        self.seed = seed
+        """Of inputs and sample orders."""
         self._timeouts = timeouts or Timeouts()
         self._command = tuple(worker_command)
         self._problem: Problem | None = None
@@ -261,14 +253,7 @@ class GpuRunner:
 
     def _await_start(self) -> None:
         beginning, self._starting, self._beginning = self._beginning, False, False
-        try:
-            kind, value = self._worker.receive(self._timeouts.start_s, "start")
-        except WorkerDiedError as error:
-            raise MeasureError(f"{error}; run: tiledsched doctor") from error
-        if kind != "ready":
-            self._worker.kill()
-            raise MeasureError(f"the GPU cannot be used: {value}; run: tiledsched doctor")
-        device, gpu = value
+        device, gpu = self._expect(self._timeouts.start_s, "start", "the GPU cannot be used")
         if self._lock is None:
             try:
                 self._lock = hold(*gpu)
@@ -279,9 +264,20 @@ class GpuRunner:
                 self._begin_on_worker()
         self._device, self._beginning = device, beginning
 
+    def _expect(self, timeout_s: float, verb: str, problem: str) -> Any:
+        """The answer to `verb`, without which nothing can be measured: a failure is an error that begins with `problem`."""
+        try:
+            answer = self._worker.answer(timeout_s, verb)
+        except WorkerDiedError as error:
+            answer = error.failure
+        if isinstance(answer, Failure):
+            advice = ADVICE.get((verb, answer.kind), "run: tiledsched doctor")
+            raise MeasureError(f"{problem}: {answer.message}; {advice}")
+        return answer
+
     def _draw_seed(self, purpose: str) -> int:
         self._draws += 1
-        return int(stable_id([self._seed, purpose, self._draws], length=8), 16)
+        return int(stable_id([self.seed, purpose, self._draws], length=8), 16)
 
     def begin(self, problem: Problem) -> None:
         """Let the worker make inputs and reference for `problem`, in the background."""
@@ -315,45 +311,47 @@ class GpuRunner:
         """Wait until the worker is ready for candidates. Whoever asks something of it waits by itself."""
         if self._starting:
             self._await_start()
-        if not self._beginning:
-            return
-        self._beginning = False
-        try:
-            answer = self._worker.answer(self._timeouts.begin_s, "begin")
-        except WorkerDiedError as error:
-            raise MeasureError(f"cannot prepare {self._problem}: {error}; run: tiledsched doctor") from error
-        if isinstance(answer, Failure):
-            advice = ADVICE.get(answer.kind, "run: tiledsched doctor")
-            raise MeasureError(f"cannot prepare {self._problem}: {answer.message}; {advice}")
+        if self._beginning:
+            self._beginning = False
+            self._expect(self._timeouts.begin_s, "begin", f"cannot prepare {self._problem}")
 
     def probe(self, candidate: Candidate) -> float | Failure:
         """Load it and time a launch."""
         assert self._problem is not None
         flops, least_bytes = self._problem.flops, self._problem.min_bytes
         timeout_s = self._timeouts.probe_s + (flops / SLOWEST_FLOPS if flops else least_bytes / SLOWEST_BYTES)
-        answer = self._ask_one(timeout_s, "probe", candidate)
+        answer: float | Failure = self.ask(timeout_s, "probe", candidates=[candidate])
         if not isinstance(answer, Failure):
             self._expected_us[candidate.artifact.fingerprint] = answer
-        assert isinstance(answer, (float, Failure))
         return answer
 
     def check(self, candidate: Candidate) -> Checked | Failure:
         """Load it, run it, compare everything."""
         timeout_s = self._timeouts.check_s + CHECK_LAUNCHES * self._timeouts.slack * self._expected(candidate) / 1e6
-        answer = self._ask_one(timeout_s, "check", candidate)
+        answer: Checked | Failure = self.ask(timeout_s, "check", candidates=[candidate])
         if isinstance(answer, Checked):
             self._expected_us[candidate.artifact.fingerprint] = answer.first_look_us
-        assert isinstance(answer, (Checked, Failure))
         return answer
 
-    def _ask_one(self, timeout_s: float, verb: str, candidate: Candidate, *more: Any) -> Any:
-        """One request about one candidate, on a living worker."""
+    def ask(self, timeout_s: float, verb: str, *arguments: Any, candidates: Sequence[Candidate] = ()) -> Any:
+        """A living worker's answer to one request; what is wrong with a candidate, or the worker's death, is a Failure.
 
-        def ask() -> Any:
-            launch = self._launch(candidate)
-            return launch if isinstance(launch, Failure) else self._worker.ask(timeout_s, verb, launch, *more)
-
-        return self._guarded(ask)
+        Args:
+            timeout_s: how long the answer is waited for.
+            verb: what is asked for; see `tiledsched.measure.worker.REQUESTS`.
+            arguments: go before the launches of the candidates.
+            candidates: are loaded before.
+        """
+        self.wait()
+        if not self._worker.alive():
+            self._restart()
+            self.wait()
+        try:
+            launches = [self._launch(candidate) for candidate in candidates]
+            failed = next((launch for launch in launches if isinstance(launch, Failure)), None)
+            return failed or self._worker.ask(timeout_s, verb, *arguments, *launches)
+        except WorkerDiedError as error:
+            return error.failure
 
     def sample(self, candidates: Sequence[Candidate], *, rounds: int, regime: str) -> list[Batch | Failure]:
         """Interleaved timing. If the group fails, one launch of each alone finds the culprits; the others go again."""
@@ -402,7 +400,7 @@ class GpuRunner:
             self._gap_ms = SHORT_GAP_MS
         elif self._gap_ms is None:
             timeout_s = self._timeouts.sample_s + self._timeouts.each_sample_s * 100
-            answer = self._ask_one(timeout_s, "calibrate", fastest)
+            answer = self.ask(timeout_s, "calibrate", candidates=[fastest])
             if not isinstance(answer, Failure):
                 self.gap_trials = tuple(answer)
                 self._gap_ms = steady_gap(answer).gap_ms
@@ -423,17 +421,10 @@ class GpuRunner:
         gap_ms = DEFAULT_GAP_MS if self._gap_ms is None else self._gap_ms
         expected_s = sum(map(self._expected, candidates)) / 1e6 * max(1, graph_launches)
         timeout_s = limits.sample_s + rounds * (len(candidates) * limits.each_sample_s + limits.slack * expected_s)
-
-        def ask() -> Any:
-            launches = [self._launch(candidate) for candidate in candidates]
-            failed = next((launch for launch in launches if isinstance(launch, Failure)), None)
-            if failed is not None:
-                return failed
-            return self._worker.ask(
-                timeout_s, "sample", launches, rounds, regime, self._draw_seed("order"), gap_ms, graph_launches
-            )
-
-        answer: list[Batch | Failure] | Failure = self._guarded(ask)
+        order = self._draw_seed("order")
+        answer: list[Batch | Failure] | Failure = self.ask(
+            timeout_s, "sample", rounds, regime, order, gap_ms, graph_launches, candidates=candidates
+        )
         return answer
 
     def _launch(self, candidate: Candidate) -> Launch | Failure:
@@ -461,31 +452,15 @@ class GpuRunner:
         """Whether the worker ended by a fault of its own, not by somebody's SIGKILL or exit."""
         return self._worker.process.poll() in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT)
 
-    def _guarded(self, ask: Callable[[], Any]) -> Any:
-        """`ask()` on a living worker; the worker's death becomes the failure it stands for."""
-        self.wait()
-        if not self._worker.alive():
-            self._restart()
-            self.wait()
-        try:
-            return ask()
-        except WorkerDiedError as error:
-            return error.failure
-
     def meet(self, others: frozenset[int]) -> frozenset[int]:
         """What NVML calls the worker; `others` are processes of the same run, which disturb no measurement."""
-        answer = self._guarded(lambda: self._worker.ask(self._timeouts.load_s, "meet", others))
+        answer = self.ask(self._timeouts.load_s, "meet", others)
         return answer if isinstance(answer, frozenset) else frozenset()
 
-    @property
-    def lock(self) -> GpuLock | None:
-        """The lock of the GPU, which another process of the same run may share."""
-        return self._lock
-
-    @property
-    def seed(self) -> int:
-        """Seed of inputs and sample orders."""
-        return self._seed
+    def companion(self, worker_command: Sequence[str]) -> GpuRunner:
+        """A runner of the same kernel on the same GPU, with another kind of worker, which is included in the GPU's lock."""
+        gpu = (self._lock.uuid, self.device.name) if self._lock else None
+        return GpuRunner(self._kernel, seed=self.seed, timeouts=self._timeouts, worker_command=worker_command, gpu=gpu)
 
     def close(self) -> None:
         """End the worker and give the GPU back. Safe to call twice."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 import os
 import statistics
 import time
@@ -35,7 +33,21 @@ BUSY_PERCENT = 5
 """Percentage of time below which kernels of another process do not move the median: a desktop that draws uses one or two."""
 
 
+def _binding() -> Any:
+    """The module of NVML, ready to be asked; None where there is no driver or no binding."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:
+        return None
+    return pynvml
+
+
 def _text(value: Any) -> str:
+    """What NVML says as text; empty where it says nothing."""
+    if value is None:
+        return ""
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
@@ -70,90 +82,44 @@ def _handles(nvml: Any) -> Iterator[Any]:
         yield _tell(nvml.nvmlDeviceGetHandleByIndex, index)
 
 
-def uuids() -> list[str]:
-    """UUIDs of the GPUs of :func:`devices`, in its order, which is that of CUDA_DEVICE_ORDER=PCI_BUS_ID.
-
-    Raises:
-        MeasureError: the driver does not answer.
-    """
-    return asked(_list_uuids, LISTED_S)
-
-
-def _list_uuids() -> list[str]:
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:
-        return []
-    return [
-        _text(_tell(pynvml.nvmlDeviceGetUUID, each) or "")
-        for each in _handles(pynvml)
-        if _tell(pynvml.nvmlDeviceGetCudaComputeCapability, each) is not None
-    ]
-
-
-def state_of(uuid: str) -> dict[str, Any]:
-    """Clock (MHz), temperature (C), power (W) and throttle reasons of a GPU now, without opening it; what NVML does not report is
-    left
-    out.
-    """
-    try:
-        import pynvml as nvml
-
-        nvml.nvmlInit()
-        handle = nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
-    except Exception:
-        return {}
-    reasons = _tell(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
-    milliwatts = _tell(nvml.nvmlDeviceGetPowerUsage, handle)
-    told = {
-        "sm_clock_mhz": _tell(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
-        "temperature_c": _tell(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
-        "power_w": None if milliwatts is None else milliwatts / 1e3,
-        "throttle_reasons": None
-        if reasons is None
-        else [name for bit, name in THROTTLE_REASONS.items() if reasons & bit],
-    }
-    return {name: value for name, value in told.items() if value is not None}
-
-
-def devices() -> list[Device]:
-    """GPUs of this machine as NVML lists them; empty where there is no driver or no NVML binding. Where CUDA_VISIBLE_DEVICES
-    names some by UUID, those.
+def gpus() -> list[tuple[str, Device]]:
+    """UUID and description of every GPU of this machine as NVML lists them, in the order of CUDA_DEVICE_ORDER=PCI_BUS_ID; empty
+    where there is no driver or no NVML binding. Where CUDA_VISIBLE_DEVICES names some by UUID, those.
 
     sm_count and l2_bytes are 0 here: NVML does not tell them, and asking CUDA would open a context.
 
     Raises:
         MeasureError: the driver does not answer.
     """
-    return asked(_list_devices, LISTED_S)
+    return asked(_list_gpus, LISTED_S)
 
 
-def _list_devices() -> list[Device]:
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:
-        return []
+def _list_gpus() -> list[tuple[str, Device]]:
+    nvml = _binding()
     found = []
-    driver = _text(_tell(pynvml.nvmlSystemGetDriverVersion) or "")
-    for handle in _handles(pynvml):
-        capability = _tell(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
+    for handle in _handles(nvml) if nvml else ():
+        capability = _tell(nvml.nvmlDeviceGetCudaComputeCapability, handle)
         if capability is None:
             continue  # listed, but lost or in a mode that computes nothing
-        memory = _tell(pynvml.nvmlDeviceGetMemoryInfo, handle)
-        found.append(
-            Device(
-                name=_labelled(_text(_tell(pynvml.nvmlDeviceGetName, handle) or "unnamed GPU")),
-                arch=f"sm_{capability[0]}{capability[1]}",
-                sm_count=0,
-                memory_bytes=int(memory.total) if memory else 0,
-                driver=driver,
-            )
+        memory = _tell(nvml.nvmlDeviceGetMemoryInfo, handle)
+        device = Device(
+            name=_labelled(_text(_tell(nvml.nvmlDeviceGetName, handle)) or "unnamed GPU"),
+            arch=f"sm_{capability[0]}{capability[1]}",
+            sm_count=0,
+            memory_bytes=int(memory.total) if memory else 0,
+            driver=_text(_tell(nvml.nvmlSystemGetDriverVersion)),
         )
+        found.append((_text(_tell(nvml.nvmlDeviceGetUUID, handle)), device))
     return found
+
+
+def devices() -> list[Device]:
+    """The GPUs of :func:`gpus`, without their UUIDs.
+
+    Raises:
+        MeasureError: the driver does not answer.
+    """
+    return [device for _, device in gpus()]
 
 
 def only_gpu() -> tuple[str, str] | None:
@@ -162,23 +128,36 @@ def only_gpu() -> tuple[str, str] | None:
     Raises:
         MeasureError: the driver does not answer.
     """
-    return asked(_find_only_gpu, LISTED_S)
-
-
-def _find_only_gpu() -> tuple[str, str] | None:
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        found = [
-            (_text(pynvml.nvmlDeviceGetUUID(each)), _text(pynvml.nvmlDeviceGetName(each))) for each in _handles(pynvml)
-        ]
-    except Exception:
-        return None
+    found = [(uuid, device.name) for uuid, device in gpus()]
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
     if first.startswith("GPU-"):  # numbers mean this order or another, and are left to CUDA
         found = [each for each in found if each[0].startswith(first)]
-    return found[0] if len(found) == 1 else None
+    return found[0] if len(found) == 1 and found[0][0] else None
+
+
+def _readings(nvml: Any, handle: Any) -> dict[str, Any]:
+    """The state of a GPU now, by the names of :class:`Conditions`; what NVML does not report is left out."""
+    milliwatts = _tell(nvml.nvmlDeviceGetPowerUsage, handle)
+    reasons = _tell(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
+    read = {
+        "sm_clock_mhz": _tell(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
+        "memory_clock_mhz": _tell(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_MEM),
+        "power_w": None if milliwatts is None else milliwatts / 1e3,
+        "temperature_c": _tell(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+        "throttle_reasons": None
+        if reasons is None
+        else [name for bit, name in THROTTLE_REASONS.items() if reasons & bit],
+    }
+    return {name: value for name, value in read.items() if value is not None}
+
+
+def state_of(uuid: str) -> dict[str, Any]:
+    """Clocks (MHz), temperature (C), power (W) and throttle reasons of a GPU now, without opening it; what NVML does not report
+    is left out.
+    """
+    nvml = _binding()
+    handle = nvml and _tell(nvml.nvmlDeviceGetHandleByUUID, uuid.encode())
+    return {} if handle is None else _readings(nvml, handle)
 
 
 def current_gpu() -> tuple[str, str]:
@@ -193,7 +172,7 @@ def current_gpu() -> tuple[str, str]:
         nvml, handle = _at(bus)
         if handle is None:
             return "", ""
-        return _text(_tell(nvml.nvmlDeviceGetUUID, handle) or ""), _text(_tell(nvml.nvmlDeviceGetName, handle) or "")
+        return _text(_tell(nvml.nvmlDeviceGetUUID, handle)), _text(_tell(nvml.nvmlDeviceGetName, handle))
 
     return asked(ask, LISTED_S)
 
@@ -211,13 +190,8 @@ def _current_bus() -> str:
 def _at(bus: str) -> tuple[Any, Any]:
     """NVML, and its handle of the GPU at that place; None where there is none."""
     asked.about = f"GPU {bus}"
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        return pynvml, pynvml.nvmlDeviceGetHandleByPciBusId(bus.encode()) if bus else None
-    except Exception:
-        return None, None
+    nvml = _binding()
+    return nvml, _tell(nvml.nvmlDeviceGetHandleByPciBusId, bus.encode()) if nvml and bus else None
 
 
 def current_processes() -> frozenset[int]:
@@ -249,21 +223,15 @@ def current_device() -> Device:
     import cupy
 
     properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
-    driver = ""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        driver = _text(pynvml.nvmlSystemGetDriverVersion())
-    except Exception:
-        driver = f"CUDA {cupy.cuda.runtime.driverGetVersion()}"
+    nvml = _binding()
+    driver = nvml and _text(_tell(nvml.nvmlSystemGetDriverVersion))
     return Device(
         name=_labelled(_text(properties["name"])),
         arch=f"sm_{properties['major']}{properties['minor']}",
         sm_count=int(properties["multiProcessorCount"]),
         memory_bytes=int(properties["totalGlobalMem"]),
         l2_bytes=int(properties["l2CacheSize"]),
-        driver=driver,
+        driver=driver or f"CUDA {cupy.cuda.runtime.driverGetVersion()}",
     )
 
 
@@ -286,7 +254,7 @@ class ConditionsLog:
         *,
         ask: Callable[[Callable[[], Any], float], Any] = unwatched,
     ) -> None:
-        self._seen: dict[str, list[int]] = {}
+        self._seen: dict[str, list[Any]] = {}
         self._ask, bus = ask, _current_bus()
         self._nvml, self._handle = ask(lambda: _at(bus), LISTED_S)
         self._ours = frozenset(ours or [os.getpid()])
@@ -317,17 +285,8 @@ class ConditionsLog:
             self._ask(self._read, READ_S)
 
     def _read(self) -> None:
-        nvml, handle = self._nvml, self._handle
-        readings = {
-            "sm": _tell(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
-            "memory": _tell(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_MEM),
-            "milliwatts": _tell(nvml.nvmlDeviceGetPowerUsage, handle),
-            "temperature": _tell(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
-            "reasons": _tell(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle),
-        }
-        for name, value in readings.items():
-            if value is not None:
-                self._seen.setdefault(name, []).append(value)
+        for name, value in _readings(self._nvml, self._handle).items():
+            self._seen.setdefault(name, []).append(value)
 
     def summary(self) -> Conditions:
         """Median clocks, highest power and temperature, every throttle reason seen."""
@@ -335,14 +294,13 @@ class ConditionsLog:
         listed = self._listed | self._ask(self._list, READ_S)
         told = bool(listed & self._ours)  # else ours could not be told from others'
         others = listed - self._ours if told else frozenset()
-        reasons = functools.reduce(operator.or_, seen.get("reasons", []), 0)
-        throttled = tuple(name for bit, name in THROTTLE_REASONS.items() if reasons & bit)
+        reasons = {name for reading in seen.get("throttle_reasons", []) for name in reading}
         return Conditions(
-            sm_clock_mhz=int(statistics.median(seen.get("sm", [0]))),
-            memory_clock_mhz=int(statistics.median(seen.get("memory", [0]))),
-            power_w=max(seen.get("milliwatts", [0])) / 1e3,
-            temperature_c=max(seen.get("temperature", [0])),
-            throttle_reasons=throttled,
+            sm_clock_mhz=int(statistics.median(seen.get("sm_clock_mhz", [0]))),
+            memory_clock_mhz=int(statistics.median(seen.get("memory_clock_mhz", [0]))),
+            power_w=max(seen.get("power_w", [0.0])),
+            temperature_c=max(seen.get("temperature_c", [0])),
+            throttle_reasons=tuple(name for name in THROTTLE_REASONS.values() if name in reasons),
             others=tuple(sorted(others)),
             concurrent_pids=self._ask(lambda: self._ran(others), READ_S) if told else (),
         )

@@ -15,9 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from tiledsched.core.cases import Case, input_specs
+from tiledsched.core.cases import Case
 from tiledsched.core.errors import Failure, FailureKind
-from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.problem import Problem
 from tiledsched.core.registry import load_kernel
 from tiledsched.measure import timing
 from tiledsched.measure.accuracy import case_errors, wrong_result
@@ -45,76 +45,60 @@ class Tried:
 
 
 class Rivals:
-    """Answers requests about rivals of the current problem.
+    """Answers requests about rivals.
 
     Args:
         torch: the module.
         cupy: the module, or what stands for it.
-        worker: the module of the measuring process, which answers everything else.
     """
 
-    def __init__(self, torch: Any, cupy: Any, worker: Any) -> None:
-        self._torch, self._cupy, self._worker = torch, cupy, worker
-        self._kernel: KernelClass | None = None
-        self._problem: Problem | None = None
+    def __init__(self, torch: Any, cupy: Any) -> None:
+        self._torch, self._cupy = torch, cupy
 
-    def answer(self, state: Any, request: tuple[Any, ...]) -> Any:
-        """Carry out one request; what goes wrong with all rivals comes back as a Failure."""
-        if request[0] == "begin":
-            self._kernel, self._problem = load_kernel(request[1]), request[2]
-        if request[0] == "named":
-            return {name: self._version(each) for name, each in load_kernel(request[1]).rivals(request[2]).items()}
-        if request[0] != "rivals":
-            return self._worker.answer(state, request)
-        with self._torch.cuda.stream(self._torch.cuda.Stream()):
-            try:
-                return self.race(state, *request[1:])
-            finally:
-                with suppress(RuntimeError):  # of a context that is lost, which is told elsewhere
-                    self._torch.cuda.empty_cache()
+    def versions(self, state: Any, locator: str, problem: Problem) -> dict[str, str]:
+        """Name -> version of every rival of a problem that is installed."""
+        del state
+        return {name: self._version(each) for name, each in load_kernel(locator).rivals(problem).items()}
 
     def race(
-        self, state: Any, launch: Launch, rounds: int, regime: str, seed: int, gap_ms: float
+        self, state: Any, rounds: int, regime: str, seed: int, gap_ms: float, launch: Launch
     ) -> list[RivalSamples] | Failure:
-        """Samples of every rival whose result is right, with our winner's of the same rounds."""
-        torch, arrays, problem = self._torch, state.arrays, self._problem
-        assert problem is not None
-        assert self._kernel is not None
-        if arrays.changed:
+        """Samples of every rival of the current problem whose result is right, with our winner's of the same rounds."""
+        if state.arrays.changed:
             return Failure(kind=FailureKind.LAUNCH_FAILURE, message="it changes arrays in place, which rivals do not")
-        named = self._kernel.rivals(problem)
-        flush = torch.from_dlpack(state.flush)
-        told: list[RivalSamples] = []
-        tried: list[Tried] = []
-        for name, function in named.items():
-            found = self._try(name, function, arrays, launch, flush)
-            if isinstance(found, Tried):
-                tried.append(found)
-            else:
-                told.append(RivalSamples(name=name, failure=found))
-        if tried:
-            told += self._sample(state, self._ours(state, launch), tried, flush, rounds, regime, seed, gap_ms)
-        order = list(named)
-        return sorted(told, key=lambda each: order.index(each.name))
+        torch = self._torch
+        named = state.arrays.kernel.rivals(state.arrays.problem)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            try:
+                flush = torch.from_dlpack(state.flush)
+                found = [self._try(name, each, state.arrays, launch, flush) for name, each in named.items()]
+                tried = [each for each in found if isinstance(each, Tried)]
+                ours = self._ours(state, launch)
+                timed = self._sample(state, ours, tried, flush, rounds, regime, seed, gap_ms) if tried else {}
+                return [timed[each.name] if isinstance(each, Tried) else each for each in found]
+            finally:
+                with suppress(RuntimeError):  # of a context that is lost, which is told elsewhere
+                    torch.cuda.empty_cache()
 
     def _try(
         self, name: str, function: Callable[..., Any], arrays: ProblemArrays, launch: Launch, flush: Any
-    ) -> Tried | str:
-        """What some calls tell, or why it takes no part. One that looks at values must be right on the odd ones, too.
+    ) -> Tried | RivalSamples:
+        """What some calls tell, or that it takes no part, and why. One that looks at values must be right on the odd ones, too.
 
         Raises:
             RuntimeError: it broke the context.
         """
         torch = self._torch
         try:
-            call = call_on(function, self._tensors(arrays.cases[0]))
+            call = call_on(function, as_tensors(torch, arrays.problem, arrays.cases[0].inputs))
             for case in arrays.cases if hasattr(function, "bind") else arrays.cases[:1]:
-                out = (call if case is arrays.cases[0] else call_on(function, self._tensors(case)))()
+                inputs = as_tensors(torch, arrays.problem, case.inputs)
+                out = call() if case is arrays.cases[0] else call_on(function, inputs)()
                 torch.cuda.synchronize()
                 wrong = self._wrong(out, arrays, launch, case)
                 del out
                 if wrong:
-                    return wrong
+                    return RivalSamples(name=name, failure=wrong)
             host_us = host_cost_us(torch, call)
             watch = TorchStopwatch(torch, [call], flush, host_us=host_us)
             watch.read(watch.queue(0, paced=True))
@@ -122,19 +106,11 @@ class Rivals:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             text = str(error).strip() or type(error).__name__
-            return f"{type(error).__name__}: {text.splitlines()[0]}"[:200]
+            return RivalSamples(name=name, failure=f"{type(error).__name__}: {text.splitlines()[0]}"[:200])
         return Tried(name=name, call=call, host_us=host_us, version=self._version(function))
 
     def _version(self, function: Callable[..., Any]) -> str:
         return getattr(function, "version", "") or f"torch {self._torch.__version__}"
-
-    def _tensors(self, case: Case) -> tuple[Any, ...]:
-        """The inputs of a case, as torch has them."""
-        kernel, problem = self._kernel, self._problem
-        assert kernel is not None
-        assert problem is not None
-        inputs = {spec.name: case.inputs[spec.name] for spec in input_specs(kernel, problem)}
-        return as_tensors(self._torch, problem, inputs)
 
     def _wrong(self, out: Any, arrays: ProblemArrays, launch: Launch, case: Case) -> str:
         """Why outputs are not what our own must be on the same inputs; empty where they are."""
@@ -155,20 +131,20 @@ class Rivals:
 
     def _ours(self, state: Any, launch: Launch) -> Call:
         """Our winner, on torch's current stream."""
-        torch, external, run = self._torch, self._cupy.cuda.ExternalStream, self._worker._run
+        torch, external = self._torch, self._cupy.cuda.ExternalStream
         state.arrays.clear(launch.scratch)
         arguments = state.arrays.arguments(launch, state.arrays.cases[0])
         torch.cuda.synchronize()  # what was written so far was on CuPy's stream
 
         def call() -> None:
             with external(torch.cuda.current_stream().cuda_stream):
-                run(state, launch, arguments)
+                state.run(launch, arguments)
 
         return call
 
     def _sample(
         self, state: Any, ours: Call, tried: list[Tried], flush: Any, rounds: int, regime: str, seed: int, gap_ms: float
-    ) -> list[RivalSamples]:
+    ) -> dict[str, RivalSamples]:
         torch = self._torch
         ours()
         torch.cuda.synchronize()
@@ -176,9 +152,8 @@ class Rivals:
         watch = TorchStopwatch(torch, calls, flush, host_us=max(each.host_us for each in tried))
         if regime == "sustained":
             costs = [host_cost_us(torch, ours), *(each.host_us for each in tried)]
-            for index, host_us in enumerate(
-                costs
-            ):  # back to back, what costs the host more would be timed with the host's part
+            # Back to back, what costs the host more would be timed with the host's part.
+            for index, host_us in enumerate(costs):
                 if watch.read(watch.queue(index, paced=True)) < max(GRAPH_BELOW_US, SPIN_MARGIN * host_us):
                     watch.capture(index, GRAPH_LAUNCHES)
         log = ConditionsLog(state.ours, time.time())
@@ -194,8 +169,8 @@ class Rivals:
         )
         disturbance = log.summary().disturbance
         # Last: a capture that fails may leave a library in a state of its own.
-        return [
-            RivalSamples(
+        return {
+            each.name: RivalSamples(
                 name=each.name,
                 failure=f"timed {disturbance}" if disturbance else "",
                 samples_us=tuple(theirs),
@@ -205,7 +180,7 @@ class Rivals:
                 version=each.version,
             )
             for each, theirs in zip(tried, samples[1:], strict=True)
-        ]
+        }
 
 
 def main(descriptor: str, folder: str, parent: str) -> None:
@@ -215,7 +190,8 @@ def main(descriptor: str, folder: str, parent: str) -> None:
 
     from tiledsched.measure import worker
 
-    worker.main(descriptor, folder, parent, Rivals(torch, cupy, worker).answer)
+    rivals = Rivals(torch, cupy)
+    worker.main(descriptor, folder, parent, {**worker.REQUESTS, "versions": rivals.versions, "rivals": rivals.race})
 
 
 if __name__ == "__main__":

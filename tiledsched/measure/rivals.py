@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tiledsched.core.errors import Failure
+from tiledsched.core.errors import Failure, FailureKind, MeasureError
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.measure.gpu import GpuRunner, Timeouts, WorkerDiedError, WorkerProcess
-from tiledsched.measure.launch import launch_of
+from tiledsched.measure.gpu import GpuRunner
 from tiledsched.measure.runner import Candidate, RivalTime
 from tiledsched.measure.statistics import median_interval
 from tiledsched.measure.timing import BURST_GAP_S
@@ -33,6 +32,8 @@ ROUNDS = {"burst": 30, "sustained": 200}
 LEAST_ROUNDS = 6
 """Samples below which a rival counts as not timed: fewer have no 95% interval."""
 CONFIDENCE = 0.95
+VERSIONS_S = 300.0
+"""How long their versions may take: packages are imported, and one may compile itself meanwhile."""
 RACE_S = 600.0
 """How long a race of rivals may take: some compile themselves, for minutes."""
 
@@ -100,7 +101,7 @@ class RivalRaces:
         runner: measures our own; both hold one GPU.
         regime: burst or sustained.
         command: how to start the process; tests start another.
-        timeouts: when it is taken for hung.
+        rounds: samples of each rival, by regime.
     """
 
     def __init__(
@@ -110,85 +111,60 @@ class RivalRaces:
         *,
         regime: str,
         command: Sequence[str] = RIVAL_COMMAND,
-        timeouts: Timeouts | None = None,
+        rounds: Mapping[str, int] = ROUNDS,
     ) -> None:
-        self._kernel, self._runner, self._regime = kernel, runner, regime
-        self._command, self._timeouts = tuple(command), timeouts or Timeouts()
-        self._worker: WorkerProcess | None = None
+        self._kernel, self._ours, self._regime = kernel, runner, regime
+        self._command, self._rounds = command, rounds[regime]
+        self._rivals: GpuRunner | None = None
         self._problem: Problem | None = None
-        self._unable = ""
+        self._unable = False
 
     def race(self, problem: Problem, candidate: Candidate) -> list[RivalTime] | None:
         """Time every rival of `problem` next to `candidate`; None where that cannot be done, of which the log warns once."""
+        rivals = self._started()
+        if rivals is None:
+            return None
         try:
-            told = self._ask(problem, candidate)
-        except WorkerDiedError as error:
-            told = error.failure
-        if isinstance(told, Failure):
-            log.warning("%s: its rivals were not timed: %s", problem, told.message)
+            if self._problem != problem:
+                rivals.begin(problem)
+                self._problem = problem
+            self._ours.meet(rivals.meet(self._ours.meet(frozenset())))
+            request = (self._rounds, self._regime, self._ours.seed, BURST_GAP_S * 1e3)
+            answer = rivals.ask(RACE_S, "rivals", *request, candidates=[candidate])
+        except MeasureError as error:
+            answer = Failure(kind=FailureKind.LAUNCH_FAILURE, message=str(error))
+        if isinstance(answer, Failure):
+            log.warning("%s: its rivals were not timed: %s", problem, answer.message)
             self._problem = None
             return None
-        return None if told is None else [rival_time(each) for each in told]
+        return [rival_time(each) for each in answer]
 
     def versions(self, problem: Problem) -> Mapping[str, str]:
         """Name -> version of every rival of `problem` that is installed; none where the process cannot say."""
+        rivals = self._started()
         try:
-            worker = self._ready()
-            if worker is None:
-                return {}
-            told = worker.ask(self._timeouts.begin_s, "named", self._kernel.locator(), problem)
-        except WorkerDiedError as error:
-            told = error.failure
-        return {} if isinstance(told, Failure) else told
+            found = rivals and rivals.ask(VERSIONS_S, "versions", self._kernel.locator(), problem)
+        except MeasureError:
+            found = None
+        return found if isinstance(found, Mapping) else {}
 
-    def _ask(self, problem: Problem, candidate: Candidate) -> list[RivalSamples] | Failure | None:
-        worker = self._ready()
-        if worker is None:
-            return None
-        limits, artifact = self._timeouts, candidate.artifact
-        if self._problem != problem:
-            begun = worker.ask(limits.begin_s, "begin", self._kernel.locator(), problem, self._runner.seed)
-            if isinstance(begun, Failure):
-                return begun
-            self._problem = problem
-        if artifact.fingerprint not in worker.loaded:
-            loaded = worker.ask(limits.load_s, "load", artifact.fingerprint, artifact.cubin)
-            if isinstance(loaded, Failure):
-                return loaded
-            worker.loaded.add(artifact.fingerprint)
-        mine = worker.ask(limits.load_s, "meet", self._runner.meet(frozenset()))
-        self._runner.meet(mine)
-        launch = launch_of(self._kernel, problem, candidate.schedule, self._runner.device, artifact.fingerprint)
-        answer: list[RivalSamples] | Failure = worker.ask(
-            RACE_S, "rivals", launch, ROUNDS[self._regime], self._regime, self._runner.seed, BURST_GAP_S * 1e3
-        )
-        return answer
-
-    def _ready(self) -> WorkerProcess | None:
-        """The process, started where it is not; None where it cannot be."""
-        if self._unable:
-            return None
-        if self._worker is not None and self._worker.alive():
-            return self._worker
-        self.close()
-        self._problem = None
-        worker = self._worker = WorkerProcess(self._command, self._runner.lock)
-        try:
-            kind, value = worker.receive(self._timeouts.start_s, "start")
-        except WorkerDiedError as error:
-            kind, value = "fatal", error
-        if kind != "ready":
-            self._unable = str(value)
-            log.warning("rivals are not timed: %s", value)
-            self.close()
-            return None
-        return worker
+    def _started(self) -> GpuRunner | None:
+        """What owns the process, which is started with the first call; None where it cannot be."""
+        if self._rivals is None and not self._unable:
+            self._rivals = self._ours.companion(self._command)
+            try:
+                self._rivals.wait()
+            except MeasureError as error:
+                log.warning("rivals are not timed: %s", error)
+                self._unable = True
+                self.close()
+        return self._rivals
 
     def close(self) -> None:
         """End the process. Safe to call twice."""
-        if self._worker is not None:
-            self._worker.kill()
-            self._worker = None
+        if self._rivals is not None:
+            self._rivals.close()
+            self._rivals = None
 
 
 def can_race(kernel: KernelClass) -> bool:

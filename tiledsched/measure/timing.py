@@ -105,7 +105,7 @@ def _burst(watch: Stopwatch, count: int, rounds: int, rng: random.Random, log: L
     samples: list[list[float]] = [[] for _ in range(count)]
     next_start = time.perf_counter()
     for _ in range(rounds):
-        for index in _shuffled(count, rng):
+        for index in rng.sample(range(count), count):
             pause = next_start - time.perf_counter()
             if pause > 0:
                 time.sleep(pause)
@@ -179,10 +179,4 @@ def _sustained(
 
 
 def _queue_round(watch: Stopwatch, count: int, rng: random.Random) -> list[tuple[int, Any]]:
-    return [(index, watch.queue(index, paced=False)) for index in _shuffled(count, rng)]
-
-
-def _shuffled(count: int, rng: random.Random) -> list[int]:
-    order = list(range(count))
-    rng.shuffle(order)
-    return order
+    return [(index, watch.queue(index, paced=False)) for index in rng.sample(range(count), count)]

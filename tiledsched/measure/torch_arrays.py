@@ -34,9 +34,7 @@ def _as_tensor(torch: Any, array: Any, spec: ArraySpec) -> Any:
 def as_stored(torch: Any, xp: Any, tensor: Any, spec: ArraySpec) -> Any:
     """The other way: a tensor as an array of NumPy's or CuPy's that holds its bits, as a spec says that it lies in memory."""
     kind = storage_type(spec.dtype)
-    if kind == "bool" or (
-        kind.startswith("uint") and tensor.dtype != torch.uint8
-    ):  # bits of a type that NumPy does not have
+    if kind == "bool" or kind.startswith("uint"):  # these may be the bits of a type that NumPy does not have
         tensor = tensor.view(torch.uint8 if tensor.element_size() == 1 else torch.int16)
     array = xp.from_dlpack(tensor)
     return array if str(array.dtype) == kind else array.view(kind)

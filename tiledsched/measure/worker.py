@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -36,7 +36,7 @@ from tiledsched.measure.accuracy import OutputErrors, case_errors, summary, wron
 from tiledsched.measure.arrays import Packed, ProblemArrays
 from tiledsched.measure.launch import Launch
 from tiledsched.measure.nvml import ConditionsLog, current_device, current_gpu, current_processes, own_processes
-from tiledsched.measure.runner import Batch, Checked, GapTrial
+from tiledsched.measure.runner import Batch, Checked, Device, GapTrial
 from tiledsched.measure.timing import calibrate, sample_rounds
 
 FLUSH_TIMES_L2 = 2
@@ -79,8 +79,9 @@ extern "C" __global__ void spin(unsigned long long nanoseconds) {
 class State:
     """What the worker holds between requests."""
 
+    folder: str
+    """Where cubins to load are written to."""
     stream: Any = None
-    folder: str = ""
     functions: dict[str, list[Any]] = field(default_factory=dict)
     """Fingerprint -> the loaded functions of the artifact, in the order of its launches."""
     arrays: ProblemArrays | None = None
@@ -97,16 +98,21 @@ class State:
     answered_s: float = 0.0
     """`time.time()` of the last answer."""
 
+    def run(self, launch: Launch, arguments: Packed) -> None:
+        """Queue every step of a launch."""
+        for function, step, packed in zip(self.functions[launch.fingerprint], launch.steps, arguments, strict=True):
+            function(step.grid, (1, 1, 1), packed)
 
-def start(folder: str) -> State:
-    """Open the GPU; cubins to load are written to `folder`."""
+
+def start(state: State) -> tuple[Device, tuple[str, str]]:
+    """Open the GPU: its description, and its UUID and name."""
     before = current_processes()
-    state = State(stream=cupy.cuda.Stream(non_blocking=True), folder=folder)
+    state.stream = cupy.cuda.Stream(non_blocking=True)
     state.ours = own_processes(before)
     state.device = current_device()
     state.flush = cupy.empty(max(FLUSH_TIMES_L2 * state.device.l2_bytes, 1 << 26), dtype=numpy.uint8)
     state.spin = cupy.RawKernel(SPIN_SOURCE, "spin")
-    return state
+    return state.device, current_gpu()
 
 
 def begin(state: State, locator: str, problem: Problem, seed: int) -> None:
@@ -149,12 +155,6 @@ def load(state: State, fingerprint: str, cubin: bytes) -> None:
             file.write(part)
         functions.append(cupy.RawModule(path=path).get_function(symbol_of(part)))
     state.functions[fingerprint] = functions
-
-
-def _run(state: State, launch: Launch, arguments: Packed) -> None:
-    """Queue every step."""
-    for function, step, packed in zip(state.functions[launch.fingerprint], launch.steps, arguments, strict=True):
-        function(step.grid, (1, 1, 1), packed)
 
 
 def probe(state: State, launch: Launch) -> float:
@@ -225,7 +225,7 @@ def _poisoned_launch(state: State, launch: Launch, case: Case, in_a_row: int = 1
         for again in range(in_a_row):
             if again:
                 arrays.restore(case)
-            _run(state, launch, arguments)
+            state.run(launch, arguments)
         after.record(state.stream)
     after.synchronize()
     return float(cupy.cuda.get_elapsed_time(before, after) * 1e3)
@@ -238,7 +238,7 @@ class CupyStopwatch:
     the host cannot keep up with short kernels.
     """
 
-    def __init__(self, state: State, launches: list[Launch], graph_launches: int = 0) -> None:
+    def __init__(self, state: State, launches: Sequence[Launch], graph_launches: int = 0) -> None:
         assert state.arrays is not None
         self._state, self._launches, self._count = state, launches, max(1, graph_launches)
         self._arrays, self._case = state.arrays, state.arrays.cases[0]
@@ -253,7 +253,7 @@ class CupyStopwatch:
         with state.stream:
             state.stream.begin_capture()
             for _ in range(self._count):
-                _run(state, launch, self._arguments[index])
+                state.run(launch, self._arguments[index])
             return state.stream.end_capture()
 
     def queue(self, index: int, *, paced: bool) -> Any:
@@ -277,7 +277,7 @@ class CupyStopwatch:
             if self._graphs:
                 self._graphs[index].launch(state.stream)
             else:
-                _run(state, launch, self._arguments[index])
+                state.run(launch, self._arguments[index])
             after.record(state.stream)
         return before, after
 
@@ -289,7 +289,7 @@ class CupyStopwatch:
 
 
 def sample(
-    state: State, launches: list[Launch], rounds: int, regime: str, seed: int, gap_ms: float, graph_launches: int
+    state: State, rounds: int, regime: str, seed: int, gap_ms: float, graph_launches: int, *launches: Launch
 ) -> list[Batch]:
     """Interleaved samples of every launch."""
     log = ConditionsLog(state.ours, state.since_s)
@@ -316,29 +316,6 @@ def sample(
 def find_gap(state: State, launch: Launch) -> list[GapTrial]:
     """What pacing `launch` at several distances comes to."""
     return calibrate(CupyStopwatch(state, [launch]), log=ConditionsLog)
-
-
-def answer(state: State, request: tuple[Any, ...]) -> Any:
-    """Carry out one request; what goes wrong with a candidate comes back as a Failure."""
-    verb, arguments = request[0], request[1:]
-    if verb == "begin":
-        return begin(state, *arguments)
-    if verb == "load":
-        try:
-            return load(state, *arguments)
-        except Exception as error:
-            return _failure(error, FailureKind.ARTIFACT_CORRUPT)
-    if verb == "probe":
-        return probe(state, *arguments)
-    if verb == "check":
-        return check(state, *arguments)
-    if verb == "calibrate":
-        return find_gap(state, *arguments)
-    if verb == "sample":
-        return sample(state, *arguments)
-    if verb == "meet":
-        return meet(state, *arguments)
-    raise ValueError(f"unknown request {verb!r}")
 
 
 def meet(state: State, others: frozenset[int]) -> frozenset[int]:
@@ -377,47 +354,51 @@ def _end_with_parent(folder: str, parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def main(
-    descriptor: str, folder: str, parent: str, answering: Callable[[State, tuple[Any, ...]], Any] | None = None
-) -> None:
-    """Serve requests until the other side closes, or a failure makes the CUDA context useless.
+Requests = Mapping[str, Callable[..., Any]]
+"""What each verb does, given the state and the request's arguments."""
+REQUESTS: Requests = {
+    "start": start,
+    "begin": begin,
+    "load": load,
+    "probe": probe,
+    "check": check,
+    "calibrate": find_gap,
+    "sample": sample,
+    "meet": meet,
+}
 
-    The first message is ("ready", (Device, (UUID, name))) or ("fatal", why). Each request is answered by ("done", value), by
-    ("failed", Failure), or by ("lost", Failure), after which this process ends: a new one gets a new context.
+
+def main(descriptor: str, folder: str, parent: str, requests: Requests = REQUESTS) -> None:
+    """Answer "start", and then every request, until the other side closes or a failure makes the CUDA context useless.
+
+    An answer is a value, which is a Failure where something went wrong, and whether there is no context, or it is lost. If so,
+    this process ends: a new one gets a new context.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when we end
     _end_with_parent(folder, int(parent))
     with Connection(int(descriptor)) as connection:
         try:
-            _serve(connection, folder, answering or answer)
+            _serve(connection, State(folder), requests)
         except (EOFError, ConnectionError):  # nobody is left to ask, or to be told
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _serve(connection: Connection, folder: str, answering: Callable[[State, tuple[Any, ...]], Any]) -> None:
-    try:
-        state = start(folder)
-        gpu = current_gpu()
-    except Exception as error:
-        connection.send(("fatal", f"{type(error).__name__}: {error}"))
-        return
-    connection.send(("ready", (state.device, gpu)))
+def _serve(connection: Connection, state: State, requests: Requests) -> None:
+    request: tuple[Any, ...] = ("start",)
     while True:
-        request = connection.recv()
+        verb, *arguments = request
         if time.time() - state.answered_s > IDLE_S:
             state.since_s = time.time()
         try:
-            value = answering(state, request)
+            value = requests[verb](state, *arguments)
         except Exception as error:
-            value = _failure(error, FailureKind.LAUNCH_FAILURE)
+            value = _failure(error, FailureKind.ARTIFACT_CORRUPT if verb == "load" else FailureKind.LAUNCH_FAILURE)
         state.answered_s = time.time()
-        if not isinstance(value, Failure):
-            connection.send(("done", value))
-        elif not _context_lost():
-            connection.send(("failed", value))
-        else:
-            connection.send(("lost", value))
+        lost = isinstance(value, Failure) and (verb == "start" or _context_lost())
+        connection.send((value, lost))
+        if lost:
             os._exit(1)
+        request = connection.recv()
 
 
 if __name__ == "__main__":
