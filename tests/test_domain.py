@@ -215,11 +215,9 @@ def test_schedules_of_earlier_versions_are_completed() -> None:
     default = space.default(problem)
     assert space.complete(default) == default
     old = {name: value for name, value in default.items() if name not in space.modelled_pins()}
-    assert space.complete(Schedule(old | {"persistent": False})) == default
-    assert space.complete(Schedule(old | {"persistent": True})) == default.replace(persistent="strided")
+    assert space.complete(Schedule(old)) == default
     changed = default.replace(persistent="snake", loop_split=True, q_subtiles=2)
     assert space.complete(changed) == changed
-    assert space.complete(Schedule(old, k_load="permute")) == default  # a knob that is gone, and made no difference
     assert "wings" in space.complete(Schedule(old, wings=2))  # what is unknown stays, to be refused
 
 
@@ -243,18 +241,15 @@ def test_constraints_are_checked_early_and_late_alike(monkeypatch) -> None:
     assert len(early) > 100
 
 
-def test_samples_are_uniform() -> None:
-    """Drawing the widest constraint's knobs together may not favour anything."""
-    space = space_for("sm_121", Attention)
-    problem = Attention.standard(seq_len=1024, head_dim=256)
-    listed = list(space.schedules(problem))
+def test_samples_take_every_value_that_a_schedule_may_have() -> None:
+    space = space_for("sm_90", Attention)
+    problem = Attention.problem(seq_q=2, seq_k=4096, head_dim=96, heads=8, kv_heads=2, batch=2)
     rng = random.Random(5)
-    drawn = [space.sample(problem, rng) for _ in range(2000)]
+    drawn = [space.sample(problem, rng) for _ in range(300)]
+    assert all(space.violations(each, problem) == [] for each in drawn)
     for name, knob in space.knobs.items():
-        for choice in knob.choices:
-            share = sum(schedule[name] == choice for schedule in listed) / len(listed)
-            seen = sum(schedule[name] == choice for schedule in drawn) / len(drawn)
-            assert abs(seen - share) <= 5 * (share * (1 - share) / len(drawn)) ** 0.5
+        allowed = {value for value in knob.choices if next(space.schedules(problem, pinned={name: value}), None)}
+        assert {schedule[name] for schedule in drawn} == allowed, name
 
 
 def test_the_default_is_repaired_where_a_constraint_forbids_it() -> None:
@@ -368,13 +363,6 @@ def test_an_unknown_arch_or_file_is_named() -> None:
         space_for("sm_75", Attention)
     with pytest.raises(SpaceError, match="check the path"):
         load_space("/nowhere/at/all.toml")
-
-
-def test_a_draw_that_rejection_does_not_find_is_from_all_of_them() -> None:
-    space, problem = space_for("sm_90", Attention), Attention.standard(seq_len=100, head_dim=256)
-    drawn = space.sample(problem, random.Random(0), tries=0)
-    assert space.violations(drawn, problem) == []
-    assert drawn != space.sample(problem, random.Random(1), tries=0)
 
 
 def test_a_space_that_allows_nothing_says_so(tmp_path) -> None:
