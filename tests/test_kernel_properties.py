@@ -155,7 +155,7 @@ SWEPT += [
 
 @pytest.mark.parametrize(
     ("arch", "knob", "value"),
-    [(arch, knob.name, value) for arch in ARCHS for knob in SPACES[arch].knobs.values() for value in knob.choices],
+    [(arch, name, value) for arch in ARCHS for name, knob in SPACES[arch].knobs.items() for value in knob.choices],
 )
 def test_every_value_of_every_knob(arch, knob, value):
     """Each is taken by some schedule of the space, and that schedule is right."""

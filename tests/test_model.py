@@ -12,7 +12,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention import model as static
-from tiledsched.kernels.attention.model import busy_steps, estimate_us, grid_blocks, resident_blocks, tile_steps
+from tiledsched.kernels.attention.model import busy_steps, estimate_us, grid_blocks, tile_steps
 
 PLAIN = Schedule(
     tile_m=64,
@@ -343,13 +343,13 @@ class TestPlacement:
 
 def test_resident_blocks_follow_the_occupancy_rules():
     hopper, ampere = arch_spec("sm_90"), arch_spec("sm_80")
-    assert resident_blocks(FACTS, hopper) == 2  # 65536 registers / (128 * 256)
-    assert resident_blocks(replace(FACTS, registers=80), hopper) == 3
+    assert FACTS.resident(hopper.arch) == 2  # 65536 registers / (128 * 256)
+    assert replace(FACTS, registers=80).resident(hopper.arch) == 3
     # From sm_90 on the cubin counts the driver's 1 KiB: 2 * 116 736 bytes are all of 228 KiB.
-    assert resident_blocks(replace(FACTS, shared_bytes=116736), hopper) == 2
-    assert resident_blocks(replace(FACTS, shared_bytes=116737), hopper) == 1
-    assert resident_blocks(replace(FACTS, threads=128, shared_bytes=83968), ampere) == 1
-    assert resident_blocks(replace(FACTS, threads=128, shared_bytes=82944), ampere) == 2
+    assert replace(FACTS, shared_bytes=116736).resident(hopper.arch) == 2
+    assert replace(FACTS, shared_bytes=116737).resident(hopper.arch) == 1
+    assert replace(FACTS, threads=128, shared_bytes=83968).resident(ampere.arch) == 1
+    assert replace(FACTS, threads=128, shared_bytes=82944).resident(ampere.arch) == 2
 
 
 def test_a_whole_space_is_estimated_in_seconds():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,13 +16,8 @@ from typing import Any
 
 from tiledsched.core import data_files
 from tiledsched.core.errors import ConfigError
-from tiledsched.core.files import MOST_TYPED, read_bounded, user_folder
+from tiledsched.core.files import read_toml, user_folder
 from tiledsched.core.schedule import KnobValue
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 PREFIX = "TILEDSCHED_"
 PROJECT_FILE = "tiledsched.toml"
@@ -164,12 +158,12 @@ def _read_toml(path: Path) -> dict[str, Any]:
             return {}
         if not path.is_file():
             raise ConfigError(f"{path} is not a file, and settings are read from it; remove or rename it")
-        table = tomllib.loads(read_bounded(path, MOST_TYPED).decode("utf-8"))
+        table = read_toml(path)
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return {}
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; remove it or make it readable") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}; correct the file") from error
     knobs = table.pop("knobs", {})
     if not isinstance(knobs, dict):
@@ -193,7 +187,7 @@ def knob_kinds() -> Mapping[str, type]:
 def file_knobs() -> Mapping[str, type]:
     """The knobs of kernels whose search space is in files only, and the types of their values."""
     files = sorted(data_files.search_spaces().glob("*/base.toml"))
-    tables = [tomllib.loads(path.read_text(encoding="utf-8"))["knobs"] for path in files]
+    tables = [read_toml(path)["knobs"] for path in files]
     return {name: type(knob["default"]) for table in tables for name, knob in table.items() if name not in SETTINGS}
 
 

@@ -26,7 +26,7 @@ from tiledsched.core.storage import ALIGNMENT, strides_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Argument:
+class KernelArgument:
     """The argument of one parameter of a function."""
 
     name: str
@@ -49,7 +49,7 @@ class Step:
     """The undecorated tile function."""
     hints: Mapping[str, Any]
     """The kernel hints that its author gave it."""
-    arguments: tuple[Argument, ...]
+    arguments: tuple[KernelArgument, ...]
     """One argument for each parameter."""
     grid: tuple[int, int, int]
     """Blocks along three axes."""
@@ -120,7 +120,7 @@ def parameters(function: FunctionType) -> tuple[tuple[str, bool, Any], ...]:
 
 def bind(
     kernel: KernelClass, function: FunctionType, p: Problem, s: Schedule, constants: Mapping[str, Any]
-) -> tuple[Argument, ...]:
+) -> tuple[KernelArgument, ...]:
     """The argument of each parameter of `function`.
 
     Raises:
@@ -131,7 +131,7 @@ def bind(
     for name, constant, _ in parameters(function):
         if name in kernel.array_fields:
             spec = kernel.array_spec(name, p, s)
-            found.append(Argument(name=name, kind="list" if spec.listed else "array", wide=spec.wide))
+            found.append(KernelArgument(name=name, kind="list" if spec.listed else "array", wide=spec.wide))
         elif name in constants:
             found.append(_constant(name, constants[name]))
         elif name in scalars:
@@ -149,20 +149,20 @@ def bind(
     return tuple(found)
 
 
-def _constant(name: str, value: Any) -> Argument:
+def _constant(name: str, value: Any) -> KernelArgument:
     plain = type(value) in (int, bool, str)
-    return _plain_constant(name, value) if plain else Argument(name=name, kind="constant", value=value)
+    return _plain_constant(name, value) if plain else KernelArgument(name=name, kind="constant", value=value)
 
 
 @functools.lru_cache(maxsize=16384, typed=True)  # 1 is not True
-def _plain_constant(name: str, value: int | bool | str) -> Argument:
+def _plain_constant(name: str, value: int | bool | str) -> KernelArgument:
     """A constant argument; cached, because a search binds the same few values with every schedule."""
-    return Argument(name=name, kind="constant", value=value)
+    return KernelArgument(name=name, kind="constant", value=value)
 
 
-def _number(name: str, value: Any, constant: bool, dtype: str) -> Argument:
+def _number(name: str, value: Any, constant: bool, dtype: str) -> KernelArgument:
     kind = "constant" if constant or isinstance(value, (bool, str)) else "scalar"
-    return Argument(name=name, kind=kind, value=value, dtype=dtype)
+    return KernelArgument(name=name, kind=kind, value=value, dtype=dtype)
 
 
 def signature(kernel: KernelClass, p: Problem, s: Schedule, step: Step) -> Any:
@@ -178,7 +178,7 @@ def signature(kernel: KernelClass, p: Problem, s: Schedule, step: Step) -> Any:
             found.append(ScalarConstraint(getattr(ct, each.dtype)))
         else:
             spec = kernel.array_spec(each.name, p, s)
-            constraint = _array_constraint(spec, notes.get(each.name) or _note(kernel, spec))
+            constraint = _array_constraint(spec, notes.get(each.name) or _note(kernel, spec))  # type: ignore[arg-type]
             found.append(
                 ListConstraint(constraint, alias_groups=(), elements_may_alias=False) if spec.listed else constraint
             )
@@ -238,7 +238,7 @@ def annotated(kernel: KernelClass, step: Step, p: Problem, s: Schedule) -> Funct
     ]
     if not plain:
         return step.function
-    notes = tuple((each.name, _note(kernel, kernel.array_spec(each.name, p, s))) for each in plain)
+    notes = tuple((each.name, _note(kernel, kernel.array_spec(each.name, p, s))) for each in plain)  # type: ignore[arg-type]
     return _with_notes(step.function, notes)
 
 
@@ -256,12 +256,8 @@ def _with_notes(function: FunctionType, notes: tuple[tuple[str, Any], ...]) -> F
     return copy
 
 
-def _note(kernel: KernelClass, spec: ArraySpec) -> Any:
-    return _cached_note(kernel, spec)  # type: ignore[arg-type]
-
-
 @functools.lru_cache(maxsize=4096)
-def _cached_note(kernel: KernelClass, spec: ArraySpec) -> Any:
+def _note(kernel: KernelClass, spec: ArraySpec) -> Any:
     words = kernel.array_fields[spec.name].shape
     fixed: tuple[int, ...] = ()
     if isinstance(words, str):
@@ -326,7 +322,7 @@ def problem_class(kernel: KernelClass, p: Problem, s: Schedule, device: Any) -> 
         for (_, _, note), each in zip(parameters(step.function), step.arguments, strict=True):
             if each.kind in ("array", "list"):
                 spec = kernel.array_spec(each.name, p, s)
-                assumptions.append(_assumption(spec, note or _note(kernel, spec)))
+                assumptions.append(_assumption(spec, note or _note(kernel, spec)))  # type: ignore[arg-type]
             else:
                 assumptions.append([type(each.value).__name__, each.value] if each.kind == "constant" else each.dtype)
     compiled = {

@@ -18,7 +18,7 @@ from tiledsched.core.arrays import RELATIVE_ERRORS, ArraySpec, Tolerance
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.cost import Cost
 from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError
-from tiledsched.core.fields import ArrayField, Dim, KnobField, ProblemField, Scalar, Value, read_shape
+from tiledsched.core.fields import ArrayField, Dim, Knob, ProblemField, Scalar, Value, knob, read_shape
 from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.similarity import Similarity
@@ -385,15 +385,19 @@ class Declaration:
 
     @classmethod
     def suite(cls, name: str) -> list[Problem]:
-        """The problems of a suite.
+        """The problems of a suite, each of them once.
 
         Raises:
             ConfigError: there is no such suite.
         """
         if name not in cls.suites:
-            known = ", ".join(cls.suites) or "none"
-            raise ConfigError(f"{cls.name} has no suite {name!r}; known are {known}")
-        return [each if isinstance(each, Problem) else cls.problem(**each) for each in cls.suites[name]]
+            raise ConfigError(f"{cls.name} has no suite {name!r}; known are {', '.join(cls.suites) or 'none'}")
+        return list(dict.fromkeys(cls.as_problem(each) for each in cls.suites[name]))
+
+    @classmethod
+    def as_problem(cls, case: Problem | Mapping[str, Any]) -> Problem:
+        """A problem that is given as itself or as its values by name."""
+        return case if isinstance(case, Problem) else cls.problem(**case)
 
     @classmethod
     def default_problems(cls) -> list[Problem]:
@@ -489,14 +493,9 @@ class Declaration:
         return tuple(p.values[name] for name, each in cls.fields.items() if not isinstance(each, Dim) or each.constant)
 
     @classmethod
-    def knob_fields(cls) -> dict[str, KnobField]:
+    def knob_fields(cls) -> dict[str, Knob]:
         """The declared knobs, each with its choices and default."""
-        return {
-            name: each
-            if isinstance(each, KnobField)
-            else KnobField(choices=tuple(each), default=next(iter(each), None))
-            for name, each in cls.knobs.items()
-        }
+        return {name: each if isinstance(each, Knob) else knob(each) for name, each in cls.knobs.items()}
 
     @classmethod
     def locator(cls) -> str:

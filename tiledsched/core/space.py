@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import SpaceError
+from tiledsched.core.fields import Knob
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import KnobValue, Schedule
 
@@ -24,22 +25,6 @@ FEW_COMBINATIONS = 1 << 12
 MOST_COMBINATIONS = 1 << 20
 """A constraint whose knobs have more combinations than this is only checked after all of its knobs have values."""
 _Tree: TypeAlias = "dict[KnobValue, _Tree]"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Knob:
-    """One knob of a search space."""
-
-    name: str
-    """Name of the knob, as the kernel reads it."""
-    choices: tuple[KnobValue, ...]
-    """All allowed values, in the order written."""
-    default: KnobValue
-    """Value in the default schedule."""
-    about: str
-    """One line for people."""
-    measured_only: bool = False
-    """Whether the static model cannot see the effect of the knob, so that only a measurement tells its values apart."""
 
 
 @dataclass(frozen=True, kw_only=True)

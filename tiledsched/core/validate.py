@@ -49,29 +49,22 @@ def check_declaration(kernel: KernelClass) -> None:
     _check_fields(kernel)
     _check_knobs(kernel)
     _check_constraints(kernel)
-    for name, cases in kernel.suites.items():
-        for case in cases:
-            try:
-                _ = case if isinstance(case, Problem) else kernel.problem(**case)
-            except TiledschedError as error:
-                raise DeclarationError(f"{kernel.__name__}.suites[{name!r}]: {error}") from error
-    example = first_problem(kernel)
-    if example is not None and kernel.knobs and not _ships(kernel):
-        _check_launches(kernel, example)
-        _check_reference(kernel, example)
+    if kernel.__module__.startswith(SHIPPED_KERNELS):  # tests have tried it, and importing it should cost nothing
+        return
+    examples = _suite_problems(kernel)
+    if examples and kernel.knobs:
+        _check_launches(kernel, examples[0])
+        _check_reference(kernel, examples[0])
 
 
-def first_problem(kernel: KernelClass) -> Problem | None:
-    """A problem that the declaration names in a suite; None if its suites are empty."""
-    for cases in kernel.suites.values():
-        for case in cases:
-            return case if isinstance(case, Problem) else kernel.problem(**case)
-    return None
-
-
-def _ships(kernel: KernelClass) -> bool:
-    """Whether the kernel ships with this package. Tests have checked such kernels, and importing them should cost nothing."""
-    return kernel.__module__.startswith(SHIPPED_KERNELS)
+def _suite_problems(kernel: KernelClass) -> list[Problem]:
+    found = []
+    for name in kernel.suites:
+        try:
+            found += kernel.suite(name)
+        except TiledschedError as error:
+            raise DeclarationError(f"{kernel.__name__}.suites[{name!r}]: {error}") from error
+    return found
 
 
 def _fail(kernel: KernelClass, field: str, why: str) -> None:
@@ -166,7 +159,7 @@ def _check_constraints(kernel: KernelClass) -> None:
                 _fail(kernel, f"{where}[{expression[:80]!r}]", str(error))
 
 
-class _Watched(Schedule):
+class _RecordingSchedule(Schedule):
     """A schedule that records which of its knobs are read."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -186,7 +179,7 @@ def _check_launches(kernel: KernelClass, example: Problem) -> None:
     from tiledsched.core.launch import steps
 
     knobs = kernel.knob_fields()
-    schedule = _Watched({name: each.default for name, each in knobs.items()})
+    schedule = _RecordingSchedule({name: each.default for name, each in knobs.items()})
     try:
         found = steps(kernel, example, schedule, ARCHS["sm_90"])
     except DeclarationError:

@@ -16,7 +16,7 @@ from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention import likely, problem
-from tiledsched.kernels.attention.cost import AttentionCost
+from tiledsched.kernels.attention.model import AttentionCost
 from tiledsched.kernels.attention.scales import DEFAULT_CAP, default_scale, scales
 from tiledsched.kernels.attention.similarity import AttentionSimilarity
 from tiledsched.kernels.attention.suites import STANDARD, SUITES
@@ -106,6 +106,8 @@ class Attention(Kernel):
     packed = ts.dim(0, least=0, omit_default=True)
     page = ts.dim(0, least=0, omit_default=True)
     derived = problem.DERIVED
+    suites = SUITES
+    default_suite = STANDARD
 
     Q = ts.array("batch heads seq_q head_dim")
     K = ts.array("key_entries kv_heads key_rows head_dim")
@@ -348,7 +350,7 @@ class Attention(Kernel):
     @staticmethod
     def standard(**sizes: Any) -> Problem:
         """The problem that people mean by a sequence length and a head dimension; see :func:`problem.standard`."""
-        return problem.standard(Attention.problem, **sizes)
+        return Attention.problem(**problem.standard(**sizes))
 
     @staticmethod
     def rivals(p: Problem) -> Mapping[str, Callable[..., Any]]:
@@ -374,10 +376,6 @@ class Attention(Kernel):
             make(seq_q=150, seq_k=150, head_dim=32, heads=2, causal=True, packed=5, lse=True),
             make(seq_q=1, seq_k=192, head_dim=32, heads=4, kv_heads=2, batch=3, lengths=True, page=64),
         ]
-
-
-Attention.suites = {name: make(Attention.problem) for name, (_, make) in SUITES.items()}
-Attention.default_suite = STANDARD
 
 
 def _combining(p: Problem, s: Schedule) -> dict[str, int]:

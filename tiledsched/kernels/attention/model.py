@@ -24,15 +24,15 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from tiledsched.core.cost import EFFICIENCY, LAUNCH_US, WARPS_PER_GROUP, Cost, smooth_max
 from tiledsched.core.device import ArchSpec
 from tiledsched.core.problem import Problem
 from tiledsched.core.resources import REGISTERS_PER_SM, SHARED_BYTES_PER_SM, ResourceFacts, ctas_per_sm
 from tiledsched.core.schedule import Schedule
+from tiledsched.kernels.attention.problem import hidden_keys, padding_keys
 from tiledsched.kernels.attention.tiling import combines_later, pack_width, packs, steps_per_turn
 
 # Counted or published.
-TENSOR_EFFICIENCY = 0.8
-"""Share of the peak tensor rate that is reached: 800 of the published 989 TFLOP/s in a large bf16 matrix product on the H200."""
 FP32_PER_SCORE = 4.0
 """fp32 instructions per score: maximum, scale and subtract, sum, and two for a pair's conversion at half rate."""
 FP32_PER_MASKED_SCORE = 4.0
@@ -45,8 +45,6 @@ SINGLE_WARP_RATE = 0.125
 """Share of the tensor rate that products of single warps reach, from the H200's decoding kernels of 16 rows."""
 LAST_WAVE = 0.25
 """Exponent of the factor by which a partly filled last wave lengthens the memory time, from the H200's decoding kernels."""
-WARPS_PER_GROUP = 4
-"""One warp per SM partition: what wgmma and tcgen05 call a warpgroup."""
 ROWS_PER_WARP = 16
 """Rows of a tensor-core product that one warp holds, on every arch."""
 
@@ -94,12 +92,6 @@ TILES_IN_FLIGHT = 4
 """Key and value tiles in shared memory, where they fit: what most programs on the H200 hold."""
 
 # Chosen, not fitted.
-SHARPNESS = 4.0
-"""Exponent of the smooth maximum of a group's own pace and the SM's."""
-OVERLAP_SHARPNESS = 4.0
-"""Exponent of the smooth maximum of computation and device-memory time."""
-LAUNCH_US = 3.0
-"""Start and end of a kernel, microseconds."""
 COMBINE_US = 5.0
 """Microseconds of a second launch that combines shares, from the H200's times with and without one."""
 LAST_BLOCK_US = 12.0
@@ -108,10 +100,28 @@ EXACT_BLOCKS = 32768
 """Up to this many blocks of unequal length are placed one by one; beyond it the load is taken as level."""
 
 
+class AttentionCost(Cost):
+    """The traffic of the keys that are seen, and a model of pipes, placement of blocks and memory (docs/model.md)."""
+
+    def bytes_moved(self, p: Problem) -> int:
+        """Least device-memory traffic in bytes. Keys and values that no row sees are not read."""
+        key_bytes = p.kv_heads * (p.head_dim + p.value_columns) * p.element_bytes
+        unread = (hidden_keys(p) + padding_keys(p)) * p.sequences * key_bytes
+        return super().bytes_moved(p) - int(unread)
+
+    def expected(self, p: Problem, s: Schedule, spec: ArchSpec) -> ResourceFacts:
+        """The resources of machine code that was not built: four tiles in flight, and the registers that the occupancy leaves."""
+        return expected_facts(p, s, spec)
+
+    def model(self, p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
+        """Estimated time in microseconds. Only the order of estimates counts."""
+        return estimate_us(p, s, facts, spec)
+
+
 def estimate_us(problem: Problem, schedule: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
     """Modelled microseconds of `schedule` on `problem`, on the GPU that `spec` describes."""
     rows, step_n, splits = block_rows(schedule), step_keys(schedule), _number(schedule, "kv_splits")
-    resident = resident_blocks(facts, spec)
+    resident = facts.resident(spec.arch)
     turn = steps_per_turn(schedule)
     masked = problem.causal or problem.spanned or problem.seq_k % (step_n * turn) != 0
     split = bool(schedule["loop_split"])
@@ -146,12 +156,7 @@ def estimate_us(problem: Problem, schedule: Schedule, facts: ResourceFacts, spec
     waves = max(1.0, pieces_of(problem, schedule) * facts.num_ctas / (spec.sm_count * resident))
     memory_us *= (math.ceil(waves) / waves) ** LAST_WAVE  # too few blocks are left to ask for all that memory gives
     combined_us = (COMBINE_US if combines_later(schedule) else LAST_BLOCK_US) if splits > 1 else 0.0
-    return LAUNCH_US + combined_us + _smooth_max(compute_us, memory_us, OVERLAP_SHARPNESS)
-
-
-def resident_blocks(facts: ResourceFacts, spec: ArchSpec) -> int:
-    """Blocks that one SM holds at once. Worked out anew: facts stored by older versions counted shared memory twice."""
-    return ctas_per_sm(spec.arch, facts.registers, facts.threads, facts.shared_bytes)
+    return LAUNCH_US + combined_us + smooth_max(compute_us, memory_us)
 
 
 def block_rows(schedule: Schedule) -> int:
@@ -214,7 +219,7 @@ def step_cycles(
     chunk = max(spec.product_rows, tile_m / warps)
     operands = step_n * (columns_k + columns_v) + (chunk * columns_k if spec.product_rows > ROWS_PER_WARP else 0)
     operands *= problem.element_bytes * max(1.0, rows / chunk)
-    tensor = max(2.0 * scores * (columns_k + columns_v) / (rate * TENSOR_EFFICIENCY), operands / spec.shared_bytes)
+    tensor = max(2.0 * scores * (columns_k + columns_v) / (rate * EFFICIENCY), operands / spec.shared_bytes)
     exp2 = scores * (CAPPED_EXP2 if problem.softcap else 1.0) / spec.exp2_ops
     fp32 = (
         scores * (FP32_PER_SCORE + (FP32_PER_MASKED_SCORE if masked else 0.0))
@@ -239,7 +244,7 @@ def step_cycles(
             facts,
         )
     shared = resident * (slowest + EXPOSED * (total - slowest) + lost)
-    return _smooth_max(alone, shared, SHARPNESS)
+    return smooth_max(alone, shared)
 
 
 def _waiting(pace: float, query_bytes: float, tile_bytes: float, facts: ResourceFacts) -> float:
@@ -375,12 +380,6 @@ def _dram_bytes(problem: Problem, schedule: Schedule, spec: ArchSpec, resident: 
 def _number(schedule: Schedule, knob: str) -> int:
     """An integer knob that schedules stored before there was that knob lack; 1 is what the kernel did then."""
     return int(schedule.get(knob, 1))
-
-
-def _smooth_max(first: float, second: float, sharpness: float) -> float:
-    """The p-norm: the larger where they differ, somewhat more where they are close."""
-    largest = max(first, second)
-    return largest * ((first / largest) ** sharpness + (second / largest) ** sharpness) ** (1.0 / sharpness)
 
 
 def expected_facts(problem: Problem, schedule: Schedule, spec: ArchSpec) -> ResourceFacts:
