@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import numpy
+
+from tiledsched.core.cases import expected_outputs, output_specs, random_inputs
 from tiledsched.core.cost import Cost
 from tiledsched.core.device import ARCHS, LIMITS
 from tiledsched.core.errors import DeclarationError, SpaceError, TiledschedError
@@ -201,27 +203,17 @@ def _check_launches(kernel: KernelClass, example: Problem) -> None:
 
 def _check_reference(kernel: KernelClass, example: Problem) -> None:
     """Check that the reference returns one array of the declared shape for each output, on a small problem."""
-    import numpy
-
     small = shrunk(kernel, example)
-    arrays = kernel.arrays(small)
-    if any(each.bytes > 8 * MOST_CHECKED for each in arrays):
+    if any(each.bytes > 8 * MOST_CHECKED for each in kernel.arrays(small)):
         return
-    inputs: dict[str, Any] = {}
-    for each in arrays:
-        if each.role in ("in", "inout"):
-            made = [
-                numpy.ones(shape) if each.below is None else numpy.zeros(shape, numpy.int64) for shape in each.shapes
-            ]
-            inputs[each.name] = made if each.listed else made[0]
-    inputs |= dict(kernel.inputs(numpy, numpy.random.default_rng(0), small))
+    rng = numpy.random.default_rng(0)
     try:
-        results = call_reference(kernel, numpy, small, inputs)
+        results = expected_outputs(kernel, numpy, small, random_inputs(kernel, numpy, rng, small))
     except DeclarationError:
         raise
     except Exception as error:
         _fail(kernel, "reference", f"for {small} it raises {type(error).__name__}: {error}")
-    wanted = [each for each in arrays if each.role in ("out", "inout")]
+    wanted = output_specs(kernel, small)
     if len(results) < len(wanted):
         _fail(
             kernel,
@@ -236,36 +228,6 @@ def _check_reference(kernel: KernelClass, example: Problem) -> None:
                 "reference",
                 f"returns {each.name} of shape {shapes[0]} for {small}; declared is {each.shapes[0]}",
             )
-
-
-def call_reference(kernel: KernelClass, xp: Any, p: Problem, inputs: dict[str, Any]) -> tuple[Any, ...]:
-    """The outputs of the reference, as a tuple. It is given inputs, scalars, fields and `p` by the names of its parameters.
-
-    Raises:
-        DeclarationError: there is no reference, or the name of a parameter matches nothing declared.
-    """
-    if kernel.reference is None:
-        raise DeclarationError(
-            f"{kernel.__name__}.reference: missing; declare reference(xp, ...), its outputs by NumPy or CuPy"
-        )
-    known = {**inputs, **kernel.scalar_values(p), "p": p, "xp": xp}
-    given: dict[str, Any] = {}
-    for name, parameter in inspect.signature(kernel.reference).parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            given |= inputs
-        elif name in known:
-            given[name] = known[name]
-        elif name in kernel.fields or name in kernel.derived:
-            given[name] = getattr(p, name)
-        elif name in kernel.array_fields:
-            given[name] = None  # an input that this problem does not have
-        else:
-            raise DeclarationError(
-                f"{kernel.__name__}.reference: its parameter {name!r} is called like nothing declared; known "
-                f"are {', '.join([*known, *kernel.fields])}"
-            )
-    found = kernel.reference(**given)
-    return tuple(found) if isinstance(found, tuple) else (found,)
 
 
 SMALL = (3, 4, 1, 2, 8, 16, 64)

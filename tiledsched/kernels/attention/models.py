@@ -12,8 +12,8 @@ from typing import Any
 Values = dict[str, Any]
 """The values of a problem, by field."""
 Sizes = Mapping[str, int]
-DECODED = ((1, 8192), (8, 4096), (32, 4096), (128, 2048))
-"""(batch, keys) of a decoding step."""
+DECODED = ((1, 1, 8192), (8, 1, 4096), (32, 1, 4096), (128, 1, 2048))
+"""(batch, queries, keys) of a decoding step."""
 ENCODED = ((1, 1024, 1024), (16, 1024, 1024), (1, 8192, 8192))
 """(batch, queries, keys) of a prompt."""
 
@@ -39,15 +39,11 @@ def problems_in(table: Iterable[tuple[Any, ...]]) -> list[Values]:
 
 def _decoder(*layers: Sizes) -> list[Values]:
     """The problems of each layer: prompts, the last 1024 tokens of a prompt of 8192, and one new token for each sequence."""
-    prompts = ENCODED, {"causal": True}
-    chunk = [(1, 1024, 8192)], {"causal": True, "alignment": "bottom_right"}
-    tokens = [(batch, 1, keys) for batch, keys in DECODED], {}
-    return [
-        {"batch": batch, "seq_q": rows, "seq_k": keys, "dtype": "bfloat16", **mask, **sizes}
+    return problems_in(
+        row
         for sizes in layers
-        for cases, mask in (prompts, chunk, tokens)
-        for batch, rows, keys in cases
-    ]
+        for row in ((MASKED, sizes, *ENCODED), (CHUNK, sizes, (1, 1024, 8192)), (BRAIN, sizes, *DECODED))
+    )
 
 
 def _encoder(options: Mapping[str, Any], cases: Iterable[tuple[int, int, int]], *layers: Sizes) -> list[Values]:
