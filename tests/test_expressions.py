@@ -144,7 +144,7 @@ def test_what_divides_by_what_is_0_for_some_problems_is_said_there(tmp_path, cap
 
 
 def test_a_declaration_is_told_too() -> None:
-    with pytest.raises(DeclarationError, match=r"constraints\['TILE_ROWS // 0'\]: divides by 0"):
+    with pytest.raises(DeclarationError, match=r"constraints\[0\]\.require = 'TILE_ROWS // 0' divides by 0"):
         type("Mine", (Softmax,), {"constraints": {"TILE_ROWS // 0": "x"}})
 
 

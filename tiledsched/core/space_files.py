@@ -79,6 +79,15 @@ def space_for(arch: str, kernel: KernelClass) -> SearchSpace:
             f"{kernel.name} has no search space for arch {arch!r}; known are {', '.join(shipped_archs(kernel))}, or "
             "pass --space FILE"
         )
+    return declared_space(arch, kernel)
+
+
+def declared_space(arch: str, kernel: KernelClass) -> SearchSpace:
+    """The space of a kernel whose knobs are in its declaration.
+
+    Raises:
+        SpaceError: a knob or a constraint is wrong.
+    """
     return _space(Path(f"the declaration of {kernel.name}"), {**_declared(kernel), "arch": arch}, kernel)
 
 

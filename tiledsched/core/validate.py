@@ -9,15 +9,15 @@ import numpy
 
 from tiledsched.core.cases import expected_outputs, output_specs, random_inputs
 from tiledsched.core.cost import Cost
-from tiledsched.core.device import ARCHS, LIMITS
+from tiledsched.core.device import ARCHS
 from tiledsched.core.errors import DeclarationError, SpaceError, TiledschedError
-from tiledsched.core.expressions import names_read, words_of
 from tiledsched.core.fields import DTYPES, LAYOUTS, ArrayField, Choice, Dim, Flag, shape_names
 from tiledsched.core.labels import labels_of
 from tiledsched.core.problem import Declaration, KernelClass, Problem
 from tiledsched.core.schedule import HINT_KNOBS, Schedule, allowed_hints
 from tiledsched.core.similarity import Similarity
 from tiledsched.core.sources import SHIPPED_KERNELS
+from tiledsched.core.space_files import declared_space
 
 FUNCTIONS = (
     "grid",
@@ -50,7 +50,6 @@ def check_declaration(kernel: KernelClass) -> None:
     _check_parts(kernel)
     _check_fields(kernel)
     _check_knobs(kernel)
-    _check_constraints(kernel)
     if kernel.__module__.startswith(SHIPPED_KERNELS):  # tests have tried it, and importing it should cost nothing
         return
     examples = _suite_problems(kernel)
@@ -133,32 +132,16 @@ def _check_array(kernel: KernelClass, name: str, each: ArrayField) -> None:
 
 def _check_knobs(kernel: KernelClass) -> None:
     for name, each in kernel.knob_fields().items():
-        if not each.choices:
-            _fail(kernel, f"knobs[{name!r}]", "there is nothing to choose from; list one or more values")
-        kinds = {type(choice) for choice in each.choices}
-        if len(kinds) != 1 or not kinds <= {int, bool, str}:
-            _fail(
-                kernel,
-                f"knobs[{name!r}]",
-                f"choices must be all integers, all true/false or all words, got {each.choices}",
-            )
-        if each.default not in each.choices:
-            _fail(kernel, f"knobs[{name!r}]", f"the default {each.default!r} is not one of {list(each.choices)}")
         wrong = [choice for choice in each.choices if name in HINT_KNOBS and choice not in HINT_KNOBS[name]]
         if wrong:
             _fail(kernel, f"knobs[{name!r}]", f"{wrong[0]!r} is no such hint; allowed are {allowed_hints(name)}")
         if name in kernel.fields:
             _fail(kernel, f"knobs[{name!r}]", "there is a field of that name; call one something else")
-
-
-def _check_constraints(kernel: KernelClass) -> None:
-    known, words = {*kernel.knobs, *kernel.fields, *kernel.derived, *LIMITS}, words_of(kernel)
-    for where in ("constraints", "exploring") if kernel.knobs else ():
-        for expression in getattr(kernel, where):
-            try:
-                names_read(expression, known, words)
-            except SpaceError as error:
-                _fail(kernel, f"{where}[{expression[:80]!r}]", str(error))
+    if kernel.knobs:
+        try:
+            declared_space("sm_90", kernel)
+        except SpaceError as error:
+            raise DeclarationError(str(error)) from error
 
 
 class _RecordingSchedule(Schedule):
