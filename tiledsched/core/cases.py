@@ -14,7 +14,8 @@ from typing import Any
 import numpy
 
 from tiledsched.core.arrays import ArraySpec
-from tiledsched.core.errors import DeclarationError
+from tiledsched.core.errors import DeclarationError, TiledschedError
+from tiledsched.core.fields import Dim
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.storage import LARGEST, is_float, to_float, to_storage
 
@@ -200,3 +201,21 @@ def _representable(kernel: KernelClass, xp: Any, p: Problem, outputs: Sequence[A
             if not math.isfinite(largest) or largest > LARGEST.get(spec.dtype, math.inf) / 2:
                 return False
     return True
+
+
+SMALL = (3, 4, 1, 2, 8, 16, 64)
+"""Sizes that are tried for run-time dims, in this order."""
+
+
+def shrunk(kernel: KernelClass, p: Problem, sizes: tuple[int, ...] = SMALL, *, only_largest: bool = False) -> Problem:
+    """The problem with run-time sizes as small as its kernel allows. With `only_largest`, only the largest is one of `sizes`."""
+    dims = [name for name, each in kernel.fields.items() if isinstance(each, Dim) and not each.constant]
+    largest = max(dims, key=lambda name: p.values[name], default=None)
+    for name in dims:
+        for size in SMALL if only_largest and name != largest else sizes:
+            try:
+                p = p.replace(**{name: size})
+            except TiledschedError:
+                continue
+            break
+    return p

@@ -45,7 +45,7 @@ def small_problems(kernel: KernelClass) -> list[Problem]:
     Raises:
         ConfigError: the kernel names no problem at all.
     """
-    from tiledsched.core.validate import shrunk
+    from tiledsched.core.cases import shrunk
 
     if kernel.small is not None:
         return list(kernel.small())
