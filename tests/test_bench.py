@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+from attention_runs import attention_reference
 
 from tiledsched.bench.errors import NOT_FINITE, Error, error_of
 from tiledsched.bench.job import bench_here
@@ -24,7 +25,6 @@ from tiledsched.core.errors import ConfigError, MeasureError
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.models import MODELS
-from tiledsched.kernels.attention.reference import attention_reference
 from tiledsched.measure.runner import Conditions
 
 METHODS = methods_of(Attention)

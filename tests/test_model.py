@@ -155,11 +155,11 @@ def test_whole_turns_of_steps_are_taken() -> None:
 def test_what_does_not_fit_in_registers_leaves_fewer_blocks_to_an_sm(knobs, blocks) -> None:
     """As the compiler builds most programs for sm_90 (docs/model.md); where accumulators have a memory of their own, as asked."""
     schedule = PLAIN.replace(**knobs)
-    assert static.expected_facts(PROBLEM, schedule, arch_spec("sm_90")).ctas_per_sm == blocks
+    assert Attention.cost.expected(PROBLEM, schedule, arch_spec("sm_90")).ctas_per_sm == blocks
     warps, occupancy = schedule.number("num_worker_warps"), schedule.number("occupancy")
-    facts = static.expected_facts(PROBLEM, schedule, arch_spec("sm_100"))
+    facts = Attention.cost.expected(PROBLEM, schedule, arch_spec("sm_100"))
     assert facts.registers == min(255, 65536 // (facts.threads * occupancy) // 8 * 8)
-    assert static.expected_facts(PROBLEM, schedule, arch_spec("sm_90")).registers == REGISTERS[warps, blocks]
+    assert Attention.cost.expected(PROBLEM, schedule, arch_spec("sm_90")).registers == REGISTERS[warps, blocks]
 
 
 def test_what_the_flush_wrote_is_written_back_meanwhile() -> None:

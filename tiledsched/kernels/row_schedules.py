@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tiledsched.core.fields as ts
 from tiledsched.core.cost import LAUNCH_US, Cost, smooth_max
+from tiledsched.core.device import ArchSpec
 from tiledsched.core.problem import Problem
+from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
-
-if TYPE_CHECKING:
-    from tiledsched.core.device import ArchSpec
-    from tiledsched.core.resources import ResourceFacts
 
 LOADS = ("plain", "tma", "gather")
 """How rows move; the kernel sees the index."""
@@ -75,11 +73,6 @@ def grid(p: Problem, s: Schedule, device: Any) -> tuple[int]:
     return (min(tiles, device.sm_count * max(1, s.number("occupancy"))) if s["PERSISTENT"] else tiles,)
 
 
-def covered_columns(columns: int, tile: int) -> int:
-    """Columns of the tiles that together cover a row."""
-    return -(-columns // tile) * tile
-
-
 class RowCost(Cost):
     """The time of a kernel that reads and writes rows of 16-bit elements."""
 
@@ -90,7 +83,7 @@ class RowCost(Cost):
         resident = facts.resident(spec.arch)
         slots = spec.sm_count * resident
         blocks = -(-p.rows // tile_rows)
-        covered = covered_columns(p.columns, tile)
+        covered = -(-p.columns // tile) * tile  # columns of the tiles that together cover a row
         one_pass = bool(s["HOLD"]) or covered == tile
 
         bytes_total = float(p.min_bytes)

@@ -110,8 +110,31 @@ class AttentionCost(Cost):
         return super().bytes_moved(p) - int(unread)
 
     def expected(self, p: Problem, s: Schedule, spec: ArchSpec) -> ResourceFacts:
-        """The resources of machine code that was not built: four tiles in flight, and the registers that the occupancy leaves."""
-        return expected_facts(p, s, spec)
+        """Facts of a program that spills nothing, holds four tiles and takes the registers its occupancy leaves it.
+
+        Where scores and output of a product do not fit in these, wgmma's compiler leaves an SM fewer blocks than were asked for.
+        """
+        warps = s.number("num_worker_warps") or WARPS_PER_GROUP
+        threads = 32 * (warps + spec.producer_warps)
+        columns_v = p.split_v if _number(s, "column_parts") > 1 else p.tile_v
+        rows = min(block_rows(s) / max(1, warps // WARPS_PER_GROUP), WARPGROUP_ROWS)  # of a group's product
+        held = rows * (columns_v + s.number("tile_n")) / (32 * WARPS_PER_GROUP)
+        for occupancy in range(max(1, s.number("occupancy")), 0, -1):
+            registers = min(MOST_REGISTERS, REGISTERS_PER_SM // (threads * occupancy) // 8 * 8)
+            if held <= registers or spec.product_rows != WARPGROUP_ROWS:
+                break
+        columns = p.tile_d * p.element_bytes
+        wanted = (block_rows(s) + TILES_IN_FLIGHT * s.number("tile_n")) * columns
+        shared_bytes = min(wanted, SHARED_BYTES_PER_SM.get(spec.arch, 228) * 1024 // occupancy)
+        return ResourceFacts(
+            registers=registers,
+            threads=threads,
+            shared_bytes=shared_bytes,
+            spill_bytes=0,
+            num_ctas=s.number("num_ctas"),
+            code_bytes=0,
+            ctas_per_sm=ctas_per_sm(spec.arch, registers, threads, shared_bytes),
+        )
 
     def model(self, p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
         """Estimated time in microseconds. Only the order of estimates counts."""
@@ -380,31 +403,3 @@ def _dram_bytes(problem: Problem, schedule: Schedule, spec: ArchSpec, resident: 
 def _number(schedule: Schedule, knob: str) -> int:
     """An integer knob that schedules stored before there was that knob lack; 1 is what the kernel did then."""
     return int(schedule.get(knob, 1))
-
-
-def expected_facts(problem: Problem, schedule: Schedule, spec: ArchSpec) -> ResourceFacts:
-    """Facts of a program that spills nothing, holds four tiles and takes the registers its occupancy leaves it.
-
-    Where scores and output of a product do not fit in these, wgmma's compiler leaves fewer blocks to an SM than it was asked for.
-    """
-    warps = schedule.number("num_worker_warps") or WARPS_PER_GROUP
-    threads = 32 * (warps + spec.producer_warps)
-    columns_v = problem.split_v if _number(schedule, "column_parts") > 1 else problem.tile_v
-    rows = min(block_rows(schedule) / max(1, warps // WARPS_PER_GROUP), WARPGROUP_ROWS)  # of a group's product
-    held = rows * (columns_v + schedule.number("tile_n")) / (32 * WARPS_PER_GROUP)
-    for occupancy in range(max(1, schedule.number("occupancy")), 0, -1):
-        registers = min(MOST_REGISTERS, REGISTERS_PER_SM // (threads * occupancy) // 8 * 8)
-        if held <= registers or spec.product_rows != WARPGROUP_ROWS:
-            break
-    columns = problem.tile_d * problem.element_bytes
-    wanted = (block_rows(schedule) + TILES_IN_FLIGHT * schedule.number("tile_n")) * columns
-    shared_bytes = min(wanted, SHARED_BYTES_PER_SM.get(spec.arch, 228) * 1024 // occupancy)
-    return ResourceFacts(
-        registers=registers,
-        threads=threads,
-        shared_bytes=shared_bytes,
-        spill_bytes=0,
-        num_ctas=schedule.number("num_ctas"),
-        code_bytes=0,
-        ctas_per_sm=ctas_per_sm(spec.arch, registers, threads, shared_bytes),
-    )
