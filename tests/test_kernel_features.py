@@ -10,9 +10,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from kernel_checks import DRAWN, asked_problems, cases, check, decoding_problems, make_inputs, more_inputs, schedule_for
+from kernel_checks import check, make_inputs, more_inputs, schedule_for
 
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ProblemError
@@ -24,49 +22,6 @@ from tiledsched.kernels.attention.model import tile_steps
 from tiledsched.kernels.attention.reference import attention_and_lse
 
 CAUSAL = {"causal": True, "alignment": "bottom_right"}
-ORDERS = st.one_of(st.sampled_from(["forward", "reversed"]), st.integers(0, 100))
-
-
-@settings(DRAWN, max_examples=50)
-@given(case=cases(asked_problems), seed=st.integers(0, 1000), sm_count=st.integers(1, 8))
-def test_output_matches_the_reference(case, seed, sm_count):
-    problem, schedule = case
-    check(problem, schedule, make_inputs(problem, seed), sm_count=sm_count, more=more_inputs(problem, seed))
-
-
-@st.composite
-def decoding(draw, **fixed):
-    return draw(asked_problems(of=decoding_problems, **fixed))
-
-
-@settings(DRAWN, max_examples=25)
-@given(case=cases(decoding), seed=st.integers(0, 1000), order=ORDERS)
-def test_few_rows_and_many_keys(case, seed, order):
-    problem, schedule = case
-    check(problem, schedule, make_inputs(problem, seed), order=order, more=more_inputs(problem, seed))
-
-
-@settings(DRAWN, max_examples=25)
-@given(
-    case=cases(asked_problems),
-    kv_splits=st.sampled_from([2, 4, 8]),
-    kv_combine=st.sampled_from(["last_block", "launch"]),
-    order=ORDERS,
-)
-def test_split_keys_under_any_structure(case, kv_splits, kv_combine, order):
-    problem, schedule = case
-    schedule = schedule.replace(
-        kv_splits=kv_splits,
-        kv_combine=kv_combine,
-        persistent="no",
-        qk_ahead=False,
-        num_ctas=1,
-        flat_steps=0,
-        unroll=1,
-        store_late=False,
-    )
-    np.testing.assert_array_equal(check(problem, schedule, order=order), check(problem, schedule))
-
 
 STRUCTURES = [
     {},

@@ -12,6 +12,7 @@ import inspect
 import itertools
 import random
 import zlib
+from functools import partial
 
 import numpy as np
 import pytest
@@ -22,11 +23,14 @@ from kernel_checks import (
     ARCHS,
     DRAWN,
     SPACES,
+    asked_problems,
     cases,
     check,
     decoding_problems,
     make_inputs,
+    more_inputs,
     one_hot_inputs,
+    placed_problems,
     problems,
     schedule_for,
 )
@@ -50,31 +54,40 @@ def test_the_kernels_are_those_that_their_source_writes():
 # ---- drawn problems and schedules ------------------------------------------------------------------------------------
 
 
-@DRAWN
-@given(case=cases(), seed=st.integers(0, 1000), sm_count=st.integers(1, 8))
-def test_output_matches_the_reference(case, seed, sm_count):
-    problem, schedule = case
-    check(problem, schedule, make_inputs(problem, seed), sm_count=sm_count)
-
-
-COMBINE = ["last_block", "launch"]
 ORDERS = st.one_of(st.sampled_from(["forward", "reversed"]), st.integers(0, 100))
+ALL_KINDS = {
+    "plain": problems,
+    "few rows": decoding_problems,
+    "features": asked_problems,
+    "features, few rows": partial(asked_problems, of=decoding_problems),
+    "packed or paged": placed_problems,
+    "packed or paged, few rows": partial(placed_problems, of=decoding_problems),
+}
+"""Few rows and many keys are where split keys, packed heads and small tiles are used."""
 
 
+@pytest.mark.parametrize("kind", ALL_KINDS)
+@settings(DRAWN, max_examples=40)
+@given(data=st.data(), seed=st.integers(0, 1000), sm_count=st.integers(1, 8), order=ORDERS)
+def test_output_matches_the_reference(kind, data, seed, sm_count, order):
+    """Blocks run in whatever order."""
+    problem, schedule = data.draw(cases(ALL_KINDS[kind]))
+    inputs, more = make_inputs(problem, seed), more_inputs(problem, seed)
+    check(problem, schedule, inputs, sm_count=sm_count, order=order, more=more)
+
+
+@pytest.mark.parametrize("kind", ["plain", "features"])
 @settings(DRAWN, max_examples=28)
-@given(case=cases(decoding_problems), seed=st.integers(0, 1000), order=ORDERS)
-def test_few_rows_and_many_keys(case, seed, order):
-    """Where split keys, packed heads and small tiles are used; blocks run in whatever order."""
-    problem, schedule = case
-    check(problem, schedule, make_inputs(problem, seed), order=order)
-
-
-@settings(DRAWN, max_examples=30)
-@given(case=cases(), kv_splits=st.sampled_from([2, 4, 8]), kv_combine=st.sampled_from(COMBINE), order=ORDERS)
-def test_split_keys_under_any_structure(case, kv_splits, kv_combine, order):
+@given(
+    data=st.data(),
+    kv_splits=st.sampled_from([2, 4, 8]),
+    kv_combine=st.sampled_from(["last_block", "launch"]),
+    order=ORDERS,
+)
+def test_split_keys_under_any_structure(kind, data, kv_splits, kv_combine, order):
     """Splitting is explored on the plain kernel, and yet right on every other one it is allowed with."""
-    problem, schedule = case
-    plain = {"persistent": "no", "qk_ahead": False, "num_ctas": 1, "unroll": 1}
+    problem, schedule = data.draw(cases(ALL_KINDS[kind]))
+    plain = {"persistent": "no", "qk_ahead": False, "num_ctas": 1, "unroll": 1, "flat_steps": 0, "store_late": False}
     schedule = schedule.replace(kv_splits=kv_splits, kv_combine=kv_combine, **plain)
     forward = check(problem, schedule)
     np.testing.assert_array_equal(check(problem, schedule, order=order), forward)

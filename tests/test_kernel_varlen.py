@@ -9,20 +9,8 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from kernel_checks import (
-    DRAWN,
-    SPACES,
-    cases,
-    check,
-    decoding_problems,
-    make_inputs,
-    more_inputs,
-    placed_problems,
-    schedule_for,
-)
-from test_kernel_features import ORDERS, STRUCTURES
+from kernel_checks import SPACES, check, make_inputs, more_inputs, schedule_for
+from test_kernel_features import STRUCTURES
 
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ProblemError
@@ -55,25 +43,6 @@ PROBLEMS = [
     PAGED.replace(causal=False, page=48, softcap=True),
     PAGED.replace(seq_q=100, batch=1, packed=4, page=32),
 ]
-
-
-@settings(DRAWN, max_examples=20)
-@given(case=cases(placed_problems), seed=st.integers(0, 1000), sm_count=st.integers(1, 8))
-def test_output_matches_the_reference(case, seed, sm_count):
-    problem, schedule = case
-    check(problem, schedule, make_inputs(problem, seed), sm_count=sm_count, more=more_inputs(problem, seed))
-
-
-@st.composite
-def decoding(draw, **fixed):
-    return draw(placed_problems(of=decoding_problems, **fixed))
-
-
-@settings(DRAWN, max_examples=15)
-@given(case=cases(decoding), seed=st.integers(0, 1000), order=ORDERS)
-def test_few_rows_and_many_keys(case, seed, order):
-    problem, schedule = case
-    check(problem, schedule, make_inputs(problem, seed), order=order, more=more_inputs(problem, seed))
 
 
 def valid(problem, knobs):

@@ -7,6 +7,7 @@ configuration directory. Both hold the setting names of :data:`SETTINGS` as top-
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Mapping
@@ -34,6 +35,8 @@ SETTINGS: dict[str, tuple[str, ...] | type] = {
     "log_level": ("debug", "info", "warning", "error"),
 }
 """Every setting and its allowed values, or their type where any will do. docs/serving.md has the same list."""
+TRUTHS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+"""How text says true and false."""
 OTHER_VARIABLES = (
     "TILEDSCHED_WORKER_KEY",
     "TILEDSCHED_TEST_POSTGRESQL",
@@ -202,32 +205,23 @@ def check_setting(name: str, value: Any, where: str) -> Any:
     Raises:
         ConfigError: the name is unknown, or the value is not allowed. The message says what is allowed.
     """
-    if name in SETTINGS:
-        allowed = SETTINGS[name]
-        if isinstance(allowed, type):
-            return _read_value(name, value, allowed, where)
-        if value not in allowed:
-            raise ConfigError(f"{where}: {name} = {value!r}; allowed: {', '.join(allowed)}")
-        return value
-    if name in knob_kinds():
-        return _read_value(name, value, knob_kinds()[name], where)
-    known = ", ".join([*SETTINGS, *knob_kinds()])
-    raise ConfigError(f"{where}: unknown setting {name!r}; known are {known}")
+    allowed = SETTINGS.get(name) or knob_kinds().get(name)
+    if allowed is None:
+        raise ConfigError(f"{where}: unknown setting {name!r}; known are {', '.join([*SETTINGS, *knob_kinds()])}")
+    if isinstance(allowed, type):
+        return _read_value(name, value, allowed, where)
+    if value not in allowed:
+        raise ConfigError(f"{where}: {name} = {value!r}; allowed: {', '.join(allowed)}")
+    return value
 
 
 def _read_value(name: str, value: Any, kind: type, where: str) -> KnobValue:
-    if isinstance(value, str) and kind is bool:
-        lowered = value.lower()
-        if lowered in ("1", "true", "yes", "on"):
-            return True
-        if lowered in ("0", "false", "no", "off"):
-            return False
-    elif isinstance(value, str) and kind is int:
-        try:
-            return int(value)
-        except ValueError:
-            pass
-    elif type(value) is kind:
+    if type(value) is kind:
         return kind(value)
+    if isinstance(value, str) and kind is bool and value.lower() in TRUTHS:
+        return TRUTHS[value.lower()]
+    if isinstance(value, str) and kind is int:
+        with contextlib.suppress(ValueError):
+            return int(value)
     words = {int: "an integer", bool: "true or false", str: "a string"}[kind]
     raise ConfigError(f"{where}: {name} must be {words}, got {value!r}")

@@ -19,7 +19,7 @@ import cuda.tile as ct
 from tiledsched.core.arrays import ArraySpec
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import DeclarationError, ProblemError
-from tiledsched.core.fields import ITEM_BYTES, Choice, Dim, Flag, read_shape
+from tiledsched.core.fields import ITEM_BYTES, Choice, Dim, Flag, shape_names
 from tiledsched.core.problem import KernelClass, Problem, ProblemClass
 from tiledsched.core.schedule import HINT_KNOBS, Schedule
 from tiledsched.core.storage import ALIGNMENT, strides_of
@@ -271,19 +271,8 @@ def _note(kernel: KernelClass, spec: ArraySpec) -> Any:
 
 def _is_constant(kernel: KernelClass, word: str, spec: ArraySpec) -> bool:
     """Whether a size is made of numbers and constant dims alone; sizes of a workspace may also be made of knobs."""
-
-    def known(name: str) -> int:
-        declared = kernel.fields.get(name)
-        constant = isinstance(declared, Dim) and declared.constant
-        if not constant and not (spec.role == "workspace" and name in kernel.knobs):
-            raise LookupError(name)
-        return 1
-
-    try:
-        read_shape(word, known)
-    except LookupError:
-        return False
-    return True
+    constant = {name for name, each in kernel.fields.items() if isinstance(each, Dim) and each.constant}
+    return shape_names(word) <= constant | (set(kernel.knobs) if spec.role == "workspace" else set())
 
 
 def assumed(kernel: KernelClass, inferred: Any, step: Step) -> Any:

@@ -52,19 +52,16 @@ def kernel_named(name: str) -> KernelClass:
         ConfigError: there is no such kernel.
     """
     if name not in _known:
-        if name in SHIPPED:
-            load_kernel(SHIPPED[name])
-        else:
-            _load_entry_points(name)
-    if name not in _known:
-        raise unknown_kernel(name)
+        where = SHIPPED.get(name) or _installed(name)
+        if where is None:
+            raise unknown_kernel(name)
+        _known.setdefault(name, load_kernel(where))
     return _known[name]
 
 
-def _load_entry_points(name: str) -> None:
-    for each in installed_entry_points():
-        if each.name == name or each.value == name:
-            _known.setdefault(name, load_kernel(each.value))
+def _installed(name: str) -> str | None:
+    """Where an installed package declares the kernel of this name."""
+    return next((each.value for each in installed_entry_points() if name in (each.name, each.value)), None)
 
 
 @functools.cache
