@@ -130,13 +130,10 @@ def _check_fields(kernel: KernelClass) -> None:
             kernel, "function", "there is none; name the cuTile kernel, or give entry(p, s) or launches(p, s, device)"
         )
     sizes = {*kernel.fields, *kernel.derived}
-    for short, names in labels_of(kernel).items():
-        for name in names:
-            if name not in sizes:
-                _fail(kernel, f"label[{short!r}]", f"{name!r} is no field; known are {', '.join(sorted(sizes))}")
-    for name in kernel.axes:
+    named = [(f"label[{short!r}]", name) for short, names in labels_of(kernel).items() for name in names]
+    for where, name in [*named, *(("axes", axis) for axis in kernel.axes)]:
         if name not in sizes:
-            _fail(kernel, "axes", f"{name!r} is no field; known are {', '.join(sorted(sizes))}")
+            _fail(kernel, where, f"{name!r} is no field; known are {', '.join(sorted(sizes))}")
 
 
 def _check_array(kernel: KernelClass, name: str, each: ArrayField) -> None:

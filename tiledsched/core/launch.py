@@ -169,16 +169,15 @@ def signature(kernel: KernelClass, p: Problem, s: Schedule, step: Step) -> Any:
     """The type and assumptions of every parameter of a step. A launch on contiguous arrays infers these and more."""
     from cuda.tile.compilation import CallingConvention, KernelSignature, ListConstraint, ScalarConstraint
 
-    notes = {name: note for name, _, note in parameters(annotated(kernel, step, p, s))}
     found: list[Any] = []
-    for each in step.arguments:
+    for (_, _, note), each in zip(parameters(step.function), step.arguments, strict=True):
         if each.kind == "constant":
             found.append(each.value)
         elif each.kind == "scalar":
             found.append(ScalarConstraint(getattr(ct, each.dtype)))
         else:
             spec = kernel.array_spec(each.name, p, s)
-            constraint = _array_constraint(spec, notes.get(each.name) or _note(kernel, spec))  # type: ignore[arg-type]
+            constraint = _array_constraint(spec, note or _note(kernel, spec))  # type: ignore[arg-type]
             found.append(
                 ListConstraint(constraint, alias_groups=(), elements_may_alias=False) if spec.listed else constraint
             )

@@ -30,7 +30,7 @@ from tiledsched.core.problem import Problem
 from tiledsched.core.resources import REGISTERS_PER_SM, SHARED_BYTES_PER_SM, ResourceFacts, ctas_per_sm
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention.problem import hidden_keys, padding_keys
-from tiledsched.kernels.attention.tiling import combines_later, pack_width, packs, steps_per_turn
+from tiledsched.kernels.attention.tiling import combines_later, pack_width, packs, splits, steps_per_turn
 
 # Counted or published.
 FP32_PER_SCORE = 4.0
@@ -116,7 +116,7 @@ class AttentionCost(Cost):
         """
         warps = s.number("num_worker_warps") or WARPS_PER_GROUP
         threads = 32 * (warps + spec.producer_warps)
-        columns_v = p.split_v if _number(s, "column_parts") > 1 else p.tile_v
+        columns_v = p.split_v if s.get("column_parts", 1) == 2 else p.tile_v
         rows = min(block_rows(s) / max(1, warps // WARPS_PER_GROUP), WARPGROUP_ROWS)  # of a group's product
         held = rows * (columns_v + s.number("tile_n")) / (32 * WARPS_PER_GROUP)
         for occupancy in range(max(1, s.number("occupancy")), 0, -1):
@@ -143,7 +143,7 @@ class AttentionCost(Cost):
 
 def estimate_us(problem: Problem, schedule: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
     """Modelled microseconds of `schedule` on `problem`, on the GPU that `spec` describes."""
-    rows, step_n, splits = block_rows(schedule), step_keys(schedule), _number(schedule, "kv_splits")
+    rows, step_n, shares = block_rows(schedule), step_keys(schedule), splits(schedule)
     resident = facts.resident(spec.arch)
     turn = steps_per_turn(schedule)
     masked = problem.causal or problem.spanned or problem.seq_k % (step_n * turn) != 0
@@ -163,7 +163,7 @@ def estimate_us(problem: Problem, schedule: Schedule, facts: ResourceFacts, spec
         first_key=problem.window_right
         + (problem.mean_keys - problem.mean_rows if problem.alignment == "bottom_right" else 0),
         heads=problem.sequences * packs(problem, schedule),
-        splits=splits,
+        splits=shares,
         order=str(schedule["block_order"]),
         snake=schedule["persistent"] == "snake",
         grid=grid_blocks(problem, schedule, spec) if schedule["persistent"] != "no" else 0,
@@ -178,7 +178,7 @@ def estimate_us(problem: Problem, schedule: Schedule, facts: ResourceFacts, spec
     memory_us = (traffic + min(traffic, spec.l2_bytes)) / (DRAM_EFFICIENCY * spec.dram_gbps * 1e3)
     waves = max(1.0, pieces_of(problem, schedule) * facts.num_ctas / (spec.sm_count * resident))
     memory_us *= (math.ceil(waves) / waves) ** LAST_WAVE  # too few blocks are left to ask for all that memory gives
-    combined_us = (COMBINE_US if combines_later(schedule) else LAST_BLOCK_US) if splits > 1 else 0.0
+    combined_us = (COMBINE_US if combines_later(schedule) else LAST_BLOCK_US) if shares > 1 else 0.0
     return LAUNCH_US + combined_us + smooth_max(compute_us, memory_us)
 
 
@@ -196,7 +196,7 @@ def pieces_of(problem: Problem, schedule: Schedule) -> int:
     """Pieces of work: tiles of the rows of all heads, or of all packs of them, for each share of their keys."""
     rows = problem.mean_rows * pack_width(problem, schedule)
     tiles = -(-rows // block_rows(schedule)) * problem.sequences * packs(problem, schedule)
-    return tiles * _number(schedule, "kv_splits")
+    return tiles * splits(schedule)
 
 
 def grid_blocks(problem: Problem, schedule: Schedule, spec: ArchSpec) -> int:
@@ -212,7 +212,7 @@ def block_cycles(problem: Problem, schedule: Schedule, facts: ResourceFacts) -> 
     per_element = BLOCK_CYCLES_PER_ELEMENT
     if schedule["division"] == "ieee":
         per_element += IEEE_CYCLES_PER_ELEMENT
-    if _number(schedule, "kv_splits") > 1 and not combines_later(schedule):
+    if splits(schedule) > 1 and not combines_later(schedule):
         per_element += PARTIAL_CYCLES_PER_ELEMENT
     cycles = BLOCK_LATENCY + per_element * block_rows(schedule) * problem.tile_v / facts.num_ctas
     return cycles * (PERSISTENT_SHARE if schedule["persistent"] != "no" else 1.0)
@@ -224,7 +224,7 @@ def step_cycles(
     """Cycles in which each of `resident` blocks on an SM gets through one step of its keys."""
     tile_m, step_n = schedule.number("tile_m") / facts.num_ctas, step_keys(schedule)
     chains, subtiles = schedule.number("q_subtiles"), schedule.number("kv_subtiles")
-    parted = _number(schedule, "column_parts") > 1
+    parted = schedule.get("column_parts", 1) == 2
     columns_k, columns_v = (problem.split_d, problem.split_v) if parted else (problem.tile_d, problem.tile_v)
     rows = tile_m * chains
     warps = facts.threads // 32
@@ -398,8 +398,3 @@ def _dram_bytes(problem: Problem, schedule: Schedule, spec: ArchSpec, resident: 
     reads = pieces / math.sqrt(max(1.0, slots * problem.group / in_flight))
     reads *= problem.visible_pairs / (problem.seq_q * problem.mean_keys)
     return problem.min_bytes + max(0.0, reads - 1.0) * per_head * problem.sequences * problem.kv_heads
-
-
-def _number(schedule: Schedule, knob: str) -> int:
-    """An integer knob that schedules stored before there was that knob lack; 1 is what the kernel did then."""
-    return int(schedule.get(knob, 1))

@@ -46,15 +46,6 @@ def _decoder(*layers: Sizes) -> list[Values]:
     )
 
 
-def _encoder(options: Mapping[str, Any], cases: Iterable[tuple[int, int, int]], *layers: Sizes) -> list[Values]:
-    """Every (batch, queries, keys) with every layer."""
-    return problems_in((options, sizes, *cases) for sizes in layers)
-
-
-def _square(*cases: tuple[int, int]) -> list[tuple[int, int, int]]:
-    return [(batch, length, length) for batch, length in cases]
-
-
 MODELS: Mapping[str, list[Values]] = {
     # Llama 3.1 8B and 70B, 3.2 1B and 3B
     "llama": _decoder(head_sizes(32, 8, 128), head_sizes(64, 8, 128), head_sizes(32, 8, 64), head_sizes(24, 8, 128)),
@@ -67,18 +58,24 @@ MODELS: Mapping[str, list[Values]] = {
     # GPT-OSS 20B and 120B: the layers that see all keys
     "gpt-oss": _decoder(head_sizes(64, 8, 64)),
     # Multi-head latent attention of DeepSeek V3 and V2 Lite as it is computed in prefill: 192 columns, values of 128
-    "deepseek": _encoder(
-        MASKED, ENCODED, head_sizes(128, 128, 192, value_dim=128), head_sizes(16, 16, 192, value_dim=128)
+    "deepseek": problems_in(
+        [
+            (MASKED, head_sizes(128, 128, 192, value_dim=128), *ENCODED),
+            (MASKED, head_sizes(16, 16, 192, value_dim=128), *ENCODED),
+        ]
     ),
     # BERT base and large at 128, 384 and 512 tokens
-    "bert": _encoder(
-        HALF, _square((64, 128), (64, 384), (32, 512), (1, 512)), head_sizes(12, 12, 64), head_sizes(16, 16, 64)
+    "bert": problems_in(
+        (HALF, sizes, (64, 128, 128), (64, 384, 384), (32, 512, 512), (1, 512, 512))
+        for sizes in (head_sizes(12, 12, 64), head_sizes(16, 16, 64))
     ),
     # ViT B/16 at 224 pixels (197 tokens) and L/16 at 384 (577)
-    "vit": [
-        *_encoder(BRAIN, _square((64, 197), (1, 197)), head_sizes(12, 12, 64)),
-        *_encoder(BRAIN, _square((32, 577), (1, 577)), head_sizes(16, 16, 64)),
-    ],
+    "vit": problems_in(
+        [
+            (BRAIN, head_sizes(12, 12, 64), (64, 197, 197), (1, 197, 197)),
+            (BRAIN, head_sizes(16, 16, 64), (32, 577, 577), (1, 577, 577)),
+        ]
+    ),
     # Whisper large: the encoder's 1500 frames, and what the decoder reads of them and of itself
     "whisper": problems_in(
         [
@@ -102,7 +99,7 @@ MODELS: Mapping[str, list[Values]] = {
         ]
     ),
     # FLUX.1 at 512 and 1024 pixels: 1024 and 4096 image tokens and 512 words, together
-    "flux": _encoder(BRAIN, _square((1, 1536), (1, 4608)), head_sizes(24, 24, 128)),
+    "flux": problems_in([(BRAIN, head_sizes(24, 24, 128), (1, 1536, 1536), (1, 4608, 4608))]),
     # CogVideoX 5B (17,776 tokens) and Wan 2.1 14B at 480p and 720p (32,760 and 75,600), and its 512 words
     "video": problems_in(
         [
