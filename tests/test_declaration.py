@@ -351,7 +351,7 @@ def test_a_column_layout_swaps_the_last_two_axes_in_memory():
     assert two[0] != two[1]
 
 
-def test_machine_code_is_told_apart_by_what_it_depends_on():
+def test_problem_classes_differ_in_what_machine_code_depends_on():
     kernel, s = declare(), Schedule(TILE=64, occupancy=1)
     p = kernel.problem(rows=5, columns=40)
 

@@ -115,7 +115,7 @@ def test_whatever_is_taken_is_evaluated_or_explained_in_a_moment(text) -> None:
     assert time.monotonic() - started < 1
 
 
-def test_text_is_told_from_numbers_by_the_declaration() -> None:
+def test_the_declaration_says_what_is_text() -> None:
     assert "dtype" in words_of(Attention)
     assert "head_dim" not in words_of(Attention)
     assert "loads" in words_of(Softmax)
@@ -130,7 +130,7 @@ def space(tmp_path, require: str):
     return path
 
 
-def test_a_file_is_told_which_constraint_is_wrong(tmp_path) -> None:
+def test_a_wrong_constraint_of_a_file_is_named(tmp_path) -> None:
     with pytest.raises(SpaceError, match=r"constraints\[\d+\]\.require = 'tile_m // 0 > 1' divides by 0"):
         load_space(space(tmp_path, "tile_m // 0 > 1"))
 
@@ -143,7 +143,7 @@ def test_what_divides_by_what_is_0_for_some_problems_is_said_there(tmp_path, cap
     assert "put a condition before it" in said
 
 
-def test_a_declaration_is_told_too() -> None:
+def test_a_wrong_constraint_of_a_declaration_is_named() -> None:
     with pytest.raises(DeclarationError, match=r"constraints\[0\]\.require = 'TILE_ROWS // 0' divides by 0"):
         type("Mine", (Softmax,), {"constraints": {"TILE_ROWS // 0": "x"}})
 

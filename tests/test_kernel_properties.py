@@ -23,7 +23,7 @@ from kernel_checks import (
     ARCHS,
     DRAWN,
     SPACES,
-    asked_problems,
+    feature_problems,
     cases,
     check,
     decoding_problems,
@@ -58,8 +58,8 @@ ORDERS = st.one_of(st.sampled_from(["forward", "reversed"]), st.integers(0, 100)
 ALL_KINDS = {
     "plain": problems,
     "few rows": decoding_problems,
-    "features": asked_problems,
-    "features, few rows": partial(asked_problems, of=decoding_problems),
+    "features": feature_problems,
+    "features, few rows": partial(feature_problems, of=decoding_problems),
     "packed or paged": placed_problems,
     "packed or paged, few rows": partial(placed_problems, of=decoding_problems),
 }

@@ -13,7 +13,6 @@ from kernel_checks import SPACES, check, make_inputs, more_inputs, schedule_for
 from test_kernel_features import STRUCTURES
 
 from tiledsched.core.device import arch_spec
-from tiledsched.core.errors import ProblemError
 from tiledsched.core.registry import problem_from_json
 from tiledsched.interpreter.checking import check_schedule
 from tiledsched.kernels.attention import Attention
@@ -177,26 +176,7 @@ def test_drawn_lengths():
     assert set(SHORT[:6]) <= set(np.diff(offsets(rng, 1000, 12, uneven=True)))
 
 
-def test_what_cannot_be_is_refused():
-    for changes, words in (
-        ({"batch": 2}, "lie in a batch of 1"),
-        ({"starts": True}, "starts and lengths are not for"),
-        ({"lengths": True}, "starts and lengths are not for"),
-        ({"page": 16}, "needs lengths"),
-    ):
-        with pytest.raises(ProblemError, match=words):
-            PACKED.replace(**changes)
-    for changes, words in (
-        ({"lengths": False}, "needs lengths"),
-        ({"page": 40}, "multiple of 16"),
-        ({"seq_k": 200}, "whole pages of 64"),
-        ({"starts": True}, "nor starts for pages"),
-    ):
-        with pytest.raises(ProblemError, match=words):
-            PAGED.replace(**changes)
-
-
-def test_what_is_asked_for_is_said():
+def test_sequences_and_pages_stand_in_descriptions_and_ids():
     for problem, words, file_words in (
         (PACKED, "packed=5 +lse", "_packed5_lse"),
         (PAGED, "page=64 +lengths +lse", "_page64_lengths_lse"),
