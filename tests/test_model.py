@@ -49,32 +49,34 @@ def modelled(problem=PROBLEM, facts=FACTS, arch="sm_90", **knobs):
     return estimate_us(problem, PLAIN.replace(**knobs), facts, arch_spec(arch))
 
 
+CAUSAL = PROBLEM.replace(causal=True)
+QUICKER = {
+    "shorter sequences": ({}, {"problem": PROBLEM.replace(seq_q=4096, seq_k=4096)}),
+    "fewer sequences": ({}, {"problem": PROBLEM.replace(batch=2 * PROBLEM.batch)}),
+    "fewer heads": ({}, {"problem": PROBLEM.replace(heads=64, kv_heads=64)}),
+    "narrower heads": ({}, {"problem": PROBLEM.replace(head_dim=128)}),
+    "fewer keys": ({"problem": PROBLEM.replace(seq_k=1024)}, {}),
+    "a mask on the diagonal alone": ({"problem": CAUSAL, "loop_split": True}, {"problem": CAUSAL}),
+    "a second block on an SM": ({}, {"facts": replace(FACTS, registers=255)}),
+}
+"""What is modelled as quicker, and than what."""
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 class TestDirections:
-    def test_more_work_takes_longer(self, arch):
-        base = modelled(arch=arch)
-        assert base > 0
-        assert modelled(PROBLEM.replace(seq_q=4096, seq_k=4096), arch=arch) > base
-        assert modelled(PROBLEM.replace(batch=2 * PROBLEM.batch), arch=arch) > base
-        assert modelled(PROBLEM.replace(heads=64, kv_heads=64), arch=arch) > base
-        assert modelled(PROBLEM.replace(head_dim=128), arch=arch) > base
-        assert modelled(PROBLEM.replace(seq_k=1024), arch=arch) < base
+    @pytest.mark.parametrize("name", QUICKER)
+    def test_less_work_is_quicker(self, arch, name):
+        less, more = QUICKER[name]
+        assert 0 < modelled(arch=arch, **less) < modelled(arch=arch, **more)
 
     @pytest.mark.parametrize("split", [False, True])
     def test_causal_is_cheaper_than_everything_and_dearer_than_half(self, arch, split):
         full, causal = modelled(arch=arch), modelled(PROBLEM.replace(causal=True), arch=arch, loop_split=split)
         assert 0.5 * full < causal < full
 
-    def test_masking_only_the_diagonal_is_cheaper(self, arch):
-        problem = PROBLEM.replace(causal=True)
-        assert modelled(problem, arch=arch, loop_split=True) < modelled(problem, arch=arch)
-
     def test_spills_cost(self, arch):
         times = [modelled(facts=replace(FACTS, spill_bytes=spill), arch=arch) for spill in (0, 16, 128, 512)]
         assert times[0] == times[1] < times[2] < times[3]
-
-    def test_a_second_resident_block_helps(self, arch):
-        assert modelled(facts=replace(FACTS, registers=255), arch=arch) > modelled(arch=arch)
 
     def test_warps_without_rows_of_their_own_cost(self, arch):
         movers = 32 * arch_spec(arch).producer_warps
