@@ -5,6 +5,7 @@ A kernel is one that this process declared, one that ships, one of an installed 
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import functools
 import importlib
@@ -193,14 +194,10 @@ def _place(kernel: KernelClass) -> str:
 
 def _restored(name: str, where: str, values: Mapping[str, Value], omitted: frozenset[str]) -> Problem:
     """The problem that another process sent. Its kernel is loaded if this process does not know the name, and can load it."""
-    try:
-        kernel = kernel_named(name)
-    except ConfigError:
-        try:
-            kernel = load_kernel(where)
-        except (ConfigError, DeclarationError):
-            return Problem(name, values, omitted=omitted)
-    return Problem(kernel, values, omitted=omitted)
+    for find, place in ((kernel_named, name), (load_kernel, where)):
+        with contextlib.suppress(ConfigError, DeclarationError):
+            return Problem(find(place), values, omitted=omitted)
+    return Problem(name, values, omitted=omitted)
 
 
 copyreg.pickle(Problem, _reduced)
