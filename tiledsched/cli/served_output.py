@@ -261,8 +261,8 @@ def print_ablation(rows: Sequence[AblationRow]) -> None:
             if row.problem != problem or (row.view == "tried" and row.status == "ok"):
                 continue
             timed = ("-", "-")
-            if row.median_us is not None:
-                timed = (f"{row.median_us:.1f}", f"{row.ci_low_us:.1f}-{row.ci_high_us:.1f}")
+            if row.timing is not None:
+                timed = (f"{row.timing.median_us:.1f}", f"{row.timing.ci_low_us:.1f}-{row.timing.ci_high_us:.1f}")
             speedups = (
                 "-" if ratio is None else f"{ratio:.3f}x"
                 for ratio in (row.speedup_over_previous, row.speedup_over_plain)
