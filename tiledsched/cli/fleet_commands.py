@@ -125,8 +125,8 @@ def run_fleet(
     tiledsched fleet run bench --csv rows.csv --open-only
     """
     from tiledsched.fleet.leases import Leases
-    from tiledsched.fleet.run import Limits, where
-    from tiledsched.fleet.run import run as run_campaign
+    from tiledsched.fleet.running import Limits, where
+    from tiledsched.fleet.running import run as run_campaign
     from tiledsched.store.db import TuningDB
 
     name, *rest = words or ("",)
@@ -189,7 +189,7 @@ def _plan(run: Invocation, name: str, given: dict[str, Any], archs: list[str], l
     """The campaign of a command: its problems on each arch."""
     from tiledsched.bench.methods import choose_methods
     from tiledsched.fleet.leases import expected
-    from tiledsched.fleet.run import plan
+    from tiledsched.fleet.running import plan
 
     kernel: KernelClass = given["kernel"]
     options = {key: value for key, value in given.items() if key not in HERE}
@@ -243,7 +243,7 @@ def work(run: Invocation, campaign: str | None, wait: float, workers: int, jobs:
     """
     one_thread_for_algebra()
     from tiledsched.fleet.local import work as work_here
-    from tiledsched.fleet.run import where
+    from tiledsched.fleet.running import where
 
     done = work_here(where(run.db), campaign, without_gpu=workers, jobs=jobs, wait_s=wait, say=note)
     for each in done.notes:
@@ -272,7 +272,7 @@ def status(run: Invocation, campaign: str | None, everything: bool, watch: bool,
     tiledsched fleet status 3f2a --stop
     """
     from tiledsched.fleet.leases import Leases
-    from tiledsched.fleet.run import where
+    from tiledsched.fleet.running import where
     from tiledsched.fleet.status import read_status
     from tiledsched.store.db import TuningDB
 
