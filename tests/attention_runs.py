@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tiledsched.interpreter import SmallDevice, run_schedule
+from tiledsched.kernels.attention.reference import attention_and_lse
 from tiledsched.kernels.attention.scales import scales
 
 
@@ -24,3 +25,8 @@ def run_outputs(kernel, schedule, problem, q, k, v, scale=None, *, sm_count=8, o
 def run_problem(kernel, schedule, problem, q, k, v, scale=None, **more):
     """The output alone."""
     return run_outputs(kernel, schedule, problem, q, k, v, scale, **more)["out"]
+
+
+def attention_reference(*arrays, **more):
+    """The output alone of the reference."""
+    return attention_and_lse(*arrays, **more)[0]

@@ -171,32 +171,32 @@ def decoding_problems(draw, **fixed):
 
 
 @st.composite
-def asked_problems(draw, of=problems, **fixed):
-    """What some models ask for beside: each of it in one problem of two."""
+def feature_problems(draw, of=problems, **fixed):
+    """Problems with optional features, each feature in half of them."""
     problem = draw(of(**fixed))
     window = draw(st.one_of(st.just(0), st.integers(1, 300)))
     right = draw(st.one_of(st.just(0), st.integers(1, 300)))
-    asked = {name: draw(st.booleans()) for name in ("softcap", "sinks", "starts", "lengths")}
+    features = {name: draw(st.booleans()) for name in ("softcap", "sinks", "starts", "lengths")}
     return problem.replace(
-        **asked, **({"window": window, "window_right": right, "causal": True} if window or right else {})
+        **features, **({"window": window, "window_right": right, "causal": True} if window or right else {})
     )
 
 
 @st.composite
 def placed_problems(draw, of=problems, **fixed):
-    """Packed sequences, or keys in pages, or both; with what some models ask for in one of two."""
+    """Packed sequences, or keys in pages, or both; half of them with optional features."""
     packed = draw(st.sampled_from([0, 0, 1, 3, 8, 30]))
     page = draw(st.sampled_from([16, 32, 48, 64, 128])) if not packed else draw(st.sampled_from([0, 0, 16, 64]))
     problem = draw(of(**{"batch": 1 if packed else draw(st.integers(1, 3)), **fixed}))
     window, right = draw(st.sampled_from([(0, 0), (0, 0), (1, 0), (20, 30), (100, 0), (0, 40)]))
     seq_k = -(-min(problem.seq_k, 400) // page) * page if page else problem.seq_k
-    asked = {name: draw(st.booleans()) for name in ("softcap", "sinks")}
+    features = {name: draw(st.booleans()) for name in ("softcap", "sinks")}
     return problem.replace(
         seq_k=seq_k,
         packed=packed,
         page=page,
         lengths=page > 0,
-        **asked,
+        **features,
         **({"window": window, "window_right": right, "causal": True} if window or right else {}),
     )
 

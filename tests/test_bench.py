@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+from attention_runs import attention_reference
 
 from tiledsched.bench.errors import NOT_FINITE, Error, error_of
 from tiledsched.bench.job import bench_to_file
@@ -30,7 +31,6 @@ from tiledsched.core.errors import ConfigError, MeasureError
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.models import MODELS
-from tiledsched.kernels.attention.reference import attention_reference
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Conditions
 

@@ -22,7 +22,7 @@ SERVING = (Path(__file__).parent.parent / "docs" / "serving.md").read_text()
 def alone(monkeypatch, tmp_path):
     """No settings but a test's own."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("platformdirs.user_config_dir", lambda name: str(tmp_path / "user"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
     monkeypatch.delenv("TILEDSCHED_DB", raising=False)
 
 
@@ -97,12 +97,13 @@ def test_configure_beats_the_environment_and_is_undone(monkeypatch) -> None:
     assert (load_settings().regime, load_settings().knobs, load_settings().sync) == ("sustained", {}, False)
 
 
-def test_configure_stays_without_a_block_and_tells_who_watches(monkeypatch) -> None:
+def test_configure_stays_without_a_block_and_tells_who_watches() -> None:
     told = []
-    monkeypatch.setattr(config, "watchers", [lambda: told.append(load_settings().fallback)])
+    config.watchers.append(lambda: told.append(load_settings().fallback))
     configure(fallback="error")
     assert load_settings().fallback == "error"
     configure(fallback=None)
+    config.watchers.pop()
     assert told == ["error", "torch"]
 
 

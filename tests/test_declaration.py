@@ -27,9 +27,12 @@ DEVICE = arch_spec("sm_90")
 
 
 @pytest.fixture(autouse=True)
-def own_names(monkeypatch):
+def own_names():
     """What a test declares is known to that test alone."""
-    monkeypatch.setattr(kernel_names, "_known", dict(kernel_names._known))
+    before = dict(kernel_names._known)
+    yield
+    kernel_names._known.clear()
+    kernel_names._known.update(before)
 
 
 def scale_rows(X, Out, factor: float, columns, TILE: ct.Constant[int]):
@@ -77,18 +80,24 @@ def kinds(step):
     [
         (
             {"constraints": {"TILE >= colums": "x"}},
-            "constraints['TILE >= colums']: reads unknown name 'colums'; known are TILE, col",
+            "constraints[0].require = 'TILE >= colums' reads unknown name 'colums'; known are TILE, col",
         ),
-        ({"exploring": {"open(1)": "x"}}, "exploring['open(1)']: uses Call; only names, numbers"),
-        ({"constraints": {"TILE >": "x"}}, "constraints['TILE >']: is not an expression"),
+        ({"exploring": {"open(1)": "x"}}, ".require = 'open(1)' uses Call; only names, numbers"),
+        ({"constraints": {"TILE >": "x"}}, "constraints[0].require = 'TILE >' is not an expression"),
         (
             {"knobs": {"TILE": [64], "STAGES": [1, 2]}},
             "knobs['STAGES']: neither a parameter of scale_rows nor a hint (num_ctas",
         ),
-        ({"knobs": {"TILE": []}}, "knobs['TILE']: there is nothing to choose from"),
-        ({"knobs": {"TILE": [64, "wide"]}}, "knobs['TILE']: choices must be all integers, all true/false or all words"),
-        ({"knobs": {"TILE": [64.0]}}, "knobs['TILE']: choices must be all integers"),
-        ({"knobs": {"TILE": ts.knob([64, 128], default=96)}}, "knobs['TILE']: the default 96 is not one of [64, 128]"),
+        ({"knobs": {"TILE": []}}, "knobs.TILE.choices must be a list with at least one value"),
+        (
+            {"knobs": {"TILE": [64, "wide"]}},
+            "knobs.TILE.choices must all be of one kind (integers, true/false or strings)",
+        ),
+        ({"knobs": {"TILE": [64.0]}}, "knobs.TILE.choices must all be of one kind"),
+        (
+            {"knobs": {"TILE": ts.knob([64, 128], default=96)}},
+            "knobs.TILE.default = 96 is not one of its choices [64, 128]",
+        ),
         (
             {"knobs": {"TILE": [64], "occupancy": [1, 33]}},
             "knobs['occupancy']: 33 is no such hint; allowed are 0 to 32",
@@ -342,7 +351,7 @@ def test_a_column_layout_swaps_the_last_two_axes_in_memory():
     assert two[0] != two[1]
 
 
-def test_machine_code_is_told_apart_by_what_it_depends_on():
+def test_problem_classes_differ_in_what_machine_code_depends_on():
     kernel, s = declare(), Schedule(TILE=64, occupancy=1)
     p = kernel.problem(rows=5, columns=40)
 

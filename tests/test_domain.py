@@ -18,7 +18,7 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.suites import SUITES
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
-KNOBS = {
+PLAIN_KNOBS = {
     "tile_m",
     "tile_n",
     "latency_k",
@@ -31,6 +31,8 @@ KNOBS = {
     "loop_split",
     "block_order",
     "persistent",
+}
+MEASURED_ONLY = {
     "kv_direction",
     "q_subtiles",
     "kv_subtiles",
@@ -71,22 +73,20 @@ def test_schedules_are_values() -> None:
 def test_every_arch_has_a_space_with_every_knob(arch: str) -> None:
     space = space_for(arch, Attention)
     assert space.arch == arch
-    assert set(space.knobs) == KNOBS
+    assert set(space.knobs) == PLAIN_KNOBS | MEASURED_ONLY
     for head_dim, causal in ((64, False), (256, True)):
         problem = Attention.standard(seq_len=1024, head_dim=head_dim, causal=causal)
-        schedules = list(space.schedules(problem, pinned={"accum_mode": "fp32"}))
-        listed = set(schedules)
-        assert len(schedules) == len(listed) >= 100
-        assert space.default(problem) in listed
+        assert len(set(itertools.islice(space.schedules(problem, pinned={"accum_mode": "fp32"}), 100))) == 100
+        assert space.violations(space.default(problem), problem) == []
 
 
 @pytest.mark.parametrize("arch", ["sm_100", "sm_121"])
 def test_enumeration_sampling_and_validation_agree(arch: str) -> None:
     space = space_for(arch, Attention)
-    problem = Attention.standard(seq_len=1000, head_dim=96, causal=True)
+    problem = Attention.standard(seq_len=1000, head_dim=256, causal=True)
     listed = set(space.schedules(problem))
     rng = random.Random(3)
-    for _ in range(200):
+    for _ in range(100):
         schedule = space.sample(problem, rng)
         assert schedule in listed
         assert space.violations(schedule, problem) == []
@@ -98,17 +98,16 @@ def test_enumeration_sampling_and_validation_agree(arch: str) -> None:
     assert refused > 0
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_space_is_large_enough_and_not_too_large(arch: str, causal: bool) -> None:
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize(("seq_len", "causal"), [(1000, False), (1024, True)])
+def test_the_space_is_large_enough_and_not_too_large(arch: str, seq_len: int, causal: bool) -> None:
     """On sm_90, for every problem of 64 or 128 columns; elsewhere the smaller parts allow less."""
     space = space_for(arch, Attention)
-    for seq_len in (1000, 1024):
-        problem = Attention.standard(seq_len=seq_len, head_dim=128, causal=causal)
-        count = sum(1 for _ in space.schedules(problem, pinned={"accum_mode": "fp32"}))
-        assert (5000 if arch == "sm_90" else 2000) <= count <= 40_000
-        modelled = sum(1 for _ in space.schedules(problem, pinned={"accum_mode": "fp32"} | space.modelled_pins()))
-        assert 100 <= modelled <= count / 5
+    problem = Attention.standard(seq_len=seq_len, head_dim=128, causal=causal)
+    count = sum(1 for _ in space.schedules(problem, pinned={"accum_mode": "fp32"}))
+    assert (5000 if arch == "sm_90" else 2000) <= count <= 40_000
+    modelled = sum(1 for _ in space.schedules(problem, pinned={"accum_mode": "fp32"} | space.modelled_pins()))
+    assert 100 <= modelled <= count / 5
 
 
 def test_at_most_two_departures_from_the_plain_kernel() -> None:
@@ -137,29 +136,7 @@ def test_at_most_two_departures_from_the_plain_kernel() -> None:
 def test_what_only_a_measurement_shows_is_marked() -> None:
     space = space_for("sm_90", Attention)
     pins = space.modelled_pins()
-    assert set(pins) == {
-        "kv_direction",
-        "q_subtiles",
-        "kv_subtiles",
-        "qk_ahead",
-        "tma_loads",
-        "tma_store",
-        "check_bounds",
-        "division",
-        "lazy_rescale",
-        "flat_steps",
-        "reload_q",
-        "q_ahead",
-        "store_late",
-        "q_in_registers",
-        "unroll",
-        "peel_first",
-        "kv_splits",
-        "kv_combine",
-        "page_lookup",
-        "pack_gqa",
-        "column_parts",
-    }
+    assert set(pins) == MEASURED_ONLY
     assert all(space.knobs[name].measured_only and space.knobs[name].default == value for name, value in pins.items())
     problem = Attention.standard(seq_len=1024, head_dim=64)
     assert all(pins.items() <= dict(schedule).items() for schedule in space.schedules(problem, pinned=pins))
@@ -179,34 +156,21 @@ def test_shares_of_keys_take_two_steps_with_tma_loads() -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_knobs_for_other_problems_rest_on_ordinary_ones(arch: str) -> None:
+@pytest.mark.parametrize(
+    ("knob", "values"),
+    [("kv_splits", (2, 4, 8, 16, 32, 64)), ("pack_gqa", (True,)), ("column_parts", (2,)), ("tile_m", (16,))],
+)
+def test_knobs_for_other_problems_rest_on_ordinary_ones(arch: str, knob: str, values: tuple) -> None:
+    """A walk that tried small tiles, say, with every value of the rest would not end."""
     space = space_for(arch, Attention)
-    for causal in (False, True):
-        problem = Attention.standard(seq_len=1024, head_dim=128, causal=causal)
-        for schedule in space.schedules(problem, pinned={"check_bounds": True, "opt_level": 3}):
-            assert (schedule["kv_splits"], schedule["pack_gqa"], schedule["column_parts"]) == (1, False, 1)
-            assert schedule.number("tile_m") >= 64
     decode = Attention.problem(
         seq_q=2, seq_k=4096, head_dim=96, causal=True, alignment="bottom_right", heads=8, kv_heads=2
     )
-    for name, values in {
-        "kv_splits": {1, 2, 4, 8, 16, 32, 64},
-        "pack_gqa": {False, True},
-        "column_parts": {1, 2},
-    }.items():
-        for value in values:
-            assert next(space.schedules(decode, pinned={name: value}), None) is not None, (name, value)
-    assert next(space.schedules(decode, pinned={"tile_m": 16}), None) is not None
-
-
-def test_a_value_that_some_constraint_rules_out_is_not_tried() -> None:
-    """A walk that tried small tiles with every value of the rest would not end."""
-    space = space_for("sm_90", Attention)
-    problem = Attention.standard(seq_len=4096, head_dim=128)
-    assert list(space.schedules(problem, pinned={"tile_m": 16})) == []
-    assert list(space.schedules(problem, pinned={"kv_splits": 4})) == []
-    with pytest.raises(SpaceError, match="no valid schedule"):
-        space.default(problem, pinned={"pack_gqa": True})
+    for value in values:
+        for seq_len, causal in ((1024, False), (4096, True)):
+            problem = Attention.standard(seq_len=seq_len, head_dim=128, causal=causal)
+            assert next(space.schedules(problem, pinned={knob: value}), None) is None
+        assert next(space.schedules(decode, pinned={knob: value}), None) is not None
 
 
 def test_schedules_of_earlier_versions_are_completed() -> None:
@@ -215,11 +179,9 @@ def test_schedules_of_earlier_versions_are_completed() -> None:
     default = space.default(problem)
     assert space.complete(default) == default
     old = {name: value for name, value in default.items() if name not in space.modelled_pins()}
-    assert space.complete(Schedule(old | {"persistent": False})) == default
-    assert space.complete(Schedule(old | {"persistent": True})) == default.replace(persistent="strided")
+    assert space.complete(Schedule(old)) == default
     changed = default.replace(persistent="snake", loop_split=True, q_subtiles=2)
     assert space.complete(changed) == changed
-    assert space.complete(Schedule(old, k_load="permute")) == default  # a knob that is gone, and made no difference
     assert "wings" in space.complete(Schedule(old, wings=2))  # what is unknown stays, to be refused
 
 
@@ -243,18 +205,15 @@ def test_constraints_are_checked_early_and_late_alike(monkeypatch) -> None:
     assert len(early) > 100
 
 
-def test_samples_are_uniform() -> None:
-    """Drawing the widest constraint's knobs together may not favour anything."""
-    space = space_for("sm_121", Attention)
-    problem = Attention.standard(seq_len=1024, head_dim=256)
-    listed = list(space.schedules(problem))
+def test_samples_take_every_value_that_a_schedule_may_have() -> None:
+    space = space_for("sm_90", Attention)
+    problem = Attention.problem(seq_q=2, seq_k=4096, head_dim=96, heads=8, kv_heads=2, batch=2)
     rng = random.Random(5)
-    drawn = [space.sample(problem, rng) for _ in range(2000)]
+    drawn = [space.sample(problem, rng) for _ in range(300)]
+    assert all(space.violations(each, problem) == [] for each in drawn)
     for name, knob in space.knobs.items():
-        for choice in knob.choices:
-            share = sum(schedule[name] == choice for schedule in listed) / len(listed)
-            seen = sum(schedule[name] == choice for schedule in drawn) / len(drawn)
-            assert abs(seen - share) <= 5 * (share * (1 - share) / len(drawn)) ** 0.5
+        allowed = {value for value in knob.choices if next(space.schedules(problem, pinned={name: value}), None)}
+        assert {schedule[name] for schedule in drawn} == allowed, name
 
 
 def test_the_default_is_repaired_where_a_constraint_forbids_it() -> None:
@@ -271,8 +230,9 @@ def test_the_default_keeps_what_is_pinned() -> None:
     space = space_for("sm_90", Attention)
     problem = Attention.standard(seq_len=512, head_dim=64)
     assert space.default(problem, pinned={"accum_mode": "fp16"}) == space.default(problem).replace(accum_mode="fp16")
-    with pytest.raises(SpaceError, match="no valid schedule"):
-        space.default(problem.replace(dtype="bfloat16"), pinned={"accum_mode": "fp16"})
+    for wrong, pinned in ((problem.replace(dtype="bfloat16"), {"accum_mode": "fp16"}), (problem, {"pack_gqa": True})):
+        with pytest.raises(SpaceError, match="no valid schedule"):
+            space.default(wrong, pinned=pinned)
 
 
 def test_violations_say_why() -> None:
@@ -290,12 +250,6 @@ def test_a_ragged_length_may_split_the_loop_without_a_causal_mask() -> None:
     even, ragged = Attention.standard(seq_len=1024, head_dim=64), Attention.standard(seq_len=1000, head_dim=64)
     assert not any(schedule["loop_split"] for schedule in space.schedules(even))
     assert any(schedule["loop_split"] for schedule in space.schedules(ragged))
-
-
-def test_bfloat16_never_accumulates_in_fp16() -> None:
-    space = space_for("sm_90", Attention)
-    problem = Attention.standard(seq_len=1024, head_dim=64, dtype="bfloat16")
-    assert {schedule["accum_mode"] for schedule in space.schedules(problem)} == {"fp32"}
 
 
 def test_space_ids_tell_spaces_apart_by_content() -> None:
@@ -368,13 +322,6 @@ def test_an_unknown_arch_or_file_is_named() -> None:
         space_for("sm_75", Attention)
     with pytest.raises(SpaceError, match="check the path"):
         load_space("/nowhere/at/all.toml")
-
-
-def test_a_draw_that_rejection_does_not_find_is_from_all_of_them() -> None:
-    space, problem = space_for("sm_90", Attention), Attention.standard(seq_len=100, head_dim=256)
-    drawn = space.sample(problem, random.Random(0), tries=0)
-    assert space.violations(drawn, problem) == []
-    assert drawn != space.sample(problem, random.Random(1), tries=0)
 
 
 def test_a_space_that_allows_nothing_says_so(tmp_path) -> None:

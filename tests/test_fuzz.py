@@ -173,7 +173,7 @@ def toml_file(table) -> str:
 
 
 @contextlib.contextmanager
-def held():
+def in_bounds():
     """What happens inside ends well or in one of our errors, soon, and in little memory."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.process_time()
@@ -274,10 +274,10 @@ def test_tables_and_landscapes(folder, data) -> None:
     path = folder / ("t.json.xz" if packed else "t.json")
     path.write_bytes(lzma.compress(text, preset=0) if packed else text)
     taken = False
-    with held():
+    with in_bounds():
         taken = bool(read_table(path))
     if taken:
-        with held():
+        with in_bounds():
             go_on_with(path)
 
 
@@ -292,10 +292,10 @@ def test_t4_results(folder, data) -> None:
         whole = data.draw(changed(whole))
     path = folder / "t.json"
     path.write_text(json.dumps(whole))
-    with held():
+    with in_bounds():
         if read_table(path):
             go_on_with(path)
-    with held():
+    with in_bounds():
         use_candidates(path)
 
 
@@ -317,7 +317,7 @@ def test_bytes_of_any_file(folder, data) -> None:
     end = data.draw(st.integers(at, min(len(whole), at + 40)))
     path = folder / kind
     path.write_bytes(whole[:at] + data.draw(st.binary(max_size=6)) + whole[end:])
-    with held():
+    with in_bounds():
         read_any(path)
 
 
@@ -399,12 +399,12 @@ def bundle(index) -> bytes:
 @given(data=st.data())
 def test_bundles(folder, data) -> None:
     (folder / "b.zip").write_bytes(bundle(data.draw(changed(index_of()))))
-    with held():
+    with in_bounds():
         found = read_bundle(folder / "b.zip")
         LookupTable([each for each in found.entries if each.kernel == "attention"], kernel=Attention).resolve(
             PROBLEM, "sm_90"
         )
-    with held():
+    with in_bounds():
         for program in read_bundle(folder / "b.zip").programs:
             with contextlib.suppress(TiledschedError):
                 read_bundle(folder / "b.zip").artifact(program)
@@ -414,7 +414,7 @@ def test_bundles(folder, data) -> None:
 @given(data=st.data())
 def test_settings_from_files(folder, data) -> None:
     (folder / "tiledsched.toml").write_bytes(toml_file(data.draw(changed(CONFIG))).encode("utf-8", "surrogatepass"))
-    with held():
+    with in_bounds():
         found = load_settings(environ={}, project=folder / "tiledsched.toml", user=folder / "none")
         serve_forced(found.knobs)
 
@@ -427,7 +427,7 @@ def test_settings_from_files(folder, data) -> None:
     value=LEAVES.map(str) | st.sampled_from(["64", "-64", "0", "1_0", "٣", "+64", "true", "1" * 5000]),
 )
 def test_settings_from_variables(folder, name, value) -> None:
-    with held():
+    with in_bounds():
         found = load_settings(environ={f"TILEDSCHED_{name}": value}, project=folder / "none", user=folder / "none")
         serve_forced(found.knobs)
 
@@ -442,7 +442,7 @@ def use_space(path: Path) -> None:
     default = space.default(problem)
     space.violations(default, problem)
     list(itertools.islice(space.schedules(problem), 3))
-    space.sample(problem, random.Random(0), tries=100)
+    space.sample(problem, random.Random(0))
     list(itertools.islice(space.neighbours(default, problem), 3))
 
 
@@ -450,7 +450,7 @@ def use_space(path: Path) -> None:
 @given(data=st.data())
 def test_search_spaces(folder, data) -> None:
     (folder / "s.toml").write_bytes(toml_file(data.draw(changed(SPACE))).encode("utf-8", "surrogatepass"))
-    with held():
+    with in_bounds():
         use_space(folder / "s.toml")
 
 
@@ -464,7 +464,7 @@ def use_candidates(path: Path) -> None:
 @given(data=st.data())
 def test_candidates(folder, data) -> None:
     (folder / "c.json").write_text(json.dumps(data.draw(changed(CANDIDATES))))
-    with held():
+    with in_bounds():
         use_candidates(folder / "c.json")
 
 
@@ -495,7 +495,7 @@ def test_problems_of_a_command(kernel, data) -> None:
                 ]
             )
         )
-    with held():
+    with in_bounds():
         for problem in read_problems(kernel, ",".join(map("".join, parts)))[:3]:
             assert str(problem)
             assert problem.flops >= 0
@@ -528,9 +528,9 @@ def test_rows_of_a_database(folder, data) -> None:
                 value = value if isinstance(value, bytes) else json.dumps(value)
             with contextlib.suppress(sqlite3.Error, UnicodeError):  # SQLite refuses it itself
                 connection.execute(f"UPDATE {name} SET {column} = ?", (value,))
-    with held():
+    with in_bounds():
         assert all(isinstance(line, str) for line in take_apart(path, path.read_bytes()))
     if data.draw(st.integers(0, 4)) == 0:
-        with held(), empty(folder / "other.db") as other:
+        with in_bounds(), empty(folder / "other.db") as other:
             merge_database(other, path)
             assert other.check() == []

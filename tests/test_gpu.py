@@ -11,6 +11,7 @@ import warnings
 
 import numpy
 import pytest
+from attention_runs import attention_reference
 
 from tiledsched.build.compiler import BuildTask, compile_task
 from tiledsched.core.errors import Failure, FailureKind
@@ -19,7 +20,6 @@ from tiledsched.core.registry import kernel_named
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.declaration import LARGEST_ERROR
-from tiledsched.kernels.attention.reference import attention_reference
 from tiledsched.measure.runner import Batch, Candidate, Checked
 
 torch = pytest.importorskip("torch")

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_declaration import DEVICE, RowSums, declare
+from test_declaration import DEVICE, RowSums, declare, own_names  # noqa: F401  # a fixture of every test here
 
 import tiledsched as ts
 from tiledsched.core import launch as launches
@@ -25,12 +25,6 @@ from tiledsched.interpreter.checking import check_schedule
 DOCS = Path(__file__).parents[1] / "docs" / "kernels.md"
 ATTENTION_ID = "d5fe3bf5edc5"
 """Of the attention problem of 4096 causal keys in every table and database there is."""
-
-
-@pytest.fixture(autouse=True)
-def own_names(monkeypatch):
-    """What a test declares is known to that test alone."""
-    monkeypatch.setattr(kernel_names, "_known", dict(kernel_names._known))
 
 
 FILE = """

@@ -12,7 +12,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention import model as static
-from tiledsched.kernels.attention.model import busy_steps, estimate_us, grid_blocks, resident_blocks, tile_steps
+from tiledsched.kernels.attention.model import busy_steps, estimate_us, grid_blocks, tile_steps
 
 PLAIN = Schedule(
     tile_m=64,
@@ -49,32 +49,34 @@ def modelled(problem=PROBLEM, facts=FACTS, arch="sm_90", **knobs):
     return estimate_us(problem, PLAIN.replace(**knobs), facts, arch_spec(arch))
 
 
+CAUSAL = PROBLEM.replace(causal=True)
+QUICKER = {
+    "shorter sequences": ({}, {"problem": PROBLEM.replace(seq_q=4096, seq_k=4096)}),
+    "fewer sequences": ({}, {"problem": PROBLEM.replace(batch=2 * PROBLEM.batch)}),
+    "fewer heads": ({}, {"problem": PROBLEM.replace(heads=64, kv_heads=64)}),
+    "narrower heads": ({}, {"problem": PROBLEM.replace(head_dim=128)}),
+    "fewer keys": ({"problem": PROBLEM.replace(seq_k=1024)}, {}),
+    "a mask on the diagonal alone": ({"problem": CAUSAL, "loop_split": True}, {"problem": CAUSAL}),
+    "a second block on an SM": ({}, {"facts": replace(FACTS, registers=255)}),
+}
+"""What is modelled as quicker, and than what."""
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 class TestDirections:
-    def test_more_work_takes_longer(self, arch):
-        base = modelled(arch=arch)
-        assert base > 0
-        assert modelled(PROBLEM.replace(seq_q=4096, seq_k=4096), arch=arch) > base
-        assert modelled(PROBLEM.replace(batch=2 * PROBLEM.batch), arch=arch) > base
-        assert modelled(PROBLEM.replace(heads=64, kv_heads=64), arch=arch) > base
-        assert modelled(PROBLEM.replace(head_dim=128), arch=arch) > base
-        assert modelled(PROBLEM.replace(seq_k=1024), arch=arch) < base
+    @pytest.mark.parametrize("name", QUICKER)
+    def test_less_work_is_quicker(self, arch, name):
+        less, more = QUICKER[name]
+        assert 0 < modelled(arch=arch, **less) < modelled(arch=arch, **more)
 
     @pytest.mark.parametrize("split", [False, True])
     def test_causal_is_cheaper_than_everything_and_dearer_than_half(self, arch, split):
         full, causal = modelled(arch=arch), modelled(PROBLEM.replace(causal=True), arch=arch, loop_split=split)
         assert 0.5 * full < causal < full
 
-    def test_masking_only_the_diagonal_is_cheaper(self, arch):
-        problem = PROBLEM.replace(causal=True)
-        assert modelled(problem, arch=arch, loop_split=True) < modelled(problem, arch=arch)
-
     def test_spills_cost(self, arch):
         times = [modelled(facts=replace(FACTS, spill_bytes=spill), arch=arch) for spill in (0, 16, 128, 512)]
         assert times[0] == times[1] < times[2] < times[3]
-
-    def test_a_second_resident_block_helps(self, arch):
-        assert modelled(facts=replace(FACTS, registers=255), arch=arch) > modelled(arch=arch)
 
     def test_warps_without_rows_of_their_own_cost(self, arch):
         movers = 32 * arch_spec(arch).producer_warps
@@ -155,11 +157,11 @@ def test_whole_turns_of_steps_are_taken() -> None:
 def test_what_does_not_fit_in_registers_leaves_fewer_blocks_to_an_sm(knobs, blocks) -> None:
     """As the compiler builds most programs for sm_90 (docs/model.md); where accumulators have a memory of their own, as asked."""
     schedule = PLAIN.replace(**knobs)
-    assert static.expected_facts(PROBLEM, schedule, arch_spec("sm_90")).ctas_per_sm == blocks
+    assert Attention.cost.expected(PROBLEM, schedule, arch_spec("sm_90")).ctas_per_sm == blocks
     warps, occupancy = schedule.number("num_worker_warps"), schedule.number("occupancy")
-    facts = static.expected_facts(PROBLEM, schedule, arch_spec("sm_100"))
+    facts = Attention.cost.expected(PROBLEM, schedule, arch_spec("sm_100"))
     assert facts.registers == min(255, 65536 // (facts.threads * occupancy) // 8 * 8)
-    assert static.expected_facts(PROBLEM, schedule, arch_spec("sm_90")).registers == REGISTERS[warps, blocks]
+    assert Attention.cost.expected(PROBLEM, schedule, arch_spec("sm_90")).registers == REGISTERS[warps, blocks]
 
 
 def test_what_the_flush_wrote_is_written_back_meanwhile() -> None:
@@ -343,13 +345,13 @@ class TestPlacement:
 
 def test_resident_blocks_follow_the_occupancy_rules():
     hopper, ampere = arch_spec("sm_90"), arch_spec("sm_80")
-    assert resident_blocks(FACTS, hopper) == 2  # 65536 registers / (128 * 256)
-    assert resident_blocks(replace(FACTS, registers=80), hopper) == 3
+    assert FACTS.resident(hopper.arch) == 2  # 65536 registers / (128 * 256)
+    assert replace(FACTS, registers=80).resident(hopper.arch) == 3
     # From sm_90 on the cubin counts the driver's 1 KiB: 2 * 116 736 bytes are all of 228 KiB.
-    assert resident_blocks(replace(FACTS, shared_bytes=116736), hopper) == 2
-    assert resident_blocks(replace(FACTS, shared_bytes=116737), hopper) == 1
-    assert resident_blocks(replace(FACTS, threads=128, shared_bytes=83968), ampere) == 1
-    assert resident_blocks(replace(FACTS, threads=128, shared_bytes=82944), ampere) == 2
+    assert replace(FACTS, shared_bytes=116736).resident(hopper.arch) == 2
+    assert replace(FACTS, shared_bytes=116737).resident(hopper.arch) == 1
+    assert replace(FACTS, threads=128, shared_bytes=83968).resident(ampere.arch) == 1
+    assert replace(FACTS, threads=128, shared_bytes=82944).resident(ampere.arch) == 2
 
 
 def test_a_whole_space_is_estimated_in_seconds():

@@ -85,6 +85,17 @@ def test_the_standard_problem_fills_16k_tokens() -> None:
         ({"value_dim": -1}, "value_dim must be an integer of 0 or more, got -1"),
         ({"value_dim": True}, "value_dim"),
         ({"lse": 1}, "lse must be true or false"),
+        ({"window": 5}, "window = 5 needs causal"),
+        ({"window_right": 5}, "window_right = 5 needs causal"),
+        ({"window": -1}, "window must be an integer of 0 or more"),
+        ({"packed": 5, "batch": 2}, "lie in a batch of 1"),
+        ({"packed": 5, "starts": True}, "starts and lengths are not for"),
+        ({"packed": 5, "lengths": True}, "starts and lengths are not for"),
+        ({"packed": 5, "page": 16}, "needs lengths"),
+        ({"page": 16}, "needs lengths"),
+        ({"page": 40, "lengths": True}, "multiple of 16"),
+        ({"page": 64, "lengths": True}, "whole pages of 64"),
+        ({"page": 16, "lengths": True, "starts": True}, "nor starts for pages"),
     ],
 )
 def test_wrong_problems_are_refused(change: dict, words: str) -> None:

@@ -15,10 +15,10 @@ from unittest import mock
 import ml_dtypes
 import numpy as np
 
+from tiledsched.core.cases import call_reference
 from tiledsched.core.launch import steps
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
-from tiledsched.core.validate import call_reference
 from tiledsched.interpreter import run
 
 NUMPY = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}

@@ -99,7 +99,7 @@ def policy_of(text: str) -> TransferParameters:
 def problems_of(seeds: Iterable[int], entries: Sequence[Entry]) -> list[Problem]:
     """Those drawn with the seeds that no entry knows."""
     known = {entry.problem for entry in entries}
-    found = dict.fromkeys(each for seed in seeds for each in drawn(Attention.problem, seed))
+    found = dict.fromkeys(Attention.as_problem(each) for seed in seeds for each in drawn(seed))
     return [each for each in found if each not in known]
 
 

@@ -5,6 +5,7 @@ The code runs with NumPy and with CuPy: the interpreter and the measuring proces
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +14,10 @@ from typing import Any
 import numpy
 
 from tiledsched.core.arrays import ArraySpec
+from tiledsched.core.errors import DeclarationError, TiledschedError
+from tiledsched.core.fields import Dim
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.storage import LARGEST, is_float, to_float, to_storage
-from tiledsched.core.validate import call_reference
 
 KINDS = ("edges", "large", "offset")
 """Kinds of inputs, in addition to random ones, for a kernel that declares no `adversarial` cases of its own."""
@@ -109,7 +111,9 @@ def _laid_out(xp: Any, array: Any, spec: ArraySpec) -> Any:
     return xp.ascontiguousarray(array.swapaxes(-1, -2)).swapaxes(-1, -2)
 
 
-def expected_outputs(kernel: KernelClass, xp: Any, p: Problem, inputs: Arrays, precision: str) -> tuple[Any, ...]:
+def expected_outputs(
+    kernel: KernelClass, xp: Any, p: Problem, inputs: Arrays, precision: str = "float64"
+) -> tuple[Any, ...]:
     """The reference's outputs for inputs as they lie in memory, one for each output of the kernel."""
     types = {spec.name: spec.dtype for spec in input_specs(kernel, p)}
     read = {
@@ -119,6 +123,36 @@ def expected_outputs(kernel: KernelClass, xp: Any, p: Problem, inputs: Arrays, p
         for name, value in inputs.items()
     }
     return call_reference(kernel, xp, p, read)[: len(output_specs(kernel, p))]
+
+
+def call_reference(kernel: KernelClass, xp: Any, p: Problem, inputs: dict[str, Any]) -> tuple[Any, ...]:
+    """The outputs of the reference, as a tuple. It is given inputs, scalars, fields and `p` by the names of its parameters.
+
+    Raises:
+        DeclarationError: there is no reference, or the name of a parameter matches nothing declared.
+    """
+    if kernel.reference is None:
+        raise DeclarationError(
+            f"{kernel.__name__}.reference: missing; declare reference(xp, ...), its outputs by NumPy or CuPy"
+        )
+    known = {**inputs, **kernel.scalar_values(p), "p": p, "xp": xp}
+    given: dict[str, Any] = {}
+    for name, parameter in inspect.signature(kernel.reference).parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            given |= inputs
+        elif name in known:
+            given[name] = known[name]
+        elif name in kernel.fields or name in kernel.derived:
+            given[name] = getattr(p, name)
+        elif name in kernel.array_fields:
+            given[name] = None  # an input that this problem does not have
+        else:
+            raise DeclarationError(
+                f"{kernel.__name__}.reference: its parameter {name!r} is called like nothing declared; known "
+                f"are {', '.join([*known, *kernel.fields])}"
+            )
+    found = kernel.reference(**given)
+    return tuple(found) if isinstance(found, tuple) else (found,)
 
 
 def _shaped(kernel: KernelClass, xp: Any, p: Problem, random: Arrays, kind: str, own: Mapping[str, Any]) -> Arrays:
@@ -167,3 +201,21 @@ def _representable(kernel: KernelClass, xp: Any, p: Problem, outputs: Sequence[A
             if not math.isfinite(largest) or largest > LARGEST.get(spec.dtype, math.inf) / 2:
                 return False
     return True
+
+
+SMALL = (3, 4, 1, 2, 8, 16, 64)
+"""Sizes that are tried for run-time dims, in this order."""
+
+
+def shrunk(kernel: KernelClass, p: Problem, sizes: tuple[int, ...] = SMALL, *, only_largest: bool = False) -> Problem:
+    """The problem with run-time sizes as small as its kernel allows. With `only_largest`, only the largest is one of `sizes`."""
+    dims = [name for name, each in kernel.fields.items() if isinstance(each, Dim) and not each.constant]
+    largest = max(dims, key=lambda name: p.values[name], default=None)
+    for name in dims:
+        for size in SMALL if only_largest and name != largest else sizes:
+            try:
+                p = p.replace(**{name: size})
+            except TiledschedError:
+                continue
+            break
+    return p

@@ -7,9 +7,9 @@ configuration directory. Both hold the setting names of :data:`SETTINGS` as top-
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,13 +17,8 @@ from typing import Any
 
 from tiledsched.core import data_files
 from tiledsched.core.errors import ConfigError
-from tiledsched.core.files import MOST_TYPED, read_bounded, user_folder
+from tiledsched.core.files import read_toml, user_folder
 from tiledsched.core.schedule import KnobValue
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 PREFIX = "TILEDSCHED_"
 PROJECT_FILE = "tiledsched.toml"
@@ -40,6 +35,8 @@ SETTINGS: dict[str, tuple[str, ...] | type] = {
     "log_level": ("debug", "info", "warning", "error"),
 }
 """Every setting and its allowed values, or their type where any will do. docs/serving.md has the same list."""
+TRUTHS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+"""How text says true and false."""
 OTHER_VARIABLES = (
     "TILEDSCHED_WORKER_KEY",
     "TILEDSCHED_TEST_POSTGRESQL",
@@ -164,12 +161,12 @@ def _read_toml(path: Path) -> dict[str, Any]:
             return {}
         if not path.is_file():
             raise ConfigError(f"{path} is not a file, and settings are read from it; remove or rename it")
-        table = tomllib.loads(read_bounded(path, MOST_TYPED).decode("utf-8"))
+        table = read_toml(path)
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return {}
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; remove it or make it readable") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}; correct the file") from error
     knobs = table.pop("knobs", {})
     if not isinstance(knobs, dict):
@@ -193,7 +190,7 @@ def knob_kinds() -> Mapping[str, type]:
 def file_knobs() -> Mapping[str, type]:
     """The knobs of kernels whose search space is in files only, and the types of their values."""
     files = sorted(data_files.search_spaces().glob("*/base.toml"))
-    tables = [tomllib.loads(path.read_text(encoding="utf-8"))["knobs"] for path in files]
+    tables = [read_toml(path)["knobs"] for path in files]
     return {name: type(knob["default"]) for table in tables for name, knob in table.items() if name not in SETTINGS}
 
 
@@ -208,32 +205,23 @@ def check_setting(name: str, value: Any, where: str) -> Any:
     Raises:
         ConfigError: the name is unknown, or the value is not allowed. The message says what is allowed.
     """
-    if name in SETTINGS:
-        allowed = SETTINGS[name]
-        if isinstance(allowed, type):
-            return _read_value(name, value, allowed, where)
-        if value not in allowed:
-            raise ConfigError(f"{where}: {name} = {value!r}; allowed: {', '.join(allowed)}")
-        return value
-    if name in knob_kinds():
-        return _read_value(name, value, knob_kinds()[name], where)
-    known = ", ".join([*SETTINGS, *knob_kinds()])
-    raise ConfigError(f"{where}: unknown setting {name!r}; known are {known}")
+    allowed = SETTINGS.get(name) or knob_kinds().get(name)
+    if allowed is None:
+        raise ConfigError(f"{where}: unknown setting {name!r}; known are {', '.join([*SETTINGS, *knob_kinds()])}")
+    if isinstance(allowed, type):
+        return _read_value(name, value, allowed, where)
+    if value not in allowed:
+        raise ConfigError(f"{where}: {name} = {value!r}; allowed: {', '.join(allowed)}")
+    return value
 
 
 def _read_value(name: str, value: Any, kind: type, where: str) -> KnobValue:
-    if isinstance(value, str) and kind is bool:
-        lowered = value.lower()
-        if lowered in ("1", "true", "yes", "on"):
-            return True
-        if lowered in ("0", "false", "no", "off"):
-            return False
-    elif isinstance(value, str) and kind is int:
-        try:
-            return int(value)
-        except ValueError:
-            pass
-    elif type(value) is kind:
+    if type(value) is kind:
         return kind(value)
+    if isinstance(value, str) and kind is bool and value.lower() in TRUTHS:
+        return TRUTHS[value.lower()]
+    if isinstance(value, str) and kind is int:
+        with contextlib.suppress(ValueError):
+            return int(value)
     words = {int: "an integer", bool: "true or false", str: "a string"}[kind]
     raise ConfigError(f"{where}: {name} must be {words}, got {value!r}")

@@ -25,9 +25,12 @@ EFFICIENCY = 0.8
 """Share of the peak rates that large copies and matrix products reach on an H200."""
 SPILL_COST = 1 / 64
 """Share by which each spilled byte per thread lengthens a block."""
+SMALLEST_US = 1e-9
+"""Times below this count as nothing."""
 SHARPNESS = 4.0
-"""Exponent of the smooth maximum of arithmetic and traffic."""
+"""Exponent of the smooth maximum of two times. Chosen, not fitted."""
 WARPS_PER_GROUP = 4
+"""One warp per SM partition: what wgmma and tcgen05 call a warpgroup."""
 NARROW_TYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
 """Element types whose matrix products run on tensor cores."""
 
@@ -59,7 +62,7 @@ class Cost:
 
     def model(self, p: Any, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
         """Estimated time in microseconds of machine code that takes the resources `facts`. Only the order of estimates counts."""
-        resident = ctas_per_sm(spec.arch, facts.registers, facts.threads, facts.shared_bytes)
+        resident = facts.resident(spec.arch)
         grids = [math.prod(grid) for grid in p.declaration.grids(p, s, spec)]
         slots = max(1, spec.sm_count * resident // max(1, facts.num_ctas))
         waves = max(max(grids) / slots, 1e-9)
@@ -70,8 +73,14 @@ class Cost:
         peak = spec.sm_count * spec.clock_ghz * 1e3 * flops_per_cycle
         arithmetic = p.flops / (peak * EFFICIENCY)
         traffic = p.min_bytes / (spec.dram_gbps * 1e3 * EFFICIENCY) * hidden
-        body = (arithmetic**SHARPNESS + traffic**SHARPNESS) ** (1 / SHARPNESS) * min(idle, 4.0)
+        body = smooth_max(arithmetic, traffic) * min(idle, 4.0)
         return LAUNCH_US * len(grids) + BLOCK_US * math.ceil(waves) + body * (1.0 + SPILL_COST * facts.spill_bytes)
+
+
+def smooth_max(first: float, second: float) -> float:
+    """The p-norm of two times: the larger where they differ, somewhat more where they are close."""
+    largest = max(first, second, SMALLEST_US)
+    return largest * ((first / largest) ** SHARPNESS + (second / largest) ** SHARPNESS) ** (1.0 / SHARPNESS)
 
 
 def uses_tensor_cores(p: Any) -> bool:

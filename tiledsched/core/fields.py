@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tiledsched.core.errors import DeclarationError
@@ -147,14 +147,19 @@ class Scalar:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KnobField:
-    """A knob with its choices, default and further properties; see :func:`knob`."""
+class Knob:
+    """A knob, of a declaration or of a search space; see :func:`knob`."""
 
     choices: tuple[Any, ...]
+    """All allowed values, in the order written."""
     default: Any
+    """Value in the default schedule."""
     about: str = ""
+    """One line for people."""
     measured_only: bool = False
-    weight: float | None = field(default=None)
+    """Whether the static model cannot see the effect of the knob, so that only a measurement tells its values apart."""
+    weight: float | None = None
+    """How much the search treats two programs as different where they differ in the knob."""
 
 
 def dim(
@@ -298,13 +303,8 @@ def knob(
             what they would share. None for the weight that its kind of knob has.
     """
     listed = tuple(choices)
-    return KnobField(
-        choices=listed,
-        default=listed[0] if default is None and listed else default,
-        about=about,
-        measured_only=measured_only,
-        weight=weight,
-    )
+    first = listed[0] if default is None and listed else default
+    return Knob(choices=listed, default=first, about=about, measured_only=measured_only, weight=weight)
 
 
 def total(value: Any) -> int:

@@ -11,11 +11,17 @@ import lzma
 import os
 import secrets
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 FORGOTTEN_S = 60.0
 """Seconds after which a half-written file is removed if its writer does not run here. In a shared folder, the writer may run on
@@ -63,6 +69,19 @@ def read_bounded(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
     if len(data) > most:
         raise TooLargeError(most)
     return data
+
+
+def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The contents of a TOML file that people write by hand.
+
+    Raises:
+        OSError: the file cannot be read, or is larger than any such file.
+        ValueError: the file is not valid TOML. The message says where.
+    """
+    try:
+        return tomllib.loads(read_bounded(path, MOST_TYPED).decode("utf-8"))
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
 
 
 def unpacked(data: bytes, most: int = MOST_BYTES) -> bytes:

@@ -19,14 +19,14 @@ import cuda.tile as ct
 from tiledsched.core.arrays import ArraySpec
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import DeclarationError, ProblemError
-from tiledsched.core.fields import ITEM_BYTES, Choice, Dim, Flag, read_shape
+from tiledsched.core.fields import ITEM_BYTES, Choice, Dim, Flag, shape_names
 from tiledsched.core.problem import KernelClass, Problem, ProblemClass
 from tiledsched.core.schedule import HINT_KNOBS, Schedule
 from tiledsched.core.storage import ALIGNMENT, strides_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Argument:
+class KernelArgument:
     """The argument of one parameter of a function."""
 
     name: str
@@ -49,7 +49,7 @@ class Step:
     """The undecorated tile function."""
     hints: Mapping[str, Any]
     """The kernel hints that its author gave it."""
-    arguments: tuple[Argument, ...]
+    arguments: tuple[KernelArgument, ...]
     """One argument for each parameter."""
     grid: tuple[int, int, int]
     """Blocks along three axes."""
@@ -120,7 +120,7 @@ def parameters(function: FunctionType) -> tuple[tuple[str, bool, Any], ...]:
 
 def bind(
     kernel: KernelClass, function: FunctionType, p: Problem, s: Schedule, constants: Mapping[str, Any]
-) -> tuple[Argument, ...]:
+) -> tuple[KernelArgument, ...]:
     """The argument of each parameter of `function`.
 
     Raises:
@@ -131,7 +131,7 @@ def bind(
     for name, constant, _ in parameters(function):
         if name in kernel.array_fields:
             spec = kernel.array_spec(name, p, s)
-            found.append(Argument(name=name, kind="list" if spec.listed else "array", wide=spec.wide))
+            found.append(KernelArgument(name=name, kind="list" if spec.listed else "array", wide=spec.wide))
         elif name in constants:
             found.append(_constant(name, constants[name]))
         elif name in scalars:
@@ -149,36 +149,35 @@ def bind(
     return tuple(found)
 
 
-def _constant(name: str, value: Any) -> Argument:
+def _constant(name: str, value: Any) -> KernelArgument:
     plain = type(value) in (int, bool, str)
-    return _plain_constant(name, value) if plain else Argument(name=name, kind="constant", value=value)
+    return _plain_constant(name, value) if plain else KernelArgument(name=name, kind="constant", value=value)
 
 
 @functools.lru_cache(maxsize=16384, typed=True)  # 1 is not True
-def _plain_constant(name: str, value: int | bool | str) -> Argument:
+def _plain_constant(name: str, value: int | bool | str) -> KernelArgument:
     """A constant argument; cached, because a search binds the same few values with every schedule."""
-    return Argument(name=name, kind="constant", value=value)
+    return KernelArgument(name=name, kind="constant", value=value)
 
 
-def _number(name: str, value: Any, constant: bool, dtype: str) -> Argument:
+def _number(name: str, value: Any, constant: bool, dtype: str) -> KernelArgument:
     kind = "constant" if constant or isinstance(value, (bool, str)) else "scalar"
-    return Argument(name=name, kind=kind, value=value, dtype=dtype)
+    return KernelArgument(name=name, kind=kind, value=value, dtype=dtype)
 
 
 def signature(kernel: KernelClass, p: Problem, s: Schedule, step: Step) -> Any:
     """The type and assumptions of every parameter of a step. A launch on contiguous arrays infers these and more."""
     from cuda.tile.compilation import CallingConvention, KernelSignature, ListConstraint, ScalarConstraint
 
-    notes = {name: note for name, _, note in parameters(annotated(kernel, step, p, s))}
     found: list[Any] = []
-    for each in step.arguments:
+    for (_, _, note), each in zip(parameters(step.function), step.arguments, strict=True):
         if each.kind == "constant":
             found.append(each.value)
         elif each.kind == "scalar":
             found.append(ScalarConstraint(getattr(ct, each.dtype)))
         else:
             spec = kernel.array_spec(each.name, p, s)
-            constraint = _array_constraint(spec, notes.get(each.name) or _note(kernel, spec))
+            constraint = _array_constraint(spec, note or _note(kernel, spec))  # type: ignore[arg-type]
             found.append(
                 ListConstraint(constraint, alias_groups=(), elements_may_alias=False) if spec.listed else constraint
             )
@@ -238,7 +237,7 @@ def annotated(kernel: KernelClass, step: Step, p: Problem, s: Schedule) -> Funct
     ]
     if not plain:
         return step.function
-    notes = tuple((each.name, _note(kernel, kernel.array_spec(each.name, p, s))) for each in plain)
+    notes = tuple((each.name, _note(kernel, kernel.array_spec(each.name, p, s))) for each in plain)  # type: ignore[arg-type]
     return _with_notes(step.function, notes)
 
 
@@ -256,12 +255,8 @@ def _with_notes(function: FunctionType, notes: tuple[tuple[str, Any], ...]) -> F
     return copy
 
 
-def _note(kernel: KernelClass, spec: ArraySpec) -> Any:
-    return _cached_note(kernel, spec)  # type: ignore[arg-type]
-
-
 @functools.lru_cache(maxsize=4096)
-def _cached_note(kernel: KernelClass, spec: ArraySpec) -> Any:
+def _note(kernel: KernelClass, spec: ArraySpec) -> Any:
     words = kernel.array_fields[spec.name].shape
     fixed: tuple[int, ...] = ()
     if isinstance(words, str):
@@ -275,19 +270,8 @@ def _cached_note(kernel: KernelClass, spec: ArraySpec) -> Any:
 
 def _is_constant(kernel: KernelClass, word: str, spec: ArraySpec) -> bool:
     """Whether a size is made of numbers and constant dims alone; sizes of a workspace may also be made of knobs."""
-
-    def known(name: str) -> int:
-        declared = kernel.fields.get(name)
-        constant = isinstance(declared, Dim) and declared.constant
-        if not constant and not (spec.role == "workspace" and name in kernel.knobs):
-            raise LookupError(name)
-        return 1
-
-    try:
-        read_shape(word, known)
-    except LookupError:
-        return False
-    return True
+    constant = {name for name, each in kernel.fields.items() if isinstance(each, Dim) and each.constant}
+    return shape_names(word) <= constant | (set(kernel.knobs) if spec.role == "workspace" else set())
 
 
 def assumed(kernel: KernelClass, inferred: Any, step: Step) -> Any:
@@ -326,7 +310,7 @@ def problem_class(kernel: KernelClass, p: Problem, s: Schedule, device: Any) -> 
         for (_, _, note), each in zip(parameters(step.function), step.arguments, strict=True):
             if each.kind in ("array", "list"):
                 spec = kernel.array_spec(each.name, p, s)
-                assumptions.append(_assumption(spec, note or _note(kernel, spec)))
+                assumptions.append(_assumption(spec, note or _note(kernel, spec)))  # type: ignore[arg-type]
             else:
                 assumptions.append([type(each.value).__name__, each.value] if each.kind == "constant" else each.dtype)
     compiled = {

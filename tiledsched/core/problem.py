@@ -18,7 +18,7 @@ from tiledsched.core.arrays import RELATIVE_ERRORS, ArraySpec, Tolerance
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.cost import Cost
 from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError
-from tiledsched.core.fields import ArrayField, Dim, KnobField, ProblemField, Scalar, Value, read_shape
+from tiledsched.core.fields import ArrayField, Dim, Knob, ProblemField, Scalar, Value, knob, read_shape
 from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.similarity import Similarity
@@ -64,7 +64,6 @@ class Problem:
             kernel=name,
             values=dict(values),
             _declaration=None if isinstance(kernel, str) else kernel,
-            _id="",
             _json={"kernel": name, **plain},
             _hash=hash((name, tuple(values.items()))),
         )
@@ -101,28 +100,19 @@ class Problem:
     @property
     def names(self) -> dict[str, Any]:
         """Everything about the problem that constraints may read: its values, and what the kernel derives from them."""
-        derived = self.declaration.derived
-        for name in derived:
-            if name not in self.__dict__:
-                self.__dict__[name] = derived[name](self)
-        return {**self.values, **{name: self.__dict__[name] for name in derived}}
+        return {**self.values, **{name: getattr(self, name) for name in self.declaration.derived}}
 
-    @property
+    # The model asks for the next two with every schedule, so that they are worked out once.
+
+    @functools.cached_property
     def flops(self) -> float:
         """Floating-point operations; 0 where the kernel states none or is unknown."""
-        return self._once("flops", lambda kernel: float(kernel.flops(self)))
+        return float(self.declaration.flops(self)) if self.known else 0.0
 
-    @property
+    @functools.cached_property
     def min_bytes(self) -> int:
         """Least device-memory traffic in bytes: every input read once, every output written once; 0 for an unknown kernel."""
-        return self._once("min_bytes", lambda kernel: kernel.cost.bytes_moved(self))
-
-    def _once(self, name: str, work_out: Callable[[type[Declaration]], Any]) -> Any:
-        """A number that the kernel works out once, because the model asks for it with every schedule; 0 for an unknown kernel."""
-        attribute = "_" + name
-        if attribute not in self.__dict__:
-            self.__dict__[attribute] = work_out(self.declaration) if self.known else 0
-        return self.__dict__[attribute]
+        return self.declaration.cost.bytes_moved(self) if self.known else 0
 
     def tflops(self, median_us: float) -> float:
         """The rate in TFLOP/s of a run that takes `median_us` microseconds."""
@@ -139,12 +129,10 @@ class Problem:
         """
         return dict(self._json)
 
-    @property
+    @functools.cached_property
     def id(self) -> str:
         """Stable 12-digit hex id: equal problems have equal ids in every process and version."""
-        if not self._id:
-            self.__dict__["_id"] = stable_id(self._json)
-        return str(self._id)
+        return stable_id(self._json)
 
     @property
     def omitted(self) -> frozenset[str]:
@@ -276,10 +264,6 @@ class Declaration:
     """Dims along which reports look, the most telling one first. The default is the problem's sizes."""
     plain: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     """Knob values that are left out when a schedule is written for people."""
-    former_values: ClassVar[Mapping[tuple[str, Any], Any]] = MappingProxyType({})
-    """(knob, value in an earlier version) -> the value's name today, for stored schedules."""
-    former_knobs: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType({})
-    """Knob of an earlier version -> the values of it that made the program of today, for stored schedules."""
     weights: ClassVar[Mapping[str, float]] = MappingProxyType({})
     """Knob -> its weight w in the search: schedules that differ in the knob share exp(-w) of what they would share."""
     planning_rivals: ClassVar[tuple[str, ...]] = ()
@@ -401,15 +385,19 @@ class Declaration:
 
     @classmethod
     def suite(cls, name: str) -> list[Problem]:
-        """The problems of a suite.
+        """The problems of a suite, each of them once.
 
         Raises:
             ConfigError: there is no such suite.
         """
         if name not in cls.suites:
-            known = ", ".join(cls.suites) or "none"
-            raise ConfigError(f"{cls.name} has no suite {name!r}; known are {known}")
-        return [each if isinstance(each, Problem) else cls.problem(**each) for each in cls.suites[name]]
+            raise ConfigError(f"{cls.name} has no suite {name!r}; known are {', '.join(cls.suites) or 'none'}")
+        return list(dict.fromkeys(cls.as_problem(each) for each in cls.suites[name]))
+
+    @classmethod
+    def as_problem(cls, case: Problem | Mapping[str, Any]) -> Problem:
+        """A problem that is given as itself or as its values by name."""
+        return case if isinstance(case, Problem) else cls.problem(**case)
 
     @classmethod
     def default_problems(cls) -> list[Problem]:
@@ -505,14 +493,9 @@ class Declaration:
         return tuple(p.values[name] for name, each in cls.fields.items() if not isinstance(each, Dim) or each.constant)
 
     @classmethod
-    def knob_fields(cls) -> dict[str, KnobField]:
+    def knob_fields(cls) -> dict[str, Knob]:
         """The declared knobs, each with its choices and default."""
-        return {
-            name: each
-            if isinstance(each, KnobField)
-            else KnobField(choices=tuple(each), default=next(iter(each), None))
-            for name, each in cls.knobs.items()
-        }
+        return {name: each if isinstance(each, Knob) else knob(each) for name, each in cls.knobs.items()}
 
     @classmethod
     def locator(cls) -> str:

@@ -5,6 +5,7 @@ A kernel is one that this process declared, one that ships, one of an installed 
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import functools
 import importlib
@@ -52,19 +53,16 @@ def kernel_named(name: str) -> KernelClass:
         ConfigError: there is no such kernel.
     """
     if name not in _known:
-        if name in SHIPPED:
-            load_kernel(SHIPPED[name])
-        else:
-            _load_entry_points(name)
-    if name not in _known:
-        raise unknown_kernel(name)
+        where = SHIPPED.get(name) or _installed(name)
+        if where is None:
+            raise unknown_kernel(name)
+        _known.setdefault(name, load_kernel(where))
     return _known[name]
 
 
-def _load_entry_points(name: str) -> None:
-    for each in installed_entry_points():
-        if each.name == name or each.value == name:
-            _known.setdefault(name, load_kernel(each.value))
+def _installed(name: str) -> str | None:
+    """Where an installed package declares the kernel of this name."""
+    return next((each.value for each in installed_entry_points() if name in (each.name, each.value)), None)
 
 
 @functools.cache
@@ -196,14 +194,10 @@ def _place(kernel: KernelClass) -> str:
 
 def _restored(name: str, where: str, values: Mapping[str, Value], omitted: frozenset[str]) -> Problem:
     """The problem that another process sent. Its kernel is loaded if this process does not know the name, and can load it."""
-    try:
-        kernel = kernel_named(name)
-    except ConfigError:
-        try:
-            kernel = load_kernel(where)
-        except (ConfigError, DeclarationError):
-            return Problem(name, values, omitted=omitted)
-    return Problem(kernel, values, omitted=omitted)
+    for find, place in ((kernel_named, name), (load_kernel, where)):
+        with contextlib.suppress(ConfigError, DeclarationError):
+            return Problem(find(place), values, omitted=omitted)
+    return Problem(name, values, omitted=omitted)
 
 
 copyreg.pickle(Problem, _reduced)

@@ -43,6 +43,10 @@ class ResourceFacts:
     ctas_per_sm: int
     """CTAs the registers, threads and shared memory of one SM allow at once."""
 
+    def resident(self, arch: str) -> int:
+        """Blocks that one SM of an arch holds at once. Worked out anew: facts stored earlier counted shared memory twice."""
+        return ctas_per_sm(arch, self.registers, self.threads, self.shared_bytes)
+
     def to_json(self) -> dict[str, Any]:
         """A plain dict; pass it to the constructor to invert."""
         return asdict(self)

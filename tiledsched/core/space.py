@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import SpaceError
+from tiledsched.core.fields import Knob
 from tiledsched.core.problem import Problem
-from tiledsched.core.registry import kernel_named
 from tiledsched.core.schedule import KnobValue, Schedule
 
 FEW_COMBINATIONS = 1 << 12
@@ -25,22 +25,6 @@ FEW_COMBINATIONS = 1 << 12
 MOST_COMBINATIONS = 1 << 20
 """A constraint whose knobs have more combinations than this is only checked after all of its knobs have values."""
 _Tree: TypeAlias = "dict[KnobValue, _Tree]"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Knob:
-    """One knob of a search space."""
-
-    name: str
-    """Name of the knob, as the kernel reads it."""
-    choices: tuple[KnobValue, ...]
-    """All allowed values, in the order written."""
-    default: KnobValue
-    """Value in the default schedule."""
-    about: str
-    """One line for people."""
-    measured_only: bool = False
-    """Whether the static model cannot see the effect of the knob, so that only a measurement tells its values apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,12 +174,15 @@ class SearchSpace:
         values = self.constraint_values(problem) | dict(schedule.items())
         return [f"{c.require}: {c.because}" for c in constraints if not c.holds(values)]
 
-    def schedules(self, problem: Problem, *, pinned: Mapping[str, KnobValue] | None = None) -> Iterator[Schedule]:
+    def schedules(
+        self, problem: Problem, *, pinned: Mapping[str, KnobValue] | None = None, rng: random.Random | None = None
+    ) -> Iterator[Schedule]:
         """Yield every valid schedule in a fixed order: knobs vary in the order written, the last one fastest.
 
         Args:
             problem: the problem, which constraints may read.
             pinned: knobs that have a fixed value.
+            rng: draws the order of each knob's values instead, anew at each turn.
         """
         pinned = dict(Schedule(pinned or {}))
         values = self.constraint_values(problem)
@@ -234,7 +221,12 @@ class SearchSpace:
         if not names:
             yield Schedule({name: values[name] for name in self.knobs})
         in_order = sorted(self.knobs)
-        untried = [iter(choices[name]) for name in names[:1]]
+
+        def values_of(index: int) -> Iterator[KnobValue]:
+            listed = choices[names[index]]
+            return iter(listed if rng is None else rng.sample(listed, len(listed)))
+
+        untried = [values_of(0)] if names else []
         while untried:
             index = len(untried) - 1
             for choice in untried[-1]:
@@ -248,7 +240,7 @@ class SearchSpace:
                     if late[index] and not all(constraint.holds(values) for constraint in late[index]):
                         continue
                     if index + 1 < len(names):
-                        untried.append(iter(choices[names[index + 1]]))
+                        untried.append(values_of(index + 1))
                         break
                     yield Schedule.of_checked({name: values[name] for name in in_order})
             else:
@@ -290,52 +282,36 @@ class SearchSpace:
                     left.update(_left_by(constraint, read, others))
         return left
 
-    def sample(self, problem: Problem, rng: random.Random, *, tries: int = 10_000) -> Schedule:
-        """A valid schedule drawn uniformly: by rejection, and if `tries` draws find none, from the list of all valid schedules.
+    def sample(self, problem: Problem, rng: random.Random) -> Schedule:
+        """A valid schedule drawn at random. Every schedule may be drawn, not all with the same probability.
 
-        The knobs of the constraint that reads most knobs are drawn together from what it allows. Otherwise almost every draw
-        would be rejected.
+        One knob's value is drawn first, so that values which few schedules have are drawn, too. The others follow in order.
 
         Raises:
             SpaceError: there is no valid schedule.
         """
-        values = self.constraint_values(problem)
-        choices = self._possible({name: knob.choices for name, knob in self.knobs.items()}, values)
-        together: tuple[str, ...] = ()
-        allowed: list[tuple[KnobValue, ...]] = [()]
-        for constraint in self.constraints:
-            read = tuple(name for name in choices if name in constraint.names)
-            if len(read) > len(together) and math.prod(len(choices[name]) for name in read) <= MOST_COMBINATIONS:
-                together, allowed = read, _allowed(*_bound(constraint, choices, values))
-        for _ in range(tries if allowed and all(choices.values()) else 0):
-            drawn = {name: rng.choice(each) for name, each in choices.items()}
-            drawn |= zip(together, rng.choice(allowed), strict=True)
-            bound = values | drawn
-            if all(constraint.holds(bound) for constraint in self.constraints):
-                return Schedule(drawn)
-        valid = list(self.schedules(problem))
-        if not valid:
-            raise SpaceError(f"{self.source or self.arch} holds no valid schedule for {problem}; relax its constraints")
-        return rng.choice(valid)
+        if self.candidates:
+            return rng.choice(list(self.schedules(problem)))
+        values = [(name, choice) for name, knob in self.knobs.items() for choice in knob.choices]
+        for name, choice in rng.sample(values, len(values)):
+            found = next(self.schedules(problem, pinned={name: choice}, rng=rng), None)
+            if found is not None:
+                return found
+        raise self._nothing_valid(problem)
+
+    def _nothing_valid(self, problem: Problem) -> SpaceError:
+        return SpaceError(f"{self.source or self.arch} holds no valid schedule for {problem}; relax its constraints")
 
     def modelled_pins(self) -> dict[str, KnobValue]:
         """The knobs whose effect only a measurement shows, at their defaults. They stay there where nothing is measured."""
         return {name: knob.default for name, knob in self.knobs.items() if knob.measured_only}
 
     def complete(self, schedule: Schedule) -> Schedule:
-        """A schedule of an earlier version as this version writes it, so that it still says which program was measured.
+        """A schedule of an earlier version with the knobs that came later, so that it still says which program was measured.
 
-        Knobs that it lacks are at their defaults, which is what the kernel did before it had them. Values that were renamed have
-        today's names, and knobs that are gone are left out where they made no difference.
+        Knobs that it lacks are at their defaults, which is what the kernel did before it had them.
         """
-        kernel = kernel_named(self.kernel)
-        values, gone = kernel.former_values, kernel.former_knobs
-        known = {
-            name: values.get((name, value), value) if type(value) is bool else value
-            for name, value in schedule.items()
-            if value not in gone.get(name, ())
-        }
-        return Schedule({name: knob.default for name, knob in self.knobs.items()} | known)
+        return Schedule({name: knob.default for name, knob in self.knobs.items()} | dict(schedule))
 
     def default(self, problem: Problem, *, pinned: Mapping[str, KnobValue] | None = None) -> Schedule:
         """The default schedule for `problem`: every knob at its default, or the nearest valid schedule.
@@ -361,7 +337,7 @@ class SearchSpace:
                 found = next(self.schedules(problem, pinned=rest), None)
                 if found is not None:
                     return found
-        raise SpaceError(f"{self.source or self.arch} holds no valid schedule for {problem}; relax its constraints")
+        raise self._nothing_valid(problem)
 
 
 @lru_cache(maxsize=4096)

@@ -7,7 +7,6 @@ constraints are added. docs/search-space.md describes the format.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -17,15 +16,11 @@ from tiledsched.core import data_files
 from tiledsched.core.device import ARCHS, LIMITS, arch_limits
 from tiledsched.core.errors import ConfigError, SpaceError
 from tiledsched.core.expressions import names_read, words_of
-from tiledsched.core.files import MOST_TYPED, read_bounded
+from tiledsched.core.fields import Knob
+from tiledsched.core.files import read_toml
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.registry import kernel_named
-from tiledsched.core.space import Constraint, Knob, SearchSpace, contains
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from tiledsched.core.space import Constraint, SearchSpace, contains
 
 KNOB_KEYS = ("choices", "default", "about", "measured_only")
 TOP_KEYS = ("extends", "kernel", "arch", "about", "limits", "knobs", "constraints")
@@ -84,6 +79,15 @@ def space_for(arch: str, kernel: KernelClass) -> SearchSpace:
             f"{kernel.name} has no search space for arch {arch!r}; known are {', '.join(shipped_archs(kernel))}, or "
             "pass --space FILE"
         )
+    return declared_space(arch, kernel)
+
+
+def declared_space(arch: str, kernel: KernelClass) -> SearchSpace:
+    """The space of a kernel whose knobs are in its declaration.
+
+    Raises:
+        SpaceError: a knob or a constraint is wrong.
+    """
     return _space(Path(f"the declaration of {kernel.name}"), {**_declared(kernel), "arch": arch}, kernel)
 
 
@@ -100,7 +104,7 @@ def known_knobs(kernel: KernelClass) -> tuple[str, ...]:
 
 @cache
 def _base_knobs(path: Path) -> tuple[str, ...]:
-    return tuple(tomllib.loads(path.read_text(encoding="utf-8"))["knobs"]) if path.is_file() else ()
+    return tuple(read_toml(path)["knobs"]) if path.is_file() else ()
 
 
 def _space(path: Path, merged: Mapping[str, Any], kernel: KernelClass) -> SearchSpace:
@@ -134,12 +138,7 @@ def _space(path: Path, merged: Mapping[str, Any], kernel: KernelClass) -> Search
 def _declared(kernel: KernelClass) -> dict[str, Any]:
     """The contents of a file that says what the declaration says."""
     knobs = {
-        name: {
-            "choices": list(each.choices),
-            "default": each.default,
-            "about": each.about,
-            "measured_only": each.measured_only,
-        }
+        name: {**{key: getattr(each, key) for key in KNOB_KEYS}, "choices": list(each.choices)}
         for name, each in kernel.knob_fields().items()
     }
     constraints = [
@@ -154,10 +153,10 @@ def _merged_tables(path: Path, seen: tuple[Path, ...], kernel: KernelClass | Non
     if path.resolve() in seen:
         raise SpaceError(f"{path}: 'extends' goes round in a circle: {' -> '.join(str(p) for p in seen)}")
     try:
-        own = tomllib.loads(read_bounded(path, MOST_TYPED).decode("utf-8"))
+        own = read_toml(path)
     except OSError as error:
         raise SpaceError(f"cannot read search space {path}: {error.strerror}; check the path") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise SpaceError(f"{path} is not valid TOML: {error}") from error
     unknown = sorted(set(own) - set(TOP_KEYS))
     if unknown:
@@ -215,13 +214,8 @@ def _knob(path: Path, name: str, table: Mapping[str, Any]) -> Knob:
     measured_only = table.get("measured_only", False)
     if not isinstance(measured_only, bool):
         raise SpaceError(f"{path}: knobs.{name}.measured_only must be true or false, got {measured_only!r}")
-    return Knob(
-        name=name,
-        choices=tuple(choices),
-        default=default,
-        about=str(table.get("about", "")),
-        measured_only=measured_only,
-    )
+    about = str(table.get("about", ""))
+    return Knob(choices=tuple(choices), default=default, about=about, measured_only=measured_only)
 
 
 def _constraint(path: Path, index: int, table: Any, known: set[str], words: set[str]) -> Constraint:

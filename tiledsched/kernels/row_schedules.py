@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tiledsched.core.fields as ts
-from tiledsched.core.cost import Cost
+from tiledsched.core.cost import LAUNCH_US, Cost, smooth_max
+from tiledsched.core.device import ArchSpec
 from tiledsched.core.problem import Problem
-from tiledsched.core.resources import ctas_per_sm
+from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
-
-if TYPE_CHECKING:
-    from tiledsched.core.device import ArchSpec
-    from tiledsched.core.resources import ResourceFacts
 
 LOADS = ("plain", "tma", "gather")
 """How rows move; the kernel sees the index."""
@@ -49,8 +46,6 @@ DERIVED = {"width": lambda p: 1 << (p.columns - 1).bit_length()}
 """A row's columns, rounded up to a power of two."""
 
 # Published or counted.
-LAUNCH_US = 3.0
-"""Start and end of a kernel."""
 LATENCY_CYCLES = 1500.0
 """From a request to device memory to its answer, under load."""
 COPY_SHARE = 0.88
@@ -64,8 +59,6 @@ BLOCK_CYCLES = 1200.0
 """Cycles of a block's start, reductions and end, which other blocks hide."""
 FP32_PER_ELEMENT = 12.0
 """Instructions per element: conversions, sums, scales; exponentials count as some of them."""
-SHARPNESS = 4.0
-"""Exponent of the smooth maximum of memory's and computation's time."""
 SPILL_BYTES_PER_CYCLE = 32.0
 
 
@@ -80,11 +73,6 @@ def grid(p: Problem, s: Schedule, device: Any) -> tuple[int]:
     return (min(tiles, device.sm_count * max(1, s.number("occupancy"))) if s["PERSISTENT"] else tiles,)
 
 
-def covered_columns(columns: int, tile: int) -> int:
-    """Columns of the tiles that together cover a row."""
-    return -(-columns // tile) * tile
-
-
 class RowCost(Cost):
     """The time of a kernel that reads and writes rows of 16-bit elements."""
 
@@ -92,10 +80,10 @@ class RowCost(Cost):
         """Estimated time in microseconds. Only the order of estimates counts."""
         read = sum(each.role == "in" and len(each.shape) == 2 for each in p.declaration.arrays(p))
         tile_rows, tile = s.number("TILE_ROWS"), s.number("TILE_COLUMNS")
-        resident = ctas_per_sm(spec.arch, facts.registers, facts.threads, facts.shared_bytes)
+        resident = facts.resident(spec.arch)
         slots = spec.sm_count * resident
         blocks = -(-p.rows // tile_rows)
-        covered = covered_columns(p.columns, tile)
+        covered = -(-p.columns // tile) * tile  # columns of the tiles that together cover a row
         one_pass = bool(s["HOLD"]) or covered == tile
 
         bytes_total = float(p.min_bytes)
@@ -119,7 +107,4 @@ class RowCost(Cost):
             alone -= LATENCY_CYCLES
         waves = float(math.ceil(blocks / slots)) if blocks <= 4 * slots else blocks / slots
         compute_us = waves * max(alone, resident * cycles) / (spec.clock_ghz * 1e3)
-        longest = max(memory_us, compute_us)
-        return LAUNCH_US + longest * ((memory_us / longest) ** SHARPNESS + (compute_us / longest) ** SHARPNESS) ** (
-            1.0 / SHARPNESS
-        )
+        return LAUNCH_US + smooth_max(memory_us, compute_us)

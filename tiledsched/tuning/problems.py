@@ -30,7 +30,7 @@ def problems_of(kernel: KernelClass, problems: Cases | str | None) -> list[Probl
     if problems is None:
         found = [each for name in kernel.suites for each in kernel.suite(name)]
     else:
-        found = [each if isinstance(each, Problem) else kernel.problem(**each) for each in problems]
+        found = [kernel.as_problem(each) for each in problems]
     if not found:
         raise ConfigError(
             f"no problem of {kernel.name} is named, and it declares no suites; pass --problem, or a list of problems"
@@ -45,7 +45,7 @@ def small_problems(kernel: KernelClass) -> list[Problem]:
     Raises:
         ConfigError: the kernel names no problem at all.
     """
-    from tiledsched.core.validate import shrunk
+    from tiledsched.core.cases import shrunk
 
     if kernel.small is not None:
         return list(kernel.small())

@@ -49,7 +49,7 @@ def schedule_of(short: str, default: Schedule) -> Schedule:
 def main() -> None:
     """Print a line for every second problem, one for the other half, and one for problems tuned after the model was fitted."""
     spec, space = arch_spec("sm_90"), space_for("sm_90", Attention)
-    problems = {str(problem): problem for suite in Attention.suites.values() for problem in suite}
+    problems = {str(problem): problem for name in Attention.suites for problem in Attention.suite(name)}
     races: dict[str, dict[str, float]] = defaultdict(dict)
     later = set()
     for name in FILES:

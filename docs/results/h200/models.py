@@ -34,9 +34,9 @@ COLUMNS = (
 def main() -> None:
     """Write the lines to stdout."""
     suites: dict[str, str] = {}
-    for name, problems in Attention.suites.items():
+    for name in Attention.suites:
         if name != "models":
-            suites |= {problem.id: name for problem in problems if problem.id not in suites}
+            suites |= {each.id: name for each in Attention.suite(name) if each.id not in suites}
     lines = csv.writer(sys.stdout, lineterminator="\n")
     lines.writerow(COLUMNS)
     for entry in json.loads(TABLE.read_text())["entries"]:

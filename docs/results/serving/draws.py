@@ -21,7 +21,7 @@ ADDED = date(2026, 11, 26)
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]
-    Attention.suites |= {f"drawn_{seed}": drawn(Attention.problem, seed) for seed in (24, 25)}
+    Attention.suites = Attention.suites | {f"drawn_{seed}": drawn(seed) for seed in (24, 25)}
     if arguments[:1] == ["--before"]:
         arguments = arguments[1:]
         combined = entries.combined

@@ -44,10 +44,10 @@ def row(problem, policy, median_us, **more):
 
 
 def test_each_seed_draws_problems_of_its_own_and_the_suite_has_its_own() -> None:
-    first, second = (set(drawn(Attention.problem, seed)) for seed in (101, 102))
+    first, second = (set(map(Attention.as_problem, drawn(seed))) for seed in (101, 102))
     assert len(first) == len(second) == 40
     assert not first & second
-    assert drawn(Attention.problem) == Attention.suite("drawn")
+    assert [*map(Attention.as_problem, drawn())] == Attention.suite("drawn")
     assert not set(Attention.suite("drawn")) & (first | second)
 
 

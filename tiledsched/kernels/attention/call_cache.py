@@ -53,7 +53,7 @@ class CallCache:
             cache = getattr(self._function, CACHE, None)
             if cache is None:
                 return whole(*tensors), whole
-            watched = _Watched(cache)
+            watched = _RecordingCache(cache)
             setattr(self._function, CACHE, watched)
             try:
                 made = whole(*tensors)
@@ -70,7 +70,7 @@ class CallCache:
         return made, lambda *tensors: compiled(*tensors, *rest)
 
 
-class _Watched:
+class _RecordingCache:
     """A cache of compiled functions that records the arguments with which one thread calls them."""
 
     def __init__(self, cache: Any) -> None:

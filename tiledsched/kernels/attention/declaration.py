@@ -7,16 +7,17 @@ is imported only where a kernel is needed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tiledsched.core.fields as ts
 from tiledsched.core.arrays import Tolerance
 from tiledsched.core.device import arch_spec
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
+from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention import likely, problem
-from tiledsched.kernels.attention.cost import AttentionCost
+from tiledsched.kernels.attention.model import AttentionCost
 from tiledsched.kernels.attention.scales import DEFAULT_CAP, default_scale, scales
 from tiledsched.kernels.attention.similarity import AttentionSimilarity
 from tiledsched.kernels.attention.suites import STANDARD, SUITES
@@ -37,9 +38,6 @@ from tiledsched.kernels.attention.tiling import (
     unroll,
     work_tiles,
 )
-
-if TYPE_CHECKING:
-    from tiledsched.core.resources import ResourceFacts
 
 BLOCK_ORDERS = ("natural", "reversed", "heads_fastest", "swizzled")
 PERSISTENT_MODES = ("no", "strided", "snake")
@@ -106,6 +104,8 @@ class Attention(Kernel):
     packed = ts.dim(0, least=0, omit_default=True)
     page = ts.dim(0, least=0, omit_default=True)
     derived = problem.DERIVED
+    suites = SUITES
+    default_suite = STANDARD
 
     Q = ts.array("batch heads seq_q head_dim")
     K = ts.array("key_entries kv_heads key_rows head_dim")
@@ -148,8 +148,6 @@ class Attention(Kernel):
         "tma_store": True,
         "unroll": 1,
     }
-    former_values = {("persistent", False): "no", ("persistent", True): "strided"}
-    former_knobs = {"k_load": ("order", "permute")}
     weights = {
         "tile_m": 1.0,
         "q_subtiles": 1.0,
@@ -202,7 +200,7 @@ class Attention(Kernel):
         causal = needs_mask(p)
         tile_d, rest_d = column_widths(p.tile_d, p.parts_d, s)
         tile_v, rest_v = column_widths(p.tile_v, p.parts_v, s)
-        return {
+        found = {
             "TILE_M": s.number("tile_m"),
             "TILE_N": tile_n,
             "TILE_D": tile_d,
@@ -246,7 +244,14 @@ class Attention(Kernel):
             "PACKED": p.packed > 0,
             "PAGE": p.page,
             "PAGE_BY_PAGE": s.get("page_lookup", "gather") == "scalar",
-        } | _combining(p, s)
+        }
+        if combines_later(s):  # the launch that combines shares takes three more
+            found |= {
+                "COMBINE_ROWS": combined_rows(p, s),
+                "TILE_ROWS": rows_per_tile(p, s),
+                "TILE_HEADS": tile_heads(p, s),
+            }
+        return found
 
     @staticmethod
     def grid(p: Problem, s: Schedule, device: Any) -> tuple[int]:
@@ -350,7 +355,7 @@ class Attention(Kernel):
     @staticmethod
     def standard(**sizes: Any) -> Problem:
         """The problem that people mean by a sequence length and a head dimension; see :func:`problem.standard`."""
-        return problem.standard(Attention.problem, **sizes)
+        return Attention.problem(**problem.standard(**sizes))
 
     @staticmethod
     def rivals(p: Problem) -> Mapping[str, Callable[..., Any]]:
@@ -376,14 +381,3 @@ class Attention(Kernel):
             make(seq_q=150, seq_k=150, head_dim=32, heads=2, causal=True, packed=5, lse=True),
             make(seq_q=1, seq_k=192, head_dim=32, heads=4, kv_heads=2, batch=3, lengths=True, page=64),
         ]
-
-
-Attention.suites = {name: make(Attention.problem) for name, (_, make) in SUITES.items()}
-Attention.default_suite = STANDARD
-
-
-def _combining(p: Problem, s: Schedule) -> dict[str, int]:
-    """Constants of the launch that combines shares; none where there is no such launch."""
-    if not combines_later(s):
-        return {}
-    return {"COMBINE_ROWS": combined_rows(p, s), "TILE_ROWS": rows_per_tile(p, s), "TILE_HEADS": tile_heads(p, s)}

@@ -40,40 +40,32 @@ SHORT = (1, 0, 17, 64, 5, 33)
 
 
 def adversarial_case(xp: Any, rng: Any, p: Problem, reference: Callable[[dict[str, Any]], tuple[Any, ...]]) -> Case:
-    """The case in which the heads take the kinds of inputs in turn. One reference serves all heads of a kind."""
-    if p.has_features:
-        return _case_of_all(xp, rng, p, reference)
-    distinct = [to_storage(xp, array, p.dtype) for array in adversarial_heads(xp, rng, p)]
-    expected = reference({name: array[None] for name, array in zip("QKV", distinct, strict=True)})
-    kinds = kinds_of_heads(p)
-    heads = xp.asarray(kinds)
-    index = (heads, heads[:, :: p.group], heads[:, :: p.group])
-    inputs = {name: xp.ascontiguousarray(array[kind]) for name, array, kind in zip("QKV", distinct, index, strict=True)}
-    return Case(
-        [KINDS[kind] for kind in kinds.reshape(-1).tolist()], inputs, tuple(each[0][heads] for each in expected)
-    )
+    """The case in which the heads take the kinds of inputs in turn.
 
-
-def _case_of_all(xp: Any, rng: Any, p: Problem, reference: Callable[[dict[str, Any]], tuple[Any, ...]]) -> Case:
-    """The case in which the heads take the kinds in turn, for problems whose heads of a kind differ in sinks or keys."""
+    One reference serves all heads of a kind, unless they differ in sinks or keys.
+    """
     kinds = kinds_of_heads(p)
     heads = xp.asarray(kinds)
     kv_heads = heads[:, :: p.group]
     if p.page:  # whose first axis is that of sequences, packed or not
         kv_heads = xp.repeat(kv_heads, p.sequences // p.batch, axis=0)
-    index = (heads, kv_heads, kv_heads)
     given = places(rng, p, uneven=True)
-    inputs = {
-        name: to_storage(xp, xp.ascontiguousarray(array[kind]), p.dtype)
-        for name, array, kind in zip("QKV", adversarial_heads(xp, rng, p, given), index, strict=True)
+    distinct = {
+        name: to_storage(xp, array, p.dtype)
+        for name, array in zip("QKV", adversarial_heads(xp, rng, p, given), strict=True)
     }
+    inputs = {name: xp.ascontiguousarray(array[heads if name == "Q" else kv_heads]) for name, array in distinct.items()}
     if p.sinks:  # of much weight and of little, in turn
         logits = xp.where(xp.arange(p.heads) % 2 == 0, LARGEST_SINK, -LARGEST_SINK)
         inputs["Sinks"] = to_storage(xp, logits.astype(numpy.float32), p.dtype)
     if p.page:
         inputs |= {name: in_pages(xp, inputs[name], given["Table"], p.page) for name in "KV"}
     inputs |= {name: to_storage(xp, xp.asarray(array), "int32") for name, array in given.items()}
-    return Case([KINDS[kind] for kind in kinds.reshape(-1).tolist()], inputs, reference(inputs))
+    if p.has_features:
+        expected = reference(inputs)
+    else:
+        expected = tuple(each[0][heads] for each in reference({name: array[None] for name, array in distinct.items()}))
+    return Case([KINDS[kind] for kind in kinds.reshape(-1).tolist()], inputs, expected)
 
 
 def places(rng: Any, p: Problem, *, uneven: bool = False) -> dict[str, Any]:

@@ -24,15 +24,15 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from tiledsched.core.cost import EFFICIENCY, LAUNCH_US, WARPS_PER_GROUP, Cost, smooth_max
 from tiledsched.core.device import ArchSpec
 from tiledsched.core.problem import Problem
 from tiledsched.core.resources import REGISTERS_PER_SM, SHARED_BYTES_PER_SM, ResourceFacts, ctas_per_sm
 from tiledsched.core.schedule import Schedule
-from tiledsched.kernels.attention.tiling import combines_later, pack_width, packs, steps_per_turn
+from tiledsched.kernels.attention.problem import hidden_keys, padding_keys
+from tiledsched.kernels.attention.tiling import combines_later, pack_width, packs, splits, steps_per_turn
 
 # Counted or published.
-TENSOR_EFFICIENCY = 0.8
-"""Share of the peak tensor rate that is reached: 800 of the published 989 TFLOP/s in a large bf16 matrix product on the H200."""
 FP32_PER_SCORE = 4.0
 """fp32 instructions per score: maximum, scale and subtract, sum, and two for a pair's conversion at half rate."""
 FP32_PER_MASKED_SCORE = 4.0
@@ -45,8 +45,6 @@ SINGLE_WARP_RATE = 0.125
 """Share of the tensor rate that products of single warps reach, from the H200's decoding kernels of 16 rows."""
 LAST_WAVE = 0.25
 """Exponent of the factor by which a partly filled last wave lengthens the memory time, from the H200's decoding kernels."""
-WARPS_PER_GROUP = 4
-"""One warp per SM partition: what wgmma and tcgen05 call a warpgroup."""
 ROWS_PER_WARP = 16
 """Rows of a tensor-core product that one warp holds, on every arch."""
 
@@ -94,12 +92,6 @@ TILES_IN_FLIGHT = 4
 """Key and value tiles in shared memory, where they fit: what most programs on the H200 hold."""
 
 # Chosen, not fitted.
-SHARPNESS = 4.0
-"""Exponent of the smooth maximum of a group's own pace and the SM's."""
-OVERLAP_SHARPNESS = 4.0
-"""Exponent of the smooth maximum of computation and device-memory time."""
-LAUNCH_US = 3.0
-"""Start and end of a kernel, microseconds."""
 COMBINE_US = 5.0
 """Microseconds of a second launch that combines shares, from the H200's times with and without one."""
 LAST_BLOCK_US = 12.0
@@ -108,10 +100,51 @@ EXACT_BLOCKS = 32768
 """Up to this many blocks of unequal length are placed one by one; beyond it the load is taken as level."""
 
 
+class AttentionCost(Cost):
+    """The traffic of the keys that are seen, and a model of pipes, placement of blocks and memory (docs/model.md)."""
+
+    def bytes_moved(self, p: Problem) -> int:
+        """Least device-memory traffic in bytes. Keys and values that no row sees are not read."""
+        key_bytes = p.kv_heads * (p.head_dim + p.value_columns) * p.element_bytes
+        unread = (hidden_keys(p) + padding_keys(p)) * p.sequences * key_bytes
+        return super().bytes_moved(p) - int(unread)
+
+    def expected(self, p: Problem, s: Schedule, spec: ArchSpec) -> ResourceFacts:
+        """Facts of a program that spills nothing, holds four tiles and takes the registers its occupancy leaves it.
+
+        Where scores and output of a product do not fit in these, wgmma's compiler leaves an SM fewer blocks than were asked for.
+        """
+        warps = s.number("num_worker_warps") or WARPS_PER_GROUP
+        threads = 32 * (warps + spec.producer_warps)
+        columns_v = p.split_v if s.get("column_parts", 1) == 2 else p.tile_v
+        rows = min(block_rows(s) / max(1, warps // WARPS_PER_GROUP), WARPGROUP_ROWS)  # of a group's product
+        held = rows * (columns_v + s.number("tile_n")) / (32 * WARPS_PER_GROUP)
+        for occupancy in range(max(1, s.number("occupancy")), 0, -1):
+            registers = min(MOST_REGISTERS, REGISTERS_PER_SM // (threads * occupancy) // 8 * 8)
+            if held <= registers or spec.product_rows != WARPGROUP_ROWS:
+                break
+        columns = p.tile_d * p.element_bytes
+        wanted = (block_rows(s) + TILES_IN_FLIGHT * s.number("tile_n")) * columns
+        shared_bytes = min(wanted, SHARED_BYTES_PER_SM.get(spec.arch, 228) * 1024 // occupancy)
+        return ResourceFacts(
+            registers=registers,
+            threads=threads,
+            shared_bytes=shared_bytes,
+            spill_bytes=0,
+            num_ctas=s.number("num_ctas"),
+            code_bytes=0,
+            ctas_per_sm=ctas_per_sm(spec.arch, registers, threads, shared_bytes),
+        )
+
+    def model(self, p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
+        """Estimated time in microseconds. Only the order of estimates counts."""
+        return estimate_us(p, s, facts, spec)
+
+
 def estimate_us(problem: Problem, schedule: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
     """Modelled microseconds of `schedule` on `problem`, on the GPU that `spec` describes."""
-    rows, step_n, splits = block_rows(schedule), step_keys(schedule), _number(schedule, "kv_splits")
-    resident = resident_blocks(facts, spec)
+    rows, step_n, shares = block_rows(schedule), step_keys(schedule), splits(schedule)
+    resident = facts.resident(spec.arch)
     turn = steps_per_turn(schedule)
     masked = problem.causal or problem.spanned or problem.seq_k % (step_n * turn) != 0
     split = bool(schedule["loop_split"])
@@ -130,7 +163,7 @@ def estimate_us(problem: Problem, schedule: Schedule, facts: ResourceFacts, spec
         first_key=problem.window_right
         + (problem.mean_keys - problem.mean_rows if problem.alignment == "bottom_right" else 0),
         heads=problem.sequences * packs(problem, schedule),
-        splits=splits,
+        splits=shares,
         order=str(schedule["block_order"]),
         snake=schedule["persistent"] == "snake",
         grid=grid_blocks(problem, schedule, spec) if schedule["persistent"] != "no" else 0,
@@ -145,13 +178,8 @@ def estimate_us(problem: Problem, schedule: Schedule, facts: ResourceFacts, spec
     memory_us = (traffic + min(traffic, spec.l2_bytes)) / (DRAM_EFFICIENCY * spec.dram_gbps * 1e3)
     waves = max(1.0, pieces_of(problem, schedule) * facts.num_ctas / (spec.sm_count * resident))
     memory_us *= (math.ceil(waves) / waves) ** LAST_WAVE  # too few blocks are left to ask for all that memory gives
-    combined_us = (COMBINE_US if combines_later(schedule) else LAST_BLOCK_US) if splits > 1 else 0.0
-    return LAUNCH_US + combined_us + _smooth_max(compute_us, memory_us, OVERLAP_SHARPNESS)
-
-
-def resident_blocks(facts: ResourceFacts, spec: ArchSpec) -> int:
-    """Blocks that one SM holds at once. Worked out anew: facts stored by older versions counted shared memory twice."""
-    return ctas_per_sm(spec.arch, facts.registers, facts.threads, facts.shared_bytes)
+    combined_us = (COMBINE_US if combines_later(schedule) else LAST_BLOCK_US) if shares > 1 else 0.0
+    return LAUNCH_US + combined_us + smooth_max(compute_us, memory_us)
 
 
 def block_rows(schedule: Schedule) -> int:
@@ -168,7 +196,7 @@ def pieces_of(problem: Problem, schedule: Schedule) -> int:
     """Pieces of work: tiles of the rows of all heads, or of all packs of them, for each share of their keys."""
     rows = problem.mean_rows * pack_width(problem, schedule)
     tiles = -(-rows // block_rows(schedule)) * problem.sequences * packs(problem, schedule)
-    return tiles * _number(schedule, "kv_splits")
+    return tiles * splits(schedule)
 
 
 def grid_blocks(problem: Problem, schedule: Schedule, spec: ArchSpec) -> int:
@@ -184,7 +212,7 @@ def block_cycles(problem: Problem, schedule: Schedule, facts: ResourceFacts) -> 
     per_element = BLOCK_CYCLES_PER_ELEMENT
     if schedule["division"] == "ieee":
         per_element += IEEE_CYCLES_PER_ELEMENT
-    if _number(schedule, "kv_splits") > 1 and not combines_later(schedule):
+    if splits(schedule) > 1 and not combines_later(schedule):
         per_element += PARTIAL_CYCLES_PER_ELEMENT
     cycles = BLOCK_LATENCY + per_element * block_rows(schedule) * problem.tile_v / facts.num_ctas
     return cycles * (PERSISTENT_SHARE if schedule["persistent"] != "no" else 1.0)
@@ -196,7 +224,7 @@ def step_cycles(
     """Cycles in which each of `resident` blocks on an SM gets through one step of its keys."""
     tile_m, step_n = schedule.number("tile_m") / facts.num_ctas, step_keys(schedule)
     chains, subtiles = schedule.number("q_subtiles"), schedule.number("kv_subtiles")
-    parted = _number(schedule, "column_parts") > 1
+    parted = schedule.get("column_parts", 1) == 2
     columns_k, columns_v = (problem.split_d, problem.split_v) if parted else (problem.tile_d, problem.tile_v)
     rows = tile_m * chains
     warps = facts.threads // 32
@@ -214,7 +242,7 @@ def step_cycles(
     chunk = max(spec.product_rows, tile_m / warps)
     operands = step_n * (columns_k + columns_v) + (chunk * columns_k if spec.product_rows > ROWS_PER_WARP else 0)
     operands *= problem.element_bytes * max(1.0, rows / chunk)
-    tensor = max(2.0 * scores * (columns_k + columns_v) / (rate * TENSOR_EFFICIENCY), operands / spec.shared_bytes)
+    tensor = max(2.0 * scores * (columns_k + columns_v) / (rate * EFFICIENCY), operands / spec.shared_bytes)
     exp2 = scores * (CAPPED_EXP2 if problem.softcap else 1.0) / spec.exp2_ops
     fp32 = (
         scores * (FP32_PER_SCORE + (FP32_PER_MASKED_SCORE if masked else 0.0))
@@ -239,7 +267,7 @@ def step_cycles(
             facts,
         )
     shared = resident * (slowest + EXPOSED * (total - slowest) + lost)
-    return _smooth_max(alone, shared, SHARPNESS)
+    return smooth_max(alone, shared)
 
 
 def _waiting(pace: float, query_bytes: float, tile_bytes: float, facts: ResourceFacts) -> float:
@@ -370,42 +398,3 @@ def _dram_bytes(problem: Problem, schedule: Schedule, spec: ArchSpec, resident: 
     reads = pieces / math.sqrt(max(1.0, slots * problem.group / in_flight))
     reads *= problem.visible_pairs / (problem.seq_q * problem.mean_keys)
     return problem.min_bytes + max(0.0, reads - 1.0) * per_head * problem.sequences * problem.kv_heads
-
-
-def _number(schedule: Schedule, knob: str) -> int:
-    """An integer knob that schedules stored before there was that knob lack; 1 is what the kernel did then."""
-    return int(schedule.get(knob, 1))
-
-
-def _smooth_max(first: float, second: float, sharpness: float) -> float:
-    """The p-norm: the larger where they differ, somewhat more where they are close."""
-    largest = max(first, second)
-    return largest * ((first / largest) ** sharpness + (second / largest) ** sharpness) ** (1.0 / sharpness)
-
-
-def expected_facts(problem: Problem, schedule: Schedule, spec: ArchSpec) -> ResourceFacts:
-    """Facts of a program that spills nothing, holds four tiles and takes the registers its occupancy leaves it.
-
-    Where scores and output of a product do not fit in these, wgmma's compiler leaves fewer blocks to an SM than it was asked for.
-    """
-    warps = schedule.number("num_worker_warps") or WARPS_PER_GROUP
-    threads = 32 * (warps + spec.producer_warps)
-    columns_v = problem.split_v if _number(schedule, "column_parts") > 1 else problem.tile_v
-    rows = min(block_rows(schedule) / max(1, warps // WARPS_PER_GROUP), WARPGROUP_ROWS)  # of a group's product
-    held = rows * (columns_v + schedule.number("tile_n")) / (32 * WARPS_PER_GROUP)
-    for occupancy in range(max(1, schedule.number("occupancy")), 0, -1):
-        registers = min(MOST_REGISTERS, REGISTERS_PER_SM // (threads * occupancy) // 8 * 8)
-        if held <= registers or spec.product_rows != WARPGROUP_ROWS:
-            break
-    columns = problem.tile_d * problem.element_bytes
-    wanted = (block_rows(schedule) + TILES_IN_FLIGHT * schedule.number("tile_n")) * columns
-    shared_bytes = min(wanted, SHARED_BYTES_PER_SM.get(spec.arch, 228) * 1024 // occupancy)
-    return ResourceFacts(
-        registers=registers,
-        threads=threads,
-        shared_bytes=shared_bytes,
-        spill_bytes=0,
-        num_ctas=schedule.number("num_ctas"),
-        code_bytes=0,
-        ctas_per_sm=ctas_per_sm(spec.arch, registers, threads, shared_bytes),
-    )

@@ -6,17 +6,21 @@ lengths and batches are what such models are run at. Windows and sinks are left 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tiledsched.core.problem import Problem
-
-Make = Callable[..., Problem]
+Values = dict[str, Any]
+"""The values of a problem, by field."""
 Sizes = Mapping[str, int]
-DECODED = ((1, 8192), (8, 4096), (32, 4096), (128, 2048))
-"""(batch, keys) of a decoding step."""
-ENCODED = ((1, 1024), (16, 1024), (1, 8192))
-"""(batch, tokens) of a prompt."""
+DECODED = ((1, 1, 8192), (8, 1, 4096), (32, 1, 4096), (128, 1, 2048))
+"""(batch, queries, keys) of a decoding step."""
+ENCODED = ((1, 1024, 1024), (16, 1024, 1024), (1, 8192, 8192))
+"""(batch, queries, keys) of a prompt."""
+
+
+HALF, BRAIN = {"dtype": "float16"}, {"dtype": "bfloat16"}
+HALF_MASKED, MASKED = {**HALF, "causal": True}, {**BRAIN, "causal": True}
+CHUNK = {**MASKED, "alignment": "bottom_right"}
 
 
 def head_sizes(heads: int, kv_heads: int, head_dim: int, **more: int) -> Sizes:
@@ -24,144 +28,87 @@ def head_sizes(heads: int, kv_heads: int, head_dim: int, **more: int) -> Sizes:
     return {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, **more}
 
 
-def _decoder(make: Make, layers: Iterable[Sizes], *, prompts: tuple[tuple[int, int], ...] = ENCODED) -> list[Problem]:
-    """The problems of each layer: prompts, the last 1024 tokens of a prompt of 8192, and one new token for each sequence."""
-    found = []
-    for sizes in layers:
-        common: dict[str, Any] = {"dtype": "bfloat16", **sizes}
-        found += [make(seq_q=tokens, seq_k=tokens, batch=batch, causal=True, **common) for batch, tokens in prompts]
-        found.append(make(seq_q=1024, seq_k=8192, causal=True, alignment="bottom_right", **common))
-        found += [make(seq_q=1, seq_k=keys, batch=batch, **common) for batch, keys in DECODED]
-    return found
-
-
-def _encoder(make: Make, dtype: str, cases: Iterable[tuple[int, int, int]], layers: Iterable[Sizes]) -> list[Problem]:
-    """Every (batch, queries, keys) with every layer, without a mask."""
+def problems_in(table: Iterable[tuple[Any, ...]]) -> list[Values]:
+    """The problems of a table whose rows are (options, heads, cases of (batch, queries, keys))."""
     return [
-        make(seq_q=rows, seq_k=keys, batch=batch, dtype=dtype, **sizes)
-        for sizes in layers
+        {"batch": batch, "seq_q": rows, "seq_k": keys, **options, **sizes}
+        for options, sizes, *cases in table
         for batch, rows, keys in cases
     ]
 
 
-def _square(*cases: tuple[int, int]) -> list[tuple[int, int, int]]:
-    return [(batch, length, length) for batch, length in cases]
-
-
-def llama(make: Make) -> list[Problem]:
-    """Llama 3.1 8B and 70B, Llama 3.2 1B and 3B."""
-    return _decoder(
-        make, [head_sizes(32, 8, 128), head_sizes(64, 8, 128), head_sizes(32, 8, 64), head_sizes(24, 8, 128)]
+def _decoder(*layers: Sizes) -> list[Values]:
+    """The problems of each layer: prompts, the last 1024 tokens of a prompt of 8192, and one new token for each sequence."""
+    return problems_in(
+        row
+        for sizes in layers
+        for row in ((MASKED, sizes, *ENCODED), (CHUNK, sizes, (1, 1024, 8192)), (BRAIN, sizes, *DECODED))
     )
 
 
-def qwen(make: Make) -> list[Problem]:
-    """Qwen2.5 7B, 14B and 32B, Qwen3 0.6B and 14B (Qwen3 8B has the heads of Llama 3.1 8B)."""
-    return _decoder(make, [head_sizes(28, 4, 128), head_sizes(40, 8, 128), head_sizes(16, 8, 128)])
-
-
-def gemma(make: Make) -> list[Problem]:
-    """Gemma 3 4B and 12B, whose global layers have heads of 256 columns, and 27B."""
-    return _decoder(make, [head_sizes(8, 4, 256), head_sizes(16, 8, 256), head_sizes(32, 16, 128)])
-
-
-def mistral(make: Make) -> list[Problem]:
-    """Mistral Large 2 and Small 3 (Mistral 7B has the heads of Llama 3.1 8B)."""
-    return _decoder(make, [head_sizes(96, 8, 128), head_sizes(32, 8, 128)])
-
-
-def gpt_oss(make: Make) -> list[Problem]:
-    """GPT-OSS 20B and 120B: the layers that see all keys."""
-    return _decoder(make, [head_sizes(64, 8, 64)])
-
-
-def deepseek(make: Make) -> list[Problem]:
-    """Multi-head latent attention of DeepSeek V3 and V2 Lite as it is computed in prefill: 192 columns, values of 128."""
-    return [
-        make(seq_q=tokens, seq_k=tokens, batch=batch, causal=True, dtype="bfloat16", **sizes)
-        for sizes in (head_sizes(128, 128, 192, value_dim=128), head_sizes(16, 16, 192, value_dim=128))
-        for batch, tokens in ENCODED
-    ]
-
-
-def bert(make: Make) -> list[Problem]:
-    """BERT base and large at 128, 384 and 512 tokens."""
-    return _encoder(
-        make,
-        "float16",
-        _square((64, 128), (64, 384), (32, 512), (1, 512)),
-        [head_sizes(12, 12, 64), head_sizes(16, 16, 64)],
-    )
-
-
-def vit(make: Make) -> list[Problem]:
-    """ViT B/16 at 224 pixels (197 tokens) and L/16 at 384 (577)."""
-    return [
-        *_encoder(make, "bfloat16", _square((64, 197), (1, 197)), [head_sizes(12, 12, 64)]),
-        *_encoder(make, "bfloat16", _square((32, 577), (1, 577)), [head_sizes(16, 16, 64)]),
-    ]
-
-
-def whisper(make: Make) -> list[Problem]:
-    """Whisper large: the encoder's 1500 frames, and what the decoder reads of them and of itself."""
-    return [
-        *_encoder(
-            make,
-            "float16",
-            [(1, 1500, 1500), (16, 1500, 1500), (1, 1, 1500), (16, 1, 1500), (16, 1, 448)],
-            [head_sizes(20, 20, 64)],
-        ),
-        make(seq_q=224, seq_k=224, batch=16, causal=True, dtype="float16", **head_sizes(20, 20, 64)),
-    ]
-
-
-def sdxl(make: Make) -> list[Problem]:
-    """Stable Diffusion XL at 1024 pixels, with guidance: two levels, among themselves and against 77 words."""
-    return [
-        *_encoder(make, "float16", [(2, 4096, 4096), (2, 4096, 77)], [head_sizes(10, 10, 64)]),
-        *_encoder(make, "float16", [(2, 1024, 1024), (2, 1024, 77)], [head_sizes(20, 20, 64)]),
-    ]
-
-
-def flux(make: Make) -> list[Problem]:
-    """FLUX.1 at 512 and 1024 pixels: 1024 and 4096 image tokens and 512 words, together."""
-    return _encoder(make, "bfloat16", _square((1, 1536), (1, 4608)), [head_sizes(24, 24, 128)])
-
-
-def video(make: Make) -> list[Problem]:
-    """CogVideoX 5B (17,776 tokens) and Wan 2.1 14B at 480p and 720p (32,760 and 75,600), and its 512 words."""
-    wan = [*_square((1, 32760), (1, 75600)), (1, 32760, 512)]
-    return [
-        *_encoder(make, "bfloat16", _square((2, 17776)), [head_sizes(48, 48, 64)]),
-        *_encoder(make, "bfloat16", wan, [head_sizes(40, 40, 128)]),
-    ]
-
-
-MODELS: Mapping[str, tuple[str, Callable[[Make], list[Problem]]]] = {
-    "llama": ("Llama 3.1 8B and 70B, 3.2 1B and 3B", llama),
-    "qwen": ("Qwen2.5 7B to 32B, Qwen3", qwen),
-    "gemma": ("Gemma 3, global layers", gemma),
-    "mistral": ("Mistral Large 2, Small 3", mistral),
-    "gpt-oss": ("GPT-OSS, full layers", gpt_oss),
-    "deepseek": ("MLA, 192/128 columns, prefill", deepseek),
-    "bert": ("BERT base and large", bert),
-    "vit": ("ViT at 197 and 577 tokens", vit),
-    "whisper": ("Whisper large", whisper),
-    "sdxl": ("SDXL, self and cross", sdxl),
-    "flux": ("FLUX.1", flux),
-    "video": ("CogVideoX, Wan 2.1: 17k to 75k tokens", video),
+MODELS: Mapping[str, list[Values]] = {
+    # Llama 3.1 8B and 70B, 3.2 1B and 3B
+    "llama": _decoder(head_sizes(32, 8, 128), head_sizes(64, 8, 128), head_sizes(32, 8, 64), head_sizes(24, 8, 128)),
+    # Qwen2.5 7B, 14B and 32B, Qwen3 0.6B and 14B (Qwen3 8B has the heads of Llama 3.1 8B)
+    "qwen": _decoder(head_sizes(28, 4, 128), head_sizes(40, 8, 128), head_sizes(16, 8, 128)),
+    # Gemma 3 4B and 12B, whose global layers have heads of 256 columns, and 27B
+    "gemma": _decoder(head_sizes(8, 4, 256), head_sizes(16, 8, 256), head_sizes(32, 16, 128)),
+    # Mistral Large 2 and Small 3 (Mistral 7B has the heads of Llama 3.1 8B)
+    "mistral": _decoder(head_sizes(96, 8, 128), head_sizes(32, 8, 128)),
+    # GPT-OSS 20B and 120B: the layers that see all keys
+    "gpt-oss": _decoder(head_sizes(64, 8, 64)),
+    # Multi-head latent attention of DeepSeek V3 and V2 Lite as it is computed in prefill: 192 columns, values of 128
+    "deepseek": problems_in(
+        [
+            (MASKED, head_sizes(128, 128, 192, value_dim=128), *ENCODED),
+            (MASKED, head_sizes(16, 16, 192, value_dim=128), *ENCODED),
+        ]
+    ),
+    # BERT base and large at 128, 384 and 512 tokens
+    "bert": problems_in(
+        (HALF, sizes, (64, 128, 128), (64, 384, 384), (32, 512, 512), (1, 512, 512))
+        for sizes in (head_sizes(12, 12, 64), head_sizes(16, 16, 64))
+    ),
+    # ViT B/16 at 224 pixels (197 tokens) and L/16 at 384 (577)
+    "vit": problems_in(
+        [
+            (BRAIN, head_sizes(12, 12, 64), (64, 197, 197), (1, 197, 197)),
+            (BRAIN, head_sizes(16, 16, 64), (32, 577, 577), (1, 577, 577)),
+        ]
+    ),
+    # Whisper large: the encoder's 1500 frames, and what the decoder reads of them and of itself
+    "whisper": problems_in(
+        [
+            (
+                HALF,
+                head_sizes(20, 20, 64),
+                (1, 1500, 1500),
+                (16, 1500, 1500),
+                (1, 1, 1500),
+                (16, 1, 1500),
+                (16, 1, 448),
+            ),
+            (HALF_MASKED, head_sizes(20, 20, 64), (16, 224, 224)),
+        ]
+    ),
+    # Stable Diffusion XL at 1024 pixels, with guidance: two levels, among themselves and against 77 words
+    "sdxl": problems_in(
+        [
+            (HALF, head_sizes(10, 10, 64), (2, 4096, 4096), (2, 4096, 77)),
+            (HALF, head_sizes(20, 20, 64), (2, 1024, 1024), (2, 1024, 77)),
+        ]
+    ),
+    # FLUX.1 at 512 and 1024 pixels: 1024 and 4096 image tokens and 512 words, together
+    "flux": problems_in([(BRAIN, head_sizes(24, 24, 128), (1, 1536, 1536), (1, 4608, 4608))]),
+    # CogVideoX 5B (17,776 tokens) and Wan 2.1 14B at 480p and 720p (32,760 and 75,600), and its 512 words
+    "video": problems_in(
+        [
+            (BRAIN, head_sizes(48, 48, 64), (2, 17776, 17776)),
+            (BRAIN, head_sizes(40, 40, 128), (1, 32760, 32760), (1, 75600, 75600), (1, 32760, 512)),
+        ]
+    ),
 }
-"""Name -> one line for people, and what makes the problems."""
-
-
-def all_models(make: Make) -> list[Problem]:
-    """The problems of all models, each of them once."""
-    return list(dict.fromkeys(problem for _, problems in MODELS.values() for problem in problems(make)))
-
-
-HALF, BRAIN = {"dtype": "float16"}, {"dtype": "bfloat16"}
-HALF_MASKED, MASKED = {**HALF, "causal": True}, {**BRAIN, "causal": True}
-CHUNK = {**MASKED, "alignment": "bottom_right"}
+"""Suite -> the problems of its models."""
 UNSEEN = (
     (HALF_MASKED, head_sizes(12, 12, 64), (64, 77, 77)),  # CLIP's text
     (HALF, head_sizes(16, 16, 80), (32, 257, 257), (1, 4096, 4096)),  # ViT-H/14; Segment Anything
@@ -206,18 +153,6 @@ UNSEEN = (
     (MASKED, head_sizes(128, 8, 64), (2, 1500, 1500)),  # Falcon 40B
     (BRAIN, head_sizes(128, 8, 64), (16, 1, 2100)),
 )
-"""(options, heads, cases of (batch, queries, keys)) of models that no tuned suite holds."""
-
-
-def problems_in(make: Make, table: Iterable[tuple[Any, ...]]) -> list[Problem]:
-    """The problems of a table whose rows are (options, heads, cases of (batch, queries, keys))."""
-    return [
-        make(batch=batch, seq_q=rows, seq_k=keys, **options, **sizes)
-        for options, sizes, *cases in table
-        for batch, rows, keys in cases
-    ]
-
-
-def unseen(make: Make) -> list[Problem]:
-    """Problems of models none of which is in a suite that is tuned: problems off the table are judged on these."""
-    return problems_in(make, UNSEEN)
+"""(options, heads, cases of (batch, queries, keys)) of models that no tuned suite holds: problems off the table are judged on
+these.
+"""

@@ -6,7 +6,6 @@ from typing import Any
 
 from tiledsched.core.errors import ProblemError
 from tiledsched.core.fields import ITEM_BYTES, Value
-from tiledsched.core.problem import Problem
 
 DTYPES = ("float16", "bfloat16")
 ALIGNMENTS = ("top_left", "bottom_right")
@@ -208,7 +207,6 @@ def file_words(p: Any) -> str:
 
 
 def standard(
-    make: Any,
     *,
     seq_len: int,
     head_dim: int,
@@ -217,21 +215,20 @@ def standard(
     batch: int | None = None,
     heads: int | None = None,
     kv_heads: int | None = None,
-) -> Problem:
-    """The problem that people mean by a sequence length and a head dimension alone.
+) -> dict[str, Any]:
+    """The values of the problem that people mean by a sequence length and a head dimension alone.
 
     Unless given, batch and heads fill 16k tokens of 2048 hidden columns, the convention of the FlashAttention benchmarks (Dao,
-    arXiv:2307.08691, section 4.1), so that every sequence length does comparable work. `make` is `Attention.problem`.
+    arXiv:2307.08691, section 4.1), so that every sequence length does comparable work.
     """
     heads = heads if heads is not None else max(1, HIDDEN // head_dim)
-    found: Problem = make(
-        seq_q=seq_len,
-        seq_k=seq_len,
-        head_dim=head_dim,
-        dtype=dtype,
-        causal=causal,
-        batch=batch if batch is not None else max(1, TOKENS // seq_len),
-        heads=heads,
-        kv_heads=kv_heads if kv_heads is not None else heads,
-    )
-    return found
+    return {
+        "seq_q": seq_len,
+        "seq_k": seq_len,
+        "head_dim": head_dim,
+        "dtype": dtype,
+        "causal": causal,
+        "batch": batch if batch is not None else max(1, TOKENS // seq_len),
+        "heads": heads,
+        "kv_heads": kv_heads if kv_heads is not None else heads,
+    }

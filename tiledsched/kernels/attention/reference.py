@@ -11,13 +11,6 @@ from typing import Any
 ROWS_PER_CHUNK = 2048
 
 
-def attention_reference(
-    xp: Any, q: Any, k: Any, v: Any, *, causal: bool, scale: float, dtype: str = "float64", alignment: str = "top_left"
-) -> Any:
-    """softmax(scale * q @ k^T, masked) @ v, computed in `dtype`: the first of what `attention_and_lse` returns."""
-    return attention_and_lse(xp, q, k, v, causal=causal, scale=scale, dtype=dtype, alignment=alignment)[0]
-
-
 def attention_and_lse(
     xp: Any,
     q: Any,

@@ -1,13 +1,14 @@
-"""Named sets of problems: what to tune and bench when the question is how good the kernel is, not one shape."""
+"""Named sets of problems: what to tune and bench when the question is how good the kernel is, not one shape.
+
+docs/bench.md lists them.
+"""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-from tiledsched.core.problem import Problem
 from tiledsched.kernels.attention.models import (
     BRAIN,
     CHUNK,
@@ -15,10 +16,10 @@ from tiledsched.kernels.attention.models import (
     HALF_MASKED,
     MASKED,
     MODELS,
-    all_models,
+    UNSEEN,
+    Values,
     head_sizes,
     problems_in,
-    unseen,
 )
 from tiledsched.kernels.attention.problem import DTYPES, standard
 
@@ -28,102 +29,60 @@ ALL_MODELS = "models"
 """The suite that others make up."""
 STANDARD = "standard"
 """The suite that is meant where no problem is named."""
-Make = Callable[..., Problem]
+LLAMA = {"head_dim": 128, "dtype": "bfloat16", "heads": 32, "kv_heads": 8}
+"""The layers of Llama 3 8B."""
+BERT = {"head_dim": 64, "dtype": "float16", "heads": 12, "kv_heads": 12}
+"""The layers of BERT base."""
 
 
-def _attention(make: Make) -> list[Problem]:
-    """16k tokens of 2048 columns, and one sequence of eight heads, which leaves most of a large GPU idle when short."""
-    return [
-        standard(make, seq_len=seq_len, head_dim=head_dim, dtype=dtype, causal=causal, batch=batch, heads=heads)
-        for batch, heads in ((None, None), (1, 8))
-        for dtype in DTYPES
-        for head_dim in (64, 128)
-        for causal in MASKS
-        for seq_len in SEQ_LENS
-    ]
-
-
-def _standard(make: Make) -> list[Problem]:
-    """A short and a long sequence with the usual head dimensions, with and without a causal mask, at 16k tokens."""
-    return [
-        standard(make, seq_len=seq_len, head_dim=head_dim, causal=causal)
-        for head_dim in (64, 128)
-        for causal in MASKS
-        for seq_len in (1024, 4096)
-    ]
-
-
-def _gqa(make: Make) -> list[Problem]:
-    """32 query heads over 8, 4 and 1 key heads, as in Llama 3, in smaller models of its family, and multi-query."""
-    return [
-        standard(
-            make, seq_len=seq_len, head_dim=128, dtype="bfloat16", causal=True, batch=batch, heads=32, kv_heads=kv_heads
-        )
-        for kv_heads in (8, 4, 1)
-        for batch, seq_len in ((8, 1024), (4, 4096), (1, 8192), (1, 16384))
-    ]
-
-
-def _decode(make: Make) -> list[Problem]:
-    """One new token, or eight, against a long cache: 32 query heads over 8 key heads and over 32."""
-    return [
-        make(seq_q=seq_q, seq_k=seq_k, head_dim=128, dtype="bfloat16", batch=batch, heads=32, kv_heads=kv_heads)
-        for kv_heads in (8, 32)
-        for seq_q in (1, 8)
-        for batch, seq_k in ((1, 4096), (1, 32768), (16, 4096), (64, 4096))
-    ]
-
-
-def _odd_head_dims(make: Make) -> list[Problem]:
-    """Head dimensions of models that are no power of two, and the largest one served."""
-    return [
-        standard(make, seq_len=seq_len, head_dim=head_dim, causal=causal, batch=4, heads=16)
-        for head_dim in (40, 72, 80, 96, 112, 160, 192, 256)
-        for causal in MASKS
-        for seq_len in (1024, 4096)
-    ]
-
-
-def _serving(make: Make) -> list[Problem]:
+def _serving() -> list[Values]:
     """Problems of inference servers, for `sdpa_varlen` and `sdpa_paged`: prompts and texts end to end, and keys in pages.
 
     Llama 3 8B (32 query heads over 8) and Qwen2.5 7B (28 over 4) in bfloat16, and BERT base; 16 is vLLM's page on a GPU, and 64
     FlashMLA's.
     """
-    llama = {"head_dim": 128, "dtype": "bfloat16", "causal": True, "heads": 32, "kv_heads": 8}
-    prompts = [make(seq_q=tokens, seq_k=tokens, packed=8, **llama) for tokens in (8192, 32768)]
-    qwen = make(seq_q=16384, seq_k=16384, packed=8, **{**llama, "heads": 28, "kv_heads": 4})
-    texts = make(seq_q=8192, seq_k=8192, packed=32, head_dim=64, dtype="float16", heads=12, kv_heads=12)
+    llama = {**LLAMA, "causal": True}
+    prompts = [dict(seq_q=tokens, seq_k=tokens, packed=8, **llama) for tokens in (8192, 32768)]
+    qwen = dict(seq_q=16384, seq_k=16384, packed=8, **{**llama, "heads": 28, "kv_heads": 4})
+    texts = dict(seq_q=8192, seq_k=8192, packed=32, **BERT)
     paged = {**llama, "alignment": "bottom_right", "lengths": True}
     tokens = [
-        make(seq_q=1, seq_k=4096, batch=batch, page=page, **paged)
+        dict(seq_q=1, seq_k=4096, batch=batch, page=page, **paged)
         for batch, page in ((8, 16), (32, 16), (32, 64), (128, 16))
     ]
-    return [*prompts, qwen, texts, *tokens, make(seq_q=1024, seq_k=8192, page=16, **paged)]
+    return [*prompts, qwen, texts, *tokens, dict(seq_q=1024, seq_k=8192, page=16, **paged)]
 
 
-def _masks(make: Make) -> list[Problem]:
+def _masks() -> list[Values]:
     """Windows, sinks and softcaps of real models, and padded batches. All are bfloat16 except BERT.
 
     Windows of Mistral 7B, Gemma 3 (4B and 27B) and GPT-OSS, with its sinks; the softcap of Gemma 2 9B; prompts padded at
     the right and, as transformers generates, at the left; a token after the latter; and texts.
     """
-    llama = {"head_dim": 128, "dtype": "bfloat16", "heads": 32, "kv_heads": 8}
     gemma = {"head_dim": 256, "dtype": "bfloat16", "heads": 16, "kv_heads": 8, "causal": True}
     oss = {"head_dim": 64, "dtype": "bfloat16", "heads": 64, "kv_heads": 8, "causal": True, "sinks": True}
     prompt, padded = {"seq_q": 8192, "seq_k": 8192}, {"seq_q": 1024, "seq_k": 1024, "batch": 16}
     return [
-        make(**prompt, **llama, causal=True, window=4096),
-        make(**prompt, **{**gemma, "heads": 8, "kv_heads": 4}, window=1024),
-        make(**prompt, **{**llama, "kv_heads": 16}, causal=True, window=1024),
-        make(**prompt, **oss, window=128),
-        make(**prompt, **oss),
-        make(seq_q=4096, seq_k=4096, **gemma, softcap=True),
-        make(**prompt, **gemma, softcap=True, window=4096),
-        make(**padded, **llama, causal=True, lengths=True),
-        make(**padded, **llama, causal=True, starts=True),
-        make(seq_q=1, seq_k=4096, batch=16, **llama, starts=True),
-        make(seq_q=384, seq_k=384, batch=64, head_dim=64, dtype="float16", heads=12, kv_heads=12, lengths=True),
+        dict(**prompt, **LLAMA, causal=True, window=4096),
+        dict(**prompt, **{**gemma, "heads": 8, "kv_heads": 4}, window=1024),
+        dict(**prompt, **{**LLAMA, "kv_heads": 16}, causal=True, window=1024),
+        dict(**prompt, **oss, window=128),
+        dict(**prompt, **oss),
+        dict(seq_q=4096, seq_k=4096, **gemma, softcap=True),
+        dict(**prompt, **gemma, softcap=True, window=4096),
+        dict(**padded, **LLAMA, causal=True, lengths=True),
+        dict(**padded, **LLAMA, causal=True, starts=True),
+        dict(seq_q=1, seq_k=4096, batch=16, **LLAMA, starts=True),
+        {
+            "seq_q": 384,
+            "seq_k": 384,
+            "batch": 64,
+            "head_dim": 64,
+            "dtype": "float16",
+            "heads": 12,
+            "kv_heads": 12,
+            "lengths": True,
+        },
     ]
 
 
@@ -258,12 +217,7 @@ GPU in part, and wide heads.
 """
 
 
-def _coverage(make: Make) -> list[Problem]:
-    """Sizes between those of the models, so that every problem has a measured problem near it."""
-    return problems_in(make, COVERAGE)
-
-
-def drawn(make: Make, seed: int = 23) -> list[Problem]:
+def drawn(seed: int = 23) -> list[Values]:
     """40 problems drawn at random: prompts, chunks of them, single tokens, encoders and reading another text, eight each.
 
     Lengths and batches are uniform in their logarithm. Nothing is tuned or fitted to those of the seed of the suite: a policy is
@@ -274,7 +228,7 @@ def drawn(make: Make, seed: int = 23) -> list[Problem]:
     def about(low: int, high: int) -> int:
         return round(math.exp(chance.uniform(math.log(low), math.log(high))))
 
-    def draw(task: str) -> Problem:
+    def draw(task: str) -> Values:
         head_dim = chance.choice((64, 64, 72, 80, 96, 128, 128, 128, 128, 256))
         dtype = chance.choice(DTYPES)
         kv_heads, group = chance.choice((4, 8, 8, 12, 16)), chance.choice((1, 1, 2, 3, 4, 5, 7, 8))
@@ -283,34 +237,62 @@ def drawn(make: Make, seed: int = 23) -> list[Problem]:
         sizes = {"head_dim": head_dim, "dtype": dtype, "heads": kv_heads * group, "kv_heads": kv_heads}
         if task == "token":
             keys = about(256, 16384)
-            return make(seq_q=1, seq_k=keys, batch=about(1, min(128, 2**18 // keys)), **sizes)
+            return dict(seq_q=1, seq_k=keys, batch=about(1, min(128, 2**18 // keys)), **sizes)
         rows = about(64, 16384)
         batch = about(1, min(64, 2**15 // rows))
         if task == "chunk":
             rows = about(64, 2048)
             keys = rows + about(256, 16384)
-            return make(seq_q=rows, seq_k=keys, causal=True, alignment="bottom_right", **sizes)
+            return dict(seq_q=rows, seq_k=keys, causal=True, alignment="bottom_right", **sizes)
         keys = about(32, 512) if task == "context" else rows
-        return make(seq_q=rows, seq_k=keys, batch=batch, causal=task == "prompt", **sizes)
+        return dict(seq_q=rows, seq_k=keys, batch=batch, causal=task == "prompt", **sizes)
 
     return [draw(task) for task in ("prompt", "chunk", "token", "encoder", "context") for _ in range(8)]
 
 
-SUITES: Mapping[str, tuple[str, Any]] = {
-    "attention": (
-        "S 512 to 16384, D 64 and 128, causal and full, both dtypes, at 16k tokens and at B=1 H=8",
-        _attention,
-    ),
-    STANDARD: ("S 1024 and 4096, D 64 and 128, causal and full, float16, at 16k tokens", _standard),
-    "gqa": ("32 query heads over 8, 4 and 1 key heads, causal", _gqa),
-    "decode": ("1 and 8 query rows against 4k to 32k keys", _decode),
-    "odd-head-dims": ("D 40 to 256, no power of two but the last", _odd_head_dims),
-    "masks": ("windows, sinks, softcap and padded batches of real models", _masks),
-    "serving": ("packed prompts and texts, and decoding and a chunk of a prompt over keys in pages", _serving),
+SUITES: Mapping[str, list[Values]] = {
+    # 16k tokens of 2048 columns, and one sequence of eight heads, which leaves most of a large GPU idle when short
+    "attention": [
+        standard(seq_len=seq_len, head_dim=head_dim, dtype=dtype, causal=causal, batch=batch, heads=heads)
+        for batch, heads in ((None, None), (1, 8))
+        for dtype in DTYPES
+        for head_dim in (64, 128)
+        for causal in MASKS
+        for seq_len in SEQ_LENS
+    ],
+    # a short and a long sequence with the usual head dimensions, with and without a causal mask, at 16k tokens
+    STANDARD: [
+        standard(seq_len=seq_len, head_dim=head_dim, causal=causal)
+        for head_dim in (64, 128)
+        for causal in MASKS
+        for seq_len in (1024, 4096)
+    ],
+    # 32 query heads over 8, 4 and 1 key heads, as in Llama 3, in smaller models of its family, and multi-query
+    "gqa": [
+        standard(seq_len=seq_len, head_dim=128, dtype="bfloat16", causal=True, batch=batch, heads=32, kv_heads=kv_heads)
+        for kv_heads in (8, 4, 1)
+        for batch, seq_len in ((8, 1024), (4, 4096), (1, 8192), (1, 16384))
+    ],
+    # one new token, or eight, against a long cache: 32 query heads over 8 key heads and over 32
+    "decode": [
+        {**LLAMA, "seq_q": seq_q, "seq_k": seq_k, "batch": batch, "kv_heads": kv_heads}
+        for kv_heads in (8, 32)
+        for seq_q in (1, 8)
+        for batch, seq_k in ((1, 4096), (1, 32768), (16, 4096), (64, 4096))
+    ],
+    # head dimensions of models that are no power of two, and the largest one served
+    "odd-head-dims": [
+        standard(seq_len=seq_len, head_dim=head_dim, causal=causal, batch=4, heads=16)
+        for head_dim in (40, 72, 80, 96, 112, 160, 192, 256)
+        for causal in MASKS
+        for seq_len in (1024, 4096)
+    ],
+    "masks": _masks(),
+    "serving": _serving(),
     **MODELS,
-    ALL_MODELS: ("all of the models above", all_models),
-    "coverage": ("sizes between those of the models, for problems off the table to go by", _coverage),
-    "unseen": ("models that nobody tunes: what problems off the table get", unseen),
-    "drawn": ("40 problems drawn at random, to judge what problems off the table get", drawn),
+    ALL_MODELS: [problem for problems in MODELS.values() for problem in problems],
+    "coverage": problems_in(COVERAGE),
+    "unseen": problems_in(UNSEEN),
+    "drawn": drawn(),
 }
-"""Name -> one line for people, and what makes the problems in the order they are tuned and benched."""
+"""Suite -> its problems, in the order in which they are tuned and benched."""

@@ -6,7 +6,7 @@ What runs on the GPU is in `tiles` beside it; cuTile is imported where a launch 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tiledsched.core.fields as ts
 from tiledsched.core.kernel import Kernel
@@ -14,9 +14,6 @@ from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.matmul import model
 from tiledsched.kernels.matmul.suites import SUITES
-
-if TYPE_CHECKING:
-    pass
 
 PAD_TILE = 64
 """Sides of the tiles in which operands are copied; the copies' sizes are multiples of it."""
@@ -174,14 +171,9 @@ def row_bytes(run: int, item: int = 2) -> bool:
     return run * item % TMA_BYTES != 0
 
 
-def tile_columns(s: Schedule) -> int:
-    """Columns of a work tile, both parts."""
-    return s.number("TILE_N") + s.number("REST_N")
-
-
 def work_tiles(p: Problem, s: Schedule) -> int:
     """Work tiles of a product."""
-    return -(-p.m // s.number("TILE_M")) * -(-p.n // tile_columns(s)) * s.number("SPLIT_K")
+    return -(-p.m // s.number("TILE_M")) * -(-p.n // model.tile_columns(s)) * s.number("SPLIT_K")
 
 
 def combine_tile(p: Problem) -> tuple[int, int, bool]:

@@ -9,24 +9,17 @@ blocks resident, and tiles that shared memory holds ahead. Knobs that leave no t
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
-from tiledsched.core.cost import Cost
+from tiledsched.core.cost import EFFICIENCY, LAUNCH_US, WARPS_PER_GROUP, Cost, smooth_max
+from tiledsched.core.device import ArchSpec
 from tiledsched.core.problem import Problem
-from tiledsched.core.resources import ctas_per_sm
+from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 
-if TYPE_CHECKING:
-    from tiledsched.core.device import ArchSpec
-    from tiledsched.core.resources import ResourceFacts
-
-WARPS_PER_GROUP = 4
 ELEMENT_BYTES = 2
 PARTIAL_BYTES = 4
 
 # Counted or published.
-TENSOR_EFFICIENCY = 0.8
-"""Share of the peak tensor rate that is reached: 800 of the published 989 TFLOP/s in a large bf16 product on an H200."""
 WARP_PRODUCT_SHARE = 0.88
 """Share of the tensor rate that products of single warps reach on archs that have larger products."""
 LOAD_LATENCY = 970.0
@@ -49,14 +42,10 @@ FREE_SPILL_BYTES = 32
 SPILL_BYTES_PER_CYCLE = 95.0
 
 # Chosen, not fitted.
-LAUNCH_US = 3.0
-"""Start and end of a kernel."""
 SECOND_LAUNCH_US = 2.0
 """Time that another launch in the same stream adds."""
 COPY_SHARE = 0.88
 """Share of the published bandwidth of device memory that a copy reaches."""
-SHARPNESS = 4.0
-"""Exponent of the smooth maximum of two limits."""
 
 
 class MatmulCost(Cost):
@@ -65,9 +54,9 @@ class MatmulCost(Cost):
     def model(self, p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
         """Estimated time in microseconds. Only the order of estimates counts."""
         splits, ctas = s.number("SPLIT_K"), max(1, facts.num_ctas)
-        rows, columns = -(-p.m // s.number("TILE_M")), -(-p.n // _columns(s))
+        rows, columns = -(-p.m // s.number("TILE_M")), -(-p.n // tile_columns(s))
         steps = math.ceil(-(-p.k // s.number("TILE_K")) / splits)
-        resident = max(1, ctas_per_sm(spec.arch, facts.registers, facts.threads, facts.shared_bytes))
+        resident = facts.resident(spec.arch)
         slots = max(1, spec.sm_count * resident // ctas)
         blocks = rows * columns * splits
 
@@ -88,7 +77,7 @@ class MatmulCost(Cost):
 def step_cycles(p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec, resident: int) -> float:
     """Cycles in which each of `resident` blocks on an SM gets through one step of its main loop."""
     ctas = max(1, facts.num_ctas)
-    tile_m, tile_n, tile_k = s.number("TILE_M") / ctas, _columns(s), s.number("TILE_K")
+    tile_m, tile_n, tile_k = s.number("TILE_M") / ctas, tile_columns(s), s.number("TILE_K")
     loaded_by_tma = spec.producer_warps > 0 and (not p.odd or bool(s["PAD"]))
     warps = facts.threads // 32 - (spec.producer_warps if loaded_by_tma else 0)
     groups = max(1, warps // WARPS_PER_GROUP)
@@ -98,7 +87,7 @@ def step_cycles(p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec, r
         rate *= WARP_PRODUCT_SHARE
     elif tile_m < spec.product_rows:
         rate *= tile_m / spec.product_rows
-    tensor = 2.0 * tile_m * tile_n * tile_k / (rate * TENSOR_EFFICIENCY)
+    tensor = 2.0 * tile_m * tile_n * tile_k / (rate * EFFICIENCY)
     # Each product instruction reads its rows of A and its columns of B from shared memory.
     chunks = max(1.0, tile_m / max(spec.product_rows, 16))
     wide = tile_n if tile_m >= groups * spec.product_rows else tile_n / groups
@@ -116,7 +105,7 @@ def step_cycles(p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec, r
 
 def block_cycles(s: Schedule, facts: ResourceFacts) -> float:
     """Cycles of a work tile outside its main loop."""
-    elements = s.number("TILE_M") * _columns(s) / max(1, facts.num_ctas)
+    elements = s.number("TILE_M") * tile_columns(s) / max(1, facts.num_ctas)
     item = ELEMENT_BYTES if s.number("SPLIT_K") == 1 else PARTIAL_BYTES
     return BLOCK_CYCLES + elements * item / STORE_BYTES_PER_CYCLE
 
@@ -127,7 +116,7 @@ def dram_bytes(p: Problem, s: Schedule, spec: ArchSpec, slots: int) -> float:
     least = float(ELEMENT_BYTES * (a + b + c))
     if ELEMENT_BYTES * (a + b) <= spec.l2_bytes / 2:
         return least
-    tile_m, tile_n = s.number("TILE_M"), _columns(s)
+    tile_m, tile_n = s.number("TILE_M"), tile_columns(s)
     rows, columns = -(-p.m // tile_m), -(-p.n // tile_n)
     tall = min(rows, s.number("GROUP_M"))
     wide = min(columns, max(1.0, slots / tall))
@@ -151,11 +140,6 @@ def other_launches_us(p: Problem, s: Schedule, spec: ArchSpec) -> float:
     return SECOND_LAUNCH_US + moved / (rate * (2.0 if in_cache else 1.0))
 
 
-def smooth_max(first: float, second: float) -> float:
-    """The p-norm: the larger where they differ, somewhat more where they are close."""
-    largest = max(first, second)
-    return largest * ((first / largest) ** SHARPNESS + (second / largest) ** SHARPNESS) ** (1.0 / SHARPNESS)
-
-
-def _columns(s: Schedule) -> int:
+def tile_columns(s: Schedule) -> int:
+    """Columns of a work tile, both parts."""
     return s.number("TILE_N") + s.number("REST_N")

@@ -30,7 +30,7 @@ Bool = ct.Constant[bool]
 
 
 @dataclass(frozen=True)
-class Constants:
+class MatmulConstants:
     """The compile-time constants of the kernels."""
 
     TILE_M: int
@@ -65,7 +65,7 @@ class Work:
 
 def matmul(A, B, C, TILE_M: Int, TILE_N: Int, REST_N: Int, TILE_K: Int, GROUP_M: Int, PERSISTENT: Bool, LATENCY: Int):
     """C = A @ B for A `[m, k]` and B `[k, n]`, each row- or column-major, and C `[m, n]`, row-major, of one type."""
-    const = Constants(TILE_M, TILE_N, REST_N, TILE_K, GROUP_M, PERSISTENT, LATENCY, 1)
+    const = MatmulConstants(TILE_M, TILE_N, REST_N, TILE_K, GROUP_M, PERSISTENT, LATENCY, 1)
     schedule_tiles(A, B, C, const)
 
 
@@ -83,7 +83,7 @@ def matmul_partial(
     SPLIT_K: Int,
 ):
     """Partial[s] = the s-th share of A @ B, for float32 Partial `[SPLIT_K, m, n]`."""
-    const = Constants(TILE_M, TILE_N, REST_N, TILE_K, GROUP_M, PERSISTENT, LATENCY, SPLIT_K)
+    const = MatmulConstants(TILE_M, TILE_N, REST_N, TILE_K, GROUP_M, PERSISTENT, LATENCY, SPLIT_K)
     schedule_tiles(A, B, Partial, const)
 
 
@@ -100,7 +100,7 @@ def matmul_padded(
     LATENCY: Int,
 ):
     """C = A @ B from row-major copies whose sizes are rounded up, PaddedA `[>= m, >= k]` and PaddedB `[>= k, >= n]`."""
-    const = Constants(TILE_M, TILE_N, REST_N, TILE_K, GROUP_M, PERSISTENT, LATENCY, 1)
+    const = MatmulConstants(TILE_M, TILE_N, REST_N, TILE_K, GROUP_M, PERSISTENT, LATENCY, 1)
     schedule_tiles(PaddedA, PaddedB, C, const)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tiledsched.core.fields as ts
 from tiledsched.core.kernel import Kernel
@@ -11,9 +11,6 @@ from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels import row_schedules
 from tiledsched.kernels.row_schedules import ELEMENTS, WIDTHS
-
-if TYPE_CHECKING:
-    pass
 
 
 class RmsNorm(Kernel):

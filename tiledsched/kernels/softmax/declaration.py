@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import tiledsched.core.fields as ts
 from tiledsched.core.kernel import Kernel
@@ -10,9 +11,6 @@ from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels import row_schedules
 from tiledsched.kernels.row_schedules import ELEMENTS, WIDTHS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class Softmax(Kernel):
