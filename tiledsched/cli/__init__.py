@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None, **fakes: Any) -> int:
     import click
     from click.shell_completion import shell_complete
 
-    from tiledsched.cli.app import Invocation, path_of
+    from tiledsched.cli.app import Invocation
     from tiledsched.cli.commands import root
 
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None, **fakes: Any) -> int:
     except click.exceptions.Exit as done:  # --help and --version
         return done.exit_code
     except click.UsageError as error:
-        where = f"; see {path_of(error.ctx)} --help" if error.ctx else ""
+        where = f"; see {error.ctx.command_path} --help" if error.ctx else ""
         print(f"tiledsched: {error.format_message().rstrip('.')}{where}", file=sys.stderr)
         return 2
     except TiledschedError as error:

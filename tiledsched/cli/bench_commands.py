@@ -13,7 +13,6 @@ from tiledsched.cli.app import (
     FILE,
     FOLDER,
     CommaList,
-    Count,
     Decorated,
     Group,
     Invocation,
@@ -42,7 +41,7 @@ methods_option = option(
 )
 rounds_option = option(
     "--rounds",
-    type=Count(),
+    type=click.IntRange(1),
     default=30,
     metavar="N",
     help="samples of a quick method; slow ones get fewer (default: 30)",

@@ -14,7 +14,6 @@ import click
 from tiledsched.cli.app import (
     FILE,
     FOLDER,
-    Count,
     Group,
     Invocation,
     arch_option,
@@ -165,7 +164,7 @@ def _is_database(source: str) -> bool:
     "sql", required=False, help="one SELECT, or - to read it from standard input; none lists the tables and views"
 )
 @option("--csv", is_flag=True, help="print CSV")
-@option("--limit", type=Count(), default=1000, metavar="N", help="rows to print at most, except as CSV (default: 1000)")
+@option("--limit", type=click.IntRange(1), default=1000, metavar="N", help="rows to print at most, except as CSV (default: 1000)")
 @option("--timeout", type=float, default=60.0, metavar="SECONDS", help="give up after this long (default: 60)")
 def query(run: Invocation, sql: str | None, csv: bool, limit: int, timeout: float) -> None:
     """Ask a question in SQL.

@@ -12,7 +12,6 @@ import click
 from tiledsched.cli import fleet_output
 from tiledsched.cli.app import (
     Command,
-    Count,
     Group,
     Invocation,
     arch_option,
@@ -52,7 +51,7 @@ WATCH_S = 2.0
 """Seconds between two looks at a campaign."""
 workers_option = option(
     "--workers",
-    type=Count(0),
+    type=click.IntRange(0),
     default=0,
     metavar="N",
     help="work without GPUs, on so many problems at a time on each node: only builds and the model's ranking",
@@ -98,7 +97,7 @@ class RunCommand(Command):
 )
 @option(
     "--attempts",
-    type=Count(),
+    type=click.IntRange(1),
     default=MOST_ATTEMPTS,
     metavar="N",
     help=f"attempts at one problem (default: {MOST_ATTEMPTS})",

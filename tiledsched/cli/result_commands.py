@@ -44,7 +44,7 @@ only_regime = option("--regime", type=REGIMES, help="only what was measured in i
 @kernel_filter
 @filter_option
 @only_arch
-@option("--provenance", type=CommaList(allowed=PROVENANCES), metavar="P[,P]", help=f"only {', '.join(PROVENANCES)}")
+@option("--provenance", type=CommaList(click.Choice(PROVENANCES)), metavar="P[,P]", help=f"only {', '.join(PROVENANCES)}")
 @only_regime
 @option("--device", default="", metavar="NAME", help="only what was measured on a GPU whose name contains this")
 @option("--compiler", metavar="VERSION", help="what is served with this compiler, or `all` (default: the one here)")

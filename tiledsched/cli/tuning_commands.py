@@ -124,7 +124,7 @@ def _without(words: Sequence[str], flag: str) -> list[str]:
     return kept
 
 
-@command("check", db=False)
+@command("check")
 @kernel_argument
 @problem_options
 @option("--arch", default=CHECK_ARCH, metavar="ARCH", help=f"whose search space is used (default: {CHECK_ARCH})")
