@@ -311,12 +311,12 @@ def test_ctrl_c_keeps_what_is_done(home) -> None:
         ("tune --arch sm_90 -p S=1024,D=512 --runner none", "at most 256"),
         ("tune --arch sm_90 -p S=1024,D=64,dtype=float8", "must be one of float16, bfloat16"),
         ("tune --effort fast", "'fast' is not one of 'quick', 'default', 'thorough'; see tiledsched tune --help"),
-        ("tune --trials 0", "'0' is not an integer of 1 or more"),
+        ("tune --trials 0", "0 is not in the range x>=1; see tiledsched tune --help"),
         ("tune --trials", "requires an argument; see tiledsched tune --help"),
         ("tune attention matmul", "unexpected extra argument (matmul); see tiledsched tune --help"),
         ("compare a", "Missing argument 'B'; see tiledsched compare --help"),
         ("compare a b --threshold 100", "100.0 is not in the range 0<x<100"),
-        ("show --provenance guessed", "'guessed' is not one of measured, transferred, modelled, default"),
+        ("show --provenance guessed", "'guessed' is not one of 'measured', 'transferred', 'modelled', 'default'"),
         ("db check --db missing.db", "missing.db"),
         ("db check --kind hang", "pass --forget-failures"),
         ("db export --format t4", "pass --landscapes DIR"),
@@ -332,13 +332,15 @@ def test_ctrl_c_keeps_what_is_done(home) -> None:
         ("warmup --arch sm_90 --also group", "group needs a value"),
         ("warmup --arch sm_90 --also odd", "vary by dtype, group, any-length, decode"),
         ("fleet run", "a fleet runs tune, record, refresh, bench"),
-        ("fleet run tune softmax --problm x", "did you mean --problem? see tiledsched fleet run tune --help"),
-        ("tune --headdim 64", "tune has no flag --headdim; did you mean -p D=...? see tiledsched tune --help"),
-        ("tune --effrt quick", "tune has no flag --effrt; did you mean --effort? see tiledsched tune --help"),
-        ("report --arch sm_90 --out x --colour", "report has no flag --colour; see tiledsched report --help"),
-        ("--json show", "there is no flag --json before a command"),
-        ("fly", "there is no command fly; see tiledsched --help"),
-        ("db exprt", "there is no command db exprt; did you mean export? see tiledsched db --help"),
+        ("fleet run tune softmax --problm x", "Did you mean '--problem'? see tiledsched fleet run tune --help"),
+        ("tune --budgt 64", "No such option '--budgt'. Did you mean '--budget'? see tiledsched tune --help"),
+        ("report --arch sm_90 --out x --xyz", "No such option '--xyz'; see tiledsched report --help"),
+        ("--effort quick tune", "No such option '--effort'; see tiledsched --help"),
+        ("fly", "No such command 'fly'; see tiledsched --help"),
+        ("db exprt", "No such command 'exprt'. Did you mean 'export'? see tiledsched db --help"),
+        ("tune --db", "'--db' requires an argument; see tiledsched tune --help"),
+        ("warmup --arch sm_90 --decode", "--decode is gone; use --also decode"),
+        ("bench --csv x.csv --resume", "--resume is gone; use --csv FILE alone"),
     ],
 )
 def test_wrong_use_is_explained_and_exits_with_2(home, capsys, line, words) -> None:
@@ -366,29 +368,32 @@ def test_an_old_command_names_the_new_one(capsys, old) -> None:
     ] == []
 
 
-@pytest.mark.parametrize("flag", renamed.KEYS)
-@pytest.mark.parametrize("command", ["tune", "explain", "bench", "show", "refresh", "fleet run tune"])
-def test_an_old_flag_of_attention_names_the_problem(capsys, command, flag) -> None:
-    values = {"--dtype": "bfloat16", "--causal": "both", "--alignment": "bottom_right"}
-    switch = flag in ("--softcap", "--sinks", "--starts", "--lengths", "--lse")
-    words = [flag] if switch else [flag, values.get(flag, "16")]
-    assert main([*command.split(), *words, "--verbose"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"tiledsched: {flag} is gone; use -p ")
-    named = said.split("use -p ")[1].split()[0]
-    assert named == renamed.KEYS[flag] + ("" if switch else f"={values.get(flag, '16').replace('both', 'no:yes')}")
-    sizes = "S=64,D=32,causal,B=1,heads=16"
+@pytest.mark.parametrize("flag", [flag for flag in renamed.FLAGS if flag.startswith("--")])
+def test_an_old_flag_of_attention_names_the_problem(capsys, flag) -> None:
+    assert main(["tune", flag, "16", "--verbose"]) == 2
+    assert capsys.readouterr().err == f"tiledsched: {flag} is gone; use {renamed.FLAGS[flag]}\n"
+    named = renamed.FLAGS[flag].removeprefix("-p ").split(",")[0]
     if flag not in ("--window-right", "--page"):  # which need another beside them
-        assert read_problems(Attention, f"{sizes},{named}")
+        assert read_problems(Attention, f"S=64,D=32,causal,B=1,heads=16,{named}")
 
 
-def test_old_flags_are_translated_together(capsys) -> None:
-    assert (
-        main(["tune", "--arch", "sm_90", "--seq-len", "1024,4096", "--head-dim=64", "--causal", "--kv-heads", "8"]) == 2
-    )
-    assert "use -p S=1024:4096,D=64,causal,kv_heads=8 (heads and batch are 1 unless" in capsys.readouterr().err
-    assert main(["warmup", "--arch", "sm_90", "--decode", "--group", "1,4"]) == 2
-    assert "use --also decode,group=1:4" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--db x.db --json db check",
+        "db --json --db=x.db check",
+        "db check -v --json --db x.db",
+        "--db no.db db check --json --db x.db",
+        "db check --db x.db --json --",
+    ],
+)
+def test_the_programs_options_stand_anywhere(home, capsys, line) -> None:
+    from tiledsched.store.db import TuningDB
+
+    TuningDB.open("x.db").close()
+    assert main(line.split()) == 0
+    assert json.loads(capsys.readouterr().out)["problems"] == []
+    assert not Path("no.db").exists()
 
 
 def test_a_wrong_environment_is_explained(home, capsys, monkeypatch) -> None:
@@ -474,7 +479,7 @@ def test_without_a_problem_the_default_suite_is_meant() -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("sums.py:Add -p row=1", "the keys of sums:Add are rows, columns, scaled, dtype, N"),
+        ("sums.py:Add -p row=1", "the keys of sums:Add are N, rows, columns, scaled, dtype"),
         ("sums.py:Add -p rows=many,columns=1", "rows must be a positive integer, got 'many'"),
         ("sums.py:Add -p rows=0,columns=1", "rows must be a positive integer"),
         ("sums.py:Add -p rows=1", "needs ['columns']"),
@@ -517,6 +522,7 @@ def test_the_help_of_a_kernel_shows_its_keys_and_suites(added, capsys) -> None:
     said = capsys.readouterr().out
     assert "Problems of sums:Add" in said
     assert "N, rows, columns, scaled, dtype" in said
+    assert "print the result as JSON" in said
     assert re.search(r"suites +square", said)
     assert main(["fleet", "run", "bench", "--help"]) == 0
     said = capsys.readouterr().out
@@ -813,6 +819,7 @@ def test_explain_takes_what_decides_as_tune_does(added, capsys) -> None:
         ("tiledsched tune --eff", "--effort"),
         ("tiledsched tune mat", "matmul"),
         ("tiledsched tune --effort q", "quick"),
+        ("tiledsched db check --js", "--json"),
     ],
 )
 def test_a_shell_completes_commands_flags_and_their_words(capsys, monkeypatch, line, wanted) -> None:

@@ -361,7 +361,7 @@ def test_the_commands_show_what_is_done_and_an_odd_gpu_stores_under_a_name_of_it
         told = leases.campaign(opened)
         assert (told.job, told.options["effort"], told.source_hash) == ("tune", "default", Softmax.source_hash())
     assert main(["fleet", "run", "tune", "softmax", "--arch", "sm_90", "--problm", "x"]) == 2
-    assert "did you mean --problem" in capsys.readouterr().err
+    assert "Did you mean '--problem'" in capsys.readouterr().err
 
 
 def test_a_host_with_another_compiler_or_source_takes_nothing(home, monkeypatch) -> None:

@@ -76,6 +76,7 @@ def main(arguments: Sequence[str] | None = None, **fakes: Any) -> int:
         where the signals TERM and HUP did).
     """
     gc.set_threshold(COLLECT_EVERY)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # no command multiplies matrices large enough to gain from more
     import click
     from click.shell_completion import shell_complete
 
@@ -96,7 +97,7 @@ def main(arguments: Sequence[str] | None = None, **fakes: Any) -> int:
         return done.exit_code
     except click.UsageError as error:
         where = f"; see {error.ctx.command_path} --help" if error.ctx else ""
-        print(f"tiledsched: {error.format_message().rstrip('.')}{where}", file=sys.stderr)
+        print(f"tiledsched: {error.format_message().rstrip('.')}{where}".replace("?; see", "? see"), file=sys.stderr)
         return 2
     except TiledschedError as error:
         print(f"tiledsched: {error}", file=sys.stderr)

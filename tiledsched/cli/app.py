@@ -429,9 +429,7 @@ target_option = arch_option(
 jobs_option = option("--jobs", type=click.IntRange(1), metavar="N", help="compile processes (default: one per CPU)")
 
 
-def command(
-    name: str, *, cls: type[Command] = Command, **more: Any
-) -> Callable[[Callable[..., int | None]], Command]:
+def command(name: str, *, cls: type[Command] = Command, **more: Any) -> Callable[[Callable[..., int | None]], Command]:
     """Make a function a command of class `cls`.
 
     The function is given the Invocation first, and its parameters by name. It returns the exit code; None is 0. Its docstring

@@ -25,14 +25,7 @@ from tiledsched.cli.bench_commands import bench
 from tiledsched.cli.output import console, note
 from tiledsched.cli.problems import named_problems
 from tiledsched.cli.result_commands import written_report
-from tiledsched.cli.tuning_commands import (
-    measured_problems,
-    needs_folder,
-    one_thread_for_algebra,
-    record,
-    refresh,
-    tune,
-)
+from tiledsched.cli.tuning_commands import measured_problems, needs_folder, record, refresh, tune
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass
 from tiledsched.fleet.campaign import DEADLINE_S, LEASE_S, MOST_ATTEMPTS
@@ -45,7 +38,7 @@ if TYPE_CHECKING:
 
 SINGLE: dict[str, Command] = {"tune": tune, "record": record, "refresh": refresh, "bench": bench}
 """The commands that a fleet can run."""
-HERE = ("kernel", "problem", "suite", "arch", "jobs", "report", "out", "csv", "resume", "summary", "budget", "budget_s")
+HERE = ("kernel", "problem", "suite", "arch", "jobs", "report", "out", "csv", "summary", "budget", "budget_s")
 """Parameters of those commands that the machine which opens a campaign takes care of; the others go to its workers."""
 WATCH_S = 2.0
 """Seconds between two looks at a campaign."""
@@ -131,13 +124,14 @@ def run_fleet(
     name, *rest = words or ("",)
     if name not in SINGLE:
         raise ConfigError(f"a fleet runs {', '.join(SINGLE)}, not {name or 'nothing'}; see tiledsched fleet run --help")
-    with SINGLE[name].make_context(name, rest, parent=click.get_current_context()) as context:
+    with SINGLE[name].make_context(
+        f"fleet run {name}", rest, parent=click.get_current_context().find_root()
+    ) as context:
         given = context.params
     _check(name, given, open_only)
     budget = given.get("budget", given.get("budget_s"))
     limits = Limits(lease_s=lease, deadline_s=deadline, most_attempts=attempts, budget_s=budget)
     planned = _plan(run, name, given, run.archs(arch), limits)
-    one_thread_for_algebra()
     url = where(run.db or run.settings().db)
     if open_only:
         with TuningDB.open(url) as db:
@@ -178,8 +172,8 @@ def _check(name: str, given: dict[str, Any], open_only: bool) -> None:
     """
     if name == "record" and not open_only:
         needs_folder(given["out"], given["build_only"])
-    if name == "bench" and (given["summary"] or given["resume"]):
-        raise ConfigError("a fleet goes on by itself and sums up no files; leave out --resume and --summary")
+    if name == "bench" and given["summary"]:
+        raise ConfigError("a fleet sums up no files; leave out --summary")
     if name == "bench" and given["csv"] and Path(given["csv"]).exists():
         raise ConfigError(f"{given['csv']} is there already; choose another file")
 
@@ -240,7 +234,6 @@ def work(run: Invocation, campaign: str | None, wait: float, workers: int, jobs:
     \b
     tiledsched fleet work --db postgresql://host/tiledsched
     """
-    one_thread_for_algebra()
     from tiledsched.fleet.local import work as work_here
     from tiledsched.fleet.run import where
 

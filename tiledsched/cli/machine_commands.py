@@ -86,7 +86,7 @@ def warmup(
             progress=note,
         )
         results.append(renamed_by_contents(done, kernel.name) if in_folder else done)
-    run.print({"bundles": [result.to_json() for result in results]}, "\n".join(map(str, results)))
+    run.print({"bundles": results}, "\n".join(map(str, results)))
     return 1 if any(result.failures for result in results) else 0
 
 

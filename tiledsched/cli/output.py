@@ -6,7 +6,7 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,28 +53,33 @@ def print_wrapped(text: str, indent: str = "") -> None:
     )
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, right: Sequence[str] = ()) -> None:
-    """Print a table, or where that is wider than the terminal, each row as a block of its own.
+def table_lines(columns: Sequence[str], rows: Iterable[Iterable[Any]], right: Collection[str] = ()) -> list[str]:
+    """The lines of a table, its head first.
 
     Args:
         columns: their names.
         rows: the values; None is an empty cell.
         right: the columns whose values are aligned to the right.
     """
-    cells = [["" if value is None else str(value) for value in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
-    if sum(widths) + 2 * len(widths) <= width():
-        for line in (columns, *cells):
-            padded = [
-                text.rjust(size) if name in right else text.ljust(size)
-                for text, size, name in zip(line, widths, columns, strict=True)
-            ]
-            print("  ".join(padded).rstrip())
+    lines = [columns, *(["" if value is None else str(value) for value in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = [str.rjust if name in right else str.ljust for name in columns]
+    return [
+        "  ".join(align(text, size) for align, text, size in zip(aligned, line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], right: Collection[str] = ()) -> None:
+    """Print a table (see `table_lines`), or where that is wider than the terminal, each row as a block of its own."""
+    lines = table_lines(columns, rows, right)
+    if max(map(len, lines)) <= width():
+        print(*lines, sep="\n")
         return
     longest = max(map(len, columns))
-    for line in cells:
-        for name, text in zip(columns, line, strict=True):
-            print_wrapped(f"{name.ljust(longest)}  {text}")
+    for row in rows:
+        for name, value in zip(columns, row, strict=True):
+            print_wrapped(f"{name.ljust(longest)}  {'' if value is None else value}")
         print()
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tiledsched.cli import served_output
 from tiledsched.cli.app import (
     FOLDER,
     CommaList,
@@ -44,7 +45,9 @@ only_regime = option("--regime", type=REGIMES, help="only what was measured in i
 @kernel_filter
 @filter_option
 @only_arch
-@option("--provenance", type=CommaList(click.Choice(PROVENANCES)), metavar="P[,P]", help=f"only {', '.join(PROVENANCES)}")
+@option(
+    "--provenance", type=CommaList(click.Choice(PROVENANCES)), metavar="P[,P]", help=f"only {', '.join(PROVENANCES)}"
+)
 @only_regime
 @option("--device", default="", metavar="NAME", help="only what was measured on a GPU whose name contains this")
 @option("--compiler", metavar="VERSION", help="what is served with this compiler, or `all` (default: the one here)")
@@ -72,7 +75,6 @@ def show(
     if landscapes:
         return _show_landscapes(run, kernel, arch)
     from tiledsched.build.toolchain import compiler_at_hand
-    from tiledsched.cli import served_output
     from tiledsched.serve.entries import combined
     from tiledsched.serve.entries import layers as load_layers
     from tiledsched.store.evidence import for_compiler
@@ -100,7 +102,7 @@ def show(
             }
             for entry in entries
         ]
-        run.print({"layers": [layer.to_json() for layer in found], "entries": rows})
+        run.print({"layers": found, "entries": rows})
     elif entries and layers:
         served_output.print_layers(found, entries, covered)
     elif entries:
@@ -124,7 +126,6 @@ def _layers_by_key(found: Sequence[Layer]) -> dict[tuple[str, ...], list[str]]:
 
 def _show_landscapes(run: Invocation, kernel: str | None, arch: str | None) -> None:
     """List what is measured, and where the winners of the two regimes differ."""
-    from tiledsched.cli import served_output
     from tiledsched.store.queries import compare_regimes
 
     with run.open_db(read_only=True) as db:
@@ -132,10 +133,7 @@ def _show_landscapes(run: Invocation, kernel: str | None, arch: str | None) -> N
         compared = [one for one in compare_regimes(db.latest_measurements()) if kernel in (None, one.problem.kernel)]
     if not lines:
         note("nothing is measured in this database; tune on a GPU first, or db import a landscape")
-    found = {
-        "landscapes": [served_output.landscape_json(line) for line in lines],
-        "regimes": [one.to_json() for one in compared],
-    }
+    found = {"landscapes": [*map(served_output.landscape_json, lines)], "regimes": compared}
     run.print(found, lambda: served_output.print_landscapes(lines, compared))
 
 
@@ -192,7 +190,7 @@ def report(
     tiledsched report matmul --arch sm_90,sm_121 -o report
     """
     files = written_report(run, kernel, arch or [run.arch(None)], out, regime=regime, device=device)
-    run.print({"files": [str(path) for path in files]}, "\n".join(map(str, files)))
+    run.print({"files": files}, "\n".join(map(str, files)))
 
 
 def written_report(
@@ -265,7 +263,6 @@ def compare(
     tiledsched compare before.db after.db
     tiledsched compare 13.4 13.5
     """
-    from tiledsched.cli import served_output
     from tiledsched.report.compare import compare as compare_sides
     from tiledsched.report.comparison_sources import Wanted, read_side
 
