@@ -612,7 +612,6 @@ def test_a_terminal_shows_a_bar_the_best_so_far_and_the_time_left(budget_s) -> N
         clock = 20.0
         watcher.step(8)
         watcher.best(12.5, long)
-        watcher._bars.refresh()
     said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
     assert f"[1/2] {problem}" in said
     assert ("8/64 0:02:20 left" if budget_s is None else "8/64 0:00:10 left") in said

@@ -346,7 +346,6 @@ def test_the_commands_show_what_is_done_and_an_odd_gpu_stores_under_a_name_of_it
     assert "1 of 2 done, 1 failed" in out
     assert "no schedule works; relax the constraints" in out
     assert f"{mine} on" in out
-    assert main(["fleet", "status", "--watch"]) == 1
     assert main(["fleet", "status", "--all"]) == 0
     assert main(["fleet", "status", "--stop", campaign.id]) == 0
     assert main(["fleet", "work", "nonsense"]) == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from tiledsched.cli.app import (
     option,
 )
 from tiledsched.cli.bench_commands import bench
-from tiledsched.cli.output import console, note
+from tiledsched.cli.output import note
 from tiledsched.cli.problems import named_problems
 from tiledsched.cli.result_commands import written_report
 from tiledsched.cli.tuning_commands import measured_problems, needs_folder, record, refresh, tune
@@ -33,15 +32,12 @@ from tiledsched.fleet.campaign import DEADLINE_S, LEASE_S, MOST_ATTEMPTS
 if TYPE_CHECKING:
     from tiledsched.fleet.campaign import CampaignPlan
     from tiledsched.fleet.leases import Leases
-    from tiledsched.fleet.status import FleetStatus
     from tiledsched.store.db import TuningDB
 
 SINGLE: dict[str, Command] = {"tune": tune, "record": record, "refresh": refresh, "bench": bench}
 """The commands that a fleet can run."""
 HERE = ("kernel", "problem", "suite", "arch", "jobs", "report", "out", "csv", "summary", "budget", "budget_s")
 """Parameters of those commands that the machine which opens a campaign takes care of; the others go to its workers."""
-WATCH_S = 2.0
-"""Seconds between two looks at a campaign."""
 workers_option = option(
     "--workers",
     type=click.IntRange(0),
@@ -155,12 +151,9 @@ def run_fleet(
         files += written_report(run, given["kernel"], list(planned.problems), given["report"], regime=given["regime"])
     if given.get("csv"):
         files.append(_write_rows(results, Path(given["csv"])))
-    rows = [
-        {"problem": problem.to_json(), "arch": each, "worker": worker, "result": result}
-        for problem, each, result, worker in results
-    ]
-    found = {**status.to_json(), "rows": rows, "files": [*map(str, files)]}
-    run.print(found, lambda: fleet_output.print_results(results, status, files))
+    rows = fleet_output.result_rows(results)
+    found = {**status.to_json(), "rows": rows, "files": files}
+    run.print(found, lambda: fleet_output.print_results(rows, status, files))
     return 0 if status.campaign.status == "done" and not status.failed else 1
 
 
@@ -250,17 +243,16 @@ def work(run: Invocation, campaign: str | None, wait: float, workers: int, jobs:
 @command("status")
 @argument("campaign", required=False, help="which campaign (default: the newest)")
 @option("--all", "everything", is_flag=True, help="list all campaigns")
-@option("--watch", is_flag=True, help="look again every two seconds, until the campaign ends or Ctrl-C; not as JSON")
 @option(
     "--stop", is_flag=True, help="let workers end with what they are doing; the command that opened it goes on later"
 )
-def status(run: Invocation, campaign: str | None, everything: bool, watch: bool, stop: bool) -> int:
+def status(run: Invocation, campaign: str | None, everything: bool, stop: bool) -> int:
     """Say how far a campaign is, on which GPUs, and what failed.
 
     Exit code 1 if a problem could not be done.
 
     \b
-    tiledsched fleet status --watch
+    tiledsched fleet status
     tiledsched fleet status 3f2a --stop
     """
     from tiledsched.fleet.leases import Leases
@@ -281,34 +273,14 @@ def status(run: Invocation, campaign: str | None, everything: bool, watch: bool,
             text = f"{wanted} is stopped; the command that opened it goes on with it"
             run.print({"campaign": wanted, "status": "stopped"}, text)
             return 0
-        if watch:
-            return _watch(leases, wanted)
         found = read_status(leases, wanted)
-        run.print(found.to_json(), lambda: console().print(fleet_output.view(found)))
-        return _exit_code(found)
+    run.print(found.to_json(), fleet_output.view(found))
+    return 1 if found.campaign.status == "done" and found.failed else 0
 
 
 def _campaign_row(leases: Leases, campaign: Any) -> dict[str, Any]:
     named = {"campaign": campaign.id, "command": campaign.job, "kernel": campaign.kernel}
     return {**named, "status": campaign.status, **leases.counts(campaign.id)}
-
-
-def _watch(leases: Leases, campaign_id: str) -> int:
-    from rich.live import Live
-
-    from tiledsched.fleet.status import read_status
-
-    with Live(console=console(), auto_refresh=False) as live:
-        while True:
-            found = read_status(leases, campaign_id)
-            live.update(fleet_output.view(found), refresh=True)
-            if found.campaign.status != "running":
-                return _exit_code(found)
-            time.sleep(WATCH_S)
-
-
-def _exit_code(found: FleetStatus) -> int:
-    return 1 if found.campaign.status == "done" and found.failed else 0
 
 
 fleet = Group(

@@ -8,25 +8,12 @@ import sys
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-WIDE = 200
-"""Columns of a rich table that goes to a file or pipe, where no terminal sets the width."""
+from typing import Any
 
 
 def width() -> int:
     """Columns that a line may take: those of COLUMNS, else of the terminal, and off a terminal as many as a line has."""
     return shutil.get_terminal_size((sys.maxsize, 0)).columns
-
-
-def console() -> Console:
-    """Standard output for rich. It honours NO_COLOR, and is plain text off a terminal."""
-    from rich.console import Console
-
-    return Console() if sys.stdout.isatty() else Console(width=min(WIDE, width()), color_system=None)
 
 
 def note(text: str) -> None:
@@ -39,18 +26,19 @@ def plural(count: int, one: str, many: str = "") -> str:
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
-def print_wrapped(text: str, indent: str = "") -> None:
-    """Print one paragraph. Words are never cut, so that no part of a schedule is lost."""
-    print(
-        textwrap.fill(
-            text,
-            width(),
-            initial_indent=indent,
-            subsequent_indent=f"{indent}  " if indent else "",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-    )
+def print_wrapped(text: str, indent: str = "", *, hanging: str | None = None) -> None:
+    """Print one paragraph. Words are never cut, so that no part of a schedule is lost.
+
+    Args:
+        text: the paragraph.
+        indent: what its first line begins with.
+        hanging: what the others begin with; by default two columns more than the first, if that is indented at all.
+    """
+    if hanging is None:
+        hanging = f"{indent}  " if indent else ""
+    wrapper = textwrap.TextWrapper(width(), initial_indent=indent, subsequent_indent=hanging)
+    wrapper.break_long_words = wrapper.break_on_hyphens = False
+    print(wrapper.fill(text))
 
 
 def table_lines(columns: Sequence[str], rows: Iterable[Iterable[Any]], right: Collection[str] = ()) -> list[str]:
