@@ -19,7 +19,7 @@ import click
 import pytest
 
 from tiledsched.cli import main, renamed
-from tiledsched.cli.app import Group, Invocation, known_arch
+from tiledsched.cli.app import ArchType, Group, Invocation
 from tiledsched.cli.commands import root
 from tiledsched.cli.problems import named_problems, read_problems
 from tiledsched.core.device import ARCHS, PRODUCTS, arch_named
@@ -620,7 +620,7 @@ def test_a_terminal_shows_a_bar_the_best_so_far_and_the_time_left(budget_s) -> N
 
 @pytest.mark.parametrize("said", ["sm_90", "SM90", "9.0", "h200", "NVIDIA H200", "NVIDIA GeForce RTX 4090"])
 def test_an_arch_is_known_by_its_gpus(said) -> None:
-    assert arch_named(said) == known_arch(said) == ("sm_89" if "4090" in said else "sm_90")
+    assert arch_named(said) == ArchType().convert(said, None, None) == ("sm_89" if "4090" in said else "sm_90")
 
 
 @pytest.mark.parametrize("here", [[], ["sm_90"], ["sm_89", "sm_90"]])

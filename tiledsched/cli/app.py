@@ -124,17 +124,6 @@ def _as_json(value: Any) -> Any:
     return value.to_json() if hasattr(value, "to_json") else str(value)
 
 
-def known_arch(text: str) -> str:
-    """The arch that a name means, e.g. sm_90 for h200.
-
-    Raises:
-        ConfigError: nothing is known of such an arch; the message lists those that are known.
-    """
-    arch = arch_named(text)
-    arch_spec(arch)
-    return arch
-
-
 def made_folder(path: str) -> Path:
     """The folder that results are written to, made where it is not there.
 
@@ -154,11 +143,6 @@ class Option(click.Option):
     def __init__(self, *names: Any, heading: str = "Options", **more: Any) -> None:
         super().__init__(*names, **more)
         self.heading = heading
-
-    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """Its names and its line of help, without what click would add."""
-        record = super().get_help_record(ctx)
-        return record and (record[0], self.help or "")
 
 
 class Argument(click.Argument):
@@ -302,8 +286,14 @@ class ArchType(click.ParamType):
     name = "arch"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The arch, e.g. sm_90."""
-        return known_arch(value)
+        """The arch, e.g. sm_90 for h200.
+
+        Raises:
+            ConfigError: nothing is known of such an arch; the message lists those that are known.
+        """
+        arch = arch_named(value)
+        arch_spec(arch)
+        return arch
 
 
 def option(*names: str, **more: Any) -> Callable[[Decorated], Decorated]:

@@ -31,7 +31,6 @@ from tiledsched.fleet.campaign import DEADLINE_S, LEASE_S, MOST_ATTEMPTS
 
 if TYPE_CHECKING:
     from tiledsched.fleet.campaign import CampaignPlan
-    from tiledsched.fleet.leases import Leases
     from tiledsched.store.db import TuningDB
 
 SINGLE: dict[str, Command] = {"tune": tune, "record": record, "refresh": refresh, "bench": bench}
@@ -113,9 +112,8 @@ def run_fleet(
     tiledsched fleet run bench --csv rows.csv --open-only
     """
     from tiledsched.fleet.leases import Leases
-    from tiledsched.fleet.run import Limits, where
+    from tiledsched.fleet.run import Limits
     from tiledsched.fleet.run import run as run_campaign
-    from tiledsched.store.db import TuningDB
 
     name, *rest = words or ("",)
     if name not in SINGLE:
@@ -124,13 +122,13 @@ def run_fleet(
         f"fleet run {name}", rest, parent=click.get_current_context().find_root()
     ) as context:
         given = context.params
-    _check(name, given, open_only)
+    if name == "record" and not open_only:
+        needs_folder(given["out"], given["build_only"])
     budget = given.get("budget", given.get("budget_s"))
     limits = Limits(lease_s=lease, deadline_s=deadline, most_attempts=attempts, budget_s=budget)
     planned = _plan(run, name, given, run.archs(arch), limits)
-    url = where(run.db or run.settings().db)
     if open_only:
-        with TuningDB.open(url) as db:
+        with run.open_db() as db:
             opened = Leases(db).open(planned)
         run.print({"campaign": opened.id}, opened.id)
         return 0
@@ -138,13 +136,13 @@ def run_fleet(
     needs_none = given.get("runner") == "none" or given.get("build_only")
     status = run_campaign(
         planned,
-        db=url,
+        db=run.db,
         ray_address=ray_address,
         without_gpu=workers or int(bool(needs_none)),
         jobs=given.get("jobs"),
         say=note,
     )
-    with TuningDB.open(url) as db:
+    with run.open_db() as db:
         results = Leases(db).results(status.campaign.id)
         files = _write_landscapes(db, results, folder) if folder else []
     if given.get("report"):
@@ -155,20 +153,6 @@ def run_fleet(
     found = {**status.to_json(), "rows": rows, "files": files}
     run.print(found, lambda: fleet_output.print_results(rows, status, files))
     return 0 if status.campaign.status == "done" and not status.failed else 1
-
-
-def _check(name: str, given: dict[str, Any], open_only: bool) -> None:
-    """Make sure that a command's parameters are ones with which a fleet can run it.
-
-    Raises:
-        ConfigError: they are not.
-    """
-    if name == "record" and not open_only:
-        needs_folder(given["out"], given["build_only"])
-    if name == "bench" and given["summary"]:
-        raise ConfigError("a fleet sums up no files; leave out --summary")
-    if name == "bench" and given["csv"] and Path(given["csv"]).exists():
-        raise ConfigError(f"{given['csv']} is there already; choose another file")
 
 
 def _plan(run: Invocation, name: str, given: dict[str, Any], archs: list[str], limits: Any) -> CampaignPlan:
@@ -186,6 +170,10 @@ def _plan(run: Invocation, name: str, given: dict[str, Any], archs: list[str], l
         return dataclasses.replace(planned, problems={arch: expected(found) for arch, found in by_arch.items()})
     problems = named_problems(kernel, given["problem"], given["suite"])
     if name == "bench":
+        if given["summary"]:
+            raise ConfigError("a fleet sums up no files; leave out --summary")
+        if given["csv"] and Path(given["csv"]).exists():
+            raise ConfigError(f"{given['csv']} is there already; choose another file")
         choose_methods(kernel, given["methods"], problems)  # a wrong name would fail every problem on every host
     return plan(name, kernel, problems, archs, options=options, limits=limits)
 
@@ -256,15 +244,17 @@ def status(run: Invocation, campaign: str | None, everything: bool, stop: bool) 
     tiledsched fleet status 3f2a --stop
     """
     from tiledsched.fleet.leases import Leases
-    from tiledsched.fleet.run import where
     from tiledsched.fleet.status import read_status
-    from tiledsched.store.db import TuningDB
 
-    with TuningDB.open(where(run.db), read_only=not stop) as db:
+    with run.open_db(read_only=not stop) as db:
         leases = Leases(db)
         campaigns = leases.campaigns()
         if everything or not campaigns:
-            rows = [_campaign_row(leases, each) for each in campaigns]
+            rows = [
+                {"campaign": each.id, "command": each.job, "kernel": each.kernel, "status": each.status}
+                | leases.counts(each.id)
+                for each in campaigns
+            ]
             run.print({"campaigns": rows}, fleet_output.campaign_lines(rows))
             return 0
         wanted = leases.campaign(campaign).id if campaign else campaigns[0].id
@@ -276,11 +266,6 @@ def status(run: Invocation, campaign: str | None, everything: bool, stop: bool) 
         found = read_status(leases, wanted)
     run.print(found.to_json(), fleet_output.view(found))
     return 1 if found.campaign.status == "done" and found.failed else 0
-
-
-def _campaign_row(leases: Leases, campaign: Any) -> dict[str, Any]:
-    named = {"campaign": campaign.id, "command": campaign.job, "kernel": campaign.kernel}
-    return {**named, "status": campaign.status, **leases.counts(campaign.id)}
 
 
 fleet = Group(
