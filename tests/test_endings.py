@@ -133,7 +133,7 @@ def test_a_killed_run_loses_nothing_and_the_next_cleans_up_and_goes_on(home) -> 
     assert committed <= builds(home)
     assert os.listdir(home["TMPDIR"]) == []
     with TuningDB.open(home["TILEDSCHED_DB"]) as db:
-        assert [run.status for run in db.runs()][0] == "done"
+        assert db.runs()[0].status == "done"
         assert db.check() == []
 
 

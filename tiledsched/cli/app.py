@@ -41,7 +41,6 @@ FILE, FOLDER = click.Path(dir_okay=False), click.Path(file_okay=False)
 EVERYWHERE = "Every command"
 """The heading of the options that all commands have."""
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
-Row = TypeVar("Row")
 
 
 @dataclass
@@ -88,17 +87,6 @@ class Invocation:
             text()
         else:
             print(text)
-
-    def print_each(self, name: str, found: Iterable[Row], show: Callable[[Row], None]) -> list[Row]:
-        """Print rows with `show` as they are found, or as JSON under `name` when all are; return them all."""
-        rows = []
-        for each in found:
-            rows.append(each)
-            if not self.json:
-                show(each)
-        if self.json:
-            self.print({name: rows})
-        return rows
 
     def arch(self, given: str | None) -> str:
         """The arch that `--arch` names, or that of the first GPU here, or the usual one; what was not given is announced."""

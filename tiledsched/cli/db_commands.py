@@ -196,8 +196,7 @@ def query(run: Invocation, sql: str | None, csv: bool, limit: int, timeout: floa
                 return
             found = list(itertools.islice(rows, limit + 1))
     more, found = len(found) > limit, found[:limit]
-    rows = [list(row) for row in found]
-    run.print({"columns": columns, "rows": rows, "more": more}, lambda: print_table(columns, found))
+    run.print({"columns": columns, "rows": found, "more": more}, lambda: print_table(columns, found))
     if more:
         note(f"there are more rows than {limit}; --limit N prints more of them, --csv all")
 

@@ -88,8 +88,10 @@ def print_entries(entries: Sequence[Entry], compiler: str = "") -> None:
 def _entry_lines(entries: Sequence[Entry], compiler: str) -> list[str]:
     """The lines of a table of one kernel's entries. The schedule is its last column: it may be as long as it is."""
     rows = [_entry_row(entry, compiler) for entry in entries]
-    said = [name for name in rows[0] if len({row[name] for row in rows} - {""}) > 1 or not _unsaid(entries, name)]
-    return table_lines(said, [[row[name] for name in said] for row in rows], set(said) - LEFT)
+    shown = [
+        name for name in rows[0] if len({row[name] for row in rows} - {""}) > 1 or not _may_be_left_out(entries, name)
+    ]
+    return table_lines(shown, [[row[name] for name in shown] for row in rows], set(shown) - LEFT)
 
 
 def _entry_row(entry: Entry, compiler: str) -> dict[str, str]:
@@ -118,8 +120,8 @@ def _columns(problem: Problem) -> dict[str, str]:
     return {name: words[value] if isinstance(value, bool) else str(value) for name, value in values.items()}
 
 
-def _unsaid(entries: Sequence[Entry], name: str) -> bool:
-    """Whether a column is left out where it holds one value: the compiler, and fields that have their default everywhere."""
+def _may_be_left_out(entries: Sequence[Entry], name: str) -> bool:
+    """Whether a column may be left out if all its values are equal: the compiler, and fields that have their default."""
     return name == "compiler" or all(
         name in entry.problem.values and name not in entry.problem.to_json() for entry in entries
     )

@@ -118,9 +118,12 @@ def check(
     """
     named = named_problems(kernel, problem, suite) if problem or suite else None
     found = run.session(arch).check(kernel, named, CheckOptions.from_mapping(options, "check"))
-    rows = run.print_each("rows", found, tuned_output.print_checked)
-    if not run.json:
-        tuned_output.print_checks(rows)
+    rows = []
+    for row in found:
+        rows.append(row)
+        if not run.json:
+            tuned_output.print_checked(row)
+    run.print({"rows": rows}, lambda: tuned_output.print_checks(rows))
     return 0 if rows and all(row.passed for row in rows) else 1
 
 
