@@ -60,7 +60,7 @@ def whole(machine, parts):
         list_devices=lambda: [H200],
         find_module=lambda name: importlib.util.find_spec("json"),
         cupy_devices=lambda: (1, ""),
-        torch_cuda=lambda folders: "13.0",
+        torch_cuda=lambda folder: "13.0",
     )
 
 
@@ -220,8 +220,10 @@ def test_cupy_is_asked_in_its_own_process(monkeypatch, code, answer):
     ],
 )
 def test_torch_cuda_is_read_from_its_file(tmp_path, line, cuda):
-    (tmp_path / "version.py").write_text(f"__version__ = '2.11.0'\n{line}\ngit_version = 'x'\n")
-    assert doctor.torch_cuda([tmp_path / "absent", tmp_path]) == cuda
+    text = f"from typing import Optional\n__version__ = '2.11.0'\n{line}\ngit_version = 'x'\n"
+    (tmp_path / "version.py").write_text(text)
+    assert doctor.torch_cuda(tmp_path) == cuda
+    assert doctor.torch_cuda(tmp_path / "absent") is None
 
 
 @pytest.mark.parametrize(
@@ -236,7 +238,7 @@ def test_torch_cuda_is_read_from_its_file(tmp_path, line, cuda):
 )
 def test_torch(whole, parts, version, cuda, status):
     parts["torch"] = version
-    whole.torch_cuda = lambda folders: cuda
+    whole.torch_cuda = lambda folder: cuda
     assert found(whole, "torch").status == status
 
 

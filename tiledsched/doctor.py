@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -89,7 +90,7 @@ class Machine:
     """The path of a program; None where there is none."""
     cupy_devices: Callable[[], tuple[int, str]] = lambda: cupy_devices()
     """How many GPUs CuPy sees, and its last words where it fails."""
-    torch_cuda: Callable[[Sequence[Path]], str | None] = lambda folders: torch_cuda(folders)
+    torch_cuda: Callable[[Path], str | None] = lambda folder: torch_cuda(folder)
     """The CUDA version that torch was built for."""
     free_bytes: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free
     """Free space where a folder is."""
@@ -311,7 +312,7 @@ def _torch(machine: Machine) -> Finding:
         return Finding("missing", "not installed; serving (sdpa) needs it", installing("gpu"))
     if _numbers(version) < OLDEST_TORCH:
         return Finding("broken", f"{version} is installed; 2.9 or newer is needed", installing("gpu"))
-    cuda = machine.torch_cuda([Path(folder) for folder in spec.submodule_search_locations or []])
+    cuda = machine.torch_cuda(Path(spec.origin or "").parent)
     if cuda is None:
         return Finding("warn", f"{version}; whether it is a CUDA build cannot be read")
     if not cuda:
@@ -322,15 +323,12 @@ def _torch(machine: Machine) -> Finding:
     return Finding("ok", f"{version}, built for CUDA {cuda}")
 
 
-def torch_cuda(folders: Sequence[Path]) -> str | None:
+def torch_cuda(folder: Path) -> str | None:
     """The CUDA version that torch was built for, from its own file: empty for none, None where it cannot be read."""
-    for folder in folders:
-        path = folder / "version.py"
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        found = re.search(r"^cuda\b[^=]*=\s*(?:'([\d.]+)'|\"([\d.]+)\"|None)", text, re.MULTILINE)
-        if found:
-            return found.group(1) or found.group(2) or ""
-    return None
+    try:
+        return runpy.run_path(str(folder / "version.py"))["cuda"] or ""
+    except (OSError, KeyError):
+        return None
 
 
 def _interpreter(machine: Machine) -> Finding:
