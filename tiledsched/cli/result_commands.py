@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,7 +33,6 @@ from tiledsched.tuning.options import TuneOptions
 
 if TYPE_CHECKING:
     from tiledsched.report.compare import Comparison
-    from tiledsched.serve.entries import Layer
 
 REGIMES = click.Choice(["burst", "sustained"])
 only_arch = arch_option("only this arch, e.g. sm_90 or h200")
@@ -92,19 +90,18 @@ def show(
         and (provenance is None or entry.provenance in provenance)
         and device.lower() in entry.device_name.lower()
     ]
-    covered = _layers_by_key(found)
+    keys = {layer.name: {entry.key for entry in layer.entries} for layer in found}
+    covers = {
+        entry.key: [name for name in keys if name != entry.layer and entry.key in keys[name]] for entry in entries
+    }
     if run.json:
         rows = [
-            {
-                **served_output.entry_json(entry, here),
-                "layer": entry.layer,
-                "covers": [name for name in covered[entry.key] if name != entry.layer],
-            }
+            {**served_output.entry_json(entry, here), "layer": entry.layer, "covers": covers[entry.key]}
             for entry in entries
         ]
         run.print({"layers": found, "entries": rows})
     elif entries and layers:
-        served_output.print_layers(found, entries, covered)
+        served_output.print_layers(found, entries, covers)
     elif entries:
         served_output.print_entries(entries, here)
     elif of_kernel:
@@ -113,15 +110,6 @@ def show(
         what = f"of {kernel} " if kernel else ""
         words = f"{kernel + ' ' if kernel else ''}--arch {arch or 'ARCH'}"
         note(f"nothing {what}is tuned for {arch or 'any arch'}; run: tiledsched tune {words}")
-
-
-def _layers_by_key(found: Sequence[Layer]) -> dict[tuple[str, ...], list[str]]:
-    """The names of the layers that have an entry for each key."""
-    covered: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for layer in found:
-        for entry in layer.entries:
-            covered[entry.key].append(layer.name)
-    return covered
 
 
 def _show_landscapes(run: Invocation, kernel: str | None, arch: str | None) -> None:

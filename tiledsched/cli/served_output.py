@@ -141,16 +141,15 @@ def _provenance(entry: Entry, compiler: str) -> str:
 
 
 def print_layers(
-    layers: Sequence[Layer], entries: Sequence[Entry], covered: Mapping[tuple[str, ...], list[str]]
+    layers: Sequence[Layer], entries: Sequence[Entry], covers: Mapping[tuple[str, ...], list[str]]
 ) -> None:
     """Print which layer answers for each problem, and which others have something for it."""
     for layer in reversed(layers):
         size = plural(len(layer.entries), "entry", "entries")
         print_wrapped(f"{layer.name}: {layer.where}, {size}" + (f"; {layer.error}" if layer.error else ""))
     for entry in entries:
-        under = [name for name in covered[entry.key] if name != entry.layer]
         us = f", {entry.median_us:.1f} us" if entry.median_us else ""
-        also = f" (also in {', '.join(under)})" if under else ""
+        also = f" (also in {', '.join(covers[entry.key])})" if covers[entry.key] else ""
         print_wrapped(f"{entry.layer:8} {entry.arch} {entry.problem}: {entry.provenance}{us}{also}")
 
 
