@@ -29,6 +29,8 @@ from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.tuning.options import CHECK_ARCH, CheckOptions, RecordOptions, RefreshOptions, TuneOptions
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tiledsched.tuning.run import TuneReport
 
 
@@ -94,9 +96,19 @@ def _next_steps(run: Invocation, report: TuneReport, options: dict[str, Any]) ->
         steps.append(("how it compares with other implementations", ["bench", *named, *flags("db", "regime"), *first]))
     elif any(result.left for result in report.results):
         everything = max(result.schedules + result.left for result in report.results)
-        # The last of several --trials counts, so that one among the words may stay.
-        steps.append(("build the others, too", [*run.words, "--trials", str(everything)]))
+        steps.append(("build the others, too", [*_without(run.words, "--trials"), "--trials", str(everything)]))
     return steps
+
+
+def _without(words: Sequence[str], flag: str) -> list[str]:
+    """The words of a command line without a flag and its value, which may be one word with it (`--flag=value`)."""
+    kept: list[str] = []
+    value_follows = False
+    for word in words:
+        if not value_follows and word != flag and not word.startswith(f"{flag}="):
+            kept.append(word)
+        value_follows = word == flag
+    return kept
 
 
 @command("check")
