@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import re
 import shlex
 import sqlite3
@@ -307,11 +308,13 @@ def test_an_old_flag_of_attention_names_the_problem(capsys, flag) -> None:
         "db check --db x.db --json --",
     ],
 )
-def test_the_programs_options_stand_anywhere(home, capsys, line) -> None:
+def test_the_programs_options_stand_anywhere(home, capsys, caplog, line) -> None:
     from tiledsched.store.db import TuningDB
 
     TuningDB.open("x.db").close()
-    assert main(line.split()) == 0
+    with caplog.at_level(logging.WARNING):  # which also puts back what -v sets
+        assert main(line.split()) == 0
+        assert logging.getLogger().level == (logging.DEBUG if "-v" in line else logging.WARNING)
     assert json.loads(capsys.readouterr().out)["problems"] == []
     assert not Path("no.db").exists()
 
@@ -752,8 +755,6 @@ def test_a_shell_completes_commands_flags_and_their_words(capsys, monkeypatch, l
 
 
 def test_the_log_goes_above_the_bars_and_is_silent_about_interrupted_cleanup(monkeypatch) -> None:
-    import logging
-
     from tiledsched.cli import Ended, _Stderr
 
     handler, said = _Stderr(), io.StringIO()
