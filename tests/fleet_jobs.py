@@ -128,6 +128,18 @@ class Replay:
         return Session(self.arch, settings=given.settings, jobs=given.jobs, tools=tools)
 
 
+def winners(db) -> dict[tuple[object, str], str]:
+    """What is served of each problem and arch: measured, and no slower than the best of its landscape."""
+    found = {}
+    for entry in db.entries():
+        replay = Replay(entry.problem, entry.arch)
+        taken = {each.fingerprint: each.median_us for each in replay.measurements}
+        assert entry.provenance == "measured"
+        assert taken[entry.fingerprint] <= 1.01 * replay.best.median_us
+        found[entry.problem, entry.arch] = entry.fingerprint
+    return found
+
+
 def changes(schedule) -> bool:
     """Whether another compiler makes other machine code of it."""
     return int(schedule.id, 16) % 2 == 0
@@ -207,33 +219,23 @@ def replayed(replay, given):
         yield session
 
 
-def tune(session, kernel, problem, progress, *, pause_s=0.0, **options):
-    """`tune` of one problem, replayed."""
-    begin(problem, progress)
-    time.sleep(pause_s)
-    with replayed(Replay(problem, session.arch), session) as here:
-        how = {"trials": 4, "sampler": "random", "effort": "quick", **options}
-        result = real.tune(here, kernel, problem, progress, **how)
-    end(problem, session.arch)
-    return result
+def replaying(command, change=lambda replay: replay, **usual):
+    """A command's job, replayed."""
+
+    def run(session, kernel, problem, progress, *, pause_s=0.0, **options):
+        begin(problem, progress)
+        time.sleep(pause_s)
+        with replayed(change(Replay(problem, session.arch)), session) as here:
+            result = command(here, kernel, problem, progress, **{**usual, **options})
+        end(problem, session.arch)
+        return result
+
+    return run
 
 
-def record(session, kernel, problem, progress, **options):
-    """`record` of one problem, replayed."""
-    begin(problem, progress)
-    with replayed(Replay(problem, session.arch), session) as here:
-        result = real.record(here, kernel, problem, progress, **options)
-    end(problem, session.arch)
-    return result
-
-
-def refresh(session, kernel, problem, progress, **options):
-    """`refresh` of one problem, replayed under another compiler."""
-    begin(problem, progress)
-    with replayed(Replay(problem, session.arch).recompiled(), session) as here:
-        result = real.refresh(here, kernel, problem, progress, **options)
-    end(problem, session.arch)
-    return result
+tune = replaying(real.tune, trials=4, sampler="random", effort="quick")
+record = replaying(real.record)
+refresh = replaying(real.refresh, Replay.recompiled)  # under another compiler
 
 
 @functools.cache

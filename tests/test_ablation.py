@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
+from made_up_builds import MadeUp, print_of
 from store_samples import DEVICE, TOOLCHAIN, artifact
-from test_repeatability import MadeUp, print_of
 
 from tiledsched.bench.rivals.attention import untuned_schedule
 from tiledsched.build.compiler import Built
@@ -132,7 +132,7 @@ def test_the_largest_gain_comes_first_and_the_last_rung_is_the_tuned_schedule() 
     ]
     assert ladder[0].speedup_over_plain == 1.0
     assert ladder[-1].speedup_over_plain == pytest.approx(us(PLAIN) / us(TUNED), rel=1e-3)
-    assert all(row.ci_low_us <= row.median_us <= row.ci_high_us for row in ladder)
+    assert all(row.timing.ci_low_us <= row.timing.median_us <= row.timing.ci_high_us for row in ladder)
     assert [(row.rung, row.knob) for row in tried[:5]] == [
         (1, "loop_split"),
         (1, "num_worker_warps"),
@@ -174,7 +174,7 @@ def test_what_crashes_or_is_wrong_is_no_rung() -> None:
     assert [row.knob for row in ladder][1] == "loop_split"
     assert [row.status for row in tried if row.schedule_id == first.id] == ["illegal_address: an illegal address"]
     broken = next(row for row in without if row.knob == "loop_split")
-    assert (broken.status, broken.median_us) == ("wrong_result: worst tile 0.5", None)
+    assert (broken.status, broken.timing) == ("wrong_result: worst tile 0.5", None)
     assert broken.speedup_over_previous is None
 
 
@@ -242,7 +242,7 @@ def test_a_recorded_ladder_takes_a_way_that_is_wholly_recorded() -> None:
     assert len(rungs) == 6
     assert {row.status for row in rungs} == {"ok"}
     assert rungs[-1].schedule_id == recorded.best.schedule.id
-    assert rungs[-1].median_us == pytest.approx(recorded.best.median_us, rel=5e-3)
+    assert rungs[-1].timing.median_us == pytest.approx(recorded.best.median_us, rel=5e-3)
     assert rungs[-1].speedup_over_plain > 1.7
     product = 1.0
     for row in rungs[1:]:
@@ -250,7 +250,7 @@ def test_a_recorded_ladder_takes_a_way_that_is_wholly_recorded() -> None:
     assert product == pytest.approx(rungs[-1].speedup_over_plain)
     missing = [row for row in rows if row.status == "not recorded"]
     assert missing
-    assert all(row.median_us is None for row in missing)
+    assert all(row.timing is None for row in missing)
     assert {row.runner for row in rows} == {"replay"}
 
 
@@ -358,5 +358,5 @@ def test_what_is_timed_beside_others_is_no_rung() -> None:
 
     ladder, _, tried = climb(Disturbed())
     assert {row.status for row in ladder} == {"timed beside process 4711 on the GPU"}
-    assert {row.median_us for row in ladder} == {None}
-    assert all(row.median_us for row in tried)
+    assert {row.timing for row in ladder} == {None}
+    assert all(row.timing for row in tried)

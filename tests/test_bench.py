@@ -12,10 +12,16 @@ import numpy
 import pytest
 
 from tiledsched.bench.errors import NOT_FINITE, Error, error_of
-from tiledsched.bench.job import bench_here
+from tiledsched.bench.job import bench_to_file
 from tiledsched.bench.methods import OURS, choose_methods, methods_of
-from tiledsched.bench.rivals.attention import UNTUNED, AttentionArrays, untuned_schedule
-from tiledsched.bench.rivals.attention_accuracy import MOST_PAIRS, MOST_SCORES, compared_pairs, reference_of_pair
+from tiledsched.bench.rivals.attention import UNTUNED, untuned_schedule
+from tiledsched.bench.rivals.attention_case import (
+    MOST_PAIRS,
+    MOST_SCORES,
+    AttentionArrays,
+    compared_pairs,
+    reference_of_pair,
+)
 from tiledsched.bench.rows import COLUMNS, BenchRow, append_rows, finished_cells, read_rows
 from tiledsched.bench.run import BenchOptions, PreparedCell, Ready, bench_cell, run_bench
 from tiledsched.bench.sampling import LEAST_SAMPLES, QUEUED, Pace, sample_counts, sample_in_turn, spread_evenly
@@ -25,6 +31,7 @@ from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.models import MODELS
 from tiledsched.kernels.attention.reference import attention_reference
+from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Conditions
 
 METHODS = methods_of(Attention)
@@ -315,6 +322,7 @@ class Harness:
         ready = tuple(
             Ready(
                 method=method,
+                call=lambda: None,
                 look_us=TIMES.get(method.name, 300.0),
                 launches=0,
                 error=None if method.name == "matmul" else Error(max_abs=1e-3, relative=2e-4),
@@ -354,7 +362,7 @@ def test_a_cell_has_a_row_for_each_method_in_order_whatever_became_of_it() -> No
         ("matmul", "ok"),
     ]
     ours, untuned, cudnn, matmul = rows
-    assert (ours.median_us, ours.ci_low_us, ours.ci_high_us, ours.samples) == (100.0, 100.0, 100.0, 8)
+    assert (ours.timing, ours.samples) == (Timing(median_us=100.0, ci_low_us=100.0, ci_high_us=100.0), 8)
     assert (ours.max_abs_err, ours.rel_err, ours.compared, ours.provenance) == (1e-3, 2e-4, "4/64", "measured")
     assert (ours.device, ours.conditions.sm_clock_mhz) == ("NVIDIA Sample", 1980)
     assert untuned.median_us is None
@@ -421,9 +429,7 @@ def sample_rows(regime="burst", problem=PROBLEM, **times) -> list[BenchRow]:
             method=name,
             regime=regime,
             status="ok" if us else "out of memory",
-            median_us=us,
-            ci_low_us=us and us * 0.99,
-            ci_high_us=us and us * 1.01,
+            timing=Timing(median_us=us, ci_low_us=us * 0.99, ci_high_us=us * 1.01) if us else None,
             max_abs_err=us and 1e-3,
             rel_err=us and 2e-4,
             samples=30 if us else None,
@@ -511,10 +517,9 @@ def test_a_bench_goes_on_where_it_stopped(tmp_path) -> None:
         "harness": harness,
         "pace": QUICK,
     }
-    files = {"done": lambda names: finished_cells(path, names), "keep": lambda rows: append_rows(rows, path)}
-    rows = bench_here(Attention, [PROBLEM], **how, **files)
+    rows = bench_to_file(Attention, [PROBLEM], path, **how)
     assert [row.method for row in rows] == [OURS, "torch_cudnn", "torch_math", "matmul"]
-    bench_here(Attention, [PROBLEM, OTHER], regime="both", **how, **files)
+    bench_to_file(Attention, [PROBLEM, OTHER], path, regime="both", **how)
     assert harness.prepared == [("burst", PROBLEM), ("burst", OTHER), ("sustained", PROBLEM), ("sustained", OTHER)]
     assert len(read_rows(path)) == 16
 

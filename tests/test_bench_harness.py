@@ -157,7 +157,7 @@ def test_inputs_are_those_of_the_problem_every_time(cuda) -> None:
         (2, 2, 60, 8),
     )
     assert first.q.dtype == torch.bfloat16
-    assert first.causal == "bottom_right"
+    assert first.call.causal == "bottom_right"
     assert torch.equal(first.q, second.q)
     assert torch.equal(first.v, second.v)
 

@@ -33,7 +33,7 @@ def test_ours_is_compared_with_the_best_of_torch_in_each_cell() -> None:
     assert burst.ratio == pytest.approx(1.0)  # sqrt(0.8 * 1.25)
     assert (burst.below, burst.without) == (1, 1)
     assert [cell.problem for cell in burst.worst] == [PROBLEM, OTHER]
-    assert first.ours_tflops == pytest.approx(PROBLEM.tflops(100.0))
+    assert first.to_json()["ours_tflops"] == pytest.approx(PROBLEM.tflops(100.0))
     assert (sustained.ratio, sustained.below, sustained.without) == (pytest.approx(1.5), 0, 0)
 
 

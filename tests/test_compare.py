@@ -11,6 +11,7 @@ from report_samples import DEVICE, PROBLEM, SOURCE, TOOLCHAIN, plain, taken
 
 from tiledsched.cli import main
 from tiledsched.kernels.attention import Attention
+from tiledsched.measure.estimate import Timing
 from tiledsched.report import write_report
 from tiledsched.report.compare import KnownTime, compare, judged, side_of
 from tiledsched.report.comparison_sources import Wanted, read_side
@@ -98,9 +99,7 @@ def known(us, half=0.005, **changes):
             "schedule_id": "s",
             "schedule": "s",
             "fingerprint": "f",
-            "us": us,
-            "low_us": us * (1 - half),
-            "high_us": us * (1 + half),
+            "timing": Timing(median_us=us, ci_low_us=us * (1 - half), ci_high_us=us * (1 + half)),
             "uid": "",
             **changes,
         }

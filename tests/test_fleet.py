@@ -6,12 +6,14 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import types
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fleet_jobs
@@ -19,13 +21,14 @@ import pytest
 import sqlalchemy as sa
 from store_samples import PROBLEM, entry, new_url
 
+from tiledsched import fleet
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.cubin import read_artifact
+from tiledsched.build.pool import GRACE_S
 from tiledsched.cli import main
 from tiledsched.core.errors import ConfigError, DatabaseError, Failure, FailureKind, MeasureError, NoRoomError
 from tiledsched.core.space_files import space_for
-from tiledsched.fleet import builds as builds_module
-from tiledsched.fleet import gpus, local, ray_builds
+from tiledsched.fleet import gpus, jobs, local, ray_builds
 from tiledsched.fleet import worker as worker_module
 from tiledsched.fleet.builds import SharedBuilds
 from tiledsched.fleet.campaign import CampaignPlan, Lease, Outcome, Setup
@@ -36,13 +39,15 @@ from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.local import work
 from tiledsched.fleet.local_store import LocalStore, bring_home, whole
 from tiledsched.fleet.retry import is_full
-from tiledsched.fleet.run import plan as plan_campaign
-from tiledsched.fleet.run import run
+from tiledsched.fleet.running import plan as plan_campaign
+from tiledsched.fleet.running import run
 from tiledsched.fleet.status import read_status
 from tiledsched.fleet.worker import Heart, Worker
 from tiledsched.kernels.softmax import Softmax
 from tiledsched.measure import nvml
+from tiledsched.measure.runner import Conditions
 from tiledsched.store.db import TuningDB
+from tiledsched.store.host import own_word
 from tiledsched.store.models import AttemptRow
 from tiledsched.tuning.resources import Tools
 from tiledsched.tuning.session import Session
@@ -56,7 +61,7 @@ def home(tmp_path, monkeypatch):
     for name, value in {
         "TILEDSCHED_FLEET_JOBS": "fleet_jobs",
         "FLEET_FOLDER": str(tmp_path),
-        "FLEET_GPUS": "sm_90:2",
+        "FLEET_GPUS": "sm_90:1",
         "TILEDSCHED_CACHE": str(tmp_path / "cache"),
         "TILEDSCHED_DB": str(tmp_path / "x.db"),
         "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), TESTS]),
@@ -65,10 +70,30 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture
+def leases(home):
+    """Those of the folder's database."""
+    with TuningDB.open(home / "x.db") as db:
+        yield Leases(db)
+
+
 def plan(count, archs=("sm_90",), **more) -> CampaignPlan:
     return CampaignPlan(
         job="fleet_jobs:tune", kernel="attention", problems={arch: fleet_jobs.problems(count) for arch in archs}, **more
     )
+
+
+def outcomes(leases) -> Counter[str]:
+    """How attempts ended."""
+    with leases.db.reading() as session:
+        return Counter(session.scalars(sa.select(AttemptRow.outcome)))
+
+
+def softmax(columns=64, **more) -> BuildTask:
+    """A build of softmax's default schedule."""
+    problem = Softmax.problem(rows=64, columns=columns)
+    schedule = space_for("sm_90", Softmax).default(problem)
+    return BuildTask(kernel=Softmax.locator(), schedule=schedule, problem=problem, arch="sm_90", **more)
 
 
 def children(folder) -> list[int]:
@@ -92,46 +117,38 @@ def gone(folder) -> bool:
     return children(folder) == []
 
 
-def test_what_crashes_hangs_or_fails_costs_its_attempt_and_the_campaign_ends(home) -> None:
+def test_what_crashes_hangs_or_fails_costs_its_attempt_and_the_campaign_ends(home, leases, monkeypatch) -> None:
+    monkeypatch.setenv("FLEET_GPUS", "sm_90:2")
     for word in ("crash-1", "hang-2", "error-3", "fail-4"):
         (home / word).touch()
-    with TuningDB.open(home / "x.db") as db:
-        leases = Leases(db)
-        campaign = leases.open(plan(6, deadline_s=8.0, lease_s=20.0))
-        worked = work(str(home / "x.db"), campaign.id)
-        assert (worked.gpus, worked.notes) == (2, ())
-        status = read_status(leases, campaign.id)
-        assert (status.campaign.status, status.done, status.failed) == ("done", 5, 1)
-        assert [(each.problem, each.message) for each in status.failures] == [
-            (fleet_jobs.problems(6)[3], "no schedule works; relax the constraints")
-        ]
-        with db.reading() as session:
-            ends = Counter(session.scalars(sa.select(AttemptRow.outcome)))
-            messages = list(
-                session.scalars(sa.select(AttemptRow.message).where(AttemptRow.outcome.in_(("error", "hung"))))
-            )
-        assert ends == {"done": 5, "error": 2, "hung": 1, "failed": 1}
-        assert any("code -9" in each for each in messages)
-        assert any("deadline of 8 s" in each for each in messages)
-        assert any("off the bus" in each for each in messages)
-        entries = {each.problem: each for each in db.entries()}
-        assert set(entries) == set(fleet_jobs.problems(6)) - {fleet_jobs.problems(6)[3]}
-        for problem, found in entries.items():
-            assert found.provenance == "measured"
-            replay = fleet_jobs.Replay(problem, "sm_90")
-            assert found.fingerprint in replay.facts
-        assert len(db.measurements()) >= 5 * 4
-        assert db.find_builds("attention", entries[fleet_jobs.problems(1)[0]].source_hash, replay.toolchain, "sm_90")
-        assert db.check() == []
-        assert leases.end(campaign.id) == "done"
-        assert {each.timed for each in status.spread} <= {1, 2}
-        assert len(status.spread) == 2
+    db, problems = leases.db, fleet_jobs.problems(6)
+    options = {"trials": fleet_jobs.PROGRAMS, "sampler": "exhaustive"}
+    campaign = leases.open(plan(6, deadline_s=5.0, lease_s=20.0, options=options))
+    worked = work(str(home / "x.db"), campaign.id)
+    assert (worked.gpus, worked.notes) == (2, ())
+    status = read_status(leases, campaign.id)
+    assert (status.campaign.status, status.done, status.failed) == ("done", 5, 1)
+    assert [(each.problem, each.message) for each in status.failures] == [
+        (problems[3], "no schedule works; relax the constraints")
+    ]
+    assert outcomes(leases) == {"done": 5, "error": 2, "hung": 1, "failed": 1}
+    with db.reading() as session:
+        messages = " ".join(session.scalars(sa.select(AttemptRow.message)))
+    assert all(each in messages for each in ("code -9", "deadline of 5 s", "off the bus"))
+    assert fleet_jobs.winners(db).keys() == {(each, "sm_90") for each in problems if each != problems[3]}
+    replay = fleet_jobs.Replay(problems[0], "sm_90")
+    assert db.find_builds("attention", db.entries()[0].source_hash, replay.toolchain, "sm_90")
+    assert len(db.measurements()) >= 5 * 4
+    assert db.check() == []
+    assert {each.timed for each in status.spread} <= {1, 2}
+    assert len(status.spread) == 2
     assert gone(home)
-    assert list((home / "cache" / "fleet").glob("*/*.db")) == []  # all was brought home
+    assert list((home / "cache" / "fleet").glob("*/*")) == []  # all was brought home
 
 
-def test_a_full_disk_is_waited_for_and_after_that_the_list_names_it(home, monkeypatch) -> None:
+def test_a_full_disk_is_waited_for_and_after_that_the_list_names_it(home, leases, monkeypatch) -> None:
     """Briefly full, it costs no attempt, though it is all a campaign has; others go on meanwhile."""
+    monkeypatch.setenv("FLEET_GPUS", "sm_90:2")
     full = home / "full-GPU-sm_90-here-0"
     full.touch()
     (home / "stay-2").touch()
@@ -145,38 +162,18 @@ def test_a_full_disk_is_waited_for_and_after_that_the_list_names_it(home, monkey
         if leases.counts(campaign.id)["done"] == 2:
             (home / "stay-2").unlink(missing_ok=True)
 
-    with TuningDB.open(home / "x.db") as db:
-        leases = Leases(db)
-        campaign = leases.open(plan(3))
-        worked = work(str(home / "x.db"), campaign.id, say=hear)
-        assert worked.notes == ()
-        with db.reading() as session:
-            ends = Counter(session.scalars(sa.select(AttemptRow.outcome)))
-        assert ends == {"done": 3, "released": 1}
-        full.touch()
-        monkeypatch.setenv("FLEET_GPUS", "sm_90:1")
-        monkeypatch.setattr(worker_module, "ROOM_S", 0.2)
-        status = run(plan(2), db=str(home / "x.db"), say=said.append)
-        assert (status.done, status.failed) == (0, 2)
-        why = "No space left on device; free some space there, or name another folder with TILEDSCHED_CACHE"
-        assert [why in each.message for each in status.failures] == [True] * 2
-        assert sum("waits for room on its disk" in line and why in line for line in said) == 2
-    assert gone(home)
-
-
-def test_a_cache_that_cannot_be_written_costs_no_problem_an_attempt(home, monkeypatch) -> None:
-    (home / "file").write_text("")
-    monkeypatch.setenv("TILEDSCHED_CACHE", str(home / "file" / "cache"))
+    campaign = leases.open(plan(3))
+    assert work(str(home / "x.db"), campaign.id, say=hear).notes == ()
+    assert outcomes(leases) == {"done": 3, "released": 1}
+    full.touch()
     monkeypatch.setenv("FLEET_GPUS", "sm_90:1")
-    with TuningDB.open(home / "x.db") as db:
-        leases = Leases(db)
-        campaign = leases.open(plan(2))
-        (note,) = work(str(home / "x.db"), campaign.id).notes
-        assert "cannot keep machine code in" in note
-        assert note.endswith("name another folder with TILEDSCHED_CACHE")
-        assert leases.counts(campaign.id)["waiting"] == 2
-        with db.reading() as session:
-            assert session.scalars(sa.select(AttemptRow.outcome)).all() == []
+    monkeypatch.setattr(worker_module, "ROOM_S", 0.2)
+    status = run(plan(1, most_attempts=1), db=str(home / "x.db"), say=said.append)
+    assert (status.done, status.failed) == (0, 1)
+    why = "No space left on device; free some space there, or name another folder with TILEDSCHED_CACHE"
+    assert why in status.failures[0].message
+    assert sum("waits for room on its disk" in line and why in line for line in said) == 2
+    assert gone(home)
 
 
 def test_a_host_that_has_no_room_to_compile_sends_the_build_to_another(monkeypatch) -> None:
@@ -209,35 +206,40 @@ def test_a_host_that_has_no_room_to_compile_sends_the_build_to_another(monkeypat
         assert placed == [False, True, True][: full + 1]
     answers = [("built", next(BUILD_NUMBERS) + 1, found[0][1])]
     pipe = types.SimpleNamespace(send=lambda message: None, recv=answers.pop)
-    problem = Softmax.problem(rows=64, columns=64)
-    task = BuildTask(
-        kernel=Softmax.locator(), schedule=space_for("sm_90", Softmax).default(problem), problem=problem, arch="sm_90"
-    )
     with pytest.raises(NoRoomError, match="in /tmp of a") as told:
-        list(RemoteBuilds(pipe, 1).build([task]))
+        list(RemoteBuilds(pipe, 1).build([softmax()]))
     assert is_full(told.value)
 
 
-def test_a_build_that_failed_on_a_host_is_sent_to_another(monkeypatch) -> None:
-    nodes = [{"NodeID": node, "Alive": True, "Resources": {"CPU": cpus}} for node, cpus in (("a", 8), ("b", 1))]
+def test_builds_of_other_hosts_are_asked_for_once_and_come_in_any_order() -> None:
+    tasks, sent = [softmax(64), softmax(128)], []
+    pipe = types.SimpleNamespace(send=sent.append, recv=lambda: ("built", sent[-1][1], sent.pop()[3]))
+    builds = RemoteBuilds(pipe, 1)
+    assert [*builds.build(tasks, leave=2)] == []
+    assert [message[3] for message in sent] == tasks
+    assert [*builds.build(tasks)] == tasks[::-1]
+    assert sent == []
 
-    class Host:
-        def remote(self, *given):
-            return types.SimpleNamespace(build=types.SimpleNamespace(remote=lambda task: (self.node, task)))
 
-        def options(self, *, num_cpus, scheduling_strategy):
-            self.node = scheduling_strategy
-            return self
-
-    ray = types.SimpleNamespace(nodes=lambda: nodes, remote=lambda made: Host())
+def test_a_build_that_is_wanted_twice_is_placed_once_and_one_that_was_lost_again(monkeypatch) -> None:
+    placed: list[str] = []
+    start = types.SimpleNamespace(remote=lambda task: placed.append(task) or len(placed))
+    ray = types.SimpleNamespace(remote=lambda made: types.SimpleNamespace(options=lambda **given: start))
     monkeypatch.setattr(ray_builds, "ray_module", lambda: ray)
-    monkeypatch.setattr(ray_builds, "on_node", lambda node: node)
-    directory = ray_builds.BuildDirectory()
-    went = [directory.place("key", "task", lost)[0][0] for lost in (False, False, True, True, True)]
-    assert went == ["a", "a", "b", "a", "b"]
-    nodes.pop()
-    monkeypatch.setattr(ray_builds, "LOOK_EVERY_S", 0.0)
-    assert [directory.place("key", "task", True)[0][0] for _ in range(2)] == ["a", "a"]  # there is no other
+    monkeypatch.setattr(ray_builds, "MOST_BUILDS", 2)
+    place = ray_builds.BuildDirectory().place
+    wanted = [
+        ("a", False),
+        ("a", False),
+        ("a", True),
+        ("b", False),
+        ("a", False),
+        ("c", False),
+        ("a", False),
+        ("b", False),
+    ]
+    assert [place(key, key, again)[0] for key, again in wanted] == [1, 1, 2, 3, 2, 4, 2, 5]
+    assert placed == ["a", "a", "b", "c", "b"]  # of more than two the one that was longest not asked for is forgotten
 
 
 class Pipe:
@@ -253,20 +255,29 @@ class Pipe:
         self.answers.append(message)
 
 
-def child(home, pipe, **more) -> Child:
+def child(home, leases, pipe, **more) -> Child:
     """A child of a campaign of one problem, in this process."""
-    with TuningDB.open(home / "x.db") as db:
-        campaign = Leases(db).open(plan(1))
-    return Child(pipe, Setup(db=str(home / "x.db"), campaign=campaign, jobs=1, builds_elsewhere=False), **more)
+    setup = Setup(db=str(home / "x.db"), campaign=leases.open(plan(1)), jobs=1, builds_elsewhere=False)
+    return Child(pipe, setup, **more)
 
 
-def test_builds_that_come_after_the_job_that_asked_for_them_are_dropped(home) -> None:
+def test_builds_that_come_after_the_job_that_asked_for_them_are_dropped(home, leases) -> None:
     """It ended without them, and the next request is the next request."""
     pipe = Pipe(("built", 7, None), ("work", "lease", None), ("built", 8, None), ("end",))
-    served = child(home, pipe)
-    served.work = lambda lease, budget_s: ("done", {}, "")
+    served = child(home, leases, pipe)
+    served.work = lambda lease, budget_s: (Outcome.DONE, {}, "")
     served.serve()
     assert pipe.answers == [("ready", ""), ("answer", "done", {}, "")]
+
+
+def test_a_cache_that_cannot_be_written_is_said_before_any_work(home, leases, monkeypatch) -> None:
+    (home / "file").write_text("")
+    monkeypatch.setenv("TILEDSCHED_CACHE", str(home / "file" / "cache"))
+    pipe = Pipe(("end",))
+    child(home, leases, pipe).serve()
+    ((_, why),) = pipe.answers
+    assert "cannot keep machine code in" in why
+    assert why.endswith("name another folder with TILEDSCHED_CACHE")
 
 
 def started(home, *words) -> subprocess.Popen[str]:
@@ -276,6 +287,11 @@ def started(home, *words) -> subprocess.Popen[str]:
     )
 
 
+def join(leases, campaign, gpu, hostname="host") -> str:
+    """A worker with a GPU of that name."""
+    return leases.join(campaign.id, hostname=hostname, pid=1, gpu=gpu, device_name="NVIDIA Replayed", arch="sm_90")
+
+
 def wait_for(answer, seconds=60.0) -> None:
     deadline = time.monotonic() + seconds
     while not answer():
@@ -283,35 +299,25 @@ def wait_for(answer, seconds=60.0) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_who_is_told_to_stop_ends_in_ten_seconds_and_loses_nothing(home, number, monkeypatch) -> None:
-    """And who is killed takes all it started with it, and the next goes on once the lease has run out."""
-    monkeypatch.setenv("FLEET_GPUS", "sm_90:1")
-    with TuningDB.open(home / "x.db") as db:
-        leases = Leases(db)
-        campaign = leases.open(plan(1, lease_s=3.0, options={"pause_s": 1.0}))
-        child = started(home)
-        wait_for(lambda: leases.counts(campaign.id)["leased"] == 1)
-        began = time.monotonic()
-        child.send_signal(number)
-        out = child.communicate(timeout=20)[0]
-        assert time.monotonic() - began < 10
-        assert gone(home)
-        if number == signal.SIGINT:
-            assert child.returncode == 130, out
-            assert "everything finished so far is stored" in out
-            assert leases.counts(campaign.id)["leased"] == 0  # given back, or done at the last moment
-        assert db.check() == []
-        assert main(["fleet", "work", campaign.id]) == 0
-        status = read_status(leases, campaign.id)
-        assert (status.done, status.failed) == (1, 0)
-        assert gone(home)
+def test_who_is_told_to_stop_ends_in_ten_seconds_and_loses_nothing(home, leases) -> None:
+    """Who is killed, test_fleet_commands."""
+    campaign = leases.open(plan(1, options={"pause_s": 0.5}))
+    child = started(home)
+    wait_for(lambda: leases.counts(campaign.id)["leased"] == 1)
+    began = time.monotonic()
+    child.send_signal(signal.SIGINT)
+    out = child.communicate(timeout=20)[0]
+    assert time.monotonic() - began < 10
+    assert gone(home)
+    assert child.returncode == 130, out
+    assert "everything finished so far is stored" in out
+    assert leases.counts(campaign.id)["leased"] == 0  # given back, or done at the last moment
+    assert leases.db.check() == []
+    assert main(["fleet", "work", campaign.id]) == 0
+    assert leases.counts(campaign.id)["done"] == 1
 
 
-def test_the_commands_show_what_is_done_and_an_odd_gpu_stores_under_a_name_of_its_own(
-    home, capsys, monkeypatch
-) -> None:
-    monkeypatch.setenv("FLEET_GPUS", "sm_90:1")
+def test_the_commands_show_what_is_done_and_an_odd_gpu_stores_under_a_name_of_its_own(home, capsys) -> None:
     mine = "GPU-sm_90-here-0"
     (home / f"slow-{mine}").write_text("1.2")
     (home / "fail-2").touch()
@@ -321,11 +327,10 @@ def test_the_commands_show_what_is_done_and_an_odd_gpu_stores_under_a_name_of_it
         leases = Leases(db)
         campaign = leases.open(plan(2))
         for place, us in enumerate((100.0, 100.1, 102.0, 100.2)):  # what others took
-            worker = leases.join(
-                campaign.id, hostname="there", pid=1, gpu=f"GPU-{place}", device_name="NVIDIA Replayed", arch="sm_90"
-            )
+            gpu = f"GPU-{place}"
+            worker = join(leases, campaign, gpu, hostname="there")
             told = {"fingerprint": "c" * 24, "median_us": us, "ci_low_us": us - 0.1, "ci_high_us": us + 0.1}
-            leases.note_control(campaign.id, worker, f"GPU-{place}", "sm_90", told)
+            leases.note_control(campaign.id, worker, gpu, "sm_90", told)
         assert main(["fleet", "work", "--json"]) == 0
         said = capsys.readouterr()
         assert json.loads(said.out)["gpus"] == 1
@@ -363,39 +368,25 @@ def test_the_commands_show_what_is_done_and_an_odd_gpu_stores_under_a_name_of_it
     assert "Did you mean '--problem'" in capsys.readouterr().err
 
 
-def test_a_host_with_another_compiler_or_source_takes_nothing(home, monkeypatch) -> None:
-    monkeypatch.setenv("FLEET_GPUS", "sm_90:1")
-    with TuningDB.open(home / "x.db") as db:
-        leases = Leases(db)
-        campaign = leases.open(plan(1, compiler="1.2.3"))
-        worked = work(str(home / "x.db"), campaign.id)
-        assert len(worked.notes) == 1
-        assert "install tileiras 1.2.3 here" in worked.notes[0]
-        assert leases.counts(campaign.id)["waiting"] == 1
-        other = leases.open(plan(1, source_hash="other"))
-        assert "bring it up to date" in why_not(other, Softmax, find_job("fleet_jobs:tune"))
-        assert (
-            why_not(leases.open(plan(1, source_hash=Softmax.source_hash())), Softmax, find_job("fleet_jobs:tune")) == ""
-        )
-
-
-def test_options_of_another_version_cost_no_attempt(home, monkeypatch) -> None:
+def test_a_host_with_another_compiler_source_or_version_takes_nothing(home, leases) -> None:
     made = plan_campaign("tune", Softmax, [{"rows": 64, "columns": 64}], ["sm_90"], options={"runner": "none"})
     newer = dataclasses.replace(made, options={**made.options, "seeds": [1, 2]})
-    with TuningDB.open(home / "x.db") as db:
-        leases = Leases(db)
-        campaign = leases.open(newer)
-        (note,) = work(str(home / "x.db"), campaign.id, without_gpu=1).notes
-        assert "opened by another version of tiledsched: tune of" in note
-        assert "does not know seeds; bring this host up to date" in note
-        assert leases.counts(campaign.id)["waiting"] == 1
-        with db.reading() as session:
-            assert session.scalars(sa.select(AttemptRow.outcome)).all() == []
+    campaign = leases.open(newer)
+    (note,) = work(str(home / "x.db"), campaign.id, without_gpu=1).notes
+    assert "opened by another version of tiledsched: tune of" in note
+    assert "does not know seeds; bring this host up to date" in note
+    assert leases.counts(campaign.id)["waiting"] == 1
+    assert outcomes(leases) == {}
     with pytest.raises(ConfigError, match="tune has no option efort; its options are effort, trials"):
         plan_campaign("tune", Softmax, "llama", ["sm_90"], options={"efort": "quick"})
+    job = find_job("fleet_jobs:tune")
+    other = [leases.open(plan(1, compiler="1.2.3")), leases.open(plan(1, source_hash="other"))]
+    for wanted, why in zip(other, ("install tileiras 1.2.3 here", "bring it up to date"), strict=True):
+        assert why in why_not(wanted, Softmax, job)
+    assert why_not(leases.open(plan(1, source_hash=Softmax.source_hash())), Softmax, job) == ""
 
 
-def test_a_campaign_for_other_gpus_keeps_nobody_from_the_next(home, monkeypatch) -> None:
+def test_a_campaign_for_other_gpus_keeps_nobody_from_the_next(home, leases, monkeypatch) -> None:
     said, gpus = [], [Gpu(uuid="GPU-1", name="", arch="sm_90")]
     real = local.work_on
 
@@ -406,20 +397,18 @@ def test_a_campaign_for_other_gpus_keeps_nobody_from_the_next(home, monkeypatch)
         return []
 
     monkeypatch.setattr(local, "work_on", ended)
-    with TuningDB.open(home / "x.db") as db:
-        leases = Leases(db)
-        other = leases.open(plan(1, archs=("sm_100",)))
-        with pytest.raises(ConfigError, match="start workers where such GPUs are"):
-            work(str(home / "x.db"), gpus=gpus)
-        mine = leases.open(plan(1))
-        worked = work(str(home / "x.db"), gpus=gpus, say=said.append)
-        assert (worked.campaigns, worked.notes) == ((mine.id,), ())
-        assert [other.id in line for line in said] == [True]
-        with pytest.raises(ConfigError, match="sm_100"):
-            work(str(home / "x.db"), other.id, gpus=gpus)
+    other = leases.open(plan(1, archs=("sm_100",)))
+    with pytest.raises(ConfigError, match="start workers where such GPUs are"):
+        work(str(home / "x.db"), gpus=gpus)
+    mine = leases.open(plan(1))
+    worked = work(str(home / "x.db"), gpus=gpus, say=said.append)
+    assert (worked.campaigns, worked.notes) == ((mine.id,), ())
+    assert [other.id in line for line in said] == [True]
+    with pytest.raises(ConfigError, match="sm_100"):
+        work(str(home / "x.db"), other.id, gpus=gpus)
 
 
-def test_a_child_that_is_told_to_stop_too_early_begins_nothing(home) -> None:
+def test_a_child_that_is_told_to_stop_too_early_begins_nothing(home, leases) -> None:
     class Store:
         """Databases on a host that cannot reach the campaign's."""
 
@@ -442,9 +431,9 @@ def test_a_child_that_is_told_to_stop_too_early_begins_nothing(home) -> None:
     )
     stop = threading.Event()
     stop.set()
-    assert child(home, Pipe(), stop=stop, local_store=Store).work(lease, None)[0] == "released"
+    assert child(home, leases, Pipe(), stop=stop, local_store=Store).work(lease, None)[0] == "released"
     assert not (home / "jobs.log").exists()
-    away = child(home, Pipe(), stop=stop, local_store=Away)
+    away = child(home, leases, Pipe(), stop=stop, local_store=Away)
     assert away.work(lease, None)[0] == "released"
     stop.clear()
     assert away.work(lease, None)[0] == "error"
@@ -453,7 +442,7 @@ def test_a_child_that_is_told_to_stop_too_early_begins_nothing(home) -> None:
 class Stuck:
     """A child whose GPU hangs so that nothing ends it."""
 
-    wrong = ""
+    wrong, lost = "", False
 
     def ask(self, *given, **named):
         raise MeasureError("a working process cannot be killed: its GPU is stuck")
@@ -464,7 +453,7 @@ class Stuck:
 class Failing:
     """A child that fails at everything."""
 
-    wrong = ""
+    wrong, lost = "", False
 
     def ask(self, *given, **named):
         return Outcome.ERROR, None, "cannot keep machine code; free some space there"
@@ -472,43 +461,40 @@ class Failing:
     def end(self) -> None: ...
 
 
-def test_who_gives_up_says_what_went_wrong(home) -> None:
-    with TuningDB.open(home / "x.db") as db:
-        leases = Leases(db)
-        campaign = leases.open(plan(5))
-        worker = Worker(leases, "", campaign, Gpu(uuid="here-1", name="", arch=""), jobs=1, stop=threading.Event())
-        worker._child = Failing()
-        worker.run()
-        assert (
-            worker.note == "3 attempts in a row failed here, the last: cannot keep machine code; free some space there"
-        )
-        assert leases.counts(campaign.id)["leased"] == 0
+def worker_of(leases, campaign, name="GPU-well", arch="") -> Worker:
+    gpu = Gpu(uuid=name, name="", arch=arch)
+    return Worker(leases, "", campaign, gpu, jobs=1, stop=threading.Event())
 
 
-def test_a_gpu_that_is_stuck_beyond_help_holds_nothing_back(home, monkeypatch) -> None:
+def test_who_gives_up_says_what_went_wrong(leases) -> None:
+    campaign = leases.open(plan(5))
+    worker = worker_of(leases, campaign)
+    worker._child = Failing()
+    worker.run()
+    assert worker.note == "3 attempts in a row failed here, the last: cannot keep machine code; free some space there"
+    assert leases.counts(campaign.id)["leased"] == 0
+
+
+def test_a_gpu_that_is_stuck_beyond_help_holds_nothing_back(leases, monkeypatch) -> None:
     """Nor does a database that is away just then: the process lives on, but renews no lease for a worker that ended."""
-    with TuningDB.open(home / "x.db") as db:
-        leases = Leases(db, retry_s=0.0)
-        campaign = leases.open(plan(2, lease_s=0.4))
-        gpus = [Gpu(uuid=f"GPU-{name}", name="", arch="") for name in ("stuck", "well", "next")]
-        workers = [Worker(leases, "", campaign, gpu, jobs=1, stop=threading.Event()) for gpu in gpus]
-        workers[0]._archs = {"sm_90"}
-        for away in (False, True):
-            workers[0]._child = Stuck()
-            with monkeypatch.context() as patched:
-                if away:
-                    workers[0].note = ""
-                    patched.setattr(leases, "leave", lambda *given: (_ for _ in ()).throw(DatabaseError("away")))
-                with pytest.raises(MeasureError, match="stuck"):
-                    workers[0].run()
-            assert workers[0].note.startswith("a working process cannot be killed")
-            assert leases.counts(campaign.id)["leased"] == int(away)
-        heart = Heart(leases, campaign, workers[:2])
-        heart.start()
-        seen = [leases.take(campaign, workers[1].id, ["sm_90"])]
-        wait_for(lambda: seen.append(leases.take(campaign, workers[2].id, ["sm_90"])) or seen[-1], 5.0)
-        assert seen[-1].id != seen[0].id  # the stuck one's ran out; the other's is renewed
-        heart.end()
+    campaign = leases.open(plan(2, lease_s=0.4))
+    workers = [worker_of(leases, campaign, f"GPU-{name}") for name in ("stuck", "well", "next")]
+    for away in (False, True):
+        workers[0]._child = Stuck()
+        with monkeypatch.context() as patched:
+            if away:
+                workers[0].note = ""
+                patched.setattr(leases, "leave", lambda *given: (_ for _ in ()).throw(DatabaseError("away")))
+            with pytest.raises(MeasureError, match="stuck"):
+                workers[0].run()
+        assert workers[0].note.startswith("a working process cannot be killed")
+        assert leases.counts(campaign.id)["leased"] == int(away)
+    heart = Heart(leases, campaign, workers[:2])
+    heart.start()
+    seen = [leases.take(campaign, workers[1].id, ["sm_90"])]
+    wait_for(lambda: seen.append(leases.take(campaign, workers[2].id, ["sm_90"])) or seen[-1], 5.0)
+    assert seen[-1].id != seen[0].id  # the stuck one's ran out; the other's is renewed
+    heart.end()
 
 
 def hanging_nvml(well: threading.Event) -> types.SimpleNamespace:
@@ -530,54 +516,84 @@ def hanging_nvml(well: threading.Event) -> types.SimpleNamespace:
     )
 
 
-def test_a_gpu_whose_driver_hangs_holds_up_no_heartbeat(home, monkeypatch) -> None:
+def test_a_gpu_whose_driver_hangs_holds_up_no_heartbeat(leases, monkeypatch) -> None:
     """What it told last is told again, with its age; a list of GPUs that does not come ends with an error."""
     well = threading.Event()
     well.set()
     monkeypatch.setitem(sys.modules, "pynvml", hanging_nvml(well))
-    with TuningDB.open(home / "x.db") as db:
-        leases = Leases(db)
-        campaign = leases.open(plan(2, lease_s=1.0))
-        workers = [
-            Worker(leases, "", campaign, Gpu(uuid=uuid, name="", arch="sm_90"), jobs=1, stop=threading.Event())
-            for uuid in ("GPU-stuck", "GPU-well")
-        ]
-        held = {leases.take(campaign, worker.id, ["sm_90"]).id for worker in workers}
-        heart = Heart(leases, campaign, workers)
-        heart.start()
+    campaign = leases.open(plan(2, lease_s=1.0))
+    workers = [worker_of(leases, campaign, name, "sm_90") for name in ("GPU-stuck", "GPU-well")]
+    held = {leases.take(campaign, worker.id, ["sm_90"]).id for worker in workers}
+    heart = Heart(leases, campaign, workers)
+    heart.start()
 
-        def told() -> dict[str, tuple[int | None, float]]:
-            return {each.gpu: (each.sm_clock_mhz, each.age_s) for each in read_status(leases, campaign.id).workers}
+    def told() -> dict[str, tuple[int | None, float]]:
+        return {each.gpu: (each.sm_clock_mhz, each.age_s) for each in read_status(leases, campaign.id).workers}
 
-        wait_for(lambda: told() == {"GPU-stuck": (50_000, 0.0), "GPU-well": (50_000, 0.0)}, 5.0)
-        well.clear()
-        try:
-            wait_for(lambda: told()["GPU-stuck"][1] > 1.5 * campaign.lease_s, 10.0)
-            assert told()["GPU-stuck"][0] == 50_000
-            assert told()["GPU-well"] == (50_000, 0.0)
-            other = leases.join(campaign.id, hostname="there", pid=1, gpu="GPU-2", device_name="", arch="sm_90")
-            assert leases.take(campaign, other, ["sm_90"]) is None
-            assert leases.renew(campaign, {worker.id: {} for worker in workers}) == held
-            monkeypatch.setattr(nvml, "LISTED_S", 0.05)
-            with pytest.raises(
-                MeasureError, match=r"GPU 0 \(as nvidia-smi counts\) of .*is stuck; see what nvidia-smi says"
-            ):
-                gpus.gpus_here()
-        finally:
-            well.set()
-        wait_for(lambda: told()["GPU-stuck"] == (50_000, 0.0), 5.0)
-        heart.end()
+    wait_for(lambda: told() == {"GPU-stuck": (50_000, 0.0), "GPU-well": (50_000, 0.0)}, 5.0)
+    well.clear()
+    try:
+        wait_for(lambda: told()["GPU-stuck"][1] > 1.5 * campaign.lease_s, 10.0)
+        assert told()["GPU-stuck"][0] == 50_000
+        assert told()["GPU-well"] == (50_000, 0.0)
+        assert leases.take(campaign, join(leases, campaign, "GPU-2"), ["sm_90"]) is None
+        assert leases.renew(campaign, {worker.id: {} for worker in workers}) == held
+        monkeypatch.setattr(nvml, "LISTED_S", 0.05)
+        with pytest.raises(
+            MeasureError, match=r"GPU 0 \(as nvidia-smi counts\) of .*is stuck; see what nvidia-smi says"
+        ):
+            gpus.gpus_here()
+    finally:
+        well.set()
+    wait_for(lambda: told()["GPU-stuck"] == (50_000, 0.0), 5.0)
+    heart.end()
+
+
+class Runner:
+    """Runs no program; what it times takes 2 us."""
+
+    device = types.SimpleNamespace(arch="sm_90", name="NVIDIA Sample")
+
+    def __init__(self, checked) -> None:
+        self.checked = checked
+
+    def begin(self, problem) -> None: ...
+
+    def check(self, candidate):
+        return self.checked
+
+    def sample(self, candidates, *, rounds, regime):
+        assert (len(candidates), rounds, regime) == (1, jobs.CONTROL_ROUNDS, "burst")
+        return [types.SimpleNamespace(samples_us=(2.0,) * rounds, conditions=Conditions())]
+
+
+@pytest.mark.parametrize(
+    ("built", "checked"), [(1, 2.0), (0, 2.0), (1, Failure(kind=FailureKind.HANG, message="hangs"))]
+)
+def test_the_control_program_is_timed_or_it_is_said_why_not(built, checked) -> None:
+    candidates = [types.SimpleNamespace(artifact=types.SimpleNamespace(fingerprint="f"))] * built
+    session = types.SimpleNamespace(
+        space=lambda kernel, file: space_for("sm_90", kernel),
+        open_runner=lambda kernel, runner: Runner(checked),
+        builder=lambda kernel: types.SimpleNamespace(
+            build=lambda schedules, problem: None, programs=lambda *given: [], candidates=lambda programs: candidates
+        ),
+    )
+    problem = Softmax.problem(rows=64, columns=64)
+    if built and checked == 2.0:
+        told = jobs.control(session, Softmax, problem)
+        assert (told["fingerprint"], told["median_us"], told["ci_low_us"]) == ("f", 2.0, 2.0)
+    else:
+        with pytest.raises(MeasureError, match="hangs; run" if built else "does not build"):
+            jobs.control(session, Softmax, problem)
 
 
 @pytest.mark.compiler
 def test_a_real_tune_without_a_gpu_is_the_single_commands(home) -> None:
     """No job of tests takes part: a worker that needs no GPU, and every program compiled once, though each problem has a database."""
     problems = [{"rows": 4096, "columns": 256}, {"rows": 8192, "columns": 256}]
-    status = run(
-        plan_campaign("tune", Softmax, problems, ["sm_90"], options={"runner": "none", "trials": 1}),
-        without_gpu=1,
-        jobs=1,
-    )
+    planned = fleet.plan("tune", Softmax, problems, ["sm_90"], options={"runner": "none", "trials": 1})
+    status = fleet.run(planned, without_gpu=1, jobs=1)
     assert (status.done, status.failed) == (2, 0)
     with TuningDB.open(home / "x.db") as db:
         assert [each.provenance for each in db.entries()] == ["modelled"] * 2
@@ -647,32 +663,29 @@ def test_what_a_scratch_database_found_comes_home_once(backend, tmp_path) -> Non
         assert home.check() == []
         scratch.bring_home(path, home, held=False)
         assert not path.exists()
-        left = scratch.database(home, PROBLEM, "sm_90", "two")
-        assert scratch.left_behind() == []
-        ended = subprocess.Popen(["true"])
-        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # a zombie, as where nobody listens
-        left.rename(left.with_name(f"two-{ended.pid}.db"))
-        left.with_name(f"template-{ended.pid}").touch()
-        successor = left.with_name(f"three-{os.getpid()}.1.db")  # of a killed container, whose numbers come again
-        successor.touch()
-        left.with_name(f"template-{os.getpid()}.1").touch()
-        other = LocalStore(tmp_path / "cache", "another database")
-        assert other.left_behind() == []
-        other.close()
-        again = LocalStore(tmp_path / "cache", str(url))
-        assert not left.with_name(f"template-{ended.pid}").exists()
-        assert not left.with_name(f"template-{os.getpid()}.1").exists()
-        three, path = scratch.left_behind()
-        assert three == successor
-        successor.unlink()
-        assert path.name == f"two-{ended.pid}.db"
-        assert again.left_behind() == [path]
-        assert again.left_behind() == []  # what could not be brought home once is another process's matter
-        assert whole(path)
-        path.write_bytes(b"torn")
-        assert not whole(path)
-        ended.wait()
         scratch.close()
+
+
+def test_what_a_process_that_is_gone_left_behind_is_found_once(leases, tmp_path) -> None:
+    scratch, again, other = (LocalStore(tmp_path, name) for name in ("x", "x", "another database"))
+    left = scratch.database(leases.db, PROBLEM, "sm_90", "two")
+    assert scratch.left_behind() == []
+    ended = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # a zombie, as where nobody listens
+    left = left.rename(left.with_name(f"two-{ended.pid}.db"))
+    successor = left.with_name(f"three-{os.getpid()}.1.db")  # of a killed container, whose numbers come again
+    successor.touch()
+    assert other.left_behind() == []
+    assert scratch.left_behind() == [successor, left]
+    assert scratch.left_behind() == []  # what could not be brought home once is another process's matter
+    assert again.left_behind() == [successor, left]
+    assert whole(left)
+    left.write_bytes(b"torn")
+    assert not whole(left)
+    ended.wait()
+    for each in (scratch, again, other):
+        each.close()
+        assert not Path(each._own.path).exists()
 
 
 class Pool:
@@ -683,12 +696,10 @@ class Pool:
     def __init__(self, cubin) -> None:
         self.built: list[BuildTask] = []
         self._cubin = cubin
-        self.aside = lambda: None
 
     def build(self, tasks, *, leave=0):
         for task in tasks:
             self.built.append(task)
-            self.aside()
             failure = None if self._cubin else Failure(kind=FailureKind.COMPILE_ERROR, message="no")
             yield Built(task=task, artifact=self._cubin, failure=failure, seconds=1.0)
 
@@ -702,89 +713,64 @@ def cubin():
     """Machine code of one softmax."""
     from tiledsched.build.pool import BuildPool
 
-    problem = Softmax.problem(rows=64, columns=64)
-    task = BuildTask(
-        kernel=Softmax.locator(), schedule=space_for("sm_90", Softmax).default(problem), problem=problem, arch="sm_90"
-    )
     with BuildPool(1) as pool:
-        (built,) = pool.build([task])
-    return task, read_artifact(built.artifact.cubin, "sm_90")
+        (built,) = pool.build([softmax()])
+    return read_artifact(built.artifact.cubin, "sm_90")
 
 
 @pytest.mark.compiler
 def test_a_build_is_made_once_by_all_that_see_a_folder(tmp_path, cubin) -> None:
-    task, code = cubin
-    pools = [Pool(code) for _ in range(3)]
+    pools = [Pool(cubin) for _ in range(3)]
     shared = [SharedBuilds(pool, tmp_path) for pool in pools]
-    (first,) = shared[0].build([task])
-    (second,) = shared[1].build([task])
-    assert first.artifact == second.artifact == code
+    (first,), (second,) = (list(each.build([softmax()])) for each in shared[:2])
+    assert first.artifact == second.artifact == cubin
     assert [len(pool.built) for pool in pools] == [1, 0, 0]
-    # Another process of this host claims it, and is gone.
-    other = BuildTask(
-        kernel=task.kernel, schedule=task.schedule, problem=Softmax.problem(rows=64, columns=128), arch="sm_90"
-    )
-    claim = builds_module._lock(shared[0]._path(other))
-    claim.parent.mkdir(parents=True, exist_ok=True)
+    # What a process that is gone claimed is built by the next; what one that runs claimed, once it gives up.
     ended = subprocess.Popen(["true"])
     ended.wait()
-    claim.write_text(f"{builds_module.socket.gethostname()} {ended.pid}")
-    (built,) = shared[2].build([other])
-    assert built.artifact == code
-    assert not claim.exists()
-    claim.write_text(f"{builds_module.socket.gethostname()} {os.getpid()}.1")  # one that had our number before us
-    assert shared[2]._claim(shared[2]._path(other), other)
-    assert not builds_module._is_gone(claim.read_text())
-    claim.unlink()
-    # One that runs is waited for; where it gives up, the next builds.
-    third = BuildTask(
-        kernel=task.kernel, schedule=task.schedule, problem=Softmax.problem(rows=64, columns=256), arch="sm_90"
-    )
-    assert shared[0]._claim(shared[0]._path(third), third)
-    shared[0].close()
-    assert [each.artifact for each in shared[1].build([third])] == [code]
+    for columns, word in ((128, str(ended.pid)), (192, f"{os.getpid()}.1")):  # the second had our number before us
+        claim = claim_of(shared[2], softmax(columns))
+        claim.write_text(f"{socket.gethostname()} {word}")
+        assert [each.artifact for each in shared[2].build([softmax(columns)])] == [cubin]
+        assert not claim.exists()
+    claim_of(shared[2], softmax(256)).write_text(f"{socket.gethostname()} {own_word()}")
+    with ThreadPoolExecutor(1) as thread:
+        waits = thread.submit(lambda: [*shared[1].build([softmax(256)])])
+        time.sleep(0.3)
+        assert not waits.done()
+        claim_of(shared[2], softmax(256)).unlink()
+        assert [each.artifact for each in waits.result()] == [cubin]
     # What does not build is known, too.
-    fourth = BuildTask(
-        kernel=task.kernel, schedule=task.schedule, problem=Softmax.problem(rows=64, columns=300), arch="sm_90"
-    )
     refusing = Pool(None)
     for _ in range(2):
-        (built,) = SharedBuilds(refusing, tmp_path).build([fourth])
+        (built,) = SharedBuilds(refusing, tmp_path).build([softmax(300)])
         assert built.failure.message == "no"
     assert len(refusing.built) == 1
-    # A claim of what waits for its turn holds, however long its turn is in coming.
-    waits = [dataclasses.replace(fourth, problem=Softmax.problem(rows=64, columns=columns)) for columns in (400, 500)]
-    pool = Pool(code)
-    slow = SharedBuilds(pool, tmp_path)
-    pool.aside = lambda: [os.utime(claim, (0, 0)) for claim in (tmp_path / "builds").rglob("*.building")]
-    building = slow.build(waits)
-    next(building)
-    assert not shared[1]._claim(slow._path(waits[1]), waits[1])
+
+
+def claim_of(shared, task) -> Path:
+    """The file by which a process claims a build; its folder is there."""
+    path = shared._note(task).with_suffix(".building")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("off_s", [600.0, -600.0])
-def test_a_host_whose_clock_is_off_tells_a_live_claim_from_a_dead_one(tmp_path, monkeypatch, off_s) -> None:
-    """The times of files are those of the server that keeps them."""
-    problem = Softmax.problem(rows=64, columns=64)
-    task = BuildTask(
-        kernel=Softmax.locator(), schedule=space_for("sm_90", Softmax).default(problem), problem=problem, arch="sm_90"
-    )
-    well, off = (SharedBuilds(Pool(None), tmp_path) for _ in range(2))
-    claim = builds_module._lock(well._path(task))
-    assert well._claim(well._path(task), task)
+def test_the_claim_of_another_host_is_waited_for_as_long_as_a_build_may_take(tmp_path) -> None:
+    task = softmax(timeout_s=0.4 - 2 * GRACE_S)
+    shared = SharedBuilds(Pool(None), tmp_path)
+    claim = claim_of(shared, task)
     claim.write_text("elsewhere 1")
-    clock = types.SimpleNamespace(time=lambda: time.time() + off_s, monotonic=time.monotonic)
-    monkeypatch.setattr(builds_module, "time", clock)
-    assert not off._claim(off._path(task), task)
-    os.utime(claim, (time.time() - 200, time.time() - 200))  # longer than a build may take
-    assert off._claim(off._path(task), task)
+    os.utime(claim, (0, 0))  # as where its clock is off
+    began = time.monotonic()
+    assert len([*shared.build([task])]) == 1
+    assert 0.3 < time.monotonic() - began < 10
+    assert not claim.exists()
 
 
 @pytest.mark.compiler
 def test_processes_stay_from_one_problem_to_the_next(tmp_path, cubin) -> None:
-    task, code = cubin
-    ended: list[str] = []
+    task, ended = softmax(), list[str]()
 
     class Builds(SharedBuilds):
         def close(self) -> None:
@@ -792,7 +778,7 @@ def test_processes_stay_from_one_problem_to_the_next(tmp_path, cubin) -> None:
             super().close()
 
     tools = Tools(
-        pool=lambda jobs: Builds(Pool(code), tmp_path),
+        pool=lambda jobs: Builds(Pool(cubin), tmp_path),
         devices=lambda: [types.SimpleNamespace(arch="sm_90", name="NVIDIA H100")],
         runner=lambda kernel, seed: types.SimpleNamespace(close=lambda: ended.append("runner")),
         rivals=lambda kernel, runner, regime: types.SimpleNamespace(close=lambda: ended.append("rivals")),

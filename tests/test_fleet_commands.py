@@ -17,7 +17,7 @@ from tiledsched.bench.rows import read_rows
 from tiledsched.cli import main
 from tiledsched.core.config import load_settings
 from tiledsched.core.labels import format_problem
-from tiledsched.fleet import run as fleet_run
+from tiledsched.fleet import running as fleet_run
 from tiledsched.fleet.leases import Leases
 from tiledsched.kernels.attention import Attention
 from tiledsched.store.db import TuningDB

@@ -21,23 +21,20 @@ import pytest
 import sqlalchemy as sa
 from postgres import server
 from store_samples import new_url
-from test_fleet import children, gone
+from test_fleet import children, gone, softmax, wait_for
 
-from tiledsched.build.compiler import BuildTask
-from tiledsched.core.space_files import space_for
 from tiledsched.fleet.campaign import CampaignPlan
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.local import work
 from tiledsched.fleet.status import read_status
-from tiledsched.kernels.softmax import Softmax
 from tiledsched.store.db import TuningDB
 from tiledsched.store.models import AttemptRow
 
 DRIVER = "import sys; from tiledsched.fleet.on_ray import run_on_ray; run_on_ray(*sys.argv[1:3], address=sys.argv[3], say=print)"
-PROBLEMS = int(os.environ.get("FLEET_PROBLEMS", "8"))
+PROBLEMS = int(os.environ.get("FLEET_PROBLEMS", "6"))
 KILLS_S = float(os.environ.get("FLEET_KILLS_S", "0"))
 """Between two kills, at random; 0 for one of each kind."""
-NODES = (("n0", "sm_90", 1), ("n1", "sm_100", 1), ("n2", "sm_90", 1))
+NODES = (("n0", "sm_90", 1), ("n1", "sm_100", 1), ("n2", "sm_90", 1))[: 3 if KILLS_S else 2]
 """Name, arch and GPUs of each node beside the head."""
 TESTS = str(Path(__file__).parent)
 
@@ -140,9 +137,14 @@ class Killer:
 def plan() -> CampaignPlan:
     wanted = fleet_jobs.problems(PROBLEMS)
     problems = {"sm_90": wanted[: 3 * PROBLEMS // 4], "sm_100": wanted[3 * PROBLEMS // 4 :]}
-    options = {"trials": fleet_jobs.PROGRAMS, "sampler": "exhaustive", "pause_s": 0.0 if KILLS_S else 0.5}
+    options = {"trials": fleet_jobs.PROGRAMS, "sampler": "exhaustive", "pause_s": 0.0 if KILLS_S else 0.3}
     return CampaignPlan(
-        job="fleet_jobs:tune", kernel="attention", problems=problems, options=options, lease_s=10.0, most_attempts=20
+        job="fleet_jobs:tune",
+        kernel="attention",
+        problems=problems,
+        options=options,
+        lease_s=10.0 if KILLS_S else 4.0,
+        most_attempts=20,
     )
 
 
@@ -155,17 +157,13 @@ def check_done(db: TuningDB, leases: Leases, campaign_id: str) -> dict[tuple[obj
     assert len(done) == PROBLEMS
     assert set(done.values()) == {1}
     assert db.check() == []
-    winners = {}
-    for entry in db.entries():
-        replay = fleet_jobs.Replay(entry.problem, entry.arch)
-        taken = {each.fingerprint: each.median_us for each in replay.measurements}
-        assert taken[entry.fingerprint] <= 1.01 * replay.best.median_us
-        winners[entry.problem, entry.arch] = entry.fingerprint
+    winners = fleet_jobs.winners(db)
     assert len(winners) == PROBLEMS
     return winners
 
 
-def test_a_cluster_that_is_shot_at_does_everything_once_and_leases_alone_do_the_same(home, monkeypatch, capsys) -> None:
+def test_a_cluster_that_is_shot_at_does_everything_once(home, monkeypatch, capsys) -> None:
+    """By `FLEET_KILLS_S` also that leases alone come to the same; short tests of them are in test_fleet."""
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
@@ -179,7 +177,7 @@ def test_a_cluster_that_is_shot_at_does_everything_once_and_leases_alone_do_the_
             for node in NODES:
                 killer.add(*node)
             began = time.monotonic()
-            said = killer.run(url, campaign.id, lambda: leases.counts(campaign.id)["leased"] > 1)
+            said = killer.run(url, campaign.id, lambda: leases.counts(campaign.id)["leased"] > 0)
             took_s = time.monotonic() - began
             assert killer.process.returncode == 0, said
             on_ray = check_done(db, leases, campaign.id)
@@ -191,38 +189,30 @@ def test_a_cluster_that_is_shot_at_does_everything_once_and_leases_alone_do_the_
             ray.shutdown()
             cluster.shutdown()
         assert gone(home), [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children(home)]
-    if KILLS_S:
-        with capsys.disabled():
-            said = f"{PROBLEMS} problems in {took_s:.0f} s; killed {dict(killer.killed)}; {status.lost} attempts made again, {status.late} late"
-            print("\n" + said, flush=True)
     assert set(killer.killed) == {"child", "actor", "node", "connections", "driver"}
+    if not KILLS_S:
+        return
     monkeypatch.setenv("FLEET_GPUS", "sm_90:1,sm_100:1")
     with new_url("postgresql", home) as url, TuningDB.open(url) as db:
         leases = Leases(db)
-        again = leases.open(plan())
-        assert again.id == campaign.id
         began = time.monotonic()
-        work(url, again.id)
-        alone = check_done(db, leases, again.id)
+        work(url, leases.open(plan()).id)
+        alone = check_done(db, leases, campaign.id)
     same = sum(alone[key] == on_ray[key] for key in alone)
-    if KILLS_S:
-        with capsys.disabled():
-            print(
-                f"leases alone: {time.monotonic() - began:.0f} s, {same} of {len(alone)} winners the same", flush=True
-            )
-    assert alone.keys() == on_ray.keys()
+    said = f"{PROBLEMS} problems in {took_s:.0f} s; killed {dict(killer.killed)}; {status.lost} attempts made again, {status.late} late"
+    with capsys.disabled():
+        print(
+            f"\n{said}\nleases alone: {time.monotonic() - began:.0f} s, {same} of {len(alone)} winners the same",
+            flush=True,
+        )
     assert len(alone) - same <= max(1, 0.1 * len(alone))  # the others are ties: both are within a percent of the best
-    assert gone(home)
 
 
 def check_builds(ray) -> None:
     """Builds asked for by several at once are made once, on any host, and come back through the object store."""
     from tiledsched.fleet.ray_builds import RayBuilds, open_directory
 
-    problem = Softmax.problem(rows=64, columns=64)
-    task = BuildTask(
-        kernel=Softmax.locator(), schedule=space_for("sm_90", Softmax).default(problem), problem=problem, arch="sm_90"
-    )
+    task = softmax()
     directory = open_directory()
     askers = [RayBuilds(directory) for _ in range(2)]
     for number, asker in enumerate(askers):
@@ -230,7 +220,8 @@ def check_builds(ray) -> None:
     found = answers(askers, 2)
     assert {built.artifact.fingerprint for _, built in found} == {found[0][1].artifact.fingerprint}
     assert sorted(number for number, _ in found) == [0, 1]
-    assert ray.get(directory.count.remote()) == 1
+    one, other = (ray.get(directory.place.remote("the same", task, False)) for _ in range(2))
+    assert one == other
     ray.kill(directory, no_restart=False)  # as when its host is lost
     askers[0].submit(2, "the same", task)
     ((number, built),) = answers(askers, 1)
@@ -238,10 +229,6 @@ def check_builds(ray) -> None:
 
 
 def answers(askers, count: int) -> list:
-    found = []
-    deadline = time.monotonic() + 60
-    while len(found) < count:
-        assert time.monotonic() < deadline
-        found += [built for asker in askers for built in asker.finished()]
-        time.sleep(0.05)
+    found: list = []
+    wait_for(lambda: found.extend(built for asker in askers for built in asker.finished()) or len(found) >= count)
     return found

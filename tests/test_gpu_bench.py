@@ -39,7 +39,7 @@ def test_every_method_installed_has_a_time_and_is_right(harness, regime) -> None
     for row in rows:
         if row.method in MUST:
             assert row.status == "ok", said
-            assert 0 < row.ci_low_us <= row.median_us <= row.ci_high_us
+            assert 0 < row.timing.ci_low_us <= row.median_us <= row.timing.ci_high_us
             assert row.rel_err < (2e-3 if row.problem.dtype == "float16" else 1.5e-2)
             assert 0 < row.ceiling_ratio < 1
         if regime == "sustained" and row.method == OURS:

@@ -112,7 +112,7 @@ def test_a_killed_refresh_and_its_races_lose_nothing_committed(backend, tmp_path
     pause, promised = random.Random(4), set[tuple[str, str]]()
     with new_url(backend, tmp_path) as url:
         for number in range((TRIES + 1) // 2):
-            done = killed(REFRESHING, url, 1000 * number, after_s=pause.uniform(0, 4))
+            done = killed(REFRESHING, url, 1000 * number, after_s=pause.uniform(0, 2))
             promised |= {tuple(line.split()) for line in done}
             with TuningDB.open(url) as db:
                 assert db.check() == []
@@ -125,7 +125,7 @@ def test_a_killed_refresh_and_its_races_lose_nothing_committed(backend, tmp_path
 
 def test_a_database_is_made_whole_or_not_at_all(tmp_path) -> None:
     pause = random.Random(5)
-    for number in range(3 * TRIES):
+    for number in range(2 * TRIES):
         path = tmp_path / f"{number}.db"
         killed(OPENING, path, after_s=pause.uniform(0, 0.9))
         with TuningDB.open(path) as db:

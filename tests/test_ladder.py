@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 from test_bench import QUICK, Harness
 
+from tiledsched.bench.job import bench_to_file
 from tiledsched.bench.rows import BenchRow, read_rows
 from tiledsched.build.compiler import compile_schedule
 from tiledsched.cli import main
 from tiledsched.core.errors import UnsupportedError
 from tiledsched.interpreter.checking import check_schedule
 from tiledsched.kernels.attention import Attention
+from tiledsched.measure.estimate import Timing
 from tiledsched.report.document import Table
 from tiledsched.studies.ladder import pages, rungs
-from tiledsched.studies.ladder.run import run_ladder
 from tiledsched.studies.ladder.rungs import EDITS, NAIVE, PlainAttention, plain_problem
 
 PROBLEM = Attention.problem(
@@ -80,9 +81,7 @@ def rows_of(lengths=(1024, 4096)):
                     regime="burst",
                     status="ok",
                     device="NVIDIA Sample",
-                    median_us=us * 0.9**place,
-                    ci_low_us=us * 0.89**place,
-                    ci_high_us=us * 0.91**place,
+                    timing=Timing.of([us * 0.9**place] * 6),
                 )
             )
     return found
@@ -136,8 +135,9 @@ def test_hints_for_every_arch_can_be_pasted(home, capsys):
 def test_a_ladder_goes_on_where_it_stopped(tmp_path):
     path, harness = tmp_path / "ladder.csv", Harness()
     problems = [PROBLEM.replace(seq_q=length, seq_k=length) for length in (1024, 4096)]
-    run_ladder(problems[:1], path, rounds=6, harness=harness, pace=QUICK)
-    run_ladder(problems, path, rounds=6, harness=harness, pace=QUICK)
+    how = {"methods": rungs.methods(), "rounds": 6, "harness": harness, "pace": QUICK}
+    bench_to_file(Attention, problems[:1], path, **how)
+    bench_to_file(Attention, problems, path, **how)
     assert harness.prepared == [("burst", each) for each in problems]
     assert [row.method for row in read_rows(path)] == [*rungs.rungs(), "tiledsched"] * 2
     assert main(["study", "ladder", "--summary", "--out", str(tmp_path)]) == 0

@@ -262,7 +262,7 @@ def test_modelled_problems_use_the_callable(db):
     assert one.provenance == "modelled"
     assert [timed.us for timed in one.timed] == [50.0, 60.0, 70.0]
     assert one.runner_up_drop == pytest.approx(0.2)
-    assert (one.ties, one.measurements, one.best.ci_low_us) == ((), 0, None)
+    assert (one.ties, one.measurements, one.best.timing) == ((), 0, None)
 
 
 def test_modelled_without_the_callable_knows_winner_and_runner_up(db):

@@ -487,7 +487,8 @@ def test_it_is_called_in_compiled_code(attention) -> None:
 
 def test_the_bench_tells_our_kernel_from_what_is_served(attention) -> None:
     from tiledsched.bench.methods import OURS, SERVED
-    from tiledsched.bench.rivals.attention import METHODS, AttentionArrays, PairCase
+    from tiledsched.bench.rivals.attention import METHODS
+    from tiledsched.bench.rivals.attention_case import AttentionArrays, PairCase
 
     plan = attention.serve.plan_for(attention.q, attention.k, attention.v)
     arrays = AttentionArrays(torch=torch, problem=plan.problem, tensors=(attention.q, attention.k, attention.v))
@@ -495,7 +496,7 @@ def test_the_bench_tells_our_kernel_from_what_is_served(attention) -> None:
     assert (len(attention.calls), len(attention.launches)) == (0, 2)  # once to be ready
     METHODS[SERVED].make(arrays)()
     assert (len(attention.calls), len(attention.launches)) == (1, 2)
-    case = PairCase(arrays, [], [], None)
+    case = PairCase(arrays, [], None, [], {})
     assert case.details(OURS, verify=False)["provenance"] == "measured"
     for captured in (False, True):
         assert case.details(SERVED, verify=False, captured=captured) == {
@@ -510,35 +511,36 @@ def test_the_bench_tells_our_kernel_from_what_is_served(attention) -> None:
 def test_the_bench_asks_what_would_serve_had_nobody_tuned_the_suite(attention, monkeypatch) -> None:
     """Of a stranger's problem only itself is left out; of a suite's, the suite, and not the union of suites."""
     from tiledsched.bench.methods import LEFT_OUT
-    from tiledsched.bench.rivals import attention_left_out
-    from tiledsched.bench.rivals.attention import METHODS, AttentionArrays, PairCase
+    from tiledsched.bench.rivals import attention_plans
+    from tiledsched.bench.rivals.attention import METHODS
+    from tiledsched.bench.rivals.attention_case import AttentionArrays, PairCase
     from tiledsched.kernels.attention import Attention
 
     plan = attention.serve.plan_for(attention.q, attention.k, attention.v)
-    monkeypatch.setattr(attention_left_out, "_entries", lambda arch: [plan.served.entry])
+    monkeypatch.setattr(attention_plans, "_entries", lambda arch: [plan.served.entry])
     arrays = AttentionArrays(torch=torch, problem=plan.problem, tensors=(attention.q, attention.k, attention.v))
     METHODS[LEFT_OUT].make(arrays)()
     assert (attention.calls, len(attention.launches)) == ([], 2)
-    assert PairCase(arrays, [], [], None).details(LEFT_OUT, verify=False)["provenance"] == "default"
-    assert attention_left_out.left_out(plan.problem) == {plan.problem}
-    assert attention_left_out.left_out(Attention.suite("bert")[0]) == set(Attention.suite("bert"))
+    assert PairCase(arrays, [], None, [], {}).details(LEFT_OUT, verify=False)["provenance"] == "default"
+    assert attention_plans.left_out(plan.problem) == {plan.problem}
+    assert attention_plans.left_out(Attention.suite("bert")[0]) == set(Attention.suite("bert"))
 
 
 def test_what_is_left_out_is_read_again_under_other_settings(monkeypatch) -> None:
     """A process of a fleet benches from one database after the other."""
-    from tiledsched.bench.rivals import attention_left_out
+    from tiledsched.bench.rivals import attention_plans
 
     loads = []
-    monkeypatch.setattr(attention_left_out, "load_entries", lambda *given: loads.append(given) or [])
-    attention_left_out._entries.cache_clear()
+    monkeypatch.setattr(attention_plans, "load_entries", lambda *given: loads.append(given) or [])
+    attention_plans._entries.cache_clear()
     for _ in range(2):
-        attention_left_out._entries("sm_90")
+        attention_plans._entries("sm_90")
     assert len(loads) == 1
     with configure(rivals="off"):
-        attention_left_out._entries("sm_90")
-    attention_left_out._entries("sm_90")
+        attention_plans._entries("sm_90")
+    attention_plans._entries("sm_90")
     assert len(loads) == 3
-    attention_left_out._entries.cache_clear()
+    attention_plans._entries.cache_clear()
 
 
 def test_any_operator_is_handed_over_too_unless_its_numbers_are_not_those_declared(launches, monkeypatch) -> None:

@@ -524,9 +524,8 @@ def test_torchs_backends_are_rivals_where_their_masks_are_ours() -> None:
 def test_flex_attention_and_masks_compute_what_is_asked_for(monkeypatch, asked) -> None:
     from torch.nn.attention import flex_attention as flex
 
-    from tiledsched.bench.rivals.attention import AttentionArrays
+    from tiledsched.bench.rivals.attention_case import AttentionArrays
     from tiledsched.ops.fallback import attend_in_torch
-    from tiledsched.ops.features import AttentionFeatures
 
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(torch.compiler, "reset", lambda: None)
@@ -538,8 +537,7 @@ def test_flex_attention_and_masks_compute_what_is_asked_for(monkeypatch, asked) 
     beside += [torch.tensor([24, 17])] if asked.lengths else []
     arrays = AttentionArrays(torch=torch, problem=asked, tensors=(q, k, v, *beside))
     alignment = asked.alignment if asked.causal else None
-    features = AttentionFeatures(**arrays.named)
-    want = attend_in_torch(q, k, v, None, 0.0, alignment, None, False, features)
+    want = attend_in_torch(q, k, v, None, 0.0, alignment, None, False, arrays.features)
     torch.testing.assert_close(METHODS["torch_flex"].make(arrays)(), want, rtol=1e-4, atol=1e-5)
     if asked.softcap or asked.sinks:
         with pytest.raises(UnsupportedError, match="it knows no softcap, sinks"):

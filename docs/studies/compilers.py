@@ -21,11 +21,11 @@ from tiledsched.build.cubin import Artifact
 from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.errors import Failure, TiledschedError
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Candidate, Runner
 from tiledsched.serve.entries import load_entries
 from tiledsched.serve.prebuilt import usable_bundles
 from tiledsched.store.records import Entry
+from tiledsched.studies.ablation.ladder import outcome_of
 from tiledsched.tuning.problems import kernel_of, problems_of
 from tiledsched.tuning.programs import Builder
 from tiledsched.tuning.session import Session
@@ -125,16 +125,12 @@ def compare(
     count = rounds * (SUSTAINED_ROUNDS if regime == "sustained" else 1)
     batches = runner.sample([each for _, each in ready], rounds=count, regime=regime) if ready else []
     for (row, _), batch in zip(ready, batches, strict=True):
-        if isinstance(batch, Failure):
-            rows.append(replace(row, status=f"{batch.kind}: {batch.message}"))
-        elif batch.conditions.concurrent_pids:
-            rows.append(replace(row, status=f"timed {batch.conditions.disturbance}"))
+        outcome = outcome_of(batch)
+        if isinstance(batch, Failure) or isinstance(outcome, str):
+            rows.append(replace(row, status=str(outcome)))
         else:
-            rows.append(
-                replace(
-                    row, **vars(Timing.of(batch.samples_us)), samples=len(batch.samples_us), conditions=batch.conditions
-                )
-            )
+            count = len(batch.samples_us)
+            rows.append(replace(row, timing=outcome, samples=count, conditions=batch.conditions))
     return rows
 
 

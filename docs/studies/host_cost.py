@@ -9,9 +9,7 @@ an order drawn anew each round, so that a slow spell of the machine meets all of
 from __future__ import annotations
 
 import argparse
-import csv
 import gc
-import io
 import random
 import statistics
 import time
@@ -22,7 +20,7 @@ from typing import Any
 
 from tiledsched.core.errors import MeasureError
 from tiledsched.core.extras import installing
-from tiledsched.core.files import write_whole
+from tiledsched.core.files import csv_text, write_whole
 
 CALLS_PER_BLOCK = 20
 """Calls between two waits for the GPU: few enough that its queue never fills."""
@@ -167,11 +165,11 @@ def per_lookup(cost: HostCost) -> HostCost:
 
 def write_csv(path: str, costs: Sequence[HostCost]) -> None:
     """Write a CSV file with one row for each method: method, median_us, p90_us."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["method", "median_us", "p90_us"])
-    writer.writerows([each.method, round(each.median_us, 3), round(each.p90_us, 3)] for each in costs)
-    write_whole(path, text.getvalue())
+    rows = [
+        {"method": each.method, "median_us": round(each.median_us, 3), "p90_us": round(each.p90_us, 3)}
+        for each in costs
+    ]
+    write_whole(path, csv_text(rows))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -21,6 +21,7 @@ from docs.studies.model_residual import fit
 from tiledsched.core.device import arch_spec
 from tiledsched.core.problem import Problem
 from tiledsched.core.space_files import space_for
+from tiledsched.report.document import Table, to_markdown
 from tiledsched.store.db import TuningDB
 
 TOPS = (1, 5, 10)
@@ -116,29 +117,30 @@ def table(agreements: Sequence[Agreement]) -> str:
     """The agreements as a Markdown table, and how often the model's first ten contain the best program, or one within
     1% of it.
     """
-    lines = [
-        "| problem | arch | programs | rho | best is no. | within 1% is no. | "
-        + " | ".join(f"regret of first {top}" for top in TOPS)
-        + " | scale |",
-        "|---|---|" + "---:|" * (len(TOPS) + 5),
-    ]
-    for one in agreements:
-        regrets = " | ".join(f"{100 * one.regret[top]:.1f}%" for top in TOPS)
-        lines.append(
-            f"| {one.problem} | {one.arch} | {one.programs} | {one.rho:.2f} | {one.best_rank} | {one.near_rank} "
-            f"| {regrets} | {one.scale:.2f} |"
+    head = ("problem", "arch", "programs", "rho", "best is no.", "within 1% is no.")
+    rows = [
+        (
+            str(one.problem),
+            one.arch,
+            str(one.programs),
+            f"{one.rho:.2f}",
+            str(one.best_rank),
+            str(one.near_rank),
+            *(f"{100 * one.regret[top]:.1f}%" for top in TOPS),
+            f"{one.scale:.2f}",
         )
+        for one in agreements
+    ]
+    printed = to_markdown([Table(head=(*head, *(f"regret of first {top}" for top in TOPS), "scale"), rows=rows)])
     deepest = TOPS[-1]
     strict, near = (
         sum(rank <= deepest for rank in ranks)
         for ranks in ([a.best_rank for a in agreements], [a.near_rank for a in agreements])
     )
-    lines += [
-        "",
-        f"Among the first {deepest}: the best in {strict} of {len(agreements)} problems, a program within 1% of it "
-        f"in {near}.",
-    ]
-    return "\n".join(lines)
+    return (
+        f"{printed}\nAmong the first {deepest}: the best in {strict} of {len(agreements)} problems, a program within 1% of it "
+        f"in {near}."
+    )
 
 
 def _at_defaults(landscape: Landscape) -> NDArray[np.bool_]:

@@ -18,16 +18,19 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from docs.studies.flags import integers, positive
+from tiledsched.bench.rows import TIMES
 from tiledsched.bench.run import BenchOptions, run_bench
 from tiledsched.build.toolchain import compiler_at_hand
+from tiledsched.core.files import csv_text, write_whole
 from tiledsched.core.problem import Problem
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.suites import drawn
+from tiledsched.measure.estimate import Timing
 from tiledsched.report.document import Table as Printed
 from tiledsched.report.document import to_markdown
 from tiledsched.serve import process
@@ -56,18 +59,22 @@ class Row:
     """The schedule in short."""
     launched: str = ""
     """The schedule that was launched, which is another one where the chosen program spills registers."""
-    median_us: float | None = None
-    """Median time of a launch, in microseconds."""
-    ci_low_us: float | None = None
-    """Lower end of the median's 95% interval."""
-    ci_high_us: float | None = None
-    """Upper end of that interval."""
+    timing: Timing | None = None
+    """The time of a launch; None where there is none."""
     status: str = ALIKE
     """ok, why there is no time, or that all choices are alike."""
     device: str = ""
     """Name of the GPU."""
     versions: str = ""
     """Of the driver and libraries."""
+
+    def to_csv(self) -> dict[str, Any]:
+        """One cell for each of `COLUMNS`."""
+        row = vars(self) | (vars(self.timing) if self.timing else {})
+        return {name: row.get(name) for name in COLUMNS}
+
+
+COLUMNS = ("problem", "policy", "choice", "launched", *TIMES, "status", "device", "versions")
 
 
 def numbers_of(policy: TransferParameters) -> str:
@@ -119,16 +126,17 @@ def different(choices: Choices) -> list[Served]:
     return list({served.schedule: served for served in choices.values()}.values())
 
 
-def _method(name: str, served: Served, launched: dict[str, str]) -> Any:
+def _method(served: Served, launched: dict[str, str]) -> Any:
     """The launch of a choice, as a method of the bench. `launched` receives the schedule that was launched in the end."""
     from tiledsched.bench.methods import Method
-    from tiledsched.bench.rivals.attention_left_out import chosen_plan, plan_call
-    from tiledsched.serve.plan_cache import PlanCache
+    from tiledsched.bench.rivals.attention_plans import launched_plan, plan_call
+
+    name = served.schedule.short()
 
     def make(arrays: Any) -> Callable[[], Any]:
-        plan, call = chosen_plan(PlanCache(lambda *given: given), arrays, lambda: served)
+        plan = launched_plan(name, arrays, lambda: arrays.call.make_plan(served))
         launched[name] = plan.served.schedule.short()
-        return plan_call(plan, call)
+        return plan_call(arrays, plan)
 
     return Method(name=name, about="a choice", make=make)
 
@@ -145,7 +153,7 @@ def _build(problem: Problem, answers: Sequence[Served]) -> None:
     try:
         arrays = make_case(torch, cupy, problem).arrays
         for served in answers:
-            _method("", served, {}).make(arrays)
+            _method(served, {}).make(arrays)
     except Exception as error:  # of a process that only prepares
         print(f"{problem}: {type(error).__name__}: {error}")
 
@@ -164,7 +172,7 @@ def timed(work: Mapping[Problem, Choices], harness: Any, bench: Callable[..., An
             for policy, served in choices.items()
         ]
         if len(answers) > 1:
-            methods = tuple(_method(served.schedule.short(), served, launched) for served in answers)
+            methods = tuple(_method(served, launched) for served in answers)
             found = {
                 each.method: each for each in bench([problem], BenchOptions(methods=methods, rounds=ROUNDS), harness)
             }
@@ -172,10 +180,8 @@ def timed(work: Mapping[Problem, Choices], harness: Any, bench: Callable[..., An
                 replace(
                     row,
                     launched=launched.get(row.choice, ""),
-                    median_us=(time := found[row.choice]).median_us,
-                    ci_low_us=time.ci_low_us,
-                    ci_high_us=time.ci_high_us,
-                    status=time.status,
+                    timing=found[row.choice].timing,
+                    status=found[row.choice].status,
                     device=harness.device,
                     versions=harness.versions,
                 )
@@ -190,16 +196,16 @@ def read(path: Path) -> list[Row]:
 
 
 def _row(line: Mapping[str, Any]) -> Row:
-    times = {name: float(line[name]) if line[name] else None for name in ("median_us", "ci_low_us", "ci_high_us")}
-    return Row(**{**line, **times})
+    timing = Timing(**{name: float(line[name]) for name in TIMES}) if line["median_us"] else None
+    return Row(timing=timing, **{name: value for name, value in line.items() if name not in TIMES})
 
 
 def summary(rows: Sequence[Row]) -> str:
     """Markdown: how fast each policy's choices are where they differ."""
     times: dict[str, dict[str, float]] = defaultdict(dict)
     for row in rows:
-        if row.median_us:
-            times[row.problem][row.policy] = row.median_us
+        if row.timing:
+            times[row.problem][row.policy] = row.timing.median_us
     policies = list(dict.fromkeys(row.policy for row in rows))
     whole = [each for each in times.values() if len(each) == len(policies)]
     table = []
@@ -263,13 +269,9 @@ def main() -> None:
             apart = {each: answers for each, choices in work.items() if len(answers := different(choices)) > 1}
             list(pool.map(_build, apart, apart.values()))
     rows: list[Row] = []
-    with asked.csv.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-        writer.writeheader()
-        for found in timed(work, harness):
-            writer.writerows(map(asdict, found))
-            file.flush()
-            rows += found
+    for found in timed(work, harness):
+        rows += found
+        write_whole(asked.csv, csv_text([row.to_csv() for row in rows], COLUMNS))
     print(summary(rows), end="")
 
 

@@ -13,21 +13,18 @@ torch's tokens, and torch is compared with itself: its fastest backend with its 
 from __future__ import annotations
 
 import argparse
-import csv
 import functools
-import io
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from typing import Any
 
@@ -38,22 +35,19 @@ from docs.studies.flags import integers, positive, words
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.errors import ConfigError, TiledschedError
 from tiledsched.core.extras import installing, package_version
-from tiledsched.core.files import write_whole
+from tiledsched.core.files import csv_text, write_whole
 from tiledsched.measure.gpu import child_environment
 from tiledsched.measure.lock import holding_current_gpu
 from tiledsched.measure.nvml import devices
 from tiledsched.ops import fallback
 from tiledsched.ops.integrations import transformers as integration
+from tiledsched.report.document import Paragraph, Table, to_markdown
 
 METHODS = ("sdpa", integration.NAME)
 """torch's attention through transformers, and ours."""
 PHASES = ("prefill", "decode")
 COMPARED_BATCH, COMPARED_PROMPT = 2, 1024
 """Sequences and tokens of each prompt that are compared, at most."""
-MOST_PLACES = 6
-"""So many of the places where calls were left to torch are named; where there are more, they are counted."""
-WIDTH = 80
-"""Columns of the printed text."""
 COMMAND = (sys.executable, "-m", "docs.studies.whole_models")
 """The command that starts a fresh process."""
 HOMES = ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME")
@@ -571,137 +565,42 @@ def _write(found: Row | Comparison) -> None:
     print(json.dumps({type(found).__name__: asdict(found)}), flush=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ratio:
-    """Torch's time over ours for one model, workload and phase, over all runs."""
-
-    model: str
-    """A key of :data:`MODELS`."""
-    batch: int
-    """Sequences."""
-    prompt: int
-    """Tokens of each prompt."""
-    phase: str
-    """prefill or decode."""
-    runs: Mapping[int, float]
-    """Number of a run -> its ratio."""
-    ratio: float
-    """Median of these ratios."""
-    low: float
-    """Smallest of these ratios; with a single run, the smallest of its rounds."""
-    high: float
-    """Largest of these ratios; with a single run, the largest of its rounds."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mean:
-    """The mean of the ratios of one phase, or of both."""
-
-    geometric: float
-    """Their geometric mean."""
-    low: float
-    """The geometric mean of each run that has all ratios, and of those the smallest."""
-    high: float
-    """The largest of them."""
-    least: float
-    """The smallest ratio."""
-
-
-def ratios(rows: Iterable[Row]) -> list[Ratio]:
-    """A ratio for each model, workload and phase, in the order of the rows."""
-    cells: dict[tuple[str, int, int, str], list[Row]] = {}
-    for row in rows:
-        if row.ratio is not None:
-            cells.setdefault((row.model, row.batch, row.prompt, row.phase), []).append(row)
-    found = []
-    for (model, batch, prompt, phase), each in cells.items():
-        runs = {row.run: row.ratio for row in each if row.ratio is not None}
-        middle = statistics.median(runs.values())
-        one = (each[0].ratio_low or middle, each[0].ratio_high or middle)
-        spread = [*runs.values()] if len(runs) > 1 else one
-        found.append(
-            Ratio(
-                model=model,
-                batch=batch,
-                prompt=prompt,
-                phase=phase,
-                runs=runs,
-                ratio=middle,
-                low=min(spread),
-                high=max(spread),
-            )
-        )
-    return found
-
-
-def mean(found: Sequence[Ratio]) -> Mean:
-    """The mean of at least one ratio."""
-    geometric = statistics.geometric_mean([each.ratio for each in found])
-    whole = set.intersection(*(set(each.runs) for each in found))
-    each_run = [statistics.geometric_mean([each.runs[run] for each in found]) for run in whole] or [geometric]
-    return Mean(geometric=geometric, low=min(each_run), high=max(each_run), least=min(each.ratio for each in found))
-
-
 def to_text(rows: Sequence[Row], asked: int) -> str:
-    """The summary as text: a line for each model and workload, and their means.
+    """The summary as Markdown: torch's time over ours for each model, workload and phase, and what else there is to say.
 
     Args:
         rows: of all runs.
         asked: how many models and workloads there should be, over all runs.
     """
-    found = ratios(rows)
-    if not found:
-        return "nothing was measured"
-    head = f"{'model':8}{'batch':>6}{'prompt':>8}"
-    lines = [head + "".join(f"    {phase:24}" for phase in PHASES)]
-    for key in dict.fromkeys((each.model, each.batch, each.prompt) for each in found):
-        cells = {each.phase: each for each in found if (each.model, each.batch, each.prompt) == key}
-        line = f"{key[0]:8}{key[1]:6}{key[2]:8}"
-        lines.append(line + "".join(_spread(each.ratio, each.low, each.high) for each in cells.values()))
-    means = [mean([each for each in found if each.phase == phase]) for phase in PHASES]
-    lines.append(f"{'geometric mean':22}" + "".join(_spread(each.geometric, each.low, each.high) for each in means))
-    lines.append(f"{'least':22}" + "".join(f"    {each.least:5.3f}x{'':18}" for each in means))
-    both, runs = mean(found), sorted({row.run for row in rows})
-    measured = len({(row.run, row.model, row.batch, row.prompt) for row in rows})
-    firsts = {
-        method: [next(row.first_ms for row in rows if (row.run, row.method) == (run, method)) for run in runs]
-        for method in METHODS
-    }
-    left: dict[str, dict[str, None]] = {}
+    cells: dict[tuple[str, int, int, str], list[Row]] = {}
     for row in rows:
-        if row.fallbacks:
-            place = f"{row.model} {row.batch}x{row.prompt} {row.phase}"
-            left.setdefault(row.fallbacks, {})[place] = None
+        if row.ratio is not None:
+            cells.setdefault((row.model, row.batch, row.prompt, row.phase), []).append(row)
+    if not cells:
+        return "nothing was measured"
+    middles: dict[str, list[float]] = {phase: [] for phase in PHASES}
+    lines = []
+    for (model, batch, prompt, phase), found in cells.items():
+        middle = statistics.median(row.ratio or 0.0 for row in found)
+        low, high = min(row.ratio_low or 0.0 for row in found), max(row.ratio_high or 0.0 for row in found)
+        middles[phase].append(middle)
+        lines.append((model, str(batch), str(prompt), phase, f"{middle:.3f}x", f"{low:.3f} to {high:.3f}"))
+    head = ("model", "batch", "prompt", "phase", "torch's time over ours", "of single rounds")
+    measured = len({(row.run, row.model, row.batch, row.prompt) for row in rows})
     told = [
-        f"torch's time over ours, both phases: {both.geometric:.3f}x by geometric mean ({both.low:.3f} to {both.high:.3f}), "
-        f"least {both.least:.3f}x; in brackets the range over {f'{len(runs)} runs' if len(runs) > 1 else 'rounds'}",
-        "first prefill of a process: " + ", ".join(f"{method} {_range(each)} ms" for method, each in firsts.items()),
-        *([f"{asked - measured} of {asked} were not measured"] if measured < asked else []),
-        *(
-            [f"calls left to torch: {why} ({_places(where, len(found))})" for why, where in left.items()]
-            or ["calls left to torch: none"]
-        ),
-        f"{rows[0].device}, {rows[0].dtype}, {rows[0].versions}; {rows[0].date}",
+        f"{phase}: {statistics.geometric_mean(found):.3f}x by geometric mean, least {min(found):.3f}x."
+        for phase, found in middles.items()
+        if found
     ]
-    return "\n".join([*(line.rstrip() for line in lines), *map(_wrapped, told)])
-
-
-def _places(where: Iterable[str], of: int) -> str:
-    named = [*where]
-    return ", ".join(named) if len(named) <= MOST_PLACES else f"{len(named)} of {of} ratios"
-
-
-def _spread(middle: float, low: float, high: float) -> str:
-    return f"    {f'{middle:5.3f}x ({low:.3f} to {high:.3f})':24}"
-
-
-def _range(each: Sequence[float]) -> str:
-    low, high = min(each), max(each)
-    return f"{low:.0f}" if low == high else f"{low:.0f} to {high:.0f}"
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    for method in METHODS:
+        firsts = {row.run: row.first_ms for row in reversed(rows) if row.method == method}
+        told.append(
+            f"First prefill of a process with {method}: {min(firsts.values()):.0f} to {max(firsts.values()):.0f} ms."
+        )
+    told += [f"{asked - measured} of {asked} were not measured."] if measured < asked else []
+    told += [f"Calls left to torch: {why}" for why in dict.fromkeys(row.fallbacks for row in rows) if why]
+    told.append(f"{rows[0].device}, {rows[0].dtype}, {rows[0].versions}; {rows[0].date}")
+    return to_markdown([Table(head=head, rows=lines), *(Paragraph(text=text) for text in told)])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -825,7 +724,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     rows.append(found)
                     _note(_progress_line(found))
                     if options.csv:
-                        write_whole(options.csv, to_csv(rows))
+                        write_whole(options.csv, csv_text(map(asdict, rows)))
     except TiledschedError as error:
         _note(str(error))
         failed = error.exit_code
@@ -839,7 +738,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 {
                     "schema_version": 2,
                     "rows": [asdict(row) for row in rows],
-                    "ratios": [asdict(each) for each in ratios(rows)],
                     "comparisons": [asdict(each) for each in comparisons],
                 },
                 indent=2,
@@ -850,15 +748,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _print(each)
         print(to_text(rows, len(models) * len(works) * (options.repeat or 1)))
     return failed
-
-
-def to_csv(rows: Sequence[Row]) -> str:
-    """CSV text with a line for each row."""
-    table = io.StringIO(newline="")
-    writer = csv.DictWriter(table, [field.name for field in fields(Row)])
-    writer.writeheader()
-    writer.writerows(asdict(row) for row in rows)
-    return table.getvalue()
 
 
 def _note(text: str) -> None:
@@ -885,7 +774,7 @@ def _print(each: Comparison) -> None:
         f"{each.control_agreement:.1%} agree (largest gap where not: {each.control_largest_gap:.3g})",
         *(f"  {reason}" for reason in each.fallbacks),
     ):
-        print(_wrapped(text))
+        print(text)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from tiledsched.bench.errors import NOT_FINITE, Error, error_of
 from tiledsched.bench.methods import OURS, Arrays, operator_call
@@ -16,46 +17,69 @@ from tiledsched.core.problem import Problem
 from tiledsched.measure.torch_arrays import as_tensors
 
 
-class BenchCase(Protocol):
+@dataclass(frozen=True)
+class BenchCase(ABC):
     """The inputs of a problem, and what is made of the outputs of methods."""
 
-    @property
-    def arrays(self) -> Arrays:
-        """The inputs that methods are called on."""
-        ...
+    arrays: Arrays
+    """The inputs that methods are called on."""
+    expected: Sequence[Any]
+    """The right outputs in float64, or the parts of them that are compared."""
+    cupy: Any
+    """CuPy; NumPy in tests."""
 
     @property
+    @abstractmethod
     def compared(self) -> str:
         """How much of the output is compared with float64: `all`, or a number of (batch, head) pairs such as `4/64`."""
-        ...
 
+    @abstractmethod
     def error(self, out: Any) -> Error:
         """How far a method's output is from float64."""
-        ...
+
+    @abstractmethod
+    def explain(self, method: str, *, verify: bool) -> Any:
+        """What one of our own methods launched, and why; see `tiledsched.explain`.
+
+        Args:
+            method: its name.
+            verify: also compile what is launched, to compare its machine code with the measured artifact.
+        """
 
     def details(self, method: str, *, verify: bool, captured: bool = False) -> dict[str, Any]:
         """Fields of the row of one of our own methods: schedule, provenance and measured_program.
 
         Args:
             method: its name.
-            verify: also compile what is launched, and compare its machine code with the measured artifact.
+            verify: as for :meth:`explain`.
             captured: whether the method was timed in a CUDA graph, where another rival may be served.
         """
-        ...
+        found = self.explain(method, verify=verify)
+        rival = found.in_graphs if captured else found.rival
+        if method != OURS and rival:
+            return {"schedule": rival, "provenance": "rival", "measured_program": None}
+        return {
+            "schedule": found.served.schedule.short(),
+            "provenance": found.served.provenance,
+            "measured_program": found.is_measured_program if verify else None,
+        }
+
+    def error_where_finite(self, pairs: Iterable[tuple[Any, Any]]) -> Error:
+        """The error of torch tensors against their references, all of them together; `NOT_FINITE` where an element is not."""
+        torch, wide = self.arrays.torch, []
+        for one, right in pairs:
+            if not bool(torch.isfinite(one).all()):
+                return NOT_FINITE
+            wide.append((self.cupy.from_dlpack(one.to(torch.float64).contiguous()), right))
+        return error_of(self.cupy, wide)
 
 
 @dataclass(frozen=True)
-class WholeCase:
+class WholeCase(BenchCase):
     """A case of which every element of every output is compared."""
 
-    arrays: Arrays
-    """The inputs that methods are called on."""
     specs: Sequence[ArraySpec]
     """The outputs, as the kernel declares them."""
-    expected: Sequence[Any]
-    """Each output in float64."""
-    cupy: Any
-    """CuPy; NumPy in tests."""
 
     @property
     def compared(self) -> str:
@@ -74,36 +98,19 @@ class WholeCase:
         if len(outputs) < len(self.specs):
             names = ", ".join(spec.name for spec in self.specs)
             raise MeasureError(f"it returns {len(outputs)} arrays; the outputs are {names}")
-        found = [self._error(*each) for each in zip(self.specs, outputs, self.expected, strict=False)]
+        found = []
+        for spec, made, right in zip(self.specs, outputs, self.expected, strict=False):
+            pairs = list(zip(made, right, strict=True)) if spec.listed else [(made, right)]
+            for one, wanted in pairs:
+                if tuple(one.shape) != tuple(wanted.shape):
+                    raise MeasureError(f"its {spec.name} has shape {tuple(one.shape)}, not {tuple(wanted.shape)}")
+            found.append(self.error_where_finite(pairs))
         return Error(max_abs=max(each.max_abs for each in found), relative=max(each.relative for each in found))
 
-    def _error(self, spec: ArraySpec, out: Any, right: Any) -> Error:
-        torch = self.arrays.torch
-        wide = []
-        for one, wanted in zip(out, right, strict=True) if spec.listed else ((out, right),):
-            if tuple(one.shape) != tuple(wanted.shape):
-                raise MeasureError(f"its {spec.name} has shape {tuple(one.shape)}, not {tuple(wanted.shape)}")
-            wide.append((one.to(torch.float64), wanted))
-        if not all(bool(torch.isfinite(one).all()) for one, _ in wide):
-            return NOT_FINITE
-        return error_of(self.cupy, ((self.cupy.from_dlpack(one), wanted) for one, wanted in wide))
-
-    def details(self, method: str, *, verify: bool, captured: bool = False) -> dict[str, Any]:
-        """What the torch operator of the kernel launches, and why; see :class:`BenchCase`."""
+    def explain(self, method: str, *, verify: bool) -> Any:
+        """What the torch operator of the kernel launches, and why."""
         operator, given = operator_call(self.arrays)
-        return details_of(operator.explain(*given, verify=verify), method, verify=verify, captured=captured)
-
-
-def details_of(found: Any, method: str, *, verify: bool, captured: bool) -> dict[str, Any]:
-    """The fields that `BenchCase.details` gives, from what `explain` found."""
-    rival = found.in_graphs if captured else found.rival
-    if method != OURS and rival:
-        return {"schedule": rival, "provenance": "rival", "measured_program": None}
-    return {
-        "schedule": found.served.schedule.short(),
-        "provenance": found.served.provenance,
-        "measured_program": found.is_measured_program if verify else None,
-    }
+        return operator.explain(*given, verify=verify)
 
 
 def make_case(torch: Any, cupy: Any, problem: Problem) -> BenchCase:
@@ -120,7 +127,7 @@ def make_case(torch: Any, cupy: Any, problem: Problem) -> BenchCase:
     right = expected_outputs(kernel, cupy, problem, stored, "float64")
     arrays = Arrays(torch=torch, problem=problem, tensors=as_tensors(torch, problem, stored))
     torch.cuda.synchronize()
-    return WholeCase(arrays, output_specs(kernel, problem), right, cupy)
+    return WholeCase(arrays, right, cupy, output_specs(kernel, problem))
 
 
 def output_dtype(problem: Problem) -> str:

@@ -8,12 +8,11 @@ from __future__ import annotations
 import importlib.metadata
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from tiledsched.bench.case import BenchCase, make_case, output_dtype
-from tiledsched.bench.errors import Error
-from tiledsched.bench.methods import LEFT_OUT, MATMUL, OURS, SERVED, Call, Method
+from tiledsched.bench.methods import LEFT_OUT, MATMUL, OURS, SERVED, Method
 from tiledsched.bench.run import PreparedCell, Ready, first_line
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.errors import MeasureError, UnsupportedError
@@ -26,20 +25,6 @@ from tiledsched.measure.torch_timing import LOOKS, SPIN_MARGIN, TorchStopwatch, 
 
 PACKAGES = ("torch", "triton", "cuda-tile", "tilegym", "flash-attn", "flash-attn-4", "nvidia-cutlass-dsl")
 """Packages whose versions are recorded, where they are installed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MethodTrial:
-    """What was learnt by calling a method a few times."""
-
-    call: Call
-    """Computes the problem once."""
-    error: Error | None
-    """Its error against float64; None for the matmul."""
-    look_us: float
-    """Rough GPU time of a call, in microseconds."""
-    host_us: float
-    """Time until a call returns, in microseconds."""
 
 
 class TorchHarness:
@@ -84,36 +69,24 @@ class TorchHarness:
                 log=ConditionsLog(ask=asked),
             )
         failed: dict[str, str] = {}
-        found: list[tuple[Method, MethodTrial]] = []
+        found: list[Ready] = []
         for method in methods:
             outcome = self._try(method, case)
             if isinstance(outcome, str):
                 failed[method.name] = outcome
             else:
-                found.append((method, outcome))
-        watch = TorchStopwatch(
-            torch,
-            [tried.call for _, tried in found],
-            self._flush,
-            host_us=max((tried.host_us for _, tried in found), default=0.0),
-        )
+                found.append(outcome)
+        host_us = max((tried.host_us for tried in found), default=0.0)
+        watch = TorchStopwatch(torch, [tried.call for tried in found], self._flush, host_us=host_us)
         ready = []
-        for index, (method, tried) in enumerate(found):
+        for index, tried in enumerate(found):
             # Back to back, what costs the host more than the GPU would be timed with the host's part.
             short = regime == "sustained" and tried.look_us < max(GRAPH_BELOW_US, SPIN_MARGIN * tried.host_us)
-            launches = GRAPH_LAUNCHES if short and watch.capture(index, GRAPH_LAUNCHES) else 0
-            ready.append(
-                Ready(
-                    method=method,
-                    look_us=tried.look_us * max(1, launches),
-                    launches=launches,
-                    error=tried.error,
-                    compared=case.compared if tried.error else "",
-                    details=self._details(case, method.name, captured=bool(launches))
-                    if method.name in (OURS, SERVED, LEFT_OUT)
-                    else {},
-                )
-            )
+            if short and watch.capture(index, GRAPH_LAUNCHES):
+                tried = replace(tried, look_us=tried.look_us * GRAPH_LAUNCHES, launches=GRAPH_LAUNCHES)
+            if tried.method.name in (OURS, SERVED, LEFT_OUT):
+                tried = replace(tried, details=self._details(case, tried))
+            ready.append(tried)
         return PreparedCell(ready=tuple(ready), failed=failed, watch=watch, log=ConditionsLog(ask=asked))
 
     def check(self) -> None:
@@ -123,7 +96,7 @@ class TorchHarness:
         except RuntimeError as error:
             raise _lost(error) from error
 
-    def _try(self, method: Method, case: BenchCase) -> MethodTrial | str:
+    def _try(self, method: Method, case: BenchCase) -> Ready | str:
         """Call a method a few times: what was learnt, or why the method takes no part."""
         torch, problem = self._torch, case.arrays.problem
         refusal = method.refusal(problem, self._memory_bytes)
@@ -146,7 +119,10 @@ class TorchHarness:
             self._check_context(method, error)
             return "out of memory" if _out_of_memory(torch, error) else first_line(error)
         wrong = found.verdict(output_dtype(problem)) if found else ""
-        return wrong or MethodTrial(call=call, error=found, look_us=look_us, host_us=host_us)
+        compared = case.compared if found else ""
+        return wrong or Ready(
+            method=method, call=call, look_us=look_us, host_us=host_us, error=found, compared=compared
+        )
 
     def _check_context(self, method: Method, error: Exception) -> None:
         """Make sure that the GPU can still be used after `error`. An illegal access breaks the CUDA context of this
@@ -164,10 +140,10 @@ class TorchHarness:
             ) from broken
         self._torch.cuda.empty_cache()
 
-    def _details(self, case: BenchCase, method: str, *, captured: bool) -> dict[str, Any]:
+    def _details(self, case: BenchCase, ready: Ready) -> dict[str, Any]:
         """What our own methods launched, and why. If that cannot be found out, the row keeps its times and says so."""
         try:
-            return case.details(method, verify=self._verify, captured=captured)
+            return case.details(ready.method.name, verify=self._verify, captured=ready.launches > 0)
         except Exception as error:
             return {"provenance": f"not known: {first_line(error)}"}
 

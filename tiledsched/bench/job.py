@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import Any
 
+from tiledsched.bench.methods import Method, choose_methods
 from tiledsched.bench.rows import BenchRow, Cell, append_rows, finished_cells
 from tiledsched.bench.run import BenchOptions, Harness, run_bench
 from tiledsched.bench.sampling import USUAL_PACE, Pace
@@ -18,7 +20,7 @@ def bench_here(
     problems: Sequence[Problem],
     *,
     db: str | None = None,
-    methods: Sequence[str] | None = None,
+    methods: Sequence[str] | Sequence[Method] | None = None,
     ceiling: bool = False,
     regime: str = "burst",
     rounds: int = 30,
@@ -36,7 +38,7 @@ def bench_here(
         kernel: the kernel.
         problems: what to compute.
         db: database to serve from; None for the user's.
-        methods: names of the methods that take part; None for all that are installed.
+        methods: the methods that take part, or their names; None for all that are installed.
         ceiling: also time a large matmul, and give every rate over its rate.
         regime: burst, sustained or both.
         rounds: samples of a quick method.
@@ -52,7 +54,6 @@ def bench_here(
         TiledschedError: a method is unknown, or the GPU cannot be used.
     """
     from tiledsched.bench.harness import TorchHarness
-    from tiledsched.bench.methods import choose_methods
     from tiledsched.measure.lock import holding_current_gpu
 
     if db:
@@ -68,31 +69,23 @@ def bench_here(
         return run_bench(problems, options, here, done=left_out, keep=keep, progress=progress)
 
 
-def bench_to_file(
-    problems: Sequence[Problem],
-    options: BenchOptions,
-    path: Path,
-    *,
-    harness: Harness | None = None,
-    progress: Callable[[str], None] = lambda text: None,
-) -> None:
-    """Run a bench on this GPU and append the rows of each cell to a CSV file. Cells that the file holds are left out.
+def bench_to_file(kernel: KernelClass, problems: Sequence[Problem], path: Path, **options: Any) -> list[BenchRow]:
+    """Run a bench and append the rows of each cell to a CSV file. Cells that the file holds are left out.
 
     Args:
+        kernel: the kernel.
         problems: what to compute.
-        options: methods, regimes and how long.
         path: the CSV file.
-        harness: what runs the methods; None for the current CUDA device.
-        progress: called with a line for each cell.
+        options: of :func:`bench_here`.
 
     Raises:
         ConfigError: the file is not a bench, or has other columns.
-        MeasureError: there is no GPU that can be used.
+        TiledschedError: as :func:`bench_here`.
     """
-    from tiledsched.bench.harness import TorchHarness
-    from tiledsched.measure.lock import holding_current_gpu
-
-    done = finished_cells(path, [method.name for method in options.methods])
-    with holding_current_gpu():
-        here = harness or TorchHarness()
-        run_bench(problems, options, here, done=done, keep=lambda rows: append_rows(rows, path), progress=progress)
+    return bench_here(
+        kernel,
+        problems,
+        done=lambda methods: finished_cells(path, methods),
+        keep=lambda rows: append_rows(rows, path),
+        **options,
+    )

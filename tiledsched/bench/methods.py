@@ -9,6 +9,7 @@ import importlib.util
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from tiledsched.bench.rivals import module_of, rivals_of
@@ -45,6 +46,12 @@ class Arrays:
     """The problem to compute."""
     tensors: tuple[Any, ...]
     """Inputs, and arrays that the kernel changes in place, in the order declared; a list of arrays is a list here."""
+
+    @property
+    def by_name(self) -> dict[str, Any]:
+        """The tensors by the names of the kernel's arrays."""
+        specs = input_specs(self.problem.declaration, self.problem)
+        return dict(zip((spec.name for spec in specs), self.tensors, strict=True))
 
     @property
     def dtype(self) -> Any:
@@ -108,7 +115,7 @@ def operator_call(arrays: Arrays) -> tuple[Any, list[Any]]:
     flags = {name: p.values[name] for name, field in kernel.fields.items() if isinstance(field, Flag)}
     word = "_".join([kernel.name, *(name for name, value in flags.items() if value)])
     operator = op("tiledsched_bench::" + re.sub(r"\W", "_", word), kernel, **flags)
-    tensors = dict(zip((spec.name for spec in input_specs(kernel, p)), arrays.tensors, strict=True))
+    tensors = arrays.by_name
     given = []
     for each in operator.schema.parameters:
         if each.kind in ("array", "list"):
@@ -118,18 +125,11 @@ def operator_call(arrays: Arrays) -> tuple[Any, list[Any]]:
     return operator, given
 
 
-def _ours(arrays: Arrays) -> Call:
-    """Our kernel as the operator launches it, even where a rival is served."""
-    return _operator(arrays, own=True)
-
-
-def _served(arrays: Arrays) -> Call:
-    """The operator, whatever it runs."""
-    return _operator(arrays, own=False)
-
-
 def _operator(arrays: Arrays, *, own: bool) -> Call:
-    """The operator. It gets copies of the arrays that it changes, so that other methods see them unchanged."""
+    """The operator, whatever it runs, or our own kernel as it launches that, even where a rival is served.
+
+    It gets copies of the arrays that it changes, so that other methods see them unchanged.
+    """
     specs = input_specs(arrays.problem.declaration, arrays.problem)
     copies = tuple(
         tensor.clone() if spec.role == "inout" else tensor for spec, tensor in zip(specs, arrays.tensors, strict=True)
@@ -149,14 +149,11 @@ def _operator(arrays: Arrays, *, own: bool) -> Call:
     return call
 
 
-def _rival(name: str) -> Callable[[Arrays], Call]:
-    def make(arrays: Arrays) -> Call:
-        rivals = rivals_of(arrays.problem.declaration, arrays.problem)
-        if name not in rivals:
-            raise UnsupportedError(f"the kernel names no {name} for this problem")
-        return call_on(rivals[name], arrays.tensors)
-
-    return make
+def _rival(arrays: Arrays, *, name: str) -> Call:
+    rivals = rivals_of(arrays.problem.declaration, arrays.problem)
+    if name not in rivals:
+        raise UnsupportedError(f"the kernel names no {name} for this problem")
+    return call_on(rivals[name], arrays.tensors)
 
 
 def _matmul(arrays: Arrays) -> Call:
@@ -178,32 +175,42 @@ def methods_of(kernel: KernelClass, problems: Sequence[Problem] = ()) -> Mapping
         return {**listed, MATMUL: CEILING}
     names = dict.fromkeys(name for problem in problems for name in rivals_of(kernel, problem))
     return {
-        OURS: Method(name=OURS, about="the kernel on the schedule that the table names", make=_ours),
-        SERVED: Method(name=SERVED, about="the operator, whatever it runs", make=_served),
-        **{name: Method(name=name, about="a rival", make=_rival(name)) for name in names},
+        OURS: Method(
+            name=OURS, about="the kernel on the schedule that the table names", make=partial(_operator, own=True)
+        ),
+        SERVED: Method(name=SERVED, about="the operator, whatever it runs", make=partial(_operator, own=False)),
+        **{name: Method(name=name, about="a rival", make=partial(_rival, name=name)) for name in names},
         MATMUL: CEILING,
     }
 
 
 def choose_methods(
-    kernel: KernelClass | str, names: Sequence[str] | None, problems: Sequence[Problem] = (), *, ceiling: bool = False
+    kernel: KernelClass | str,
+    names: Sequence[str] | Sequence[Method] | None,
+    problems: Sequence[Problem] = (),
+    *,
+    ceiling: bool = False,
 ) -> list[Method]:
     """The named methods, in the order of `methods_of`; without names, every method that is installed.
 
     Args:
         kernel: whose.
-        names: of `methods_of`.
+        names: of `methods_of`; methods themselves are taken as they are.
         problems: what is computed; rivals may differ between them.
         ceiling: also the matmul, which no default includes.
 
     Raises:
         ConfigError: an unknown name.
     """
+    given = [each for each in names or () if isinstance(each, Method)]
+    if given:
+        return given
     methods = methods_of(load_kernel(kernel) if isinstance(kernel, str) else kernel, problems)
-    unknown = sorted(set(names or ()) - set(methods))
+    named = [each for each in names or () if isinstance(each, str)]
+    unknown = sorted(set(named) - set(methods))
     if unknown:
         raise ConfigError(f"unknown method {unknown[0]!r}; known are {', '.join(methods)}")
-    wanted = set(names or (name for name, method in methods.items() if method.installed and not method.by_name))
+    wanted = set(named or (name for name, method in methods.items() if method.installed and not method.by_name))
     if ceiling:
         wanted.add(MATMUL)
     return [method for name, method in methods.items() if name in wanted]

@@ -6,15 +6,16 @@ import csv
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from tiledsched.core.canonical import canonical_json
 from tiledsched.core.errors import ConfigError, ProblemError
-from tiledsched.core.files import write_whole
+from tiledsched.core.files import csv_text, write_whole
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import problem_from_json
+from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Conditions
 
 OK = "ok"
@@ -22,8 +23,10 @@ OK = "ok"
 SIZES = ("batch", "heads", "kv_heads", "seq_q", "seq_k", "head_dim")
 """Sizes of attention with a column of their own; empty for a problem that has no such field."""
 WORDS = ("method", "regime", "status", "compared", "schedule", "provenance", "device", "versions", "compiler")
-NUMBERS = ("median_us", "ci_low_us", "ci_high_us", "max_abs_err", "rel_err", "ceiling_ratio", "p95_us")
+NUMBERS = ("max_abs_err", "rel_err", "ceiling_ratio", "p95_us")
 """Fields of a row whose columns hold a word, and those whose columns hold a number or nothing."""
+TIMES = tuple(each.name for each in fields(Timing))
+"""Columns of a time."""
 Cell = tuple[str, Problem]
 """(regime, problem)."""
 
@@ -40,12 +43,8 @@ class BenchRow:
     """burst or sustained."""
     status: str
     """ok, or why there is no time."""
-    median_us: float | None = None
-    """Median of the samples."""
-    ci_low_us: float | None = None
-    """Lower end of its 95% confidence interval."""
-    ci_high_us: float | None = None
-    """Upper end."""
+    timing: Timing | None = None
+    """The time of one call; None where there is none."""
     flops: float | None = None
     """Floating-point operations of one call, for the matmul, whose operations are not the problem's; else None."""
     max_abs_err: float | None = None
@@ -81,6 +80,11 @@ class BenchRow:
         return self.regime, self.problem
 
     @property
+    def median_us(self) -> float | None:
+        """The median of the time; None for a row without time."""
+        return self.timing.median_us if self.timing else None
+
+    @property
     def tflops(self) -> float | None:
         """Rate in TFLOP/s; None for a row without time."""
         if not self.median_us:
@@ -93,7 +97,7 @@ class BenchRow:
         return self.problem.gbps(self.median_us) if self.median_us and not self.flops else None
 
     def to_csv(self) -> dict[str, Any]:
-        """One cell for each of `COLUMNS`; :meth:`from_csv` reads it back, up to rounding."""
+        """One cell for each of `COLUMNS`, also for `--json`; :meth:`from_csv` reads it back, up to rounding."""
         p = self.problem.values
         return {
             "regime": self.regime,
@@ -101,9 +105,7 @@ class BenchRow:
             "dtype": p.get("dtype", ""),
             "causal": p.get("causal", ""),
             **{name: p.get(name, "") for name in SIZES},
-            "median_us": _rounded(self.median_us, 3),
-            "ci_low_us": _rounded(self.ci_low_us, 3),
-            "ci_high_us": _rounded(self.ci_high_us, 3),
+            **timing_columns(self.timing, 3),
             "tflops": _rounded(self.tflops, 2),
             "max_abs_err": _digits(self.max_abs_err),
             "sm_clock_mhz": self.conditions.sm_clock_mhz,
@@ -130,10 +132,6 @@ class BenchRow:
             "p95_us": _rounded(self.p95_us, 3),
         }
 
-    def to_json(self) -> dict[str, Any]:
-        """The row of the CSV file, for `--json`."""
-        return self.to_csv()
-
     @classmethod
     def from_csv(cls, cells: Mapping[str, str | None]) -> BenchRow:
         """The row that `to_csv` wrote.
@@ -142,11 +140,14 @@ class BenchRow:
             KeyError, ValueError: a cell is missing, or holds no number where one is needed.
         """
         texts = {name: value or "" for name, value in cells.items()}
-        median_us, tflops = _number(texts["median_us"]), _number(texts["tflops"])
-        own_flops = texts["method"] == "matmul" and tflops and median_us
+        timing = None
+        if texts["median_us"]:
+            timing = Timing(**{name: float(texts[name]) for name in TIMES})
+        own_flops = texts["method"] == "matmul" and timing is not None
         return cls(
             problem=problem_from_json(json.loads(texts["problem"])),
-            flops=tflops * median_us * 1e6 if own_flops and tflops and median_us else None,
+            timing=timing,
+            flops=float(texts["tflops"]) * timing.median_us * 1e6 if own_flops and timing else None,
             samples=int(texts["samples"]) if texts["samples"] else None,
             measured_program={"True": True, "False": False}.get(texts["measured_program"]),
             conditions=Conditions(
@@ -159,6 +160,11 @@ class BenchRow:
             **{name: texts[name] for name in WORDS},  # type: ignore[arg-type]
             **{name: _number(texts[name]) for name in NUMBERS},  # type: ignore[arg-type]
         )
+
+
+def timing_columns(timing: Timing | None, places: int) -> dict[str, float | None]:
+    """The columns of a time in microseconds, rounded to so many places; empty cells where there is none."""
+    return {name: _rounded(getattr(timing, name, None), places) for name in TIMES}
 
 
 def _rounded(value: float | None, places: int) -> float | None:
@@ -180,13 +186,10 @@ COLUMNS = list(BenchRow(problem=Problem("", {}), method="", regime="", status=""
 def append_rows(rows: Sequence[BenchRow], path: Path) -> None:
     """Append the rows of a cell to a CSV file in one write; the file is made where there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=COLUMNS, lineterminator="\n")
-    if not path.exists() or path.stat().st_size == 0:
-        writer.writeheader()
-    writer.writerows(row.to_csv() for row in rows)
+    begins = not path.exists() or path.stat().st_size == 0
+    text = csv_text([row.to_csv() for row in rows], COLUMNS, head=begins)
     with path.open("a", newline="", encoding="utf-8") as file:
-        file.write(text.getvalue())
+        file.write(text)
 
 
 def read_rows(path: Path) -> list[BenchRow]:

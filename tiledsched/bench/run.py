@@ -8,8 +8,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy
+
 from tiledsched.bench.errors import Error
-from tiledsched.bench.methods import MATMUL, Method
+from tiledsched.bench.methods import MATMUL, Call, Method
 from tiledsched.bench.rows import OK, BenchRow, Cell
 from tiledsched.bench.sampling import LEAST_SAMPLES, USUAL_PACE, Pace, sample_counts, sample_in_turn
 from tiledsched.core.problem import Problem
@@ -41,6 +43,10 @@ class Ready:
     """The method."""
     look_us: float
     """Rough time of one sample, in microseconds: of one call, or of one replay of `launches` calls."""
+    call: Call
+    """Computes the problem once."""
+    host_us: float = 0.0
+    """Time until a call returns, in microseconds."""
     launches: int = 0
     """Calls in one CUDA graph; 0 where the method is called without a graph."""
     error: Error | None = None
@@ -221,20 +227,12 @@ def _with_times(row: BenchRow, ready: Ready, samples: Sequence[float]) -> BenchR
         row = replace(row, max_abs_err=ready.error.max_abs, rel_err=ready.error.relative, compared=ready.compared)
     return replace(
         row,
-        **vars(Timing.of(samples)),
-        p95_us=_percentile(samples, 0.95),
+        timing=Timing.of(samples),
+        p95_us=float(numpy.percentile(samples, 95)),
         samples=len(samples),
         conditions=replace(row.conditions, graph_launches=ready.launches),
         **ready.details,
     )
-
-
-def _percentile(samples: Sequence[float], share: float) -> float:
-    """The value below which a share of the samples lies, by linear interpolation between the two nearest samples."""
-    ordered, place = sorted(samples), share * (len(samples) - 1)
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
 def _against_ceiling(rows: Sequence[BenchRow]) -> list[BenchRow]:

@@ -12,7 +12,7 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -104,62 +104,50 @@ def sample_in_turn(
         log: polled along the way.
         pace: pauses and warm-up.
     """
-    return _Sampling(watch, len(counts), log, pace).run(spread_evenly(counts, rng), burst=regime == "burst")
-
-
-class _Sampling:
-    """One run under way."""
-
-    def __init__(self, watch: Stopwatch, methods: int, log: Log, pace: Pace) -> None:
-        self._watch, self._log, self._pace = watch, log, pace
-        self._samples: list[list[float]] = [[] for _ in range(methods)]
-        self._next_poll = 0.0
-
-    def run(self, order: Sequence[int], *, burst: bool) -> list[list[float]]:
-        if burst:
-            self._burst(order)
-        else:
-            self._sustained(order)
-        return self._samples
-
-    def _keep(self, index: int, microseconds: float) -> None:
-        """Keep a sample, and poll the log, but not too often, since NVML takes its time, too."""
+    order, take = spread_evenly(counts, rng), _burst if regime == "burst" else _sustained
+    samples: list[list[float]] = [[] for _ in counts]
+    next_poll = 0.0
+    for index, microseconds in take(watch, order, pace):
         if not math.isnan(microseconds):
-            self._samples[index].append(microseconds)
-        now = self._pace.clock.perf_counter()
-        if now >= self._next_poll:
-            self._next_poll = now + POLL_S
-            self._log.poll()
+            samples[index].append(microseconds)
+        now = pace.clock.perf_counter()
+        if now >= next_poll:  # not too often, since NVML takes its time, too
+            next_poll = now + POLL_S
+            log.poll()
+    return samples
 
-    def _burst(self, order: Sequence[int]) -> None:
-        clock = self._pace.clock
-        next_start = clock.perf_counter()
-        for index in order:
-            pause = next_start - clock.perf_counter()
-            if pause > 0:
-                clock.sleep(pause)
-            start = clock.perf_counter()
-            microseconds = self._watch.read(self._watch.queue(index, paced=True))
-            next_start = start + max(self._pace.gap_s, REST * microseconds / 1e6)
-            self._keep(index, microseconds)
 
-    def _sustained(self, order: Sequence[int]) -> None:
-        """Launch without a pause: `QUEUED` launches are ahead of the one whose time is read."""
-        clock = self._pace.clock
-        ahead: deque[tuple[int, Any, bool]] = deque()
-        warm_at = clock.perf_counter() + self._pace.warmup_s
+def _burst(watch: Stopwatch, order: Sequence[int], pace: Pace) -> Iterator[tuple[int, float]]:
+    """One launch after the other, each with its distance from the one before: the method and its microseconds."""
+    clock = pace.clock
+    next_start = clock.perf_counter()
+    for index in order:
+        pause = next_start - clock.perf_counter()
+        if pause > 0:
+            clock.sleep(pause)
+        start = clock.perf_counter()
+        microseconds = watch.read(watch.queue(index, paced=True))
+        next_start = start + max(pace.gap_s, REST * microseconds / 1e6)
+        yield index, microseconds
 
-        def read_oldest() -> None:
-            index, queued, counts = ahead.popleft()
-            microseconds = self._watch.read(queued)
-            if counts:
-                self._keep(index, microseconds)
 
-        warming_up = itertools.takewhile(lambda index: clock.perf_counter() < warm_at, itertools.cycle(order))
-        for counts, indices in ((False, warming_up), (True, order)):
-            for index in indices:
-                ahead.append((index, self._watch.queue(index, paced=False), counts))
-                if len(ahead) > QUEUED:
-                    read_oldest()
-        while ahead:
-            read_oldest()
+def _sustained(watch: Stopwatch, order: Sequence[int], pace: Pace) -> Iterator[tuple[int, float]]:
+    """Launches without a pause, `QUEUED` of them ahead of the one whose time is read; those of the warm-up are not given."""
+    clock = pace.clock
+    ahead: deque[tuple[int, Any, bool]] = deque()
+    warm_at = clock.perf_counter() + pace.warmup_s
+    warming_up = itertools.takewhile(lambda index: clock.perf_counter() < warm_at, itertools.cycle(order))
+    launches = itertools.chain(((index, False) for index in warming_up), ((index, True) for index in order))
+
+    def read_oldest() -> Iterator[tuple[int, float]]:
+        index, queued, counts = ahead.popleft()
+        microseconds = watch.read(queued)
+        if counts:
+            yield index, microseconds
+
+    for index, counts in launches:
+        ahead.append((index, watch.queue(index, paced=False), counts))
+        if len(ahead) > QUEUED:
+            yield from read_oldest()
+    while ahead:
+        yield from read_oldest()

@@ -12,6 +12,8 @@ from tiledsched.bench.methods import MATMUL, OURS
 from tiledsched.bench.rows import BenchRow
 from tiledsched.core.problem import Problem, rate_of, unit_of
 from tiledsched.kernels.attention.rivals import FLASH_4
+from tiledsched.report.document import Table
+from tiledsched.report.document import to_markdown as document_markdown
 
 WORST = 5
 """Cells listed as the worst, at most."""
@@ -36,23 +38,13 @@ class CellSummary:
     provenance: str
     """Provenance of our schedule; empty where the row does not say."""
 
-    @property
-    def ours_tflops(self) -> float:
-        """Our rate in TFLOP/s."""
-        return self.problem.tflops(self.ours_us)
-
-    @property
-    def rival_tflops(self) -> float:
-        """Rate of the fastest rival in TFLOP/s."""
-        return self.problem.tflops(self.rival_us)
-
     def to_json(self) -> dict[str, Any]:
         """For `--json`."""
         return {
             **asdict(self),
             "problem": self.problem.to_json(),
-            "ours_tflops": self.ours_tflops,
-            "rival_tflops": self.rival_tflops,
+            "ours_tflops": self.problem.tflops(self.ours_us),
+            "rival_tflops": self.problem.tflops(self.rival_us),
             "ours_gbps": self.problem.gbps(self.ours_us),
         }
 
@@ -108,12 +100,11 @@ class RegimeSummary:
 
     def to_json(self) -> dict[str, Any]:
         """For `--json`."""
-        cells = [cell.to_json() for cell in self.cells]
         return {
             "regime": self.regime,
             "ratio": self.ratio,
             "below": self.below,
-            "cells": cells,
+            "cells": [cell.to_json() for cell in self.cells],
             "without": self.without,
             "methods": [asdict(method) for method in self.methods],
         }
@@ -188,68 +179,57 @@ def to_markdown(summaries: Sequence[RegimeSummary]) -> str:
 
 
 def _regime_markdown(summary: RegimeSummary) -> str:
-    blocks = [f"**{summary.regime}** regime: {_totals(summary)}"]
+    texts = [f"**{summary.regime}** regime: {_totals(summary)}"]
     if summary.cells:
-        with_ceiling = any(cell.ceiling_ratio for cell in summary.cells)
         unit = unit_of(summary.cells[0].problem)
-        titles = ["problem", f"tiledsched {unit}", "fastest rival", "which", "time over ours"]
-        blocks.append(
-            _table(
-                titles + (["of the matmul"] if with_ceiling else []),
-                [_cell_texts(cell, with_ceiling) for cell in summary.cells],
-            )
-        )
+        head = ["problem", f"tiledsched {unit}", "fastest rival", "which", "time over ours"]
+        rows = [
+            [
+                str(cell.problem),
+                f"{rate_of(cell.problem, cell.ours_us):.1f}",
+                f"{rate_of(cell.problem, cell.rival_us):.1f}",
+                cell.rival_method,
+                f"{cell.ratio:.2f}x",
+            ]
+            for cell in summary.cells
+        ]
+        if any(cell.ceiling_ratio for cell in summary.cells):
+            head.append("of the matmul")
+            for row, cell in zip(rows, summary.cells, strict=True):
+                row.append(f"{cell.ceiling_ratio:.0%}" if cell.ceiling_ratio else "-")
+        texts.append(document_markdown([Table(head=head, rows=rows)]).strip())
     if summary.methods:
-        blocks.append(
-            _table(
-                ["method", "cells", "time over ours (geometric mean)", "faster than ours", "no time"],
-                [_method_texts(method) for method in summary.methods],
-            )
-        )
+        head = ["method", "cells", "time over ours (geometric mean)", "faster than ours", "no time"]
+        rows = [
+            [
+                each.method,
+                str(each.cells),
+                "-" if each.ratio is None else f"{each.ratio:.2f}x",
+                str(each.faster),
+                str(each.without),
+            ]
+            for each in summary.methods
+        ]
+        texts.append(document_markdown([Table(head=head, rows=rows)]).strip())
     if len(summary.cells) > 1:
         worst = (f"{cell.problem} {cell.ratio:.2f}x ({cell.rival_method})" for cell in summary.worst)
-        blocks.append("Worst cells: " + "; ".join(worst) + ".")
+        texts.append("Worst cells: " + "; ".join(worst) + ".")
     if summary.elsewhere:
         named = (f"{cell.problem} ({cell.provenance})" for cell in summary.elsewhere[:WORST])
         more = "; ..." if len(summary.elsewhere) > WORST else ""
-        blocks.append(
+        texts.append(
             f"{len(summary.elsewhere)} cells were not served an entry measured for them: {'; '.join(named)}{more}."
         )
-    return "\n\n".join(blocks)
+    return "\n\n".join(texts)
 
 
 def _totals(summary: RegimeSummary) -> str:
     if summary.ratio is None:
         return f"no cell has both a time of ours and of a rival ({summary.without} without)."
-    count = len(summary.cells)
+    there = any(each.method == FLASH_4 and each.cells for each in summary.methods)
+    rivals = "torch's backends and FlashAttention-4" if there else "torch's backends"
     without = f" {summary.without} more without a time of one of the two." if summary.without else ""
     return (
-        f"the fastest of {_rivals(summary)} takes {summary.ratio:.3f}x our time (geometric mean of {count} cells); in "
+        f"the fastest of {rivals} takes {summary.ratio:.3f}x our time (geometric mean of {len(summary.cells)} cells); in "
         f"{summary.below} of them it is faster.{without}"
     )
-
-
-def _rivals(summary: RegimeSummary) -> str:
-    there = any(each.method == FLASH_4 and each.cells for each in summary.methods)
-    return "torch's backends and FlashAttention-4" if there else "torch's backends"
-
-
-def _cell_texts(cell: CellSummary, with_ceiling: bool) -> list[str]:
-    texts = [
-        str(cell.problem),
-        f"{rate_of(cell.problem, cell.ours_us):.1f}",
-        f"{rate_of(cell.problem, cell.rival_us):.1f}",
-        cell.rival_method,
-        f"{cell.ratio:.2f}x",
-    ]
-    return texts + ([f"{cell.ceiling_ratio:.0%}" if cell.ceiling_ratio else "-"] if with_ceiling else [])
-
-
-def _method_texts(method: MethodSummary) -> list[str]:
-    ratio = "-" if method.ratio is None else f"{method.ratio:.2f}x"
-    return [method.method, str(method.cells), ratio, str(method.faster), str(method.without)]
-
-
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [titles, ["---"] * len(titles), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

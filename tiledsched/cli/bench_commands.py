@@ -143,7 +143,7 @@ def bench(
         progress=note,
     )
     summaries = summarise(rows)
-    run.print({"rows": rows, "summary": summaries}, lambda: print_bench(rows))
+    run.print({"rows": [row.to_csv() for row in rows], "summary": summaries}, lambda: print_bench(rows))
     if not run.json:
         print(to_markdown(summaries))
 
@@ -235,11 +235,11 @@ def ladder(
     tiledsched study ladder
     tiledsched study ladder --targets     # the hints of every arch
     """
+    from tiledsched.bench.job import bench_to_file
     from tiledsched.bench.rows import read_rows
     from tiledsched.serve.entries import load_table
     from tiledsched.studies.ladder.pages import write_ladder
-    from tiledsched.studies.ladder.run import run_ladder
-    from tiledsched.studies.ladder.rungs import plain_problem, usual
+    from tiledsched.studies.ladder.rungs import methods, plain_problem, usual
     from tiledsched.studies.ladder.targets import by_target
 
     only_attention(kernel, "ladder", "study ablation")
@@ -253,12 +253,13 @@ def ladder(
         plain_problem(each)  # raises where the naive kernel cannot compute it
     path = Path(out) / "ladder.csv"
     if not summary:
-        run_ladder(problems, path, regime=regime, rounds=rounds, budget_s=budget, progress=note)
+        how = {"regime": regime, "rounds": rounds, "budget_s": budget, "progress": note}
+        bench_to_file(kernel, problems, path, methods=methods(), **how)
     elif not path.exists():
         raise ConfigError(f"{out} holds no ladder; leave out --summary to measure one")
     rows = [row for row in read_rows(path) if row.regime == regime]
     files = write_ladder(Path(out), rows, hints)
-    run.print({"files": files, "rows": rows}, "\n".join(map(str, files)))
+    run.print({"files": files, "rows": [row.to_csv() for row in rows]}, "\n".join(map(str, files)))
 
 
 @command("ablation")
@@ -352,8 +353,7 @@ def profile(
     tiledsched study profile -p B=4,H=32,S=4096,D=128 -o profiles
     """
     from tiledsched.studies.profile import pages
-    from tiledsched.studies.profile.methods import profiled_methods
-    from tiledsched.studies.profile.run import find_ncu, versions
+    from tiledsched.studies.profile.run import find_ncu, profiled_methods, versions
     from tiledsched.studies.profile.run import profile as run_profile
 
     problems, program = named_problems(kernel, problem, suite), find_ncu(ncu)

@@ -112,8 +112,8 @@ def run_fleet(
     tiledsched fleet run bench --csv rows.csv --open-only
     """
     from tiledsched.fleet.leases import Leases
-    from tiledsched.fleet.run import Limits
-    from tiledsched.fleet.run import run as run_campaign
+    from tiledsched.fleet.running import Limits
+    from tiledsched.fleet.running import run as run_campaign
 
     name, *rest = words or ("",)
     if name not in SINGLE:
@@ -159,7 +159,7 @@ def _plan(run: Invocation, name: str, given: dict[str, Any], archs: list[str], l
     """The campaign of a command: its problems on each arch."""
     from tiledsched.bench.methods import choose_methods
     from tiledsched.fleet.leases import expected
-    from tiledsched.fleet.run import plan
+    from tiledsched.fleet.running import plan
 
     kernel: KernelClass = given["kernel"]
     options = {key: value for key, value in given.items() if key not in HERE}
@@ -216,7 +216,7 @@ def work(run: Invocation, campaign: str | None, wait: float, workers: int, jobs:
     tiledsched fleet work --db postgresql://host/tiledsched
     """
     from tiledsched.fleet.local import work as work_here
-    from tiledsched.fleet.run import where
+    from tiledsched.fleet.running import where
 
     done = work_here(where(run.db), campaign, without_gpu=workers, jobs=jobs, wait_s=wait, say=note)
     for each in done.notes:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import errno
 import fcntl
+import io
 import lzma
 import os
 import secrets
 import shutil
 import tempfile
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 FORGOTTEN_S = 60.0
 """Seconds after which a half-written file is removed if its writer does not run here. In a shared folder, the writer may run on
@@ -75,6 +79,27 @@ def unpacked(data: bytes, most: int = MOST_BYTES) -> bytes:
     if not unpacker.eof:
         raise EOFError("it ends early")
     return found
+
+
+def csv_text(
+    rows: Iterable[Mapping[str, Any]], columns: Sequence[str] | None = None, *, missing: str = "", head: bool = True
+) -> str:
+    """Rows as the text of a CSV file.
+
+    Args:
+        rows: the value of each column; a column that a row lacks, or has None in, is written as `missing`.
+        columns: the columns in order; None for those of the rows, in the order in which they first occur.
+        missing: what stands in a cell without a value.
+        head: whether the first line names the columns.
+    """
+    rows = list(rows)
+    names = list(dict.fromkeys(name for row in rows for name in row)) if columns is None else columns
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, restval=missing, lineterminator="\n")
+    if head:
+        writer.writeheader()
+    writer.writerows({name: missing if value is None else value for name, value in row.items()} for row in rows)
+    return text.getvalue()
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:

@@ -9,38 +9,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tiledsched.fleet.campaign import Campaign as Campaign
-    from tiledsched.fleet.campaign import CampaignPlan as CampaignPlan
-    from tiledsched.fleet.campaign import Lease as Lease
-    from tiledsched.fleet.campaign import Outcome as Outcome
-    from tiledsched.fleet.leases import Leases as Leases
-    from tiledsched.fleet.local import work as work
-    from tiledsched.fleet.run import Limits as Limits
-    from tiledsched.fleet.run import plan as plan
-    from tiledsched.fleet.run import run as run
-    from tiledsched.fleet.status import FleetStatus as FleetStatus
-    from tiledsched.fleet.status import read_status as read_status
+    from tiledsched.fleet.running import Limits as Limits
+    from tiledsched.fleet.running import plan as plan
+    from tiledsched.fleet.running import run as run
 
-_HOMES = {
-    "Campaign": "campaign",
-    "CampaignPlan": "campaign",
-    "FleetStatus": "status",
-    "Lease": "campaign",
-    "Leases": "leases",
-    "Outcome": "campaign",
-    "Limits": "run",
-    "plan": "run",
-    "read_status": "status",
-    "run": "run",
-    "work": "local",
-}
-__all__ = [*_HOMES]
+__all__ = ["Limits", "plan", "run"]
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use: the command line only needs to know the flags."""
-    if name in _HOMES:
-        import importlib
+    if name in __all__:
+        from tiledsched.fleet import running
 
-        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        return getattr(running, name)
     raise AttributeError(f"module 'tiledsched.fleet' has no attribute {name!r}")

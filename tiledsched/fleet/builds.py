@@ -8,50 +8,39 @@ building. On a host the folder is shared by all its GPUs; on a shared file syste
 from __future__ import annotations
 
 import functools
-import json
-import os
 import socket
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+
+import msgspec
 
 from tiledsched.build.artifacts import ArtifactStore, default_cache_folder
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.pool import GRACE_S, BuildPool
 from tiledsched.build.toolchain import installed_toolchain
 from tiledsched.core.device import arch_spec
-from tiledsched.core.errors import ConfigError, Failure, FailureKind
+from tiledsched.core.errors import ConfigError, DatabaseError, Failure, FailureKind
 from tiledsched.core.files import write_whole
 from tiledsched.core.launch import problem_class
 from tiledsched.core.registry import load_kernel
 from tiledsched.store.host import lives, own_word
 
 POLL_S = 0.1
-RENEW_S = 10.0
-"""Between two renewals of claims."""
 OF_THE_DAY = (FailureKind.COMPILER_KILLED, FailureKind.COMPILE_TIMEOUT)
 """Failures whose cause is more likely the host than the program: they are not shared with other workers."""
 
 
-class Pool(Protocol):
-    """What builds: the compile processes here, or those of a whole cluster."""
+class BuildNote(msgspec.Struct, kw_only=True):
+    """What a file of the folder says about one build."""
 
-    jobs: int
-
-    def build(self, tasks: Iterable[BuildTask], *, leave: int = 0) -> Iterator[Built]:
-        """See :meth:`BuildPool.build`."""
-        ...
-
-    def start(self) -> None:
-        """Be ready soon."""
-        ...
-
-    def close(self) -> None:
-        """End what is running."""
-        ...
+    seconds: float
+    """Wall time of the compile."""
+    fingerprint: str = ""
+    """Fingerprint of the machine code; empty where the build failed."""
+    failure: Failure | None = None
+    """Why the build failed; None where it succeeded."""
 
 
 class SharedBuilds(BuildPool):
@@ -62,56 +51,32 @@ class SharedBuilds(BuildPool):
         folder: the cache folder; the user's unless given.
     """
 
-    def __init__(self, inner: Pool, folder: Path | None = None) -> None:
+    def __init__(self, inner: BuildPool, folder: Path | None = None) -> None:
         super().__init__(inner.jobs)
         self._inner = inner
-        self._records = (folder or default_cache_folder()) / "builds"
+        self._notes = (folder or default_cache_folder()) / "builds"
         self._artifacts = ArtifactStore(folder)
-        self._ours: dict[Path, None] = {}
-        self._renewed_s = 0.0
-        self._ahead_s, self._compared_s = 0.0, -RENEW_S
+        self._claims: set[Path] = set()
+        self._seen_s: dict[tuple[Path, str], float] = {}
 
     def build(self, tasks: Iterable[BuildTask], *, leave: int = 0) -> Iterator[Built]:
         """Every outcome as it is known: what is there at once, then what is built here, then what others build."""
-        mine, theirs = [], []
-        for task in tasks:
-            path = self._path(task)
-            if path in self._ours:
-                mine.append(task)
-                continue
-            known = self._known(task)
-            if known is not None:
-                yield known
-            elif self._claim(path, task):
-                mine.append(task)
-            else:
-                theirs.append(task)
-        if mine:
-            yield from self._build_here(mine, leave)
-        while theirs:
-            for task in list(theirs):
+        missing = list(tasks)
+        while missing:
+            here, elsewhere = [], []
+            for task in missing:
                 known = self._known(task)
                 if known is not None:
-                    theirs.remove(task)
                     yield known
-                elif self._claim(self._path(task), task):  # whoever was building it is gone
-                    theirs.remove(task)
-                    yield from self._build_here([task], 0)
-            time.sleep(POLL_S if theirs else 0.0)
-
-    def _build_here(self, tasks: list[BuildTask], leave: int) -> Iterator[Built]:
-        for built in self._inner.build(tasks, leave=leave):
-            self._publish(built)
-            self._renew()
-            yield built
-
-    def _renew(self) -> None:
-        """Claims are made of many builds at once, whose turn may come later than one build may take."""
-        if time.monotonic() - self._renewed_s > RENEW_S:
-            self._renewed_s = time.monotonic()
-            for path in self._ours:
-                with suppress(OSError):
-                    os.utime(_lock(path))
+                elif self._claim(task):
+                    here.append(task)
+                else:
+                    elsewhere.append(task)
+            for built in self._inner.build(here, leave=leave):
+                self._publish(built)
+                yield built
+            missing = elsewhere
+            time.sleep(POLL_S if missing else 0.0)
 
     def start(self) -> None:
         """Start the compile processes."""
@@ -120,67 +85,73 @@ class SharedBuilds(BuildPool):
     def close(self) -> None:
         """End them; what was not built may be built by others."""
         self._inner.close()
-        for path in self._ours:
-            _lock(path).unlink(missing_ok=True)
-        self._ours.clear()
+        for claim in self._claims:
+            claim.unlink(missing_ok=True)
+        self._claims.clear()
 
     def cancel(self) -> None:
         """Give up what is unfinished: a claim on which nobody works would be waited for."""
-        if self._ours:
+        if self._claims:
             self.close()
 
-    def _path(self, task: BuildTask) -> Path:
-        return self._records / f"{build_key(task)}.json"
+    def _note(self, task: BuildTask) -> Path:
+        return self._notes / f"{build_key(task)}.json"
 
     def _known(self, task: BuildTask) -> Built | None:
         """What became of it, if that is known here and its machine code is at hand."""
         try:
-            told: dict[str, Any] = json.loads(self._path(task).read_bytes())
-            if told.get("failure"):
-                failure = Failure(kind=FailureKind(told["failure"]["kind"]), message=str(told["failure"]["message"]))
-                return Built(task=task, artifact=None, failure=failure, seconds=float(told["seconds"]))
-            artifact = self._artifacts.get(task.arch, str(told["fingerprint"]))
-        except (OSError, ValueError, KeyError, TypeError):
+            note = msgspec.json.decode(self._note(task).read_bytes(), type=BuildNote)
+            artifact = self._artifacts.get(task.arch, note.fingerprint) if note.fingerprint else None
+        except (OSError, msgspec.MsgspecError, DatabaseError):
             return None
-        return Built(task=task, artifact=artifact, failure=None, seconds=float(told["seconds"])) if artifact else None
+        if artifact is None and note.failure is None:
+            return None
+        return Built(task=task, artifact=artifact, failure=note.failure, seconds=note.seconds)
 
-    def _claim(self, path: Path, task: BuildTask) -> bool:
-        """Whether this process is the one to build it. A claim that is older than a build may take is another's no more."""
-        lock = _lock(path)
+    def _claim(self, task: BuildTask) -> bool:
+        """Whether this process is the one to build it."""
+        claim = self._note(task).with_suffix(".building")
+        if claim in self._claims:
+            return True
         with suppress(OSError):
-            if self._time_there() - lock.stat().st_mtime > task.timeout_s + 2 * GRACE_S or _is_gone(lock.read_text()):
-                lock.unlink(missing_ok=True)
+            if self._is_abandoned(claim, task):
+                claim.unlink()
         try:
-            lock.parent.mkdir(parents=True, exist_ok=True)
-            with open(os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644), "w") as file:
+            claim.parent.mkdir(parents=True, exist_ok=True)
+            with claim.open("x") as file:
                 file.write(f"{socket.gethostname()} {own_word()}")
         except FileExistsError:
             return False
         except OSError:  # a folder that cannot be written to: each builds for itself
             pass
-        self._ours[path] = None
+        self._claims.add(claim)
         return True
 
-    def _time_there(self) -> float:
-        """The time as the folder's files have it: on a shared file system that is its server's, and clocks of hosts differ."""
-        if time.monotonic() - self._compared_s > RENEW_S:
-            self._compared_s = time.monotonic()
-            with suppress(OSError), tempfile.NamedTemporaryFile(dir=self._records) as file:
-                self._ahead_s = os.stat(file.name).st_mtime - time.time()
-        return time.time() + self._ahead_s
+    def _is_abandoned(self, claim: Path, task: BuildTask) -> bool:
+        """Whether a claim is of a process of this host that is gone, or of another host and older than a build may take.
+
+        How old it is this process's own clock tells, from when it first met the claim: hosts' clocks differ.
+        """
+        owner = claim.read_text()
+        host, _, word = owner.partition(" ")
+        if host == socket.gethostname() and word:
+            return not lives(word)
+        now = time.monotonic()
+        return now - self._seen_s.setdefault((claim, owner), now) > task.timeout_s + 2 * GRACE_S
 
     def _publish(self, built: Built) -> None:
-        path = self._path(built.task)
-        told: dict[str, Any] = {"seconds": built.seconds}
+        note = self._note(built.task)
         with suppress(OSError, ConfigError):  # a full disk: who needs it builds it
+            fingerprint = ""
             if built.artifact is not None:
-                self._artifacts.put(built.artifact)  # first: a record must not point at nothing
-                write_whole(path, json.dumps({**told, "fingerprint": built.artifact.fingerprint}))
-            elif built.failure is not None and built.failure.kind not in OF_THE_DAY:
-                said = {"kind": str(built.failure.kind), "message": built.failure.message}
-                write_whole(path, json.dumps({**told, "failure": said}))
-        _lock(path).unlink(missing_ok=True)
-        self._ours.pop(path, None)
+                self._artifacts.put(built.artifact)  # first: a note must not point at nothing
+                fingerprint = built.artifact.fingerprint
+            if built.failure is None or built.failure.kind not in OF_THE_DAY:
+                said = BuildNote(seconds=built.seconds, fingerprint=fingerprint, failure=built.failure)
+                write_whole(note, msgspec.json.encode(said))
+        claim = note.with_suffix(".building")
+        claim.unlink(missing_ok=True)
+        self._claims.discard(claim)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -189,13 +160,3 @@ def build_key(task: BuildTask) -> str:
     kernel = load_kernel(task.kernel)
     known = problem_class(kernel, task.problem, task.schedule, arch_spec(task.arch)).id
     return f"{installed_toolchain().id}/{task.arch}/{kernel.source_hash()[:16]}-{task.schedule.id}-{known}"
-
-
-def _lock(path: Path) -> Path:
-    return path.with_suffix(".building")
-
-
-def _is_gone(owner: str) -> bool:
-    """Whether the process that a claim names is of this host and ended."""
-    host, _, word = owner.partition(" ")
-    return host == socket.gethostname() and bool(word) and not lives(word)

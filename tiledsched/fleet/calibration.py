@@ -7,7 +7,6 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from tiledsched.measure.estimate import Timing
 from tiledsched.store.evidence import SPREAD
@@ -57,10 +56,6 @@ class GpuSpread:
     apart: bool
     """Whether by more than healthy GPUs of one kind do: its evidence is kept under a name of its own."""
 
-    def to_json(self) -> dict[str, Any]:
-        """A plain dict."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
-
 
 def spread_of(controls: Iterable[Control]) -> list[GpuSpread]:
     """Every GPU that was timed, the slowest compared with the others of its arch first.
@@ -103,8 +98,3 @@ def _noise(own: Sequence[Control]) -> float:
 def is_outlier(controls: Iterable[Control], gpu: str) -> bool:
     """Whether a GPU differs from the others of its arch by so much that its evidence is stored under a name of its own."""
     return any(each.apart for each in spread_of(controls) if each.gpu == gpu)
-
-
-def label_of(gpu: str) -> str:
-    """What is added to the name of a GPU that is an outlier."""
-    return gpu[:12]

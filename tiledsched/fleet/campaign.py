@@ -49,16 +49,18 @@ class Outcome(str, Enum):
         return self.value
 
 
+Answer = tuple[Outcome, dict[str, Any] | None, str]
+"""What became of a request to a child: how it ended, what it returned, and why not."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class CampaignPlan:
-    """A campaign that is to be opened. The same plan is the same campaign: opened again, it goes on."""
+class Terms:
+    """What is to be done for every problem of a campaign, and how long it may take."""
 
     job: str
     """tune, record, refresh or bench; or `module:function`, a job of your own."""
     kernel: str
     """Where the kernel is declared, as its `locator()` returns it."""
-    problems: Mapping[str, Sequence[Problem]]
-    """What is to be done for each arch."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the job: JSON."""
     compiler: str = ""
@@ -71,6 +73,14 @@ class CampaignPlan:
     """How long one attempt may take."""
     most_attempts: int = MOST_ATTEMPTS
     """Attempts at one problem, at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CampaignPlan(Terms):
+    """A campaign that is to be opened. The same plan is the same campaign: opened again, it goes on."""
+
+    problems: Mapping[str, Sequence[Problem]]
+    """What is to be done for each arch."""
     budget_s: float | None = None
     """Seconds after which nothing more is begun; None for no limit."""
 
@@ -82,27 +92,11 @@ class CampaignPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Campaign:
+class Campaign(Terms):
     """A campaign as the database has it."""
 
     id: str
     """Hash of its plan."""
-    job: str
-    """tune, record, refresh or bench; or `module:function`."""
-    kernel: str
-    """Where the kernel is declared."""
-    options: Mapping[str, Any]
-    """Keyword arguments of the job."""
-    compiler: str
-    """Version that every worker must have; empty for any."""
-    source_hash: str
-    """Hash of the kernel's source, which every worker must have; empty for any."""
-    lease_s: float
-    """How long a lease holds unless renewed."""
-    deadline_s: float
-    """How long one attempt may take."""
-    most_attempts: int
-    """Attempts at one problem, at most."""
     status: str
     """running, done or stopped."""
     created_at: datetime

@@ -37,12 +37,13 @@ from tiledsched.core.errors import (
 )
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import load_kernel
-from tiledsched.fleet.builds import Pool, SharedBuilds, build_key
-from tiledsched.fleet.campaign import Campaign, Lease, Outcome, Setup
+from tiledsched.fleet.builds import SharedBuilds, build_key
+from tiledsched.fleet.campaign import Answer, Campaign, Lease, Outcome, Setup
 from tiledsched.fleet.jobs import Job, find_job
 from tiledsched.fleet.local_store import LocalStore, remove, whole
 from tiledsched.fleet.retry import RETRY_S, is_full, retry_while_unavailable
 from tiledsched.store.db import TuningDB
+from tiledsched.store.models import LeaseRow
 from tiledsched.tuning.resources import Tools
 from tiledsched.tuning.session import Session
 
@@ -82,7 +83,6 @@ class Child:
         self._stop, self._working = stop or threading.Event(), False
         self._job = find_job(setup.campaign.job)
         self._kernel = load_kernel(setup.campaign.kernel)
-        self._db: TuningDB | None = None
         self._local: LocalStore | None = None
         self._cache = Path(load_settings().cache or default_cache_folder())
         self._session: Session | None = None
@@ -109,7 +109,7 @@ class Child:
                 continue
             answer = self.work(*arguments) if verb == "work" else self.control(*arguments)
             self._pipe.send(("answer", *answer))
-            if answer[0] != Outcome.DONE:  # nobody knows in what state its processes are: the next problem starts anew
+            if answer[0] is not Outcome.DONE:  # who knows in what state its processes are: the next problem starts anew
                 self._close_session()
         self._close_session()
         if self._local is not None:
@@ -127,8 +127,9 @@ class Child:
         """The session of this process, which stays from one problem to the next of the same arch."""
         if self._session is None or self._session.arch != arch:
             self._close_session()
-            tools = Tools(pool=lambda jobs: SharedBuilds(self._pool(), self._cache))
-            self._session = Session(arch, jobs=self._setup.jobs, tools=tools)
+            jobs, elsewhere = self._setup.jobs, self._setup.builds_elsewhere
+            pool = RemoteBuilds(self._pipe, jobs) if elsewhere else BuildPool(jobs)
+            self._session = Session(arch, jobs=jobs, tools=Tools(pool=lambda _: SharedBuilds(pool, self._cache)))
         return self._session
 
     def _close_session(self) -> None:
@@ -136,15 +137,9 @@ class Child:
         if session is not None:
             session.close()
 
-    def _pool(self) -> Pool:
-        if self._setup.builds_elsewhere:
-            return RemoteBuilds(self._pipe, self._setup.jobs)
-        return BuildPool(self._setup.jobs)
-
+    @functools.cached_property
     def _home(self) -> TuningDB:
-        if self._db is None:
-            self._db = retry_while_unavailable(lambda: TuningDB.open(self._setup.db), stop=self._stop)
-        return self._db
+        return retry_while_unavailable(lambda: TuningDB.open(self._setup.db), stop=self._stop)
 
     def _local_store(self) -> LocalStore:
         """The databases of this process; what a killed one left behind is brought home first."""
@@ -152,7 +147,7 @@ class Child:
             self._local = self._make_local_store(self._cache, self._setup.db)
         for path in self._local.left_behind():
             if whole(path):
-                bring = functools.partial(self._local.bring_home, path, self._home(), held=False)
+                bring = functools.partial(self._local.bring_home, path, self._home, held=False)
                 retry_while_unavailable(bring, stop=self._stop)
             else:
                 remove(path)
@@ -161,7 +156,7 @@ class Child:
     def _copy_of(self, problem: Problem, arch: str, name: str) -> Path:
         """A database of this host that knows what the campaign's does of a problem."""
         return retry_while_unavailable(
-            lambda: self._local_store().database(self._home(), problem, arch, name), stop=self._stop
+            lambda: self._local_store().database(self._home, problem, arch, name), stop=self._stop
         )
 
     def _run(
@@ -178,48 +173,50 @@ class Child:
             finally:
                 self._working = False
 
-    def work(self, lease: Lease, budget_s: float | None) -> tuple[str, dict[str, Any] | None, str]:
+    def work(self, lease: Lease, budget_s: float | None) -> Answer:
         """Do one problem and bring home what was found, however it ended: outcome, result and message."""
-        try:
-            path = self._copy_of(lease.problem, lease.arch, f"{lease.campaign_id}-{lease.id}-{lease.attempt}")
-        except Exception as error:
-            return str(self._unless_stopped(_ended_by(error))), None, _message(error)
         options = dict(self._setup.campaign.options)
         if budget_s is not None:
             options["budget_s"] = budget_s
-        outcome, result, message = Outcome.ERROR, None, ""
+        try:
+            path = self._copy_of(lease.problem, lease.arch, f"{lease.campaign_id}-{lease.id}-{lease.attempt}")
+        except Exception as error:
+            return self._ended_by(error)
         try:
             result = self._run(self._job.run, lease.arch, path, lease.problem, self._say, **options)
-            outcome = Outcome.DONE
-        except THE_PROBLEMS_FAULT as error:
-            outcome, message = Outcome.FAILED, _message(error)
-        except StoppedError:
-            outcome = Outcome.RELEASED
-        except Exception as error:  # whatever it is costs this attempt; another GPU or host may do better
-            outcome, message = _ended_by(error), _message(error)
+            answer: Answer = Outcome.DONE, result, ""
+        except (Exception, StoppedError) as error:
+            answer = self._ended_by(error)
         try:
-            held = retry_while_unavailable(lambda: holds(self._home(), lease), retry_s=self._retry_s(), stop=self._stop)
+            held = retry_while_unavailable(lambda: holds(self._home, lease), retry_s=self._retry_s(), stop=self._stop)
             retry_while_unavailable(
-                lambda: self._local_store().bring_home(path, self._home(), held=held),
+                lambda: self._local_store().bring_home(path, self._home, held=held),
                 retry_s=self._retry_s(),
                 stop=self._stop,
             )
         except Exception as error:  # the file stays, for the next process here
-            ended = self._unless_stopped(_ended_by(error)) if outcome is Outcome.DONE else outcome
-            return str(ended), None, message or _message(error)
-        return str(outcome), result, message
+            return self._ended_by(error) if answer[0] is Outcome.DONE else answer
+        return answer
+
+    def _ended_by(self, error: BaseException) -> Answer:
+        """The answer after an error."""
+        text = str(error) if isinstance(error, TiledschedError) else f"{type(error).__name__}: {error}"
+        outcome = Outcome.ERROR  # whatever it is costs this attempt; another GPU or host may do better
+        if isinstance(error, THE_PROBLEMS_FAULT):
+            outcome = Outcome.FAILED
+        elif self._stop.is_set():  # there was no time left for it: that is no attempt
+            outcome, text = Outcome.RELEASED, "told to stop"
+        elif is_full(error):
+            outcome = Outcome.FULL
+        return outcome, None, text[:LONGEST]
 
     def _say(self, text: str) -> None:
         self._pipe.send(("say", text))
 
-    def _unless_stopped(self, outcome: Outcome) -> Outcome:
-        """What ends for want of a database because there is no time to wait for it, is no attempt."""
-        return Outcome.RELEASED if self._stop.is_set() else outcome
-
     def _retry_s(self) -> float:
         return STOPPING_S if self._stop.is_set() else RETRY_S
 
-    def control(self, problem: Problem, arch: str) -> tuple[str, dict[str, Any] | None, str]:
+    def control(self, problem: Problem, arch: str) -> Answer:
         """Time the control program."""
         try:
             path = self._copy_of(problem, arch, f"control-{problem.id}")
@@ -227,34 +224,33 @@ class Child:
                 timed = self._run(self._job.control, arch, path, problem, **self._setup.campaign.options)
             finally:
                 remove(path)
-        except StoppedError:
-            return str(Outcome.RELEASED), None, ""
-        except Exception as error:
-            return str(self._unless_stopped(_ended_by(error))), None, _message(error)
-        return str(Outcome.DONE), timed, ""
+        except (Exception, StoppedError) as error:
+            return self._ended_by(error)
+        return Outcome.DONE, timed, ""
 
 
-class RemoteBuilds:
+class RemoteBuilds(BuildPool):
     """A pool whose builds are done on other hosts, through the worker."""
 
     def __init__(self, pipe: Connection, jobs: int) -> None:
-        self._pipe, self.jobs = pipe, jobs
-        self._running: dict[int, BuildTask] = {}
+        super().__init__(jobs)
+        self._pipe = pipe
+        self._submitted: dict[int, BuildTask] = {}
 
     def build(self, tasks: Iterable[BuildTask], *, leave: int = 0) -> Iterator[Built]:
         """See :meth:`BuildPool.build`."""
-        numbers = {task: number for number, task in self._running.items()}
+        numbers = {task: number for number, task in self._submitted.items()}
         wanted = set()
         for task in tasks:
             if task not in numbers:
                 numbers[task] = number = next(BUILD_NUMBERS)
-                self._running[number] = task
+                self._submitted[number] = task
                 self._pipe.send(("build", number, build_key(task), task))
             wanted.add(numbers[task])
-        while len(wanted & self._running.keys()) > leave:
+        while len(wanted & self._submitted.keys()) > leave:
             verb, number, built = self._pipe.recv()
             assert verb == "built"
-            if self._running.pop(number, None) is not None:
+            if self._submitted.pop(number, None) is not None:
                 if isinstance(built, NoRoomError):
                     raise built
                 yield built
@@ -264,7 +260,7 @@ class RemoteBuilds:
 
     def close(self) -> None:
         """What is running goes on, for whoever wants it next; its answers are dropped when they come."""
-        self._running.clear()
+        self._submitted.clear()
 
 
 def why_not(wanted: Campaign, kernel: KernelClass, job: Job) -> str:
@@ -288,8 +284,6 @@ def why_not(wanted: Campaign, kernel: KernelClass, job: Job) -> str:
 
 def holds(db: TuningDB, lease: Lease) -> bool:
     """Whether a lease is still its worker's."""
-    from tiledsched.store.models import LeaseRow
-
     with db.reading() as session:
         row = session.get(LeaseRow, lease.id)
         return row is not None and (row.worker_id, row.attempts, row.state) == (
@@ -297,15 +291,6 @@ def holds(db: TuningDB, lease: Lease) -> bool:
             lease.attempt,
             "leased",
         )
-
-
-def _ended_by(error: BaseException) -> Outcome:
-    return Outcome.FULL if is_full(error) else Outcome.ERROR
-
-
-def _message(error: BaseException) -> str:
-    text = str(error) if isinstance(error, TiledschedError) else f"{type(error).__name__}: {error}"
-    return text[:LONGEST]
 
 
 def _end_with_worker(life: int) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tiledsched.core.errors import MeasureError
+from tiledsched.measure.driver_timeout import Asker
 from tiledsched.measure.nvml import HELD_DOWN, devices, state_of, uuids
 
 ANSWER_S = 1.0
@@ -41,36 +42,24 @@ class Gpu:
 
 
 class GpuState:
-    """The state of a GPU, read in a thread of its own: the driver of a GPU that is stuck may never answer.
+    """The state of a GPU, of which the last answer is kept: the driver of a GPU that is stuck may never answer.
 
     Args:
         gpu: which.
     """
 
     def __init__(self, gpu: Gpu) -> None:
-        self._gpu, self._told = gpu, dict[str, Any]()
-        self._asked_s = self._told_s = time.monotonic()
-        self._asking: threading.Thread | None = None
-        self._lock = threading.Lock()
-
-    def ask(self) -> None:
-        """Begin to read the state, unless that is under way: of many GPUs all are begun before any is waited for."""
-        with self._lock:
-            if self._asking is None or not self._asking.is_alive():
-                self._asked_s = time.monotonic()
-                self._asking = threading.Thread(target=self._keep, daemon=True)
-                self._asking.start()
-
-    def _keep(self) -> None:
-        self._told, self._told_s = self._gpu.state(), time.monotonic()
+        self._gpu, self._asker, self._answer = gpu, Asker(), dict[str, Any]()
+        self._answered_s = time.monotonic()
 
     def read(self, within_s: float = ANSWER_S) -> dict[str, Any]:
         """The GPU's state; where the driver does not answer in time, the last one known and how old that is (`age_s`)."""
-        self.ask()
-        assert self._asking is not None
-        self._asking.join(max(0.0, self._asked_s + within_s - time.monotonic()))
-        silent = {"age_s": round(time.monotonic() - self._told_s, 1)} if self._asking.is_alive() else {}
-        return {**self._told, **silent}
+        try:
+            self._answer = self._asker(self._gpu.state, within_s)
+        except MeasureError:
+            return {**self._answer, "age_s": round(time.monotonic() - self._answered_s, 1)}
+        self._answered_s = time.monotonic()
+        return self._answer
 
 
 def gpus_here(own: Callable[[], Sequence[Gpu]] | None = None, *, without: int = 0) -> list[Gpu]:
@@ -85,19 +74,25 @@ def gpus_here(own: Callable[[], Sequence[Gpu]] | None = None, *, without: int = 
     """
     if without:
         return [Gpu(uuid=f"{socket.gethostname()}-{os.getpid()}-{place}", name="", arch="") for place in range(without)]
-    if own is not None:
-        return list(own())
-    listed = [
+    return list(own()) if own is not None else visible(gpus_of_driver(), os.environ)
+
+
+def gpus_of_driver() -> list[Gpu]:
+    """All GPUs of this host, in the order of the PCI bus.
+
+    Raises:
+        MeasureError: the driver does not answer.
+    """
+    return [
         Gpu(uuid=uuid, name=device.name, arch=device.arch) for uuid, device in zip(uuids(), devices(), strict=False)
     ]
-    return visible(listed, os.environ)
 
 
-def visible(found: list[Gpu], environ: Mapping[str, str]) -> list[Gpu]:
+def visible(found: Sequence[Gpu], environ: Mapping[str, str]) -> list[Gpu]:
     """The GPUs that CUDA_VISIBLE_DEVICES names, by number (in the order of the PCI bus) or UUID, up to the first name of none."""
     text = environ.get("CUDA_VISIBLE_DEVICES")
     if text is None:
-        return found
+        return list(found)
     chosen = []
     for word in filter(None, (word.strip() for word in text.split(","))):
         named = found[int(word)] if word.isdigit() and int(word) < len(found) else None

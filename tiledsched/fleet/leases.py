@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from typing import Any, TypeVar
@@ -35,16 +34,9 @@ from tiledsched.store.writing import Parents, insert_missing
 
 T = TypeVar("T")
 Clock = Callable[[], datetime]
-AT_ONCE = 5000
-"""Rows of one insert."""
 OPEN = ("waiting", "leased")
 RETRIED = (Outcome.ERROR, Outcome.HUNG)
 """Ends of an attempt after which the problem waits for another one."""
-
-
-def _silent(campaign: Campaign, now: datetime) -> sa.ColumnElement[bool]:
-    """Held by a worker that was not heard of for too long to wait for it."""
-    return sa.and_(LeaseRow.state == "leased", LeaseRow.until < campaign.silent_until(now))
 
 
 class Leases:
@@ -93,9 +85,9 @@ class Leases:
         ]
 
         def make(session: Session) -> None:
-            now = self._database_time(session)
+            now = self._now(session)
             ends_at = None if plan.budget_s is None else now + timedelta(seconds=plan.budget_s)
-            patience = {
+            limits = {
                 "lease_s": plan.lease_s,
                 "deadline_s": plan.deadline_s,
                 "most_attempts": plan.most_attempts,
@@ -114,13 +106,12 @@ class Leases:
                         compiler=plan.compiler,
                         source_hash=plan.source_hash,
                         created_at=now,
-                        **patience,
+                        **limits,
                     )
                 )
                 session.flush()
                 parents.insert(session)
-                for start in range(0, len(rows), AT_ONCE):
-                    insert_missing(session, LeaseRow, rows[start : start + AT_ONCE])
+                insert_missing(session, LeaseRow, rows)
                 return
             failed = sa.update(LeaseRow).where(LeaseRow.campaign_id == identity, LeaseRow.state == "failed")
             session.execute(failed.values(state="waiting", attempts=0, message=""))
@@ -128,7 +119,7 @@ class Leases:
                 sa.select(sa.exists().where(LeaseRow.campaign_id == identity, LeaseRow.state.in_(OPEN)))
             )
             if left:
-                session.execute(sa.update(CampaignRow).where(CampaignRow.id == identity).values(**patience))
+                session.execute(sa.update(CampaignRow).where(CampaignRow.id == identity).values(**limits))
 
         self._write(make)
         return self.campaign(identity)
@@ -167,11 +158,7 @@ class Leases:
             campaign = session.execute(
                 sa.select(CampaignRow.status, CampaignRow.ends_at).where(CampaignRow.id == campaign_id)
             ).one()
-            if (
-                campaign.status == "running"
-                and campaign.ends_at is not None
-                and campaign.ends_at <= self._database_time(session)
-            ):
+            if campaign.status == "running" and campaign.ends_at is not None and campaign.ends_at <= self._now(session):
                 self._give_up(session, campaign_id, "the budget was spent before its turn", None)
             if campaign.status != "running":
                 return str(campaign.status)
@@ -180,7 +167,7 @@ class Leases:
             session.execute(
                 sa.update(CampaignRow)
                 .where(CampaignRow.id == campaign_id, CampaignRow.status == "running")
-                .values(status="done", finished_at=self._now())
+                .values(status="done", finished_at=self._now(session))
             )
             return "done"
 
@@ -189,37 +176,32 @@ class Leases:
     def stop(self, campaign_id: str) -> None:
         """Let nobody begin anything more; workers end when they have done what they hold."""
         stopped = sa.update(CampaignRow).where(CampaignRow.id == campaign_id, CampaignRow.status == "running")
-        self._write(lambda session: session.execute(stopped.values(status="stopped", finished_at=self._now())))
+        self._write(lambda session: session.execute(stopped.values(status="stopped", finished_at=self._now(session))))
 
     # Workers
 
     def join(self, campaign_id: str, *, hostname: str, pid: int, gpu: str, device_name: str, arch: str) -> str:
         """Note that a process works on a campaign with a GPU; the worker's id."""
         identity = stable_id([campaign_id, hostname, pid, gpu, threading.get_ident(), datetime.now().isoformat()])
+        row = {
+            "id": identity,
+            "campaign_id": campaign_id,
+            "hostname": hostname,
+            "pid": pid,
+            "gpu": gpu,
+            "device_name": device_name,
+            "arch": arch,
+            "state": "idle",
+            "note": "",
+            "conditions": {},
+        }
 
-        def join(session: Session) -> str:
-            now = self._database_time(session)
-            if session.get(WorkerRow, identity) is not None:  # the answer to a first try was lost
-                return identity
-            session.add(
-                WorkerRow(
-                    id=identity,
-                    campaign_id=campaign_id,
-                    hostname=hostname,
-                    pid=pid,
-                    gpu=gpu,
-                    device_name=device_name,
-                    arch=arch,
-                    state="idle",
-                    note="",
-                    conditions={},
-                    started_at=now,
-                    seen_at=now,
-                )
-            )
-            return identity
+        def join(session: Session) -> None:
+            now = self._now(session)
+            insert_missing(session, WorkerRow, [{**row, "started_at": now, "seen_at": now}])
 
-        return self._write(join)
+        self._write(join)
+        return identity
 
     def leave(self, worker_id: str, note: str = "") -> None:
         """Note that a worker ended, and why. What it still has is taken from it at once."""
@@ -228,15 +210,13 @@ class Leases:
             session.execute(
                 sa.update(WorkerRow)
                 .where(WorkerRow.id == worker_id)
-                .values(state="ended", note=note, seen_at=self._now())
+                .values(state="ended", note=note, seen_at=self._now(session))
             )
             held = (
                 sa.select(LeaseRow).where(LeaseRow.worker_id == worker_id, LeaseRow.state == "leased").with_for_update()
             )
             for row in session.scalars(held):
-                self._end_attempt(session, row, Outcome.EXPIRED, note or "its worker ended")
-                row.state, row.worker_id, row.until = "waiting", None, None
-                row.message = note or "its worker ended"
+                self._take_back(session, row, "waiting", note or "its worker ended")
 
         self._write(leave)
 
@@ -248,15 +228,15 @@ class Leases:
         mine = LeaseRow.worker_id.in_(list(workers))
 
         def renew(session: Session) -> set[int]:
-            prolonged = (
-                sa.update(LeaseRow).where(mine, LeaseRow.state == "leased").values(until=self._now(campaign.lease_s))
+            now = self._now(session)
+            prolonged = sa.update(LeaseRow).where(mine, LeaseRow.state == "leased")
+            session.execute(
+                prolonged.values(until=now + timedelta(seconds=campaign.lease_s)),
+                execution_options={"synchronize_session": False},
             )
-            session.execute(prolonged, execution_options={"synchronize_session": False})
             for worker_id, conditions in sorted(workers.items()):
                 said = {"conditions": dict(conditions)} if conditions else {}
-                session.execute(
-                    sa.update(WorkerRow).where(WorkerRow.id == worker_id).values(seen_at=self._now(), **said)
-                )
+                session.execute(sa.update(WorkerRow).where(WorkerRow.id == worker_id).values(seen_at=now, **said))
             return set(session.scalars(sa.select(LeaseRow.id).where(mine, LeaseRow.state == "leased")))
 
         return self._write(renew)
@@ -271,7 +251,7 @@ class Leases:
         tries = itertools.count()
 
         def take(session: Session) -> Lease | None:
-            now = self._database_time(session)
+            now = self._now(session)
             if next(tries) and (had := self._had(session, campaign, worker_id)) is not None:
                 return had
             running = session.execute(
@@ -297,9 +277,10 @@ class Leases:
                 .with_for_update(skip_locked=True)
             )
             order = LeaseRow.attempts, LeaseRow.number
+            silent = LeaseRow.state == "leased", LeaseRow.until < campaign.silent_until(now)
             found = session.execute(free.where(*wanted, LeaseRow.state == "waiting").order_by(*order)).first()
             if found is None:
-                found = session.execute(free.where(*wanted, _silent(campaign, now)).order_by(*order)).first()
+                found = session.execute(free.where(*wanted, *silent).order_by(*order)).first()
             if found is None:
                 return None
             if found.state == "leased":
@@ -347,7 +328,7 @@ class Leases:
         kept = None if result is None else dict(result)
 
         def finish(session: Session) -> Outcome:
-            now = self._now()
+            now = self._now(session)
             if outcome is Outcome.DONE:
                 values: dict[str, Any] = {"state": "done", "result": kept, "message": "", "done_at": now}
             elif outcome is Outcome.FAILED or (outcome in RETRIED and lease.last):
@@ -372,11 +353,10 @@ class Leases:
 
         return self._write(finish)
 
-    def counts(self, campaign_id: str, archs: Collection[str] | None = None) -> dict[str, int]:
+    def counts(self, campaign_id: str) -> dict[str, int]:
         """How many problems are waiting, leased, done and failed."""
-        wanted = [LeaseRow.campaign_id == campaign_id, *([] if archs is None else [LeaseRow.arch.in_(list(archs))])]
-        asked = sa.select(LeaseRow.state, sa.func.count()).where(*wanted).group_by(LeaseRow.state)
-        found = self._read(lambda session: {row[0]: row[1] for row in session.execute(asked)})
+        asked = sa.select(LeaseRow.state, sa.func.count()).where(LeaseRow.campaign_id == campaign_id)
+        found = self._read(lambda session: {row[0]: row[1] for row in session.execute(asked.group_by(LeaseRow.state))})
         return {state: found.get(state, 0) for state in ("waiting", "leased", "done", "failed")}
 
     def open_archs(self, campaign_id: str) -> set[str]:
@@ -384,62 +364,34 @@ class Leases:
         asked = sa.select(LeaseRow.arch).where(LeaseRow.campaign_id == campaign_id, LeaseRow.state.in_(OPEN)).distinct()
         return self._read(lambda session: set(session.scalars(asked)))
 
-    def takeable(self, campaign: Campaign) -> Counter[str]:
-        """How many problems of each arch a worker could take now."""
-
-        def read(session: Session) -> Counter[str]:
-            mine = LeaseRow.campaign_id == campaign.id, LeaseRow.attempts < campaign.most_attempts
-            free = (LeaseRow.state == "waiting") | _silent(campaign, self._database_time(session))
-            asked = sa.select(LeaseRow.arch, sa.func.count()).where(*mine, free)
-            return Counter({row[0]: row[1] for row in session.execute(asked.group_by(LeaseRow.arch))})
-
-        return self._read(read)
-
-    def idle(self, campaign_id: str) -> set[str]:
-        """Ids of workers that have joined, and have nothing now."""
-        asked = sa.select(WorkerRow.id).where(WorkerRow.campaign_id == campaign_id, WorkerRow.state == "idle")
-        return self._read(lambda session: set(session.scalars(asked)))
-
     def failures(self, campaign_id: str) -> list[FailedProblem]:
         """What could not be done, and why."""
-        asked = (
-            sa.select(LeaseRow, ProblemRow)
-            .join(ProblemRow, ProblemRow.id == LeaseRow.problem_id)
-            .where(LeaseRow.campaign_id == campaign_id, LeaseRow.state == "failed")
-            .order_by(LeaseRow.arch, LeaseRow.number)
-        )
-        return self._read(
-            lambda session: [
-                FailedProblem(
-                    problem=problem_from_json({"kernel": of.kernel, **of.dims}),
-                    arch=row.arch,
-                    attempts=row.attempts,
-                    message=row.message,
-                )
-                for row, of in session.execute(asked)
-            ]
-        )
+        return [
+            FailedProblem(problem=problem, arch=row.arch, attempts=row.attempts, message=row.message)
+            for row, problem in self._ended(campaign_id, "failed")
+        ]
 
     def results(self, campaign_id: str) -> list[tuple[Problem, str, dict[str, Any], str]]:
         """What was done: problem, arch, what its job returned, and on which worker."""
+        return [
+            (problem, row.arch, row.result or {}, row.worker_id or "")
+            for row, problem in self._ended(campaign_id, "done")
+        ]
+
+    def _ended(self, campaign_id: str, state: str) -> list[tuple[LeaseRow, Problem]]:
         asked = (
             sa.select(LeaseRow, ProblemRow)
             .join(ProblemRow, ProblemRow.id == LeaseRow.problem_id)
-            .where(LeaseRow.campaign_id == campaign_id, LeaseRow.state == "done")
+            .where(LeaseRow.campaign_id == campaign_id, LeaseRow.state == state)
             .order_by(LeaseRow.arch, LeaseRow.number)
         )
-        return self._read(
-            lambda session: [
-                (problem_from_json({"kernel": of.kernel, **of.dims}), row.arch, row.result or {}, row.worker_id or "")
-                for row, of in session.execute(asked)
-            ]
-        )
+        return self._read(lambda session: [(row, _problem(of)) for row, of in session.execute(asked)])
 
     # Controls
 
     def time(self) -> datetime:
         """What the time is, for everybody."""
-        return self._read(self._database_time)
+        return self._read(self._now)
 
     def control_problem(self, campaign_id: str, arch: str) -> Problem | None:
         """The problem whose default schedule is the control program: of middling work, and the same for every GPU of an arch."""
@@ -450,7 +402,7 @@ class Leases:
             middle = sa.select(LeaseRow.problem_id).where(*mine, LeaseRow.number == count // 2).scalar_subquery()
             asked = sa.select(ProblemRow).where(ProblemRow.id == middle)  # their numbers begin at 0, without a gap
             row = session.scalars(asked).first()
-            return problem_from_json({"kernel": row.kernel, **row.dims}) if row is not None else None
+            return _problem(row) if row is not None else None
 
         return self._read(read)
 
@@ -464,9 +416,7 @@ class Leases:
             **{name: told[name] for name in ("fingerprint", "median_us", "ci_low_us", "ci_high_us")},
             "conditions": dict(told.get("conditions") or {}),
         }
-        self._write(
-            lambda session: session.execute(sa.insert(ControlRow).values(**row, taken_at=self._database_time(session)))
-        )
+        self._write(lambda session: session.execute(sa.insert(ControlRow).values(**row, taken_at=self._now(session))))
 
     # How
 
@@ -480,72 +430,57 @@ class Leases:
 
         return retry_while_unavailable(read, retry_s=self._retry_s, stop=self._stop)
 
-    def _now(self, after_s: float = 0.0) -> Any:
-        """The time, so long from now: an expression on PostgreSQL, else a value."""
-        if self._clock is None and not self.db.url.startswith("sqlite"):
-            now = sa.func.clock_timestamp(type_=sa.DateTime(timezone=True))
-            return now + sa.literal(timedelta(seconds=after_s), sa.Interval()) if after_s else now
-        now_here = datetime.now(timezone.utc) if self._clock is None else self._clock()
-        return now_here + timedelta(seconds=after_s)
-
-    def _database_time(self, session: Session) -> datetime:
-        """The time, as a value."""
-        now = self._now()
-        if isinstance(now, datetime):
-            return now
-        found = session.scalar(sa.select(sa.type_coerce(now, UtcDateTime())))
-        assert found is not None
-        return found
+    def _now(self, session: Session) -> datetime:
+        """The time: the database's, or of the host where that is the database's, too."""
+        if self._clock is not None:
+            return self._clock()
+        if self.db.url.startswith("sqlite"):
+            return datetime.now(timezone.utc)
+        return session.scalars(sa.select(sa.func.clock_timestamp(type_=UtcDateTime()))).one()
 
     def _give_up(self, session: Session, campaign_id: str, why: str, archs: Collection[str] | None) -> None:
         """Fail what waits, and what a worker that is not heard of holds: nobody will take it."""
         wanted = [LeaseRow.campaign_id == campaign_id, *([] if archs is None else [LeaseRow.arch.in_(list(archs))])]
-        for row in session.scalars(self._late(*wanted)):
-            self._end_attempt(session, row, Outcome.EXPIRED, "its worker was not heard of")
-            row.state, row.worker_id, row.until = "waiting", None, None
+        for row in session.scalars(self._late(session, *wanted)):
+            self._take_back(session, row, "waiting", "its worker was not heard of")
         session.flush()
         session.execute(
             sa.update(LeaseRow)
             .where(*wanted, LeaseRow.state == "waiting")
-            .values(state="failed", message=why, done_at=self._now()),
+            .values(state="failed", message=why, done_at=self._now(session)),
             execution_options={"synchronize_session": False},
         )
 
-    def _late(self, *wanted: Any) -> Any:
+    def _late(self, session: Session, *wanted: Any) -> Any:
         """What is held by workers that are not heard of, locked."""
-        return (
-            sa.select(LeaseRow)
-            .where(*wanted, LeaseRow.state == "leased", LeaseRow.until < self._now())
-            .with_for_update()
-        )
+        late = LeaseRow.state == "leased", LeaseRow.until < self._now(session)
+        return sa.select(LeaseRow).where(*wanted, *late).with_for_update()
+
+    def _take_back(self, session: Session, row: LeaseRow, state: str, why: str) -> None:
+        """Take a problem from the worker that holds it."""
+        self._end_attempt(session, row, Outcome.EXPIRED, why)
+        row.state, row.message, row.worker_id, row.until = state, why, None, None
 
     def _expire(self, session: Session, campaign_id: str) -> None:
         """Fail what ran out on its last attempt: nobody may take it again."""
         most = sa.select(CampaignRow.most_attempts).where(CampaignRow.id == campaign_id).scalar_subquery()
-        late = self._late(LeaseRow.campaign_id == campaign_id, LeaseRow.attempts >= most)
+        late = self._late(session, LeaseRow.campaign_id == campaign_id, LeaseRow.attempts >= most)
         for row in session.scalars(late):
-            why = (
-                f"its worker was not heard of, {row.attempts} times"
-                if row.attempts > 1
-                else "its worker was not heard of"
-            )
-            self._end_attempt(session, row, Outcome.EXPIRED, why)
-            row.state, row.message, row.worker_id, row.until = "failed", why, None, None
+            times = f", {row.attempts} times" if row.attempts > 1 else ""
+            self._take_back(session, row, "failed", f"its worker was not heard of{times}")
         # What was waiting after its last attempt (its worker left) has had its tries.
         spent = sa.update(LeaseRow).where(
             LeaseRow.campaign_id == campaign_id, LeaseRow.state == "waiting", LeaseRow.attempts >= most
         )
         session.execute(
-            spent.values(state="failed", done_at=self._now()), execution_options={"synchronize_session": False}
+            spent.values(state="failed", done_at=self._now(session)), execution_options={"synchronize_session": False}
         )
 
     def _end_attempt(
         self, session: Session, lease: Any, outcome: Outcome, message: str, result: Mapping[str, Any] | None = None
     ) -> None:
         number = lease.attempt if isinstance(lease, Lease) else lease.attempts
-        values: dict[str, Any] = {"ended_at": self._now(), "outcome": str(outcome), "message": message}
-        if result is not None:
-            values["result"] = dict(result)
+        values = {"ended_at": self._now(session), "outcome": str(outcome), "message": message, "result": result}
         open_ended = AttemptRow.outcome.in_((str(Outcome.RUNNING), str(Outcome.EXPIRED)))
         session.execute(
             sa.update(AttemptRow)
@@ -561,18 +496,20 @@ class Leases:
 
 
 def _lease(session: Session, campaign: Campaign, worker_id: str, row: Any, attempt: int) -> Lease:
-    kernel, dims = session.execute(
-        sa.select(ProblemRow.kernel, ProblemRow.dims).where(ProblemRow.id == row.problem_id)
-    ).one()
+    problem = session.scalars(sa.select(ProblemRow).where(ProblemRow.id == row.problem_id)).one()
     return Lease(
         id=row.id,
         campaign_id=campaign.id,
         worker_id=worker_id,
         attempt=attempt,
         arch=row.arch,
-        problem=problem_from_json({"kernel": kernel, **dims}),
+        problem=_problem(problem),
         last=attempt >= campaign.most_attempts,
     )
+
+
+def _problem(row: ProblemRow) -> Problem:
+    return problem_from_json({"kernel": row.kernel, **row.dims})
 
 
 def _changed(session: Session, statement: Any) -> bool:

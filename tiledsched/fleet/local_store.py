@@ -10,8 +10,8 @@ from __future__ import annotations
 import shutil
 import socket
 import sqlite3
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -19,17 +19,20 @@ from sqlalchemy.orm import Session
 
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import DatabaseError
+from tiledsched.core.files import OwnFolder
 from tiledsched.core.problem import Problem
 from tiledsched.measure.runner import Device
 from tiledsched.store.db import TuningDB
 from tiledsched.store.host import lives, own_word
 from tiledsched.store.models import BuildRow, DeviceRow, EntryRow, MeasurementRow, ToolchainRow
-from tiledsched.store.reading import Reader, select_entries, select_measurements
-from tiledsched.store.records import Entry, StoredMeasurement, Toolchain
+from tiledsched.store.reading import Reader, select_builds, select_entries, select_measurements
+from tiledsched.store.records import BuildRecord, Entry, FailureRecord, StoredMeasurement, Toolchain, record_of
 from tiledsched.store.writing import put_entry
 
 Content = tuple[object, ...]
 """What an entry says, with its key."""
+Failed = tuple[FailureRecord, Device | None]
+"""A failure, with the device that it was on."""
 MOST_ALIKE = 64
 """Newest winners of other problems that go along: they say where to look first."""
 
@@ -47,14 +50,12 @@ class LocalStore:
 
     def __init__(self, folder: Path, home: str) -> None:
         self._folder = folder / "fleet" / f"{socket.gethostname()}-{stable_id(home)}"
-        self._template = self._folder / f"template-{own_word()}"
+        self._own = OwnFolder()
+        self._template = Path(self._own.path) / "template.db"
         self._brought: dict[Path, set[Content]] = {}
         self._tried: set[Path] = set()
         with _here(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
-            for path in self._folder.glob("template-*"):
-                if not lives(path.name.split("-")[1]):
-                    remove(path)
             with TuningDB.open(self._template):  # once: making the schema takes longer than a small tune
                 pass
 
@@ -66,24 +67,12 @@ class LocalStore:
         """
         path = self._folder / f"{name}-{own_word()}.db"
         known, entries = what_is_known(home, problem, arch)
-        failures = home.failures(arch, problem)
-        devices = {failed.device_name: _device(home, failed.device_name) for failed in failures}
+        failures = failures_of(home, arch, problem)
         with _here(self._folder):
             shutil.copyfile(self._template, path)
             with TuningDB.open(path) as local:
                 local.merge(known, entries)
-                for failed in failures:
-                    local.record_failure(
-                        None,
-                        problem.kernel,
-                        arch,
-                        failed.stage,
-                        failed.schedule,
-                        failed.failure,
-                        problem=problem,
-                        fingerprint=failed.fingerprint,
-                        device=devices[failed.device_name],
-                    )
+                record_failures(local, failures)
         self._brought[path] = {_content(entry) for entry in entries}
         return path
 
@@ -106,13 +95,12 @@ class LocalStore:
 
     def close(self) -> None:
         """Remove the template. Safe to call twice."""
-        remove(self._template)
+        self._own.close()
 
 
 def what_is_known(home: TuningDB, problem: Problem, arch: str) -> tuple[list[StoredMeasurement], list[Entry]]:
     """The evidence on a problem, what it is served, and the newest winners of other problems of its kernel."""
-    evidence = home.measurements(problem, arch, disturbed=True)
-    served = home.entries(arch, problem.kernel, problem=problem)
+    reader = Reader()
     with home.reading() as session:
         newest = (
             sa.select(EntryRow.id)
@@ -120,16 +108,13 @@ def what_is_known(home: TuningDB, problem: Problem, arch: str) -> tuple[list[Sto
             .order_by(EntryRow.id.desc())
             .limit(MOST_ALIKE)
         )
-        numbers = list(session.scalars(newest))
-        reader = Reader()
-        alike = [reader.entry(*row) for row in session.execute(select_entries().where(EntryRow.id.in_(numbers)))]
-        uids = {entry.measurement.uid for entry in [*served, *alike] if entry.measurement} - {
-            each.uid for each in evidence
-        }
-        behind = select_measurements().where(MeasurementRow.uid.in_(sorted(uids)))
-        evidence += [reader.stored_measurement(*row) for row in session.execute(behind)]
-    entries = {entry.key: entry for entry in [*served, *alike]}
-    return evidence, list(entries.values())
+        alike = EntryRow.id.in_(session.scalars(newest).all())
+        served = sa.and_(EntryRow.problem_id == problem.id, EntryRow.arch == arch)
+        entries = [reader.entry(*row) for row in session.execute(select_entries().where(sa.or_(alike, served)))]
+        behind = MeasurementRow.uid.in_(sorted({entry.measurement.uid for entry in entries if entry.measurement}))
+        of_problem = sa.and_(MeasurementRow.problem_id == problem.id, MeasurementRow.arch == arch)
+        rows = session.execute(select_measurements().where(sa.or_(of_problem, behind)))
+        return [reader.stored_measurement(*row) for row in rows], entries
 
 
 def bring_home(path: Path, home: TuningDB, *, held: bool, known: Collection[Content] = ()) -> dict[str, int]:
@@ -144,13 +129,7 @@ def bring_home(path: Path, home: TuningDB, *, held: bool, known: Collection[Cont
     """
     with _here(path.parent), TuningDB.open(path) as local:
         measurements, entries = local.measurements(disturbed=True), local.entries()
-        artifacts, failures = list(local.artifacts().values()), local.failures()
-        builds = [
-            record
-            for toolchain, kernel, source, arch in _build_keys(local)
-            for record in local.find_builds(kernel, source, toolchain, arch).values()
-        ]
-        devices = {failed.device_name: _device(local, failed.device_name) for failed in failures}
+        artifacts, builds, failures = list(local.artifacts().values()), builds_of(local), failures_of(local)
     new = [entry.replace(measurement_id=None, run_id=None) for entry in entries if _content(entry) not in known]
     done = home.merge(measurements, [] if held else new, artifacts)
     if held and new:
@@ -162,27 +141,12 @@ def bring_home(path: Path, home: TuningDB, *, held: bool, known: Collection[Cont
         home.write(put, *{entry.kernel for entry in new})
     home.record_builds(builds)
     there = {
-        (each.problem, each.schedule, each.fingerprint, each.device_name, each.failure)
-        for problem in {each.problem for each in failures}
+        _what_failed(each)
+        for problem in {each.problem for each, _ in failures}
         for each in home.failures(problem=problem)
     }
-    fresh = [
-        each
-        for each in failures
-        if (each.problem, each.schedule, each.fingerprint, each.device_name, each.failure) not in there
-    ]
-    for each in fresh:
-        home.record_failure(
-            None,
-            each.kernel,
-            each.arch,
-            each.stage,
-            each.schedule,
-            each.failure,
-            problem=each.problem,
-            fingerprint=each.fingerprint,
-            device=devices[each.device_name],
-        )
+    fresh = [(each, device) for each, device in failures if _what_failed(each) not in there]
+    record_failures(home, fresh)
     return {"measurements": done.measurements_added, "builds": len(builds), "failures": len(fresh)}
 
 
@@ -205,30 +169,46 @@ def _content(entry: Entry) -> Content:
     return entry.key, entry.schedule, entry.provenance, uid, entry.source_hash, entry.fingerprint
 
 
-def _build_keys(local: TuningDB) -> list[tuple[Toolchain, str, str, str]]:
-    asked = (
-        sa.select(ToolchainRow, BuildRow.kernel, BuildRow.source_hash, BuildRow.arch)
-        .join(BuildRow, BuildRow.toolchain_id == ToolchainRow.id)
-        .distinct()
-    )
-    with local.reading() as session:
+def builds_of(db: TuningDB) -> list[BuildRecord]:
+    """Every build."""
+    with db.reading() as session:
         return [
-            (
-                Toolchain(cuda_tile=row.cuda_tile, tileiras=row.tileiras, ptxas=row.ptxas, nvvm=row.nvvm),
-                kernel,
-                source,
-                arch,
+            record
+            for row in session.scalars(sa.select(ToolchainRow)).all()
+            for record in Reader().builds(
+                session.execute(select_builds().where(BuildRow.toolchain_id == row.id)), record_of(Toolchain, row)
             )
-            for row, kernel, source, arch in session.execute(asked)
         ]
 
 
-def _device(db: TuningDB, name: str) -> Device | None:
-    if not name:
-        return None
+def failures_of(db: TuningDB, arch: str | None = None, problem: Problem | None = None) -> list[Failed]:
+    """Candidates that gave no usable measurement."""
+    failures = db.failures(arch, problem)
+    names = {failed.device_name for failed in failures}
     with db.reading() as session:
-        found = session.scalars(sa.select(DeviceRow.device).where(DeviceRow.name == name).limit(1)).first()
-    return Device(**found) if found else None
+        rows = session.execute(sa.select(DeviceRow.name, DeviceRow.device).where(DeviceRow.name.in_(sorted(names))))
+        devices = {name: Device(**device) for name, device in rows}
+    return [(failed, devices.get(failed.device_name)) for failed in failures]
+
+
+def record_failures(db: TuningDB, failures: Sequence[Failed]) -> None:
+    """Store what :func:`failures_of` found elsewhere."""
+    for failed, device in failures:
+        db.record_failure(
+            None,
+            failed.kernel,
+            failed.arch,
+            failed.stage,
+            failed.schedule,
+            failed.failure,
+            problem=failed.problem,
+            fingerprint=failed.fingerprint,
+            device=device,
+        )
+
+
+def _what_failed(each: FailureRecord) -> tuple[object, ...]:
+    return each.problem, each.schedule, each.fingerprint, each.device_name, each.failure
 
 
 def remove(path: Path) -> None:
@@ -241,10 +221,7 @@ def remove(path: Path) -> None:
 def whole(path: Path) -> bool:
     """Whether a database that a killed process left can be read."""
     try:
-        connection = sqlite3.connect(path)
-        with suppress(sqlite3.Error):
-            return connection.execute("PRAGMA quick_check").fetchone() == ("ok",)
-        connection.close()
+        with closing(sqlite3.connect(path)) as connection:
+            return bool(connection.execute("PRAGMA quick_check").fetchone() == ("ok",))
     except sqlite3.Error:
-        pass
-    return False
+        return False

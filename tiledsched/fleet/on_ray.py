@@ -4,29 +4,26 @@
   GPU's memory (ray#59872); the GPU is named by UUID and locked, whatever numbers CUDA_VISIBLE_DEVICES holds (ray#44821).
 - No time limit of Ray's is used: those count the time in a queue (ray#18916), and a task that hangs is killed by nobody
   (ray#57152). A lease's deadline kills the child, and the actor lives on.
-- An actor for which nothing is left gives its GPU back, and another is started when there is something again.
+- An actor for whose arch nothing is left gives its GPU back.
 - The driver keeps nothing that matters. It may die, and the same command goes on.
-- Builds run on the CPUs of all hosts, one compile pool for each, and are shared through the object store.
+- Builds run on the CPUs of all hosts, and are shared through the object store.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import re
 import socket
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from tiledsched.build.pool import default_jobs
-from tiledsched.core.errors import ConfigError
-from tiledsched.fleet.campaign import Campaign, Outcome
-from tiledsched.fleet.gpus import Gpu, gpus_here, visible
+from tiledsched.core.errors import ConfigError, MeasureError
+from tiledsched.fleet.campaign import Campaign
+from tiledsched.fleet.gpus import Gpu, gpus_of_driver, visible
 from tiledsched.fleet.jobs import find_job
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.local import Worked
@@ -38,10 +35,8 @@ from tiledsched.store.db import TuningDB
 log = logging.getLogger("tiledsched")
 LOOK_EVERY_S = 2.0
 """Between two looks at the nodes and at the campaign."""
-STEP_S = 15.0
-"""How long an actor that finds nothing to do waits before it says so."""
 MOST_RESTARTS = 3
-"""Restarts of the actor of one GPU, at most, without a problem done between them."""
+"""Restarts of the actor of one GPU, at most, without an answer of it between them."""
 NOBODY_S = 600.0
 """How long problems wait for a GPU of their arch to come, e.g. from an autoscaler."""
 TOKEN = (
@@ -49,16 +44,6 @@ TOKEN = (
     "~/.ray/auth_token or where RAY_AUTH_TOKEN_PATH says"
 )
 """What Ray does not do by itself for an address that is given, and what it does not tell apart from no answer."""
-
-
-def _listens(text: str) -> bool:
-    """Whether something takes connections at the HOST:PORT that a text names first."""
-    named = re.search(r"([\w.-]+):(\d{2,5})\b", text)
-    if named is None:
-        return False
-    with suppress(OSError, OverflowError), socket.create_connection((named[1], int(named[2])), timeout=2.0):
-        return True
-    return False
 
 
 class GpuActor:
@@ -74,8 +59,7 @@ class GpuActor:
 
     def __init__(self, db: str, campaign_id: str, slot: int | None, builds: Any, jobs: int | None) -> None:
         self._stop = threading.Event()
-        self._db = retry_while_unavailable(lambda: TuningDB.open(db), stop=self._stop)
-        leases = Leases(self._db, stop=self._stop)
+        leases = Leases(retry_while_unavailable(lambda: TuningDB.open(db), stop=self._stop), stop=self._stop)
         campaign = leases.campaign(campaign_id)
         gpu = _own_gpu(campaign.job, slot)
         self._said: list[str] = []
@@ -89,8 +73,7 @@ class GpuActor:
             say=self._said.append,
             builds=None if builds is None else RayBuilds(builds),
         )
-        self._heart = Heart(leases, campaign, [self._worker])
-        self._heart.start()
+        Heart(leases, campaign, [self._worker]).start()
 
     def hello(self) -> dict[str, Any]:
         """The worker's id, its GPU and its host."""
@@ -104,31 +87,17 @@ class GpuActor:
         }
 
     def step(self) -> dict[str, Any]:
-        """Do one problem; or wait a little, and say whether there is anything left to wait for. Tells what happened meanwhile."""
+        """Do one problem, or wait a little: what happened, whether to go on, and if not, why. At the end it leaves."""
         self._said.clear()
-        return {**self._step(), "said": list(self._said)}
-
-    def _step(self) -> dict[str, Any]:
-        ends, idle_s = time.monotonic() + STEP_S, 0.2
-        while True:
-            outcome = self._worker.one()
-            if outcome is not None or self._worker.note or self._stop.is_set():
-                return {"outcome": outcome and str(outcome), "note": self._worker.note, "finished": self._stop.is_set()}
-            if self._worker.finished():
-                return {"outcome": None, "note": "", "finished": True}
-            if time.monotonic() > ends or self._stop.wait(idle_s):
-                return {"outcome": None, "note": "", "finished": False}
-            idle_s = min(2 * idle_s, 5.0)
+        goes_on = self._worker.step()
+        if not goes_on:
+            with suppress(MeasureError):  # of a GPU that is stuck the note says so
+                self._worker.end()
+        return {"said": list(self._said), "goes_on": goes_on, "note": self._worker.note}
 
     def stop(self) -> None:
-        """Stop what is going on, give its lease back, and leave."""
+        """Stop what is going on, and give its lease back."""
         self._stop.set()
-
-    def end(self) -> None:
-        """Leave the campaign."""
-        self._heart.end()
-        self._worker.end()
-        self._db.close()
 
 
 def _own_gpu(job: str, slot: int | None) -> Gpu:
@@ -139,12 +108,8 @@ def _own_gpu(job: str, slot: int | None) -> Gpu:
             uuid=f"{socket.gethostname()}-{ray.get_runtime_context().get_node_id()[:8]}-{slot}", name="", arch=""
         )
     given = [str(each) for each in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]
-    own = os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # as Ray set it: numbers, of all that this host has
-    try:
-        found = visible(gpus_here(find_job(job).gpus), {"CUDA_VISIBLE_DEVICES": ",".join(given)})
-    finally:
-        if own is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = own
+    listed = (find_job(job).gpus or gpus_of_driver)()  # its numbers are of all, whatever CUDA_VISIBLE_DEVICES says
+    found = visible(listed, {"CUDA_VISIBLE_DEVICES": ",".join(given)})
     if len(found) != 1:
         raise ConfigError(
             f"Ray gave GPU {', '.join(given) or 'none'} to this actor, and the driver of {socket.gethostname()} does not "
@@ -164,24 +129,15 @@ class _Seat:
     actor: Any = None
     """Handle of its actor; None before the first and after the last."""
     call: Any = None
-    """The call that its actor has not answered yet; None where there is none."""
+    """The call that its actor has not answered yet."""
     worker: str = ""
     """Id of its worker, once it has said it."""
     arch: str | None = None
     """Its arch; empty where any will do, None while it is not known, or no actor serves it."""
     restarts: int = 0
-    """How often its actor was started again."""
-    leaving: bool = False
-    """Whether its actor was told to leave the campaign, and is ended once it has."""
-    resting: bool = False
-    """Whether its actor was ended because there was nothing for it to do: another is started when there is."""
+    """How often its actor was started again since one last answered."""
     closed: bool = False
     """Whether it takes no more part in the campaign."""
-
-
-def _for_seat(left: Counter[str], seat: _Seat) -> int:
-    """How many of the problems that are left a seat's GPU could take: those of its arch, or of any."""
-    return left[seat.arch] if seat.arch else left.total()
 
 
 class Driver:
@@ -192,8 +148,7 @@ class Driver:
         leases: the same database.
         campaign: what is to be done.
         without_gpu: so many workers on each node that need no GPU, in place of those that do.
-        spread_builds: compile on all hosts' CPUs; else each actor on its own host's.
-        jobs: compile processes of an actor that compiles itself.
+        jobs: compile processes of each actor; None to compile on all hosts' CPUs.
         say: told what happens, a line each.
         nobody_s: how long problems wait for a GPU of their arch.
     """
@@ -205,7 +160,6 @@ class Driver:
         campaign: Campaign,
         *,
         without_gpu: int = 0,
-        spread_builds: bool = True,
         jobs: int | None = None,
         say: Callable[[str], None] = lambda line: None,
         nobody_s: float = NOBODY_S,
@@ -214,21 +168,21 @@ class Driver:
         self._db, self._leases, self._campaign = db, leases, campaign
         self._without_gpu, self._jobs, self._say, self._nobody_s = without_gpu, jobs, say, nobody_s
         self._seats: dict[tuple[str, int], _Seat] = {}
-        self._directory = open_directory() if spread_builds else None
+        self._directory = open_directory() if jobs is None else None
         self._notes: list[str] = []
         self._missing_s: dict[str, float] = {}
 
     def run(self) -> Worked:
         """Run until the campaign ends, and replace every actor that dies meanwhile."""
-        looked_s = 0.0
+        look_at = 0.0
         try:
             while True:
-                if time.monotonic() - looked_s > LOOK_EVERY_S:
-                    looked_s = time.monotonic()
-                    if self._leases.end(self._campaign.id) != "running" or self._hopeless():
+                if time.monotonic() >= look_at:
+                    look_at = time.monotonic() + LOOK_EVERY_S
+                    if self._hopeless():
                         break
                     self._look_at_nodes()
-                calls = {seat.call: seat for seat in self._seats.values() if seat.call is not None}
+                calls = {seat.call: seat for seat in self._seats.values() if seat.actor is not None}
                 if not calls:
                     time.sleep(0.2)
                     continue
@@ -240,33 +194,13 @@ class Driver:
         return Worked(campaigns=(self._campaign.id,), gpus=len(self._seats), notes=tuple(self._notes))
 
     def _look_at_nodes(self) -> None:
-        """A seat for every GPU of every node that is alive."""
-        here = set()
+        """A seat, with an actor, for every GPU of every node that is alive."""
         for node in self._ray.nodes():
             count = self._without_gpu or int(node["Resources"].get("GPU", 0))
             for slot in range(count if node["Alive"] else 0):
-                here.add((node["NodeID"], slot))
                 seat = self._seats.setdefault((node["NodeID"], slot), _Seat(node["NodeID"], slot))
-                if seat.actor is None and not seat.closed and not seat.resting:
+                if seat.actor is None and not seat.closed:
                     self._start(seat)
-        resting = {place: seat for place, seat in self._seats.items() if seat.resting and seat.actor is None}
-        for place, seat in resting.items():
-            if place not in here:
-                seat.resting, seat.closed, seat.arch = False, True, None
-        self._wake([seat for seat in resting.values() if seat.resting])
-
-    def _wake(self, resting: Sequence[_Seat]) -> None:
-        """Start an actor for each problem that there is again: one failed elsewhere, or its worker was lost."""
-        if not resting or not (left := self._leases.takeable(self._campaign)):
-            return
-        idle = self._leases.idle(self._campaign.id)
-        awake = [seat for seat in self._seats.values() if seat.actor is not None and not seat.leaving]
-        coming = [seat.arch for seat in awake if not seat.worker or seat.worker in idle]
-        for seat in resting:
-            if _for_seat(left, seat) > sum(arch in (seat.arch, "", None) for arch in coming):
-                seat.resting = False
-                self._start(seat)
-                coming.append(seat.arch)
 
     def _start(self, seat: _Seat) -> None:
         gpu = {} if self._without_gpu else {"num_gpus": 1}
@@ -275,37 +209,29 @@ class Driver:
         seat.actor = remote.remote(
             self._db, self._campaign.id, seat.slot if self._without_gpu else None, self._directory, self._jobs
         )
-        seat.worker, seat.call = "", seat.actor.hello.remote()
+        seat.call = seat.actor.hello.remote()
 
     def _answered(self, seat: _Seat) -> None:
-        call, seat.call = seat.call, None
         try:
-            answer = self._ray.get(call)
+            answer = self._ray.get(seat.call)
         except self._ray.exceptions.RayError as error:
             self._lost(seat, error)
-            return
-        if seat.leaving:
-            self._let_go(seat)
             return
         if "worker" in answer:
             seat.worker, seat.arch = answer["worker"], answer["arch"]
             self._say(f"{answer['name'] or 'a worker'} {answer['gpu']} on {answer['host']} takes part")
-            seat.call = seat.actor.step.remote()
-            return
-        if answer["outcome"] == str(Outcome.DONE):
-            seat.restarts = 0  # it works: what killed it before is not this GPU
-        for line in answer["said"]:
-            self._say(line)
-        if answer["note"]:
-            self._notes.append(f"{seat.worker}: {answer['note']}")
-            self._say(self._notes[-1])
-            seat.closed, seat.arch = True, None
-            self._leave(seat)
-        elif answer["finished"] or (answer["outcome"] is None and not self._has_work(seat)):
-            seat.resting = True
-            self._leave(seat)
         else:
-            seat.call = seat.actor.step.remote()
+            seat.restarts = 0  # it works: what killed it before is not this GPU
+            for line in answer["said"]:
+                self._say(line)
+            if answer["note"]:
+                self._notes.append(f"{seat.worker}: {answer['note']}")
+                self._say(self._notes[-1])
+            if not answer["goes_on"]:
+                seat.closed = True
+                self._let_go(seat)
+                return
+        seat.call = seat.actor.step.remote()
 
     def _lost(self, seat: _Seat, error: Exception) -> None:
         """The actor or its host is lost: give back what its worker had leased, and let another actor start."""
@@ -320,32 +246,21 @@ class Driver:
             self._leases.leave(seat.worker, why)
         self._let_go(seat)
         seat.restarts += 1
-        if not seat.resting:
-            seat.arch = None
         if seat.restarts > MOST_RESTARTS:
-            seat.closed, seat.resting, seat.arch = True, False, None
+            seat.closed = True
             self._notes.append(f"GPU {seat.slot} of node {seat.node[:8]}: {why}, {seat.restarts} times")
-
-    def _has_work(self, seat: _Seat) -> bool:
-        """Whether there is a problem that it could take now."""
-        return _for_seat(self._leases.takeable(self._campaign), seat) > 0
-
-    def _leave(self, seat: _Seat) -> None:
-        """Have its actor leave the campaign; its GPU is another's then."""
-        seat.leaving, seat.call = True, seat.actor.end.remote()
 
     def _let_go(self, seat: _Seat) -> None:
         with suppress(Exception):
             self._ray.kill(seat.actor)
-        seat.actor, seat.leaving = None, False
+        seat.actor, seat.worker, seat.arch = None, "", None
 
     def _hopeless(self) -> bool:
         """Give up on what no GPU is there for, for long enough; whether nothing else is left."""
         now, open_archs = time.monotonic(), self._leases.open_archs(self._campaign.id)
-        served = {seat.arch for seat in self._seats.values() if seat.arch is not None}
-        coming = any(seat.call is not None and seat.arch is None for seat in self._seats.values())
+        archs = {seat.arch for seat in self._seats.values() if seat.actor is not None}
         for arch in open_archs:
-            if coming or "" in served or arch in served:
+            if archs & {arch, "", None}:  # what is not known yet may be it
                 self._missing_s.pop(arch, None)
             elif now - self._missing_s.setdefault(arch, now) > self._nobody_s:
                 said = f"; the last that was heard: {self._notes[-1]}" if self._notes else ""
@@ -357,21 +272,13 @@ class Driver:
     def _end(self) -> None:
         """Let every actor stop what it does and leave, for as long as that may take; then end it."""
         seats = [seat for seat in self._seats.values() if seat.actor is not None]
-        asked, gives_up = [], time.monotonic() + STOP_S + 2.0
+        asked = []
         for seat in seats:
             with suppress(Exception):
                 asked.append(seat.actor.stop.remote())  # its answer is not waited for, and not dropped either
-        calls = [seat.call for seat in seats if seat.call is not None]
-        if calls:
+        if seats:
             with suppress(Exception):
-                self._ray.wait(calls, num_returns=len(calls), timeout=STOP_S)
-        ends = []
-        for seat in seats:
-            with suppress(Exception):
-                ends.append(seat.call if seat.leaving else seat.actor.end.remote())
-        if ends:
-            with suppress(Exception):
-                self._ray.wait(ends, num_returns=len(ends), timeout=max(2.0, gives_up - time.monotonic()))
+                self._ray.wait([seat.call for seat in seats], num_returns=len(seats), timeout=STOP_S + 2.0)
         for handle in [*(seat.actor for seat in seats), *([self._directory] if self._directory is not None else [])]:
             with suppress(Exception):
                 self._ray.kill(handle)
@@ -414,8 +321,6 @@ def run_on_ray(
             said = str(error).partition(". ")[0]
             raise ConfigError(f"the Ray cluster at {address} lets nobody in: {said}; {TOKEN}") from error
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
-            if _listens(f"{address} {error}"):  # Ray tells a wrong token, or none, from no cluster in its log alone
-                raise ConfigError(f"something listens, and lets nobody in: {error}; {TOKEN}") from error
             raise ConfigError(
                 f"no Ray cluster answers at {address}: {error}; start one with: ray start --head; {TOKEN}"
             ) from error
@@ -429,14 +334,7 @@ def run_on_ray(
                 )
             leases = Leases(opened, retry_s=retry_s)
             driver = Driver(
-                db,
-                leases,
-                leases.campaign(campaign_id),
-                without_gpu=without_gpu,
-                spread_builds=jobs is None,
-                jobs=jobs,
-                say=say,
-                nobody_s=nobody_s,
+                db, leases, leases.campaign(campaign_id), without_gpu=without_gpu, jobs=jobs, say=say, nobody_s=nobody_s
             )
             return driver.run()
     finally:

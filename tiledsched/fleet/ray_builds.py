@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import time
+import functools
 from collections import OrderedDict
 from typing import Any
 
 from tiledsched.build.compiler import BuildTask, Built
+from tiledsched.build.pool import BuildPool
 from tiledsched.core.errors import ConfigError, Failure, FailureKind, NoRoomError
 from tiledsched.core.extras import installing
 
-LOOK_EVERY_S = 2.0
-"""Between two looks at the nodes."""
 MOST_BUILDS = 20_000
 """Builds that are kept in the object store: about a gigabyte. Older ones are in the hosts' cache folders."""
 BUILD_TRIES = 3
-"""Hosts that a build is sent to, where they are lost."""
+"""How often a build is begun whose host is lost, or has no room for it."""
 
 
 def ray_module() -> Any:
@@ -34,65 +33,39 @@ def ray_module() -> Any:
     return ray
 
 
-class BuildHost:
-    """The compile processes of one host."""
+@functools.cache
+def compile_process() -> BuildPool:
+    """The compile process of a process of Ray's, which both stay for the next build."""
+    return BuildPool(1)
 
-    def __init__(self, jobs: int) -> None:
-        from tiledsched.build.pool import BuildPool
 
-        self._pool = BuildPool(jobs)
-
-    async def build(self, task: BuildTask) -> Built:
-        """One build; what hangs or crashes is killed and returned as a failure."""
-        import asyncio
-
-        return await asyncio.wrap_future(self._pool.submit(task))
+def build_here(task: BuildTask) -> Built:
+    """One build, as a task of Ray's; what hangs or crashes is killed and returned as a failure."""
+    (built,) = compile_process().build([task])
+    return built
 
 
 class BuildDirectory:
-    """Knows which host does which build: what is wanted twice is built once.
+    """Knows where Ray keeps each build: what is wanted twice is built once.
 
     It hands out references; the machine code goes from host to host through the object store.
     """
 
     def __init__(self) -> None:
-        self._placed: OrderedDict[str, tuple[Any, str]] = OrderedDict()
-        self._hosts: dict[str, tuple[Any, int]] = {}
-        self._turn: dict[str, float] = {}
-        self._looked_s = 0.0
-        self.started = 0
+        self._placed: OrderedDict[str, Any] = OrderedDict()
 
-    def place(self, key: str, task: BuildTask, lost: bool) -> list[Any]:
-        """The reference of a build, in a list so that nobody waits for it here; with `lost`, of a new one, on another host."""
-        _, but = self._placed.pop(key, (None, "")) if lost else (None, "")
+    def place(self, key: str, task: BuildTask, again: bool) -> list[Any]:
+        """The reference of a build, in a list so that nobody waits for it here; of a new one where it is to be made again."""
+        if again:
+            self._placed.pop(key, None)
         if key not in self._placed:
-            self.started += 1
-            node = self._next_node(but)
-            self._placed[key] = self._hosts[node][0].build.remote(task), node
+            build = ray_module().remote(build_here)
+            options = {"num_cpus": 1, "max_retries": 0, "scheduling_strategy": "SPREAD"}
+            self._placed[key] = build.options(**options).remote(task)
             while len(self._placed) > MOST_BUILDS:
                 self._placed.popitem(last=False)
         self._placed.move_to_end(key)
-        return [self._placed[key][0]]
-
-    def count(self) -> int:
-        """Builds that were started."""
-        return self.started
-
-    def _next_node(self, but: str) -> str:
-        """The host that had the fewest builds for its CPUs; another than `but`, where there is one."""
-        ray = ray_module()
-        if not self._hosts or time.monotonic() - self._looked_s > LOOK_EVERY_S:
-            self._looked_s = time.monotonic()
-            alive = {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]}
-            self._hosts = {node: host for node, host in self._hosts.items() if node in alive}
-            for node, cpus in alive.items():
-                if cpus and node not in self._hosts:
-                    host = ray.remote(BuildHost).options(num_cpus=0, scheduling_strategy=on_node(node)).remote(cpus)
-                    self._hosts[node] = host, cpus
-                    self._turn[node] = min(self._turn.values(), default=0.0)
-        node = min(self._hosts, key=lambda each: (each == but, self._turn[each]))
-        self._turn[node] += 1.0 / self._hosts[node][1]
-        return node
+        return [self._placed[key]]
 
 
 def open_directory() -> Any:
@@ -102,53 +75,43 @@ def open_directory() -> Any:
 
 
 class RayBuilds:
-    """What a worker has built by the cluster, see :class:`tiledsched.fleet.worker.Builds`."""
+    """What a worker has built by the cluster. Each of its builds has a number, by which its outcome is known."""
 
     def __init__(self, directory: Any) -> None:
         self._directory = directory
-        self._asked: dict[Any, tuple[int, str, BuildTask, int]] = {}
-        self._building: dict[Any, tuple[int, str, BuildTask, int]] = {}
+        self._waiting: dict[Any, tuple[int, str, BuildTask, int]] = {}
 
     def submit(self, number: int, key: str, task: BuildTask, tries: int = 0) -> None:
-        """Ask for it."""
-        self._asked[self._directory.place.remote(key, task, tries > 0)] = number, key, task, tries
+        """Have a task built; tasks with the same key are the same build."""
+        self._waiting[self._directory.place.remote(key, task, tries > 0)] = number, key, task, tries
 
     def finished(self) -> list[tuple[int, Built | NoRoomError]]:
-        """What is done since the last question. A build whose host was lost, or is full, is sent to another."""
+        """What is done since the last call. A build whose host was lost, or is full, is begun again."""
         ray = ray_module()
-        for reference in _ready(ray, self._asked):
-            what = self._asked.pop(reference)
-            try:
-                (building,) = ray.get(reference)
-                self._building[building] = what
-            except ray.exceptions.RayError as error:
-                self._again(what, error)
         done: list[tuple[int, Built | NoRoomError]] = []
-        for reference in _ready(ray, self._building):
-            number, key, task, tries = what = self._building.pop(reference)
+        for reference in _ready(ray, self._waiting):
+            number, key, task, tries = asked = self._waiting.pop(reference)
             try:
-                done.append((number, ray.get(reference)))
+                found = ray.get(reference)
             except ray.exceptions.RayError as error:
                 if tries + 1 < BUILD_TRIES:
                     self.submit(number, key, task, tries + 1)
-                elif isinstance(error, NoRoomError):  # Ray's error is the one of the task, too
-                    done.append((number, NoRoomError(str(getattr(error, "cause", error)))))
                 else:
-                    done.append((number, _lost(task, error)))
+                    done.append((number, _given_up(task, error)))
+                continue
+            if isinstance(found, list):  # it is placed: now it is waited for
+                self._waiting[found[0]] = asked
+            else:
+                done.append((number, found))
         return done
 
-    def _again(self, what: tuple[int, str, BuildTask, int], error: Exception) -> None:
-        number, key, task, tries = what
-        if tries + 1 >= BUILD_TRIES:
-            raise error
-        self.submit(number, key, task, tries + 1)
 
-
-def _lost(task: BuildTask, error: Exception) -> Built:
+def _given_up(task: BuildTask, error: Exception) -> Built | NoRoomError:
+    if isinstance(error, NoRoomError):  # Ray's error is the one of the task, too
+        return NoRoomError(str(getattr(error, "cause", error)))
     message = f"its host was lost {BUILD_TRIES} times: {type(error).__name__}"
-    return Built(
-        task=task, artifact=None, failure=Failure(kind=FailureKind.COMPILER_KILLED, message=message), seconds=0.0
-    )
+    failure = Failure(kind=FailureKind.COMPILER_KILLED, message=message)
+    return Built(task=task, artifact=None, failure=failure, seconds=0.0)
 
 
 def _ready(ray: Any, references: dict[Any, Any]) -> list[Any]:

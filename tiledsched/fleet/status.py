@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -16,6 +16,7 @@ from tiledsched.fleet.campaign import Campaign, FailedProblem, Outcome
 from tiledsched.fleet.leases import Leases
 from tiledsched.store.db import TuningDB
 from tiledsched.store.models import AttemptRow, ControlRow, LeaseRow, WorkerRow
+from tiledsched.store.records import record_of
 
 RATE_OVER_S = 600.0
 """The rate is of the last ten minutes, or of the whole campaign where that is younger."""
@@ -59,13 +60,6 @@ class WorkerStatus:
     """Seconds for which its GPU had not answered when it was last heard of: clock to throttle reasons are as old."""
     seen_s: float
     """Seconds since it was last heard of."""
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain dict."""
-        return {
-            **{name: getattr(self, name) for name in self.__dataclass_fields__},
-            "throttle_reasons": list(self.throttle_reasons),
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +110,8 @@ class FleetStatus:
             "kernel": self.campaign.kernel,
             "status": self.campaign.status,
             **{name: getattr(self, name) for name in numbers},
-            "workers": [each.to_json() for each in self.workers],
-            "spread": [each.to_json() for each in self.spread],
+            "workers": [asdict(each) for each in self.workers],
+            "spread": [asdict(each) for each in self.spread],
             "failures": [each.to_json() for each in self.failures],
         }
 
@@ -127,38 +121,24 @@ def controls_of(db: TuningDB, campaign_id: str) -> list[Control]:
     asked = sa.select(ControlRow, WorkerRow.hostname).join(WorkerRow, WorkerRow.id == ControlRow.worker_id)
     with db.reading() as session:
         rows = session.execute(asked.where(ControlRow.campaign_id == campaign_id).order_by(ControlRow.id))
-        return [
-            Control(
-                gpu=row.gpu,
-                hostname=hostname,
-                arch=row.arch,
-                fingerprint=row.fingerprint,
-                median_us=row.median_us,
-                ci_low_us=row.ci_low_us,
-                ci_high_us=row.ci_high_us,
-            )
-            for row, hostname in rows
-        ]
+        return [record_of(Control, row, hostname=hostname) for row, hostname in rows]
 
 
 def read_status(leases: Leases, campaign_id: str) -> FleetStatus:
     """How far a campaign is."""
     campaign, now = leases.campaign(campaign_id), leases.time()
     counts = leases.counts(campaign.id)
-    of_campaign = sa.select(LeaseRow.id).where(LeaseRow.campaign_id == campaign.id)
     with leases.db.reading() as session:
-        counted = sa.select(AttemptRow.outcome, sa.func.count()).where(AttemptRow.lease_id.in_(of_campaign))
-        ends = {row[0]: row[1] for row in session.execute(counted.group_by(AttemptRow.outcome))}
+        ends = _ends(session, campaign)
         rate = _rate(session, campaign, now)
-        workers = _workers(session, campaign, now)
+        workers = _workers(session, campaign, now, ends)
     left = counts["waiting"] + counts["leased"]
     left_s = left / rate * 3600 if rate and left and campaign.status == "running" else None
-    lost = sum(ends.get(str(each), 0) for each in (Outcome.EXPIRED, Outcome.HUNG, Outcome.ERROR))
     return FleetStatus(
         campaign=campaign,
         **counts,
-        late=ends.get(str(Outcome.LATE), 0),
-        lost=lost,
+        late=sum(count for (_, outcome), count in ends.items() if outcome == Outcome.LATE),
+        lost=sum(each.faults for each in workers),
         rate_per_hour=rate,
         left_s=left_s,
         workers=workers,
@@ -190,21 +170,22 @@ def _rate(session: Session, campaign: Campaign, now: datetime) -> float | None:
     return done / seconds * 3600 if done and seconds > 0 else None
 
 
-def _workers(session: Session, campaign: Campaign, now: datetime) -> list[WorkerStatus]:
-    rows = session.scalars(
-        sa.select(WorkerRow).where(WorkerRow.campaign_id == campaign.id).order_by(WorkerRow.hostname, WorkerRow.gpu)
+def _ends(session: Session, campaign: Campaign) -> Counter[tuple[str, str]]:
+    """How many attempts ended how, by worker and outcome."""
+    counted = (
+        sa.select(AttemptRow.worker_id, AttemptRow.outcome, sa.func.count())
+        .join(WorkerRow, WorkerRow.id == AttemptRow.worker_id)
+        .where(WorkerRow.campaign_id == campaign.id)
+        .group_by(AttemptRow.worker_id, AttemptRow.outcome)
     )
-    ended: dict[str, Counter[str]] = {}
-    counted = sa.select(AttemptRow.worker_id, AttemptRow.outcome, sa.func.count()).join(
-        WorkerRow, WorkerRow.id == AttemptRow.worker_id
-    )
-    for worker_id, outcome, count in session.execute(
-        counted.where(WorkerRow.campaign_id == campaign.id).group_by(AttemptRow.worker_id, AttemptRow.outcome)
-    ):
-        ended.setdefault(worker_id, Counter())[outcome] += count
+    return Counter({(worker, outcome): count for worker, outcome, count in session.execute(counted)})
+
+
+def _workers(session: Session, campaign: Campaign, now: datetime, ends: Counter[tuple[str, str]]) -> list[WorkerStatus]:
+    rows = session.scalars(sa.select(WorkerRow).where(WorkerRow.campaign_id == campaign.id))
     found = []
     for row in rows:
-        said, seen_s, ends = row.conditions or {}, (now - row.seen_at).total_seconds(), ended.get(row.id, Counter())
+        said, seen_s = row.conditions or {}, (now - row.seen_at).total_seconds()
         state = row.state if row.state == "ended" or seen_s <= SILENT * campaign.lease_s else "silent"
         found.append(
             WorkerStatus(
@@ -216,8 +197,8 @@ def _workers(session: Session, campaign: Campaign, now: datetime) -> list[Worker
                 arch=row.arch,
                 state=state,
                 doing=row.note if state == "ended" else str(said.get("doing", "")),
-                done=ends[str(Outcome.DONE)] + ends[str(Outcome.LATE)],
-                faults=sum(ends[str(each)] for each in (Outcome.ERROR, Outcome.HUNG, Outcome.EXPIRED)),
+                done=sum(ends[row.id, str(each)] for each in (Outcome.DONE, Outcome.LATE)),
+                faults=sum(ends[row.id, str(each)] for each in (Outcome.ERROR, Outcome.HUNG, Outcome.EXPIRED)),
                 sm_clock_mhz=said.get("sm_clock_mhz"),
                 temperature_c=said.get("temperature_c"),
                 power_w=said.get("power_w"),

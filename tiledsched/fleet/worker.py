@@ -17,15 +17,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
-from typing import Any, Protocol
+from typing import Any
 
-from tiledsched.build.compiler import BuildTask, Built
-from tiledsched.core.errors import DatabaseError, MeasureError, NoRoomError
+from tiledsched.core.errors import DatabaseError, MeasureError
 from tiledsched.core.problem import Problem
-from tiledsched.fleet.calibration import is_outlier, label_of
-from tiledsched.fleet.campaign import JOBS_VARIABLE, Campaign, Lease, Outcome, Setup
+from tiledsched.fleet.calibration import is_outlier
+from tiledsched.fleet.campaign import JOBS_VARIABLE, Answer, Campaign, Outcome, Setup
 from tiledsched.fleet.gpus import ANSWER_S, Gpu, GpuState, illness
 from tiledsched.fleet.leases import Leases
+from tiledsched.fleet.ray_builds import RayBuilds
 from tiledsched.fleet.status import controls_of
 from tiledsched.measure.gpu import END_TIMEOUT_S, child_environment
 from tiledsched.measure.nvml import LABEL_VARIABLE
@@ -34,7 +34,7 @@ START_S = 120.0
 """How long a child may take until it is ready: its imports, on a cold file system."""
 STOP_S = 7.0
 """How long a child may take to end its job and bring home what it found, once it is told to stop; then it is killed."""
-POLL_S = 0.2
+POLL_S = FIRST_IDLE_S = 0.2
 MOST_FAULTS = 2
 """Attempts in a row that end by the GPU's or the host's fault, after which it has to prove itself by the control program."""
 CONTROL_EVERY = 20
@@ -47,24 +47,8 @@ ROOM_S = 60.0
 log = logging.getLogger("tiledsched")
 
 
-class Builds(Protocol):
-    """Has builds done on other hosts."""
-
-    def submit(self, number: int, key: str, task: BuildTask) -> None:
-        """Have a task built; tasks with the same key are the same build."""
-        ...
-
-    def finished(self) -> list[tuple[int, Built | NoRoomError]]:
-        """The builds that were done, or found no host with room, since the last call."""
-        ...
-
-
 class ChildLostError(Exception):
-    """The child ended or was killed before it answered."""
-
-    def __init__(self, outcome: Outcome, message: str) -> None:
-        super().__init__(message)
-        self.outcome = outcome
+    """The child was not ready in time, or ended as it started."""
 
 
 class Worker:
@@ -90,7 +74,7 @@ class Worker:
         *,
         jobs: int,
         stop: threading.Event,
-        builds: Builds | None = None,
+        builds: RayBuilds | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.gpu, self.campaign, self.note, self.ended = gpu, campaign, "", False
@@ -100,7 +84,7 @@ class Worker:
         self._child: _Process | None = None
         self._label, self._faults, self._since_control = "", 0, CONTROL_EVERY
         self._doing = self._fault = ""
-        self._waited_s = 0.0
+        self._waited_s, self._idle_s = 0.0, FIRST_IDLE_S
         self._middle: Problem | None = None
         self._archs = gpu.archs(leases.open_archs(campaign.id))
         self.id = leases.join(
@@ -119,17 +103,21 @@ class Worker:
     def run(self) -> None:
         """Work until nothing is left to do, the campaign is stopped, or this GPU cannot go on."""
         try:
-            idle_s = 0.2
-            while not self._stop.is_set() and not self.note:
-                if self.one() is not None:
-                    idle_s = 0.2
-                    continue
-                if self._stop.is_set() or self.note or self.finished():
-                    break
-                self._stop.wait(idle_s)
-                idle_s = min(2 * idle_s, self.campaign.lease_s / 4, 10.0)
+            while self.step():
+                pass
         finally:
             self.end()
+
+    def step(self) -> bool:
+        """Do one problem, or wait a little where there is none now. Returns whether there may be more to do."""
+        if self.one() is not None:
+            self._idle_s = FIRST_IDLE_S
+        elif self._stop.is_set() or self.note or self.finished():
+            return False
+        else:
+            self._stop.wait(self._idle_s)
+            self._idle_s = min(2 * self._idle_s, self.campaign.lease_s / 4, 10.0)
+        return not self._stop.is_set()
 
     def finished(self) -> bool:
         """Whether there is nothing to wait for: all is done, or what is left is of other archs."""
@@ -147,10 +135,8 @@ class Worker:
         if lease is None:
             return None
         began = time.monotonic()
-        self._doing = f"{lease.problem} ({lease.arch}, attempt {lease.attempt})"
-        outcome, result, message = self._ask(
-            "work", lease, self._share_s(), deadline_s=self.campaign.deadline_s, doing=lease
-        )
+        what = f"{lease.problem} ({lease.arch}, attempt {lease.attempt})"
+        outcome, result, message = self._ask(what, "work", lease, self._share_s())
         waits = outcome is Outcome.FULL and self._waited_s < ROOM_S
         if outcome is Outcome.FULL:
             outcome = Outcome.RELEASED if waits else Outcome.ERROR
@@ -159,7 +145,6 @@ class Worker:
         self._faults = self._faults + 1 if outcome in (Outcome.ERROR, Outcome.HUNG) else 0
         self._fault = message
         outcome = self._leases.finish(lease, outcome, result=result, message=message)
-        self._doing = ""
         self._say(
             f"{lease.problem} on {self.gpu.name or self.gpu.uuid}: {outcome}, {time.monotonic() - began:.1f} s"
             + (f": {message}" if message else "")
@@ -222,12 +207,10 @@ class Worker:
         its arch is stored under another name.
         """
         problem = self._middle = self._middle or self._leases.control_problem(self.campaign.id, self.gpu.arch)
-        self._since_control, probing = 0, self._faults >= MOST_FAULTS
+        self._since_control = 0
         if problem is None:
             return True
-        self._doing = "control program"
-        outcome, told, message = self._ask("control", problem, self.gpu.arch, deadline_s=self.campaign.deadline_s)
-        self._doing = ""
+        outcome, told, message = self._ask("control program", "control", problem, self.gpu.arch)
         if told is None:
             if outcome is Outcome.FULL and self._waited_s < ROOM_S:
                 self._since_control = CONTROL_EVERY
@@ -235,12 +218,9 @@ class Worker:
             elif outcome is not Outcome.RELEASED:
                 self.note = f"cannot run the control program: {message}"
             return False
-        if probing:
-            self._faults = 0
+        self._faults = 0
         self._leases.note_control(self.campaign.id, self.id, self.gpu.uuid, self.gpu.arch, told)
-        label = (
-            label_of(self.gpu.uuid) if is_outlier(controls_of(self._leases.db, self.campaign.id), self.gpu.uuid) else ""
-        )
+        label = self.gpu.uuid[:12] if is_outlier(controls_of(self._leases.db, self.campaign.id), self.gpu.uuid) else ""
         if label != self._label:
             self._label = label
             self._say(
@@ -248,35 +228,27 @@ class Worker:
                 if label
                 else f"{self.gpu.name} {self.gpu.uuid} is as its like again"
             )
-            self._end_child()  # a new one names its GPU so
+            if self._child is not None:
+                self._child.kill()
+                self._child = None  # a new one names its GPU so
             return self._ready()
         return True
 
-    def _ask(
-        self, verb: str, *arguments: Any, deadline_s: float, doing: Lease | None = None
-    ) -> tuple[Outcome, dict[str, Any] | None, str]:
-        """The child's answer; where the child ends first, the outcome and message that stand for it."""
+    def _ask(self, what: str, verb: str, *arguments: Any) -> Answer:
+        """The child's answer, or what stands for it where the child ends first; meanwhile `what` is what this worker does."""
         assert self._child is not None
-        try:
-            return self._child.ask(
-                (verb, *arguments),
-                deadline_s=deadline_s,
-                stop=self._stop,
-                builds=self._builds,
-                told=lambda text: self._note_stage(doing, text),
-            )
-        except ChildLostError as error:
-            self._end_child()
-            return error.outcome, None, str(error)
 
-    def _note_stage(self, lease: Lease | None, text: str) -> None:
-        if lease is not None:
-            self._doing = f"{lease.problem} ({lease.arch}): {text}"
+        def hear(stage: str) -> None:
+            self._doing = f"{what}: {stage}"
 
-    def _end_child(self) -> None:
-        if self._child is not None:
-            self._child.kill()
+        self._doing = what
+        answer = self._child.ask(
+            (verb, *arguments), deadline_s=self.campaign.deadline_s, stop=self._stop, builds=self._builds, told=hear
+        )
+        self._doing = ""
+        if self._child.lost:
             self._child = None
+        return answer
 
     def end(self) -> None:
         """End the child and leave the campaign. Safe to call twice.
@@ -319,19 +291,17 @@ class _Process:
         )
         theirs.close()
         os.close(life)
-        self._stopped = False
+        self.lost = False
         try:
             self._pipe.send(setup)
-            if not self._pipe.poll(START_S):
-                raise ChildLostError(Outcome.ERROR, f"the working process was not ready within {START_S:g} s")
-            self.wrong: str = self._pipe.recv()[1]
-        except (EOFError, OSError) as error:
-            code = self._wait(5.0)
-            self.kill()
-            raise ChildLostError(Outcome.ERROR, f"the working process ended with code {code} as it started") from error
-        except ChildLostError:
-            self.kill()
-            raise
+            if self._pipe.poll(START_S):
+                self.wrong: str = self._pipe.recv()[1]
+                return
+            why = f"was not ready within {START_S:g} s"
+        except (EOFError, OSError):
+            why = f"ended with code {self._wait(5.0)} as it started"
+        self.kill()
+        raise ChildLostError(f"the working process {why}")
 
     def ask(
         self,
@@ -339,13 +309,12 @@ class _Process:
         *,
         deadline_s: float,
         stop: threading.Event,
-        builds: Builds | None,
+        builds: RayBuilds | None,
         told: Callable[[str], None],
-    ) -> tuple[Outcome, dict[str, Any] | None, str]:
+    ) -> Answer:
         """The child's answer to one request; builds that it wants meanwhile are passed on.
 
-        Raises:
-            ChildLostError: it ended, was killed past its deadline, or did not stop in time.
+        A child that ends, is past its deadline, or does not stop in time is killed, and `lost` then.
         """
         deadline, stopping = time.monotonic() + deadline_s, None
         try:
@@ -356,7 +325,7 @@ class _Process:
                 if self._pipe.poll(POLL_S if builds is None else POLL_S / 4):
                     verb, *values = self._pipe.recv()
                     if verb == "answer":
-                        return Outcome(values[0]), values[1], values[2]
+                        return values[0], values[1], values[2]
                     if verb == "build" and builds is not None:
                         builds.submit(*values)
                     elif verb == "say":
@@ -367,19 +336,20 @@ class _Process:
                     stopping = now + STOP_S
                     self._process.send_signal(signal.SIGTERM)
                 if stopping is not None and now > stopping:
-                    self.kill()
-                    raise ChildLostError(Outcome.RELEASED, "stopped, and killed because it did not end in time")
+                    return self._lost(Outcome.RELEASED, "stopped, and killed because it did not end in time")
                 if now > deadline:
-                    self.kill()
-                    raise ChildLostError(
-                        Outcome.HUNG, f"no answer within its deadline of {deadline_s:g} s; its process was killed"
-                    )
-        except (EOFError, OSError) as error:
+                    why = f"no answer within its deadline of {deadline_s:g} s; its process was killed"
+                    return self._lost(Outcome.HUNG, why)
+        except (EOFError, OSError):
             code = self._wait(5.0)
-            self.kill()
             if stop.is_set():
-                raise ChildLostError(Outcome.RELEASED, "") from error
-            raise ChildLostError(Outcome.ERROR, f"the working process ended with code {code}") from error
+                return self._lost(Outcome.RELEASED, "")
+            return self._lost(Outcome.ERROR, f"the working process ended with code {code}")
+
+    def _lost(self, outcome: Outcome, why: str) -> Answer:
+        self.lost = True
+        self.kill()
+        return outcome, None, why
 
     def _wait(self, seconds: float) -> int | None:
         with suppress(subprocess.TimeoutExpired):
@@ -435,8 +405,6 @@ class Heart(threading.Thread):
             workers = [worker for worker in list(self._workers) if not worker.ended]
             if not workers:
                 continue
-            for worker in workers:
-                worker.gpu_state.ask()
             alive = {worker.id: worker.state(within_s) for worker in workers}
             try:
                 self._leases.renew(self._campaign, alive)

@@ -43,8 +43,6 @@ def tile_knobs(problems: Sequence[ProblemReport]) -> tuple[str, str] | None:
 
     Knobs that are named like a tile's rows and columns come first; otherwise the two knobs that matter most, constants
     of the kernel before compiler hints.
-
-    Those called like a tile's rows and columns, else the two that matter most: constants of the kernel before hints.
     """
     timed = [one.schedule for report in problems for one in report.timed]
     integers = dict.fromkeys(name for schedule in timed for name, value in schedule.items() if type(value) is int)
@@ -61,7 +59,9 @@ def tile_times(timed: Sequence[Timed], knobs: tuple[str, str] | None) -> tuple[T
         if knobs is not None and {*knobs} <= {*one.schedule}:
             best.setdefault((one.schedule.number(knobs[0]), one.schedule.number(knobs[1])), one)
     fastest = min((one.us for one in best.values()), default=0.0)
-    return tuple(TileTime(tile=tile, us=one.us, relative=one.us / fastest) for tile, one in best.items())
+    return tuple(
+        TileTime(tile=tile, us=one.us, relative=one.us / fastest, schedule=one.schedule) for tile, one in best.items()
+    )
 
 
 def sensitivity(problems: Sequence[ProblemReport]) -> tuple[TileSensitivity, ...]:
@@ -123,23 +123,14 @@ def knob_importance(timed: Sequence[Timed]) -> tuple[KnobImportance, ...]:
 def fixed_knob_costs(problems: Sequence[ProblemReport]) -> dict[str, dict[KnobValue, float]]:
     """What fixing a knob at one value costs while all other knobs stay free: knob -> value -> cost.
 
-    A cost is the best time with the value over the best time of all, as the geometric mean over the problems.
-
-    Of knobs with at least two values that every problem timed; a cost is best time with the value / best time. The knob whose
-    wrong value costs most stands first.
+    A cost is the best time with the value over the best time of all, as the geometric mean over the problems. Only values that
+    every problem timed are given, and only knobs with at least two of them. The knob whose wrong value costs most stands first.
     """
-    ratios: dict[str, dict[tuple[type, KnobValue], list[float]]] = defaultdict(lambda: defaultdict(list))
-    for one in problems:
-        for effect in one.knobs:
-            for line in effect.values:
-                ratios[effect.knob][type(line.value), line.value].append(line.ratio)
     found = {}
-    for knob, values in ratios.items():
-        costs = {
-            value: statistics.geometric_mean(each) for (_, value), each in values.items() if len(each) == len(problems)
-        }
+    for effect in joined_importance(problems):
+        costs = {line.value: line.ratio for line in effect.values if line.problems == len(problems)}
         if len(costs) > 1:
-            found[knob] = dict(sorted(costs.items(), key=lambda item: (item[1], str(item[0]))))
+            found[effect.knob] = costs
     return dict(sorted(found.items(), key=lambda item: (-max(item[1].values()), item[0])))
 
 
@@ -157,7 +148,8 @@ def joined_importance(problems: Sequence[ProblemReport]) -> tuple[KnobImportance
             for line in part.values:
                 ratios[type(line.value), line.value].append(line.ratio)
         values = [
-            KnobValueRatio(value=value, ratio=statistics.geometric_mean(found)) for (_, value), found in ratios.items()
+            KnobValueRatio(value=value, ratio=statistics.geometric_mean(found), problems=len(found))
+            for (_, value), found in ratios.items()
         ]
         joined.append(
             KnobImportance(

@@ -170,11 +170,6 @@ def tiles(section: Section, report: Report) -> Spec | None:
     several = len({(report.group_text(one), one.size) for one in problems}) < len(problems)
     rows = []
     for one in problems:
-        best = {
-            (timed.schedule.number(first), timed.schedule.number(second)): timed
-            for timed in reversed(one.timed)
-            if {first, second} <= {*timed.schedule}
-        }
         for tile in one.tiles:
             rows.append(
                 {
@@ -187,7 +182,7 @@ def tiles(section: Section, report: Report) -> Spec | None:
                     "tile": tile is one.tiles[0],
                     "panel": str(one.problem) if several else f"{report.axes.swept_title}={one.size}",
                     "group": report.group_text(one),
-                    "schedule": best[tile.tile].schedule.short(),
+                    "schedule": tile.schedule.short(),
                 }
             )
     encoding = {

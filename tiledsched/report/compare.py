@@ -6,9 +6,11 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from datetime import datetime
 from typing import Any
+
+from tiledsched.measure.estimate import Timing
 
 VERDICTS = ("slower", "undecided", "faster", "same")
 """Verdicts on B against A, in the order in which they are reported."""
@@ -45,18 +47,40 @@ class KnownTime:
     """The schedule as people read it."""
     fingerprint: str
     """Fingerprint of the machine code."""
-    us: float
-    """Median time in microseconds."""
-    low_us: float
-    """Lower end of the median's 95% interval."""
-    high_us: float
-    """Upper end of that interval."""
+    timing: Timing
+    """The time."""
     uid: str
     """Id of the measurement, which is the same in every database; empty for a report."""
     compiler: str = ""
     """Version of the compiler, e.g. 13.4.92."""
     when: datetime | None = None
     """When it was measured, UTC."""
+
+    @property
+    def us(self) -> float:
+        """Median time in microseconds."""
+        return self.timing.median_us
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict."""
+        time = self.timing
+        return {
+            "kernel": self.kernel,
+            "arch": self.arch,
+            "device": self.device,
+            "regime": self.regime,
+            "accum_mode": self.accum_mode,
+            "problem_id": self.problem_id,
+            "problem": self.problem,
+            "schedule_id": self.schedule_id,
+            "schedule": self.schedule,
+            "fingerprint": self.fingerprint,
+            "us": time.median_us,
+            "low_us": time.ci_low_us,
+            "high_us": time.ci_high_us,
+            "uid": self.uid,
+            "compiler": self.compiler,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,14 +124,13 @@ class Compared:
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict."""
-        shared = {
-            name: getattr(self.b, name) for name in ("kernel", "arch", "regime", "accum_mode", "problem_id", "problem")
-        }
+        a, b = self.a.to_json(), self.b.to_json()
+        shared = {name: b[name] for name in ("kernel", "arch", "regime", "accum_mode", "problem_id", "problem")}
         sides = {
             f"{side}_{name}": value
-            for side, one in (("a", self.a), ("b", self.b))
-            for name, value in asdict(one).items()
-            if name not in (*shared, "words", "when")
+            for side, one in (("a", a), ("b", b))
+            for name, value in one.items()
+            if name not in shared
         }
         return {
             **shared,
@@ -257,7 +280,7 @@ def judged(a: KnownTime, b: KnownTime, threshold: float) -> Compared:
     if _one_measurement(a, b):
         return Compared(a=a, b=b, ratio=1.0, low=1.0, high=1.0, verdict="same")
     ratio = b.us / a.us
-    half = math.hypot(*(math.log(one.high_us / one.low_us) / 2 for one in (a, b)))
+    half = math.hypot(*(math.log(one.timing.ci_high_us / one.timing.ci_low_us) / 2 for one in (a, b)))
     low, high = ratio * math.exp(-half), ratio * math.exp(half)
     limit = 1 + threshold
     if ratio > limit and low > 1:
@@ -278,7 +301,7 @@ def _one_measurement(a: KnownTime, b: KnownTime) -> bool:
     """
     if a.uid and b.uid:
         return a.uid == b.uid
-    times = ((a.us, b.us), (a.low_us, b.low_us), (a.high_us, b.high_us))
+    times = zip(astuple(a.timing), astuple(b.timing), strict=True)
     return a.fingerprint == b.fingerprint and all(math.isclose(one, other, rel_tol=1e-5) for one, other in times)
 
 

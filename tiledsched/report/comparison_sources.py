@@ -15,11 +15,12 @@ from tiledsched.core.errors import ConfigError, DatabaseError, TiledschedError
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
+from tiledsched.measure.estimate import Timing
 from tiledsched.report.compare import KnownTime, Side, side_of
 from tiledsched.store.evidence import for_compiler, of_one_compiler, timed_alike
 from tiledsched.store.exchange import read_table
 from tiledsched.store.location import database_exists
-from tiledsched.store.records import Entry, StoredMeasurement
+from tiledsched.store.records import Entry, MeasurementSummary, StoredMeasurement
 
 SHIPPED = "shipped"
 TABLES = (".json", ".json.xz", ".csv", ".csv.xz")
@@ -196,48 +197,31 @@ def _newest_first(measurements: Iterable[StoredMeasurement]) -> list[StoredMeasu
 
 
 def _taken(stored: StoredMeasurement) -> KnownTime:
-    found = stored.measurement
-    return KnownTime(
-        **_case(stored.kernel, found.problem, found.schedule),
-        arch=found.device.arch,
-        device=found.device.name,
-        regime=found.regime,
-        fingerprint=found.fingerprint,
-        us=found.median_us,
-        low_us=found.ci_low_us,
-        high_us=found.ci_high_us,
-        uid=stored.uid,
-        compiler=stored.toolchain.tileiras,
-        when=stored.created_at,
-    )
+    one = stored.measurement
+    identity = {"regime": one.regime, "fingerprint": one.fingerprint, "compiler": stored.toolchain.tileiras}
+    return _known(stored.kernel, one.problem, one.schedule, stored.summary, **identity)
 
 
 def _served(entry: Entry) -> KnownTime:
-    found = entry.measurement
-    assert found is not None
+    assert entry.measurement is not None
+    identity = {"regime": entry.regime, "fingerprint": entry.fingerprint, "compiler": entry.compiler}
+    return _known(entry.kernel, entry.problem, entry.schedule, entry.measurement, **identity)
+
+
+def _known(kernel: str, problem: Problem, schedule: Schedule, found: MeasurementSummary, **identity: str) -> KnownTime:
     return KnownTime(
-        **_case(entry.kernel, entry.problem, entry.schedule),
-        arch=entry.arch,
+        kernel=kernel,
+        arch=found.device.arch,
         device=found.device.name,
-        regime=entry.regime,
-        fingerprint=entry.fingerprint,
-        us=found.median_us,
-        low_us=found.ci_low_us,
-        high_us=found.ci_high_us,
-        uid=found.uid,
-        compiler=entry.compiler,
-        when=found.created_at,
-    )
-
-
-def _case(kernel: str, problem: Problem, schedule: Schedule) -> dict[str, str]:
-    return {
-        "kernel": kernel,
         **_named(problem),
-        "schedule_id": schedule.id,
-        "schedule": schedule.short(),
-        "accum_mode": str(schedule.get("accum_mode", "fp32")),
-    }
+        schedule_id=schedule.id,
+        schedule=schedule.short(),
+        accum_mode=str(schedule.get("accum_mode", "fp32")),
+        timing=Timing(median_us=found.median_us, ci_low_us=found.ci_low_us, ci_high_us=found.ci_high_us),
+        uid=found.uid,
+        when=found.created_at,
+        **identity,
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -302,9 +286,7 @@ def _of_report(path: Path) -> list[KnownTime]:
                 schedule=_schedule({name: row[name] for name in knobs if row[name]}),
                 accum_mode=row.get("accum_mode") or "fp32",
                 fingerprint=row.get("fingerprint", ""),
-                us=us,
-                low_us=low,
-                high_us=high,
+                timing=Timing(median_us=us, ci_low_us=low, ci_high_us=high),
                 uid="",
             )
         )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from tiledsched.core.files import csv_text
 from tiledsched.core.problem import Problem, unit_of
 from tiledsched.report.analysis import size_regime
 from tiledsched.report.records import MEASURED, MODELLED, Report, Section, Tile
@@ -71,10 +70,10 @@ def schedules_csv(report: Report) -> str:
                 f"{prefix}relative": _number(timed.relative),
                 f"{prefix}{RATE_COLUMNS[unit_of(one.problem)]}": _number(timed.rate),
             }
-            if measured:
+            if timed.timing is not None:
                 row |= {
-                    "ci_low_us": _number(timed.ci_low_us),
-                    "ci_high_us": _number(timed.ci_high_us),
+                    "ci_low_us": _number(timed.timing.ci_low_us),
+                    "ci_high_us": _number(timed.timing.ci_high_us),
                     "samples": timed.samples,
                 }
             if timed.facts is not None:
@@ -265,12 +264,8 @@ def _tile(tile: Tile | None) -> str:
 
 
 def _csv(head: Sequence[str], rows: Sequence[dict[str, Any]]) -> str:
-    file = io.StringIO()
-    writer = csv.DictWriter(file, head, restval="", lineterminator="\n")
-    writer.writeheader()
     # As in the JSON of schedules and problems: true and false, not Python's True and False.
-    writer.writerows({column: _text(value) for column, value in row.items()} for row in rows)
-    return file.getvalue()
+    return csv_text(({column: _text(value) for column, value in row.items()} for row in rows), head)
 
 
 def _text(value: Any) -> Any:

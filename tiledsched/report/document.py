@@ -10,6 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tiledsched.core.errors import ConfigError
+from tiledsched.core.extras import installing
+from tiledsched.core.files import write_whole
+
 VEGA_LITE = "6.4"
 NOTHING = "-"
 """Stands in a table cell that has no value."""
@@ -48,9 +52,9 @@ class Paragraph:
 class Table:
     """A table. Columns that hold only numbers are aligned right."""
 
-    head: tuple[str, ...]
+    head: Sequence[str]
     """Column titles."""
-    rows: tuple[tuple[str, ...], ...]
+    rows: Sequence[Sequence[str]]
     """Cells of plain text; text between backticks is code."""
 
     def numeric(self, column: int) -> bool:
@@ -85,6 +89,51 @@ class Contents:
 
 
 Block = Heading | Paragraph | Table | Cards | Chart | Contents
+
+
+def write_document(
+    folder: Path,
+    blocks: Sequence[Block],
+    *,
+    title: str,
+    markdown: str,
+    page: str,
+    more: Mapping[str, str] | None = None,
+) -> list[Path]:
+    """Write a document as Markdown and as a page, with its charts, and other text files beside it; returns all files.
+
+    Without vl-convert, which draws the charts, a paragraph stands in their place. The folder is made where needed; files in it
+    with other names are left alone.
+
+    Args:
+        folder: where the files go.
+        blocks: the document.
+        title: of the page.
+        markdown: name of the Markdown file.
+        page: name of the HTML file.
+        more: the text of other files, by name.
+
+    Raises:
+        ConfigError: the folder cannot be made or written.
+    """
+    drawn = drawings(blocks)
+    if drawn is None and any(isinstance(block, Chart) for block in blocks):
+        blocks = [block for block in blocks if not isinstance(block, Chart)]
+        text = f"The charts are left out: for them, run `{installing('report')}`."
+        blocks.insert(1, Paragraph(text=text))
+    files: dict[str, bytes] = {
+        markdown: to_markdown(blocks, drawn or ()).encode(),
+        page: to_html(blocks, title=title).encode(),
+        **{name: text.encode() for name, text in (more or {}).items()},
+        **(drawn or {}),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            write_whole(folder / name, content)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error.strerror}; give another folder with --out") from error
+    return [folder / name for name in files]
 
 
 def drawings(blocks: Sequence[Block]) -> dict[str, bytes] | None:

@@ -16,6 +16,7 @@ from tiledsched.core.problem import KernelClass, Problem, ProblemClass, rate_of
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
+from tiledsched.measure.estimate import Timing
 from tiledsched.report.analysis import joined_importance, knob_importance, sensitivity, tile_knobs, tile_times
 from tiledsched.report.axes import Axes, axes_of
 from tiledsched.report.ceilings import measured_ceilings
@@ -77,15 +78,8 @@ def build_report(
     """
     compiler = compiler_at_hand()
     existing = db.measurements(arch=arch, kernel=kernel.name)
-    taken = of_one_compiler(
-        [
-            stored
-            for stored in timed_alike(existing)
-            if stored.measurement.regime == regime and device_name in (None, stored.measurement.device.name)
-        ],
-        compiler,
-        fullest=True,
-    )
+    alike = [stored for stored in timed_alike(existing) if device_name in (None, stored.measurement.device.name)]
+    taken = of_one_compiler([stored for stored in alike if stored.measurement.regime == regime], compiler, fullest=True)
     entries = _shown_entries(
         taken,
         [
@@ -142,11 +136,7 @@ def build_report(
             [failed for failed in db.failures(arch=arch) if failed.kernel == kernel.name], builds.all
         ),
         conditions=_conditions(taken),
-        regimes=tuple(
-            one
-            for one in compare_regimes(timed_alike(db.latest_measurements(arch=arch, device_name=device_name)))
-            if one.problem.kernel == kernel.name
-        ),
+        regimes=tuple(compare_regimes(alike)),
         model_compilers=tuple(
             sorted({entry.toolchain.compiler for entry in entries if entry.provenance == MODELLED and entry.toolchain})
         ),
@@ -315,8 +305,7 @@ class _Desk:
                 schedule=found.schedule,
                 fingerprint=found.fingerprint,
                 us=found.median_us,
-                ci_low_us=found.ci_low_us,
-                ci_high_us=found.ci_high_us,
+                timing=Timing(median_us=found.median_us, ci_low_us=found.ci_low_us, ci_high_us=found.ci_high_us),
                 samples=len(found.samples_us),
                 facts=self.builds.facts(found.fingerprint),
                 worst_tile_error=found.accuracy.worst_tile_error if found.accuracy else None,
@@ -449,36 +438,32 @@ def _ties(timed: Sequence[Timed], programs: Sequence[Timed], served: Entry | Non
         raced = {program_of[schedule] for schedule in (served.schedule, *served.ties) if schedule in program_of}
         if best.schedule in raced:
             return raced - {best.schedule}
-    high = best.ci_high_us or best.us
-    return {one.schedule for one in programs[1:] if (one.ci_low_us or one.us) <= high}
+    return {
+        one.schedule
+        for one in programs[1:]
+        if one.timing and best.timing and one.timing.ci_low_us <= best.timing.ci_high_us
+    }
 
 
 def _count_failures(failures: Iterable[FailureRecord], builds: Iterable[BuildRecord]) -> tuple[FailureCount, ...]:
-    seen: dict[tuple[str, str], set[tuple[str, str]]] = defaultdict(set)
-    example: dict[tuple[str, str], tuple[str, Schedule]] = {}
-    known_builds = set()
+    """How often candidates failed in each way. A failed build that is also among `failures` counts once."""
+    found: dict[tuple[str, str], dict[object, tuple[str, Schedule]]] = defaultdict(dict)
+    failed_builds = set()
     for build in builds:
         if build.failure is not None:
-            kind = ("build", str(build.failure.kind))
-            seen[kind].add(build.key)
-            example.setdefault(kind, (build.failure.message, build.schedule))
-            known_builds.add((build.failure.kind, build.schedule))
+            failed_builds.add((build.failure.kind, build.schedule))
+            found["build", str(build.failure.kind)][build.key] = build.failure.message, build.schedule
     for failed in failures:
-        if failed.stage == "build" and (failed.failure.kind, failed.schedule) in known_builds:
-            continue
-        kind = (failed.stage, str(failed.failure.kind))
-        seen[kind].add((failed.schedule.id, failed.problem.id if failed.problem else ""))
-        example.setdefault(kind, (failed.failure.message, failed.schedule))
-    counts = [
-        FailureCount(
-            stage=stage,
-            kind=kind,
-            candidates=len(found),
-            example=example[stage, kind][0],
-            schedule=example[stage, kind][1],
+        if failed.stage != "build" or (failed.failure.kind, failed.schedule) not in failed_builds:
+            candidate = failed.schedule.id, failed.problem.id if failed.problem else ""
+            example = failed.failure.message, failed.schedule
+            found[failed.stage, str(failed.failure.kind)].setdefault(candidate, example)
+    counts = []
+    for (stage, kind), candidates in found.items():
+        message, schedule = next(iter(candidates.values()))
+        counts.append(
+            FailureCount(stage=stage, kind=kind, candidates=len(candidates), example=message, schedule=schedule)
         )
-        for (stage, kind), found in seen.items()
-    ]
     return tuple(sorted(counts, key=lambda line: (-line.candidates, line.stage, line.kind)))
 
 

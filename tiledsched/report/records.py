@@ -12,6 +12,7 @@ from typing import Any
 from tiledsched.build.cubin import ResourceFacts
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import KnobValue, Schedule
+from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Device
 from tiledsched.report.axes import Axes
 from tiledsched.store.queries import KnobEffect, RegimeComparison
@@ -37,10 +38,8 @@ class Timed:
     """Its time over the best schedule's time: 1 for the best."""
     rate: float = 0.0
     """TFLOP/s or GB/s at `us`, in the problem's unit."""
-    ci_low_us: float | None = None
-    """Lower end of the 95% confidence interval of the median; None where modelled."""
-    ci_high_us: float | None = None
-    """Upper end; None where modelled."""
+    timing: Timing | None = None
+    """The measured time with its interval; None where modelled."""
     samples: int = 0
     """Timed launches; 0 where modelled."""
     same_program_as: Schedule | None = None
@@ -63,6 +62,8 @@ class TileTime:
     """Best time over all other knobs, in microseconds."""
     relative: float
     """Its time over the best tile's time."""
+    schedule: Schedule
+    """The schedule with that time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,8 @@ class KnobValueRatio:
     """The value."""
     ratio: float
     """Best time with the value over the best time of all; a geometric mean where several problems are joined."""
+    problems: int = 1
+    """How many problems are joined."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,8 +184,8 @@ class ProblemReport:
     @property
     def noise(self) -> float:
         """Half the 95% interval of the best time, over that time: differences below it are noise. 0 where modelled."""
-        low, high = self.best.ci_low_us, self.best.ci_high_us
-        return 0.0 if low is None or high is None else (high - low) / 2 / self.best.us
+        time = self.best.timing
+        return (time.ci_high_us - time.ci_low_us) / 2 / time.median_us if time else 0.0
 
     @property
     def runner_up_drop(self) -> float | None:

@@ -38,8 +38,6 @@ class Enough:
     """Largest loss that any problem may have."""
     schedules: tuple[Schedule, ...]
     """The schedules, in the order chosen: each brings the most problems within the limit that were not yet."""
-    covered: int
-    """How many problems they keep within the limit."""
     problems: int
     """How many problems there are."""
 
@@ -94,5 +92,5 @@ def enough(problems: Sequence[ProblemReport], limits: Sequence[float] = LIMITS) 
             best = min(covers, key=lambda each: (-len(covers[each]), statistics.fmean(covers[each]), each.id))
             chosen.append(best)
             left -= {problem for problem in left if known[problem].get(best, limit + 1) <= limit}
-        found.append(Enough(limit=limit, schedules=tuple(chosen), covered=len(known), problems=len(known)))
+        found.append(Enough(limit=limit, schedules=tuple(chosen), problems=len(known)))
     return found

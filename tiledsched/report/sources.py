@@ -78,24 +78,9 @@ class WithShipped:
         ]
         return sorted([*own, *shipped], key=lambda stored: (stored.created_at, stored.uid), reverse=True)
 
-    def latest_measurements(
-        self, *, arch: str | None = None, device_name: str | None = None
-    ) -> list[StoredMeasurement]:
-        """The newest measurement of each program, schedule, device and regime."""
-        return latest(self.measurements(arch, device_name, kernel=self._kernel.name))
-
     def artifacts(self, arch: str | None = None) -> dict[tuple[str, str], ArtifactRecord]:
         """What is known of machine code, by arch and fingerprint."""
         return self._artifacts | self._db.artifacts(arch)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._db, name)
-
-
-def latest(measurements: Iterable[StoredMeasurement]) -> list[StoredMeasurement]:
-    """The newest measurement of each program, schedule, device and regime. `measurements` must be sorted, newest first."""
-    found: dict[tuple[Any, ...], StoredMeasurement] = {}
-    for stored in measurements:
-        taken = stored.measurement
-        found.setdefault((taken.problem, taken.fingerprint, taken.schedule, taken.device.name, taken.regime), stored)
-    return list(found.values())

@@ -9,12 +9,10 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
-from tiledsched.core.errors import ConfigError
-from tiledsched.core.extras import installing
-from tiledsched.core.files import write_whole
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import Problem, unit_of
 from tiledsched.core.schedule import Schedule
+from tiledsched.measure.estimate import Timing
 from tiledsched.report import charts
 from tiledsched.report.analysis import fixed_knob_costs
 from tiledsched.report.axes import cell, show
@@ -26,19 +24,7 @@ from tiledsched.report.csv_files import (
     schedules_csv,
     sensitivity_csv,
 )
-from tiledsched.report.document import (
-    NOTHING,
-    Block,
-    Cards,
-    Chart,
-    Contents,
-    Heading,
-    Paragraph,
-    Table,
-    drawings,
-    to_html,
-    to_markdown,
-)
+from tiledsched.report.document import NOTHING, Block, Cards, Chart, Contents, Heading, Paragraph, Table, write_document
 from tiledsched.report.rate_charts import rates_of
 from tiledsched.report.records import (
     MEASURED,
@@ -70,32 +56,11 @@ def write_report(reports: Report | Sequence[Report], out_dir: str | Path) -> lis
     several = [reports] if isinstance(reports, Report) else list(reports)
     folder = Path(out_dir)
     blocks = document(several[0]) if len(several) == 1 else side_by_side(several)
-    drawn = drawings(blocks)
-    if drawn is None and any(isinstance(block, Chart) for block in blocks):
-        blocks = [block for block in blocks if not isinstance(block, Chart)]
-        blocks.insert(1, Paragraph(text=without_charts()))
-    files: dict[str, bytes] = {
-        "report.md": to_markdown(blocks, drawn or ()).encode(),
-        "report.html": to_html(blocks, title=_title(several)).encode(),
-        **(drawn or {}),
-    }
+    tables: dict[str, str] = {}
     for report in several:
         before = f"{report.arch}_" if len(several) > 1 else ""
-        files |= {before + name: content.encode() for name, content in _tables(report).items()}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            write_whole(folder / name, content)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write the report to {folder}: {error.strerror}; give another folder with --out"
-        ) from error
-    return [folder / name for name in files]
-
-
-def without_charts() -> str:
-    """The paragraph that stands in place of the charts where nothing draws them."""
-    return f"The charts are left out: for them, run `{installing('report')}`."
+        tables |= {before + name: content for name, content in _tables(report).items()}
+    return write_document(folder, blocks, title=_title(several), markdown="report.md", page="report.html", more=tables)
 
 
 def _tables(report: Report) -> dict[str, str]:
@@ -372,7 +337,7 @@ def _best_table(group: Sequence[ProblemReport], report: Report) -> Table:
                 *(cell(one.problem, fields) for fields in sizes.values()),
                 _short(one.best.schedule),
                 _us(one.best.us),
-                *([_interval(one.best.ci_low_us, one.best.ci_high_us)] if measured else []),
+                *([_interval(one.best.timing)] if measured else []),
                 *(f"{one.best.rate:.1f}" if unit_of(one.problem) == unit else NOTHING for unit in units),
                 _short(one.runner_up.schedule) if one.runner_up else NOTHING,
                 _percent(one.runner_up_drop),
@@ -734,8 +699,8 @@ def _us(us: float) -> str:
     return f"{us:,.1f}" if us >= 100 else f"{us:.2f}"
 
 
-def _interval(low: float | None, high: float | None) -> str:
-    return NOTHING if low is None or high is None else f"[{_us(low)}, {_us(high)}]"
+def _interval(time: Timing | None) -> str:
+    return f"[{_us(time.ci_low_us)}, {_us(time.ci_high_us)}]" if time else NOTHING
 
 
 def _percent(fraction: float | None, unknown: str = NOTHING) -> str:

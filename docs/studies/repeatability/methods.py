@@ -20,7 +20,7 @@ from tiledsched.core.extras import installing, package_version
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.gpu import CHECK_LAUNCHES
-from tiledsched.measure.runner import Batch, Candidate, Checked, Device, Measurement, Runner
+from tiledsched.measure.runner import Batch, Candidate, Checked, Measurement, Runner
 from tiledsched.tuning.race import race
 
 WARM_UP_LAUNCHES = 3
@@ -68,20 +68,10 @@ class Counted:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self.name = runner.name
         self.launches, self.kernel_us = 0, 0.0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
-
-    @property
-    def device(self) -> Device:
-        """The device of the runner."""
-        return self._runner.device
-
-    def begin(self, problem: Problem) -> None:
-        """Begin a problem."""
-        self._runner.begin(problem)
 
     def probe(self, candidate: Candidate) -> float | Failure:
         """Launch a candidate once, and count that launch."""
@@ -105,10 +95,6 @@ class Counted:
                 each = max(1, batch.conditions.graph_launches)
                 self._count(each * len(batch.samples_us), each * sum(batch.samples_us))
         return batches
-
-    def close(self) -> None:
-        """Close the runner."""
-        self._runner.close()
 
     def _count(self, launches: int, microseconds: float) -> None:
         self.launches += launches

@@ -11,6 +11,7 @@ from typing import Any
 
 from tiledsched.core.canonical import canonical_json
 from tiledsched.core.errors import ConfigError
+from tiledsched.core.files import csv_text
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import problem_from_json
 
@@ -131,14 +132,10 @@ def append_rows(rows: Sequence[StudyRow], path: Path) -> None:
     Raises:
         ConfigError: the file there has other columns.
     """
-    flat = [row.to_csv() for row in rows]
     check_columns(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(flat[0]))
-        if file.tell() == 0:
-            writer.writeheader()
-        writer.writerows(flat)
+        file.write(csv_text([row.to_csv() for row in rows], COLUMNS, head=file.tell() == 0))
 
 
 def check_columns(path: Path) -> None:

@@ -11,7 +11,6 @@ With ``--equal EFFORT``: what that effort finds with and without neighbours, fro
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tiledsched.core.config import load_settings
+from tiledsched.core.files import csv_text, write_whole
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.schedule import Schedule
@@ -156,23 +156,21 @@ def main() -> None:
     options = parser.parse_args()
     start, step = map(int, options.part.split("/"))
     columns = SECONDS_COLUMNS if options.seconds else EQUAL_COLUMNS if options.equal else COLUMNS
-    with options.csv.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        for words in PROBLEMS[start::step]:
-            try:
-                if options.seconds:
-                    row = quick_seconds(words, options.jobs)
-                elif options.equal:
-                    row = compare(words, options)
-                else:
-                    row = measure(words, options.thorough_budget, options.jobs)
-            except Exception as error:  # the others are still worth having
-                print(f"{words}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-                continue
-            writer.writerow(row)
-            file.flush()
-            print(*row.values(), flush=True)
+    rows = []
+    for words in PROBLEMS[start::step]:
+        try:
+            if options.seconds:
+                row = quick_seconds(words, options.jobs)
+            elif options.equal:
+                row = compare(words, options)
+            else:
+                row = measure(words, options.thorough_budget, options.jobs)
+        except Exception as error:  # the others are still worth having
+            print(f"{words}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            continue
+        rows.append(row)
+        write_whole(options.csv, csv_text(rows, columns))
+        print(*row.values(), flush=True)
 
 
 def measure(words: str, budget: str, jobs: int) -> dict[str, object]:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from docs.studies.search.field import Field
 from tiledsched.core.errors import ConfigError
+from tiledsched.core.files import csv_text
 from tiledsched.store.exchange import read_text, write_text
 
 DEPTHS = (10, 25, 50, 100)
@@ -196,13 +197,9 @@ COLUMNS = tuple(field.name for field in fields(Run))
 
 def write_runs(runs: Iterable[Run], path: Path) -> None:
     """Write one row for each run; a file that ends in `.xz` is compressed."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for run in sorted(runs, key=lambda run: (run.sampler, run.landscape, run.seed)):
-        writer.writerow(["" if value is None else value for value in asdict(run).values()])
+    ordered = sorted(runs, key=lambda run: (run.sampler, run.landscape, run.seed))
     try:
-        write_text(path, text.getvalue())
+        write_text(path, csv_text(map(asdict, ordered), COLUMNS))
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; give another path") from error
 

@@ -15,6 +15,7 @@ from tiledsched.bench.rows import BenchRow, append_rows
 from tiledsched.core import data_files
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
+from tiledsched.measure.estimate import Timing
 from tiledsched.serve.prebuilt import MAX_SPILL_BYTES
 from tiledsched.serve.transfer import loss_bands
 from tiledsched.store.exchange import read_table
@@ -139,8 +140,10 @@ def test_what_a_rival_took_is_no_loss_of_ours(tmp_path) -> None:
     def rows(provenance, schedule) -> list[BenchRow]:
         common = {"problem": PROBLEM, "regime": "burst", "status": "ok"}
         return [
-            BenchRow(method="tiledsched", provenance="measured", schedule="a", median_us=1.0, **common),
-            BenchRow(method="left_out", provenance=provenance, schedule=schedule, median_us=2.0, **common),
+            BenchRow(method="tiledsched", provenance="measured", schedule="a", timing=Timing.of([1.0] * 6), **common),
+            BenchRow(
+                method="left_out", provenance=provenance, schedule=schedule, timing=Timing.of([2.0] * 6), **common
+            ),
         ]
 
     append_rows(rows("rival", "torch_cudnn"), tmp_path / "rival.csv")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import lzma
-from dataclasses import asdict, fields
 
 import pytest
 
 from docs.studies import policy_timed
 from docs.studies.policy_timed import (
     ALIKE,
+    COLUMNS,
     Row,
     chosen,
     different,
@@ -24,8 +23,10 @@ from docs.studies.policy_timed import (
     timed,
 )
 from tiledsched.bench.rows import BenchRow
+from tiledsched.core.files import csv_text
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.suites import drawn
+from tiledsched.measure.estimate import Timing
 from tiledsched.serve import process
 from tiledsched.serve.entries import load_entries
 from tiledsched.serve.transfer import NEAR_KIND, TransferParameters
@@ -39,7 +40,7 @@ def entries():
 
 
 def row(problem, policy, median_us, **more):
-    return Row(problem=problem, policy=policy, choice="64x64", median_us=median_us, status="ok", **more)
+    return Row(problem=problem, policy=policy, choice="64x64", timing=Timing.of([median_us] * 6), status="ok", **more)
 
 
 def test_each_seed_draws_problems_of_its_own_and_the_suite_has_its_own() -> None:
@@ -80,9 +81,7 @@ def test_policies_choose_differently_and_each_choice_is_timed_once(entries) -> N
                 problem=problems[0],
                 regime="burst",
                 method=method.name,
-                median_us=10.0 + place,
-                ci_low_us=9.0,
-                ci_high_us=21.0,
+                timing=Timing(median_us=10.0 + place, ci_low_us=9.0, ci_high_us=21.0),
                 status="ok",
             )
             for place, method in enumerate(options.methods)
@@ -94,7 +93,7 @@ def test_policies_choose_differently_and_each_choice_is_timed_once(entries) -> N
     assert len(rows) == 2 * len(work)
     assert {each.status for each in rows[: -2 * len(apart)]} == {ALIKE}
     for one, other in zip(rows[-2 * len(apart) :: 2], rows[-2 * len(apart) + 1 :: 2], strict=True):
-        assert (one.median_us, other.median_us, one.policy) == (10.0, 11.0, numbers_of(NEAR_KIND))
+        assert (one.timing.median_us, other.timing.median_us, one.policy) == (10.0, 11.0, numbers_of(NEAR_KIND))
         assert one.choice != other.choice
 
 
@@ -110,9 +109,7 @@ def test_a_summary_compares_what_all_policies_have(tmp_path) -> None:
     ]
     path = tmp_path / "rows.csv.xz"
     with lzma.open(path, "wt", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-        writer.writeheader()
-        writer.writerows(map(asdict, rows))
+        file.write(csv_text([each.to_csv() for each in rows], COLUMNS))
     assert read(path) == rows
     said = summary(rows)
     assert "| x | 1.0000x | 1.1180x | 1 | 1 | 1.25x |" in said

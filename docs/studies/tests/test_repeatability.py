@@ -10,6 +10,7 @@ from datetime import datetime, timezone
 from types import SimpleNamespace
 
 import pytest
+from made_up_builds import MadeUp, print_of
 from store_samples import DEVICE, TOOLCHAIN, artifact, measurement
 
 from docs.studies.repeatability import __main__ as command
@@ -28,9 +29,7 @@ from docs.studies.repeatability.session import (
 )
 from docs.studies.repeatability.summary import summarise
 from tiledsched.build.compiler import Built
-from tiledsched.build.cubin import Artifact
 from tiledsched.core import launch as launches
-from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import ConfigError, Failure, FailureKind, MeasureError
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.space_files import space_for
@@ -55,48 +54,6 @@ SCHEDULES = [
 ]
 TIMES = {schedule: 100.0 + 5 * index for index, schedule in enumerate(SCHEDULES)}
 BEGAN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
-
-
-def print_of(schedule) -> str:
-    return stable_id(schedule.to_json(), 24)
-
-
-class MadeUp:
-    """Compiler, pool and artifact folder of programs that are not there: every schedule is a program of its own."""
-
-    jobs = 2
-
-    def __init__(self) -> None:
-        self.changed: set = set()
-        self.compiled = 0
-
-    def build(self, tasks, *, leave=0):
-        for task in tasks:
-            self.compiled += 1
-            fingerprint = "0" * 24 if task.schedule in self.changed else print_of(task.schedule)
-            yield Built(task=task, artifact=artifact(fingerprint), failure=None, seconds=0.1)
-
-    def ready(self) -> None:
-        pass
-
-    def has(self, arch, fingerprint) -> bool:
-        return True
-
-    def put(self, artifact) -> None:
-        pass
-
-    def get(self, arch, fingerprint) -> Artifact:
-        return artifact(fingerprint)
-
-    def cancel(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception) -> None:
-        pass
 
 
 def measured(problem=PROBLEM, noise=0.001):

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 
 import numpy as np
 import pytest
 
-from docs.studies.search import constants, inert_changes, ours
+from docs.studies.search import ours
 from docs.studies.search.__main__ import main
 from docs.studies.search.bench import run_bench, shipped_landscapes
 from docs.studies.search.field import read_field
 from docs.studies.search.methods import METHODS
 from docs.studies.search.scores import DEPTHS, Run, Trace, read_runs, score, summarise, write_runs
 from tiledsched.core.errors import ConfigError
-from tiledsched.core.schedule import Schedule
-from tiledsched.kernels.attention import Attention
 from tiledsched.tuning.effort import EFFORTS
 
 NEEDS = {"optuna-gp": "torch", "optuna-cma-es": "cmaes", "kernel-tuner": "kernel_tuner"}
@@ -128,18 +125,6 @@ def test_the_search_meets_its_target(fields) -> None:
     assert max(run.regret_100 for run in runs) <= 0.02
 
 
-def test_constants_change_and_come_back(fields) -> None:
-    from tiledsched.tuning import surrogate
-
-    before, surprise = surrogate.UNEVEN, constants.surprise(fields[0])
-    with constants.changed(constants.constants([1.0] * 5 + [4.0] + [1.0] * 2)):
-        assert 4 * before == surrogate.UNEVEN
-        assert constants.surprise(fields[0]) != surprise
-    assert before == surrogate.UNEVEN
-    assert constants.surprise(fields[0]) == surprise
-    assert constants.constants([1.0] * 8)["weights"] == Attention.weights
-
-
 def test_the_command(tmp_path, capsys) -> None:
     files = [str(path) for path in shipped_landscapes()[:2]]
     arguments = ["--landscapes", *files, "--jobs", "1", "--csv", str(tmp_path / "runs.csv")]
@@ -160,20 +145,3 @@ def test_what_is_wrong_is_said() -> None:
         run_bench(shipped_landscapes(), ["genetic"], seeds=1, jobs=1)
     with pytest.raises(ConfigError, match="no landscapes"):
         run_bench([], ["random"], seeds=1, jobs=1)
-
-
-def test_builds_are_replayed_as_they_were_recorded(tmp_path, capsys, monkeypatch) -> None:
-    """One hint never changes the program, the other only with large tiles."""
-    choices = {"tile": [32, 64, 128], "hint": [0, 2, 4], "other_hint": [0, 4], "flag": [False, True]}
-    schedules = [Schedule(dict(zip(choices, each, strict=True))) for each in itertools.product(*choices.values())]
-    runs = {
-        "a run": {
-            each: str((each["tile"], each["flag"], each["hint"] if each["tile"] == 128 else None)) for each in schedules
-        }
-    }
-    inert_changes.write(tmp_path / "builds.csv.xz", runs)
-    assert inert_changes.read(tmp_path / "builds.csv.xz") == runs
-    assert inert_changes.replay(runs["a run"], 20) == (4, 6, 0)
-    monkeypatch.setattr("sys.argv", ["inert_changes", str(tmp_path / "builds.csv.xz"), "--builds", "20"])
-    inert_changes.main()
-    assert "4 of 20" in capsys.readouterr().out

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
+from tiledsched.measure.torch_timing import TorchStopwatch, host_cost_us
 
 if TYPE_CHECKING:
     from tiledsched.core.space import SearchSpace
@@ -76,30 +78,54 @@ def fastest(variants: Rivals) -> Callable[..., Any]:
 
     def call(*tensors: Any) -> Any:
         if not chosen:
-            times = {name: _look_us(variant, tensors) for name, variant in variants.items()}
-            worked = {name: us for name, us in times.items() if isinstance(us, float)}
-            if not worked:
-                raise next(error for error in times.values() if isinstance(error, Exception))
-            chosen.append(variants[min(worked, key=lambda name: worked[name])])
+            times: dict[str, float] = {}
+            refusals: list[Exception] = []
+            for name, variant in variants.items():
+                try:
+                    times[name] = _look_us(partial(variant, *tensors))
+                except Exception as error:
+                    refusals.append(error)
+            if not times:
+                raise refusals[0]
+            chosen.append(variants[min(times, key=lambda name: times[name])])
         return chosen[0](*tensors)
 
     return call
 
 
-def _look_us(variant: Callable[..., Any], tensors: tuple[Any, ...]) -> float | Exception:
+def _look_us(call: Callable[[], Any]) -> float:
+    """Rough GPU time of a call in microseconds."""
     import torch
 
-    try:
-        variant(*tensors)  # compiles, and tunes what tunes itself
-        times = []
-        for _ in range(LOOKS):
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(4_000_000)  # two milliseconds: the host queues what follows meanwhile
-            before.record()
-            variant(*tensors)
-            after.record()
-            after.synchronize()
-            times.append(float(before.elapsed_time(after)) * 1e3)
-        return min(times)
-    except Exception as error:
-        return error
+    call()  # compiles, and tunes what tunes itself
+    watch = TorchStopwatch(torch, [call], torch.empty(1, device="cuda"), host_us=host_cost_us(torch, call))
+    return min(watch.read(watch.queue(0, paced=True)) for _ in range(LOOKS))
+
+
+_tile_kernels: dict[tuple[Any, ...], Any] = {}
+"""Kernel objects by kernel, schedule and function. cuTile compiles once for each kernel object and problem class, so they are
+used again.
+"""
+
+
+def arch_of(torch: Any) -> str:
+    """The arch of torch's current device."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return f"sm_{properties.major}{properties.minor}"
+
+
+def schedule_launch(torch: Any, kernel: KernelClass, problem: Problem, schedule: Schedule) -> Callable[..., None]:
+    """What launches a kernel of one tile function on a schedule, given its arrays; cuTile compiles it at the first launch."""
+    import cuda.tile as ct
+
+    from tiledsched.core.device import arch_spec
+    from tiledsched.core.launch import steps, tile_kernels
+
+    arch = arch_of(torch)
+    device = arch_spec(arch)
+    (step,) = steps(kernel, problem, schedule, device)
+    key = (kernel, arch, schedule, step.function)
+    if key not in _tile_kernels:
+        (_tile_kernels[key],) = tile_kernels(kernel, {arch: schedule}, problem, device)
+    tile_kernel = _tile_kernels[key]
+    return lambda *arrays: ct.launch(torch.cuda.current_stream(), step.grid, tile_kernel, (*arrays, *step.tail))

@@ -1,26 +1,20 @@
-"""Attention and every other implementation of it: how each is called, and what each is compared with."""
+"""Attention and every other implementation of it: how each is called."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy
-
-from tiledsched.bench.case import details_of
-from tiledsched.bench.errors import NOT_FINITE, Error, error_of
-from tiledsched.bench.methods import LEFT_OUT, OURS, SERVED, Arrays, Call, Method
-from tiledsched.bench.rivals.attention_accuracy import Pair, compared_pairs, reference_of_pair
+from tiledsched.bench.methods import LEFT_OUT, OURS, SERVED, Call, Method
+from tiledsched.bench.rivals import arch_of, schedule_launch
+from tiledsched.bench.rivals.attention_case import AttentionArrays, make_case
 from tiledsched.bench.rivals.attention_flex import flex_attention
-from tiledsched.bench.rivals.attention_left_out import launched_plan, left_out_call, left_out_plan, plan_call
-from tiledsched.bench.rivals.attention_placed import drawn, features_of, found_plan, keys_of, rows_of, served_placed
+from tiledsched.bench.rivals.attention_plans import left_out_plan, own_plan, plan_call, served_call
 from tiledsched.core.errors import UnsupportedError
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
-from tiledsched.kernels.attention.inputs import places
 from tiledsched.kernels.attention.rivals import (
     FLASH_4,
     FLASH_4_MODULE,
@@ -29,10 +23,10 @@ from tiledsched.kernels.attention.rivals import (
     flash_attention_4,
     torch_varlen,
 )
-from tiledsched.kernels.attention.scales import DEFAULT_CAP, default_scale
+from tiledsched.kernels.attention.scales import default_scale
 from tiledsched.measure.rivals import call_on
-from tiledsched.serve.plan_cache import PlanCache
 
+__all__ = ["METHODS", "UNTUNED", "make_case", "untuned_schedule"]
 UNTUNED: dict[str, KnobValue] = {
     "tile_m": 64,
     "tile_n": 64,
@@ -61,96 +55,14 @@ their defaults.
 """
 
 
-class AttentionArrays(Arrays):
-    """Q, K and V, then the arrays of features that the problem has: sinks, sequence lengths, and where sequences and
-    pages lie.
-
-    Q, K and V are contiguous. Where sequences are packed or keys lie in pages, rows come before heads in memory.
-    """
-
-    @property
-    def q(self) -> Any:
-        """`[batch, heads, seq_q, head_dim]`."""
-        return self.tensors[0]
-
-    @property
-    def k(self) -> Any:
-        """`[batch, kv_heads, seq_k, head_dim]`, or pages."""
-        return self.tensors[1]
-
-    @property
-    def v(self) -> Any:
-        """`[batch, kv_heads, seq_k, value_dim]`, or pages."""
-        return self.tensors[2]
-
-    @property
-    def causal(self) -> bool | str:
-        """The argument `causal` of `sdpa`."""
-        p = self.problem
-        if p.window_right:
-            if p.alignment == "top_left" and p.seq_q != p.seq_k:
-                raise UnsupportedError("sdpa aligns a window of two sides at the bottom right")
-            return False
-        return bool(p.causal) if p.alignment == "top_left" else str(p.alignment)
-
-    @property
-    def feature_arrays(self) -> tuple[Any, ...]:
-        """The arrays after q, k and v that the problem has."""
-        return self.tensors[3:]
-
-    @property
-    def named(self) -> dict[str, Any]:
-        """Features other than the mask, as keyword arguments of `sdpa`."""
-        p = self.problem
-        names = [
-            name for name, given in (("sinks", p.sinks), ("key_starts", p.starts), ("key_lengths", p.lengths)) if given
-        ]
-        found: dict[str, Any] = dict(zip(names, self.feature_arrays, strict=True))
-        if p.window or p.window_right:
-            found["window"] = (p.window - 1, p.window_right) if p.window_right else p.window
-        if p.softcap:
-            found["softcap"] = DEFAULT_CAP
-        return found
-
-    @property
-    def call(self) -> Any:
-        """The call of the public functions, for which plans are made."""
-        from tiledsched.ops.arguments import CAUSAL
-        from tiledsched.ops.features import read_features
-        from tiledsched.ops.plans import AttentionCall
-
-        p = self.problem
-        if p.is_varlen:
-            alignment, features = p.alignment if p.causal else None, features_of(self)
-        else:
-            alignment, features = read_features(self.q, self.k, CAUSAL[self.causal], **self.named)
-        return AttentionCall(self.q, self.k, self.v, alignment, None, False, features)
-
-
-_own_plans: PlanCache[Any] = PlanCache(lambda *given: given)
-"""Plans by problem and device: a bench asks for the call, and later for what it was."""
-
-
 def _ours(arrays: AttentionArrays) -> Call:
     """Our kernel as `sdpa`, `sdpa_varlen` and `sdpa_paged` launch it, even where a rival is served."""
-    return plan_call(*_own_plan(arrays))
+    return plan_call(arrays, own_plan(arrays))
 
 
-def _own_plan(arrays: AttentionArrays) -> tuple[Any, Any]:
-    """The plan of our own kernel, launched once and kept, and the call that it is of."""
-    call = arrays.call
-    return launched_plan(_own_plans, arrays, call, lambda: found_plan(arrays).own, lambda plan: plan.own), call
-
-
-def _served(arrays: AttentionArrays) -> Call:
-    """`sdpa`, whatever it runs, after making sure that it does not leave the problem to torch."""
-    if arrays.problem.is_varlen:
-        return served_placed(arrays)
-    from tiledsched.ops.sdpa import sdpa
-
-    q, k, v, causal, named = arrays.q, arrays.k, arrays.v, arrays.causal, arrays.named
-    found_plan(arrays)
-    return lambda: sdpa(q, k, v, causal=causal, **named)
+def _left_out(arrays: AttentionArrays) -> Call:
+    """Our kernel on the policy's choice, or the rival that is expected to be faster."""
+    return plan_call(arrays, left_out_plan(arrays))
 
 
 def _refuse_features(problem: Problem, *, but: tuple[str, ...] = ()) -> None:
@@ -166,38 +78,20 @@ def _refuse_features(problem: Problem, *, but: tuple[str, ...] = ()) -> None:
         raise UnsupportedError(f"it knows no {', '.join(beyond)}")
 
 
-_untuned_kernels: dict[tuple[str, Any], Any] = {}
-"""Kernel objects by arch and function. cuTile compiles once for each kernel object and problem class, so they are used
-again.
-"""
-
-
 def untuned_schedule(arch: str) -> Schedule:
     """`UNTUNED`, with the knobs that it does not name at the defaults of the arch's space."""
     return space_for(arch, Attention).complete(Schedule(UNTUNED))
 
 
 def _untuned(arrays: AttentionArrays) -> Call:
-    import cuda.tile as ct
-
-    from tiledsched.core.device import arch_spec
-    from tiledsched.core.launch import steps, tile_kernels
-
-    torch, problem, q = arrays.torch, arrays.problem, arrays.q
+    problem, q = arrays.problem, arrays.q
     _refuse_features(problem)
-    properties = torch.cuda.get_device_properties(q.device)
-    arch = f"sm_{properties.major}{properties.minor}"
-    schedule, device = untuned_schedule(arch), arch_spec(arch)
-    (step,) = steps(Attention, problem, schedule, device)
-    kernel = (
-        _untuned_kernels.get((arch, step.function)) or tile_kernels(Attention, {arch: schedule}, problem, device)[0]
-    )
-    _untuned_kernels[arch, step.function] = kernel
+    launch = schedule_launch(arrays.torch, Attention, problem, untuned_schedule(arch_of(arrays.torch)))
     shape = (*q.shape[:3], arrays.v.shape[3])
 
     def call() -> Any:
         out = q.new_empty(shape)
-        ct.launch(torch.cuda.current_stream(), step.grid, kernel, (q, arrays.k, arrays.v, out, *step.tail))
+        launch(q, arrays.k, arrays.v, out)
         return out
 
     return call
@@ -306,8 +200,8 @@ def _flash_attention_4(arrays: AttentionArrays) -> Call:
     if arrays.problem.is_varlen:
         return call_on(flash_attention_4(arrays.problem), arrays.tensors)
     attend, _ = flash_4_function(arrays.problem)
-    q, k, v = (array.transpose(1, 2).contiguous() for array in (arrays.q, arrays.k, arrays.v))
-    features = arrays.feature_arrays
+    q, k, v = (array.transpose(1, 2).contiguous() for array in arrays.tensors[:3])
+    features = arrays.tensors[3:]
     return lambda: attend(q, k, v, *features).transpose(1, 2)
 
 
@@ -322,9 +216,9 @@ METHODS: Mapping[str, Method] = {
         Method(
             name=SERVED,
             about="sdpa, sdpa_varlen or sdpa_paged, whatever they run: our kernel, or a rival measured faster",
-            make=_served,
+            make=served_call,
         ),
-        Method(name=LEFT_OUT, about="the same, had nobody tuned the problem's suite", make=left_out_call, by_name=True),
+        Method(name=LEFT_OUT, about="the same, had nobody tuned the problem's suite", make=_left_out, by_name=True),
         Method(name="untuned", about="the same kernel, 64x64 tiles, no hints", make=_untuned),
         Method(name="torch_flash", about="torch SDPA, flash backend", make=_torch_backend("FLASH_ATTENTION")),
         Method(name="torch_cudnn", about="torch SDPA, cuDNN backend", make=_torch_backend("CUDNN_ATTENTION")),
@@ -355,77 +249,3 @@ METHODS: Mapping[str, Method] = {
     )
 }
 """The methods by name, in the order of the rows."""
-
-
-@dataclass(frozen=True)
-class PairCase:
-    """A case of which only some (sequence, head) pairs are compared, because comparing all of a long problem would take
-    minutes.
-    """
-
-    arrays: AttentionArrays
-    """The inputs that methods are called on."""
-    pairs: Sequence[Pair]
-    """The pairs that are compared."""
-    expected: Sequence[Any]
-    """The output of each pair in float64, `[seq_q, value_dim]`."""
-    cupy: Any
-    """CuPy; NumPy in tests."""
-    given: Mapping[str, Any] = field(default_factory=dict)
-    """Where sequences and pages lie, as arrays on the host."""
-
-    @property
-    def compared(self) -> str:
-        """How much of the output is compared, such as `4/64`."""
-        return f"{len(self.pairs)}/{self.arrays.problem.sequences * self.arrays.problem.heads}"
-
-    def error(self, out: Any) -> Error:
-        """How far a method's output is from float64."""
-        out = out.detach()
-        if not bool(self.arrays.torch.isfinite(out).all()):
-            return NOT_FINITE
-        parts = (rows_of(out, self.given, *pair).float().contiguous() for pair in self.pairs)
-        wide = (self.cupy.from_dlpack(each).astype("float64") for each in parts)
-        return error_of(self.cupy, zip(wide, self.expected, strict=True))
-
-    def details(self, method: str, *, verify: bool, captured: bool = False) -> dict[str, Any]:
-        """What our kernel launched and why, or the rival that is served in its place; see `BenchCase`."""
-        from tiledsched.serve.launch import explain_plan
-
-        arrays = self.arrays
-        if method == LEFT_OUT:
-            verify = False  # nothing was measured for it
-            plan, _ = left_out_plan(arrays)
-        elif method == OURS:
-            plan, _ = _own_plan(arrays)
-        else:
-            plan = found_plan(arrays)
-        found = explain_plan(plan, arrays.call.tensors, verify=verify)
-        return details_of(found, method, verify=verify, captured=captured)
-
-
-def make_case(torch: Any, cupy: Any, problem: Problem) -> PairCase:
-    """The case of a problem: standard normal inputs, the same in every run, and the pairs that are compared.
-
-    CuPy has no bfloat16: it is given float32, which holds both types.
-    """
-    dtype = getattr(torch, problem.dtype)
-    generator = torch.Generator(device="cuda").manual_seed(int(problem.id, 16) % 2**31)
-    q, k, v = drawn(torch, problem, generator)
-    given = places(numpy.random.default_rng(int(problem.id, 16) % 2**31), problem)
-    features = [torch.randn((problem.heads,), generator=generator, device="cuda").to(dtype)] if problem.sinks else []
-    alike = {id(each): torch.as_tensor(each, dtype=torch.int32, device=q.device) for each in given.values()}
-    features += [alike[id(each)] for each in given.values()]  # rows and keys that lie alike are told by one tensor
-    pairs, expected = compared_pairs(problem), []
-    arrays = AttentionArrays(torch=torch, problem=problem, tensors=(q, k, v, *features))
-    for sequence, head in pairs:
-        kv_head = head // problem.group
-        parts = (rows_of(q, given, sequence, head), *(keys_of(each, given, sequence, kv_head) for each in (k, v)))
-        wide = (cupy.from_dlpack(each.float()) for each in parts)
-        own = {} if problem.is_varlen else {name.lower(): each[sequence : sequence + 1] for name, each in given.items()}
-        if problem.sinks:
-            own["sinks"] = features[0][head : head + 1].double().cpu().numpy()
-        of_head, of_keys, of_values = wide
-        expected.append(reference_of_pair(cupy, problem, of_head, of_keys, of_values, **own))
-    torch.cuda.synchronize()
-    return PairCase(arrays, pairs, expected, cupy, given)

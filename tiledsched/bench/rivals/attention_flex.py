@@ -27,14 +27,13 @@ def flex_attention(arrays: Any) -> Any:
     import torch
     from torch.nn.attention import flex_attention as flex
 
-    there = {"sinks": p.sinks, "starts": p.starts, "lengths": p.lengths, "cu_q": p.ends_q, "cu_k": p.ends_k}
-    features = dict(zip([name for name, given in there.items() if given], arrays.feature_arrays, strict=True))
+    given = arrays.by_name
     block_mask = None
     if p.packed:
-        seen = documents(p, features["cu_q"], features["cu_k"])
+        seen = documents(p, given["CuQ"], given["CuK"])
         block_mask = flex.create_block_mask(seen, None, None, p.seq_q, p.seq_k, device=arrays.q.device)
     elif p.causal or p.starts or p.lengths:
-        seen = mask_of(p, features.get("starts"), features.get("lengths"))
+        seen = mask_of(p, given.get("Starts"), given.get("Lengths"))
         each_batch = p.batch if p.starts or p.lengths else None
         block_mask = flex.create_block_mask(seen, each_batch, None, p.seq_q, p.seq_k, device=arrays.q.device)
     more: dict[str, Any] = {
@@ -48,7 +47,7 @@ def flex_attention(arrays: Any) -> Any:
         more |= {"return_aux": request(lse=True)} if request else {"return_lse": True}
     torch.compiler.reset()  # else it gives up on a function that it has compiled for eight problems
     attend = torch.compile(flex.flex_attention, dynamic=False)
-    sinks = features.get("sinks")
+    sinks = given.get("Sinks")
 
     def call() -> Any:
         found = attend(arrays.q, arrays.k, arrays.v, **more)

@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from tiledsched.bench.rows import OK
 from tiledsched.core.errors import Failure
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import SearchSpace
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Batch, Candidate, Runner
-from tiledsched.studies.ablation.rows import LADDER, OK, TRIED, WITHOUT, AblationRow
+from tiledsched.studies.ablation.rows import LADDER, TRIED, WITHOUT, AblationRow
 from tiledsched.studies.ablation.sources import ProgramSource, said
 from tiledsched.tuning.programs import Key
 
@@ -172,8 +173,7 @@ class Ladder:
         rounds *= SUSTAINED_ROUNDS if self._regime == "sustained" else 1
         batches = self._runner.sample([each for each, _ in ready], rounds=rounds, regime=self._regime) if ready else []
         for (_, members), batch in zip(ready, batches, strict=True):
-            outcome = said(batch) if isinstance(batch, Failure) else _timing(batch)
-            outcomes |= dict.fromkeys(members, outcome)
+            outcomes |= dict.fromkeys(members, outcome_of(batch))
         return outcomes
 
     def _key(self, candidate: Candidate) -> Key:
@@ -231,10 +231,13 @@ class Ladder:
         )
         if isinstance(outcome, str):
             return replace(row, status=outcome)
-        return replace(row, **vars(outcome))
+        return replace(row, timing=outcome)
 
 
-def _timing(batch: Batch) -> Outcome:
+def outcome_of(batch: Batch | Failure) -> Outcome:
+    """The time that samples give, or why they give none."""
+    if isinstance(batch, Failure):
+        return said(batch)
     if batch.conditions.concurrent_pids:
         return f"timed {batch.conditions.disturbance}"
     return Timing.of(batch.samples_us)
@@ -242,4 +245,4 @@ def _timing(batch: Batch) -> Outcome:
 
 def _over(before: AblationRow, after: AblationRow) -> float | None:
     """Speedup from one row to the other; None where either has no time."""
-    return before.median_us / after.median_us if before.median_us and after.median_us else None
+    return before.timing.median_us / after.timing.median_us if before.timing and after.timing else None

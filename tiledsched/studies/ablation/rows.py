@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tiledsched.bench.rows import SIZES, timing_columns
 from tiledsched.core.canonical import canonical_json
-from tiledsched.core.files import write_whole
+from tiledsched.core.files import csv_text, write_whole
 from tiledsched.core.problem import Problem
+from tiledsched.measure.estimate import Timing
 
 LADDER, WITHOUT, TRIED = "ladder", "without", "tried"
-OK = "ok"
-FIRST_COLUMNS = ("dtype", "causal", "batch", "heads", "kv_heads", "seq_q", "seq_k", "head_dim")
+FIRST_COLUMNS = ("dtype", "causal", *SIZES)
 """Values of attention with a column of their own; empty for a problem that has no such field."""
 
 
@@ -43,12 +42,8 @@ class AblationRow:
     """The whole schedule as people read it."""
     schedule_id: str
     """Its id."""
-    median_us: float | None = None
-    """Median of the samples; None where there are none."""
-    ci_low_us: float | None = None
-    """Lower end of its 95% confidence interval."""
-    ci_high_us: float | None = None
-    """Upper end."""
+    timing: Timing | None = None
+    """The time; None where there is none."""
     speedup_over_previous: float | None = None
     """Time before the change over time after it. For `without`, the time before is the tuned schedule's."""
     speedup_over_plain: float | None = None
@@ -71,9 +66,7 @@ class AblationRow:
             "knob": self.knob,
             "from": self.before,
             "to": self.after,
-            "median_us": _rounded(self.median_us),
-            "ci_low_us": _rounded(self.ci_low_us),
-            "ci_high_us": _rounded(self.ci_high_us),
+            **timing_columns(self.timing, 4),
             "speedup_over_previous": _rounded(self.speedup_over_previous),
             "speedup_over_plain": _rounded(self.speedup_over_plain),
             "status": self.status,
@@ -95,9 +88,4 @@ def _rounded(value: float | None) -> float | None:
 def write_rows(rows: Sequence[AblationRow], path: Path) -> None:
     """Write all rows to a CSV file, in place of what it held."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    flat = [row.to_csv() for row in rows]
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, fieldnames=list(flat[0]) if flat else [])
-    writer.writeheader()
-    writer.writerows(flat)
-    write_whole(path, text.getvalue())
+    write_whole(path, csv_text([row.to_csv() for row in rows]))

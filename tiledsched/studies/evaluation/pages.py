@@ -5,10 +5,11 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from tiledsched.bench.rows import BenchRow
-from tiledsched.core.files import write_whole
+from tiledsched.core.files import csv_text
 from tiledsched.report.document import (
     Block,
     Cards,
@@ -17,14 +18,13 @@ from tiledsched.report.document import (
     Heading,
     Paragraph,
     Table,
-    drawings,
-    to_html,
     to_markdown,
+    write_document,
 )
-from tiledsched.report.text import without_charts
+from tiledsched.studies.evaluation import tiles as tiling
 from tiledsched.studies.evaluation.figures import of_results
-from tiledsched.studies.evaluation.rows import BASELINE, METHODS, OURS, ResultRow, result_of, results_csv
-from tiledsched.studies.evaluation.tiles import TilingRow, tuning_csv
+from tiledsched.studies.evaluation.rows import BASELINE, COLUMNS, METHODS, OURS, ResultRow, result_of
+from tiledsched.studies.evaluation.tiles import TilingRow
 
 
 def write_evaluation(folder: Path, rows: Sequence[BenchRow], tiles: Sequence[TilingRow]) -> list[Path]:
@@ -33,29 +33,21 @@ def write_evaluation(folder: Path, rows: Sequence[BenchRow], tiles: Sequence[Til
     """
     results = [result_of(row) for row in rows]
     conditions = _table3(rows)
-    blocks = _document(results, tiles, conditions)
-    drawn = drawings(blocks)
-    if drawn is None:
-        blocks = [
-            Paragraph(text=without_charts()) if isinstance(block, Contents) else block
-            for block in blocks
-            if not isinstance(block, Chart)
-        ]
     table3: list[Block] = [Heading(text="Table 3: conditions", level=1), conditions]
     table4: list[Block] = [Heading(text="Table 4: best tiles by regime", level=1), _table4(tiles)]
-    files: dict[str, bytes] = {
-        "benchmark_results.csv": results_csv(results).encode(),
-        "tuning_results.csv": tuning_csv(list(tiles)).encode(),
-        "table3_reproducibility.md": to_markdown(table3).encode(),
-        "table4_tiling_sensitivity.md": to_markdown(table4).encode(),
-        "study_summary.md": to_markdown(blocks, drawn or ()).encode(),
-        "study.html": to_html(blocks, title="The evaluation of TiledAttention, over again").encode(),
-        **(drawn or {}),
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        write_whole(folder / name, content)
-    return [folder / name for name in files]
+    return write_document(
+        folder,
+        _document(results, tiles, conditions),
+        title="The evaluation of TiledAttention, over again",
+        markdown="study_summary.md",
+        page="study.html",
+        more={
+            "benchmark_results.csv": csv_text([asdict(row) for row in results], COLUMNS, missing="nan"),
+            "tuning_results.csv": csv_text([row.to_csv() for row in tiles], tiling.COLUMNS, missing="nan"),
+            "table3_reproducibility.md": to_markdown(table3),
+            "table4_tiling_sensitivity.md": to_markdown(table4),
+        },
+    )
 
 
 def _document(results: Sequence[ResultRow], tiles: Sequence[TilingRow], conditions: Table) -> list[Block]:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields
 
 from tiledsched.bench.rows import OK, BenchRow
 from tiledsched.core.problem import Problem
@@ -135,17 +131,3 @@ def result_of(row: BenchRow) -> ResultRow:
         tflops_per_s=flops / seconds / 1e12,
         approx_bw_gbps=moved / seconds / 1e9,
     )
-
-
-def to_csv(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
-    """CSV text, in which missing values are `nan` as in the paper's files."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({name: "nan" if value is None else value for name, value in row.items()} for row in rows)
-    return text.getvalue()
-
-
-def results_csv(rows: Sequence[ResultRow]) -> str:
-    """The text of benchmark_results.csv."""
-    return to_csv([asdict(row) for row in rows], COLUMNS)

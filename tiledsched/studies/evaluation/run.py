@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,8 +10,6 @@ from typing import Any
 from tiledsched.bench.job import bench_to_file
 from tiledsched.bench.methods import choose_methods
 from tiledsched.bench.rows import read_rows
-from tiledsched.bench.run import BenchOptions, Harness
-from tiledsched.bench.sampling import USUAL_PACE, Pace
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass
 from tiledsched.studies.evaluation.pages import write_evaluation
@@ -25,36 +22,26 @@ def run_evaluation(
     kernel: KernelClass,
     folder: Path,
     *,
-    db: str | None = None,
     methods: Sequence[str] | None = None,
-    regime: str = "burst",
-    rounds: int = 30,
     budget_s: float | None = None,
     jobs: int | None = None,
     tiles: bool = True,
     arch: str = "",
-    harness: Harness | None = None,
-    pace: Pace = USUAL_PACE,
     tune: Callable[..., Any] = session.tune,
-    progress: Callable[[str], None] = lambda text: None,
+    **options: Any,
 ) -> None:
     """Time every method on the paper's problems, and race the tiles. Each result is stored in the folder as it is known.
 
     Args:
         kernel: attention.
         folder: where `bench.csv` and the tiles' results are; a run that was stopped goes on from them.
-        db: database to serve from; None for the user's.
         methods: names of the methods that take part; None for all of the paper's that are installed.
-        regime: burst or sustained.
-        rounds: samples of a quick method.
         budget_s: seconds for everything; None for no limit.
         jobs: compile processes; None for one per CPU.
         tiles: whether to race the tiles after the benchmark.
         arch: arch of the GPU; empty to ask the GPU.
-        harness: what runs the methods; None for the current CUDA device.
-        pace: pauses between launches, and how long the GPU is warmed up.
         tune: what races the tiles.
-        progress: called with a line for each cell.
+        options: of `tiledsched.bench.job.bench_here`.
 
     Raises:
         ConfigError: none of the named methods is one of the paper's.
@@ -62,14 +49,11 @@ def run_evaluation(
     """
     from tiledsched.measure.nvml import current_device
 
-    if db:
-        os.environ["TILEDSCHED_DB"] = db  # sdpa, which is timed, reads its own settings
     chosen = [each for each in choose_methods(kernel, methods or list(METHODS)) if each.name in METHODS]
     if not chosen:
         raise ConfigError(f"the study knows {', '.join(METHODS)}; name some of them with --methods")
-    path, began = folder / "bench.csv", time.monotonic()
-    options = BenchOptions(methods=tuple(chosen), regimes=(regime,), rounds=rounds, budget_s=budget_s, pace=pace)
-    bench_to_file(problems(), options, path, harness=harness, progress=progress)
+    began = time.monotonic()
+    bench_to_file(kernel, problems(), folder / "bench.csv", methods=chosen, budget_s=budget_s, **options)
     if tiles:
         left = None if budget_s is None else max(0.0, budget_s - (time.monotonic() - began))
         race_tiles(arch or current_device().arch, folder, kernel, budget_s=left, jobs=jobs, tune=tune)

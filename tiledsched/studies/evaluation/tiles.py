@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
 from tiledsched.report.records import TileTime
 from tiledsched.serve.entries import load_table
-from tiledsched.studies.evaluation.rows import to_csv
 from tiledsched.tuning import session
 
 TILES = ((32, 64), (64, 64), (64, 128), (64, 256), (128, 64), (128, 128), (128, 256))
@@ -183,8 +182,3 @@ def tiling_rows(folder: Path, kernel: KernelClass) -> list[TilingRow]:
         if best is not None:
             rows.append(TilingRow(regime=regime, problem=problem, best=best, runner_up=runner_up))
     return rows
-
-
-def tuning_csv(rows: Sequence[TilingRow]) -> str:
-    """The text of tuning_results.csv."""
-    return to_csv([row.to_csv() for row in rows], COLUMNS)

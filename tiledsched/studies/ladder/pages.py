@@ -6,29 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tiledsched.bench.rows import BenchRow
-from tiledsched.core.files import write_whole
-from tiledsched.report.document import Block, Chart, Heading, Paragraph, Table, drawings, to_html, to_markdown
-from tiledsched.report.text import without_charts
+from tiledsched.report.document import Block, Chart, Heading, Paragraph, Table, write_document
 from tiledsched.report.vega import Spec, chart, quantity, word
 from tiledsched.studies.ladder.rungs import rungs
 
 
 def write_ladder(folder: Path, rows: Sequence[BenchRow], targets: str = "") -> list[Path]:
     """Write ladder.md, ladder.html, the chart, and by_target.py with the text of `targets`; returns the files written."""
-    blocks = document(rows)
-    drawn = drawings(blocks)
-    if drawn is None:
-        blocks = [*(block for block in blocks if not isinstance(block, Chart)), Paragraph(text=without_charts())]
-    files = {
-        "ladder.md": to_markdown(blocks, drawn or ()).encode(),
-        "ladder.html": to_html(blocks, title="The ladder").encode(),
-        **({"by_target.py": targets.encode()} if targets else {}),
-        **(drawn or {}),
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        write_whole(folder / name, content)
-    return [folder / name for name in files]
+    return write_document(
+        folder,
+        document(rows),
+        title="The ladder",
+        markdown="ladder.md",
+        page="ladder.html",
+        more={"by_target.py": targets} if targets else {},
+    )
 
 
 def document(rows: Sequence[BenchRow]) -> list[Block]:

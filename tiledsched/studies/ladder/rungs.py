@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import tiledsched.core.fields as ts
 from tiledsched.bench.methods import Call, Method
+from tiledsched.bench.rivals import schedule_launch
 from tiledsched.core.errors import UnsupportedError
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
@@ -159,23 +160,14 @@ def methods() -> list[Method]:
 
 def _launched(schedule: Schedule) -> Callable[[Any], Call]:
     def make(arrays: Any) -> Call:
-        import cuda.tile as ct
-
-        from tiledsched.core.device import arch_spec
-        from tiledsched.core.launch import steps, tile_kernels
-
         torch, problem = arrays.torch, plain_problem(arrays.problem)
-        properties = torch.cuda.get_device_properties(arrays.q.device)
-        arch = f"sm_{properties.major}{properties.minor}"
-        device = arch_spec(arch)
-        (step,) = steps(PlainAttention, problem, schedule, device)
-        (kernel,) = tile_kernels(PlainAttention, {arch: schedule}, problem, device)
+        launch = schedule_launch(torch, PlainAttention, problem, schedule)
         shape = (problem.pairs, problem.rows, problem.head_dim)
-        q, k, v = (tensor.view(shape) for tensor in (arrays.q, arrays.k, arrays.v))
+        q, k, v = (tensor.view(shape) for tensor in arrays.tensors)
 
         def call() -> Any:
             out = torch.empty_like(arrays.q)
-            ct.launch(torch.cuda.current_stream(), step.grid, kernel, (q, k, v, out.view(shape), *step.tail))
+            launch(q, k, v, out.view(shape))
             return out
 
         return call

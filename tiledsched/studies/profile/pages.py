@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 
+from tiledsched.core.files import csv_text
 from tiledsched.core.problem import Problem
 from tiledsched.report.document import Block, Heading, Paragraph, Table, to_markdown
 from tiledsched.studies.profile.metrics import METRICS, MethodProfile, over
@@ -32,15 +31,15 @@ def to_text(problem: Problem, profiles: Sequence[MethodProfile], *, device: str 
         (f"{label}, over the least possible", *(_times(over(each, kind, problem.min_bytes)) for each in ran))
         for kind, label in (("l2", "through L2"), ("dram", "DRAM"))
     ]
-    blocks.append(_table(("", *(each.method for each in ran)), rows))
+    blocks.append(Table(head=["", *(each.method for each in ran)], rows=rows))
     reasons = list(dict.fromkeys(reason for each in ran for reason in list(each.stalls())[:STALLS_SHOWN]))
     if reasons:
         blocks += [
             Heading(text="What warps wait for"),
             Paragraph(text="Warps stalled for each reason, per instruction issued."),
-            _table(
-                ("reason", *(each.method for each in ran)),
-                [(reason, *(_said(each.stalls().get(reason)) for each in ran)) for reason in reasons],
+            Table(
+                head=["reason", *(each.method for each in ran)],
+                rows=[(reason, *(_said(each.stalls().get(reason)) for each in ran)) for reason in reasons],
             ),
         ]
     kernels = [
@@ -48,10 +47,10 @@ def to_text(problem: Problem, profiles: Sequence[MethodProfile], *, device: str 
         for each in ran
         for one in each.kernels
     ]
-    blocks += [Heading(text="Kernels"), _table(("method", "kernel", "µs"), kernels)]
+    blocks += [Heading(text="Kernels"), Table(head=("method", "kernel", "µs"), rows=kernels)]
     failed = [(each.method, each.status) for each in profiles if not each.kernels]
     if failed:
-        blocks += [Heading(text="Not profiled"), _table(("method", "why"), failed)]
+        blocks += [Heading(text="Not profiled"), Table(head=("method", "why"), rows=failed)]
     return to_markdown(blocks)
 
 
@@ -61,16 +60,7 @@ def to_csv(problem: Problem, profiles: Sequence[MethodProfile], *, device: str =
         {"problem": str(problem), "device": device, "versions": versions, **each.to_csv(problem.min_bytes)}
         for each in profiles
     ]
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n", restval="")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    return Table(head=tuple(head), rows=tuple(map(tuple, rows)))
+    return csv_text(rows)
 
 
 def _said(value: float | None) -> str:

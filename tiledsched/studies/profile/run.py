@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 
+from tiledsched.bench.methods import OURS, SERVED, choose_methods, methods_of
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.errors import ConfigError, MeasureError
 from tiledsched.core.problem import KernelClass, Problem
@@ -22,6 +23,8 @@ from tiledsched.studies.profile.metrics import MethodProfile, ncu_metrics, read_
 
 PLACES = ("/opt/nvidia/nsight-compute/*/ncu", "/usr/local/cuda*/bin/ncu", "/usr/local/cuda*/nsight-compute*/ncu")
 TIMEOUT_S = 600
+FIRST_RIVAL = "torch_auto"
+"""The rival that is profiled where a kernel has it: torch's own choice among its backends."""
 MISSING = (
     "Nsight Compute (ncu) is neither on PATH nor in its usual folders; install it from "
     "https://developer.nvidia.com/nsight-compute, or name it with --ncu FILE"
@@ -64,6 +67,18 @@ def versions(ncu: str, driver: str) -> str:
         ("Nsight Compute", number.group(1) if number else ""),
     )
     return ", ".join([*(f"{name} {version}" for name, version in known if version), date.today().isoformat()])
+
+
+def profiled_methods(kernel: KernelClass, problem: Problem, named: Sequence[str] | None) -> list[str]:
+    """The methods that are named, or else the kernel and its first rival.
+
+    Raises:
+        ConfigError: a name that no method of this problem has.
+    """
+    if named:
+        return [method.name for method in choose_methods(kernel, named, [problem])]
+    rivals = [name for name in methods_of(kernel, [problem]) if name not in (OURS, SERVED, "untuned", "matmul")]
+    return [OURS, *([FIRST_RIVAL] if FIRST_RIVAL in rivals else rivals[:1])]
 
 
 def profile(
