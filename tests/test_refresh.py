@@ -22,9 +22,9 @@ from tiledsched.serve.process import warn_once
 from tiledsched.store.db import TuningDB
 from tiledsched.store.evidence import for_compiler, leaders, of_one_compiler, stale
 from tiledsched.tuning.options import RefreshOptions
+from tiledsched.tuning.prior import winners_nearby
 from tiledsched.tuning.refresh import KEPT, LEFT, RACED
 from tiledsched.tuning.resources import Tools
-from tiledsched.tuning.run import NEARBY, winners_nearby
 from tiledsched.tuning.session import Session
 
 
@@ -44,6 +44,25 @@ def _stored(taken):
     from store_samples import stored
 
     return dataclasses.replace(stored(), measurement=taken)
+
+
+def put_measured(db, taken, compiler, source_hash="abc", **more) -> None:
+    """Store a measurement, and an entry that serves it."""
+    number = db.record_measurement(None, "attention", source_hash, compiler, taken)
+    assert db.put_entry(
+        entry(
+            "measured",
+            problem=taken.problem,
+            schedule=taken.schedule,
+            fingerprint=taken.fingerprint,
+            device_name=taken.device.name,
+            regime=taken.regime,
+            measurement_id=number,
+            toolchain=compiler,
+            source_hash=source_hash,
+            **more,
+        )
+    )
 
 
 # Which entry answers
@@ -76,16 +95,7 @@ def test_what_was_measured_with_another_compiler_is_stronger_than_what_was_not_m
 def test_entries_of_several_compilers_stand_side_by_side(tmp_path) -> None:
     with TuningDB.open(tmp_path / "x.db") as db:
         for version, us in (("13.4.92", 100.0), ("13.5.37", 112.0), ("13.4.92", 99.0)):
-            number = db.record_measurement(None, "attention", "abc", toolchain(version), measurement(us))
-            db.put_entry(
-                entry(
-                    "measured",
-                    device_name=DEVICE.name,
-                    regime="burst",
-                    measurement_id=number,
-                    toolchain=toolchain(version),
-                )
-            )
+            put_measured(db, measurement(us), toolchain(version))
         assert [(each.compiler, each.median_us) for each in db.entries()] == [("13.4.92", 99.0), ("13.5.37", 112.0)]
         assert db.check() == []
         assert {each.toolchain.tileiras for each in of_one_compiler(db.measurements(), "13.5.37")} == {"13.5.37"}
@@ -154,16 +164,7 @@ def test_show_and_doctor_say_it(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "x.db"))
     with TuningDB.open(tmp_path / "x.db") as db:
         for version, us in (("13.4.92", 100.0), ("13.5.37", 110.0)):
-            number = db.record_measurement(None, "attention", "abc", toolchain(version), measurement(us))
-            db.put_entry(
-                entry(
-                    "measured",
-                    device_name=DEVICE.name,
-                    regime="burst",
-                    measurement_id=number,
-                    toolchain=toolchain(version),
-                )
-            )
+            put_measured(db, measurement(us), toolchain(version))
     show = ["show", "attention", "--device", DEVICE.name, "--json"]
 
     def shown(*more):
@@ -218,7 +219,7 @@ def refreshed(compiler: Recorded, *, gpu: bool = True, rivals=None, **options):
         devices=lambda: [device] if gpu else [],
         runner=lambda kernel, seed: ReplayRunner(Attention, compiler.measurements, seed=1),
         rivals=lambda kernel, runner, regime: rivals,
-        space=lambda arch, kernel, file: space_for(arch, kernel).limited_to(compiler.schedules),
+        space=lambda arch, kernel, file: space_for(arch, kernel).limited_to(compiler.listed),
     )
     with Session("sm_90", tools=tools) as session:
         return session.refresh(Attention, [compiler.problem], RefreshOptions(**options))
@@ -234,22 +235,8 @@ def first_and_second(changes=lambda schedule: True) -> tuple[Recorded, Recorded]
 
 def tuned(db: TuningDB, compiler: Recorded) -> None:
     """What a tune under a compiler leaves behind: the fastest program, measured."""
-    ranked = sorted(compiler.measurements, key=lambda taken: taken.median_us)
-    number = db.record_measurement(None, "attention", Attention.source_hash(), compiler.toolchain, ranked[0])
-    assert db.put_entry(
-        entry(
-            "measured",
-            problem=compiler.problem,
-            schedule=ranked[0].schedule,
-            fingerprint=ranked[0].fingerprint,
-            device_name=ranked[0].device.name,
-            regime="burst",
-            measurement_id=number,
-            toolchain=compiler.toolchain,
-            runner_up=ranked[1].schedule,
-            source_hash=Attention.source_hash(),
-        )
-    )
+    best, second, *_ = sorted(compiler.measurements, key=lambda taken: taken.median_us)
+    put_measured(db, best, compiler.toolchain, Attention.source_hash(), runner_up=second.schedule)
 
 
 @pytest.fixture
@@ -309,27 +296,14 @@ def test_what_won_on_like_problems_under_this_compiler_takes_part(bench, db) -> 
     there = first.problem.replace(seq_q=first.problem.seq_q * 2, seq_k=first.problem.seq_k * 2)
     slowest = max(second.measurements, key=lambda taken: taken.median_us)
     won = dataclasses.replace(slowest, problem=there)
-    number = db.record_measurement(None, "attention", Attention.source_hash(), second.toolchain, won)
-    db.put_entry(
-        entry(
-            "measured",
-            problem=there,
-            schedule=won.schedule,
-            fingerprint=won.fingerprint,
-            regime="burst",
-            device_name=won.device.name,
-            measurement_id=number,
-            toolchain=second.toolchain,
-            source_hash=Attention.source_hash(),
-        )
-    )
+    put_measured(db, won, second.toolchain, Attention.source_hash())
     (row,) = bench(second).rows
     assert row.outcome == RACED
     raced = {stored.measurement.schedule for stored in db.measurements(first.problem)}
     assert slowest.schedule in raced
 
 
-def test_winners_nearby_are_of_the_nearest_problems_and_few() -> None:
+def test_winners_nearby_are_those_of_the_nearest_problems_first() -> None:
     def won(length, tile):
         problem = make_problem(length)
         return entry(
@@ -340,10 +314,10 @@ def test_winners_nearby_are_of_the_nearest_problems_and_few() -> None:
         return Attention.problem(batch=1, heads=8, kv_heads=8, seq_q=length, seq_k=length, head_dim=64, dtype="float16")
 
     entries = [won(512, 64), won(1024, 32), won(4096, 128), won(8192, 128), won(16384, 256)]
-    found = winners_nearby(Attention, make_problem(8192), entries)
+    found = winners_nearby(make_problem(8192), entries)
     assert [schedule["tile_n"] for schedule in found[:1]] == [128]  # of 4096 or 16384, and its own does not count
-    assert len(found) == len(set(found)) <= NEARBY
-    assert winners_nearby(Attention, make_problem(8192), []) == []
+    assert len(found) == len(set(found)) == 4
+    assert winners_nearby(make_problem(8192), []) == []
 
 
 def test_a_downgrade_and_an_upgrade_bring_either_evidence_back(bench, db) -> None:

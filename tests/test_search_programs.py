@@ -11,6 +11,7 @@ from pathlib import Path
 
 import fake_compiler
 import pytest
+from fake_builds import FakeBuilds
 from store_samples import TOOLCHAIN, artifact
 
 from tiledsched.build import pool as pool_module
@@ -60,26 +61,19 @@ def schedule(**knobs) -> Schedule:
     return Schedule(KNOBS | knobs)
 
 
-class StubPool:
+class StubPool(FakeBuilds):
     """Compiles by looking up `outcomes`; what is not there gets machine code of its own."""
 
     def __init__(self, outcomes=None):
-        self.outcomes = outcomes or {}
-        self.compiled = []
-        self.stopped_early = False
+        super().__init__()
+        self.outcomes, self.stopped_early = outcomes or {}, False
 
-    def start(self):
-        pass
+    def outcome(self, schedule):
+        return self.outcomes.get(schedule, artifact(stable_id(schedule.id, 24)))
 
     def build(self, tasks, *, leave=0):
         try:
-            for task in tasks:
-                self.compiled.append(task.schedule)
-                outcome = self.outcomes.get(task.schedule, artifact(stable_id(task.schedule.id, 24)))
-                failed = isinstance(outcome, Failure)
-                yield Built(
-                    task=task, artifact=None if failed else outcome, failure=outcome if failed else None, seconds=1.0
-                )
+            yield from super().build(tasks)
         except GeneratorExit:
             self.stopped_early = True
             raise
@@ -118,7 +112,7 @@ def test_nothing_is_compiled_twice(builder):
     assert steps == [(1, wanted[0]), (2, wanted[1])]
     assert shop.build(wanted, PROBLEM) == 0
     assert builder(pool).build(iter(wanted), PROBLEM) == 0
-    assert pool.compiled == wanted[:2]
+    assert pool.schedules == wanted[:2]
 
 
 def test_a_cache_that_cannot_be_written_is_said_before_and_after_building(tmp_path, monkeypatch):
@@ -244,7 +238,7 @@ def test_a_run_in_which_all_fail_alike_ends(builder):
         CompilerError, match="first 8 programs all failed to build, and alike: compiler_killed: OSError: no TMPDIR"
     ):
         builder(pool).build(wanted, PROBLEM)
-    assert pool.compiled == wanted[:8]
+    assert pool.schedules == wanted[:8]
     assert builder(StubPool(dict.fromkeys(wanted[1:], dead))).build(wanted, PROBLEM) == 12  # one is built
     other = replace(dead, message="another")
     assert builder(StubPool({**dict.fromkeys(wanted, dead), wanted[3]: other})).build(wanted[1:], PROBLEM) == 11
@@ -348,12 +342,12 @@ def test_a_deadline_leaves_the_rest(builder, monkeypatch):
     pool = StubPool()
     wanted = [schedule(occupancy=n) for n in range(1, 9)]
     shop = builder(pool)
-    monkeypatch.setattr("tiledsched.tuning.programs.time.monotonic", lambda: len(pool.compiled))
+    monkeypatch.setattr("tiledsched.tuning.programs.time.monotonic", lambda: pool.compiled)
     assert shop.build(wanted, PROBLEM, deadline_s=2.5) == 3
     assert pool.stopped_early
     assert builder(pool).missing(wanted, PROBLEM) == wanted[3:]
     assert shop.build(wanted, PROBLEM) == 5
-    assert pool.compiled == wanted
+    assert pool.schedules == wanted
 
 
 def test_ctrl_c_keeps_what_was_built(builder):

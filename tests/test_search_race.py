@@ -230,11 +230,6 @@ def test_closer_than_matters_is_a_tie_even_without_noise():
     assert result.margin == pytest.approx(0.004)
 
 
-def test_preference_does_not_save_a_slower_one():
-    result, _ = run(SyntheticRunner({"a": 100.0, "b": 101.0}, noise=0.002), preference=(Schedule(name="b"),))
-    assert name_of(result.winner) == "a"
-
-
 def test_the_hopeless_cost_one_look():
     runner = SyntheticRunner({"good": 100.0, "bad": 250.0, "worse": 5000.0, "fair": 140.0})
     result, reported = run(runner)
@@ -427,12 +422,6 @@ def test_few_race_in_both_regimes():
     assert len(close) == 8
 
 
-def test_same_input_same_verdict():
-    times = {f"c{i}": 100.0 + i / 9 for i in range(20)}
-    results = [run(SyntheticRunner(times, noise=0.01, seed=3))[0] for _ in range(2)]
-    assert results[0] == results[1]
-
-
 @pytest.mark.parametrize("after", [0, 3, 10, 21, 30, 60, 100])
 def test_ctrl_c_reports_what_is_known_once(after):
     times = {"a": 100.0, "b": 100.5, "c": 101.0, "slow": 140.0, "bad": 900.0, "doomed": 1.0}
@@ -477,7 +466,7 @@ def test_losing_the_gpu_reports_what_is_known():
     assert [type(outcome) for outcome in reported] == [Measurement, Measurement]
 
 
-class AttentionFeatures(SyntheticRunner):
+class Disturbed(SyntheticRunner):
     """Another process runs while some of the samples are taken, by their place among the calls of `sample`."""
 
     def __init__(self, *given, disturbed, **more):
@@ -509,7 +498,7 @@ def raced(runner, **more):
 @pytest.mark.parametrize("call", [0, 1, 3])
 def test_what_is_timed_beside_others_is_told_and_raced_again(call, impatient, caplog):
     times = {"a": 100.0, "b": 101.0, "slow": 140.0, "hopeless": 900.0, "bad": 50.0}
-    runner = AttentionFeatures(times, noise=0.01, disturbed=lambda index: index == call, failing={"bad": "check"})
+    runner = Disturbed(times, noise=0.01, disturbed=lambda index: index == call, failing={"bad": "check"})
     result, reported = raced(runner)
     assert name_of(result.winner) == "a"
     assert result.disturbance == ""
@@ -525,7 +514,7 @@ def test_what_is_timed_beside_others_is_told_and_raced_again(call, impatient, ca
 
 
 def test_who_was_beaten_before_is_out_by_a_time_that_counts(impatient):
-    runner = AttentionFeatures({"a": 100.0, "beaten": 108.0}, noise=0.002, disturbed=lambda index: index == 2)
+    runner = Disturbed({"a": 100.0, "beaten": 108.0}, noise=0.002, disturbed=lambda index: index == 2)
     _, reported = raced(runner)
     assert [(name_of(each), each.conditions.concurrent_pids) for each in reported][:2] == [
         ("beaten", ()),
@@ -533,24 +522,22 @@ def test_who_was_beaten_before_is_out_by_a_time_that_counts(impatient):
     ]
 
 
-@pytest.mark.parametrize("deadline_s", [None, 0.0])
+@pytest.mark.parametrize("deadline_s", [math.inf, 0.0])
 def test_a_gpu_that_is_never_alone_decides_nothing(deadline_s, impatient, monkeypatch):
-    if deadline_s is None:
+    if deadline_s:
         monkeypatch.setattr("tiledsched.tuning.race.PATIENCE_S", 0.05)
-    runner = AttentionFeatures(
-        {"a": 100.0, "b": 101.0, "bad": 50.0}, disturbed=lambda index: True, failing={"bad": "check"}
-    )
+    runner = Disturbed({"a": 100.0, "b": 101.0, "bad": 50.0}, disturbed=lambda index: True, failing={"bad": "check"})
     result, reported = raced(runner, deadline_s=deadline_s)
     assert (result.winner, result.runner_up, result.ties) == (None, None, ())
     assert result.disturbance == "beside process 4711 on the GPU"
     assert [type(outcome) for outcome in result.outcomes] in ([Failed], [])
     assert all(isinstance(each, Failed) or each.conditions.concurrent_pids for each in reported)
-    assert len(reported) > 4 if deadline_s is None else len(reported) == 1
+    assert len(reported) > 4 if deadline_s else len(reported) == 1
 
 
 def test_looks_alone_are_asked_about_too(impatient):
     """All are hopeless against what is known: nothing is sampled, and who else ran is asked for by itself."""
-    runner = AttentionFeatures({"a": 400.0, "b": 500.0}, disturbed=lambda index: index == 0)
+    runner = Disturbed({"a": 400.0, "b": 500.0}, disturbed=lambda index: index == 0)
     result, reported = raced(runner, known_us=100.0)
     assert [rounds for _, rounds in runner.calls] == [0, 0]
     assert [each.conditions.concurrent_pids for each in reported] == [(4711,)] * 2 + [()] * 2

@@ -191,7 +191,8 @@ def test_known_are_not_proposed_again(space, name):
     }
     outside = everything[0].replace(accum_mode="fp16")
     sampler = ScheduleStudy(space, PROBLEM, pinned=PINNED, sampler=name, first=everything[:2])
-    sampler.known([*known.items(), (outside, 1.0), (Schedule(other=1), None)])
+    for schedule, median_us in [*known.items(), (outside, 1.0), (Schedule(other=1), None)]:
+        sampler.tell(schedule, median_us)
     assert set(sampler.ask(100)) == set(everything[-10:])
 
 
@@ -200,7 +201,8 @@ def test_what_is_known_informs(space):
     everything = list(space.schedules(PROBLEM, pinned=PINNED))
     told = [schedule for schedule in everything[::3] if schedule["persistent"] is False]
     sampler = ScheduleStudy(space, PROBLEM, pinned=PINNED)
-    sampler.known((schedule, landscape(schedule)) for schedule in told)
+    for schedule in told:
+        sampler.tell(schedule, landscape(schedule))
     informed = [landscape(schedule) for schedule in sampler.ask(24)]
     assert statistics.mean(informed) < statistics.quantiles(map(landscape, everything), n=10)[1]
 

@@ -16,13 +16,17 @@ import tiledsched as ts
 from tiledsched.build.compiler import BuildTask
 from tiledsched.build.pool import BuildPool
 from tiledsched.cli import main
+from tiledsched.core.config import load_settings
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ConfigError, DeclarationError, MeasureError, ProblemError, SpaceError
 from tiledsched.core.registry import load_kernel
 from tiledsched.core.space_files import space_for
 from tiledsched.store.db import TuningDB
+from tiledsched.tuning.options import TuneOptions
 from tiledsched.tuning.prior import estimator
 from tiledsched.tuning.problems import problems_of, small_problems
+from tiledsched.tuning.resources import Tools
+from tiledsched.tuning.session import Session
 
 ROOT = Path(__file__).parent.parent
 SCALE = '''
@@ -145,19 +149,21 @@ def test_a_second_tune_compiles_nothing(tuned, kernel) -> None:
 
 
 @pytest.mark.compiler
-def test_few_trials_without_a_gpu_build_the_default_and_the_models_favourite(kernel, tmp_path, monkeypatch) -> None:
-    built, build = [], BuildPool.build
+def test_few_trials_without_a_gpu_build_the_default_and_the_models_favourite(kernel, tmp_path) -> None:
+    built = []
 
-    def noted(pool, tasks, **more):
-        built.extend(task.schedule for task in tasks)
-        return build(pool, tasks, **more)
+    class Noted(BuildPool):
+        def build(self, tasks, **more):
+            built.extend(task.schedule for task in tasks)
+            return super().build(tasks, **more)
 
-    monkeypatch.setattr(BuildPool, "build", noted)
     problem, space, spec = kernel.problem(rows=4096), space_for("sm_90", kernel), arch_spec("sm_90")
     estimate = estimator(problem, spec)
     others = [each for each in space.schedules(problem) if each != space.default(problem)]
     favourite = min(others, key=lambda schedule: (estimate(schedule, None), schedule.id))
-    ts.tune(kernel, [problem], arch="sm_90", db=str(tmp_path / "few.db"), runner="none", trials=2, jobs=1)
+    settings, tools = load_settings({"db": str(tmp_path / "few.db")}), Tools(pool=lambda jobs: Noted(1))
+    with Session("sm_90", settings=settings, tools=tools) as session:
+        session.tune(kernel, [problem], TuneOptions(runner="none", trials=2))
     assert built == [space.default(problem), favourite]
 
 
@@ -207,11 +213,12 @@ def test_small_problems_are_of_every_kind_and_one_that_no_tile_divides(kernel) -
 )
 def test_what_is_wrong_is_said_before_anything_is_built(folder, kernel, monkeypatch, given, error, words) -> None:
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("tiledsched.measure.nvml.devices", list)
-    monkeypatch.setattr(BuildPool, "build", lambda *_, **__: pytest.fail("something was built"))
+    tools = Tools(devices=list, pool=lambda jobs: pytest.fail("something is to be built"))
+    options = {"problems": "even", "arch": "sm_90", "runner": "none", **given}
+    problems, arch = options.pop("problems"), options.pop("arch")
     Path("my.toml").write_text('kernel = "scale:Scale"\narch = "sm_90"\n[knobs.TILE]\nchoices = [16]\n')
-    with pytest.raises(error, match=words):
-        ts.tune(kernel, **{"problems": "even", "arch": "sm_90", "runner": "none", **given})
+    with pytest.raises(error, match=words), Session(arch, tools=tools) as session:
+        session.tune(kernel, problems, TuneOptions(**options))
 
 
 def test_a_kernel_without_suites_wants_problems(tmp_path) -> None:

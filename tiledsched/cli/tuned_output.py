@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from tiledsched.tuning.check import CheckRow
     from tiledsched.tuning.record import RecordResult
     from tiledsched.tuning.refresh import RefreshReport
-    from tiledsched.tuning.run import TuneReport
-    from tiledsched.tuning.tuner import TuneResult
+    from tiledsched.tuning.tuner import TuneReport, TuneResult
 
 NO_DIFFERENCE = 5e-4
 """Relative differences below this are printed as none."""

@@ -31,7 +31,7 @@ from tiledsched.tuning.options import CHECK_ARCH, CheckOptions, RecordOptions, R
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tiledsched.tuning.run import TuneReport
+    from tiledsched.tuning.tuner import TuneReport
 
 
 @command("tune")

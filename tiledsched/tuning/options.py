@@ -115,12 +115,6 @@ def options_of(cls: type[Options]) -> tuple[OptionSpec, ...]:
     return tuple(OptionSpec(name=each.name, default=each.default, **each.metadata) for each in dataclasses.fields(cls))
 
 
-def _choices(setting: str) -> tuple[str, ...]:
-    allowed = SETTINGS[setting]
-    assert isinstance(allowed, tuple)
-    return allowed
-
-
 def _budget() -> Any:
     return option(
         None,
@@ -135,7 +129,7 @@ def _budget() -> Any:
 def _accum_mode() -> Any:
     return option(
         None,
-        choices=_choices("accum_mode"),
+        choices=SETTINGS["accum_mode"],
         help="accuracy class, of kernels that have several",
         default_help="as the settings say: fp32",
     )
@@ -174,14 +168,14 @@ class TuneOptions(Options):
     budget_s: float | None = _budget()
     regime: str | None = option(
         None,
-        choices=_choices("regime"),
+        choices=SETTINGS["regime"],
         help="what decides: times of a cool GPU at full clocks (burst), or at its power cap (sustained)",
         default_help="as the settings say: burst",
     )
     accum_mode: str | None = _accum_mode()
     rivals: str | None = option(
         None,
-        choices=_choices("rivals"),
+        choices=SETTINGS["rivals"],
         help="whether other implementations are timed next to each winner (serve, record), and whether those that are "
         "faster serve (serve)",
         default_help="as the settings say: serve",

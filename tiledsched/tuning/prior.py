@@ -8,17 +8,22 @@ from pathlib import Path
 
 from tiledsched.build.cubin import ResourceFacts
 from tiledsched.core import data_files
+from tiledsched.core.config import Settings
 from tiledsched.core.device import ArchSpec
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import SearchSpace
 from tiledsched.measure.runner import Measurement
+from tiledsched.serve.entries import load_entries
+from tiledsched.serve.lookup import LookupTable
 from tiledsched.store.db import TuningDB
-from tiledsched.store.evidence import timed_as_now
+from tiledsched.store.evidence import leaders, timed_as_now
 from tiledsched.store.exchange import read_table
 from tiledsched.store.manifest import shipped_landscapes
 from tiledsched.store.records import Entry
+from tiledsched.tuning.resources import Resources
 from tiledsched.tuning.study import Estimate
+from tiledsched.tuning.study_storage import facts_by_fingerprint
 from tiledsched.tuning.surrogate import Known
 
 MeasuredPrograms = dict[Problem, list[tuple[Schedule, ResourceFacts | None, float]]]
@@ -33,6 +38,8 @@ FEWEST_PROGRAMS = 8
 """Measured programs below which a problem teaches nothing."""
 MOST_PLAIN = 256
 """Plain schedules, the most promising ones, around which the structural knobs are explored."""
+NEARBY = 4
+"""Winners of similar problems that are raced where what is served was measured with another compiler."""
 
 
 def estimator(problem: Problem, spec: ArchSpec) -> Estimate:
@@ -113,12 +120,52 @@ def known_elsewhere(problem: Problem, others: MeasuredPrograms, spec: ArchSpec, 
     return found
 
 
+def winners_nearby(problem: Problem, entries: Iterable[Entry]) -> list[Schedule]:
+    """What won on other problems, those of the most similar ones first."""
+    similarity = problem.declaration.similarity.weight
+    others = [entry for entry in entries if entry.problem != problem]
+    others.sort(key=lambda entry: (-similarity(problem, entry.problem), entry.problem))
+    return list(dict.fromkeys(entry.schedule for entry in others))
+
+
+class Incumbents:
+    """What would be served for a problem were nothing tuned: it takes part in the tune and can only be beaten.
+
+    Where that was measured with another compiler, its ties and runner-up and what won on similar problems under this one
+    take part, too: their times may have changed since.
+    """
+
+    def __init__(self, resources: Resources, kernel: KernelClass, settings: Settings) -> None:
+        self._resources, self._kernel, self._regime = resources, kernel, settings.regime
+        self._compiler = resources.toolchain.tileiras
+        self._before = load_entries(settings, {resources.arch}, kernel.name)
+        self._table = LookupTable(
+            self._before, kernel, regime=settings.regime, accum_mode=settings.accum_mode, compiler=self._compiler
+        )
+
+    def __call__(self, problem: Problem, device_name: str) -> list[Schedule]:
+        """The schedules that take part for `problem` on a device; none where nothing is known of the arch."""
+        arch = self._resources.arch
+        if not self._table.known_arch(arch):
+            return []
+        answer = self._table.resolve(problem, arch, device_name)
+        if not (answer.stale and answer.entry):
+            return [answer.schedule]
+        # What this compiler made slow or fast on similar problems, it made slow or fast here.
+        measured_alike = "measured", device_name, self._regime, self._compiler
+        now = [
+            each
+            for each in (*self._resources.db.entries(arch, self._kernel.name), *self._before)
+            if (each.provenance, each.device_name, each.regime, each.compiler) == measured_alike
+        ]
+        return [answer.schedule, *leaders(answer.entry), *winners_nearby(problem, now)[:NEARBY]]
+
+
 class Shipped:
     """What comes with the package for one kernel and arch, read when it is first needed; nothing without a kernel."""
 
     def __init__(self, kernel: str = "", arch: str = "") -> None:
         self._kernel, self._arch = kernel, arch
-        self._read: dict[tuple[Problem, str], Landscape] = {}
 
     @cached_property
     def winners(self) -> list[Entry]:
@@ -137,13 +184,9 @@ class Shipped:
 
     def landscape(self, problem: Problem, regime: str) -> Landscape:
         """One of those: measurements, and facts by fingerprint."""
-        if (problem, regime) not in self._read:
-            table = read_table(self.recorded[problem, regime])
-            self._read[problem, regime] = (
-                [stored.measurement for stored in table.measurements],
-                {artifact.fingerprint: artifact.facts for artifact in table.artifacts},
-            )
-        return self._read[problem, regime]
+        table = read_table(self.recorded[problem, regime])
+        facts = {artifact.fingerprint: artifact.facts for artifact in table.artifacts}
+        return [stored.measurement for stored in table.measurements], facts
 
 
 class Elsewhere:
@@ -157,16 +200,11 @@ class Elsewhere:
         self._db, self._space, self._shipped = db, space, shipped or Shipped()
         self._regime, self._accum_mode = regime, accum_mode
         self._programs: MeasuredPrograms = {}
-        self._facts: dict[str, ResourceFacts | None] = {}
 
-    def read_recorded(self, problem: Problem) -> None:
-        """Read the landscapes that ship of the most similar problems, while the device is being opened."""
-        for other in nearest(problem, self._recorded, itself=True):
-            self._shipped.landscape(other, self._regime)
-
-    @property
-    def _recorded(self) -> set[Problem]:
-        return {other for other, regime in self._shipped.recorded if regime == self._regime}
+    @cached_property
+    def _facts(self) -> dict[str, ResourceFacts | None]:
+        """The resources of all machine code in the database."""
+        return facts_by_fingerprint(self._db, self._space.arch)
 
     def known(self, problem: Problem, device_name: str, spec: ArchSpec, *, itself: bool) -> list[Known]:
         """What to learn from for `problem`, of what was measured on devices of that name; see `known_elsewhere`."""
@@ -177,7 +215,8 @@ class Elsewhere:
             if (line.device_name, line.regime) == where and line.distinct_programs >= FEWEST_PROGRAMS
         }
         measured |= {other for other, programs in self._programs.items() if len(programs) >= FEWEST_PROGRAMS}
-        near = nearest(problem, measured | self._recorded, itself=itself)
+        recorded = {other for other, regime in self._shipped.recorded if regime == self._regime}
+        near = nearest(problem, measured | recorded, itself=itself)
         for other in near:
             if other not in self._programs:  # what ships was recorded on whatever device of the arch
                 self._programs[other] = (
@@ -193,8 +232,6 @@ class Elsewhere:
 
     def _read(self, problem: Problem, device_name: str) -> list[tuple[Schedule, ResourceFacts | None, float]]:
         """The newest measurement of each program."""
-        if not self._facts:
-            self._facts = {key[1]: artifact.facts for key, artifact in self._db.artifacts(self._space.arch).items()}
         taken = [
             stored.measurement
             for stored in self._db.latest_measurements(problem, device_name=device_name, regime=self._regime)

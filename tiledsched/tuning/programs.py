@@ -6,6 +6,7 @@ grids. Only one of them is ever measured.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -75,17 +76,12 @@ class Builder:
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         self.db, self.artifacts, self.kernel, self.arch, self.toolchain = db, artifacts, kernel, arch, toolchain
-        self._pool, self._timeout_s = pool, timeout_s
+        self.pool, self._timeout_s = pool, timeout_s
         self.source_hash = kernel.source_hash()
         self._classes: dict[tuple[Problem, Schedule], ProblemClass] = {}
         known = db.find_builds(kernel.name, self.source_hash, toolchain, arch)
         self._builds = {key: record for key, record in known.items() if not self._of_the_day(record)}
         self._alike: Counter[Failure | None] = Counter()
-
-    @property
-    def jobs(self) -> int:
-        """Compile processes."""
-        return self._pool.jobs
 
     def _of_the_day(self, record: BuildRecord) -> bool:
         """Whether a failure of an earlier run may have had its cause outside the program, so that it is built again."""
@@ -94,10 +90,6 @@ class Builder:
             failed.kind is FailureKind.COMPILER_KILLED
             or (failed.kind is FailureKind.COMPILE_TIMEOUT and record.seconds < self._timeout_s)
         )
-
-    def start(self) -> None:
-        """Start the compile processes, so that they are ready when there is something to build."""
-        self._pool.start()
 
     def problem_class(self, problem: Problem, schedule: Schedule) -> ProblemClass:
         """What of `problem` the machine code of `schedule` depends on."""
@@ -145,7 +137,7 @@ class Builder:
         problem: Problem,
         *,
         progress: Progress | None = None,
-        deadline_s: float | None = None,
+        deadline_s: float = math.inf,
         leave: int = 0,
     ) -> int:
         """Build for one problem what is missing; see `build_for_each`."""
@@ -157,7 +149,7 @@ class Builder:
         wanted: Iterable[tuple[Schedule, Problem]],
         *,
         progress: Progress | None = None,
-        deadline_s: float | None = None,
+        deadline_s: float = math.inf,
         leave: int = 0,
     ) -> int:
         """Build what is missing; each outcome is stored as it is known. Returns how many were compiled.
@@ -184,7 +176,7 @@ class Builder:
             for schedule, problem in missing.values()
         ]
         count = 0
-        for count, built in enumerate(self._pool.build(tasks, leave=leave), start=1):
+        for count, built in enumerate(self.pool.build(tasks, leave=leave), start=1):
             outcome: Artifact | Failure | None = built.artifact or built.failure
             assert outcome is not None
             if isinstance(outcome, Artifact):
@@ -204,7 +196,7 @@ class Builder:
             if progress:
                 progress(count, record)
             self._stop_where_all_fail_alike(record)
-            if deadline_s is not None and time.monotonic() > deadline_s:
+            if time.monotonic() > deadline_s:
                 break
         return count
 
@@ -245,6 +237,18 @@ class Builder:
                 candidates.append(Candidate(schedule=program.schedule, artifact=artifact))
         return candidates
 
+    def broken(self, problem: Problem, device_name: str) -> list[tuple[Schedule, str]]:
+        """Schedules and fingerprints of what failed on a device, the latest first.
+
+        Failures that say more of the day than of the program (a lost GPU, a killed worker, memory taken by others) do not
+        count: such programs are tried again.
+        """
+        return [
+            (failed.schedule, failed.fingerprint)
+            for failed in self.db.failures(self.arch, problem, stage="measure")
+            if failed.device_name == device_name and failed.failure.kind not in RETRIED
+        ]
+
     def keep(self, outcome: Measurement | Failed, run_id: int, problem: Problem, device: Device) -> int | None:
         """Store the measurement or failure of one program; the number of the measurement, None for a failure."""
         if isinstance(outcome, Measurement):
@@ -263,15 +267,12 @@ class Builder:
         return None
 
 
-def deadlines(budget_s: float | None, count: int) -> Iterator[float | None]:
-    """For each of `count` problems in turn, the `time.monotonic()` by which it should be done; None without a budget.
+def deadlines(budget_s: float | None, count: int) -> Iterator[float]:
+    """For each of `count` problems in turn, the `time.monotonic()` by which it should be done; infinite without a budget.
 
     What is left when a problem begins is shared evenly by it and those after it.
     """
-    started = time.monotonic()
+    ends = math.inf if budget_s is None else time.monotonic() + budget_s
     for left in range(count, 0, -1):
-        if budget_s is None:
-            yield None
-        else:
-            now = time.monotonic()
-            yield now + max(0.0, started + budget_s - now) / left
+        now = time.monotonic()
+        yield now + max(0.0, ends - now) / left

@@ -116,11 +116,11 @@ class RaceResult:
 
     winner: Measurement | None
     """The schedule to serve; None when every candidate failed, or others ran on the GPU meanwhile."""
-    ties: tuple[Schedule, ...]
+    ties: tuple[Schedule, ...] = ()
     """Other schedules that cannot be told apart from the winner."""
-    runner_up: Measurement | None
+    runner_up: Measurement | None = None
     """The fastest candidate that is known to be slower than the winner."""
-    margin: float | None
+    margin: float | None = None
     """How much longer the runner-up takes: the median over their common rounds of its time / the winner's - 1."""
     outcomes: tuple[Outcome, ...]
     """One for each candidate reached before the deadline; those of times that decide nothing are not among them."""
@@ -137,7 +137,7 @@ def race(
     rules: Rules | None = None,
     regime: str = "burst",
     known_us: float = math.inf,
-    deadline_s: float | None = None,
+    deadline_s: float = math.inf,
     on_outcome: Callable[[Outcome], None] | None = None,
 ) -> RaceResult:
     """Find the fastest of `candidates` for the problem `runner.begin` was given.
@@ -158,24 +158,17 @@ def race(
         on_outcome: called once per candidate and race as its outcome is final, also when the race is interrupted.
     """
     report, failed = on_outcome or (lambda outcome: None), list[Outcome]()
-    patient_until = min(time.monotonic() + PATIENCE_S, math.inf if deadline_s is None else deadline_s)
+    patient_until = min(time.monotonic() + PATIENCE_S, deadline_s)
     while True:
-        course = RaceState(runner, problem, rules or RULES[regime], regime, report, deadline_s)
-        course.race(candidates, known_us)
-        if not course.disturbance:
-            return _decide(course, preference, failed)
+        state = RaceState(runner, problem, rules or RULES[regime], regime, report, deadline_s)
+        state.race(candidates, known_us)
+        if not state.disturbance:
+            return _decide(state, preference, failed)
         again = f"; again for up to {left_s:.0f} s" if (left_s := patient_until - time.monotonic()) > PAUSE_S else ""
-        log.warning("%s: timed %s, which decides nothing%s", problem, course.disturbance, again)
-        failed += [outcome for outcome in course.outcomes if isinstance(outcome, Failed)]
+        log.warning("%s: timed %s, which decides nothing%s", problem, state.disturbance, again)
+        failed += [outcome for outcome in state.outcomes if isinstance(outcome, Failed)]
         if not again:
-            return RaceResult(
-                winner=None,
-                ties=(),
-                runner_up=None,
-                margin=None,
-                outcomes=tuple(failed),
-                disturbance=course.disturbance,
-            )
+            return RaceResult(winner=None, outcomes=tuple(failed), disturbance=state.disturbance)
         broken = {outcome.schedule for outcome in failed}
         candidates = [candidate for candidate in candidates if candidate.schedule not in broken]
         time.sleep(PAUSE_S)
@@ -191,7 +184,7 @@ class RaceState:
         rules: Rules,
         regime: str,
         report: Callable[[Outcome], None],
-        deadline_s: float | None,
+        deadline_s: float,
     ) -> None:
         self.runner, self.problem, self.rules, self.regime = runner, problem, rules, regime
         self._rules_of_short = rules.of_short()
@@ -222,11 +215,12 @@ class RaceState:
                 self.admit(math.inf)  # all who stayed in broke down: the rest races again
             self.watch()
         finally:
-            self.finish_all()
+            for racer in self.racers:
+                self.finish(racer)
 
     def late(self) -> bool:
         """Whether nothing new may start."""
-        return self._deadline_s is not None and time.monotonic() > self._deadline_s
+        return time.monotonic() > self._deadline_s
 
     def probe(self, candidates: Sequence[Candidate]) -> None:
         """Time one launch of every candidate."""
@@ -332,11 +326,6 @@ class RaceState:
             self.outcomes.append(outcome)
             self._report(outcome)
 
-    def finish_all(self) -> None:
-        """Report everyone not yet reported."""
-        for racer in self.racers:
-            self.finish(racer)
-
     def _outcome(self, racer: Racer) -> Outcome | None:
         if racer.failure is not None:
             return Failed(
@@ -395,14 +384,10 @@ def near(result: RaceResult) -> list[Measurement]:
     if result.winner is None:
         return []
     winner = result.winner
-    others = {
-        each.schedule: (_ratio(each, winner), each)
-        for each in result.outcomes
-        if isinstance(each, Measurement) and each.accuracy is not None and each.schedule != winner.schedule
-    }
-    close = sorted((ratio, schedule.id) for schedule, (ratio, _) in others.items() if ratio <= 1 + NEAR)
-    known = {schedule.id: each for schedule, (_, each) in others.items()}
-    return [winner, *(known[name] for _, name in close[: MOST_NEAR - 1])]
+    checked = [each for each in result.outcomes if isinstance(each, Measurement) and each.accuracy is not None]
+    close = [each for each in checked if each.schedule != winner.schedule and _ratio(each, winner) <= 1 + NEAR]
+    close.sort(key=lambda each: (_ratio(each, winner), each.schedule.id))
+    return [winner, *close[: MOST_NEAR - 1]]
 
 
 def settle(result: RaceResult, sustained: RaceResult, same: float = Rules.same) -> RaceResult:
@@ -452,14 +437,14 @@ def _ratio(mine: Measurement, theirs: Measurement) -> float:
     return statistics.median(_ratios(mine, theirs))
 
 
-def _decide(course: RaceState, preference: Sequence[Schedule], failed: Sequence[Outcome]) -> RaceResult:
-    outcomes = (*failed, *course.outcomes)
-    finishers = [racer for racer in course.racers if racer.failure is None and racer.samples_us]
-    finalists = [racer for racer in finishers if racer in course.alive]
+def _decide(state: RaceState, preference: Sequence[Schedule], failed: Sequence[Outcome]) -> RaceResult:
+    outcomes = (*failed, *state.outcomes)
+    finishers = [racer for racer in state.racers if racer.failure is None and racer.samples_us]
+    finalists = [racer for racer in finishers if racer in state.alive]
     if not finalists:
-        return RaceResult(winner=None, ties=(), runner_up=None, margin=None, outcomes=outcomes)
+        return RaceResult(winner=None, outcomes=outcomes)
     leader = min(finalists, key=_by_time)
-    rules = course.rules
+    rules = state.rules
     tied = [racer for racer in finalists if not _beaten(racer, leader, rules, len(finalists))]
     rank = {schedule: index for index, schedule in enumerate(preference)}
     tied.sort(key=lambda racer: (rank.get(racer.candidate.schedule, len(rank)), racer.candidate.schedule.id))
@@ -470,9 +455,9 @@ def _decide(course: RaceState, preference: Sequence[Schedule], failed: Sequence[
     others.sort(key=lambda racer: (-len(racer.samples_us), racer.median_us, racer.candidate.schedule.id))
     runner_up = others[0] if others else None
     return RaceResult(
-        winner=course.measurement(winner),
+        winner=state.measurement(winner),
         ties=tuple(racer.candidate.schedule for racer in tied),
-        runner_up=course.measurement(runner_up) if runner_up else None,
+        runner_up=state.measurement(runner_up) if runner_up else None,
         margin=statistics.median(_ratios(runner_up, winner)) - 1.0 if runner_up else None,
         outcomes=outcomes,
     )

@@ -7,27 +7,26 @@ anything is measured, every program that is not hopeless gets several samples, a
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tiledsched.core.config import Settings
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import NoValidScheduleError
-from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import SearchSpace, accuracy_class
-from tiledsched.measure.runner import REGIMES, Failed, Measurement, Runner
+from tiledsched.measure.runner import REGIMES, Device, Failed, Measurement, Runner
 from tiledsched.store.exchange import export_landscape, landscape_file_name
 from tiledsched.tuning.options import RecordOptions
-from tiledsched.tuning.problems import Cases, kernel_of, problems_of
-from tiledsched.tuning.programs import RETRIED, Builder, Key, Program, deadlines
+from tiledsched.tuning.programs import Builder, Key, Program, deadlines
 from tiledsched.tuning.race import Outcome, Rules, race
-from tiledsched.tuning.resources import Resources
 
 COVERAGE = 0.05
 """Share of the planned schedules that every value of every knob gets, where the constraints leave enough of them."""
@@ -128,11 +127,7 @@ class PlannedOrder:
 
     def first(self, count: int) -> list[Schedule]:
         """The first `count` schedules; fewer where there are no more."""
-        while len(self._drawn) < count:
-            found = next(self._order, None)
-            if found is None:
-                break
-            self._drawn.append(found)
+        self._drawn += itertools.islice(self._order, max(0, count - len(self._drawn)))
         return self._drawn[:count]
 
 
@@ -142,8 +137,6 @@ class LandscapeFile:
 
     path: Path
     """Where it lies."""
-    problem: Problem
-    """What was computed."""
     device_name: str
     """Where it was measured."""
     regime: str
@@ -152,18 +145,10 @@ class LandscapeFile:
     """Programs in it."""
     best_us: float
     """Median of the fastest."""
-    worst_us: float
-    """Median of the slowest."""
-
-    @property
-    def best_tflops(self) -> float:
-        """Rate of the fastest program, in TFLOP/s."""
-        return self.problem.tflops(self.best_us)
-
-    @property
-    def worst_ratio(self) -> float:
-        """Time of the slowest program / time of the fastest."""
-        return self.worst_us / self.best_us
+    best_tflops: float
+    """Rate of the fastest, in TFLOP/s."""
+    worst_ratio: float
+    """Time of the slowest program / time of the fastest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,9 +200,7 @@ class Recorder:
         progress: Callable[[str], None] | None = None,
     ) -> None:
         self.builder, self.space, self.options, self.run_id, self.runner = builder, space, options, run_id, runner
-        self.db, self.kernel = builder.db, builder.kernel
         self.say = progress or (lambda line: None)
-        self._batch = max(16, 4 * builder.jobs)
         self._pinned = accuracy_class(space, options.accum_mode or Settings().accum_mode)
         self._plans: dict[tuple[object, ...], PlannedOrder] = {}
 
@@ -228,240 +211,196 @@ class Recorder:
             NoValidScheduleError: for some problem no schedule is valid or builds; those before it are written.
         """
         for deadline_s, problem in zip(deadlines(self.options.budget_s, len(problems)), problems, strict=True):
-            yield self._record(problem, folder, deadline_s)
+            yield _Recording(self, problem, deadline_s).run(folder)
 
-    def _record(self, problem: Problem, folder: Path, deadline_s: float | None) -> RecordResult:
-        planned, programs, compiled = self._build(problem, deadline_s)
-        builds = [self.builder.record(schedule, problem) for schedule in planned]
-        built: dict[str, Any] = {
-            "problem": problem,
-            "schedules": len(planned),
-            "programs": len(programs),
-            "wanted": self.options.programs,
-            "compiled": compiled,
-            "failed_builds": sum(bool(build and build.failure) for build in builds),
-        }
-        if self.runner is None:
-            return RecordResult(**built, measured=0, failed_programs=0, complete=False, files=())
-        measuring = _Measuring(self, self.runner, problem, programs, deadline_s)
-        try:
-            complete = measuring.run()
-        finally:  # what an interrupt left is a landscape, too
-            files = self._write(problem, self.runner.device.name, folder)
-        return RecordResult(
-            **built, measured=measuring.measured, failed_programs=len(measuring.failed), complete=complete, files=files
-        )
-
-    def _build(self, problem: Problem, deadline_s: float | None) -> tuple[list[Schedule], list[Program], int]:
-        """Build schedules in planned order until there are enough distinct programs."""
-        order, wanted = self._plan(problem), self.options.programs
-        device = self.runner.device if self.runner else arch_spec(self.space.arch)
-        planned: list[Schedule] = []
-        programs: list[Program] = []
-        compiled = 0
-        while len(programs) < wanted and not (programs and _late(deadline_s)):
-            more = order.first(len(planned) + self._batch)
-            if len(more) == len(planned):
-                break
-            compiled += self.builder.build(more[len(planned) :], problem, deadline_s=deadline_s)
-            planned = more
-            programs = self.builder.programs(planned, problem, device)
-            self.say(f"{problem}: built {len(planned)} schedules, {len(programs)} of {wanted} programs")
-        if not programs:
-            why = f"none of {len(planned)} schedules builds" if planned else "no schedule is valid"
-            raise NoValidScheduleError(f"{why} for {problem} on {self.space.arch}; run: tiledsched doctor")
-        if len(programs) < wanted:
-            self.say(f"{problem}: only {len(programs)} distinct programs could be had, {wanted} were asked for")
-        return planned, programs[:wanted], compiled
-
-    def _plan(self, problem: Problem) -> PlannedOrder:
+    def plan(self, problem: Problem) -> PlannedOrder:
         """The plan of a problem; problems of one class that the constraints cannot tell apart share one."""
         read = {name for constraint in self.space.constraints for name in constraint.names}
+        kind = problem.declaration.similarity.kind
         values = self.space.constraint_values(problem)
-        kernel = self.kernel
-        key = (kernel.similarity.kind(problem), *(values[name] for name in values if name in read))
+        key = (kind(problem), *(values[name] for name in values if name in read))
         if key not in self._plans:
-            seeds = [
-                entry.schedule
-                for entry in self.db.entries(self.space.arch, kernel.name)
-                if kernel.similarity.kind(entry.problem) == kernel.similarity.kind(problem)
-            ]
+            known = self.builder.db.entries(self.space.arch, problem.kernel)
+            seeds = [entry.schedule for entry in known if kind(entry.problem) == kind(problem)]
             order = plan(self.space, problem, seeds=seeds, pinned=self._pinned, seed=self.options.seed)
             self._plans[key] = PlannedOrder(order)
         return self._plans[key]
 
-    def _write(self, problem: Problem, device_name: str, folder: Path) -> tuple[LandscapeFile, ...]:
-        """One file for each regime with measurements."""
-        files = []
-        for regime in REGIMES:
-            taken = self.taken(problem, device_name, regime)
-            if taken:
-                path = folder / landscape_file_name(problem, device_name, regime)
-                export_landscape(self.db, path, problem, device_name, regime)
-                times = [one.median_us for one in taken.values()]
-                files.append(
-                    LandscapeFile(
-                        path=path,
-                        problem=problem,
-                        device_name=device_name,
-                        regime=regime,
-                        distinct_programs=len(taken),
-                        best_us=min(times),
-                        worst_us=max(times),
-                    )
-                )
-        return tuple(files)
 
-    def taken(self, problem: Problem, device_name: str, regime: str) -> dict[Key, Measurement]:
-        """The newest measurement of each program on this device."""
-        found: dict[Key, Measurement] = {}
-        for stored in self.db.measurements(problem, self.space.arch, device_name, regime):
-            one = stored.measurement
-            key = one.fingerprint, self.kernel.grids(problem, self.space.complete(one.schedule), one.device)
-            found.setdefault(key, one)
-        return found
+class _Recording:
+    """The recording of one problem: its programs, what is known of them, and what is left to do."""
 
+    def __init__(self, recorder: Recorder, problem: Problem, deadline_s: float) -> None:
+        self.recorder, self.problem, self.deadline_s = recorder, problem, deadline_s
+        self.builder, self.space, self.runner = recorder.builder, recorder.space, recorder.runner
+        self.device: Any = self.runner.device if self.runner else arch_spec(self.space.arch)
+        self.planned: list[Schedule] = []
+        self.programs: dict[Key, Program] = {}
+        self.known: dict[str, dict[Key, Measurement]] = {}
+        self.broken: set[Key] = set()
+        self.compiled = self.measured = 0
+        self.begun = False
 
-class _Measuring:
-    """Measures the programs of one problem: knows what was measured before, and what is left to do."""
+    def run(self, folder: Path) -> RecordResult:
+        """Build the programs, measure them where there is a GPU, and write the landscapes."""
+        self.build()
+        complete, files = False, list[LandscapeFile]()
+        if self.runner is not None:
+            try:
+                complete = self.measure(self.runner)
+            finally:  # what an interrupt left is a landscape, too
+                files = self.write(folder)
+        builds = [self.builder.record(schedule, self.problem) for schedule in self.planned]
+        return RecordResult(
+            problem=self.problem,
+            schedules=len(self.planned),
+            programs=len(self.programs),
+            wanted=self.recorder.options.programs,
+            compiled=self.compiled,
+            measured=self.measured,
+            failed_builds=sum(bool(build and build.failure) for build in builds),
+            failed_programs=len(self.broken),
+            complete=complete,
+            files=tuple(files),
+        )
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        runner: Runner,
-        problem: Problem,
-        programs: Sequence[Program],
-        deadline_s: float | None,
-    ) -> None:
-        self._recorder, self._runner, self._problem, self._deadline_s = recorder, runner, problem, deadline_s
-        self._programs = {program.key: program for program in programs}
-        self._known = {
-            regime: {
-                key: one
-                for key, one in recorder.taken(problem, runner.device.name, regime).items()
-                if key in self._programs
-            }
-            for regime in REGIMES
+    def late(self) -> bool:
+        """Whether the time for this problem is up."""
+        return time.monotonic() > self.deadline_s
+
+    def build(self) -> None:
+        """Build schedules in planned order until there are enough distinct programs."""
+        order, wanted, say = self.recorder.plan(self.problem), self.recorder.options.programs, self.recorder.say
+        batch, programs = max(16, 4 * self.builder.pool.jobs), list[Program]()
+        while len(programs) < wanted and not (programs and self.late()):
+            planned = order.first(len(self.planned) + batch)
+            new = planned[len(self.planned) :]
+            if not new:
+                break
+            self.compiled += self.builder.build(new, self.problem, deadline_s=self.deadline_s)
+            self.planned = planned
+            programs = self.builder.programs(planned, self.problem, self.device)
+            say(f"{self.problem}: built {len(planned)} schedules, {len(programs)} of {wanted} programs")
+        if not programs:
+            why = f"none of {len(self.planned)} schedules builds" if self.planned else "no schedule is valid"
+            raise NoValidScheduleError(f"{why} for {self.problem} on {self.space.arch}; run: tiledsched doctor")
+        if len(programs) < wanted:
+            say(f"{self.problem}: only {len(programs)} distinct programs could be had, {wanted} were asked for")
+        self.programs = {program.key: program for program in programs[:wanted]}
+
+    def measure(self, runner: Runner) -> bool:
+        """Measure all programs, then the leaders, then the fastest in the sustained regime; whether everything was done."""
+        self.known = {
+            regime: {key: one for key, one in self.taken(regime).items() if key in self.programs} for regime in REGIMES
         }
-        broken = {
-            (failed.fingerprint, failed.schedule)
-            for failed in recorder.db.failures(recorder.space.arch, problem, stage="measure")
-            if failed.device_name == runner.device.name and failed.failure.kind not in RETRIED
-        }
-        self.failed = {
+        burst, sustained = self.known["burst"], self.known["sustained"]
+        broken = set(self.builder.broken(self.problem, runner.device.name))
+        self.broken = {
             key
-            for key, program in self._programs.items()
-            if key not in self._known["burst"]
-            and any((program.fingerprint, schedule) in broken for schedule in program.schedules)
+            for key, program in self.programs.items()
+            if key not in burst and broken & {(schedule, program.fingerprint) for schedule in program.schedules}
         }
-        self.measured = 0
-        self._begun = False
-
-    def run(self) -> bool:
-        """The field, then the leaders, then the fastest in the sustained regime; whether everything was done."""
-        burst, sustained = self._known["burst"], self._known["sustained"]
-        field = [key for key in self._programs if key not in self.failed and not _in_field(burst.get(key))]
+        field = [key for key in self.programs if key not in self.broken and not _in_field(burst.get(key))]
         for start in range(0, len(field), BATCH):
-            if not self._race(field[start : start + BATCH], FIELD, "burst"):
+            if not self.race(runner, field[start : start + BATCH], FIELD, "burst"):
                 return False
         raced: list[Key] = []
-        while (lacking := self._lacking()) and lacking != raced:  # a leader's new median may bring others near
-            if not self._race(lacking, LEADERS, "burst"):
+        while (lacking := self.lacking()) and lacking != raced:  # a leader's new median may bring others near
+            if not self.race(runner, lacking, LEADERS, "burst"):
                 return False
             raced = lacking
         fastest = sorted(burst, key=lambda key: (burst[key].median_us, key))
-        fastest = fastest[: self._recorder.options.sustained_leaders]
+        fastest = fastest[: self.recorder.options.sustained_leaders]
         enough = SUSTAINED.opening_rounds
         known = all(key in sustained and len(sustained[key].samples_us) >= enough for key in fastest)
-        if not known and not self._race(fastest, SUSTAINED, "sustained"):  # all again: only one race compares them
+        if not known and not self.race(
+            runner, fastest, SUSTAINED, "sustained"
+        ):  # all again: only one race compares them
             return False
-        return all(key in burst or key in self.failed for key in self._programs)
+        return all(key in burst or key in self.broken for key in self.programs)
 
-    def _lacking(self) -> list[Key]:
+    def lacking(self) -> list[Key]:
         """Leaders with too few samples."""
-        limit_us = LEADER_RATIO * self._best_us()
+        limit_us = LEADER_RATIO * self.best_us()
         return [
             key
-            for key, one in self._known["burst"].items()
+            for key, one in self.known["burst"].items()
             if one.median_us <= limit_us and len(one.samples_us) < LEADERS.opening_rounds
         ]
 
-    def _best_us(self) -> float:
-        return min((one.median_us for one in self._known["burst"].values()), default=math.inf)
+    def best_us(self) -> float:
+        """Least time in the burst regime so far; infinite where nothing is measured."""
+        return min((one.median_us for one in self.known["burst"].values()), default=math.inf)
 
-    def _race(self, keys: Sequence[Key], rules: Rules, regime: str) -> bool:
+    def race(self, runner: Runner, keys: Sequence[Key], rules: Rules, regime: str) -> bool:
         """Measure some programs against each other, and store them; False once the time is up."""
-        if _late(self._deadline_s):
+        if self.late():
             return False
-        if not self._begun:
-            self._runner.begin(self._problem)
-            self._begun = True
-        recorder = self._recorder
-        candidates = recorder.builder.candidates(self._programs[key] for key in keys)
-        known_us = self._best_us() if regime == "burst" else math.inf
+        if not self.begun:
+            runner.begin(self.problem)
+            self.begun = True
         result = race(
-            self._runner,
-            self._problem,
-            candidates,
+            runner,
+            self.problem,
+            self.builder.candidates(self.programs[key] for key in keys),
             rules=rules,
             regime=regime,
-            known_us=known_us,
-            deadline_s=self._deadline_s,
-            on_outcome=lambda outcome: self._keep(outcome, regime),
+            known_us=self.best_us() if regime == "burst" else math.inf,
+            deadline_s=self.deadline_s,
+            on_outcome=lambda outcome: self.keep(runner, outcome, regime),
         )
+        say = self.recorder.say
         if result.disturbance:
-            recorder.say(f"{self._problem}: left, because all is timed {result.disturbance}; end it and run again")
-        done = sum(key in self._known["burst"] or key in self.failed for key in self._programs)
-        recorder.say(f"{self._problem}: {regime}, {done} of {len(self._programs)} programs measured")
-        return not result.disturbance and not _late(self._deadline_s)
+            say(f"{self.problem}: left, because all is timed {result.disturbance}; end it and run again")
+        done = sum(key in self.known["burst"] or key in self.broken for key in self.programs)
+        say(f"{self.problem}: {regime}, {done} of {len(self.programs)} programs measured")
+        return not result.disturbance and not self.late()
 
-    def _keep(self, outcome: Outcome, regime: str) -> None:
+    def keep(self, runner: Runner, outcome: Outcome, regime: str) -> None:
         """Store one outcome, at once."""
-        recorder, runner = self._recorder, self._runner
-        key = outcome.fingerprint, recorder.kernel.grids(self._problem, outcome.schedule, runner.device)
-        recorder.builder.keep(outcome, recorder.run_id, self._problem, runner.device)
+        self.builder.keep(outcome, self.recorder.run_id, self.problem, runner.device)
+        key = self.key(outcome, runner.device)
         if isinstance(outcome, Failed):
-            self.failed.add(key)
-            self._known[regime].pop(key, None)
+            self.broken.add(key)
+            self.known[regime].pop(key, None)
         elif not outcome.conditions.concurrent_pids:
             self.measured += 1
-            self._known[regime][key] = outcome
+            self.known[regime][key] = outcome
+
+    def key(self, outcome: Outcome, device: Device) -> Key:
+        """The program of an outcome on a device; its schedule may be of an older space."""
+        schedule = self.space.complete(outcome.schedule)
+        return outcome.fingerprint, self.builder.kernel.grids(self.problem, schedule, device)
+
+    def taken(self, regime: str) -> dict[Key, Measurement]:
+        """The newest measurement of each program on this device."""
+        found: dict[Key, Measurement] = {}
+        for stored in self.builder.db.measurements(self.problem, self.space.arch, self.device.name, regime):
+            found.setdefault(self.key(stored.measurement, stored.measurement.device), stored.measurement)
+        return found
+
+    def write(self, folder: Path) -> list[LandscapeFile]:
+        """One file for each regime with measurements, burst first."""
+        files = []
+        for regime in REGIMES:
+            times_us = [one.median_us for one in self.taken(regime).values()]
+            if times_us:
+                path = folder / landscape_file_name(self.problem, self.device.name, regime)
+                export_landscape(self.builder.db, path, self.problem, self.device.name, regime)
+                files.append(
+                    LandscapeFile(
+                        path=path,
+                        device_name=self.device.name,
+                        regime=regime,
+                        distinct_programs=len(times_us),
+                        best_us=min(times_us),
+                        best_tflops=self.problem.tflops(min(times_us)),
+                        worst_ratio=max(times_us) / min(times_us),
+                    )
+                )
+        return files
 
 
 def _in_field(known: Measurement | None) -> bool:
     """Whether a program needs no more samples: it has them, or it was hopeless and therefore not even checked."""
     return known is not None and (known.accuracy is None or len(known.samples_us) >= FIELD.opening_rounds)
-
-
-def _late(deadline_s: float | None) -> bool:
-    return deadline_s is not None and time.monotonic() > deadline_s
-
-
-def record_problems(
-    resources: Resources,
-    kernel: KernelClass | str,
-    problems: Cases | str | None,
-    options: RecordOptions,
-    *,
-    folder: str | Path | None,
-    progress: Callable[[str], None],
-    on_result: Callable[[RecordResult], None],
-    command: Mapping[str, Any] | None,
-) -> tuple[int, list[RecordResult]]:
-    """Record each problem; see `Session.record`."""
-    kernel = kernel_of(kernel)
-    wanted = problems_of(kernel, problems)
-    options = replace(options, accum_mode=options.accum_mode or resources.settings.accum_mode)
-    space = resources.space(kernel, options.space)
-    builder = resources.builder(kernel, options.compile_timeout_s)
-    runner = resources.open_runner(
-        kernel, "none" if options.build_only else "gpu", seed=options.seed, without="--build-only"
-    )
-    noted = command or {"kernel": kernel.name, "problems": [each.to_json() for each in wanted], **options.to_json()}
-    results = []
-    with resources.noted_run(noted) as run_id:
-        recorder = Recorder(builder, space, options, run_id=run_id, runner=runner, progress=progress)
-        for result in recorder.record(wanted, Path(folder) if folder else Path()):
-            results.append(result)
-            on_result(result)
-    return run_id, results

@@ -9,24 +9,23 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tiledsched.core import config, data_files
+from tiledsched.core import data_files
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
+from tiledsched.measure.rivals import RivalRaces
 from tiledsched.measure.runner import Runner
+from tiledsched.serve.entries import load_entries
+from tiledsched.store.evidence import for_compiler, leaders
+from tiledsched.store.exchange import read_table
+from tiledsched.store.records import Entry, Place, StoredMeasurement
 from tiledsched.tuning.options import RefreshOptions, TuneOptions
-from tiledsched.tuning.problems import Cases, kernel_of, problems_of
-from tiledsched.tuning.resources import Resources, RivalTimer
-from tiledsched.tuning.run import tune_problems
-
-if TYPE_CHECKING:
-    from tiledsched.store.db import TuningDB
-    from tiledsched.store.records import Entry, Place, StoredMeasurement
-    from tiledsched.tuning.programs import Builder
-    from tiledsched.tuning.tuner import Watcher
+from tiledsched.tuning.problems import Cases, problems_of
+from tiledsched.tuning.resources import Resources
+from tiledsched.tuning.tuner import Silent, TuneReport, Watcher
 
 KEPT, RACED, LEFT = "kept", "raced", "to race"
 
@@ -41,10 +40,13 @@ class Refreshed:
     """`kept`: the machine code is the same, and so is the evidence. `raced`. `to race`: no GPU of its kind measured here."""
     now: Entry | None
     """What is served now; None where it is still to be raced."""
-    leaders: tuple[Schedule, ...]
-    """What is raced first: what was served, what tied with it, and the runner-up."""
     why: str
     """Why the evidence could not be kept; empty where it was."""
+
+    @property
+    def leaders(self) -> tuple[Schedule, ...]:
+        """What is raced first: what was served, what tied with it, and the runner-up."""
+        return tuple(leaders(self.was))
 
     @property
     def change(self) -> float | None:
@@ -123,218 +125,179 @@ def _summarise(entry: Entry) -> dict[str, Any]:
     }
 
 
-def refresh_entries(
-    resources: Resources,
-    kernel: KernelClass | str,
-    problems: Cases | str | None,
-    options: RefreshOptions,
-    *,
-    watcher: Watcher | None = None,
-    command: Mapping[str, Any] | None = None,
-) -> RefreshReport:
-    """Keep the evidence of machine code that is the same, and race the rest; see `Session.refresh`."""
-    from tiledsched.store.evidence import leaders
-    from tiledsched.tuning.tuner import Silent
+class Refresh:
+    """The refresh of one kernel; see `Session.refresh`.
 
-    started, watcher = time.monotonic(), watcher or Silent()
-    kernel = kernel_of(kernel)
-    kernel.locator()  # raises where the compile processes could not find it
-    measured = _measured(resources, kernel, problems)
-    builder = resources.builder(kernel, options.compile_timeout_s)
-    now = resources.toolchain.tileiras, builder.source_hash
-    others = [entry for entry in measured if (entry.compiler, entry.source_hash) != now]
-    compiled = _build(others, builder, "comparing machine code", watcher)
-    changed, kept = _keep_evidence(others, builder)
-    _forget_what_is_served()
-    here = resources.device_names() if options.runner != "none" else set()
-    ends = None if options.budget_s is None else started + options.budget_s
-    to_race = [entry for entry in others if entry.key in changed and entry.device_name in here]
-    raced = _race(resources, kernel, to_race, options, ends, watcher, command)
-    keys = {entry.key for entry in others}
-    standing = [*(entry for entry in measured if entry.key not in keys), *kept.values()]
-    standing = [entry for entry in standing if entry.device_name in here]
-    timed = _time_rivals(resources, builder, standing, options.seed, ends, watcher)
-    _forget_what_is_served()
-    rows = []
-    for entry in others:
-        served = kept.get(entry.key) or raced.get(entry.place)
-        outcome = KEPT if entry.key in kept else RACED if served else LEFT
-        rows.append(
-            Refreshed(
-                was=entry, outcome=outcome, now=served, leaders=tuple(leaders(entry)), why=changed.get(entry.key, "")
+    Args:
+        resources: the database, the compiler and the GPU.
+        kernel: whose entries are looked at.
+        options: how much the races do.
+        watcher: shows progress.
+    """
+
+    def __init__(
+        self, resources: Resources, kernel: KernelClass, options: RefreshOptions, watcher: Watcher | None = None
+    ) -> None:
+        self._resources, self._kernel, self._options, self._watcher = resources, kernel, options, watcher or Silent()
+        self._started, self._compiler = time.monotonic(), resources.toolchain.tileiras
+        self._ends = math.inf if options.budget_s is None else self._started + options.budget_s
+        self._builder = resources.builder(kernel, options.compile_timeout_s)
+        self._db = self._builder.db
+
+    def run(
+        self, problems: Cases | str | None, tune: Callable[[Sequence[Problem], TuneOptions], TuneReport]
+    ) -> RefreshReport:
+        """Keep the evidence of machine code that is the same, and race the rest with `tune`."""
+        measured = self._measured(problems)
+        now = self._compiler, self._builder.source_hash
+        others = [entry for entry in measured if (entry.compiler, entry.source_hash) != now]
+        compiled = self._build(others, "comparing machine code")
+        evidence = self._evidence(others)
+        changed = {entry.key: self._changed(entry, evidence) for entry in others}
+        kept = {
+            entry.key: self._restate(
+                entry, evidence, toolchain=self._builder.toolchain, source_hash=self._builder.source_hash
             )
+            for entry in others
+            if not changed[entry.key]
+        }
+        here = self._resources.device_names() if self._options.runner != "none" else set()
+        raced = self._race([each for each in others if changed[each.key] and each.device_name in here], tune)
+        standing = [*(entry for entry in measured if entry.key not in changed), *kept.values()]
+        timed = self._time_rivals([entry for entry in standing if entry.device_name in here])
+        rows = []
+        for entry in others:
+            served = kept.get(entry.key) or raced.get(entry.place)
+            outcome = KEPT if entry.key in kept else RACED if served else LEFT
+            rows.append(Refreshed(was=entry, outcome=outcome, now=served, why=changed[entry.key]))
+        return RefreshReport(
+            kernel=self._kernel,
+            arch=self._resources.arch,
+            compiler=self._compiler,
+            current=len(measured) - len(others),
+            rows=rows,
+            rivals=timed,
+            compiled=compiled,
+            seconds=time.monotonic() - self._started,
         )
-    return RefreshReport(
-        kernel=kernel,
-        arch=resources.arch,
-        compiler=resources.toolchain.tileiras,
-        current=len(measured) - len(others),
-        rows=rows,
-        rivals=timed,
-        compiled=compiled,
-        seconds=time.monotonic() - started,
-    )
 
+    def _measured(self, problems: Cases | str | None) -> list[Entry]:
+        """The measured entries of the kernel that are served under the compiler at hand, of these problems where some are
+        given.
+        """
+        wanted = None if problems is None else set(problems_of(self._kernel, problems))
+        served = load_entries(self._resources.settings, {self._resources.arch}, self._kernel.name)
+        return [
+            entry
+            for entry in for_compiler(served, self._compiler)
+            if entry.provenance == "measured"
+            and (entry.kernel, entry.arch) == (self._kernel.name, self._resources.arch)
+            and (wanted is None or entry.problem in wanted)
+            and entry.problem.known
+        ]
 
-def _measured(resources: Resources, kernel: KernelClass, problems: Cases | str | None) -> list[Entry]:
-    """The measured entries of a kernel that are served under the compiler at hand, of these problems where some are given."""
-    from tiledsched.serve.entries import load_entries
-    from tiledsched.store.evidence import for_compiler
-
-    wanted = None if problems is None else set(problems_of(kernel, problems))
-    served = load_entries(resources.settings, {resources.arch}, kernel.name)
-    return [
-        entry
-        for entry in for_compiler(served, resources.toolchain.tileiras)
-        if entry.provenance == "measured"
-        and (entry.kernel, entry.arch) == (kernel.name, resources.arch)
-        and (wanted is None or entry.problem in wanted)
-        and entry.problem.known
-    ]
-
-
-def _build(entries: Sequence[Entry], builder: Builder, what: str, watcher: Watcher) -> int:
-    """Build what entries serve; how many were compiled."""
-    if not entries:
-        return 0
-    watcher.stage(entries[0].problem, what, len(entries))
-    return builder.build_for_each(
-        [(entry.schedule, entry.problem) for entry in entries], progress=lambda done, _: watcher.step(done)
-    )
-
-
-def _keep_evidence(entries: Sequence[Entry], builder: Builder) -> tuple[dict[Any, str], dict[Any, Entry]]:
-    """By key: why the evidence of an entry does not hold for what is built now, or the entry as it is kept from now on."""
-    changed = {entry.key: why for entry in entries if (why := _changed(entry, builder))}
-    same = [entry for entry in entries if entry.key not in changed]
-    evidence = _evidence(builder.db, same, builder.kernel, builder.arch)
-    kept = {}
-    for entry in same:
-        if entry.measurement is None or entry.measurement.uid not in evidence:
-            changed[entry.key] = "its samples are not at hand"
-            continue
-        now = entry.replace(
-            toolchain=builder.toolchain,
-            source_hash=builder.source_hash,
-            run_id=None,
-            measurement_id=None,
-            updated_at=None,
+    def _build(self, entries: Sequence[Entry], what: str) -> int:
+        """Build what entries serve; how many were compiled."""
+        if not entries:
+            return 0
+        self._watcher.stage(entries[0].problem, what, len(entries))
+        return self._builder.build_for_each(
+            [(entry.schedule, entry.problem) for entry in entries], progress=lambda done, _: self._watcher.step(done)
         )
-        builder.db.merge([evidence[entry.measurement.uid]], [])
-        builder.db.put_entry(now)
-        kept[entry.key] = now
-    return changed, kept
 
+    def _evidence(self, entries: Sequence[Entry]) -> dict[str, StoredMeasurement]:
+        """The measurements behind entries, by uid: of the database, or else of what ships."""
+        wanted = {entry.measurement.uid for entry in entries if entry.measurement}
+        found = [
+            stored
+            for problem in {entry.problem for entry in entries}
+            for stored in self._db.measurements(problem, self._resources.arch)
+        ]
+        path = data_files.tuning_db() / "tables" / self._kernel.name / f"{self._resources.arch}.json"
+        if wanted - {stored.uid for stored in found} and path.is_file():
+            found = [*read_table(path).measurements, *found]
+        return {stored.uid: stored for stored in found if stored.uid in wanted}
 
-def _race(
-    resources: Resources,
-    kernel: KernelClass,
-    entries: Sequence[Entry],
-    options: RefreshOptions,
-    ends: float | None,
-    watcher: Watcher,
-    command: Mapping[str, Any] | None,
-) -> dict[Place, Entry]:
-    """Tune the problems of entries again, those of each regime and accuracy class together; what is served now, by place."""
-    groups: dict[tuple[str, str], list[Problem]] = defaultdict(list)
-    for entry in entries:
-        groups[entry.regime, entry.accum_mode].append(entry.problem)
-    raced: dict[Place, Entry] = {}
-    for (regime, accum_mode), problems in groups.items():
-        chosen = TuneOptions(
-            regime=regime,
-            accum_mode=accum_mode,
-            effort=options.effort,
-            budget_s=None if ends is None else max(1.0, ends - time.monotonic()),
-            neighbours=options.neighbours,
-            runner="gpu",
-            seed=options.seed,
-            compile_timeout_s=options.compile_timeout_s,
-        )
-        found = tune_problems(resources, kernel, problems, chosen, watcher=watcher, command=command)
-        raced |= {entry.place: entry for entry in found.entries}
-    return raced
+    def _changed(self, entry: Entry, evidence: Mapping[str, StoredMeasurement]) -> str:
+        """Why the evidence of an entry does not hold for what is built now; empty where it does."""
+        record = self._builder.record(entry.schedule, entry.problem)
+        if record is None or record.failure is not None:
+            return f"it does not build: {record.failure.message}" if record and record.failure else "it was not built"
+        if record.fingerprint != entry.fingerprint:
+            return "its machine code is another"
+        known = entry.measurement is not None and entry.measurement.uid in evidence
+        return "" if known else "its samples are not at hand"
 
+    def _restate(self, entry: Entry, evidence: Mapping[str, StoredMeasurement], **changes: Any) -> Entry:
+        """Store an entry with changes, and the measurement that it stands on."""
+        assert entry.measurement is not None  # it was measured
+        now = entry.replace(run_id=None, measurement_id=None, updated_at=None, **changes)
+        self._db.merge([evidence[entry.measurement.uid]], [])
+        self._db.put_entry(now)
+        return now
 
-def _forget_what_is_served() -> None:
-    """Have the operators of this process look again."""
-    for forget in config.watchers:
-        forget()
+    def _race(
+        self, entries: Sequence[Entry], tune: Callable[[Sequence[Problem], TuneOptions], TuneReport]
+    ) -> dict[Place, Entry]:
+        """Tune the problems of entries again, those of each regime and accuracy class together; what is served now."""
+        groups: dict[tuple[str, str], list[Problem]] = defaultdict(list)
+        for entry in entries:
+            groups[entry.regime, entry.accum_mode].append(entry.problem)
+        raced: dict[Place, Entry] = {}
+        for (regime, accum_mode), problems in groups.items():
+            left_s = None if self._ends == math.inf else max(1.0, self._ends - time.monotonic())
+            chosen = TuneOptions(
+                regime=regime,
+                accum_mode=accum_mode,
+                effort=self._options.effort,
+                budget_s=left_s,
+                neighbours=self._options.neighbours,
+                runner="gpu",
+                seed=self._options.seed,
+                compile_timeout_s=self._options.compile_timeout_s,
+            )
+            raced |= {entry.place: entry for entry in tune(problems, chosen).entries}
+        return raced
 
-
-def _time_rivals(
-    resources: Resources, builder: Builder, entries: Sequence[Entry], seed: int, ends: float | None, watcher: Watcher
-) -> list[Entry]:
-    """Entries with the times of rivals that they did not know, stored; none is begun after `ends` (`time.monotonic()`)."""
-    timed: list[Entry] = []
-    if not entries or resources.settings.rivals == "off":
+    def _time_rivals(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Entries with the times of rivals that they did not know, stored; none is begun after the budget has ended."""
+        timed: list[Entry] = []
+        if not entries or self._resources.settings.rivals == "off":
+            return timed
+        gpu = self._resources.open_runner(self._kernel, "gpu", seed=self._options.seed)
+        assert gpu is not None
+        for regime in sorted({entry.regime for entry in entries}):
+            rivals = self._resources.open_rivals(self._kernel, regime)
+            if rivals is None:
+                break
+            lacking = [entry for entry in entries if entry.regime == regime and _lacks(entry, rivals)]
+            self._build(lacking, "building what is served")
+            evidence = self._evidence(lacking)
+            for entry in lacking:
+                if time.monotonic() > self._ends:
+                    break
+                if not self._changed(entry, evidence):
+                    timed += self._with_rivals(entry, evidence, gpu, rivals)
         return timed
-    gpu = resources.open_runner(builder.kernel, "gpu", seed=seed)
-    assert gpu is not None
-    for regime in sorted({entry.regime for entry in entries}):
-        rivals = resources.open_rivals(builder.kernel, regime)
-        if rivals is None:
-            break
-        lacking = [entry for entry in entries if entry.regime == regime and _lacks(entry, rivals)]
-        timed += _with_rivals(lacking, builder, gpu, rivals, ends, watcher)
-    return timed
+
+    def _with_rivals(
+        self, entry: Entry, evidence: Mapping[str, StoredMeasurement], gpu: Runner, rivals: RivalRaces
+    ) -> list[Entry]:
+        """The entry with the times of every rival, stored; nothing where they cannot be timed."""
+        programs = self._builder.programs([entry.schedule], entry.problem, gpu.device)
+        for candidate in self._builder.candidates(programs):
+            self._watcher.stage(entry.problem, "rivals", 1)
+            found = rivals.race(entry.problem, candidate)
+            self._watcher.step(1)
+            if found is not None:
+                return [self._restate(entry, evidence, rivals=tuple(found))]
+        return []
 
 
-def _lacks(entry: Entry, rivals: RivalTimer) -> bool:
+def _lacks(entry: Entry, rivals: RivalRaces) -> bool:
     """Whether a rival is installed that was not timed next to an entry, or only in another version."""
     known = {each.name: each.version for each in entry.rivals or ()}
     return any(
         name not in known or known[name] not in ("", version)
         for name, version in rivals.versions(entry.problem).items()
     )
-
-
-def _with_rivals(
-    entries: Sequence[Entry], builder: Builder, gpu: Runner, rivals: RivalTimer, ends: float | None, watcher: Watcher
-) -> list[Entry]:
-    """Time every rival next to the machine code of each entry, where that is still the same, and store what they took."""
-    timed: list[Entry] = []
-    _build(entries, builder, "building what is served", watcher)
-    evidence = _evidence(builder.db, entries, builder.kernel, builder.arch)
-    for entry in entries:
-        if ends is not None and time.monotonic() > ends:
-            break
-        stored = evidence.get(entry.measurement.uid) if entry.measurement else None
-        candidates = builder.candidates(builder.programs([entry.schedule], entry.problem, gpu.device))
-        if stored is None or not candidates or candidates[0].artifact.fingerprint != entry.fingerprint:
-            continue
-        watcher.stage(entry.problem, "rivals", 1)
-        found = rivals.race(entry.problem, candidates[0])
-        watcher.step(1)
-        if found is None:
-            continue
-        now = entry.replace(rivals=tuple(found), run_id=None, measurement_id=None, updated_at=None)
-        builder.db.merge([stored], [])
-        builder.db.put_entry(now)
-        timed.append(now)
-    return timed
-
-
-def _changed(entry: Entry, builder: Builder) -> str:
-    """Why the evidence of an entry does not hold for what is built now; empty where it does."""
-    record = builder.record(entry.schedule, entry.problem)
-    if record is None or record.failure is not None:
-        return f"it does not build: {record.failure.message}" if record and record.failure else "it was not built"
-    return "" if record.fingerprint == entry.fingerprint else "its machine code is another"
-
-
-def _evidence(db: TuningDB, entries: Sequence[Entry], kernel: KernelClass, arch: str) -> dict[str, StoredMeasurement]:
-    """The measurements behind entries, by uid: of the database, or else of what ships."""
-    from tiledsched.store.exchange import read_table
-
-    wanted = {entry.measurement.uid for entry in entries if entry.measurement}
-    found = {
-        stored.uid: stored
-        for problem in {entry.problem for entry in entries}
-        for stored in db.measurements(problem, arch)
-        if stored.uid in wanted
-    }
-    path = data_files.tuning_db() / "tables" / kernel.name / f"{arch}.json"
-    if wanted - set(found) and path.is_file():
-        found |= {stored.uid: stored for stored in read_table(path).measurements if stored.uid in wanted}
-    return found

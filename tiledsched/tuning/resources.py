@@ -6,50 +6,47 @@ Each is opened when it is first needed, stays from one call to the next, and is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.compiler import DEFAULT_TIMEOUT_S, prepare_process
 from tiledsched.build.toolchain import Toolchain, check_arch, installed_toolchain
+from tiledsched.core import config
 from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.errors import ConfigError, DatabaseError, MeasureError
 from tiledsched.core.files import read_bounded
-from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.problem import KernelClass
 from tiledsched.core.schedule import KnobValue
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import chosen_space
 from tiledsched.measure import nvml
-from tiledsched.measure.runner import Candidate, RivalTime, Runner
+from tiledsched.measure.runner import Runner
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from tiledsched.build.pool import BuildPool
+    from tiledsched.measure.rivals import RivalRaces
     from tiledsched.store.db import TuningDB
     from tiledsched.tuning.programs import Builder
 
+Opened = TypeVar("Opened")
 MAX_CANDIDATES_BYTES = 1 << 26
 """Largest file of candidates that is read: another tuner's results may be long."""
 
 
-class RivalTimer(Protocol):
-    """Times other implementations of a problem next to a winner; see :class:`tiledsched.measure.rivals.RivalRaces`."""
-
-    def versions(self, problem: Problem) -> Mapping[str, str]:
-        """Name -> version of every rival of `problem` that is installed."""
-        ...
-
-    def race(self, problem: Problem, candidate: Candidate) -> list[RivalTime] | None:
-        """The times of every rival of `problem` next to `candidate`; None where they cannot be timed."""
-        ...
-
-    def close(self) -> None:
-        """End the process that times them."""
-        ...
+@contextmanager
+def serving_anew() -> Iterator[None]:
+    """After the block the operators of this process look anew at what they serve."""
+    try:
+        yield
+    finally:
+        for forget in config.watchers:
+            forget()
 
 
 def ready_artifacts(folder: Path | None) -> ArtifactStore:
@@ -81,7 +78,7 @@ def start_runner(kernel: KernelClass, seed: int) -> Runner:
     return GpuRunner(kernel, seed=seed, gpu=nvml.only_gpu())
 
 
-def start_rival_timer(kernel: KernelClass, runner: Runner, regime: str) -> RivalTimer | None:
+def start_rival_timer(kernel: KernelClass, runner: Runner, regime: str) -> RivalRaces | None:
     """A process that times the kernel's rivals on the runner's GPU; None where it has none, or torch is missing."""
     from tiledsched.measure.gpu import GpuRunner
     from tiledsched.measure.rivals import RivalRaces, can_race
@@ -105,7 +102,7 @@ class Tools:
     """The GPUs of this machine, each with `name` and `arch`."""
     runner: Callable[[KernelClass, int], Runner] = start_runner
     """The process that measures, by kernel and seed."""
-    rivals: Callable[[KernelClass, Runner, str], RivalTimer | None] = start_rival_timer
+    rivals: Callable[[KernelClass, Runner, str], RivalRaces | None] = start_rival_timer
     """What times a kernel's rivals, by kernel, runner and regime."""
     space: Callable[[str, KernelClass, str | None], SearchSpace] = chosen_space
     """The search space, by arch, kernel and a file of the caller's."""
@@ -127,10 +124,25 @@ class Resources:
         self.arch, self.jobs = arch, jobs
         self.settings = settings or load_settings()
         self._tools = tools or Tools()
-        self._db: TuningDB | None = None
-        self._pool: BuildPool | None = None
-        self._runner: tuple[KernelClass, int, Runner] | None = None
-        self._rivals: tuple[KernelClass, str, RivalTimer | None] | None = None
+        self._opened: dict[str, tuple[Any, Any]] = {}
+        """What is open, by name: what it was opened for, and the thing itself."""
+
+    def _open(self, name: str, of: object, make: Callable[[], Opened]) -> Opened:
+        """What is open under a name, made where nothing is; what was made for something else is closed first."""
+        if name in self._opened and self._opened[name][0] != of:
+            self._close(name)
+        if name not in self._opened:
+            self._opened[name] = of, make()
+        opened: Opened = self._opened[name][1]
+        return opened
+
+    def _close(self, name: str) -> None:
+        """Close what is open under a name. The rivals' process, which runs under the runner's hold of the GPU, ends before it."""
+        if name == "runner":
+            self._close("rivals")
+        _, opened = self._opened.pop(name, (None, None))
+        if opened is not None:
+            opened.close()
 
     @cached_property
     def toolchain(self) -> Toolchain:
@@ -156,18 +168,14 @@ class Resources:
     @property
     def db(self) -> TuningDB:
         """The database."""
-        if self._db is None:
-            from tiledsched.store.db import TuningDB
+        from tiledsched.store.db import TuningDB
 
-            self._db = TuningDB.open(self.settings.db)
-        return self._db
+        return self._open("database", self.settings.db, lambda: TuningDB.open(self.settings.db))
 
     @property
     def pool(self) -> BuildPool:
         """The compile processes."""
-        if self._pool is None:
-            self._pool = self._tools.pool(self.jobs)
-        return self._pool
+        return self._open("pool", self.jobs, lambda: self._tools.pool(self.jobs))
 
     def device_names(self) -> set[str]:
         """Names of the GPUs of the arch that this machine has."""
@@ -210,21 +218,14 @@ class Resources:
             if runner == "gpu":
                 raise MeasureError(f"no {self.arch} GPU here; run: tiledsched doctor, or use {without}")
             return None
-        if self._runner is not None and self._runner[:2] != (kernel, seed):
-            self._close_runner()
-        if self._runner is None:
-            self._runner = kernel, seed, self._tools.runner(kernel, seed)
-        return self._runner[2]
+        return self._open("runner", (kernel, seed), lambda: self._tools.runner(kernel, seed))
 
-    def open_rivals(self, kernel: KernelClass, regime: str) -> RivalTimer | None:
+    def open_rivals(self, kernel: KernelClass, regime: str) -> RivalRaces | None:
         """What times a kernel's rivals on the GPU of the open runner; None where there is no runner, or nothing to time."""
-        if self._runner is None:
+        if "runner" not in self._opened:
             return None
-        if self._rivals is not None and self._rivals[:2] != (kernel, regime):
-            self._close_rivals()
-        if self._rivals is None:
-            self._rivals = kernel, regime, self._tools.rivals(kernel, self._runner[2], regime)
-        return self._rivals[2]
+        _, runner = self._opened["runner"]
+        return self._open("rivals", (kernel, regime), lambda: self._tools.rivals(kernel, runner, regime))
 
     @contextmanager
     def noted_run(self, command: Mapping[str, Any]) -> Iterator[int]:
@@ -239,47 +240,26 @@ class Resources:
             raise
         finally:
             self.db.finish_run(run_id, status)
-            if self._pool is not None:
-                self._pool.cancel()
+            if "pool" in self._opened:
+                self.pool.cancel()
 
     @contextmanager
     def using_database(self, url: str) -> Iterator[None]:
         """In the block another database is read and written; it is closed at the end."""
         before = self.settings
-        self._close_database()
+        self._close("database")
         self.settings = replace(before, db=url)
         try:
             yield
         finally:
-            self._close_database()
+            self._close("database")
             self.settings = before
 
     def close(self) -> None:
         """Close all that is open. Safe to call twice; what is needed afterwards is opened anew."""
-        try:
-            self._close_runner()
-        finally:
-            pool, self._pool = self._pool, None
-            if pool is not None:
-                pool.close()
-            self._close_database()
-
-    def _close_runner(self) -> None:
-        """End the rivals' process, which runs under the runner's hold of the GPU, and then the runner."""
-        self._close_rivals()
-        opened, self._runner = self._runner, None
-        if opened is not None:
-            opened[2].close()
-
-    def _close_rivals(self) -> None:
-        opened, self._rivals = self._rivals, None
-        if opened is not None and opened[2] is not None:
-            opened[2].close()
-
-    def _close_database(self) -> None:
-        db, self._db = self._db, None
-        if db is not None:
-            db.close()
+        with ExitStack() as last_first:
+            for name in ("database", "pool", "runner"):
+                last_first.callback(self._close, name)
 
     def __enter__(self) -> Self:
         return self

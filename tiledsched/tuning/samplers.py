@@ -35,34 +35,16 @@ NUMBERS_ONLY = ("CmaEsSampler", "QMCSampler")
 """Samplers that search numbers: each value is given to them as its place among its knob's choices."""
 
 
-def sampler_named(text: str) -> str:
-    """`text`, if it names a sampler.
-
-    Raises:
-        ConfigError: it names none.
-    """
-    if text not in SAMPLERS and ":" not in text:
-        raise ConfigError(f"unknown sampler {text!r}; known are {', '.join(SAMPLERS)}, and module:Class")
-    return text
-
-
-def check_sampler(name: str) -> None:
-    """Make sure that a sampler can be made, before anything is done for it.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    if sampler_named(name) not in (OURS, *IN_ORDER):
-        make_sampler(name, 0)
-
-
-def make_sampler(name: str, seed: int) -> BaseSampler:
-    """A sampler of Optuna's, or of the module that `name` names.
+def make_sampler(name: str, seed: int) -> BaseSampler | None:
+    """A sampler of Optuna's, or of the module that `name` names; None for a name of ours, whose sampler needs a search space.
 
     Raises:
         ConfigError: there is none of this name, it is no sampler, or a package that it needs is not installed.
     """
-    sampler_named(name)
+    if name in (OURS, *IN_ORDER):
+        return None
+    if name not in OPTUNAS and ":" not in name:
+        raise ConfigError(f"unknown sampler {name!r}; known are {', '.join(SAMPLERS)}, and module:Class")
     module_name, _, word = name.rpartition(":") if ":" in name else ("optuna.samplers", "", OPTUNAS[name])
     try:
         if word in NEEDS:

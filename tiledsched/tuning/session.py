@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import multiprocessing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.core.config import load_settings
-from tiledsched.core.problem import KernelClass
+from tiledsched.core.errors import ConfigError
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.tuning.check import CheckRow, check_problems
-from tiledsched.tuning.options import CHECK_ARCH, CheckOptions, RecordOptions, RefreshOptions, TuneOptions
-from tiledsched.tuning.problems import Cases
-from tiledsched.tuning.resources import Resources
-from tiledsched.tuning.run import TuneReport, tune_problems
+from tiledsched.tuning.options import CHECK_ARCH, CheckOptions, Options, RecordOptions, RefreshOptions, TuneOptions
+from tiledsched.tuning.problems import Cases, kernel_of, problems_of
+from tiledsched.tuning.resources import Resources, serving_anew
+from tiledsched.tuning.samplers import OURS, make_sampler
 
 if TYPE_CHECKING:
     from tiledsched.tuning.record import RecordResult
     from tiledsched.tuning.refresh import RefreshReport
-    from tiledsched.tuning.tuner import Watcher
+    from tiledsched.tuning.tuner import TuneReport, Watcher
 
 
 class Session(Resources):
@@ -51,7 +54,57 @@ class Session(Resources):
             TiledschedError: of a wrong argument, a missing compiler, or a problem that no schedule works for. What was found
                 for the problems before it is stored.
         """
-        return tune_problems(self, kernel, problems, options or TuneOptions(), watcher=watcher, command=command)
+        if getattr(multiprocessing.current_process(), "_inheriting", False):  # as Python itself finds out
+            raise ConfigError(
+                "a compile process imports the script that started it, and that tunes as it is imported; put the call "
+                "of tune() under: if __name__ == '__main__':"
+            )
+        kernel, options = kernel_of(kernel), options or TuneOptions()
+        kernel.locator()  # raises where the compile processes could not find it
+        wanted = problems_of(kernel, problems)
+        given = {name: getattr(options, name) for name in ("regime", "accum_mode", "rivals")}
+        settings = replace(self.settings, **{name: value for name, value in given.items() if value is not None})
+        options = replace(options, regime=settings.regime, accum_mode=settings.accum_mode)
+        space = self.space(kernel, options.space, options.candidates)
+        compiler = self.toolchain.tileiras
+        _ = self.artifacts  # a folder that cannot be written to is found before the GPU is taken
+        make_sampler(options.sampler, options.seed)  # one that cannot be made is found, too
+        gpu = self.open_runner(kernel, options.runner, seed=options.seed)  # its process starts while we import the rest
+        if gpu is None and (options.sampler != OURS or options.storage):
+            raise ConfigError(
+                f"no GPU of {self.arch} measures here, and without one nothing is searched: the model ranks what is "
+                "built; leave out --sampler and --storage"
+            )
+        from tiledsched.serve.entries import load_entries
+        from tiledsched.store.evidence import for_compiler
+        from tiledsched.tuning.prior import Incumbents, Shipped
+        from tiledsched.tuning.study_storage import open_storage
+        from tiledsched.tuning.tuner import Tuner, TuneReport
+
+        rivals = self.open_rivals(kernel, settings.regime) if settings.rivals != "off" else None
+        storage = open_storage(options.storage) if options.storage else None
+        with serving_anew():
+            incumbents = Incumbents(self, kernel, settings)
+            with self.noted_run(command or _described(kernel, wanted, options)) as run_id:
+                tuner = Tuner(
+                    self.builder(kernel, options.compile_timeout_s),
+                    space,
+                    options,
+                    run_id=run_id,
+                    runner=gpu,
+                    watcher=watcher,
+                    served=incumbents,
+                    shipped=Shipped(kernel.name, self.arch),
+                    rivals=rivals.race if rivals else None,
+                    storage=storage,
+                )
+                results = tuner.tune(wanted)
+            known = for_compiler(load_entries(settings, {self.arch}, kernel.name), compiler)
+            now = {entry.place: entry for entry in known}
+            entries = [now.get(result.entry.place, result.entry) for result in results]
+        return TuneReport(
+            kernel=kernel, arch=self.arch, run_id=run_id, results=results, entries=entries, measured=gpu is not None
+        )
 
     def record(
         self,
@@ -81,18 +134,22 @@ class Session(Resources):
         Raises:
             TiledschedError: of a wrong argument, a missing compiler or GPU, or a problem that no schedule works for.
         """
-        from tiledsched.tuning.record import record_problems
+        from tiledsched.tuning.record import Recorder
 
-        return record_problems(
-            self,
-            kernel,
-            problems,
-            options or RecordOptions(),
-            folder=folder,
-            progress=progress,
-            on_result=on_result,
-            command=command,
-        )
+        kernel, options = kernel_of(kernel), options or RecordOptions()
+        wanted = problems_of(kernel, problems)
+        options = replace(options, accum_mode=options.accum_mode or self.settings.accum_mode)
+        space = self.space(kernel, options.space)
+        builder = self.builder(kernel, options.compile_timeout_s)
+        measuring = "none" if options.build_only else "gpu"
+        runner = self.open_runner(kernel, measuring, seed=options.seed, without="--build-only")
+        results = []
+        with self.noted_run(command or _described(kernel, wanted, options)) as run_id:
+            recorder = Recorder(builder, space, options, run_id=run_id, runner=runner, progress=progress)
+            for result in recorder.record(wanted, Path(folder or "")):
+                results.append(result)
+                on_result(result)
+        return run_id, results
 
     def refresh(
         self,
@@ -121,15 +178,26 @@ class Session(Resources):
         Raises:
             TiledschedError: of a wrong argument or a missing compiler. What was found until then is stored.
         """
-        from tiledsched.tuning.refresh import refresh_entries
+        from tiledsched.tuning.refresh import Refresh
 
-        return refresh_entries(self, kernel, problems, options or RefreshOptions(), watcher=watcher, command=command)
+        kernel = kernel_of(kernel)
+        kernel.locator()  # raises where the compile processes could not find it
+        with serving_anew():
+            refresh = Refresh(self, kernel, options or RefreshOptions(), watcher)
+            return refresh.run(
+                problems, lambda raced, chosen: self.tune(kernel, raced, chosen, watcher=watcher, command=command)
+            )
 
     def check(
         self, kernel: KernelClass | str, problems: Cases | str | None = None, options: CheckOptions | None = None
     ) -> Iterator[CheckRow]:
         """Run schedules of a kernel on the CPU, in the interpreter; see :func:`check`."""
         return check_problems(self.arch, kernel, problems, options or CheckOptions())
+
+
+def _described(kernel: KernelClass, problems: Sequence[Problem], options: Options) -> dict[str, Any]:
+    """What is noted of a run where the caller gives no command."""
+    return {"kernel": kernel.name, "problems": [each.to_json() for each in problems], **options.to_json()}
 
 
 def tune(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +25,11 @@ from tiledsched.core.problem import Problem
 from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import SearchSpace
-from tiledsched.tuning.samplers import IN_ORDER, NUMBERS_ONLY, OURS, SAMPLERS, make_sampler, sampler_named
+from tiledsched.measure.runner import Measurement
+from tiledsched.tuning.inert import InertChanges
+from tiledsched.tuning.programs import Builder, Key, Program
+from tiledsched.tuning.race import Outcome
+from tiledsched.tuning.samplers import NUMBERS_ONLY, OURS, SAMPLERS, make_sampler
 from tiledsched.tuning.surrogate import Known, SurrogateSampler
 
 if TYPE_CHECKING:
@@ -76,7 +80,8 @@ class ScheduleStudy:
         self.space, self._problem, self._estimate, self._repeats = space, problem, estimate, repeats
         self._valid = list(space.schedules(problem, pinned=pinned) if among is None else dict.fromkeys(among))
         self._rng = random.Random(seed)
-        if sampler_named(sampler) in (OURS, "random"):
+        inner = make_sampler(sampler, seed)
+        if sampler in (OURS, "random"):
             self._rng.shuffle(self._valid)
         if sampler == OURS:  # equal promise goes to the schedule closest to the plain kernel, then to chance
             self._valid.sort(key=lambda schedule: departures(space, schedule))
@@ -86,15 +91,14 @@ class ScheduleStudy:
         self._later: dict[int, None] = {}
         self._waiting: dict[int, None] = {}
         self._running: dict[int, int] = {}
-        self._told: set[int] = set()
         self._outside: dict[Schedule, float | None] = {}
+        self._codes: NDArray[np.int16] | None = None
         # What was recorded from an older space may have other values.
         self._choices = {
             name: tuple(dict.fromkeys([*knob.choices, *(each[name] for each in self._valid)]))
             for name, knob in space.knobs.items()
         }
         self._guide: SurrogateSampler | None = None
-        inner: BaseSampler | None = None
         if sampler == OURS:
             declared = problem.declaration
             self._guide = inner = SurrogateSampler(
@@ -106,8 +110,6 @@ class ScheduleStudy:
                 elsewhere=elsewhere,
                 similarity=declared.similarity.weight,
             )
-        elif sampler not in IN_ORDER:
-            inner = make_sampler(sampler, seed)
         self._numbers = any(base.__name__ in NUMBERS_ONLY for base in type(inner).__mro__)
         self._distributions: dict[str, BaseDistribution] = {
             name: IntDistribution(0, len(each) - 1)
@@ -125,10 +127,12 @@ class ScheduleStudy:
         new = [schedule for schedule in dict.fromkeys(more) if schedule not in self._index]
         self._index |= {schedule: index for index, schedule in enumerate(new, start=len(self._valid))}
         self._valid += new
-        self._unseen = np.concatenate([self._unseen, np.ones(len(new), dtype=bool)])
+        self._unseen, self._codes = np.concatenate([self._unseen, np.ones(len(new), dtype=bool)]), None
         if self._guide is not None and new:
             self._guide.widen(new, self._expected(new))
-        self.known((schedule, self._outside[schedule]) for schedule in new if schedule in self._outside)
+        for schedule in new:
+            if schedule in self._outside:
+                self.tell(schedule, self._outside[schedule])
 
     @property
     def size(self) -> int:
@@ -173,13 +177,12 @@ class ScheduleStudy:
             chosen += others[:left]
         return [self._valid[index] for index in chosen]
 
-    def known(self, times: Iterable[tuple[Schedule, float | None]]) -> None:
-        """Tell it of schedules tried earlier: microseconds, or None for a failure. They are not proposed again."""
-        for schedule, median_us in times:
-            self.tell(schedule, median_us)
-
     def tell(self, schedule: Schedule, median_us: float | None) -> None:
-        """The outcome of a schedule: its time, or None where it failed. One that is not valid teaches nothing until it is."""
+        """The outcome of a schedule, of this search or an earlier one: its time, or None where it failed. It is not proposed
+        again.
+
+        The outcome of a schedule that is not valid teaches nothing until `widen` makes it so.
+        """
         if schedule in self._index:
             self._close(self._index[schedule], TrialState.FAIL if median_us is None else TrialState.COMPLETE, median_us)
         else:
@@ -195,16 +198,12 @@ class ScheduleStudy:
         return math.inf if self._guide is None else self._guide.expected_gain(self.study)
 
     def _close(self, index: int, state: TrialState, value: float | None) -> None:
-        self._unseen[index] = False
         self._waiting.pop(index, None)
-        if index in self._told:
-            return
-        self._told.add(index)
-        number = self._running.pop(index, None)
-        if number is None:
+        if index in self._running:
+            self.study.tell(self._running.pop(index), value, state=state)
+        elif self._unseen[index]:
+            self._unseen[index] = False
             self._add(index, state=state, value=value)
-        else:
-            self.study.tell(number, value, state=state)
 
     def _add(self, index: int, **more: Any) -> None:
         """Add a trial that the sampler did not propose."""
@@ -246,23 +245,121 @@ class ScheduleStudy:
         index = self._index.get(wanted, -1)
         if index >= 0 and among[index]:
             return index
-        differences = (self._codes() != self._coded([wanted])).sum(axis=1)
+        if self._codes is None:
+            self._codes = self._coded(self._valid)
+        differences = (self._codes != self._coded([wanted])).sum(axis=1)
         nearest = np.flatnonzero(among & (differences == differences[among].min()))
         return int(self._rng.choice(nearest.tolist()))
 
-    _known_codes: NDArray[np.int16] | None = None
-
-    def _codes(self) -> NDArray[np.int16]:
-        """The place of each value among its knob's choices `[valid, knobs]`."""
-        done = 0 if self._known_codes is None else len(self._known_codes)
-        if self._known_codes is None or done < len(self._valid):
-            more = self._coded(self._valid[done:])
-            self._known_codes = more if self._known_codes is None else np.concatenate([self._known_codes, more])
-        return self._known_codes
-
     def _coded(self, schedules: Sequence[Schedule]) -> NDArray[np.int16]:
+        """The place of each value among its knob's choices `[schedules, knobs]`."""
         rows = [[each.index(schedule[name]) for name, each in self._choices.items()] for schedule in schedules]
         return np.array(rows, dtype=np.int16)
+
+
+class Trials:
+    """Keeps the study informed of one problem: of equal programs only one waits to be measured, and all get its time.
+
+    Args:
+        builder: what builds; it knows which schedules are one program.
+        problem: what is tuned.
+        device: on which grids depend.
+        study: who is told.
+        times: what the store knows: microseconds, or None for a failure.
+        inert: who learns which changes of knobs leave the program as it is.
+    """
+
+    def __init__(
+        self,
+        builder: Builder,
+        problem: Problem,
+        device: Any,
+        study: ScheduleStudy,
+        times: Mapping[Schedule, float | None],
+        inert: InertChanges,
+    ) -> None:
+        self._builder, self._problem, self._device, self._study = builder, problem, device, study
+        self._inert = inert
+        self.times = dict(times)
+        self._known = {
+            program.key: self.times[program.schedule] for program in builder.programs(list(times), problem, device)
+        }
+        learn(inert, problem, builder.programs(builder.built(problem, study.space), problem, device), tried=self.times)
+        self._waiting: dict[Key, list[Schedule]] = {}
+        for schedule, median_us in times.items():
+            study.tell(schedule, median_us)
+
+    @property
+    def programs(self) -> int:
+        """Distinct programs whose outcome is known."""
+        return len(self._known)
+
+    @property
+    def ranked(self) -> dict[Schedule, float]:
+        """The schedules that worked and their microseconds, the fastest first, and of equals the one that was known first."""
+        worked = {schedule: us for schedule, us in self.times.items() if us is not None}
+        return dict(sorted(worked.items(), key=lambda item: item[1]))
+
+    @property
+    def best(self) -> tuple[Schedule | None, float]:
+        """The fastest schedule so far and its microseconds; None and infinity where nothing worked."""
+        return next(iter(self.ranked.items()), (None, math.inf))
+
+    def measured(self) -> list[tuple[Schedule, ResourceFacts | None, float]]:
+        """Each distinct program that worked: its schedule, its facts, its microseconds."""
+        worked = {schedule: us for schedule, us in self.times.items() if us is not None}
+        programs = self._builder.programs(list(worked), self._problem, self._device)
+        return [(program.schedule, program.facts, worked[program.schedule]) for program in programs]
+
+    def note_builds(self, asked: Sequence[Schedule]) -> int:
+        """Take down what became of builds; how many of them failed. A schedule not reached before a deadline is left."""
+        failed = 0
+        for schedule in asked:
+            record = self._builder.record(schedule, self._problem)
+            if record is not None and record.failure is not None:
+                failed += 1
+                self._study.tell(schedule, None)
+        programs = self._builder.programs(asked, self._problem, self._device)
+        learn(self._inert, self._problem, programs)
+        for program in programs:
+            if program.key in self._known:
+                self._note(program.schedules, self._known[program.key])
+            elif program.key in self._waiting:
+                self._waiting[program.key] += program.schedules
+            else:
+                self._waiting[program.key] = list(program.schedules)
+                self._study.built(program.schedule, program.facts)
+        return failed
+
+    def note_outcomes(self, chosen: Sequence[Schedule], outcomes: Iterable[Outcome]) -> None:
+        """Note the outcomes of a batch. A schedule that was chosen and not reached counts as tried, and nothing is learnt from
+        it.
+        """
+        found = {
+            outcome.schedule: outcome.median_us if isinstance(outcome, Measurement) else None for outcome in outcomes
+        }
+        for program in self._builder.programs(chosen, self._problem, self._device):
+            waiting = self._waiting.pop(program.key, list(program.schedules))
+            if program.schedule in found:
+                self._known[program.key] = found[program.schedule]
+                self._note(waiting, found[program.schedule])
+            else:
+                for schedule in waiting:
+                    self._study.leave(schedule)
+
+    def _note(self, schedules: Iterable[Schedule], median_us: float | None) -> None:
+        for schedule in schedules:
+            self.times.setdefault(schedule, median_us)
+            self._study.tell(schedule, self.times[schedule])
+
+
+def learn(
+    inert: InertChanges, problem: Problem, programs: Iterable[Program], *, tried: Container[Schedule] | None = None
+) -> None:
+    """Which of the built schedules of `problem` are one program; all of them were tried, unless it is said which."""
+    for program in programs:
+        for schedule in program.schedules:
+            inert.learn(problem, schedule, program.key, tried=tried is None or schedule in tried)
 
 
 class OnlyValid(BaseSampler):

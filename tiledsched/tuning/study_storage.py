@@ -7,8 +7,8 @@ The database is the truth: a study is written anew from it, and what a tune meas
 from __future__ import annotations
 
 import logging
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +22,11 @@ from tiledsched.store.db import TuningDB
 
 if TYPE_CHECKING:
     from optuna import Study
-    from optuna.distributions import CategoricalDistribution
     from optuna.storages import BaseStorage
-    from optuna.trial import FrozenTrial
 
 log = logging.getLogger("tiledsched")
-Outcome = tuple[Schedule, "Measurement | Failure", "datetime | None"]
+Outcome = tuple[Schedule, "Measurement | Failure", datetime]
 """A schedule, its measurement or failure, and when that was taken."""
-Facts = Mapping[str, "ResourceFacts | None"]
-"""Resources of machine code, by fingerprint."""
 
 
 def open_storage(place: str) -> BaseStorage:
@@ -51,58 +47,76 @@ def open_storage(place: str) -> BaseStorage:
         ) from error
 
 
-class Studies:
-    """Writes studies to a storage.
+class StoredStudy:
+    """A study in a storage: what a database holds of a problem on a device in a regime, in place of any study of that name.
 
     Args:
-        storage: where.
-        space: of the kernel and arch; what is stored of older ones is completed.
+        storage: where it is written.
+        db: what is known; schedules of older spaces are completed.
+        space: of the kernel and arch.
+        problem: what was computed.
+        device_name: the GPU.
+        regime: burst or sustained.
+        facts: resources of machine code, by fingerprint.
     """
 
-    def __init__(self, storage: BaseStorage, space: SearchSpace) -> None:
-        self._storage, self._space = storage, space
-
-    def write(
-        self, problem: Problem, device_name: str, regime: str, outcomes: Iterable[Outcome], facts: Facts
-    ) -> Study:
-        """A study of what is known, in place of any of that name."""
+    def __init__(
+        self,
+        storage: BaseStorage,
+        db: TuningDB,
+        space: SearchSpace,
+        problem: Problem,
+        device_name: str,
+        regime: str,
+        facts: Mapping[str, ResourceFacts | None],
+    ) -> None:
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        known = [(self._space.complete(schedule), what, when) for schedule, what, when in outcomes]
-        self._choices = {
-            name: tuple(dict.fromkeys([*knob.choices, *(each[name] for each, _, _ in known)]))
-            for name, knob in self._space.knobs.items()
+        known = known_outcomes(db, space, problem, device_name, regime)
+        self._distributions = {
+            name: optuna.distributions.CategoricalDistribution(
+                tuple(dict.fromkeys([*knob.choices, *(schedule[name] for schedule, _, _ in known)]))
+            )
+            for name, knob in space.knobs.items()
         }
         name = study_name(problem, device_name, regime)
-        if name in {study.study_name for study in self._storage.get_all_studies()}:
-            optuna.delete_study(study_name=name, storage=self._storage)
-        study = optuna.create_study(study_name=name, storage=self._storage, direction="minimize")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a name for the values is experimental
-            study.set_metric_names(["microseconds"])
-        for key, value in {
-            "kernel": problem.kernel,
-            "problem": problem.to_json(),
-            "arch": self._space.arch,
-            "device": device_name,
-            "regime": regime,
-        }.items():
-            study.set_user_attr(key, value)
+        if name in optuna.get_all_study_names(storage):
+            optuna.delete_study(study_name=name, storage=storage)
+        self.study: Study = optuna.create_study(study_name=name, storage=storage, direction="minimize")
+        where = {"arch": space.arch, "device": device_name, "regime": regime, "unit": "microseconds"}
+        for key, value in {"kernel": problem.kernel, "problem": problem.to_json(), **where}.items():
+            self.study.set_user_attr(key, value)
         for schedule, what, when in known:
-            self.add(study, schedule, what, facts, when)
-        return study
+            self.add(schedule, what, facts.get(what.fingerprint) if isinstance(what, Measurement) else None, when)
 
-    def add(
-        self, study: Study, schedule: Schedule, what: Measurement | Failure, facts: Facts, when: datetime | None = None
-    ) -> None:
-        """One more trial."""
-        study.add_trial(trial_of(schedule, what, self._distributions(), facts, when))
+    def add(self, schedule: Schedule, what: Measurement | Failure, facts: ResourceFacts | None, when: datetime) -> None:
+        """Add the outcome of a schedule as a finished trial; what is known of it besides its time becomes attributes."""
+        from optuna.trial import TrialState, create_trial
 
-    def _distributions(self) -> dict[str, CategoricalDistribution]:
-        from optuna.distributions import CategoricalDistribution
-
-        return {name: CategoricalDistribution(each) for name, each in self._choices.items()}
+        attributes: dict[str, Any] = {"schedule": schedule.short()}
+        value = None
+        if isinstance(what, Failure):
+            attributes |= {"failure": str(what.kind), "message": what.message}
+        else:
+            value = what.median_us
+            attributes |= {
+                "fingerprint": what.fingerprint,
+                "ci_low_us": what.ci_low_us,
+                "ci_high_us": what.ci_high_us,
+                "samples": len(what.samples_us),
+                "checked": what.accuracy is not None,
+                **(facts.to_json() if facts else {}),
+            }
+        trial = create_trial(
+            params=dict(schedule),
+            distributions=dict(self._distributions),
+            value=value,
+            user_attrs=attributes,
+            state=TrialState.FAIL if value is None else TrialState.COMPLETE,
+        )
+        trial.datetime_start = trial.datetime_complete = when.astimezone(timezone.utc).replace(tzinfo=None)
+        self.study.add_trial(trial)
 
 
 def study_name(problem: Problem, device_name: str, regime: str) -> str:
@@ -110,58 +124,24 @@ def study_name(problem: Problem, device_name: str, regime: str) -> str:
     return f"{problem.kernel} {problem} on {device_name}, {regime}"
 
 
-def trial_of(
-    schedule: Schedule,
-    what: Measurement | Failure,
-    distributions: Mapping[str, Any],
-    facts: Facts,
-    when: datetime | None = None,
-) -> FrozenTrial:
-    """A schedule's outcome as a finished trial; what is known of it besides its time becomes attributes."""
-    from optuna.trial import TrialState, create_trial
-
-    told: dict[str, Any] = {"schedule": schedule.short()}
-    value = None
-    if isinstance(what, Measurement):
-        value = what.median_us
-        told |= {
-            "fingerprint": what.fingerprint,
-            "ci_low_us": what.ci_low_us,
-            "ci_high_us": what.ci_high_us,
-            "samples": len(what.samples_us),
-            "checked": what.accuracy is not None,
-        }
-        known = facts.get(what.fingerprint)
-        if known is not None:
-            told |= known.to_json()
-    else:
-        told |= {"failure": str(what.kind), "message": what.message}
-    trial = create_trial(
-        params=dict(schedule),
-        distributions=dict(distributions),
-        value=value,
-        user_attrs=told,
-        state=TrialState.FAIL if value is None else TrialState.COMPLETE,
-    )
-    if when is not None:
-        trial.datetime_start = trial.datetime_complete = when.astimezone(timezone.utc).replace(tzinfo=None)
-    return trial
-
-
 def known_outcomes(db: TuningDB, space: SearchSpace, problem: Problem, device_name: str, regime: str) -> list[Outcome]:
     """What the database holds of a problem on a device in a regime, the oldest first: the newest measurement of each schedule,
     and what failed and never ran.
     """
+    taken = db.latest_measurements(problem, space.arch, device_name, regime)
+    failures = [each for each in db.failures(space.arch, problem) if each.device_name in ("", device_name)]
+    outcomes: list[Outcome] = [(each.measurement.schedule, each.measurement, each.created_at) for each in taken]
+    outcomes += [(each.schedule, each.failure, each.created_at) for each in failures]
     found: dict[Schedule, Outcome] = {}
-    for stored in db.latest_measurements(problem, space.arch, device_name, regime):
-        schedule = space.complete(stored.measurement.schedule)
-        found.setdefault(schedule, (schedule, stored.measurement, stored.created_at))
-    for failed in db.failures(space.arch, problem):
-        if failed.device_name in ("", device_name):
-            schedule = space.complete(failed.schedule)
-            found.setdefault(schedule, (schedule, failed.failure, failed.created_at))
-    start = datetime.fromtimestamp(0, timezone.utc)
-    return sorted(found.values(), key=lambda outcome: (outcome[2] or start, outcome[0].id))
+    for schedule, what, when in outcomes:
+        complete = space.complete(schedule)
+        found.setdefault(complete, (complete, what, when))
+    return sorted(found.values(), key=lambda outcome: (outcome[2], outcome[0].id))
+
+
+def facts_by_fingerprint(db: TuningDB, arch: str) -> dict[str, ResourceFacts | None]:
+    """The resources of all machine code of an arch."""
+    return {fingerprint: artifact.facts for (_, fingerprint), artifact in db.artifacts(arch).items()}
 
 
 def write_studies(
@@ -173,12 +153,8 @@ def write_studies(
         problems: problem, device and regime of each.
         space: of their kernel and arch.
     """
-    facts = {key[1]: artifact.facts for key, artifact in db.artifacts(space.arch).items()}
-    studies = Studies(storage, space)
-    return [
-        studies.write(problem, device_name, regime, known_outcomes(db, space, problem, device_name, regime), facts)
-        for problem, device_name, regime in problems
-    ]
+    facts = facts_by_fingerprint(db, space.arch)
+    return [StoredStudy(storage, db, space, *where, facts).study for where in problems]
 
 
 class LiveStudy:
@@ -187,28 +163,26 @@ class LiveStudy:
     def __init__(
         self, db: TuningDB, storage: BaseStorage, space: SearchSpace, problem: Problem, device_name: str, regime: str
     ) -> None:
-        self._place = study_name(problem, device_name, regime)
-        self._studies = Studies(storage, space)
-        self._study: Study | None = None
-        try:
-            facts = {key[1]: artifact.facts for key, artifact in db.artifacts(space.arch).items()}
-            outcomes = known_outcomes(db, space, problem, device_name, regime)
-            self._study = self._studies.write(problem, device_name, regime, outcomes, facts)
-        except Exception as error:
-            self._give_up(error)
+        self._name = study_name(problem, device_name, regime)
+        self._stored: StoredStudy | None = None
+        with self._given_up_on_errors():
+            facts = facts_by_fingerprint(db, space.arch)
+            self._stored = StoredStudy(storage, db, space, problem, device_name, regime, facts)
 
     def add(self, outcome: Measurement | Failed, facts: ResourceFacts | None) -> None:
         """Add the outcome of a schedule."""
-        if self._study is None:
-            return
-        what = outcome.failure if isinstance(outcome, Failed) else outcome
-        try:
-            now = datetime.now(timezone.utc)
-            self._studies.add(self._study, outcome.schedule, what, {outcome.fingerprint: facts}, now)
-        except Exception as error:
-            self._give_up(error)
+        with self._given_up_on_errors():
+            if self._stored is not None:
+                what = outcome.failure if isinstance(outcome, Failed) else outcome
+                self._stored.add(outcome.schedule, what, facts, datetime.now(timezone.utc))
 
-    def _give_up(self, error: Exception) -> None:
+    @contextmanager
+    def _given_up_on_errors(self) -> Iterator[None]:
         """A storage is a copy: losing it loses nothing."""
-        log.warning("the study %s is kept no longer, the database is: %s: %s", self._place, type(error).__name__, error)
-        self._study = None
+        try:
+            yield
+        except Exception as error:
+            log.warning(
+                "the study %s is kept no longer, the database is: %s: %s", self._name, type(error).__name__, error
+            )
+            self._stored = None

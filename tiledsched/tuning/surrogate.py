@@ -284,8 +284,7 @@ class SurrogateSampler(BaseSampler):
         )
         self._open = np.ones(len(self._candidates), dtype=bool)
         self._here: dict[int, float | None] = {}
-        self._running: dict[int, int] = {}
-        self._unread: list[int] = []
+        self._pending: dict[int, int | None] = {}
         self._read = 0
         self._judgement: Surrogate | None = None
 
@@ -318,7 +317,7 @@ class SurrogateSampler(BaseSampler):
         if len(left):
             self._judgement = self._judge(left)
             return float(self._judgement.improvement().max())
-        running = np.array(sorted(self._running.values()), dtype=np.int64)
+        running = np.array(sorted(index for index in self._pending.values() if index is not None), dtype=np.int64)
         return float(self._judge(running).improvement().max()) if len(running) else 0.0
 
     def choose(self, study: Study, running: Sequence[Candidate], count: int) -> list[int]:
@@ -360,19 +359,18 @@ class SurrogateSampler(BaseSampler):
         trials = study.get_trials(deepcopy=False)
         if self._read == 0 and study.direction != StudyDirection.MINIMIZE:
             raise ValueError("SurrogateSampler minimises; give the study direction='minimize'")
-        new, self._unread = [*self._unread, *range(self._read, len(trials))], []
+        self._pending |= dict.fromkeys(range(self._read, len(trials)))
         self._read = len(trials)
-        for number in new:
-            index = self._index.get(self._key(trials[number].params))
+        for number, index in list(self._pending.items()):
+            trial = trials[number]
+            if index is None:  # not known as long as the trial's parameters are being chosen
+                self._pending[number] = index = self._index.get(self._key(trial.params))
             if index is not None:
                 self._open[index] = False
-                self._running[number] = index
-            elif not trials[number].state.is_finished():  # its parameters are being chosen
-                self._unread.append(number)
-        for number in [number for number in self._running if trials[number].state.is_finished()]:
-            index, trial = self._running.pop(number), trials[number]
-            if trial.state == TrialState.COMPLETE:
+            if not trial.state.is_finished():
+                continue
+            del self._pending[number]
+            if index is not None and trial.state in (TrialState.COMPLETE, TrialState.FAIL):
                 self._here[index] = trial.value
-            elif trial.state == TrialState.FAIL:
-                self._here[index] = None
-            self._judgement = None
+            if index is not None:
+                self._judgement = None

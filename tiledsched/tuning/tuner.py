@@ -9,12 +9,13 @@ programs. Everything is stored as it happens, so that an interrupted run loses n
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from html import escape
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tiledsched.core.config import Settings
 from tiledsched.core.device import ArchSpec, arch_spec
@@ -28,14 +29,13 @@ from tiledsched.store.records import BuildRecord, Entry
 from tiledsched.tuning.effort import EFFORTS
 from tiledsched.tuning.inert import SURE, InertChanges
 from tiledsched.tuning.options import TuneOptions
-from tiledsched.tuning.prior import Elsewhere, Shipped, estimator, plain_schedules, promising_part
-from tiledsched.tuning.programs import RETRIED, Builder, Program, deadlines
+from tiledsched.tuning.prior import Elsewhere, Shipped, estimator, plain_schedules, promising_part, winners_nearby
+from tiledsched.tuning.programs import Builder, Program, deadlines
 from tiledsched.tuning.race import RULES, Outcome, RaceResult, near, race, settle
 from tiledsched.tuning.samplers import OURS
-from tiledsched.tuning.study import ScheduleStudy
+from tiledsched.tuning.study import ScheduleStudy, Trials, learn
 from tiledsched.tuning.study_storage import LiveStudy
 from tiledsched.tuning.surrogate import Known
-from tiledsched.tuning.trials import Trials, learn
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
@@ -53,8 +53,7 @@ have changed since; none where this space knows nothing.
 Rivals = Callable[[Problem, Candidate], "list[RivalTime] | None"]
 """Times a kernel's rivals next to a winner, on the problem it won; None where they cannot be timed."""
 LOOKS = {
-    regime: dataclasses.replace(rules, most_rounds=rules.opening_rounds + rules.heat_rounds)
-    for regime, rules in RULES.items()
+    regime: replace(rules, most_rounds=rules.opening_rounds + rules.heat_rounds) for regime, rules in RULES.items()
 }
 """Rules by which a batch is measured: enough samples to learn from; the deciding race comes last."""
 
@@ -85,6 +84,73 @@ class TuneResult:
     """(default - winner) / winner, of their measured medians or of the model's estimates; None where the default gave neither."""
     over_runner_up: float | None = None
     """(runner-up - winner) / winner, likewise; None where there is no runner-up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneReport:
+    """What a tune found."""
+
+    kernel: KernelClass
+    """The kernel that was tuned."""
+    arch: str
+    """The arch it was tuned for."""
+    run_id: int
+    """Number of the run in the database."""
+    results: Sequence[TuneResult]
+    """One for each problem: how much was tried, and what won."""
+    entries: Sequence[Entry]
+    """What is served for each problem now; the entry that was there where it is stronger than what was found."""
+    measured: bool
+    """Whether a GPU measured; otherwise the performance model ranked what was built."""
+
+    @property
+    def winners(self) -> dict[Problem, Schedule]:
+        """The schedule that is served for each problem now."""
+        return {entry.problem: entry.schedule for entry in self.entries}
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """A plain dict for each problem: sizes, winner, ties, runner-up and evidence."""
+        return [
+            {
+                **entry.problem.to_json(),
+                "arch": entry.arch,
+                "device": entry.device_name,
+                "provenance": entry.provenance,
+                "schedule": entry.schedule.to_json(),
+                "median_us": entry.median_us,
+                "model_us": entry.model_us,
+                "ties": [tie.to_json() for tie in entry.ties],
+                "margin": entry.margin,
+                "runner_up": entry.runner_up.to_json() if entry.runner_up else None,
+                "rivals": None if entry.rivals is None else [asdict(each) for each in entry.rivals],
+                "programs": result.programs,
+                "measured_programs": result.measured,
+                "failed": result.failed,
+                "seconds": round(result.seconds, 3),
+            }
+            for entry, result in zip(self.entries, self.results, strict=True)
+        ]
+
+    def _lines(self) -> list[tuple[str, str, str, str]]:
+        lines = []
+        for entry in self.entries:
+            us = entry.median_us if entry.median_us is not None else entry.model_us
+            said = entry.median_us is not None or entry.provenance == "modelled"
+            time = "" if us is None else f"{us:.1f} us" + ("" if said else " (modelled)")
+            lines.append((str(entry.problem), entry.schedule.short(), time, entry.provenance))
+        return lines
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.kernel.name} on {self.arch}", *("  " + "  ".join(line) for line in self._lines())])
+
+    def _repr_html_(self) -> str:
+        """A table, for notebooks."""
+        head = "".join(f"<th>{word}</th>" for word in ("problem", "schedule", "time", "provenance"))
+        body = "".join(
+            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>" for line in self._lines()
+        )
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 class Watcher(Protocol):
@@ -143,32 +209,26 @@ class Tuner:
         rivals: Rivals | None = None,
         storage: BaseStorage | None = None,
     ) -> None:
-        self._served, self._shipped, self._storage, self._rivals = served, shipped or Shipped(), storage, rivals
-        self._live: LiveStudy | None = None
         self.builder, self.space, self.options, self.run_id, self.runner = builder, space, options, run_id, runner
-        self.db, self.kernel, self.toolchain = builder.db, builder.kernel, builder.toolchain
+        self.served, self.shipped, self.rivals, self.storage = served, shipped or Shipped(), rivals, storage
+        self.watcher = watcher or Silent()
         self.regime = options.regime or DEFAULTS.regime
         self.accum_mode = options.accum_mode or DEFAULTS.accum_mode
-        self.watcher = watcher or Silent()
-        self._effort = EFFORTS[options.effort]
-        self._trials = self._effort.programs if options.trials is None else options.trials
-        self._builds = self._effort.modelled if options.trials is None else options.trials
+        self.pinned = accuracy_class(space, self.accum_mode)
+        self.effort = EFFORTS[options.effort]
+        self.most_programs = self.effort.programs if options.trials is None else options.trials
+        self.most_builds = self.effort.modelled if options.trials is None else options.trials
         # The surrogate learns more from small batches, but every compile process should have something to do.
-        guided = options.sampler == OURS
-        self._propose_batch = (
-            max(self._effort.batch * self._effort.builds, builder.jobs) if guided else max(8, 2 * builder.jobs)
-        )
-        self._measure_batch = self._propose_batch // self._effort.builds if guided else self._propose_batch
+        self.guided = options.sampler == OURS
+        self.propose_batch = self.measure_batch = max(8, 2 * builder.pool.jobs)
+        if self.guided:
+            self.propose_batch = max(self.effort.batch * self.effort.builds, builder.pool.jobs)
+            self.measure_batch = self.propose_batch // self.effort.builds
         # Of each batch the last to compile take several times as long as most: they go on while the others are measured,
         # where there are cores enough for both.
-        self._leave = max(0, builder.jobs - 4) // 2
-        self._pinned = accuracy_class(space, self.accum_mode)
-        self._source = ", ".join(
-            part for part in (f"tune run {run_id}", space.listed_in, "neighbours" if options.neighbours else "") if part
-        )
-        self._inert = InertChanges(space.knobs)
-        self._measurement_ids: dict[tuple[Schedule, str], int] = {}
-        self._elsewhere = Elsewhere(self.db, space, self.regime, self.accum_mode, self._shipped)
+        self.leave = max(0, builder.pool.jobs - 4) // 2
+        self.inert = InertChanges(space.knobs)
+        self.elsewhere = Elsewhere(builder.db, space, self.regime, self.accum_mode, self.shipped)
 
     def tune(self, problems: Sequence[Problem]) -> list[TuneResult]:
         """Tune every problem in turn.
@@ -187,207 +247,249 @@ class Tuner:
         results = []
         for deadline_s, problem in zip(deadlines(self.options.budget_s, len(problems)), problems, strict=True):
             if self.runner is None:
-                results.append(self._model(problem, deadline_s))
+                results.append(_Ranking(self, problem, deadline_s).run())
             else:
-                results.append(self._measure(problem, self.runner, deadline_s))
+                results.append(_Search(self, self.runner, problem, deadline_s).run())
         return results
 
-    # Without a GPU
 
-    def _model(self, problem: Problem, deadline_s: float | None) -> TuneResult:
-        started = time.monotonic()
+class _ProblemTune:
+    """The tune of one problem: what it has in common with a GPU and without one."""
+
+    def __init__(self, tuner: Tuner, problem: Problem, deadline_s: float) -> None:
+        self.tuner, self.problem, self.deadline_s, self.started = tuner, problem, deadline_s, time.monotonic()
+        self.builder, self.space, self.watcher = tuner.builder, tuner.space, tuner.watcher
+        self.db, self.kernel, self.spec = tuner.builder.db, tuner.builder.kernel, arch_spec(tuner.space.arch)
+        self.compiled = self.measured = self.failed = 0
+
+    @cached_property
+    def default(self) -> Schedule:
+        """The default schedule of the problem, in the accuracy class that is tuned."""
+        return self.space.default(self.problem, pinned=self.tuner.pinned)
+
+    def workable(self, schedule: Schedule) -> bool:
+        """Whether a schedule is of the accuracy class that is tuned and can work for the problem."""
+        return fits(schedule, self.tuner.pinned) and not self.space.unworkable(schedule, self.problem)
+
+    def find_incumbents(self, device_name: str) -> list[Schedule]:
+        """What would be served on a device without this run, from this database or any other source: it can only be beaten."""
+        found = for_compiler(self.entries(device_name) if device_name else [], self.builder.toolchain.tileiras)
+        incumbents = [entry.schedule for entry in found if entry.provenance == "measured"]
+        if self.tuner.served is not None:
+            incumbents += self.tuner.served(self.problem, device_name)
+        return [each for each in dict.fromkeys(map(self.space.complete, incumbents)) if self.workable(each)]
+
+    def entries(self, device_name: str) -> list[Entry]:
+        """The entries in the database for the problem on a device, in the regime and the accuracy class that are tuned."""
+        return self.db.entries(
+            self.space.arch,
+            self.kernel.name,
+            problem=self.problem,
+            device_name=device_name,
+            regime=self.tuner.regime,
+            accum_mode=self.tuner.accum_mode,
+        )
+
+    def entry(self, schedule: Schedule, fingerprint: str, programs: int, **more: Any) -> Entry:
+        """The entry that this tune writes for a winner among so many programs."""
+        run, listed = f"tune run {self.tuner.run_id}", self.space.listed_in
+        return Entry(
+            kernel=self.kernel.name,
+            arch=self.space.arch,
+            problem=self.problem,
+            schedule=schedule,
+            fingerprint=fingerprint,
+            accum_mode=self.tuner.accum_mode,
+            candidates=programs,
+            source=", ".join(filter(None, [run, listed, "neighbours" if self.tuner.options.neighbours else ""])),
+            toolchain=self.builder.toolchain,
+            source_hash=self.builder.source_hash,
+            run_id=self.tuner.run_id,
+            **more,
+        )
+
+    def nothing_works(self, schedules: Sequence[Schedule]) -> NoValidScheduleError:
+        """The error for a problem of which none of these schedules works."""
+        if not schedules:
+            return NoValidScheduleError(
+                f"{self.space.source} holds no valid schedule for {self.problem}; relax its constraints"
+            )
+        records = [self.builder.record(schedule, self.problem) for schedule in schedules]
+        failures = [record.failure for record in records if record and record.failure]
+        failures += [each.failure for each in self.db.failures(self.space.arch, self.problem)]
+        why = ", ".join(sorted({str(failure.kind) for failure in failures})) or "the budget ended first"
+        return NoValidScheduleError(
+            f"no schedule of {len(schedules)} works for {self.problem} on {self.space.arch}: {why}; run: tiledsched doctor"
+        )
+
+
+class _Ranking(_ProblemTune):
+    """Tunes a problem without a GPU: the model ranks the programs of the schedules it likes best."""
+
+    def run(self) -> TuneResult:
+        """Build, rank, and store the best unless what is served now could not be compared with it."""
+        problem, builder = self.problem, self.builder
+        self.incumbents = self.find_incumbents("")
+        first = [*self.incumbents, self.default]
         # The model cannot tell what such knobs do: they stay as they are until something is measured.
-        pinned = self._pinned | self.space.modelled_pins()
-        spec, default = arch_spec(self.space.arch), self._default(problem)
-        incumbents = self._incumbents(problem, "")
-        schedules = list(dict.fromkeys([*incumbents, default, *self.space.schedules(problem, pinned=pinned)]))
-        order = expected_order(schedules, problem, spec, first=[*incumbents, default])
-        compiled = self._build(order, problem, deadline_s)
-        reached = [schedule for schedule in schedules if self.builder.record(schedule, problem)]
-        programs = self.builder.programs(reached, problem, spec)
-        ranked = self._ranked(programs, problem, incumbents)
+        pinned = self.tuner.pinned | self.space.modelled_pins()
+        # What is served comes first, so that a program is known by it where others build to the same.
+        schedules = list(dict.fromkeys([*first, *self.space.schedules(problem, pinned=pinned)]))
+        self.build(expected_order(schedules, problem, self.spec, first=first))
+        reached = {each: record for each in schedules if (record := builder.record(each, problem))}
+        ranked = self.ranked(builder.programs(list(reached), problem, self.spec))
         if not ranked:
-            raise NoValidScheduleError(self._nothing_works(problem, reached))
+            raise self.nothing_works(list(reached))
         best, second = ranked[0], ranked[1] if len(ranked) > 1 else None
-        least = self._estimate(best, problem, spec)
-        entry = self._entry(
-            problem,
+        least_us = self.estimate(best)
+        plain = next((program for program in ranked if self.default in program.schedules), None)
+        entry = self.entry(
             best.schedule,
             best.fingerprint,
+            len(ranked),
             provenance="modelled",
-            model_us=least,
-            candidates=len(programs),
+            model_us=least_us,
             runner_up=second.schedule if second else None,
         )
-        plain = next((program for program in ranked if default in program.schedules), None)
-        unknown = set(incumbents) - set(reached)  # what it is compared with was not reached in time
-        stored = not unknown and self.db.put_entry(entry)
+        unknown = set(self.incumbents) - set(reached)  # what it is compared with was not reached in time
         return TuneResult(
             entry=entry,
-            stored=stored,
+            stored=not unknown and self.db.put_entry(entry),
             schedules=len(reached),
-            programs=len(programs),
-            compiled=compiled,
+            programs=len(ranked),
+            compiled=self.compiled,
             measured=0,
-            failed=self._build_failures(reached, problem),
-            seconds=time.monotonic() - started,
+            failed=sum(record.failure is not None for record in reached.values()),
+            seconds=time.monotonic() - self.started,
             left=len(schedules) - len(reached),
-            over_default=self._estimate(plain, problem, spec) / least - 1 if plain else None,
-            over_runner_up=self._estimate(second, problem, spec) / least - 1 if second else None,
+            over_default=self.estimate(plain) / least_us - 1 if plain else None,
+            over_runner_up=self.estimate(second) / least_us - 1 if second else None,
         )
 
-    def _ranked(self, programs: Sequence[Program], problem: Problem, incumbents: Sequence[Schedule]) -> list[Program]:
+    def build(self, order: Sequence[Schedule]) -> None:
+        """Build the first of `order`, as many as the effort says; what is likely to be a program built already is put off."""
+        left, done, least_us = dict.fromkeys(order), 0, math.inf
+        most = len(order) if self.tuner.most_builds is None else min(self.tuner.most_builds, len(order))
+
+        def built(count: int, record: BuildRecord) -> None:
+            nonlocal least_us
+            self.watcher.step(done + count)
+            if record.facts is not None:
+                us = self.kernel.cost.model(self.problem, record.schedule, record.facts, self.spec)
+                if us < least_us:
+                    least_us = us
+                    self.watcher.best(us, record.schedule)
+
+        while done < most and not (self.compiled and time.monotonic() > self.deadline_s):
+            chosen = order
+            if most < len(order):
+                batch = min(max(LEARNT_AT_ONCE, self.builder.pool.jobs), most - done)
+                chosen = self.tuner.inert.put_off(self.problem, list(left), batch)
+            if not self.compiled and self.builder.missing(chosen, self.problem):
+                self.watcher.stage(self.problem, "compiling", most)
+            self.compiled += self.builder.build(chosen, self.problem, progress=built, deadline_s=self.deadline_s)
+            learn(self.tuner.inert, self.problem, self.builder.programs(chosen, self.problem, self.spec))
+            for schedule in chosen:
+                del left[schedule]
+            done += len(chosen)
+
+    def ranked(self, programs: Sequence[Program]) -> list[Program]:
         """Programs by the model's estimate; of equal estimates, what is served first, then fewest knobs off their default,
         then by id.
         """
-        spec, default = arch_spec(self.space.arch), self._default(problem)
-        programs = [
-            dataclasses.replace(each, schedules=tuple(sorted(each.schedules, key=lambda one: one not in incumbents)))
-            for each in programs
-        ]
 
         def order(program: Program) -> tuple[float, bool, int, str]:
-            changed = sum(program.schedule[name] != default[name] for name in default)
-            return (
-                self._estimate(program, problem, spec),
-                program.schedule not in incumbents,
-                changed,
-                program.schedule.id,
-            )
+            schedule = program.schedule
+            changed = sum(schedule[name] != self.default[name] for name in self.default)
+            return self.estimate(program), schedule not in self.incumbents, changed, schedule.id
 
         return sorted(programs, key=order)
 
-    def _estimate(self, program: Program, problem: Problem, spec: ArchSpec) -> float:
-        return min(self.kernel.cost.model(problem, schedule, program.facts, spec) for schedule in program.schedules)
+    def estimate(self, program: Program) -> float:
+        """The model's least estimate for any schedule of a program, in microseconds."""
+        model = self.kernel.cost.model
+        return min(model(self.problem, schedule, program.facts, self.spec) for schedule in program.schedules)
 
-    # With a GPU
 
-    def _measure(self, problem: Problem, runner: Runner, deadline_s: float | None) -> TuneResult:
-        started = time.monotonic()
-        runner.begin(problem)
-        if self._storage is not None:
-            self._live = LiveStudy(self.db, self._storage, self.space, problem, runner.device_name, self.regime)
+class _Search(_ProblemTune):
+    """Tunes a problem with a GPU: proposes, builds and measures in batches, and lets the leaders race for the decision."""
+
+    def __init__(self, tuner: Tuner, runner: Runner, problem: Problem, deadline_s: float) -> None:
+        super().__init__(tuner, problem, deadline_s)
+        self.runner = runner
+        self._live: LiveStudy | None = None
+        self._measurement_ids: dict[tuple[Schedule, str], int] = {}
+
+    def run(self) -> TuneResult:
+        """Search, and let a race decide."""
+        tuner, problem = self.tuner, self.problem
+        self.runner.begin(problem)
+        if tuner.storage is not None:
+            self._live = LiveStudy(self.db, tuner.storage, self.space, problem, self.runner.device_name, tuner.regime)
         if not self.db.entries(self.space.arch, self.kernel.name, problem=problem, provenance="measured"):
-            self.builder.start()  # and both while we look up and judge what there is
-        spec, guided = arch_spec(self.space.arch), self.options.sampler == OURS
-        estimate, among = estimator(problem, spec), None
-        partly = guided and not self.space.candidates
-        plain = plain_schedules(self.space, problem, self._pinned, estimate) if partly else []
-        if guided:
-            self._elsewhere.read_recorded(problem)
-        evidence = self._evidence(problem, runner)
-        compiled = self._rebuild(problem, evidence, deadline_s)
+            self.builder.pool.start()  # and both while we look up and judge what there is
+        trials = self.begin()
+        tried = self.search(trials)
+        tuner.elsewhere.note(problem, trials.measured())
+        return self.decide(trials, tried)
+
+    def begin(self) -> Trials:
+        """Look up what is known, and begin a study with it."""
+        tuner, problem, space = self.tuner, self.problem, self.space
+        estimate, among = estimator(problem, self.spec), None
+        partly = tuner.guided and not space.candidates
+        plain = plain_schedules(space, problem, tuner.pinned, estimate) if partly else []
+        evidence = self.evidence()
+        self.rebuild(evidence)
         known_us = {
             schedule: us
             for (schedule, fingerprint), us in evidence.items()
             if self.builder.fingerprint(schedule, problem) == fingerprint
         }
         # Times of other machine code are no verdict; they tell where to look.
-        elsewhere = self._elsewhere.known(problem, runner.device_name, spec, itself=not known_us) if guided else []
-        incumbents = self._incumbents(problem, runner.device_name)
-        first = self._first(problem, incumbents, elsewhere)
+        elsewhere: list[Known] = []
+        if tuner.guided:
+            elsewhere = tuner.elsewhere.known(problem, self.runner.device_name, self.spec, itself=not known_us)
+        self.incumbents = self.find_incumbents(self.runner.device_name)
+        first = [self.default, *self.incumbents, *([] if elsewhere else self.winners_elsewhere())]
         if partly:  # what is tried first is built while the rest is judged
-            early = [each for each in first if each in incumbents or not self.space.violations(each, problem)]
-            compiled += self.builder.build(early, problem, leave=len(early))
+            early = [each for each in first if each in self.incumbents or not space.violations(each, problem)]
+            self.compiled += self.builder.build(early, problem, leave=len(early))
             leaders = [Schedule(known.candidates[0]) for known in elsewhere]
-            among = [*promising_part(self.space, problem, self._pinned, plain, [*first, *leaders]), *incumbents]
+            among = promising_part(space, problem, tuner.pinned, plain, [*first, *leaders]) + self.incumbents
         # What is served was perhaps never a candidate here; it is not replaced by what it would beat.
-        study = ScheduleStudy(
-            self.space.including(incumbents),
+        self.study = ScheduleStudy(
+            space.including(self.incumbents),
             problem,
-            pinned=self._pinned,
-            sampler=self.options.sampler,
-            seed=self.options.seed,
+            pinned=tuner.pinned,
+            sampler=tuner.options.sampler,
+            seed=tuner.options.seed,
             elsewhere=elsewhere,
             first=first,
             estimate=estimate,
             among=among,
-            repeats=lambda schedule: self._repeats(problem, schedule),
+            repeats=self.repeats,
         )
         # From here on the worker must have opened the device: all that comes before it is done meanwhile.
-        trials = Trials(self.builder, problem, runner.device, study, known_us, self._inert)
-        tried, measured, failed = list(trials.times), 0, 0
-        underway: list[Schedule] = []
-        followed: set[Schedule] = set()
-        most = self._trials if self.options.neighbours else min(self._trials, study.size)
-        self.watcher.stage(problem, "measuring", most)
-        while (left := self._trials - trials.programs) > 0:
-            if trials.programs and _late(deadline_s, share=0.8, started=started):
-                break
-            best = trials.best if self.options.neighbours else None
-            if best is not None and best not in followed:
-                followed.add(best)
-                study.widen(self.space.neighbours(best, problem, pinned=self._pinned))
-            if trials.programs and study.expected_gain() < self._effort.least_gain:
-                break
-            asked = study.ask(self._propose_batch)
-            # What is tried first is built in any case: a run out of time still serves something measured.
-            late = [] if asked else underway
-            compiled += self.builder.build(
-                [*asked, *late],
-                problem,
-                leave=min(len(asked) // 4, self._leave),
-                deadline_s=deadline_s if trials.programs else None,
-            )
-            tried += asked
-            underway += asked
-            reached = [each for each in underway if self.builder.record(each, problem)]
-            underway = [each for each in underway if not self.builder.record(each, problem)]
-            failed += trials.note_builds(reached)
-            chosen = study.choose(min(self._measure_batch, left))
-            if not asked and not chosen and not underway:
-                break
-            result = self._race(chosen, problem, runner, trials.best_us, deadline_s if trials.programs else None)
-            outcomes = result.outcomes
-            trials.note_outcomes(chosen, outcomes)
-            measured += len(outcomes)
-            failed += sum(isinstance(outcome, Failed) for outcome in outcomes)
-            self.watcher.step(trials.programs)
-            if trials.best is not None:
-                self.watcher.best(trials.best_us, trials.best)
-            if result.disturbance:
-                break
-        self._elsewhere.note(problem, trials.measured())
-        return self._decide(problem, runner, trials.times, tried, compiled, measured, failed, started, deadline_s)
+        return Trials(self.builder, problem, self.runner.device, self.study, known_us, tuner.inert)
 
-    def _repeats(self, problem: Problem, schedule: Schedule) -> bool:
-        """Whether building it would most likely give a program that was tried already. What is built costs nothing."""
-        return self.builder.record(schedule, problem) is None and self._inert.equal(problem, schedule) >= SURE
-
-    def _first(self, problem: Problem, incumbents: Sequence[Schedule], elsewhere: Sequence[Known]) -> list[Schedule]:
-        """What to try first: the default, what is served now, and what won on similar problems of which no more is known."""
-        recorded = {known.task for known in elsewhere}
-        tuned = [*self.db.entries(self.space.arch, self.kernel.name, provenance="measured"), *self._shipped.winners]
-        tuned = for_compiler(tuned, self.toolchain.tileiras)
-        near = [entry for entry in tuned if entry.problem != problem and entry.problem not in recorded]
-        near.sort(key=lambda entry: (-self.kernel.similarity.weight(problem, entry.problem), entry.problem))
-        winners = dict.fromkeys(self.space.complete(entry.schedule) for entry in near)
-        return [self._default(problem), *incumbents, *list(winners)[: 0 if elsewhere else MOST_WINNERS]]
-
-    def _evidence(self, problem: Problem, runner: Runner) -> dict[tuple[Schedule, str], float | None]:
+    def evidence(self) -> dict[tuple[Schedule, str], float | None]:
         """Times in the store by schedule and machine code, on this device and timed as now; the newest first.
 
-        None, last, for what failed on this device and never ran since. Failures that say more of the day than of the
-        program (a lost GPU, a killed worker, memory taken by others) are tried again.
+        None, last, for what failed on this device and never ran since.
         """
         found: dict[tuple[Schedule, str], float | None] = {}
-        for stored in self.db.measurements(problem, self.space.arch, runner.device_name, self.regime):
+        device_name = self.runner.device_name
+        for stored in self.db.measurements(self.problem, self.space.arch, device_name, self.tuner.regime):
             if timed_as_now(stored.measurement.regime, stored.measurement.conditions):
                 key = self.space.complete(stored.measurement.schedule), stored.measurement.fingerprint
                 found.setdefault(key, stored.measurement.median_us)
-        for failed in self.db.failures(self.space.arch, problem, stage="measure"):
-            if failed.device_name == runner.device_name and failed.failure.kind not in RETRIED:
-                found.setdefault((failed.schedule, failed.fingerprint), None)
-        return {
-            key: us
-            for key, us in found.items()
-            if fits(key[0], self._pinned) and not self.space.unworkable(key[0], problem)
-        }
+        for key in self.builder.broken(self.problem, device_name):
+            found.setdefault(key, None)
+        return {key: us for key, us in found.items() if self.workable(key[0])}
 
-    def _rebuild(
-        self, problem: Problem, evidence: Mapping[tuple[Schedule, str], float | None], deadline_s: float | None
-    ) -> int:
-        """Build what was measured of another compiler's or another source's machine code; how many were compiled.
+    def rebuild(self, evidence: Mapping[tuple[Schedule, str], float | None]) -> None:
+        """Build what was measured of another compiler's or another source's machine code.
 
         The fastest first, in batches, for as long as some of it comes out the same: of that nothing is measured again.
         """
@@ -396,71 +498,111 @@ class Tuner:
         left = [
             each
             for each in dict.fromkeys(schedule for schedule, _ in ranked)
-            if self.builder.record(each, problem) is None and (not allowed or each in allowed)
-        ]
-        left, compiled = left[: self._trials], 0
-        for start in range(0, len(left), self._propose_batch):
-            batch = left[start : start + self._propose_batch]
-            compiled += self.builder.build(batch, problem, deadline_s=deadline_s)
-            if not any((each, self.builder.fingerprint(each, problem)) in evidence for each in batch):
+            if self.builder.record(each, self.problem) is None and (not allowed or each in allowed)
+        ][: self.tuner.most_programs]
+        for start in range(0, len(left), self.tuner.propose_batch):
+            batch = left[start : start + self.tuner.propose_batch]
+            self.compiled += self.builder.build(batch, self.problem, deadline_s=self.deadline_s)
+            if not any((each, self.builder.fingerprint(each, self.problem)) in evidence for each in batch):
                 break
-        return compiled
 
-    def _race(
-        self, chosen: Sequence[Schedule], problem: Problem, runner: Runner, best_us: float, deadline_s: float | None
-    ) -> RaceResult:
-        """Measure the programs of `chosen`, well enough to learn from."""
-        programs = self.builder.programs(chosen, problem, runner.device)
-        regime = self.regime
-        return race(
-            runner,
-            problem,
-            self.builder.candidates(programs),
-            rules=LOOKS[regime],
-            regime=regime,
-            known_us=best_us,
-            deadline_s=deadline_s,
-            on_outcome=lambda outcome: self._keep(outcome, problem, runner),
-        )
+    def winners_elsewhere(self) -> list[Schedule]:
+        """What won on similar problems, by the database and by what ships."""
+        tuned = [
+            *self.db.entries(self.space.arch, self.kernel.name, provenance="measured"),
+            *self.tuner.shipped.winners,
+        ]
+        winners = winners_nearby(self.problem, for_compiler(tuned, self.builder.toolchain.tileiras))
+        return list(dict.fromkeys(map(self.space.complete, winners)))[:MOST_WINNERS]
 
-    def _decide(
-        self,
-        problem: Problem,
-        runner: Runner,
-        times: dict[Schedule, float | None],
-        tried: list[Schedule],
-        compiled: int,
-        measured: int,
-        failed: int,
-        started: float,
-        deadline_s: float | None,
-    ) -> TuneResult:
+    def repeats(self, schedule: Schedule) -> bool:
+        """Whether building it would most likely give a program that was tried already. What is built costs nothing."""
+        built = self.builder.record(schedule, self.problem) is not None
+        return not built and self.tuner.inert.equal(self.problem, schedule) >= SURE
+
+    def search(self, trials: Trials) -> list[Schedule]:
+        """Propose, build and measure until enough is known; what was tried, earlier runs included."""
+        tuner, problem, study = self.tuner, self.problem, self.study
+        tried, underway, followed = list(trials.times), list[Schedule](), set[Schedule]()
+        searched_s = 0.8 * (self.deadline_s - self.started)  # the rest is left for the decision
+        most = tuner.most_programs if tuner.options.neighbours else min(tuner.most_programs, study.size)
+        self.watcher.stage(problem, "measuring", most)
+        while (left := tuner.most_programs - trials.programs) > 0:
+            if trials.programs and time.monotonic() - self.started > searched_s:
+                break
+            best, best_us = trials.best
+            if tuner.options.neighbours and best is not None and best not in followed:
+                followed.add(best)
+                study.widen(self.space.neighbours(best, problem, pinned=tuner.pinned))
+            if trials.programs and study.expected_gain() < tuner.effort.least_gain:
+                break
+            asked = study.ask(tuner.propose_batch)
+            # What is tried first is built in any case: a run out of time still serves something measured.
+            deadline_s = self.deadline_s if trials.programs else math.inf
+            late = [] if asked else underway
+            self.compiled += self.builder.build(
+                [*asked, *late], problem, leave=min(len(asked) // 4, tuner.leave), deadline_s=deadline_s
+            )
+            tried += asked
+            underway += asked
+            reached = [each for each in underway if self.builder.record(each, problem)]
+            underway = [each for each in underway if not self.builder.record(each, problem)]
+            self.failed += trials.note_builds(reached)
+            chosen = study.choose(min(tuner.measure_batch, left))
+            if not asked and not chosen and not underway:
+                break
+            result = self.race(
+                self.builder.programs(chosen, problem, self.runner.device),
+                rules=LOOKS[tuner.regime],
+                known_us=best_us,
+                deadline_s=deadline_s,
+            )
+            trials.note_outcomes(chosen, result.outcomes)
+            self.measured += len(result.outcomes)
+            self.failed += sum(isinstance(outcome, Failed) for outcome in result.outcomes)
+            self.watcher.step(trials.programs)
+            best, best_us = trials.best
+            if best is not None:
+                self.watcher.best(best_us, best)
+            if result.disturbance:
+                break
+        return tried
+
+    def race(self, programs: Sequence[Program], *, regime: str = "", **how: Any) -> RaceResult:
+        """Race programs in the regime that is tuned, or another; every outcome is stored at once."""
+        candidates = self.builder.candidates(programs)
+        regime = regime or self.tuner.regime
+        return race(self.runner, self.problem, candidates, regime=regime, on_outcome=self.keep, **how)
+
+    def keep(self, outcome: Outcome) -> None:
+        """Store one outcome, at once."""
+        number = self.builder.keep(outcome, self.tuner.run_id, self.problem, self.runner.device)
+        if isinstance(outcome, Measurement):
+            if number is not None:
+                self._measurement_ids[outcome.schedule, outcome.regime] = number
+            if outcome.conditions.concurrent_pids or outcome.regime != self.tuner.regime:
+                return
+        if self._live is not None:
+            built = self.builder.record(outcome.schedule, self.problem)
+            self._live.add(outcome, built.facts if built else None)
+
+    def decide(self, trials: Trials, tried: Sequence[Schedule]) -> TuneResult:
         """Race the leaders and the default afresh and store the winner. What is served already keeps its place in a tie."""
-        default = self._default(problem)
-        preferred = [*self._incumbents(problem, runner.device.name), default]
-        worked = [(us, schedule) for schedule, us in times.items() if us is not None]
-        worked.sort(key=lambda pair: pair[0])  # stable: of equal programs, the one that was measured stays first
-        ordered = [schedule for _, schedule in worked]
-        ordered += [schedule for schedule in preferred if schedule not in times]  # time ran out before their turn
-        compiled += self.builder.build([*ordered[: 4 * self._effort.finalists], *preferred], problem)
-        programs = self.builder.programs(ordered, problem, runner.device)
-        finalists = programs[: self._effort.finalists]
-        finalists += [
-            program for program in programs[self._effort.finalists :] if set(preferred) & set(program.schedules)
-        ]
+        problem, finalists_wanted = self.problem, self.tuner.effort.finalists
+        preferred = [*self.incumbents, self.default]
+        unreached = [
+            schedule for schedule in preferred if schedule not in trials.times
+        ]  # time ran out before their turn
+        ordered = [*trials.ranked, *unreached]
+        self.compiled += self.builder.build([*ordered[: 4 * finalists_wanted], *preferred], problem)
+        programs = self.builder.programs(ordered, problem, self.runner.device)
+        finalists = programs[:finalists_wanted]
+        finalists += [each for each in programs[finalists_wanted:] if set(preferred) & set(each.schedules)]
         if not finalists:
-            raise NoValidScheduleError(self._nothing_works(problem, tried))
-        preference = [
-            program.schedule for schedule in preferred for program in finalists if schedule in program.schedules
-        ]
+            raise self.nothing_works(tried)
         self.watcher.stage(problem, "deciding", len(finalists))
-        result = race(
-            runner,
-            problem,
-            self.builder.candidates(finalists),
-            preference=preference,
-            regime=self.regime,
-            on_outcome=lambda outcome: self._keep(outcome, problem, runner),
+        result = self.race(
+            finalists, preference=[each.schedule for one in preferred for each in finalists if one in each.schedules]
         )
         if result.disturbance:
             raise MeasureError(
@@ -468,204 +610,68 @@ class Tuner:
                 "end it (nvidia-smi lists it), or run again when it has ended"
             )
         if result.winner is None:
-            raise NoValidScheduleError(self._nothing_works(problem, tried))
+            raise self.nothing_works(tried)
         self.watcher.step(len(finalists))
-        result = self._settled(result, finalists, problem, runner, deadline_s)
-        assert result.winner is not None
+        result = self.settled(result, finalists)
+        winner = result.winner
+        assert winner is not None
         times_us = {each.schedule: each.median_us for each in result.outcomes if isinstance(each, Measurement)}
-        plain_us = next((times_us.get(program.schedule) for program in finalists if default in program.schedules), None)
-        measurement_id = self._measurement_ids[result.winner.schedule, self.regime]
-        entry = self._entry(
-            problem,
-            result.winner.schedule,
-            result.winner.fingerprint,
+        plain_us = next((times_us.get(each.schedule) for each in finalists if self.default in each.schedules), None)
+        entry = self.entry(
+            winner.schedule,
+            winner.fingerprint,
+            len(programs),
             provenance="measured",
-            device_name=runner.device.name,
-            regime=self.regime,
-            measurement_id=measurement_id,
+            device_name=self.runner.device.name,
+            regime=self.tuner.regime,
+            measurement_id=self._measurement_ids[winner.schedule, self.tuner.regime],
             runner_up=result.runner_up.schedule if result.runner_up else None,
             margin=result.margin,
             ties=result.ties,
-            candidates=len(programs),
-            rivals=self._race_rivals(problem, runner, result.winner, finalists),
+            rivals=self.rival_times(winner, finalists),
         )
         return TuneResult(
             entry=entry,
             stored=self.db.put_entry(entry),
             schedules=len(tried),
             programs=len(programs),
-            compiled=compiled,
-            measured=measured,
-            failed=failed,
-            seconds=time.monotonic() - started,
-            over_default=plain_us / result.winner.median_us - 1 if plain_us else None,
+            compiled=self.compiled,
+            measured=self.measured,
+            failed=self.failed,
+            seconds=time.monotonic() - self.started,
+            over_default=plain_us / winner.median_us - 1 if plain_us else None,
             over_runner_up=result.margin,
         )
 
-    def _settled(
-        self,
-        result: RaceResult,
-        finalists: Sequence[Program],
-        problem: Problem,
-        runner: Runner,
-        deadline_s: float | None,
-    ) -> RaceResult:
+    def settled(self, result: RaceResult, finalists: Sequence[Program]) -> RaceResult:
         """The verdict of the burst race, those near its winner timed in the sustained regime, too."""
         close = {each.schedule for each in near(result)}
-        late = deadline_s is not None and time.monotonic() > deadline_s
-        if (
-            self.regime != "burst"
-            or not self._effort.both_regimes
-            or not runner.regimes >= set(REGIMES)
-            or len(close) < 2
-            or late
-        ):
+        both = self.tuner.regime == "burst" and self.tuner.effort.both_regimes and self.runner.regimes >= set(REGIMES)
+        if not both or len(close) < 2 or time.monotonic() > self.deadline_s:
             return result
-        self.watcher.stage(problem, "at the power cap", len(close))
-        candidates = [each for each in self.builder.candidates(finalists) if each.schedule in close]
-        sustained = race(
-            runner,
-            problem,
-            candidates,
-            rules=LOOKS["sustained"],
+        self.watcher.stage(self.problem, "at the power cap", len(close))
+        sustained = self.race(
+            [each for each in finalists if each.schedule in close],
             regime="sustained",
-            deadline_s=deadline_s,
-            on_outcome=lambda outcome: self._keep(outcome, problem, runner),
+            rules=LOOKS["sustained"],
+            deadline_s=self.deadline_s,
         )
         self.watcher.step(len(close))
         return result if sustained.disturbance else settle(result, sustained)
 
-    def _race_rivals(
-        self, problem: Problem, runner: Runner, winner: Measurement, finalists: Sequence[Program]
-    ) -> tuple[RivalTime, ...] | None:
+    def rival_times(self, winner: Measurement, finalists: Sequence[Program]) -> tuple[RivalTime, ...] | None:
         """What rivals take next to the winner. Where they are not timed, what was stored with an entry of the same machine
         code.
         """
-        if self._rivals is not None:
-            self.watcher.stage(problem, "rivals", 1)
-            candidates = self.builder.candidates(finalists)
-            candidate = next(
-                each
-                for each in candidates
-                if each.artifact.fingerprint == winner.fingerprint and each.schedule == winner.schedule
-            )
-            found = self._rivals(problem, candidate)
+        if self.tuner.rivals is not None:
+            self.watcher.stage(self.problem, "rivals", 1)
+            own = [each for each in finalists if each.schedule == winner.schedule]
+            found = self.tuner.rivals(self.problem, self.builder.candidates(own)[0])
             self.watcher.step(1)
             if found is not None:
                 return tuple(found)
-        known = self.db.entries(
-            self.space.arch,
-            self.kernel.name,
-            problem=problem,
-            device_name=runner.device.name,
-            regime=self.regime,
-            accum_mode=self.accum_mode,
-        )
+        known = self.entries(self.runner.device.name)
         return next((each.rivals for each in known if each.fingerprint == winner.fingerprint and each.rivals), None)
-
-    def _incumbents(self, problem: Problem, device_name: str) -> list[Schedule]:
-        """What would be served on a device without this run, from this database or any other source: it can only be beaten."""
-        entries = (
-            self.db.entries(
-                self.space.arch,
-                self.kernel.name,
-                problem=problem,
-                provenance="measured",
-                device_name=device_name,
-                regime=self.regime,
-                accum_mode=self.accum_mode,
-            )
-            if device_name
-            else []
-        )
-        incumbents = [entry.schedule for entry in for_compiler(entries, self.toolchain.tileiras)]
-        if self._served is not None:
-            incumbents += self._served(problem, device_name)
-        incumbents = [self.space.complete(schedule) for schedule in incumbents]
-        return [
-            each
-            for each in dict.fromkeys(incumbents)
-            if fits(each, self._pinned) and not self.space.unworkable(each, problem)
-        ]
-
-    def _keep(self, outcome: Outcome, problem: Problem, runner: Runner) -> None:
-        """Store one outcome, at once."""
-        number = self.builder.keep(outcome, self.run_id, problem, runner.device)
-        measured = outcome if isinstance(outcome, Measurement) else None
-        elsewhere = measured is not None and (measured.conditions.concurrent_pids or measured.regime != self.regime)
-        if self._live is not None and not elsewhere:
-            built = self.builder.record(outcome.schedule, problem)
-            self._live.add(outcome, built.facts if built else None)
-        if measured is not None and number is not None:
-            self._measurement_ids[measured.schedule, measured.regime] = number
-
-    # Both
-
-    def _default(self, problem: Problem) -> Schedule:
-        return self.space.default(problem, pinned=self._pinned)
-
-    def _build(self, order: Sequence[Schedule], problem: Problem, deadline_s: float | None) -> int:
-        """Build the first of `order`, as many as the effort says; what is likely to be a program built already is put off."""
-        spec, least = arch_spec(self.space.arch), math.inf
-        most = len(order) if self._builds is None else min(self._builds, len(order))
-        left, done, compiled = dict.fromkeys(order), 0, 0
-
-        def built(count: int, record: BuildRecord) -> None:
-            nonlocal least
-            self.watcher.step(done + count)
-            if record.facts is not None:
-                us = self.kernel.cost.model(problem, record.schedule, record.facts, spec)
-                if us < least:
-                    least = us
-                    self.watcher.best(us, record.schedule)
-
-        while done < most and not (compiled and deadline_s is not None and time.monotonic() > deadline_s):
-            chosen = order
-            if most < len(order):
-                batch = min(max(LEARNT_AT_ONCE, self.builder.jobs), most - done)
-                chosen = self._inert.put_off(problem, list(left), batch)
-            if not compiled and self.builder.missing(chosen, problem):
-                self.watcher.stage(problem, "compiling", most)
-            compiled += self.builder.build(chosen, problem, progress=built, deadline_s=deadline_s)
-            learn(self._inert, problem, self.builder.programs(chosen, problem, spec))
-            for schedule in chosen:
-                del left[schedule]
-            done += len(chosen)
-        return compiled
-
-    def _entry(self, problem: Problem, schedule: Schedule, fingerprint: str, **more: object) -> Entry:
-        values: dict[str, object] = {
-            "kernel": self.kernel.name,
-            "arch": self.space.arch,
-            "problem": problem,
-            "schedule": schedule,
-            "fingerprint": fingerprint,
-            "accum_mode": self.accum_mode,
-            "source": self._source,
-            "toolchain": self.toolchain,
-            "source_hash": self.builder.source_hash,
-            "run_id": self.run_id,
-            **more,
-        }
-        return Entry(**values)  # type: ignore[arg-type]
-
-    def _build_failures(self, schedules: Sequence[Schedule], problem: Problem) -> int:
-        records = (self.builder.record(schedule, problem) for schedule in schedules)
-        return sum(record is not None and record.failure is not None for record in records)
-
-    def _nothing_works(self, problem: Problem, schedules: Sequence[Schedule]) -> str:
-        if not schedules:
-            return f"{self.space.source} holds no valid schedule for {problem}; relax its constraints"
-        reasons = {
-            str(record.failure.kind)
-            for schedule in schedules
-            if (record := self.builder.record(schedule, problem)) and record.failure
-        }
-        reasons |= {str(failure.failure.kind) for failure in self.db.failures(self.space.arch, problem)}
-        why = ", ".join(sorted(reasons)) or "the budget ended first"
-        return (
-            f"no schedule of {len(schedules)} works for {problem} on {self.space.arch}: {why}; run: tiledsched doctor"
-        )
 
 
 def expected_order(
@@ -695,8 +701,3 @@ def modelled_times(arch: str, kernel: KernelClass) -> Callable[[Problem, Sequenc
         }
 
     return times
-
-
-def _late(deadline_s: float | None, *, share: float, started: float) -> bool:
-    """Whether `share` of the time from `started` to the deadline has passed."""
-    return deadline_s is not None and time.monotonic() - started > share * (deadline_s - started)
