@@ -528,7 +528,6 @@ def test_a_bench_goes_on_where_it_stopped(tmp_path) -> None:
     ("arguments", "words"),
     [
         (["--methods", "fastest"], "unknown method 'fastest'"),
-        (["--resume"], "pass --csv FILE"),
         (["--summary", "none.csv"], "pass a file that bench --csv wrote"),
     ],
 )

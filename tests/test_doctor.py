@@ -12,6 +12,8 @@ import pytest
 
 from tiledsched import __version__, doctor
 from tiledsched.build import toolchain
+from tiledsched.cli import main
+from tiledsched.cli.machine_commands import print_findings
 from tiledsched.core.extras import installing
 from tiledsched.measure.runner import Device
 from tiledsched.store.db import TuningDB
@@ -58,7 +60,7 @@ def whole(machine, parts):
         list_devices=lambda: [H200],
         find_module=lambda name: importlib.util.find_spec("json"),
         cupy_devices=lambda: (1, ""),
-        torch_cuda=lambda folders: "13.0",
+        torch_cuda=lambda folder: "13.0",
     )
 
 
@@ -67,7 +69,8 @@ def found(machine, name):
 
 
 def works(machine, name):
-    return next(part for part in doctor.overall(doctor.examine(machine)) if part.name == name)
+    part = doctor.overall(doctor.examine(machine))[name]
+    return part["detail"] if part["works"] else f"no: {part['detail']}"
 
 
 def test_cpu_only_machine(machine):
@@ -80,27 +83,27 @@ def test_cpu_only_machine(machine):
         assert findings[name].status == "missing"
     assert "sm_121" in findings["targets"].detail
     assert "will be created" in findings["database"].detail
-    assert works(machine, "building").works
-    assert works(machine, "reports").detail.startswith("without charts")
-    assert not works(machine, "measuring").works
-    assert works(machine, "serving").detail == "needs driver, gpu, arch, torch"
+    assert works(machine, "building").startswith("for sm_80")
+    assert works(machine, "reports").startswith("without charts")
+    assert works(machine, "measuring").startswith("no: ")
+    assert works(machine, "serving") == "no: needs driver, gpu, arch, torch"
 
 
 def test_everything_works(whole, parts):
     parts |= dict.fromkeys(("tileiras", "ptxas", "nvidia-nvvm"), "13.5.37")  # of which all shipped tables have evidence
     findings = doctor.examine(whole)
     assert [finding.name for finding in findings if finding.status != "ok"] == []
-    assert all(part.works for part in doctor.overall(findings))
+    assert all(part["works"] for part in doctor.overall(findings).values())
     assert found(whole, "gpu").detail == "NVIDIA H200 (sm_90, 139 GiB)"
-    assert works(whole, "measuring").detail == "on NVIDIA H200 (sm_90, 139 GiB)"
+    assert works(whole, "measuring") == "on NVIDIA H200 (sm_90, 139 GiB)"
 
 
 def test_no_compiler(machine, monkeypatch):
     monkeypatch.setattr(toolchain, "compiler_folder", lambda: None)
     assert found(machine, "compiler")[::2] == ("missing", toolchain.INSTALL)
     assert found(machine, "targets").status == "missing"
-    assert works(machine, "building").detail == "needs compiler"
-    assert works(machine, "reports").works
+    assert works(machine, "building") == "no: needs compiler"
+    assert works(machine, "reports").startswith("without charts")
 
 
 def test_parts_of_different_releases(machine, parts):
@@ -125,7 +128,7 @@ def test_compiler_too_old_for_some_archs(whole, parts):
     assert finding.status == "warn"
     assert finding.detail.endswith("tileiras 13.2.10 is too old for sm_90, sm_110")
     assert found(whole, "arch").status == "broken"
-    assert works(whole, "measuring").detail == "needs arch"
+    assert works(whole, "measuring") == "no: needs arch"
 
 
 @pytest.mark.parametrize(("version", "status"), [("", "missing"), ("1.2.0", "broken"), ("2.0.0", "broken")])
@@ -217,8 +220,10 @@ def test_cupy_is_asked_in_its_own_process(monkeypatch, code, answer):
     ],
 )
 def test_torch_cuda_is_read_from_its_file(tmp_path, line, cuda):
-    (tmp_path / "version.py").write_text(f"__version__ = '2.11.0'\n{line}\ngit_version = 'x'\n")
-    assert doctor.torch_cuda([tmp_path / "absent", tmp_path]) == cuda
+    text = f"from typing import Optional\n__version__ = '2.11.0'\n{line}\ngit_version = 'x'\n"
+    (tmp_path / "version.py").write_text(text)
+    assert doctor.torch_cuda(tmp_path) == cuda
+    assert doctor.torch_cuda(tmp_path / "absent") is None
 
 
 @pytest.mark.parametrize(
@@ -233,7 +238,7 @@ def test_torch_cuda_is_read_from_its_file(tmp_path, line, cuda):
 )
 def test_torch(whole, parts, version, cuda, status):
     parts["torch"] = version
-    whole.torch_cuda = lambda folders: cuda
+    whole.torch_cuda = lambda folder: cuda
     assert found(whole, "torch").status == status
 
 
@@ -254,14 +259,14 @@ def test_broken_database(machine, tmp_path):
     assert finding.status == "broken"
     assert str(tmp_path / "tuning.db") in finding.detail
     assert "TILEDSCHED_DB" in finding.remedy
-    assert works(machine, "reports").detail == "needs database"
+    assert works(machine, "reports") == "no: needs database"
 
 
 def test_cache(machine, tmp_path):
     folder = tmp_path / "cache" / "artifacts"
     folder.mkdir(parents=True)
     (folder / "a").write_bytes(b"x" * 2048)
-    assert found(machine, "cache").detail == f"{tmp_path / 'cache'}: 1 file, 2.0 KiB; 1024.0 GiB free"
+    assert found(machine, "cache").detail == f"{tmp_path / 'cache'}: 1 file, 2.0 kB; 1.1 TB free"
     for free, status in ((200 << 20, "warn"), (1 << 20, "broken")):
         machine.free_bytes = lambda folder, free=free: free
         assert found(machine, "cache").status == status
@@ -270,7 +275,7 @@ def test_cache(machine, tmp_path):
 def test_cache_that_is_a_file(machine, tmp_path):
     (tmp_path / "cache").write_text("")
     assert found(machine, "cache").status == "broken"
-    assert not works(machine, "building").works
+    assert works(machine, "building") == "no: needs cache"
 
 
 def test_a_wrong_setting_is_a_finding(machine, monkeypatch):
@@ -292,21 +297,21 @@ def test_a_check_that_crashes_hides_no_other(machine):
 def test_json(machine):
     findings = doctor.examine(machine)
     data = json.loads(json.dumps(doctor.to_json(findings)))
-    assert set(data) == {"schema_version", "tiledsched", "findings", "overall"}
-    assert (data["schema_version"], data["tiledsched"]) == (1, __version__)
+    assert set(data) == {"tiledsched", "findings", "overall"}
+    assert data["tiledsched"] == __version__
     for finding in data["findings"]:
         assert set(finding) == {"name", "status", "detail", "remedy"}
-        assert finding["status"] in doctor.COLOURS
+        assert finding["status"] in ("ok", "warn", "missing", "broken")
         assert finding["detail"]
     assert set(data["overall"]) == {"building", "measuring", "serving", "reports"}
     assert data["overall"]["building"]["works"] is True
     assert data["overall"]["measuring"] == {"works": False, "detail": "needs driver, gpu, arch, cupy"}
 
 
-def test_text_is_aligned_and_plain_off_a_terminal(machine):
+def test_text_is_aligned_and_as_wide_as_the_terminal(machine, capsys, monkeypatch):
     findings = doctor.examine(machine)
-    text = doctor.to_text(findings)
-    assert "\033" not in text
+    print_findings(findings, doctor.overall(findings))
+    text = capsys.readouterr().out
     lines = text.splitlines()
     starts = {
         line.index(finding.detail) for finding in findings for line in lines if line[9:].startswith(finding.name + " ")
@@ -314,12 +319,17 @@ def test_text_is_aligned_and_plain_off_a_terminal(machine):
     assert len(starts) == 1
     assert f"-> {installing('gpu')}" in text
     assert lines[-4].startswith("building:   yes")
+    monkeypatch.setenv("COLUMNS", "60")
+    print_findings(findings, doctor.overall(findings))
+    narrow = capsys.readouterr().out
+    assert max(len(line) for line in narrow.splitlines() if "/" not in line) <= 60
+    assert " ".join(narrow.split()) == " ".join(text.split())
 
 
-def test_colour(machine, monkeypatch):
-    findings = doctor.examine(machine)
-    assert "\033[32m" in doctor.to_text(findings, colour=True)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    assert "\033" in doctor.to_text(findings)
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert "\033" not in doctor.to_text(findings)
+def test_the_command_looks_at_the_database_that_is_named(parts, tmp_path, capsys):
+    TuningDB.open(tmp_path / "named.db").close()
+    assert main(["doctor", "--db", str(tmp_path / "named.db"), "--json"], devices=list) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["schema_version"] == 1
+    (database,) = [each for each in found["findings"] if each["name"] == "database"]
+    assert database["detail"].startswith(str(tmp_path / "named.db"))

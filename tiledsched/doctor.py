@@ -9,16 +9,18 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich.filesize import decimal
 
 from tiledsched import __version__
 from tiledsched.build import toolchain
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     from tiledsched.measure.runner import Device
     from tiledsched.serve.entries import Layer
 
-SCHEMA_VERSION = 1
 OLDEST_DRIVER = 580
 """First driver branch that runs programs of CUDA 13."""
 OLDEST_TORCH = (2, 9)
@@ -46,8 +47,6 @@ CUPY_PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
 CUDA_TILE = "pip install 'cuda-tile>=1.7,<2'"
 CUDA_TORCH = "install a CUDA 13 build of torch: https://pytorch.org/get-started"
 NVIDIA_SMI = "run nvidia-smi and see what it says"
-COLOURS = {"ok": "32", "warn": "33", "missing": "36", "broken": "31"}
-"""Statuses: in order; works, but read on; not installed or not there; broken. Each with its colour."""
 NEEDS = {
     "building": ("cuda-tile", "compiler", "cache"),
     "measuring": ("cuda-tile", "compiler", "cache", "driver", "gpu", "arch", "cupy", "database"),
@@ -75,21 +74,12 @@ class Finding(NamedTuple):
         return self.status in ("ok", "warn")
 
 
-class Capability(NamedTuple):
-    """Whether one part of the program works here."""
-
-    name: str
-    """building, measuring, serving or reports."""
-    works: bool
-    """Whether it does."""
-    detail: str
-    """For what it works, or what it lacks."""
-
-
 @dataclass
 class Machine:
     """What the checks look at. Tests put fakes in its fields."""
 
+    database: str | None = None
+    """The database that was named; None for that of the settings."""
     list_devices: Callable[[], Sequence[Device]] = nvml.devices
     """Lists the GPUs."""
     version: Callable[[str], str] = package_version
@@ -100,7 +90,7 @@ class Machine:
     """The path of a program; None where there is none."""
     cupy_devices: Callable[[], tuple[int, str]] = lambda: cupy_devices()
     """How many GPUs CuPy sees, and its last words where it fails."""
-    torch_cuda: Callable[[Sequence[Path]], str | None] = lambda folders: torch_cuda(folders)
+    torch_cuda: Callable[[Path], str | None] = lambda folder: torch_cuda(folder)
     """The CUDA version that torch was built for."""
     free_bytes: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free
     """Free space where a folder is."""
@@ -116,7 +106,7 @@ class Machine:
     def settings(self) -> Settings:
         """The settings, or the defaults where they are wrong, which is a finding of its own."""
         try:
-            return load_settings()
+            return load_settings({"db": self.database})
         except ConfigError:
             return Settings()
 
@@ -147,7 +137,7 @@ def examine(machine: Machine | None = None) -> list[Finding]:
         try:
             found = check(machine)
         except TiledschedError as error:
-            found = _of_error(error)
+            found = Finding("broken", *_split(error))
         except Exception as error:
             found = Finding(
                 "broken",
@@ -158,61 +148,26 @@ def examine(machine: Machine | None = None) -> list[Finding]:
     return findings
 
 
-def overall(findings: Sequence[Finding]) -> list[Capability]:
-    """What works here: building, measuring, serving and reports."""
-    found = {finding.name: finding for finding in findings}
-    capabilities = []
+def overall(findings: Sequence[Finding]) -> dict[str, dict[str, Any]]:
+    """For building, measuring, serving and reports: whether it `works` here, and as `detail` for what, or what it lacks."""
+    found, parts = {finding.name: finding for finding in findings}, {}
+    details = {"building": found["targets"].detail, "reports": "with charts"}
+    if not found["vl-convert"].usable:
+        details["reports"] = "without charts: vl-convert-python is not installed"
     for name, needs in NEEDS.items():
         lacking = [need for need in needs if not found[need].usable]
-        detail = f"needs {', '.join(lacking)}" if lacking else f"on {found['gpu'].detail}"
-        if name == "building" and not lacking:
-            detail = found["targets"].detail
-        elif name == "reports" and not lacking:
-            charts = found["vl-convert"].usable
-            detail = "with charts" if charts else "without charts: vl-convert-python is not installed"
-        capabilities.append(Capability(name, not lacking, detail))
-    return capabilities
+        detail = f"needs {', '.join(lacking)}" if lacking else details.get(name, f"on {found['gpu'].detail}")
+        parts[name] = {"works": not lacking, "detail": detail}
+    return parts
 
 
 def to_json(findings: Sequence[Finding]) -> dict[str, Any]:
-    """A plain dict: `schema_version`, `tiledsched`, `findings` and `overall`."""
+    """A plain dict: `tiledsched`, `findings` and `overall`."""
     return {
-        "schema_version": SCHEMA_VERSION,
         "tiledsched": __version__,
         "findings": [finding._asdict() for finding in findings],
-        "overall": {each.name: {"works": each.works, "detail": each.detail} for each in overall(findings)},
+        "overall": overall(findings),
     }
-
-
-def to_text(findings: Sequence[Finding], *, colour: bool | None = None) -> str:
-    """Aligned lines for people. Coloured on a terminal unless NO_COLOR is set; `colour` overrules both."""
-    if colour is None:
-        colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    lines = []
-    for finding in findings:
-        status = f"{finding.status:<7}"
-        text = _wrapped(f"{status}  {finding.name:<11}  ", finding.detail)
-        lines.append(f"\033[{COLOURS[finding.status]}m{status}\033[0m{text[len(status) :]}" if colour else text)
-        if finding.remedy:
-            lines.append(_wrapped(" " * 22 + "-> ", finding.remedy))
-    lines.append("")
-    for part in overall(findings):
-        lines.append(_wrapped(f"{part.name + ':':<11} ", f"{'yes' if part.works else 'no'} ({part.detail})"))
-    return "\n".join(lines)
-
-
-def _wrapped(beginning: str, text: str) -> str:
-    """A line that goes on below its text where it is wider than the terminal."""
-    columns = shutil.get_terminal_size((sys.maxsize, 0)).columns
-    indent = " " * len(beginning)
-    return textwrap.fill(
-        text,
-        columns,
-        initial_indent=beginning,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 # The checks
@@ -223,7 +178,9 @@ def _python(machine: Machine) -> Finding:
 
 
 def _settings(machine: Machine) -> Finding:
-    changed = [f"{name} from {where}" for name, where in sorted(load_settings().sources.items())]
+    changed = [
+        f"{name} from {where}" for name, where in sorted(load_settings({"db": machine.database}).sources.items())
+    ]
     return Finding("ok", ", ".join(changed) or "all at their defaults")
 
 
@@ -259,21 +216,14 @@ def _targets(machine: Machine) -> Finding:
         installed = toolchain.installed_toolchain()
     except CompilerError:
         return Finding("missing", "none without a working compiler")
-    old = [arch for arch in ARCHS if not _builds(installed, arch)]
+    oldest = {arch: toolchain.OLDEST.get(arch, toolchain.OLDEST_ANY) for arch in ARCHS}
+    old = [arch for arch in ARCHS if toolchain.release(installed.tileiras) < oldest[arch]]
     good = [arch for arch in ARCHS if arch not in old]
     detail = f"for {', '.join(good) or 'no arch'}"
     if not old:
         return Finding("ok", detail)
     detail += f"; tileiras {installed.tileiras} is too old for {', '.join(old)}"
     return Finding("warn" if good else "broken", detail, toolchain.INSTALL)
-
-
-def _builds(installed: toolchain.Toolchain, arch: str) -> bool:
-    try:
-        toolchain.check_arch(installed, arch)
-    except CompilerError:
-        return False
-    return True
 
 
 def _environment(machine: Machine) -> Finding:
@@ -362,7 +312,7 @@ def _torch(machine: Machine) -> Finding:
         return Finding("missing", "not installed; serving (sdpa) needs it", installing("gpu"))
     if _numbers(version) < OLDEST_TORCH:
         return Finding("broken", f"{version} is installed; 2.9 or newer is needed", installing("gpu"))
-    cuda = machine.torch_cuda([Path(folder) for folder in spec.submodule_search_locations or []])
+    cuda = machine.torch_cuda(Path(spec.origin or "").parent)
     if cuda is None:
         return Finding("warn", f"{version}; whether it is a CUDA build cannot be read")
     if not cuda:
@@ -373,15 +323,12 @@ def _torch(machine: Machine) -> Finding:
     return Finding("ok", f"{version}, built for CUDA {cuda}")
 
 
-def torch_cuda(folders: Sequence[Path]) -> str | None:
+def torch_cuda(folder: Path) -> str | None:
     """The CUDA version that torch was built for, from its own file: empty for none, None where it cannot be read."""
-    for folder in folders:
-        path = folder / "version.py"
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        found = re.search(r"^cuda\b[^=]*=\s*(?:'([\d.]+)'|\"([\d.]+)\"|None)", text, re.MULTILINE)
-        if found:
-            return found.group(1) or found.group(2) or ""
-    return None
+    try:
+        return runpy.run_path(str(folder / "version.py"))["cuda"] or ""
+    except (OSError, KeyError):
+        return None
 
 
 def _interpreter(machine: Machine) -> Finding:
@@ -470,8 +417,8 @@ def _cache(machine: Machine) -> Finding:
         return Finding("broken", f"{folder} cannot be written", "name another folder with TILEDSCHED_CACHE")
     free = machine.free_bytes(existing)
     sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
-    what = f"{_plural(len(sizes), 'file', 'files')}, {_size(sum(sizes))}" if existing == folder else "will be created"
-    detail = f"{folder}: {what}; {_size(free)} free"
+    what = f"{_plural(len(sizes), 'file', 'files')}, {decimal(sum(sizes))}" if existing == folder else "will be created"
+    detail = f"{folder}: {what}; {decimal(free)} free"
     if free >= LITTLE_SPACE:
         return Finding("ok", detail)
     remedy = "free some space, or name another folder with TILEDSCHED_CACHE"
@@ -500,11 +447,6 @@ CHECKS: dict[str, Callable[[Machine], Finding]] = {
 """By the name of the finding."""
 
 
-def _of_error(error: TiledschedError) -> Finding:
-    what, remedy = _split(error)
-    return Finding("broken", what, remedy)
-
-
 def _split(error: TiledschedError) -> tuple[str, str]:
     """What is wrong, and what to do: our messages end with the latter, after a semicolon."""
     what, _, remedy = str(error).rpartition("; ")
@@ -518,10 +460,3 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _plural(count: int, one: str, many: str) -> str:
     return f"{count:,} {one if count == 1 else many}"
-
-
-def _size(count: int) -> str:
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}"
-    return f"{count} bytes"

@@ -76,10 +76,11 @@ def main(arguments: Sequence[str] | None = None, **fakes: Any) -> int:
         where the signals TERM and HUP did).
     """
     gc.set_threshold(COLLECT_EVERY)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # no command multiplies matrices large enough to gain from more
     import click
     from click.shell_completion import shell_complete
 
-    from tiledsched.cli.app import Invocation, path_of
+    from tiledsched.cli.app import Invocation
     from tiledsched.cli.commands import root
 
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -95,8 +96,8 @@ def main(arguments: Sequence[str] | None = None, **fakes: Any) -> int:
     except click.exceptions.Exit as done:  # --help and --version
         return done.exit_code
     except click.UsageError as error:
-        where = f"; see {path_of(error.ctx)} --help" if error.ctx else ""
-        print(f"tiledsched: {error.format_message().rstrip('.')}{where}", file=sys.stderr)
+        where = f"; see {error.ctx.command_path} --help" if error.ctx else ""
+        print(f"tiledsched: {error.format_message().rstrip('.')}{where}".replace("?; see", "? see"), file=sys.stderr)
         return 2
     except TiledschedError as error:
         print(f"tiledsched: {error}", file=sys.stderr)

@@ -77,9 +77,12 @@ class Invocation:
         return TuningDB.open(self.settings().db, read_only=read_only)
 
     def print(self, value: dict[str, Any], text: str | Callable[[], None] = "") -> None:
-        """Print a result: as JSON where that was asked for, else as text, or by calling the function that prints it."""
+        """Print a result: as JSON where that was asked for, else as text, or by calling the function that prints it.
+
+        JSON takes what the values' `to_json` gives, and the text of those that have none, such as paths.
+        """
         if self.json:
-            print(json.dumps({"schema_version": SCHEMA_VERSION, **value}, indent=2))
+            print(json.dumps({"schema_version": SCHEMA_VERSION, **value}, indent=2, default=_as_json))
         elif callable(text):
             text()
         else:
@@ -105,15 +108,8 @@ class Invocation:
         return found
 
 
-def known_arch(text: str) -> str:
-    """The arch that a name means, e.g. sm_90 for h200.
-
-    Raises:
-        ConfigError: nothing is known of such an arch; the message lists those that are known.
-    """
-    arch = arch_named(text)
-    arch_spec(arch)
-    return arch
+def _as_json(value: Any) -> Any:
+    return value.to_json() if hasattr(value, "to_json") else str(value)
 
 
 def made_folder(path: str) -> Path:
@@ -136,11 +132,6 @@ class Option(click.Option):
         super().__init__(*names, **more)
         self.heading = heading
 
-    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """Its names and its line of help, without what click would add."""
-        record = super().get_help_record(ctx)
-        return record and (record[0], self.help or "")
-
 
 class Argument(click.Argument):
     """A positional argument with a line of help. Click has that from 8.5 on."""
@@ -154,24 +145,22 @@ class Argument(click.Argument):
         return self.human_readable_name, self.help or ""
 
 
-def path_of(ctx: click.Context) -> str:
-    """The words that lead to a command, e.g. `tiledsched db check`."""
-    above = f"{path_of(ctx.parent)} " if ctx.parent else ""
-    return f"{above}{ctx.info_name}"
-
-
 class _Explained(click.Command):
-    """A command that says which flag was meant where it does not know one, and whose help has headings."""
+    """A command that knows what took the place of its old flags, and whose help has headings."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Its own parameters, then the options of the program, which may stand anywhere on the line, then `--help`."""
+        own = super().get_params(ctx)
+        shared = [each for each in PROGRAM_OPTIONS if each not in own]
+        return [*self.params, *shared, *own[len(self.params) :]]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        words = list(args)
-        ctx.meta["tiledsched.words"] = words
+        ctx.meta["tiledsched.words"] = list(args)
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            name = path_of(ctx).partition(" ")[2]
-            flags = [flag for param in self.get_params(ctx) for flag in param.opts if flag.startswith("--")]
-            raise ConfigError(renamed.unknown_flag(name, error.option_name, words, flags)) from None
+            renamed.check_flag(ctx.command_path, error.option_name)
+            raise
         except click.UsageError as error:
             error.ctx = error.ctx or ctx
             raise
@@ -233,10 +222,8 @@ class Group(_Explained, click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command, or say which one was meant."""
-        if args[0] not in self.commands:
-            name = " ".join([*path_of(ctx).split()[1:], args[0]])
-            raise ConfigError(renamed.unknown_command(name, self.commands))
+        """Find the command, or say what took the place of an old one."""
+        renamed.check_command(f"{ctx.command_path} {args[0]}")
         return super().resolve_command(ctx, args)
 
 
@@ -248,78 +235,37 @@ def _one_line(command: click.Command, above: str = "") -> list[tuple[str, str]]:
     return [(name, (command.help or "").partition(".\n")[0].replace("\n", " ").rstrip("."))]
 
 
-class KernelType(click.ParamType):
-    """A kernel, by its name or by where it is declared. A user's file is imported only where it is named."""
-
-    name = "kernel"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The kernel of that name."""
-        if ctx is not None:
-            ctx.ensure_object(Invocation).kernel_word = value
-        return load_kernel(value)
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[click.shell_completion.CompletionItem]:
-        """The kernels that ship and begin like that."""
-        names = [name for name in SHIPPED if name.startswith(incomplete)]
-        return [click.shell_completion.CompletionItem(name) for name in names]
+def _kernel(ctx: click.Context, param: click.Parameter, value: str) -> KernelClass:
+    """The kernel of a name. A user's file is imported only where it is named."""
+    ctx.ensure_object(Invocation).kernel_word = value
+    return load_kernel(value)
 
 
-class KernelNameType(KernelType):
+def _kernel_name(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
     """The name under which tables list a kernel. One that is not known here is taken at its word."""
+    try:
+        return value and load_kernel(value).name
+    except ConfigError:
+        return value
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The name."""
-        try:
-            return load_kernel(value).name
-        except ConfigError:
-            return value
+
+def _shipped_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """The kernels that ship and begin like that, for a shell."""
+    return [name for name in SHIPPED if name.startswith(incomplete)]
 
 
 class CommaList(click.ParamType):
-    """Words with commas between them, each once: a list of what `read` makes of each."""
+    """Words with commas between them, each once."""
 
     name = "list"
 
-    def __init__(self, read: Callable[[str], str] = str.strip, allowed: Sequence[str] = ()) -> None:
-        self.read, self.allowed = read, allowed
+    def __init__(self, each: click.ParamType = click.STRING) -> None:
+        self.each = each
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[str]:
-        """The words.
-
-        Raises:
-            click.BadParameter: there is none, or one that is not allowed.
-        """
-        found = list(dict.fromkeys(self.read(word) for word in value.split(",") if word.strip()))
-        wrong = [word for word in found if self.allowed and word not in self.allowed]
-        if wrong or not found:
-            self.fail(f"{(wrong or [value])[0]!r} is not one of {', '.join(self.allowed)}", param, ctx)
-        return found
-
-
-class Count(click.ParamType):
-    """An integer that is at least `least`."""
-
-    name = "count"
-
-    def __init__(self, least: int = 1) -> None:
-        self.least = least
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The integer.
-
-        Raises:
-            click.BadParameter: the text is none, or one that is too small.
-        """
-        try:
-            number = int(value)
-        except ValueError:
-            number = self.least - 1
-        if number < self.least:
-            self.fail(f"{value!r} is not an integer of {self.least} or more", param, ctx)
-        return number
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[Any]:
+        """What the type of the words makes of each."""
+        words = [word.strip() for word in value.split(",") if word.strip()]
+        return list(dict.fromkeys(self.each.convert(word, param, ctx) for word in words or [value]))
 
 
 class ArchType(click.ParamType):
@@ -328,8 +274,14 @@ class ArchType(click.ParamType):
     name = "arch"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The arch, e.g. sm_90."""
-        return known_arch(value)
+        """The arch, e.g. sm_90 for h200.
+
+        Raises:
+            ConfigError: nothing is known of such an arch; the message lists those that are known.
+        """
+        arch = arch_named(value)
+        arch_spec(arch)
+        return arch
 
 
 def option(*names: str, **more: Any) -> Callable[[Decorated], Decorated]:
@@ -358,36 +310,42 @@ def _log(ctx: click.Context, param: click.Parameter, value: bool) -> None:
         logging.getLogger().setLevel(logging.DEBUG)
 
 
-db_option = option("--db", metavar="URL", expose_value=False, callback=_remember, heading=EVERYWHERE, help=DB_HELP)
-common_options = several(
-    option(
-        "--json",
+PROGRAM_OPTIONS: Sequence[click.Option] = [
+    Option(["--db"], metavar="URL", expose_value=False, callback=_remember, heading=EVERYWHERE, help=DB_HELP),
+    Option(
+        ["--json"],
         is_flag=True,
         expose_value=False,
         callback=_remember,
         heading=EVERYWHERE,
         help="print the result as JSON",
     ),
-    option(
-        "-v",
-        "--verbose",
+    Option(
+        ["-v", "--verbose"],
         is_flag=True,
         expose_value=False,
         callback=_log,
         heading=EVERYWHERE,
         help="log more to stderr",
     ),
-)
+]
+"""The options of the program, which every command takes, too."""
 kernel_argument = argument(
     "kernel",
-    type=KernelType(),
+    callback=_kernel,
+    shell_complete=_shipped_names,
     required=False,
     default=USUAL_KERNEL,
     metavar="[KERNEL]",
     help=f"{KERNEL_HELP}; by default {USUAL_KERNEL}",
 )
 kernel_filter = argument(
-    "kernel", type=KernelNameType(), required=False, metavar="[KERNEL]", help=f"only this kernel: {KERNEL_HELP}"
+    "kernel",
+    callback=_kernel_name,
+    shell_complete=_shipped_names,
+    required=False,
+    metavar="[KERNEL]",
+    help=f"only this kernel: {KERNEL_HELP}",
 )
 filter_option = option(
     "-p",
@@ -420,7 +378,7 @@ def _generated(each: OptionSpec, heading: str) -> Callable[[Decorated], Decorate
     if each.choices:
         kind = click.Choice(each.choices)
     elif each.type is int and each.minimum is not None:
-        kind = Count(each.minimum)
+        kind = click.IntRange(each.minimum)
     elif each.is_file:
         kind = FILE
     usual = each.default_help or (f"{each.default:g}" if each.type is float else each.default)
@@ -439,27 +397,20 @@ def _generated(each: OptionSpec, heading: str) -> Callable[[Decorated], Decorate
 def arch_option(text: str, *, many: bool = False, **more: Any) -> Callable[[Decorated], Decorated]:
     """`--arch`: one arch; with `many`, a list of them. None where it is not given."""
     if many:
-        return option("--arch", type=CommaList(known_arch), metavar="ARCH[,ARCH]", help=text, **more)
+        return option("--arch", type=CommaList(ArchType()), metavar="ARCH[,ARCH]", help=text, **more)
     return option("--arch", type=ArchType(), metavar="ARCH", help=text, **more)
 
 
 target_option = arch_option(
     f"which GPUs, e.g. sm_90 or h200 (default: the GPU here, or else {USUAL_ARCH})", heading="Problems"
 )
-jobs_option = option("--jobs", type=Count(), metavar="N", help="compile processes (default: one per CPU)")
+jobs_option = option("--jobs", type=click.IntRange(1), metavar="N", help="compile processes (default: one per CPU)")
 
 
-def command(
-    name: str, *, db: bool = True, cls: type[Command] = Command, **more: Any
-) -> Callable[[Callable[..., int | None]], Command]:
-    """Make a function a command of class `cls`, with the options that all commands have.
+def command(name: str, *, cls: type[Command] = Command, **more: Any) -> Callable[[Callable[..., int | None]], Command]:
+    """Make a function a command of class `cls`.
 
     The function is given the Invocation first, and its parameters by name. It returns the exit code; None is 0. Its docstring
     is the command's help.
     """
-
-    def make(function: Callable[..., int | None]) -> Command:
-        options = several(db_option, common_options) if db else common_options
-        return click.command(name, cls=cls, **more)(options(click.pass_obj(function)))
-
-    return make
+    return lambda function: click.command(name, cls=cls, **more)(click.pass_obj(function))

@@ -13,7 +13,6 @@ from tiledsched.cli.app import (
     FILE,
     FOLDER,
     CommaList,
-    Count,
     Decorated,
     Group,
     Invocation,
@@ -28,6 +27,7 @@ from tiledsched.cli.app import (
 from tiledsched.cli.output import note
 from tiledsched.cli.problems import named_problems
 from tiledsched.cli.result_commands import REGIMES
+from tiledsched.cli.served_output import print_ablation, print_bench
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.files import write_whole
 from tiledsched.core.problem import KernelClass
@@ -42,7 +42,7 @@ methods_option = option(
 )
 rounds_option = option(
     "--rounds",
-    type=Count(),
+    type=click.IntRange(1),
     default=30,
     metavar="N",
     help="samples of a quick method; slow ones get fewer (default: 30)",
@@ -82,8 +82,12 @@ def only_attention(kernel: KernelClass, study: str, other: str) -> None:
 )
 @rounds_option
 @budget_option
-@option("--csv", type=FILE, metavar="FILE", help="also write the rows to this file, problem by problem")
-@option("--resume", is_flag=True, help="go on with the file of --csv: measure only what is not in it")
+@option(
+    "--csv",
+    type=FILE,
+    metavar="FILE",
+    help="also write the rows to this file, problem by problem; what it holds already is not measured again",
+)
 @option("--verify", is_flag=True, help="check that the machine code that runs is the one that was measured")
 @option(
     "--summary",
@@ -103,7 +107,6 @@ def bench(
     rounds: int,
     budget: float | None,
     csv: str | None,
-    resume: bool,
     verify: bool,
     summary: tuple[str, ...],
 ) -> None:
@@ -119,17 +122,12 @@ def bench(
     from tiledsched.bench.job import bench_here
     from tiledsched.bench.rows import append_rows, finished_cells, read_rows
     from tiledsched.bench.summary import summarise, to_markdown
-    from tiledsched.cli.served_output import print_bench
 
     if summary:
         summaries = summarise([row for path in summary for row in read_rows(Path(path))])
-        run.print({"summary": [each.to_json() for each in summaries]}, to_markdown(summaries))
+        run.print({"summary": summaries}, to_markdown(summaries))
         return
     path = Path(csv) if csv else None
-    if resume and path is None:
-        raise ConfigError("--resume goes on with a file; pass --csv FILE, too")
-    if path is not None and path.exists() and not resume:
-        raise ConfigError(f"{path} is there already; go on with it with --resume, or choose another file")
     rows = bench_here(
         kernel,
         named_problems(kernel, problem, suite),
@@ -145,8 +143,7 @@ def bench(
         progress=note,
     )
     summaries = summarise(rows)
-    found = {"rows": [row.to_csv() for row in rows], "summary": [each.to_json() for each in summaries]}
-    run.print(found, lambda: print_bench(rows))
+    run.print({"rows": [row.to_csv() for row in rows], "summary": summaries}, lambda: print_bench(rows))
     if not run.json:
         print(to_markdown(summaries))
 
@@ -202,7 +199,7 @@ def paper(
     files, known, left = write_pages(kernel, folder, regime)
     if left:
         note(f"{left} of {known + left} problems are left; run the same command again to go on")
-    run.print({"files": [str(each) for each in files], "problems": known, "left": left}, "\n".join(map(str, files)))
+    run.print({"files": files, "problems": known, "left": left}, "\n".join(map(str, files)))
 
 
 @command("ladder")
@@ -262,9 +259,7 @@ def ladder(
         raise ConfigError(f"{out} holds no ladder; leave out --summary to measure one")
     rows = [row for row in read_rows(path) if row.regime == regime]
     files = write_ladder(Path(out), rows, hints)
-    run.print(
-        {"files": [str(each) for each in files], "rows": [row.to_csv() for row in rows]}, "\n".join(map(str, files))
-    )
+    run.print({"files": files, "rows": [row.to_csv() for row in rows]}, "\n".join(map(str, files)))
 
 
 @command("ablation")
@@ -313,7 +308,6 @@ def ablation(
     tiledsched study ablation -p B=4,H=16,S=4096,D=128
     tiledsched study ablation --arch sm_90 --replay landscape.json.xz
     """
-    from tiledsched.cli.served_output import print_ablation
     from tiledsched.studies.ablation.rows import write_rows
     from tiledsched.studies.ablation.run import replay_ablation, run_ablation
 

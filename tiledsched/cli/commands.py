@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from tiledsched import __version__
-from tiledsched.cli.app import Group
+from tiledsched.cli.app import PROGRAM_OPTIONS, Group
 from tiledsched.cli.bench_commands import bench, study
 from tiledsched.cli.db_commands import db
 from tiledsched.cli.fleet_commands import fleet
@@ -24,6 +24,7 @@ root = Group(
     "tiledsched",
     help="Find, prove, keep and serve the best schedules of cuTile kernels.",
     epilog=EPILOG,
+    params=list(PROGRAM_OPTIONS),
     context_settings={"help_option_names": ["-h", "--help"]},
     sections={
         "Find schedules": [tune, check, record, refresh],

@@ -14,7 +14,6 @@ import click
 from tiledsched.cli.app import (
     FILE,
     FOLDER,
-    Count,
     Group,
     Invocation,
     arch_option,
@@ -74,7 +73,7 @@ def export(
     with run.open_db(read_only=True) as db:
         if landscapes is not None:
             files = _export_landscapes(db, made_folder(landscapes), arch, kernel, form, full)
-            run.print({"files": [*map(str, files)]}, "\n".join(map(str, files)))
+            run.print({"files": files}, "\n".join(map(str, files)))
         elif out == "-":
             export_table(db, sys.stdout, arch, kernel)
         else:
@@ -165,7 +164,13 @@ def _is_database(source: str) -> bool:
     "sql", required=False, help="one SELECT, or - to read it from standard input; none lists the tables and views"
 )
 @option("--csv", is_flag=True, help="print CSV")
-@option("--limit", type=Count(), default=1000, metavar="N", help="rows to print at most, except as CSV (default: 1000)")
+@option(
+    "--limit",
+    type=click.IntRange(1),
+    default=1000,
+    metavar="N",
+    help="rows to print at most, except as CSV (default: 1000)",
+)
 @option("--timeout", type=float, default=60.0, metavar="SECONDS", help="give up after this long (default: 60)")
 def query(run: Invocation, sql: str | None, csv: bool, limit: int, timeout: float) -> None:
     """Ask a question in SQL.
@@ -191,15 +196,9 @@ def query(run: Invocation, sql: str | None, csv: bool, limit: int, timeout: floa
                 return
             found = list(itertools.islice(rows, limit + 1))
     more, found = len(found) > limit, found[:limit]
-    shown = [[_plain(value) for value in row] for row in found]
-    run.print({"columns": columns, "rows": shown, "more": more}, lambda: print_table(columns, found))
+    run.print({"columns": columns, "rows": found, "more": more}, lambda: print_table(columns, found))
     if more:
         note(f"there are more rows than {limit}; --limit N prints more of them, --csv all")
-
-
-def _plain(value: Any) -> Any:
-    """A value as JSON has it; a time as text."""
-    return value if value is None or isinstance(value, (bool, int, float, str, list, dict)) else str(value)
 
 
 @command("check")

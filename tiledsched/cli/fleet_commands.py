@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,6 @@ import click
 from tiledsched.cli import fleet_output
 from tiledsched.cli.app import (
     Command,
-    Count,
     Group,
     Invocation,
     arch_option,
@@ -23,36 +21,25 @@ from tiledsched.cli.app import (
     option,
 )
 from tiledsched.cli.bench_commands import bench
-from tiledsched.cli.output import console, note
+from tiledsched.cli.output import note
 from tiledsched.cli.problems import named_problems
 from tiledsched.cli.result_commands import written_report
-from tiledsched.cli.tuning_commands import (
-    measured_problems,
-    needs_folder,
-    one_thread_for_algebra,
-    record,
-    refresh,
-    tune,
-)
+from tiledsched.cli.tuning_commands import measured_problems, needs_folder, record, refresh, tune
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass
 from tiledsched.fleet.campaign import DEADLINE_S, LEASE_S, MOST_ATTEMPTS
 
 if TYPE_CHECKING:
     from tiledsched.fleet.campaign import CampaignPlan
-    from tiledsched.fleet.leases import Leases
-    from tiledsched.fleet.status import FleetStatus
     from tiledsched.store.db import TuningDB
 
 SINGLE: dict[str, Command] = {"tune": tune, "record": record, "refresh": refresh, "bench": bench}
 """The commands that a fleet can run."""
-HERE = ("kernel", "problem", "suite", "arch", "jobs", "report", "out", "csv", "resume", "summary", "budget", "budget_s")
+HERE = ("kernel", "problem", "suite", "arch", "jobs", "report", "out", "csv", "summary", "budget", "budget_s")
 """Parameters of those commands that the machine which opens a campaign takes care of; the others go to its workers."""
-WATCH_S = 2.0
-"""Seconds between two looks at a campaign."""
 workers_option = option(
     "--workers",
-    type=Count(0),
+    type=click.IntRange(0),
     default=0,
     metavar="N",
     help="work without GPUs, on so many problems at a time on each node: only builds and the model's ranking",
@@ -98,7 +85,7 @@ class RunCommand(Command):
 )
 @option(
     "--attempts",
-    type=Count(),
+    type=click.IntRange(1),
     default=MOST_ATTEMPTS,
     metavar="N",
     help=f"attempts at one problem (default: {MOST_ATTEMPTS})",
@@ -125,23 +112,23 @@ def run_fleet(
     tiledsched fleet run bench --csv rows.csv --open-only
     """
     from tiledsched.fleet.leases import Leases
-    from tiledsched.fleet.running import Limits, where
+    from tiledsched.fleet.running import Limits
     from tiledsched.fleet.running import run as run_campaign
-    from tiledsched.store.db import TuningDB
 
     name, *rest = words or ("",)
     if name not in SINGLE:
         raise ConfigError(f"a fleet runs {', '.join(SINGLE)}, not {name or 'nothing'}; see tiledsched fleet run --help")
-    with SINGLE[name].make_context(name, rest, parent=click.get_current_context()) as context:
+    with SINGLE[name].make_context(
+        f"fleet run {name}", rest, parent=click.get_current_context().find_root()
+    ) as context:
         given = context.params
-    _check(name, given, open_only)
+    if name == "record" and not open_only:
+        needs_folder(given["out"], given["build_only"])
     budget = given.get("budget", given.get("budget_s"))
     limits = Limits(lease_s=lease, deadline_s=deadline, most_attempts=attempts, budget_s=budget)
     planned = _plan(run, name, given, run.archs(arch), limits)
-    one_thread_for_algebra()
-    url = where(run.db or run.settings().db)
     if open_only:
-        with TuningDB.open(url) as db:
+        with run.open_db() as db:
             opened = Leases(db).open(planned)
         run.print({"campaign": opened.id}, opened.id)
         return 0
@@ -149,40 +136,23 @@ def run_fleet(
     needs_none = given.get("runner") == "none" or given.get("build_only")
     status = run_campaign(
         planned,
-        db=url,
+        db=run.db,
         ray_address=ray_address,
         without_gpu=workers or int(bool(needs_none)),
         jobs=given.get("jobs"),
         say=note,
     )
-    with TuningDB.open(url) as db:
+    with run.open_db() as db:
         results = Leases(db).results(status.campaign.id)
         files = _write_landscapes(db, results, folder) if folder else []
     if given.get("report"):
         files += written_report(run, given["kernel"], list(planned.problems), given["report"], regime=given["regime"])
     if given.get("csv"):
         files.append(_write_rows(results, Path(given["csv"])))
-    rows = [
-        {"problem": problem.to_json(), "arch": each, "worker": worker, "result": result}
-        for problem, each, result, worker in results
-    ]
-    found = {**status.to_json(), "rows": rows, "files": [*map(str, files)]}
-    run.print(found, lambda: fleet_output.print_results(results, status, files))
+    rows = fleet_output.result_rows(results)
+    found = {**status.to_json(), "rows": rows, "files": files}
+    run.print(found, lambda: fleet_output.print_results(rows, status, files))
     return 0 if status.campaign.status == "done" and not status.failed else 1
-
-
-def _check(name: str, given: dict[str, Any], open_only: bool) -> None:
-    """Make sure that a command's parameters are ones with which a fleet can run it.
-
-    Raises:
-        ConfigError: they are not.
-    """
-    if name == "record" and not open_only:
-        needs_folder(given["out"], given["build_only"])
-    if name == "bench" and (given["summary"] or given["resume"]):
-        raise ConfigError("a fleet goes on by itself and sums up no files; leave out --resume and --summary")
-    if name == "bench" and given["csv"] and Path(given["csv"]).exists():
-        raise ConfigError(f"{given['csv']} is there already; choose another file")
 
 
 def _plan(run: Invocation, name: str, given: dict[str, Any], archs: list[str], limits: Any) -> CampaignPlan:
@@ -200,6 +170,10 @@ def _plan(run: Invocation, name: str, given: dict[str, Any], archs: list[str], l
         return dataclasses.replace(planned, problems={arch: expected(found) for arch, found in by_arch.items()})
     problems = named_problems(kernel, given["problem"], given["suite"])
     if name == "bench":
+        if given["summary"]:
+            raise ConfigError("a fleet sums up no files; leave out --summary")
+        if given["csv"] and Path(given["csv"]).exists():
+            raise ConfigError(f"{given['csv']} is there already; choose another file")
         choose_methods(kernel, given["methods"], problems)  # a wrong name would fail every problem on every host
     return plan(name, kernel, problems, archs, options=options, limits=limits)
 
@@ -241,7 +215,6 @@ def work(run: Invocation, campaign: str | None, wait: float, workers: int, jobs:
     \b
     tiledsched fleet work --db postgresql://host/tiledsched
     """
-    one_thread_for_algebra()
     from tiledsched.fleet.local import work as work_here
     from tiledsched.fleet.running import where
 
@@ -258,29 +231,30 @@ def work(run: Invocation, campaign: str | None, wait: float, workers: int, jobs:
 @command("status")
 @argument("campaign", required=False, help="which campaign (default: the newest)")
 @option("--all", "everything", is_flag=True, help="list all campaigns")
-@option("--watch", is_flag=True, help="look again every two seconds, until the campaign ends or Ctrl-C; not as JSON")
 @option(
     "--stop", is_flag=True, help="let workers end with what they are doing; the command that opened it goes on later"
 )
-def status(run: Invocation, campaign: str | None, everything: bool, watch: bool, stop: bool) -> int:
+def status(run: Invocation, campaign: str | None, everything: bool, stop: bool) -> int:
     """Say how far a campaign is, on which GPUs, and what failed.
 
     Exit code 1 if a problem could not be done.
 
     \b
-    tiledsched fleet status --watch
+    tiledsched fleet status
     tiledsched fleet status 3f2a --stop
     """
     from tiledsched.fleet.leases import Leases
-    from tiledsched.fleet.running import where
     from tiledsched.fleet.status import read_status
-    from tiledsched.store.db import TuningDB
 
-    with TuningDB.open(where(run.db), read_only=not stop) as db:
+    with run.open_db(read_only=not stop) as db:
         leases = Leases(db)
         campaigns = leases.campaigns()
         if everything or not campaigns:
-            rows = [_campaign_row(leases, each) for each in campaigns]
+            rows = [
+                {"campaign": each.id, "command": each.job, "kernel": each.kernel, "status": each.status}
+                | leases.counts(each.id)
+                for each in campaigns
+            ]
             run.print({"campaigns": rows}, fleet_output.campaign_lines(rows))
             return 0
         wanted = leases.campaign(campaign).id if campaign else campaigns[0].id
@@ -289,33 +263,8 @@ def status(run: Invocation, campaign: str | None, everything: bool, watch: bool,
             text = f"{wanted} is stopped; the command that opened it goes on with it"
             run.print({"campaign": wanted, "status": "stopped"}, text)
             return 0
-        if watch:
-            return _watch(leases, wanted)
         found = read_status(leases, wanted)
-        run.print(found.to_json(), lambda: console().print(fleet_output.view(found)))
-        return _exit_code(found)
-
-
-def _campaign_row(leases: Leases, campaign: Any) -> dict[str, Any]:
-    named = {"campaign": campaign.id, "command": campaign.job, "kernel": campaign.kernel}
-    return {**named, "status": campaign.status, **leases.counts(campaign.id)}
-
-
-def _watch(leases: Leases, campaign_id: str) -> int:
-    from rich.live import Live
-
-    from tiledsched.fleet.status import read_status
-
-    with Live(console=console(), auto_refresh=False) as live:
-        while True:
-            found = read_status(leases, campaign_id)
-            live.update(fleet_output.view(found), refresh=True)
-            if found.campaign.status != "running":
-                return _exit_code(found)
-            time.sleep(WATCH_S)
-
-
-def _exit_code(found: FleetStatus) -> int:
+    run.print(found.to_json(), fleet_output.view(found))
     return 1 if found.campaign.status == "done" and found.failed else 0
 
 

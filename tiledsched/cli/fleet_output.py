@@ -3,103 +3,76 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiledsched.cli.output import console
+from tiledsched.cli.output import table_lines
 from tiledsched.core.schedule import Schedule
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
-
     from tiledsched.core.problem import Problem
-    from tiledsched.fleet.status import FleetStatus
+    from tiledsched.fleet.status import FleetStatus, WorkerStatus
 
 MOST_WORKERS, MOST_FAILURES = 40, 20
 """The most workers and failures that are listed; `--json` lists all."""
 
 
-def view(status: FleetStatus) -> RenderableType:
+def view(status: FleetStatus) -> str:
     """How far the campaign is, its workers, how its GPUs differ, and the problems that could not be done."""
-    from rich.console import Group
-    from rich.text import Text
-
-    parts: list[RenderableType] = [Text(headline(status))]
+    lines = [headline(status)]
     shown = [worker for worker in status.workers if worker.state != "ended" or worker.doing][:MOST_WORKERS]
     if shown:
-        parts.append(_workers(status, shown))
+        over = {each.gpu: f"{each.over_fleet:+.1%}" + "*" * each.named for each in status.spread}
+        rows = [_worker_row(worker, over.get(worker.gpu, "")) for worker in shown]
+        lines += table_lines(
+            list(rows[0]), [row.values() for row in rows], ("done", "faults", "MHz", "C", "W", "control")
+        )
     if len(status.workers) > len(shown):
-        parts.append(
-            Text(f"workers not shown: {len(status.workers) - len(shown)}, most of them ended; --json lists them")
-        )
-    parts += [Text(line) for line in spread_lines(status)]
-    reasons = Counter((each.message, each.arch) for each in status.failures)
+        lines.append(f"workers not shown: {len(status.workers) - len(shown)}, most of them ended; --json lists them")
+    lines += spread_lines(status)
     for each in status.failures[:MOST_FAILURES]:
-        parts.append(Text(f"not done: {each.problem} ({each.arch}), {each.attempts} attempts: {each.message}"))
+        lines.append(f"not done: {each.problem} ({each.arch}), {each.attempts} attempts: {each.message}")
     if len(status.failures) > MOST_FAILURES:
+        reasons = Counter((each.message, each.arch) for each in status.failures)
         (why, arch), count = reasons.most_common(1)[0]
-        parts.append(
-            Text(f"{len(status.failures) - MOST_FAILURES} more were not done; {count} of all on {arch}: {why}")
-        )
-    return Group(*parts)
+        lines.append(f"{len(status.failures) - MOST_FAILURES} more were not done; {count} of all on {arch}: {why}")
+    return "\n".join(lines)
+
+
+def _worker_row(worker: WorkerStatus, control: str) -> dict[str, Any]:
+    hot = f" ({', '.join(worker.throttle_reasons)})" if worker.throttle_reasons else ""
+    silent = f" (no answer of its GPU for {worker.age_s:.0f} s)" if worker.age_s else ""
+    return {
+        "host": worker.hostname,
+        "GPU": f"{worker.device_name} {worker.gpu[-8:]}",
+        "state": worker.state,
+        "done": worker.done,
+        "faults": worker.faults or None,
+        "MHz": worker.sm_clock_mhz,
+        "C": worker.temperature_c,
+        "W": worker.power_w and round(worker.power_w),
+        "control": control,
+        "doing": worker.doing + hot + silent,
+    }
 
 
 def headline(status: FleetStatus) -> str:
     """One line that says how far the campaign is."""
     campaign = status.campaign
+    counts = {
+        "running": status.leased,
+        "failed": status.failed,
+        "attempts made again": status.lost,
+        "late results kept": status.late,
+        "an hour": round(status.rate_per_hour or 0),
+    }
     words = [f"{campaign.id} {campaign.job} {campaign.kernel}: {campaign.status}, {status.done} of {status.total} done"]
-    words += [
-        f"{count} {what}"
-        for count, what in (
-            (status.leased, "running"),
-            (status.failed, "failed"),
-            (status.lost, "attempts made again"),
-            (status.late, "late results kept"),
-        )
-        if count
-    ]
-    if status.rate_per_hour:
-        words.append(f"{status.rate_per_hour:.0f} an hour")
+    words += [f"{count} {what}" for what, count in counts.items() if count]
     if status.left_s is not None:
         words.append(f"{timedelta(seconds=round(status.left_s))} left")
     return ", ".join(words)
-
-
-def _workers(status: FleetStatus, shown: Sequence[Any]) -> Table:
-    from rich.table import Table
-
-    over = {each.gpu: each for each in status.spread}
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("host", "GPU", "state", "done", "faults", "MHz", "C", "W", "control", "doing"):
-        table.add_column(
-            title,
-            justify="right" if title in ("done", "faults", "MHz", "C", "W", "control") else "left",
-            no_wrap=title != "doing",
-        )
-    for worker in shown:
-        control = over.get(worker.gpu)
-        deviation = "" if control is None else f"{control.over_fleet:+.1%}" + ("*" if control.named else "")
-        hot = f" ({', '.join(worker.throttle_reasons)})" if worker.throttle_reasons else ""
-        table.add_row(
-            worker.hostname,
-            f"{worker.device_name} {worker.gpu[-8:]}",
-            worker.state,
-            str(worker.done),
-            str(worker.faults or ""),
-            _number(worker.sm_clock_mhz),
-            _number(worker.temperature_c),
-            _number(worker.power_w),
-            deviation,
-            worker.doing + hot + (f" (no answer of its GPU for {worker.age_s:.0f} s)" if worker.age_s else ""),
-        )
-    return table
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.0f}"
 
 
 def spread_lines(status: FleetStatus) -> list[str]:
@@ -118,23 +91,30 @@ def spread_lines(status: FleetStatus) -> list[str]:
     return lines
 
 
-def print_results(
-    results: Sequence[tuple[Problem, str, dict[str, Any], str]], status: FleetStatus, files: Sequence[Path]
-) -> None:
+def result_rows(results: Iterable[tuple[Problem, str, dict[str, Any], str]]) -> list[dict[str, Any]]:
+    """A row for each problem that was done, for JSON and for people."""
+    return [
+        {"problem": problem, "arch": arch, "worker": worker, "result": result}
+        for problem, arch, result, worker in results
+    ]
+
+
+def print_results(rows: Sequence[dict[str, Any]], status: FleetStatus, files: Sequence[Path]) -> None:
     """Print a line for each problem that was done, then how the campaign ended and what was written."""
-    for problem, arch, result, _ in results:
-        us = result.get("median_us") or result.get("model_us")
-        words = [f"{problem} ({arch})"]
+    for row in rows:
+        result = row["result"]
+        us, how = result.get("median_us"), ""
+        if us is None:
+            us, how = result.get("model_us"), " (modelled)"
+        words = [f"{row['problem']} ({row['arch']})"]
         if us:
-            words.append(f"{us:.1f} us" + ("" if result.get("median_us") else " (modelled)"))
+            words.append(f"{us:.1f} us{how}")
         if "schedule" in result:
             words.append(Schedule(result["schedule"]).short())
         if "landscapes" in result:
             words.append(f"{result['measured']} measured")
         print("  ".join(words))
-    console().print(view(status))
-    for file in files:
-        print(file)
+    print(view(status), *files, sep="\n")
 
 
 def campaign_lines(rows: Sequence[dict[str, Any]]) -> str:

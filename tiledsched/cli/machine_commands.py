@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from tiledsched.cli.app import Invocation, arch_option, command, jobs_option, kernel_argument, option
-from tiledsched.cli.output import note
+from tiledsched.cli.output import note, print_wrapped
 from tiledsched.cli.problems import read_variants
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass
+from tiledsched.store.records import Entry
 
 if TYPE_CHECKING:
-    from tiledsched.store.records import Entry
+    from tiledsched.doctor import Finding
 
 
 @command("warmup")
@@ -88,7 +90,7 @@ def warmup(
                 progress=note,
             )
             results.append(renamed_by_contents(done, kernel.name) if in_folder else done)
-    run.print({"bundles": [result.to_json() for result in results]}, "\n".join(map(str, results)))
+    run.print({"bundles": results}, "\n".join(map(str, results)))
     return 1 if any(result.failures for result in results) else 0
 
 
@@ -111,5 +113,17 @@ def doctor(run: Invocation) -> None:
     """
     from tiledsched import doctor as examination
 
-    findings = examination.examine(examination.Machine(list_devices=run.devices))
-    run.print(examination.to_json(findings), examination.to_text(findings))
+    found = examination.examine(examination.Machine(list_devices=run.devices, database=run.db))
+    run.print(examination.to_json(found), lambda: print_findings(found, examination.overall(found)))
+
+
+def print_findings(findings: Sequence[Finding], overall: Mapping[str, Mapping[str, Any]]) -> None:
+    """Print a line for each finding, with what to do below it, and then what works here."""
+    for finding in findings:
+        print_wrapped(finding.detail, f"{finding.status:<7}  {finding.name:<11}  ", hanging=" " * 22)
+        if finding.remedy:
+            print_wrapped(finding.remedy, " " * 22 + "-> ", hanging=" " * 25)
+    print()
+    for name, part in overall.items():
+        works = "yes" if part["works"] else "no"
+        print_wrapped(f"{works} ({part['detail']})", f"{name + ':':<11} ", hanging=" " * 12)

@@ -6,27 +6,14 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-WIDE = 200
-"""Columns of a rich table that goes to a file or pipe, where no terminal sets the width."""
+from typing import Any
 
 
 def width() -> int:
     """Columns that a line may take: those of COLUMNS, else of the terminal, and off a terminal as many as a line has."""
     return shutil.get_terminal_size((sys.maxsize, 0)).columns
-
-
-def console() -> Console:
-    """Standard output for rich. It honours NO_COLOR, and is plain text off a terminal."""
-    from rich.console import Console
-
-    return Console() if sys.stdout.isatty() else Console(width=min(WIDE, width()), color_system=None)
 
 
 def note(text: str) -> None:
@@ -39,42 +26,48 @@ def plural(count: int, one: str, many: str = "") -> str:
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
-def print_wrapped(text: str, indent: str = "") -> None:
-    """Print one paragraph. Words are never cut, so that no part of a schedule is lost."""
-    print(
-        textwrap.fill(
-            text,
-            width(),
-            initial_indent=indent,
-            subsequent_indent=f"{indent}  " if indent else "",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-    )
+def print_wrapped(text: str, indent: str = "", *, hanging: str | None = None) -> None:
+    """Print one paragraph. Words are never cut, so that no part of a schedule is lost.
+
+    Args:
+        text: the paragraph.
+        indent: what its first line begins with.
+        hanging: what the others begin with; by default two columns more than the first, if that is indented at all.
+    """
+    if hanging is None:
+        hanging = f"{indent}  " if indent else ""
+    wrapper = textwrap.TextWrapper(width(), initial_indent=indent, subsequent_indent=hanging)
+    wrapper.break_long_words = wrapper.break_on_hyphens = False
+    print(wrapper.fill(text))
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, right: Sequence[str] = ()) -> None:
-    """Print a table, or where that is wider than the terminal, each row as a block of its own.
+def table_lines(columns: Sequence[str], rows: Iterable[Iterable[Any]], right: Collection[str] = ()) -> list[str]:
+    """The lines of a table, its head first.
 
     Args:
         columns: their names.
         rows: the values; None is an empty cell.
         right: the columns whose values are aligned to the right.
     """
-    cells = [["" if value is None else str(value) for value in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
-    if sum(widths) + 2 * len(widths) <= width():
-        for line in (columns, *cells):
-            padded = [
-                text.rjust(size) if name in right else text.ljust(size)
-                for text, size, name in zip(line, widths, columns, strict=True)
-            ]
-            print("  ".join(padded).rstrip())
+    lines = [columns, *(["" if value is None else str(value) for value in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = [str.rjust if name in right else str.ljust for name in columns]
+    return [
+        "  ".join(align(text, size) for align, text, size in zip(aligned, line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], right: Collection[str] = ()) -> None:
+    """Print a table (see `table_lines`), or where that is wider than the terminal, each row as a block of its own."""
+    lines = table_lines(columns, rows, right)
+    if max(map(len, lines)) <= width():
+        print(*lines, sep="\n")
         return
     longest = max(map(len, columns))
-    for line in cells:
-        for name, text in zip(columns, line, strict=True):
-            print_wrapped(f"{name.ljust(longest)}  {text}")
+    for row in rows:
+        for name, value in zip(columns, row, strict=True):
+            print_wrapped(f"{name.ljust(longest)}  {'' if value is None else value}")
         print()
 
 

@@ -26,7 +26,9 @@ def named_problems(kernel: KernelClass, named: Sequence[str], suites: str | None
     found += [problem for name in (suites or "").split(",") if name.strip() for problem in kernel.suite(name.strip())]
     found = found or kernel.default_problems()
     if not found:
-        raise ConfigError(f"{kernel.name} has no suite; name its problems, e.g. -p {example(kernel)}")
+        raise ConfigError(
+            f"{kernel.name} has no suite; name its problems, by its keys {', '.join(keys(kernel))}: -p KEY=VALUE,..."
+        )
     return list(dict.fromkeys(found))
 
 
@@ -62,8 +64,7 @@ def read_values(kernel: KernelClass, text: str) -> dict[tuple[str, ...], list[tu
         names = fields_called(kernel, key, "/" in words)
         if names is None:
             raise ConfigError(
-                f"--problem {part!r}: write key=value; the keys of {kernel.name} are "
-                f"{', '.join([*kernel.fields, *short_names(kernel)])}"
+                f"--problem {part!r}: write key=value; the keys of {kernel.name} are {', '.join(keys(kernel))}"
             )
         either = ":" if isinstance(kernel.fields[names[0]], Sizes) else "[:,]"
         values[names] = [_read_each(kernel, names, key, word.strip()) for word in re.split(either, words)]
@@ -166,27 +167,15 @@ def read_variants(kernel: KernelClass, text: str) -> dict[str, list[str]]:
 
 def describe_kernel(kernel: KernelClass) -> list[tuple[str, str]]:
     """What the help of a command says of a kernel: its keys, its suites and an example."""
-    lines = [("keys", ", ".join([*short_names(kernel), *kernel.fields])), ("example", f"-p {example(kernel)}")]
+    lines = [("keys", ", ".join(keys(kernel)))]
+    if named := kernel.default_problems():
+        lines.append(("example", f"-p {format_problem(named[0])}"))
     if kernel.suites:
         default = f"{kernel.default_suite} where none is named" if kernel.default_suite else "all where none is named"
         lines.append(("suites", f"{', '.join(kernel.suites)}; {default}"))
     return lines
 
 
-def example(kernel: KernelClass) -> str:
-    """An example of `-p` for a kernel: the first of its default problems, or where it has none, one that is made up."""
-    if named := kernel.default_problems():
-        return format_problem(named[0])
-    words: list[str] = []
-    for name, field in kernel.fields.items():
-        if getattr(field, "omit_default", False):
-            continue
-        if isinstance(field, Choice):
-            words.append(f"{name}={field.default}")
-        elif isinstance(field, Flag):
-            words.append(f"{name}=yes")
-        elif isinstance(field, Sizes):
-            words.append(f"{name}=128+64")
-        elif field.default is None:
-            words.append(f"{name}={1024 if field.most is None else min(64, field.most)}")
-    return ",".join(words)
+def keys(kernel: KernelClass) -> list[str]:
+    """What may stand before `=` in `-p`: short names and fields."""
+    return [*short_names(kernel), *kernel.fields]

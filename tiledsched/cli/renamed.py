@@ -1,9 +1,10 @@
-"""What is said of a command or a flag that there is not: which one is meant, or what took the place of an old one."""
+"""What took the place of commands and flags that are gone."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
+
+from tiledsched.core.errors import ConfigError
 
 COMMANDS: Mapping[str, str] = {
     "ablate": "tiledsched study ablation",
@@ -28,89 +29,55 @@ COMMANDS: Mapping[str, str] = {
     "study attention": "tiledsched study paper",
 }
 """Old command -> what does its work now."""
-KEYS: Mapping[str, str] = {
-    "--seq-len": "S",
-    "--head-dim": "D",
-    "--dtype": "dtype",
-    "--causal": "causal",
-    "--batch": "B",
-    "--heads": "heads",
-    "--kv-heads": "kv_heads",
-    "--seq-q": "seq_q",
-    "--alignment": "alignment",
-    "--value-dim": "value_dim",
-    "--window": "window",
-    "--window-right": "window_right",
-    "--packed": "packed",
-    "--page": "page",
-    "--softcap": "softcap",
-    "--sinks": "sinks",
-    "--starts": "starts",
-    "--lengths": "lengths",
-    "--lse": "lse",
-}
-"""Old flag of attention's problems -> the key of `-p` that says the same."""
-VARIANTS = ("--any-length", "--decode", "--dtype", "--group")
-"""Old flags of `warmup` and `bundle`, now words of `--also`."""
 FLAGS: Mapping[str, str] = {
-    "landscapes --export": "tiledsched db export --landscapes DIR",
+    "warmup --any-length": "--also any-length",
+    "warmup --decode": "--also decode",
+    "warmup --dtype": "--also dtype=bfloat16",
+    "warmup --group": "--also group=1:4",
     "study paper --csv": "-o DIR, which holds the rows as CSV",
     "study ablation --csv": "-o DIR, which holds the rows as CSV",
+    "bench --resume": "--csv FILE alone: the same command goes on with a file that is there",
+    "fleet status --watch": "watch tiledsched fleet status",
+    "--seq-len": "-p S=1024:4096",
+    "--head-dim": "-p D=128",
+    "--dtype": "-p dtype=bfloat16",
+    "--causal": "-p causal, or -p causal=no:yes for both",
+    "--batch": "-p B=4",
+    "--heads": "-p heads=16",
+    "--kv-heads": "-p kv_heads=8",
+    "--seq-q": "-p seq_q=1",
+    "--alignment": "-p alignment=bottom_right",
+    "--value-dim": "-p value_dim=64",
+    "--window": "-p window=1024",
+    "--window-right": "-p window_right=0",
+    "--packed": "-p packed=16",
+    "--page": "-p page=64",
+    "--softcap": "-p softcap",
+    "--sinks": "-p sinks",
+    "--starts": "-p starts",
+    "--lengths": "-p lengths",
+    "--lse": "-p lse",
 }
-"""Command and old flag -> the new one, of those that are not in `KEYS`."""
+"""Old flag, of one command or of all -> what says the same now."""
 
 
-def unknown_command(name: str, known: Iterable[str]) -> str:
-    """What to say of a command that there is not.
+def check_command(path: str) -> None:
+    """Make sure that a command, e.g. `tiledsched db merge`, is not one that is gone.
 
-    Args:
-        name: the words that were typed after `tiledsched`, e.g. `db merge`.
-        known: the commands that may stand in the place of its last word.
+    Raises:
+        ConfigError: it is; the message names the command that does its work now.
     """
+    name = path.removeprefix("tiledsched ")
     if name in COMMANDS:
-        return f"{name} is gone; use {COMMANDS[name]}"
-    above, _, last = name.rpartition(" ")
-    alike = difflib.get_close_matches(last, known, n=1)
-    hint = f"did you mean {alike[0]}? " if alike else ""
-    return f"there is no command {name}; {hint}see {' '.join(['tiledsched', *above.split(), '--help'])}"
+        raise ConfigError(f"{name} is gone; use {COMMANDS[name]}")
 
 
-def unknown_flag(command: str, flag: str, words: Sequence[str], known: Iterable[str]) -> str:
-    """What to say of a flag that a command does not have.
+def check_flag(path: str, flag: str) -> None:
+    """Make sure that a flag which a command, e.g. `tiledsched tune`, does not have is not one that it had.
 
-    Args:
-        command: the command's name; empty where the flag stands before any command.
-        flag: the flag.
-        words: all words that follow the command.
-        known: the command's flags.
+    Raises:
+        ConfigError: it is; the message names what says the same now.
     """
-    if not command:
-        return f"there is no flag {flag} before a command; flags come after it: see tiledsched --help"
-    known = list(known)
-    if "--also" in known and flag in VARIANTS:
-        return f"{flag} is gone; use --also {','.join(_values(words, {name: name[2:] for name in VARIANTS}))}"
-    if "--problem" in known and flag in KEYS:
-        sizes = _values(words, KEYS)
-        filled = ["--seq-len" in words, "--batch" not in words, "--heads" not in words]
-        more = " (heads and batch are 1 unless they are given, e.g. B=4,H=16)" if all(filled) else ""
-        return f"{flag} is gone; use -p {','.join(sizes)}{more}"
-    alike = difflib.get_close_matches(flag, known, n=1, cutoff=0.7)
-    old = difflib.get_close_matches(flag, KEYS, n=1, cutoff=0.8) if "--problem" in known else []
-    meant = alike[0] if alike else f"-p {KEYS[old[0]]}=..." if old else ""
-    hint = f"did you mean {meant}? " if meant else ""
-    return f"{command} has no flag {flag}; {hint}see tiledsched {command} --help"
-
-
-def _values(words: Sequence[str], keys: Mapping[str, str]) -> list[str]:
-    """The old flags among a command's words, as key=value."""
-    found = []
-    for place, word in enumerate(words):
-        flag, _, value = word.partition("=")
-        if flag not in keys:
-            continue
-        following = words[place + 1 : place + 2]
-        if not value and following and not following[0].startswith("-"):
-            value = following[0]
-        value = value.replace(",", ":").replace("both", "no:yes")
-        found.append(f"{keys[flag]}={value}" if value and value != "yes" else keys[flag])
-    return found
+    now = FLAGS.get(f"{path.removeprefix('tiledsched ')} {flag}", FLAGS.get(flag))
+    if now is not None:
+        raise ConfigError(f"{flag} is gone; use {now}")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from tiledsched.cli import served_output
 from tiledsched.cli.app import (
     FOLDER,
     CommaList,
@@ -33,7 +33,6 @@ from tiledsched.tuning.options import TuneOptions
 
 if TYPE_CHECKING:
     from tiledsched.report.compare import Comparison
-    from tiledsched.serve.entries import Layer
 
 REGIMES = click.Choice(["burst", "sustained"])
 only_arch = arch_option("only this arch, e.g. sm_90 or h200")
@@ -44,7 +43,9 @@ only_regime = option("--regime", type=REGIMES, help="only what was measured in i
 @kernel_filter
 @filter_option
 @only_arch
-@option("--provenance", type=CommaList(allowed=PROVENANCES), metavar="P[,P]", help=f"only {', '.join(PROVENANCES)}")
+@option(
+    "--provenance", type=CommaList(click.Choice(PROVENANCES)), metavar="P[,P]", help=f"only {', '.join(PROVENANCES)}"
+)
 @only_regime
 @option("--device", default="", metavar="NAME", help="only what was measured on a GPU whose name contains this")
 @option("--compiler", metavar="VERSION", help="what is served with this compiler, or `all` (default: the one here)")
@@ -72,7 +73,6 @@ def show(
     if landscapes:
         return _show_landscapes(run, kernel, arch)
     from tiledsched.build.toolchain import compiler_at_hand
-    from tiledsched.cli import served_output
     from tiledsched.serve.entries import combined
     from tiledsched.serve.entries import layers as load_layers
     from tiledsched.store.evidence import for_compiler
@@ -90,19 +90,18 @@ def show(
         and (provenance is None or entry.provenance in provenance)
         and device.lower() in entry.device_name.lower()
     ]
-    covered = _layers_by_key(found)
+    keys = {layer.name: {entry.key for entry in layer.entries} for layer in found}
+    covers = {
+        entry.key: [name for name in keys if name != entry.layer and entry.key in keys[name]] for entry in entries
+    }
     if run.json:
         rows = [
-            {
-                **served_output.entry_json(entry, here),
-                "layer": entry.layer,
-                "covers": [name for name in covered[entry.key] if name != entry.layer],
-            }
+            {**served_output.entry_json(entry, here), "layer": entry.layer, "covers": covers[entry.key]}
             for entry in entries
         ]
-        run.print({"layers": [layer.to_json() for layer in found], "entries": rows})
+        run.print({"layers": found, "entries": rows})
     elif entries and layers:
-        served_output.print_layers(found, entries, covered)
+        served_output.print_layers(found, entries, covers)
     elif entries:
         served_output.print_entries(entries, here)
     elif of_kernel:
@@ -113,18 +112,8 @@ def show(
         note(f"nothing {what}is tuned for {arch or 'any arch'}; run: tiledsched tune {words}")
 
 
-def _layers_by_key(found: Sequence[Layer]) -> dict[tuple[str, ...], list[str]]:
-    """The names of the layers that have an entry for each key."""
-    covered: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for layer in found:
-        for entry in layer.entries:
-            covered[entry.key].append(layer.name)
-    return covered
-
-
 def _show_landscapes(run: Invocation, kernel: str | None, arch: str | None) -> None:
     """List what is measured, and where the winners of the two regimes differ."""
-    from tiledsched.cli import served_output
     from tiledsched.store.queries import compare_regimes
 
     with run.open_db(read_only=True) as db:
@@ -132,10 +121,7 @@ def _show_landscapes(run: Invocation, kernel: str | None, arch: str | None) -> N
         compared = [one for one in compare_regimes(db.latest_measurements()) if kernel in (None, one.problem.kernel)]
     if not lines:
         note("nothing is measured in this database; tune on a GPU first, or db import a landscape")
-    found = {
-        "landscapes": [served_output.landscape_json(line) for line in lines],
-        "regimes": [one.to_json() for one in compared],
-    }
+    found = {"landscapes": [*map(served_output.landscape_json, lines)], "regimes": compared}
     run.print(found, lambda: served_output.print_landscapes(lines, compared))
 
 
@@ -192,7 +178,7 @@ def report(
     tiledsched report matmul --arch sm_90,sm_121 -o report
     """
     files = written_report(run, kernel, arch or [run.arch(None)], out, regime=regime, device=device)
-    run.print({"files": [str(path) for path in files]}, "\n".join(map(str, files)))
+    run.print({"files": files}, "\n".join(map(str, files)))
 
 
 def written_report(
@@ -265,7 +251,6 @@ def compare(
     tiledsched compare before.db after.db
     tiledsched compare 13.4 13.5
     """
-    from tiledsched.cli import served_output
     from tiledsched.report.compare import compare as compare_sides
     from tiledsched.report.comparison_sources import Wanted, read_side
 

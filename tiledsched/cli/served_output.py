@@ -6,23 +6,40 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tiledsched.cli.output import note, plural, print_table, print_wrapped, width
+from tiledsched.cli.output import note, plural, print_table, print_wrapped, table_lines, width
 from tiledsched.core.labels import labels_of
 from tiledsched.core.problem import Problem, rate_of, rate_text, unit_of
+from tiledsched.store.evidence import stale
+from tiledsched.store.records import Entry, LandscapeSummary
 
 if TYPE_CHECKING:
     from tiledsched.bench.rows import BenchRow
-    from tiledsched.report.compare import Comparison
+    from tiledsched.report.compare import Compared, Comparison
     from tiledsched.serve.entries import Layer
     from tiledsched.store.queries import RegimeComparison
-    from tiledsched.store.records import Entry
     from tiledsched.studies.ablation.rows import AblationRow
+
+ABLATION = (
+    "view",
+    "rung",
+    "knob",
+    "from",
+    "to",
+    "median_us",
+    "ci_low_us",
+    "ci_high_us",
+    "speedup_over_previous",
+    "speedup_over_plain",
+    "status",
+    "schedule",
+)
+"""The columns of an ablation that are printed, by their names in its CSV file and JSON."""
+LEFT = {"arch", "provenance", "schedule"}
+"""The columns of entries that are aligned to the left."""
 
 
 def entry_json(entry: Entry, compiler: str = "") -> dict[str, Any]:
     """The row that `show --json` prints: flat where people filter, nested where evidence lies. `compiler` is the one here."""
-    from tiledsched.store.evidence import stale
-
     problem = entry.problem
     return {
         "arch": entry.arch,
@@ -32,11 +49,11 @@ def entry_json(entry: Entry, compiler: str = "") -> dict[str, Any]:
         "provenance": entry.provenance,
         "compiler": entry.compiler,
         "stale": stale(entry, compiler),
-        "schedule": entry.schedule.to_json(),
+        "schedule": entry.schedule,
         "median_us": entry.median_us,
         "tflops": entry.tflops,
         "gbps": problem.gbps(entry.median_us) if entry.median_us else None,
-        "evidence": entry.to_json(),
+        "evidence": entry,
     }
 
 
@@ -52,8 +69,6 @@ def short_values(problem: Problem) -> dict[str, Any]:
 
 def print_entries(entries: Sequence[Entry], compiler: str = "") -> None:
     """Print what is served with `compiler`: a table for each kernel, or where that is too wide, two lines for each entry."""
-    from tiledsched.store.evidence import stale
-
     by_kernel: dict[str, list[Entry]] = {}
     for entry in entries:
         by_kernel.setdefault(entry.problem.kernel, []).append(entry)
@@ -72,40 +87,28 @@ def print_entries(entries: Sequence[Entry], compiler: str = "") -> None:
 
 def _entry_lines(entries: Sequence[Entry], compiler: str) -> list[str]:
     """The lines of a table of one kernel's entries. The schedule is its last column: it may be as long as it is."""
-    problems = [_columns(entry.problem) for entry in entries]
+    rows = [_entry_row(entry, compiler) for entry in entries]
     shown = [
-        name for name in problems[0] if len({each.get(name) for each in problems}) > 1 or not _default(entries, name)
+        name for name in rows[0] if len({row[name] for row in rows} - {""}) > 1 or not _may_be_left_out(entries, name)
     ]
-    compilers = len({entry.compiler for entry in entries if entry.compiler}) > 1
-    head = ["arch", *shown, *["compiler"] * compilers, "provenance", "median us", "rate", "model us"]
-    rows = [[*head, "runner-up", "ties", "programs", "schedule"]]
-    for entry, values in zip(entries, problems, strict=True):
-        us = entry.median_us
-        rows.append(
-            [
-                entry.arch,
-                *(values.get(name, "") for name in shown),
-                *[entry.compiler] * compilers,
-                _provenance(entry, compiler),
-                f"{us:.1f}" if us else "-",
-                rate_text(entry.problem, us) if us else "-",
-                f"{entry.model_us:.1f}" if entry.model_us else "-",
-                f"+{entry.margin:.1%}" if entry.margin is not None else "-",
-                str(len(entry.ties)),
-                str(entry.candidates),
-                entry.schedule.short(),
-            ]
-        )
-    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    left = [place for place, name in enumerate(head) if name in ("arch", "provenance")]
-    return [
-        "  ".join(
-            text.ljust(sizes[place]) if place in left else text.rjust(sizes[place])
-            for place, text in enumerate(row[:-1])
-        )
-        + f"  {row[-1]}"
-        for row in rows
-    ]
+    return table_lines(shown, [[row[name] for name in shown] for row in rows], set(shown) - LEFT)
+
+
+def _entry_row(entry: Entry, compiler: str) -> dict[str, str]:
+    us = entry.median_us
+    return {
+        "arch": entry.arch,
+        **_columns(entry.problem),
+        "compiler": entry.compiler,
+        "provenance": _provenance(entry, compiler),
+        "median us": f"{us:.1f}" if us else "-",
+        "rate": rate_text(entry.problem, us) if us else "-",
+        "model us": f"{entry.model_us:.1f}" if entry.model_us else "-",
+        "runner-up": f"+{entry.margin:.1%}" if entry.margin is not None else "-",
+        "ties": str(len(entry.ties)),
+        "programs": str(entry.candidates),
+        "schedule": entry.schedule.short(),
+    }
 
 
 def _columns(problem: Problem) -> dict[str, str]:
@@ -117,9 +120,11 @@ def _columns(problem: Problem) -> dict[str, str]:
     return {name: words[value] if isinstance(value, bool) else str(value) for name, value in values.items()}
 
 
-def _default(entries: Sequence[Entry], name: str) -> bool:
-    """Whether a field has its default in all entries, and is one that problems leave out at its default."""
-    return all(name in entry.problem.values and name not in entry.problem.to_json() for entry in entries)
+def _may_be_left_out(entries: Sequence[Entry], name: str) -> bool:
+    """Whether a column may be left out if all its values are equal: the compiler, and fields that have their default."""
+    return name == "compiler" or all(
+        name in entry.problem.values and name not in entry.problem.to_json() for entry in entries
+    )
 
 
 def _print_narrow(entries: Sequence[Entry], compiler: str) -> None:
@@ -132,29 +137,26 @@ def _print_narrow(entries: Sequence[Entry], compiler: str) -> None:
 
 def _provenance(entry: Entry, compiler: str) -> str:
     """The provenance, and `stale` where another compiler built what was measured."""
-    from tiledsched.store.evidence import stale
-
     return f"{entry.provenance}, stale" if stale(entry, compiler) else entry.provenance
 
 
 def print_layers(
-    layers: Sequence[Layer], entries: Sequence[Entry], covered: Mapping[tuple[str, ...], list[str]]
+    layers: Sequence[Layer], entries: Sequence[Entry], covers: Mapping[tuple[str, ...], list[str]]
 ) -> None:
     """Print which layer answers for each problem, and which others have something for it."""
     for layer in reversed(layers):
         size = plural(len(layer.entries), "entry", "entries")
         print_wrapped(f"{layer.name}: {layer.where}, {size}" + (f"; {layer.error}" if layer.error else ""))
     for entry in entries:
-        under = [name for name in covered[entry.key] if name != entry.layer]
         us = f", {entry.median_us:.1f} us" if entry.median_us else ""
-        also = f" (also in {', '.join(under)})" if under else ""
+        also = f" (also in {', '.join(covers[entry.key])})" if covers[entry.key] else ""
         print_wrapped(f"{entry.layer:8} {entry.arch} {entry.problem}: {entry.provenance}{us}{also}")
 
 
-def landscape_json(line: Any) -> dict[str, Any]:
-    """One line of `show --landscapes --json`."""
+def landscape_json(line: LandscapeSummary) -> dict[str, Any]:
+    """One line of `show --landscapes`, for JSON and for people."""
     return {
-        "problem": line.problem.to_json(),
+        "problem": line.problem,
         "device": line.device_name,
         "arch": line.arch,
         "regime": line.regime,
@@ -163,37 +165,28 @@ def landscape_json(line: Any) -> dict[str, Any]:
     }
 
 
-def print_landscapes(lines: Sequence[Any], compared: Sequence[RegimeComparison]) -> None:
+def print_landscapes(lines: Sequence[LandscapeSummary], compared: Sequence[RegimeComparison]) -> None:
     """Print what is measured; then what wins in each regime, and what serving the other regime's winner costs."""
-    if not lines:
-        return
-    columns = ("device", "arch", "regime", "problem", "distinct programs", "measurements")
-    print_table(
-        columns,
-        [
-            (line.device_name, line.arch, line.regime, line.problem, line.distinct_programs, line.measurements)
-            for line in lines
-        ],
-        right=columns[-2:],
-    )
-    if not compared:
-        return
-    print("\nburst against sustained: * marks a difference beyond the 95% intervals")
-    print_table(
-        ("device", "problem", "programs in both", "burst winner", "in sustained", "sustained winner", "in burst"),
-        [
-            (
-                one.device_name,
-                one.problem,
-                one.programs,
-                one.burst_winner.short(),
-                f"+{one.burst_loss:.1%}" + "*" * one.burst_loss_distinct,
-                "the same" if one.same else one.sustained_winner.short(),
-                f"+{one.sustained_loss:.1%}" + "*" * one.sustained_loss_distinct,
-            )
-            for one in compared
-        ],
-    )
+    rows = list(map(landscape_json, lines))
+    if rows:
+        print_table(list(rows[0]), [list(row.values()) for row in rows], ("distinct_programs", "measurements"))
+    if compared:
+        print("\nburst against sustained: * marks a difference beyond the 95% intervals")
+        print_table(
+            ("device", "problem", "programs in both", "burst winner", "in sustained", "sustained winner", "in burst"),
+            [
+                (
+                    one.device_name,
+                    one.problem,
+                    one.programs,
+                    one.burst_winner.short(),
+                    f"+{one.burst_loss:.1%}" + "*" * one.burst_loss_distinct,
+                    "the same" if one.same else one.sustained_winner.short(),
+                    f"+{one.sustained_loss:.1%}" + "*" * one.sustained_loss_distinct,
+                )
+                for one in compared
+            ],
+        )
 
 
 def print_compared(found: Comparison, *, everything: bool = False) -> None:
@@ -209,19 +202,23 @@ def print_compared(found: Comparison, *, everything: bool = False) -> None:
         print_wrapped(f"programs with the same machine code: {both}; that is the machine or the day, no schedule")
     elif found.rows:
         print_wrapped("no machine code was measured on both sides: part of a difference may be the machine")
-    rows = rows_to_show(found, everything=everything)
+    rows = [_compared_row(row) for row in rows_to_show(found, everything=everything)]
     if rows:
-        print(f"\n{'':9}  {'B / A':21}  {'A us':>9}  {'B us':>9}")
-    narrow = any(len(row.b.problem) + 55 > width() for row in rows)
-    for row in rows:
-        ratio = f"{row.ratio:.3f} [{row.low:.3f}, {row.high:.3f}]"
-        figures = f"{row.verdict:9}  {ratio:21}  {row.a.us:9.1f}  {row.b.us:9.1f}"
-        print(*([row.b.problem, figures] if narrow else [f"{figures}  {row.b.problem}"]), sep="\n")
-        if row.winner_changed:
-            print_wrapped(f"now {row.b.schedule}; was {row.a.schedule}", "           ")
-        elif row.verdict != "same" and row.same_program:
-            print_wrapped("the same machine code", "           ")
+        print()
+        print_table(list(rows[0]), [list(row.values()) for row in rows], ("A us", "B us"))
     print()
+
+
+def _compared_row(row: Compared) -> dict[str, str]:
+    winner = "the same machine code" if row.verdict != "same" and row.same_program else ""
+    return {
+        "verdict": row.verdict,
+        "B / A": f"{row.ratio:.3f} [{row.low:.3f}, {row.high:.3f}]",
+        "A us": f"{row.a.us:.1f}",
+        "B us": f"{row.b.us:.1f}",
+        "problem": row.b.problem,
+        "winner": f"now {row.b.schedule}; was {row.a.schedule}" if row.winner_changed else winner,
+    }
 
 
 def print_bench(rows: Sequence[BenchRow]) -> None:
@@ -253,21 +250,8 @@ def _bench_cell(rows: Mapping[str, BenchRow], method: str) -> str:
 
 def print_ablation(rows: Sequence[AblationRow]) -> None:
     """Print for each problem the ladder, and the tuned schedule without each knob; of what else was tried, only failures."""
-    columns = ("view", "rung", "knob", "from", "to", "median us", "95% interval", "over previous", "over plain")
     for problem in dict.fromkeys(row.problem for row in rows):
         print(f"{problem}: from the plain schedule to the tuned one")
-        lines = []
-        for row in rows:
-            if row.problem != problem or (row.view == "tried" and row.status == "ok"):
-                continue
-            timed = ("-", "-")
-            if row.timing is not None:
-                timed = (f"{row.timing.median_us:.1f}", f"{row.timing.ci_low_us:.1f}-{row.timing.ci_high_us:.1f}")
-            speedups = (
-                "-" if ratio is None else f"{ratio:.3f}x"
-                for ratio in (row.speedup_over_previous, row.speedup_over_plain)
-            )
-            knob = row.knob or "(plain)"
-            shown = row.schedule if row.status == "ok" else row.status
-            lines.append((row.view, row.rung, knob, row.before, row.after, *timed, *speedups, shown))
-        print_table((*columns, "schedule or status"), lines, right=("rung", *columns[5:]))
+        shown = [row for row in rows if row.problem == problem and (row.view != "tried" or row.status != "ok")]
+        cells = [row.to_csv() for row in shown]
+        print_table(ABLATION, [[row[name] for name in ABLATION] for row in cells], ("rung", *ABLATION[5:10]))

@@ -28,7 +28,7 @@ def tune_result_json(result: TuneResult) -> dict[str, Any]:
     """One problem's tuning, in numbers."""
     numbers = ("stored", "schedules", "programs", "compiled", "measured", "failed", "left", "over_default")
     return {
-        "problem": result.entry.problem.to_json(),
+        "problem": result.entry.problem,
         **{name: getattr(result, name) for name in (*numbers, "over_runner_up")},
         "seconds": round(result.seconds, 3),
     }
@@ -142,12 +142,12 @@ def record_result_json(result: RecordResult) -> dict[str, Any]:
     numbers = ("wanted", "compiled", "measured", "failed", "failed_builds", "failed_programs", "complete")
     of_file = ("regime", "distinct_programs", "best_us", "best_tflops", "worst_ratio")
     return {
-        "problem": result.problem.to_json(),
+        "problem": result.problem,
         "schedules": result.schedules,
         "distinct_programs": result.programs,
         **{name: getattr(result, name) for name in numbers},
         "landscapes": [
-            {"file": str(file.path), "device": file.device_name, **{name: getattr(file, name) for name in of_file}}
+            {"file": file.path, "device": file.device_name, **{name: getattr(file, name) for name in of_file}}
             for file in result.files
         ],
     }

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
+from tiledsched.cli import tuned_output
 from tiledsched.cli.app import (
     FOLDER,
     USUAL_KERNEL,
@@ -22,6 +22,7 @@ from tiledsched.cli.app import (
 from tiledsched.cli.output import note, print_next
 from tiledsched.cli.problems import matching, named_problems
 from tiledsched.cli.result_commands import written_report
+from tiledsched.cli.served_output import entry_json
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import KernelClass, Problem
@@ -31,11 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tiledsched.tuning.tuner import TuneReport
-
-
-def one_thread_for_algebra() -> None:
-    """Leave the cores to the compiler: the matrices of the search's model are too small to gain from more threads."""
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 @command("tune")
@@ -65,10 +61,7 @@ def tune(
     tiledsched tune -p B=4,H=16,S=4096,D=64:128 --report report
     tiledsched tune matmul --suite llama_8b --arch h200
     """
-    one_thread_for_algebra()
-    from tiledsched.cli import tuned_output
     from tiledsched.cli.progress import TuneProgress
-    from tiledsched.cli.served_output import entry_json
 
     wanted, arch = named_problems(kernel, problem, suite), run.arch(arch)
     chosen = TuneOptions.from_mapping(options, "tune")
@@ -76,33 +69,27 @@ def tune(
         found = session.tune(kernel, wanted, chosen, watcher=watcher, command={"words": run.words})
     files = written_report(run, kernel, [arch], report, regime=options["regime"]) if report else []
     if run.json:
-        results = [tuned_output.tune_result_json(result) for result in found.results]
-        entries = [entry_json(entry) for entry in found.entries]
-        run.print({"run": found.run_id, "results": results, "entries": entries, "files": [*map(str, files)]})
+        results, entries = map(tuned_output.tune_result_json, found.results), map(entry_json, found.entries)
+        run.print({"run": found.run_id, "results": list(results), "entries": list(entries), "files": files})
         return
     tuned_output.print_tuned(found)
     if files:
         tuned_output.print_report(files)
-    print_next(_next_steps(run, found, {"arch": arch, "report": report, **options}))
+    print_next(_next_steps(run, found, {"arch": arch, "report": report, "db": run.db, **options}))
 
 
 def _next_steps(run: Invocation, report: TuneReport, options: dict[str, Any]) -> list[tuple[str, list[str]]]:
     """What to look at after a tune: a purpose, and the words of the command."""
 
     def flags(*names: str) -> list[str]:
-        values = {**options, "db": run.db}
-        given = [(name, values[name]) for name in names if values[name] is not None]
-        return [word for name, value in given for word in (f"--{name.replace('_', '-')}", str(value))]
+        given = [(f"--{name.replace('_', '-')}", str(options[name])) for name in names if options[name] is not None]
+        return [word for pair in given for word in pair]
 
     named = [] if run.kernel_word == USUAL_KERNEL else [run.kernel_word]
     first = ["-p", format_problem(report.entries[0].problem)]
     same = [*named, *flags("arch", "db")]
-    steps = [
-        (
-            "why this one, and what it beat",
-            ["explain", *same, *flags("accum_mode", "regime", "rivals", "space"), *first],
-        )
-    ]
+    why = ["explain", *same, *flags("accum_mode", "regime", "rivals", "space"), *first]
+    steps = [("why this one, and what it beat", why)]
     if not options["report"]:
         steps.append(("which knobs matter, with charts", ["report", *same, *flags("regime"), "-o", "report"]))
     if report.measured:
@@ -124,7 +111,7 @@ def _without(words: Sequence[str], flag: str) -> list[str]:
     return kept
 
 
-@command("check", db=False)
+@command("check")
 @kernel_argument
 @problem_options
 @option("--arch", default=CHECK_ARCH, metavar="ARCH", help=f"whose search space is used (default: {CHECK_ARCH})")
@@ -141,15 +128,14 @@ def check(
     tiledsched check my_kernel.py:MyKernel
     tiledsched check softmax -p rows=3,columns=4000 --schedules 5
     """
-    from tiledsched.cli import tuned_output
-
-    rows, chosen = [], CheckOptions.from_mapping(options, "check")
     named = named_problems(kernel, problem, suite) if problem or suite else None
-    for row in run.session(arch).check(kernel, named, chosen):
+    found = run.session(arch).check(kernel, named, CheckOptions.from_mapping(options, "check"))
+    rows = []
+    for row in found:
         rows.append(row)
         if not run.json:
             tuned_output.print_checked(row)
-    run.print({"rows": [row.to_json() for row in rows]}, lambda: tuned_output.print_checks(rows))
+    run.print({"rows": rows}, lambda: tuned_output.print_checks(rows))
     return 0 if rows and all(row.passed for row in rows) else 1
 
 
@@ -178,8 +164,6 @@ def record(
     \b
     tiledsched record -p B=4,H=32,S=4096,D=64 -o landscapes
     """
-    from tiledsched.cli import tuned_output
-
     chosen = RecordOptions.from_mapping(options, "record")
     needs_folder(out, chosen.build_only)
     with run.session(run.arch(arch), jobs) as session:
@@ -225,8 +209,6 @@ def refresh(
     tiledsched refresh
     tiledsched refresh --runner none      # only say what would be raced
     """
-    one_thread_for_algebra()
-    from tiledsched.cli import tuned_output
     from tiledsched.cli.progress import TuneProgress
 
     arch = run.arch(arch)
