@@ -138,7 +138,7 @@ def test_a_killed_run_loses_nothing_and_the_next_cleans_up_and_goes_on(home) -> 
     assert committed <= builds(home)
     assert os.listdir(home["TMPDIR"]) == []
     with TuningDB.open(home["TILEDSCHED_DB"]) as db:
-        assert db.runs()[0].status == "done"
+        assert runs(db)[0].status == "done"
         assert db.check() == []
 
 
