@@ -50,7 +50,7 @@ def test_this_devices_measurement_comes_first() -> None:
 def test_an_entry_of_an_earlier_version_is_served_as_the_program_it_was() -> None:
     space = space_for("sm_90", Attention)
     old = {name: value for name, value in schedule(tile_m=128).items() if name not in space.modelled_pins()}
-    served = table_of([entry(schedule=Schedule(old | {"persistent": "strided"}))]).resolve(
+    served = table_of([entry(schedule=Schedule(old | {"persistent": True, "k_load": "permute"}))]).resolve(
         PROBLEM, "sm_90", "NVIDIA H200"
     )
     assert served.provenance == "measured"

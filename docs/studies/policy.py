@@ -64,11 +64,6 @@ class Judged:
     """Distance to the nearest entry that the policy could see."""
 
 
-def known_knobs(schedule: Schedule, space: SearchSpace) -> Schedule:
-    """A schedule of an old table without the knobs that the kernel has lost since; none of them changed the machine code."""
-    return Schedule({name: value for name, value in schedule.items() if name in space.knobs})
-
-
 class Study:
     """The landscapes of one arch and the table tuned on it."""
 
@@ -80,7 +75,7 @@ class Study:
         self.kernel, self.spec = landscapes[0].problem.declaration, arch_spec(landscapes[0].arch)
         self.space = space_for(self.spec.arch, self.kernel)
         self.entries = [
-            entry.replace(schedule=self.space.complete(known_knobs(entry.schedule, self.space)))
+            entry.replace(schedule=self.space.complete(entry.schedule))
             for entry in entries
             if entry.provenance == "measured" and entry.accum_mode == "fp32"
         ]

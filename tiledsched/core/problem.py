@@ -264,6 +264,10 @@ class Declaration:
     """Dims along which reports look, the most telling one first. The default is the problem's sizes."""
     plain: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     """Knob values that are left out when a schedule is written for people."""
+    former_values: ClassVar[Mapping[tuple[str, Any], Any]] = MappingProxyType({})
+    """(knob, value in an earlier version) -> the value's name today, for stored schedules."""
+    former_knobs: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType({})
+    """Knob of an earlier version -> the values of it that made the program of today, for stored schedules."""
     weights: ClassVar[Mapping[str, float]] = MappingProxyType({})
     """Knob -> its weight w in the search: schedules that differ in the knob share exp(-w) of what they would share."""
     planning_rivals: ClassVar[tuple[str, ...]] = ()

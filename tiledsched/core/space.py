@@ -18,6 +18,7 @@ from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import SpaceError
 from tiledsched.core.fields import Knob
 from tiledsched.core.problem import Problem
+from tiledsched.core.registry import kernel_named
 from tiledsched.core.schedule import KnobValue, Schedule
 
 FEW_COMBINATIONS = 1 << 12
@@ -307,11 +308,19 @@ class SearchSpace:
         return {name: knob.default for name, knob in self.knobs.items() if knob.measured_only}
 
     def complete(self, schedule: Schedule) -> Schedule:
-        """A schedule of an earlier version with the knobs that came later, so that it still says which program was measured.
+        """A schedule of an earlier version as this version writes it, so that it still says which program was measured.
 
-        Knobs that it lacks are at their defaults, which is what the kernel did before it had them.
+        Knobs that it lacks are at their defaults, which is what the kernel did before it had them. Values that were renamed have
+        today's names, and knobs that are gone are left out where they made no difference.
         """
-        return Schedule({name: knob.default for name, knob in self.knobs.items()} | dict(schedule))
+        kernel = kernel_named(self.kernel)
+        values, gone = kernel.former_values, kernel.former_knobs
+        known = {
+            name: values.get((name, value), value) if type(value) is bool else value
+            for name, value in schedule.items()
+            if value not in gone.get(name, ())
+        }
+        return Schedule({name: knob.default for name, knob in self.knobs.items()} | known)
 
     def default(self, problem: Problem, *, pinned: Mapping[str, KnobValue] | None = None) -> Schedule:
         """The default schedule for `problem`: every knob at its default, or the nearest valid schedule.

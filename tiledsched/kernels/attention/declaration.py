@@ -148,6 +148,8 @@ class Attention(Kernel):
         "tma_store": True,
         "unroll": 1,
     }
+    former_values = {("persistent", False): "no", ("persistent", True): "strided"}
+    former_knobs = {"k_load": ("order", "permute")}
     weights = {
         "tile_m": 1.0,
         "q_subtiles": 1.0,
