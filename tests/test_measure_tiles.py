@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
+import cuda.tile as ct
 import numpy as np
 import pytest
 
+import tiledsched as ts
 from tiledsched.core.arrays import ArraySpec, Tolerance
-from tiledsched.core.cases import Case
+from tiledsched.core.cases import Case, make_cases
 from tiledsched.core.errors import DeclarationError, FailureKind
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.storage import poison, storage_type, to_float, to_storage
+from tiledsched.interpreter.checking import check_schedule
 from tiledsched.measure import accuracy
 from tiledsched.measure.accuracy import OutputErrors, case_errors, output_errors, summary, wrong_result
 
@@ -212,3 +218,106 @@ def test_excused_kinds():
 def test_a_reference_of_another_shape_is_told():
     with pytest.raises(DeclarationError, match=r"the reference gives Out of shape \(1, 3\), declared is \(3,\)"):
         errors_of(np.ones(3), np.ones((1, 3)), (2, 2))
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "out", "expected", "right"),
+    [
+        ("float32", [math.nan, 1.0], [math.nan, 1.0], True),
+        ("float32", [math.inf, -math.inf], [math.inf, -math.inf], True),
+        ("float16", [math.inf, 1.0], [1e5, 1.0], True),  # what float16 makes of 1e5
+        ("float16", [-math.inf, 1.0], [1e5, 1.0], False),
+        ("float32", [math.inf, 1.0], [1e5, 1.0], False),
+        ("float32", [math.inf, 1.0], [-math.inf, 1.0], False),
+        ("float32", [1.0, math.nan], [math.nan, 1.0], False),
+        ("float32", [0.0, 1.0], [math.inf, 1.0], False),
+        ("float32", [math.inf, 1.0], [math.nan, 1.0], False),
+        ("float32", [math.nan, 1.0], [math.inf, 1.0], False),
+        ("float32", [math.nan, 9.0], [math.nan, 1.0], False),
+    ],
+)
+def test_what_is_not_finite_is_right_where_it_is_equal(dtype, out, expected, right, absolute):
+    """And the finite elements beside it are judged as ever."""
+    found = errors_of(np.array(out, dtype), np.array(expected), (1, 2), dtype, absolute=absolute)
+    assert (wrong_result([found], Case("random", {}, ())) is None) is right
+    assert math.isfinite(found.largest) is (right or out[1] == 9.0)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "bfloat16"])
+def test_an_element_that_nothing_wrote_is_wrong_where_nan_is_right(dtype):
+    out = np.zeros(4, storage_type(dtype))
+    poison(out, dtype)
+    assert np.isnan(to_float(np, out, dtype)).all()
+    out[:3] = to_storage(np, np.full(3, np.nan), dtype)
+    found = errors_of(out, np.full(4, np.nan), (1, 1), dtype)
+    assert found.errors.reshape(4).tolist() == [0.0, 0.0, 0.0, math.inf]
+
+
+def exponentials(X, Out, SHIFT: ct.Constant[bool], COLUMNS: ct.Constant[int]):
+    x = ct.load(X, (ct.bid(0), 0), (1, COLUMNS))
+    e = ct.exp(x - ct.max(x, axis=1, keepdims=True)) if SHIFT else ct.exp(x)
+    ct.store(Out, (ct.bid(0), 0), e / ct.sum(e, axis=1, keepdims=True))
+
+
+def logarithms(X, Out, SHIFT: ct.Constant[bool], COLUMNS: ct.Constant[int]):
+    x = ct.load(X, (ct.bid(0), 0), (1, COLUMNS))
+    ct.store(Out, (ct.bid(0), 0), ct.log(x if SHIFT else ct.maximum(x, 1.0)))
+
+
+class Exponentials(ts.Kernel):
+    function = exponentials
+    rows, COLUMNS = ts.dim(), ts.dim(constant=True)
+    X, Out = ts.array("rows COLUMNS", dtype="float32"), ts.out("rows COLUMNS", dtype="float32")
+    knobs: ClassVar = {"SHIFT": [True, False]}
+
+    def grid(p, s, device):
+        return (p.rows,)
+
+    def reference(xp, X):
+        e = xp.exp(X)  # as most people write it: float64 holds what float32 does not
+        return e / e.sum(-1, keepdims=True)
+
+
+class Logarithms(Exponentials):
+    function = logarithms
+
+    def reference(xp, X):
+        return xp.log(X)
+
+
+@pytest.mark.parametrize("kernel", [Exponentials, Logarithms])
+@pytest.mark.filterwarnings("ignore:divide", "ignore:invalid", "ignore:overflow")
+@pytest.mark.parametrize("columns", [4, 64])
+def test_a_right_kernel_passes_and_one_that_overflows_or_loses_nan_does_not(kernel, columns):
+    """A softmax without its maximum is right until float32 overflows; half the logarithms are NaN."""
+    p = kernel.problem(rows=16, COLUMNS=columns)
+    passed, _, message = check_schedule(kernel, p, Schedule(SHIFT=True))
+    assert passed, message
+    passed, error, message = check_schedule(kernel, p, Schedule(SHIFT=False))
+    assert (passed, error) == (False, math.inf)
+    assert message.startswith("large inputs" if kernel is Exponentials else "random inputs")
+
+
+def test_large_inputs_are_as_large_as_what_is_judged_allows():
+    """Where float16 ends, or a difference is judged, they are sixteen times as large as random ones, as far as that can be."""
+
+    def scale(kernel):
+        p = kernel.problem(rows=16, COLUMNS=64)
+        cases = list(make_cases(kernel, np, np.random.default_rng(0), p))
+        random = np.abs(cases[0].inputs["X"]).max()
+        return [round(float(np.abs(case.inputs["X"]).max() / random)) for case in cases if case.kinds == "large"]
+
+    class Squares(Exponentials):
+        Out = ts.out("rows COLUMNS", dtype="float16")
+
+        def reference(xp, X):
+            return X * X
+
+    class Sums(Exponentials):
+        Out = ts.out("rows COLUMNS", dtype="float32", absolute=True)
+
+        def reference(xp, X):
+            return X * 64.0
+
+    assert (scale(Exponentials), scale(Squares), scale(Sums)) == ([96], [16], [16])

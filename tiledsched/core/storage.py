@@ -24,6 +24,17 @@ LARGEST = {
     "float8_e5m2": 57344.0,
 }
 """Type -> its largest finite value."""
+POISON = {
+    "float16": 0x7FA5,
+    "bfloat16": 0x7FE5,
+    "float32": 0x7FE5E5E5,
+    "float64": 0x7FFDE5E5E5E5E5E5,
+    "float8_e4m3fn": 0x7F,
+    "float8_e5m2": 0x7F,
+}
+"""Type -> the bits of the NaN that unwritten elements hold. No arithmetic makes these bits, except in the 8-bit types, which have
+too few NaNs.
+"""
 SMALLEST = {"float16": 2.0**-24, "float8_e4m3fn": 2.0**-9, "float8_e5m2": 2.0**-16}
 """Type -> the smallest step between its values, where that is not negligible."""
 
@@ -76,15 +87,18 @@ def to_float(xp: Any, stored: Any, dtype: str, precision: str = "float32") -> An
 
 
 def poison(stored: Any, dtype: str) -> None:
-    """Fill an array with NaN, or with the largest value if its type has no NaN."""
+    """Fill an array with the NaN of `POISON`, or with the largest value if its type has no NaN."""
     if stored.size == 0:
         return
-    if is_float(dtype) and dtype not in BITS:
-        stored[...] = numpy.nan
-    elif dtype in BITS:
-        stored[...] = 0x7FFF if dtype == "bfloat16" else 0x7F
+    if dtype in POISON:
+        stored.view(f"u{stored.dtype.itemsize}")[...] = POISON[dtype]
     else:
         stored[...] = True if stored.dtype == bool else numpy.iinfo(str(stored.dtype)).max
+
+
+def unwritten(stored: Any, dtype: str) -> Any:
+    """Where a floating-point array still holds what :func:`poison` put there; nowhere for the 8-bit types."""
+    return (stored.view(f"u{stored.dtype.itemsize}") == POISON[dtype]) & (stored.dtype.itemsize > 1)
 
 
 def same_bits(one: Any, other: Any) -> bool:

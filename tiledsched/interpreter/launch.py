@@ -17,8 +17,9 @@ import numpy as np
 
 from tiledsched.core.errors import ProblemError
 from tiledsched.core.launch import annotated, scratch, steps
+from tiledsched.core.storage import poison, storage_type
 from tiledsched.interpreter import arithmetic, memory, products, reductions, shapes  # noqa: F401
-from tiledsched.interpreter.arrays import Array, check_hints, poison
+from tiledsched.interpreter.arrays import Array, check_hints
 from tiledsched.interpreter.builtins_in_tiles import with_tile_builtins
 from tiledsched.interpreter.private import load_dispatch_mode, undecorated
 from tiledsched.interpreter.registry import IMPLEMENTATIONS, KEYWORDS, innermost
@@ -234,7 +235,9 @@ def _unwritten(spec: ArraySpec, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     """A scratch array as a launch gets it: zeros where the kernel needs them, or else values that show a read before a write."""
     dtype = element_type(spec.dtype)
     order = (*shape[:-2], shape[-1], shape[-2]) if spec.column else shape
-    made = np.full(order, 0 if spec.zeroed else poison(TILE_TYPE[dtype]), dtype)
+    made = np.zeros(order, dtype)
+    if not spec.zeroed:
+        poison(made.view(storage_type(spec.dtype)), spec.dtype)
     return made.swapaxes(-1, -2) if spec.column else made
 
 

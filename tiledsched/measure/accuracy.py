@@ -15,7 +15,7 @@ import numpy
 from tiledsched.core.arrays import ArraySpec, Tolerance
 from tiledsched.core.cases import Case
 from tiledsched.core.errors import DeclarationError, Failure, FailureKind
-from tiledsched.core.storage import SMALLEST, is_float, to_float
+from tiledsched.core.storage import LARGEST, SMALLEST, is_float, to_float, unwritten
 from tiledsched.measure.runner import Accuracy
 
 ELEMENTS_AT_ONCE = 1 << 26
@@ -97,7 +97,9 @@ def case_errors(
 def output_errors(
     xp: Any, spec: ArraySpec, stored: Any, expected: Any, tolerance: Tolerance, tile: tuple[int, int]
 ) -> OutputErrors:
-    """Errors of one array. NaN anywhere, such as an element nothing wrote, makes a tile's error infinite.
+    """Errors of one array. Where NaN or an infinity is expected, the same is right.
+
+    Any other NaN makes a tile's error infinite, and so does an element that nothing wrote.
 
     Args:
         xp: numpy or cupy.
@@ -138,22 +140,31 @@ def _chunks(outer: int, rows: int, columns: int, tile_rows: int) -> Iterator[tup
             yield slice(first, min(first + some, outer)), slice(line, min(line + lines, rows))
 
 
+def _difference(xp: Any, stored: Any, expected: Any, dtype: str, precision: str) -> tuple[Any, Any]:
+    """`stored - expected` and `expected`, both 0 where the right value is NaN or an infinity in this type, and was stored."""
+    with numpy.errstate(invalid="ignore"):
+        values = to_float(xp, stored, dtype, precision)
+        difference = values - expected
+        if bool(xp.isfinite(difference).all()):
+            return difference, expected
+        overflowed = xp.isinf(values) & (xp.abs(expected) > LARGEST[dtype]) & ((values > 0) == (expected > 0))
+        right = overflowed | (xp.isnan(values) & xp.isnan(expected) & ~unwritten(stored, dtype))
+        return xp.where(right, 0.0, difference), xp.where(right, 0.0, expected)
+
+
 def _relative(xp: Any, stored: Any, expected: Any, dtype: str, tile: tuple[int, int]) -> tuple[Any, float]:
     expected = expected if expected.dtype.kind == "f" else expected.astype(numpy.float64)
-    difference = to_float(xp, stored, dtype, str(expected.dtype)) - expected
+    difference, expected = _difference(xp, stored, expected, dtype, str(expected.dtype))
     # What rounding makes of numbers too small for the type is no error, however small the tile.
     floor = tile[0] * tile[1] * (SUBNORMAL_UNITS * SMALLEST.get(dtype, 0.0)) ** 2
     norm = xp.maximum(_by_tile(xp, expected * expected, tile, "sum"), max(floor, 1e-30))
-    return xp.sqrt(_by_tile(xp, difference * difference, tile, "sum") / norm), float(xp.abs(difference).max())
+    with numpy.errstate(invalid="ignore"):
+        error = xp.sqrt(_by_tile(xp, difference * difference, tile, "sum") / norm)
+    return error, float(xp.abs(difference).max())
 
 
 def _absolute(xp: Any, stored: Any, expected: Any, dtype: str, tile: tuple[int, int]) -> tuple[Any, float]:
-    """Where an infinity is expected, only the same one will do."""
-    values = to_float(xp, stored, dtype, "float64")
-    finite = xp.isfinite(expected)
-    error = xp.where(
-        finite, xp.abs(values - xp.where(finite, expected, 0.0)), xp.where(values == expected, 0.0, xp.inf)
-    )
+    error = xp.abs(_difference(xp, stored, expected, dtype, "float64")[0])
     error = xp.where(xp.isnan(error), xp.inf, error)
     return _by_tile(xp, error, tile, "max"), float(error.max())
 

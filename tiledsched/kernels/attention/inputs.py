@@ -30,6 +30,7 @@ BORDER_SCORE = 12.0
 RISE = 24.0
 NEGATIVE_SCORE = -20.0
 PEAKED_QUERIES = 8.0
+LARGE_SCORE = 100.0
 LARGE_VALUES = 2.0**14
 LARGEST_VALUE = 60000.0
 CANCELLING_SUM = 2048.0
@@ -226,7 +227,13 @@ def _peaked(xp: Any, q: Any, k: Any, v: Any, signs: Any) -> None:
 
 
 def _large(xp: Any, q: Any, k: Any, v: Any, signs: Any) -> None:
-    """Values up to 60000, where float16 ends at 65504: their average fits, a sum that is not yet divided does not."""
+    """Values up to 60000, where float16 ends at 65504: their average fits, a sum that is not yet divided does not.
+
+    All scores are near 100, and their differences as at random: without the row's maximum, exponentials overflow in float32.
+    """
+    q *= 0.5
+    q += signs[0]
+    k += LARGE_SCORE / q.shape[1] ** 0.5 * signs[0]
     v *= LARGE_VALUES
     xp.clip(v, -LARGEST_VALUE, LARGEST_VALUE, out=v)
 
