@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from report_samples import DEVICE, PROBLEM, SOURCE, TOOLCHAIN, add_builds, add_times, build_of, plain, taken
 
 from tiledsched.cli import main
 from tiledsched.core.errors import ConfigError, DatabaseError, Failure, FailureKind
+from tiledsched.core.fields import knob
 from tiledsched.core.registry import problem_from_json
+from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import export_landscape
 from tiledsched.store.foreign import rows_of_csv, to_csv
 from tiledsched.store.t4 import INVALIDITY, export_foreign, kernel_tuner_cache, recorded, t4_metadata, t4_results
-from tiledsched.tuning.resources import read_candidates
+from tiledsched.tuning.resources import Resources, Tools, read_candidates
 
 TEXT, NUMBER = {"type": "string"}, {"type": "number"}
 VERSION = {"type": "string", "pattern": r"^\d+\.\d+\.\d+$"}
@@ -385,6 +388,104 @@ def test_every_value_has_a_cell_of_its_own(value) -> None:
     (back,) = rows_of_csv(to_csv([row], []), "x.csv")
     assert back["schedule"]["knob"] == value
     assert type(back["schedule"]["knob"]) is type(value)
+
+
+KNOBS = {
+    "TILE": knob([1024, 2048]),
+    "occupancy": knob([1, 2]),
+    "loads": knob(["tma", "gather"]),
+    "fast": knob([False, True]),
+}
+CACHE = {"schema_version": "1.1.0", "tune_params_keys": [*KNOBS], "cache": {}}
+
+
+def cache_text(*rows, **more):
+    """A Kernel Tuner cache as it lies while the tuner runs: a row on each line, and no end."""
+    head = json.dumps({**CACHE, **more})[:-2]
+    return head + "\n" + "".join(f'"{place}": {json.dumps(row)},\n' for place, row in enumerate(rows))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.json", '[{"TILE": "2048", "occupancy": "2", "loads": "TMA", "fast": "True"}]'),
+        ("a.json", '[{"TILE": 2048.0, "occupancy": 2, "loads": "tma", "fast": 1}]'),
+        ("a.json", '\ufeff[{"TILE": 2048, "occupancy": 2, "loads": "tma", "fast": true}]'),
+        ("a.csv", "\ufeffTILE,occupancy,loads,fast\n2048,2,tma,1\n"),
+        ("a.csv", "TILE, occupancy, loads, fast\n 2048, 2.0, tma, True\n"),
+        ("a.csv", '\ufeff"TILE","occupancy","loads","fast"\n"2048","2","tma","TRUE"\n'),
+        ("a.json", cache_text({"TILE": "2048", "occupancy": 2, "loads": "tma", "fast": 1, "time": 1.5})),
+        ("a.json", cache_text({"TILE": 2048, "occupancy": 2, "loads": "tma", "fast": True, "time": 1.5})[:-2]),
+        (
+            "a.json",
+            '{"results": [{"configuration": {"TILE": "2048", "occupancy": 2, "loads": "tma", "fast": "true"}}]}',
+        ),
+    ],
+)
+def test_a_value_that_says_a_choice_is_that_choice(tmp_path, name, text) -> None:
+    path = tmp_path / name
+    path.write_bytes(text.encode())
+    space = replace(space_for("sm_90", Attention), knobs=KNOBS)
+    (found,) = read_candidates(path, space)
+    assert Schedule(found) == Schedule(TILE=2048, occupancy=2, loads="tma", fast=True)
+
+
+WHY = "failed in the tuner that wrote the file: "
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "raced", "left_out"),
+    [
+        (
+            "cut.json",
+            cache_text({"TILE": 1024, "time": 1.0}, {"TILE": 2048, "time": 1.0})[:-9],
+            [1024],
+            {"the file ends in the middle of it": 1},
+        ),
+        (
+            "failed.json",
+            cache_text(
+                {"TILE": 1024, "time": 1.0},
+                {"TILE": 2048, "time": "InvalidConfig"},
+                {"TILE": 2048, "time": 1e20},
+                {"TILE": 2048},
+                {"block_size_x": 1, "time": 1.0},
+                5,
+            ),
+            [1024],
+            {WHY + "InvalidConfig": 1, WHY + "no time": 2, "it names none of the knobs": 2},
+        ),
+        (
+            "t4.json",
+            json.dumps(
+                {
+                    "results": [
+                        {"configuration": {"TILE": 1024}, "invalidity": "correct"},
+                        {"configuration": {"TILE": 2048}, "invalidity": "runtime"},
+                        {"configuration": {"TILE": 1.5}},
+                        {"configuration": [1]},
+                        3,
+                    ]
+                }
+            ),
+            [1024],
+            {WHY + "runtime": 1, "TILE = 1.5 is not one of [1024, 2048]": 1, "it names none of the knobs": 2},
+        ),
+        (
+            "rows.csv",
+            "TILE,time\n1024,1\n1024,2\n4096,1\n,3\n",
+            [1024, 4096],
+            {"listed before": 1, "it names none of the knobs": 1},
+        ),
+    ],
+)
+def test_every_row_of_a_file_is_a_candidate_or_counted(tmp_path, name, text, raced, left_out) -> None:
+    (tmp_path / name).write_text(text)
+    space = replace(space_for("sm_90", Attention), knobs=KNOBS)
+    with Resources("sm_90", tools=Tools(space=lambda *given: space)) as resources:
+        limited = resources.space(Attention, candidates=str(tmp_path / name))
+    assert [each["TILE"] for each in limited.candidates] == raced
+    assert limited.left_out == left_out
 
 
 def test_candidates_are_read_from_whatever_tuners_write(db, tmp_path) -> None:

@@ -221,6 +221,24 @@ def test_what_is_wrong_is_said_before_anything_is_built(folder, kernel, monkeypa
         session.tune(kernel, problems, TuneOptions(**options))
 
 
+@pytest.mark.compiler
+def test_every_listed_candidate_is_raced_refused_or_unknown(folder, home, capsys) -> None:
+    (home / "listed.csv").write_text(
+        "\ufeffTILE,occupancy,time\n16,1,1\n32,2,2\n32,2,2\n64,1,1\n,,4\n", encoding="utf-8"
+    )
+    kernel = ["tune", f"{folder / 'scale.py'}:Scale", "--arch", "sm_90", "-p", "rows=64", "--runner", "none"]
+    command = [*kernel, "--db", str(home / "listed.db"), "--candidates", "listed.csv"]
+    assert main(command) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        "5 listed candidates: 2 raced, 2 refused (1: listed before; 1: TILE = 64 is not one of [16, 32]), "
+        "1 unknown (it names none of the knobs)" in said
+    )
+    assert main([*command, "--trials", "1", "--json"]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["results"]
+    assert sum(result["candidates"].values()) == 5
+
+
 def test_a_kernel_without_suites_wants_problems(tmp_path) -> None:
     (tmp_path / "bare.py").write_text(re.sub(r"    suites = .*\n", "", SCALE))
     with pytest.raises(ConfigError, match="it declares no suites"):

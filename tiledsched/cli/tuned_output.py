@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from tiledsched.cli.output import plural, print_wrapped
 from tiledsched.core.extras import installing
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import KernelClass, rate_text
+from tiledsched.core.space import RACED, UNKNOWN
 
 if TYPE_CHECKING:
     from tiledsched.measure.runner import RivalTime
@@ -31,6 +32,7 @@ def tune_result_json(result: TuneResult) -> dict[str, Any]:
         "problem": result.entry.problem,
         **{name: getattr(result, name) for name in (*numbers, "over_runner_up")},
         "seconds": round(result.seconds, 3),
+        **({} if result.candidates is None else {"candidates": dict(result.candidates)}),
     }
 
 
@@ -59,6 +61,21 @@ def print_tuned(report: TuneReport) -> None:
             f"compiled now{did}, {result.failed} failed, {result.seconds:.1f} s",
             "  ",
         )
+        if result.candidates is not None:
+            print_wrapped(_candidates(result.candidates), "  ")
+
+
+def _candidates(rows: Mapping[str, int]) -> str:
+    """How many of the listed candidates were raced, refused and why, or unknown."""
+    raced, unknown = rows.get(RACED, 0), rows.get(UNKNOWN, 0)
+    refused = {why: number for why, number in rows.items() if why not in (RACED, UNKNOWN)}
+    why = "; ".join(f"{number}: {reason}" for reason, number in sorted(refused.items(), key=lambda each: -each[1]))
+    return (
+        f"{plural(sum(rows.values()), 'listed candidate')}: {raced} raced, {sum(refused.values())} refused"
+        + (f" ({why})" if why else "")
+        + f", {unknown} unknown"
+        + (f" ({UNKNOWN})" if unknown else "")
+    )
 
 
 def _verdict(result: TuneResult, entry: Entry) -> str:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
@@ -25,6 +26,10 @@ FEW_COMBINATIONS = 1 << 12
 """A constraint whose knobs have at most this many combinations is used to remove impossible values of single knobs."""
 MOST_COMBINATIONS = 1 << 20
 """A constraint whose knobs have more combinations than this is only checked after all of its knobs have values."""
+RACED, NOT_REACHED = "raced", "the limit of trials or time, or enough was known"
+"""Outcomes of a listed candidate: it took part, or its turn never came."""
+LISTED_BEFORE, UNKNOWN = "listed before", "it names none of the knobs"
+"""Why a row of a file is no candidate."""
 _Tree: TypeAlias = "dict[KnobValue, _Tree]"
 
 
@@ -78,8 +83,15 @@ class SearchSpace:
 
     listed_in: str = ""
     """Where the candidates come from, for people."""
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """Why other rows of that file are no candidates: each reason with the number of rows."""
 
-    def limited_to(self, candidates: Iterable[Mapping[str, KnobValue]], listed_in: str = "") -> SearchSpace:
+    def limited_to(
+        self,
+        candidates: Iterable[Mapping[str, KnobValue]],
+        listed_in: str = "",
+        left_out: Mapping[str, int] | None = None,
+    ) -> SearchSpace:
         """The space of which only `candidates` and the default are searched.
 
         Knobs that a candidate does not name are at their defaults. A candidate that cannot work for a problem is skipped there.
@@ -94,7 +106,29 @@ class SearchSpace:
             if unknown:
                 raise SpaceError(f"candidate {dict(each)} has unknown knobs {unknown}; known are {list(self.knobs)}")
             listed.append(Schedule({name: each.get(name, knob.default) for name, knob in self.knobs.items()}))
-        return replace(self, candidates=tuple(dict.fromkeys(listed)), listed_in=listed_in)
+        once = tuple(dict.fromkeys(listed))
+        others = Counter(left_out or {}) + Counter({LISTED_BEFORE: len(listed) - len(once)})
+        return replace(self, candidates=once, listed_in=listed_in, left_out=others)
+
+    def count_candidates(
+        self, problem: Problem, pinned: Mapping[str, KnobValue], tried: Mapping[Schedule, str]
+    ) -> dict[str, int]:
+        """What became of each row of the file of candidates: the number of rows with each outcome, :data:`RACED` or why not.
+
+        Args:
+            problem: what was tuned.
+            pinned: knobs that had a fixed value.
+            tried: what became of the schedules that were reached: :data:`RACED`, or how they failed.
+        """
+        found = Counter(self.left_out)
+        for each in self.candidates:
+            reasons = self.unworkable(each, problem) or [
+                f"{name} = {each[name]!r}, where this run keeps {value!r}"
+                for name, value in pinned.items()
+                if each[name] != value
+            ]
+            found[reasons[0] if reasons and each not in tried else tried.get(each, NOT_REACHED)] += 1
+        return dict(found)
 
     def including(self, schedules: Iterable[Schedule]) -> SearchSpace:
         """The space with `schedules` among its candidates, if it is limited to candidates."""

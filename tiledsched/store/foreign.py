@@ -7,15 +7,25 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
 from tiledsched.core.errors import DatabaseError
+from tiledsched.core.fields import Knob
+from tiledsched.core.space import UNKNOWN
 from tiledsched.measure.runner import Measurement
 
 RECORD = "tiledsched"
 """The name under which a T4 result carries the whole measurement."""
+FAILED_THERE = "failed in the tuner that wrote the file"
+"""Begins why a configuration is of no use that another tuner found wrong, or could not compile."""
+CUT_OFF = "the file ends in the middle of it"
+"""Why the last row of a file is no candidate that was being written when its tuner was stopped."""
+NO_TIME = 1e20
+"""The time that Kernel Tuner wrote for what failed, before it wrote the kind of failure."""
 TAKEN = frozenset(field.name for field in fields(Measurement))
 OTHER_FILE = (
     "give a file that `tiledsched db export --landscapes` wrote; configurations from elsewhere can be raced: "
@@ -79,7 +89,7 @@ def rows_of_csv(text: str, name: str) -> list[dict[str, Any]]:
     """
     rows: list[dict[str, Any]] = []
     try:
-        for cells in csv.DictReader(io.StringIO(text, newline=""), strict=True):
+        for cells in csv.DictReader(io.StringIO(text.removeprefix("\ufeff"), newline=""), strict=True):
             row: dict[str, Any] = {}
             for column, cell in cells.items():
                 if column is None or cell is None:
@@ -183,44 +193,112 @@ def _table(measurements: list[dict[str, Any]], artifacts: Iterable[Any]) -> dict
     return {"entries": [], "measurements": measurements, "artifacts": list(once.values())}
 
 
-def configurations(text: str, name: str, knobs: Iterable[str]) -> list[dict[str, Any]]:
+def configurations(text: str, name: str, knobs: Mapping[str, Knob]) -> tuple[list[dict[str, Any]], Counter[str]]:
     """The schedules in a file: a JSON list, T4 results, a Kernel Tuner cache, or CSV with a column for each knob (`tile_m` or
     `schedule.tile_m`).
+
+    Other tuners write numbers as text and flags as numbers: a value that says what a choice of its knob says is that choice.
 
     Args:
         text: the file's text.
         name: the file's name. A file whose name ends in .csv is read as CSV.
-        knobs: the knobs of the space. Other values are left out.
+        knobs: the knobs of the space. In other formats than a JSON list, other names are left out.
+
+    Returns:
+        The schedules, and why the other rows of the file give none: each reason with the number of rows.
 
     Raises:
         DatabaseError: it is none of these.
     """
-    wanted = frozenset(knobs)
-
-    def of(found: Iterable[Any], pick: Callable[[Any], Any]) -> list[dict[str, Any]]:
-        schedules = [pick(each) for each in found if isinstance(each, dict)]
-        return [
-            {knob: value for knob, value in each.items() if knob in wanted}
-            for each in schedules
-            if isinstance(each, dict)
-        ]
-
+    rows: list[tuple[Any, str]]
+    left_out = Counter[str]()
     if name.endswith(".csv"):
-        return of(rows_of_csv(text, name), lambda row: row.get("schedule", row))
-    data = json.loads(text)
-    if isinstance(data, list):
-        return data
-    if isinstance(data, dict) and isinstance(data.get("results"), list):
-        return of(
-            (
-                each
-                for each in data["results"]
-                if isinstance(each, dict) and each.get("invalidity", "correct") == "correct"
-            ),
-            lambda result: result.get("configuration"),
-        )
-    if isinstance(data, dict) and isinstance(data.get("cache"), dict):
-        return of(data["cache"].values(), lambda row: row if isinstance(row.get("time"), (int, float)) else None)
-    raise DatabaseError(
-        f"{name} names no schedules; give a JSON list of them, T4 results, a Kernel Tuner cache, or CSV with knobs as columns"
-    )
+        whole = rows_of_csv(text, name)
+        rows = [(row["schedule"] if isinstance(row.get("schedule"), dict) else row, "") for row in whole]
+    else:
+        data, left_out = _json_of(text)
+        if isinstance(data, list):
+            plain = [_chosen(each, knobs) if isinstance(each, dict) else each for each in data]
+            return plain, left_out
+        if isinstance(data, dict) and isinstance(data.get("results"), list):
+            rows = [_of_result(each) for each in data["results"]]
+        elif isinstance(data, dict) and isinstance(data.get("cache"), dict):
+            rows = [(each, _failure_of(each)) for each in data["cache"].values()]
+        else:
+            raise DatabaseError(
+                f"{name} names no schedules; give a JSON list of them, T4 results, a Kernel Tuner cache, or CSV with "
+                "knobs as columns"
+            )
+    found = []
+    for row, failure in rows:
+        chosen = _chosen(row, knobs) if isinstance(row, dict) else {}
+        known = {knob: value for knob, value in chosen.items() if knob in knobs}
+        wrong = [
+            f"{knob} = {value!r} is not one of {list(knobs[knob].choices)}"
+            for knob, value in known.items()
+            if not isinstance(value, (bool, int, str))
+        ]
+        if failure or not known or wrong:
+            left_out[failure or next(iter(wrong), UNKNOWN)] += 1
+        else:
+            found.append(known)
+    return found, left_out
+
+
+def _json_of(text: str) -> tuple[Any, Counter[str]]:
+    """The JSON of a file, and why a row at its end was left out.
+
+    The cache of a Kernel Tuner that still runs, or was stopped, is not closed yet; its last line may be cut off.
+    """
+    try:
+        return json.loads(text), Counter()
+    except json.JSONDecodeError:
+        if '"cache"' in text:
+            lines = text.rstrip()
+            for whole, cut in ((lines, 0), (lines.rpartition("\n")[0], 1)):
+                with suppress(json.JSONDecodeError):
+                    return json.loads(whole.rstrip().rstrip(",") + "}}"), +Counter({CUT_OFF: cut})
+        raise
+
+
+def _of_result(result: Any) -> tuple[Any, str]:
+    """The configuration of a T4 result, and why it is of no use; empty where it is."""
+    if not isinstance(result, dict):
+        return None, ""
+    invalidity = result.get("invalidity", "correct")
+    return result.get("configuration"), "" if invalidity == "correct" else f"{FAILED_THERE}: {invalidity}"
+
+
+def _failure_of(row: Any) -> str:
+    """Why the row of a Kernel Tuner cache has no time; empty where it has one."""
+    us = row.get("time") if isinstance(row, dict) else 0.0
+    if isinstance(us, (int, float)) and us < NO_TIME:
+        return ""
+    return f"{FAILED_THERE}: {us if isinstance(us, str) else 'no time'}"
+
+
+def _chosen(row: Mapping[str, Any], knobs: Mapping[str, Knob]) -> dict[str, Any]:
+    """The values of a row by name, as the choices of its knobs."""
+    return {
+        name.strip(): _choice(value, knobs[name.strip()]) if name.strip() in knobs else value
+        for name, value in row.items()
+    }
+
+
+def _choice(value: Any, knob: Knob) -> Any:
+    """The choice of a knob that a value says; the value itself where it says none."""
+    if any(type(each) is type(value) and each == value for each in knob.choices):
+        return value
+    words = {_word(each): each for each in knob.choices}
+    for flag in (each for each in knob.choices if isinstance(each, bool)):
+        words.setdefault(str(int(flag)), flag)
+    return words.get(_word(value), value)
+
+
+def _word(value: Any) -> str:
+    """What a value says, whatever its type: 128, 128.0 and "128" say the same, as do true and "True"."""
+    if isinstance(value, str):
+        value = value.strip().lower()
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value).lower()

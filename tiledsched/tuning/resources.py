@@ -190,7 +190,7 @@ class Resources:
         found = self._tools.space(self.arch, kernel, file)
         if candidates is None:
             return found
-        return found.limited_to(read_candidates(Path(candidates), found), Path(candidates).name)
+        return found.limited_to(*_listed(Path(candidates), found))
 
     def builder(self, kernel: KernelClass, timeout_s: float = DEFAULT_TIMEOUT_S) -> Builder:
         """What builds schedules of a kernel and keeps what came of it in the database."""
@@ -274,16 +274,22 @@ def read_candidates(path: Path, space: SearchSpace) -> list[dict[str, KnobValue]
     Raises:
         ConfigError: it cannot be read, or lists none.
     """
+    return _listed(path, space)[0]
+
+
+def _listed(path: Path, space: SearchSpace) -> tuple[list[dict[str, KnobValue]], str, Mapping[str, int]]:
+    """The schedules that a file lists, its name, and why other rows of it are none."""
     from tiledsched.store.foreign import configurations
 
     try:
-        text = read_bounded(path, MAX_CANDIDATES_BYTES).decode("utf-8")
-        listed = configurations(text, path.name, space.knobs)
+        text = read_bounded(path, MAX_CANDIDATES_BYTES).decode("utf-8-sig")
+        listed, left_out = configurations(text, path.name, space.knobs)
     except (OSError, ValueError, RecursionError, DatabaseError) as error:
         raise ConfigError(f"cannot read candidates from {path}: {error}") from error
-    if not (isinstance(listed, list) and listed and all(isinstance(each, dict) and each for each in listed)):
+    if not (listed and all(isinstance(each, dict) and each for each in listed)):
+        why = "".join(f"; of {rows} rows: {reason}" for reason, rows in left_out.items())
         raise ConfigError(
             f"{path} must hold a list of schedules: JSON objects of knob names and values, T4 results, a Kernel "
-            "Tuner cache, or CSV with a column for each knob"
+            f"Tuner cache, or CSV with a column for each knob{why}"
         )
-    return listed
+    return listed, path.name, left_out

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from html import escape
@@ -22,7 +22,7 @@ from tiledsched.core.device import ArchSpec, arch_spec
 from tiledsched.core.errors import ConfigError, MeasureError, NoValidScheduleError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import KnobValue, Schedule
-from tiledsched.core.space import SearchSpace, accuracy_class
+from tiledsched.core.space import RACED, SearchSpace, accuracy_class
 from tiledsched.measure.runner import REGIMES, Candidate, Failed, Measurement, RivalTime, Runner
 from tiledsched.store.evidence import for_compiler, timed_as_now
 from tiledsched.store.records import BuildRecord, Entry
@@ -84,6 +84,8 @@ class TuneResult:
     """(default - winner) / winner, of their measured medians or of the model's estimates; None where the default gave neither."""
     over_runner_up: float | None = None
     """(runner-up - winner) / winner, likewise; None where there is no runner-up."""
+    candidates: Mapping[str, int] | None = None
+    """What became of the rows of the file of candidates: `raced` or why not, with the number of rows; None without a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,6 +292,20 @@ class _ProblemTune:
             accum_mode=self.tuner.accum_mode,
         )
 
+    def candidates(
+        self, tried: Iterable[Schedule], worked: Container[Schedule], pinned: Mapping[str, KnobValue]
+    ) -> dict[str, int] | None:
+        """What became of the rows of the file of candidates; None where there is no file."""
+        if not self.space.listed_in:
+            return None
+        reached = {each: RACED if each in worked else self._failure(each) for each in tried}
+        return self.space.count_candidates(self.problem, pinned, reached)
+
+    def _failure(self, schedule: Schedule) -> str:
+        record = self.builder.record(schedule, self.problem)
+        kind = record.failure.kind if record is not None and record.failure is not None else "failed on the GPU"
+        return str(kind).replace("_", " ")
+
     def entry(self, schedule: Schedule, fingerprint: str, programs: int, **more: Any) -> Entry:
         """The entry that this tune writes for a winner among so many programs."""
         run, listed = f"tune run {self.tuner.run_id}", self.space.listed_in
@@ -364,6 +380,7 @@ class _Ranking(_ProblemTune):
             left=len(schedules) - len(reached),
             over_default=self.estimate(plain) / least_us - 1 if plain else None,
             over_runner_up=self.estimate(second) / least_us - 1 if second else None,
+            candidates=self.candidates(reached, {each for one in ranked for each in one.schedules}, pinned),
         )
 
     def build(self, order: Sequence[Schedule]) -> None:
@@ -641,6 +658,7 @@ class _Search(_ProblemTune):
             seconds=time.monotonic() - self.started,
             over_default=plain_us / winner.median_us - 1 if plain_us else None,
             over_runner_up=result.margin,
+            candidates=self.candidates(trials.times, trials.ranked, self.tuner.pinned),
         )
 
     def settled(self, result: RaceResult, finalists: Sequence[Program]) -> RaceResult:
