@@ -16,11 +16,16 @@ from test_declaration import DEVICE, RowSums, declare, own_names  # noqa: F401  
 import tiledsched as ts
 from tiledsched.core import launch as launches
 from tiledsched.core import registry as kernel_names
+from tiledsched.core.config import load_settings
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.registry import kernel_named, load_kernel
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.interpreter.checking import check_schedule
+from tiledsched.serve.entries import load_entries, load_table
+from tiledsched.store.db import TuningDB
+from tiledsched.store.evidence import stale
+from tiledsched.store.records import Entry
 
 DOCS = Path(__file__).parents[1] / "docs" / "kernels.md"
 ATTENTION_ID = "d5fe3bf5edc5"
@@ -213,3 +218,62 @@ def test_the_documented_example_compiles(tmp_path):
     kernel = documented(tmp_path)
     p = kernel.suite("llama")[0]
     assert compile_schedule(kernel, p, space_for("sm_90", kernel).default(p), "sm_90").fingerprint
+
+
+@pytest.fixture
+def twins(tmp_path, own_names):  # noqa: F811  # the fixture of every test here
+    """Two kernels of one name, each in its file, and a function that edits the first."""
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "twin.py").write_text(FILE.replace("* 2", "* 3") if folder == "b" else FILE)
+    first, second = (load_kernel(f"{tmp_path / folder / 'twin.py'}:Doubled") for folder in ("a", "b"))
+
+    def edit():
+        (tmp_path / "a" / "twin.py").write_text(FILE.replace("* 2", "+ 0 + 2 * "))
+
+    return first, second, edit
+
+
+def test_a_sent_problem_is_of_the_kernel_it_was_made_of(twins) -> None:
+    """Although this process knows another kernel by that name."""
+    for kernel in twins[:2]:
+        assert pickle.loads(pickle.dumps(kernel.problem(size=64))).declaration is kernel
+
+
+def answers(settings, kernel):
+    """What is served of a kernel: provenance, and whether it is stale; and how many entries of it are told."""
+    served = load_table(settings, kernel=kernel, archs={"sm_90"}).resolve(kernel.problem(size=1000), "sm_90")
+    return served.provenance, bool(served.stale), len(load_entries(settings, {"sm_90"}, kernel))
+
+
+def test_an_entry_is_of_one_kernel_and_stale_once_its_source_has_changed(twins, tmp_path) -> None:
+    first, second, edit = twins
+    assert first.name == second.name
+
+    def entry(kernel, tile, **more):
+        values = {"provenance": "modelled", "model_us": 1.0, "source_hash": kernel.evidence_source(), **more}
+        schedule = Schedule(TILE=tile)
+        return Entry(kernel=kernel.name, arch="sm_90", problem=kernel.problem(size=1000), schedule=schedule, **values)
+
+    with TuningDB.open(str(tmp_path / "t.db")) as db:
+        settings = load_settings({"db": str(tmp_path / "t.db")})
+        db.put_entry(entry(first, 128, provenance="transferred"))
+        assert answers(settings, first) == ("transferred", False, 1)
+        assert answers(settings, second) == ("default", False, 0)
+        assert stale(db.entries()[0].replace(problem=first.problem(size=1000)), "") is False
+        edit()
+        assert answers(settings, first) == ("transferred", True, 1)
+        assert stale(db.entries()[0].replace(problem=first.problem(size=1000)), "") is True
+        assert db.put_entry(entry(second, 64))  # the other's evidence is stronger, and says nothing of this kernel
+        assert answers(settings, second) == ("modelled", False, 1)
+        assert answers(settings, first) == ("default", False, 0)
+        # Evidence of before entries noted the place counts, as changed where the source is another.
+        db.put_entry(entry(first, 128, source_hash="0" * 12))
+        assert answers(settings, first) == ("modelled", True, 1)
+        db.put_entry(entry(first, 128, source_hash=first.source_hash()))
+        assert answers(settings, first) == ("modelled", False, 1)
+
+
+def test_what_ships_notes_the_hash_of_its_source_only() -> None:
+    softmax = kernel_named("softmax")
+    assert softmax.evidence_source() == softmax.source_hash()

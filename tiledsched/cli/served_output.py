@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tiledsched.cli.output import note, plural, print_table, print_wrapped, table_lines, width
 from tiledsched.core.labels import labels_of
 from tiledsched.core.problem import Problem, rate_of, rate_text, unit_of
-from tiledsched.store.evidence import stale
+from tiledsched.store.evidence import edited, stale
 from tiledsched.store.records import Entry, LandscapeSummary
 
 if TYPE_CHECKING:
@@ -78,7 +78,14 @@ def print_entries(entries: Sequence[Entry], compiler: str = "") -> None:
             _print_narrow(found, compiler)
         else:
             print("\n" * (place > 0) + f"tuned schedules of {kernel}", *lines, sep="\n")
-    old = sorted({entry.compiler for entry in entries if stale(entry, compiler)})
+    outdated = [entry for entry in entries if stale(entry, compiler)]
+    changed = {entry.kernel for entry in outdated if entry.problem.known and edited(entry, entry.problem.declaration)}
+    if changed:
+        note(
+            f"stale: the source of {', '.join(sorted(changed))} has changed since the evidence was taken; tune it again, or "
+            "run: tiledsched refresh KERNEL"
+        )
+    old = sorted({entry.compiler for entry in outdated if entry.kernel not in changed})
     if old:
         note(
             f"stale: tileiras {', '.join(old)} built what was measured, and here is {compiler}; run: tiledsched refresh"
@@ -136,7 +143,7 @@ def _print_narrow(entries: Sequence[Entry], compiler: str) -> None:
 
 
 def _provenance(entry: Entry, compiler: str) -> str:
-    """The provenance, and `stale` where another compiler built what was measured."""
+    """The provenance, and `stale` where another compiler or other source made what was measured."""
     return f"{entry.provenance}, stale" if stale(entry, compiler) else entry.provenance
 
 

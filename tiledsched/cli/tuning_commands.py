@@ -227,7 +227,7 @@ def measured_problems(run: Invocation, kernel: KernelClass, arch: str, filters: 
     """
     from tiledsched.serve.entries import load_entries
 
-    entries = load_entries(run.settings(), {arch}, kernel.name)
+    entries = load_entries(run.settings(), {arch}, kernel)
     known = {entry.problem for entry in entries if entry.arch == arch and entry.provenance == "measured"}
     found = matching(known, filters)
     if known and not found:

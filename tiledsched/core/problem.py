@@ -22,7 +22,7 @@ from tiledsched.core.fields import ArrayField, Dim, Knob, ProblemField, Scalar, 
 from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.similarity import Similarity
-from tiledsched.core.sources import source_hash
+from tiledsched.core.sources import evidence_source, is_shipped, source_hash
 
 FILE_PREFIX = "tiledsched_file_"
 """How the names of modules begin that were loaded from a file."""
@@ -523,6 +523,16 @@ class Declaration:
     def source_hash(cls) -> str:
         """Hash of the source that the kernel's machine code comes from; see :func:`tiledsched.core.sources.source_hash`."""
         return source_hash(cls)
+
+    @classmethod
+    def evidence_source(cls) -> str:
+        """What an entry of the kernel notes of its source; see :func:`tiledsched.core.sources.evidence_source`."""
+        if is_shipped(cls):
+            return cls.source_hash()
+        try:
+            return evidence_source(cls, cls.locator())
+        except (DeclarationError, OSError):  # declared at a prompt, or its file is gone
+            return ""
 
 
 KernelClass = type[Declaration]

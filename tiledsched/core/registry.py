@@ -193,8 +193,14 @@ def _place(kernel: KernelClass) -> str:
 
 
 def _restored(name: str, where: str, values: Mapping[str, Value], omitted: frozenset[str]) -> Problem:
-    """The problem that another process sent. Its kernel is loaded if this process does not know the name, and can load it."""
-    for find, place in ((kernel_named, name), (load_kernel, where)):
+    """The problem that another process sent, of the kernel declared there, which is loaded where this process can load it.
+
+    Another kernel that this process knows by the same name, from another file, is not taken for it.
+    """
+    known = _known.get(name)
+    if known is not None and where in ("", _place(known)):  # type: ignore[arg-type]  # a class is hashable
+        return Problem(known, values, omitted=omitted)
+    for find, place in ((load_kernel, where or name), (kernel_named, name)):
         with contextlib.suppress(ConfigError, DeclarationError):
             return Problem(find(place), values, omitted=omitted)
     return Problem(name, values, omitted=omitted)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
 
+DIGITS = 12
+"""Hex digits of a hash."""
 SHIPPED_KERNELS = "tiledsched.kernels."
 """How the names of the modules begin that declare the kernels that ship."""
 LIBRARIES = frozenset({"cuda", "torch", "numpy", "cupy", "ml_dtypes", "tiledsched"})
@@ -20,8 +23,40 @@ def source_hash(kernel: type) -> str:
     The source is that of the module that declares the kernel, of the modules it takes functions from, and of what these use of
     their own packages. Builds from other source are made again; measurements stand while the machine code is the same.
     """
-    text = "".join(Path(path).read_text(encoding="utf-8") for path in sorted(_files(kernel)))
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    return _hash_of(tuple((path, os.stat(path).st_mtime_ns) for path in sorted(_files(kernel))))
+
+
+@functools.lru_cache(maxsize=256)
+def _hash_of(files: tuple[tuple[str, int], ...]) -> str:
+    """Hash of the text of files, each with the time of its last change: a command that shows many entries asks for each."""
+    text = "".join(Path(path).read_text(encoding="utf-8") for path, _ in files)
+    return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
+
+
+def is_shipped(kernel: type) -> bool:
+    """Whether a kernel ships with this package."""
+    return kernel.__module__.startswith(SHIPPED_KERNELS)
+
+
+def evidence_source(kernel: type, where: str) -> str:
+    """What entries note of a kernel's source: its hash, and unless the kernel ships, a hash of where it is declared.
+
+    The second tells an edited kernel from another one of the same name.
+    """
+    return kernel.source_hash() + hashlib.sha256(where.encode()).hexdigest()[:DIGITS]  # type: ignore[attr-defined]
+
+
+def source_part(noted: str) -> str:
+    """The hash of the source in what an entry notes of it."""
+    return noted[:DIGITS] if len(noted) == 2 * DIGITS else noted
+
+
+def of_one_kernel(one: str, other: str) -> bool:
+    """Whether two notes of :func:`evidence_source` may be of one kernel: of the same source, of the same place, or one names no
+    place.
+    """
+    places = [noted[DIGITS:] for noted in (one, other) if len(noted) == 2 * DIGITS]
+    return len(places) < 2 or places[0] == places[1] or source_part(one) == source_part(other)
 
 
 @functools.cache

@@ -26,7 +26,7 @@ FEW_COMBINATIONS = 1 << 12
 """A constraint whose knobs have at most this many combinations is used to remove impossible values of single knobs."""
 MOST_COMBINATIONS = 1 << 20
 """A constraint whose knobs have more combinations than this is only checked after all of its knobs have values."""
-RACED, NOT_REACHED = "raced", "the limit of trials or time, or enough was known"
+RACED, NOT_REACHED = "raced", "not reached within the limits of trials, time and expected gain"
 """Outcomes of a listed candidate: it took part, or its turn never came."""
 LISTED_BEFORE, UNKNOWN = "listed before", "it names none of the knobs"
 """Why a row of a file is no candidate."""

@@ -14,6 +14,7 @@ from tiledsched.core.device import ARCHS
 from tiledsched.core.fields import Choice, Flag
 from tiledsched.core.problem import KernelClass, Problem, ProblemClass, rate_of
 from tiledsched.core.schedule import Schedule
+from tiledsched.core.sources import source_part
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
 from tiledsched.measure.estimate import Timing
@@ -31,7 +32,7 @@ from tiledsched.report.records import (
     Section,
     Timed,
 )
-from tiledsched.store.evidence import for_compiler, of_one_compiler, timed_alike
+from tiledsched.store.evidence import for_compiler, of_kernel, of_one_compiler, timed_alike
 from tiledsched.store.queries import KnobEffect, compare_regimes, knob_effects
 from tiledsched.store.records import BuildRecord, Entry, FailureRecord, StoredMeasurement, Toolchain
 
@@ -84,7 +85,7 @@ def build_report(
         taken,
         [
             entry
-            for entry in db.entries(arch=arch, kernel=kernel.name)
+            for entry in of_kernel(db.entries(arch=arch, kernel=kernel.name), kernel)
             if device_name is None or entry.device_name in ("", device_name)
         ],
         compiler,
@@ -199,7 +200,7 @@ class _Builds:
             wanted[stored.source_hash, stored.toolchain.id] = stored.toolchain
         for entry in entries:
             if entry.toolchain is not None:
-                wanted[entry.source_hash, entry.toolchain.id] = entry.toolchain
+                wanted[source_part(entry.source_hash), entry.toolchain.id] = entry.toolchain
         self.all: list[BuildRecord] = []
         for (source_hash, _), toolchain in wanted.items():
             self.all += db.find_builds(kernel.name, source_hash, toolchain, arch).values()
@@ -325,7 +326,7 @@ class _Desk:
             for build in self.builds.of(problem, device)
             if _accum_mode(build.schedule) == entry.accum_mode
             and (entry.toolchain is None or build.toolchain == entry.toolchain)
-            and (not entry.source_hash or build.source_hash == entry.source_hash)
+            and (not entry.source_hash or build.source_hash == source_part(entry.source_hash))
         ]
         fingerprints = {build.schedule: build.fingerprint for build in builds}
         times = model_times(problem, builds) if model_times else {}

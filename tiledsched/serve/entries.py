@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import known_knobs
 from tiledsched.serve.bundle import named_bundle, read_bundle
 from tiledsched.serve.lookup import LookupTable
+from tiledsched.store.evidence import of_kernel
 from tiledsched.store.location import database_exists, location, site_location
 from tiledsched.store.records import Entry, Place
 from tiledsched.store.shipped import read_shipped_entries
@@ -44,18 +45,20 @@ class Layer:
         return {"layer": self.name, "where": self.where, "entries": len(self.entries), "error": self.error or None}
 
 
-def layers(settings: Settings, archs: Collection[str] | None = None, kernel: str = "") -> list[Layer]:
+def layers(settings: Settings, archs: Collection[str] | None = None, kernel: KernelClass | str = "") -> list[Layer]:
     """All layers, each of which lies over those before it: what ships, the bundle in use, the site's and the user's.
 
     Args:
         settings: names the site's layer and the user's database.
         archs: read shipped tables of these archs only, which saves time; None for all.
-        kernel: read entries of this kernel only; empty for all.
+        kernel: read entries of this kernel, or of this name, only; empty for all.
 
     Raises:
         DatabaseError: the user's database cannot be read, and a flag named it. Any other layer that cannot be read is left out
             with a warning.
     """
+    declared = None if isinstance(kernel, str) else kernel
+    kernel = kernel if isinstance(kernel, str) else kernel.name
     found = [_shipped(archs, kernel)]
     bundle = named_bundle()
     if bundle is not None:
@@ -71,7 +74,7 @@ def layers(settings: Settings, archs: Collection[str] | None = None, kernel: str
             raise DatabaseError(layer.error)
         if layer.error:
             log.warning("%s; it is left out", layer.error)
-    return found
+    return [replace(layer, entries=of_kernel(layer.entries, declared)) for layer in found]
 
 
 def _shipped(archs: Collection[str] | None, kernel: str) -> Layer:
@@ -128,7 +131,9 @@ def _stored(name: str, url: str | None, kernel: str) -> Layer:
     return Layer(name=name, where=where, entries=entries, error=error)
 
 
-def load_entries(settings: Settings, archs: Collection[str] | None = None, kernel: str = "") -> list[Entry]:
+def load_entries(
+    settings: Settings, archs: Collection[str] | None = None, kernel: KernelClass | str = ""
+) -> list[Entry]:
     """The entries that all layers serve together. The arguments are those of :func:`layers`."""
     return combined(layers(settings, archs, kernel))
 
@@ -155,7 +160,7 @@ def load_table(
         archs: read shipped tables of these archs only; None for all.
         spaces: search spaces in place of the kernel's own.
     """
-    return table_of(load_entries(settings, archs, kernel.name), settings, kernel=kernel, spaces=spaces)
+    return table_of(load_entries(settings, archs, kernel), settings, kernel=kernel, spaces=spaces)
 
 
 def table_of(

@@ -42,7 +42,7 @@ from tiledsched.serve.transfer import (
     log_us,
     transfer,
 )
-from tiledsched.store.evidence import for_compiler, stale
+from tiledsched.store.evidence import edited, for_compiler
 from tiledsched.store.records import Entry
 
 MEASURED_PROVENANCES = ("measured", "transferred")
@@ -184,6 +184,12 @@ class LookupTable:
             or self._shared(problem, space)
             or self._from_others(problem, space)
         )
+        if served.entry is not None and not served.stale and edited(served.entry, self.kernel):
+            served = replace(
+                served,
+                stale=f"the source of {self.kernel.name} has changed since the evidence was taken: its machine code may be "
+                f"another, and its time, too; tune it again, or run: tiledsched refresh KERNEL --arch {served.entry.arch}",
+            )
         note = self._note(served.entry)
         served = replace(served, reason=served.reason + note) if note else served
         return self._with_forced(served, problem, space) if self.forced else served
@@ -246,7 +252,8 @@ class LookupTable:
         return tuple(sorted((*known, *near), key=lambda offer: (offer.ratio, offer.name)))
 
     def _stale(self, entry: Entry) -> str:
-        if not stale(entry, self.compiler) or entry.fingerprint in self._at_hand():
+        other = entry.compiler and self.compiler not in ("", entry.compiler)
+        if entry.provenance != "measured" or not other or entry.fingerprint in self._at_hand():
             return ""
         return (
             f"tileiras {entry.compiler} built what was measured, and here is {self.compiler}: its machine code may be "

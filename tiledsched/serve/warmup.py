@@ -26,6 +26,7 @@ from tiledsched.core.files import read_bounded
 from tiledsched.core.launch import problem_class
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
+from tiledsched.core.sources import source_part
 from tiledsched.serve.bundle import BundledProgram, read_bundle, write_bundle
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.prebuilt import spilled
@@ -208,7 +209,7 @@ def _at_hand(
     source_hash = kernel.source_hash()
     found: dict[Key, Artifact] = {}
     for entry in entries:
-        if entry.source_hash == source_hash and entry.fingerprint:
+        if source_part(entry.source_hash) == source_hash and entry.fingerprint:
             artifact = artifacts.get(arch, entry.fingerprint)
             if artifact is not None:
                 found[_key(kernel, arch, entry.problem, entry.schedule)] = artifact

@@ -7,7 +7,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from tiledsched.core.problem import KernelClass
 from tiledsched.core.schedule import Schedule
+from tiledsched.core.sources import is_shipped, of_one_kernel, source_part
 from tiledsched.measure.runner import Conditions, Measurement
 from tiledsched.store.records import Contradiction, Entry, MeasurementSummary, Place, StoredMeasurement
 
@@ -101,8 +103,39 @@ def _distance(version: str, compiler: str) -> tuple[Any, ...]:
 
 
 def stale(entry: Entry, compiler: str) -> bool:
-    """Whether an entry was measured under another compiler than `compiler`. False where one of them is not known."""
-    return entry.provenance == "measured" and bool(entry.compiler) and compiler not in ("", entry.compiler)
+    """Whether an entry was measured under another compiler than `compiler`, or its kernel's source has changed since. False
+    where these are not known.
+    """
+    measured = entry.provenance == "measured" and bool(entry.compiler) and compiler not in ("", entry.compiler)
+    return measured or (entry.problem.known and edited(entry, entry.problem.declaration))
+
+
+def edited(entry: Entry, kernel: KernelClass) -> bool:
+    """Whether the source of a kernel has changed since an entry was written. A kernel that ships changes with its tables."""
+    if is_shipped(kernel) or not entry.source_hash:
+        return False
+    now = kernel.evidence_source()
+    return bool(now) and source_part(entry.source_hash) != source_part(now)
+
+
+def of_kernel(entries: Iterable[Entry], kernel: KernelClass | None = None) -> list[Entry]:
+    """The entries without those of another kernel that has the same name, such as one in a file of the same name.
+
+    Args:
+        entries: of any kernels.
+        kernel: whose entries are wanted; None for the kernel that each entry's problem is known to be of.
+    """
+    notes: dict[KernelClass, str] = {}
+
+    def mine(entry: Entry) -> bool:
+        of = kernel or (entry.problem.declaration if entry.problem.known else None)
+        if of is None or of.name != entry.kernel or is_shipped(of):
+            return True
+        if of not in notes:
+            notes[of] = of.evidence_source()
+        return of_one_kernel(entry.source_hash, notes[of])
+
+    return [entry for entry in entries if mine(entry)]
 
 
 def leaders(entry: Entry) -> list[Schedule]:

@@ -21,6 +21,7 @@ from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import DatabaseError
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
+from tiledsched.core.sources import of_one_kernel
 from tiledsched.measure.runner import Device
 from tiledsched.store.models import (
     ArtifactRow,
@@ -186,8 +187,10 @@ def put_entry(session: Session, record: Entry, *, merging: bool) -> str:
         there = entry_of(*session.execute(select_entries().where(*same).with_for_update(of=EntryRow)).one())
         keep = standing(there) <= standing(record)
     else:
-        provenance = session.scalars(select(EntryRow.provenance).where(*same).with_for_update()).one()
-        keep = PROVENANCES.index(provenance) < record.rank
+        found = session.execute(select(EntryRow.provenance, EntryRow.source_hash).where(*same).with_for_update()).one()
+        keep = PROVENANCES.index(found.provenance) < record.rank and of_one_kernel(
+            found.source_hash, record.source_hash
+        )
     if keep:
         return "kept"
     session.execute(update(EntryRow).where(*same).values(row))

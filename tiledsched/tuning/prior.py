@@ -138,7 +138,7 @@ class Incumbents:
     def __init__(self, resources: Resources, kernel: KernelClass, settings: Settings) -> None:
         self._resources, self._kernel, self._regime = resources, kernel, settings.regime
         self._compiler = resources.toolchain.tileiras
-        self._before = load_entries(settings, {resources.arch}, kernel.name)
+        self._before = load_entries(settings, {resources.arch}, kernel)
         self._table = LookupTable(
             self._before, kernel, regime=settings.regime, accum_mode=settings.accum_mode, compiler=self._compiler
         )

@@ -77,7 +77,7 @@ class Builder:
     ) -> None:
         self.db, self.artifacts, self.kernel, self.arch, self.toolchain = db, artifacts, kernel, arch, toolchain
         self.pool, self._timeout_s = pool, timeout_s
-        self.source_hash = kernel.source_hash()
+        self.source_hash, self.evidence_source = kernel.source_hash(), kernel.evidence_source()
         self._classes: dict[tuple[Problem, Schedule], ProblemClass] = {}
         known = db.find_builds(kernel.name, self.source_hash, toolchain, arch)
         self._builds = {key: record for key, record in known.items() if not self._of_the_day(record)}

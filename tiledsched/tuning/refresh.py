@@ -149,15 +149,13 @@ class Refresh:
     ) -> RefreshReport:
         """Keep the evidence of machine code that is the same, and race the rest with `tune`."""
         measured = self._measured(problems)
-        now = self._compiler, self._builder.source_hash
+        now = self._compiler, self._builder.evidence_source
         others = [entry for entry in measured if (entry.compiler, entry.source_hash) != now]
         compiled = self._build(others, "comparing machine code")
         evidence = self._evidence(others)
         changed = {entry.key: self._changed(entry, evidence) for entry in others}
         kept = {
-            entry.key: self._restate(
-                entry, evidence, toolchain=self._builder.toolchain, source_hash=self._builder.source_hash
-            )
+            entry.key: self._restate(entry, evidence, toolchain=self._builder.toolchain, source_hash=now[1])
             for entry in others
             if not changed[entry.key]
         }
@@ -186,7 +184,7 @@ class Refresh:
         given.
         """
         wanted = None if problems is None else set(problems_of(self._kernel, problems))
-        served = load_entries(self._resources.settings, {self._resources.arch}, self._kernel.name)
+        served = load_entries(self._resources.settings, {self._resources.arch}, self._kernel)
         return [
             entry
             for entry in for_compiler(served, self._compiler)

@@ -99,7 +99,7 @@ class Session(Resources):
                     storage=storage,
                 )
                 results = tuner.tune(wanted)
-            known = for_compiler(load_entries(settings, {self.arch}, kernel.name), compiler)
+            known = for_compiler(load_entries(settings, {self.arch}, kernel), compiler)
             now = {entry.place: entry for entry in known}
             entries = [now.get(result.entry.place, result.entry) for result in results]
         return TuneReport(

@@ -24,7 +24,7 @@ from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import RACED, SearchSpace, accuracy_class
 from tiledsched.measure.runner import REGIMES, Candidate, Failed, Measurement, RivalTime, Runner
-from tiledsched.store.evidence import for_compiler, timed_as_now
+from tiledsched.store.evidence import for_compiler, of_kernel, timed_as_now
 from tiledsched.store.records import BuildRecord, Entry
 from tiledsched.tuning.effort import EFFORTS
 from tiledsched.tuning.inert import SURE, InertChanges
@@ -283,7 +283,7 @@ class _ProblemTune:
 
     def entries(self, device_name: str) -> list[Entry]:
         """The entries in the database for the problem on a device, in the regime and the accuracy class that are tuned."""
-        return self.db.entries(
+        found = self.db.entries(
             self.space.arch,
             self.kernel.name,
             problem=self.problem,
@@ -291,6 +291,7 @@ class _ProblemTune:
             regime=self.tuner.regime,
             accum_mode=self.tuner.accum_mode,
         )
+        return of_kernel(found, self.kernel)
 
     def candidates(
         self, tried: Iterable[Schedule], worked: Container[Schedule], pinned: Mapping[str, KnobValue]
@@ -319,7 +320,7 @@ class _ProblemTune:
             candidates=programs,
             source=", ".join(filter(None, [run, listed, "neighbours" if self.tuner.options.neighbours else ""])),
             toolchain=self.builder.toolchain,
-            source_hash=self.builder.source_hash,
+            source_hash=self.builder.evidence_source,
             run_id=self.tuner.run_id,
             **more,
         )
@@ -526,7 +527,7 @@ class _Search(_ProblemTune):
     def winners_elsewhere(self) -> list[Schedule]:
         """What won on similar problems, by the database and by what ships."""
         tuned = [
-            *self.db.entries(self.space.arch, self.kernel.name, provenance="measured"),
+            *of_kernel(self.db.entries(self.space.arch, self.kernel.name, provenance="measured"), self.kernel),
             *self.tuner.shipped.winners,
         ]
         winners = winners_nearby(self.problem, for_compiler(tuned, self.builder.toolchain.tileiras))
