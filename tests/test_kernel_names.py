@@ -274,6 +274,24 @@ def test_an_entry_is_of_one_kernel_and_stale_once_its_source_has_changed(twins, 
         assert answers(settings, first) == ("modelled", False, 1)
 
 
+def test_an_edit_of_whatever_a_kernel_is_made_of_changes_its_source(tmp_path, monkeypatch, own_names) -> None:  # noqa: F811
+    """Also of a number in a module that is imported by an imported one."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "made.py").write_text(
+        FILE.replace("import tiledsched as ts", "import tiledsched as ts\nfrom made_of import BY", 1)
+    )
+    (tmp_path / "made_of.py").write_text("from made_of_this import BY\n")
+    (tmp_path / "made_of_this.py").write_text("BY = 2\n")
+    kernel, before = load_kernel(f"{tmp_path / 'made.py'}:Doubled"), set()
+    for name in ("made", "made_of", "made_of_this"):
+        before.add(kernel.source_hash())
+        with (tmp_path / f"{name}.py").open("a") as file:
+            file.write("# edited\n")
+    assert len(before | {kernel.source_hash()}) == 4
+    for name in ("made_of", "made_of_this"):
+        sys.modules.pop(name, None)
+
+
 def test_what_ships_notes_the_hash_of_its_source_only() -> None:
     softmax = kernel_named("softmax")
     assert softmax.evidence_source() == softmax.source_hash()

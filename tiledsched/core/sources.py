@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import os
@@ -69,9 +70,11 @@ def _files(kernel: type) -> frozenset[str]:
     if declared.__name__.startswith(SHIPPED_KERNELS):
         # A shipped kernel imports its tile code where it needs the code, so that all files of the folder count.
         found |= {str(path): str(path) for path in Path(str(declared.__file__)).parent.glob("*.py")}
+    folder = os.path.dirname(str(declared.__file__))
     while left:
         module = left.pop()
-        for value in list(vars(module).values()):
+        own = os.path.dirname(str(module.__file__)) == folder and not is_shipped(kernel)
+        for value in [*vars(module).values(), *(_imported(module) if own else ())]:
             function = value._pyfunc if isinstance(value, ct.kernel) else value
             name = getattr(function, "__module__", None) or getattr(value, "__name__", "")
             other = value if isinstance(value, ModuleType) else sys.modules.get(name if isinstance(name, str) else "")
@@ -80,10 +83,27 @@ def _files(kernel: type) -> frozenset[str]:
                 continue
             if _is_library(other.__name__):
                 continue
-            if module is declared or other.__name__.split(".")[0] == module.__name__.split(".")[0]:
+            beside = os.path.dirname(path) == folder
+            if module is declared or beside or other.__name__.split(".")[0] == module.__name__.split(".")[0]:
                 found[other.__name__] = path
                 left.append(other)
     return frozenset(found.values())
+
+
+def _imported(module: ModuleType) -> list[ModuleType]:
+    """The modules that a module imports as it is loaded: a number taken from one leaves no trace of where it came from."""
+    try:
+        tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return []
+    names = []
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            names += [each.name for each in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            before = (module.__package__ or "").split(".")[: -node.level + 1 or None] if node.level else []
+            names.append(".".join([*before, *filter(None, [node.module])]))
+    return [sys.modules[name] for name in names if name in sys.modules]
 
 
 def _is_library(name: str) -> bool:
