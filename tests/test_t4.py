@@ -472,6 +472,12 @@ WHY = "failed in the tuner that wrote the file: "
             {WHY + "runtime": 1, "TILE = 1.5 is not one of [1024, 2048]": 1, "it names none of the knobs": 2},
         ),
         (
+            "list.json",
+            '[{"TILE": 1024}, {"TILE": 1.5}, {"TILE": null}]',
+            [1024],
+            {f"TILE = {value} is not one of [1024, 2048]": 1 for value in (1.5, None)},
+        ),
+        (
             "rows.csv",
             "TILE,time\n1024,1\n1024,2\n4096,1\n,3\n",
             [1024, 4096],

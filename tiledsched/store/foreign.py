@@ -201,7 +201,7 @@ def configurations(text: str, name: str, knobs: Mapping[str, Knob]) -> tuple[lis
 
     Args:
         text: the file's text.
-        name: the file's name. A file whose name ends in .csv is read as CSV.
+        name: the file's name. A file whose name ends in .csv, in any case, is read as CSV.
         knobs: the knobs of the space. In other formats than a JSON list, other names are left out.
 
     Returns:
@@ -211,16 +211,18 @@ def configurations(text: str, name: str, knobs: Mapping[str, Knob]) -> tuple[lis
         DatabaseError: it is none of these.
     """
     rows: list[tuple[Any, str]]
-    left_out = Counter[str]()
-    if name.endswith(".csv"):
+    left_out, ours = Counter[str](), False
+    if name.lower().endswith(".csv"):
         whole = rows_of_csv(text, name)
         rows = [(row["schedule"] if isinstance(row.get("schedule"), dict) else row, "") for row in whole]
     else:
         data, left_out = _json_of(text)
-        if isinstance(data, list):
-            plain = [_chosen(each, knobs) if isinstance(each, dict) else each for each in data]
-            return plain, left_out
-        if isinstance(data, dict) and isinstance(data.get("results"), list):
+        ours = isinstance(data, list)
+        if ours and not all(isinstance(each, dict) for each in data):
+            return data, left_out
+        if ours:
+            rows = [(each, "") for each in data]
+        elif isinstance(data, dict) and isinstance(data.get("results"), list):
             rows = [_of_result(each) for each in data["results"]]
         elif isinstance(data, dict) and isinstance(data.get("cache"), dict):
             rows = [(each, _failure_of(each)) for each in data["cache"].values()]
@@ -232,11 +234,11 @@ def configurations(text: str, name: str, knobs: Mapping[str, Knob]) -> tuple[lis
     found = []
     for row, failure in rows:
         chosen = _chosen(row, knobs) if isinstance(row, dict) else {}
-        known = {knob: value for knob, value in chosen.items() if knob in knobs}
+        known = {knob: value for knob, value in chosen.items() if knob in knobs or ours}
         wrong = [
             f"{knob} = {value!r} is not one of {list(knobs[knob].choices)}"
             for knob, value in known.items()
-            if not isinstance(value, (bool, int, str))
+            if knob in knobs and not isinstance(value, (bool, int, str))
         ]
         if failure or not known or wrong:
             left_out[failure or next(iter(wrong), UNKNOWN)] += 1
