@@ -9,22 +9,29 @@ import lzma
 import operator
 import os
 import sqlite3
+import subprocess
+import sys
 import zipfile
+from importlib.metadata import EntryPoint
 
 import pytest
 from store_samples import DEVICE, PROBLEM, TOOLCHAIN, fill, measurement
 
 from tiledsched.build.artifacts import ArtifactStore
-from tiledsched.core import files
+from tiledsched.core import files, registry
 from tiledsched.core.errors import ConfigError, DatabaseError
 from tiledsched.core.files import write_whole
 from tiledsched.core.problem import Problem
+from tiledsched.core.processes import child_environment
+from tiledsched.core.registry import ALLOWED_VARIABLE, kernel_of_data
+from tiledsched.kernels.softmax import Softmax
 from tiledsched.measure.runner import Device
 from tiledsched.report.document import Heading, Paragraph, Table, to_html, to_markdown
 from tiledsched.serve.bundle import read_bundle
 from tiledsched.store.codec import decode, encode
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import export_table, import_table, landscape_file_name, merge_database
+from tiledsched.tuning.samplers import SAMPLERS, check_sampler
 
 
 @pytest.fixture
@@ -287,3 +294,98 @@ def test_a_packed_file_that_is_cut_short_or_nested_deeply_is_said(db, tmp_path, 
     (tmp_path / "table.json.xz").write_bytes(content)
     with pytest.raises(DatabaseError, match=r"table\.json\.xz"):
         import_table(db, tmp_path / "table.json.xz")
+
+
+# Data never names code that runs
+
+
+PLANTED = """from pathlib import Path
+Path({mark!r}).touch()
+from optuna.samplers import RandomSampler
+from tiledsched.kernels.softmax import Softmax
+class Planted(Softmax): name = "planted"
+class Sampler(RandomSampler): pass
+"""
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """A folder on the module path with a module that leaves a mark when it is imported."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv(ALLOWED_VARIABLE, raising=False)
+    monkeypatch.setattr(registry, "_known", dict(registry._known))
+    monkeypatch.delitem(sys.modules, "planted_code", raising=False)
+    (tmp_path / "planted_code.py").write_text(PLANTED.format(mark=str(tmp_path / "mark")))
+    return tmp_path
+
+
+@pytest.mark.parametrize("place", ["planted_code:Planted", "{}/planted_code.py:Planted", "{}/planted_code:Planted"])
+def test_data_names_no_kernel_that_the_user_did_not_allow(planted, monkeypatch, place):
+    place = place.format(planted)
+    module = place.rpartition(":")[0]
+    with pytest.raises(ConfigError, match=rf"a row names '{place}'.*run this with {ALLOWED_VARIABLE}={module}$"):
+        kernel_of_data(place, "a row")
+    assert not (planted / "mark").exists()
+    monkeypatch.setenv(ALLOWED_VARIABLE, f"other, {module}")
+    assert kernel_of_data(place, "a row").name == "planted"
+
+
+@pytest.mark.parametrize("kernel", ["tiledsched.kernels.softmax:Softmax", Softmax.locator(), "softmax"])
+def test_data_may_name_kernels_that_ship_or_are_registered(planted, monkeypatch, kernel):
+    assert kernel_of_data(kernel, "a row") is Softmax
+    registered = EntryPoint("planted", "planted_code:Planted", registry.ENTRY_POINTS)
+    monkeypatch.setattr(registry, "installed_entry_points", lambda: (registered,))
+    assert kernel_of_data("planted_code:Planted", "a row").name == "planted"
+    assert kernel_of_data(f"{planted}/planted_code.py:Planted", "a row").name == "planted"
+
+
+@pytest.mark.parametrize("name", ["planted_code:Sampler", "optuna.samplers.x:Y", "os:system", ":", 5])
+def test_data_names_no_sampler_that_the_user_did_not_allow(planted, monkeypatch, name):
+    for ours in (None, *SAMPLERS, "optuna.samplers:RandomSampler"):
+        check_sampler(ours, "a row")
+    with pytest.raises(ConfigError, match=ALLOWED_VARIABLE):
+        check_sampler(name, "a row")
+    assert not (planted / "mark").exists()
+    monkeypatch.setattr(registry, "_allowed", {"planted_code:Sampler"})
+    check_sampler("planted_code:Sampler", "a row")
+
+
+# Children import from where they should
+
+
+def test_no_child_imports_from_the_current_directory(tmp_path):
+    """Files called like modules of the standard library lie there; all kinds of processes are started by a program that lies
+    elsewhere."""
+    here, program = tmp_path / "here", tmp_path / "program.py"
+    here.mkdir()
+    for name in {*sys.stdlib_module_names, "tiledsched", "cupy", "msgspec"} - {*sys.builtin_module_names, "__future__"}:
+        (here / f"{name}.py").write_text(
+            f"open({str(tmp_path / 'mark')!r}, 'a').write({name + ' '!r})\nraise SystemExit(9)\n"
+        )
+    program.write_text(
+        "import os, sys, subprocess\n"
+        "from tiledsched import doctor\n"
+        "from tiledsched.build.pool import BuildPool\n"
+        "from tiledsched.core.processes import child_environment, python_command\n"
+        "from tiledsched.measure.gpu import WORKER_COMMAND\n"
+        "from tiledsched.measure.rivals import RIVAL_COMMAND\n"
+        "if __name__ == '__main__':\n"
+        "    started = [*WORKER_COMMAND, '-1', '/nonexistent', '0'], RIVAL_COMMAND, python_command('tiledsched.fleet.child')\n"
+        "    quiet = {'stderr': subprocess.DEVNULL, 'env': child_environment()}\n"
+        "    running = [subprocess.Popen(command, **quiet) for command in started]\n"
+        "    with BuildPool(1) as pool:\n"
+        "        assert pool._started().schedule(os.getpid).result(60) != os.getpid()\n"
+        "    assert doctor.cupy_devices()[0] == 0\n"
+        "    assert all(each.wait(60) not in (0, 9) for each in running)\n"
+    )
+    done = subprocess.run([sys.executable, str(program)], cwd=here, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "mark").exists(), (tmp_path / "mark").read_text()
+
+
+def test_a_child_finds_what_its_parent_finds(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", "/first", "second"])
+    assert child_environment()["PYTHONPATH"].split(os.pathsep) == ["/first", str(tmp_path / "second"), str(tmp_path)]
+    monkeypatch.setattr(sys, "path", [str(tmp_path), "/first"])  # of PYTHONPATH, or an editable install
+    assert child_environment()["PYTHONPATH"].split(os.pathsep) == [str(tmp_path), "/first"]
