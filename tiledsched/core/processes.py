@@ -56,7 +56,7 @@ def _safe_launches() -> Iterator[None]:
             safe[program] = f"{SAFE_PATH}; {safe[program]}"
             return usual(path, safe, descriptors)
 
-        util.spawnv_passfds = launch
+        util.spawnv_passfds = launch  # type: ignore[assignment]
         try:
             yield
         finally:
@@ -69,13 +69,13 @@ class _SafeProcess(SpawnProcess):
     @staticmethod
     def _Popen(process_obj: Any) -> Any:  # noqa: N802  # its name in multiprocessing
         with _safe_launches():
-            return SpawnProcess._Popen(process_obj)  # type: ignore[attr-defined]
+            return SpawnProcess._Popen(process_obj)
 
 
 class SafeSpawnContext(SpawnContext):
     """What `multiprocessing.get_context("spawn")` returns, for processes that start with a safe path."""
 
-    Process = _SafeProcess  # type: ignore[assignment]
+    Process = _SafeProcess
 
     def __init__(self) -> None:
         with _safe_launches():

@@ -238,15 +238,15 @@ def problem_from_json(data: Mapping[str, Any]) -> Problem:
 
 
 def _reduced(problem: Problem) -> tuple[Any, ...]:
-    where = _place(problem.declaration) if problem.known else ""  # type: ignore[arg-type]  # a class is hashable
+    where = _place(problem.declaration) if problem.known else ""
     return _restored, (problem.kernel, where, problem.values, problem.omitted)
 
 
 @functools.cache
-def _place(kernel: KernelClass) -> str:
+def _place(kernel: Any) -> str:  # a class is hashable, and a type checker cannot tell
     """Where another process finds a kernel; empty where no other process can."""
     try:
-        return kernel.locator()
+        return str(kernel.locator())
     except DeclarationError:
         return ""
 
