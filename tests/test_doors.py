@@ -8,11 +8,13 @@ import json
 import lzma
 import operator
 import os
+import re
 import sqlite3
 import subprocess
 import sys
 import zipfile
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 from store_samples import DEVICE, PROBLEM, TOOLCHAIN, fill, measurement
@@ -363,24 +365,38 @@ def test_no_child_imports_from_the_current_directory(tmp_path):
             f"open({str(tmp_path / 'mark')!r}, 'a').write({name + ' '!r})\nraise SystemExit(9)\n"
         )
     program.write_text(
-        "import os, sys, subprocess\n"
-        "from tiledsched import doctor\n"
-        "from tiledsched.build.pool import BuildPool\n"
-        "from tiledsched.core.processes import child_environment, python_command\n"
-        "from tiledsched.measure.gpu import WORKER_COMMAND\n"
-        "from tiledsched.measure.rivals import RIVAL_COMMAND\n"
+        "import os, subprocess\n"
+        "from tiledsched.core.processes import SAFE_PATH, SafeSpawnContext, child_environment, python_command\n"
         "if __name__ == '__main__':\n"
-        "    started = [*WORKER_COMMAND, '-1', '/nonexistent', '0'], RIVAL_COMMAND, python_command('tiledsched.fleet.child')\n"
-        "    quiet = {'stderr': subprocess.DEVNULL, 'env': child_environment()}\n"
-        "    running = [subprocess.Popen(command, **quiet) for command in started]\n"
-        "    with BuildPool(1) as pool:\n"
-        "        assert pool._started().schedule(os.getpid).result(60) != os.getpid()\n"
-        "    assert doctor.cupy_devices()[0] == 0\n"
-        "    assert all(each.wait(60) not in (0, 9) for each in running)\n"
+        "    worker = [*python_command('tiledsched.measure.worker'), '-1', '/nonexistent', '0']\n"
+        "    running = subprocess.Popen(worker, stderr=subprocess.DEVNULL, env=child_environment())\n"
+        "    context = SafeSpawnContext()\n"
+        "    lock, spawned = context.Lock(), context.Process(target=os.getpid)\n"
+        "    spawned.start()\n"
+        "    spawned.join()\n"
+        "    assert spawned.exitcode == 0\n"
+        "    assert running.wait(60) == 1\n"
     )
     done = subprocess.run([sys.executable, str(program)], cwd=here, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "mark").exists(), (tmp_path / "mark").read_text()
+
+
+def test_every_process_is_started_so():
+    ways = re.compile(r"sys\.executable|get_context|ProcessPoolExecutor|multiprocessing import .*Process|Popen\(")
+    package = Path(registry.__file__).parent.parent
+    found = {str(path.relative_to(package)) for path in package.rglob("*.py") if ways.search(path.read_text())}
+    started = {"measure/gpu.py", "fleet/worker.py"}  # their commands are `python_command`s
+    assert found == {"core/processes.py", "doctor.py", *started}
+
+
+def test_the_command_by_minus_m_imports_nothing_from_the_current_directory(tmp_path):
+    for name in ("random", "lzma", "sqlite3", "click", "rich", "decimal", "json"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(9)\n")
+    command = [sys.executable, "-m", "tiledsched", "db", "query", "--db", "none.db"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "there is no database" in done.stderr
 
 
 def test_a_child_finds_what_its_parent_finds(monkeypatch, tmp_path):

@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError
@@ -242,13 +242,15 @@ def _reduced(problem: Problem) -> tuple[Any, ...]:
     return _restored, (problem.kernel, where, problem.values, problem.omitted)
 
 
-@functools.cache
-def _place(kernel: Any) -> str:  # a class is hashable, and a type checker cannot tell
-    """Where another process finds a kernel; empty where no other process can."""
+def _find_place(kernel: KernelClass) -> str:
     try:
-        return str(kernel.locator())
+        return kernel.locator()
     except DeclarationError:
         return ""
+
+
+_place = cast("Callable[[KernelClass], str]", functools.cache(_find_place))
+"""Where another process finds a kernel; empty where no other process can."""
 
 
 def _restored(name: str, where: str, values: Mapping[str, Value], omitted: frozenset[str]) -> Problem:

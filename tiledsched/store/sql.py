@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import sqlite3
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -83,7 +84,7 @@ def _run_in_sqlite(db: TuningDB, sql: str, timeout_s: float) -> Iterator[Answer]
     def work() -> None:
         try:
             with closing(db.connect()) as driver:
-                if hasattr(driver, "setlimit"):
+                if sys.version_info >= (3, 11):
                     driver.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST)
                 driver.set_authorizer(lambda action, *more: sqlite3.SQLITE_OK if action in MAY else sqlite3.SQLITE_DENY)
                 driver.set_progress_handler(lambda: time.monotonic() > ends, STEPS)
