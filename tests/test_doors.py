@@ -8,23 +8,32 @@ import json
 import lzma
 import operator
 import os
+import re
 import sqlite3
+import subprocess
+import sys
 import zipfile
+from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 from store_samples import DEVICE, PROBLEM, TOOLCHAIN, fill, measurement
 
 from tiledsched.build.artifacts import ArtifactStore
-from tiledsched.core import files
+from tiledsched.core import files, registry
 from tiledsched.core.errors import ConfigError, DatabaseError
 from tiledsched.core.files import write_whole
 from tiledsched.core.problem import Problem
+from tiledsched.core.processes import child_environment
+from tiledsched.core.registry import ALLOWED_VARIABLE, kernel_of_data
+from tiledsched.kernels.softmax import Softmax
 from tiledsched.measure.runner import Device
 from tiledsched.report.document import Heading, Paragraph, Table, to_html, to_markdown
 from tiledsched.serve.bundle import read_bundle
 from tiledsched.store.codec import decode, encode
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import export_table, import_table, landscape_file_name, merge_database
+from tiledsched.tuning.samplers import SAMPLERS, check_sampler
 
 
 @pytest.fixture
@@ -287,3 +296,112 @@ def test_a_packed_file_that_is_cut_short_or_nested_deeply_is_said(db, tmp_path, 
     (tmp_path / "table.json.xz").write_bytes(content)
     with pytest.raises(DatabaseError, match=r"table\.json\.xz"):
         import_table(db, tmp_path / "table.json.xz")
+
+
+# Data never names code that runs
+
+
+PLANTED = """from pathlib import Path
+Path({mark!r}).touch()
+from optuna.samplers import RandomSampler
+from tiledsched.kernels.softmax import Softmax
+class Planted(Softmax): name = "planted"
+class Sampler(RandomSampler): pass
+"""
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """A folder on the module path with a module that leaves a mark when it is imported."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv(ALLOWED_VARIABLE, raising=False)
+    monkeypatch.setattr(registry, "_known", dict(registry._known))
+    monkeypatch.delitem(sys.modules, "planted_code", raising=False)
+    (tmp_path / "planted_code.py").write_text(PLANTED.format(mark=str(tmp_path / "mark")))
+    return tmp_path
+
+
+@pytest.mark.parametrize("place", ["planted_code:Planted", "{}/planted_code.py:Planted", "{}/planted_code:Planted"])
+def test_data_names_no_kernel_that_the_user_did_not_allow(planted, monkeypatch, place):
+    place = place.format(planted)
+    module = place.rpartition(":")[0]
+    with pytest.raises(ConfigError, match=rf"a row names '{place}'.*run this with {ALLOWED_VARIABLE}={module}$"):
+        kernel_of_data(place, "a row")
+    assert not (planted / "mark").exists()
+    monkeypatch.setenv(ALLOWED_VARIABLE, f"other, {module}")
+    assert kernel_of_data(place, "a row").name == "planted"
+
+
+@pytest.mark.parametrize("kernel", ["tiledsched.kernels.softmax:Softmax", Softmax.locator(), "softmax"])
+def test_data_may_name_kernels_that_ship_or_are_registered(planted, monkeypatch, kernel):
+    assert kernel_of_data(kernel, "a row") is Softmax
+    registered = EntryPoint("planted", "planted_code:Planted", registry.ENTRY_POINTS)
+    monkeypatch.setattr(registry, "installed_entry_points", lambda: (registered,))
+    assert kernel_of_data("planted_code:Planted", "a row").name == "planted"
+    assert kernel_of_data(f"{planted}/planted_code.py:Planted", "a row").name == "planted"
+
+
+@pytest.mark.parametrize("name", ["planted_code:Sampler", "optuna.samplers.x:Y", "os:system", ":", 5])
+def test_data_names_no_sampler_that_the_user_did_not_allow(planted, monkeypatch, name):
+    for ours in (None, *SAMPLERS, "optuna.samplers:RandomSampler"):
+        check_sampler(ours, "a row")
+    with pytest.raises(ConfigError, match=ALLOWED_VARIABLE):
+        check_sampler(name, "a row")
+    assert not (planted / "mark").exists()
+    monkeypatch.setattr(registry, "_allowed", {"planted_code:Sampler"})
+    check_sampler("planted_code:Sampler", "a row")
+
+
+# Children import from where they should
+
+
+def test_no_child_imports_from_the_current_directory(tmp_path):
+    """Files called like modules of the standard library lie there; all kinds of processes are started by a program that lies
+    elsewhere."""
+    here, program = tmp_path / "here", tmp_path / "program.py"
+    here.mkdir()
+    for name in {*sys.stdlib_module_names, "tiledsched", "cupy", "msgspec"} - {*sys.builtin_module_names, "__future__"}:
+        (here / f"{name}.py").write_text(
+            f"open({str(tmp_path / 'mark')!r}, 'a').write({name + ' '!r})\nraise SystemExit(9)\n"
+        )
+    program.write_text(
+        "import os, subprocess\n"
+        "from tiledsched.core.processes import SAFE_PATH, SafeSpawnContext, child_environment, python_command\n"
+        "if __name__ == '__main__':\n"
+        "    worker = [*python_command('tiledsched.measure.worker'), '-1', '/nonexistent', '0']\n"
+        "    running = subprocess.Popen(worker, stderr=subprocess.DEVNULL, env=child_environment())\n"
+        "    context = SafeSpawnContext()\n"
+        "    lock, spawned = context.Lock(), context.Process(target=os.getpid)\n"
+        "    spawned.start()\n"
+        "    spawned.join()\n"
+        "    assert spawned.exitcode == 0\n"
+        "    assert running.wait(60) == 1\n"
+    )
+    done = subprocess.run([sys.executable, str(program)], cwd=here, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "mark").exists(), (tmp_path / "mark").read_text()
+
+
+def test_every_process_is_started_so():
+    ways = re.compile(r"sys\.executable|get_context|ProcessPoolExecutor|multiprocessing import .*Process|Popen\(")
+    package = Path(registry.__file__).parent.parent
+    found = {str(path.relative_to(package)) for path in package.rglob("*.py") if ways.search(path.read_text())}
+    started = {"measure/gpu.py", "fleet/worker.py"}  # their commands are `python_command`s
+    assert found == {"core/processes.py", "doctor.py", *started}
+
+
+def test_the_command_by_minus_m_imports_nothing_from_the_current_directory(tmp_path):
+    for name in ("random", "lzma", "sqlite3", "click", "rich", "decimal", "json"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(9)\n")
+    command = [sys.executable, "-m", "tiledsched", "db", "query", "--db", "none.db"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "there is no database" in done.stderr
+
+
+def test_a_child_finds_what_its_parent_finds(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", "/first", "second"])
+    assert child_environment()["PYTHONPATH"].split(os.pathsep) == ["/first", str(tmp_path / "second"), str(tmp_path)]
+    monkeypatch.setattr(sys, "path", [str(tmp_path), "/first"])  # of PYTHONPATH, or an editable install
+    assert child_environment()["PYTHONPATH"].split(os.pathsep) == [str(tmp_path), "/first"]

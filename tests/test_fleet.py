@@ -280,6 +280,42 @@ def test_a_cache_that_cannot_be_written_is_said_before_any_work(home, leases, mo
     assert why.endswith("name another folder with TILEDSCHED_CACHE")
 
 
+@pytest.fixture
+def planted(home, monkeypatch):
+    """A module that is found, and that leaves a mark when it is imported."""
+    (home / "planted.py").write_text(f"open({str(home / 'mark')!r}, 'w')\nraise SystemExit(9)\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(home), os.environ["PYTHONPATH"]]))
+    monkeypatch.syspath_prepend(home)
+    yield
+    assert not (home / "mark").exists()
+
+
+def planned(**row) -> CampaignPlan:
+    return dataclasses.replace(plan(1), **row)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"kernel": "planted:Planted"},
+        {"job": "planted:tune"},
+        {"job": "tune", "options": {"sampler": "planted:Sampler"}},
+        {"options": {"sampler": "planted:Sampler"}},
+    ],
+)
+def test_a_campaigns_row_names_no_code_that_the_user_did_not_allow(home, leases, planted, row) -> None:
+    setup = Setup(db=str(home / "x.db"), campaign=leases.open(planned(**row)), jobs=1, builds_elsewhere=False)
+    with pytest.raises(ConfigError, match=r"if you trust that code, run this with TILEDSCHED_FLEET_JOBS=planted$"):
+        Child(Pipe(), setup)
+
+
+def test_a_worker_takes_no_problem_of_a_campaign_whose_code_is_not_allowed(home, leases, planted) -> None:
+    campaign = leases.open(planned(kernel=f"{home}/planted.py:Planted"))
+    (note,) = work(str(home / "x.db"), campaign.id, without_gpu=1, jobs=1).notes
+    assert note.endswith(f"run this with TILEDSCHED_FLEET_JOBS={home}/planted.py")
+    assert leases.counts(campaign.id)["waiting"] == 1
+
+
 def started(home, *words) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tiledsched", "fleet", "work", "--jobs", "1", *words]
     return subprocess.Popen(

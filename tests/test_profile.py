@@ -230,5 +230,5 @@ def test_the_launcher_calls_once_under_the_profiler(monkeypatch):
     made = Method(name="it", about="", make=lambda arrays: lambda: calls.append("call"))
     monkeypatch.setattr(case, "make_case", lambda torch, cupy, problem: types.SimpleNamespace(arrays=None))
     monkeypatch.setattr(methods, "choose_methods", lambda kernel, names, problems: [made])
-    assert launch.main(["attention", json.dumps(PROBLEM.to_json()), "it"]) == 0
+    assert launch.main("attention", json.dumps(PROBLEM.to_json()), "it") == 0
     assert calls == ["call"] * launch.WARMUPS + ["start", "call", "stop"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -9,15 +10,19 @@ import re
 import sqlite3
 import threading
 import time
+import uuid
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 from store_samples import BACKENDS, TOOLCHAIN, fill, measurement, new_url, schedule
 
 from tiledsched.cli import main
 from tiledsched.core.errors import DatabaseError
+from tiledsched.store import sql as sql_module
 from tiledsched.store.backup import back_up
 from tiledsched.store.db import TuningDB
+from tiledsched.store.engine import resolve_url
 from tiledsched.store.models import Base
 from tiledsched.store.sql import run_query, tables
 
@@ -31,8 +36,26 @@ def asked(request, tmp_path_factory):
     with new_url(request.param, tmp_path_factory.mktemp("asked")) as url:
         with TuningDB.open(url) as db:
             fill(db)
-        with TuningDB.open(url, read_only=True) as db:
+        reading = contextlib.nullcontext(url) if request.param == "file" else reader(url)
+        with reading as theirs, TuningDB.open(theirs, read_only=True) as db:
             yield db
+
+
+@contextlib.contextmanager
+def reader(url: str):
+    """The URL for a user who may read what is there, made as docs/database.md says; the commands stand there line by line."""
+    name = f"reader_{uuid.uuid4().hex}"
+    schema = re.search("search_path=([a-z_0-9]+)", url.replace("%3D", "=")).group(1)
+    commands = re.search(r"```\n\$ psql (.*?)```", DOCUMENTED, re.DOTALL).group(1)
+    engine = sa.create_engine(resolve_url(url))
+    with engine.begin() as connection:
+        for command in re.findall(r'-c "([^"]*)"', commands):
+            changed = re.sub(r"\breader\b", name, command).replace("SCHEMA public", f"SCHEMA {schema}")
+            connection.exec_driver_sql(changed.replace(" PASSWORD '...'", ""))
+    yield resolve_url(url).set(username=name).render_as_string(hide_password=False)
+    with engine.begin() as connection:
+        connection.exec_driver_sql(f"DROP OWNED BY {name}; DROP ROLE {name}")
+    engine.dispose()
 
 
 def answer(db, sql: str, **more):
@@ -78,6 +101,12 @@ def test_the_documents_questions_have_answers(asked, question) -> None:
         "select nothing from entries",
         "select 1 from",
         "copy entries to '/tmp/stolen'",
+        "copy (select 1) to program 'id'",
+        "select pg_read_file('/etc/passwd')",
+        "select lo_export(1, '/tmp/stolen')",
+        "select lo_import('/etc/passwd')",
+        "do $$ begin perform pg_sleep(0); end $$",
+        "select set_config('transaction_read_only', 'off', false)",
         "set transaction read write",
         "\x00",
     ],
@@ -100,6 +129,64 @@ def test_a_question_without_end_is_given_up(asked) -> None:
     with pytest.raises(DatabaseError, match=r"no answer after 0.2 s; ask for less, or give it longer with --timeout"):
         answer(asked, endless, timeout_s=0.2)
     assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "select length(printf('%.*c', 2000000000, 'x'))",
+        "with recursive a(x, n) as (select zeroblob(1000000), 1 union all select x || x, n + 1 from a where n < 99) "
+        "select length(x) from a",
+        "select instr(printf('%.*c', 300000, 'a'), printf('%.*c', 150000, 'a') || 'b')",
+        "select 1 union all select instr(printf('%.*c', 300000, 'a'), printf('%.*c', 150000, 'a') || 'b')",
+    ],
+    ids=["printf", "doubled", "instr", "second row"],
+)
+def test_a_query_of_one_slow_function_heeds_its_time_limit(tmp_path, monkeypatch, sql) -> None:
+    """SQLite looks at the clock only between its steps."""
+    monkeypatch.setattr(sql_module, "GRACE_S", 0.1)
+    with TuningDB.open(tmp_path / "x.db") as db:
+        started = time.monotonic()
+        with pytest.raises(DatabaseError, match=r"no answer after 0.1 s|too big; a value of a query may have 64 MiB"):
+            answer(db, sql, timeout_s=0.1)
+        assert time.monotonic() - started < 1.5
+
+
+@pytest.mark.parametrize(
+    "grant",
+    [
+        "ALTER ROLE {} SUPERUSER",
+        "GRANT pg_read_server_files TO {}",
+        "GRANT pg_execute_server_program TO {}",
+        "GRANT {owner} TO {}",
+        "GRANT EXECUTE ON FUNCTION pg_read_file(text) TO {}",
+        "GRANT EXECUTE ON FUNCTION lo_export(oid, text) TO {}",
+    ],
+)
+def test_who_may_reach_files_of_the_server_asks_nothing(tmp_path, grant) -> None:
+    """COPY wrote a file, although nothing was changed in the database."""
+    with new_url("postgresql", tmp_path) as url:
+        with TuningDB.open(url):
+            pass
+        owner = resolve_url(url)
+        engine = sa.create_engine(owner)
+        with reader(url) as theirs, TuningDB.open(theirs, read_only=True) as db:
+            with engine.begin() as connection:
+                connection.exec_driver_sql(grant.format(resolve_url(theirs).username, owner=owner.username))
+            for sql in (
+                "select 1",
+                f"copy (select 1) to '{tmp_path / 'stolen'}'",
+                "select pg_read_file('/etc/passwd')",
+            ):
+                with pytest.raises(DatabaseError, match=r"by which a query could reach files.*name a user in the URL"):
+                    answer(db, sql)
+        engine.dispose()
+
+
+def test_a_database_in_memory_is_asked_too() -> None:
+    with TuningDB.open(":memory:") as db:
+        fill(db)
+        assert answer(db, "select count(*) from entries")[1] == [(2,)]
 
 
 def test_what_is_not_there_is_answered_with_what_is(asked) -> None:

@@ -9,9 +9,11 @@ import sqlalchemy as sa
 from store_samples import BACKENDS, DEVICE, PROBLEM, START, TOOLCHAIN, entry, fill, measurement, new_url, schedule
 
 import tiledsched.core.fields as ts
+from tiledsched.core.canonical import stable_id
 from tiledsched.core.kernel import Kernel
-from tiledsched.core.registry import SHIPPED
+from tiledsched.core.registry import SHIPPED, kernel_named
 from tiledsched.store.db import TuningDB
+from tiledsched.store.sql import tables
 from tiledsched.store.views import create_view, view_name
 
 ISSUE = "select schedule from attention where arch='sm_90' and S=4096 and D=128 and dtype='float16' and causal"
@@ -138,6 +140,24 @@ def test_a_name_that_is_taken_gets_a_suffix(db) -> None:
     with db.writing() as session:
         assert create_view(session.connection(), wider) == names[0]
     assert ask(db, f"SELECT width FROM {names[0]}") == []
+
+
+@pytest.mark.parametrize(
+    "name", ['x"; DROP TABLE failures; --', "failures", 'attention"', "rms_norm", "", "a'b%s\\"], ids=range(6)
+)
+def test_the_name_of_a_view_comes_from_its_kernel_and_never_from_a_row(db, name) -> None:
+    """Whoever can write to the table `kernel_views` drops nothing by it: neither tables, nor the views of other kernels."""
+    with db.writing() as session:
+        session.execute(sa.text("DELETE FROM kernel_views WHERE name = :name"), {"name": name})
+        changed = {"name": name, "definition": "other"}
+        session.execute(
+            sa.text("UPDATE kernel_views SET name = :name, definition = :definition WHERE kernel = 'softmax'"), changed
+        )
+    before = {*tables(db)}
+    with db.writing() as session:
+        assert create_view(session.connection(), kernel_named("softmax")).startswith("softmax")
+    assert {*tables(db)} - {"softmax"} == {*before, f"softmax_{stable_id('softmax', 6)}"} - {"softmax"}
+    assert ask(db, "SELECT rows FROM softmax") == ask(db, "SELECT 1 FROM failures") == []
 
 
 def test_a_view_is_made_once(tmp_path) -> None:

@@ -30,6 +30,7 @@ from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.device import ARCHS, arch_spec
 from tiledsched.core.errors import CompilerError, ConfigError, TiledschedError
 from tiledsched.core.extras import installing, package_version
+from tiledsched.core.processes import SAFE_PATH
 from tiledsched.measure import nvml
 
 if TYPE_CHECKING:
@@ -299,7 +300,9 @@ def _cupy(machine: Machine) -> Finding:
 def cupy_devices() -> tuple[int, str]:
     """How many GPUs CuPy sees, and its last words where it fails. It is asked in another process."""
     code = "import cupy; print(cupy.cuda.runtime.getDeviceCount())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)
+    done = subprocess.run(
+        [sys.executable, "-c", f"{SAFE_PATH}; {code}"], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S
+    )
     if done.returncode == 0 and done.stdout.strip().isdigit():
         return int(done.stdout), ""
     return 0, (done.stderr.strip().splitlines() or [""])[-1]

@@ -36,7 +36,7 @@ from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.errors import ConfigError, TiledschedError
 from tiledsched.core.extras import installing, package_version
 from tiledsched.core.files import csv_text, write_whole
-from tiledsched.measure.gpu import child_environment
+from tiledsched.core.processes import child_environment
 from tiledsched.measure.lock import holding_current_gpu
 from tiledsched.measure.nvml import devices
 from tiledsched.ops import fallback

@@ -22,6 +22,7 @@ from pebble import ProcessExpired, ProcessPool
 from tiledsched.build.compiler import BuildTask, Built, compile_task, no_room, prepare_process
 from tiledsched.core.errors import CompilerError, Failure, FailureKind, NoRoomError
 from tiledsched.core.files import OwnFolder, has_room, is_full
+from tiledsched.core.processes import SafeSpawnContext
 
 GRACE_S = 20.0
 """Time beyond a task's own limit before its whole process is killed: the compiler's limit fires first."""
@@ -140,7 +141,7 @@ class BuildPool:
                 max_workers=self.jobs,
                 initializer=start_process,
                 initargs=[self._folder.path],
-                context=multiprocessing.get_context("spawn"),
+                context=SafeSpawnContext(),
             )
         return self._pool
 

@@ -175,7 +175,8 @@ def _is_database(source: str) -> bool:
 def query(run: Invocation, sql: str | None, csv: bool, limit: int, timeout: float) -> None:
     """Ask a question in SQL.
 
-    It can change nothing.
+    It can change nothing, and it ends in time. An SQLite file is opened to be read. PostgreSQL runs the question in a
+    read-only transaction, and users who can reach files of the server (superusers, ...) are refused.
 
     \b
     tiledsched db query

@@ -10,11 +10,12 @@ import copyreg
 import functools
 import importlib
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError
@@ -33,7 +34,10 @@ SHIPPED = {
     "softmax": "tiledsched.kernels.softmax:Softmax",
 }
 """The kernels that ship: name -> where each is declared."""
+ALLOWED_VARIABLE = "TILEDSCHED_FLEET_JOBS"
+"""Modules and files, with commas between them, whose code a database may name."""
 _known: dict[str, KernelClass] = {}
+_allowed: set[str] = set()
 
 
 def register(kernel: KernelClass) -> None:
@@ -90,6 +94,61 @@ def load_kernel(where: str) -> KernelClass:
         made = [name for name, each in vars(module).items() if _is_kernel(each)]
         raise ConfigError(f"{place} declares no kernel {class_name!r}; it declares {', '.join(made) or 'none'}")
     return found
+
+
+def allow(*places: str) -> None:
+    """Let data name this code (`module:name` or `path/file.py:name`) in this process: the user named it."""
+    _allowed.update(places)
+
+
+def allowed_places() -> tuple[str, ...]:
+    """The code that the user named in this process, and the kernels that it has loaded, for processes that it starts."""
+    return tuple(sorted(_allowed | {where for kernel in known_kernels() if (where := _place(kernel))}))
+
+
+def check_allowed(place: str, what: str) -> None:
+    """Make sure that the user allowed the code that data names: whoever can write to a database must not choose what runs.
+
+    Args:
+        place: `module:name` or `path/file.py:name`, as the data has it.
+        what: what names it, for the message.
+
+    Raises:
+        ConfigError: the user did not allow it. The message says how to.
+    """
+    module, _, name = place.rpartition(":")
+    words = [word.strip() for word in os.environ.get(ALLOWED_VARIABLE, "").split(",")]
+    files = {str(Path(word).resolve()) for word in words if word.endswith(".py")}
+    listed = module in words or (module.endswith(".py") and str(Path(module).resolve()) in files)
+    if not (module and name.isidentifier() and (place in _allowed or listed)):
+        raise ConfigError(
+            f"{what} names {place!r}, which neither ships nor is registered by an installed package, and data does not choose "
+            f"what code runs; if you trust that code, run this with {ALLOWED_VARIABLE}={module or place}"
+        )
+
+
+def kernel_of_data(where: str, what: str) -> KernelClass:
+    """The kernel that data names: one that ships, one that an installed package registers, or one that the user allowed.
+
+    Args:
+        where: a name, or what `locator()` returned; see :func:`load_kernel`.
+        what: what names it, for the message.
+
+    Raises:
+        ConfigError: there is no such kernel, or the user did not allow it.
+        DeclarationError: the declaration is wrong.
+    """
+    if ":" not in where:
+        return kernel_named(where)
+    for kernel in known_kernels():
+        if where == _place(kernel):
+            return kernel
+    for place in (*SHIPPED.values(), *(each.value for each in installed_entry_points())):
+        with contextlib.suppress(ConfigError, DeclarationError):
+            if where in (place, _place(kernel := load_kernel(place))):
+                return kernel
+    check_allowed(where, what)
+    return load_kernel(where)
 
 
 def _is_kernel(value: object) -> TypeGuard[KernelClass]:
@@ -179,17 +238,19 @@ def problem_from_json(data: Mapping[str, Any]) -> Problem:
 
 
 def _reduced(problem: Problem) -> tuple[Any, ...]:
-    where = _place(problem.declaration) if problem.known else ""  # type: ignore[arg-type]  # a class is hashable
+    where = _place(problem.declaration) if problem.known else ""
     return _restored, (problem.kernel, where, problem.values, problem.omitted)
 
 
-@functools.cache
-def _place(kernel: KernelClass) -> str:
-    """Where another process finds a kernel; empty where no other process can."""
+def _find_place(kernel: KernelClass) -> str:
     try:
         return kernel.locator()
     except DeclarationError:
         return ""
+
+
+_place = cast("Callable[[KernelClass], str]", functools.cache(_find_place))
+"""Where another process finds a kernel; empty where no other process can."""
 
 
 def _restored(name: str, where: str, values: Mapping[str, Value], omitted: frozenset[str]) -> Problem:

@@ -11,9 +11,6 @@ from typing import Any
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.problem import Problem
 
-JOBS_VARIABLE = "TILEDSCHED_FLEET_JOBS"
-"""Modules, with commas between them, whose functions a worker may run besides those of this package: a database names functions,
-and whoever can write to it must not thereby choose code."""
 LEASE_S = 120.0
 """How long a lease holds unless renewed: what a dead host costs its problem."""
 MISSED = 0.5
@@ -143,6 +140,8 @@ class Setup:
     """Compile processes of this child."""
     builds_elsewhere: bool
     """Whether the worker has builds done for it, on other hosts."""
+    allowed: tuple[str, ...] = ()
+    """Code that the campaign may name, because the worker's user did; see :func:`tiledsched.core.registry.allow`."""
 
 
 @dataclass(frozen=True, kw_only=True)

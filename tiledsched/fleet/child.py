@@ -1,6 +1,6 @@
 """The process that does one problem after another for a worker, which watches it and may kill it at any moment.
 
-Run as ``python -m tiledsched.fleet.child PIPE LIFE``, two inherited descriptors: over the first come requests and go answers;
+Its arguments are PIPE and LIFE, two inherited descriptors: over the first come requests and go answers;
 when the second closes, its worker is gone, and it ends with all it started.
 """
 
@@ -12,7 +12,6 @@ import itertools
 import logging
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
@@ -36,7 +35,7 @@ from tiledsched.core.errors import (
     UnsupportedError,
 )
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.core.registry import load_kernel
+from tiledsched.core.registry import allow, kernel_of_data
 from tiledsched.fleet.builds import SharedBuilds, build_key
 from tiledsched.fleet.campaign import Answer, Campaign, Lease, Outcome, Setup
 from tiledsched.fleet.jobs import Job, find_job
@@ -45,6 +44,7 @@ from tiledsched.fleet.retry import RETRY_S, is_full, retry_while_unavailable
 from tiledsched.store.db import TuningDB
 from tiledsched.store.models import LeaseRow
 from tiledsched.tuning.resources import Tools
+from tiledsched.tuning.samplers import check_sampler
 from tiledsched.tuning.session import Session
 
 THE_PROBLEMS_FAULT = (NoValidScheduleError, ProblemError, SpaceError, DeclarationError, UnsupportedError)
@@ -69,6 +69,9 @@ class Child:
         setup: the campaign, and how to work on it.
         stop: set, it ends the waiting for a database that does not answer; and no problem is begun.
         local_store: makes the databases of this host, given the cache folder and the URL of the campaign's database.
+
+    Raises:
+        ConfigError: the campaign names code that is not there, or that the user did not allow.
     """
 
     def __init__(
@@ -81,8 +84,10 @@ class Child:
     ) -> None:
         self._pipe, self._setup, self._make_local_store = pipe, setup, local_store
         self._stop, self._working = stop or threading.Event(), False
+        allow(*setup.allowed)
         self._job = find_job(setup.campaign.job)
-        self._kernel = load_kernel(setup.campaign.kernel)
+        self._kernel = kernel_of_data(setup.campaign.kernel, "the campaign")
+        check_sampler(setup.campaign.options.get("sampler"), "the campaign")
         self._local: LocalStore | None = None
         self._cache = Path(load_settings().cache or default_cache_folder())
         self._session: Session | None = None
@@ -304,17 +309,17 @@ def _end_with_worker(life: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def main() -> None:
+def main(descriptor: str, life: str) -> None:
     """Serve; see the module."""
-    pipe, life = Connection(int(sys.argv[1])), int(sys.argv[2])
-    _end_with_worker(life)
+    pipe = Connection(int(descriptor))
+    _end_with_worker(int(life))
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     with contextlib.suppress(EOFError, BrokenPipeError, StoppedError):
-        child = Child(pipe, pipe.recv())
+        try:
+            child = Child(pipe, pipe.recv())
+        except (ConfigError, DeclarationError) as error:
+            pipe.send(("ready", str(error)))
+            return
         signal.signal(signal.SIGTERM, child.interrupt)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to the worker, which tells us
         child.serve()
-
-
-if __name__ == "__main__":
-    main()

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tiledsched.bench.job import bench_here
-from tiledsched.core.errors import ConfigError, Failure, MeasureError
+from tiledsched.core.errors import Failure, MeasureError
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.registry import check_allowed
 from tiledsched.core.schedule import Schedule
-from tiledsched.fleet.campaign import JOBS_VARIABLE
 from tiledsched.fleet.gpus import Gpu
 from tiledsched.measure.estimate import Timing
 from tiledsched.tuning.options import Options, RecordOptions, RefreshOptions, TuneOptions, options_of
@@ -162,13 +161,8 @@ def find_job(name: str) -> Job:
     """
     if name in JOBS:
         return JOBS[name]
-    module_name, colon, function = name.partition(":")
-    allowed = [word.strip() for word in os.environ.get(JOBS_VARIABLE, "").split(",")]
-    if not (colon and function.isidentifier() and module_name in allowed):
-        raise ConfigError(
-            f"the campaign asks for {name!r}, which is none of this package's jobs ({', '.join(JOBS)}); to run a "
-            f"module of your own, name it on every worker: {JOBS_VARIABLE}={module_name}"
-        )
+    module_name, _, function = name.partition(":")
+    check_allowed(name, f"a campaign, whose job is none of {', '.join(JOBS)},")
     module = importlib.import_module(module_name)
     return Job(
         run=getattr(module, function), control=getattr(module, "control", control), gpus=getattr(module, "gpus", None)

@@ -22,6 +22,7 @@ from typing import Any
 
 from tiledsched.build.pool import default_jobs
 from tiledsched.core.errors import ConfigError, MeasureError
+from tiledsched.core.registry import allow, allowed_places
 from tiledsched.fleet.campaign import Campaign
 from tiledsched.fleet.gpus import Gpu, gpus_of_driver, visible
 from tiledsched.fleet.jobs import find_job
@@ -55,9 +56,13 @@ class GpuActor:
         slot: place on its node, for work that needs no GPU; None where it has one.
         builds: handle of the cluster's builds; None to compile here.
         jobs: compile processes, where it compiles here.
+        allowed: code that the campaign may name, because the driver's user did.
     """
 
-    def __init__(self, db: str, campaign_id: str, slot: int | None, builds: Any, jobs: int | None) -> None:
+    def __init__(
+        self, db: str, campaign_id: str, slot: int | None, builds: Any, jobs: int | None, allowed: tuple[str, ...] = ()
+    ) -> None:
+        allow(*allowed)
         self._stop = threading.Event()
         leases = Leases(retry_while_unavailable(lambda: TuningDB.open(db), stop=self._stop), stop=self._stop)
         campaign = leases.campaign(campaign_id)
@@ -207,7 +212,12 @@ class Driver:
         options = {"num_cpus": 0, "max_concurrency": 2, "max_restarts": 0, "max_task_retries": 0, **gpu}
         remote = self._ray.remote(GpuActor).options(**options, scheduling_strategy=on_node(seat.node))
         seat.actor = remote.remote(
-            self._db, self._campaign.id, seat.slot if self._without_gpu else None, self._directory, self._jobs
+            self._db,
+            self._campaign.id,
+            seat.slot if self._without_gpu else None,
+            self._directory,
+            self._jobs,
+            allowed_places(),
         )
         seat.call = seat.actor.hello.remote()
 

@@ -10,6 +10,7 @@ from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.registry import allow
 from tiledsched.fleet.campaign import DEADLINE_S, LEASE_S, MOST_ATTEMPTS, CampaignPlan
 from tiledsched.fleet.gpus import gpus_here
 from tiledsched.fleet.jobs import JOBS, find_job
@@ -109,6 +110,9 @@ def run(
         KeyboardInterrupt: after Ctrl-C, once everything is ended; what was done is stored, and the same plan goes on.
     """
     url = where(db)
+    allow(
+        planned.kernel, *filter(None, [planned.options.get("sampler")])
+    )  # the user named them: the database's row may
     with retry_while_unavailable(lambda: TuningDB.open(url)) as opened:
         leases = Leases(opened)
         campaign = leases.open(planned)

@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +20,15 @@ from typing import Any
 
 from tiledsched.core.errors import DatabaseError, MeasureError
 from tiledsched.core.problem import Problem
+from tiledsched.core.processes import child_environment, python_command
+from tiledsched.core.registry import allowed_places
 from tiledsched.fleet.calibration import is_outlier
-from tiledsched.fleet.campaign import JOBS_VARIABLE, Answer, Campaign, Outcome, Setup
+from tiledsched.fleet.campaign import Answer, Campaign, Outcome, Setup
 from tiledsched.fleet.gpus import ANSWER_S, Gpu, GpuState, illness
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.ray_builds import RayBuilds
 from tiledsched.fleet.status import controls_of
-from tiledsched.measure.gpu import END_TIMEOUT_S, child_environment
+from tiledsched.measure.gpu import END_TIMEOUT_S
 from tiledsched.measure.nvml import LABEL_VARIABLE
 
 START_S = 120.0
@@ -80,7 +81,9 @@ class Worker:
         self.gpu, self.campaign, self.note, self.ended = gpu, campaign, "", False
         self.gpu_state = GpuState(gpu)
         self._leases, self._stop, self._builds, self._say = leases, stop, builds, say
-        self._setup = Setup(db=db, campaign=campaign, jobs=jobs, builds_elsewhere=builds is not None)
+        self._setup = Setup(
+            db=db, campaign=campaign, jobs=jobs, builds_elsewhere=builds is not None, allowed=allowed_places()
+        )
         self._child: _Process | None = None
         self._label, self._faults, self._since_control = "", 0, CONTROL_EVERY
         self._doing = self._fault = ""
@@ -274,13 +277,8 @@ class _Process:
     def __init__(self, setup: Setup, environment: Mapping[str, str]) -> None:
         self._pipe, theirs = Pipe()
         life, self._life = os.pipe()
-        told = {
-            **child_environment(),
-            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-            **environment,
-            JOBS_VARIABLE: os.environ.get(JOBS_VARIABLE, ""),
-        }
-        command = [sys.executable, "-m", "tiledsched.fleet.child", str(theirs.fileno()), str(life)]
+        told = {**child_environment(), "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **environment}
+        command = [*python_command("tiledsched.fleet.child"), str(theirs.fileno()), str(life)]
         self._process = subprocess.Popen(
             command,
             pass_fds=[theirs.fileno(), life],

@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import Failure, FailureKind, MeasureError
 from tiledsched.core.files import OwnFolder
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.processes import child_environment, python_command
 from tiledsched.measure.launch import Launch, launch_of
 from tiledsched.measure.lock import GpuLock, hold
 from tiledsched.measure.nvml import devices
@@ -25,7 +25,7 @@ from tiledsched.measure.runner import REGIMES, Batch, Candidate, Checked, Device
 from tiledsched.measure.timing import BURST_GAP_S, GRAPH_BELOW_US, GRAPH_LAUNCHES, SHORT_US, steady_gap
 
 log = logging.getLogger("tiledsched")
-WORKER_COMMAND = (sys.executable, "-m", "tiledsched.measure.worker")
+WORKER_COMMAND = python_command("tiledsched.measure.worker")
 END_TIMEOUT_S = 60.0
 """How long a killed worker may take to go: the driver first tears its context down."""
 UNKNOWN_US = 1e4
@@ -172,14 +172,6 @@ class WorkerProcess:
                 "machine, then run: tiledsched doctor"
             ) from None
         self._folder.close()
-
-
-def child_environment() -> dict[str, str]:
-    """The environment for a process that this one starts: its own, with this process's module path, in which kernels may be
-    declared.
-    """
-    places = dict.fromkeys(os.path.abspath(place) for place in sys.path)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
 
 
 class GpuRunner:

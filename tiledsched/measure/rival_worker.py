@@ -1,14 +1,13 @@
 """The process that times rivals next to our winner, in one interleaved run; see `tiledsched.measure.rivals`.
 
 It answers what the measuring process answers, and two requests more. It holds torch, which that one must not, and no compiler of
-ours. CuPy and torch share the device's context, and all launches one stream of torch's. Run as
-``python -m tiledsched.measure.rival_worker DESCRIPTOR FOLDER PARENT``.
+ours. CuPy and torch share the device's context, and all launches one stream of torch's. Its
+arguments are those of the measuring process.
 """
 
 from __future__ import annotations
 
 import random
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -192,7 +191,3 @@ def main(descriptor: str, folder: str, parent: str) -> None:
 
     rivals = Rivals(torch, cupy)
     worker.main(descriptor, folder, parent, {**worker.REQUESTS, "versions": rivals.versions, "rivals": rivals.race})
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

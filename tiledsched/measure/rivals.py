@@ -11,7 +11,6 @@ import importlib.util
 import logging
 import math
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,13 +19,14 @@ from typing import Any
 from tiledsched.core.errors import Failure, FailureKind, MeasureError
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.processes import python_command
 from tiledsched.measure.gpu import GpuRunner
 from tiledsched.measure.runner import Candidate, RivalTime
 from tiledsched.measure.statistics import median_interval
 from tiledsched.measure.timing import BURST_GAP_S
 
 log = logging.getLogger("tiledsched")
-RIVAL_COMMAND = (sys.executable, "-m", "tiledsched.measure.rival_worker")
+RIVAL_COMMAND = python_command("tiledsched.measure.rival_worker")
 ROUNDS = {"burst": 30, "sustained": 200}
 """Samples of each, by regime."""
 LEAST_ROUNDS = 6

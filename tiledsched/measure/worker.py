@@ -1,9 +1,9 @@
 """The process that owns the GPU. It loads cubins with CuPy and holds neither torch nor a compiler.
 
 Of a kernel it knows the declaration: inputs, reference and what is changed in place. It answers one request at a time over
-a pipe and keeps no state that cannot be made again: whoever started it may kill it at any moment and start another. Run as
-``python -m tiledsched.measure.worker DESCRIPTOR FOLDER PARENT``, with the inherited file descriptor of the pipe's end, a
-folder to write to and the process to end with; `measure.gpu` does.
+a pipe and keeps no state that cannot be made again: whoever started it may kill it at any moment and start another. Its
+arguments are DESCRIPTOR, FOLDER and PARENT: the inherited file descriptor of the pipe's end, a folder to write to and the
+process to end with; `measure.gpu` starts it.
 """
 
 from __future__ import annotations
@@ -399,7 +399,3 @@ def _serve(connection: Connection, state: State, requests: Requests) -> None:
         if lost:
             os._exit(1)
         request = connection.recv()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3])

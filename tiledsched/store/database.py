@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy.engine import URL, Engine
 from sqlalchemy.orm import Session
@@ -127,6 +127,15 @@ class Database:
         """What is wrong with the database, a line for each thing; empty where it is sound."""
         with self.reading() as session:
             return problems_found(session)
+
+    def connect(self) -> Any:
+        """A further connection to an SQLite file, or to a copy of a database in memory, of the driver's own: no pool keeps it."""
+        words, options = self._engine.dialect.create_connect_args(self._engine.url)
+        connection: Any = self._engine.dialect.connect(*words, **options)
+        if self._url.database is None:
+            with self.reading() as session:
+                session.connection().connection.driver_connection.backup(connection)  # type: ignore[union-attr]
+        return connection
 
     @contextmanager
     def reading(self, *damage: type[Exception]) -> Iterator[Session]:

@@ -39,6 +39,8 @@ FIXED = {
 def create_view(connection: Connection, kernel: KernelClass) -> str:
     """Make the view of `kernel`, or make it anew where the kernel's fields have changed. Does not commit.
 
+    The kernel gives the view's name. What the table `kernel_views` says only tells which of the two possible names it has.
+
     Returns:
         The view's name.
 
@@ -49,15 +51,20 @@ def create_view(connection: Connection, kernel: KernelClass) -> str:
         connection.exec_driver_sql("SELECT pg_advisory_xact_lock(716253)")
     query = _query(kernel).compile(dialect=connection.dialect, compile_kwargs={"literal_binds": True})
     mine = connection.execute(sa.select(ViewRow.name, ViewRow.definition).where(ViewRow.kernel == kernel.name)).first()
-    if mine is not None and mine.definition == str(query) and _taken(connection, mine.name):
-        return str(mine.name)
-    if mine is not None:
-        connection.exec_driver_sql(f'DROP VIEW IF EXISTS "{mine.name}"')
-        connection.execute(sa.delete(ViewRow).where(ViewRow.kernel == kernel.name))
-    name = mine.name if mine is not None else view_name(kernel.name)
+    short = view_name(kernel.name)
+    names = [short, f"{short[: LONGEST_NAME - 7]}_{stable_id(kernel.name, 6)}"]
+    had = next((name for name in names if mine is not None and name == mine.name), None)
+    if mine is not None and had and mine.definition == str(query) and had in _views(connection):
+        return had
+    quoted = connection.dialect.identifier_preparer.quote_identifier
+    if had and had in _views(connection):
+        connection.exec_driver_sql(f"DROP VIEW {quoted(had)}")
+    connection.execute(sa.delete(ViewRow).where(ViewRow.kernel == kernel.name))
+    name = had or names[0]
     if _taken(connection, name):
-        name = f"{name[: LONGEST_NAME - 7]}_{stable_id(kernel.name, 6)}"
-    connection.exec_driver_sql(f'CREATE VIEW "{name}" AS {query}')
+        name = names[1]
+    connection.execute(sa.delete(ViewRow).where(ViewRow.name == name))  # of a view that is gone
+    connection.exec_driver_sql(f"CREATE VIEW {quoted(name)} AS {query}")
     connection.execute(sa.insert(ViewRow), {"name": name, "kernel": kernel.name, "definition": str(query)})
     return name
 
@@ -67,6 +74,11 @@ def view_name(kernel: str) -> str:
     last = re.split(r"[:.]", kernel)[-1]
     words = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])", "_", last)
     return re.sub(r"[^a-z0-9_]", "_", words.lower())[:LONGEST_NAME] or "kernel"
+
+
+def _views(connection: Connection) -> list[str]:
+    """The names of the views."""
+    return sa.inspect(connection).get_view_names()
 
 
 def _taken(connection: Connection, name: str) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.core.errors import ConfigError
+from tiledsched.core.registry import check_allowed
 
 if TYPE_CHECKING:
     from optuna.samplers import BaseSampler
@@ -20,6 +21,7 @@ OURS = "surrogate"
 """The default: a Gaussian process over schedules, see `tiledsched.tuning.surrogate`."""
 IN_ORDER = ("random", "exhaustive")
 """All valid schedules one after the other: shuffled, or as the space lists them."""
+OPTUNA_MODULE = "optuna.samplers"
 OPTUNAS: Mapping[str, str] = {"tpe": "TPESampler", "gp": "GPSampler", "cmaes": "CmaEsSampler", "qmc": "QMCSampler"}
 """Samplers of Optuna by their usual names, and their classes."""
 SAMPLERS = (OURS, *OPTUNAS, *IN_ORDER)
@@ -35,6 +37,16 @@ NUMBERS_ONLY = ("CmaEsSampler", "QMCSampler")
 """Samplers that search numbers: each value is given to them as its place among its knob's choices."""
 
 
+def check_sampler(name: object, what: str) -> None:
+    """Make sure that a sampler that data names is one of Optuna's or ours, or one that the user allowed. `what` names it.
+
+    Raises:
+        ConfigError: the user did not allow it.
+    """
+    if name is not None and name not in SAMPLERS and str(name).rpartition(":")[0] != OPTUNA_MODULE:
+        check_allowed(str(name), what)
+
+
 def make_sampler(name: str, seed: int) -> BaseSampler | None:
     """A sampler of Optuna's, or of the module that `name` names; None for a name of ours, whose sampler needs a search space.
 
@@ -45,7 +57,7 @@ def make_sampler(name: str, seed: int) -> BaseSampler | None:
         return None
     if name not in OPTUNAS and ":" not in name:
         raise ConfigError(f"unknown sampler {name!r}; known are {', '.join(SAMPLERS)}, and module:Class")
-    module_name, _, word = name.rpartition(":") if ":" in name else ("optuna.samplers", "", OPTUNAS[name])
+    module_name, _, word = name.rpartition(":") if ":" in name else (OPTUNA_MODULE, "", OPTUNAS[name])
     try:
         if word in NEEDS:
             importlib.import_module(NEEDS[word])

@@ -15,7 +15,7 @@ FAILED = 3
 """Exit code where the method does not run on the problem. The last line of stderr says why."""
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(*arguments: str) -> int:
     """Call a method on random inputs, and mark for the profiler which call counts."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("kernel")
@@ -50,7 +50,3 @@ def main(arguments: list[str] | None = None) -> int:
     torch.cuda.synchronize()
     torch.cuda.profiler.stop()
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from datetime import date
@@ -18,6 +17,7 @@ from tiledsched.bench.methods import OURS, SERVED, choose_methods, methods_of
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.errors import ConfigError, MeasureError
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.processes import child_environment, python_command
 from tiledsched.studies.profile.launch import FAILED
 from tiledsched.studies.profile.metrics import MethodProfile, ncu_metrics, read_raw
 
@@ -125,16 +125,14 @@ def _profiled(kernel: KernelClass, problem: Problem, method: str, ncu: str) -> M
             str(log),
         ]
         launched = [
-            sys.executable,
-            "-m",
-            "tiledsched.studies.profile.launch",
+            *python_command("tiledsched.studies.profile.launch"),
             kernel.locator(),
             json.dumps(problem.to_json()),
             method,
         ]
         command = [*counted, *launched]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=child_environment())
         except subprocess.TimeoutExpired:
             raise MeasureError(f"{method} was not profiled within {TIMEOUT_S} s; leave it out with --methods") from None
         except OSError as error:

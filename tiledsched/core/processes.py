@@ -1,0 +1,82 @@
+"""How this package starts other Python processes: none of them imports from the current directory because of how it is started.
+
+`python -m` and `python -c` put the current directory before the standard library, so that a file `random.py` that lies there by
+chance, or was put there, would run. `python -P` prevents that from Python 3.11 on; what is done here works in 3.10, too, and
+keeps PYTHONPATH and editable installs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker, util
+from multiprocessing.context import SpawnContext, SpawnProcess
+from typing import Any
+
+SAFE_PATH = "import sys; sys.path[:] = filter(None, sys.path)"
+"""The first statement of each process. The current directory is the only empty entry, since `site` makes those of PYTHONPATH
+absolute; `sys` is built into the interpreter, so that nothing is imported before."""
+_launching = threading.RLock()
+
+
+def python_command(module: str) -> tuple[str, ...]:
+    """The command that calls `main` of a module with the words that are appended to it, and ends with the code it returns."""
+    run = "from importlib import import_module; sys.exit(import_module(sys.argv[1]).main(*sys.argv[2:]))"
+    return sys.executable, "-c", f"{SAFE_PATH}; {run}", module
+
+
+def child_environment() -> dict[str, str]:
+    """The environment for a process that this one starts: its own, with this process's module path, in which kernels may be
+    declared.
+
+    The current directory, which is on the path of a prompt and of `python -c`, comes last: a kernel may import files that lie
+    there, but none of them takes the place of an installed module.
+    """
+    places = dict.fromkeys(os.path.abspath(place) for place in sys.path if place)
+    if "" in sys.path:
+        places.setdefault(os.getcwd())
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+
+
+@contextmanager
+def _safe_launches() -> Iterator[None]:
+    """Have `multiprocessing` start its processes, and its resource tracker, with a safe path.
+
+    It has no setting for this. Each of them is started as `python [options] -c PROGRAM ...` by the one function that is replaced.
+    """
+    with _launching:
+        usual = util.spawnv_passfds
+
+        def launch(path: Any, words: Any, descriptors: Any) -> int:
+            safe = list(words)
+            program = safe.index("-c") + 1
+            safe[program] = f"{SAFE_PATH}; {safe[program]}"
+            return usual(path, safe, descriptors)
+
+        util.spawnv_passfds = launch  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            util.spawnv_passfds = usual
+
+
+class _SafeProcess(SpawnProcess):
+    """A process of `multiprocessing`, started with a safe path."""
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:  # noqa: N802  # its name in multiprocessing
+        with _safe_launches():
+            return SpawnProcess._Popen(process_obj)
+
+
+class SafeSpawnContext(SpawnContext):
+    """What `multiprocessing.get_context("spawn")` returns, for processes that start with a safe path."""
+
+    Process = _SafeProcess
+
+    def __init__(self) -> None:
+        with _safe_launches():
+            resource_tracker.ensure_running()  # the first lock would start it with the usual path
