@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 import op_kernels as kernels
 from serve_on_cpu import capturing, changed
+from torch.autograd import forward_ad
 
 import tiledsched as ts
 from tiledsched.core.arrays import ArraySpec
@@ -18,7 +19,7 @@ from tiledsched.core.errors import ConfigError, LaunchError, ProblemError, Unsup
 from tiledsched.measure.runner import Device
 from tiledsched.serve import launch as launching
 from tiledsched.serve import process
-from tiledsched.serve.plan import scratch_of
+from tiledsched.serve.plan import overlaps_itself, scratch_of
 
 pytestmark = pytest.mark.usefixtures("fresh")
 CLOSE = {"rtol": 2e-3, "atol": 2e-3}
@@ -565,3 +566,73 @@ def test_programs_of_a_bundle_are_used_and_need_no_compiler(launches, tmp_path, 
         assert launch[2] is kernel
         signature = signature_of(declared, plan.problem, plan.served.schedule, kernel.step)
         assert kernel._compile(signature, None, (9, 0))[0] == code
+
+
+# What torch sees in tensors
+
+
+@pytest.mark.parametrize("special", [torch._neg_view, torch._to_functional_tensor])
+def test_tensors_are_what_torch_sees_in_them(launches, special) -> None:
+    x, w = made()
+    plain = -x if special is torch._neg_view else x
+    for _ in range(4):
+        wanted, found = norm(plain, w), norm(special(x), w)
+        found = torch._from_functional_tensor(found) if torch._is_functional_tensor(found) else found
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    zero = torch._efficientzerotensor(x.shape, dtype=x.dtype)
+    torch.testing.assert_close(norm(zero, w), torch.zeros_like(x), rtol=0, atol=0)
+    with pytest.raises(UnsupportedError, match="ordinary tensors"):
+        norm.own(special(x), w)
+
+
+def test_negated_tensors_change_in_place(launches) -> None:
+    x = torch.randn(20)
+    for _ in range(4):
+        before = x.clone()
+        scale_(torch._neg_view(x), factor=3.0)
+        torch.testing.assert_close(x, before * 3)
+
+
+def test_forward_mode_derivatives_are_refused(launches) -> None:
+    x, w = made()
+    norm(x, w)
+    for way in (
+        lambda: torch.func.jvp(lambda x: norm(x, w), (x,), (x,)),
+        lambda: torch.func.jacfwd(lambda x: norm(x, w))(x),
+        lambda: torch.func.jvp(lambda w: trained(x, w), (w,), (w,)),
+        lambda: torch.func.jvp(lambda x: (scale_(x), x), (x.flatten(),), (x.flatten(),)),
+        lambda: torch.func.jvp(torch.ops.tiledsched_tests.rms_norm, (x, w), (x, w)),
+    ):
+        with pytest.raises((UnsupportedError, NotImplementedError), match="forward"):
+            way()
+    with forward_ad.dual_level():
+        with pytest.raises(UnsupportedError, match="forward-mode"):
+            norm(forward_ad.make_dual(x, x), w)
+        torch.testing.assert_close(norm(x, w), normed(x, w), **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "x", [torch.zeros(1).expand(20), torch.zeros(30).as_strided((20,), (0,)), torch.zeros(5, 1).expand(5, 4)]
+)
+def test_in_place_one_element_has_one_place(launches, x) -> None:
+    with pytest.raises(ProblemError, match="clone it"):
+        scale_(x if x.ndim == 1 else x[0])
+    assert not launches
+    scale_(torch.zeros(40)[::2])  # strides alone are no fault
+    assert launches
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strides", "overlaps"),
+    [
+        ((4, 5), (5, 1), False),
+        ((4, 5), (1, 4), False),
+        ((4, 1), (1, 0), False),
+        ((4, 0), (0, 0), False),
+        ((4, 5), (1, 1), True),
+        ((4, 5), (0, 1), True),
+        ((), (), False),
+    ],
+)
+def test_elements_that_share_memory(sizes, strides, overlaps) -> None:
+    assert overlaps_itself(torch.zeros(64).as_strided(sizes, strides)) is overlaps

@@ -217,6 +217,16 @@ def _span(tensors: Sequence[Any]) -> int:
     return 1 + max(reaches)
 
 
+def overlaps_itself(tensor: Any) -> bool:
+    """Whether several elements of a tensor may lie in one place of memory, as `expand` and `unfold` lay them."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return bool(tensor.numel())
+        reach += stride * (size - 1)
+    return False
+
+
 def _layout(tensor: Any) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
