@@ -17,7 +17,9 @@ import tiledsched as ts
 from tiledsched.core.arrays import ArraySpec
 from tiledsched.core.errors import ConfigError, LaunchError, ProblemError, UnsupportedError
 from tiledsched.measure.runner import Device
+from tiledsched.ops import functions
 from tiledsched.serve import launch as launching
+from tiledsched.serve import plan as serve_plan
 from tiledsched.serve import process
 from tiledsched.serve.plan import overlaps_itself, scratch_of
 
@@ -149,7 +151,6 @@ def test_lists_of_arrays(launches) -> None:
         (lambda x, w: (x[0], w), r"X must have 2 axes \(rows columns\), got shape \(100,\); reshape it"),
         (lambda x, w: (x, w.bfloat16()), "W must be float16, got bfloat16; cast it"),
         (lambda x, w: (x.float(), w.float()), "dtype must be one of float16, bfloat16, got 'float32'"),
-        (lambda x, w: (x[:0], w), "rows must be a positive integer, got 0"),
         (lambda x, w: (x, w, x[:1]), r"Residual, axis 0 \(rows\): must be 5, .* got 1"),
         (lambda x, w: (x, w.to("meta")), "its tensors must be on one device, got cpu, meta"),
     ],
@@ -636,3 +637,56 @@ def test_in_place_one_element_has_one_place(launches, x) -> None:
 )
 def test_elements_that_share_memory(sizes, strides, overlaps) -> None:
     assert overlaps_itself(torch.zeros(64).as_strided(sizes, strides)) is overlaps
+
+
+# Sizes of 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 3, 5), (4, 0, 5), (4, 3, 0), (0, 0, 0), (0, 3, 0)])
+def test_products_of_nothing(launches, dtype, m, n, k) -> None:
+    a, b = torch.ones(m, k, dtype=dtype), torch.ones(k, n, dtype=dtype)
+    for call in (product, torch.ops.tiledsched_tests.product, torch.compile(product, backend="aot_eager")):
+        found = call(a, b)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, (a @ b).float(), rtol=0, atol=0)
+    with capturing():
+        torch.testing.assert_close(product(a, b), (a @ b).float(), rtol=0, atol=0)
+    torch.testing.assert_close(functions.matmul(a[None], b), a[None] @ b, rtol=0, atol=0)
+    assert not launches
+    with pytest.raises(ProblemError, match="k"):
+        product(a, torch.ones(k + 1, n, dtype=dtype))
+    with pytest.raises(ProblemError, match="dtype"):
+        product(a.double(), b.double())
+
+
+@pytest.mark.parametrize("shape", [(0, 7), (4, 0), (0, 0), (2, 0, 7), (2, 3, 0), (0,)])
+def test_rows_of_nothing(launches, quiet, shape) -> None:
+    x, w = torch.ones(shape).half(), torch.ones(shape[-1]).half()
+    for found in (functions.softmax(x), functions.rms_norm(x, w), *functions.rms_norm(x, w, residual=x)):
+        assert (found.shape, found.dtype) == (x.shape, x.dtype)
+    assert not launches
+
+
+def test_other_sizes_of_nothing(launches, quiet) -> None:
+    x = torch.zeros(0)
+    assert scale_(x) is None
+    sums, blocks = total(x)
+    assert (sums.tolist(), blocks.tolist()) == ([0.0], [0])
+    assert (sums.dtype, blocks.dtype) == (torch.float32, torch.int32)
+    found = add_groups([torch.ones(0), torch.ones(3)], [torch.ones(0), torch.ones(3)], [0, 3])
+    assert [each.tolist() for each in found] == [[], [2.0, 2.0, 2.0]]
+    with capturing(), pytest.raises(LaunchError, match="leave the call out"):
+        add_groups([torch.ones(0), torch.ones(3)], [torch.ones(0), torch.ones(3)], [0, 3])
+    x, w = torch.ones(0, 7, requires_grad=True), torch.ones(7, requires_grad=True)
+    gradients = torch.autograd.grad(trained(x.half(), w.half()).sum(), (x, w))
+    assert [each.tolist() for each in gradients] == [[], [0.0] * 7]
+    assert not launches
+
+
+def test_a_view_beyond_32_bits_is_refused_whatever_the_other_arrays_are(launches, monkeypatch) -> None:
+    a, b = torch.ones(4, 5).half(), torch.ones(5, 60).half()[:, ::20]
+    monkeypatch.setattr(serve_plan, "LARGEST_INT32", 200)
+    with pytest.raises(UnsupportedError, match="B is not contiguous"):
+        product(a, b)
+    product(a, b.contiguous())

@@ -24,7 +24,7 @@ from tiledsched.measure.runner import Device
 from tiledsched.ops import plans
 from tiledsched.ops import sdpa as serve
 from tiledsched.serve import plan as serve_plan
-from tiledsched.serve import plan_cache, prebuilt, process
+from tiledsched.serve import plan_cache, prebuilt
 from tiledsched.serve import transfer as policy
 from tiledsched.serve.launch import launch_first, launch_plan
 from tiledsched.serve.prebuilt import SpillsError
@@ -544,14 +544,13 @@ def test_nested_tensors_are_left_to_torch(request, on, layout) -> None:
         torch.testing.assert_close(one, torch_sdpa(alone, alone, alone))
 
 
-def test_a_view_beyond_32_bits_is_left_to_torch(launches, monkeypatch) -> None:
+def test_a_view_beyond_32_bits_is_indexed_with_64(launches, monkeypatch) -> None:
+    """Whatever the sizes say that are computed with."""
     q, k, v = tensors(keys=200)
-    serve.sdpa(q, k[:, :, :100], v[:, :, :100])
-    process.forget_plans()
     monkeypatch.setattr(serve_plan, "LARGEST_INT32", k[:, :, :100].numel() + 1)
-    with pytest.raises(UnsupportedError, match="spans more than"):
-        serve.sdpa(q, k[:, :, :100], v[:, :, :100])
-    serve.sdpa(q, k[:, :, :100].contiguous(), v[:, :, :100].contiguous())
+    for given in ((q, k[:, :, :100], v[:, :, :100]), (q, k[:, :, :100].contiguous(), v[:, :, :100].contiguous())):
+        torch.testing.assert_close(serve.sdpa(*given), expected(*given), **TOLERANCE[q.dtype])
+    assert [kernel._pyfunc.__name__ for _, _, kernel, _ in launches] == ["attention_wide", "attention"]
 
 
 def test_gpus_without_a_space_are_left_to_torch(launches) -> None:

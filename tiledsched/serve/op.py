@@ -13,12 +13,14 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.nn import Parameter as TorchParameter
 
-from tiledsched.core.errors import ConfigError, ProblemError, UnsupportedError
-from tiledsched.core.problem import KernelClass
+from tiledsched.core.cases import call_reference, output_specs
+from tiledsched.core.errors import ConfigError, LaunchError, ProblemError, UnsupportedError
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.serve import process
 from tiledsched.serve.explain import Explanation
 from tiledsched.serve.launch import (
@@ -31,7 +33,7 @@ from tiledsched.serve.launch import (
     launch_plan,
 )
 from tiledsched.serve.lookup import Served
-from tiledsched.serve.plan import Plan, choose, make_plan, overlaps_itself, torch_type
+from tiledsched.serve.plan import Plan, beyond_int32, choose, make_plan, overlaps_itself, torch_type
 from tiledsched.serve.plan_cache import PlanCache, are_ordinary
 from tiledsched.serve.schema import NO_DEFAULT, OpSchema
 
@@ -246,6 +248,9 @@ class Operator:
             raise ProblemError(f"{self.name}: {error}") from error
         plain = not schema.changed and not any(each.kind == "list" for each in schema.parameters)
         plain = plain and not any(each.listed for each in results)
+        for name, each in zip(schema.inputs, given, strict=False):
+            if beyond_int32(_listed(each)) and not self.kernel.array_spec(name, p).wide:
+                return f"{name} is not contiguous and spans more than 2**31 elements; call .contiguous() on it"
         decision = choose(self.name, p, tensors, (lambda: self.kernel.rivals(p)) if plain else None, served)
         if isinstance(decision, str):
             return decision
@@ -280,8 +285,46 @@ class Operator:
         ready = self.cache.ready.get(key)
         if ready is not None:
             return launch(ready, first=False)
+        p = self.schema.empty_problem(given)
+        if p is not None:
+            return self._compute_empty(p, given)
         plan = self._find(key, given, tensors)
         return launch_first(self.cache, key, plan, launch, lambda served: self._make_plan(given, tensors, served))
+
+    def _compute_empty(self, p: Problem, given: Sequence[Any]) -> Any:
+        """The outputs of a call with a size of 0; where they have elements, those that the reference makes of the inputs.
+
+        Raises:
+            LaunchError: inputs have elements that had to be read, and a CUDA graph is being captured.
+        """
+        schema, made = self.schema, self._fake(*given)
+        arrays = dict(zip(schema.inputs, given, strict=False))
+        results = made if isinstance(made, tuple) else (made,)
+        arrays |= dict(zip(schema.outputs, results, strict=False))
+        wanted = [(spec.name, _listed(arrays.get(spec.name))) for spec in output_specs(self.kernel, p)]
+        if not any(each.numel() for _, listed in wanted for each in listed):
+            return made
+        if any(each.numel() for name in schema.inputs for each in _listed(arrays[name])):
+            if process.runtime.is_capturing():
+                raise LaunchError(
+                    f"{self.name}: an array is empty, so that the others are read on the host, which no CUDA graph holds; leave "
+                    "the call out of the graph"
+                )
+            process.warn_once(f"{self.name}: an array is empty; such calls are computed on the host, by the reference")
+        read: dict[str, Any] = {}
+        for name, value in zip((each.name for each in schema.parameters), given, strict=True):
+            if name in schema.inputs and value is not None:
+                on_host = [_on_host(each) for each in _listed(value)]
+                read[name] = on_host if isinstance(value, (list, tuple)) else on_host[0]
+            elif name in self.kernel.scalar_fields and value is not None:
+                read[name] = value
+        for (_, listed), values in zip(wanted, call_reference(self.kernel, numpy, p, read), strict=False):
+            for each, value in zip(listed, _listed(values), strict=True):
+                if numpy.any(value):  # NaN, too
+                    each.copy_(torch.from_numpy(numpy.asarray(value)))
+                else:
+                    each.zero_()  # which a CUDA graph may hold
+        return made
 
     def _fake(self, *given: Any) -> Any:
         """The implementation for tensors without contents."""
@@ -380,6 +423,11 @@ def _register(made: Operator) -> Any:
 def _listed(each: Any) -> Sequence[Any]:
     """The tensors of one argument: of a list, of a single tensor, or none where it is missing."""
     return () if each is None else each if isinstance(each, (list, tuple)) else (each,)
+
+
+def _on_host(tensor: Tensor) -> Any:
+    """The tensor as the reference takes it: a NumPy array, of float64 where it holds floating-point numbers."""
+    return (tensor.double() if tensor.is_floating_point() else tensor).detach().cpu().numpy()
 
 
 def _plan_key(*call: Any) -> tuple[Any, ...]:
