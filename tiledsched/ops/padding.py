@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import torch
 
 from tiledsched.serve import process
@@ -61,10 +62,7 @@ def edges(seen: torch.Tensor, *, every: bool = False) -> Ends | None:
     Returns:
         None where a sequence has padding between its keys. The call waits for the GPU.
     """
-    starts, lengths, whole, left, right, _ = _found(seen)
-    if not whole:
-        return None
-    return starts.to(torch.int32) if left or every else None, lengths.to(torch.int32) if right or every else None
+    return _ends(seen.cpu().numpy(), seen.shape[0], seen.device, every=every)
 
 
 def ends_of(seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,26 +80,30 @@ def ends_of(seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _read(mask: torch.Tensor, batch: int) -> Ends | None:
     """The ends of a mask `[batch or 1, keys]`; None where it hides more than padding."""
-    seen, plain = (mask, None) if mask.dtype == torch.bool else (mask == 0, ((mask == 0) | (mask <= HIDDEN)).all())
-    starts, lengths, whole, left, right, usual = _found(seen, plain)
-    if not (whole and usual):  # a sequence that sees nothing is torch's to answer
+    values = mask.cpu()  # few bytes: to work on them where they are would be twenty launches
+    if values.dtype == torch.bool:
+        seen = values.numpy()
+    else:
+        added = values.double().numpy()
+        seen = added == 0
+        if not (seen | (added <= HIDDEN)).all():
+            return None
+    if not seen.any(1).all():  # a sequence that sees nothing is torch's to answer
         return None
-    starts, lengths = (each.to(torch.int32).expand(batch).contiguous() for each in (starts, lengths))
-    return starts if left else None, lengths if right else None
+    return _ends(seen, batch, mask.device)
 
 
-def _found(seen: torch.Tensor, plain: torch.Tensor | None = None) -> tuple[Any, ...]:
-    """Starts and ends; whether every key between them counts; whether a sequence starts late, and whether one ends early; and
-    whether each sequence has a key and `plain` holds."""
-    columns = seen.shape[1]
-    starts, lengths = ends_of(seen)
-    usual = (lengths > 0).all()
-    answers = torch.stack(
-        [
-            (seen.sum(1) == lengths - starts).all(),
-            (starts > 0).any(),
-            (lengths < columns).any(),
-            usual if plain is None else usual & plain,
-        ]
-    ).tolist()
-    return (starts, lengths, *answers)
+def _ends(seen: Any, batch: int, device: Any, *, every: bool = False) -> Ends | None:
+    """The answer of :func:`edges` on a device for what a NumPy array `[batch or 1, keys]` says."""
+    columns, counts = seen.shape[1], seen.sum(1)
+    starts = seen.argmax(1)
+    lengths = numpy.where(counts, columns - seen[:, ::-1].argmax(1), 0)
+    if (lengths - starts != counts).any():
+        return None
+    both = numpy.empty((2, batch), numpy.int32)
+    both[0], both[1] = starts, lengths
+    left, right = every or starts.any(), every or (lengths < columns).any()
+    if not (left or right):
+        return None, None
+    found = torch.from_numpy(both).to(device)
+    return found[0] if left else None, found[1] if right else None
