@@ -299,3 +299,33 @@ def recipes() -> list[str]:
 def test_recipes_run(serve, recipe) -> None:
     exec(recipe, dict(zip("qkv", tensors(rows=256), strict=True)))
     configure(fallback=None)
+
+
+@pytest.mark.parametrize("way", ["data", "dlpack", "graph"])
+def test_a_mask_rewritten_in_place_is_read_anew(serve, way) -> None:
+    q, k, v = tensors()
+    mask = torch.zeros(2, 1, 1, 256, device="cuda", dtype=q.dtype)
+    source, places = torch.zeros_like(mask), torch.arange(256, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    if way == "graph":
+        mask.copy_(source)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            mask.copy_(source)
+    write = {
+        "data": lambda: mask.data.copy_(source),
+        "dlpack": lambda: torch.from_dlpack(mask).copy_(source),
+        "graph": graph.replay,
+    }[way]
+    for length in (256, 100, 17, 200):
+        source.copy_(torch.where(places < length, 0.0, -torch.inf))
+        write()
+        for _ in range(3):
+            found = serve.sdpa(q, k, v, mask)
+            torch.testing.assert_close(found, torch_sdpa(q, k, v, source), atol=4e-3, rtol=4e-3)
+
+
+def test_a_pending_negation_counts(serve) -> None:
+    q, k, v = tensors()
+    for _ in range(4):
+        torch.testing.assert_close(serve.sdpa(torch._neg_view(q), k, v), serve.sdpa(-q, k, v), rtol=0, atol=0)

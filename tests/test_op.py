@@ -11,14 +11,17 @@ torch = pytest.importorskip("torch")
 
 import op_kernels as kernels
 from serve_on_cpu import capturing, changed
+from torch.autograd import forward_ad
 
 import tiledsched as ts
 from tiledsched.core.arrays import ArraySpec
 from tiledsched.core.errors import ConfigError, LaunchError, ProblemError, UnsupportedError
 from tiledsched.measure.runner import Device
+from tiledsched.ops import functions
 from tiledsched.serve import launch as launching
+from tiledsched.serve import plan as serve_plan
 from tiledsched.serve import process
-from tiledsched.serve.plan import scratch_of
+from tiledsched.serve.plan import overlaps_itself, scratch_of
 
 pytestmark = pytest.mark.usefixtures("fresh")
 CLOSE = {"rtol": 2e-3, "atol": 2e-3}
@@ -148,7 +151,6 @@ def test_lists_of_arrays(launches) -> None:
         (lambda x, w: (x[0], w), r"X must have 2 axes \(rows columns\), got shape \(100,\); reshape it"),
         (lambda x, w: (x, w.bfloat16()), "W must be float16, got bfloat16; cast it"),
         (lambda x, w: (x.float(), w.float()), "dtype must be one of float16, bfloat16, got 'float32'"),
-        (lambda x, w: (x[:0], w), "rows must be a positive integer, got 0"),
         (lambda x, w: (x, w, x[:1]), r"Residual, axis 0 \(rows\): must be 5, .* got 1"),
         (lambda x, w: (x, w.to("meta")), "its tensors must be on one device, got cpu, meta"),
     ],
@@ -565,3 +567,126 @@ def test_programs_of_a_bundle_are_used_and_need_no_compiler(launches, tmp_path, 
         assert launch[2] is kernel
         signature = signature_of(declared, plan.problem, plan.served.schedule, kernel.step)
         assert kernel._compile(signature, None, (9, 0))[0] == code
+
+
+# What torch sees in tensors
+
+
+@pytest.mark.parametrize("special", [torch._neg_view, torch._to_functional_tensor])
+def test_tensors_are_what_torch_sees_in_them(launches, special) -> None:
+    x, w = made()
+    plain = -x if special is torch._neg_view else x
+    for _ in range(4):
+        wanted, found = norm(plain, w), norm(special(x), w)
+        found = torch._from_functional_tensor(found) if torch._is_functional_tensor(found) else found
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    zero = torch._efficientzerotensor(x.shape, dtype=x.dtype)
+    torch.testing.assert_close(norm(zero, w), torch.zeros_like(x), rtol=0, atol=0)
+    with pytest.raises(UnsupportedError, match="ordinary tensors"):
+        norm.own(special(x), w)
+
+
+def test_negated_tensors_change_in_place(launches) -> None:
+    x = torch.randn(20)
+    for _ in range(4):
+        before = x.clone()
+        scale_(torch._neg_view(x), factor=3.0)
+        torch.testing.assert_close(x, before * 3)
+
+
+def test_forward_mode_derivatives_are_refused(launches) -> None:
+    x, w = made()
+    norm(x, w)
+    for way in (
+        lambda: torch.func.jvp(lambda x: norm(x, w), (x,), (x,)),
+        lambda: torch.func.jacfwd(lambda x: norm(x, w))(x),
+        lambda: torch.func.jvp(lambda w: trained(x, w), (w,), (w,)),
+        lambda: torch.func.jvp(lambda x: (scale_(x), x), (x.flatten(),), (x.flatten(),)),
+        lambda: torch.func.jvp(torch.ops.tiledsched_tests.rms_norm, (x, w), (x, w)),
+    ):
+        with pytest.raises((UnsupportedError, NotImplementedError), match="forward"):
+            way()
+    with forward_ad.dual_level():
+        with pytest.raises(UnsupportedError, match="forward-mode"):
+            norm(forward_ad.make_dual(x, x), w)
+        torch.testing.assert_close(norm(x, w), normed(x, w), **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "x", [torch.zeros(1).expand(20), torch.zeros(30).as_strided((20,), (0,)), torch.zeros(5, 1).expand(5, 4)]
+)
+def test_in_place_one_element_has_one_place(launches, x) -> None:
+    with pytest.raises(ProblemError, match="clone it"):
+        scale_(x if x.ndim == 1 else x[0])
+    assert not launches
+    scale_(torch.zeros(40)[::2])  # strides alone are no fault
+    assert launches
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strides", "overlaps"),
+    [
+        ((4, 5), (5, 1), False),
+        ((4, 5), (1, 4), False),
+        ((4, 1), (1, 0), False),
+        ((4, 0), (0, 0), False),
+        ((4, 5), (1, 1), True),
+        ((4, 5), (0, 1), True),
+        ((), (), False),
+    ],
+)
+def test_elements_that_share_memory(sizes, strides, overlaps) -> None:
+    assert overlaps_itself(torch.zeros(64).as_strided(sizes, strides)) is overlaps
+
+
+# Sizes of 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 3, 5), (4, 0, 5), (4, 3, 0), (0, 0, 0), (0, 3, 0)])
+def test_products_of_nothing(launches, dtype, m, n, k) -> None:
+    a, b = torch.ones(m, k, dtype=dtype), torch.ones(k, n, dtype=dtype)
+    for call in (product, torch.ops.tiledsched_tests.product, torch.compile(product, backend="aot_eager")):
+        found = call(a, b)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, (a @ b).float(), rtol=0, atol=0)
+    with capturing():
+        torch.testing.assert_close(product(a, b), (a @ b).float(), rtol=0, atol=0)
+    torch.testing.assert_close(functions.matmul(a[None], b), a[None] @ b, rtol=0, atol=0)
+    assert not launches
+    with pytest.raises(ProblemError, match="k"):
+        product(a, torch.ones(k + 1, n, dtype=dtype))
+    with pytest.raises(ProblemError, match="dtype"):
+        product(a.double(), b.double())
+
+
+@pytest.mark.parametrize("shape", [(0, 7), (4, 0), (0, 0), (2, 0, 7), (2, 3, 0), (0,)])
+def test_rows_of_nothing(launches, quiet, shape) -> None:
+    x, w = torch.ones(shape).half(), torch.ones(shape[-1]).half()
+    for found in (functions.softmax(x), functions.rms_norm(x, w), *functions.rms_norm(x, w, residual=x)):
+        assert (found.shape, found.dtype) == (x.shape, x.dtype)
+    assert not launches
+
+
+def test_other_sizes_of_nothing(launches, quiet) -> None:
+    x = torch.zeros(0)
+    assert scale_(x) is None
+    sums, blocks = total(x)
+    assert (sums.tolist(), blocks.tolist()) == ([0.0], [0])
+    assert (sums.dtype, blocks.dtype) == (torch.float32, torch.int32)
+    found = add_groups([torch.ones(0), torch.ones(3)], [torch.ones(0), torch.ones(3)], [0, 3])
+    assert [each.tolist() for each in found] == [[], [2.0, 2.0, 2.0]]
+    with capturing(), pytest.raises(LaunchError, match="leave the call out"):
+        add_groups([torch.ones(0), torch.ones(3)], [torch.ones(0), torch.ones(3)], [0, 3])
+    x, w = torch.ones(0, 7, requires_grad=True), torch.ones(7, requires_grad=True)
+    gradients = torch.autograd.grad(trained(x.half(), w.half()).sum(), (x, w))
+    assert [each.tolist() for each in gradients] == [[], [0.0] * 7]
+    assert not launches
+
+
+def test_a_view_beyond_32_bits_is_refused_whatever_the_other_arrays_are(launches, monkeypatch) -> None:
+    a, b = torch.ones(4, 5).half(), torch.ones(5, 60).half()[:, ::20]
+    monkeypatch.setattr(serve_plan, "LARGEST_INT32", 200)
+    with pytest.raises(UnsupportedError, match="B is not contiguous"):
+        product(a, b)
+    product(a, b.contiguous())

@@ -14,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from serve_on_cpu import TOLERANCE, capturing, expected, tensors
+from torch.autograd import forward_ad
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
@@ -23,7 +24,7 @@ from tiledsched.measure.runner import Device
 from tiledsched.ops import plans
 from tiledsched.ops import sdpa as serve
 from tiledsched.serve import plan as serve_plan
-from tiledsched.serve import plan_cache, prebuilt, process
+from tiledsched.serve import plan_cache, prebuilt
 from tiledsched.serve import transfer as policy
 from tiledsched.serve.launch import launch_first, launch_plan
 from tiledsched.serve.prebuilt import SpillsError
@@ -543,14 +544,13 @@ def test_nested_tensors_are_left_to_torch(request, on, layout) -> None:
         torch.testing.assert_close(one, torch_sdpa(alone, alone, alone))
 
 
-def test_a_view_beyond_32_bits_is_left_to_torch(launches, monkeypatch) -> None:
+def test_a_view_beyond_32_bits_is_indexed_with_64(launches, monkeypatch) -> None:
+    """Whatever the sizes say that are computed with."""
     q, k, v = tensors(keys=200)
-    serve.sdpa(q, k[:, :, :100], v[:, :, :100])
-    process.forget_plans()
     monkeypatch.setattr(serve_plan, "LARGEST_INT32", k[:, :, :100].numel() + 1)
-    with pytest.raises(UnsupportedError, match="spans more than"):
-        serve.sdpa(q, k[:, :, :100], v[:, :, :100])
-    serve.sdpa(q, k[:, :, :100].contiguous(), v[:, :, :100].contiguous())
+    for given in ((q, k[:, :, :100], v[:, :, :100]), (q, k[:, :, :100].contiguous(), v[:, :, :100].contiguous())):
+        torch.testing.assert_close(serve.sdpa(*given), expected(*given), **TOLERANCE[q.dtype])
+    assert [kernel._pyfunc.__name__ for _, _, kernel, _ in launches] == ["attention_wide", "attention"]
 
 
 def test_gpus_without_a_space_are_left_to_torch(launches) -> None:
@@ -592,3 +592,64 @@ def test_gradients_are_torchs(launches, quiet) -> None:
             serve.sdpa(q, k, v, causal=True)
         assert not serve.sdpa(q.detach(), k.detach(), v.detach(), causal=True).requires_grad
     assert len(launches) == 3
+
+
+SPECIAL = {
+    "negated": torch._neg_view,
+    "zero": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
+    "functional": torch._to_functional_tensor,
+}
+"""Tensors of the type `Tensor` that are not what lies in their memory, if they have any."""
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("window", [None, 8])
+def test_tensors_are_what_torch_sees_in_them(launches, kind, place, lse, window) -> None:
+    given = tensors()
+    options = {"causal": True, "window": window, "return_lse": lse}
+    special = [SPECIAL[kind](x) if at == place else x for at, x in enumerate(given)]
+    plain = [
+        (-x if kind == "negated" else x * 0 if kind == "zero" else x) if at == place else x
+        for at, x in enumerate(given)
+    ]
+    for _ in range(4):  # by key, and by torch's comparison
+        wanted = serve.sdpa(*plain, **options)
+        for found, each in zip(*((x if lse else (x,)) for x in (serve.sdpa(*special, **options), wanted)), strict=True):
+            found = torch._from_functional_tensor(found) if torch._is_functional_tensor(found) else found
+            torch.testing.assert_close(found, each, rtol=0, atol=0)
+
+
+def test_features_are_what_torch_sees_in_them(launches) -> None:
+    q, k, v = tensors(batch=2)
+    sinks, lengths = torch.tensor([0.5, -1.0]), torch.tensor([5, 9], dtype=torch.int32)
+    wanted = serve.sdpa(q, k, v, sinks=-sinks, key_lengths=lengths)
+    for _ in range(3):
+        found = serve.sdpa(q, k, v, sinks=torch._neg_view(sinks), key_lengths=torch._neg_view(-lengths))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_forward_mode_derivatives_are_torchs(launches, quiet, place) -> None:
+    given = tensors()
+    serve.sdpa(*given)
+    tangent = torch.ones_like(given[place])
+
+    def attend(x):
+        return serve.sdpa(*given[:place], x, *given[place + 1 :])
+
+    def dual(x):
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(attend(forward_ad.make_dual(x, tangent))).tangent
+
+    ways = (dual, torch.func.jacfwd(attend), lambda x: torch.func.jvp(attend, (x,), (tangent,)))
+    for way in ways:
+        with pytest.raises(UnsupportedError, match="forward only"):
+            way(given[place])
+        with configure(fallback="torch"), pytest.raises(NotImplementedError, match="forward AD"):
+            way(given[place])
+    with configure(fallback="torch"), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert dual(given[place]).abs().max() > 0 or place == 1  # scores that all rise the same change nothing
+    with forward_ad.dual_level():
+        assert forward_ad.unpack_dual(serve.sdpa(*given)).tangent is None

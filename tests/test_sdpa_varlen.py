@@ -17,6 +17,8 @@ from tiledsched.ops import plans
 from tiledsched.ops import sdpa as serve
 from tiledsched.ops.operator import sdpa_lse_operator, sdpa_operator
 from tiledsched.ops.varlen import sdpa_paged, sdpa_varlen
+from tiledsched.serve import plan as serve_plan
+from tiledsched.serve import process
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -237,3 +239,16 @@ def test_compiled_whole_it_is_the_same(launches, quiet, gradients) -> None:
         if gradients:
             compiled(q, k, v, rows, keys).sum().backward()
             assert math.isfinite(float(q.grad.abs().sum()))
+
+
+def test_a_pool_of_pages_beyond_32_bits_is_indexed_with_64(launches, monkeypatch) -> None:
+    """A pool has more pages than a call reads, and so more elements than its problem says."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 1, 2, 16, generator=generator).half()
+    pool = torch.randn(40, 16, 2, 16, generator=generator).half()
+    table, lengths = torch.tensor([[39, 3], [0, 38]], dtype=torch.int32), torch.tensor([20, 32], dtype=torch.int32)
+    wanted = sdpa_paged(q, pool, pool, table, lengths)
+    process.forget_plans()
+    monkeypatch.setattr(serve_plan, "LARGEST_INT32", pool[:39].numel())
+    torch.testing.assert_close(sdpa_paged(q, pool, pool, table, lengths), wanted, rtol=0, atol=0)
+    assert [kernel._pyfunc.__name__ for _, _, kernel, _ in launches] == ["attention_varlen", "attention_varlen_wide"]

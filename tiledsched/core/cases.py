@@ -136,6 +136,7 @@ def expected_outputs(
 
 def call_reference(kernel: KernelClass, xp: Any, p: Problem, inputs: dict[str, Any]) -> tuple[Any, ...]:
     """The outputs of the reference, as a tuple. It is given inputs, scalars, fields and `p` by the names of its parameters.
+    Numbers among the inputs take the place of declared scalars.
 
     Raises:
         DeclarationError: there is no reference, or the name of a parameter matches nothing declared.
@@ -144,7 +145,7 @@ def call_reference(kernel: KernelClass, xp: Any, p: Problem, inputs: dict[str, A
         raise DeclarationError(
             f"{kernel.__name__}.reference: missing; declare reference(xp, ...), its outputs by NumPy or CuPy"
         )
-    known = {**inputs, **kernel.scalar_values(p), "p": p, "xp": xp}
+    known = {**kernel.scalar_values(p), **inputs, "p": p, "xp": xp}
     given: dict[str, Any] = {}
     for name, parameter in inspect.signature(kernel.reference).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.core.registry import kernel_named
@@ -20,6 +21,11 @@ def _operator(kernel: str, **pinned: Any) -> Any:
     return op(f"tiledsched::{kernel}{suffix}", kernel_named(kernel), **pinned)
 
 
+def _rows(x: Tensor) -> Tensor:
+    """`[rows, columns]`; their number is not left to torch, which cannot tell it where there are no columns."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
 def matmul(input: Tensor, other: Tensor) -> Tensor:
     """`input @ other` on the tuned schedule, accumulated in float32.
 
@@ -33,7 +39,7 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
     Raises:
         ProblemError, UnsupportedError: shapes or types that do not go together, or no CUDA tensors.
     """
-    flat = input if input.ndim == 2 else input.reshape(-1, input.shape[-1])
+    flat = input if input.ndim == 2 else _rows(input)
     out: Tensor = _operator("matmul")(flat, other)
     return out if input.ndim == 2 else out.reshape(*input.shape[:-1], other.shape[-1])
 
@@ -53,7 +59,7 @@ def rms_norm(input: Tensor, weight: Tensor, eps: float = 1e-5, *, residual: Tens
     Raises:
         ProblemError, UnsupportedError: shapes or types that do not go together, or no CUDA tensors.
     """
-    rows = input.reshape(-1, input.shape[-1])
+    rows = _rows(input)
     if residual is None:
         return _operator("rms_norm")(rows, weight, eps=eps).reshape(input.shape)
     out, total = _operator("rms_norm", residual=True)(rows, residual.reshape(rows.shape), weight, eps=eps)
@@ -66,5 +72,5 @@ def softmax(input: Tensor) -> Tensor:
     Raises:
         ProblemError, UnsupportedError: types that are not served, or no CUDA tensors.
     """
-    out: Tensor = _operator("softmax")(input.reshape(-1, input.shape[-1]))
+    out: Tensor = _operator("softmax")(_rows(input))
     return out.reshape(input.shape)

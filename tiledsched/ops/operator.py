@@ -16,7 +16,8 @@ from tiledsched.ops.arguments import needs_gradients, odd_scale, unserved
 from tiledsched.ops.fallback import attend_in_torch, report
 from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
 from tiledsched.ops.plans import AttentionCall, cache, launch_attention, plan_key
-from tiledsched.serve.launch import is_plain_call, launch_first
+from tiledsched.serve.launch import has_tangent, is_plain_call, launch_first
+from tiledsched.serve.plan_cache import are_ordinary
 
 NO_BACKWARD = "gradients are required and the kernel is forward only"
 ARGUMENTS = (
@@ -96,10 +97,11 @@ def _register(name: str, result: str, lse: bool) -> Any:
 
     def autograd(q: Any, k: Any, v: Any, causal: str | None = None, scale: float | None = None, *given: Any) -> Any:
         features = AttentionFeatures(*given) if given else NO_FEATURES
-        if needs_gradients(q, k, v, features.sinks):
+        tensors = (q, k, v, *(each for each in features[2:8] if each is not None))
+        if needs_gradients(q, k, v, features.sinks) or has_tangent(tensors):
             report(NO_BACKWARD)
             return attend_in_torch(q, k, v, None, 0.0, causal, scale, lse, features)
-        if is_plain_call() and type(q) is type(k) is type(v) is torch.Tensor:
+        if is_plain_call() and are_ordinary(tensors):
             return attend(q, k, v, causal, scale, lse, features)
         with torch._C._AutoDispatchBelowAutograd():
             return operator(q, k, v, causal, scale, *given)

@@ -1,59 +1,42 @@
 """Masks that hide only padding at the ends of each sequence's keys, read as the positions where the keys start and end.
 
-Whether a mask is one of these is known from its values, which are read from the GPU: once for a mask that many layers share. A
-mask that is seen for the first time is left to torch, unless a caller says otherwise: waiting for the GPU in each call costs more
-than it gains.
+Whether a mask is one of these is known from its values, which are read from the GPU in each call. The call waits for that, and
+nothing is remembered: whatever writes to a mask's memory, such as the replay of a CUDA graph, need not tell torch.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 
 from tiledsched.serve import process
 from tiledsched.serve.launch import is_transformed
+from tiledsched.serve.plan_cache import are_ordinary
 
 HIDDEN = -1e4
 """A mask that adds this or less to a score hides the key: diffusers adds it, and float16 holds it."""
-MAX_MASKS = 8
-"""Masks that are remembered. They are kept alive, so that no other mask takes their memory."""
 Ends = tuple[Any, Any]
 """key_starts and key_lengths, `[batch]` int32 each; None in place of one where every sequence starts or ends with the array."""
 
 
-@dataclass
-class _Known:
-    """A mask that was seen."""
+def hidden_ends(mask: Any, q: Any, k: Any) -> Ends | None:
+    """Where the keys start and end that a mask shows to every row; None where the mask hides more, or cannot be read.
 
-    mask: Any
-    version: int
-    read: bool = False
-    ends: Ends | None = None
-
-
-_known: OrderedDict[Any, _Known] = OrderedDict()
-_lock = threading.Lock()
-
-
-def hidden_ends(mask: Any, q: Any, k: Any, *, at_once: bool = False) -> Ends | None:
-    """Where the keys start and end that a mask shows to every row; None where the mask hides more, or was not read yet.
+    The call waits for the GPU. While a CUDA graph is captured no values can be read.
 
     Args:
         mask: `[batch or 1, 1, 1, keys]`, or `[batch, keys]`: True for what is seen, or what is added to scores.
         q, k: `[batch, heads, rows, columns]`.
-        at_once: also read a mask that was never seen before.
     """
     if (
-        type(mask) is not torch.Tensor
+        not isinstance(mask, torch.Tensor)
         or mask.requires_grad
         or mask.device != q.device
         or torch.compiler.is_compiling()
         or is_transformed()
-        or mask.is_inference()
+        or not are_ordinary((mask,))
         or q.ndim != 4
         or k.ndim != 4
     ):
@@ -63,22 +46,10 @@ def hidden_ends(mask: Any, q: Any, k: Any, *, at_once: bool = False) -> Ends | N
         tuple(mask.shape) not in shapes
         or not (mask.dtype == torch.bool or mask.is_floating_point())
         or not mask.numel()
+        or (mask.device.type == process.runtime.device_type and process.runtime.is_capturing())
     ):
         return None
-    key = (mask.data_ptr(), mask.shape[0], mask.shape[-1], mask.stride(0), mask.stride(-1), mask.dtype, q.shape[0])
-    with _lock:
-        found = _known.get(key)
-        new = found is None or found.version != mask._version
-        if new or found is None:
-            found = _known[key] = _Known(mask.detach(), mask._version)
-        _known.move_to_end(key)
-        while len(_known) > MAX_MASKS:
-            _known.popitem(last=False)
-    if not found.read and not (new and not at_once):
-        if mask.is_cuda and process.runtime.is_capturing():
-            return None
-        found.ends, found.read = _read(mask.reshape(mask.shape[0], -1), q.shape[0]), True
-    return found.ends
+    return _read(mask.reshape(mask.shape[0], -1), q.shape[0])
 
 
 def edges(seen: torch.Tensor, *, every: bool = False) -> Ends | None:
@@ -91,10 +62,7 @@ def edges(seen: torch.Tensor, *, every: bool = False) -> Ends | None:
     Returns:
         None where a sequence has padding between its keys. The call waits for the GPU.
     """
-    starts, lengths, whole, left, right, _ = _found(seen)
-    if not whole:
-        return None
-    return starts.to(torch.int32) if left or every else None, lengths.to(torch.int32) if right or every else None
+    return _ends(seen.cpu().numpy(), seen.shape[0], seen.device, every=every)
 
 
 def ends_of(seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,26 +80,30 @@ def ends_of(seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _read(mask: torch.Tensor, batch: int) -> Ends | None:
     """The ends of a mask `[batch or 1, keys]`; None where it hides more than padding."""
-    seen, plain = (mask, None) if mask.dtype == torch.bool else (mask == 0, ((mask == 0) | (mask <= HIDDEN)).all())
-    starts, lengths, whole, left, right, usual = _found(seen, plain)
-    if not (whole and usual):  # a sequence that sees nothing is torch's to answer
+    values = mask.cpu()  # few bytes: to work on them where they are would be twenty launches
+    if values.dtype == torch.bool:
+        seen = values.numpy()
+    else:
+        added = values.double().numpy()
+        seen = added == 0
+        if not (seen | (added <= HIDDEN)).all():
+            return None
+    if not seen.any(1).all():  # a sequence that sees nothing is torch's to answer
         return None
-    starts, lengths = (each.to(torch.int32).expand(batch).contiguous() for each in (starts, lengths))
-    return starts if left else None, lengths if right else None
+    return _ends(seen, batch, mask.device)
 
 
-def _found(seen: torch.Tensor, plain: torch.Tensor | None = None) -> tuple[Any, ...]:
-    """Starts and ends; whether every key between them counts; whether a sequence starts late, and whether one ends early; and
-    whether each sequence has a key and `plain` holds."""
-    columns = seen.shape[1]
-    starts, lengths = ends_of(seen)
-    usual = (lengths > 0).all()
-    answers = torch.stack(
-        [
-            (seen.sum(1) == lengths - starts).all(),
-            (starts > 0).any(),
-            (lengths < columns).any(),
-            usual if plain is None else usual & plain,
-        ]
-    ).tolist()
-    return (starts, lengths, *answers)
+def _ends(seen: Any, batch: int, device: Any, *, every: bool = False) -> Ends | None:
+    """The answer of :func:`edges` on a device for what a NumPy array `[batch or 1, keys]` says."""
+    columns, counts = seen.shape[1], seen.sum(1)
+    starts = seen.argmax(1)
+    lengths = numpy.where(counts, columns - seen[:, ::-1].argmax(1), 0)
+    if (lengths - starts != counts).any():
+        return None
+    both = numpy.empty((2, batch), numpy.int32)
+    both[0], both[1] = starts, lengths
+    left, right = every or starts.any(), every or (lengths < columns).any()
+    if not (left or right):
+        return None, None
+    found = torch.from_numpy(both).to(device)
+    return found[0] if left else None, found[1] if right else None

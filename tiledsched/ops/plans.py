@@ -17,7 +17,7 @@ from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
 from tiledsched.serve import process
 from tiledsched.serve.launch import launch_plan
 from tiledsched.serve.lookup import Served
-from tiledsched.serve.plan import Decision, Plan, choose, make_plan
+from tiledsched.serve.plan import Decision, Plan, beyond_int32, choose, make_plan
 from tiledsched.serve.plan_cache import PlanCache
 from tiledsched.serve.schema import Output
 
@@ -95,7 +95,7 @@ class AttentionCall(NamedTuple):
         batch, heads, seq_q, head_dim = q.shape
         page = 0 if features.block_table is None else k.shape[2]
         seq_k = page * features.block_table.shape[1] if page else k.shape[2]
-        return Attention.problem(
+        problem = Attention.problem(
             seq_q=seq_q,
             seq_k=seq_k,
             page=page,
@@ -110,6 +110,11 @@ class AttentionCall(NamedTuple):
             lse=self.lse,
             **features.fields,
         )
+        if beyond_int32((q, k, v)):  # pages are more than a call reads, and other tensors may be parts of larger ones
+            vars(problem)["wide"] = (
+                True  # as if derived of the sizes: the same problem, by functions with 64-bit indices
+            )
+        return problem
 
     def find_plan(self) -> Plan | str:
         """The plan of the call, or why the kernel cannot serve it.
@@ -208,6 +213,11 @@ def launch_attention(
     return (result[0], result[1].squeeze(-1)) if lse else result
 
 
+def _place(offsets: Any) -> tuple[Any, ...]:
+    """Where in memory offsets lie: two tensors of equal length that lie alike hold the same."""
+    return offsets.data_ptr(), offsets.stride(), offsets.dtype
+
+
 def longest_sequence(problem: Problem, features: AttentionFeatures) -> tuple[int, int] | None:
     """Rows and keys of the longest packed sequence, which a rival takes after the tensors.
 
@@ -215,7 +225,7 @@ def longest_sequence(problem: Problem, features: AttentionFeatures) -> tuple[int
     and keys are packed differently under a mask aligned at the top left, which rivals have only for those packed alike.
     """
     cu_q, cu_k = features.cu_seqlens_q, features.cu_seqlens_k
-    alike = features.block_table is None and (cu_k is cu_q or cu_k.data_ptr() == cu_q.data_ptr())
+    alike = features.block_table is None and (cu_k is cu_q or _place(cu_k) == _place(cu_q))
     if problem.causal and problem.alignment == "top_left" and not alike:
         return None
     rows, keys = features.max_seqlen_q, features.max_seqlen_k or (features.max_seqlen_q if alike else 0)

@@ -62,8 +62,9 @@ def sdpa(
             `[heads, seq_q, head_dim]`, and k and v alike.
         k: `[batch, kv_heads, seq_k, head_dim]`, of q's dtype and device; heads a multiple of kv_heads.
         v: `[batch, kv_heads, seq_k, value_dim]`; value_dim up to 256.
-        attn_mask: a mask tensor (left to torch, unless it is `[batch or 1, 1, 1, seq_k]`, hides padding at the ends only and
-            was seen before), `torch.nn.attention.bias.CausalBias`, or True or False for `causal`.
+        attn_mask: a mask tensor (left to torch, unless it is `[batch or 1, 1, 1, seq_k]` and hides padding at the ends only,
+            which is read from the GPU in each call; key_starts and key_lengths say it without a wait),
+            `torch.nn.attention.bias.CausalBias`, or True or False for `causal`.
         dropout_p: probability of dropout; other than 0 left to torch.
         is_causal: torch's word for `causal=True`.
         scale: positive softmax scale; 1 / sqrt(head_dim) unless given.
@@ -239,7 +240,7 @@ def _attend(
         and features is NO_FEATURES
         and not unserved(q, k, v, None, dropout_p)
     ):
-        ends = hidden_ends(mask, q, k, at_once=settings().fallback == "error")
+        ends = hidden_ends(mask, q, k)
         if ends is not None:
             mask, features = None, read_features(q, k, None, key_starts=ends[0], key_lengths=ends[1])[1]
     return serve_checked(q, k, v, mask, dropout_p, alignment, scale, return_lse, features)

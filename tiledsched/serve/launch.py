@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from cuda.tile import TileError
+from torch.autograd import forward_ad
 
 from tiledsched.core.errors import LaunchError, RivalError
 from tiledsched.serve import process
@@ -29,18 +30,32 @@ MAX_SHARED_BYTES, MAX_SHARED = 1 << 20, 64
 """Scratch arrays of a launch up to so many bytes are kept for the next launch, of so many launches: making them costs the host
 more than everything else but the launch."""
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_autocast = torch.is_autocast_enabled
 _transform_level = torch._C._functorch.maybe_current_level
 _trace_state = torch._C._get_tracing_state
 
 
 def is_plain_call() -> bool:
-    """Whether nothing stands between a call and the launch: no tracing, transform, mode or autocast is active."""
-    return not (_dispatch_modes() or torch.is_autocast_enabled() or _trace_state()) and _transform_level() is None
+    """Whether nothing stands between a call and the launch: no tracing, transform, mode, autocast or forward-mode derivative is
+    active."""
+    return (
+        not (_dispatch_modes() or _autocast() or _trace_state() or forward_ad._current_level >= 0)
+        and _transform_level() is None
+    )
 
 
 def is_transformed() -> bool:
-    """Whether tensors may be stand-ins without memory: in a mode, or in a transform such as `vmap`."""
-    return bool(_dispatch_modes()) or _transform_level() is not None
+    """Whether tensors may be more, or less, than what lies in memory: in a mode, in a transform such as `vmap`, or where they
+    may carry forward-mode derivatives."""
+    return bool(_dispatch_modes()) or _transform_level() is not None or forward_ad._current_level >= 0
+
+
+def has_tangent(tensors: Iterable[Any]) -> bool:
+    """Whether a tensor carries the tangent of a forward-mode derivative (`torch.func.jvp`, `jacfwd`, dual tensors), which no
+    launch computes. Other things than tensors are skipped."""
+    return forward_ad._current_level >= 0 and any(
+        isinstance(each, torch.Tensor) and forward_ad.unpack_dual(each).tangent is not None for each in tensors
+    )
 
 
 def launch_plan(

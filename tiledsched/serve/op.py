@@ -7,22 +7,34 @@ goes through torch's dispatcher. Nothing is tuned inside a call.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.nn import Parameter as TorchParameter
 
-from tiledsched.core.errors import ConfigError, ProblemError, UnsupportedError
-from tiledsched.core.problem import KernelClass
+from tiledsched.core.cases import call_reference, output_specs
+from tiledsched.core.errors import ConfigError, LaunchError, ProblemError, UnsupportedError
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.serve import process
 from tiledsched.serve.explain import Explanation
-from tiledsched.serve.launch import explain_plan, in_lists, is_plain_call, launch_first, launch_plan
+from tiledsched.serve.launch import (
+    explain_plan,
+    has_tangent,
+    in_lists,
+    is_plain_call,
+    is_transformed,
+    launch_first,
+    launch_plan,
+)
 from tiledsched.serve.lookup import Served
-from tiledsched.serve.plan import Plan, choose, make_plan, torch_type
-from tiledsched.serve.plan_cache import PlanCache
+from tiledsched.serve.plan import Plan, beyond_int32, choose, make_plan, overlaps_itself, torch_type
+from tiledsched.serve.plan_cache import PlanCache, are_ordinary
 from tiledsched.serve.schema import NO_DEFAULT, OpSchema
 
 _NAME = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*")
@@ -130,8 +142,12 @@ class Operator:
     def own(self, *given: Any, **named: Any) -> Any:
         """The outputs of our own kernel, also where a rival is served."""
         given = self._bind(given, named)
-        plan = self.plan_for(*given).own
-        return launch_plan(plan, self._split(given)[0], self._numbers(plan, given))
+        tensors, plan = self._split(given)[0], self.plan_for(*given).own
+        if is_transformed() or not are_ordinary(tensors):
+            raise UnsupportedError(
+                f"{self.name}.own launches on what lies in memory; give it ordinary tensors, outside transforms and modes"
+            )
+        return launch_plan(plan, tensors, self._numbers(plan, given))
 
     def plan_for(self, *given: Any, **named: Any) -> Plan:
         """The plan of a call with these arguments.
@@ -195,7 +211,7 @@ class Operator:
         arrays, options = given[: self._arrays], given[self._arrays : self._scalars]
         if not self._irregular:
             return tuple(arrays), tuple(options)
-        in_lists = [each if isinstance(each, (list, tuple)) else (each,) for each in arrays if each is not None]
+        in_lists = map(_listed, arrays)
         counts = tuple([len(each) if isinstance(each, (list, tuple)) else each is not None for each in arrays])
         flat = tuple([each for array in in_lists for each in array])
         return flat, (*[tuple(each) if isinstance(each, list) else each for each in options], counts)
@@ -217,6 +233,11 @@ class Operator:
     def _make_plan(self, given: Sequence[Any], tensors: Sequence[Any], served: Served | None = None) -> Plan | str:
         """The plan of a call on what is `served`, by default the table's answer; or why the kernel cannot serve it."""
         device = self._device_of(tensors)
+        for name, each in zip(self.schema.inputs, given, strict=False):
+            if name in self.schema.changed and any(map(overlaps_itself, _listed(each))):
+                raise ProblemError(
+                    f"{self.name}: {name} is changed in place, and several of its elements lie in one place of memory; clone it"
+                )
         if device.type != process.runtime.device_type:
             return f"its tensors are on {device} and the kernel needs a CUDA device; move them there"
         schema = self.schema
@@ -227,6 +248,9 @@ class Operator:
             raise ProblemError(f"{self.name}: {error}") from error
         plain = not schema.changed and not any(each.kind == "list" for each in schema.parameters)
         plain = plain and not any(each.listed for each in results)
+        for name, each in zip(schema.inputs, given, strict=False):
+            if beyond_int32(_listed(each)) and not self.kernel.array_spec(name, p).wide:
+                return f"{name} is not contiguous and spans more than 2**31 elements; call .contiguous() on it"
         decision = choose(self.name, p, tensors, (lambda: self.kernel.rivals(p)) if plain else None, served)
         if isinstance(decision, str):
             return decision
@@ -261,8 +285,46 @@ class Operator:
         ready = self.cache.ready.get(key)
         if ready is not None:
             return launch(ready, first=False)
+        p = self.schema.empty_problem(given)
+        if p is not None:
+            return self._compute_empty(p, given)
         plan = self._find(key, given, tensors)
         return launch_first(self.cache, key, plan, launch, lambda served: self._make_plan(given, tensors, served))
+
+    def _compute_empty(self, p: Problem, given: Sequence[Any]) -> Any:
+        """The outputs of a call with a size of 0; where they have elements, those that the reference makes of the inputs.
+
+        Raises:
+            LaunchError: inputs have elements that had to be read, and a CUDA graph is being captured.
+        """
+        schema, made = self.schema, self._fake(*given)
+        arrays = dict(zip(schema.inputs, given, strict=False))
+        results = made if isinstance(made, tuple) else (made,)
+        arrays |= dict(zip(schema.outputs, results, strict=False))
+        wanted = [(spec.name, _listed(arrays.get(spec.name))) for spec in output_specs(self.kernel, p)]
+        if not any(each.numel() for _, listed in wanted for each in listed):
+            return made
+        if any(each.numel() for name in schema.inputs for each in _listed(arrays[name])):
+            if process.runtime.is_capturing():
+                raise LaunchError(
+                    f"{self.name}: an array is empty, so that the others are read on the host, which no CUDA graph holds; leave "
+                    "the call out of the graph"
+                )
+            process.warn_once(f"{self.name}: an array is empty; such calls are computed on the host, by the reference")
+        read: dict[str, Any] = {}
+        for name, value in zip((each.name for each in schema.parameters), given, strict=True):
+            if name in schema.inputs and value is not None:
+                on_host = [_on_host(each) for each in _listed(value)]
+                read[name] = on_host if isinstance(value, (list, tuple)) else on_host[0]
+            elif name in self.kernel.scalar_fields and value is not None:
+                read[name] = value
+        for (_, listed), values in zip(wanted, call_reference(self.kernel, numpy, p, read), strict=False):
+            for each, value in zip(listed, _listed(values), strict=True):
+                if numpy.any(value):  # NaN, too
+                    each.copy_(torch.from_numpy(numpy.asarray(value)))
+                else:
+                    each.zero_()  # which a CUDA graph may hold
+        return made
 
     def _fake(self, *given: Any) -> Any:
         """The implementation for tensors without contents."""
@@ -298,6 +360,14 @@ class Operator:
         found = found if isinstance(found, tuple) else (found,)
         return (*found, *(None,) * (len(self.schema.parameters) - len(found)))
 
+    def _refuse_tangents(self, kernel: Callable[..., Any], keys: Any, *given: Any) -> Any:
+        """What torch calls under autograd: `kernel`, where no tensor carries a forward-mode derivative, which launches drop."""
+        if has_tangent(each for argument in given for each in _listed(argument)):
+            raise UnsupportedError(
+                f"forward-mode derivatives are asked for and {self.name} has none; use reverse mode, such as torch.func.vjp"
+            )
+        return kernel(keys, *given)
+
     def _refuse_gradients(self, keys: Any, *given: Any) -> Any:
         """The implementation under autograd of an operator that works in place: go on where nothing requires gradients."""
         if torch.is_grad_enabled() and any(
@@ -306,7 +376,18 @@ class Operator:
             raise UnsupportedError(
                 f"gradients are required and {self.name} works in place; call it under torch.no_grad()"
             )
-        return self._overload.redispatch(keys & torch._C._after_autograd_keyset, *given)
+        # torch resolves pending negations and conjugates of what is read, and of what is written only where it is returned.
+        resolved = [
+            each.resolve_neg().resolve_conj() if name in self.schema.changed and isinstance(each, Tensor) else each
+            for name, each in zip((parameter.name for parameter in self.schema.parameters), given, strict=False)
+        ]
+        pending = [(old, new) for old, new in zip(given, resolved, strict=True) if old is not new]
+        if not pending:
+            return self._overload.redispatch(keys & torch._C._after_autograd_keyset, *given)
+        self._overload(*resolved)
+        for old, new in pending:
+            old.copy_(new)
+        return None
 
 
 def _register(made: Operator) -> Any:
@@ -324,14 +405,29 @@ def _register(made: Operator) -> Any:
     except RuntimeError as error:
         raise ConfigError(f"torch does not take {made.name}{made.schema}: {error}; use another name") from error
     overload = getattr(getattr(torch.ops, namespace), word).default
+
+    def register_guarded(word: str, kernel: Callable[..., Any], key: str, *, with_keyset: bool) -> None:
+        library.impl(word, functools.partial(made._refuse_tangents, kernel), key, with_keyset=with_keyset)
+
     for key in ("CUDA", "CPU"):
         library.impl(word, made._dispatched, key)
     torch.library.register_fake(made.name, made._fake, lib=library)
     if made.schema.changed:
-        library.impl(word, made._refuse_gradients, "Autograd", with_keyset=True)
+        register_guarded(word, made._refuse_gradients, "Autograd", with_keyset=True)
     else:
-        torch.library.register_autograd(made.name, made._differentiate, setup_context=made._remember, lib=library)
+        guarded: Any = SimpleNamespace(impl=register_guarded)
+        torch.library.register_autograd(made.name, made._differentiate, setup_context=made._remember, lib=guarded)
     return overload
+
+
+def _listed(each: Any) -> Sequence[Any]:
+    """The tensors of one argument: of a list, of a single tensor, or none where it is missing."""
+    return () if each is None else each if isinstance(each, (list, tuple)) else (each,)
+
+
+def _on_host(tensor: Tensor) -> Any:
+    """The tensor as the reference takes it: a NumPy array, of float64 where it holds floating-point numbers."""
+    return (tensor.double() if tensor.is_floating_point() else tensor).detach().cpu().numpy()
 
 
 def _plan_key(*call: Any) -> tuple[Any, ...]:

@@ -116,8 +116,6 @@ def choose(
     facts, table = process.device_facts(index), process.table(kernel)  # type: ignore[arg-type]  # a class is hashable
     if not table.known_arch(facts.arch):
         return f"{kernel.name} has no search space for {facts.arch}; add one, or run on another GPU"
-    if _span(tensors) > LARGEST_INT32 and not any(each.wide for each in kernel.arrays(problem)):
-        return "a tensor that is not contiguous spans more than 2**31 elements; call .contiguous() on it"
     served = served or table.resolve(problem, facts.arch, facts.name)
     rival, in_graphs = choose_rivals(served, make_rivals) if make_rivals else (None, None)
     process.log_choice(name, problem, facts, served, rival, in_graphs)
@@ -211,10 +209,22 @@ def scratch_of(specs: Iterable[ArraySpec]) -> tuple[ScratchArray, ...]:
     )
 
 
-def _span(tensors: Sequence[Any]) -> int:
-    """The most elements that lie between the first and the last element of a tensor in memory."""
-    reaches = (sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) for x in tensors)
-    return 1 + max(reaches)
+def beyond_int32(tensors: Iterable[Any]) -> bool:
+    """Whether a 32-bit index does not reach from the first to the last element of a tensor in memory."""
+    return any(
+        sum((size - 1) * stride for size, stride in zip(each.shape, each.stride(), strict=True)) >= LARGEST_INT32
+        for each in tensors
+    )
+
+
+def overlaps_itself(tensor: Any) -> bool:
+    """Whether several elements of a tensor may lie in one place of memory, as `expand` and `unfold` lay them."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return bool(tensor.numel())
+        reach += stride * (size - 1)
+    return False
 
 
 def _layout(tensor: Any) -> tuple[Any, ...]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import operator
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -27,6 +28,31 @@ P = TypeVar("P", bound=Any)
 Tensors = tuple[Any, ...]
 Options = tuple[Any, ...]
 _gradients = torch.is_grad_enabled
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_keys_of = torch._C._dispatch_keys
+_SPECIAL_KEYS = ~functools.reduce(
+    operator.or_,
+    (
+        torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"{kind}{device}")).raw_repr()
+        for kind in ("", "Autograd", "Autocast")
+        for device in ("CPU", "CUDA")
+    ),
+    torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView).raw_repr(),
+)
+"""Every bit of a tensor's dispatch keys but those of an ordinary tensor in the memory of a CPU or GPU."""
+
+
+def are_ordinary(tensors: Iterable[Any]) -> bool:
+    """Whether each tensor is what lies in its memory.
+
+    Others are subclasses (DTensors are), nested, sparse and zero tensors, those with a pending negation or conjugate, and
+    wrappers of transforms: what they hold only torch's dispatcher can say. Forward-mode duals are told by
+    :func:`tiledsched.serve.launch.is_plain_call`.
+    """
+    for each in tensors:  # noqa: SIM110  # faster than all()
+        if type(each) not in _PLAIN or _keys_of(each).raw_repr() & _SPECIAL_KEYS:
+            return False
+    return True
 
 
 class PlanCache(Generic[P]):
@@ -52,7 +78,8 @@ class PlanCache(Generic[P]):
         self.every.append(self)
 
     def find_ready(self, tensors: Tensors, options: Options) -> P | None:
-        """The plan for a call that needs nothing but launches; None where there is none yet, or gradients are required.
+        """The plan for a call that needs nothing but launches; None where there is none yet, gradients are
+        required, or a tensor is not ordinary.
 
         Args:
             tensors: plain tensors, not nested ones: torch's comparison would end the process.
@@ -71,6 +98,8 @@ class PlanCache(Generic[P]):
                     return None
         key = self._key_of(*tensors, *options)
         found = self.ready.get(key)
+        if found is not None and not are_ordinary(tensors):
+            return None
         if found is not None and found is self._found_last:  # twice running: many kinds in turn change nothing
             self._try_first(key, found, tensors, options)
         self._found_last = found

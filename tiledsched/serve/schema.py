@@ -205,13 +205,44 @@ class OpSchema:
         p = self.kernel.problem(
             **{name: int(value) if isinstance(fields[name], Dim) else value for name, value in found.items()}
         )
+        self._check_arrays(p, given)
+        return p
+
+    def empty_problem(self, given: Sequence[Any]) -> Problem | None:
+        """The problem that a call poses where a size is 0 that the kernel needs to be positive; None where there is none.
+
+        It says how large the outputs are, and nothing is launched for it.
+
+        Raises:
+            ProblemError: an array does not fit the others, or a field has a value that is not allowed.
+        """
+        found, fields = self.read(given), self.kernel.fields
+
+        def is_empty(name: str) -> bool:
+            each, value = fields[name], found.get(name)
+            return (isinstance(each, Dim) and each.least > 0 and type(value) is int and not value) or (
+                isinstance(each, Sizes) and value is not None and 0 in value
+            )
+
+        empty = {name: found[name] for name in fields if is_empty(name)}
+        if not empty:
+            return None
+        # Every other value is checked as usual, beside some allowed size in place of each that is 0.
+        allowed = {name: max(1, getattr(fields[name], "least", 1)) for name in empty}
+        allowed |= {name: (1,) for name in empty if isinstance(fields[name], Sizes)}
+        values = self.kernel.problem(**found | allowed).values
+        p = Problem(self.kernel, {**values, **empty})
+        self._check_arrays(p, given)
+        return p
+
+    def _check_arrays(self, p: Problem, given: Sequence[Any]) -> None:
+        """Raise where the arrays of a call are not those of the problem."""
         for name, value in zip(self.inputs, given, strict=False):
             spec = self.kernel.array_spec(name, p)
             if (value is not None) != self.kernel.present(name, p):
                 raise ProblemError(f"{name} must {'not ' * (value is not None)}be given for {p}")
             if value is not None:
                 self._check(spec, list(value) if spec.listed else [value])
-        return p
 
     def _check(self, spec: ArraySpec, tensors: Sequence[Any]) -> None:
         """Raise where the tensors of one array are not as the problem needs them."""
@@ -243,7 +274,7 @@ class OpSchema:
                     raise LookupError(name)
                 shapes: tuple[Any, ...] = (read_shape(each.shape, lambda word: found[word]),)
             except LookupError:
-                p = p or self.problem(given)
+                p = p or self.empty_problem(given) or self.problem(given)
                 shapes = self.kernel.array_spec(name, p).shapes
             layout = found.get(each.layout, self._default(each.layout)) if each.layout not in LAYOUTS else each.layout
             outputs.append(

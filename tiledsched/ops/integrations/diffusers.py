@@ -62,7 +62,7 @@ def attention(
         key: `[batch, seq_k, kv_heads, head_dim]`.
         value: like key.
         attn_mask: None, `[batch, seq_k]`, or what torch's attention takes. One that hides no more than padding at the ends of the
-            keys is served (its values are read once, from the GPU); with any other torch computes.
+            keys is served (its values are read from the GPU in each call); with any other torch computes.
         dropout_p: probability.
         is_causal: limit query row i to key columns 0..i.
         scale: softmax scale; 1 / sqrt(head_dim) unless given.
@@ -83,7 +83,7 @@ def attention(
             "does not serve; use set_attention_backend('native')"
         )
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    ends = None if attn_mask is None or is_causal else hidden_ends(attn_mask, q, k, at_once=True)
+    ends = None if attn_mask is None or is_causal else hidden_ends(attn_mask, q, k)
     if ends is not None:
         return sdpa(
             q, k, v, None, dropout_p, False, scale, enable_gqa, key_starts=ends[0], key_lengths=ends[1]
