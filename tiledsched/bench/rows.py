@@ -12,7 +12,7 @@ from typing import Any
 
 from tiledsched.core.canonical import canonical_json
 from tiledsched.core.errors import ConfigError, ProblemError
-from tiledsched.core.files import csv_text, write_whole
+from tiledsched.core.files import csv_text, from_csv_cell, write_whole
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import problem_from_json
 from tiledsched.measure.estimate import Timing
@@ -208,7 +208,7 @@ def read_rows(path: Path) -> list[BenchRow]:
     found: dict[tuple[Cell, str, str], BenchRow] = {}
     try:
         for cells in csv.DictReader(io.StringIO(whole, newline="")):
-            row = BenchRow.from_csv(cells)
+            row = BenchRow.from_csv({name: from_csv_cell(cell) for name, cell in cells.items()})
             found.pop((row.cell, row.method, row.compiler), None)
             found[row.cell, row.method, row.compiler] = row
     except (KeyError, TypeError, ValueError, ProblemError) as error:

@@ -25,6 +25,7 @@ from tiledsched.cli.app import (
 )
 from tiledsched.cli.output import note, plural, print_table
 from tiledsched.core.errors import ConfigError, FailureKind
+from tiledsched.core.files import csv_cell
 
 if TYPE_CHECKING:
     from tiledsched.store.db import TuningDB
@@ -191,8 +192,8 @@ def query(run: Invocation, sql: str | None, csv: bool, limit: int, timeout: floa
         with run_query(db, sys.stdin.read() if sql == "-" else sql, timeout) as (columns, rows):
             if csv:
                 writer = csv_files.writer(sys.stdout, lineterminator="\n")
-                writer.writerow(columns)
-                writer.writerows(rows)
+                writer.writerow(map(csv_cell, columns))
+                writer.writerows(map(csv_cell, row) for row in rows)
                 return
             found = list(itertools.islice(rows, limit + 1))
     more, found = len(found) > limit, found[:limit]

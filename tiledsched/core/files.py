@@ -9,6 +9,7 @@ import fcntl
 import io
 import lzma
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -35,6 +36,9 @@ SMALL_FILE_BYTES = 1 << 18
 MOST_TYPED = 1 << 22
 """Most bytes of a file that people write by hand: settings, a search space, a list of candidates."""
 
+_ODD = re.compile(r"[^\n\t -~]")
+_FORMULA = re.compile(r"'*[=+@\t-].", re.DOTALL)
+"""How a cell begins that a spreadsheet computes, or one that was kept from it."""
 
 NO_HOME = Path("/nonexistent")
 """Stands for the home folder of a user who has none. Nothing is found there, and nothing can be written there."""
@@ -59,13 +63,17 @@ class TooLargeError(OSError):
 
 
 def read_bounded(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
-    """The contents of a file.
+    """The contents of a file. A pipe that nobody writes to is empty: opening one as usual waits for a writer, perhaps for ever.
 
     Raises:
-        OSError: the file cannot be read, or has more than `most` bytes.
+        OSError: the file cannot be read, has more than `most` bytes, or a name that no file can have.
     """
-    with open(path, "rb") as file:
-        data = file.read(most + 1)
+    try:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            os.set_blocking(file.fileno(), True)
+            data = file.read(most + 1)
+    except ValueError as error:  # NUL, or half a character
+        raise OSError(errno.EINVAL, "no file can have this name") from error
     if len(data) > most:
         raise TooLargeError(most)
     return data
@@ -100,10 +108,42 @@ def unpacked(data: bytes, most: int = MOST_BYTES) -> bytes:
     return found
 
 
+def printable(text: str) -> str:
+    """Text in which what a terminal or a page would obey is spelt out, as in `\\x1b`: control characters, marks that turn the
+    direction of text, and halves of characters. Line breaks and tabs stay.
+    """
+    return _ODD.sub(lambda found: _spelt(found[0]), text)
+
+
+def _spelt(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode()
+
+
+def csv_cell(value: Any) -> Any:
+    """A value as a cell of a CSV file. Text that a spreadsheet would compute gets a `'` in front; see :func:`from_csv_cell`."""
+    if not isinstance(value, str):
+        return value
+    text = printable(value)
+    return f"'{text}" if _FORMULA.match(text) and not _is_number(text) else text
+
+
+def from_csv_cell(cell: str) -> str:
+    """The text of a cell that :func:`csv_cell` wrote."""
+    return cell[1:] if cell[:1] == "'" and _FORMULA.match(cell[1:]) else cell
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def csv_text(
     rows: Iterable[Mapping[str, Any]], columns: Sequence[str] | None = None, *, missing: str = "", head: bool = True
 ) -> str:
-    """Rows as the text of a CSV file.
+    """Rows as the text of a CSV file; see :func:`csv_cell` for its cells.
 
     Args:
         rows: the value of each column; a column that a row lacks, or has None in, is written as `missing`.
@@ -116,8 +156,10 @@ def csv_text(
     text = io.StringIO()
     writer = csv.DictWriter(text, names, restval=missing, lineterminator="\n")
     if head:
-        writer.writeheader()
-    writer.writerows({name: missing if value is None else value for name, value in row.items()} for row in rows)
+        writer.writer.writerow(map(csv_cell, names))
+    writer.writerows(
+        {name: missing if value is None else csv_cell(value) for name, value in row.items()} for row in rows
+    )
     return text.getvalue()
 
 

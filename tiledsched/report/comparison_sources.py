@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tiledsched.core import data_files
 from tiledsched.core.errors import ConfigError, DatabaseError, TiledschedError
+from tiledsched.core.files import from_csv_cell
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
@@ -237,7 +238,7 @@ def _of_report(path: Path) -> list[KnownTime]:
     """The measured rows of a report's schedules.csv."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            rows = list(csv.reader(file))
+            rows = [[*map(from_csv_cell, cells)] for cells in csv.reader(file)]
     except (OSError, UnicodeDecodeError) as error:
         raise DatabaseError(f"cannot read {path}: {error}") from error
     head = rows[0] if rows else []

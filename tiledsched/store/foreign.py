@@ -12,6 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from tiledsched.core.errors import DatabaseError
+from tiledsched.core.files import csv_text, from_csv_cell
 from tiledsched.measure.runner import Measurement
 
 RECORD = "tiledsched"
@@ -41,13 +42,7 @@ def to_csv(measurements: Iterable[Mapping[str, Any]], artifacts: Iterable[Mappin
         whole = {**row, **taken, "artifact": artifact}
         del whole["measurement"]
         rows.append(dict(_flat(whole, "")))
-    text = io.StringIO()
-    writer = csv.DictWriter(
-        text, fieldnames=list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n"
-    )
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+    return csv_text(rows)
 
 
 def _flat(value: Mapping[str, Any], before: str) -> Iterator[tuple[str, str]]:
@@ -85,7 +80,7 @@ def rows_of_csv(text: str, name: str) -> list[dict[str, Any]]:
                 if column is None or cell is None:
                     raise DatabaseError(f"{name}: row {len(rows) + 1} has not as many cells as the header; correct it")
                 if cell:
-                    _put(row, column, json.loads(cell) if _is_json(cell) else cell)
+                    _put(row, column, json.loads(cell) if _is_json(cell) else from_csv_cell(cell))
             rows.append(row)
     except (csv.Error, AttributeError, TypeError) as error:
         raise DatabaseError(f"{name} is no CSV with a header of different names: {error}; {OTHER_FILE}") from error

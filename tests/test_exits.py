@@ -1,0 +1,158 @@
+"""What leaves the program: text from data is text, machine code is what was measured, files that cannot be are one line."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import sqlite3
+
+import pytest
+from rich.console import Console
+from sample_kernels import ScaleAdd
+from store_samples import fill
+
+from tiledsched.cli import main
+from tiledsched.cli.output import table_lines
+from tiledsched.cli.progress import TuneProgress
+from tiledsched.core import fields
+from tiledsched.core.errors import DatabaseError, DeclarationError, SpaceError
+from tiledsched.core.files import csv_cell, csv_text, from_csv_cell, printable
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.space_files import load_space
+from tiledsched.kernels.attention import Attention
+from tiledsched.report.document import Chart, Heading, Paragraph, Table, as_png, to_html, to_markdown
+from tiledsched.store.codec import decode
+from tiledsched.store.db import TuningDB
+
+ODD = "a\x1b[31m\x00\u202eb\u200f\u2028\x9b1m\ud800\r"
+"""What a terminal obeys, what turns the direction of text, and what no text holds."""
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A user's folder in which there is a database; commands find nothing else."""
+    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "tuning.db"))
+    monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
+    with TuningDB.open(tmp_path / "tuning.db") as opened:
+        fill(opened)
+    return tmp_path
+
+
+def is_plain(text: str) -> bool:
+    """Whether nothing in a text is obeyed by who shows it."""
+    return all(each.isprintable() or each in "\n\t" for each in text)
+
+
+# Text from data is text
+
+
+def test_text_is_spelt_out_where_something_would_obey_it():
+    assert printable(ODD) == r"a\x1b[31m\x00\u202eb\u200f\u2028\x9b1m\ud800\r"
+    assert printable("Größe → 128x64\n\tüß") == "Größe → 128x64\n\tüß"
+
+
+def test_a_knobs_text_is_held_to_a_form_at_every_door(tmp_path):
+    for text in ("a\nb", *(f"a{each}" for each in ODD if not each.isprintable())):
+        with pytest.raises(SpaceError, match="cannot be printed"):
+            Schedule(mode=text)
+        with pytest.raises(DatabaseError, match=r"x\.mode.*cannot be printed"):
+            decode(Schedule, {"mode": text}, "x")
+        with pytest.raises(DatabaseError, match=r"x\.mode.*cannot be printed"):
+            decode(Problem, {"kernel": "stranger", "mode": text}, "x")
+    choices = json.dumps(["plain", "a\x1b[31m"])
+    (tmp_path / "s.toml").write_text(f'extends = "attention/sm_90.toml"\n[knobs.tile_m]\nchoices = {choices}\n')
+    with pytest.raises(SpaceError, match=r"tile_m\.choices has text that cannot be printed"):
+        load_space(tmp_path / "s.toml", Attention)
+    assert Schedule(mode="größer, [/nope] =1")["mode"] == "größer, [/nope] =1"
+
+
+def test_a_declared_knob_of_unprintable_text_is_refused():
+    for odd in (
+        {"knobs": {"TILE": ["a", "b\x1b[2J"]}},
+        {"name": "a\u202eb"},
+        {"order": fields.choice("row", "\x9b1m")},
+    ):
+        with pytest.raises(DeclarationError, match="cannot be printed"):
+            type("Odd", (ScaleAdd,), {**odd, "__module__": __name__})
+
+
+@pytest.mark.parametrize("more", [[], ["--csv"], ["--json"]], ids=["table", "csv", "json"])
+def test_a_query_prints_no_escapes(home, capsys, more):
+    sql = "select char(27) || '[31m' || char(8238) || char(0, 155) || 'x' || char(10) as \"a\x1b[2J\", '=1+1' as b"
+    assert main(["db", "query", sql, *more]) == 0
+    out = capsys.readouterr().out
+    assert is_plain(out)
+    assert "u202e" in out
+    if not more:
+        assert len(out.splitlines()) == 2
+
+
+def test_a_damaged_row_is_told_in_plain_text(home, capsys, caplog):
+    with sqlite3.connect(home / "tuning.db") as connection:
+        connection.execute("UPDATE schedules SET knobs = ?", [json.dumps({"tile_m": "\x1b]0;x\x07", "tile_n": 64})])
+        connection.execute("UPDATE builds SET failure_message = 'a' || char(27) || '[2J' || char(8238)")
+    connection.close()
+    for words in (
+        ["show"],
+        ["db", "check"],
+        ["db", "export", str(home / "t.json")],
+        ["db", "query", "select * from builds"],
+    ):
+        main(words)
+        said = capsys.readouterr()
+        assert is_plain(said.out + said.err), words
+        assert "Traceback" not in said.err
+
+
+def test_logs_and_errors_are_plain(home, capsys):
+    assert main(["db", "import", str(home / f"x{ODD.replace(chr(0), '')}.json")]) == 2
+    assert is_plain(capsys.readouterr().err)
+    from tiledsched.cli import _Stderr
+
+    assert is_plain(_Stderr().format(logging.makeLogRecord({"msg": ODD})))
+
+
+def test_markup_in_a_stage_is_not_read():
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, width=200, color_system=None)
+    with TuneProgress(console=console) as progress:
+        for what in ("[/nope]", "[bold]x[/bold]", "\x1b[2J"):
+            progress.stage(Problem("k[/nope]", {"n": 1}), what, 4)
+            progress.best(1.0, Schedule(mode="[red]x[/nope]"))
+            console.print(progress)
+    assert all(word in shown.getvalue() for word in ("[/nope]", "[bold]x[/bold]", "\\x1b[2J", "[red]x[/nope]"))
+
+
+def test_a_report_of_odd_text_is_drawn_and_holds_none():
+    chart = Chart(
+        name="c",
+        spec={"data": {"values": [{"a": ODD, "b": 1}]}, "mark": "bar", "encoding": {"x": {"field": "a"}}},
+        text=ODD,
+    )
+    blocks = [Heading(text=ODD), Paragraph(text=ODD), Table(head=(ODD,), rows=((ODD,),)), chart]
+    for text in (to_markdown(blocks, ["c.svg"]), to_html(blocks[:3], title=ODD)):
+        assert is_plain(text)
+        text.encode()
+    assert "\\u001b" not in to_html(blocks, title="t")  # nor in the data of the chart
+    assert as_png(chart.spec).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("text", ["=1+1", "@x", "+x", "-x", "\tx", "'=x", "''-x", "-1+cmd|' /C calc'!A0"])
+def test_a_cell_that_a_spreadsheet_would_compute_is_text(text):
+    cell = csv_cell(text)
+    assert cell.startswith("'")
+    assert from_csv_cell(cell) == printable(text)
+    assert csv_text([{"=a": text}]).splitlines()[0] == "'=a"
+
+
+@pytest.mark.parametrize("value", ["-1.5", "+3", "-inf", "x=1", "'x", "", "-", -1, 2.5, True, None])
+def test_other_cells_stay_as_they_are(value):
+    assert csv_cell(value) is value or csv_cell(value) == value
+    if isinstance(value, str):
+        assert from_csv_cell(value) == value
+
+
+def test_cells_of_tables_are_one_line():
+    assert table_lines(["a"], [["x\ny\tz"]]) == ["a", "x\\ny\\tz"]
