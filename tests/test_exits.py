@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
+import os
 import sqlite3
+import sys
 
 import pytest
 from rich.console import Console
@@ -16,13 +19,16 @@ from tiledsched.cli import main
 from tiledsched.cli.output import table_lines
 from tiledsched.cli.progress import TuneProgress
 from tiledsched.core import fields
-from tiledsched.core.errors import DatabaseError, DeclarationError, SpaceError
-from tiledsched.core.files import csv_cell, csv_text, from_csv_cell, printable
+from tiledsched.core.config import load_settings
+from tiledsched.core.errors import ConfigError, DatabaseError, DeclarationError, SpaceError
+from tiledsched.core.files import csv_cell, csv_text, from_csv_cell, printable, read_bounded
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import load_space
 from tiledsched.kernels.attention import Attention
 from tiledsched.report.document import Chart, Heading, Paragraph, Table, as_png, to_html, to_markdown
+from tiledsched.serve.bundle import read_bundle
+from tiledsched.serve.entries import load_entries
 from tiledsched.store.codec import decode
 from tiledsched.store.db import TuningDB
 
@@ -156,3 +162,95 @@ def test_other_cells_stay_as_they_are(value):
 
 def test_cells_of_tables_are_one_line():
     assert table_lines(["a"], [["x\ny\tz"]]) == ["a", "x\\ny\\tz"]
+
+
+# Files that cannot be
+
+
+@pytest.fixture
+def unreadable(tmp_path, monkeypatch):
+    """A folder of another user: of what lies in it the system does not even tell whether it is there."""
+    folder, stat = tmp_path / "theirs", os.stat
+    folder.mkdir()
+
+    def refused(path, *given, **more):
+        if isinstance(path, (str, os.PathLike)) and str(path).startswith(f"{folder}/"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *given, **more)
+
+    monkeypatch.setattr(os, "stat", refused)
+    return folder
+
+
+LONG = "x" * 300
+IMPOSSIBLE = {"long": f"{LONG}.db", "no folder": f"/dev/null/{LONG}/x.db", "a device": "/dev/zero", "NUL": "a\0b.db"}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+@pytest.mark.parametrize(
+    "words", [["show"], ["db", "check"], ["db", "query", "select 1"], ["db", "check", "--upgrade"]]
+)
+def test_a_database_that_cannot_be_is_one_line(tmp_path, monkeypatch, capsys, name, words):
+    monkeypatch.chdir(tmp_path)
+    missing = words == ["show"] and name.startswith("/dev/null/")  # a layer that is not there is no fault
+    assert main([*words, "--db", name]) == (0 if missing else 2)
+    assert missing or len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_pipe_is_no_database_and_nobody_waits_for_it(tmp_path, capsys, monkeypatch):
+    os.mkfifo(tmp_path / "pipe.db")
+    for words in (["show"], ["db", "check"], ["db", "check", "--upgrade"]):
+        assert main([*words, "--db", str(tmp_path / "pipe.db")]) == 2
+        assert "no regular file" in capsys.readouterr().err
+    os.mkfifo(tmp_path / "pipe.zip")
+    with pytest.raises(ConfigError, match="not a regular file"):
+        read_bundle(tmp_path / "pipe.zip")
+    assert read_bounded(tmp_path / "pipe.zip") == b""  # nobody writes to it
+
+
+def test_layers_in_another_users_home_are_left_out(unreadable, monkeypatch, caplog):
+    monkeypatch.setenv("HOME", str(unreadable))
+    for name in ("TILEDSCHED_DB", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    settings = load_settings()
+    assert settings.sources == {}
+    assert {entry.layer for entry in load_entries(settings, archs=["sm_90"])} == {"shipped"}
+    assert "Permission denied" in caplog.text
+    assert "left out" in caplog.text
+
+
+def test_a_database_that_may_not_be_seen_is_one_line(unreadable, capsys):
+    for words in (["show"], ["db", "check"]):
+        assert main([*words, "--db", str(unreadable / "x.db")]) == 2
+        assert "Permission denied" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ['db = "a\\u0000b"', 'cache = "\\u0000"', 'site = "x\\u0000"'])
+def test_nul_in_a_setting_is_said(tmp_path, monkeypatch, capsys, text):
+    (tmp_path / "tiledsched.toml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert main(["db", "check"]) == 2
+    assert "holds a NUL" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_gone_is_said(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["doctor"]) == 2
+    assert (
+        capsys.readouterr().err
+        == "tiledsched: the folder that this was called in is gone; change to one that is there\n"
+    )
+
+
+@pytest.mark.parametrize("output", ["/dev/full", None], ids=["full", "closed"])
+def test_output_that_cannot_be_written_is_one_line(monkeypatch, capsys, output):
+    with contextlib.ExitStack() as stack:
+        monkeypatch.setattr(sys, "stdout", output and stack.enter_context(open(output, "w", buffering=1)))
+        monkeypatch.setattr("tiledsched.cli._drop_output", lambda: None)
+        assert main(["--version"]) == 2
+        assert capsys.readouterr().err.startswith(("tiledsched: cannot write to", "tiledsched: standard output is"))
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            stack.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -186,7 +187,7 @@ COLUMNS = list(BenchRow(problem=Problem("", {}), method="", regime="", status=""
 def append_rows(rows: Sequence[BenchRow], path: Path) -> None:
     """Append the rows of a cell to a CSV file in one write; the file is made where there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    begins = not path.exists() or path.stat().st_size == 0
+    begins = not os.path.exists(path) or path.stat().st_size == 0
     text = csv_text([row.to_csv() for row in rows], COLUMNS, head=begins)
     with path.open("a", newline="", encoding="utf-8") as file:
         file.write(text)
@@ -224,7 +225,7 @@ def finished_cells(path: Path, methods: Sequence[str]) -> set[Cell]:
     Raises:
         ConfigError: the file is not a bench, or has other columns.
     """
-    if not path.exists() or path.stat().st_size == 0:
+    if not os.path.exists(path) or path.stat().st_size == 0:
         return set()
     rows = read_rows(path)
     text = path.read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any
 
-from tiledsched.core.errors import TiledschedError
+from tiledsched.core.errors import ConfigError, TiledschedError
 from tiledsched.core.files import printable
 
 INTERRUPTED = 130
@@ -126,6 +126,10 @@ def _run(root: Any, words: Sequence[str], called: Any) -> int:
     """Run what the words name; the exit code. `--help` and `--version` end early."""
     from click.exceptions import Exit
 
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise ConfigError("the folder that this was called in is gone; change to one that is there") from error
     try:
         with root.make_context("tiledsched", list(words), obj=called) as context:
             return int(root.invoke(context) or 0)

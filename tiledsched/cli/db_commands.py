@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv as csv_files
 import itertools
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -154,7 +155,7 @@ def bring_in(run: Invocation, sources: tuple[str, ...]) -> None:
 
 def _is_database(source: str) -> bool:
     """Whether something to import is a database, rather than a file of a table or landscape."""
-    if "://" in source or not Path(source).is_file():
+    if "://" in source or not os.path.isfile(source):
         return "://" in source or source.endswith(".db")
     with open(source, "rb") as file:
         return file.read(len(SQLITE)) == SQLITE

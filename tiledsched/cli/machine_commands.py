@@ -75,7 +75,7 @@ def warmup(
             session = run.session(each)
             warm = warm_path(each, settings, kernel.name)
             path = Path(out) if out else warm
-            in_folder = path.is_dir()
+            in_folder = os.path.isdir(path)
             done = prepare(
                 each,
                 path / f".{os.getpid()}.zip" if in_folder else path,

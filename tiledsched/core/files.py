@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import sys
 import tempfile
 import time
@@ -52,6 +53,21 @@ def user_folder(kind: str) -> Path:
         return Path(getattr(platformdirs, f"user_{kind}_dir")("tiledsched"))
     except RuntimeError:
         return NO_HOME / kind / "tiledsched"
+
+
+def kind_of_file(path: str | os.PathLike[str]) -> str:
+    """`file`, `folder` or `other` (a pipe, a device); empty where there is nothing.
+
+    Raises:
+        OSError: the system does not tell, as of a folder that this user may not read or a name that no file can have.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except ValueError as error:  # NUL, or half a character
+        raise OSError(errno.EINVAL, "no file can have this name") from error
+    return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "other"
 
 
 class TooLargeError(OSError):
@@ -171,13 +187,13 @@ def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:
     """
     data = content.encode("utf-8") if isinstance(content, str) else content
     target = Path(os.path.realpath(path))  # a link stays a link
-    if target.exists() and not target.is_file():
+    if os.path.exists(target) and not os.path.isfile(target):
         target.write_bytes(data)  # a pipe or a terminal, whose place nothing can take; of a folder this raises
         return
     partial = partial_path(target)
     try:
         partial.write_bytes(data)
-        if target.exists():
+        if os.path.exists(target):
             shutil.copymode(target, partial)
         os.replace(partial, target)
     except BaseException:

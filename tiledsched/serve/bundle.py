@@ -6,6 +6,7 @@ stripped cubin for each arch and fingerprint. The same contents give the same by
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -24,7 +25,7 @@ from tiledsched.build.cubin import Artifact, read_artifact
 from tiledsched.core.config import Settings
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ConfigError, TiledschedError
-from tiledsched.core.files import MOST_BYTES, TooLargeError, write_whole
+from tiledsched.core.files import MOST_BYTES, TooLargeError, kind_of_file, write_whole
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import problem_from_json
 from tiledsched.core.schedule import Schedule
@@ -190,7 +191,7 @@ def named_bundle() -> Path | None:
     text = os.environ.get(VARIABLE, "")
     if not text:
         return None
-    if not Path(text).is_file():
+    if not os.path.isfile(text):
         raise ConfigError(f"{VARIABLE} = {text!r}: no such file; {MAKE}")
     return Path(text)
 
@@ -253,6 +254,8 @@ def read_bundle(path: Path) -> Bundle:
         ConfigError: it is no bundle, damaged, or of a newer schema.
     """
     try:
+        if kind_of_file(path) == "other":  # opening a pipe waits for whoever writes to it
+            raise OSError(errno.EINVAL, "not a regular file")
         with zipfile.ZipFile(path) as file:
             index = json.loads(_member(file, INDEX))
     except OSError as error:
