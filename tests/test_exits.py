@@ -6,9 +6,14 @@ import contextlib
 import io
 import json
 import logging
+import lzma
 import os
+import signal
 import sqlite3
+import subprocess
 import sys
+import tracemalloc
+import types
 
 import pytest
 from rich.console import Console
@@ -18,7 +23,7 @@ from store_samples import fill
 from tiledsched.cli import main
 from tiledsched.cli.output import table_lines
 from tiledsched.cli.progress import TuneProgress
-from tiledsched.core import fields
+from tiledsched.core import fields, files
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import ConfigError, DatabaseError, DeclarationError, SpaceError
 from tiledsched.core.files import csv_cell, csv_text, from_csv_cell, printable, read_bounded
@@ -29,6 +34,7 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.report.document import Chart, Heading, Paragraph, Table, as_png, to_html, to_markdown
 from tiledsched.serve.bundle import read_bundle
 from tiledsched.serve.entries import load_entries
+from tiledsched.store import backup
 from tiledsched.store.codec import decode
 from tiledsched.store.db import TuningDB
 
@@ -131,7 +137,7 @@ def test_markup_in_a_stage_is_not_read():
     assert all(word in shown.getvalue() for word in ("[/nope]", "[bold]x[/bold]", "\\x1b[2J", "[red]x[/nope]"))
 
 
-def test_a_report_of_odd_text_is_drawn_and_holds_none():
+def test_a_report_of_odd_text_is_drawn_and_holds_none(monkeypatch):
     chart = Chart(
         name="c",
         spec={"data": {"values": [{"a": ODD, "b": 1}]}, "mark": "bar", "encoding": {"x": {"field": "a"}}},
@@ -141,8 +147,16 @@ def test_a_report_of_odd_text_is_drawn_and_holds_none():
     for text in (to_markdown(blocks, ["c.svg"]), to_html(blocks[:3], title=ODD)):
         assert is_plain(text)
         text.encode()
+    drawn = []
+    drawing = types.SimpleNamespace(
+        javascript_bundle=lambda **given: "", vegalite_to_png=lambda spec, **given: drawn.append(spec) or b"PNG"
+    )
+    monkeypatch.setitem(
+        sys.modules, "vl_convert", drawing
+    )  # the real one takes seconds, and refuses control characters
     assert "\\u001b" not in to_html(blocks, title="t")  # nor in the data of the chart
-    assert as_png(chart.spec).startswith(b"\x89PNG")
+    assert as_png(chart.spec) == b"PNG"
+    assert drawn[0]["data"]["values"] == [{"a": printable(ODD), "b": 1}]
 
 
 @pytest.mark.parametrize("text", ["=1+1", "@x", "+x", "-x", "\tx", "'=x", "''-x", "-1+cmd|' /C calc'!A0"])
@@ -254,3 +268,61 @@ def test_output_that_cannot_be_written_is_one_line(monkeypatch, capsys, output):
         monkeypatch.undo()
         with contextlib.suppress(OSError):
             stack.close()
+
+
+# Nothing is left behind
+
+
+def test_what_unpacks_to_too_much_is_refused_before_it_takes_twice_the_limit(monkeypatch):
+    monkeypatch.setattr(files, "PART_BYTES", 1 << 16)
+    bomb = lzma.compress(bytes(64 << 20), preset=0)
+    tracemalloc.start()
+    try:
+        with pytest.raises(OSError, match="larger than 8 MiB"):
+            files.unpacked(bomb, 8 << 20)
+        assert tracemalloc.get_traced_memory()[1] < 9 << 20
+    finally:
+        tracemalloc.stop()
+    for size in (0, 1, (1 << 16) - 1, 1 << 16, (1 << 16) + 1, 1 << 18):
+        packed = lzma.compress(bytes(size))
+        assert files.unpacked(packed) == bytes(size)
+        for cut in (packed[:-1], packed[: len(packed) // 2], b""):
+            with pytest.raises(EOFError):
+                files.unpacked(cut)
+
+
+def test_a_backup_that_fails_leaves_nothing(home, monkeypatch):
+    def fails(self, *given):
+        raise OSError(28, "No space left on device")
+
+    with TuningDB.open(home / "tuning.db", read_only=True) as opened:
+        before = set(home.iterdir())
+        partial = backup.partial_path(home / "copy.db")
+        monkeypatch.setattr(backup, "partial_path", lambda target: partial)
+        monkeypatch.setattr(os, "replace", fails)
+        for end in ("-journal", "-wal", "-shm"):
+            partial.with_name(partial.name + end).write_bytes(b"")
+        with pytest.raises(DatabaseError, match="cannot write"):
+            backup.back_up(opened, home / "copy.db")
+        assert set(home.iterdir()) == before
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_compile_process_has_all_files_of_cutile_in_its_folder(tmp_path, named):
+    """Also where a script imported cuTile before: the folder that this made is gone, one that the user named stays."""
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "own").mkdir()
+    theirs = tmp_path / "named"
+    code = f"""
+import os, signal, sys, cuda.tile
+from cuda.tile._cext import default_tile_context
+from tiledsched.build.pool import start_process
+start_process({str(tmp_path / "own")!r})
+assert default_tile_context.config.temp_dir == {str(tmp_path / "own")!r}
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "CUDA_TILE_TEMP_DIR": str(theirs) if named else ""}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert theirs.exists() is named

@@ -32,6 +32,8 @@ another machine.
 PREFIX, LOCK = "tiledsched-", "lock"
 MOST_BYTES = 1 << 29
 """Most bytes of a data file that is read. The largest table that ships has a hundredth of it."""
+PART_BYTES = 1 << 24
+"""Bytes that are unpacked at once."""
 SMALL_FILE_BYTES = 1 << 18
 """Bytes that a compiler needs at least for a program and its machine code."""
 MOST_TYPED = 1 << 22
@@ -116,12 +118,17 @@ def unpacked(data: bytes, most: int = MOST_BYTES) -> bytes:
         lzma.LZMAError, EOFError: the compressed data is damaged, or ends early.
     """
     unpacker = lzma.LZMADecompressor(format=lzma.FORMAT_XZ, memlimit=1 << 28)
-    found = unpacker.decompress(data, max_length=most + 1)
-    if len(found) > most:
-        raise TooLargeError(most)
-    if not unpacker.eof:
-        raise EOFError("it ends early")
-    return found
+    parts, size = [], 0
+    while True:  # in parts: a buffer that grows takes twice its size for a moment
+        parts.append(unpacker.decompress(data, max_length=PART_BYTES))
+        size += len(parts[-1])
+        if size > most:
+            raise TooLargeError(most)
+        data = b""
+        if unpacker.eof:
+            return b"".join(parts)
+        if unpacker.needs_input:
+            raise EOFError("it ends early")
 
 
 def printable(text: str) -> str:

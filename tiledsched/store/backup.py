@@ -39,5 +39,6 @@ def back_up(db: TuningDB, path: str | os.PathLike[str], *, replace: bool = False
         except (OSError, sqlite3.Error) as error:
             raise DatabaseError(f"cannot write {target}: {error}; give another path") from error
         finally:
-            partial.unlink(missing_ok=True)
+            for left in (partial, Path(f"{partial}-journal"), Path(f"{partial}-wal"), Path(f"{partial}-shm")):
+                left.unlink(missing_ok=True)
     return target.stat().st_size
