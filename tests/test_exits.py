@@ -326,3 +326,22 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert list((tmp_path / "tmp").iterdir()) == []
     assert theirs.exists() is named
+
+
+def test_a_warmup_that_is_killed_leaves_nothing(tmp_path):
+    (tmp_path / "tmp").mkdir()
+    code = """
+import os, signal, sys
+from tiledsched.cli import main
+from tiledsched.serve import entries
+entries.load_table = lambda *given, **more: (sys.modules["cuda.tile"], os.kill(os.getpid(), signal.SIGKILL))
+main(["warmup", "softmax", "--arch", "sm_90", "-o", "b.zip"])
+"""
+    left_out = ("CUDA_TILE_TEMP_DIR", "TILEDSCHED_DB")
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    environment |= {"TMPDIR": str(tmp_path / "tmp"), "HOME": str(tmp_path), "TILEDSCHED_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert [each.name for each in tmp_path.iterdir()] == ["tmp"]
+    assert list((tmp_path / "tmp").iterdir()) == []

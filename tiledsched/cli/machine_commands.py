@@ -56,7 +56,10 @@ def warmup(
     tiledsched warmup
     tiledsched warmup --arch sm_90 --also any-length,decode -o attention.zip
     """
+    from tiledsched.build.compiler import prepare_process
     from tiledsched.build.pool import BuildPool
+
+    prepare_process()  # before cuTile is imported, which else makes a folder that is left behind where this is killed
     from tiledsched.serve.bundle import warm_path
     from tiledsched.serve.entries import load_entries, load_table
     from tiledsched.serve.warmup import prepare, renamed_by_contents
