@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import optuna
 import pytest
 from optuna.distributions import CategoricalDistribution
@@ -370,6 +371,36 @@ def test_the_surrogate_learns_from_other_tasks_as_far_as_they_are_alike():
 
     assert first(0.9) == {"x": 8, "y": "b", "z": False}
     assert first(0.0) == CANDIDATES[0]  # nothing is known: the first of equals
+
+
+def test_what_the_surrogate_promises_is_the_gaussian_posterior():
+    weights, tried = {"x": 1.0, "y": 2.0, "z": 0.5}, {3: 14.0, 8: 11.0, 20: None}
+    encoder = surrogate.Encoder(CHOICES, weights)
+    expected = surrogate.losses([rough(each) for each in CANDIDATES])
+    made = surrogate.Surrogate(
+        encoder.total,
+        encoder.encode(CANDIDATES),
+        expected,
+        tried,
+        (surrogate._Points(codes=np.zeros((0, 10)), expected=np.zeros(0), task=np.zeros(0, np.int64)), np.zeros(0)),
+        np.ones((1, 1)),
+        np.arange(len(CANDIDATES)),
+    )
+    chosen = made.choose(3)
+
+    apart = np.array([[sum(w for n, w in weights.items() if a[n] != b[n]) for b in CANDIDATES] for a in CANDIDATES])
+    prior = surrogate.UNEVEN * np.exp(-apart) + surrogate.SLOPE * np.outer(expected, expected) + surrogate.LEVEL
+    seen, truth = list(tried), surrogate.losses(list(tried.values()))
+    noise = np.diag(surrogate.NOISE + surrogate.COARSENESS * truth**2)
+    mean = expected + prior[:, seen] @ np.linalg.solve(prior[np.ix_(seen, seen)] + noise, truth - expected[seen])
+    # The last was chosen as if the two before it had come out as expected.
+    seen, noise = [*seen, *chosen[:2]], np.diag([*np.diag(noise), surrogate.NOISE, surrogate.NOISE])
+    solved = np.linalg.solve(prior[np.ix_(seen, seen)] + noise, prior[seen])
+    spread = np.sqrt(np.diag(prior) - np.einsum("ij,ij->j", prior[seen], solved))
+    normal = statistics.NormalDist()
+    promised = [s * (-m / s * normal.cdf(-m / s) + normal.pdf(-m / s)) for m, s in zip(mean, spread, strict=True)]
+    assert made.improvement() == pytest.approx(promised, rel=1e-6)
+    assert chosen[2] == max(set(range(len(CANDIDATES))) - set(chosen[:2]), key=promised.__getitem__)
 
 
 def test_the_surrogate_minimises_and_says_so():

@@ -1,7 +1,8 @@
 """How many small faults the tests notice: `python -m docs.studies.mutations --count 80 --seed 1 --jobs 2 --csv FILE`.
 
-Each fault is one change of one expression in host code (a comparison, a condition, a sign, a result). The test files that
-import the changed module are run on a copy of the checkout; the fault is noticed if one of them fails or hangs.
+Each fault is one change of one expression in host code (a comparison, a condition, a sign, a result). On a copy of the
+checkout the sixteen nearest test files are run: those that import the changed module, then those that import a module that
+does. The fault is noticed if one of them fails or hangs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ROOMS = ("tuning", "serve", "store", "measure", "fleet")
 OTHER = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
 OTHER |= {ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And}
 OTHER |= {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv}
-MOST_FILES = 6
+MOST_FILES = 16
 """Test files run for one fault, those that import the module first."""
 
 
@@ -84,17 +85,25 @@ def is_number(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and type(node.value) in (int, float)
 
 
-def nearest_tests(path: str, tests: dict[str, str]) -> list[str]:
-    """The test files that import a module, those with the fewest imports of the package first."""
+def importers(path: str, files: dict[str, str]) -> list[str]:
+    """The files that import a module."""
     module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     package, _, name = module.rpartition(".")
     wanted = re.compile(rf"{re.escape(module)}\b|from {re.escape(package)} import .*\b{name}\b")
-    found = [test for test, text in tests.items() if wanted.search(text)]
-    if not found:
-        found = [test for test, text in tests.items() if re.search(rf"{re.escape(package)}\b", text)]
-    return sorted(
-        found, key=lambda test: (tests[test].count("import tiledsched") + tests[test].count("from tiledsched"), test)
-    )
+    return [each for each, text in files.items() if wanted.search(text)]
+
+
+def nearest_tests(path: str, tests: dict[str, str], sources: dict[str, str]) -> list[str]:
+    """The test files that import a module, those with the fewest imports of the package first; then in the same order those
+    that import a module that imports it.
+    """
+
+    def by_imports(test: str) -> tuple[int, str]:
+        return tests[test].count("import tiledsched") + tests[test].count("from tiledsched"), test
+
+    near = sorted(importers(path, tests), key=by_imports)
+    next_to = {test for each in importers(path, sources) for test in importers(each, tests)}
+    return [*near, *sorted(next_to - set(near), key=by_imports)]
 
 
 def noticed(fault: Fault, home: Path, tests: list[str], limit_s: float) -> str:
@@ -141,6 +150,7 @@ def main() -> None:
     options = parser.parse_args()
     names = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True).stdout.split()
     tests = {name: Path(name).read_text() for name in names if re.fullmatch(r"tests/test_(?!gpu)\w+\.py", name)}
+    sources = {name: Path(name).read_text() for name in names if re.fullmatch(r"tiledsched/.*\.py", name)}
     draw = random.Random(options.seed)
     each = options.count // len(ROOMS)
     planted: list[Fault] = []
@@ -160,7 +170,7 @@ def main() -> None:
         def judge(fault: Fault) -> list[str]:
             home = homes.get()
             try:
-                files = nearest_tests(fault.path, tests)[:MOST_FILES]
+                files = nearest_tests(fault.path, tests, sources)[:MOST_FILES]
                 outcome = noticed(fault, home, files, options.limit)
             finally:
                 homes.put(home)
