@@ -8,6 +8,7 @@ import json
 import logging
 import lzma
 import os
+import resource
 import signal
 import sqlite3
 import subprocess
@@ -34,7 +35,7 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.report.document import Chart, Heading, Paragraph, Table, as_png, to_html, to_markdown
 from tiledsched.serve.bundle import read_bundle
 from tiledsched.serve.entries import load_entries
-from tiledsched.store import backup
+from tiledsched.store.backup import back_up
 from tiledsched.store.codec import decode
 from tiledsched.store.db import TuningDB
 
@@ -291,19 +292,20 @@ def test_what_unpacks_to_too_much_is_refused_before_it_takes_twice_the_limit(mon
                 files.unpacked(cut)
 
 
-def test_a_backup_that_fails_leaves_nothing(home, monkeypatch):
-    def fails(self, *given):
-        raise OSError(28, "No space left on device")
-
+def test_a_backup_that_fails_leaves_nothing(home):
+    """A copy larger than SQLite's cache has a journal, which SQLite cannot roll back where no more may be written."""
+    with contextlib.closing(sqlite3.connect(home / "tuning.db")) as connection:
+        connection.execute("CREATE TABLE big AS SELECT zeroblob(1000000) FROM (VALUES (1), (2), (3), (4))")
+        connection.commit()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with TuningDB.open(home / "tuning.db", read_only=True) as opened:
         before = set(home.iterdir())
-        partial = backup.partial_path(home / "copy.db")
-        monkeypatch.setattr(backup, "partial_path", lambda target: partial)
-        monkeypatch.setattr(os, "replace", fails)
-        for end in ("-journal", "-wal", "-shm"):
-            partial.with_name(partial.name + end).write_bytes(b"")
-        with pytest.raises(DatabaseError, match="cannot write"):
-            backup.back_up(opened, home / "copy.db")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
+        try:
+            with pytest.raises(DatabaseError, match="cannot write"):
+                back_up(opened, home / "copy.db")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert set(home.iterdir()) == before
 
 

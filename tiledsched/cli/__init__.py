@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None, **fakes: Any) -> int:
     try:
         if COMPLETE in os.environ:
             return shell_complete(root, {}, "tiledsched", COMPLETE, os.environ[COMPLETE])
-        with _ended_by_signals(), redirect_stdout(Results(sys.stdout)):  # type: ignore[type-var]  # delegates to a TextIO
+        with _ended_by_signals(), redirect_stdout(Results(sys.stdout)):
             code = _run(root, words, Invocation(words, **fakes))
             sys.stdout.flush()
             return code
