@@ -22,6 +22,7 @@ from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
+from tiledsched.measure.runner import RivalTime
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import read_table
 from tiledsched.tuning.effort import EFFORTS
@@ -491,6 +492,28 @@ def test_nothing_is_stored_where_time_ran_out_before_what_is_served_was_built(db
     assert not found.stored
     assert found.left == 1
     assert db.entries() == []
+
+
+def test_times_of_rivals_are_kept_with_the_machine_code_where_they_are_not_timed_again(db) -> None:
+    recorded = Recorded(LANDSCAPES[0])
+    timed = RivalTime(name="cudnn", median_us=2.0, ours_us=1.0, ratio=2.0, ratio_low=1.9, ratio_high=2.1, samples=9)
+    first = tune(recorded, db, trials=4, rivals=lambda problem, candidate: [timed])
+    assert first.entry.rivals == (timed,)
+    for rivals in (None, lambda problem, candidate: None):
+        assert tune(recorded, db, trials=4, rivals=rivals).entry.rivals == (timed,)
+    other = dataclasses.replace(recorded.toolchain, tileiras="99.0")
+    assert (
+        tune(recorded.recompiled(), db, toolchain=other, trials=4).entry.rivals is None
+    )  # known of other machine code
+
+
+@pytest.mark.parametrize("change", [{"accum_mode": "fp16"}, {"tile_m": 8}])
+def test_what_is_served_of_another_accuracy_or_cannot_work_takes_no_part(db, change) -> None:
+    recorded = Recorded(LANDSCAPES[0])
+    served = recorded.listed[0].replace(**change)
+    found = tune(recorded, db, served=served, trials=2)
+    assert served not in recorded.schedules
+    assert found.entry.schedule != served
 
 
 def test_what_ships_says_where_to_look_first(db) -> None:
