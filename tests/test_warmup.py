@@ -58,12 +58,10 @@ def program(problem=PROBLEM, schedule=SCHEDULE, fingerprint="ab" * 12) -> Bundle
     return BundledProgram(kernel="attention", arch=ARCH, schedule=schedule, problem=problem, fingerprint=fingerprint)
 
 
-def write(path: Path, programs=None, *, entries=(), source_hash=None) -> Path:
+def write(path: Path, programs=None, *, entries=(), source_hash=None, compiler="a compiler") -> Path:
     programs = [program()] if programs is None else programs
     made = {(each.arch, each.fingerprint): artifact(each.fingerprint, ARCH) for each in programs}
-    write_bundle(
-        path, programs, made, list(entries), {"attention": source_hash or Attention.source_hash()}, "a compiler"
-    )
+    write_bundle(path, programs, made, list(entries), {"attention": source_hash or Attention.source_hash()}, compiler)
     return path
 
 
@@ -104,8 +102,8 @@ def test_what_is_no_bundle_is_refused_with_what_to_do(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"text\.zip is no bundle"):
         read_bundle(tmp_path / "text.zip")
     with zipfile.ZipFile(tmp_path / "newer.zip", "w") as file:
-        file.writestr("bundle.json", json.dumps({"schema_version": 2}))
-    with pytest.raises(ConfigError, match="schema_version 2, this tiledsched reads 1"):
+        file.writestr("bundle.json", json.dumps({"schema_version": 3}))
+    with pytest.raises(ConfigError, match="schema_version 3, this tiledsched reads 2"):
         read_bundle(tmp_path / "newer.zip")
     bundle = read_bundle(write(tmp_path / "good.zip"))
     with pytest.raises(ConfigError, match="damaged"):
@@ -164,17 +162,17 @@ def test_a_damaged_warm_bundle_costs_nothing_and_a_damaged_named_one_is_an_error
         "[]",
         "{}",
         "[" * 50_000,
-        json.dumps({"schema_version": 1}),
+        json.dumps({"schema_version": 2}),
         json.dumps(
             {
-                "schema_version": 1,
+                "schema_version": 2,
                 "source_hashes": [],
                 "compiler": "c",
                 "entries": [],
                 "programs": [{"kernel": "attention"}],
             }
         ),
-        json.dumps({"schema_version": 1, "source_hashes": {}, "compiler": "c", "entries": 3, "programs": 5}),
+        json.dumps({"schema_version": 2, "source_hashes": {}, "compiler": "c", "entries": 3, "programs": 5}),
     ],
     ids=["a list", "empty", "deep", "no programs", "half a program", "numbers"],
 )
@@ -202,6 +200,53 @@ def test_other_machine_code_than_the_bundle_says_is_refused(tmp_path, monkeypatc
     monkeypatch.setattr(bundles, "read_artifact", lambda code, arch: artifact("cd" * 12, arch))
     with pytest.raises(ConfigError, match="is machine code cdcdcd"):
         bundle.artifact(program())
+
+
+BUILT = replace(served_entries.SUMMARY.toolchain, cuda_tile="1.7.0")
+COMPILER = BUILT.compiler
+BESIDE = PROBLEM.replace(seq_q=2048, seq_k=2048)
+"""Another problem that the same machine code computes."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({}, True),
+        ({"problem": BESIDE}, True),
+        ({"fingerprint": "cd" * 12}, False),
+        ({"problem": PROBLEM.replace(causal=True)}, False),
+        ({"schedule": SCHEDULE.replace(occupancy=3)}, False),
+        ({"toolchain": replace(BUILT, tileiras="13.5.37")}, False),
+        ({"source_hash": "0" * 12}, False),
+        ({"provenance": "modelled"}, False),
+    ],
+    ids=lambda given: next(iter(given), "its own problem") if isinstance(given, dict) else "",
+)
+def test_a_program_that_was_measured_is_the_one_that_was_measured(tmp_path, named_code, changes, refused) -> None:
+    """A bundle whose programs are other machine code than its entries say, under another name, is damaged."""
+    values = {"provenance": "measured", "measurement": None, "toolchain": BUILT} | changes
+    measured = entry(**({"fingerprint": "ab" * 12, "source_hash": Attention.source_hash()} | values))
+    path = write(tmp_path / "b.zip", [program(fingerprint="cd" * 12)], entries=[measured], compiler=COMPILER)
+    bundle = read_bundle(path)
+    if refused:
+        with pytest.raises(ConfigError, match=r"is damaged .*is not machine code abab.*, which was measured"):
+            bundle.artifact(bundle.programs[0])
+    else:
+        assert bundle.artifact(bundle.programs[0]).fingerprint == "cd" * 12
+
+
+def test_what_a_fingerprint_leaves_out_is_checked_too(tmp_path, monkeypatch) -> None:
+    """Bits of a cubin that a launch reads and the fingerprint does not: the hash of the whole file tells them."""
+    path = write(tmp_path / "b.zip")
+    monkeypatch.setattr(bundles, "read_artifact", lambda code, arch: artifact("ab" * 12, arch))
+    assert read_bundle(path).artifact(program()).fingerprint == "ab" * 12
+    with zipfile.ZipFile(path) as file:
+        held = {name: file.read(name) for name in file.namelist()}
+    with zipfile.ZipFile(path, "w") as file:
+        for name, data in held.items():
+            file.writestr(name, data if name == "bundle.json" else data[:-1] + b"?")
+    with pytest.raises(ConfigError, match="has another hash"):
+        read_bundle(path).artifact(program())
 
 
 # Which launches may use a program

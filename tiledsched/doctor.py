@@ -414,12 +414,12 @@ def _evidence(machine: Machine) -> Finding:
 
 def _cache(machine: Machine) -> Finding:
     cache = machine.settings.cache
-    folder = (Path(cache).expanduser() if cache else default_cache_folder()).absolute()
-    existing = next(each for each in (folder, *folder.parents) if each.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+    folder = Path(os.path.abspath(os.path.expanduser(cache) if cache else default_cache_folder()))
+    existing = next(each for each in (folder, *folder.parents) if os.path.exists(each))
+    if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
         return Finding("broken", f"{folder} cannot be written", "name another folder with TILEDSCHED_CACHE")
     free = machine.free_bytes(existing)
-    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    sizes = [path.stat().st_size for path in folder.rglob("*") if os.path.isfile(path)]
     what = f"{_plural(len(sizes), 'file', 'files')}, {decimal(sum(sizes))}" if existing == folder else "will be created"
     detail = f"{folder}: {what}; {decimal(free)} free"
     if free >= LITTLE_SPACE:

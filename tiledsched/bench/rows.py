@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from tiledsched.core.canonical import canonical_json
 from tiledsched.core.errors import ConfigError, ProblemError
-from tiledsched.core.files import csv_text, write_whole
+from tiledsched.core.files import csv_text, from_csv_cell, write_whole
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import problem_from_json
 from tiledsched.measure.estimate import Timing
@@ -186,7 +187,7 @@ COLUMNS = list(BenchRow(problem=Problem("", {}), method="", regime="", status=""
 def append_rows(rows: Sequence[BenchRow], path: Path) -> None:
     """Append the rows of a cell to a CSV file in one write; the file is made where there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    begins = not path.exists() or path.stat().st_size == 0
+    begins = not os.path.exists(path) or path.stat().st_size == 0
     text = csv_text([row.to_csv() for row in rows], COLUMNS, head=begins)
     with path.open("a", newline="", encoding="utf-8") as file:
         file.write(text)
@@ -208,7 +209,7 @@ def read_rows(path: Path) -> list[BenchRow]:
     found: dict[tuple[Cell, str, str], BenchRow] = {}
     try:
         for cells in csv.DictReader(io.StringIO(whole, newline="")):
-            row = BenchRow.from_csv(cells)
+            row = BenchRow.from_csv({name: from_csv_cell(cell) for name, cell in cells.items()})
             found.pop((row.cell, row.method, row.compiler), None)
             found[row.cell, row.method, row.compiler] = row
     except (KeyError, TypeError, ValueError, ProblemError) as error:
@@ -224,7 +225,7 @@ def finished_cells(path: Path, methods: Sequence[str]) -> set[Cell]:
     Raises:
         ConfigError: the file is not a bench, or has other columns.
     """
-    if not path.exists() or path.stat().st_size == 0:
+    if not os.path.exists(path) or path.stat().st_size == 0:
         return set()
     rows = read_rows(path)
     text = path.read_text(encoding="utf-8")

@@ -65,7 +65,7 @@ class ArtifactStore:
             ConfigError: the folder cannot be written to, or is full.
         """
         path = self.path(artifact.arch, artifact.fingerprint)
-        if path.is_file():
+        if os.path.isfile(path):
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ class ArtifactStore:
 
     def has(self, arch: str, fingerprint: str) -> bool:
         """Whether the artifact is here."""
-        return self.path(arch, fingerprint).is_file()
+        return os.path.isfile(self.path(arch, fingerprint))
 
     def get(self, arch: str, fingerprint: str) -> Artifact | None:
         """The artifact, or None where it is not here or the file is damaged (a damaged file is removed)."""

@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -34,6 +35,7 @@ def start_process(folder: str) -> None:
     """
     os.setpgrp()
     _end_with_parent()
+    named = os.environ.get("CUDA_TILE_TEMP_DIR")
     tempfile.tempdir = os.environ["TMPDIR"] = os.environ["CUDA_TILE_TEMP_DIR"] = folder
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
     prepare_process()
@@ -41,6 +43,11 @@ def start_process(folder: str) -> None:
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # None: not to be imported
     with contextlib.suppress(ImportError):  # whoever compiles finds out
         importlib.import_module("cuda.tile.compilation")  # takes as long as many a compile
+        # Where a script, which these processes import first, imported cuTile, that has made a folder of its own by now.
+        config = importlib.import_module("cuda.tile._cext").default_tile_context.config
+        before, config.temp_dir = config.temp_dir, folder
+        if not named and before != folder:
+            shutil.rmtree(before, ignore_errors=True)
 
 
 def _end_with_parent() -> None:

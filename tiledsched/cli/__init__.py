@@ -9,10 +9,11 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any
 
-from tiledsched.core.errors import TiledschedError
+from tiledsched.core.errors import ConfigError, TiledschedError
+from tiledsched.core.files import printable
 
 INTERRUPTED = 130
 COMPLETE = "_TILEDSCHED_COMPLETE"
@@ -32,6 +33,10 @@ class _Stderr(logging.StreamHandler):
             return
         self.stream = sys.stderr
         super().emit(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, printable: it may hold words of a database or a compiler."""
+        return printable(super().format(record))
 
 
 class Ended(KeyboardInterrupt):
@@ -82,33 +87,60 @@ def main(arguments: Sequence[str] | None = None, **fakes: Any) -> int:
 
     from tiledsched.cli.app import Invocation
     from tiledsched.cli.commands import root
+    from tiledsched.cli.output import OutputError, Results, note
 
     words = list(sys.argv[1:] if arguments is None else arguments)
     logging.basicConfig(handlers=[_Stderr()], format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     try:
         if COMPLETE in os.environ:
             return shell_complete(root, {}, "tiledsched", COMPLETE, os.environ[COMPLETE])
-        with (
-            _ended_by_signals(),
-            root.make_context("tiledsched", list(words), obj=Invocation(words, **fakes)) as context,
-        ):
-            return int(root.invoke(context) or 0)
-    except click.exceptions.Exit as done:  # --help and --version
-        return done.exit_code
+        with _ended_by_signals(), redirect_stdout(Results(sys.stdout)):
+            code = _run(root, words, Invocation(words, **fakes))
+            sys.stdout.flush()
+            return code
     except click.UsageError as error:
         where = f"; see {error.ctx.command_path} --help" if error.ctx else ""
-        print(f"tiledsched: {error.format_message().rstrip('.')}{where}".replace("?; see", "? see"), file=sys.stderr)
+        note(f"tiledsched: {error.format_message().rstrip('.')}{where}".replace("?; see", "? see"))
         return 2
     except TiledschedError as error:
-        print(f"tiledsched: {error}", file=sys.stderr)
+        note(f"tiledsched: {error}")
+        if isinstance(error, OutputError):
+            _drop_output()
         return error.exit_code
     except KeyboardInterrupt as interrupt:
         with suppress(OSError):  # the terminal may be gone
-            print("tiledsched: interrupted; everything finished so far is stored, run again to go on", file=sys.stderr)
+            note("tiledsched: interrupted; everything finished so far is stored, run again to go on")
         return 128 + interrupt.number if isinstance(interrupt, Ended) else INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader (head, less) has gone
+        _drop_output()  # the reader (head, less) has gone
         return 0
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        note(
+            f"tiledsched: {where}{error.strerror or error}; see that it is there, that you may use it and that it has room"
+        )
+        return 2
+
+
+def _run(root: Any, words: Sequence[str], called: Any) -> int:
+    """Run what the words name; the exit code. `--help` and `--version` end early."""
+    from click.exceptions import Exit
+
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise ConfigError("the folder that this was called in is gone; change to one that is there") from error
+    try:
+        with root.make_context("tiledsched", list(words), obj=called) as context:
+            return int(root.invoke(context) or 0)
+    except Exit as done:
+        return done.exit_code
+
+
+def _drop_output() -> None:
+    """Send to nowhere what Python still has to write as it ends: it cannot be written."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv as csv_files
 import itertools
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from tiledsched.cli.app import (
 )
 from tiledsched.cli.output import note, plural, print_table
 from tiledsched.core.errors import ConfigError, FailureKind
+from tiledsched.core.files import csv_cell
 
 if TYPE_CHECKING:
     from tiledsched.store.db import TuningDB
@@ -153,7 +155,7 @@ def bring_in(run: Invocation, sources: tuple[str, ...]) -> None:
 
 def _is_database(source: str) -> bool:
     """Whether something to import is a database, rather than a file of a table or landscape."""
-    if "://" in source or not Path(source).is_file():
+    if "://" in source or not os.path.isfile(source):
         return "://" in source or source.endswith(".db")
     with open(source, "rb") as file:
         return file.read(len(SQLITE)) == SQLITE
@@ -192,8 +194,8 @@ def query(run: Invocation, sql: str | None, csv: bool, limit: int, timeout: floa
         with run_query(db, sys.stdin.read() if sql == "-" else sql, timeout) as (columns, rows):
             if csv:
                 writer = csv_files.writer(sys.stdout, lineterminator="\n")
-                writer.writerow(columns)
-                writer.writerows(rows)
+                writer.writerow(map(csv_cell, columns))
+                writer.writerows(map(csv_cell, row) for row in rows)
                 return
             found = list(itertools.islice(rows, limit + 1))
     more, found = len(found) > limit, found[:limit]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -172,7 +173,7 @@ def _plan(run: Invocation, name: str, given: dict[str, Any], archs: list[str], l
     if name == "bench":
         if given["summary"]:
             raise ConfigError("a fleet sums up no files; leave out --summary")
-        if given["csv"] and Path(given["csv"]).exists():
+        if given["csv"] and os.path.exists(given["csv"]):
             raise ConfigError(f"{given['csv']} is there already; choose another file")
         choose_methods(kernel, given["methods"], problems)  # a wrong name would fail every problem on every host
     return plan(name, kernel, problems, archs, options=options, limits=limits)

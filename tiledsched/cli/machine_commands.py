@@ -56,7 +56,10 @@ def warmup(
     tiledsched warmup
     tiledsched warmup --arch sm_90 --also any-length,decode -o attention.zip
     """
+    from tiledsched.build.compiler import prepare_process
     from tiledsched.build.pool import BuildPool
+
+    prepare_process()  # before cuTile is imported, which else makes a folder that is left behind where this is killed
     from tiledsched.serve.bundle import warm_path
     from tiledsched.serve.entries import load_entries, load_table
     from tiledsched.serve.warmup import prepare, renamed_by_contents
@@ -75,7 +78,7 @@ def warmup(
             session = run.session(each)
             warm = warm_path(each, settings, kernel.name)
             path = Path(out) if out else warm
-            in_folder = path.is_dir()
+            in_folder = os.path.isdir(path)
             done = prepare(
                 each,
                 path / f".{os.getpid()}.zip" if in_folder else path,

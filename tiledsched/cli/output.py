@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from tiledsched.core.errors import TiledschedError
+from tiledsched.core.files import printable
 
 
 def width() -> int:
@@ -16,9 +20,55 @@ def width() -> int:
     return shutil.get_terminal_size((sys.maxsize, 0)).columns
 
 
+class OutputError(TiledschedError):
+    """Standard output cannot be written to."""
+
+
+class Results:
+    """Standard output. What stands in data and a terminal would obey (see :func:`printable`) is spelt out.
+
+    Raises:
+        OutputError: standard output is closed, or cannot be written to.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        if stream is None:
+            raise OutputError("standard output is closed; send it to /dev/null if it is not wanted")
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write text, printable."""
+        with _writable():
+            return self._stream.write(printable(text))
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        with _writable():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def _writable() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:  # whoever read it has gone, which is no fault
+        raise
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise OutputError(f"cannot write to standard output: {why}; send it somewhere else") from error
+
+
 def note(text: str) -> None:
-    """Print one line of progress on standard error."""
-    print(text, file=sys.stderr, flush=True)
+    """Print one line of progress on standard error. Where that is full or closed, nobody is told."""
+    try:
+        print(printable(text), file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError:
+        return
 
 
 def plural(count: int, one: str, many: str = "") -> str:
@@ -49,13 +99,18 @@ def table_lines(columns: Sequence[str], rows: Iterable[Iterable[Any]], right: Co
         rows: the values; None is an empty cell.
         right: the columns whose values are aligned to the right.
     """
-    lines = [columns, *(["" if value is None else str(value) for value in row] for row in rows)]
+    lines = [columns, *(["" if value is None else one_line(str(value)) for value in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     aligned = [str.rjust if name in right else str.ljust for name in columns]
     return [
         "  ".join(align(text, size) for align, text, size in zip(aligned, line, widths, strict=True)).rstrip()
         for line in lines
     ]
+
+
+def one_line(text: str) -> str:
+    """Text as a cell of a table, in which line breaks and tabs are spelt out, too."""
+    return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], right: Collection[str] = ()) -> None:
@@ -67,7 +122,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], right: Co
     longest = max(map(len, columns))
     for row in rows:
         for name, value in zip(columns, row, strict=True):
-            print_wrapped(f"{name.ljust(longest)}  {'' if value is None else value}")
+            print_wrapped(f"{name.ljust(longest)}  {'' if value is None else one_line(str(value))}")
         print()
 
 

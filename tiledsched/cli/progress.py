@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from tiledsched.cli.output import note
+from tiledsched.core.files import printable
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 
@@ -42,7 +43,7 @@ class TuneProgress:
     ) -> None:
         self._console, self._clock = console or Console(stderr=True), clock
         columns = BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("{task.fields[left]}")
-        self._bar = Progress(TextColumn("{task.description}"), *columns, expand=True)
+        self._bar = Progress(TextColumn("{task.description}", markup=False), *columns, expand=True)
         self._task = self._bar.add_task("", left="")
         self._live = Live(self, console=self._console, transient=True)
         self._problems, self._seen = problems, dict[Problem, None]()
@@ -60,7 +61,7 @@ class TuneProgress:
 
     def __rich__(self) -> Group:
         """What a terminal shows: the problem, the bar of the stage, and the best schedule so far."""
-        return Group(Text(self._title), self._bar, Text(self._best))
+        return Group(Text(printable(self._title)), self._bar, Text(printable(self._best)))
 
     def stage(self, problem: Problem, what: str, total: int) -> None:
         """Begin a stage: draw a new bar, or print a line."""
@@ -70,7 +71,7 @@ class TuneProgress:
         self._modelled = what == MODELLED_STAGE
         place = f"[{len(self._seen)}/{self._problems}] " if self._problems > 1 else ""
         self._title = f"{place}{problem}"
-        self._bar.reset(self._task, total=total, description=what, left="")
+        self._bar.reset(self._task, total=total, description=printable(what), left="")
         if total and not self._console.is_terminal:
             note(f"{self._what} {total}")
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from tiledsched.core import data_files
 from tiledsched.core.errors import ConfigError
-from tiledsched.core.files import read_toml, user_folder
+from tiledsched.core.files import kind_of_file, read_toml, user_folder
 from tiledsched.core.schedule import KnobValue
 
 PREFIX = "TILEDSCHED_"
@@ -157,12 +157,13 @@ def load_settings(
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        if not path.exists():
+        kind = kind_of_file(path)
+        if not kind:
             return {}
-        if not path.is_file():
+        if kind != "file":
             raise ConfigError(f"{path} is not a file, and settings are read from it; remove or rename it")
         table = read_toml(path)
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
+    except (FileNotFoundError, PermissionError):
         return {}
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; remove it or make it readable") from error
@@ -216,6 +217,10 @@ def check_setting(name: str, value: Any, where: str) -> Any:
 
 
 def _read_value(name: str, value: Any, kind: type, where: str) -> KnobValue:
+    if isinstance(value, str) and "\0" in value:
+        raise ConfigError(
+            f"{where}: {name} = {value!r} holds a NUL, which no name of a file and no knob has; take it out"
+        )
     if type(value) is kind:
         return kind(value)
     if isinstance(value, str) and kind is bool and value.lower() in TRUTHS:

@@ -9,8 +9,10 @@ import fcntl
 import io
 import lzma
 import os
+import re
 import secrets
 import shutil
+import stat
 import sys
 import tempfile
 import time
@@ -30,11 +32,16 @@ another machine.
 PREFIX, LOCK = "tiledsched-", "lock"
 MOST_BYTES = 1 << 29
 """Most bytes of a data file that is read. The largest table that ships has a hundredth of it."""
+PART_BYTES = 1 << 24
+"""Bytes that are unpacked at once."""
 SMALL_FILE_BYTES = 1 << 18
 """Bytes that a compiler needs at least for a program and its machine code."""
 MOST_TYPED = 1 << 22
 """Most bytes of a file that people write by hand: settings, a search space, a list of candidates."""
 
+_ODD = re.compile(r"[^\n\t -~]")
+_FORMULA = re.compile(r"'*[=+@\t-].", re.DOTALL)
+"""How a cell begins that a spreadsheet computes, or one that was kept from it."""
 
 NO_HOME = Path("/nonexistent")
 """Stands for the home folder of a user who has none. Nothing is found there, and nothing can be written there."""
@@ -50,6 +57,21 @@ def user_folder(kind: str) -> Path:
         return NO_HOME / kind / "tiledsched"
 
 
+def kind_of_file(path: str | os.PathLike[str]) -> str:
+    """`file`, `folder` or `other` (a pipe, a device); empty where there is nothing.
+
+    Raises:
+        OSError: the system does not tell, as of a folder that this user may not read or a name that no file can have.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except ValueError as error:  # NUL, or half a character
+        raise OSError(errno.EINVAL, "no file can have this name") from error
+    return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "other"
+
+
 class TooLargeError(OSError):
     """A file is larger than a file of its kind may be."""
 
@@ -59,13 +81,17 @@ class TooLargeError(OSError):
 
 
 def read_bounded(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
-    """The contents of a file.
+    """The contents of a file. A pipe that nobody writes to is empty: opening one as usual waits for a writer, perhaps for ever.
 
     Raises:
-        OSError: the file cannot be read, or has more than `most` bytes.
+        OSError: the file cannot be read, has more than `most` bytes, or a name that no file can have.
     """
-    with open(path, "rb") as file:
-        data = file.read(most + 1)
+    try:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            os.set_blocking(file.fileno(), True)
+            data = file.read(most + 1)
+    except ValueError as error:  # NUL, or half a character
+        raise OSError(errno.EINVAL, "no file can have this name") from error
     if len(data) > most:
         raise TooLargeError(most)
     return data
@@ -92,18 +118,55 @@ def unpacked(data: bytes, most: int = MOST_BYTES) -> bytes:
         lzma.LZMAError, EOFError: the compressed data is damaged, or ends early.
     """
     unpacker = lzma.LZMADecompressor(format=lzma.FORMAT_XZ, memlimit=1 << 28)
-    found = unpacker.decompress(data, max_length=most + 1)
-    if len(found) > most:
-        raise TooLargeError(most)
-    if not unpacker.eof:
-        raise EOFError("it ends early")
-    return found
+    parts, size = [], 0
+    while True:  # in parts: a buffer that grows takes twice its size for a moment
+        parts.append(unpacker.decompress(data, max_length=PART_BYTES))
+        size += len(parts[-1])
+        if size > most:
+            raise TooLargeError(most)
+        data = b""
+        if unpacker.eof:
+            return b"".join(parts)
+        if unpacker.needs_input:
+            raise EOFError("it ends early")
+
+
+def printable(text: str) -> str:
+    """Text in which what a terminal or a page would obey is spelt out, as in `\\x1b`: control characters, marks that turn the
+    direction of text, and halves of characters. Line breaks and tabs stay.
+    """
+    return _ODD.sub(lambda found: _spelt(found[0]), text)
+
+
+def _spelt(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode()
+
+
+def csv_cell(value: Any) -> Any:
+    """A value as a cell of a CSV file. Text that a spreadsheet would compute gets a `'` in front; see :func:`from_csv_cell`."""
+    if not isinstance(value, str):
+        return value
+    text = printable(value)
+    return f"'{text}" if _FORMULA.match(text) and not _is_number(text) else text
+
+
+def from_csv_cell(cell: str) -> str:
+    """The text of a cell that :func:`csv_cell` wrote."""
+    return cell[1:] if cell[:1] == "'" and _FORMULA.match(cell[1:]) else cell
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def csv_text(
     rows: Iterable[Mapping[str, Any]], columns: Sequence[str] | None = None, *, missing: str = "", head: bool = True
 ) -> str:
-    """Rows as the text of a CSV file.
+    """Rows as the text of a CSV file; see :func:`csv_cell` for its cells.
 
     Args:
         rows: the value of each column; a column that a row lacks, or has None in, is written as `missing`.
@@ -116,8 +179,10 @@ def csv_text(
     text = io.StringIO()
     writer = csv.DictWriter(text, names, restval=missing, lineterminator="\n")
     if head:
-        writer.writeheader()
-    writer.writerows({name: missing if value is None else value for name, value in row.items()} for row in rows)
+        writer.writer.writerow(map(csv_cell, names))
+    writer.writerows(
+        {name: missing if value is None else csv_cell(value) for name, value in row.items()} for row in rows
+    )
     return text.getvalue()
 
 
@@ -129,13 +194,13 @@ def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:
     """
     data = content.encode("utf-8") if isinstance(content, str) else content
     target = Path(os.path.realpath(path))  # a link stays a link
-    if target.exists() and not target.is_file():
+    if os.path.exists(target) and not os.path.isfile(target):
         target.write_bytes(data)  # a pipe or a terminal, whose place nothing can take; of a folder this raises
         return
     partial = partial_path(target)
     try:
         partial.write_bytes(data)
-        if target.exists():
+        if os.path.exists(target):
             shutil.copymode(target, partial)
         os.replace(partial, target)
     except BaseException:

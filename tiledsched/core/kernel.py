@@ -104,6 +104,14 @@ def _fail(kernel: KernelClass, field: str, why: str) -> None:
 
 
 def _check_parts(kernel: KernelClass) -> None:
+    words = [word for each in kernel.fields.values() if isinstance(each, Choice) for word in each.words]
+    for text in (kernel.name, *kernel.suites, *words):
+        if not str(text).isprintable():
+            _fail(
+                kernel,
+                "name",
+                f"{text!r} is text that cannot be printed; call the kernel, suite or choice something else",
+            )
     for name, part in (("cost", Cost), ("similarity", Similarity)):
         if not isinstance(getattr(kernel, name), part):
             _fail(

@@ -88,7 +88,7 @@ def load_kernel(where: str) -> KernelClass:
     if not colon:
         return kernel_named(where)
     path = Path(place if place.endswith(".py") else f"{place}.py")
-    module = _load_file(path) if place.endswith(".py") or path.is_file() else _load_module(place)
+    module = _load_file(path) if place.endswith(".py") or os.path.isfile(path) else _load_module(place)
     found = getattr(module, class_name, None)
     if not _is_kernel(found):
         made = [name for name, each in vars(module).items() if _is_kernel(each)]
@@ -173,7 +173,7 @@ def _load_file(path: Path) -> Any:
     name = FILE_PREFIX + re.sub(r"\W", "_", path.stem) + "_" + stable_id(str(path), 8)
     if name in sys.modules:
         return sys.modules[name]
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(f"there is no file {path}; name it as path/file.py:Class")
 
     def run() -> Any:

@@ -51,7 +51,7 @@ class Schedule(Mapping[str, KnobValue]):
     the hash of the JSON, where they differ.
 
     Raises:
-        SpaceError: a value that is neither int, bool nor str.
+        SpaceError: a value that is neither int, bool nor str, or text that cannot be printed.
     """
 
     __slots__ = ("_hash", "_id", "_values")
@@ -63,6 +63,10 @@ class Schedule(Mapping[str, KnobValue]):
         for name, value in merged.items():
             if not isinstance(value, (bool, int, str)):
                 raise SpaceError(f"knob {name!r} must be an integer, true/false or a string, got {value!r}")
+            if isinstance(value, str) and not value.isprintable():
+                raise SpaceError(
+                    f"knob {name!r} is text that cannot be printed: {value!r}; take out what is not a letter or mark"
+                )
         self._values: dict[str, KnobValue] = {name: merged[name] for name in sorted(merged)}
         self._hash = self._id = None  # most schedules are never asked for them
 

@@ -208,6 +208,8 @@ def _knob(path: Path, name: str, table: Mapping[str, Any]) -> Knob:
                 f"{path}: knobs.{name}.choices must all be of one kind (integers, true/false or strings), "
                 f"got {choices!r}"
             )
+        if isinstance(choice, str) and not choice.isprintable():
+            raise SpaceError(f"{path}: knobs.{name}.choices has text that cannot be printed, {choice!r}; correct it")
     default = table.get("default", choices[0])
     if not contains(choices, default):
         raise SpaceError(f"{path}: knobs.{name}.default = {default!r} is not one of its choices {choices}")

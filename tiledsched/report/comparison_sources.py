@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from tiledsched.core import data_files
 from tiledsched.core.errors import ConfigError, DatabaseError, TiledschedError
+from tiledsched.core.files import from_csv_cell
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
@@ -103,7 +105,7 @@ def _split(word: str) -> tuple[str, str]:
     source, at, selector = word.rpartition("@")
     if at and source and "/" not in selector:
         return source, selector
-    if word == SHIPPED or "://" in word or Path(word).expanduser().exists():
+    if word == SHIPPED or "://" in word or os.path.exists(os.path.expanduser(word)):
         return word, ""
     if "/" in word or word.endswith((".db", *TABLES)):
         raise ConfigError(f"there is no {word}; give {ACCEPTED}")
@@ -127,8 +129,8 @@ def _evidence(source: str, db: str | None, wanted: Wanted) -> Evidence:
             own = _stored(db, wanted)
             entries, measurements = [*own[0], *entries], [*own[1], *measurements]
         return entries, measurements
-    path = Path(source).expanduser()
-    if "://" not in source and (path.is_dir() or source.endswith(TABLES)):
+    path = Path(os.path.expanduser(source))
+    if "://" not in source and (os.path.isdir(path) or source.endswith(TABLES)):
         return _files(path)
     if not database_exists(source):
         raise ConfigError(f"there is no database at {source}; give {ACCEPTED}")
@@ -141,7 +143,7 @@ def _shipped(wanted: Wanted) -> Evidence:
 
 
 def _files(path: Path) -> Evidence:
-    found = sorted(each for each in path.rglob("*") if each.name.endswith(TABLES)) if path.is_dir() else [path]
+    found = sorted(each for each in path.rglob("*") if each.name.endswith(TABLES)) if os.path.isdir(path) else [path]
     if not found:
         raise ConfigError(f"{path} holds no table and no landscape; give {ACCEPTED}")
     return _read(found)
@@ -237,7 +239,7 @@ def _of_report(path: Path) -> list[KnownTime]:
     """The measured rows of a report's schedules.csv."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            rows = list(csv.reader(file))
+            rows = [[*map(from_csv_cell, cells)] for cells in csv.reader(file)]
     except (OSError, UnicodeDecodeError) as error:
         raise DatabaseError(f"cannot read {path}: {error}") from error
     head = rows[0] if rows else []

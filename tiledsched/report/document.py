@@ -12,7 +12,7 @@ from typing import Any
 
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.extras import installing
-from tiledsched.core.files import write_whole
+from tiledsched.core.files import printable, write_whole
 
 VEGA_LITE = "6.4"
 NOTHING = "-"
@@ -157,14 +157,14 @@ def as_svg(spec: Mapping[str, Any]) -> bytes:
     """
     import vl_convert
 
-    return str(vl_convert.vegalite_to_svg({**spec, "config": CONFIG}, vl_version=VEGA_LITE)).encode()
+    return str(vl_convert.vegalite_to_svg({**_shown(spec), "config": CONFIG}, vl_version=VEGA_LITE)).encode()
 
 
 def as_png(spec: Mapping[str, Any]) -> bytes:
     """A chart as a PNG file, with one and a half pixels to a unit."""
     import vl_convert
 
-    return bytes(vl_convert.vegalite_to_png({**spec, "config": CONFIG}, vl_version=VEGA_LITE, scale=1.5))
+    return bytes(vl_convert.vegalite_to_png({**_shown(spec), "config": CONFIG}, vl_version=VEGA_LITE, scale=1.5))
 
 
 def to_markdown(blocks: Sequence[Block], drawn: Collection[str] = ()) -> str:
@@ -200,7 +200,7 @@ def _plain(text: str) -> str:
     """One line of text whose only markup is code. Runs of backticks become one backtick, since Markdown pairs runs of
     equal length.
     """
-    parts = CODE.split(re.sub("`+", "`", " ".join(text.split())))
+    parts = CODE.split(re.sub("`+", "`", printable(" ".join(text.split()))))
     return "".join(_code(part) if place % 2 else _escaped(part) for place, part in enumerate(parts))
 
 
@@ -243,7 +243,7 @@ def to_html(blocks: Sequence[Block], *, title: str) -> str:
             "<head>",
             '<meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{html.escape(title)}</title>",
+            f"<title>{html.escape(printable(title))}</title>",
             f"<style>\n{(own / 'page.css').read_text()}</style>",
             "</head>",
             "<body>",
@@ -286,8 +286,8 @@ def _html(block: Block) -> str:
             ]
         )
     if isinstance(block, Chart):
-        data = json.dumps(block.spec, separators=(",", ":")).replace("<", "\\u003c")
-        place = f'<div class="chart" data-spec="{block.name}" role="img" aria-label="{html.escape(block.text)}"></div>'
+        data = json.dumps(_shown(block.spec), separators=(",", ":")).replace("<", "\\u003c")
+        place = f'<div class="chart" data-spec="{block.name}" role="img" aria-label="{html.escape(printable(block.text))}"></div>'
         return f'<script type="application/json" id="{block.name}">{data}</script>\n{place}'
     if isinstance(block, Contents):
         return ""
@@ -303,4 +303,13 @@ def _html(block: Block) -> str:
 
 
 def _inline(text: str) -> str:
-    return CODE.sub(r"<code>\1</code>", html.escape(text))
+    return CODE.sub(r"<code>\1</code>", html.escape(printable(text)))
+
+
+def _shown(spec: Any) -> Any:
+    """A chart's values with every text printable: a control character has no place in an SVG file."""
+    if isinstance(spec, Mapping):
+        return {_shown(key): _shown(value) for key, value in spec.items()}
+    if isinstance(spec, (list, tuple)):
+        return [_shown(value) for value in spec]
+    return printable(spec) if isinstance(spec, str) else spec

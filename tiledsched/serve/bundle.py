@@ -1,11 +1,13 @@
 """A bundle: built machine code in one file, for processes that must not compile and machines that cannot.
 
-It is a zip file that holds `bundle.json` (what the programs are, and the entries they serve) and one stripped cubin for
-each arch and fingerprint. The same contents give the same bytes.
+It is a zip file that holds `bundle.json` (what the programs are, the entries they serve, and the hash of each cubin) and one
+stripped cubin for each arch and fingerprint. The same contents give the same bytes.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import io
 import json
 import os
@@ -21,15 +23,16 @@ from typing import Any
 from tiledsched.build.artifacts import default_cache_folder
 from tiledsched.build.cubin import Artifact, read_artifact
 from tiledsched.core.config import Settings
+from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ConfigError, TiledschedError
-from tiledsched.core.files import MOST_BYTES, TooLargeError, write_whole
+from tiledsched.core.files import MOST_BYTES, TooLargeError, kind_of_file, write_whole
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import problem_from_json
 from tiledsched.core.schedule import Schedule
 from tiledsched.store.codec import decode
 from tiledsched.store.records import Entry
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """The version of `bundle.json`."""
 VARIABLE = "TILEDSCHED_BUNDLE"
 """The environment variable that names a bundle, used in addition to those that `tiledsched warmup` wrote to the cache folder."""
@@ -84,6 +87,8 @@ class Bundle:
     """The programs it holds."""
     table: Sequence[Any] = field(repr=False)
     """The tuned table it was made from, undecoded: a process that only needs a program does not read the evidence."""
+    hashes: Mapping[str, str] = field(repr=False)
+    """The SHA-256 of each cubin by its name in the file. A fingerprint leaves out names and some of what a launch reads."""
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
@@ -99,22 +104,58 @@ class Bundle:
         return [each for each in self.programs if (each.kernel, each.arch) == (kernel.name, arch)]
 
     def artifact(self, program: BundledProgram) -> Artifact:
-        """The machine code of one of its programs, checked against its fingerprint.
+        """The machine code of one of its programs, checked against its hash, its fingerprint, and the entries that it serves.
 
         Raises:
             ConfigError: the file is damaged, or holds other machine code.
         """
+        name = program.cubin_name
         try:
             with zipfile.ZipFile(self.path) as file:
-                code = _member(file, program.cubin_name)
+                code = _member(file, name)
             artifact = read_artifact(code, program.arch)
+            measured = self._measured(program)
         except Exception as error:  # damage may look like anything
-            raise ConfigError(f"{self.path} is damaged ({program.cubin_name}: {error}); {MAKE}") from error
+            raise ConfigError(f"{self.path} is damaged ({name}: {error}); {MAKE}") from error
+        wrong = ""
         if artifact.fingerprint != program.fingerprint:
-            raise ConfigError(
-                f"{self.path} is damaged ({program.cubin_name} is machine code {artifact.fingerprint}); {MAKE}"
-            )
+            wrong = f"is machine code {artifact.fingerprint}"
+        elif hashlib.sha256(code).hexdigest() != self.hashes.get(name):
+            wrong = "has another hash than the bundle lists"
+        elif measured and program.fingerprint not in measured:
+            wrong = f"is not machine code {min(measured)}, which was measured"
+        if wrong:
+            raise ConfigError(f"{self.path} is damaged ({name} {wrong}); {MAKE}")
         return replace(artifact, cubin=code)
+
+    def _measured(self, program: BundledProgram) -> set[str]:
+        """The fingerprints that its entries name for a program: what was measured of this source, under this compiler."""
+        rows = [
+            row
+            for row in self.table
+            if row["kernel"] == program.kernel
+            and row["arch"] == program.arch
+            and row["schedule"].items()
+            <= program.schedule.items()  # a bundle's programs have every knob, old entries not
+            and row.get("source_hash") == self.source_hashes.get(program.kernel)
+        ]
+        entries = (decode(Entry, row, self.path.name) for row in rows)
+        return {
+            entry.fingerprint
+            for entry in entries
+            if entry.provenance == "measured"
+            and entry.fingerprint
+            and entry.toolchain is not None
+            and entry.toolchain.compiler == self.compiler
+            and _built_for(entry.problem, program) == _built_for(program.problem, program)
+        }
+
+
+def _built_for(problem: Problem, program: BundledProgram) -> str:
+    """What the machine code of a program would depend on, were it built for this problem."""
+    from tiledsched.core.launch import problem_class  # imports cuTile, which who only reads entries does without
+
+    return problem_class(problem.declaration, problem, program.schedule, arch_spec(program.arch)).id
 
 
 def _member(file: zipfile.ZipFile, name: str) -> bytes:
@@ -150,7 +191,7 @@ def named_bundle() -> Path | None:
     text = os.environ.get(VARIABLE, "")
     if not text:
         return None
-    if not Path(text).is_file():
+    if not os.path.isfile(text):
         raise ConfigError(f"{VARIABLE} = {text!r}: no such file; {MAKE}")
     return Path(text)
 
@@ -187,12 +228,13 @@ def write_bundle(
         "programs": [program.to_json() for program in programs],
         "entries": [entry.to_json() for entry in entries],
     }
-    names = {program.cubin_name: artifacts[program.arch, program.fingerprint].cubin for program in programs}
+    cubins = {program.cubin_name: artifacts[program.arch, program.fingerprint].cubin for program in programs}
+    index["hashes"] = {name: hashlib.sha256(cubin).hexdigest() for name, cubin in cubins.items()}
     contents = io.BytesIO()
     with zipfile.ZipFile(contents, "w") as file:
         _add(file, INDEX, (json.dumps(index, sort_keys=True, indent=1) + "\n").encode())
-        for name in sorted(names):
-            _add(file, name, names[name])
+        for name in sorted(cubins):
+            _add(file, name, cubins[name])
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, contents.getvalue())
@@ -212,6 +254,8 @@ def read_bundle(path: Path) -> Bundle:
         ConfigError: it is no bundle, damaged, or of a newer schema.
     """
     try:
+        if kind_of_file(path) == "other":  # opening a pipe waits for whoever writes to it
+            raise OSError(errno.EINVAL, "not a regular file")
         with zipfile.ZipFile(path) as file:
             index = json.loads(_member(file, INDEX))
     except OSError as error:
@@ -238,6 +282,7 @@ def read_bundle(path: Path) -> Bundle:
             compiler=str(index["compiler"]),
             programs=programs,
             table=list(index["entries"]),
+            hashes=dict(index["hashes"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError, TiledschedError) as error:
         raise ConfigError(f"{path} is no bundle ({type(error).__name__}: {error}); {MAKE}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -98,8 +99,8 @@ def _read(paths: Sequence[Path], read: Callable[[Path], Sequence[Entry]], kernel
 
 def _site(where: str, kernel: str) -> Layer:
     """The site's layer, which may be a database, a table, or a folder of tables."""
-    path = Path(where).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(where))
+    if os.path.isdir(path):
         paths = sorted(each for each in path.rglob("*.json*") if each.name.endswith(TABLES))
     elif where.endswith(TABLES):
         paths = [path]

@@ -23,8 +23,8 @@ def back_up(db: TuningDB, path: str | os.PathLike[str], *, replace: bool = False
         DatabaseError: the file exists and `replace` is false, it cannot be written, or the database is on a server, which has
             tools of its own for backups.
     """
-    target = Path(path).expanduser()
-    if target.exists() and not replace:
+    target = Path(os.path.expanduser(path))
+    if os.path.exists(target) and not replace:
         raise DatabaseError(f"{target} is there already; give another path, or pass --force")
     partial = partial_path(target)
     with db.reading() as session:
@@ -39,5 +39,6 @@ def back_up(db: TuningDB, path: str | os.PathLike[str], *, replace: bool = False
         except (OSError, sqlite3.Error) as error:
             raise DatabaseError(f"cannot write {target}: {error}; give another path") from error
         finally:
-            partial.unlink(missing_ok=True)
+            for left in (partial, Path(f"{partial}-journal"), Path(f"{partial}-wal"), Path(f"{partial}-shm")):
+                left.unlink(missing_ok=True)
     return target.stat().st_size

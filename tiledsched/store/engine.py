@@ -22,6 +22,7 @@ from sqlalchemy.pool import StaticPool
 
 from tiledsched.core import data_files
 from tiledsched.core.errors import DatabaseError, TiledschedError
+from tiledsched.core.files import kind_of_file
 from tiledsched.store.location import location
 
 HEAD = "0001"
@@ -63,7 +64,7 @@ def resolve_url(url: str | os.PathLike[str] | None) -> URL:
 
 
 def _sqlite_url(path: str) -> URL:
-    return URL.create("sqlite", database=None if path == ":memory:" else str(Path(path).expanduser().absolute()))
+    return URL.create("sqlite", database=None if path == ":memory:" else os.path.abspath(os.path.expanduser(path)))
 
 
 def create_engine(url: URL, *, read_only: bool) -> Engine:
@@ -103,18 +104,19 @@ def create_engine(url: URL, *, read_only: bool) -> Engine:
 
 def _file_engine(path: Path, read_only: bool) -> Engine:
     try:
-        if read_only and not path.exists():
+        kind = kind_of_file(path)
+        if read_only and not kind:
             raise DatabaseError(f"there is no database at {path}; run `tiledsched tune` first, or {ELSEWHERE}")
         if not read_only:
             path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DatabaseError(f"cannot use {path}: {error}; {ELSEWHERE}") from error
-    if path.is_dir():
-        raise DatabaseError(f"{path} is a folder; {ELSEWHERE}")
+        raise DatabaseError(f"cannot use {path}: {error.strerror}; {ELSEWHERE}") from error
+    if kind not in ("", "file"):  # SQLite waits for ever for whoever writes to a pipe, and heeds no signal
+        raise DatabaseError(f"{path} is {'a folder' if kind == 'folder' else 'no regular file'}; {ELSEWHERE}")
     query = {"mode": "rwc"}
     if read_only:
         # A WAL database needs its -shm file, which cannot be made in a folder that is read-only (an installed one).
-        sealed = not os.access(path.parent, os.W_OK) and not Path(f"{path}-wal").exists()
+        sealed = not os.access(path.parent, os.W_OK) and not os.path.exists(f"{path}-wal")
         query = {"immutable": "1"} if sealed else {"mode": "ro"}
     url = URL.create("sqlite", database=path.as_uri(), query={**query, "uri": "true"})
     return sa.create_engine(url, connect_args={"check_same_thread": False})

@@ -15,6 +15,7 @@ from typing import Any
 
 from tiledsched.core.errors import DatabaseError
 from tiledsched.core.fields import Knob
+from tiledsched.core.files import csv_text, from_csv_cell
 from tiledsched.core.space import UNKNOWN
 from tiledsched.measure.runner import Measurement
 
@@ -51,13 +52,7 @@ def to_csv(measurements: Iterable[Mapping[str, Any]], artifacts: Iterable[Mappin
         whole = {**row, **taken, "artifact": artifact}
         del whole["measurement"]
         rows.append(dict(_flat(whole, "")))
-    text = io.StringIO()
-    writer = csv.DictWriter(
-        text, fieldnames=list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n"
-    )
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+    return csv_text(rows)
 
 
 def _flat(value: Mapping[str, Any], before: str) -> Iterator[tuple[str, str]]:
@@ -95,7 +90,7 @@ def rows_of_csv(text: str, name: str) -> list[dict[str, Any]]:
                 if column is None or cell is None:
                     raise DatabaseError(f"{name}: row {len(rows) + 1} has not as many cells as the header; correct it")
                 if cell:
-                    _put(row, column, json.loads(cell) if _is_json(cell) else cell)
+                    _put(row, column, json.loads(cell) if _is_json(cell) else from_csv_cell(cell))
             rows.append(row)
     except (csv.Error, AttributeError, TypeError) as error:
         raise DatabaseError(f"{name} is no CSV with a header of different names: {error}; {OTHER_FILE}") from error

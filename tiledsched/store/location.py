@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 
 def location(url: str | os.PathLike[str] | None) -> str:
@@ -33,4 +32,11 @@ def database_exists(url: str | os.PathLike[str] | None) -> bool:
         return True
     if found:
         path = path.partition("?")[0].removeprefix("/")  # sqlite:///PATH
-    return path not in ("", ":memory:") and Path(path).expanduser().exists()  # `open` explains what is no file
+    if path in ("", ":memory:"):
+        return False
+    from tiledsched.core.files import kind_of_file
+
+    try:
+        return bool(kind_of_file(os.path.expanduser(path)))
+    except OSError:  # `open` says why, as it does of what is no file
+        return True

@@ -103,12 +103,14 @@ def check_values(values: Mapping[str, Any], where: str) -> None:
     """Check the values of a schedule's knobs or of a problem's fields, and their names.
 
     Raises:
-        DatabaseError: a name or a number is not allowed; the message names it.
+        DatabaseError: a name, a number or text is not allowed; the message names it.
     """
     for name, value in values.items():
         if not name.isidentifier():
             raise DatabaseError(f"{where}: {name!r} is not a name: allowed are letters, digits and _; correct it")
         kind = type(value)
+        if kind is str and not value.isprintable():
+            raise DatabaseError(f"{where}.{name}: {value!r} is text that cannot be printed; correct the value")
         if kind is bool or (kind is int and -SMALL < value < SMALL) or (kind is str and name != "kernel"):
             continue  # nearly all of them, and tables hold tens of thousands
         if name == "kernel":
