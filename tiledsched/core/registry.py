@@ -259,7 +259,7 @@ def _restored(name: str, where: str, values: Mapping[str, Value], omitted: froze
     Another kernel that this process knows by the same name, from another file, is not taken for it.
     """
     known = _known.get(name)
-    if known is not None and where in ("", _place(known)):  # type: ignore[arg-type]  # a class is hashable
+    if known is not None and where in ("", _place(known)):
         return Problem(known, values, omitted=omitted)
     for find, place in ((load_kernel, where or name), (kernel_named, name)):
         with contextlib.suppress(ConfigError, DeclarationError):
