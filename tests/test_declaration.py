@@ -126,7 +126,7 @@ def kinds(step):
         ({"reference": lambda xp, X: ()}, "reference: returns 0 arrays; the outputs are Out"),
         (
             {"reference": lambda xp, Y: Y},
-            "reference: its parameter 'Y' is called like nothing declared; known are X, factor",
+            "reference: its parameter 'Y' is called like nothing declared; known are factor, X",
         ),
         ({"reference": lambda xp, X: X @ X @ X}, "reference: for"),
         ({"X": ts.array("lines columns")}, "X: 'lines' is no size; known are columns, dtype, rows and numbers"),

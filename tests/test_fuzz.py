@@ -36,7 +36,7 @@ from tiledsched.kernels.matmul import Matmul
 from tiledsched.kernels.rms_norm import RmsNorm
 from tiledsched.kernels.softmax import Softmax
 from tiledsched.measure.replay import ReplayRunner
-from tiledsched.serve.bundle import INDEX, read_bundle
+from tiledsched.serve.bundle import INDEX, SCHEMA_VERSION, read_bundle
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import (
@@ -379,9 +379,10 @@ def index_of() -> dict:
         "fingerprint": "f" * 24,
     }
     return {
-        "schema_version": 1,
+        "schema_version": SCHEMA_VERSION,
         "source_hashes": {"attention": "abc"},
         "compiler": "13.4",
+        "hashes": {f"cubins/sm_90/{'f' * 24}.cubin": "0" * 64},
         "programs": [program],
         "entries": [{**entry, "measurement": None, "measurement_id": None, "run_id": None}],
     }
