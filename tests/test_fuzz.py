@@ -1,7 +1,7 @@
 """Whatever a file, a variable or a command line holds: it is taken, or refused in words; soon, in little memory, and in its folder.
 
 Valid inputs are changed where they stand: values replaced, keys dropped or renamed, parts wrapped and doubled. Few examples each;
-more with FUZZ_EXAMPLES=2000 pytest tests/test_fuzz.py.
+more with FUZZ_EXAMPLES=3000 pytest tests/test_fuzz.py.
 """
 
 from __future__ import annotations

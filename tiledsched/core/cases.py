@@ -28,7 +28,7 @@ LARGE_FACTORS = (96.0, 16.0)
 """The first whose right outputs can be judged is taken. With 96, exponentials overflow in float32 (above e^88) and do not in
 the float64 (e^709) of a reference."""
 ROUNDING = RELATIVE_ERRORS | {"float32": 2.0**-21}
-"""Type -> eight times its rounding error, as a share of a value."""
+"""Type -> what rounding to it may cost, as a share of a value: the usual limit, and for float32 without its room for tf32."""
 OFFSET = 1.0
 SPREAD = 0.05
 
