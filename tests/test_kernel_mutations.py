@@ -274,7 +274,6 @@ MUTATIONS_ASKED = {
     "late keys unmasked": ("first_masked = max(first_masked - first, 0)", "first_masked = first_masked"),
     "the first step forgotten": ("i = i + keys.span.first", "i = i"),
     "half a turn skipped": (" // step_n // turn * turn", " // step_n"),
-    "no step where nothing is seen": ("steps = max(steps - first, 1)", "steps = steps - first"),
     "the window beyond the keys": ("min(first_key, most) //", "first_key //"),
     "early turns unmasked": ("ct.cdiv(keys.span.left, const.UNROLL) *", "keys.span.left // const.UNROLL *"),
     "backward ends exchanged": ("keys.steps - last, keys.steps - left", "keys.steps - left, keys.steps - last"),
@@ -584,7 +583,6 @@ def battery_asked(kernel):
         (capped, {"loop_split": True}, {}),
         (window.replace(window=100), {"loop_split": True, "tile_n": 64}, {}),
         (window.replace(seq_k=90), {"qk_ahead": True}, {}),
-        (window.replace(seq_k=70, alignment="bottom_right"), {"qk_ahead": True}, {}),
         (window.replace(seq_q=300, seq_k=64), flat, {}),
         (window.replace(seq_k=256, seq_q=256), in_turns | {"loop_split": True}, {}),
         (window.replace(window=150), split, {}),
@@ -646,7 +644,7 @@ def battery_placed(kernel):
         (packed.replace(alignment="bottom_right"), {"loop_split": True, "persistent": "strided"}, own),
         (packed.replace(causal=False), {"kv_splits": 2, "tma_loads": False}, own),
         (paged, {}, lengths | {"Table": table}),
-        (paged.replace(causal=False), {}, lengths | {"Table": table}),
+        (paged.replace(causal=False), {"loop_split": True}, lengths | {"Table": table}),
     ):
         check(problem, schedule_for(problem, forced=True, **one | knobs), kernel=kernel, more=more, sm_count=1)
     thin = paged.replace(page=16, kv_heads=2, seq_k=176)  # the last tile is one page longer than the table
