@@ -11,10 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from store_samples import DEVICE as GPU
 from store_samples import TOOLCHAIN, entry, measurement
 from test_declaration import DEVICE, RowSums, declare, own_names  # noqa: F401  # a fixture of every test here
+from test_refresh import put_measured, toolchain
 
 import tiledsched as ts
+from tiledsched import doctor
 from tiledsched.core import launch as launches
 from tiledsched.core import registry as kernel_names
 from tiledsched.core.config import load_settings
@@ -275,6 +278,33 @@ def test_an_entry_is_of_one_kernel_and_stale_once_its_source_has_changed(twins, 
         assert answers(settings, first) == ("modelled", True, 1)
         db.put_entry(entry(first, 128, source_hash=first.source_hash()))
         assert answers(settings, first) == ("modelled", False, 1)
+
+
+def test_doctor_tells_edited_kernels_from_other_compilers(twins, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "x.db"))
+    _, kernel, _ = twins
+    p, s = kernel.problem(size=1000), Schedule(TILE=64)
+    with TuningDB.open(tmp_path / "x.db") as db:
+        put_measured(db, measurement(), toolchain("13.4.92"))
+        put_measured(
+            db, measurement(problem=p, schedule=s), toolchain("13.4.92"), kernel.evidence_source(), kernel=kernel.name
+        )
+
+    def evidence(compiler):
+        monkeypatch.setattr("tiledsched.build.toolchain.compiler_at_hand", lambda: compiler)
+        found = doctor._evidence(doctor.Machine(list_devices=lambda: [GPU]))
+        return found.status, found.detail.partition("; ")[2], found.remedy
+
+    assert evidence("13.4.92") == evidence("") == ("ok", "", "")
+    (tmp_path / "b" / "twin.py").write_text(FILE)
+    source = f"1 are stale: the source of {kernel.name} has changed since"
+    again = "tune them again, or run: tiledsched refresh KERNEL"
+    assert evidence("13.4.92") == evidence("") == ("warn", source, again)
+    status, detail, remedy = evidence("13.6.1")
+    assert (status, detail) == ("warn", f"{source}; 1 are stale: the compiler here is tileiras 13.6.1")
+    assert remedy.startswith(
+        f"{again}; tiledsched refresh attention, or install the compiler they were measured with: pip"
+    )
 
 
 @pytest.mark.parametrize("places", [True, False], ids=["noted", "of before"])

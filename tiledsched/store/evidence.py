@@ -111,6 +111,15 @@ def stale(entry: Entry, compiler: str) -> bool:
     return measured or (entry.problem.known and edited(entry, entry.problem.declaration))
 
 
+def stale_by_cause(entries: Iterable[Entry], compiler: str) -> tuple[list[Entry], list[Entry]]:
+    """The stale ones of some entries: those whose kernel's source has changed, and those that another compiler built."""
+    found: tuple[list[Entry], list[Entry]] = [], []
+    for entry in entries:
+        if stale(entry, compiler):
+            found[not (entry.problem.known and edited(entry, entry.problem.declaration))].append(entry)
+    return found
+
+
 def edited(entry: Entry, kernel: KernelClass) -> bool:
     """Whether the source of a kernel has changed since an entry was written. A kernel that ships changes with its tables."""
     if is_shipped(kernel) or not entry.source_hash:
