@@ -222,6 +222,11 @@ class LookupTable:
             return None
         entry = min(same, key=lambda entry: (entry.device_name != device_name, entry.rank, entry.device_name))
         here = entry.provenance == "measured" and device_name in ("", entry.device_name)
+        reason = (
+            f"this problem was measured on {'this device' if device_name and here else entry.device_name or entry.arch}"
+        )
+        if _is_wide(problem) and not _is_wide(entry.problem):  # other machine code of the same schedule
+            here, reason = False, f"{reason}, but not in its wide form: these tensors take 64-bit indices"
         where = "this device" if device_name and here else entry.device_name or entry.arch
         offers = self._offers(entry, space, where if here else "") if self._rivals else ()
         return Served(
@@ -229,7 +234,7 @@ class LookupTable:
             provenance="measured" if here else "transferred",
             entry=entry,
             forced={},
-            reason=f"this problem was measured on {where}",
+            reason=reason,
             stale=self._stale(entry),
             rivals=offers,
         )
@@ -415,6 +420,11 @@ class LookupTable:
         except SpaceError:
             return False
         return True
+
+
+def _is_wide(problem: Problem) -> bool:
+    """Whether the kernel works on a problem with 64-bit indices. A call whose tensors need them says so of its problem."""
+    return bool(getattr(problem, "wide", False))
 
 
 def _modelled(modelled: Sequence[Entry], problem: Problem, space: SearchSpace) -> Served | None:
