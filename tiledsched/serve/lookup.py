@@ -222,19 +222,17 @@ class LookupTable:
             return None
         entry = min(same, key=lambda entry: (entry.device_name != device_name, entry.rank, entry.device_name))
         here = entry.provenance == "measured" and device_name in ("", entry.device_name)
-        reason = (
-            f"this problem was measured on {'this device' if device_name and here else entry.device_name or entry.arch}"
-        )
-        if _is_wide(problem) and not _is_wide(entry.problem):  # other machine code of the same schedule
-            here, reason = False, f"{reason}, but not in its wide form: these tensors take 64-bit indices"
         where = "this device" if device_name and here else entry.device_name or entry.arch
+        form = ""
+        if _is_wide(problem) and not _is_wide(entry.problem):  # other machine code of the same schedule
+            here, form = False, ", but not in its wide form: these tensors take 64-bit indices"
         offers = self._offers(entry, space, where if here else "") if self._rivals else ()
         return Served(
             schedule=entry.schedule,
             provenance="measured" if here else "transferred",
             entry=entry,
             forced={},
-            reason=reason,
+            reason=f"this problem was measured on {where}{form}",
             stale=self._stale(entry),
             rivals=offers,
         )
