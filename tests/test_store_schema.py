@@ -17,6 +17,7 @@ import pytest
 import sqlalchemy as sa
 from store_samples import BACKENDS, DEVICE, PROBLEM, RIVALS, TOOLCHAIN, build, entry, fill, new_url, runs, schedule
 
+from tiledsched.cli import main
 from tiledsched.core.errors import DatabaseError
 from tiledsched.store import engine as engines
 from tiledsched.store.db import TuningDB
@@ -118,9 +119,21 @@ def test_a_database_from_before_the_first_release_is_refused_and_left_alone(tmp_
     connection.close()
     before = (tmp_path / "x.db").read_bytes()
     said = refused(tmp_path / "x.db", "before its first release", read_only=read_only)
-    assert "db export" in said
+    assert "db export -o FILE" in said
+    assert "landscapes --export DIR --full" in said
+    assert "programs are built again" in said
     assert "--db" in said
     assert (tmp_path / "x.db").read_bytes() == before
+
+
+def test_what_the_last_version_before_the_first_release_exported_is_imported_whole(tmp_path, capsys):
+    """Its database held 2 entries, 2 measurements, 2 artifacts and 3 builds, which no file holds. One measurement is not served."""
+    exported = [str(FIRST_RELEASE.parent / f"unreleased_0007{name}") for name in (".json", "_landscape.json.xz")]
+    assert main(["db", "import", *exported, "--db", str(tmp_path / "x.db")]) == 0
+    with TuningDB.open(tmp_path / "x.db") as db:
+        assert [len(found) for found in (db.entries(), db.measurements(), db.artifacts())] == [2, 2, 2]
+        assert sorted(stored.measurement.median_us for stored in db.measurements()) == [100.0, 120.0]
+        assert db.check() == []
 
 
 def test_a_damaged_file_is_found_by_check(tmp_path):
