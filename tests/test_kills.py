@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import textwrap
@@ -58,7 +59,6 @@ WRITING = """
     """
 REFRESHING = """
     import dataclasses, os, sys
-    import pytest
     from test_refresh import first_and_second, refreshed, toolchain, tuned
     from tiledsched.store.db import TuningDB
     os.environ["TILEDSCHED_DB"] = sys.argv[1]
@@ -68,7 +68,7 @@ REFRESHING = """
     print("ready", flush=True)
     for number in range(int(sys.argv[2]), 100000):
         second.toolchain = toolchain(f"13.5.{number}")
-        (row,) = refreshed(pytest.MonkeyPatch(), second).rows
+        (row,) = refreshed(second).rows
         print(row.now.compiler, row.now.measurement.uid, flush=True)
     """
 
@@ -87,7 +87,9 @@ def killed(code: str, *arguments: object, after_s: float, lines: int = 0) -> lis
     said = [child.stdout.readline().strip() for _ in range(lines)]
     time.sleep(after_s)
     child.kill()
-    return said + [line.strip() for line in child.communicate()[0].splitlines(keepends=True) if line.endswith("\n")]
+    said += [line.strip() for line in child.communicate()[0].splitlines(keepends=True) if line.endswith("\n")]
+    assert child.returncode in (0, -signal.SIGKILL), "it failed by itself"
+    return said
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
