@@ -142,7 +142,7 @@ def of_kernel(entries: Iterable[Entry], kernel: KernelClass | None = None) -> li
 
     def told(entry: Entry) -> bool:
         of = kernel or (entry.problem.declaration if entry.problem.known else None)
-        return of is None or of.name != entry.kernel or mine(entry.source_hash, of)
+        return of is None or of.name != entry.kernel or mine(entry.source_hash, of)  # type: ignore[arg-type]  # a class is hashable
 
     return [entry for entry in entries if told(entry)]
 
