@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import warnings
@@ -56,6 +57,17 @@ def schema_at_hand(request, monkeypatch):
         return migrate(self)
 
     monkeypatch.setattr(Database, "upgrade", upgrade)
+
+
+@pytest.fixture(autouse=True)
+def loggers_as_before():
+    """The levels of the root's and of our logger, and the handlers of ours, which settings and `--verbose` change for a process."""
+    root, ours = logging.getLogger(), logging.getLogger("tiledsched")
+    levels, handlers = (root.level, ours.level), list(ours.handlers)
+    yield
+    root.setLevel(levels[0])
+    ours.setLevel(levels[1])
+    ours.handlers[:] = handlers
 
 
 @pytest.fixture

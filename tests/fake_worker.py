@@ -84,6 +84,8 @@ class Gpu:
     def act(self, what: str) -> None:
         """One way to fail."""
         if what == "hang":
+            if "FAKE_WORKER_HANGS" in os.environ:
+                Path(os.environ["FAKE_WORKER_HANGS"]).touch()
             time.sleep(600)
         elif what == "exit":
             os._exit(3)

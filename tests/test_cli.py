@@ -10,7 +10,6 @@ import shlex
 import sqlite3
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import click
@@ -92,9 +91,7 @@ def test_the_whole_road_without_a_gpu(home, capsys) -> None:
     assert second["compiled"] == 0  # another length, the same machine code
     assert {entry["provenance"] for entry in said["entries"]} == {"modelled"}
 
-    started = time.perf_counter()
     assert main([*TUNE, TWO]) == 0
-    assert time.perf_counter() - started < 10
     out = capsys.readouterr().out
     assert "0 compiled now" in out
     assert "Nothing was measured" in out

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tiledsched.cli import main
 from tiledsched.core import config
 from tiledsched.core.config import SETTINGS, configure, knob_kinds, load_settings
 from tiledsched.core.errors import ConfigError
@@ -122,20 +123,19 @@ def test_configure_refuses_and_changes_nothing(values, words) -> None:
     assert load_settings().accum_mode == "fp32"
 
 
-def test_the_log_level_reaches_the_logger(monkeypatch) -> None:
+@pytest.mark.parametrize("time", ["once", "and again, as if never before"])
+def test_the_log_level_reaches_the_logger(time) -> None:
     pytest.importorskip("torch")
     from tiledsched.serve import process
 
     logger = logging.getLogger("tiledsched")
-    before, handlers = logger.level, list(logger.handlers)
-    try:
-        with configure(log_level="debug"):
-            process.settings()
-            assert logger.level == logging.DEBUG
-            assert logger.hasHandlers()
-    finally:
-        logger.setLevel(before)
-        logger.handlers[:] = handlers
+    assert (logger.level, logging.getLogger().level) == (logging.NOTSET, logging.WARNING)
+    with configure(log_level="debug"):
+        process.settings()
+        assert logger.level == logging.DEBUG
+        assert logger.hasHandlers()
+    assert main(["show", "--json", "--verbose"]) == 0
+    assert logging.getLogger().level == logging.DEBUG
 
 
 # The documentation

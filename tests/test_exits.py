@@ -223,6 +223,15 @@ def test_a_pipe_is_no_database_and_nobody_waits_for_it(tmp_path, capsys, monkeyp
     assert read_bounded(tmp_path / "pipe.zip") == b""  # nobody writes to it
 
 
+def test_a_backup_takes_the_place_of_regular_files_only(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "x.db"))
+    TuningDB.open(tmp_path / "x.db").close()
+    os.mkfifo(tmp_path / "pipe")  # or /dev/null
+    assert main(["db", "backup", str(tmp_path / "pipe"), "--force"]) == 2
+    assert "is no regular file; give another path" in capsys.readouterr().err
+    assert (tmp_path / "pipe").is_fifo()
+
+
 def test_layers_in_another_users_home_are_left_out(unreadable, monkeypatch, caplog):
     monkeypatch.setenv("HOME", str(unreadable))
     for name in ("TILEDSCHED_DB", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME"):

@@ -62,10 +62,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("text", REFUSED, ids=lambda text: text[:40])
 def test_what_would_take_long_or_much_is_refused(text) -> None:
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(SpaceError, match=REFUSED[text].replace("(", r"\(")):
         names_read(text, KNOWN, {"dtype"})
-    assert time.monotonic() - started < 1
+    assert time.process_time() - started < 1
 
 
 @pytest.mark.parametrize("text", [3, None, ["tile_m"], {"a": 1}])
@@ -109,10 +109,10 @@ def test_whatever_is_taken_is_evaluated_or_explained_in_a_moment(text) -> None:
     except SpaceError:
         return
     constraint = Constraint(require=text, because="", exploring=False, names=names)
-    started = time.monotonic()
+    started = time.process_time()
     with suppress(SpaceError):  # it divides by 0 here, or compares text with a number
         constraint.holds({"tile_m": (1 << 63) - 1, "tile_n": 0, "dtype": "float16"})
-    assert time.monotonic() - started < 1
+    assert time.process_time() - started < 1
 
 
 def test_the_declaration_says_what_is_text() -> None:

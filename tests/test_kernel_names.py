@@ -11,9 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from store_samples import DEVICE as GPU
+from store_samples import TOOLCHAIN, entry, measurement
 from test_declaration import DEVICE, RowSums, declare, own_names  # noqa: F401  # a fixture of every test here
+from test_refresh import put_measured, toolchain
 
 import tiledsched as ts
+from tiledsched import doctor
 from tiledsched.core import launch as launches
 from tiledsched.core import registry as kernel_names
 from tiledsched.core.config import load_settings
@@ -22,10 +26,12 @@ from tiledsched.core.registry import kernel_named, load_kernel
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.interpreter.checking import check_schedule
+from tiledsched.report import build_report
 from tiledsched.serve.entries import load_entries, load_table
 from tiledsched.store.db import TuningDB
-from tiledsched.store.evidence import stale
+from tiledsched.store.evidence import contradictions, stale
 from tiledsched.store.records import Entry
+from tiledsched.tuning.programs import Builder
 
 DOCS = Path(__file__).parents[1] / "docs" / "kernels.md"
 ATTENTION_ID = "d5fe3bf5edc5"
@@ -272,6 +278,69 @@ def test_an_entry_is_of_one_kernel_and_stale_once_its_source_has_changed(twins, 
         assert answers(settings, first) == ("modelled", True, 1)
         db.put_entry(entry(first, 128, source_hash=first.source_hash()))
         assert answers(settings, first) == ("modelled", False, 1)
+
+
+def test_doctor_tells_edited_kernels_from_other_compilers(twins, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "x.db"))
+    _, kernel, _ = twins
+    p, s = kernel.problem(size=1000), Schedule(TILE=64)
+    with TuningDB.open(tmp_path / "x.db") as db:
+        put_measured(db, measurement(), toolchain("13.4.92"))
+        put_measured(
+            db, measurement(problem=p, schedule=s), toolchain("13.4.92"), kernel.evidence_source(), kernel=kernel.name
+        )
+
+    def evidence(compiler):
+        monkeypatch.setattr("tiledsched.build.toolchain.compiler_at_hand", lambda: compiler)
+        found = doctor._evidence(doctor.Machine(list_devices=lambda: [GPU]))
+        return found.status, found.detail.partition("; ")[2], found.remedy
+
+    assert evidence("13.4.92") == evidence("") == ("ok", "", "")
+    (tmp_path / "b" / "twin.py").write_text(FILE)
+    source = f"1 are stale: the source of {kernel.name} has changed since"
+    again = "tune them again, or run: tiledsched refresh KERNEL"
+    assert evidence("13.4.92") == evidence("") == ("warn", source, again)
+    status, detail, remedy = evidence("13.6.1")
+    assert (status, detail) == ("warn", f"{source}; 1 are stale: the compiler here is tileiras 13.6.1")
+    assert remedy.startswith(
+        f"{again}; tiledsched refresh attention, or install the compiler they were measured with: pip"
+    )
+
+
+@pytest.mark.parametrize("places", [True, False], ids=["noted", "of before"])
+def test_measurements_are_of_one_kernel(twins, tmp_path, places) -> None:
+    """Of two kernels of one name, also where both made the same machine code; without a note of the place they are of either."""
+    first, second, edit = twins
+    with TuningDB.open(str(tmp_path / "t.db")) as db:
+
+        def keep(kernel, tile, us, code):
+            p, s = kernel.problem(size=1000), Schedule(TILE=tile)
+            taken = measurement(us, problem=p, schedule=s, fingerprint=code * 24)
+            if places:
+                return Builder(db, None, kernel, "sm_90", TOOLCHAIN, None).keep(taken, None, p, taken.device)
+            return db.record_measurement(None, kernel.name, kernel.source_hash(), TOOLCHAIN, taken)
+
+        def told(kernel):
+            landscape = db.landscape(kernel.problem(size=1000), "NVIDIA Sample", "burst")
+            found = build_report(db, "sm_90", kernel).measured
+            assert [each.best.us for each in found.problems] == [landscape[0].measurement.median_us]
+            return [one.measurement.median_us for one in landscape]
+
+        number = keep(first, 64, 90.0, "a")
+        keep(first, 128, 100.0, "b")
+        keep(second, 64, 50.0, "c")  # another program
+        keep(second, 128, 101.0, "b")  # the same one, newer
+        edit()
+        assert (told(first), told(second)) == (([90.0, 100.0], [50.0, 101.0]) if places else ([50.0, 90.0, 101.0],) * 2)
+        (line,) = db.landscapes()  # of the one that this process loaded last
+        assert (line.distinct_programs, line.measurements) == ((2, 2) if places else (2, 4))
+        everything = db.measurements(disturbed=True)
+        assert len(everything) == 4
+        schedule, noted = Schedule(TILE=64), first.evidence_source() if places else ""
+        served = {"schedule": schedule, "fingerprint": "a" * 24, "source_hash": noted}
+        mine = entry("measured", kernel=first.name, problem=first.problem(size=1000), measurement_id=number, **served)
+        assert db.put_entry(mine)
+        assert bool([*contradictions(db.entries(), lambda _: everything)]) is not places
 
 
 def test_an_edit_of_whatever_a_kernel_is_made_of_changes_its_source(tmp_path, monkeypatch, own_names) -> None:  # noqa: F811

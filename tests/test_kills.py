@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import textwrap
@@ -58,7 +59,6 @@ WRITING = """
     """
 REFRESHING = """
     import dataclasses, os, sys
-    import pytest
     from test_refresh import first_and_second, refreshed, toolchain, tuned
     from tiledsched.store.db import TuningDB
     os.environ["TILEDSCHED_DB"] = sys.argv[1]
@@ -68,13 +68,13 @@ REFRESHING = """
     print("ready", flush=True)
     for number in range(int(sys.argv[2]), 100000):
         second.toolchain = toolchain(f"13.5.{number}")
-        (row,) = refreshed(pytest.MonkeyPatch(), second).rows
+        (row,) = refreshed(second).rows
         print(row.now.compiler, row.now.measurement.uid, flush=True)
     """
 
 
-def killed(code: str, *arguments: object, after_s: float) -> list[str]:
-    """What a process said until it was killed, so long after it was ready: whole lines, without the first."""
+def killed(code: str, *arguments: object, after_s: float, lines: int = 0) -> list[str]:
+    """What a process said until it was killed, so long after it was ready and said so many lines: whole lines, without the first."""
     child = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
         stdout=subprocess.PIPE,
@@ -84,9 +84,12 @@ def killed(code: str, *arguments: object, after_s: float) -> list[str]:
     )
     assert child.stdout is not None
     assert child.stdout.readline() == "ready\n"
+    said = [child.stdout.readline().strip() for _ in range(lines)]
     time.sleep(after_s)
     child.kill()
-    return [line.strip() for line in child.communicate()[0].splitlines(keepends=True) if line.endswith("\n")]
+    said += [line.strip() for line in child.communicate()[0].splitlines(keepends=True) if line.endswith("\n")]
+    assert child.returncode in (0, -signal.SIGKILL), "it failed by itself"
+    return said
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -96,7 +99,10 @@ def test_a_killed_merge_loses_nothing_committed(backend, tmp_path) -> None:
         with TuningDB.open(url):
             pass
         for number in range(TRIES):
-            done = [int(line) for line in killed(MERGING, url, number, after_s=pause.uniform(0, 0.4))]
+            done = [
+                int(line)
+                for line in killed(MERGING, url, number, after_s=pause.uniform(0, 0.4), lines=(number + 1) % 2)
+            ]
             promised |= {f"{each:024x}" for start in done for each in range(start, start + 20)}
             with TuningDB.open(url) as db:
                 assert db.check() == []
@@ -112,7 +118,7 @@ def test_a_killed_refresh_and_its_races_lose_nothing_committed(backend, tmp_path
     pause, promised = random.Random(4), set[tuple[str, str]]()
     with new_url(backend, tmp_path) as url:
         for number in range((TRIES + 1) // 2):
-            done = killed(REFRESHING, url, 1000 * number, after_s=pause.uniform(0, 2))
+            done = killed(REFRESHING, url, 1000 * number, after_s=pause.uniform(0, 2), lines=(number + 1) % 2)
             promised |= {tuple(line.split()) for line in done}
             with TuningDB.open(url) as db:
                 assert db.check() == []

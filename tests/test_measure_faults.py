@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 
 import provoke_faults
 import pytest
@@ -76,11 +77,13 @@ def begun(runner, problem):
 
 
 @pytest.mark.parametrize(("script", "kind", "words", "lost"), FAULTS, ids=lambda value: str(value))
-def test_a_fault_in_mid_race_costs_one_candidate(runner, script, kind, words, lost):
+def test_a_fault_in_mid_race_costs_one_candidate(runner, monkeypatch, script, kind, words, lost):
     """The faulty one would be the fastest; of four others each is measured, and the right one wins."""
     good = [candidate(us, noise=0.002) for us in (100.0, 104.0, 130.0, 900.0)]
     bad = candidate(50.0, **script)
     reported = []
+    limits = {f"{stage}_s": 0.8 for stage, what in script.items() if what == "hang"}
+    monkeypatch.setattr(runner, "_timeouts", replace(TIMEOUTS, **limits))
     begun(runner, PROBLEM).wait()
     first = runner._worker
     result = race(runner, PROBLEM, [*good[:2], bad, *good[2:]], rules=RULES, on_outcome=reported.append)

@@ -309,8 +309,8 @@ def test_a_gpu_that_gets_stuck_while_it_measures(stuck):
 def test_an_answer_in_time_is_cheap():
     """Of a thousand: far below the millisecond that the driver takes."""
     ask = asking.Asker()
-    began = time.perf_counter()
+    began = time.process_time()
     assert [ask(lambda: 7, 10.0) for _ in range(1000)] == [7] * 1000
-    assert time.perf_counter() - began < 1.0
+    assert time.process_time() - began < 1.0
     with pytest.raises(ZeroDivisionError):
         ask(lambda: 1 // 0, 10.0)

@@ -357,7 +357,7 @@ def test_resident_blocks_follow_the_occupancy_rules():
 def test_a_whole_space_is_estimated_in_seconds():
     busy_steps.cache_clear()
     space = space_for("sm_90", Attention)
-    count, started = 0, time.perf_counter()
+    count, started = 0, time.process_time()
     for seq_len in (512, 4096):
         problem = Attention.standard(seq_len=seq_len, head_dim=64, causal=True)
         for schedule in space.schedules(problem, pinned=space.modelled_pins()):
@@ -371,4 +371,4 @@ def test_a_whole_space_is_estimated_in_seconds():
             estimate_us(problem, schedule, facts, arch_spec("sm_90"))
             count += 1
     assert count > 1000
-    assert (time.perf_counter() - started) / count < 5e-3
+    assert (time.process_time() - started) / count < 5e-3

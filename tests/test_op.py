@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import op_kernels as kernels
+from sample_kernels import Accumulate
 from serve_on_cpu import capturing, changed
 from torch.autograd import forward_ad
 
@@ -45,6 +47,7 @@ norm_backward = ts.op("tiledsched_tests::rms_norm_backward", kernels.RmsNormBack
 product = ts.op("tiledsched_tests::product", kernels.Product)
 half_product = ts.op("tiledsched_tests::half_product", kernels.Product, result="float16")
 scale_ = ts.op("tiledsched_tests::scale_", kernels.Scale)
+accumulate_ = ts.op("tiledsched_tests::accumulate_", Accumulate)
 total = ts.op("tiledsched_tests::total", kernels.Total)
 just_total = ts.op("tiledsched_tests::just_total", kernels.Total, counted=False)
 add_groups = ts.op("tiledsched_tests::add_groups", kernels.AddGroups)
@@ -621,6 +624,40 @@ def test_in_place_one_element_has_one_place(launches, x) -> None:
     assert not launches
     scale_(torch.zeros(40)[::2])  # strides alone are no fault
     assert launches
+
+
+LAID = {
+    "apart": lambda memory: (memory[:4], memory[4:]),
+    "the same": lambda memory: (memory[:4], memory[:4]),
+    "one row further": lambda memory: (memory[:4], memory[1:5]),
+    "one row before": lambda memory: (memory[1:5], memory[:4]),
+    "transposed": lambda memory: (memory[:6], memory[:6].t()),
+    "columns": lambda memory: (memory[:, :3], memory[:, 3:]),  # torch compares dense tensors only
+    "empty": lambda memory: (memory[:0], memory[:0]),
+}
+
+
+@pytest.mark.parametrize(("way", "refused"), [*zip(LAID, (False, False, True, True, True, False, False), strict=True)])
+def test_in_place_no_part_of_memory_is_another_argument(launches, way, refused) -> None:
+    """As torch has it, also in a call that differs from those before in nothing but where its tensors lie."""
+    memory, others = torch.randn(8, 6), (torch.randn(8, 6), torch.randn(8, 6))
+    for _ in range(4):
+        accumulate_(LAID[way](others[0])[0], LAID[way](others[1])[1])
+    x, y = LAID[way](memory)
+    before, count, wanted = memory.clone(), len(launches), x * 0.5 + y
+    with pytest.raises(RuntimeError, match="single memory location") if refused else nullcontext():
+        x.add_(y)
+    memory.copy_(before)
+    for call in (accumulate_, accumulate_.own, torch.ops.tiledsched_tests.accumulate_) if refused else ():
+        with pytest.raises(
+            ProblemError, match="accumulate_: X is changed in place and shares a part of its memory with Y"
+        ):
+            call(x, y)
+    assert len(launches) == count
+    assert torch.equal(memory, before)
+    if not refused:
+        accumulate_(x, y)
+        assert torch.equal(x, wanted)
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,6 @@ def test_evidence_of_another_compiler_is_called_stale() -> None:
     assert "13.5.37" in served.stale
     assert "tiledsched refresh attention --arch sm_90" in served.stale
     assert not answer([measured("13.4.92")], compiler="13.4.92").stale
-    assert not answer([measured("13.4.92")]).stale  # no compiler: what runs comes from a bundle
     assert not answer([measured("13.4.92"), measured("13.5.37")], compiler="13.5.37").stale
     assert not stale(entry("modelled", toolchain=toolchain("13.4.92")), "13.5.37")
 
@@ -137,6 +136,19 @@ def test_machine_code_in_a_bundle_needs_no_compiler_and_is_not_stale() -> None:
     asked.clear()
     assert not answer([measured("13.5.37")], compiler="13.5.37", at_hand=at_hand).stale
     assert not asked  # nobody reads bundles where nothing is stale
+
+
+@pytest.mark.parametrize(
+    ("held", "says"),
+    [({"f" * 24, "0" * 24}, False), ({"0" * 24}, True), (set(), False)],
+    ids=["what was measured", "other programs", "none, so that nothing runs"],
+)
+def test_without_a_compiler_only_what_a_bundle_holds_is_not_stale(held, says) -> None:
+    assert measured("13.4.92").fingerprint == "f" * 24
+    told = answer([measured("13.4.92")], at_hand=lambda: held).stale
+    assert ("no bundle here holds the machine code that was measured, and there is no compiler" in told) is says
+    assert bool(told) is says
+    assert not answer([measured("13.4.92").replace(fingerprint="")], at_hand=lambda: held).stale  # nobody knows
 
 
 def test_explain_says_stale_unless_the_measured_program_runs() -> None:

@@ -8,17 +8,22 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import served_entries
 from serve_on_cpu import TOLERANCE
 from test_sdpa_features import exact
 
 from tiledsched import configure
 from tiledsched.core.errors import ProblemError, UnsupportedError
+from tiledsched.kernels.attention import Attention
 from tiledsched.ops import plans
 from tiledsched.ops import sdpa as serve
 from tiledsched.ops.operator import sdpa_lse_operator, sdpa_operator
+from tiledsched.ops.plans import AttentionCall
 from tiledsched.ops.varlen import sdpa_paged, sdpa_varlen
 from tiledsched.serve import plan as serve_plan
 from tiledsched.serve import process
+from tiledsched.serve.explain import explain_problem
+from tiledsched.serve.lookup import LookupTable
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -257,3 +262,15 @@ def test_a_pool_of_pages_beyond_32_bits_is_indexed_with_64(launches, monkeypatch
     monkeypatch.setattr(serve_plan, "LARGEST_INT32", pool[:39].numel())
     torch.testing.assert_close(sdpa_paged(q, pool, pool, table, lengths), wanted, rtol=0, atol=0)
     assert [kernel._pyfunc.__name__ for _, _, kernel, _ in launches] == ["attention_varlen", "attention_varlen_wide"]
+
+
+def test_what_was_measured_with_32_bits_is_not_called_measured_with_64(monkeypatch) -> None:
+    q = torch.zeros(2, 2, 64, 16, dtype=torch.float16)
+    far = torch.zeros(2, 2, 200, 16, dtype=torch.float16)[:, :, :64]
+    near, apart = (AttentionCall(q, k, k, None, None, False).problem for k in (q, far))
+    table = LookupTable([served_entries.entry(near(), "measured")], Attention)
+    monkeypatch.setattr(serve_plan, "LARGEST_INT32", q.numel())
+    usual, wide = (explain_problem(table, make(), "sm_90", "NVIDIA H200") for make in (near, apart))
+    assert (usual.served.provenance, "wide form" in str(usual)) == ("measured", False)
+    assert (wide.served.provenance, "not in its wide form" in str(wide)) == ("transferred", True)
+    assert wide.served.schedule == usual.served.schedule

@@ -289,9 +289,9 @@ def test_a_shared_answer_is_valid_for_the_problem(seq_k) -> None:
 def test_lookup_of_a_large_table_is_quick() -> None:
     entries = [entry(PROBLEM.replace(seq_q=s, seq_k=s, batch=b)) for s in range(128, 4224, 128) for b in range(1, 17)]
     table = table_of(entries)
-    started = time.perf_counter()
+    started = time.process_time()
     table.resolve(PROBLEM.replace(seq_q=777, seq_k=777), "sm_90")
-    assert time.perf_counter() - started < 1.0
+    assert time.process_time() - started < 1.0
 
 
 # sdpa without a GPU

@@ -7,7 +7,6 @@ import random
 import shutil
 import signal
 import sqlite3
-import time
 from contextlib import closing
 from pathlib import Path
 
@@ -184,17 +183,14 @@ def test_a_stopped_writer_keeps_writers_waiting_once_and_readers_never(tmp_path,
             ["db", "export"],
             ["db", "backup", str(tmp_path / "copy.db")],
         ):
-            started = time.monotonic()
             assert "locked" not in said_by(command, path, capsys, monkeypatch)
-            assert time.monotonic() - started < 10
         assert len(users(path).entries) == 2
-        started = time.monotonic()
-        with (
-            TuningDB.open(path) as db,
-            pytest.raises(DatabaseError, match=r"x\.db: database is locked; .*wait for it or end it"),
-        ):
-            db.put_entry(entry())
-        assert time.monotonic() - started < 1.9  # and not again for the views
+        with TuningDB.open(path) as db:
+            waits = []
+            sa.event.listen(db._engine, "handle_error", lambda context: waits.append(str(context.original_exception)))
+            with pytest.raises(DatabaseError, match=r"x\.db: database is locked; .*wait for it or end it"):
+                db.put_entry(entry())
+        assert waits == ["database is locked"]  # and not again for the views
     finally:
         child.kill()
         child.communicate()
@@ -210,7 +206,7 @@ WRITER = """
     with TuningDB.open(sys.argv[1]) as db:
         run = db.start_run({}, "sm_90")
         ends, count = time.monotonic() + 0.8, 0
-        while time.monotonic() < ends:
+        while time.monotonic() < ends or count < 2:
             number = db.record_measurement(run, "attention", "abc", TOOLCHAIN, measurement(100.0 + count))
             db.put_entry(entry("measured", device_name=f"{sys.argv[2]}-{count}", regime="burst", measurement_id=number))
             count += 1

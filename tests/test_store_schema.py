@@ -17,6 +17,7 @@ import pytest
 import sqlalchemy as sa
 from store_samples import BACKENDS, DEVICE, PROBLEM, RIVALS, TOOLCHAIN, build, entry, fill, new_url, runs, schedule
 
+from tiledsched.cli import main
 from tiledsched.core.errors import DatabaseError
 from tiledsched.store import engine as engines
 from tiledsched.store.db import TuningDB
@@ -118,9 +119,21 @@ def test_a_database_from_before_the_first_release_is_refused_and_left_alone(tmp_
     connection.close()
     before = (tmp_path / "x.db").read_bytes()
     said = refused(tmp_path / "x.db", "before its first release", read_only=read_only)
-    assert "db export" in said
+    assert "db export -o FILE" in said
+    assert "landscapes --export DIR --full" in said
+    assert "programs are built again" in said
     assert "--db" in said
     assert (tmp_path / "x.db").read_bytes() == before
+
+
+def test_what_the_last_version_before_the_first_release_exported_is_imported_whole(tmp_path, capsys):
+    """Its database held 2 entries, 2 measurements, 2 artifacts and 3 builds, which no file holds. One measurement is not served."""
+    exported = [str(FIRST_RELEASE.parent / f"unreleased_0007{name}") for name in (".json", "_landscape.json.xz")]
+    assert main(["db", "import", *exported, "--db", str(tmp_path / "x.db")]) == 0
+    with TuningDB.open(tmp_path / "x.db") as db:
+        assert [len(found) for found in (db.entries(), db.measurements(), db.artifacts())] == [2, 2, 2]
+        assert sorted(stored.measurement.median_us for stored in db.measurements()) == [100.0, 120.0]
+        assert db.check() == []
 
 
 def test_a_damaged_file_is_found_by_check(tmp_path):
@@ -164,9 +177,9 @@ def test_opening_what_is_up_to_date_is_quick_and_needs_no_alembic(tmp_path):
         from tiledsched.store.db import TuningDB
         times = []
         for _ in range(5):
-            start = time.perf_counter()
+            start = time.process_time()
             TuningDB.open(sys.argv[1]).close()
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
         print(min(times), "alembic" in sys.modules)
         """,
         tmp_path / "x.db",
@@ -245,9 +258,9 @@ def test_a_reader_does_not_wait_for_a_writer(tmp_path):
         writer.put_entry(entry())
         with writer.writing() as session:
             session.execute(sa.text("DELETE FROM entries"))
-            start = time.perf_counter()
-            assert len(reader.entries()) == 1  # the last commit
-            assert time.perf_counter() - start < engines.READ_TIMEOUT_S
+            assert (
+                len(reader.entries()) == 1
+            )  # the last commit; who waited for the writer would be told that it is locked
         assert reader.entries() == []
 
 
@@ -270,7 +283,7 @@ def test_what_was_committed_survives_a_kill(tmp_path):
     promised = set()
     for round_ in range(3):
         child = python(KILLED, path, round_)
-        promised.add(tuple(child.stdout.readline().split()))
+        promised |= {tuple(child.stdout.readline().split()) for _ in range(3)}
         time.sleep(pause.uniform(0, 0.15))
         child.send_signal(signal.SIGKILL)
         lines = child.communicate()[0].splitlines(keepends=True)
@@ -285,7 +298,7 @@ def test_what_was_committed_survives_a_kill(tmp_path):
 def test_thousands_of_builds_are_found_in_a_moment(tmp_path):
     with TuningDB.open(tmp_path / "x.db") as db:
         db.record_builds([build(sched=schedule(tile_m=i)) for i in range(5000)])
-        start = time.perf_counter()
+        start = time.process_time()
         found = db.find_builds("attention", "abc", TOOLCHAIN, "sm_90")
         assert len(found) == 5000
-        assert time.perf_counter() - start < 2
+        assert time.process_time() - start < 2

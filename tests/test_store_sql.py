@@ -149,7 +149,7 @@ def test_a_query_of_one_slow_function_heeds_its_time_limit(tmp_path, monkeypatch
         started = time.monotonic()
         with pytest.raises(DatabaseError, match=r"no answer after 0.1 s|too big; a value of a query may have 64 MiB"):
             answer(db, sql, timeout_s=0.1)
-        assert time.monotonic() - started < 1.5
+        assert time.monotonic() - started < 15  # without the limit, minutes
 
 
 @pytest.mark.parametrize(

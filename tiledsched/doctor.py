@@ -385,7 +385,7 @@ def _layers(machine: Machine) -> Finding:
 def _evidence(machine: Machine) -> Finding:
     """With which compilers the entries of the GPUs here, or where there is none of all GPUs, were measured."""
     from tiledsched.serve.entries import combined
-    from tiledsched.store.evidence import for_compiler, stale
+    from tiledsched.store.evidence import for_compiler, stale_by_cause
 
     names, here = {device.name for device in machine.devices}, toolchain.compiler_at_hand()
     measured = [
@@ -399,17 +399,20 @@ def _evidence(machine: Machine) -> Finding:
     counts = Counter(entry.compiler or "unknown" for entry in measured)
     by_compiler = ", ".join(f"{count} with tileiras {version}" for version, count in sorted(counts.items()))
     detail = f"{_plural(counts.total(), 'entry', 'entries')} measured{where}: {by_compiler}"
-    old = [entry for entry in for_compiler(measured, here) if stale(entry, here)]
-    if not old:
-        return Finding("ok", detail)
-    release = max(".".join(entry.compiler.split(".")[:2]) for entry in old)
-    install = " ".join(["pip install", *(f"'{part}=={release}.*'" for part in toolchain.PARTS)])
-    return Finding(
-        "warn",
-        f"{detail}; {len(old)} are stale: the compiler here is tileiras {here}",
-        f"tiledsched refresh {min(entry.kernel for entry in old)}, or install the compiler they were measured with: "
-        f"{install}",
-    )
+    changed, old = stale_by_cause(for_compiler(measured, here), here)
+    remedies = []
+    if changed:
+        kernels = ", ".join(sorted({entry.kernel for entry in changed}))
+        detail += f"; {len(changed)} are stale: the source of {kernels} has changed since"
+        remedies.append("tune them again, or run: tiledsched refresh KERNEL")
+    if old:
+        detail += f"; {len(old)} are stale: the compiler here is tileiras {here}"
+        release = max(".".join(entry.compiler.split(".")[:2]) for entry in old)
+        install = " ".join(["pip install", *(f"'{part}=={release}.*'" for part in toolchain.PARTS)])
+        remedies.append(
+            f"tiledsched refresh {min(entry.kernel for entry in old)}, or install the compiler they were measured with: {install}"
+        )
+    return Finding("warn" if remedies else "ok", detail, "; ".join(remedies))
 
 
 def _cache(machine: Machine) -> Finding:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tiledsched.cli.output import note, plural, print_table, print_wrapped, table_lines, width
 from tiledsched.core.labels import labels_of
 from tiledsched.core.problem import Problem, rate_of, rate_text, unit_of
-from tiledsched.store.evidence import edited, stale
+from tiledsched.store.evidence import stale, stale_by_cause
 from tiledsched.store.records import Entry, LandscapeSummary
 
 if TYPE_CHECKING:
@@ -78,14 +78,14 @@ def print_entries(entries: Sequence[Entry], compiler: str = "") -> None:
             _print_narrow(found, compiler)
         else:
             print("\n" * (place > 0) + f"tuned schedules of {kernel}", *lines, sep="\n")
-    outdated = [entry for entry in entries if stale(entry, compiler)]
-    changed = {entry.kernel for entry in outdated if entry.problem.known and edited(entry, entry.problem.declaration)}
+    changed, built = stale_by_cause(entries, compiler)
     if changed:
+        kernels = ", ".join(sorted({entry.kernel for entry in changed}))
         note(
-            f"stale: the source of {', '.join(sorted(changed))} has changed since the evidence was taken; tune it again, or "
+            f"stale: the source of {kernels} has changed since the evidence was taken; tune it again, or "
             "run: tiledsched refresh KERNEL"
         )
-    old = sorted({entry.compiler for entry in outdated if entry.kernel not in changed})
+    old = sorted({entry.compiler for entry in built})
     if old:
         note(
             f"stale: tileiras {', '.join(old)} built what was measured, and here is {compiler}; run: tiledsched refresh"

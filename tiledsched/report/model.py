@@ -78,7 +78,7 @@ def build_report(
         served: entries of every kernel: the highest rates measured among them are the ceilings.
     """
     compiler = compiler_at_hand()
-    existing = db.measurements(arch=arch, kernel=kernel.name)
+    existing = db.measurements(arch=arch, kernel=kernel)
     alike = [stored for stored in timed_alike(existing) if device_name in (None, stored.measurement.device.name)]
     taken = of_one_compiler([stored for stored in alike if stored.measurement.regime == regime], compiler, fullest=True)
     entries = _shown_entries(
@@ -197,7 +197,7 @@ class _Builds:
     ) -> None:
         wanted: dict[tuple[str, str], Toolchain] = {}
         for stored in taken:
-            wanted[stored.source_hash, stored.toolchain.id] = stored.toolchain
+            wanted[source_part(stored.source_hash), stored.toolchain.id] = stored.toolchain
         for entry in entries:
             if entry.toolchain is not None:
                 wanted[source_part(entry.source_hash), entry.toolchain.id] = entry.toolchain
@@ -485,7 +485,7 @@ def _conditions(taken: Sequence[StoredMeasurement]) -> tuple[DeviceConditions, .
                 device=members[0].measurement.device,
                 drivers=tuple(sorted({stored.measurement.device.driver for stored in members} - {""})),
                 compilers=tuple(sorted({stored.toolchain.compiler for stored in members})),
-                source_hashes=tuple(sorted({stored.source_hash for stored in members} - {""})),
+                source_hashes=tuple(sorted({source_part(stored.source_hash) for stored in members} - {""})),
                 runners=tuple(sorted({stored.measurement.runner for stored in members})),
                 sm_clock_mhz=_range(state.sm_clock_mhz for state in states),
                 memory_clock_mhz=_range(state.memory_clock_mhz for state in states),

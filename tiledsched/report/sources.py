@@ -63,7 +63,7 @@ class WithShipped:
         device_name: str | None = None,
         regime: str | None = None,
         *,
-        kernel: str | None = None,
+        kernel: str | KernelClass | None = None,
         **more: Any,
     ) -> list[StoredMeasurement]:
         """Measurements of the database and those that ship, newest first, each once."""

@@ -16,7 +16,7 @@ import torch
 from cuda.tile import TileError
 from torch.autograd import forward_ad
 
-from tiledsched.core.errors import LaunchError, RivalError
+from tiledsched.core.errors import LaunchError, ProblemError, RivalError
 from tiledsched.serve import process
 from tiledsched.serve.explain import Explanation, launched_fingerprint
 from tiledsched.serve.lookup import Served
@@ -79,6 +79,7 @@ def launch_plan(
 
     Raises:
         LaunchError: cuTile or the driver refused a launch; or `first`, and a CUDA graph is being captured.
+        ProblemError: a tensor that is changed in place shares a part of its memory with another.
     """
     runtime, index = process.runtime, plan.launch_on
     if index != runtime.current_device():  # cuTile launches on the current device, whatever the tensors say
@@ -108,6 +109,9 @@ def launch_plan(
                 f"program cannot be compiled and loaded; call {plan.name} once with these shapes and strides before "
                 "the capture (`tiledsched warmup` makes that call short)"
             )
+    for place in plan.changed:
+        _refuse_overlap(plan, tensors, place)
+        torch.autograd.graph.increment_version(tensors[place])
     row = arrays + (plan.tail if numbers is None else numbers + plan.constants)
     try:
         for kernel, grid, pick in plan.steps:
@@ -118,8 +122,6 @@ def launch_plan(
         raise LaunchError(_describe_failure(plan, error)) from error
     if first:
         runtime.loaded.add(program)
-    for place in plan.changed:
-        torch.autograd.graph.increment_version(tensors[place])
     return made[0] if plan.is_single else in_lists(made, plan.lists)
 
 
@@ -320,6 +322,20 @@ def _describe_failure(plan: Plan, error: Exception) -> str:
 
 
 # Arrays
+
+
+def _refuse_overlap(plan: Plan, tensors: Sequence[Any], place: int) -> None:
+    """Make sure that no other tensor lies in a part of the memory of one that is changed in place. As in torch, all of its memory
+    may be another argument's, and tensors that leave gaps in memory are not compared.
+    """
+    name, size, strides = plan.spans[place]
+    start = tensors[place].data_ptr()
+    for (other, its_size, its_strides), each in zip(plan.spans, tensors, strict=True):
+        gap = each.data_ptr() - start
+        if -its_size < gap < size and (gap or size != its_size or strides != its_strides) and size and its_size:
+            raise ProblemError(
+                f"{plan.name}: {name} is changed in place and shares a part of its memory with {other}; clone one of them"
+            )
 
 
 def _outputs(plan: Plan, first: Any) -> list[torch.Tensor]:

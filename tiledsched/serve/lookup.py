@@ -12,7 +12,7 @@ The first of these that exists is served:
 The kernel declares what a kind is. The model predicts a problem better than winners of another kind do.
 
 An entry that was measured with another compiler is served and called stale: this compiler may make other machine code of the
-schedule, which takes another time.
+schedule, which takes another time. Without a compiler it is stale where bundles hold programs, but not the one measured.
 
 A problem that was not measured in the requested regime or accuracy class is served by its measurement in the other regime, or in
 the exact class, and the reason says so. A less exact class never takes the place of the exact one.
@@ -113,7 +113,8 @@ class LookupTable:
         spaces: search spaces to use in place of the kernel's own.
         rivals: whether faster rivals may be served.
         compiler: version of the installed compiler; empty where none is installed.
-        at_hand: gives the fingerprints of machine code that needs no compiler; called for entries of another compiler.
+        at_hand: gives the fingerprints of machine code that needs no compiler; called for entries of another compiler, or where
+            none is installed.
         policy: how problems that were not measured are served from others of their kind.
     """
 
@@ -222,13 +223,16 @@ class LookupTable:
         entry = min(same, key=lambda entry: (entry.device_name != device_name, entry.rank, entry.device_name))
         here = entry.provenance == "measured" and device_name in ("", entry.device_name)
         where = "this device" if device_name and here else entry.device_name or entry.arch
+        form = ""
+        if _is_wide(problem) and not _is_wide(entry.problem):  # other machine code of the same schedule
+            here, form = False, ", but not in its wide form: these tensors take 64-bit indices"
         offers = self._offers(entry, space, where if here else "") if self._rivals else ()
         return Served(
             schedule=entry.schedule,
             provenance="measured" if here else "transferred",
             entry=entry,
             forced={},
-            reason=f"this problem was measured on {where}",
+            reason=f"this problem was measured on {where}{form}",
             stale=self._stale(entry),
             rivals=offers,
         )
@@ -252,9 +256,18 @@ class LookupTable:
         return tuple(sorted((*known, *near), key=lambda offer: (offer.ratio, offer.name)))
 
     def _stale(self, entry: Entry) -> str:
-        other = entry.compiler and self.compiler not in ("", entry.compiler)
-        if entry.provenance != "measured" or not other or entry.fingerprint in self._at_hand():
+        if entry.provenance != "measured" or not entry.compiler or self.compiler == entry.compiler:
             return ""
+        at_hand = self._at_hand()
+        if entry.fingerprint in at_hand:
+            return ""
+        if not self.compiler:
+            if not entry.fingerprint or not at_hand:  # unknown, or nothing runs, and a call says so
+                return ""
+            return (
+                "no bundle here holds the machine code that was measured, and there is no compiler: another program of this "
+                "schedule may be served, which takes another time; make the bundle again: tiledsched warmup -o FILE"
+            )
         return (
             f"tileiras {entry.compiler} built what was measured, and here is {self.compiler}: its machine code may be "
             f"another, and its time, too; run: tiledsched refresh {self.kernel.name} --arch {entry.arch}"
@@ -405,6 +418,11 @@ class LookupTable:
         except SpaceError:
             return False
         return True
+
+
+def _is_wide(problem: Problem) -> bool:
+    """Whether the kernel works on a problem with 64-bit indices. A call whose tensors need them says so of its problem."""
+    return bool(getattr(problem, "wide", False))
 
 
 def _modelled(modelled: Sequence[Entry], problem: Problem, space: SearchSpace) -> Served | None:

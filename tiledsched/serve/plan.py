@@ -78,6 +78,9 @@ class Plan(Decision):
     """The kernel objects and compile-time constants: with the traits of the arrays they decide what machine code runs."""
     changed: tuple[int, ...]
     """Positions of the input tensors that the kernel changes in place."""
+    spans: tuple[tuple[str, int, tuple[int, ...]], ...]
+    """Where something is changed in place, for each input tensor: its name, how many bytes of memory it fills without a gap, 0
+    where it leaves gaps, and its strides."""
     launch_on: int
     """The device's index, or `ELSEWHERE` where a rival may be called, so that other launches need not check for rivals."""
     sync: bool
@@ -174,6 +177,7 @@ def make_plan(
         tail=(*numbers.values(), *constants),
         program=(objects, *fixed),
         changed=tuple(place for name in changed if isinstance(place := places[name], int)),
+        spans=_spans(inputs) if changed else (),
         launch_on=decision.device if decision.rival is None and decision.in_graphs is None else ELSEWHERE,
         sync=sync,
     )
@@ -225,6 +229,16 @@ def overlaps_itself(tensor: Any) -> bool:
             return bool(tensor.numel())
         reach += stride * (size - 1)
     return False
+
+
+def _spans(inputs: Mapping[str, Any]) -> tuple[tuple[str, int, tuple[int, ...]], ...]:
+    found = []
+    for name, given in inputs.items():
+        for each in given if isinstance(given, (list, tuple)) else (given,):
+            reach = 1 + sum((size - 1) * stride for size, stride in zip(each.shape, each.stride(), strict=True))
+            filled = reach == each.numel() and not overlaps_itself(each)
+            found.append((name, each.nbytes if filled else 0, each.stride()))
+    return tuple(found)
 
 
 def _layout(tensor: Any) -> tuple[Any, ...]:

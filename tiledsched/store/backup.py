@@ -26,6 +26,10 @@ def back_up(db: TuningDB, path: str | os.PathLike[str], *, replace: bool = False
     target = Path(os.path.expanduser(path))
     if os.path.exists(target) and not replace:
         raise DatabaseError(f"{target} is there already; give another path, or pass --force")
+    if os.path.exists(target) and not os.path.isfile(
+        target
+    ):  # the copy would take the place of a device, such as /dev/null
+        raise DatabaseError(f"{target} is no regular file; give another path")
     partial = partial_path(target)
     with db.reading() as session:
         driver: Any = session.connection().connection.driver_connection

@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import DatabaseError, Failure
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Device, Measurement
 from tiledsched.store import host
@@ -40,6 +40,7 @@ from tiledsched.store.reading import (
     entry_of,
     matching,
     measurement_of,
+    of_known_kernels,
     read_failure,
     select_builds,
     select_entries,
@@ -168,7 +169,7 @@ class TuningDB(Database):
         regime: str | None = None,
         fingerprint: str | None = None,
         *,
-        kernel: str | None = None,
+        kernel: str | KernelClass | None = None,
         runner: str | None = None,
         run_id: int | None = None,
         latest: bool = False,
@@ -186,14 +187,17 @@ class TuningDB(Database):
             device_name: the GPU's name.
             regime: burst or sustained.
             fingerprint: of the machine code.
-            kernel: the kernel's name.
+            kernel: the kernel, or its name. Measurements of another one of that name, such as one in a file of the same name, do
+                not match, nor do they match a problem.
             runner: gpu or replay.
             run_id: the run that took the measurement.
             latest: only the newest for each (problem, artifact, schedule, device name, regime). The schedule counts because
                 schedules with the same machine code may launch different grids.
-            disturbed: also those that decide nothing, because other processes ran on the GPU meanwhile.
+            disturbed: also those that decide nothing, because other processes ran on the GPU meanwhile, or because they are of
+                another kernel of the same name.
             served: only those behind entries.
         """
+        of = problem.declaration if problem and problem.known else None if isinstance(kernel, str) else kernel
         wanted = matching(
             {
                 MeasurementRow.problem_id: problem.id if problem else None,
@@ -201,7 +205,7 @@ class TuningDB(Database):
                 DeviceRow.name: device_name,
                 MeasurementRow.regime: regime,
                 MeasurementRow.fingerprint: fingerprint,
-                MeasurementRow.kernel: kernel,
+                MeasurementRow.kernel: kernel.name if isinstance(kernel, type) else kernel,
                 MeasurementRow.runner: runner,
                 MeasurementRow.run_id: run_id,
             }
@@ -210,9 +214,11 @@ class TuningDB(Database):
             wanted.append(UNDISTURBED)
         if served:
             wanted.append(MeasurementRow.id.in_(select(EntryRow.measurement_id)))
-        if latest:
-            wanted = [MeasurementRow.id.in_(select_latest(wanted))]
         with self.reading(*DAMAGE) as session:
+            if not disturbed:
+                wanted.append(of_known_kernels(session, wanted, of))
+            if latest:
+                wanted = [MeasurementRow.id.in_(select_latest(wanted))]
             return [measurement_of(*row) for row in session.execute(select_measurements().where(*wanted))]
 
     def latest_measurements(self, *args: Any, **wanted: Any) -> list[StoredMeasurement]:
@@ -228,6 +234,7 @@ class TuningDB(Database):
         """How much is measured, for each problem, device and regime."""
         wanted = [UNDISTURBED, *matching({DeviceRow.arch: arch, ProblemRow.kernel: kernel})]
         with self.reading(*DAMAGE) as session:
+            wanted.append(of_known_kernels(session, wanted))
             found = [
                 LandscapeSummary(
                     problem=problem.problem,

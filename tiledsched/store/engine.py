@@ -173,8 +173,9 @@ def current_revision(engine: Engine, url: URL) -> str | None:
         if inspector.has_table(UNRELEASED_TABLE):
             raise DatabaseError(
                 f"database {url.render_as_string()} was made by a tiledsched from before its first release, and its schema "
-                "is not read any more; export what it holds with the version that made it (`tiledsched db export`), import "
-                f"that file into a new database, or {ELSEWHERE}"
+                "is not read any more; export what is served with the version that made it (`tiledsched db export -o FILE`), and "
+                "every measurement (`tiledsched landscapes --export DIR --full`), and import both into a new database, where "
+                f"programs are built again; or {ELSEWHERE}"
             )
         if not inspector.has_table(VERSION_TABLE):
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -110,6 +111,15 @@ def stale(entry: Entry, compiler: str) -> bool:
     return measured or (entry.problem.known and edited(entry, entry.problem.declaration))
 
 
+def stale_by_cause(entries: Iterable[Entry], compiler: str) -> tuple[list[Entry], list[Entry]]:
+    """The stale ones of some entries: those whose kernel's source has changed, and those that another compiler built."""
+    found: tuple[list[Entry], list[Entry]] = [], []
+    for entry in entries:
+        if stale(entry, compiler):
+            found[not (entry.problem.known and edited(entry, entry.problem.declaration))].append(entry)
+    return found
+
+
 def edited(entry: Entry, kernel: KernelClass) -> bool:
     """Whether the source of a kernel has changed since an entry was written. A kernel that ships changes with its tables."""
     if is_shipped(kernel) or not entry.source_hash:
@@ -125,17 +135,21 @@ def of_kernel(entries: Iterable[Entry], kernel: KernelClass | None = None) -> li
         entries: of any kernels.
         kernel: whose entries are wanted; None for the kernel that each entry's problem is known to be of.
     """
-    notes: dict[KernelClass, str] = {}
 
-    def mine(entry: Entry) -> bool:
+    @functools.cache
+    def mine(note: str, of: KernelClass) -> bool:
+        return may_be_of(note, of)
+
+    def told(entry: Entry) -> bool:
         of = kernel or (entry.problem.declaration if entry.problem.known else None)
-        if of is None or of.name != entry.kernel or is_shipped(of):
-            return True
-        if of not in notes:
-            notes[of] = of.evidence_source()
-        return of_one_kernel(entry.source_hash, notes[of])
+        return of is None or of.name != entry.kernel or mine(entry.source_hash, of)  # type: ignore[arg-type]  # a class is hashable
 
-    return [entry for entry in entries if mine(entry)]
+    return [entry for entry in entries if told(entry)]
+
+
+def may_be_of(noted: str, kernel: KernelClass) -> bool:
+    """Whether evidence that notes this of its source may be of a kernel, and not of another one of its name."""
+    return is_shipped(kernel) or of_one_kernel(noted, kernel.evidence_source())
 
 
 def leaders(entry: Entry) -> list[Schedule]:
@@ -177,13 +191,14 @@ def contradictions(
 
 
 def _comparable(stored: StoredMeasurement, entry: Entry, mine: MeasurementSummary) -> bool:
-    """Whether a measurement can contradict the entry: built by the same compiler, timed in the same way, of the same accuracy
-    class, and with a checked output. A program that was never checked cannot win.
+    """Whether a measurement can contradict the entry: of the same kernel, built by the same compiler, timed in the same way, of
+    the same accuracy class, and with a checked output. A program that was never checked cannot win.
     """
     taken = stored.measurement
     built = taken.fingerprint == entry.fingerprint or stored.toolchain.tileiras == entry.compiler
     return (
         built
+        and of_one_kernel(stored.source_hash, entry.source_hash)
         and taken.accuracy is not None
         and taken.schedule.get("accum_mode", entry.accum_mode) == entry.accum_mode
         and bool(taken.conditions.graph_launches) == bool(mine.conditions.graph_launches)

@@ -72,7 +72,7 @@ def export_table(
     """
     entries = db.entries(arch, kernel)
     uids = {entry.measurement.uid for entry in entries if entry.measurement}
-    evidence = [stored for stored in db.measurements(arch=arch, served=True) if stored.uid in uids]
+    evidence = [stored for stored in db.measurements(arch=arch, served=True, disturbed=True) if stored.uid in uids]
     _write(target, entries, evidence, db.artifacts(arch))
     return len(entries)
 

@@ -7,12 +7,16 @@ from functools import cache
 from typing import Any
 
 from sqlalchemy import JSON, ColumnElement, Select, bindparam, func, select, type_coerce
-from sqlalchemy.orm import aliased, defer
+from sqlalchemy.orm import Session, aliased, defer
 
-from tiledsched.core.errors import Failure, FailureKind
+from tiledsched.core.errors import ConfigError, Failure, FailureKind
+from tiledsched.core.problem import KernelClass
+from tiledsched.core.registry import kernel_named
 from tiledsched.core.schedule import Schedule
+from tiledsched.core.sources import DIGITS
 from tiledsched.measure.runner import Measurement
 from tiledsched.store.codec import decode
+from tiledsched.store.evidence import may_be_of
 from tiledsched.store.models import (
     ArtifactRow,
     BuildRow,
@@ -54,6 +58,35 @@ def select_measurements() -> Select:
         .join(ToolchainRow, ToolchainRow.id == MeasurementRow.toolchain_id)
         .order_by(MeasurementRow.created_at.desc(), MeasurementRow.id.desc())
     )
+
+
+def of_known_kernels(
+    session: Session, conditions: list[ColumnElement[bool]], kernel: KernelClass | None = None
+) -> ColumnElement[bool]:
+    """A condition that leaves out measurements of other kernels that have the names of kernels known here, such as one in a file
+    of the same name.
+
+    Args:
+        session: an open session.
+        conditions: what is asked for.
+        kernel: the kernel whose measurements these are; None for the kernels that this process knows by their names.
+    """
+    noted = (
+        select(MeasurementRow.kernel, MeasurementRow.source_hash)
+        .join(ProblemRow, ProblemRow.id == MeasurementRow.problem_id)
+        .join(DeviceRow, DeviceRow.id == MeasurementRow.device_id)
+        .where(func.length(MeasurementRow.source_hash) == 2 * DIGITS, *conditions)
+        .distinct()
+    )
+    others = []
+    for name, note in session.execute(noted):
+        try:
+            mine = may_be_of(note, kernel or kernel_named(name))
+        except ConfigError:  # nobody here can tell
+            continue
+        if not mine:
+            others.append(note)
+    return MeasurementRow.source_hash.not_in(others)
 
 
 def select_latest(conditions: list[ColumnElement[bool]]) -> Select:

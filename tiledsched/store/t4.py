@@ -19,6 +19,7 @@ from tiledsched.core.errors import DatabaseError, Failure, FailureKind
 from tiledsched.core.files import write_whole
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import KnobValue, Schedule
+from tiledsched.core.sources import source_part
 from tiledsched.measure.runner import Device
 from tiledsched.store.codec import encode
 from tiledsched.store.db import TuningDB
@@ -97,7 +98,7 @@ def recorded(db: TuningDB, problem: Problem, device_name: str, regime: str) -> R
     device = last.measurement.device
     builds = [
         build
-        for build in db.find_builds(last.kernel, last.source_hash, last.toolchain, device.arch).values()
+        for build in db.find_builds(last.kernel, source_part(last.source_hash), last.toolchain, device.arch).values()
         if _serves(build, problem, device)
     ]
     failed = {build.schedule: build.failure for build in builds if build.failure}
@@ -194,7 +195,7 @@ def t4_metadata(landscape: Recorded) -> dict[str, Any]:
             "tiledsched": {
                 "version": __version__,
                 "kernel": newest.kernel,
-                "source_hash": newest.source_hash,
+                "source_hash": source_part(newest.source_hash),
                 "problem": landscape.problem.to_json(),
                 "regime": newest.measurement.regime,
                 "toolchain": encode(toolchain),

@@ -252,7 +252,8 @@ class Builder:
     def keep(self, outcome: Measurement | Failed, run_id: int, problem: Problem, device: Device) -> int | None:
         """Store the measurement or failure of one program; the number of the measurement, None for a failure."""
         if isinstance(outcome, Measurement):
-            return self.db.record_measurement(run_id, self.kernel.name, self.source_hash, self.toolchain, outcome)
+            noted = self.evidence_source or self.source_hash
+            return self.db.record_measurement(run_id, self.kernel.name, noted, self.toolchain, outcome)
         self.db.record_failure(
             run_id,
             self.kernel.name,
