@@ -271,6 +271,24 @@ def test_output_that_cannot_be_written_is_one_line(monkeypatch, capsys, output):
             stack.close()
 
 
+@pytest.mark.parametrize(
+    "data",
+    [b"\xff\n", b"x" * 200_000 + b"\n", b'"' + b"a," * 100_000 + b"\n", b"method,a\nx\n", b"a\0b\n1\n", None],
+    ids=["not UTF-8", "a long name", "an open quote", "no cells", "NUL", "a pipe"],
+)
+@pytest.mark.parametrize("words", [["bench", "--summary"], ["compare", "shipped"]], ids=lambda words: words[0])
+def test_rows_that_nobody_wrote_are_one_line(tmp_path, capsys, words, data):
+    path = tmp_path / "schedules.csv"
+    path.write_bytes(data) if data is not None else os.mkfifo(path)
+    code, said = main([*words, str(path)]), capsys.readouterr()
+    if data is None and words[0] == "bench":  # nobody waits for who might write
+        assert (code, said.out) == (0, "No rows.\n")
+    else:
+        assert code == 2
+        assert "schedules.csv" in said.err
+        assert len(said.err.splitlines()) == 1
+
+
 # Nothing is left behind
 
 
