@@ -21,14 +21,17 @@ from rich.console import Console
 from sample_kernels import ScaleAdd
 from store_samples import fill
 
+from tiledsched.build.compiler import BuildTask
+from tiledsched.build.pool import BuildPool
 from tiledsched.cli import main
 from tiledsched.cli.output import table_lines
 from tiledsched.cli.progress import TuneProgress
 from tiledsched.core import fields, files
 from tiledsched.core.config import load_settings
-from tiledsched.core.errors import ConfigError, DatabaseError, DeclarationError, SpaceError
+from tiledsched.core.errors import CompilerError, ConfigError, DatabaseError, DeclarationError, SpaceError
 from tiledsched.core.files import csv_cell, csv_text, from_csv_cell, printable, read_bounded
 from tiledsched.core.problem import Problem
+from tiledsched.core.processes import child_environment
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import load_space
 from tiledsched.kernels.attention import Attention
@@ -257,6 +260,20 @@ def test_a_folder_that_is_gone_is_said(tmp_path, monkeypatch, capsys):
         capsys.readouterr().err
         == "tiledsched: the folder that this was called in is gone; change to one that is there\n"
     )
+
+
+def test_compile_processes_that_cannot_start_are_said(tmp_path, monkeypatch):
+    """In a folder that is gone, `multiprocessing` starts nothing."""
+    monkeypatch.syspath_prepend("")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    task = BuildTask(kernel="softmax", schedule=Schedule({}), problem=Problem("softmax", {}), arch="sm_90")
+    with BuildPool(1) as pool:
+        for use in (pool.start, lambda: pool.submit(task)):
+            with pytest.raises(CompilerError, match="cannot start compile processes.*folder must still be there"):
+                use()
+    assert str(tmp_path) not in child_environment()["PYTHONPATH"]
 
 
 @pytest.mark.parametrize("output", ["/dev/full", None], ids=["full", "closed"])

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker, util
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any
@@ -37,7 +37,8 @@ def child_environment() -> dict[str, str]:
     """
     places = dict.fromkeys(os.path.abspath(place) for place in sys.path if place)
     if "" in sys.path:
-        places.setdefault(os.getcwd())
+        with suppress(FileNotFoundError):  # the folder is gone, and all that could be imported from it
+            places.setdefault(os.getcwd())
     return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
 
 
