@@ -215,6 +215,18 @@ def test_a_database_that_cannot_be_is_one_line(tmp_path, monkeypatch, capsys, na
     assert missing or len(capsys.readouterr().err.splitlines()) == 1
 
 
+@pytest.mark.parametrize("kernel", ["/etc/x.py:K", "../tables/*", "**", "soft*", "[s]oftmax", LONG])
+def test_a_kernel_that_a_filter_names_is_no_pattern_of_files(home, capsys, kernel):
+    assert main(["show", kernel, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["entries"] == []
+
+
+def test_settings_that_are_no_file_are_said_once(tmp_path):
+    os.mkfifo(tmp_path / "tiledsched.toml")
+    with pytest.raises(ConfigError, match=r"^\S+tiledsched.toml is not a file, and settings are read from it"):
+        load_settings(environ={}, project=tmp_path / "tiledsched.toml", user=tmp_path / "none")
+
+
 def test_a_pipe_is_no_database_and_nobody_waits_for_it(tmp_path, capsys, monkeypatch):
     os.mkfifo(tmp_path / "pipe.db")
     for words in (["show"], ["db", "check"], ["db", "check", "--upgrade"]):

@@ -140,7 +140,11 @@ def _evidence(source: str, db: str | None, wanted: Wanted) -> Evidence:
 
 def _shipped(wanted: Wanted) -> Evidence:
     folder = data_files.tuning_db() / "tables"
-    return _read(sorted(folder.glob(f"{wanted.kernel or '*'}/{wanted.arch or '*'}.json")))
+    return _read(
+        path
+        for path in sorted(folder.glob("*/*.json"))
+        if wanted.kernel in ("", path.parent.name) and wanted.arch in ("", path.stem)
+    )
 
 
 def _files(path: Path) -> Evidence:
