@@ -283,7 +283,7 @@ def test_compile_processes_that_cannot_start_are_said(tmp_path, monkeypatch):
     task = BuildTask(kernel="softmax", schedule=Schedule({}), problem=Problem("softmax", {}), arch="sm_90")
     with BuildPool(1) as pool:
         for use in (pool.start, lambda: pool.submit(task)):
-            with pytest.raises(CompilerError, match="cannot start compile processes.*folder must still be there"):
+            with pytest.raises(CompilerError, match=r"cannot start compile processes.*folder must still be there"):
                 use()
     assert str(tmp_path) not in child_environment()["PYTHONPATH"]
 

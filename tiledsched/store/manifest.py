@@ -39,7 +39,7 @@ class _Hashed(TypedDict):
 
 
 class ListedFile(_Hashed, total=False):
-    """What the manifest says of a file: of a table, its size and the hash of its serving copy; of a landscape, what it recorded."""
+    """What it says of a table: its size, and the hash of its serving copy; and of a landscape: what was recorded."""
 
     bytes: int
     serving: str
