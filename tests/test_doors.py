@@ -143,6 +143,23 @@ def test_another_database_is_held_to_the_same(db, tmp_path, change):
         assert other.measurements() == []
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("fingerprint = '0'", "fingerprint: 0 is not that of its measurement"),
+        ("schedule_id = (SELECT id FROM schedules WHERE id != schedule_id LIMIT 1)", "schedule: .* is not that of its"),
+        ("measurement_id = NULL", "measurement: missing although the entry says measured"),
+    ],
+    ids=lambda each: each[:14],
+)
+def test_entries_of_another_database_are_held_to_their_evidence(db, tmp_path, change, said):
+    damage(tmp_path / "tuning.db", f"UPDATE entries SET {change} WHERE provenance = 'measured'")
+    with TuningDB.open(":memory:") as other:
+        with pytest.raises(DatabaseError, match=f"the entry of .* on sm_90.*{said}"):
+            merge_database(other, tmp_path / "tuning.db")
+        assert other.entries() == []
+
+
 def test_a_file_name_is_made_of_its_parts():
     for device in ("../../../x", "/etc/x", "..", "a\\b", "x" * 500, "é" * 300):
         name = landscape_file_name(Problem("../k", {"n": "../../y"}), device, "../burst")

@@ -292,7 +292,7 @@ def test_compile_processes_that_cannot_start_are_said(tmp_path, monkeypatch):
 def test_output_that_cannot_be_written_is_one_line(monkeypatch, capsys, output):
     with contextlib.ExitStack() as stack:
         monkeypatch.setattr(sys, "stdout", output and stack.enter_context(open(output, "w", buffering=1)))
-        monkeypatch.setattr("tiledsched.cli._drop_output", lambda: None)
+        monkeypatch.setattr("tiledsched.cli._drop", lambda stream: None)
         assert main(["--version"]) == 2
         assert capsys.readouterr().err.startswith(("tiledsched: cannot write to", "tiledsched: standard output is"))
         monkeypatch.undo()
@@ -316,6 +316,18 @@ def test_rows_that_nobody_wrote_are_one_line(tmp_path, capsys, words, data):
         assert code == 2
         assert "schedules.csv" in said.err
         assert len(said.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "2>/dev/full", ">&- 2>&-"])
+def test_a_command_ends_as_usual_where_nobody_reads_its_errors(tmp_path, closed):
+    """Nor does what they would have read stand in the result."""
+    for words, code in (["show", "--nope"], 2), (["explain", "softmax", "--json"], 2 if closed.startswith(">") else 0):
+        command = [sys.executable, "-m", "tiledsched", *words]
+        shell = ["sh", "-c", f'exec "$@" {closed}', "sh", *command]
+        environment = {**os.environ, "TILEDSCHED_DB": str(tmp_path / "none.db"), "PYTHONUNBUFFERED": ""}
+        done = subprocess.run(shell, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == code
+        assert not done.stdout or json.loads(done.stdout)
 
 
 # Nothing is left behind

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
-from typing import Any
+from typing import Any, TextIO
 
 from tiledsched.core.errors import ConfigError, TiledschedError
 from tiledsched.core.files import printable
@@ -105,14 +105,14 @@ def main(arguments: Sequence[str] | None = None, **fakes: Any) -> int:
     except TiledschedError as error:
         note(f"tiledsched: {error}")
         if isinstance(error, OutputError):
-            _drop_output()
+            _drop(sys.stdout)
         return error.exit_code
     except KeyboardInterrupt as interrupt:
         with suppress(OSError):  # the terminal may be gone
             note("tiledsched: interrupted; everything finished so far is stored, run again to go on")
         return 128 + interrupt.number if isinstance(interrupt, Ended) else INTERRUPTED
     except BrokenPipeError:
-        _drop_output()  # the reader (head, less) has gone
+        _drop(sys.stdout)  # the reader (head, less) has gone
         return 0
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
@@ -120,6 +120,12 @@ def main(arguments: Sequence[str] | None = None, **fakes: Any) -> int:
             f"tiledsched: {where}{error.strerror or error}; see that it is there, that you may use it and that it has room"
         )
         return 2
+    finally:
+        try:
+            if sys.stderr is not None:
+                sys.stderr.flush()
+        except OSError:  # it is full; Python would end with a code of its own
+            _drop(sys.stderr)
 
 
 def _run(root: Any, words: Sequence[str], called: Any) -> int:
@@ -137,10 +143,10 @@ def _run(root: Any, words: Sequence[str], called: Any) -> int:
         return done.exit_code
 
 
-def _drop_output() -> None:
+def _drop(stream: TextIO | None) -> None:
     """Send to nowhere what Python still has to write as it ends: it cannot be written."""
-    if sys.stdout is not None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if stream is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 if __name__ == "__main__":
