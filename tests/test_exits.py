@@ -32,6 +32,7 @@ from tiledsched.core.errors import CompilerError, ConfigError, DatabaseError, De
 from tiledsched.core.files import csv_cell, csv_text, from_csv_cell, printable, read_bounded
 from tiledsched.core.problem import Problem
 from tiledsched.core.processes import child_environment
+from tiledsched.core.registry import kernel_of_data
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import load_space
 from tiledsched.kernels.attention import Attention
@@ -41,6 +42,7 @@ from tiledsched.serve.entries import load_entries
 from tiledsched.store.backup import back_up
 from tiledsched.store.codec import decode
 from tiledsched.store.db import TuningDB
+from tiledsched.tuning.options import TuneOptions
 
 ODD = "a\x1b[31m\x00\u202eb\u200f\u2028\x9b1m\ud800\r"
 """What a terminal obeys, what turns the direction of text, and what no text holds."""
@@ -272,6 +274,31 @@ def test_a_folder_that_is_gone_is_said(tmp_path, monkeypatch, capsys):
         capsys.readouterr().err
         == "tiledsched: the folder that this was called in is gone; change to one that is there\n"
     )
+
+
+def test_links_in_a_circle_and_names_that_cannot_be_are_one_line(tmp_path, monkeypatch, capsys):
+    loop = tmp_path / "loop.py"
+    loop.symlink_to("loop.py")
+    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "tuning.db"))
+    monkeypatch.setenv("TILEDSCHED_FLEET_JOBS", f"{loop},{loop}/x.py")
+    for name in (f"{loop}/k.py:K", "a\0b.py:K"):
+        with pytest.raises(ConfigError, match="data does not choose what code runs"):
+            kernel_of_data(name, "a row")
+    assert TuneOptions(space=str(loop)).to_json()["space"] == str(loop)
+    for words in (["check", f"{loop}:K"], ["explain", "--space", str(loop), "--arch", "sm_90"]):
+        assert main(words) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "words", [["db", "query", "select 1", "--timeout"], ["fleet", "work", "--wait"], ["tune", "-p", "S=1", "--budget"]]
+)
+def test_seconds_are_numbers_that_clocks_take(home, capsys, words):
+    for seconds in ("nan", "-1", "-inf", "x"):
+        assert main([*words, seconds]) == 2
+        assert f"Invalid value for '{words[-1]}'" in capsys.readouterr().err
+    if words[0] == "db":
+        assert [main([*words, seconds]) for seconds in ("inf", "1e300", "60")] == [0, 0, 0]
 
 
 def test_compile_processes_that_cannot_start_are_said(tmp_path, monkeypatch):

@@ -23,6 +23,7 @@ from tiledsched.cli.app import (
     kernel_filter,
     made_folder,
     option,
+    Seconds,
 )
 from tiledsched.cli.output import note, plural, print_table
 from tiledsched.core.errors import ConfigError, FailureKind
@@ -173,7 +174,7 @@ def _is_database(source: str) -> bool:
     metavar="N",
     help="rows to print at most, except as CSV (default: 1000)",
 )
-@option("--timeout", type=float, default=60.0, metavar="SECONDS", help="give up after this long (default: 60)")
+@option("--timeout", type=Seconds(), default=60.0, metavar="SECONDS", help="give up after this long (default: 60)")
 def query(run: Invocation, sql: str | None, csv: bool, limit: int, timeout: float) -> None:
     """Ask a question in SQL.
 
