@@ -49,7 +49,7 @@ class Ended(KeyboardInterrupt):
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Within the block the signals TERM and HUP raise Ended, so that runs are closed, processes ended and folders removed."""
+    """Within the block the signals INT, TERM and HUP raise Ended, so that runs are closed, processes ended and folders removed."""
 
     before: dict[signal.Signals, Any] = {}
 
@@ -59,8 +59,8 @@ def _ended_by_signals() -> Iterator[None]:
         raise Ended(number)
 
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores HUP
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):  # nohup ignores HUP
                 before[number] = signal.signal(number, end)
     try:
         yield

@@ -16,6 +16,7 @@ from tiledsched.cli.app import (
     Decorated,
     Group,
     Invocation,
+    Seconds,
     command,
     jobs_option,
     kernel_argument,
@@ -23,7 +24,6 @@ from tiledsched.cli.app import (
     option,
     problem_options,
     target_option,
-    Seconds,
 )
 from tiledsched.cli.output import note
 from tiledsched.cli.problems import named_problems

@@ -17,13 +17,13 @@ from tiledsched.cli.app import (
     FOLDER,
     Group,
     Invocation,
+    Seconds,
     arch_option,
     argument,
     command,
     kernel_filter,
     made_folder,
     option,
-    Seconds,
 )
 from tiledsched.cli.output import note, plural, print_table
 from tiledsched.core.errors import ConfigError, FailureKind

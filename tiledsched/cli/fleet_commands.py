@@ -14,13 +14,13 @@ from tiledsched.cli.app import (
     Command,
     Group,
     Invocation,
+    Seconds,
     arch_option,
     argument,
     command,
     jobs_option,
     made_folder,
     option,
-    Seconds,
 )
 from tiledsched.cli.bench_commands import bench
 from tiledsched.cli.output import note

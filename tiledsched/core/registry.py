@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError
-from tiledsched.core.files import real_path
 from tiledsched.core.fields import Value
+from tiledsched.core.files import real_path
 from tiledsched.core.problem import FILE_PREFIX, Declaration, KernelClass, Problem, unknown_kernel
 
 if TYPE_CHECKING:
