@@ -49,8 +49,8 @@ def child_environment() -> dict[str, str]:
 
 @contextmanager
 def _safe_launches() -> Iterator[None]:
-    """Have `multiprocessing` start its processes, and its resource tracker, with a safe path and without Ctrl-C, which reaches all
-    processes of a terminal: whoever starts these ends them.
+    """Have `multiprocessing` start its processes, and its resource tracker, with a safe path. What a terminal sends to all its
+    processes, they do not heed: whoever starts them ends them.
 
     It has no setting for this. Each of them is started as `python [options] -c PROGRAM ...` by the one function that is replaced.
     """
@@ -61,7 +61,7 @@ def _safe_launches() -> Iterator[None]:
             safe = list(words)
             program = safe.index("-c") + 1
             safe[program] = f"{SAFE_PATH}; {QUIET}; {safe[program]}"
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which the process inherits
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})  # inherited
             try:
                 return usual(path, safe, descriptors)
             finally:
