@@ -24,7 +24,7 @@ from tiledsched.core.problem import Problem
 from tiledsched.store.codec import decode, encode
 from tiledsched.store.foreign import of_csv, of_json, to_csv
 from tiledsched.store.manifest import check_shipped
-from tiledsched.store.records import PROVENANCES, ArtifactRecord, Entry, MergeResult, StoredMeasurement
+from tiledsched.store.records import ArtifactRecord, Entry, MergeResult, StoredMeasurement
 from tiledsched.store.validation import untrue_estimates
 
 if TYPE_CHECKING:
@@ -280,9 +280,7 @@ def _entry(row: Any, stored: dict[str, StoredMeasurement], where: str) -> Entry:
 
 
 def _check_evidence(entry: Entry, evidence: StoredMeasurement | None, where: str) -> None:
-    """Hold an entry to its provenance, and a measured one to what was measured."""
-    if entry.provenance not in PROVENANCES:
-        raise DatabaseError(f"{where}.provenance: {entry.provenance!r} is not one of {', '.join(PROVENANCES)}")
+    """Hold a measured entry to what was measured."""
     if entry.updated_at is None:
         raise DatabaseError(f"{where}.updated_at: missing; a merge needs it to tell which entry is newer")
     if entry.provenance != "measured":
