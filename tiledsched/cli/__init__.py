@@ -54,11 +54,12 @@ def _ended_by_signals(*, last: bool) -> Iterator[None]:
     """
 
     before: dict[signal.Signals, Any] = {}
+    told: list[int] = []
 
     def end(number: int, frame: object) -> None:
-        for each in before:  # a second signal must not interrupt the cleaning up that the first one began
-            signal.signal(each, signal.SIG_IGN)
-        raise Ended(number)
+        told.append(number)
+        if len(told) == 1:  # the next must not interrupt the cleaning up that the first one began
+            raise Ended(number)
 
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

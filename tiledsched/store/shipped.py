@@ -33,7 +33,7 @@ def read_shipped_entries(table: Path) -> list[Entry]:
         DatabaseError: the table is not the file that shipped.
     """
     name = table.relative_to(data_files.tuning_db()).as_posix()
-    listed: Mapping[str, Any] = listed_files(manifest_path()).get(name, {})  # type: ignore[assignment]
+    listed: Mapping[str, Any] = listed_files(manifest_path()).get(name, {})
     try:
         copy = copy_path(table).read_bytes()
         sound = sha256(copy) == listed.get("serving") and _is_listed(table, listed)
