@@ -234,6 +234,7 @@ def test_landscapes_tell_what_is_measured_and_where_the_regimes_disagree(home, c
         ("tune attention matmul", "unexpected extra argument (matmul); see tiledsched tune --help"),
         ("compare a", "Missing argument 'B'; see tiledsched compare --help"),
         ("compare a b --threshold 100", "100.0 is not in the range 0<x<100"),
+        ("explain -p B=%s,S=%s,D=64" % (2 * (":".join(map(str, range(1, 200))),)), "these values name 39,601 problems"),
         ("show --provenance guessed", "'guessed' is not one of 'measured', 'transferred', 'modelled', 'default'"),
         ("db check --db missing.db", "missing.db"),
         ("db check --kind hang", "pass --forget-failures"),

@@ -26,10 +26,12 @@ from tiledsched.core.files import write_whole
 from tiledsched.core.problem import Problem
 from tiledsched.core.processes import child_environment
 from tiledsched.core.registry import ALLOWED_VARIABLE, kernel_of_data
+from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.softmax import Softmax
 from tiledsched.measure.runner import Device
 from tiledsched.report.document import Heading, Paragraph, Table, to_html, to_markdown
 from tiledsched.serve.bundle import read_bundle
+from tiledsched.serve.lookup import LookupTable
 from tiledsched.store.codec import decode, encode
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import export_table, import_table, landscape_file_name, merge_database
@@ -68,6 +70,8 @@ WRONG = [
     (*SERVED, "fingerprint", "F" * 24),
     (*SERVED, "arch", "<b>"),
     (*SERVED, "kernel", ".."),
+    (*SERVED, "provenance", ""),
+    (*SERVED, "provenance", "proven"),
     (*SERVED, "accum_mode", "<b>"),
     (*SERVED, "runner_up", "a b", 1),
     (*SERVED, "candidates", 10**400),
@@ -141,6 +145,37 @@ def test_another_database_is_held_to_the_same(db, tmp_path, change):
         with pytest.raises(DatabaseError, match=change.split()[0]):
             merge_database(other, tmp_path / "tuning.db")
         assert other.measurements() == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("fingerprint = '0'", "fingerprint: 0 is not that of its measurement"),
+        ("schedule_id = (SELECT id FROM schedules WHERE id != schedule_id LIMIT 1)", "schedule: .* is not that of its"),
+        ("measurement_id = NULL", "measurement: missing although the entry says measured"),
+    ],
+    ids=lambda each: each[:14],
+)
+def test_entries_of_another_database_are_held_to_their_evidence(db, tmp_path, change, said):
+    damage(tmp_path / "tuning.db", f"UPDATE entries SET {change} WHERE provenance = 'measured'")
+    with TuningDB.open(":memory:") as other:
+        with pytest.raises(DatabaseError, match=f"the entry of .* on sm_90.*{said}"):
+            merge_database(other, tmp_path / "tuning.db")
+        assert other.entries() == []
+
+
+def test_a_provenance_that_is_none_is_refused_or_weaker_than_all(db, tmp_path):
+    (known,) = (each for each in db.entries() if each.provenance == "modelled")
+    index = {"schema_version": 2, "source_hashes": {}, "compiler": "13.4", "hashes": {}, "programs": [], "entries": []}
+    index["entries"].append({**encode(known.replace(provenance="")), "measurement": None})
+    with zipfile.ZipFile(tmp_path / "b.zip", "w") as file:
+        file.writestr("bundle.json", json.dumps(index))
+    with pytest.raises(DatabaseError, match=r"entries\[0\].provenance: .* is not allowed here"):
+        list(read_bundle(tmp_path / "b.zip").entries)
+    damage(tmp_path / "tuning.db", "UPDATE entries SET provenance = 'proven'")
+    found = db.entries()
+    assert {each.rank for each in found} == {4}
+    LookupTable(found, kernel=Attention).resolve(PROBLEM.replace(batch=3), "sm_90")
 
 
 def test_a_file_name_is_made_of_its_parts():
@@ -304,6 +339,7 @@ def test_a_packed_file_that_is_cut_short_or_nested_deeply_is_said(db, tmp_path, 
 PLANTED = """from pathlib import Path
 Path({mark!r}).touch()
 from optuna.samplers import RandomSampler
+from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.softmax import Softmax
 class Planted(Softmax): name = "planted"
 class Sampler(RandomSampler): pass

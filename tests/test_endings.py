@@ -175,7 +175,7 @@ if __name__ == "__main__":
     ended(child)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_a_command_once(number) -> None:
     """What it does on its way out is not cut short by the next one."""
     seen = []
@@ -185,18 +185,48 @@ def test_a_signal_ends_a_command_once(number) -> None:
             os.kill(os.getpid(), number)
             time.sleep(5)
         finally:
-            os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGHUP)
+            for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                os.kill(os.getpid(), each)
             seen.append("cleaned up")
         return []
 
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where this runs under nohup
     try:
         assert cli.main(["explain"], devices=devices) == 128 + number
-        assert signal.getsignal(number) == signal.SIG_DFL
+        assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
     finally:
         signal.signal(signal.SIGHUP, before)
     assert seen == ["cleaned up"]
+
+
+@pytest.mark.parametrize("told", ["interrupt", "left"])
+def test_processes_that_only_just_started_say_nothing_as_they_end(tmp_path, told) -> None:
+    """Ctrl-C reaches them before they are set up, and what starts them may end before they have read what to do."""
+    code = f"""
+import os, signal, sys
+from multiprocessing import util
+from tiledsched.core.processes import SafeSpawnContext
+usual = util.spawnv_passfds
+def started(path, words, descriptors):
+    pid = usual(path, words, descriptors)
+    if any("spawn_main" in str(word) for word in words):
+        if {told!r} == "left":
+            raise KeyboardInterrupt
+        os.kill(pid, signal.SIGINT)
+    return pid
+if __name__ == "__main__":
+    util.spawnv_passfds = started
+    try:
+        process = SafeSpawnContext().Process(target=os.getpid)
+        process.start()
+        process.join()
+        sys.exit(process.exitcode)
+    except KeyboardInterrupt:
+        pass
+"""
+    (tmp_path / "starts.py").write_text(code)
+    done = subprocess.run([sys.executable, str(tmp_path / "starts.py")], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_a_folder_lives_as_long_as_its_process(tmp_path, monkeypatch) -> None:

@@ -21,14 +21,18 @@ from rich.console import Console
 from sample_kernels import ScaleAdd
 from store_samples import fill
 
+from tiledsched.build.compiler import BuildTask
+from tiledsched.build.pool import BuildPool
 from tiledsched.cli import main
 from tiledsched.cli.output import table_lines
 from tiledsched.cli.progress import TuneProgress
 from tiledsched.core import fields, files
 from tiledsched.core.config import load_settings
-from tiledsched.core.errors import ConfigError, DatabaseError, DeclarationError, SpaceError
+from tiledsched.core.errors import CompilerError, ConfigError, DatabaseError, DeclarationError, SpaceError
 from tiledsched.core.files import csv_cell, csv_text, from_csv_cell, printable, read_bounded
 from tiledsched.core.problem import Problem
+from tiledsched.core.processes import child_environment
+from tiledsched.core.registry import kernel_of_data
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import load_space
 from tiledsched.kernels.attention import Attention
@@ -38,6 +42,7 @@ from tiledsched.serve.entries import load_entries
 from tiledsched.store.backup import back_up
 from tiledsched.store.codec import decode
 from tiledsched.store.db import TuningDB
+from tiledsched.tuning.options import TuneOptions
 
 ODD = "a\x1b[31m\x00\u202eb\u200f\u2028\x9b1m\ud800\r"
 """What a terminal obeys, what turns the direction of text, and what no text holds."""
@@ -212,6 +217,18 @@ def test_a_database_that_cannot_be_is_one_line(tmp_path, monkeypatch, capsys, na
     assert missing or len(capsys.readouterr().err.splitlines()) == 1
 
 
+@pytest.mark.parametrize("kernel", ["/etc/x.py:K", "../tables/*", "**", "soft*", "[s]oftmax", LONG])
+def test_a_kernel_that_a_filter_names_is_no_pattern_of_files(home, capsys, kernel):
+    assert main(["show", kernel, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["entries"] == []
+
+
+def test_settings_that_are_no_file_are_said_once(tmp_path):
+    os.mkfifo(tmp_path / "tiledsched.toml")
+    with pytest.raises(ConfigError, match=r"^\S+tiledsched.toml is not a file, and settings are read from it"):
+        load_settings(environ={}, project=tmp_path / "tiledsched.toml", user=tmp_path / "none")
+
+
 def test_a_pipe_is_no_database_and_nobody_waits_for_it(tmp_path, capsys, monkeypatch):
     os.mkfifo(tmp_path / "pipe.db")
     for words in (["show"], ["db", "check"], ["db", "check", "--upgrade"]):
@@ -268,16 +285,85 @@ def test_a_folder_that_is_gone_is_said(tmp_path, monkeypatch, capsys):
     )
 
 
+def test_links_in_a_circle_and_names_that_cannot_be_are_one_line(tmp_path, monkeypatch, capsys):
+    loop = tmp_path / "loop.py"
+    loop.symlink_to("loop.py")
+    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "tuning.db"))
+    monkeypatch.setenv("TILEDSCHED_FLEET_JOBS", f"{loop},{loop}/x.py")
+    for name in (f"{loop}/k.py:K", "a\0b.py:K"):
+        with pytest.raises(ConfigError, match="data does not choose what code runs"):
+            kernel_of_data(name, "a row")
+    assert TuneOptions(space=str(loop)).to_json()["space"] == str(loop)
+    for words in (["check", f"{loop}:K"], ["explain", "--space", str(loop), "--arch", "sm_90"]):
+        assert main(words) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "words", [["db", "query", "select 1", "--timeout"], ["fleet", "work", "--wait"], ["tune", "-p", "S=1", "--budget"]]
+)
+def test_seconds_are_numbers_that_clocks_take(home, capsys, words):
+    for seconds in ("nan", "-1", "-inf", "x"):
+        assert main([*words, seconds]) == 2
+        assert f"Invalid value for '{words[-1]}'" in capsys.readouterr().err
+    if words[0] == "db":
+        assert [main([*words, seconds]) for seconds in ("inf", "1e300", "60")] == [0, 0, 0]
+
+
+def test_compile_processes_that_cannot_start_are_said(tmp_path, monkeypatch):
+    """In a folder that is gone, `multiprocessing` starts nothing."""
+    monkeypatch.syspath_prepend("")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    task = BuildTask(kernel="softmax", schedule=Schedule({}), problem=Problem("softmax", {}), arch="sm_90")
+    with BuildPool(1) as pool:
+        for use in (pool.start, lambda: pool.submit(task)):
+            with pytest.raises(CompilerError, match=r"cannot start compile processes.*folder must still be there"):
+                use()
+    assert str(tmp_path) not in child_environment()["PYTHONPATH"]
+
+
 @pytest.mark.parametrize("output", ["/dev/full", None], ids=["full", "closed"])
 def test_output_that_cannot_be_written_is_one_line(monkeypatch, capsys, output):
     with contextlib.ExitStack() as stack:
         monkeypatch.setattr(sys, "stdout", output and stack.enter_context(open(output, "w", buffering=1)))
-        monkeypatch.setattr("tiledsched.cli._drop_output", lambda: None)
+        monkeypatch.setattr("tiledsched.cli._drop", lambda stream: None)
         assert main(["--version"]) == 2
         assert capsys.readouterr().err.startswith(("tiledsched: cannot write to", "tiledsched: standard output is"))
         monkeypatch.undo()
         with contextlib.suppress(OSError):
             stack.close()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\xff\n", b"x" * 200_000 + b"\n", b'"' + b"a," * 100_000 + b"\n", b"method,a\nx\n", b"a\0b\n1\n", None],
+    ids=["not UTF-8", "a long name", "an open quote", "no cells", "NUL", "a pipe"],
+)
+@pytest.mark.parametrize("words", [["bench", "--summary"], ["compare", "shipped"]], ids=lambda words: words[0])
+def test_rows_that_nobody_wrote_are_one_line(tmp_path, capsys, words, data):
+    path = tmp_path / "schedules.csv"
+    path.write_bytes(data) if data is not None else os.mkfifo(path)
+    code, said = main([*words, str(path)]), capsys.readouterr()
+    if data is None and words[0] == "bench":  # nobody waits for who might write
+        assert (code, said.out) == (0, "No rows.\n")
+    else:
+        assert code == 2
+        assert "schedules.csv" in said.err
+        assert len(said.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "2>/dev/full", ">&- 2>&-"])
+def test_a_command_ends_as_usual_where_nobody_reads_its_errors(tmp_path, closed):
+    """Nor does what they would have read stand in the result."""
+    for words, code in (["show", "--nope"], 2), (["explain", "softmax", "--json"], 2 if closed.startswith(">") else 0):
+        command = [sys.executable, "-m", "tiledsched", *words]
+        shell = ["sh", "-c", f'exec "$@" {closed}', "sh", *command]
+        environment = {**os.environ, "TILEDSCHED_DB": str(tmp_path / "none.db"), "PYTHONUNBUFFERED": ""}
+        done = subprocess.run(shell, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == code
+        assert not done.stdout or json.loads(done.stdout)
 
 
 # Nothing is left behind

@@ -52,6 +52,7 @@ from tiledsched.studies.ablation.sources import RecordedPrograms
 from tiledsched.tuning import resources
 
 MANY = os.environ.get("FUZZ_EXAMPLES")
+pytestmark = pytest.mark.timeout(0 if MANY else 120)
 FUZZ = settings(
     max_examples=int(MANY or 25),
     deadline=None,

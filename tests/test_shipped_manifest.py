@@ -13,6 +13,7 @@ from tiledsched.core.config import Settings
 from tiledsched.core.errors import DatabaseError
 from tiledsched.kernels.attention import Attention
 from tiledsched.serve.entries import load_entries
+from tiledsched.serve.transfer import loss_bands
 from tiledsched.store import manifest, shipped
 from tiledsched.store.exchange import read_table
 from tiledsched.store.shipped import copy_path, read_shipped_entries
@@ -84,14 +85,50 @@ def test_a_file_that_nobody_shipped_is_refused(copied) -> None:
         read_table(path)
 
 
+OF_A_HASH = '{"schema_version": 1, "files": {"a": {"sha256": "' + 64 * "0" + '"%s}}}'
+
+
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"schema_version": 2, "files": {}}', '{"schema_version": 1, "files": {"a": {}}}']
+    "text",
+    [
+        "",
+        "[]",
+        "[" * 100_000,
+        "\ud800",
+        '{"schema_version": 2, "files": {}}',
+        '{"schema_version": 1, "files": {"a": {}}}',
+        *(OF_A_HASH % more for more in (', "bytes": "1"', ', "problem": "x"', ', "arch": {}')),
+    ],
+    ids=lambda text: text[-20:],
 )
 def test_a_damaged_manifest_is_said_to_be_damaged(copied, text) -> None:
-    (copied / "manifest.json").write_text(text)
+    (copied / "manifest.json").write_text(text, errors="surrogatepass")
     manifest.listed_files.cache_clear()
     with pytest.raises(DatabaseError, match=r"manifest\.json is not the file that shipped"):
         read_table(copied / TABLE)
+
+
+def test_what_a_manifest_leaves_out_is_not_guessed(copied) -> None:
+    data = json.loads((copied / "manifest.json").read_text())
+    for listed in data["files"].values():
+        for name in ("bytes", "arch"):
+            listed.pop(name, None)
+    (copied / "manifest.json").write_text(json.dumps(data))
+    manifest.listed_files.cache_clear()
+    assert read_shipped_entries(copied / TABLE)
+    assert manifest.shipped_landscapes("attention", "sm_90") == []
+
+
+def test_expected_losses_that_are_damaged_are_left_out(copied, caplog) -> None:
+    path = copied / "model/attention/transfer.json"
+    path.parent.mkdir(parents=True)
+    for text in ("[" * 100_000, '{"a": 1}', '{"bands": [{}]}'):
+        path.write_text(text)
+        loss_bands.cache_clear()
+        assert loss_bands("attention") == ()
+        assert "transfer.json is not the file that shipped" in caplog.text
+        caplog.clear()
+    loss_bands.cache_clear()
 
 
 def test_a_serving_copy_is_read_in_place_of_a_table_that_need_not_be_looked_at(copied) -> None:

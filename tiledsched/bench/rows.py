@@ -13,7 +13,7 @@ from typing import Any
 
 from tiledsched.core.canonical import canonical_json
 from tiledsched.core.errors import ConfigError, ProblemError
-from tiledsched.core.files import csv_text, from_csv_cell, write_whole
+from tiledsched.core.files import csv_text, from_csv_cell, read_bounded, write_whole
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import problem_from_json
 from tiledsched.measure.estimate import Timing
@@ -201,18 +201,17 @@ def read_rows(path: Path) -> list[BenchRow]:
     Raises:
         ConfigError: there is no such file, or it holds something else.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}); pass a file that bench --csv wrote") from error
-    whole = text[: text.rfind("\n") + 1]
     found: dict[tuple[Cell, str, str], BenchRow] = {}
     try:
+        data = read_bounded(path)
+        whole = data[: data.rfind(b"\n") + 1].decode("utf-8")
         for cells in csv.DictReader(io.StringIO(whole, newline="")):
             row = BenchRow.from_csv({name: from_csv_cell(cell) for name, cell in cells.items()})
             found.pop((row.cell, row.method, row.compiler), None)
             found[row.cell, row.method, row.compiler] = row
-    except (KeyError, TypeError, ValueError, ProblemError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); pass a file that bench --csv wrote") from error
+    except (KeyError, TypeError, ValueError, RecursionError, csv.Error, ProblemError) as error:
         raise ConfigError(f"{path} is not a bench: {error}; pass a file that bench --csv wrote") from error
     return list(found.values())
 

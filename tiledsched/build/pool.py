@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
@@ -126,13 +127,24 @@ class BuildPool:
                 except BaseException as error:
                     outcome.set_exception(error)
 
-        self._started().schedule(compile_task, args=(task,), timeout=task.timeout_s + GRACE_S).add_done_callback(tell)
+        self._schedule(compile_task, args=(task,), timeout=task.timeout_s + GRACE_S).add_done_callback(tell)
         return outcome
 
     def start(self) -> None:
         """Start the processes in the background, ahead of the first task. Safe to call again."""
         if self._pool is None:
-            self._started().schedule(os.getpid)  # a task is what starts them all
+            self._schedule(os.getpid)  # a task is what starts them all
+
+    def _schedule(self, function: Any, **more: Any) -> concurrent.futures.Future[Any]:
+        """Have one of the processes call a function."""
+        try:
+            future: concurrent.futures.Future[Any] = self._started().schedule(function, **more)
+        except concurrent.futures.process.BrokenProcessPool as error:
+            why = f": {error.__cause__}" if error.__cause__ else ""
+            raise CompilerError(
+                f"cannot start compile processes{why}; the current folder must still be there, and limits allow {self.jobs} more"
+            ) from error
+        return future
 
     def _started(self) -> ProcessPool:
         if self._pool is None:

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
-from typing import Any
+from typing import Any, TextIO
 
 from tiledsched.core.errors import ConfigError, TiledschedError
 from tiledsched.core.files import printable
@@ -48,25 +48,28 @@ class Ended(KeyboardInterrupt):
 
 
 @contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Within the block the signals TERM and HUP raise Ended, so that runs are closed, processes ended and folders removed."""
+def _ended_by_signals(*, last: bool) -> Iterator[None]:
+    """Within the block the signals INT, TERM and HUP raise Ended, so that runs are closed, processes ended and folders removed.
+    With `last`, nothing is left to be done after it: a signal ends the process without a word.
+    """
 
     before: dict[signal.Signals, Any] = {}
+    told: list[int] = []
 
     def end(number: int, frame: object) -> None:
-        for each in before:  # a second signal must not interrupt the cleaning up that the first one began
-            signal.signal(each, signal.SIG_IGN)
-        raise Ended(number)
+        told.append(number)
+        if len(told) == 1:  # the next must not interrupt the cleaning up that the first one began
+            raise Ended(number)
 
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores HUP
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):  # nohup ignores HUP
                 before[number] = signal.signal(number, end)
     try:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if last else handler)
 
 
 def main(arguments: Sequence[str] | None = None, **fakes: Any) -> int:
@@ -80,6 +83,26 @@ def main(arguments: Sequence[str] | None = None, **fakes: Any) -> int:
         The exit code: 0 done, 1 no valid schedule or a regression, 2 usage or configuration, 130 interrupted (143 and 129
         where the signals TERM and HUP did).
     """
+    try:
+        with _ended_by_signals(last=arguments is None):
+            try:
+                return _answer(list(sys.argv[1:] if arguments is None else arguments), fakes)
+            except KeyboardInterrupt as interrupt:
+                with suppress(OSError, AttributeError):  # the terminal may be gone, and standard error closed
+                    sys.stderr.write(
+                        "tiledsched: interrupted; everything finished so far is stored, run again to go on\n"
+                    )
+                return 128 + interrupt.number if isinstance(interrupt, Ended) else INTERRUPTED
+    finally:
+        try:
+            if sys.stderr is not None:
+                sys.stderr.flush()
+        except OSError:  # it is full; Python would end with a code of its own
+            _drop(sys.stderr)
+
+
+def _answer(words: list[str], fakes: dict[str, Any]) -> int:
+    """Run one command, and say what went wrong; the exit code."""
     gc.set_threshold(COLLECT_EVERY)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # no command multiplies matrices large enough to gain from more
     import click
@@ -89,12 +112,11 @@ def main(arguments: Sequence[str] | None = None, **fakes: Any) -> int:
     from tiledsched.cli.commands import root
     from tiledsched.cli.output import OutputError, Results, note
 
-    words = list(sys.argv[1:] if arguments is None else arguments)
     logging.basicConfig(handlers=[_Stderr()], format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     try:
         if COMPLETE in os.environ:
             return shell_complete(root, {}, "tiledsched", COMPLETE, os.environ[COMPLETE])
-        with _ended_by_signals(), redirect_stdout(Results(sys.stdout)):
+        with redirect_stdout(Results(sys.stdout)):
             code = _run(root, words, Invocation(words, **fakes))
             sys.stdout.flush()
             return code
@@ -105,14 +127,10 @@ def main(arguments: Sequence[str] | None = None, **fakes: Any) -> int:
     except TiledschedError as error:
         note(f"tiledsched: {error}")
         if isinstance(error, OutputError):
-            _drop_output()
+            _drop(sys.stdout)
         return error.exit_code
-    except KeyboardInterrupt as interrupt:
-        with suppress(OSError):  # the terminal may be gone
-            note("tiledsched: interrupted; everything finished so far is stored, run again to go on")
-        return 128 + interrupt.number if isinstance(interrupt, Ended) else INTERRUPTED
     except BrokenPipeError:
-        _drop_output()  # the reader (head, less) has gone
+        _drop(sys.stdout)  # the reader (head, less) has gone
         return 0
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
@@ -137,10 +155,10 @@ def _run(root: Any, words: Sequence[str], called: Any) -> int:
         return done.exit_code
 
 
-def _drop_output() -> None:
+def _drop(stream: TextIO | None) -> None:
     """Send to nowhere what Python still has to write as it ends: it cannot be written."""
-    if sys.stdout is not None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if stream is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 if __name__ == "__main__":

@@ -38,6 +38,8 @@ USUAL_ARCH = "sm_121"
 KERNEL_HELP = "a kernel that ships (attention, matmul, ...), package.module:Class or path/file.py:Class"
 DB_HELP = "database, a path or URL (default: TILEDSCHED_DB, or tuning.db in the user's data folder)"
 FILE, FOLDER = click.Path(dir_okay=False), click.Path(file_okay=False)
+MOST_SECONDS = 1e8
+"""The longest time that a flag sets, in seconds."""
 EVERYWHERE = "Every command"
 """The heading of the options that all commands have."""
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
@@ -268,6 +270,21 @@ class CommaList(click.ParamType):
         return list(dict.fromkeys(self.each.convert(word, param, ctx) for word in words or [value]))
 
 
+class Seconds(click.types.FloatParamType):
+    """A time in seconds. One that is longer than clocks take, such as inf, is cut to three years."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The time.
+
+        Raises:
+            click.BadParameter: it is no number, or below 0.
+        """
+        found: float = super().convert(value, param, ctx)
+        if not found >= 0:  # nor is it NaN
+            self.fail(f"{value!r} is no time in seconds, which is 0 or more", param, ctx)
+        return min(found, MOST_SECONDS)
+
+
 class ArchType(click.ParamType):
     """An arch, by its name or by that of one of its GPUs."""
 
@@ -381,6 +398,8 @@ def _generated(each: OptionSpec, heading: str) -> Callable[[Decorated], Decorate
         kind = click.IntRange(each.minimum)
     elif each.is_file:
         kind = FILE
+    elif each.metavar == "SECONDS":
+        kind = Seconds()
     usual = each.default_help or (f"{each.default:g}" if each.type is float else each.default)
     return option(
         each.flag,

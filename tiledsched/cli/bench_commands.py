@@ -16,6 +16,7 @@ from tiledsched.cli.app import (
     Decorated,
     Group,
     Invocation,
+    Seconds,
     command,
     jobs_option,
     kernel_argument,
@@ -50,7 +51,7 @@ rounds_option = option(
 regime_option = option(
     "--regime", type=REGIMES, default="burst", help="at full clocks, or at the power cap (default: burst)"
 )
-budget_option = option("--budget", type=float, metavar="SECONDS", help="stop after this long (default: no limit)")
+budget_option = option("--budget", type=Seconds(), metavar="SECONDS", help="stop after this long (default: no limit)")
 summary_flag = option("--summary", is_flag=True, help="measure nothing: write the tables of what the folder holds")
 
 

@@ -17,6 +17,7 @@ from tiledsched.cli.app import (
     FOLDER,
     Group,
     Invocation,
+    Seconds,
     arch_option,
     argument,
     command,
@@ -173,7 +174,7 @@ def _is_database(source: str) -> bool:
     metavar="N",
     help="rows to print at most, except as CSV (default: 1000)",
 )
-@option("--timeout", type=float, default=60.0, metavar="SECONDS", help="give up after this long (default: 60)")
+@option("--timeout", type=Seconds(), default=60.0, metavar="SECONDS", help="give up after this long (default: 60)")
 def query(run: Invocation, sql: str | None, csv: bool, limit: int, timeout: float) -> None:
     """Ask a question in SQL.
 

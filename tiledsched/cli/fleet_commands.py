@@ -14,6 +14,7 @@ from tiledsched.cli.app import (
     Command,
     Group,
     Invocation,
+    Seconds,
     arch_option,
     argument,
     command,
@@ -72,14 +73,14 @@ class RunCommand(Command):
 @workers_option
 @option(
     "--lease",
-    type=float,
+    type=Seconds(),
     default=LEASE_S,
     metavar="SECONDS",
     help=f"a worker that is silent for so long has lost its problem (default: {LEASE_S:g})",
 )
 @option(
     "--deadline",
-    type=float,
+    type=Seconds(),
     default=DEADLINE_S,
     metavar="SECONDS",
     help=f"an attempt that takes longer is killed (default: {DEADLINE_S:g})",
@@ -204,7 +205,11 @@ def _write_rows(results: Any, path: Path) -> Path:
 @command("work")
 @argument("campaign", required=False, help="only this campaign (default: all that are running)")
 @option(
-    "--wait", type=float, default=0.0, metavar="SECONDS", help="how long to wait for a campaign (default: not at all)"
+    "--wait",
+    type=Seconds(),
+    default=0.0,
+    metavar="SECONDS",
+    help="how long to wait for a campaign (default: not at all)",
 )
 @workers_option
 @jobs_option

@@ -63,6 +63,8 @@ def _writable() -> Iterator[None]:
 
 def note(text: str) -> None:
     """Print one line of progress on standard error. Where that is full or closed, nobody is told."""
+    if sys.stderr is None:  # to `print`, None is standard output
+        return
     try:
         print(printable(text), file=sys.stderr, flush=True)
     except BrokenPipeError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -13,6 +14,9 @@ from tiledsched.core.labels import fields_called, format_problem, short_names
 from tiledsched.core.problem import KernelClass, Problem
 
 FLAGS = {"yes": True, "true": True, "no": False, "false": False}
+
+MOST_PROBLEMS = 10_000
+"""Problems that the values of one `-p` may name."""
 
 
 def named_problems(kernel: KernelClass, named: Sequence[str], suites: str | None = None) -> list[Problem]:
@@ -43,6 +47,11 @@ def read_problems(kernel: KernelClass, text: str) -> list[Problem]:
         ProblemError: values that the kernel does not take together.
     """
     values = read_values(kernel, text)
+    count = math.prod(map(len, values.values()))
+    if count > MOST_PROBLEMS:
+        raise ConfigError(
+            f"these values name {count:,} problems, and at most {MOST_PROBLEMS:,} are taken; name fewer values"
+        )
     fields = list(itertools.chain(*values))
     return [
         kernel.problem(**dict(zip(fields, itertools.chain(*chosen), strict=True)))

@@ -158,17 +158,15 @@ def load_settings(
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         kind = kind_of_file(path)
-        if not kind:
-            return {}
-        if kind != "file":
-            raise ConfigError(f"{path} is not a file, and settings are read from it; remove or rename it")
-        table = read_toml(path)
+        table = read_toml(path) if kind == "file" else {}
     except (FileNotFoundError, PermissionError):
         return {}
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; remove it or make it readable") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}; correct the file") from error
+    if kind not in ("", "file"):
+        raise ConfigError(f"{path} is not a file, and settings are read from it; remove or rename it")
     knobs = table.pop("knobs", {})
     if not isinstance(knobs, dict):
         raise ConfigError(f"{path}: 'knobs' must be a table of knob names and values")

@@ -72,6 +72,16 @@ def kind_of_file(path: str | os.PathLike[str]) -> str:
     return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "other"
 
 
+def real_path(path: str | os.PathLike[str]) -> str:
+    """The whole path without links. Of links that lead in a circle, and of a name that no file can have, it is a path of nothing;
+    `Path.resolve` raises of the first a RuntimeError before Python 3.13, and of the second a ValueError.
+    """
+    try:
+        return os.path.realpath(path)
+    except ValueError:  # NUL, or half a character
+        return os.fspath(path)
+
+
 class TooLargeError(OSError):
     """A file is larger than a file of its kind may be."""
 

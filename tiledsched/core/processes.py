@@ -8,10 +8,11 @@ keeps PYTHONPATH and editable installs.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker, util
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any
@@ -19,6 +20,10 @@ from typing import Any
 SAFE_PATH = "import sys; sys.path[:] = filter(None, sys.path)"
 """The first statement of each process. The current directory is the only empty entry, since `site` makes those of PYTHONPATH
 absolute; `sys` is built into the interpreter, so that nothing is imported before."""
+QUIET = "sys.excepthook = lambda kind, *more: kind is EOFError or sys.__excepthook__(kind, *more)"
+"""The second statement of a process of `multiprocessing`: whoever starts it may be told to end before it has sent all that the
+process reads first.
+"""
 _launching = threading.RLock()
 
 
@@ -37,13 +42,15 @@ def child_environment() -> dict[str, str]:
     """
     places = dict.fromkeys(os.path.abspath(place) for place in sys.path if place)
     if "" in sys.path:
-        places.setdefault(os.getcwd())
+        with suppress(FileNotFoundError):  # the folder is gone, and all that could be imported from it
+            places.setdefault(os.getcwd())
     return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
 
 
 @contextmanager
 def _safe_launches() -> Iterator[None]:
-    """Have `multiprocessing` start its processes, and its resource tracker, with a safe path.
+    """Have `multiprocessing` start its processes, and its resource tracker, with a safe path. What a terminal sends to all its
+    processes, they do not heed: whoever starts them ends them.
 
     It has no setting for this. Each of them is started as `python [options] -c PROGRAM ...` by the one function that is replaced.
     """
@@ -53,8 +60,12 @@ def _safe_launches() -> Iterator[None]:
         def launch(path: Any, words: Any, descriptors: Any) -> int:
             safe = list(words)
             program = safe.index("-c") + 1
-            safe[program] = f"{SAFE_PATH}; {safe[program]}"
-            return usual(path, safe, descriptors)
+            safe[program] = f"{SAFE_PATH}; {QUIET}; {safe[program]}"
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})  # inherited
+            try:
+                return usual(path, safe, descriptors)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
         util.spawnv_passfds = launch  # type: ignore[assignment]
         try:

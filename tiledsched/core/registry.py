@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError
 from tiledsched.core.fields import Value
+from tiledsched.core.files import real_path
 from tiledsched.core.problem import FILE_PREFIX, Declaration, KernelClass, Problem, unknown_kernel
 
 if TYPE_CHECKING:
@@ -118,8 +119,8 @@ def check_allowed(place: str, what: str) -> None:
     """
     module, _, name = place.rpartition(":")
     words = [word.strip() for word in os.environ.get(ALLOWED_VARIABLE, "").split(",")]
-    files = {str(Path(word).resolve()) for word in words if word.endswith(".py")}
-    listed = module in words or (module.endswith(".py") and str(Path(module).resolve()) in files)
+    files = {real_path(word) for word in words if word.endswith(".py")}
+    listed = module in words or (module.endswith(".py") and real_path(module) in files)
     if not (module and name.isidentifier() and (place in _allowed or listed)):
         raise ConfigError(
             f"{what} names {place!r}, which neither ships nor is registered by an installed package, and data does not choose "
@@ -166,9 +167,9 @@ def _load_module(name: str) -> Any:
 
 
 def _load_file(path: Path) -> Any:
-    path = path.resolve()
+    path = Path(real_path(path))
     main = sys.modules.get("__main__")
-    if getattr(main, "__file__", None) and Path(str(main.__file__)).resolve() == path:  # type: ignore[union-attr]
+    if getattr(main, "__file__", None) and real_path(str(main.__file__)) == str(path):  # type: ignore[union-attr]
         return main
     name = FILE_PREFIX + re.sub(r"\W", "_", path.stem) + "_" + stable_id(str(path), 8)
     if name in sys.modules:

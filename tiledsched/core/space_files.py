@@ -17,7 +17,7 @@ from tiledsched.core.device import ARCHS, LIMITS, arch_limits
 from tiledsched.core.errors import ConfigError, SpaceError
 from tiledsched.core.expressions import names_read, words_of
 from tiledsched.core.fields import Knob
-from tiledsched.core.files import read_toml
+from tiledsched.core.files import read_toml, real_path
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.space import Constraint, SearchSpace, contains
@@ -149,9 +149,9 @@ def _declared(kernel: KernelClass) -> dict[str, Any]:
     return {"kernel": kernel.name, "limits": {}, "knobs": knobs, "constraints": constraints}
 
 
-def _merged_tables(path: Path, seen: tuple[Path, ...], kernel: KernelClass | None) -> dict[str, Any]:
-    if path.resolve() in seen:
-        raise SpaceError(f"{path}: 'extends' goes round in a circle: {' -> '.join(str(p) for p in seen)}")
+def _merged_tables(path: Path, seen: tuple[str, ...], kernel: KernelClass | None) -> dict[str, Any]:
+    if real_path(path) in seen:
+        raise SpaceError(f"{path}: 'extends' goes round in a circle: {' -> '.join(seen)}")
     try:
         own = read_toml(path)
     except OSError as error:
@@ -166,7 +166,7 @@ def _merged_tables(path: Path, seen: tuple[Path, ...], kernel: KernelClass | Non
             raise SpaceError(f"{path}: {key!r} must be {'a table' if kind is dict else 'an array of tables'}")
     base: dict[str, Any] = {"limits": {}, "knobs": {}, "constraints": []}
     if "extends" in own:
-        base = _merged_tables(_extended_path(path, own["extends"]), (*seen, path.resolve()), kernel)
+        base = _merged_tables(_extended_path(path, own["extends"]), (*seen, real_path(path)), kernel)
     elif kernel is not None and kernel.knobs:
         base = _declared(kernel)
     knobs = {name: dict(table) if isinstance(table, dict) else table for name, table in base["knobs"].items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import io
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from tiledsched.core import data_files
 from tiledsched.core.errors import ConfigError, DatabaseError, TiledschedError
-from tiledsched.core.files import from_csv_cell
+from tiledsched.core.files import from_csv_cell, read_bounded
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
@@ -139,7 +140,11 @@ def _evidence(source: str, db: str | None, wanted: Wanted) -> Evidence:
 
 def _shipped(wanted: Wanted) -> Evidence:
     folder = data_files.tuning_db() / "tables"
-    return _read(sorted(folder.glob(f"{wanted.kernel or '*'}/{wanted.arch or '*'}.json")))
+    return _read(
+        path
+        for path in sorted(folder.glob("*/*.json"))
+        if wanted.kernel in ("", path.parent.name) and wanted.arch in ("", path.stem)
+    )
 
 
 def _files(path: Path) -> Evidence:
@@ -238,9 +243,9 @@ def _named(problem: Problem) -> dict[str, str]:
 def _of_report(path: Path) -> list[KnownTime]:
     """The measured rows of a report's schedules.csv."""
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            rows = [[*map(from_csv_cell, cells)] for cells in csv.reader(file)]
-    except (OSError, UnicodeDecodeError) as error:
+        text = io.StringIO(read_bounded(path).decode("utf-8"), newline="")
+        rows = [[*map(from_csv_cell, cells)] for cells in csv.reader(text)]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DatabaseError(f"cannot read {path}: {error}") from error
     head = rows[0] if rows else []
     needed = (

@@ -80,7 +80,11 @@ def layers(settings: Settings, archs: Collection[str] | None = None, kernel: Ker
 
 def _shipped(archs: Collection[str] | None, kernel: str) -> Layer:
     folder = data_files.tuning_db() / "tables"
-    paths = [path for path in sorted(folder.glob(f"{kernel or '*'}/*.json")) if archs is None or path.stem in archs]
+    paths = [
+        path
+        for path in sorted(folder.glob("*/*.json"))
+        if kernel in ("", path.parent.name) and (archs is None or path.stem in archs)
+    ]
     entries, errors = _read(paths, read_shipped_entries, kernel)
     return Layer(name="shipped", where=str(folder), entries=entries, error="; ".join(errors))
 

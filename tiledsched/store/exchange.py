@@ -24,7 +24,7 @@ from tiledsched.core.problem import Problem
 from tiledsched.store.codec import decode, encode
 from tiledsched.store.foreign import of_csv, of_json, to_csv
 from tiledsched.store.manifest import check_shipped
-from tiledsched.store.records import PROVENANCES, ArtifactRecord, Entry, MergeResult, StoredMeasurement
+from tiledsched.store.records import ArtifactRecord, Entry, MergeResult, StoredMeasurement
 from tiledsched.store.validation import untrue_estimates
 
 if TYPE_CHECKING:
@@ -154,6 +154,10 @@ def merge_database(db: TuningDB, other_url: str | os.PathLike[str]) -> MergeResu
         entries = validated(other.entries(), other.url)
         artifacts = validated(other.artifacts().values(), other.url)
     check_estimates(measurements, other.url)
+    stored = {each.uid: each for each in measurements}
+    for entry in entries:
+        evidence = stored.get(entry.measurement.uid) if entry.measurement else None
+        _check_evidence(entry, evidence, f"{other.url}: the entry of {entry.problem} on {entry.arch}")
     return db.merge(measurements, entries, artifacts)
 
 
@@ -263,31 +267,27 @@ def _entry(row: Any, stored: dict[str, StoredMeasurement], where: str) -> Entry:
         raise DatabaseError(f"{where}: expected an object, got {row!r}; correct the list")
     uid = row.get("measurement")
     entry = decode(Entry, {**_portable(row, where), "measurement": None}, where)
-    measured = entry.provenance == "measured"
-    if entry.provenance not in PROVENANCES:
-        raise DatabaseError(f"{where}.provenance: {entry.provenance!r} is not one of {', '.join(PROVENANCES)}")
+    evidence = stored.get(uid) if isinstance(uid, str) else None
+    if uid is not None and evidence is None:
+        raise DatabaseError(f"{where}.measurement: {uid!r} is not the uid of any of measurements; add it there")
+    _check_evidence(entry, evidence, where)
+    if evidence and entry.provenance == "measured" and evidence.measurement.conditions.concurrent_pids:
+        raise DatabaseError(
+            f"{where}.measurement: {evidence.uid} was timed {evidence.measurement.conditions.disturbance}, which decides "
+            "nothing; measure it again"
+        )
+    return entry.replace(measurement=evidence.summary if evidence else None)
+
+
+def _check_evidence(entry: Entry, evidence: StoredMeasurement | None, where: str) -> None:
+    """Hold a measured entry to what was measured."""
     if entry.updated_at is None:
         raise DatabaseError(f"{where}.updated_at: missing; a merge needs it to tell which entry is newer")
-    if uid is None and measured:
-        raise DatabaseError(f"{where}.measurement: missing although the entry says measured; add the evidence")
-    if uid is None:
-        return entry
-    evidence = stored.get(uid) if isinstance(uid, str) else None
+    if entry.provenance != "measured":
+        return
     if evidence is None:
-        raise DatabaseError(f"{where}.measurement: {uid!r} is not the uid of any of measurements; add it there")
-    if measured:
-        _check_evidence(entry, evidence, where)
-    return entry.replace(measurement=evidence.summary)
-
-
-def _check_evidence(entry: Entry, evidence: StoredMeasurement, where: str) -> None:
-    """Hold a measured entry to what was measured."""
+        raise DatabaseError(f"{where}.measurement: missing although the entry says measured; add the evidence")
     taken = evidence.measurement
-    if taken.conditions.concurrent_pids:
-        raise DatabaseError(
-            f"{where}.measurement: {evidence.uid} was timed {taken.conditions.disturbance}, which decides nothing; "
-            "measure it again"
-        )
     for key, mine, its in (
         ("arch", entry.arch, taken.device.arch),
         ("fingerprint", entry.fingerprint, taken.fingerprint),

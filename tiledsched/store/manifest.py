@@ -7,16 +7,18 @@ writes the manifest anew.
 from __future__ import annotations
 
 import hashlib
-import json
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
+
+import msgspec
 
 from tiledsched.core import data_files
 from tiledsched.core.errors import DatabaseError
+from tiledsched.core.files import read_bounded
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import problem_from_json
 
@@ -28,6 +30,27 @@ REFUSED = (
     "{name} is not the file that shipped ({why}): install tiledsched again, or, where it was changed on purpose, run: "
     "python -m tiledsched.store.shipped"
 )
+
+
+class _Hashed(TypedDict):
+    """What the manifest says of every file."""
+
+    sha256: Annotated[str, msgspec.Meta(min_length=64, max_length=64)]
+
+
+class ListedFile(_Hashed, total=False):
+    """What it says of a table: its size, and the hash of its serving copy; and of a landscape: what was recorded."""
+
+    bytes: int
+    serving: str
+    arch: str
+    regime: str
+    problem: dict[str, Any]
+
+
+class _Manifest(msgspec.Struct):
+    schema_version: Annotated[int, msgspec.Meta(ge=SCHEMA_VERSION, le=SCHEMA_VERSION)]
+    files: dict[str, ListedFile]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,21 +73,17 @@ def manifest_path() -> Path:
 
 
 @lru_cache(maxsize=4)
-def listed_files(path: Path) -> Mapping[str, Mapping[str, Any]]:
+def listed_files(path: Path) -> Mapping[str, ListedFile]:
     """What a manifest says of each file, by the file's name within the folder of shipped data.
 
     Raises:
         DatabaseError: the manifest is missing or damaged.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        files: Mapping[str, Mapping[str, Any]] = data["files"]
-        if data["schema_version"] != SCHEMA_VERSION or not all(len(each["sha256"]) == 64 for each in files.values()):
-            raise ValueError("another version")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return msgspec.json.decode(read_bounded(path), type=_Manifest).files
+    except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"
         raise DatabaseError(REFUSED.format(name=path.name, why=why)) from error
-    return files
 
 
 def sha256(data: bytes | mmap.mmap) -> str:
@@ -97,9 +116,9 @@ def shipped_landscapes(kernel: str, arch: str) -> list[ShippedLandscape]:
         ShippedLandscape(
             path=data_files.tuning_db() / name,
             problem=problem_from_json(listed["problem"]),
-            arch=listed["arch"],
-            regime=listed["regime"],
+            arch=arch,
+            regime=listed.get("regime", ""),
         )
         for name, listed in sorted(listed_files(manifest_path()).items())
-        if "problem" in listed and listed["problem"]["kernel"] == kernel and listed["arch"] == arch
+        if listed.get("problem", {}).get("kernel") == kernel and listed.get("arch") == arch
     ]

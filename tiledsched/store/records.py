@@ -17,9 +17,8 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import OMIT_DEFAULT, Accuracy, Conditions, Device, Measurement, RivalTime
 from tiledsched.store.codec import encode
+from tiledsched.store.validation import PROVENANCES as PROVENANCES
 
-PROVENANCES = ("measured", "transferred", "modelled", "default")
-"""Provenances, the strongest first. An entry never replaces one of stronger provenance."""
 RUN_STATUSES = ("running", "done", "interrupted", "failed")
 STAGES = ("build", "measure")
 Place = tuple[str, str, Problem, str, str, str]
@@ -281,8 +280,8 @@ class Entry:
 
     @property
     def rank(self) -> int:
-        """0 for the strongest provenance."""
-        return PROVENANCES.index(self.provenance)
+        """0 for the strongest provenance. One that is none, as in a row that somebody changed, is weaker than all."""
+        return PROVENANCES.index(self.provenance) if self.provenance in PROVENANCES else len(PROVENANCES)
 
     def replace(self, **changes: Any) -> Entry:
         """A copy with `changes` applied."""

@@ -33,7 +33,7 @@ def read_shipped_entries(table: Path) -> list[Entry]:
         DatabaseError: the table is not the file that shipped.
     """
     name = table.relative_to(data_files.tuning_db()).as_posix()
-    listed = listed_files(manifest_path()).get(name, {})
+    listed: Mapping[str, Any] = listed_files(manifest_path()).get(name, {})
     try:
         copy = copy_path(table).read_bytes()
         sound = sha256(copy) == listed.get("serving") and _is_listed(table, listed)
@@ -49,7 +49,7 @@ def read_shipped_entries(table: Path) -> list[Entry]:
 def _is_listed(table: Path, listed: Mapping[str, Any]) -> bool:
     """Whether a table is the listed file. Its five megabytes are only read where it is younger than its copy."""
     is_, copy = table.stat(), copy_path(table).stat()
-    if is_.st_size != listed["bytes"]:
+    if is_.st_size != listed.get("bytes"):
         return False
     if is_.st_mtime_ns <= copy.st_mtime_ns:
         return True

@@ -22,7 +22,10 @@ _DEVICE = (
 _REGIME = (re.compile(f"({'|'.join(REGIMES)})?"), f"one of {', '.join(REGIMES)}")
 _ARCH = (re.compile(r"sm_\d{2,3}[a-z]?"), "sm_ and a number, as sm_90")
 _WORD = (re.compile(r"[\w.-]{0,16}"), "up to 16 letters, digits and any of _.-")
+PROVENANCES = ("measured", "transferred", "modelled", "default")
+"""Provenances, the strongest first. An entry never replaces one of stronger provenance."""
 PATTERNS = {
+    "provenance": (re.compile("|".join(PROVENANCES)), f"one of {', '.join(PROVENANCES)}"),
     "arch": _ARCH,
     "fingerprint": _HEX,
     "uid": (re.compile(r"[0-9a-f]{24}"), "24 hex digits, lower case"),

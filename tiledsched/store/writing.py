@@ -188,9 +188,7 @@ def put_entry(session: Session, record: Entry, *, merging: bool) -> str:
         keep = standing(there) <= standing(record)
     else:
         found = session.execute(select(EntryRow.provenance, EntryRow.source_hash).where(*same).with_for_update()).one()
-        keep = PROVENANCES.index(found.provenance) < record.rank and of_one_kernel(
-            found.source_hash, record.source_hash
-        )
+        keep = found.provenance in PROVENANCES[: record.rank] and of_one_kernel(found.source_hash, record.source_hash)
     if keep:
         return "kept"
     session.execute(update(EntryRow).where(*same).values(row))

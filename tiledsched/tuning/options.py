@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from tiledsched.build.compiler import DEFAULT_TIMEOUT_S
 from tiledsched.core.config import SETTINGS
 from tiledsched.core.errors import ConfigError
+from tiledsched.core.files import real_path
 from tiledsched.tuning.effort import EFFORTS
 from tiledsched.tuning.samplers import OURS, SAMPLERS
 
@@ -106,7 +107,7 @@ class Options:
         for each in options_of(self.__class__):
             value = getattr(self, each.name)
             if value is not None:
-                found[each.name] = str(Path(value).resolve()) if each.is_file else value
+                found[each.name] = real_path(value) if each.is_file else value
         return found
 
 
