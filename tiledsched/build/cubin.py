@@ -61,9 +61,7 @@ def join(artifacts: Sequence[Artifact]) -> Artifact:
     most["code_bytes"] = sum(facts["code_bytes"] for facts in every)
     data = SEQUENCE + b"".join(struct.pack("<Q", len(each.cubin)) + each.cubin for each in artifacts)
     host = max(each.host_arch for each in artifacts)
-    return Artifact(
-        arch=artifacts[0].arch, fingerprint=digest, facts=ResourceFacts(**most), cubin=data, host_arch=host
-    )
+    return Artifact(arch=artifacts[0].arch, fingerprint=digest, facts=ResourceFacts(**most), cubin=data, host_arch=host)
 
 
 def parts(data: bytes) -> list[bytes]:
@@ -146,9 +144,8 @@ def _fingerprint(sections: list[Any], kernel: str, facts: ResourceFacts, referen
 
 
 def _host_code(data: bytes) -> bytes:
-    """The code the driver runs on the host at launch: it writes the TMA descriptors, which hold the arrays' constant sizes.
-
-    Two kernels can differ in nothing else. It lies in an ELF file of its own; the kernel's name there is not code.
+    """The code in an object file that the driver runs on the host at launch: it writes the TMA descriptors, which hold the
+    arrays' constant sizes. Two kernels can differ in nothing else. The kernel's name is not in it.
     """
     return b"".join(section.data() for section in _sections(data) if section.name in (".text", ".ltext"))
 

@@ -1,11 +1,11 @@
 """The code that a cubin holds for the host's processor, and the architecture that it is for.
 
-Where a kernel uses TMA, tileiras puts a small object file into the cubin (section `.nv.host`). The driver runs it at every launch
-whose arguments changed: it reads the arguments and writes the TMA descriptors behind them, constant sizes of the arrays included.
-It is of the architecture that `--host-arch` names. The device code does not depend on that.
+tileiras puts a small object file into every cubin (section `.nv.host`). At a launch the driver runs it: it reads the arguments
+and writes the TMA descriptors behind them, with constant sizes of the arrays. Its architecture is what `--host-arch` names; the
+code for the GPU is the same for all.
 
-What host code writes is compared in one form: that for x86_64 hosts, which every tileiras makes of the same program, whatever
-machine it runs on. Machine code for another host carries that form along (docs/decisions.md).
+What host code writes is compared in one form: its code for x86_64, which every tileiras makes of the same program, whatever
+machine it runs on. Machine code for other hosts carries that form along (docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ELF_MACHINES = {62: REFERENCE, 183: "aarch64"}
 SECTION = 0x70000087
 """The ELF type of the section `.nv.host`."""
 CARRIED = b"TILEHOST"
-"""Begins the file of a program for a host other than `REFERENCE`: the reference's host code follows after its size, then the cubin."""
+"""Begins the file of a program for other hosts: the size of the reference's host code, that code, and the cubin follow."""
 TAKE_HOST_CODE = """#!/bin/sh
 to=${0%/bin/*}/host.o
 for each; do case "$each" in --nv-host=*) cp "${each#*=}" "$to.part" && mv "$to.part" "$to";; esac; done
@@ -127,7 +127,9 @@ def for_host(host: str) -> Iterator[list[bytes]]:
         plain, cache_dir = binary.run, config.cache_dir
         if not takes_host(binary.path, host):
             if host != host_arch():
-                raise CompilerError(f"{binary.path} makes no code for {host} hosts; install a tileiras of 13.4 or newer")
+                raise CompilerError(
+                    f"{binary.path} makes no code for {host} hosts; install a tileiras of 13.4 or newer"
+                )
             yield references
             return
 
