@@ -18,6 +18,7 @@ import store_samples
 from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.compiler import Built
 from tiledsched.build.cubin import Artifact, read_artifact
+from tiledsched.build.host_code import host_arch
 from tiledsched.build.pool import BuildPool
 from tiledsched.core import launch as launches
 from tiledsched.core.config import Settings, load_settings
@@ -55,7 +56,14 @@ def entry(problem=PROBLEM, schedule=SCHEDULE, provenance="modelled", **more) -> 
 
 
 def program(problem=PROBLEM, schedule=SCHEDULE, fingerprint="ab" * 12) -> BundledProgram:
-    return BundledProgram(kernel="attention", arch=ARCH, schedule=schedule, problem=problem, fingerprint=fingerprint)
+    return BundledProgram(
+        kernel="attention",
+        arch=ARCH,
+        schedule=schedule,
+        problem=problem,
+        fingerprint=fingerprint,
+        host_arch=host_arch(),
+    )
 
 
 def write(path: Path, programs=None, *, entries=(), source_hash=None, compiler="a compiler") -> Path:
