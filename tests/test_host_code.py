@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tiledsched.build import host_code
 from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.compiler import compile_schedule
 from tiledsched.build.cubin import _host_code, is_whole, join, parts, read_artifact
@@ -97,7 +96,6 @@ for each; do case "$each" in
     --host-arch=*) {knows} || exit 1; host=${{each#*=}};;
     --version) exit 0;;
 esac; done
-if [ "$CUDA_HOME" ]; then {hands_over} && "$CUDA_HOME/bin/ptxas" -arch {arch} "--nv-host=$0.o"; exit 5; fi
 cp "${{0%/*}}/$host" "$3"
 """
 
@@ -107,20 +105,17 @@ def tileiras(tmp_path, monkeypatch):
     """Puts a stand-in for tileiras in its place, and returns the file that it notes its arguments in."""
     from cuda.tile import _compile
 
-    def put(*, knows: bool = True, hands_over: bool = True, default: str = "x86_64") -> Path:
+    def put(*, knows: bool = True, default: str = "x86_64") -> Path:
         path = tmp_path / "bin" / "tileiras"
         path.parent.mkdir()
-        words = {True: "true", False: "false"}
-        path.write_text(TILEIRAS.format(default=default, knows=words[knows], hands_over=words[hands_over], arch=ARCH))
+        path.write_text(TILEIRAS.format(default=default, knows="true" if knows else "false"))
         path.chmod(0o755)
-        Path(f"{path}.o").write_bytes(REFERENCE)
         for host, cubin in CUBINS.items():
             (path.parent / host).write_bytes(cubin)
         binary = _compile._CompilerBinary(str(path), "/usr/bin:/bin", "", pass_cuda_home_var=False)
         monkeypatch.setattr(_compile, "_find_compiler_bin", lambda: binary)
         return Path(f"{path}.log")
 
-    monkeypatch.delenv("CUDA_HOME", raising=False)
     return put
 
 
@@ -128,21 +123,24 @@ def run_for(host: str, folder: Path) -> tuple[bytes, list[bytes]]:
     """What tileiras writes for hosts of an architecture, and the host code of the reference that was made beside."""
     from cuda.tile import _compile
 
-    with for_host(host) as references:
+    with for_host(host, folder / "known") as references:
         _compile._find_compiler_bin().run(["in", "-o", str(folder / "out")], ["--gpu-name", ARCH])
     return (folder / "out").read_bytes(), references
 
 
-@pytest.mark.parametrize("hands_over", [True, False], ids=["host code alone", "whole program again"])
-def test_tileiras_is_told_the_host(tileiras, tmp_path, hands_over) -> None:
-    """For other hosts than those of x86_64 it is asked for their code as well, without the GPU's if that can be had."""
-    log = tileiras(hands_over=hands_over)
+def test_tileiras_is_told_the_host(tileiras, tmp_path) -> None:
+    """For other hosts than those of x86_64 it is asked for their host code as well, once for all programs that share it."""
+    log = tileiras()
     assert run_for("x86_64", tmp_path) == (CUBINS["x86_64"], [])
-    assert log.read_text().split("\n")[1:-1] == [f"in -o {tmp_path}/out --gpu-name {ARCH} --host-arch=x86_64"]
+    asked = [line for line in log.read_text().splitlines() if line.startswith("in")]
+    assert asked == [f"in -o {tmp_path}/out --gpu-name {ARCH} --host-arch=x86_64"]
+    for more in (["aarch64", "x86_64"], ["aarch64"]):
+        log.write_text("")
+        assert run_for("aarch64", tmp_path) == (CUBINS["aarch64"], [REFERENCE])
+        assert [line.rpartition("=")[2] for line in log.read_text().splitlines() if line.startswith("in")] == more
+    (tmp_path / "known").rename(tmp_path / "elsewhere")
+    (tmp_path / "known").write_text("no folder")  # where nothing can be kept, it is asked each time
     assert run_for("aarch64", tmp_path) == (CUBINS["aarch64"], [REFERENCE])
-    asked = [line.rpartition("=")[2] for line in log.read_text().splitlines() if line.startswith("in")]
-    assert asked == ["x86_64", "aarch64", "x86_64", *([] if hands_over else ["x86_64"])]
-    assert [each.name for each in tmp_path.iterdir() if each.is_dir()] == ["bin"]
 
 
 def test_a_compiler_that_cannot_be_told_builds_for_its_own_host(tileiras, tmp_path, monkeypatch) -> None:
@@ -181,14 +179,13 @@ def test_what_cutiles_cache_has_for_other_hosts_is_compiled_anew(monkeypatch) ->
 
 
 @pytest.mark.compiler
-def test_evidence_of_x86_64_hosts_holds_on_aarch64(monkeypatch) -> None:
-    """Both values of `--host-arch` give the machine code that the shipped table names, with and without the short way."""
+def test_evidence_of_x86_64_hosts_holds_on_aarch64(tmp_path, monkeypatch) -> None:
+    """Both values of `--host-arch` give the machine code that the shipped table names."""
+    monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path))
     problem = Softmax.problem(rows=4096, columns=512)
     schedule = space_for(ARCH, Softmax).default(problem)
     made = {host: compile_schedule(Softmax, problem, schedule, ARCH, host) for host in HOSTS}
-    monkeypatch.setattr(host_code, "TAKE_HOST_CODE", "#!/bin/sh\nexit 1\n")
-    assert compile_schedule(Softmax, problem, schedule, ARCH, "aarch64") == made["aarch64"]
-    monkeypatch.undo()
+    assert len([*(tmp_path / "host_code").iterdir()]) == 1
     assert [each.host_arch for each in made.values()] == [*HOSTS]
     assert made["x86_64"] == replace(made["aarch64"], cubin=made["x86_64"].cubin, host_arch="x86_64")
     here = installed_toolchain().compiler

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tiledsched.build.artifacts import default_cache_folder
 from tiledsched.build.cubin import Artifact, join, read_artifact
 from tiledsched.build.host_code import for_host, host_arch
 from tiledsched.build.toolchain import ANY_WORKER_WARPS, compiler_at_hand, release
@@ -129,7 +130,7 @@ def export(objects: Sequence[Any], signatures: Sequence[Any], arch: str, host: s
     built = []
     for tile_kernel, signature in zip(objects, signatures, strict=True):
         output = io.BytesIO()
-        with for_host(host or host_arch()) as references:
+        with for_host(host or host_arch(), default_cache_folder() / "host_code") as references:
             export_kernel(tile_kernel, [signature], output, gpu_code=arch, output_format="cubin")
         built.append(read_artifact(output.getvalue(), arch, *references))
     return join(built)

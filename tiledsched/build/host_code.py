@@ -10,18 +10,19 @@ machine it runs on. Machine code for other hosts carries that form along (docs/d
 
 from __future__ import annotations
 
-import os
 import platform
 import struct
 import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from tiledsched.build.toolchain import tool_version
 from tiledsched.core.errors import CompilerError
+from tiledsched.core.files import read_bounded, write_whole
 
 REFERENCE = "x86_64"
 """The architecture whose host code stands for what the host code of a program writes, on every host."""
@@ -31,12 +32,6 @@ SECTION = 0x70000087
 """The ELF type of the section `.nv.host`."""
 CARRIED = b"TILEHOST"
 """Begins the file of a program for other hosts: the size of the reference's host code, that code, and the cubin follow."""
-TAKE_HOST_CODE = """#!/bin/sh
-to=${0%/bin/*}/host.o
-for each; do case "$each" in --nv-host=*) cp "${each#*=}" "$to.part" && mv "$to.part" "$to";; esac; done
-exit 1
-"""
-"""Stands in for ptxas where only the host code is wanted, which tileiras hands to it in a file."""
 
 
 def host_arch() -> str:
@@ -109,11 +104,15 @@ def takes_host(tileiras: str, host: str) -> bool:
 
 
 @contextmanager
-def for_host(host: str) -> Iterator[list[bytes]]:
+def for_host(host: str, known: Path | None = None) -> Iterator[list[bytes]]:
     """Have cuTile, which does not name the host to tileiras, compile for hosts of an architecture in the block.
 
     Yields a list to which each compile adds the reference's object file of its host code, where it made other host code.
     cuTile's names are not public; tests pin them.
+
+    Args:
+        host: the architecture.
+        known: the folder that keeps the reference's host code by other hosts'; without it the reference is not asked for.
 
     Raises:
         CompilerError: the compiler makes no host code for other machines than this one.
@@ -135,8 +134,11 @@ def for_host(host: str) -> Iterator[list[bytes]]:
 
         def run(args: list[str], flags: list[str], timeout_sec: float | None = None) -> None:
             plain(args, [*flags, f"--host-arch={host}"], timeout_sec)
-            if host_of(Path(args[-1]).read_bytes()) not in ("", REFERENCE):
-                references.append(_reference(binary, plain, args, flags, timeout_sec))
+            made = Path(args[-1]).read_bytes()
+            if known is not None and host_of(made) not in ("", REFERENCE):
+                version = tool_version(Path(binary.path))
+                file = known / f"{sha256(version.encode() + host_section(made)).hexdigest()[:32]}.o"
+                references.append(_reference(file, plain, args, flags, timeout_sec))
 
         binary.run = run
         config.cache_dir = None  # cuTile's cache does not tell hosts apart
@@ -147,22 +149,16 @@ def for_host(host: str) -> Iterator[list[bytes]]:
             config.cache_dir = cache_dir
 
 
-def _reference(binary: Any, run: Any, args: Sequence[str], flags: Sequence[str], timeout_s: float | None) -> bytes:
-    """The reference's host code of a program: without the device code, which takes the most time, if tileiras can be had to."""
-    flags = [*flags, f"--host-arch={REFERENCE}"]
-    with tempfile.TemporaryDirectory(dir=Path(args[-1]).parent) as name:
-        folder, root = Path(name), Path(binary.path).resolve().parent.parent
-        for each in root.iterdir():
-            if each.name != "bin":
-                (folder / each.name).symlink_to(each)
-        (folder / "bin").mkdir()
-        (folder / "bin" / "ptxas").write_text(TAKE_HOST_CODE)
-        (folder / "bin" / "ptxas").chmod(0o755)
-        out = folder / "out.cubin"
-        command = [binary.path, args[0], "-o", str(out), *flags]
-        with suppress(OSError, subprocess.TimeoutExpired):
-            subprocess.run(command, env={**os.environ, "CUDA_HOME": name}, capture_output=True, timeout=timeout_s)
-        if (folder / "host.o").is_file():
-            return (folder / "host.o").read_bytes()
-        run([args[0], "-o", str(out)], flags, timeout_s)
-        return host_section(out.read_bytes())
+def _reference(file: Path, run: Any, args: Sequence[str], flags: Sequence[str], timeout_s: float | None) -> bytes:
+    """The reference's host code of a program: from a file where a program with the same host code had it, else compiled. Most
+    programs of a search differ only in their device code.
+    """
+    with suppress(OSError):
+        return read_bounded(file)
+    out = f"{args[-1]}.{REFERENCE}"
+    run([args[0], "-o", out], [*flags, f"--host-arch={REFERENCE}"], timeout_s)
+    made = host_section(Path(out).read_bytes())
+    with suppress(OSError):  # a full disk: it is compiled again
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, made)
+    return made
