@@ -32,7 +32,7 @@ NEWEST := $(abspath $(VENV))/newest
 newest: $(VENV)/.test-ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(NEWEST) \
 	    $(foreach part,nvidia-cuda-tileiras nvidia-cuda-nvcc nvidia-nvvm,'$(part)>=13.5,<13.6')
-	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest --numprocesses auto --dist worksteal -m compiler tests/test_build.py tests/test_matmul.py tests/test_refresh.py
+	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest --numprocesses auto --dist worksteal -m compiler tests/test_build.py tests/test_host_code.py tests/test_matmul.py tests/test_refresh.py
 
 lint: $(VENV)/.test-ready
 	$(BIN)/ruff check .

@@ -30,7 +30,7 @@ from tiledsched.core.errors import ConfigError, DatabaseError, Failure, FailureK
 from tiledsched.core.space_files import space_for
 from tiledsched.fleet import gpus, jobs, local, ray_builds
 from tiledsched.fleet import worker as worker_module
-from tiledsched.fleet.builds import SharedBuilds
+from tiledsched.fleet.builds import SharedBuilds, build_key
 from tiledsched.fleet.campaign import CampaignPlan, Lease, Outcome, Setup
 from tiledsched.fleet.child import BUILD_NUMBERS, Child, RemoteBuilds, why_not
 from tiledsched.fleet.gpus import Gpu
@@ -803,6 +803,18 @@ def claim_of(shared, task) -> Path:
     path = shared._note(task).with_suffix(".building")
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
+
+
+def test_builds_for_hosts_of_two_kinds_are_two_builds(tmp_path, monkeypatch) -> None:
+    """Whatever machine of a cluster compiles them: a task says who will launch its program."""
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    tasks, pool = [softmax(), softmax(host_arch="aarch64")], Pool(None)
+    keys = [build_key(task) for task in tasks]
+    assert keys[1] == keys[0].replace("/sm_90/", "/aarch64/sm_90/")
+    for _ in range(2):
+        for task in tasks:
+            assert [built.task for built in SharedBuilds(pool, tmp_path).build([task])] == [task]
+    assert pool.built == tasks
 
 
 @pytest.mark.compiler

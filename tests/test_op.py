@@ -543,6 +543,7 @@ def test_programs_of_a_bundle_are_used_and_need_no_compiler(launches, tmp_path, 
     from store_samples import artifact
 
     from tiledsched.build.cubin import join, parts
+    from tiledsched.build.host_code import host_arch
     from tiledsched.core.launch import signature as signature_of
     from tiledsched.serve.bundle import BundledProgram, write_bundle
 
@@ -556,6 +557,7 @@ def test_programs_of_a_bundle_are_used_and_need_no_compiler(launches, tmp_path, 
         schedule=plan.served.schedule,
         problem=plan.problem,
         fingerprint=built.fingerprint,
+        host_arch=host_arch(),
     )
     path = tmp_path / "b.zip"
     write_bundle(

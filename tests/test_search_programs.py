@@ -115,6 +115,21 @@ def test_nothing_is_compiled_twice(builder):
     assert pool.schedules == wanted[:2]
 
 
+@pytest.mark.parametrize("shared", [True, False], ids=["one cache", "two caches"])
+def test_hosts_of_two_kinds_share_a_database_without_building_to_and_fro(builder, db, tmp_path, shared):
+    """Each builds what it launches once; the record is the same for both."""
+    pool, wanted = StubPool(), [schedule(), schedule(tile_m=128)]
+    stores = [ArtifactStore(tmp_path / ("" if shared else host), host) for host in ("x86_64", "aarch64")]
+    found = []
+    for compiled in (2, 2, 0, 0):
+        made = builder(pool, artifacts=stores[len(found) % 2])
+        assert made.build(wanted, PROBLEM) == compiled
+        found.append(db.find_builds("attention", made.source_hash, TOOLCHAIN, "sm_90"))
+    assert {key: record.fingerprint for key, record in found[0].items()} == {
+        key: record.fingerprint for key, record in found[-1].items()
+    }
+
+
 def test_a_cache_that_cannot_be_written_is_said_before_and_after_building(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     shaped = ArtifactStore(tmp_path / "file")

@@ -18,6 +18,7 @@ import store_samples
 from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.compiler import Built
 from tiledsched.build.cubin import Artifact, read_artifact
+from tiledsched.build.host_code import host_arch
 from tiledsched.build.pool import BuildPool
 from tiledsched.core import launch as launches
 from tiledsched.core.config import Settings, load_settings
@@ -55,7 +56,14 @@ def entry(problem=PROBLEM, schedule=SCHEDULE, provenance="modelled", **more) -> 
 
 
 def program(problem=PROBLEM, schedule=SCHEDULE, fingerprint="ab" * 12) -> BundledProgram:
-    return BundledProgram(kernel="attention", arch=ARCH, schedule=schedule, problem=problem, fingerprint=fingerprint)
+    return BundledProgram(
+        kernel="attention",
+        arch=ARCH,
+        schedule=schedule,
+        problem=problem,
+        fingerprint=fingerprint,
+        host_arch=host_arch(),
+    )
 
 
 def write(path: Path, programs=None, *, entries=(), source_hash=None, compiler="a compiler") -> Path:
@@ -143,6 +151,43 @@ def test_what_another_version_of_the_kernel_was_built_into_is_left_out(tmp_path,
     assert "make it again" in caplog.text
     write(tmp_path / "old.zip")  # made again, and read again
     assert [bundle.path.name for bundle in usable_bundles(Attention, load_settings())] == ["old.zip"]
+
+
+def test_programs_for_other_hosts_are_left_out_and_their_evidence_is_served(
+    tmp_path, monkeypatch, caplog, named_code
+) -> None:
+    """A bundle that names no hosts was made before others were told apart, for x86_64."""
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    foreign = replace(program(PROBLEM.replace(causal=True), fingerprint="cd" * 12), host_arch="aarch64")
+    path = write(tmp_path / "b.zip", [program(), foreign], entries=[entry()])
+    monkeypatch.setenv("TILEDSCHED_BUNDLE", str(path))
+    (usable,) = usable_bundles(Attention, load_settings())
+    assert usable.programs == (program(),)
+    assert usable.entries == (entry(),)
+    assert "programs for aarch64 hosts are left out, because this host is x86_64" in caplog.text
+    assert "tiledsched warmup --arch ARCH --host-arch x86_64 -o FILE" in caplog.text
+    assert read_bundle(path).artifact(foreign).fingerprint == foreign.fingerprint
+    monkeypatch.setattr(
+        bundles, "read_artifact", lambda code, arch: replace(told_by_its_name(code, arch), host_arch="aarch64")
+    )
+    with pytest.raises(ConfigError, match="is for aarch64 hosts"):
+        read_bundle(path).artifact(program())
+    with zipfile.ZipFile(path) as file:
+        index = json.loads(file.read("bundle.json"))
+    for row in index["programs"]:
+        assert row.pop("host_arch") in ("x86_64", "aarch64")
+    with zipfile.ZipFile(tmp_path / "old.zip", "w") as file:
+        file.writestr("bundle.json", json.dumps(index))
+    assert {each.host_arch for each in read_bundle(tmp_path / "old.zip").programs} == {"x86_64"}
+
+
+def test_hosts_of_both_kinds_share_a_cache_folder(monkeypatch) -> None:
+    settings = load_settings()
+    for machine in ("x86_64", "aarch64"):
+        monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
+        assert bundle_paths(settings) == []
+        warm = write(warm_path(ARCH, settings, "attention"))
+        assert bundle_paths(settings) == [warm]
 
 
 def test_a_damaged_warm_bundle_costs_nothing_and_a_damaged_named_one_is_an_error(tmp_path, monkeypatch, caplog) -> None:
@@ -605,6 +650,39 @@ def test_warmup_and_bundle_write_and_tell(tmp_path, pool, small_table, capsys) -
     assert main(["warmup", "--arch", ARCH, "--out", str(tmp_path / "out.zip"), "--also", "any-length"]) == 0
     assert f"{ARCH}: 2 programs for 2 problems" in capsys.readouterr().out
     assert len(read_bundle(tmp_path / "out.zip").programs) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "host"),
+    [
+        (["--arch", "sm_90"], "x86_64"),
+        (["--arch", "sm_90", "-o", "b.zip"], "x86_64"),
+        (["--arch", "sm_90", "-o", "b.zip", "--host-arch", "aarch64"], "aarch64"),
+        (["--arch", "sm_121"], "x86_64"),
+        (["--arch", "sm_121", "-o", "b.zip"], "aarch64"),  # a GB10 has no other
+        (["--arch", "sm_121", "-o", "b.zip", "--host-arch", "x86_64"], "x86_64"),
+    ],
+)
+def test_a_bundle_is_for_the_hosts_that_load_it(words, host, tmp_path, pool, monkeypatch, capsys) -> None:
+    from tiledsched.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("tiledsched.serve.entries.load_entries", lambda *given: [entry(arch=words[1])])
+    for tasks in (1, 0):  # the second time the bundle has it
+        pool.tasks.clear()
+        assert main(["warmup", *words, "--json"]) == 0
+        (said,) = json.loads(capsys.readouterr().out)["bundles"]
+        assert said["host_arch"] == host
+        assert [task.host_arch for task in pool.tasks] == [host] * tasks
+    assert {each.host_arch for each in read_bundle(Path(said["file"])).programs} == {host}
+
+
+def test_hosts_are_chosen_for_a_file(capsys) -> None:
+    from tiledsched.cli import main
+
+    assert main(["warmup", "--arch", ARCH, "--host-arch", "aarch64"]) == 2
+    assert "--host-arch chooses what goes to a file; pass -o FILE, too" in capsys.readouterr().err
 
 
 def test_warmup_fails_where_a_program_would_not_build(pool, monkeypatch, capsys) -> None:

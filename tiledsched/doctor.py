@@ -26,6 +26,7 @@ from tiledsched import __version__
 from tiledsched.build import toolchain
 from tiledsched.build.artifacts import default_cache_folder
 from tiledsched.build.compiler import MISLEADING_VARIABLES
+from tiledsched.build.host_code import host_arch
 from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.device import ARCHS, arch_spec
 from tiledsched.core.errors import CompilerError, ConfigError, TiledschedError
@@ -220,7 +221,7 @@ def _targets(machine: Machine) -> Finding:
     oldest = {arch: toolchain.OLDEST.get(arch, toolchain.OLDEST_ANY) for arch in ARCHS}
     old = [arch for arch in ARCHS if toolchain.release(installed.tileiras) < oldest[arch]]
     good = [arch for arch in ARCHS if arch not in old]
-    detail = f"for {', '.join(good) or 'no arch'}"
+    detail = f"for {', '.join(good) or 'no arch'} on {host_arch()} hosts"
     if not old:
         return Finding("ok", detail)
     detail += f"; tileiras {installed.tileiras} is too old for {', '.join(old)}"

@@ -1,4 +1,4 @@
-"""Built machine code on disk, addressed by content: one compressed file per arch and fingerprint."""
+"""Built machine code on disk, addressed by content: one compressed file per host architecture, arch and fingerprint."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 from tiledsched.build.cubin import Artifact, read_artifact
+from tiledsched.build.host_code import host_arch, host_folder
 from tiledsched.core.errors import CompilerError, ConfigError, DatabaseError
 from tiledsched.core.files import read_bounded, unpacked, user_folder, write_whole
 
@@ -21,10 +22,20 @@ def default_cache_folder() -> Path:
 
 
 class ArtifactStore:
-    """A folder of stripped cubins. Safe for several processes: files appear whole or not at all, and never change."""
+    """A folder of stripped cubins. Safe for several processes: files appear whole or not at all, and never change.
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self.folder = (folder or default_cache_folder()) / "artifacts"
+    Args:
+        folder: the cache folder; the user's unless given. Hosts of several architectures may share it.
+        host: the architecture of the hosts that its machine code is for; this one's unless given.
+    """
+
+    def __init__(self, folder: Path | None = None, host: str | None = None) -> None:
+        self.host_arch, self._cache = host or host_arch(), folder or default_cache_folder()
+        self.folder = host_folder(self._cache / "artifacts", self.host_arch)
+
+    def for_host(self, host: str) -> ArtifactStore:
+        """The store of machine code for hosts of another architecture in the same cache folder."""
+        return ArtifactStore(self._cache, host)
 
     def path(self, arch: str, fingerprint: str) -> Path:
         """Where an artifact lies, or would.
@@ -78,7 +89,7 @@ class ArtifactStore:
         return os.path.isfile(self.path(arch, fingerprint))
 
     def get(self, arch: str, fingerprint: str) -> Artifact | None:
-        """The artifact, or None where it is not here or the file is damaged (a damaged file is removed)."""
+        """The artifact, or None where it is not here or the file is damaged or for other hosts (then it is removed)."""
         path = self.path(arch, fingerprint)
         try:
             artifact: Artifact | None = read_artifact(unpacked(read_bounded(path)), arch)
@@ -86,7 +97,7 @@ class ArtifactStore:
             return None
         except (lzma.LZMAError, CompilerError, EOFError):
             artifact = None
-        if artifact is None or artifact.fingerprint != fingerprint:
+        if artifact is None or artifact.fingerprint != fingerprint or artifact.host_arch not in ("", self.host_arch):
             path.unlink(missing_ok=True)
             return None
         return artifact

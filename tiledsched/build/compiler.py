@@ -10,11 +10,13 @@ import socket
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tiledsched.build.artifacts import default_cache_folder
 from tiledsched.build.cubin import Artifact, join, read_artifact
+from tiledsched.build.host_code import for_host, host_arch
 from tiledsched.build.toolchain import ANY_WORKER_WARPS, compiler_at_hand, release
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import Failure, FailureKind, NoRoomError
@@ -42,6 +44,8 @@ class BuildTask:
     """Target, e.g. sm_121."""
     timeout_s: float = DEFAULT_TIMEOUT_S
     """Seconds after which the compiler is killed."""
+    host_arch: str = field(default_factory=host_arch)
+    """Architecture of the hosts that launch it: of this one, whatever machine compiles it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +94,7 @@ def compile_task(task: BuildTask) -> Built:
     try:
         kernel = load_kernel(task.kernel)
         with ct.compiler_timeout(task.timeout_s):
-            artifact = compile_schedule(kernel, task.problem, task.schedule, task.arch)
+            artifact = compile_schedule(kernel, task.problem, task.schedule, task.arch, task.host_arch)
         wrong = kernel.unsound(task.problem, task.schedule, artifact.facts, task.arch)
         if wrong:
             artifact, failure = None, Failure(kind=FailureKind.COMPILE_ERROR, message=wrong)
@@ -104,17 +108,21 @@ def compile_task(task: BuildTask) -> Built:
     return Built(task=task, artifact=artifact, failure=failure, seconds=time.perf_counter() - started)
 
 
-def compile_schedule(kernel: KernelClass, problem: Problem, schedule: Schedule, arch: str) -> Artifact:
-    """The machine code of every launch of a schedule. Whatever the compiler trips over is raised."""
+def compile_schedule(
+    kernel: KernelClass, problem: Problem, schedule: Schedule, arch: str, host: str | None = None
+) -> Artifact:
+    """The machine code of every launch of a schedule, for hosts like this one unless others are named. Whatever the compiler
+    trips over is raised.
+    """
     from tiledsched.core.launch import signature, steps, tile_kernels
 
     device = arch_spec(arch)
     objects = tile_kernels(kernel, {arch: schedule}, problem, device)
     signatures = [signature(kernel, problem, schedule, step) for step in steps(kernel, problem, schedule, device)]
-    return export(objects, signatures, arch)
+    return export(objects, signatures, arch, host)
 
 
-def export(objects: Sequence[Any], signatures: Sequence[Any], arch: str) -> Artifact:
+def export(objects: Sequence[Any], signatures: Sequence[Any], arch: str, host: str | None = None) -> Artifact:
     """The machine code of cuTile kernel objects, of each for launches with one signature, as one artifact."""
     from cuda.tile.compilation import export_kernel
 
@@ -122,8 +130,9 @@ def export(objects: Sequence[Any], signatures: Sequence[Any], arch: str) -> Arti
     built = []
     for tile_kernel, signature in zip(objects, signatures, strict=True):
         output = io.BytesIO()
-        export_kernel(tile_kernel, [signature], output, gpu_code=arch, output_format="cubin")
-        built.append(read_artifact(output.getvalue(), arch))
+        with for_host(host or host_arch(), default_cache_folder() / "host_code") as references:
+            export_kernel(tile_kernel, [signature], output, gpu_code=arch, output_format="cubin")
+        built.append(read_artifact(output.getvalue(), arch, *references))
     return join(built)
 
 

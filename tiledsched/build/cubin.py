@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tiledsched.build.host_code import carried, carrying, host_of
 from tiledsched.core.errors import CompilerError
 from tiledsched.core.resources import ResourceFacts as ResourceFacts
 from tiledsched.core.resources import ctas_per_sm as ctas_per_sm
@@ -31,13 +32,15 @@ class Artifact:
     arch: str
     """Target, e.g. sm_121."""
     fingerprint: str
-    """24 hex digits over the machine code, its constants, what the launch does on the host, and launch attributes. Same
-    fingerprint, same program.
+    """24 hex digits over the machine code, its constants, what the launch does on the host (as code for x86_64, whatever the
+    host), and launch attributes. Same fingerprint, same program.
     """
     facts: ResourceFacts
     """Resources it takes."""
     cubin: bytes
-    """The loadable file without debug sections."""
+    """The file without debug sections, of which :func:`parts` makes what a driver loads."""
+    host_arch: str = ""
+    """The architecture of the hosts that it runs on; empty where it runs on any."""
 
 
 SEQUENCE = b"TILESEQ1"
@@ -57,11 +60,17 @@ def join(artifacts: Sequence[Artifact]) -> Artifact:
     most["ctas_per_sm"] = min(facts["ctas_per_sm"] for facts in every)
     most["code_bytes"] = sum(facts["code_bytes"] for facts in every)
     data = SEQUENCE + b"".join(struct.pack("<Q", len(each.cubin)) + each.cubin for each in artifacts)
-    return Artifact(arch=artifacts[0].arch, fingerprint=digest, facts=ResourceFacts(**most), cubin=data)
+    host = max(each.host_arch for each in artifacts)
+    return Artifact(arch=artifacts[0].arch, fingerprint=digest, facts=ResourceFacts(**most), cubin=data, host_arch=host)
 
 
 def parts(data: bytes) -> list[bytes]:
-    """The cubins of a file that :func:`join` made, or of one kernel."""
+    """The cubins, as a driver loads them, of a file that :func:`join` made, or of one kernel."""
+    return [carried(part)[0] for part in _separate(data)]
+
+
+def _separate(data: bytes) -> list[bytes]:
+    """The files that :func:`join` put together; of one kernel its own."""
     if not data.startswith(SEQUENCE):
         return [data]
     found, offset = [], len(SEQUENCE)
@@ -90,25 +99,37 @@ def _sections(elf: bytes) -> list[Any]:
         raise CompilerError(f"not a cubin: {error}; delete the file and build again") from error
 
 
-def read_artifact(cubin: bytes, arch: str) -> Artifact:
-    """Fingerprint, facts and stripped copy of `cubin`, which must hold one kernel, or several that :func:`join` put together.
+def read_artifact(data: bytes, arch: str, reference: bytes = b"") -> Artifact:
+    """Fingerprint, facts and stripped copy of a cubin, which must hold one kernel, or several that :func:`join` put together.
+
+    Args:
+        data: the cubin, or the file of an artifact.
+        arch: its target.
+        reference: the object file for x86_64 hosts of a cubin just compiled for others.
 
     Raises:
         CompilerError: the bytes are not a cubin with one kernel.
     """
-    if cubin.startswith(SEQUENCE):
-        return join([read_artifact(part, arch) for part in parts(cubin)])
+    if data.startswith(SEQUENCE):
+        return join([read_artifact(part, arch) for part in _separate(data)])
+    cubin, known = carried(data)
+    reference = reference or known
     sections = _sections(cubin)
     texts = [section for section in sections if section.name.startswith(".text.")]
     if len(texts) != 1:
         raise CompilerError(f"expected one kernel in the cubin, found {len(texts)}; was the compile cut short?")
     kernel = texts[0].name.removeprefix(".text.")
     facts = _facts(sections, arch, kernel=kernel, code_bytes=texts[0]["sh_size"])
-    fingerprint = _fingerprint(sections, kernel, facts)
-    return Artifact(arch=arch, fingerprint=fingerprint, facts=facts, cubin=strip_debug(cubin))
+    return Artifact(
+        arch=arch,
+        fingerprint=_fingerprint(sections, kernel, facts, reference),
+        facts=facts,
+        cubin=carrying(strip_debug(cubin), reference),
+        host_arch=host_of(cubin),
+    )
 
 
-def _fingerprint(sections: list[Any], kernel: str, facts: ResourceFacts) -> str:
+def _fingerprint(sections: list[Any], kernel: str, facts: ResourceFacts, reference: bytes) -> str:
     digest = hashlib.sha256()
     for section in sections:
         if section.name.startswith((".text.", ".nv.constant")):
@@ -116,16 +137,15 @@ def _fingerprint(sections: list[Any], kernel: str, facts: ResourceFacts) -> str:
             digest.update(section.name.removesuffix(f".{kernel}").encode())
             digest.update(section.data())
         elif section.name == ".nv.host":
-            digest.update(_host_code(section.data()))
+            digest.update(_host_code(reference or section.data()))
     launch = (facts.registers, facts.threads, facts.shared_bytes, facts.num_ctas)
     digest.update(repr(launch).encode())
     return digest.hexdigest()[:24]
 
 
 def _host_code(data: bytes) -> bytes:
-    """The code the driver runs on the host at launch: it writes the TMA descriptors, which hold the arrays' constant sizes.
-
-    Two kernels can differ in nothing else. It lies in an ELF file of its own; the kernel's name there is not code.
+    """The code in an object file that the driver runs on the host at launch: it writes the TMA descriptors, which hold the
+    arrays' constant sizes. Two kernels can differ in nothing else. The kernel's name is not in it.
     """
     return b"".join(section.data() for section in _sections(data) if section.name in (".text", ".ltext"))
 

@@ -12,6 +12,7 @@ import click
 from tiledsched.cli.app import Invocation, arch_option, command, jobs_option, kernel_argument, option
 from tiledsched.cli.output import note, print_wrapped
 from tiledsched.cli.problems import read_variants
+from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass
 from tiledsched.store.records import Entry
@@ -36,6 +37,12 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="write a bundle to this file, for machines without a compiler. In a folder, it is named by its contents",
 )
+@option(
+    "--host-arch",
+    type=click.Choice(["x86_64", "aarch64"]),
+    help="with -o: processor of the machines that load the file (default: aarch64 for sm_110 and sm_121, which have no "
+    "other hosts; else that of this machine)",
+)
 @option("--campaign", metavar="ID", help="with -o: only the problems that this campaign of a fleet did")
 @jobs_option
 def warmup(
@@ -44,6 +51,7 @@ def warmup(
     arch: list[str] | None,
     also: str,
     out: str | None,
+    host_arch: str | None,
     campaign: str | None,
     jobs: int | None,
 ) -> int:
@@ -67,15 +75,16 @@ def warmup(
     variants, settings, archs = read_variants(kernel, also), run.settings(), run.archs(arch)
     if out and len(archs) > 1:
         raise ConfigError(f"a bundle is of one arch, and here are {', '.join(archs)}; pass --arch with one of them")
-    if campaign and not out:
-        raise ConfigError("--campaign chooses what goes to a file; pass -o FILE, too")
+    if (campaign or host_arch) and not out:
+        flag = "--campaign" if campaign else "--host-arch"
+        raise ConfigError(f"{flag} chooses what goes to a file; pass -o FILE, too")
     entries, table = load_entries(settings), load_table(settings, kernel=kernel)
     if campaign:
         entries = _done_by(run, campaign, entries)
     results = []
     with BuildPool(jobs) as pool:
         for each in archs:
-            session = run.session(each)
+            session, host = run.session(each), host_arch or (out and arch_spec(each).host_arch)
             warm = warm_path(each, settings, kernel.name)
             path = Path(out) if out else warm
             in_folder = os.path.isdir(path)
@@ -85,7 +94,7 @@ def warmup(
                 entries,
                 table,
                 kernel,
-                session.artifacts,
+                session.artifacts.for_host(host) if host else session.artifacts,
                 pool,
                 session.toolchain.compiler,
                 likely=lambda problem: kernel.likely(problem, variants) if variants else (),

@@ -37,6 +37,8 @@ class ArchSpec:
     """Warps that cuTile sets aside for moving data (TMA); 0 before sm_90, where there is no TMA."""
     fp16_accumulate_speedup: int = 1
     """How much faster fp16 accumulation is than fp32."""
+    host_arch: str = ""
+    """Architecture of the only hosts that such GPUs have; empty where there are several kinds."""
 
 
 MB = 1 << 20
@@ -138,6 +140,7 @@ ARCHS = {
             dram_gbps=273,
             l2_bytes=32 * MB,
             product_rows=128,
+            host_arch="aarch64",
         ),
         ArchSpec(
             arch="sm_120",
@@ -162,6 +165,7 @@ ARCHS = {
             shared_bytes=128,
             dram_gbps=273,
             l2_bytes=24 * MB,
+            host_arch="aarch64",
         ),
     )
 }

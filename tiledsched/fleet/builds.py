@@ -18,6 +18,7 @@ import msgspec
 
 from tiledsched.build.artifacts import ArtifactStore, default_cache_folder
 from tiledsched.build.compiler import BuildTask, Built
+from tiledsched.build.host_code import host_folder
 from tiledsched.build.pool import GRACE_S, BuildPool
 from tiledsched.build.toolchain import installed_toolchain
 from tiledsched.core.device import arch_spec
@@ -101,7 +102,8 @@ class SharedBuilds(BuildPool):
         """What became of it, if that is known here and its machine code is at hand."""
         try:
             note = msgspec.json.decode(self._note(task).read_bytes(), type=BuildNote)
-            artifact = self._artifacts.get(task.arch, note.fingerprint) if note.fingerprint else None
+            artifacts = self._artifacts.for_host(task.host_arch)
+            artifact = artifacts.get(task.arch, note.fingerprint) if note.fingerprint else None
         except (OSError, msgspec.MsgspecError, DatabaseError):
             return None
         if artifact is None and note.failure is None:
@@ -144,7 +146,7 @@ class SharedBuilds(BuildPool):
         with suppress(OSError, ConfigError):  # a full disk: who needs it builds it
             fingerprint = ""
             if built.artifact is not None:
-                self._artifacts.put(built.artifact)  # first: a note must not point at nothing
+                self._artifacts.for_host(built.task.host_arch).put(built.artifact)  # a note must not point at nothing
                 fingerprint = built.artifact.fingerprint
             if built.failure is None or built.failure.kind not in OF_THE_DAY:
                 said = BuildNote(seconds=built.seconds, fingerprint=fingerprint, failure=built.failure)
@@ -156,7 +158,8 @@ class SharedBuilds(BuildPool):
 
 @functools.lru_cache(maxsize=4096)
 def build_key(task: BuildTask) -> str:
-    """What a build is known by, as a path: toolchain, arch, the kernel's source, schedule and class of problems."""
+    """What a build is known by, as a path: toolchain, hosts, arch, the kernel's source, schedule and class of problems."""
     kernel = load_kernel(task.kernel)
     known = problem_class(kernel, task.problem, task.schedule, arch_spec(task.arch)).id
-    return f"{installed_toolchain().id}/{task.arch}/{kernel.source_hash()[:16]}-{task.schedule.id}-{known}"
+    target = host_folder(Path(installed_toolchain().id), task.host_arch) / task.arch
+    return f"{target}/{kernel.source_hash()[:16]}-{task.schedule.id}-{known}"

@@ -26,6 +26,7 @@ import cupy
 import numpy
 
 from tiledsched.build.cubin import is_whole, parts, symbol_of
+from tiledsched.build.host_code import check_host
 from tiledsched.core.arrays import Tolerance
 from tiledsched.core.cases import Case, make_cases
 from tiledsched.core.errors import Failure, FailureKind
@@ -150,6 +151,7 @@ def load(state: State, fingerprint: str, cubin: bytes) -> None:
         raise ValueError("the cubin is cut short or no cubin at all")
     functions = []
     for place, part in enumerate(found):
+        check_host(part)
         path = os.path.join(state.folder, f"{fingerprint}.{place}.cubin")
         with open(path, "wb") as file:
             file.write(part)

@@ -22,6 +22,7 @@ from typing import Any
 
 from tiledsched.build.artifacts import default_cache_folder
 from tiledsched.build.cubin import Artifact, read_artifact
+from tiledsched.build.host_code import REFERENCE, host_arch, host_folder
 from tiledsched.core.config import Settings
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ConfigError, TiledschedError
@@ -56,6 +57,8 @@ class BundledProgram:
     """A problem of the problem class it was built for."""
     fingerprint: str
     """The fingerprint of its machine code."""
+    host_arch: str = REFERENCE
+    """The architecture of the hosts that it was built for."""
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict of JSON values."""
@@ -65,12 +68,14 @@ class BundledProgram:
             "schedule": self.schedule.to_json(),
             "problem": self.problem.to_json(),
             "fingerprint": self.fingerprint,
+            "host_arch": self.host_arch,
         }
 
     @property
     def cubin_name(self) -> str:
         """The file of its machine code inside the bundle."""
-        return f"cubins/{self.arch}/{self.fingerprint}.cubin"
+        folder = host_folder(Path("cubins"), self.host_arch) / self.arch
+        return f"{folder.as_posix()}/{self.fingerprint}.cubin"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +125,8 @@ class Bundle:
         wrong = ""
         if artifact.fingerprint != program.fingerprint:
             wrong = f"is machine code {artifact.fingerprint}"
+        elif artifact.host_arch not in ("", program.host_arch):
+            wrong = f"is for {artifact.host_arch} hosts"
         elif hashlib.sha256(code).hexdigest() != self.hashes.get(name):
             wrong = "has another hash than the bundle lists"
         elif measured and program.fingerprint not in measured:
@@ -168,7 +175,7 @@ def _member(file: zipfile.ZipFile, name: str) -> bytes:
 def warm_path(arch: str, settings: Settings, kernel: str) -> Path:
     """Where `tiledsched warmup` writes a kernel's bundle for `arch`, and every process with these settings finds it."""
     word = re.sub(r"\W", "_", kernel)
-    return _cache_folder(settings) / "bundles" / f"{word}-{arch}.zip"
+    return _bundle_folder(settings) / f"{word}-{arch}.zip"
 
 
 def bundle_paths(settings: Settings) -> list[Path]:
@@ -177,7 +184,7 @@ def bundle_paths(settings: Settings) -> list[Path]:
     Raises:
         ConfigError: the variable names a file that is not there.
     """
-    warm = sorted((_cache_folder(settings) / "bundles").glob("*.zip"))
+    warm = sorted(_bundle_folder(settings).glob("*.zip"))
     named = named_bundle()
     return [named, *warm] if named else warm
 
@@ -196,8 +203,9 @@ def named_bundle() -> Path | None:
     return Path(text)
 
 
-def _cache_folder(settings: Settings) -> Path:
-    return Path(settings.cache) if settings.cache else default_cache_folder()
+def _bundle_folder(settings: Settings) -> Path:
+    cache = Path(settings.cache) if settings.cache else default_cache_folder()
+    return host_folder(cache / "bundles", host_arch())
 
 
 def write_bundle(
@@ -273,6 +281,7 @@ def read_bundle(path: Path) -> Bundle:
                 schedule=Schedule(row["schedule"]),
                 problem=problem_from_json({"kernel": row["kernel"], **row["problem"]}),
                 fingerprint=row["fingerprint"],
+                host_arch=str(row.get("host_arch", REFERENCE)),  # earlier ones do not name it
             )
             for row in index["programs"]
         )

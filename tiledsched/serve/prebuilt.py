@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import cuda.tile as ct
 
 from tiledsched.build.compiler import pass_on_worker_warps
 from tiledsched.build.cubin import parts, read_artifact
+from tiledsched.build.host_code import check_host, for_host, host_arch, host_of
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core import launch as launches
 from tiledsched.core.config import Settings
@@ -108,8 +110,20 @@ def _source_hash(kernel: KernelClass) -> str:
 
 @functools.lru_cache(maxsize=16)
 def _read(path: Path, _changed_ns: int) -> Bundle:
-    """The bundle, read once, and again when the file has changed."""
-    return read_bundle(path)
+    """The bundle with its programs for hosts like this one, read once, and again when the file has changed."""
+    bundle, here = read_bundle(path), host_arch()
+    usable = tuple(each for each in bundle.programs if each.host_arch == here)
+    others = sorted({each.host_arch for each in bundle.programs} - {here})
+    if others:
+        log.warning(
+            "%s: programs for %s hosts are left out, because this host is %s; make it again here, or elsewhere with: "
+            "tiledsched warmup --arch ARCH --host-arch %s -o FILE",
+            path,
+            " and ".join(others),
+            here,
+            here,
+        )
+    return replace(bundle, programs=usable)
 
 
 def find_program(
@@ -228,10 +242,15 @@ class ServedKernel(ct.kernel):
         pass_on_worker_warps()  # the schedule measured may have hints that cuTile does not pass on
         try:
             wanted = launches.assumed(self.declaration, signature, self.step)
-            return super()._compile(wanted, *target)
+            made = super()._compile(wanted, *target)
+            if host_of(made[0]) not in ("", host_arch()):  # out of cuTile's cache, which hosts of both kinds share
+                with for_host(host_arch()):
+                    made = super()._compile(wanted, *target)
+                check_host(made[0])
+            return made
         except FileNotFoundError as error:
             raise CompilerError(
-                f"no bundle holds this program for {self.arch} and there is no compiler ({error}); add it "
+                f"no bundle holds this program for {self.arch} on {host_arch()} hosts and there is no compiler ({error}); add it "
                 "to the bundle (tiledsched warmup -o FILE; see its --also for problems unlike those tuned) or install the "
                 "compiler: tiledsched doctor"
             ) from error

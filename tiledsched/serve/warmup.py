@@ -42,6 +42,8 @@ class Prepared:
 
     arch: str
     """The GPU's arch."""
+    host_arch: str
+    """The architecture of the hosts that launch it."""
     path: Path
     """The bundle."""
     programs: int
@@ -63,6 +65,7 @@ class Prepared:
         """The result as `--json` prints it."""
         return {
             "arch": self.arch,
+            "host_arch": self.host_arch,
             "file": str(self.path),
             "programs": self.programs,
             "problems": self.problems,
@@ -80,8 +83,8 @@ class Prepared:
         reasons = "; ".join(dict.fromkeys(failure.message for _, failure in self.failures))
         failed = f", {len(self.failures)} would not build ({reasons})" if reasons else ""
         return (
-            f"{self.arch}: {self.programs} programs for {self.problems} problems ({self.reused} had before, "
-            f"{self.compiled} built now{failed}), {self.size_bytes / 1024:.0f} KiB in {self.path}, "
+            f"{self.arch}: {self.programs} programs for {self.problems} problems on {self.host_arch} hosts ({self.reused} had "
+            f"before, {self.compiled} built now{failed}), {self.size_bytes / 1024:.0f} KiB in {self.path}, "
             f"{self.seconds:.1f} s"
         )
 
@@ -108,7 +111,7 @@ def prepare(
         entries: the tuned table; only entries of `arch` and this kernel count.
         table: says which schedule a problem is served with.
         kernel: the kernel.
-        artifacts: the store of builds, where new ones are kept, too.
+        artifacts: the store of builds for the hosts that launch them, where new ones are kept, too.
         pool: the compile processes, which start with the first program that has to be built.
         compiler: the compiler that builds, for people.
         likely: gives further problems that are to be expected where there is this one.
@@ -140,7 +143,9 @@ def prepare(
         }
         needed |= fresh
         tasks = [
-            BuildTask(kernel=kernel.locator(), schedule=schedule, problem=problem, arch=arch)
+            BuildTask(
+                kernel=kernel.locator(), schedule=schedule, problem=problem, arch=arch, host_arch=artifacts.host_arch
+            )
             for key, (schedule, problem) in fresh.items()
             if key not in found
         ]
@@ -164,7 +169,12 @@ def prepare(
     reused = len(needed.keys() & had)
     programs = [
         BundledProgram(
-            kernel=kernel.name, arch=arch, schedule=schedule, problem=problem, fingerprint=found[key].fingerprint
+            kernel=kernel.name,
+            arch=arch,
+            schedule=schedule,
+            problem=problem,
+            fingerprint=found[key].fingerprint,
+            host_arch=artifacts.host_arch,
         )
         for key, (schedule, problem) in needed.items()
         if key in found
@@ -179,6 +189,7 @@ def prepare(
     )
     return Prepared(
         arch=arch,
+        host_arch=artifacts.host_arch,
         path=path,
         programs=len(programs),
         problems=len(problems),
@@ -219,7 +230,7 @@ def _at_hand(
             usable = bundle.source_hashes.get(kernel.name) == source_hash
             for program in bundle.programs_of(kernel, arch) if usable else ():
                 key = _key(kernel, arch, program.problem, program.schedule)
-                if key not in found:
+                if key not in found and program.host_arch == artifacts.host_arch:
                     with suppress(ConfigError):  # as is a damaged program
                         found[key] = bundle.artifact(program)
     return found

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy
 
+from tiledsched.build.cubin import parts
 from tiledsched.core.arrays import ArraySpec
 from tiledsched.core.cases import input_specs, output_specs, random_inputs
 from tiledsched.core.errors import Failure, MeasureError
@@ -254,7 +255,7 @@ def built_kernel(kernel: KernelClass, candidate: Candidate, problem: Problem, de
                     f"cuTile launches with calling convention {asked}, the programs were built for "
                     f"{expected}; install the cuda-tile they were built with"
                 )
-            return candidate.artifact.cubin, symbol(kernel), None, ()
+            return parts(candidate.artifact.cubin)[0], symbol(kernel), None, ()
 
         def replace_hints(self, **hints: Any) -> Built:
             return self
