@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tiledsched.cli.output import note, plural, print_table, print_wrapped, table_lines, width
 from tiledsched.core.labels import labels_of
 from tiledsched.core.problem import Problem, rate_of, rate_text, unit_of
-from tiledsched.store.evidence import edited, stale
+from tiledsched.store.evidence import edited, stale, throttled
 from tiledsched.store.records import Entry, LandscapeSummary
 
 if TYPE_CHECKING:
@@ -86,6 +86,9 @@ def print_entries(entries: Sequence[Entry], compiler: str = "") -> None:
             "run: tiledsched refresh KERNEL"
         )
     old = sorted({entry.compiler for entry in outdated if entry.kernel not in changed})
+    slowed = [words for entry in entries if (words := throttled(entry, {}))]
+    if slowed:
+        note(f"held down: measured {slowed[0]}; tune again when the GPU holds its clock")
     if old:
         note(
             f"stale: tileiras {', '.join(old)} built what was measured, and here is {compiler}; run: tiledsched refresh"
@@ -143,8 +146,11 @@ def _print_narrow(entries: Sequence[Entry], compiler: str) -> None:
 
 
 def _provenance(entry: Entry, compiler: str) -> str:
-    """The provenance, and `stale` where another compiler or other source made what was measured."""
-    return f"{entry.provenance}, stale" if stale(entry, compiler) else entry.provenance
+    """The provenance, `held down` where the GPU's clock was, and `stale` where another compiler or other source made what was
+    measured.
+    """
+    marks = "held down" * bool(throttled(entry, {})), "stale" * stale(entry, compiler)
+    return ", ".join(filter(None, (entry.provenance, *marks)))
 
 
 def print_layers(

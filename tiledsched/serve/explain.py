@@ -119,6 +119,8 @@ class Explanation:
                     f"{rate_text(entry.problem, m.median_us)}, {m.samples} samples on {m.device.name}, "
                     f"{entry.regime}, {m.created_at:%Y-%m-%d}"
                 )
+                if served.held_down:
+                    lines.append(f"  held down   {served.held_down}; tune again when the GPU holds its clock")
             elif entry.model_us is not None:
                 lines.append(f"  modelled    {entry.model_us:.1f} us (an estimate; nothing was measured)")
             if entry.runner_up is not None:

@@ -42,7 +42,7 @@ from tiledsched.serve.transfer import (
     log_us,
     transfer,
 )
-from tiledsched.store.evidence import edited, for_compiler
+from tiledsched.store.evidence import clocks_of, edited, for_compiler, precedence, throttled
 from tiledsched.store.records import Entry
 
 MEASURED_PROVENANCES = ("measured", "transferred")
@@ -69,6 +69,8 @@ class Served:
     """Knobs that settings changed."""
     stale: str = ""
     """Why its time may differ from the one measured; empty where it does not."""
+    held_down: str = ""
+    """How far below its clock the GPU was held when the evidence was measured; empty where it was not."""
     expected_loss: ExpectedLoss | None = None
     """How much slower than the best schedule choices like this one were where every schedule was measured; None where that is
     not known."""
@@ -136,6 +138,8 @@ class LookupTable:
         self.compiler, self._at_hand, self._rivals = compiler, at_hand, rivals
         self.forced = dict(forced or {})
         self._by_arch: dict[str, list[Entry]] = {}
+        entries = list(entries)
+        self._seen_mhz = clocks_of(entries)
         mine = [
             entry
             for entry in for_compiler(entries, compiler)
@@ -158,10 +162,12 @@ class LookupTable:
         return (entry.regime not in ("", self.regime)) + 2 * (entry.accum_mode != self.accum_mode)
 
     def _note(self, entry: Entry | None) -> str:
-        """A remark for people where the evidence is of another regime or accuracy class."""
+        """A remark for people where the evidence is of another regime or accuracy class, or was taken at too low a clock."""
         note = ""
         if entry is not None and entry.regime not in ("", self.regime):
             note += f", in the {entry.regime} regime; nothing was in the {self.regime} one"
+        if entry is not None and throttled(entry, self._seen_mhz):
+            note += ", while the GPU's clock was held down"
         if entry is not None and entry.accum_mode != self.accum_mode:
             note += f", with {entry.accum_mode} accumulators; nothing was with {self.accum_mode} ones"
         return note
@@ -191,7 +197,9 @@ class LookupTable:
                 f"another, and its time, too; tune it again, or run: tiledsched refresh KERNEL --arch {served.entry.arch}",
             )
         note = self._note(served.entry)
-        served = replace(served, reason=served.reason + note) if note else served
+        if note and served.entry is not None:
+            slowed = throttled(served.entry, self._seen_mhz)
+            served = replace(served, reason=served.reason + note, held_down=slowed)
         return self._with_forced(served, problem, space) if self.forced else served
 
     def fallback_for(self, served: Served, problem: Problem, arch: str) -> Served | None:
@@ -219,7 +227,10 @@ class LookupTable:
         same = [entry for entry in entries if not space.unworkable(entry.schedule, entry.problem)]
         if not same:
             return None
-        entry = min(same, key=lambda entry: (entry.device_name != device_name, entry.rank, entry.device_name))
+        entry = min(
+            same,
+            key=lambda entry: (entry.device_name != device_name, *precedence(entry, self._seen_mhz), entry.device_name),
+        )
         here = entry.provenance == "measured" and device_name in ("", entry.device_name)
         where = "this device" if device_name and here else entry.device_name or entry.arch
         offers = self._offers(entry, space, where if here else "") if self._rivals else ()

@@ -22,6 +22,7 @@ from tiledsched.core.errors import NoValidScheduleError
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import SearchSpace, accuracy_class
+from tiledsched.measure.clocks import count_held_down
 from tiledsched.measure.runner import REGIMES, Device, Failed, Measurement, Runner
 from tiledsched.store.exchange import export_landscape, landscape_file_name
 from tiledsched.tuning.options import RecordOptions
@@ -354,6 +355,9 @@ class _Recording:
             say(f"{self.problem}: left, because all is timed {result.disturbance}; end it and run again")
         done = sum(key in self.known["burst"] or key in self.broken for key in self.programs)
         say(f"{self.problem}: {regime}, {done} of {len(self.programs)} programs measured")
+        slowed = count_held_down(outcome for outcome in result.outcomes if isinstance(outcome, Measurement))
+        if slowed:
+            say(f"{self.problem}: clock held down {slowed}")
         return not result.disturbance and not self.late()
 
     def keep(self, runner: Runner, outcome: Outcome, regime: str) -> None:
