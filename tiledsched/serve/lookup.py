@@ -3,10 +3,11 @@
 The first of these that exists is served:
 
 1. the schedule that was measured for this very problem on this device;
-2. the one measured for it on another device of the same arch;
-3. a schedule that won on the nearest measured problems of the same kind (see `tiledsched.serve.transfer`);
+2. the one measured for it on another device of the same arch, or of one whose machine code is the same;
+3. a schedule that won on the nearest measured problems of the same kind (see `tiledsched.serve.transfer`), if one of them is in
+   the neighbourhood or nearer than what the performance model chose for;
 4. the entry that the performance model chose for this problem or the nearest one of its kind;
-5. a schedule that won on problems of other kinds;
+5. a schedule that won on problems of the same kind, however far, or else of other kinds;
 6. the kernel's own choice where nothing was measured, else its default.
 
 The kernel declares what a kind is. The model predicts a problem better than winners of another kind do.
@@ -20,13 +21,14 @@ the exact class, and the reason says so. A less exact class never takes the plac
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tiledsched.build.toolchain import takes_hints
-from tiledsched.core.device import ARCHS, arch_spec
+from tiledsched.core.device import ARCHS, SAME_CODE, arch_spec
 from tiledsched.core.errors import ConfigError, SpaceError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import HINT_KNOBS, KnobValue, Schedule, allowed_hints
@@ -49,6 +51,10 @@ MEASURED_PROVENANCES = ("measured", "transferred")
 """Provenances of entries that were measured on some device."""
 EXACT = "fp32"
 """The accuracy class that may be served for any other."""
+NEIGHBOURHOOD = 0.5
+"""The distance up to which a measured problem serves others in place of what the model chose for them. From one measured problem
+a transfer loses 1.5% at 0.3 to 0.5, about as much as the model's own choice, 4.6%, at 1, and far more beyond
+(docs/results/serving.md)."""
 MAX_ANSWERS = 4096
 """Answers for problems that were not measured which a table remembers."""
 
@@ -232,7 +238,7 @@ class LookupTable:
             key=lambda entry: (entry.device_name != device_name, *precedence(entry, self._seen_mhz), entry.device_name),
         )
         here = entry.provenance == "measured" and device_name in ("", entry.device_name)
-        where = "this device" if device_name and here else entry.device_name or entry.arch
+        where = "this device" if device_name and here else _measured_on(entry, space)
         offers = self._offers(entry, space, where if here else "") if self._rivals else ()
         return Served(
             schedule=entry.schedule,
@@ -272,10 +278,14 @@ class LookupTable:
         )
 
     def _index(self, space: SearchSpace) -> _Index:
-        """The entries of an arch that the installed compiler can build, their schedules completed with the space's defaults."""
+        """The entries of an arch that the installed compiler can build, their schedules completed with the space's defaults; and
+        what was measured on an arch whose machine code is the same.
+        """
         if space.arch not in self._indexes:
             found = self._indexes[space.arch] = _Index()
-            for entry in self._by_arch.get(space.arch, []):
+            twins = self._by_arch.get(SAME_CODE.get(space.arch, ""), [])
+            alike = [e.replace(provenance="transferred") for e in twins if e.provenance in MEASURED_PROVENANCES]
+            for entry in [*self._by_arch.get(space.arch, []), *alike]:
                 if takes_hints(self.compiler, entry.schedule):
                     second = entry.runner_up
                     usable = second if second is not None and takes_hints(self.compiler, second) else None
@@ -300,15 +310,19 @@ class LookupTable:
     def _from_others(self, problem: Problem, space: SearchSpace) -> Served:
         """What is served for a problem that was not measured."""
         index, alike = self._index(space), self._alike(problem, space)
+        modelled = _modelled(index.modelled, problem, space, "nothing near it" if alike else "nothing")
+        chosen_for = [modelled.entry] if modelled and modelled.entry else []
+        far = chosen_for and _apart(alike, problem) > max(NEIGHBOURHOOD, _apart(chosen_for, problem))
         found = (
-            self._transferred(alike, problem, space)
-            or _modelled(index.modelled, problem, space)
+            (None if far else self._transferred(alike, problem, space))
+            or modelled
             or self._transferred(index.measured, problem, space, " of another kind")
             or self._unmeasured(problem, space)
         )
         if not self._rivals:
             return found
-        loss = found.expected_loss.mean if found.expected_loss else 0.0
+        known = found.expected_loss
+        loss = known.mean if known and known.arch == space.arch else 0.0
         return replace(found, rivals=expected_offers(problem, alike, loss))
 
     def _default(self, space: SearchSpace, problem: Problem) -> Schedule:
@@ -328,7 +342,7 @@ class LookupTable:
         found = transfer(problem, entries, space, arch_spec(space.arch), OTHER_KIND if what else self._policy)
         if found is None:
             return None
-        where = found.entry.device_name or found.entry.arch
+        where = _measured_on(found.entry, space)
         judges = "it" if found.neighbours == 1 else f"{found.neighbours} similar problems"
         reason = (
             f"the nearest problem{what} is {found.entry.problem}, measured on {where}; by the measurements of {judges}, "
@@ -418,8 +432,24 @@ class LookupTable:
         return True
 
 
-def _modelled(modelled: Sequence[Entry], problem: Problem, space: SearchSpace) -> Served | None:
-    """The entry that the performance model chose for the nearest problem of the same kind; None where there is none."""
+def _measured_on(entry: Entry, space: SearchSpace) -> str:
+    """Where an entry was measured, in words."""
+    where = entry.device_name or entry.arch
+    return where if entry.arch == space.arch else f"{where} ({entry.arch}, whose machine code is the same)"
+
+
+def _apart(entries: Iterable[Entry], problem: Problem) -> float:
+    """The distance of the nearest entry's problem; infinite where there is no entry."""
+    distance = problem.declaration.similarity.distance
+    return min((distance(entry.problem, problem) for entry in entries), default=math.inf)
+
+
+def _modelled(
+    modelled: Sequence[Entry], problem: Problem, space: SearchSpace, measured: str = "nothing"
+) -> Served | None:
+    """The entry that the performance model chose for the nearest problem of the same kind; None where there is none. `measured`
+    says for the reason what was measured.
+    """
     kind, distance = problem.declaration.similarity.kind, problem.declaration.similarity.distance
     alike = [entry for entry in modelled if kind(entry.problem) == kind(problem)]
     usable = [entry for entry in alike if not space.unworkable(entry.schedule, problem)]
@@ -434,5 +464,5 @@ def _modelled(modelled: Sequence[Entry], problem: Problem, space: SearchSpace) -
         provenance=entry.provenance,
         entry=entry,
         forced={},
-        reason=f"nothing was measured; the entry for {what} is the model's choice",
+        reason=f"{measured} was measured; the entry for {what} is the model's choice",
     )
