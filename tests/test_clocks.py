@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from store_samples import DEVICE, TOOLCHAIN, entry, measurement, stored
+from report_samples import report_of
+from store_samples import DEVICE, PROBLEM, TOOLCHAIN, entry, measurement, schedule, stored
 from test_search_tuner import LANDSCAPES, Recorded, tune
 
+from tiledsched.bench.rows import BenchRow
 from tiledsched.cli import served_output, tuned_output
 from tiledsched.core import data_files
 from tiledsched.core.config import Settings
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.clocks import held_down
 from tiledsched.measure.runner import Conditions, Device
+from tiledsched.report.document import to_markdown
+from tiledsched.report.text import document
 from tiledsched.serve.entries import Layer, combined, load_entries
 from tiledsched.serve.explain import explain_problem
 from tiledsched.serve.lookup import LookupTable
@@ -143,7 +147,7 @@ def test_a_throttled_tune_says_so_and_the_next_one_learns_nothing_from_it(db, ca
     assert tuned_output.tune_result_json(first)["held_down"] == first.held_down
 
     explained = str(explain_problem(LookupTable(db.entries(), Attention), recorded.problem, "sm_90", "NVIDIA H200"))
-    assert "while the GPU's clock was held down" in explained
+    assert "the evidence was taken while the GPU's clock was held down" in explained
     assert "  held down   at 513 MHz, where its maker gives 1980 MHz" in explained
     served_output.print_entries(db.entries())
     shown = capsys.readouterr()
@@ -163,3 +167,19 @@ def test_a_throttled_tune_says_so_and_the_next_one_learns_nothing_from_it(db, ca
     assert "us measured, " in printed
     assert "kept: a measured entry stands above" in printed
     assert "clock held down in" in printed
+
+
+def test_a_bench_says_so(capsys) -> None:
+    rows = [
+        BenchRow(problem=PROBLEM, method=method, regime="burst", status="ok", conditions=HOT, device="NVIDIA GB10")
+        for method in ("tiledsched", "torch_cudnn")
+    ]
+    served_output.print_bench(rows)
+    assert "clock held down in 2 of 2 rows, at 513 MHz, where its maker gives 2420 MHz" in capsys.readouterr().err
+
+
+def test_a_report_says_so(db) -> None:
+    put(db, 100.0, FULL)
+    put(db, 300.0, HOT, schedule=schedule(128, 64), fingerprint="e" * 24)
+    words = "held down in 1 of 2 measurements, at 513 MHz, where this GPU held 1980 MHz in other measurements"
+    assert words in to_markdown(document(report_of(db, "sm_90")))

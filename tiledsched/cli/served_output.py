@@ -7,8 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.cli.output import note, plural, print_table, print_wrapped, table_lines, width
+from tiledsched.core.device import ARCHS
 from tiledsched.core.labels import labels_of
 from tiledsched.core.problem import Problem, rate_of, rate_text, unit_of
+from tiledsched.measure.clocks import held_down
+from tiledsched.measure.runner import Device
 from tiledsched.store.evidence import edited, stale, throttled
 from tiledsched.store.records import Entry, LandscapeSummary
 
@@ -249,6 +252,13 @@ def print_bench(rows: Sequence[BenchRow]) -> None:
             [(problem, *(_bench_cell(mine, method) for method in methods)) for problem, mine in cells.items()],
             right=methods,
         )
+    slowed = []
+    for row in rows:
+        arch = next((arch for arch in ARCHS if row.device.startswith(ARCHS[arch].device)), "")
+        words = held_down(row.conditions, Device(name=row.device, arch=arch, sm_count=0), row.regime)
+        slowed += [words] if words else []
+    if slowed:
+        note(f"clock held down in {len(slowed)} of {plural(len(rows), 'row')}, {slowed[0]}: the rates are too low")
 
 
 def _bench_cell(rows: Mapping[str, BenchRow], method: str) -> str:

@@ -127,6 +127,8 @@ def print_report(files: Sequence[Path]) -> None:
 
 def print_refreshed(report: RefreshReport) -> None:
     """Print what was raced again or must be, a paragraph for each, and then a summary of all entries."""
+    from tiledsched.store.evidence import throttled
+
     for row in report.rows:
         was = row.was
         if row.outcome == "kept":
@@ -137,6 +139,8 @@ def print_refreshed(report: RefreshReport) -> None:
         )
         if row.now is not None and row.now.median_us is not None and row.change is not None:
             print_wrapped(f"now  {row.now.median_us:.1f} us ({row.change:+.1%}): {row.now.schedule.short()}", "  ")
+            if slowed := throttled(row.now, {}):
+                print_wrapped(f"clock held down {slowed}. {LOW_CLOCK}", "  ")
         for schedule in row.leaders[1:] if row.now is None else ():
             print_wrapped(f"to race against it: {schedule.short()}", "  ")
     name = report.kernel.name

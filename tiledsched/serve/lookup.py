@@ -52,9 +52,8 @@ MEASURED_PROVENANCES = ("measured", "transferred")
 EXACT = "fp32"
 """The accuracy class that may be served for any other."""
 NEIGHBOURHOOD = 0.5
-"""The distance up to which a measured problem serves others in place of what the model chose for them. From one measured problem
-a transfer loses 1.5% at 0.3 to 0.5, about as much as the model's own choice, 4.6%, at 1, and far more beyond
-(docs/results/serving.md)."""
+"""The distance up to which a measured problem serves others in place of what the model chose for them: half an octave. Farther
+away, a transfer from one tuned problem is slower than the model's choice in 43 of 90 cases (docs/results/serving.md)."""
 MAX_ANSWERS = 4096
 """Answers for problems that were not measured which a table remembers."""
 
@@ -173,7 +172,7 @@ class LookupTable:
         if entry is not None and entry.regime not in ("", self.regime):
             note += f", in the {entry.regime} regime; nothing was in the {self.regime} one"
         if entry is not None and throttled(entry, self._seen_mhz):
-            note += ", while the GPU's clock was held down"
+            note += "; the evidence was taken while the GPU's clock was held down"
         if entry is not None and entry.accum_mode != self.accum_mode:
             note += f", with {entry.accum_mode} accumulators; nothing was with {self.accum_mode} ones"
         return note
