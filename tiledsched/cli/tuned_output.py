@@ -69,7 +69,10 @@ def print_tuned(report: TuneReport) -> None:
         if result.candidates is not None:
             print_wrapped(_candidates(result.candidates), "  ")
         if result.held_down:
-            print_wrapped(f"clock held down {result.held_down}. {LOW_CLOCK}", "  ")
+            print_wrapped(f"clock held down {result.held_down}", "  ")
+    if any(result.held_down for result in report.results):
+        print()
+        print_wrapped(LOW_CLOCK)
 
 
 def _candidates(rows: Mapping[str, int]) -> str:
@@ -140,7 +143,7 @@ def print_refreshed(report: RefreshReport) -> None:
         if row.now is not None and row.now.median_us is not None and row.change is not None:
             print_wrapped(f"now  {row.now.median_us:.1f} us ({row.change:+.1%}): {row.now.schedule.short()}", "  ")
             if slowed := throttled(row.now, {}):
-                print_wrapped(f"clock held down {slowed}. {LOW_CLOCK}", "  ")
+                print_wrapped(f"clock held down {slowed}", "  ")
         for schedule in row.leaders[1:] if row.now is None else ():
             print_wrapped(f"to race against it: {schedule.short()}", "  ")
     name = report.kernel.name
