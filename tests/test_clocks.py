@@ -24,6 +24,7 @@ from tiledsched.serve.lookup import LookupTable
 from tiledsched.store.db import TuningDB
 from tiledsched.store.evidence import clocks_of, contradictions, for_compiler, throttled
 from tiledsched.store.exchange import read_table
+from tiledsched.tuning.refresh import Refreshed, RefreshReport
 from tiledsched.tuning.tuner import TuneReport
 
 HOT = Conditions(sm_clock_mhz=513, throttle_reasons=("software thermal",))
@@ -183,3 +184,20 @@ def test_a_report_says_so(db) -> None:
     put(db, 300.0, HOT, schedule=schedule(128, 64), fingerprint="e" * 24)
     words = "held down in 1 of 2 measurements, at 513 MHz, where this GPU held 1980 MHz in other measurements"
     assert words in to_markdown(document(report_of(db, "sm_90")))
+
+
+def test_a_refresh_says_so(capsys) -> None:
+    was, now = (
+        entry(
+            "measured", device_name=DEVICE.name, regime="burst", measurement=stored(median_us=us, conditions=at).summary
+        )
+        for us, at in ((100.0, FULL), (300.0, HOT))
+    )
+    row = Refreshed(was=was, outcome="raced", now=now, why="its machine code is another")
+    tuned_output.print_refreshed(
+        RefreshReport(
+            kernel=Attention, arch="sm_90", compiler="13.9", current=0, rows=[row], rivals=[], compiled=1, seconds=1.0
+        )
+    )
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "clock held down at 513 MHz, where its maker gives 1980 MHz for NVIDIA H200 (software thermal)" in printed
