@@ -236,6 +236,11 @@ class Tuner:
         self.inert = InertChanges(space.knobs)
         self.elsewhere = Elsewhere(builder.db, space, self.regime, self.accum_mode, self.shipped)
 
+    @cached_property
+    def clocks(self) -> dict[str, int]:
+        """By the name of each GPU, the highest clock at which it was measured for what is stored, in MHz."""
+        return clocks_of(self.builder.db.entries(self.space.arch, self.builder.kernel.name))
+
     def tune(self, problems: Sequence[Problem]) -> list[TuneResult]:
         """Tune every problem in turn.
 
@@ -506,9 +511,8 @@ class _Search(_ProblemTune):
         found: dict[tuple[Schedule, str], float | None] = {}
         device_name = self.runner.device_name
         known = self.db.measurements(self.problem, self.space.arch, device_name, self.tuner.regime)
-        tuned = self.db.entries(self.space.arch, self.kernel.name, device_name=device_name)
         clocks = [stored.measurement.conditions.sm_clock_mhz for stored in known]
-        self.seen_mhz = max([*clocks, *clocks_of(tuned).values()], default=0)
+        self.seen_mhz = max([*clocks, self.tuner.clocks.get(device_name, 0)])
         for stored in known:
             taken = stored.measurement
             slowed = held_down(taken.conditions, taken.device, taken.regime, self.seen_mhz)
