@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -12,6 +13,7 @@ from tiledsched.core.device import arch_spec
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.serve import transfer as policy
+from tiledsched.serve.explain import explain_problem
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.transfer import (
     TransferParameters,
@@ -224,3 +226,85 @@ def test_rows_that_no_tma_unit_loads_get_a_plain_schedule(columns, tile_n, causa
     assert found.entry is None
     aligned = shipped.resolve(PROBLEM.replace(head_dim=columns // 8 * 8, causal=causal), "sm_90")
     assert aligned.provenance == "transferred"
+
+
+GB10, SPARK = "NVIDIA GB10", space_for("sm_121", Attention)
+SPARK_TABLE = read_table(data_files.tuning_db() / "tables" / "attention" / "sm_121.json").entries
+TUNED = Attention.standard(seq_len=1024, head_dim=128).replace(batch=1, heads=8, kv_heads=8)
+
+
+def tuned_on(problem, arch="sm_121", device=GB10, **knobs):
+    """What a quick tune of one problem stores."""
+    summary = served_entries.SUMMARY
+    summary = dataclasses.replace(summary, device=dataclasses.replace(summary.device, name=device, arch=arch))
+    odd = SPARK.default(problem).replace(tile_m=32, **knobs)
+    return entry(problem, odd, arch=arch, device=device, measurement=summary)
+
+
+def resolved(entries, problem):
+    return LookupTable([*SPARK_TABLE, *entries], Attention).resolve(problem, "sm_121", GB10)
+
+
+def test_one_tuned_problem_serves_its_neighbourhood_and_no_more() -> None:
+    """Of a table that the model made, it changes what lies within half an octave, or nearer to it than to the table."""
+    one = tuned_on(TUNED)
+    for far in (
+        TUNED.replace(seq_q=16384, seq_k=16384, heads=32, kv_heads=32),
+        TUNED.replace(seq_q=512, seq_k=512, batch=32),
+        TUNED.replace(seq_q=3000, seq_k=3000, batch=8, heads=16, kv_heads=16),
+    ):
+        served = resolved([one], far)
+        assert served == dataclasses.replace(resolved([], far), reason=served.reason)
+        assert served.provenance == "modelled"
+        assert served.reason.startswith("nothing near it was measured")
+    for near in (TUNED.replace(batch=2), TUNED.replace(dtype="bfloat16"), TUNED.replace(seq_q=1280, seq_k=1280)):
+        assert (resolved([one], near).provenance, resolved([one], near).entry.problem) == ("transferred", TUNED)
+
+
+@pytest.mark.parametrize("place", range(3, 72, 7))
+def test_of_the_table_one_tuned_problem_changes_only_its_neighbours(place) -> None:
+    """Ten problems of the shipped table, each tuned alone."""
+    problem = SPARK_TABLE[place].problem
+    table = LookupTable([*SPARK_TABLE, tuned_on(problem)], Attention)
+    alike = [each.problem for each in SPARK_TABLE if each.problem.causal == problem.causal]
+    changed = {each for each in alike if table.resolve(each, "sm_121", GB10).entry.problem != each}
+    assert changed <= {problem.replace(dtype="float16" if problem.dtype == "bfloat16" else "bfloat16")}
+
+
+def test_a_loss_says_what_it_was_measured_on() -> None:
+    near = PROBLEM.replace(dtype="bfloat16")
+    here = explain_problem(LookupTable([entry(near)], Attention), PROBLEM, "sm_90")
+    assert (here.served.expected_loss.kernel, here.served.expected_loss.arch) == ("attention", "sm_90")
+    assert "choices lose on measured problems of attention on sm_90" in str(here)
+    there = explain_problem(LookupTable([tuned_on(TUNED)], Attention), TUNED.replace(batch=2), "sm_121", GB10)
+    assert "  expected    not known: on sm_121 no such choice was judged; " in str(there)
+    assert "of attention on sm_90 were" in str(there)
+    windowed = explain_problem(
+        LookupTable([tuned_on(TUNED.replace(causal=True, window=128))], Attention),
+        TUNED.replace(causal=True, window=128, batch=2),
+        "sm_121",
+    )
+    assert "  expected    not known: of attention on sm_121 no such choice was judged on problems like it" in str(
+        windowed
+    )
+
+
+def test_what_was_measured_on_sm_120_serves_sm_121_whose_machine_code_is_the_same() -> None:
+    pro = "NVIDIA RTX PRO 6000 Blackwell"
+    other, own = tuned_on(TUNED, "sm_120", pro, occupancy=2), tuned_on(TUNED, occupancy=1)
+    served = resolved([other], TUNED)
+    assert (served.provenance, served.schedule["occupancy"]) == ("transferred", 2)
+    assert f"measured on {pro} (sm_120, whose machine code is the same)" in served.reason
+    assert resolved([other], TUNED.replace(batch=2)).provenance == "transferred"
+    for both in ([other, own], [own, other]):
+        assert resolved(both, TUNED).schedule["occupancy"] == 1
+        assert LookupTable(both, Attention).resolve(TUNED, "sm_121").schedule["occupancy"] == 1
+    assert LookupTable([tuned_on(TUNED, "sm_100")], Attention).resolve(TUNED, "sm_121").provenance == "default"
+
+
+def test_the_shipped_tables_of_both_hold_the_same_machine_code() -> None:
+    twin = read_table(data_files.tuning_db() / "tables" / "attention" / "sm_120.json").entries
+    known = {(each.problem, each.schedule): each.fingerprint for each in twin}
+    both = [each for each in SPARK_TABLE if (each.problem, each.schedule) in known]
+    assert len(both) >= 60
+    assert all(known[each.problem, each.schedule] == each.fingerprint for each in both)

@@ -139,7 +139,7 @@ def true_us(candidate, regime) -> float:
 class Gpu:
     """Counts what is asked of it, and can be interrupted or find a result wrong."""
 
-    name, device = "gpu", DEVICE
+    name, device, conditions = "gpu", DEVICE, Conditions()
 
     def __init__(self, *, seed=0, interrupt_after=10**9, wrong=lambda schedule: False) -> None:
         self.begun, self.looks = 0, 0
@@ -164,7 +164,7 @@ class Gpu:
 
     def sample(self, candidates, *, rounds, regime):
         return [
-            Batch(samples_us=tuple(self._time(each, regime) for _ in range(rounds)), conditions=Conditions())
+            Batch(samples_us=tuple(self._time(each, regime) for _ in range(rounds)), conditions=self.conditions)
             for each in candidates
         ]
 
@@ -242,6 +242,17 @@ def test_a_second_run_measures_and_compiles_nothing(site, tmp_path) -> None:
     more = site.record(tmp_path, programs=70)
     assert more.programs == 70
     assert 10 <= more.measured < 70
+
+
+def test_what_was_measured_while_the_clock_was_held_down_is_said_and_measured_again(site, tmp_path) -> None:
+    hot = Gpu()
+    hot.conditions = Conditions(sm_clock_mhz=513, throttle_reasons=("hardware thermal",))
+    site.record(tmp_path, hot)
+    assert any(": clock held down in" in line and "at 513 MHz" in line for line in site.said)
+    said = len(site.said)
+    assert site.record(tmp_path, Gpu(seed=2)).measured > 0
+    assert not any("held down" in line for line in site.said[said:])
+    assert site.record(tmp_path, Gpu(seed=3)).measured == 0
 
 
 def test_builds_come_first_and_need_no_gpu(site, tmp_path) -> None:

@@ -116,8 +116,8 @@ def test_another_kind_is_asked_last() -> None:
     assert space_for("sm_90", Attention).violations(served.schedule, PROBLEM) == []  # loop_split is for masks
     modelled = entry(provenance="modelled", knobs={"tile_n": 128})
     assert table_of([*others, modelled]).resolve(PROBLEM, "sm_90").schedule == modelled.schedule
-    far = entry(PROBLEM.replace(seq_q=16384, seq_k=16384), knobs={"occupancy": 3})
-    assert table_of([*others, modelled, far]).resolve(PROBLEM, "sm_90").schedule == far.schedule
+    near = entry(PROBLEM.replace(dtype="bfloat16"), knobs={"occupancy": 3})
+    assert table_of([*others, modelled, near]).resolve(PROBLEM, "sm_90").schedule == near.schedule
     padded = PROBLEM.replace(head_dim=104)  # padded to 128 inside the kernel: that of other padded ones alone
     assert "another kind" in table_of(others).resolve(padded, "sm_90").reason
     beside = table_of([*others, entry(PROBLEM.replace(head_dim=96), knobs={"occupancy": 3})]).resolve(padded, "sm_90")
@@ -125,11 +125,13 @@ def test_another_kind_is_asked_last() -> None:
     assert beside.schedule["occupancy"] == 3
 
 
-def test_a_far_measurement_beats_the_model_and_the_model_beats_the_default() -> None:
+def test_a_near_measurement_beats_the_model_and_the_model_beats_a_far_one_and_the_default() -> None:
     modelled = entry(provenance="modelled", knobs={"tile_n": 128})
     assert table_of([modelled]).resolve(PROBLEM, "sm_90").provenance == "modelled"
-    far = entry(PROBLEM.replace(seq_q=16384, seq_k=16384), knobs={"tile_m": 128})
-    assert table_of([modelled, far]).resolve(PROBLEM, "sm_90").schedule["tile_m"] == 128
+    near, far = PROBLEM.replace(dtype="bfloat16"), PROBLEM.replace(seq_q=16384, seq_k=16384)
+    assert table_of([modelled, entry(near, knobs={"tile_m": 128})]).resolve(PROBLEM, "sm_90").schedule["tile_m"] == 128
+    assert table_of([modelled, entry(far, knobs={"tile_m": 128})]).resolve(PROBLEM, "sm_90").provenance == "modelled"
+    assert table_of([entry(far, knobs={"tile_m": 128})]).resolve(PROBLEM, "sm_90").schedule["tile_m"] == 128
     served = table_of([]).resolve(PROBLEM, "sm_90")
     assert (served.provenance, served.schedule) == ("default", space_for("sm_90", Attention).default(PROBLEM))
 

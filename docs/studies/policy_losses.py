@@ -19,6 +19,7 @@ import itertools
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from docs.studies.landscapes import Landscape, read_landscape, shape_of
@@ -118,6 +119,7 @@ def to_json(bands: Sequence[LossBand]) -> str:
     """The text of `tuning_db/model/KERNEL/transfer.json`."""
     rows = [
         {
+            "arch": band.loss.arch,
             "group": band.group,
             "other_kind": band.other_kind,
             "up_to": round(band.up_to, 3),
@@ -163,7 +165,8 @@ def all_bands(
     if recorded:
         crossed = (study := Study(recorded, entries)).run(study.crossings()["any other kind"])
         bands.append(LossBand(group="", other_kind=True, up_to=ANY, loss=summary(crossed)))
-    return bands, unknown
+    kernel, arch = entries[0].kernel, entries[0].arch
+    return [replace(band, loss=replace(band.loss, kernel=kernel, arch=arch)) for band in bands], unknown
 
 
 def _row(band: LossBand) -> tuple[str, ...]:

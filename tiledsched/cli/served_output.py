@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.cli.output import note, plural, print_table, print_wrapped, table_lines, width
+from tiledsched.core.device import ARCHS
 from tiledsched.core.labels import labels_of
 from tiledsched.core.problem import Problem, rate_of, rate_text, unit_of
-from tiledsched.store.evidence import stale, stale_by_cause
+from tiledsched.measure.clocks import held_down
+from tiledsched.measure.runner import Device
+from tiledsched.store.evidence import stale, stale_by_cause, throttled
 from tiledsched.store.records import Entry, LandscapeSummary
 
 if TYPE_CHECKING:
@@ -85,6 +88,9 @@ def print_entries(entries: Sequence[Entry], compiler: str = "") -> None:
             f"stale: the source of {kernels} has changed since the evidence was taken; tune it again, or "
             "run: tiledsched refresh KERNEL"
         )
+    slowed = [words for entry in entries if (words := throttled(entry, {}))]
+    if slowed:
+        note(f"held down: measured {slowed[0]}; tune again when the GPU holds its clock")
     old = sorted({entry.compiler for entry in built})
     if old:
         note(
@@ -143,8 +149,11 @@ def _print_narrow(entries: Sequence[Entry], compiler: str) -> None:
 
 
 def _provenance(entry: Entry, compiler: str) -> str:
-    """The provenance, and `stale` where another compiler or other source made what was measured."""
-    return f"{entry.provenance}, stale" if stale(entry, compiler) else entry.provenance
+    """The provenance, `held down` where the GPU's clock was, and `stale` where another compiler or other source made what was
+    measured.
+    """
+    marks = "held down" * bool(throttled(entry, {})), "stale" * stale(entry, compiler)
+    return ", ".join(filter(None, (entry.provenance, *marks)))
 
 
 def print_layers(
@@ -243,6 +252,13 @@ def print_bench(rows: Sequence[BenchRow]) -> None:
             [(problem, *(_bench_cell(mine, method) for method in methods)) for problem, mine in cells.items()],
             right=methods,
         )
+    slowed = []
+    for row in rows:
+        arch = next((arch for arch in ARCHS if row.device.startswith(ARCHS[arch].device)), "")
+        words = held_down(row.conditions, Device(name=row.device, arch=arch, sm_count=0), row.regime)
+        slowed += [words] if words else []
+    if slowed:
+        note(f"clock held down in {len(slowed)} of {plural(len(rows), 'row')}, {slowed[0]}: the rates are too low")
 
 
 def _bench_cell(rows: Mapping[str, BenchRow], method: str) -> str:

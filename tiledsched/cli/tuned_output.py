@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from tiledsched.tuning.refresh import RefreshReport
     from tiledsched.tuning.tuner import TuneReport, TuneResult
 
+LOW_CLOCK = (
+    "Times at a low clock decide little: let the GPU cool, or check its power supply (nvidia-smi -q -d PERFORMANCE), and tune "
+    "again: what is measured at its clock replaces what was not"
+)
 NO_DIFFERENCE = 5e-4
 """Relative differences below this are printed as none."""
 
@@ -33,6 +37,7 @@ def tune_result_json(result: TuneResult) -> dict[str, Any]:
         **{name: getattr(result, name) for name in (*numbers, "over_runner_up")},
         "seconds": round(result.seconds, 3),
         **({} if result.candidates is None else {"candidates": dict(result.candidates)}),
+        **({"held_down": result.held_down} if result.held_down else {}),
     }
 
 
@@ -63,6 +68,11 @@ def print_tuned(report: TuneReport) -> None:
         )
         if result.candidates is not None:
             print_wrapped(_candidates(result.candidates), "  ")
+        if result.held_down:
+            print_wrapped(f"clock held down {result.held_down}", "  ")
+    if any(result.held_down for result in report.results):
+        print()
+        print_wrapped(LOW_CLOCK)
 
 
 def _candidates(rows: Mapping[str, int]) -> str:
@@ -80,11 +90,13 @@ def _candidates(rows: Mapping[str, int]) -> str:
 
 def _verdict(result: TuneResult, entry: Entry) -> str:
     """How fast the winner is and by how much it wins; or which stronger entry stays in its place."""
-    us, how = entry.median_us, "measured"
+    from tiledsched.store.evidence import throttled
+
+    us, how = entry.median_us, "measured with the clock held down" if throttled(entry, {}) else "measured"
     if us is None:
         us, how = entry.model_us, "modelled"
     words = [] if us is None else [f"{us:.1f} us {how}, {rate_text(entry.problem, us)}"]
-    if not result.stored:
+    if not result.stored or entry.layer not in ("", "user"):
         return "; ".join([*words, f"kept: a {entry.provenance} entry stands above what this run found"])
     for what, over in (("the default", result.over_default), ("the runner-up", result.over_runner_up)):
         if over is not None:
@@ -118,6 +130,8 @@ def print_report(files: Sequence[Path]) -> None:
 
 def print_refreshed(report: RefreshReport) -> None:
     """Print what was raced again or must be, a paragraph for each, and then a summary of all entries."""
+    from tiledsched.store.evidence import throttled
+
     for row in report.rows:
         was = row.was
         if row.outcome == "kept":
@@ -128,6 +142,8 @@ def print_refreshed(report: RefreshReport) -> None:
         )
         if row.now is not None and row.now.median_us is not None and row.change is not None:
             print_wrapped(f"now  {row.now.median_us:.1f} us ({row.change:+.1%}): {row.now.schedule.short()}", "  ")
+            if slowed := throttled(row.now, {}):
+                print_wrapped(f"clock held down {slowed}", "  ")
         for schedule in row.leaders[1:] if row.now is None else ():
             print_wrapped(f"to race against it: {schedule.short()}", "  ")
     name = report.kernel.name

@@ -170,6 +170,10 @@ ARCHS = {
     )
 }
 
+SAME_CODE = {"sm_120": "sm_121", "sm_121": "sm_120"}
+"""Archs for which the compiler makes the same machine code: all schedules that the shipped tables of both hold have equal
+fingerprints. What was measured on one says for the other what another device of the same arch says."""
+
 
 LIMITS = ("sm_count", "shared_memory_bytes", "registers_per_sm")
 """Numbers of the arch that constraints may read; a search-space file may add others."""

@@ -297,6 +297,8 @@ class DeviceConditions:
     """Highest board power; 0 where NVML did not report it."""
     temperature_c: int
     """Highest GPU temperature; 0 where NVML did not report it."""
+    held_down: str
+    """In how many measurements the clock was held down, and how far, in words; empty where it was in none."""
     throttle_reasons: tuple[tuple[str, int], ...]
     """Reasons that held the clock down, with the number of measurements in which they were seen."""
     first: datetime

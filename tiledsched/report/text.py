@@ -248,6 +248,11 @@ def _summary(report: Report) -> list[str]:
             f"{_count(sum(one.programs for one in found), 'distinct program')}; "
             f"{_count(sum(one.measurements for one in found), 'measurement')} of {samples:,} samples in all."
         )
+    lines += [
+        f"The clock of {device.device.name} was held down {device.held_down}. Times at a low clock decide little."
+        for device in report.conditions
+        if device.held_down
+    ]
     if len({compiler for device in report.conditions for compiler in device.compilers}) > 1:
         lines.append("Each problem's times are of one compiler: the one that most of its schedules were measured with.")
     if found := report.modelled.problems:

@@ -18,7 +18,7 @@ from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import known_knobs
 from tiledsched.serve.bundle import named_bundle, read_bundle
 from tiledsched.serve.lookup import LookupTable
-from tiledsched.store.evidence import of_kernel
+from tiledsched.store.evidence import clocks_of, of_kernel, precedence
 from tiledsched.store.location import database_exists, location, site_location
 from tiledsched.store.records import Entry, Place
 from tiledsched.store.shipped import read_shipped_entries
@@ -144,12 +144,15 @@ def load_entries(
 
 
 def combined(of: Sequence[Layer]) -> list[Entry]:
-    """The entries that layers serve together: for each key the one of strongest provenance, and among equals the uppermost."""
+    """The entries that layers serve together: for each key the one of strongest provenance, and among equals one whose clock was
+    not held down, and then the uppermost.
+    """
+    seen_mhz = clocks_of(entry for layer in of for entry in layer.entries)
     found: dict[tuple[Place, str], Entry] = {}
     for layer in of:
         for entry in layer.entries:
             key = entry.place, entry.compiler
-            if key not in found or entry.rank <= found[key].rank:
+            if key not in found or precedence(entry, seen_mhz) <= precedence(found[key], seen_mhz):
                 found[key] = entry if entry.layer == layer.name else entry.replace(layer=layer.name)
     return list(found.values())
 

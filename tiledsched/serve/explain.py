@@ -89,6 +89,26 @@ class Explanation:
             lines.append(f"  rival       in a captured graph {captured.name} is served{how}: {captured.reason}{why}")
         return lines
 
+    def _expected_lines(self) -> list[str]:
+        """A line about what a schedule chosen from other problems is expected to lose, or that this was not measured."""
+        loss, entry = self.served.expected_loss, self.served.entry
+        if loss is None:
+            if self.served.provenance != "transferred" or entry is None or entry.problem == self.problem:
+                return []
+            kernel = self.problem.kernel
+            return [
+                f"  expected    not known: of {kernel} on {self.arch} no such choice was judged on problems like it"
+            ]
+        if loss.arch != self.arch:
+            return [
+                f"  expected    not known: on {self.arch} no such choice was judged; {loss.cases} of {loss.kernel} on "
+                f"{loss.arch} were {loss.mean:.1%} slower than the best schedule, at worst {loss.worst:.1%}"
+            ]
+        return [
+            f"  expected    {loss.mean:.1%} slower than the best schedule, at worst {loss.worst:.1%}: so much did "
+            f"{loss.cases} such choices lose on measured problems of {loss.kernel} on {loss.arch} that were hidden from them"
+        ]
+
     def __str__(self) -> str:
         served, entry = self.served, self.served.entry
         lines = [
@@ -103,12 +123,7 @@ class Explanation:
         if self.stale:
             lines.append(f"  stale       {served.stale}")
         lines += self._rival_lines()
-        if served.expected_loss is not None:
-            loss = served.expected_loss
-            lines.append(
-                f"  expected    {loss.mean:.1%} slower than the best schedule, at worst {loss.worst:.1%}: so much did "
-                f"{loss.cases} such choices lose on measured problems that were hidden from them"
-            )
+        lines += self._expected_lines()
         if entry is not None:
             if (entry.problem, entry.schedule) != (self.problem, served.schedule):
                 lines.append(f"  evidence is for {entry.problem}, schedule {entry.schedule.short()}:")
@@ -119,6 +134,8 @@ class Explanation:
                     f"{rate_text(entry.problem, m.median_us)}, {m.samples} samples on {m.device.name}, "
                     f"{entry.regime}, {m.created_at:%Y-%m-%d}"
                 )
+                if served.held_down:
+                    lines.append(f"  held down   {served.held_down}; tune again when the GPU holds its clock")
             elif entry.model_us is not None:
                 lines.append(f"  modelled    {entry.model_us:.1f} us (an estimate; nothing was measured)")
             if entry.runner_up is not None:

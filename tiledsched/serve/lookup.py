@@ -3,10 +3,11 @@
 The first of these that exists is served:
 
 1. the schedule that was measured for this very problem on this device;
-2. the one measured for it on another device of the same arch;
-3. a schedule that won on the nearest measured problems of the same kind (see `tiledsched.serve.transfer`);
+2. the one measured for it on another device of the same arch, or of one whose machine code is the same;
+3. a schedule that won on the nearest measured problems of the same kind (see `tiledsched.serve.transfer`), if one of them is in
+   the neighbourhood or nearer than what the performance model chose for;
 4. the entry that the performance model chose for this problem or the nearest one of its kind;
-5. a schedule that won on problems of other kinds;
+5. a schedule that won on problems of the same kind, however far, or else of other kinds;
 6. the kernel's own choice where nothing was measured, else its default.
 
 The kernel declares what a kind is. The model predicts a problem better than winners of another kind do.
@@ -20,13 +21,14 @@ the exact class, and the reason says so. A less exact class never takes the plac
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tiledsched.build.toolchain import takes_hints
-from tiledsched.core.device import ARCHS, arch_spec
+from tiledsched.core.device import ARCHS, SAME_CODE, arch_spec
 from tiledsched.core.errors import ConfigError, SpaceError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import HINT_KNOBS, KnobValue, Schedule, allowed_hints
@@ -42,13 +44,16 @@ from tiledsched.serve.transfer import (
     log_us,
     transfer,
 )
-from tiledsched.store.evidence import edited, for_compiler
+from tiledsched.store.evidence import clocks_of, edited, for_compiler, precedence, throttled
 from tiledsched.store.records import Entry
 
 MEASURED_PROVENANCES = ("measured", "transferred")
 """Provenances of entries that were measured on some device."""
 EXACT = "fp32"
 """The accuracy class that may be served for any other."""
+NEIGHBOURHOOD = 0.5
+"""The distance up to which a measured problem serves others in place of what the model chose for them: half an octave. Farther
+away, a transfer from one tuned problem is slower than the model's choice in 43 of 90 cases (docs/results/serving.md)."""
 MAX_ANSWERS = 4096
 """Answers for problems that were not measured which a table remembers."""
 
@@ -69,6 +74,8 @@ class Served:
     """Knobs that settings changed."""
     stale: str = ""
     """Why its time may differ from the one measured; empty where it does not."""
+    held_down: str = ""
+    """How far below its clock the GPU was held when the evidence was measured; empty where it was not."""
     expected_loss: ExpectedLoss | None = None
     """How much slower than the best schedule choices like this one were where every schedule was measured; None where that is
     not known."""
@@ -137,6 +144,8 @@ class LookupTable:
         self.compiler, self._at_hand, self._rivals = compiler, at_hand, rivals
         self.forced = dict(forced or {})
         self._by_arch: dict[str, list[Entry]] = {}
+        entries = list(entries)
+        self._seen_mhz = clocks_of(entries)
         mine = [
             entry
             for entry in for_compiler(entries, compiler)
@@ -159,10 +168,12 @@ class LookupTable:
         return (entry.regime not in ("", self.regime)) + 2 * (entry.accum_mode != self.accum_mode)
 
     def _note(self, entry: Entry | None) -> str:
-        """A remark for people where the evidence is of another regime or accuracy class."""
+        """A remark for people where the evidence is of another regime or accuracy class, or was taken at too low a clock."""
         note = ""
         if entry is not None and entry.regime not in ("", self.regime):
             note += f", in the {entry.regime} regime; nothing was in the {self.regime} one"
+        if entry is not None and throttled(entry, self._seen_mhz):
+            note += "; the evidence was taken while the GPU's clock was held down"
         if entry is not None and entry.accum_mode != self.accum_mode:
             note += f", with {entry.accum_mode} accumulators; nothing was with {self.accum_mode} ones"
         return note
@@ -192,7 +203,9 @@ class LookupTable:
                 f"another, and its time, too; tune it again, or run: tiledsched refresh KERNEL --arch {served.entry.arch}",
             )
         note = self._note(served.entry)
-        served = replace(served, reason=served.reason + note) if note else served
+        if note and served.entry is not None:
+            slowed = throttled(served.entry, self._seen_mhz)
+            served = replace(served, reason=served.reason + note, held_down=slowed)
         return self._with_forced(served, problem, space) if self.forced else served
 
     def fallback_for(self, served: Served, problem: Problem, arch: str) -> Served | None:
@@ -220,9 +233,12 @@ class LookupTable:
         same = [entry for entry in entries if not space.unworkable(entry.schedule, entry.problem)]
         if not same:
             return None
-        entry = min(same, key=lambda entry: (entry.device_name != device_name, entry.rank, entry.device_name))
+        entry = min(
+            same,
+            key=lambda entry: (entry.device_name != device_name, *precedence(entry, self._seen_mhz), entry.device_name),
+        )
         here = entry.provenance == "measured" and device_name in ("", entry.device_name)
-        where = "this device" if device_name and here else entry.device_name or entry.arch
+        where = "this device" if device_name and here else _measured_on(entry, space)
         form = ""
         if _is_wide(problem) and not _is_wide(entry.problem):  # other machine code of the same schedule
             here, form = False, ", but not in its wide form: these tensors take 64-bit indices"
@@ -274,10 +290,14 @@ class LookupTable:
         )
 
     def _index(self, space: SearchSpace) -> _Index:
-        """The entries of an arch that the installed compiler can build, their schedules completed with the space's defaults."""
+        """The entries of an arch that the installed compiler can build, their schedules completed with the space's defaults; and
+        what was measured on an arch whose machine code is the same.
+        """
         if space.arch not in self._indexes:
             found = self._indexes[space.arch] = _Index()
-            for entry in self._by_arch.get(space.arch, []):
+            twins = self._by_arch.get(SAME_CODE.get(space.arch, ""), [])
+            alike = [e.replace(provenance="transferred") for e in twins if e.provenance in MEASURED_PROVENANCES]
+            for entry in [*self._by_arch.get(space.arch, []), *alike]:
                 if takes_hints(self.compiler, entry.schedule):
                     second = entry.runner_up
                     usable = second if second is not None and takes_hints(self.compiler, second) else None
@@ -302,15 +322,19 @@ class LookupTable:
     def _from_others(self, problem: Problem, space: SearchSpace) -> Served:
         """What is served for a problem that was not measured."""
         index, alike = self._index(space), self._alike(problem, space)
+        modelled = _modelled(index.modelled, problem, space, "nothing near it" if alike else "nothing")
+        chosen_for = [modelled.entry] if modelled and modelled.entry else []
+        far = chosen_for and _apart(alike, problem) > max(NEIGHBOURHOOD, _apart(chosen_for, problem))
         found = (
-            self._transferred(alike, problem, space)
-            or _modelled(index.modelled, problem, space)
+            (None if far else self._transferred(alike, problem, space))
+            or modelled
             or self._transferred(index.measured, problem, space, " of another kind")
             or self._unmeasured(problem, space)
         )
         if not self._rivals:
             return found
-        loss = found.expected_loss.mean if found.expected_loss else 0.0
+        known = found.expected_loss
+        loss = known.mean if known and known.arch == space.arch else 0.0
         return replace(found, rivals=expected_offers(problem, alike, loss))
 
     def _default(self, space: SearchSpace, problem: Problem) -> Schedule:
@@ -330,7 +354,7 @@ class LookupTable:
         found = transfer(problem, entries, space, arch_spec(space.arch), OTHER_KIND if what else self._policy)
         if found is None:
             return None
-        where = found.entry.device_name or found.entry.arch
+        where = _measured_on(found.entry, space)
         judges = "it" if found.neighbours == 1 else f"{found.neighbours} similar problems"
         reason = (
             f"the nearest problem{what} is {found.entry.problem}, measured on {where}; by the measurements of {judges}, "
@@ -425,8 +449,24 @@ def _is_wide(problem: Problem) -> bool:
     return bool(getattr(problem, "wide", False))
 
 
-def _modelled(modelled: Sequence[Entry], problem: Problem, space: SearchSpace) -> Served | None:
-    """The entry that the performance model chose for the nearest problem of the same kind; None where there is none."""
+def _measured_on(entry: Entry, space: SearchSpace) -> str:
+    """Where an entry was measured, in words."""
+    where = entry.device_name or entry.arch
+    return where if entry.arch == space.arch else f"{where} ({entry.arch}, whose machine code is the same)"
+
+
+def _apart(entries: Iterable[Entry], problem: Problem) -> float:
+    """The distance of the nearest entry's problem; infinite where there is no entry."""
+    distance = problem.declaration.similarity.distance
+    return min((distance(entry.problem, problem) for entry in entries), default=math.inf)
+
+
+def _modelled(
+    modelled: Sequence[Entry], problem: Problem, space: SearchSpace, measured: str = "nothing"
+) -> Served | None:
+    """The entry that the performance model chose for the nearest problem of the same kind; None where there is none. `measured`
+    says for the reason what was measured.
+    """
     kind, distance = problem.declaration.similarity.kind, problem.declaration.similarity.distance
     alike = [entry for entry in modelled if kind(entry.problem) == kind(problem)]
     usable = [entry for entry in alike if not space.unworkable(entry.schedule, problem)]
@@ -441,5 +481,5 @@ def _modelled(modelled: Sequence[Entry], problem: Problem, space: SearchSpace) -
         provenance=entry.provenance,
         entry=entry,
         forced={},
-        reason=f"nothing was measured; the entry for {what} is the model's choice",
+        reason=f"{measured} was measured; the entry for {what} is the model's choice",
     )

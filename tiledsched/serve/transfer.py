@@ -72,6 +72,10 @@ class ExpectedLoss:
     """The largest ratio to the best time, minus 1."""
     cases: int
     """Number of choices behind mean and worst."""
+    kernel: str = ""
+    """The kernel of those choices."""
+    arch: str = ""
+    """The arch on which they were measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,19 +210,22 @@ def _towards(value: KnobValue, default: KnobValue, choices: Sequence[KnobValue])
 
 
 def expected_loss(found: Transfer, problem: Problem) -> ExpectedLoss | None:
-    """The loss to expect of a transfer, by the problem's group and the distance of the nearest entry; None where it was never
-    measured on problems like this one."""
+    """The loss to expect of a transfer, by the problem's group and the distance of the nearest entry.
+
+    Where it was not measured on the entry's arch, that of another arch, which the loss names; None where it was never measured on
+    problems like this one.
+    """
     kernel = problem.declaration
     group = kernel.similarity.loss_group(problem)
     if not group:
         return None
     other = kernel.similarity.kind(found.entry.problem) != kernel.similarity.kind(problem)
-    bands = (
-        band
+    losses = [
+        band.loss
         for band in loss_bands(kernel.name)
         if band.other_kind == other and found.distance <= band.up_to and band.group in ("", group)
-    )
-    return next((band.loss for band in bands), None)
+    ]
+    return min(losses, key=lambda loss: loss.arch != found.entry.arch, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +260,9 @@ def loss_bands(kernel: str) -> tuple[LossBand, ...]:
             group=row["group"],
             other_kind=bool(row["other_kind"]),
             up_to=row["up_to"],
-            loss=ExpectedLoss(mean=row["mean"], worst=row["worst"], cases=int(row["cases"])),
+            loss=ExpectedLoss(
+                mean=row["mean"], worst=row["worst"], cases=int(row["cases"]), kernel=kernel, arch=row["arch"]
+            ),
         )
         for row in rows
     )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import is_shipped, of_one_kernel, source_part
+from tiledsched.measure.clocks import held_down
 from tiledsched.measure.runner import Conditions, Measurement
 from tiledsched.store.records import Contradiction, Entry, MeasurementSummary, Place, StoredMeasurement
 
@@ -19,21 +20,54 @@ SPREAD = 0.035
 
 
 def for_compiler(entries: Iterable[Entry], compiler: str) -> list[Entry]:
-    """One entry for each place: that of the strongest provenance, and among equals that of the nearest compiler.
+    """One entry for each place: that of the strongest provenance, and among equals one whose clock was not held down, and then
+    that of the nearest compiler.
 
     Args:
         entries: entries of any kernels and archs.
         compiler: the installed version, e.g. 13.5.37; empty where there is none: then the newest is taken.
     """
 
+    entries = list(entries)
+    seen_mhz = clocks_of(entries)
+
     def order(entry: Entry) -> tuple[Any, ...]:
-        return entry.rank, _distance(entry.compiler, compiler)
+        return *precedence(entry, seen_mhz), _distance(entry.compiler, compiler)
 
     found: dict[Place, Entry] = {}
     for entry in entries:
         known = found.get(entry.place)
         found[entry.place] = entry if known is None else min(known, entry, key=order)
     return list(found.values())
+
+
+def clocks_of(entries: Iterable[Entry]) -> dict[str, int]:
+    """By the name of each GPU, the highest clock at which it was measured, in MHz."""
+    found: dict[str, int] = {}
+    for entry in entries:
+        if (taken := entry.measurement) is not None:
+            found[taken.device.name] = max(found.get(taken.device.name, 0), taken.conditions.sm_clock_mhz)
+    return found
+
+
+def throttled(entry: Entry, seen_mhz: Mapping[str, int]) -> str:
+    """In words how far below its clock the GPU was held while an entry was measured; empty where it was not.
+
+    Args:
+        entry: the entry.
+        seen_mhz: what :func:`clocks_of` gives for the entries that are known.
+    """
+    taken = entry.measurement
+    if taken is None:
+        return ""
+    return held_down(taken.conditions, taken.device, entry.regime, seen_mhz.get(taken.device.name, 0))
+
+
+def precedence(entry: Entry, seen_mhz: Mapping[str, int]) -> tuple[int, bool]:
+    """A sort key: of two entries for one problem and device, the one that sorts first is served. The arguments are those of
+    :func:`throttled`.
+    """
+    return entry.rank, bool(throttled(entry, seen_mhz))
 
 
 def of_one_compiler(
@@ -191,10 +225,11 @@ def contradictions(
 
 
 def _comparable(stored: StoredMeasurement, entry: Entry, mine: MeasurementSummary) -> bool:
-    """Whether a measurement can contradict the entry: of the same kernel, built by the same compiler, timed in the same way, of
-    the same accuracy class, and with a checked output. A program that was never checked cannot win.
+    """Whether a measurement can contradict the entry: of the same kernel, built by the same compiler, timed in the same way and
+    at no lower clock, of the same accuracy class, and with a checked output. A program that was never checked cannot win.
     """
     taken = stored.measurement
+    clock = mine.conditions.sm_clock_mhz
     built = taken.fingerprint == entry.fingerprint or stored.toolchain.tileiras == entry.compiler
     return (
         built
@@ -202,6 +237,7 @@ def _comparable(stored: StoredMeasurement, entry: Entry, mine: MeasurementSummar
         and taken.accuracy is not None
         and taken.schedule.get("accum_mode", entry.accum_mode) == entry.accum_mode
         and bool(taken.conditions.graph_launches) == bool(mine.conditions.graph_launches)
+        and not held_down(taken.conditions, taken.device, taken.regime, clock)
     )
 
 

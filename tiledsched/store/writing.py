@@ -21,8 +21,10 @@ from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import DatabaseError
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.core.sources import of_one_kernel
+from tiledsched.core.sources import of_one_kernel, source_part
+from tiledsched.measure.clocks import held_down
 from tiledsched.measure.runner import Device
+from tiledsched.store.evidence import precedence
 from tiledsched.store.models import (
     ArtifactRow,
     Base,
@@ -34,7 +36,7 @@ from tiledsched.store.models import (
     ScheduleRow,
     ToolchainRow,
 )
-from tiledsched.store.reading import entry_of, select_entries
+from tiledsched.store.reading import entry_of, measurement_of, select_entries, select_measurements
 from tiledsched.store.records import PROVENANCES, ArtifactRecord, BuildRecord, Entry, StoredMeasurement, Toolchain
 
 BUILD_KEY = ("kernel", "source_hash", "toolchain_id", "arch", "schedule_id", "problem_class_id")
@@ -162,7 +164,8 @@ def put_measurements(session: Session, records: Sequence[StoredMeasurement]) -> 
 
 
 def put_entry(session: Session, record: Entry, *, merging: bool) -> str:
-    """Store an entry, unless the stored one with its key is stronger, or, with `merging`, has evidence as good.
+    """Store an entry, unless the stored one with its key is stronger, or, with `merging`, has evidence as good. An entry that was
+    measured while the GPU's clock was held down never replaces one that was not.
 
     Returns:
         `added`, `replaced` or `kept`.
@@ -187,19 +190,22 @@ def put_entry(session: Session, record: Entry, *, merging: bool) -> str:
         there = entry_of(*session.execute(select_entries().where(*same).with_for_update(of=EntryRow)).one())
         keep = standing(there) <= standing(record)
     else:
-        found = session.execute(select(EntryRow.provenance, EntryRow.source_hash).where(*same).with_for_update()).one()
+        columns = (EntryRow.provenance, EntryRow.source_hash, EntryRow.measurement_id)
+        found = session.execute(select(*columns).where(*same).with_for_update()).one()
         keep = found.provenance in PROVENANCES[: record.rank] and of_one_kernel(found.source_hash, record.source_hash)
+        if found.provenance == record.provenance and source_part(found.source_hash) == source_part(record.source_hash):
+            keep = _slower_clock(session, measurement_id, found.measurement_id)
     if keep:
         return "kept"
     session.execute(update(EntryRow).where(*same).values(row))
     return "replaced"
 
 
-def standing(record: Entry) -> tuple[int, float, str, float]:
+def standing(record: Entry) -> tuple[int, bool, float, str, float]:
     """A sort key: of two entries with one key, the one that sorts first is served, from whatever databases they come.
 
-    The stronger provenance comes first, then the shorter time, measured or modelled. Between equal times the contents
-    decide, and between equal contents the date.
+    The stronger provenance comes first, then what was measured at a clock that its maker gives, then the shorter time, measured
+    or modelled. Between equal times the contents decide, and between equal contents the date.
     """
     us = record.median_us if record.median_us is not None else record.model_us
     contents = {
@@ -209,7 +215,18 @@ def standing(record: Entry) -> tuple[int, float, str, float]:
     }
     contents["measurement"] = record.measurement.uid if record.measurement else None
     date = record.updated_at.timestamp() if record.updated_at else 0.0
-    return record.rank, math.inf if us is None else us, json.dumps(contents, sort_keys=True), -date
+    return *precedence(record, {}), math.inf if us is None else us, json.dumps(contents, sort_keys=True), -date
+
+
+def _slower_clock(session: Session, new: int | None, old: int | None) -> bool:
+    """Whether the clock was held down during the measurement of number `new`, and not during that of number `old`."""
+    if new is None or old is None:
+        return False
+    both = [session.execute(select_measurements().where(MeasurementRow.id == number)).one() for number in (new, old)]
+    taken = [measurement_of(*rows).measurement for rows in both]
+    seen_mhz = max(each.conditions.sm_clock_mhz for each in taken)
+    slow, before = (bool(held_down(each.conditions, each.device, each.regime, seen_mhz)) for each in taken)
+    return slow and not before
 
 
 def _measurement_id(session: Session, record: Entry) -> int | None:

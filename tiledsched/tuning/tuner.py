@@ -23,8 +23,9 @@ from tiledsched.core.errors import ConfigError, MeasureError, NoValidScheduleErr
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import RACED, SearchSpace, accuracy_class
+from tiledsched.measure.clocks import count_held_down, held_down
 from tiledsched.measure.runner import REGIMES, Candidate, Failed, Measurement, RivalTime, Runner
-from tiledsched.store.evidence import for_compiler, of_kernel, timed_as_now
+from tiledsched.store.evidence import clocks_of, for_compiler, of_kernel, throttled, timed_as_now
 from tiledsched.store.records import BuildRecord, Entry
 from tiledsched.tuning.effort import EFFORTS
 from tiledsched.tuning.inert import SURE, InertChanges
@@ -84,6 +85,8 @@ class TuneResult:
     """(default - winner) / winner, of their measured medians or of the model's estimates; None where the default gave neither."""
     over_runner_up: float | None = None
     """(runner-up - winner) / winner, likewise; None where there is no runner-up."""
+    held_down: str = ""
+    """In words, how far below its clock the GPU was held in how many of this run's measurements; empty where it was in none."""
     candidates: Mapping[str, int] | None = None
     """What became of the rows of the file of candidates: `raced` or why not, with the number of rows; None without a file."""
 
@@ -135,12 +138,13 @@ class TuneReport:
         ]
 
     def _lines(self) -> list[tuple[str, str, str, str]]:
-        lines = []
+        lines, seen_mhz = [], clocks_of(self.entries)
         for entry in self.entries:
             us = entry.median_us if entry.median_us is not None else entry.model_us
             said = entry.median_us is not None or entry.provenance == "modelled"
             time = "" if us is None else f"{us:.1f} us" + ("" if said else " (modelled)")
-            lines.append((str(entry.problem), entry.schedule.short(), time, entry.provenance))
+            slowed = ", clock held down" if throttled(entry, seen_mhz) else ""
+            lines.append((str(entry.problem), entry.schedule.short(), time, entry.provenance + slowed))
         return lines
 
     def __str__(self) -> str:
@@ -231,6 +235,11 @@ class Tuner:
         self.leave = max(0, builder.pool.jobs - 4) // 2
         self.inert = InertChanges(space.knobs)
         self.elsewhere = Elsewhere(builder.db, space, self.regime, self.accum_mode, self.shipped)
+
+    @cached_property
+    def clocks(self) -> dict[str, int]:
+        """By the name of each GPU, the highest clock at which it was measured for what is stored, in MHz."""
+        return clocks_of(self.builder.db.entries(self.space.arch, self.builder.kernel.name))
 
     def tune(self, problems: Sequence[Problem]) -> list[TuneResult]:
         """Tune every problem in turn.
@@ -437,6 +446,9 @@ class _Search(_ProblemTune):
         self.runner = runner
         self._live: LiveStudy | None = None
         self._measurement_ids: dict[tuple[Schedule, str], int] = {}
+        self._taken: list[Measurement] = []
+        self.seen_mhz = 0
+        """The highest clock of the GPU in earlier measurements."""
 
     def run(self) -> TuneResult:
         """Search, and let a race decide."""
@@ -492,14 +504,19 @@ class _Search(_ProblemTune):
         return Trials(self.builder, problem, self.runner.device, self.study, known_us, tuner.inert)
 
     def evidence(self) -> dict[tuple[Schedule, str], float | None]:
-        """Times in the store by schedule and machine code, on this device and timed as now; the newest first.
+        """Times in the store by schedule and machine code, on this device, at its clock and timed as now; the newest first.
 
         None, last, for what failed on this device and never ran since.
         """
         found: dict[tuple[Schedule, str], float | None] = {}
         device_name = self.runner.device_name
-        for stored in self.db.measurements(self.problem, self.space.arch, device_name, self.tuner.regime):
-            if timed_as_now(stored.measurement.regime, stored.measurement.conditions):
+        known = self.db.measurements(self.problem, self.space.arch, device_name, self.tuner.regime)
+        clocks = [stored.measurement.conditions.sm_clock_mhz for stored in known]
+        self.seen_mhz = max([*clocks, self.tuner.clocks.get(device_name, 0)])
+        for stored in known:
+            taken = stored.measurement
+            slowed = held_down(taken.conditions, taken.device, taken.regime, self.seen_mhz)
+            if timed_as_now(taken.regime, taken.conditions) and not slowed:
                 key = self.space.complete(stored.measurement.schedule), stored.measurement.fingerprint
                 found.setdefault(key, stored.measurement.median_us)
         for key in self.builder.broken(self.problem, device_name):
@@ -596,6 +613,7 @@ class _Search(_ProblemTune):
         """Store one outcome, at once."""
         number = self.builder.keep(outcome, self.tuner.run_id, self.problem, self.runner.device)
         if isinstance(outcome, Measurement):
+            self._taken.append(outcome)
             if number is not None:
                 self._measurement_ids[outcome.schedule, outcome.regime] = number
             if outcome.conditions.concurrent_pids or outcome.regime != self.tuner.regime:
@@ -659,6 +677,7 @@ class _Search(_ProblemTune):
             seconds=time.monotonic() - self.started,
             over_default=plain_us / winner.median_us - 1 if plain_us else None,
             over_runner_up=result.margin,
+            held_down=count_held_down(self._taken, self.seen_mhz),
             candidates=self.candidates(trials.times, trials.ranked, self.tuner.pinned),
         )
 

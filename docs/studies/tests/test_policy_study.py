@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import store_samples as samples
 
+from docs.studies import scope
 from docs.studies.landscapes import read_landscape
 from docs.studies.policy import Judged, Study, summary
 from docs.studies.policy_losses import FAR, FEWEST, all_bands, bench_races, judged, medians, near_bands, to_json
@@ -54,6 +55,14 @@ def test_held_out_problems_lose_little_on_average(study) -> None:
     nearest = study.run(study.policies()["winner of the nearest problem"], likes_out=True)
     assert summary(likes_out).mean < summary(nearest).mean
     assert summary(likes_out).worst < summary(nearest).worst
+
+
+def test_from_one_tuned_problem_alone_the_model_is_better_beyond_its_neighbourhood(study) -> None:
+    two = [each for each in study.landscapes if each.problem.tile_d == 128 and not each.problem.causal][:2]
+    found = scope.pairs(Study(two, study.entries))
+    assert [far.distance for far, _ in found] == [6.5, 6.5]
+    assert all(far.loss > near.loss + 0.3 for far, near in found)
+    assert "|all,asserved|2|" in scope.document(Study(two, study.entries)).replace(" ", "")
 
 
 def test_a_held_out_problem_is_not_seen(study) -> None:
