@@ -32,7 +32,7 @@ from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import HINT_KNOBS, KnobValue, Schedule, allowed_hints
 from tiledsched.core.space import SearchSpace, accuracy_class
 from tiledsched.core.space_files import space_for
-from tiledsched.serve.rivals import RivalOffer, expected_offers, measured_offers
+from tiledsched.serve.rivals import RivalOffer, expected_offers, measured_offers, published_offers
 from tiledsched.serve.transfer import (
     NEAR_KIND,
     OTHER_KIND,
@@ -192,6 +192,9 @@ class LookupTable:
             )
         note = self._note(served.entry)
         served = replace(served, reason=served.reason + note) if note else served
+        if self._rivals and not served.rivals and served.provenance not in MEASURED_PROVENANCES and arch in ARCHS:
+            alike = self._alike(problem, space)
+            served = replace(served, rivals=published_offers(problem, served, alike, arch, device_name))
         return self._with_forced(served, problem, space) if self.forced else served
 
     def fallback_for(self, served: Served, problem: Problem, arch: str) -> Served | None:

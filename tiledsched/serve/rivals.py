@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tiledsched.core.device import arch_spec
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.measure.runner import RivalTime
 from tiledsched.store.records import Entry
@@ -124,13 +125,7 @@ def expected_offers(problem: Problem, entries: Iterable[Entry], loss: float) -> 
         entries: measured entries of the problem's kind.
         loss: the expected loss of our schedule; 0 where it is not known.
     """
-    distance, kind = problem.declaration.similarity.distance, problem.declaration.similarity.rival_kind
-    raced = [
-        (distance(entry.problem, problem), entry)
-        for entry in entries
-        if entry.rivals and kind(entry.problem) == kind(problem)
-    ]
-    near = sorted((pair for pair in raced if pair[0] <= REACH), key=lambda pair: (pair[0], pair[1].problem))
+    near = _raced_near(problem, entries)
     offers = []
     for name in dict.fromkeys(each.name for _, entry in near for each in entry.rivals or ()):
         if name in problem.declaration.planning_rivals:
@@ -160,6 +155,55 @@ def expected_offers(problem: Problem, entries: Iterable[Entry], loss: float) -> 
                 RivalOffer(name=name, ratio=expected, capturable=capturable, only_captured=not keeps_up, reason=reason)
             )
     return tuple(sorted(offers, key=lambda each: (each.ratio, each.name)))
+
+
+def published_offers(
+    problem: Problem, served: Any, alike: Iterable[Entry], arch: str, device_name: str
+) -> tuple[RivalOffer, ...]:
+    """The rivals that are faster by published figures, on a GPU on which nothing like it was measured, the fastest first.
+
+    A rival must be faster by the margin of the GPU's figures, and be none that plans each problem anew.
+
+    Args:
+        problem: what is to be computed.
+        served: the answer of the table, which nothing measured.
+        alike: measured entries of the problem's kind: where rivals were timed on a near one, that decides.
+        arch: of the GPU.
+        device_name: the driver's name for the GPU; empty for the representative of the arch.
+    """
+    kernel, spec, schedule, entry = problem.declaration, arch_spec(arch, device_name), served.schedule, served.entry
+    cost = kernel.cost
+    times = cost.published(problem, schedule, spec, device_name or spec.device)
+    if not times or _raced_near(problem, alike):
+        return ()
+    built = 1.0  # how much more the estimate is that knew the machine code
+    if entry is not None and entry.model_us and entry.schedule == schedule:
+        known = arch_spec(arch)
+        built = entry.model_us / cost.model(
+            entry.problem, schedule, cost.expected(entry.problem, schedule, known), known
+        )
+    offers = []
+    for each in times:
+        ours_us = each.ours_us * built
+        if each.rival not in kernel.planning_rivals and each.us * (1 + each.margin) < ours_us:
+            ratio = each.us / ours_us
+            reason = (
+                f"expected to be {_gain(ratio)} faster by published times ({each.us:.0f} us; ours is modelled at "
+                f"{ours_us:.0f} us; {each.source})"
+            )
+            offers.append(RivalOffer(name=each.rival, ratio=ratio, capturable=True, reason=reason))
+    return tuple(sorted(offers, key=lambda each: (each.ratio, each.name)))
+
+
+def _raced_near(problem: Problem, entries: Iterable[Entry]) -> list[tuple[float, Entry]]:
+    """The entries on which rivals were timed that say something about a problem, with their distances, the nearest first."""
+    distance, kind = problem.declaration.similarity.distance, problem.declaration.similarity.rival_kind
+    raced = [
+        (distance(entry.problem, problem), entry)
+        for entry in entries
+        if entry.rivals and kind(entry.problem) == kind(problem)
+    ]
+    return sorted((pair for pair in raced if pair[0] <= REACH), key=lambda pair: (pair[0], pair[1].problem))
 
 
 def _gain(ratio: float | None) -> str:

@@ -19,17 +19,20 @@ are calibrated on the H200; docs/model.md says on what and how well.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tiledsched.core.cost import EFFICIENCY, LAUNCH_US, WARPS_PER_GROUP, Cost, smooth_max
+from tiledsched.core.cost import EFFICIENCY, LAUNCH_US, WARPS_PER_GROUP, Cost, PublishedTime, smooth_max
 from tiledsched.core.device import ArchSpec
 from tiledsched.core.problem import Problem
 from tiledsched.core.resources import REGISTERS_PER_SM, SHARED_BYTES_PER_SM, ResourceFacts, ctas_per_sm
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention.problem import hidden_keys, padding_keys
+from tiledsched.kernels.attention.published import published_device, published_rivals
 from tiledsched.kernels.attention.tiling import combines_later, pack_width, packs, splits, steps_per_turn
 
 # Counted or published.
@@ -139,6 +142,18 @@ class AttentionCost(Cost):
     def model(self, p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
         """Estimated time in microseconds. Only the order of estimates counts."""
         return estimate_us(p, s, facts, spec)
+
+    def published(self, p: Problem, s: Schedule, spec: ArchSpec, device_name: str) -> Sequence[PublishedTime]:
+        """The times of torch's backends that published figures let expect (`tiledsched.kernels.attention.published`)."""
+        device = published_device(p, device_name)
+        if device is None:
+            return ()
+        clocked = replace(spec, clock_ghz=device["clock_ghz"] or spec.clock_ghz)
+        ours_us = estimate_us(p, s, self.expected(p, s, spec), clocked, flushed=False) + device["host_us"]
+        return [
+            PublishedTime(rival=rival, us=us, ours_us=ours_us, margin=device["margin"], source=device["source"])
+            for rival, us in published_rivals(p, device["times"]).items()
+        ]
 
 
 def estimate_us(
