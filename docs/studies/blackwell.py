@@ -37,6 +37,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.model import estimate_us
+from tiledsched.kernels.attention.published import expected_us, published_devices
 from tiledsched.report.document import Table, to_markdown
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.store.exchange import read_table
@@ -50,6 +51,7 @@ DEVICES = {
     "GB200": arch_spec("sm_100"),
     "RTX PRO 6000": arch_spec("sm_120"),
     "RTX 5090": arch_spec("sm_120", "NVIDIA GeForce RTX 5090"),
+    "H100": arch_spec("sm_90"),
 }
 OURS = ("attention", "tiledattention")
 """What the figures call kernels in cuTile whose schedules ours has, too."""
@@ -423,6 +425,43 @@ def others() -> Table:
     return Table(head=("source", "GPU", "what", "published", "ours, modelled"), rows=tuple(rows))
 
 
+def held_out() -> Table:
+    """How well published times are expected from the others of the same GPU, rival, mask and columns, with one length hidden; and
+    of TiledAttention's own schedule, whether the rival then serves where it was faster by the margin."""
+    rows = []
+    for name, device in published_devices().items():
+        errors: list[float] = []
+        agreed = [0, 0, 0]
+        for hidden in device["times"]:
+            rival, mask, columns, seq, heads, us = hidden
+            problem = Attention.problem(
+                batch=1, heads=heads, kv_heads=heads, seq_q=seq, seq_k=seq, head_dim=columns, causal=mask == "causal"
+            )
+            rest = [each for each in device["times"] if each[2] == columns and each != hidden]
+            lengths = [each[3] for each in rest if each[:2] == [rival, mask]]
+            expected = expected_us(problem, rival, rest, DEVICES[name].sm_count)
+            if expected is None or not min(lengths) < seq < max(lengths):
+                continue
+            errors.append(expected / us - 1)
+            for each in scored():
+                if each.figure.source == "TiledAttention" and each.problem == problem and columns != 96:
+                    said, true = (
+                        ours > them * (1 + device["margin"])
+                        for ours, them in ((each.us, expected), (each.figure.us, us))
+                    )
+                    agreed[0 if said == true else 1 if said else 2] += 1
+        if errors:
+            mean = sum(map(abs, errors)) / len(errors)
+            worst = max(errors, key=abs)
+            judged = (
+                f"{agreed[0]} right, {agreed[1]} in vain, {agreed[2]} missed"
+                if any(agreed)
+                else "not timed beside ours"
+            )
+            rows.append((name, str(len(errors)), f"{mean:.1%}", f"{worst:+.1%}", judged))
+    return Table(head=("GPU", "times hidden", "mean error", "worst", "hand-overs"), rows=tuple(rows))
+
+
 def fit(found: Sequence[Scored]) -> tuple[float, float]:
     """The clock and the host's time with the smallest mean error of the logarithms."""
     best = (math.inf, 0.0, 0.0)
@@ -498,6 +537,7 @@ def tables() -> Iterator[Table]:
     yield lines("playbook B300", "playbook TileGym", "playbook ladder")
     yield order_table()
     yield others()
+    yield held_out()
 
 
 def main() -> None:

@@ -152,7 +152,7 @@ class AttentionCost(Cost):
         ours_us = estimate_us(p, s, self.expected(p, s, spec), clocked, flushed=False) + device["host_us"]
         return [
             PublishedTime(rival=rival, us=us, ours_us=ours_us, margin=device["margin"], source=device["source"])
-            for rival, us in published_rivals(p, device["times"]).items()
+            for rival, us in published_rivals(p, device["times"], spec.sm_count).items()
         ]
 
 

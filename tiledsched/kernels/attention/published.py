@@ -17,6 +17,8 @@ import numpy as np
 from tiledsched.core import data_files
 from tiledsched.core.problem import Problem
 
+FULL_ROWS = 512
+"""Query rows for each SM that fill a GPU: four blocks of 128 rows."""
 Cells = Sequence[Sequence[Any]]
 """(rival, mask, columns of a head, length, batch times heads, microseconds) of each published time."""
 
@@ -29,24 +31,29 @@ def published_devices() -> Mapping[str, Mapping[str, Any]]:
     return found
 
 
-def expected_us(p: Problem, rival: str, cells: Cells) -> float | None:
+def expected_us(p: Problem, rival: str, cells: Cells, sm_count: int) -> float | None:
     """Expected time of a rival on a problem; None where too little was published.
 
-    The time is that of the fewest columns timed that are not fewer than the problem's, because backends pad. Between two lengths
-    the logarithm of the time is linear in that of the length; beyond the longest the rate stays; below the shortest nothing is
-    known. More heads than were timed take longer in proportion; fewer take as long, because a GPU that is not full is no faster.
+    The rate is that of the fewest columns timed that are not fewer than the problem's, because backends pad. Between two lengths
+    it is linear in the logarithm of the length; beyond the longest it stays; below the shortest nothing is known. Fewer heads
+    than were timed have the same rate while they fill the GPU, and take no less time after that.
+
+    Args:
+        p: the problem.
+        rival: name of the rival.
+        cells: what was published of the GPU.
+        sm_count: its number of SMs.
     """
     mask = "causal" if p.causal else "full"
     of_mask = [each for each in cells if each[:2] == [rival, mask] and each[2] >= p.head_dim]
-    if not of_mask:
+    columns = min((each[2] for each in of_mask), default=0)
+    timed = sorted((seq, heads, us) for _, _, width, seq, heads, us in of_mask if width == columns)
+    if not timed or p.seq_q < timed[0][0]:
         return None
-    columns, heads = min(each[2] for each in of_mask), p.sequences * p.heads
-    timed = sorted((each[3], each[5] * max(1.0, heads / each[4])) for each in of_mask if each[2] == columns)
-    lengths, times = zip(*timed, strict=True)
-    if p.seq_q < lengths[0]:
-        return None
-    within = math.exp(float(np.interp(math.log(p.seq_q), np.log(lengths), np.log(times))))
-    return within * max(1.0, p.seq_q / lengths[-1]) ** 2
+    logs, rates = [math.log(seq) for seq, _, _ in timed], [heads * seq**2 / us for seq, heads, us in timed]
+    nearest = min(timed, key=lambda each: abs(math.log(each[0] / p.seq_q)))
+    heads = max(p.sequences * p.heads, min(nearest[1], FULL_ROWS * sm_count / p.seq_q))
+    return float(heads * p.seq_q**2 / np.interp(math.log(p.seq_q), logs, rates))
 
 
 def published_device(p: Problem, device_name: str) -> Mapping[str, Any] | None:
@@ -58,7 +65,7 @@ def published_device(p: Problem, device_name: str) -> Mapping[str, Any] | None:
     return next((found for name, found in published_devices().items() if f" {name} " in f" {device_name} "), None)
 
 
-def published_rivals(p: Problem, cells: Cells) -> dict[str, float]:
-    """Rival -> expected time on a problem in microseconds."""
-    times = {rival: expected_us(p, rival, cells) for rival in sorted({each[0] for each in cells})}
+def published_rivals(p: Problem, cells: Cells, sm_count: int) -> dict[str, float]:
+    """Rival -> expected time on a problem in microseconds; the other arguments are those of :func:`expected_us`."""
+    times = {rival: expected_us(p, rival, cells, sm_count) for rival in sorted({each[0] for each in cells})}
     return {rival: us for rival, us in times.items() if us is not None}
