@@ -173,10 +173,14 @@ def programs() -> Mapping[str, ResourceFacts]:
     return {key: ResourceFacts(**facts) for key, facts in stored["programs"].items()}
 
 
+@cache
+def _defaults(arch: str) -> dict[str, Any]:
+    return {name: knob.default for name, knob in space_for(arch, Attention).knobs.items()}
+
+
 def our_schedule(device: ArchSpec, problem: Problem, tile: Tile) -> Schedule:
     """Our schedule that corresponds to a published one: the default but for its tile, and the mask in a loop of its own."""
-    plain = {name: knob.default for name, knob in space_for(device.arch, Attention).knobs.items()}
-    plain["loop_split"] = problem.causal
+    plain = _defaults(device.arch) | {"loop_split": problem.causal}
     warps = 8 if tile[0] == 256 else 4
     return Schedule(
         plain, tile_m=tile[0], tile_n=tile[1], occupancy=tile[2], accum_mode=tile[3], num_worker_warps=warps
