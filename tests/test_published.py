@@ -51,6 +51,13 @@ def test_rivals_that_are_off_are_not_expected_either():
     assert offered(LookupTable(shipped("sm_121"), Attention), a_problem()) == []
 
 
+@pytest.mark.parametrize(("heads", "rival"), [(128, ["torch_cudnn"]), (32, [])], ids=["gains 1 ms", "gains less"])
+def test_what_plans_each_problem_anew_must_gain_enough_in_each_call(heads, rival):
+    table = LookupTable(shipped("sm_103"), Attention, rivals=True)
+    problem = a_problem(8192, 128, heads=2 * heads, kv_heads=8, causal=True, dtype="bfloat16")
+    assert offered(table, problem, "sm_103", "NVIDIA GB300") == rival
+
+
 @pytest.mark.parametrize(
     ("problem", "arch", "name"),
     [

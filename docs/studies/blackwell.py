@@ -411,6 +411,10 @@ def others() -> Table:
                 continue
             ratio = served_us(sizes[0], "GB10", **sizes[1]) / served_us(sizes[0], "B300", **sizes[1])
             published, modelled = f"{figure.value:g}x", f"{ratio:.1f}x"
+        elif figure.source == "arXiv 2604.23466" and figure.unit == "TFLOP/s":
+            sizes_ = {**causal, "seq_q": 16384, "seq_k": 16384}
+            rate = Attention.problem(**sizes_).tflops(served_us("attention", figure.device, **sizes_))
+            published, modelled = f"up to {figure.value:.0f} TFLOP/s", f"{rate:.0f} TFLOP/s at S=16384, full"
         elif kernel == "matmul" and shape:
             m, n, k = map(int, shape.groups()[:3])
             us = served_us("matmul", figure.device, m=m, n=n, k=k, dtype="bfloat16")

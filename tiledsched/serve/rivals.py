@@ -31,6 +31,9 @@ that a rival above the ratio is served there, and only there."""
 WORTH_US = 1.0
 """Smallest gain of a call, in microseconds, from a rival whose first call takes seconds: with less a process hardly earns them
 back."""
+PLANNED_WORTH_US = 1000.0
+"""Smallest gain of a call, in microseconds, from a rival that plans each new problem for tens of milliseconds: the layers of one
+model, which share a plan, earn it back."""
 NEAR_MARGIN = 0.01
 """Smallest share of the time that a rival must gain where only other problems were measured."""
 NEIGHBOURS = 4
@@ -162,7 +165,7 @@ def published_offers(
 ) -> tuple[RivalOffer, ...]:
     """The rivals that are faster by published figures, on a GPU on which nothing like it was measured, the fastest first.
 
-    A rival must be faster by the margin of the GPU's figures, and be none that plans each problem anew.
+    A rival must be faster by the margin of the GPU's figures. One that plans each problem anew must also gain enough in a call.
 
     Args:
         problem: what is to be computed.
@@ -185,7 +188,8 @@ def published_offers(
     offers = []
     for each in times:
         ours_us = each.ours_us * built
-        if each.rival not in kernel.planning_rivals and each.us * (1 + each.margin) < ours_us:
+        least_us = PLANNED_WORTH_US if each.rival in kernel.planning_rivals else 0.0
+        if each.us * (1 + each.margin) < ours_us and ours_us - each.us >= least_us:
             ratio = each.us / ours_us
             reason = (
                 f"expected to be {_gain(ratio)} faster by published times ({each.us:.0f} us; ours is modelled at "
