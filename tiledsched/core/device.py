@@ -166,6 +166,22 @@ ARCHS = {
     )
 }
 
+
+LIMITS = ("sm_count", "shared_memory_bytes", "registers_per_sm")
+"""Numbers of the arch that constraints may read; a search-space file may add others."""
+SHARED_MEMORY_BYTES = {"sm_80": 166912, "sm_86": 101376, "sm_89": 101376, "sm_120": 101376, "sm_121": 101376}
+"""Most shared memory of one block in bytes; 232448 on all other archs."""
+
+
+def arch_limits(arch: str) -> dict[str, int]:
+    """The values of :data:`LIMITS`; CUDA C++ Programming Guide, technical specifications per compute capability."""
+    return {
+        "sm_count": arch_spec(arch).sm_count,
+        "shared_memory_bytes": SHARED_MEMORY_BYTES.get(arch, 232448),
+        "registers_per_sm": 65536,
+    }
+
+
 DEVICES = {
     spec.device: spec
     for spec in (
@@ -182,20 +198,6 @@ DEVICES = {
 }
 """Driver's name -> the numbers of a GPU that the representative of its arch misrepresents. The RTX 5090's peak with fp32
 accumulators is 209.5 TFLOP/s (RTX Blackwell white paper); the numbers of the RTX PRO 6000 would give it 500."""
-
-LIMITS = ("sm_count", "shared_memory_bytes", "registers_per_sm")
-"""Numbers of the arch that constraints may read; a search-space file may add others."""
-SHARED_MEMORY_BYTES = {"sm_80": 166912, "sm_86": 101376, "sm_89": 101376, "sm_120": 101376, "sm_121": 101376}
-"""Most shared memory of one block in bytes; 232448 on all other archs."""
-
-
-def arch_limits(arch: str) -> dict[str, int]:
-    """The values of :data:`LIMITS`; CUDA C++ Programming Guide, technical specifications per compute capability."""
-    return {
-        "sm_count": arch_spec(arch).sm_count,
-        "shared_memory_bytes": SHARED_MEMORY_BYTES.get(arch, 232448),
-        "registers_per_sm": 65536,
-    }
 
 
 def arch_spec(arch: str, device_name: str = "") -> ArchSpec:

@@ -184,6 +184,9 @@ class LookupTable:
             or self._shared(problem, space)
             or self._from_others(problem, space)
         )
+        if self._rivals and not served.rivals and served.provenance not in MEASURED_PROVENANCES and arch in ARCHS:
+            alike = self._alike(problem, space)
+            served = replace(served, rivals=published_offers(problem, served, alike, arch, device_name))
         if served.entry is not None and not served.stale and edited(served.entry, self.kernel):
             served = replace(
                 served,
@@ -192,9 +195,6 @@ class LookupTable:
             )
         note = self._note(served.entry)
         served = replace(served, reason=served.reason + note) if note else served
-        if self._rivals and not served.rivals and served.provenance not in MEASURED_PROVENANCES and arch in ARCHS:
-            alike = self._alike(problem, space)
-            served = replace(served, rivals=published_offers(problem, served, alike, arch, device_name))
         return self._with_forced(served, problem, space) if self.forced else served
 
     def fallback_for(self, served: Served, problem: Problem, arch: str) -> Served | None:
