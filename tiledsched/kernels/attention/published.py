@@ -25,8 +25,10 @@ Cells = Sequence[Sequence[Any]]
 
 @lru_cache(maxsize=1)
 def published_devices() -> Mapping[str, Mapping[str, Any]]:
-    """Product name of a GPU -> source, conditions, margin and times."""
+    """Product name of a GPU -> source, conditions, margin and times; none where there is no such file."""
     path = data_files.tuning_db() / "model" / "attention" / "published.json"
+    if not path.is_file():
+        return {}
     found: Mapping[str, Mapping[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["devices"]
     return found
 
