@@ -40,6 +40,7 @@ from tiledsched.kernels.attention.model import estimate_us
 from tiledsched.kernels.attention.published import expected_us, published_devices
 from tiledsched.report.document import Table, to_markdown
 from tiledsched.serve.lookup import LookupTable
+from tiledsched.serve.transfer import log_us
 from tiledsched.store.exchange import read_table
 
 DATA = Path(__file__).parents[1] / "results" / "blackwell"
@@ -385,11 +386,14 @@ def _table(kernel: str, arch: str) -> LookupTable:
 
 
 def served_us(kernel: str, device: str, **sizes: Any) -> float:
-    """Modelled time of what the shipped table serves for a problem of a kernel, by the resources it will probably take."""
+    """Modelled time of what the shipped table serves for a problem of a kernel: the estimate of the entry, which knew the machine
+    code, times what the model says of the step from the entry's problem to this one; without an entry the model's estimate."""
     spec, problem = DEVICES[device], kernel_named(kernel).problem(**sizes)
-    schedule = _table(kernel, spec.arch).resolve(problem, spec.arch).schedule
-    cost = problem.declaration.cost
-    return float(cost.model(problem, schedule, cost.expected(problem, schedule, spec), spec))
+    served = _table(kernel, spec.arch).resolve(problem, spec.arch)
+    us = math.exp(log_us(problem, served.schedule, spec))
+    if served.entry is not None and served.entry.model_us:
+        us *= served.entry.model_us / math.exp(log_us(served.entry.problem, served.schedule, spec))
+    return us
 
 
 def others() -> Table:
