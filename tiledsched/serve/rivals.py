@@ -17,6 +17,7 @@ from typing import Any
 from tiledsched.core.device import arch_spec
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.measure.runner import RivalTime
+from tiledsched.serve.transfer import log_us
 from tiledsched.store.records import Entry
 
 log = logging.getLogger("tiledsched")
@@ -175,16 +176,12 @@ def published_offers(
         device_name: the driver's name for the GPU; empty for the representative of the arch.
     """
     kernel, spec, schedule, entry = problem.declaration, arch_spec(arch, device_name), served.schedule, served.entry
-    cost = kernel.cost
-    times = cost.published(problem, schedule, spec, device_name or spec.device)
+    times = kernel.cost.published(problem, schedule, spec, device_name or spec.device)
     if not times or _raced_near(problem, alike):
         return ()
     built = 1.0  # how much more the estimate is that knew the machine code
     if entry is not None and entry.model_us and entry.schedule == schedule:
-        known = arch_spec(arch)
-        built = entry.model_us / cost.model(
-            entry.problem, schedule, cost.expected(entry.problem, schedule, known), known
-        )
+        built = entry.model_us / math.exp(log_us(entry.problem, schedule, arch_spec(arch)))
     offers = []
     for each in times:
         ours_us = each.ours_us * built
