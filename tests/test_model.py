@@ -90,6 +90,22 @@ class TestDirections:
         assert modelled(problem, arch=arch) > floor_us
 
 
+@pytest.mark.parametrize(
+    ("arch", "name", "tflops"),
+    [
+        ("sm_120", "NVIDIA GeForce RTX 5090", 209.5),  # fp32 accumulators, dense: NVIDIA's RTX Blackwell white paper
+        ("sm_120", "NVIDIA RTX PRO 6000 Blackwell Server Edition", 500.5),
+        ("sm_120", "", 500.5),
+        ("sm_121", "NVIDIA GeForce RTX 5090", 118.9),  # no such GPU: the arch decides
+        ("sm_90", "NVIDIA H100 80GB HBM3", 1070.5),
+    ],
+)
+def test_a_gpu_that_its_arch_misrepresents_has_numbers_of_its_own(arch, name, tflops):
+    spec = arch_spec(arch, name)
+    assert spec.sm_count * spec.tensor_flops * spec.clock_ghz / 1e3 == pytest.approx(tflops, rel=0.003)
+    assert spec.arch == arch
+
+
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_121"])
 class TestStructure:
     """Knobs that the first model did not see."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from report_samples import PROBLEM, TOOLCHAIN, add_times, plain, report_of, taken
 
@@ -99,6 +101,14 @@ def test_the_roofline_is_drawn_under_what_was_measured(db):
     assert dot["share"] == f"{PROBLEM.tflops(1000.0) / PRODUCT.tflops(1400.0) * 100:.0f}%"
     bare = report_of(db)
     assert "not measured" in said_of_roofs(bare.measured, bare)
+
+
+@pytest.mark.parametrize(("name", "sms"), [("NVIDIA GeForce RTX 5090", 170), ("NVIDIA RTX PRO 6000 Blackwell", 188)])
+def test_the_computed_roof_is_that_of_the_gpu_and_not_of_its_arch(db, name, sms):
+    add_times(db, {plain(128, 64): 1000.0})
+    report = replace(report_of(db), arch="sm_120")
+    problems = tuple(replace(one, device_name=name) for one in report.measured.problems)
+    assert f"computed: {sms} SMs" in str(roofline(replace(report.measured, problems=problems), report))
 
 
 def test_what_ships_holds_both_ceilings_of_the_measured_gpu(monkeypatch, tmp_path):

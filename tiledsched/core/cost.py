@@ -9,6 +9,8 @@ memory's latency. The model orders schedules roughly.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tiledsched.core.device import ArchSpec
@@ -33,6 +35,22 @@ WARPS_PER_GROUP = 4
 """One warp per SM partition: what wgmma and tcgen05 call a warpgroup."""
 NARROW_TYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
 """Element types whose matrix products run on tensor cores."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedTime:
+    """The time of a rival that is expected by figures that others published."""
+
+    rival: str
+    """The kernel's name for the rival."""
+    us: float
+    """Its expected time in microseconds, the host's part included."""
+    ours_us: float
+    """Modelled time of our schedule under the same conditions."""
+    margin: float
+    """Share by which the rival must be faster to be served: how far off the model may be on this GPU."""
+    source: str
+    """Where the figures are from."""
 
 
 class Cost:
@@ -75,6 +93,17 @@ class Cost:
         traffic = p.min_bytes / (spec.dram_gbps * 1e3 * EFFICIENCY) * hidden
         body = smooth_max(arithmetic, traffic) * min(idle, 4.0)
         return LAUNCH_US * len(grids) + BLOCK_US * math.ceil(waves) + body * (1.0 + SPILL_COST * facts.spill_bytes)
+
+    def published(self, p: Any, s: Schedule, spec: ArchSpec, device_name: str) -> Sequence[PublishedTime]:
+        """The times of rivals that are expected on a GPU by published figures; none unless the kernel has some.
+
+        Args:
+            p: the problem.
+            s: what is served.
+            spec: describes the GPU.
+            device_name: the driver's name for the GPU.
+        """
+        return ()
 
 
 def smooth_max(first: float, second: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tiledsched.core.errors import ConfigError
 
@@ -190,15 +190,39 @@ def arch_limits(arch: str) -> dict[str, int]:
     }
 
 
-def arch_spec(arch: str) -> ArchSpec:
-    """The representative GPU of `arch`.
+DEVICES = {
+    spec.device: spec
+    for spec in (
+        replace(
+            ARCHS["sm_120"],
+            device="NVIDIA GeForce RTX 5090",
+            sm_count=170,
+            clock_ghz=2.41,
+            tensor_flops=512,
+            l2_bytes=96 * MB,
+            fp16_accumulate_speedup=2,
+        ),
+    )
+}
+"""Driver's name -> the numbers of a GPU that the representative of its arch misrepresents. The RTX 5090's peak with fp32
+accumulators is 209.5 TFLOP/s (RTX Blackwell white paper); the numbers of the RTX PRO 6000 would give it 500."""
+
+
+def arch_spec(arch: str, device_name: str = "") -> ArchSpec:
+    """The numbers of a GPU, or of the representative GPU of its arch.
+
+    Args:
+        arch: the arch.
+        device_name: the driver's name for the GPU; without one, or where :data:`DEVICES` has none of that name, the numbers are
+            those of the representative.
 
     Raises:
         ConfigError: an arch this package does not know.
     """
     if arch not in ARCHS:
         raise ConfigError(f"unknown arch {arch!r}; known are {', '.join(ARCHS)}")
-    return ARCHS[arch]
+    own = DEVICES.get(device_name)
+    return own if own is not None and own.arch == arch else ARCHS[arch]
 
 
 PRODUCTS = {

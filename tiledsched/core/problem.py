@@ -271,7 +271,8 @@ class Declaration:
     weights: ClassVar[Mapping[str, float]] = MappingProxyType({})
     """Knob -> its weight w in the search: schedules that differ in the knob share exp(-w) of what they would share."""
     planning_rivals: ClassVar[tuple[str, ...]] = ()
-    """Rivals that spend tens of milliseconds on each new problem. They serve only the problems they were measured on."""
+    """Rivals that spend tens of milliseconds on each new problem. They serve only the problems they were measured on, and where
+    published times let expect that each call gains a millisecond."""
     compiled_rivals: ClassVar[tuple[str, ...]] = ()
     """Rivals whose first call in a process takes seconds. They serve where each call gains a microsecond or more."""
     cost: ClassVar[Cost] = Cost()

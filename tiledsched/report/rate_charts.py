@@ -50,14 +50,15 @@ def rates(section: Section, report: Report) -> Spec | None:
 
 def roofline(section: Section, report: Report) -> Spec | None:
     """Rates over arithmetic intensity, under the highest rates that were measured and those computed for the arch."""
-    from tiledsched.core.device import ARCHS
+    from tiledsched.core.device import ARCHS, arch_spec
 
-    spec = ARCHS.get(report.arch)
     problems = [
         one for one in section.problems if one.best.rate and unit_of(one.problem) == "TFLOP/s" and one.problem.min_bytes
     ]
-    if spec is None or not problems:
+    if report.arch not in ARCHS or not problems:
         return None
+    first, *others = {one.device_name for one in problems}
+    spec = arch_spec(report.arch, "" if others else first)
     clocks = [condition.sm_clock_mhz[1] for condition in report.conditions if condition.sm_clock_mhz]
     ghz = max(clocks) / 1e3 if clocks and section.provenance == MEASURED else spec.clock_ghz
     peak = spec.tensor_flops * spec.sm_count * ghz / 1e3

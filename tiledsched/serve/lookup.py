@@ -34,7 +34,7 @@ from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import HINT_KNOBS, KnobValue, Schedule, allowed_hints
 from tiledsched.core.space import SearchSpace, accuracy_class
 from tiledsched.core.space_files import space_for
-from tiledsched.serve.rivals import RivalOffer, expected_offers, measured_offers
+from tiledsched.serve.rivals import RivalOffer, expected_offers, measured_offers, published_offers
 from tiledsched.serve.transfer import (
     NEAR_KIND,
     OTHER_KIND,
@@ -196,6 +196,9 @@ class LookupTable:
             or self._shared(problem, space)
             or self._from_others(problem, space)
         )
+        if self._rivals and not served.rivals and served.provenance not in MEASURED_PROVENANCES and arch in ARCHS:
+            alike = self._alike(problem, space)
+            served = replace(served, rivals=published_offers(problem, served, alike, arch, device_name))
         if served.entry is not None and not served.stale and edited(served.entry, self.kernel):
             served = replace(
                 served,

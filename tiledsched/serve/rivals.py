@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tiledsched.core.device import arch_spec
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.measure.runner import RivalTime
+from tiledsched.serve.transfer import log_us
 from tiledsched.store.records import Entry
 
 log = logging.getLogger("tiledsched")
@@ -30,6 +32,9 @@ that a rival above the ratio is served there, and only there."""
 WORTH_US = 1.0
 """Smallest gain of a call, in microseconds, from a rival whose first call takes seconds: with less a process hardly earns them
 back."""
+PLANNED_WORTH_US = 1000.0
+"""Smallest gain of a call, in microseconds, from a rival that plans each new problem for tens of milliseconds: the layers of one
+model, which share a plan, earn it back."""
 NEAR_MARGIN = 0.01
 """Smallest share of the time that a rival must gain where only other problems were measured."""
 NEIGHBOURS = 4
@@ -124,13 +129,7 @@ def expected_offers(problem: Problem, entries: Iterable[Entry], loss: float) -> 
         entries: measured entries of the problem's kind.
         loss: the expected loss of our schedule; 0 where it is not known.
     """
-    distance, kind = problem.declaration.similarity.distance, problem.declaration.similarity.rival_kind
-    raced = [
-        (distance(entry.problem, problem), entry)
-        for entry in entries
-        if entry.rivals and kind(entry.problem) == kind(problem)
-    ]
-    near = sorted((pair for pair in raced if pair[0] <= REACH), key=lambda pair: (pair[0], pair[1].problem))
+    near = _raced_near(problem, entries)
     offers = []
     for name in dict.fromkeys(each.name for _, entry in near for each in entry.rivals or ()):
         if name in problem.declaration.planning_rivals:
@@ -160,6 +159,52 @@ def expected_offers(problem: Problem, entries: Iterable[Entry], loss: float) -> 
                 RivalOffer(name=name, ratio=expected, capturable=capturable, only_captured=not keeps_up, reason=reason)
             )
     return tuple(sorted(offers, key=lambda each: (each.ratio, each.name)))
+
+
+def published_offers(
+    problem: Problem, served: Any, alike: Iterable[Entry], arch: str, device_name: str
+) -> tuple[RivalOffer, ...]:
+    """The rivals that are faster by published figures, on a GPU on which nothing like it was measured, the fastest first.
+
+    A rival must be faster by the margin of the GPU's figures. One that plans each problem anew must also gain enough in a call.
+
+    Args:
+        problem: what is to be computed.
+        served: the answer of the table, which nothing measured.
+        alike: measured entries of the problem's kind: where rivals were timed on a near one, that decides.
+        arch: of the GPU.
+        device_name: the driver's name for the GPU; empty for the representative of the arch.
+    """
+    kernel, spec, schedule, entry = problem.declaration, arch_spec(arch, device_name), served.schedule, served.entry
+    times = kernel.cost.published(problem, schedule, spec, device_name or spec.device)
+    if not times or _raced_near(problem, alike):
+        return ()
+    built = 1.0  # how much more the estimate is that knew the machine code
+    if entry is not None and entry.model_us and entry.schedule == schedule:
+        built = entry.model_us / math.exp(log_us(entry.problem, schedule, arch_spec(arch)))
+    offers = []
+    for each in times:
+        ours_us = each.ours_us * built
+        least_us = PLANNED_WORTH_US if each.rival in kernel.planning_rivals else 0.0
+        if each.us * (1 + each.margin) < ours_us and ours_us - each.us >= least_us:
+            ratio = each.us / ours_us
+            reason = (
+                f"expected to be {_gain(ratio)} faster by published times ({each.us:.0f} us; ours is modelled at "
+                f"{ours_us:.0f} us; {each.source})"
+            )
+            offers.append(RivalOffer(name=each.rival, ratio=ratio, capturable=True, reason=reason))
+    return tuple(sorted(offers, key=lambda each: (each.ratio, each.name)))
+
+
+def _raced_near(problem: Problem, entries: Iterable[Entry]) -> list[tuple[float, Entry]]:
+    """The entries on which rivals were timed that say something about a problem, with their distances, the nearest first."""
+    distance, kind = problem.declaration.similarity.distance, problem.declaration.similarity.rival_kind
+    raced = [
+        (distance(entry.problem, problem), entry)
+        for entry in entries
+        if entry.rivals and kind(entry.problem) == kind(problem)
+    ]
+    return sorted((pair for pair in raced if pair[0] <= REACH), key=lambda pair: (pair[0], pair[1].problem))
 
 
 def _gain(ratio: float | None) -> str:

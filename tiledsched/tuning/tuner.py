@@ -443,7 +443,7 @@ class _Search(_ProblemTune):
 
     def __init__(self, tuner: Tuner, runner: Runner, problem: Problem, deadline_s: float) -> None:
         super().__init__(tuner, problem, deadline_s)
-        self.runner = runner
+        self.runner, self.spec = runner, arch_spec(tuner.space.arch, runner.device_name)
         self._live: LiveStudy | None = None
         self._measurement_ids: dict[tuple[Schedule, str], int] = {}
         self._taken: list[Measurement] = []

@@ -19,17 +19,20 @@ are calibrated on the H200; docs/model.md says on what and how well.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tiledsched.core.cost import EFFICIENCY, LAUNCH_US, WARPS_PER_GROUP, Cost, smooth_max
+from tiledsched.core.cost import EFFICIENCY, LAUNCH_US, WARPS_PER_GROUP, Cost, PublishedTime, smooth_max
 from tiledsched.core.device import ArchSpec
 from tiledsched.core.problem import Problem
 from tiledsched.core.resources import REGISTERS_PER_SM, SHARED_BYTES_PER_SM, ResourceFacts, ctas_per_sm
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention.problem import hidden_keys, padding_keys
+from tiledsched.kernels.attention.published import published_device, published_rivals
 from tiledsched.kernels.attention.tiling import combines_later, pack_width, packs, splits, steps_per_turn
 
 # Counted or published.
@@ -140,9 +143,29 @@ class AttentionCost(Cost):
         """Estimated time in microseconds. Only the order of estimates counts."""
         return estimate_us(p, s, facts, spec)
 
+    def published(self, p: Problem, s: Schedule, spec: ArchSpec, device_name: str) -> Sequence[PublishedTime]:
+        """The times of torch's backends that published figures let expect (`tiledsched.kernels.attention.published`)."""
+        device = published_device(p, device_name)
+        if device is None:
+            return ()
+        clocked = replace(spec, clock_ghz=device["clock_ghz"] or spec.clock_ghz)
+        ours_us = estimate_us(p, s, self.expected(p, s, spec), clocked, flushed=False) + device["host_us"]
+        return [
+            PublishedTime(rival=rival, us=us, ours_us=ours_us, margin=device["margin"], source=device["source"])
+            for rival, us in published_rivals(p, device["times"], spec.sm_count).items()
+        ]
 
-def estimate_us(problem: Problem, schedule: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
-    """Modelled microseconds of `schedule` on `problem`, on the GPU that `spec` describes."""
+
+def estimate_us(
+    problem: Problem, schedule: Schedule, facts: ResourceFacts, spec: ArchSpec, *, flushed: bool = True
+) -> float:
+    """Modelled microseconds of `schedule` on `problem`, on the GPU that `spec` describes.
+
+    Args:
+        problem, schedule, facts, spec: as for :meth:`AttentionCost.model`.
+        flushed: whether the L2 cache is emptied before the launch, as in our own measurements. Most published times are those of
+            calls in a row, whose arrays stay in the cache where they fit.
+    """
     rows, step_n, shares = block_rows(schedule), step_keys(schedule), splits(schedule)
     resident = facts.resident(spec.arch)
     turn = steps_per_turn(schedule)
@@ -175,7 +198,11 @@ def estimate_us(problem: Problem, schedule: Schedule, facts: ResourceFacts, spec
     )
     compute_us = float((busy @ np.array(cycles)).max()) / (spec.clock_ghz * 1e3)
     traffic = _dram_bytes(problem, schedule, spec, resident)
-    memory_us = (traffic + min(traffic, spec.l2_bytes)) / (DRAM_EFFICIENCY * spec.dram_gbps * 1e3)
+    if flushed:
+        traffic += min(traffic, spec.l2_bytes)
+    elif problem.min_bytes <= spec.l2_bytes:
+        traffic = 0.0
+    memory_us = traffic / (DRAM_EFFICIENCY * spec.dram_gbps * 1e3)
     waves = max(1.0, pieces_of(problem, schedule) * facts.num_ctas / (spec.sm_count * resident))
     memory_us *= (math.ceil(waves) / waves) ** LAST_WAVE  # too few blocks are left to ask for all that memory gives
     combined_us = (COMBINE_US if combines_later(schedule) else LAST_BLOCK_US) if shares > 1 else 0.0

@@ -1,0 +1,82 @@
+"""The scorecard on public figures: the bars that the model is held to, and what its page prints."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from docs.studies import blackwell
+
+PAGE = Path(__file__).parents[2] / "results" / "blackwell.md"
+
+
+@pytest.fixture(scope="module")
+def groups():
+    return blackwell.groups()
+
+
+@pytest.mark.parametrize(
+    ("group", "most"),
+    [
+        ("TiledAttention, S from 2048", 0.05),
+        ("TiledAttention, S below 2048", 0.10),
+        ("playbook TileGym", 0.05),
+        ("playbook ladder", 0.05),
+    ],
+)
+def test_the_mean_error_on_gb10_is_within_its_bar(groups, group, most):
+    assert blackwell.mean_error(groups[group]) < most
+
+
+def test_no_figure_of_b300_is_a_fifth_off(groups):
+    assert len(groups["playbook B300"]) == 5
+    assert max(abs(each.error) for each in groups["playbook B300"]) < 0.2
+
+
+def test_no_order_is_wrong_that_the_published_noise_leaves_decidable(groups):
+    verdicts = [each.verdict for each in blackwell.orders()]
+    assert verdicts.count("right") >= 15
+    assert verdicts.count("a tie") <= 1
+    assert "wrong" not in verdicts
+
+
+def test_a_sign_that_flips_in_its_authors_own_sessions_decides_nothing(groups):
+    (pair,) = (
+        each
+        for each in blackwell.orders()
+        if each.names == ("64x64", "64x128") and each.problem.seq_q == 1024 and each.problem.head_dim == 128
+    )
+    assert {ratio > 1 for ratio in pair.published} == {True, False}
+    assert pair.verdict == "undecidable"
+
+
+def test_the_playbooks_figures_are_causal():
+    """Its scripts time 4 x 32 heads under the causal mask, which has as many operations as 64 heads without one."""
+    for figure in blackwell.figures():
+        if figure.source in ("playbook ladder", "playbook B300"):
+            problem = figure.attention
+            assert (problem.batch, problem.heads, problem.causal) == (4, 32, True)
+    assert len(blackwell.read_rows("figures.csv")) == 698
+
+
+def test_every_source_is_named():
+    assert {figure.source for figure in blackwell.figures()} <= set(blackwell.conditions())
+    assert all(row["where"] for row in blackwell.read_rows("sources.csv"))
+
+
+def test_the_page_and_the_csv_have_what_the_study_prints(groups, tmp_path):
+    text = PAGE.read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if "|" in line]
+    for table in blackwell.tables():
+        assert table.rows
+        by_shipped_tables = table.head[-1] == "ours, modelled"  # which may be made anew
+        for row in table.rows:
+            said = "|" + "|".join(re.sub(r"\s+", " ", cell.strip()) for cell in row) + "|"
+            assert any(
+                line.startswith(said.rpartition("|")[0].rpartition("|")[0] if by_shipped_tables else said)
+                for line in lines
+            )
+    blackwell.write_csv(tmp_path / "scored.csv")
+    assert (tmp_path / "scored.csv").read_text() == (blackwell.DATA / "scored.csv").read_text()
