@@ -463,14 +463,18 @@ def test_without_a_gpu_what_is_served_gives_way_only_to_a_better_estimate(place,
 @pytest.mark.parametrize("every", [False, True])
 def test_without_a_gpu_a_program_that_spills_is_chosen_only_where_every_one_does(db, every) -> None:
     recorded, told = Recorded(LANDSCAPES[5]), []
+
+    def keep(spill_bytes) -> None:
+        recorded.facts = {
+            fingerprint: dataclasses.replace(facts, spill_bytes=spill_bytes(fingerprint))
+            for fingerprint, facts in recorded.facts.items()
+        }
+
+    keep(lambda fingerprint: MAX_SPILL_BYTES)
     with TuningDB.open("sqlite://") as other:
         liked = tune(recorded, other, measure=False).entry.schedule
-    assert liked["tile_m"] > 64
-    spills = {each: every or schedule["tile_m"] > 64 for schedule, each in recorded.fingerprints.items()}
-    recorded.facts = {
-        fingerprint: dataclasses.replace(facts, spill_bytes=MAX_SPILL_BYTES + spills[fingerprint])
-        for fingerprint, facts in recorded.facts.items()
-    }
+    tiles = {fingerprint: schedule["tile_m"] for schedule, fingerprint in recorded.fingerprints.items()}
+    keep(lambda fingerprint: MAX_SPILL_BYTES + (every or tiles[fingerprint] == liked["tile_m"]))
 
     class Watching(Silent):
         def best(self, us, schedule):
@@ -479,8 +483,9 @@ def test_without_a_gpu_a_program_that_spills_is_chosen_only_where_every_one_does
     found = tune(recorded, db, measure=False, served=liked, watcher=Watching())
     assert found.stored
     assert found.over_runner_up >= 0.0
-    for each in (found.entry.schedule, found.entry.runner_up, told[-1]):
-        assert spills[recorded.fingerprints[each]] == every
+    assert (found.entry.schedule == told[-1] == liked) == every
+    for each in () if every else (found.entry.schedule, found.entry.runner_up, told[-1]):
+        assert each["tile_m"] != liked["tile_m"]
 
 
 def test_an_effort_says_how_much_is_built_and_the_best_so_far_is_told(db) -> None:
