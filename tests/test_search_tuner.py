@@ -473,8 +473,8 @@ def test_without_a_gpu_a_program_that_spills_is_chosen_only_where_every_one_does
     keep(lambda fingerprint: MAX_SPILL_BYTES)
     with TuningDB.open("sqlite://") as other:
         liked = tune(recorded, other, measure=False).entry.schedule
-    tiles = {fingerprint: schedule["tile_m"] for schedule, fingerprint in recorded.fingerprints.items()}
-    keep(lambda fingerprint: MAX_SPILL_BYTES + (every or tiles[fingerprint] == liked["tile_m"]))
+    tiles = {fingerprint: schedule["tile_n"] for schedule, fingerprint in recorded.fingerprints.items()}
+    keep(lambda fingerprint: MAX_SPILL_BYTES + (every or tiles[fingerprint] == liked["tile_n"]))
 
     class Watching(Silent):
         def best(self, us, schedule):
@@ -485,7 +485,7 @@ def test_without_a_gpu_a_program_that_spills_is_chosen_only_where_every_one_does
     assert found.over_runner_up >= 0.0
     assert (found.entry.schedule == told[-1] == liked) == every
     for each in () if every else (found.entry.schedule, found.entry.runner_up, told[-1]):
-        assert each["tile_m"] != liked["tile_m"]
+        assert each["tile_n"] != liked["tile_m"]
 
 
 def test_an_effort_says_how_much_is_built_and_the_best_so_far_is_told(db) -> None:
