@@ -485,7 +485,7 @@ def test_without_a_gpu_a_program_that_spills_is_chosen_only_where_every_one_does
     assert found.over_runner_up >= 0.0
     assert (found.entry.schedule == told[-1] == liked) == every
     for each in () if every else (found.entry.schedule, found.entry.runner_up, told[-1]):
-        assert each["tile_n"] != liked["tile_m"]
+        assert each["tile_n"] != liked["tile_n"]
 
 
 def test_an_effort_says_how_much_is_built_and_the_best_so_far_is_told(db) -> None:
