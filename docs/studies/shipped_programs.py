@@ -42,10 +42,18 @@ def shipped(table: Path) -> list[Entry]:
     return [each.replace(schedule=space.complete(each.schedule)) for each in entries]
 
 
+def outcome(record: BuildRecord) -> str:
+    """What came of a build, in words."""
+    if record.failure is not None:
+        return f"{record.failure.kind}: {record.failure.message}"
+    return f"spills {record.facts.spill_bytes if record.facts else 0} bytes"
+
+
 def told(count: int, record: BuildRecord) -> None:
     """Print what came of a build."""
-    what = f"{record.facts.spill_bytes} bytes spilled" if record.facts else str(record.failure)
-    print(f"{record.arch} {record.kernel} {record.schedule.short()}: {what}, {record.seconds:.1f} s", flush=True)
+    print(
+        f"{record.arch} {record.kernel} {record.schedule.short()} {outcome(record)}, {record.seconds:.1f} s", flush=True
+    )
 
 
 def row(builder: Builder, entries: Sequence[Entry]) -> tuple[list[str], list[str]]:
@@ -61,11 +69,10 @@ def row(builder: Builder, entries: Sequence[Entry]) -> tuple[list[str], list[str
     most = max((record.facts.spill_bytes for record in records.values() if record.facts), default=0)
     failed = sum(record.facts is None for record in records.values())
     counts = (len(entries), len(records), failed, len(bad) - failed, most, sum(map(len, bad.values())))
-    lines = []
-    for key, of in bad.items():
-        facts, failure = records[key].facts, records[key].failure
-        what = f"spills {facts.spill_bytes} bytes" if facts else str(failure)
-        lines.append(f"{builder.arch} {of[0].problem} ({len(of)} entries): {of[0].schedule.short()} {what}")
+    lines = [
+        f"{builder.arch} {of[0].problem} ({len(of)} entries): {of[0].schedule.short()} {outcome(records[key])}"
+        for key, of in bad.items()
+    ]
     return [builder.arch, builder.kernel.name, *map(str, counts)], lines
 
 
