@@ -16,6 +16,7 @@ from tiledsched.core.errors import TiledschedError
 from tiledsched.core.resources import spilled
 from tiledsched.core.space_files import space_for
 from tiledsched.report.document import Table, to_markdown
+from tiledsched.store.evidence import for_compiler
 from tiledsched.store.records import BuildRecord, Entry
 from tiledsched.store.shipped import read_shipped_entries
 from tiledsched.tuning.problems import kernel_of
@@ -35,9 +36,10 @@ HEAD = (
 )
 
 
-def shipped(table: Path) -> list[Entry]:
-    """The entries of a shipped table that no device measured, with the schedules that are served."""
-    entries = [each for each in read_shipped_entries(table) if each.provenance == "modelled"]
+def shipped(table: Path, compiler: str) -> list[Entry]:
+    """The entries of a shipped table that a compiler serves and no device measured, with the schedules that are served."""
+    known = for_compiler(read_shipped_entries(table), compiler)
+    entries = [each for each in known if each.provenance == "modelled"]
     space = space_for(table.stem, kernel_of(table.parent.name))
     return [each.replace(schedule=space.complete(each.schedule)) for each in entries]
 
@@ -89,7 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for arch in options.arch.split(","):
             with Session(arch, jobs=options.jobs) as session:
                 for path in sorted((data_files.tuning_db() / "tables").glob(f"*/{arch}.json")):
-                    entries, builder = shipped(path), session.builder(kernel_of(path.parent.name))
+                    entries = shipped(path, session.toolchain.tileiras)
+                    builder = session.builder(kernel_of(path.parent.name))
                     builder.build_for_each(((each.schedule, each.problem) for each in entries), progress=told)
                     cells, bad = row(builder, entries)
                     table.append(cells)
