@@ -25,6 +25,7 @@ from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import CompilerError, FailureKind
 from tiledsched.core.launch import assumed, problem_class, signature, steps, tile_kernels
 from tiledsched.core.problem import Problem
+from tiledsched.core.resources import MAX_SPILL_BYTES
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
@@ -303,7 +304,7 @@ def test_a_program_that_spills_is_refused_where_there_is_another_choice(monkeypa
         if not (refuses and knobs):
             with prebuilt.refusing_spills(refuses):
                 code = served._compile(asked, default_tile_context, (9, 0))[0]
-            assert (read_artifact(code, "sm_90").facts.spill_bytes > prebuilt.MAX_SPILL_BYTES) == bool(knobs)
+            assert (read_artifact(code, "sm_90").facts.spill_bytes > MAX_SPILL_BYTES) == bool(knobs)
             continue
         for _ in range(2):
             with (

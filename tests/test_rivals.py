@@ -411,6 +411,40 @@ def test_a_rival_whose_host_is_slow_serves_in_graphs_alone(attention, late) -> N
     assert (len(late.captured), plan.in_graphs, plan.launch_on) == (2, None, plan.device)  # eager calls ask nothing
 
 
+@pytest.mark.parametrize("times", [{"host_us": 500.0}, {"capturable": False}], ids=["in graphs", "eager calls"])
+def test_our_own_choice_that_spills_gives_way_beside_a_rival_too(attention, late, times) -> None:
+    """A rival that serves graphs alone leaves eager calls to our kernel, and one that no graph holds leaves graphs to it."""
+    from tiledsched.serve import prebuilt
+
+    attention.known(name="flash_attention_4", **times)
+    runtime, q, k, v = attention.launches.runtime, attention.q, attention.k, attention.v
+    second = attention.serve.plan_for(q, k, v).served.schedule.replace(occupancy=3)
+    load, refused = runtime.load_table, []
+
+    class WithAlternatives(LookupTable):
+        def resolve(self, *given):
+            return dataclasses.replace(super().resolve(*given), alternatives=(second,))
+
+    def load_table(*given, **named):
+        table = load(*given, **named)
+        table.__class__ = WithAlternatives
+        return table
+
+    def launch(*given) -> None:
+        if getattr(prebuilt._thread, "refuses_spills", False):
+            refused.append(given)
+            raise prebuilt.SpillsError("its program spills 208 bytes of registers a thread")
+        attention.launches(*given)
+
+    runtime.load_table, runtime.launch = load_table, launch
+    attention.serve.reload()
+    for _ in range(2):
+        torch.testing.assert_close(attention.sdpa(q, k, v), attention.want, rtol=2e-3, atol=2e-3)
+    plan = attention.serve.plan_for(q, k, v)
+    assert (len(refused), plan.served.schedule) == (1, second)
+    assert {each.name for each in (plan.rival, plan.in_graphs) if each} == {"flash_attention_4"}
+
+
 def test_what_was_never_called_before_a_capture_does_not_serve_in_it(attention, late) -> None:
     from serve_on_cpu import capturing, on_another_stream
 

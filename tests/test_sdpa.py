@@ -361,11 +361,11 @@ def test_only_a_first_launch_with_another_choice_refuses_what_spills(launches) -
     assert seen == [True, False]
     plan = serve.plan_for(q, k, v)
     measured = replace(plan, served=replace(plan.served, alternatives=()))
-    rival = replace(plan, launch_on=ELSEWHERE)  # serves, whatever our own program does
+    rival = replace(plan, launch_on=ELSEWHERE)  # our own program serves where the rival does not
     for number, each in enumerate((measured, rival)):
         plans.cache.plans[number] = each
         launch_first(plans.cache, number, each, lambda _: launch_plan(plan, (q, k, v)), None)
-    assert seen == [True, False, False, False]
+    assert seen == [True, False, False, True]
 
 
 def test_sync_waits_for_each_launch(launches) -> None:

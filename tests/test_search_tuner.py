@@ -18,6 +18,7 @@ from tiledsched.build.cubin import Artifact
 from tiledsched.core import data_files
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ConfigError, Failure, FailureKind, MeasureError, NoValidScheduleError
+from tiledsched.core.resources import MAX_SPILL_BYTES
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
@@ -457,6 +458,34 @@ def test_without_a_gpu_what_is_served_gives_way_only_to_a_better_estimate(place,
     assert min(found.over_default or 0.0, found.over_runner_up or 0.0) >= 0.0
     better = modelled(found.entry.schedule) < modelled(served)
     assert better or found.entry.schedule == served
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_without_a_gpu_a_program_that_spills_is_chosen_only_where_every_one_does(db, every) -> None:
+    recorded, told = Recorded(LANDSCAPES[5]), []
+
+    def keep(spill_bytes) -> None:
+        recorded.facts = {
+            fingerprint: dataclasses.replace(facts, spill_bytes=spill_bytes(fingerprint))
+            for fingerprint, facts in recorded.facts.items()
+        }
+
+    keep(lambda fingerprint: MAX_SPILL_BYTES)
+    with TuningDB.open("sqlite://") as other:
+        liked = tune(recorded, other, measure=False).entry.schedule
+    tiles = {fingerprint: schedule["tile_n"] for schedule, fingerprint in recorded.fingerprints.items()}
+    keep(lambda fingerprint: MAX_SPILL_BYTES + (every or tiles[fingerprint] == liked["tile_n"]))
+
+    class Watching(Silent):
+        def best(self, us, schedule):
+            told.append(schedule)
+
+    found = tune(recorded, db, measure=False, served=liked, watcher=Watching())
+    assert found.stored
+    assert found.over_runner_up >= 0.0
+    assert (found.entry.schedule == told[-1] == liked) == every
+    for each in () if every else (found.entry.schedule, found.entry.runner_up, told[-1]):
+        assert each["tile_n"] != liked["tile_n"]
 
 
 def test_an_effort_says_how_much_is_built_and_the_best_so_far_is_told(db) -> None:

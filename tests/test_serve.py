@@ -222,6 +222,25 @@ def test_explain_tells_evidence_and_marks_the_model() -> None:
     assert modelled.to_json()["median_us"] is None
 
 
+def test_what_the_model_chose_gives_way_to_its_runner_up_and_then_to_what_it_chose_nearby() -> None:
+    """Where the program of the first choice spills registers, as another compiler may make it."""
+    second, third, fourth = schedule(tile_n=32), schedule(occupancy=2), schedule(occupancy=3)
+    near, far = (PROBLEM.replace(seq_q=rows, seq_k=rows) for rows in (2048, 8192))
+    others = [entry(far, "modelled", knobs={"occupancy": 3}), entry(near, "modelled", knobs={"occupancy": 2})]
+    masked = entry(PROBLEM.replace(causal=True), "modelled", knobs={"tile_m": 32})
+    for problem in (PROBLEM, PROBLEM.replace(seq_q=1025, seq_k=1025)):
+        table = table_of([masked, *others, entry(provenance="modelled", runner_up=second)])
+        served = table.resolve(problem, "sm_90", "NVIDIA H200")
+        assert (served.provenance, served.schedule) == ("modelled", schedule())
+        assert served.alternatives == (second, third)
+        following = table.fallback_for(table.fallback_for(served, problem, "sm_90"), problem, "sm_90")
+        assert (following.schedule, following.provenance, following.alternatives) == (third, "modelled", ())
+    alone = table_of([*others[:1], entry(provenance="modelled")]).resolve(PROBLEM, "sm_90")
+    assert alone.alternatives == (fourth,)
+    assert table_of([entry(provenance="modelled")]).resolve(PROBLEM, "sm_90").alternatives == ()
+    assert table_of([entry(runner_up=second, margin=0.1)]).resolve(PROBLEM, "sm_90").alternatives == ()  # measured
+
+
 def test_explain_says_what_a_transfer_may_lose() -> None:
     near = PROBLEM.replace(seq_q=2048, seq_k=2048)
     told = explain_problem(table_of([entry(near, knobs={"occupancy": 3})]), PROBLEM, "sm_90", "NVIDIA H200")

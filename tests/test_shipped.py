@@ -18,6 +18,7 @@ from tiledsched.core.device import arch_spec
 from tiledsched.core.launch import steps
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import kernel_named
+from tiledsched.core.resources import spilled
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.serve.lookup import LookupTable
@@ -27,6 +28,7 @@ from tiledsched.store.shipped import copy_path, read_shipped_entries
 
 ROOT = Path(__file__).parent.parent
 TABLES = sorted((data_files.tuning_db() / "tables").glob("*/*.json"))
+BLACKWELL = [path for path in TABLES if int(path.stem.removeprefix("sm_")) >= 100]
 LANDSCAPES = sorted((data_files.tuning_db() / "landscapes" / "attention").glob("*.json.xz"))
 TENTH = 10
 """One of so many measured schedules is run: all of them take minutes."""
@@ -56,6 +58,17 @@ def test_a_shipped_table_is_valid_and_served(path) -> None:
             assert entry.measurement.samples >= 8
             assert entry.measurement.ci_high_us - entry.measurement.ci_low_us < 0.03 * entry.measurement.median_us
             assert entry.measurement.accuracy.worst_tile_error < 4e-3
+
+
+@pytest.mark.parametrize("path", BLACKWELL, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_what_the_model_chose_for_blackwell_spills_no_registers_and_has_a_next_choice(path) -> None:
+    table, kernel = read_table(path), kernel_named(path.parent.name)
+    facts = {each.fingerprint: each.facts for each in table.artifacts}
+    lookup = LookupTable(table.entries, kernel)
+    for entry in table.entries:
+        assert entry.provenance == "modelled"
+        assert not spilled(facts[entry.fingerprint].spill_bytes)
+        assert lookup.resolve(entry.problem, entry.arch).alternatives
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: f"{path.parent.name}/{path.stem}")

@@ -29,10 +29,10 @@ from tiledsched.build.toolchain import release
 from tiledsched.core.device import arch_spec
 from tiledsched.core.files import write_whole
 from tiledsched.core.problem import Problem
+from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.report.document import Table, to_markdown
-from tiledsched.serve.prebuilt import spilled
 from tiledsched.serve.transfer import NEAR_KIND, LossBand, transfer
 from tiledsched.store.evidence import for_compiler
 from tiledsched.store.exchange import read_table, read_text

@@ -7,6 +7,9 @@ from typing import Any
 
 REGISTERS_PER_SM = 65536
 REGISTER_GRANULARITY = 256  # per warp, all archs since sm_50
+MAX_SPILL_BYTES = 48
+"""Registers that the program of a schedule which was not measured may spill, in bytes a thread: hardly a measured winner spills
+more (docs/results/serving.md)."""
 SYSTEM_SHARED_BYTES = 1024  # reserved per block by the driver, sm_80 and later
 MAX_THREADS_PER_SM = {"sm_86": 1536, "sm_87": 1536, "sm_89": 1536, "sm_110": 1536, "sm_120": 1536, "sm_121": 1536}
 SHARED_BYTES_PER_SM = {
@@ -50,6 +53,11 @@ class ResourceFacts:
     def to_json(self) -> dict[str, Any]:
         """A plain dict; pass it to the constructor to invert."""
         return asdict(self)
+
+
+def spilled(spill_bytes: int) -> int:
+    """Bytes of registers that a program spills a thread, where that is more than may cost time; else 0."""
+    return spill_bytes if spill_bytes > MAX_SPILL_BYTES else 0
 
 
 def ctas_per_sm(arch: str, registers: int, threads: int, shared_bytes: int) -> int:

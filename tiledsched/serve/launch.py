@@ -148,11 +148,14 @@ def launch_first(
         LaunchError: every choice failed.
     """
     try:
-        with refusing_spills(bool(plan.served.alternatives) and plan.launch_on != ELSEWHERE):
+        with refusing_spills(bool(plan.served.alternatives)):
             result = launch(plan)
     except LaunchError as error:
-        refused = isinstance(error, RivalError)
-        other = next_choice(plan, make) if refused or isinstance(error.__cause__, TileError) else None
+        refused, other = isinstance(error, RivalError), None
+        if refused:
+            other = plan.without_first_rival()
+        elif isinstance(error.__cause__, TileError):
+            other = next_choice(plan, make)
         if other is None:
             raise
         level = logging.INFO if isinstance(error.__cause__, SpillsError) else logging.WARNING

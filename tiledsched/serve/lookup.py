@@ -36,6 +36,7 @@ from tiledsched.core.space import SearchSpace, accuracy_class
 from tiledsched.core.space_files import space_for
 from tiledsched.serve.rivals import RivalOffer, expected_offers, measured_offers, published_offers
 from tiledsched.serve.transfer import (
+    ALTERNATIVES,
     NEAR_KIND,
     OTHER_KIND,
     ExpectedLoss,
@@ -44,7 +45,7 @@ from tiledsched.serve.transfer import (
     log_us,
     transfer,
 )
-from tiledsched.store.evidence import clocks_of, edited, for_compiler, precedence, throttled
+from tiledsched.store.evidence import clocks_of, edited, for_compiler, leaders, precedence, throttled
 from tiledsched.store.records import Entry
 
 MEASURED_PROVENANCES = ("measured", "transferred")
@@ -469,15 +470,21 @@ def _modelled(
 ) -> Served | None:
     """The entry that the performance model chose for the nearest problem of the same kind; None where there is none. `measured`
     says for the reason what was measured.
+    The next choices are its runner-up, and what the model chose for the problems after it.
     """
     kind, distance = problem.declaration.similarity.kind, problem.declaration.similarity.distance
     alike = [entry for entry in modelled if kind(entry.problem) == kind(problem)]
     usable = [entry for entry in alike if not space.unworkable(entry.schedule, problem)]
     if not usable:
         return None
-    entry = min(
-        usable, key=lambda entry: (distance(entry.problem, problem), entry.rank, entry.problem, entry.device_name)
-    )
+    usable.sort(key=lambda entry: (distance(entry.problem, problem), entry.rank, entry.problem, entry.device_name))
+    entry = usable[0]
+    choices = [entry.schedule]
+    for each in map(space.complete, dict.fromkeys(schedule for one in usable for schedule in leaders(one))):
+        if len(choices) > ALTERNATIVES:
+            break
+        if each not in choices and not space.unworkable(each, problem):
+            choices.append(each)
     what = "this problem" if entry.problem == problem else f"the nearest problem ({entry.problem})"
     return Served(
         schedule=entry.schedule,
@@ -485,4 +492,5 @@ def _modelled(
         entry=entry,
         forced={},
         reason=f"{measured} was measured; the entry for {what} is the model's choice",
+        alternatives=tuple(choices[1:]),
     )

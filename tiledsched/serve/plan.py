@@ -184,20 +184,20 @@ def make_plan(
 
 
 def next_choice(plan: Plan, make: Callable[[Served], Plan | str]) -> Plan | None:
-    """The plan to run in place of one whose first launch was refused: without the rival that refused, or on the next schedule
-    that the table has for the problem; None where there is no other.
+    """The plan to run in place of one whose own program was refused: on the next schedule that the table has for the problem,
+    without rivals where the plan has lost them; None where there is no other.
 
     Args:
         plan: the plan that failed.
         make: makes a plan of what is served.
     """
-    if plan.launch_on == ELSEWHERE:
-        return plan.without_first_rival()
     arch = process.device_facts(plan.device).arch
     table = process.table(plan.problem.declaration)  # type: ignore[arg-type]
     served = table.fallback_for(plan.served, plan.problem, arch)
     found = served and make(served)
-    return found if isinstance(found, Plan) else None
+    if not isinstance(found, Plan):
+        return None
+    return found if plan.launch_on == ELSEWHERE else found.own
 
 
 def torch_type(dtype: str) -> Any:

@@ -27,13 +27,11 @@ from tiledsched.core.config import Settings
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import CompilerError, ConfigError, TiledschedError
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import HINT_KNOBS, Schedule
 from tiledsched.serve.bundle import Bundle, BundledProgram, bundle_paths, named_bundle, read_bundle
 
 log = logging.getLogger("tiledsched")
-MAX_SPILL_BYTES = 48
-"""Registers that the program of a schedule which was not measured may spill, in bytes a thread: hardly a measured winner spills
-more (docs/results/serving.md)."""
 _thread = threading.local()
 
 
@@ -193,11 +191,6 @@ def refusing_spills(refuses: bool) -> Iterator[None]:
         yield
     finally:
         _thread.refuses_spills = before
-
-
-def spilled(spill_bytes: int) -> int:
-    """Bytes of registers that a program spills a thread, where that is more than may cost time; else 0."""
-    return spill_bytes if spill_bytes > MAX_SPILL_BYTES else 0
 
 
 class SpillsError(ct.TileError):

@@ -37,7 +37,7 @@ MAX_NAMERS = 16
 EQUIVALENT_LOSS = 0.002
 """Predicted loss of a schedule that made the same program as a winner there, so that the winner itself is preferred."""
 ALTERNATIVES = 2
-"""Further choices of a transfer, in case the program of the first spills registers."""
+"""Further choices where nothing was measured, in case the program of the first spills registers."""
 
 
 @dataclass(frozen=True, kw_only=True)

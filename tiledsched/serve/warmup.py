@@ -25,11 +25,11 @@ from tiledsched.core.errors import ConfigError, Failure, TiledschedError
 from tiledsched.core.files import read_bounded
 from tiledsched.core.launch import problem_class
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import source_part
 from tiledsched.serve.bundle import BundledProgram, read_bundle, write_bundle
 from tiledsched.serve.lookup import LookupTable
-from tiledsched.serve.prebuilt import spilled
 from tiledsched.store.records import Entry
 
 Key = tuple[str, str]

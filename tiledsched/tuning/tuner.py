@@ -21,6 +21,7 @@ from tiledsched.core.config import Settings
 from tiledsched.core.device import ArchSpec, arch_spec
 from tiledsched.core.errors import ConfigError, MeasureError, NoValidScheduleError
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import RACED, SearchSpace, accuracy_class
 from tiledsched.measure.clocks import count_held_down, held_down
@@ -363,16 +364,17 @@ class _Ranking(_ProblemTune):
         schedules = list(dict.fromkeys([*first, *self.space.schedules(problem, pinned=pinned)]))
         self.build(expected_order(schedules, problem, self.spec, first=first))
         reached = {each: record for each in schedules if (record := builder.record(each, problem))}
-        ranked = self.ranked(builder.programs(list(reached), problem, self.spec))
-        if not ranked:
+        programs = builder.programs(list(reached), problem, self.spec)
+        if not programs:
             raise self.nothing_works(list(reached))
+        ranked = self.ranked(programs)
         best, second = ranked[0], ranked[1] if len(ranked) > 1 else None
         least_us = self.estimate(best)
-        plain = next((program for program in ranked if self.default in program.schedules), None)
+        plain = next((program for program in programs if self.default in program.schedules), None)
         entry = self.entry(
             best.schedule,
             best.fingerprint,
-            len(ranked),
+            len(programs),
             provenance="modelled",
             model_us=least_us,
             runner_up=second.schedule if second else None,
@@ -382,7 +384,7 @@ class _Ranking(_ProblemTune):
             entry=entry,
             stored=not unknown and self.db.put_entry(entry),
             schedules=len(reached),
-            programs=len(ranked),
+            programs=len(programs),
             compiled=self.compiled,
             measured=0,
             failed=sum(record.failure is not None for record in reached.values()),
@@ -390,21 +392,21 @@ class _Ranking(_ProblemTune):
             left=len(schedules) - len(reached),
             over_default=self.estimate(plain) / least_us - 1 if plain else None,
             over_runner_up=self.estimate(second) / least_us - 1 if second else None,
-            candidates=self.candidates(reached, {each for one in ranked for each in one.schedules}, pinned),
+            candidates=self.candidates(reached, {each for one in programs for each in one.schedules}, pinned),
         )
 
     def build(self, order: Sequence[Schedule]) -> None:
         """Build the first of `order`, as many as the effort says; what is likely to be a program built already is put off."""
-        left, done, least_us = dict.fromkeys(order), 0, math.inf
+        left, done, least = dict.fromkeys(order), 0, (True, math.inf)
         most = len(order) if self.tuner.most_builds is None else min(self.tuner.most_builds, len(order))
 
         def built(count: int, record: BuildRecord) -> None:
-            nonlocal least_us
+            nonlocal least
             self.watcher.step(done + count)
             if record.facts is not None:
                 us = self.kernel.cost.model(self.problem, record.schedule, record.facts, self.spec)
-                if us < least_us:
-                    least_us = us
+                if (its := (spilled(record.facts.spill_bytes) > 0, us)) < least:
+                    least = its
                     self.watcher.best(us, record.schedule)
 
         while done < most and not (self.compiled and time.monotonic() > self.deadline_s):
@@ -422,7 +424,7 @@ class _Ranking(_ProblemTune):
 
     def ranked(self, programs: Sequence[Program]) -> list[Program]:
         """Programs by the model's estimate; of equal estimates, what is served first, then fewest knobs off their default,
-        then by id.
+        then by id. What spills registers is left out where anything does not: serving would give it up.
         """
 
         def order(program: Program) -> tuple[float, bool, int, str]:
@@ -430,7 +432,8 @@ class _Ranking(_ProblemTune):
             changed = sum(schedule[name] != self.default[name] for name in self.default)
             return self.estimate(program), schedule not in self.incumbents, changed, schedule.id
 
-        return sorted(programs, key=order)
+        sound = [program for program in programs if not spilled(program.facts.spill_bytes)]
+        return sorted(sound or programs, key=order)
 
     def estimate(self, program: Program) -> float:
         """The model's least estimate for any schedule of a program, in microseconds."""
