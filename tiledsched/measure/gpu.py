@@ -20,7 +20,7 @@ from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.processes import child_environment, python_command
 from tiledsched.measure.launch import Launch, launch_of
 from tiledsched.measure.lock import GpuLock, hold
-from tiledsched.measure.nvml import devices
+from tiledsched.measure.nvml import expected_name
 from tiledsched.measure.runner import REGIMES, Batch, Candidate, Checked, Device, GapTrial
 from tiledsched.measure.timing import BURST_GAP_S, GRAPH_BELOW_US, GRAPH_LAUNCHES, SHORT_US, steady_gap
 
@@ -239,9 +239,8 @@ class GpuRunner:
 
     @property
     def device_name(self) -> str:
-        """The GPU's name. Where all GPUs of this machine are of one kind, the driver names it before the worker does."""
-        names = {each.name for each in devices()} if self._device is None else set[str]()
-        return names.pop() if len(names) == 1 else self.device.name
+        """The GPU's name. Where the GPUs of this machine are of one kind, the driver names it before the worker does."""
+        return (expected_name() if self._device is None else "") or self.device.name
 
     def _await_start(self) -> None:
         beginning, self._starting, self._beginning = self._beginning, False, False

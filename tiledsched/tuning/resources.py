@@ -210,11 +210,15 @@ class Resources:
             without: what to do where there is no GPU, for the message.
 
         Raises:
-            MeasureError: there must be a GPU of the arch and there is none, or another process holds it and is not waited for.
+            MeasureError: there must be a GPU of the arch and there is none, another process holds it and is not waited for, or
+                there is a driver and something is missing to measure.
         """
         if runner == "none":
             return None
-        if not self.device_names():
+        here = self.device_names()
+        if (here or not self._tools.devices()) and (why := nvml.why_unusable()):
+            raise MeasureError(f"{why}, or use {without}")
+        if not here:
             if runner == "gpu":
                 raise MeasureError(f"no {self.arch} GPU here; run: tiledsched doctor, or use {without}")
             return None
