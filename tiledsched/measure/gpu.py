@@ -37,6 +37,8 @@ finished on an H200 made 6e12.
 SLOWEST_BYTES = 1e9
 """Bytes per second below which a candidate may be taken for hung, for kernels that state no operations."""
 CHECK_LAUNCHES = 3
+CALIBRATION_LAUNCHES = 200
+"""How many times its own time the calibration of a long kernel may take, at most: it takes a third of that."""
 DEFAULT_GAP_MS = BURST_GAP_S * 1e3
 SHORT_GAP_MS = 2.0
 """Distance of launches below `SHORT_US`: they leave the GPU at rest anyway, and spread too much to calibrate by."""
@@ -391,6 +393,7 @@ class GpuRunner:
             self._gap_ms = SHORT_GAP_MS
         elif self._gap_ms is None:
             timeout_s = self._timeouts.sample_s + self._timeouts.each_sample_s * 100
+            timeout_s += CALIBRATION_LAUNCHES * self._expected(fastest) / 1e6
             answer = self.ask(timeout_s, "calibrate", candidates=[fastest])
             if not isinstance(answer, Failure):
                 self.gap_trials = tuple(answer)
