@@ -100,6 +100,8 @@ class Tools:
     """Compile processes, by how many are wanted."""
     devices: Callable[[], Sequence[Any]] = lambda: nvml.devices()
     """The GPUs of this machine, each with `name` and `arch`."""
+    lacking: Callable[[], str] = lambda: nvml.why_unusable()
+    """What keeps them from being measured on, and what to do; empty where nothing does."""
     runner: Callable[[KernelClass, int], Runner] = start_runner
     """The process that measures, by kernel and seed."""
     rivals: Callable[[KernelClass, Runner, str], RivalRaces | None] = start_rival_timer
@@ -216,7 +218,7 @@ class Resources:
         if runner == "none":
             return None
         here = self.device_names()
-        if (here or not self._tools.devices()) and (why := nvml.why_unusable()):
+        if (here or not self._tools.devices()) and (why := self._tools.lacking()):
             raise MeasureError(f"{why}, or use {without}")
         if not here:
             if runner == "gpu":
