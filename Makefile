@@ -5,6 +5,11 @@ BIN := $(VENV)/bin
 # Of the GPU here, or else sm_121; e.g. make tune ARCH=h200
 ARCH ?=
 TUNE_ARGS ?= -p B=16,H=32,S=1024,D=64 -p B=4,H=32,S=4096,D=64
+comma := ,
+# Where there is an NVIDIA driver, what measures is installed, too.
+DRIVER := $(wildcard /proc/driver/nvidia/version)$(shell command -v nvidia-smi 2>/dev/null)
+EXTRAS := $(if $(DRIVER),gpu$(comma))report
+READY := $(VENV)/.$(if $(DRIVER),gpu,tune)-ready
 
 # Else each of the hundreds of processes that tests start compiles the package's sources again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -21,7 +26,7 @@ help:
 	@echo "make release builds and checks what is published, and says how to publish it"
 	@echo "make clean  remove the virtual environment and build products"
 
-tune: $(VENV)/.tune-ready
+tune: $(READY)
 	$(BIN)/tiledsched tune $(if $(ARCH),--arch $(ARCH)) $(TUNE_ARGS) --report report
 
 test: $(VENV)/.test-ready
@@ -55,13 +60,13 @@ $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "tiledsched needs Python 3.10 or newer; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.tune-ready: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[report]'
+$(READY): $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	@touch $@
 
 # torch is for the tests of `sdpa` and its fallback; the constraint picks a build that runs without a GPU. TileGym's
 # kernels are run by the interpreter's tests: without its dependencies, which ask for one older release of transformers.
-$(VENV)/.test-ready: $(VENV)/.tune-ready
+$(VENV)/.test-ready: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]' torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps tilegym==1.5.1
 	@touch $@

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -61,7 +63,7 @@ def forget_fakes() -> None:
 
 
 @pytest.fixture
-def spark(built, tmp_path, monkeypatch, capfd):
+def spark(built, tmp_path, monkeypatch, capsys):
     """Runs a command on a machine whose GPU, or lack of one, some words tell; gives exit code, stdout and stderr."""
     folder, kernel, tools = built
     monkeypatch.setattr(nvml, "DRIVER_FILE", tmp_path / "no-driver")
@@ -79,7 +81,7 @@ def spark(built, tmp_path, monkeypatch, capfd):
         for name in lacking:
             monkeypatch.setitem(sys.modules, name, None)
         code = main([each.replace("SCALE", kernel) for each in words], tools=tools)
-        told = capfd.readouterr()
+        told = capsys.readouterr()
         return code, told.out, told.err
 
     yield run
@@ -107,13 +109,39 @@ def masked(text):
         ("two", WINNER, ""),
     ],
 )
-def test_a_tune_measures_and_says_so(spark, gpu, said, warned) -> None:
-    code, out, err = spark(gpu, "tune", "SCALE", *WORDS)
+def test_a_tune_measures_and_says_so(spark, caplog, gpu, said, warned) -> None:
+    words = [*WORDS, *(["--effort", "quick"] if gpu else [])]
+    code, out, _ = spark(gpu, "tune", "SCALE", *words)
     assert (code, masked(out)) == (0, said)
-    assert "WARNING" not in err if not warned else warned in err
+    assert [warned in each for each in caplog.messages] == [True] * bool(warned)
     assert "measured on NVIDIA GB10" in spark(gpu, "explain", "SCALE", "-p", "rows=4096")[1]
     if gpu in ("", "silent", "mig"):  # by the name under which it was stored, all is known of this GPU
-        assert " 0 measured" in " ".join(spark(gpu, "tune", "SCALE", *WORDS)[1].split())
+        assert " 0 measured" in " ".join(spark(gpu, "tune", "SCALE", *words)[1].split())
+
+
+@pytest.fixture
+def smi(spark, tmp_path):
+    """The program that comes with a driver, on the path."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+
+
+@pytest.mark.parametrize("driver", [False, True])
+def test_make_tune_installs_what_measures_where_there_is_a_driver(tmp_path, driver) -> None:
+    """Then it measures: `tiledsched tune` is told nothing that keeps it from that."""
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    for name in ("venv/bin/python", "venv/bin/tiledsched", *(["nvidia-smi"] if driver else [])):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {name[9:]} $@ >> {tmp_path}/told\n")
+        (tmp_path / name).chmod(0o755)
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    words = ["make", "-f", str(ROOT / "Makefile"), "tune", "VENV=venv", "TUNE_ARGS=softmax"]
+    for _ in range(2):  # what is installed is not installed again
+        subprocess.run(words, cwd=tmp_path, env=os.environ | path, check=True, capture_output=True)
+    install, *tunes = (tmp_path / "told").read_text().splitlines()
+    assert install.endswith(" --editable .[gpu,report]" if driver else " --editable .[report]")
+    assert tunes == ["tiledsched tune softmax --report report"] * 2
 
 
 @pytest.mark.compiler
@@ -127,8 +155,6 @@ def test_without_a_driver_a_tune_says_that_it_models(spark) -> None:
 @pytest.mark.parametrize(
     ("gpu", "lacking", "words"), [(None, [], NEEDED), ("", ["cupy"], NEEDED), ("no-arch", [], UNTOLD)]
 )
-def test_with_a_driver_that_cannot_be_used_a_tune_stops(spark, tmp_path, gpu, lacking, words) -> None:
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
+def test_with_a_driver_that_cannot_be_used_a_tune_stops(spark, smi, gpu, lacking, words) -> None:
     code, out, err = spark(gpu, "tune", "SCALE", "--arch", "sm_121", *WORDS, lacking=lacking)
     assert (code, out, err) == (2, "", f"tiledsched: {words}\n")

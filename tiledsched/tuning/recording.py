@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tiledsched.build.artifacts import ArtifactStore
-from tiledsched.build.compiler import Built, BuildTask
+from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.cubin import Artifact, ResourceFacts
 from tiledsched.build.pool import BuildPool
 from tiledsched.core.errors import ConfigError, Failure, FailureKind
