@@ -61,7 +61,8 @@ class Recording(BuildPool):
             replace(each.measurement, device=device, schedule=complete(each.measurement.schedule)) for each in stored
         ]
         self.problems = list(dict.fromkeys(each.problem for each in self.measurements))
-        self.programs = RecordedPrograms({each.fingerprint: each.facts for table in tables for each in table.artifacts})
+        programs = [each for table in tables for each in table.artifacts]
+        self.programs = RecordedPrograms({each.fingerprint: each.facts for each in programs if each.facts is not None})
         self._fingerprints = {(each.problem, each.schedule): each.fingerprint for each in self.measurements}
 
     @property
@@ -85,7 +86,8 @@ class Recording(BuildPool):
     def build(self, tasks: Iterable[BuildTask], *, leave: int = 0) -> Iterator[Built]:
         """What was recorded of each schedule; of one that was not, a failure."""
         for task in tasks:
-            found = self._fingerprints.get((task.problem, task.schedule))
-            failure = None if found else Failure(kind=FailureKind.COMPILE_ERROR, message="not recorded")
-            artifact = self.programs.get(task.arch, found) if found else None
+            found = self._fingerprints.get((task.problem, task.schedule), "")
+            recorded = self.programs.has(task.arch, found)
+            artifact = self.programs.get(task.arch, found) if recorded else None
+            failure = None if recorded else Failure(kind=FailureKind.COMPILE_ERROR, message="not recorded")
             yield Built(task=task, artifact=artifact, failure=failure, seconds=0.0)
