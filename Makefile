@@ -14,12 +14,12 @@ READY := $(VENV)/.$(if $(DRIVER),gpu,tune)-ready
 # Else each of the hundreds of processes that tests start compiles the package's sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: tune test newest lint docs wheel release clean help
+.PHONY: tune test oldest lint docs wheel release clean help
 
 help:
 	@echo "make tune   set up, tune the GPU that is here (ARCH= names another) and draw report/ (TUNE_ARGS: $(TUNE_ARGS))"
 	@echo "make test   set up and run the tests"
-	@echo "make newest builds with the newest compiler that the package takes, beside the one it was set up with"
+	@echo "make oldest builds with the oldest compiler that the package takes, beside the one it was set up with"
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   the documentation as a site in site/"
 	@echo "make wheel  build the wheel and try it outside the checkout"
@@ -33,11 +33,11 @@ test: $(VENV)/.test-ready
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 # Found before the one in the virtual environment.
-NEWEST := $(abspath $(VENV))/newest
-newest: $(VENV)/.test-ready
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(NEWEST) \
-	    $(foreach part,nvidia-cuda-tileiras nvidia-cuda-nvcc nvidia-nvvm,'$(part)>=13.5,<13.6')
-	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest --numprocesses auto --dist worksteal -m compiler tests/test_build.py tests/test_matmul.py tests/test_refresh.py
+OLDEST := $(abspath $(VENV))/oldest
+oldest: $(VENV)/.test-ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(OLDEST) \
+	    $(foreach part,nvidia-cuda-tileiras nvidia-cuda-nvcc nvidia-nvvm,'$(part)==13.4.*')
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest --numprocesses auto --dist worksteal -m compiler tests/test_build.py tests/test_matmul.py tests/test_refresh.py
 
 lint: $(VENV)/.test-ready
 	$(BIN)/ruff check .
