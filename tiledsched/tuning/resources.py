@@ -179,9 +179,17 @@ class Resources:
         """The compile processes."""
         return self._open("pool", self.jobs, lambda: self._tools.pool(self.jobs))
 
-    def device_names(self) -> set[str]:
-        """Names of the GPUs of the arch that this machine has."""
-        return {device.name for device in self._tools.devices() if device.arch == self.arch}
+    def device_names(self, without: str = "--runner none") -> set[str]:
+        """Names of the GPUs of the arch that this machine has. `without` says for the message what to do without them.
+
+        Raises:
+            MeasureError: there is a driver, and something is missing to measure on its GPUs.
+        """
+        devices = self._tools.devices()
+        names = {device.name for device in devices if device.arch == self.arch}
+        if (names or not devices) and (why := self._tools.lacking()):
+            raise MeasureError(f"{why}, or use {without}")
+        return names
 
     def space(self, kernel: KernelClass, file: str | None = None, candidates: str | None = None) -> SearchSpace:
         """The search space of a kernel: its own or that of a file, limited to the schedules of another file where one is given.
@@ -217,10 +225,7 @@ class Resources:
         """
         if runner == "none":
             return None
-        here = self.device_names()
-        if (here or not self._tools.devices()) and (why := self._tools.lacking()):
-            raise MeasureError(f"{why}, or use {without}")
-        if not here:
+        if not self.device_names(without):
             if runner == "gpu":
                 raise MeasureError(f"no {self.arch} GPU here; run: tiledsched doctor, or use {without}")
             return None
