@@ -73,6 +73,22 @@ def more_inputs(problem, seed=0):
     return found
 
 
+def without_unused_slots(problem, array, more):
+    """Keys or values with NaN in every slot that belongs to no sequence: such slots may hold anything."""
+    if not (problem.starts or problem.lengths):
+        return array
+    used = np.zeros((array.shape[0], array.shape[2]), bool)
+    for sequence in range(problem.sequences):
+        first = max(int(more["Starts"][sequence]), 0) if problem.starts else 0
+        end = min(int(more["Lengths"][sequence]), problem.seq_k) if problem.lengths else problem.seq_k
+        for key in range(first, end):
+            entry, row = (
+                (more["Table"][sequence][key // problem.page], key % problem.page) if problem.page else (sequence, key)
+            )
+            used[entry, row] = True
+    return np.where(used[:, None, :, None], array, np.asarray(np.nan, array.dtype))
+
+
 def random_offsets(rng, total, sequences):
     """Where packed sequences begin, and where the last ends: some are empty, some of one row, one is long."""
     cuts = rng.integers(0, total + 1, sequences - 1)
@@ -90,6 +106,7 @@ def check(
     scale = problem.head_dim**-0.5 if scale is None else scale
     more = more_inputs(problem) if more is None else more
     cap = cap or (DEFAULT_CAP if problem.softcap else 0.0)
+    k, v = (without_unused_slots(problem, array, more) for array in (k, v))
     found = run_outputs(kernel, schedule, problem, q, k, v, scale, sm_count=sm_count, order=order, cap=cap, more=more)
     exact, lse = attention_and_lse(
         np,

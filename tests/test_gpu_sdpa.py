@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 from tiledsched import configure
 from tiledsched.core.errors import LaunchError
+from tiledsched.ops.varlen import sdpa_paged
 
 # As in torch's test_transformers.py: the error of torch's math in the same dtype, times this, or the floor.
 FUDGE = 1.5
@@ -329,3 +330,91 @@ def test_a_pending_negation_counts(serve) -> None:
     q, k, v = tensors()
     for _ in range(4):
         torch.testing.assert_close(serve.sdpa(torch._neg_view(q), k, v), serve.sdpa(-q, k, v), rtol=0, atol=0)
+
+
+def replayed(call):
+    """A function that replays a CUDA graph of `call`, and gives its output."""
+    graph = torch.cuda.CUDAGraph()
+    for _ in range(2):
+        call()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out = call()
+    return lambda: (graph.replay(), out)[1]
+
+
+WAYS = {
+    "eager": lambda call: call,
+    "graph": replayed,
+    "compiled": lambda call: torch.compile(call, fullgraph=True, mode="reduce-overhead"),
+}
+
+
+@pytest.mark.parametrize(("way", "rows"), [("eager", 1), ("eager", 300), ("graph", 24), ("graph", 1), ("compiled", 24)])
+@pytest.mark.parametrize("hidden", ["starts", "lengths", "pages", "window over freed pages"])
+def test_unwritten_slots_do_not_count(serve, way, rows, hidden) -> None:
+    """Slots that no sequence uses may hold NaN, whatever the lengths of a later call are."""
+    keys, page = 768, 16
+    window = (200, 0) if hidden.startswith("window") else None
+    q, k, v = tensors(batch=4, heads=8, kv_heads=2, rows=rows, keys=keys, columns=128)
+    lengths = torch.tensor([768, 513, 500, 301], device="cuda", dtype=torch.int32)
+    starts = torch.zeros_like(lengths)
+    taken = torch.randperm(4 * keys // page, device="cuda").reshape(4, -1)
+    table, pools, dense = taken.int(), [], [torch.empty_like(k), torch.empty_like(v)]
+    for each in (k, v):
+        laid = each.unflatten(2, (-1, page)).transpose(1, 2).flatten(0, 1)  # [batch * pages, kv_heads, page, columns]
+        pools.append(torch.empty_like(laid).index_copy_(0, taken.flatten(), laid).transpose(1, 2).contiguous())
+    whole = [each.clone() for each in pools]
+
+    def call():
+        if "pages" not in hidden:
+            return serve.sdpa(q, *dense, causal=False, key_starts=starts, key_lengths=lengths)
+        return sdpa_paged(q.transpose(1, 2), *pools, table, lengths, causal=True, window=window).transpose(1, 2)
+
+    def unwritten(first, end):
+        places = torch.arange(keys, device="cuda")
+        used = (places >= first[:, None]) & (places < end[:, None])
+        for own, each in zip(dense, (k, v), strict=True):
+            own.copy_(each.masked_fill(~used[:, None, :, None], torch.nan))
+        own_pages = torch.zeros(len(whole[0]), page, dtype=torch.bool, device="cuda")
+        own_pages[taken.flatten()] = used.unflatten(1, (-1, page)).flatten(0, 1)
+        for own, each in zip(pools, whole, strict=True):
+            own.copy_(each.masked_fill(~own_pages[:, :, None, None], torch.nan))
+
+    unwritten(starts, lengths)
+    run = WAYS[way](call)
+    for step in range(3):
+        lengths.sub_(step)
+        if hidden == "starts":
+            starts.copy_(torch.tensor([0, 37 + step, 130, 300], device="cuda"))
+        freed = (lengths - rows - 200).clamp(min=0) // page * page if window else starts
+        unwritten(torch.maximum(freed, starts), lengths)
+        places, row = torch.arange(keys, device="cuda"), torch.arange(rows, device="cuda")[:, None]
+        seen = ((places >= starts[:, None]) & (places < lengths[:, None]))[:, None, None]
+        if "pages" in hidden:
+            own = (lengths - rows)[:, None, None, None] + row
+            seen = seen & (places <= own) & ((places > own - 201) if window else True)
+        want = torch_sdpa(q.float(), k.float(), v.float(), seen, enable_gqa=True)
+        want = want.masked_fill(~seen.any(-1, keepdim=True), 0.0)
+        torch.testing.assert_close(run().float(), want, atol=4e-3, rtol=4e-3)
+
+
+@pytest.mark.parametrize("masked", ["rewritten", "negated"])
+def test_cudagraph_trees_read_what_is_there(serve, masked) -> None:
+    """A mask made in the compiled region lies in the tree's own memory, and is rewritten by each replay."""
+    q, k, v = tensors()
+    places = torch.arange(256, device="cuda")
+    length, minus = torch.tensor([200], device="cuda"), torch.ones((), device="cuda", dtype=q.dtype)
+
+    def call(length, minus):
+        mask = torch.where(places < length, 0.0, -torch.inf).to(q.dtype).expand(2, 1, 1, 256)
+        return serve.sdpa(q * minus if masked == "negated" else q, k, v, mask)
+
+    compiled = torch.compile(call, mode="reduce-overhead")
+    for value in (200, 200, 100, 17, 256, 200):
+        length.fill_(value)
+        minus.mul_(-1)
+        torch.compiler.cudagraph_mark_step_begin()
+        own = q * minus if masked == "negated" else q
+        want = torch_sdpa(own, k, v, torch.where(places < value, 0.0, -torch.inf).to(q.dtype))
+        torch.testing.assert_close(compiled(length, minus), want, atol=4e-3, rtol=4e-3)

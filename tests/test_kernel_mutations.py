@@ -283,6 +283,8 @@ MUTATIONS_ASKED = {
         "Starts, (batch,), check_bounds=False), 0)",
         "Starts, (batch,), check_bounds=False), -9999999)",
     ),
+    "slots behind the length count": ("used = columns < keys.span.end", "used = columns >= 0"),
+    "slots before the start count": ("used & (columns >= keys.span.first_key)", "used"),
     "lengths one long": ("columns < span.end", "columns <= span.end"),
     "lengths of the first sequence": ("features.Lengths, (batch,)", "features.Lengths, (0,)"),
     "lengths beyond the keys": ("check_bounds=False), 0), seq_k)", "check_bounds=False), 0), 9999999)"),
@@ -348,7 +350,8 @@ MUTATIONS_PLACED = {
     ),
     "diagonal at the top": (" * const.PAGE) - seq_q", " * const.PAGE)"),
     "tables of the first sequence": ("(keys.batch, place)", "(0, place)"),
-    "a page where there are no keys": ("if const.PACKED or const.PAGE:", "if const.PACKED:"),
+    "pages behind the last key count": ("used = columns < keys.span.end", "used = columns >= 0"),
+    "a freed page counts": ("used & (columns >= keys.span.first_key)", "used"),
     "always the first page": ("page_at(keys, j // tiles)", "page_at(keys, 0)"),
     "pages beyond the last key": ("(keys.batch, ct.minimum(first + each, last))", "(keys.batch, first + each)"),
     "pages beyond the last key, one by one": ("page_at(keys, min(first + n, last))", "page_at(keys, first + n)"),
@@ -360,10 +363,6 @@ MUTATIONS_PLACED = {
     "a tile's pages in the same place": ("ct.where(each == n,", "ct.where(each <= n,"),
     "every tile's first pages": ("first, last = j * pages,", "first, last = 0 * pages,"),
     "tiles of pages as of one": ("first, last = j * pages,", "first, last = j,"),
-    "gathered tables are trusted": (
-        "ct.minimum(ct.maximum(found, 0), keys.K.shape[0] - 1).astype(ct.int32), 0",
-        "found, 0",
-    ),
     "pages of another head": ("ct.Slice(head, 1)", "ct.Slice(0, 1)"),
     "a page's first keys again": ("j // tiles), j % tiles", "j // tiles), 0"),
     "pages as long as a tile": ("const.PAGE // const.TILE_N", "1"),
@@ -644,16 +643,16 @@ def battery_placed(kernel):
         (paged.replace(causal=False), {}, lengths | {"Table": table}),
     ):
         check(problem, schedule_for(problem, forced=True, **one | knobs), kernel=kernel, more=more, sm_count=1)
-    thin = paged.replace(page=16, kv_heads=2)
-    q, k, v = make_inputs(thin)
-    # Beyond the last key the table names what is taken for the last page, in which nothing is finite.
-    table = np.full((3, 12), 2**31 - 1, np.int32)
-    table[0, :7], table[2, 0] = [4, 30, 9, 34, 2, 17, 3], 21
-    k[-1] = v[-1] = np.nan
+    thin = paged.replace(page=16, kv_heads=2, seq_k=176)  # the last tile is one page longer than the table
+    lengths = {"Lengths": np.array([176, 0, 3], np.int32)}
+    table = np.full((3, 11), 2**31 - 1, np.int32)
+    table[0], table[2, 0] = [4, 30, 9, 32, 2, 17, 3, 0, 8, 12, 25], 21
     for lookup in ("gather", "scalar"):
         schedule = schedule_for(thin, forced=True, **one, page_lookup=lookup)
-        check(thin, schedule, (q, k, v), kernel=kernel, more=lengths | {"Table": table}, sm_count=1)
-        late = thin.replace(seq_q=64, window=20, batch=1)  # keys from 83 on: the tile's first page lies before them
+        check(thin, schedule, kernel=kernel, more=lengths | {"Table": table}, sm_count=1)
+        late = thin.replace(
+            seq_q=64, seq_k=192, window=20, batch=1
+        )  # keys from 83 on: the tile's first page lies before them
         before = {
             "Lengths": np.array([166], np.int32),
             "Table": np.array([[-1] * 5 + [5, 6, 7, 8, 9, 10, -1]], np.int32),

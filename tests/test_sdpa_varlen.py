@@ -60,13 +60,18 @@ def one_by_one(q, k, v, rows, keys, *, causal=False, **more):
 
 
 def pages_of(lengths, page, *, most, seed=3, dtype=torch.float16):
-    """Pools of pages in disorder, filled beyond each sequence's keys; the table, and keys and values laid side by side."""
+    """Pools of pages in disorder, NaN where no sequence has keys; the table, and keys and values laid side by side."""
     generator = torch.Generator().manual_seed(seed)
     count = len(lengths) * most + 3
     k = torch.randn((count, page, 2, 16), generator=generator).to(dtype)
     v = torch.randn((count, page, 2, 32), generator=generator).to(dtype)
     table = torch.randperm(count, generator=generator)[: len(lengths) * most].reshape(len(lengths), most)
     dense = [[pool[table[b]].flatten(0, 1)[:length] for pool in (k, v)] for b, length in enumerate(lengths)]
+    used = torch.zeros(count, page, dtype=torch.bool)
+    for b, length in enumerate(lengths):
+        places = torch.arange(length)
+        used[table[b, places // page], places % page] = True
+    k, v = (each.masked_fill(~used[:, :, None, None], math.nan) for each in (k, v))
     wild = table.clone()
     for b, length in enumerate(lengths):  # what no sequence has keys for may be anything
         wild[b, -(-length // page) :] = torch.tensor([-1, 10**6])[b % 2]

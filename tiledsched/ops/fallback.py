@@ -133,6 +133,9 @@ def attend_visible(
         scale: softmax scale or None.
         features: of which softcap and sinks are read.
     """
+    if visible is not None:  # a key that no row sees may hold anything, and 0 times NaN is NaN
+        unseen = ~visible.any(dim=-2)[..., None]
+        k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
     if k.ndim > 2 and q.shape[-3] != k.shape[-3] > 1 and heads_grouped(q, k, k):
         k, v = (each.repeat_interleave(q.shape[-3] // each.shape[-3], dim=-3) for each in (k, v))
     scores = (q @ k.transpose(-2, -1)).float() * (1 / math.sqrt(max(1, q.shape[-1])) if scale is None else scale)

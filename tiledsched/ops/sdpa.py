@@ -80,8 +80,8 @@ def sdpa(
         softcap: each scaled score becomes softcap * tanh(score / softcap), before masks; 0 or None for none.
         sinks: `[heads]`, a logit more in each row's denominator and log-sum-exp, without a value; rounded to q's dtype.
         key_starts, key_lengths: `[batch]` integers: row b sees keys key_starts[b] to key_lengths[b] - 1 only, as if a mask hid
-            the others, for batches padded on the left or right. Rows that see no key give zeros. What lies in hidden keys and
-            values must be finite.
+            the others, for batches padded on the left or right. Rows that see no key give zeros. Hidden keys and values may
+            hold anything, NaN included.
 
     Returns:
         `[batch, heads, seq_q, value_dim]`, of q's dtype and order of axes in memory; with `return_lse` a pair. What the

@@ -122,7 +122,7 @@ def sdpa_paged(
         block_table: `[batch, most pages of a sequence]` integers: which pages hold a sequence's keys, in order. What it says
             beyond a sequence's keys does not matter.
         key_lengths: `[batch]` integers: keys of each sequence (FlashAttention's cache_seqlens). What a page holds beyond them
-            must be finite.
+            does not matter.
         causal: True or "bottom_right": the last row of a sequence sees its last key; False: every row sees all keys.
         scale, window, softcap, sinks: as for `sdpa`.
         return_lse: return the log-sum-exp, too: float32 `[batch, heads, seq_q]`.

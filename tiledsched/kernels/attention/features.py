@@ -52,6 +52,8 @@ class Span:
     """Number of steps from `first` on in which some row does not see some early key."""
     start: Any
     """The first key of the sequence that counts."""
+    first_key: Any
+    """The first key that the first row sees."""
     end: Any
     """The first key of the sequence that does not count any more."""
     window: Any
@@ -79,7 +81,7 @@ def narrowed(place, batch, offset, K, features, const):
     if const.LENGTHS:
         end = last_key(batch, seq_k, features)
     first_masked, steps = steps_of(place, offset, end, const)
-    first, left = 0, 0
+    first, left, first_key = 0, 0, start
     window = features.window + features.window_right if const.WINDOW_RIGHT else features.window
     if const.WINDOW or const.STARTS:
         block_rows, step_n = rows_of_work(const), const.TILE_N * const.KV_SUBTILES
@@ -93,9 +95,9 @@ def narrowed(place, batch, offset, K, features, const):
         left = ct.cdiv(last_first_key, step_n) - first
         first_masked = max(first_masked - first, 0)
     steps = max(steps - first, 1)  # one at least: QK_AHEAD makes its scores
-    if const.PACKED or const.PAGE:  # none where there are no keys, and so no tile to load, or another's page
+    if const.PACKED:  # none where there are no keys, and so no tile to load
         steps = min(steps, ct.cdiv(end, const.TILE_N * const.KV_SUBTILES))
-    return first_masked, steps, Span(first, left, start, end, window, features.cap_scale, features.Table)
+    return first_masked, steps, Span(first, left, start, first_key, end, window, features.cap_scale, features.Table)
 
 
 def last_key(batch, seq_k, features):
@@ -124,6 +126,18 @@ def seen(columns, rows, keys, const):
     if const.STARTS:
         visible = visible & (columns >= span.start)
     return visible
+
+
+def used_values(values, keys, j, const):
+    """The parts of value tile `j`, `[TILE_N, columns]` each, with zeros for keys outside the sequence or before all windows.
+
+    The probability of such a key is 0, but its slot may hold anything, and 0 times NaN is NaN.
+    """
+    columns = j * const.TILE_N + ct.arange(const.TILE_N, dtype=ct.int32)[:, None]
+    used = columns < keys.span.end
+    if const.WINDOW or const.STARTS:
+        used = used & (columns >= keys.span.first_key)
+    return tuple(ct.where(used, part, ct.full(part.shape, 0.0, dtype=part.dtype)) for part in ct.static_iter(values))
 
 
 def capped(scores, keys, const):

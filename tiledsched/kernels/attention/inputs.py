@@ -59,6 +59,10 @@ def adversarial_case(xp: Any, rng: Any, p: Problem, reference: Callable[[dict[st
     if p.sinks:  # of much weight and of little, in turn
         logits = xp.where(xp.arange(p.heads) % 2 == 0, LARGEST_SINK, -LARGEST_SINK)
         inputs["Sinks"] = to_storage(xp, logits.astype(numpy.float32), p.dtype)
+    unused = unused_slots(xp, p, given)
+    if unused is not None:
+        nan = to_storage(xp, xp.full((), xp.nan, numpy.float32), p.dtype)
+        inputs |= {name: xp.where(unused[:, None, :, None], nan, inputs[name]) for name in "KV"}
     if p.page:
         inputs |= {name: in_pages(xp, inputs[name], given["Table"], p.page) for name in "KV"}
     inputs |= {name: to_storage(xp, xp.asarray(array), "int32") for name, array in given.items()}
@@ -96,6 +100,18 @@ def places(rng: Any, p: Problem, *, uneven: bool = False) -> dict[str, Any]:
     if p.page:
         found["Table"] = own.permutation(p.key_entries).reshape(p.sequences, p.pages)
     return found
+
+
+def unused_slots(xp: Any, p: Problem, given: dict[str, Any]) -> Any:
+    """`[sequences, seq_k]`, bool: the slots of keys before a sequence's start or behind its length; None where there can be none.
+
+    Serving engines leave such slots unwritten.
+    """
+    if not (p.starts or p.lengths):
+        return None
+    columns = xp.arange(p.seq_k)[None]
+    first, end = (xp.asarray(given.get(name, default)) for name, default in (("Starts", 0), ("Lengths", p.seq_k)))
+    return (columns < first.reshape(-1, 1)) | (columns >= end.reshape(-1, 1))
 
 
 def offsets(rng: numpy.random.Generator, total: int, sequences: int, *, uneven: bool, first: int = 0) -> numpy.ndarray:

@@ -77,22 +77,23 @@ def attention_and_lse(
         for h in range(heads):
             keys = k[b, h // group].astype(dtype)
             values = v[b, h // group].astype(dtype)
+            columns = xp.arange(seq_k)
+            used = (columns >= (0 if starts is None else int(starts[b]))) & (
+                columns < (seq_k if lengths is None else int(lengths[b]))
+            )
+            values = xp.where(used[:, None], values, 0.0)  # an unused slot may hold anything
             for start in range(0, seq_q, ROWS_PER_CHUNK):
                 rows = slice(start, min(start + ROWS_PER_CHUNK, seq_q))
                 scores = (q[b, h, rows].astype(dtype) @ keys.T) * scale
                 if cap:
                     scores = cap * xp.tanh(scores / cap)
-                columns = xp.arange(seq_k)[None, :]
+                scores = xp.where(used, scores, -xp.inf)
                 if causal:
                     last = xp.arange(rows.start, rows.stop)[:, None] + offset
                     visible = columns <= last + window_right
                     if window:
                         visible &= columns > last - window
                     scores = xp.where(visible, scores, -xp.inf)
-                if starts is not None:
-                    scores = xp.where(columns >= int(starts[b]), scores, -xp.inf)
-                if lengths is not None:
-                    scores = xp.where(columns < int(lengths[b]), scores, -xp.inf)
                 largest = scores.max(axis=-1, keepdims=True)
                 if sinks is not None:
                     largest = xp.maximum(largest, sinks[h].astype(dtype))

@@ -23,7 +23,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tiledsched.kernels.attention.features import capped, narrowed, rows_see_nothing, seen, unmasked_turns
+from tiledsched.kernels.attention.features import capped, narrowed, rows_see_nothing, seen, unmasked_turns, used_values
 from tiledsched.kernels.attention.packed import (
     is_filled,
     offset_in_pages,
@@ -589,6 +589,11 @@ def fold(rows, keys, i, chains, scores, MASKED, scale_log2, const):
         for s in ct.static_iter(range(const.Q_SUBTILES))
     )
     values = tuple(load_values(keys, i, t, const) for t in ct.static_iter(range(const.KV_SUBTILES)))
+    if (const.STARTS or const.LENGTHS) and (MASKED or const.FLAT_STEPS):
+        values = tuple(
+            used_values(values[t], keys, key_tile(keys, i, t, const), const)
+            for t in ct.static_iter(range(const.KV_SUBTILES))
+        )
     return tuple(accumulate(chain, p, values, const) for chain, p in ct.static_iter(halves))
 
 
