@@ -41,7 +41,8 @@ mkdir driver
 printf '#!/bin/sh\n' > driver/nvidia-smi
 chmod +x driver/nvidia-smi
 PATH="$work/driver:$PATH"
-problem="--space small.toml -p B=1,H=2,S=256,D=64 --trials 2"
+problem="softmax -p rows=64,columns=1024 --candidates one.json"
+echo '[{"num_worker_warps": 8}]' > one.json
 ! tiledsched tune --arch sm_121 $problem 2> said.txt
 grep -F "run: pip install 'tiledsched[gpu] @ file://" said.txt
 export PYTHONPATH="$OLDPWD/tests/fake_gb10"
