@@ -416,5 +416,5 @@ def test_cudagraph_trees_read_what_is_there(serve, masked) -> None:
         minus.mul_(-1)
         torch.compiler.cudagraph_mark_step_begin()
         own = q * minus if masked == "negated" else q
-        want = torch_sdpa(own, k, v, torch.where(places < value, 0.0, -torch.inf).to(q.dtype))
+        want = torch_sdpa(own, k, v, torch.where(places[None] < value, 0.0, -torch.inf).to(q.dtype))
         torch.testing.assert_close(compiled(length, minus), want, atol=4e-3, rtol=4e-3)

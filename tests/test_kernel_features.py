@@ -77,6 +77,8 @@ def test_every_structure(features, knobs):
 
     In one of the sizes: each structure and each question meets all four.
     """
+    if {"starts", "lengths"} & set(features) and {"qk_ahead", "flat_steps"} & set(knobs):
+        pytest.skip("not for sequences that may have no keys")
     turn = (STRUCTURES.index(knobs) + FEATURES.index(features)) % len(SIZES)
     seq_q, seq_k, alignment = SIZES[turn]
     kv_heads = (1, 2, 1, 1)[turn]
@@ -101,7 +103,7 @@ def test_every_structure(features, knobs):
         {},
         {"loop_split": True},
         {"q_subtiles": 2},
-        {"persistent": "strided", "flat_steps": 1},
+        {"persistent": "strided", "store_late": True, "unroll": 2},
         {"kv_splits": 2, "tma_loads": False},
     ],
     ids=str,

@@ -123,7 +123,7 @@ MUTATIONS = {
 MUTATIONS_ELSEWHERE = {
     "bottom-right mask off by one": ("return last + offset if", "return last + offset + 1 if"),
     "bottom-right mask at the top left": (
-        "return last + offset if const.BOTTOM_RIGHT or const.WINDOW_RIGHT else last",
+        "return last + offset if const.BOTTOM_RIGHT or const.WINDOW_RIGHT or const.STARTS else last",
         "return last",
     ),
     "bottom-right offset the wrong way": (
@@ -254,7 +254,7 @@ MUTATIONS_ASKED = {
     "window one key long": ("columns > rows - span.window", "columns >= rows - span.window"),
     "no window": ("visible = visible & (columns > rows", "visible = visible | (columns > rows"),
     "no causal mask in a window": ("visible = visible & (columns <= rows)", "visible = visible"),
-    "first step of the window late": ("offset + 1 - window, first_key)", "offset + 33 - window, first_key)"),
+    "first step of the window late": ("offset + 1 - window, 0)", "offset + 33 - window, 0)"),
     "early keys of the last row unmasked": (
         "(place + 1) * block_rows + offset - window",
         "place * block_rows + offset - window",
@@ -262,36 +262,39 @@ MUTATIONS_ASKED = {
     "early keys unmasked": ("left = ct.cdiv(last_first_key, step_n) - first", "left = 0"),
     "no keys after a row's own": ("    if const.WINDOW_RIGHT:\n", "    if False:\n"),
     "no row knows of keys after its own": (
-        "if const.BOTTOM_RIGHT or const.WINDOW_RIGHT else",
-        "if const.BOTTOM_RIGHT else",
+        "if const.BOTTOM_RIGHT or const.WINDOW_RIGHT or const.STARTS else",
+        "if const.BOTTOM_RIGHT or const.STARTS else",
     ),
-    "steps end at a row's own key": ("(const.BOTTOM_RIGHT or const.WINDOW_RIGHT)", "const.BOTTOM_RIGHT"),
+    "steps end at a row's own key": (
+        "(const.BOTTOM_RIGHT or const.WINDOW_RIGHT or const.STARTS)",
+        "(const.BOTTOM_RIGHT or const.STARTS)",
+    ),
     "both sides of a window as one": ("features.window + features.window_right if const", "features.window if const"),
     "steps counted from all keys": ("steps = max(steps - first, 1)", "steps = max(steps, 1)"),
     "late keys unmasked": ("first_masked = max(first_masked - first, 0)", "first_masked = first_masked"),
     "the first step forgotten": ("i = i + keys.span.first", "i = i"),
     "half a turn skipped": (" // step_n // turn * turn", " // step_n"),
-    "no step where nothing is seen": ("steps = max(steps - first, 1)", "steps = steps - first"),
     "the window beyond the keys": ("min(first_key, most) //", "first_key //"),
     "early turns unmasked": ("ct.cdiv(keys.span.left, const.UNROLL) *", "keys.span.left // const.UNROLL *"),
     "backward ends exchanged": ("keys.steps - last, keys.steps - left", "keys.steps - left, keys.steps - last"),
     "a share's first boundary": ("min(max(boundary, begin), end), ", "min(boundary, end), "),
     "a share's second boundary": (", min(max(second, begin), end)", ", max(second, begin)"),
-    "starts one late": ("columns >= span.start", "columns > span.start"),
+    "starts one late": ("start, stop=end), V", "start + 1, stop=end), V"),
+    "values behind the length count": (
+        "V.slice(axis=2, start=start, stop=end)",
+        "V.slice(axis=2, start=start, stop=V.shape[2])",
+    ),
+    "the diagonal stays where it was": (", offset - start", ", offset"),
     "starts of the first sequence": ("features.Starts, (batch,)", "features.Starts, (0,)"),
     "starts below zero": (
         "Starts, (batch,), check_bounds=False), 0)",
         "Starts, (batch,), check_bounds=False), -9999999)",
     ),
-    "slots behind the length count": ("used = columns < keys.span.end", "used = columns >= 0"),
-    "slots before the start count": ("used & (columns >= keys.span.first_key)", "used"),
     "lengths one long": ("columns < span.end", "columns <= span.end"),
     "lengths of the first sequence": ("features.Lengths, (batch,)", "features.Lengths, (0,)"),
     "lengths beyond the keys": ("check_bounds=False), 0), seq_k)", "check_bounds=False), 0), 9999999)"),
-    "keys behind the length unmasked": ("steps_of(place, offset, end, const)", "steps_of(place, offset, seq_k, const)"),
     "nothing divided by nothing": ("if rows_see_nothing(const):  # rows", "if const.BOTTOM_RIGHT:  # rows"),
     "remembers what saw nothing": ("if rows_see_nothing(const):  # a row", "if const.BOTTOM_RIGHT:  # a row"),
-    "even keys unmasked": ("or not const.EVEN or const.STARTS", "or not const.EVEN"),
     "flat early steps unmasked": ("masked | (i < keys.span.left)", "masked"),
     "scores not capped": ("    if const.SOFTCAP:\n", "    if False:\n"),
     "half the cap": ("1.0 - ct.truediv(2.0, power + 1.0", "1.0 - ct.truediv(1.0, power + 1.0"),
@@ -350,6 +353,7 @@ MUTATIONS_PLACED = {
     ),
     "diagonal at the top": (" * const.PAGE) - seq_q", " * const.PAGE)"),
     "tables of the first sequence": ("(keys.batch, place)", "(0, place)"),
+    "keys behind the length unmasked": ("steps_of(place, offset, end, const)", "steps_of(place, offset, seq_k, const)"),
     "pages behind the last key count": ("used = columns < keys.span.end", "used = columns >= 0"),
     "a freed page counts": ("used & (columns >= keys.span.first_key)", "used"),
     "always the first page": ("page_at(keys, j // tiles)", "page_at(keys, 0)"),
@@ -366,7 +370,6 @@ MUTATIONS_PLACED = {
     "pages of another head": ("ct.Slice(head, 1)", "ct.Slice(0, 1)"),
     "a page's first keys again": ("j // tiles), j % tiles", "j // tiles), 0"),
     "pages as long as a tile": ("const.PAGE // const.TILE_N", "1"),
-    "tables are trusted": ("min(max(page, 0), keys.K.shape[0] - 1)", "page"),
     "keys of pages not transposed": ("k = ct.permute(k, (1, 0))", "k = k.reshape((width, const.TILE_N))"),
     "the last tile of a page for all": (
         "return min(j, max(ct.cdiv(keys.span.end, const.TILE_N) - 1, 0))",
@@ -561,10 +564,10 @@ def battery_asked(kernel):
         (window.replace(seq_q=300, seq_k=64), {"loop_split": True, "check_bounds": True}, {}),
         (both, {}, wild),
         (small.replace(sinks=True), {"pack_gqa": True}, {}),
-        (both.replace(causal=False), {"qk_ahead": True, "loop_split": True}, {}),
+        (both.replace(causal=False), {"loop_split": True}, {}),
         (window.replace(window_right=70), {"loop_split": True}, {}),
         (capped, {}, {"inputs": (4 * q, 4 * k, v), "cap": 2.0}),
-        (both, flat, {}),
+        (both, {"persistent": "strided"}, {}),
         (small.replace(sinks=True), {}, {"more": {"Sinks": np.array([9, -9], np.float16)}}),
         (both.replace(causal=False), split, {}),
         (several.replace(starts=True, causal=False, seq_k=128), {}, {}),
@@ -580,11 +583,12 @@ def battery_asked(kernel):
         (capped, {"loop_split": True}, {}),
         (window.replace(window=100), {"loop_split": True, "tile_n": 64}, {}),
         (window.replace(seq_k=90), {"qk_ahead": True}, {}),
+        (window.replace(seq_q=300, seq_k=64), flat, {}),
         (window.replace(seq_k=256, seq_q=256), in_turns | {"loop_split": True}, {}),
         (window.replace(window=150), split, {}),
         (several.replace(starts=True), split, {}),
         (both, {"loop_split": True}, {}),
-        (both, flat, wild),
+        (both, {"persistent": "strided"}, wild),
     ):
         schedule = schedule_for(problem, forced=True, **{"tile_m": 64, "tile_n": 32} | knobs)
         check(problem, schedule, kernel=kernel, sm_count=1, **more)
@@ -640,7 +644,7 @@ def battery_placed(kernel):
         (packed.replace(alignment="bottom_right"), {"loop_split": True, "persistent": "strided"}, own),
         (packed.replace(causal=False), {"kv_splits": 2, "tma_loads": False}, own),
         (paged, {}, lengths | {"Table": table}),
-        (paged.replace(causal=False), {}, lengths | {"Table": table}),
+        (paged.replace(causal=False), {"loop_split": True}, lengths | {"Table": table}),
     ):
         check(problem, schedule_for(problem, forced=True, **one | knobs), kernel=kernel, more=more, sm_count=1)
     thin = paged.replace(page=16, kv_heads=2, seq_k=176)  # the last tile is one page longer than the table

@@ -208,7 +208,7 @@ class Attention(Kernel):
             "TILE_D": tile_d,
             "GROUP": p.group,
             "CAUSAL": causal,
-            "EVEN": p.seq_k % step_n == 0 and not p.lengths and not p.packed,
+            "EVEN": p.seq_k % step_n == 0 and not (p.starts or p.lengths or p.packed),
             "FP16_ACCUM": s["accum_mode"] == "fp16",
             "LATENCY_K": s.number("latency_k"),
             "LATENCY_V": s.number("latency_v"),

@@ -2,7 +2,8 @@
 
 Only the kernels `attention_features*` and `attention_varlen*` know them, so that a feature that a problem does without leaves no
 trace in its machine code. A window and a sequence's own first and last key bound the loop over the keys: key tiles that no row of
-a work tile sees are not loaded.
+a work tile sees are not loaded. The keys of a padded batch are slices of the arrays: beyond their ends zeros are read, whatever
+lies there.
 """
 
 # Tile code is typed by cuTile, not by Python.
@@ -50,10 +51,8 @@ class Span:
     """The first step over all keys that the loop takes."""
     left: Any
     """Number of steps from `first` on in which some row does not see some early key."""
-    start: Any
-    """The first key of the sequence that counts."""
     first_key: Any
-    """The first key that the first row sees."""
+    """The first key that the first row may see."""
     end: Any
     """The first key of the sequence that does not count any more."""
     window: Any
@@ -69,35 +68,44 @@ def rows_see_nothing(const):
     return const.BOTTOM_RIGHT or const.WINDOW or const.STARTS or const.LENGTHS or const.PACKED
 
 
+def own_keys(K, V, batch, offset, features, const):
+    """(keys, values, offset) of one sequence of a padded batch, as slices. `offset` counts from its first key."""
+    start, end = 0, K.shape[2]
+    if const.STARTS:
+        start = min(max(ct.gather(features.Starts, (batch,), check_bounds=False), 0), end)
+    if const.LENGTHS:
+        end = max(last_key(batch, end, features), start)
+    return K.slice(axis=2, start=start, stop=end), V.slice(axis=2, start=start, stop=end), offset - start
+
+
 def narrowed(place, batch, offset, K, features, const):
     """(first masked step, steps, span) of a work tile: the steps over the keys it sees, counted from the span's first step."""
     seq_k = features.Table.shape[1] * const.PAGE if const.PAGE else K.shape[2]
     if not (const.WINDOW or const.WINDOW_RIGHT or const.SOFTCAP or const.STARTS or const.LENGTHS or const.PACKED):
         first_masked, steps = steps_of(place, offset, seq_k, const)
         return first_masked, steps, None
-    start, end = 0, seq_k
-    if const.STARTS:
-        start = min(max(ct.gather(features.Starts, (batch,), check_bounds=False), 0), seq_k)
-    if const.LENGTHS:
-        end = last_key(batch, seq_k, features)
+    end = last_key(batch, seq_k, features) if const.PAGE else seq_k
     first_masked, steps = steps_of(place, offset, end, const)
-    first, left, first_key = 0, 0, start
+    first, left, first_key = 0, 0, 0
     window = features.window + features.window_right if const.WINDOW_RIGHT else features.window
-    if const.WINDOW or const.STARTS:
+    if const.WINDOW:
         block_rows, step_n = rows_of_work(const), const.TILE_N * const.KV_SUBTILES
-        first_key, last_first_key = start, start  # of the first row, and of the last
-        if const.WINDOW:
-            first_key = max(place * block_rows + offset + 1 - window, first_key)
-            last_first_key = max((place + 1) * block_rows + offset - window, last_first_key)
-        most = max(seq_k - 1, 0) if const.PACKED else seq_k - 1
+        first_key = max(place * block_rows + offset + 1 - window, 0)  # of the first row, and of the last
+        last_first_key = max((place + 1) * block_rows + offset - window, 0)
+        most = max(seq_k - 1, 0) if may_be_empty(const) else seq_k - 1
         turn = max(const.UNROLL, const.FLAT_STEPS)  # whole turns, which end where the array does if they divide it
         first = min(first_key, most) // step_n // turn * turn
         left = ct.cdiv(last_first_key, step_n) - first
         first_masked = max(first_masked - first, 0)
     steps = max(steps - first, 1)  # one at least: QK_AHEAD makes its scores
-    if const.PACKED:  # none where there are no keys, and so no tile to load
+    if may_be_empty(const):  # none where there are no keys, and so no tile to load
         steps = min(steps, ct.cdiv(end, const.TILE_N * const.KV_SUBTILES))
-    return first_masked, steps, Span(first, left, start, first_key, end, window, features.cap_scale, features.Table)
+    return first_masked, steps, Span(first, left, first_key, end, window, features.cap_scale, features.Table)
+
+
+def may_be_empty(const):
+    """Whether a sequence may have no keys, in arrays of any size."""
+    return const.PACKED or const.STARTS or const.LENGTHS
 
 
 def last_key(batch, seq_k, features):
@@ -123,19 +131,17 @@ def seen(columns, rows, keys, const):
         visible = visible & (columns <= rows)
     if const.WINDOW:
         visible = visible & (columns > rows - span.window)
-    if const.STARTS:
-        visible = visible & (columns >= span.start)
     return visible
 
 
 def used_values(values, keys, j, const):
-    """The parts of value tile `j`, `[TILE_N, columns]` each, with zeros for keys outside the sequence or before all windows.
+    """The parts of value tile `j`, `[TILE_N, columns]` each, with zeros for slots behind the sequence or before all windows.
 
     The probability of such a key is 0, but its slot may hold anything, and 0 times NaN is NaN.
     """
     columns = j * const.TILE_N + ct.arange(const.TILE_N, dtype=ct.int32)[:, None]
     used = columns < keys.span.end
-    if const.WINDOW or const.STARTS:
+    if const.WINDOW:
         used = used & (columns >= keys.span.first_key)
     return tuple(ct.where(used, part, ct.full(part.shape, 0.0, dtype=part.dtype)) for part in ct.static_iter(values))
 

@@ -111,7 +111,7 @@ def one_step(queries, rows, keys, i, first_masked, chain, scale_log2, const):
     scores = products((queries,), keys, i, const)
     if const.LOOP_SPLIT:
         masked = i >= first_masked
-        if const.WINDOW or const.STARTS:
+        if const.WINDOW:
             masked = masked | (i < keys.span.left)
         if masked:
             scores = (

@@ -78,13 +78,13 @@ def rows_of(tile, offset, const):
     else:
         rows = const.TILE_M // const.PACK
         last = tile * rows + ct.arange(const.TILE_M, dtype=ct.int32)[:, None] % rows
-    return last + offset if const.BOTTOM_RIGHT or const.WINDOW_RIGHT else last
+    return last + offset if const.BOTTOM_RIGHT or const.WINDOW_RIGHT or const.STARTS else last
 
 
 def steps_of(place, offset, seq_k, const):
     """(first masked step, steps) of a work tile: rows see all keys of the steps before the first, and no keys after the last."""
     block_rows, step_n = rows_of_work(const), const.TILE_N * const.KV_SUBTILES
-    if const.CAUSAL and (const.BOTTOM_RIGHT or const.WINDOW_RIGHT):
+    if const.CAUSAL and (const.BOTTOM_RIGHT or const.WINDOW_RIGHT or const.STARTS):
         first_masked = min(max(place * block_rows + offset, 0), seq_k) // step_n
         steps = ct.cdiv(min(max((place + 1) * block_rows + offset, 0), seq_k), step_n)
         steps = max(steps, 1)  # one at least: QK_AHEAD makes its scores

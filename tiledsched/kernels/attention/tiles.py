@@ -23,7 +23,15 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tiledsched.kernels.attention.features import capped, narrowed, rows_see_nothing, seen, unmasked_turns, used_values
+from tiledsched.kernels.attention.features import (
+    capped,
+    narrowed,
+    own_keys,
+    rows_see_nothing,
+    seen,
+    unmasked_turns,
+    used_values,
+)
 from tiledsched.kernels.attention.packed import (
     is_filled,
     offset_in_pages,
@@ -280,6 +288,8 @@ def loop_over_keys(Q, K, V, scale_log2, place, head, batch, split, features, con
         offset = offset_in_pages(batch, seq_q, features, const)
     if const.WINDOW_RIGHT:
         offset = offset + features.window_right
+    if (const.STARTS or const.LENGTHS) and not const.PAGE:
+        K, V, offset = own_keys(K, V, batch, offset, features, const)
     tiles = tuple(query_tile(place, s, seq_q, const) for s in ct.static_iter(range(const.Q_SUBTILES)))
     rows = tuple(rows_of(tile, offset, const) for tile in ct.static_iter(tiles))
     queries = tuple(load_queries(Q, (entry, head, tile), const) for tile in ct.static_iter(tiles))
@@ -452,7 +462,7 @@ def main_loop(queries, rows, keys, chains, first_masked, scale_log2, const):
     if const.QK_AHEAD:  # the last step has no next step, and is taken after the loops
         end = end - 1
         scores = products(queries, keys, begin, const)
-    if const.LOOP_SPLIT and (const.WINDOW or const.STARTS):  # masks at both ends
+    if const.LOOP_SPLIT and const.WINDOW:  # masks at both ends
         boundary, second = unmasked_turns(keys, first_masked, begin, end, const)
         for i in range(begin, boundary, const.UNROLL):
             chains, scores = turn(queries, rows, keys, i, chains, scores, True, scale_log2, const)
@@ -502,7 +512,7 @@ def key_tile(keys, i, t, const):
         i = keys.steps - 1 - i
     elif const.KV_DIRECTION >= SAWTOOTH:
         i = i + keys.odd * (keys.steps - 1 - 2 * i)
-    if const.WINDOW or const.STARTS:
+    if const.WINDOW:
         i = i + keys.span.first
     return i if const.KV_SUBTILES == 1 else i * const.KV_SUBTILES + t
 
@@ -589,7 +599,7 @@ def fold(rows, keys, i, chains, scores, MASKED, scale_log2, const):
         for s in ct.static_iter(range(const.Q_SUBTILES))
     )
     values = tuple(load_values(keys, i, t, const) for t in ct.static_iter(range(const.KV_SUBTILES)))
-    if (const.STARTS or const.LENGTHS) and (MASKED or const.FLAT_STEPS):
+    if const.PAGE and MASKED:
         values = tuple(
             used_values(values[t], keys, key_tile(keys, i, t, const), const)
             for t in ct.static_iter(range(const.KV_SUBTILES))
@@ -639,7 +649,7 @@ def add_rows(row_sum, p):
 
 def mask(scores, rows, keys, j, MASKED, const):
     """The scores of key tile `j`, with minus infinity where a row does not see a key."""
-    if MASKED and (const.CAUSAL or not const.EVEN or const.STARTS):
+    if MASKED and (const.CAUSAL or not const.EVEN):
         columns = j * const.TILE_N + ct.arange(const.TILE_N, dtype=ct.int32)[None, :]
         if const.WINDOW or const.STARTS or const.LENGTHS:
             visible = seen(columns, rows, keys, const)
