@@ -5,34 +5,39 @@ BIN := $(VENV)/bin
 # Of the GPU here, or else sm_121; e.g. make tune ARCH=h200
 ARCH ?=
 TUNE_ARGS ?= -p B=16,H=32,S=1024,D=64 -p B=4,H=32,S=4096,D=64
+comma := ,
+# Where there is an NVIDIA driver, what measures is installed, too.
+DRIVER := $(wildcard /proc/driver/nvidia/version)$(shell command -v nvidia-smi 2>/dev/null)
+EXTRAS := $(if $(DRIVER),gpu$(comma))report
+READY := $(VENV)/.$(if $(DRIVER),gpu,tune)-ready
 
 # Else each of the hundreds of processes that tests start compiles the package's sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: tune test newest lint docs wheel release clean help
+.PHONY: tune test oldest lint docs wheel release clean help
 
 help:
 	@echo "make tune   set up, tune the GPU that is here (ARCH= names another) and draw report/ (TUNE_ARGS: $(TUNE_ARGS))"
 	@echo "make test   set up and run the tests"
-	@echo "make newest builds with the newest compiler that the package takes, beside the one it was set up with"
+	@echo "make oldest builds with the oldest compiler that the package takes, beside the one it was set up with"
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   the documentation as a site in site/"
 	@echo "make wheel  build the wheel and try it outside the checkout"
 	@echo "make release builds and checks what is published, and says how to publish it"
 	@echo "make clean  remove the virtual environment and build products"
 
-tune: $(VENV)/.tune-ready
+tune: $(READY)
 	$(BIN)/tiledsched tune $(if $(ARCH),--arch $(ARCH)) $(TUNE_ARGS) --report report
 
 test: $(VENV)/.test-ready
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 # Found before the one in the virtual environment.
-NEWEST := $(abspath $(VENV))/newest
-newest: $(VENV)/.test-ready
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(NEWEST) \
-	    $(foreach part,nvidia-cuda-tileiras nvidia-cuda-nvcc nvidia-nvvm,'$(part)>=13.5,<13.6')
-	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest --numprocesses auto --dist worksteal -m compiler tests/test_build.py tests/test_host_code.py tests/test_matmul.py tests/test_refresh.py
+OLDEST := $(abspath $(VENV))/oldest
+oldest: $(VENV)/.test-ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(OLDEST) \
+	    $(foreach part,nvidia-cuda-tileiras nvidia-cuda-nvcc nvidia-nvvm,'$(part)==13.4.*')
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest --numprocesses auto --dist worksteal -m compiler tests/test_build.py tests/test_host_code.py tests/test_matmul.py tests/test_refresh.py
 
 lint: $(VENV)/.test-ready
 	$(BIN)/ruff check .
@@ -55,13 +60,13 @@ $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "tiledsched needs Python 3.10 or newer; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.tune-ready: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[report]'
+$(READY): $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	@touch $@
 
 # torch is for the tests of `sdpa` and its fallback; the constraint picks a build that runs without a GPU. TileGym's
 # kernels are run by the interpreter's tests: without its dependencies, which ask for one older release of transformers.
-$(VENV)/.test-ready: $(VENV)/.tune-ready
+$(VENV)/.test-ready: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]' torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps tilegym==1.5.1
 	@touch $@

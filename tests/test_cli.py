@@ -15,6 +15,7 @@ from pathlib import Path
 import click
 import pytest
 
+from tiledsched.build import toolchain
 from tiledsched.cli import main, renamed
 from tiledsched.cli.app import ArchType, Group, Invocation
 from tiledsched.cli.commands import root
@@ -760,3 +761,33 @@ def test_the_log_goes_above_the_bars_and_is_silent_about_interrupted_cleanup(mon
     for error in (Ended(15), OSError("broken")):
         handler.emit(logging.makeLogRecord({"msg": "Exception during reset", "exc_info": (type(error), error, None)}))
     assert said.getvalue() == "waiting for GPU\nException during reset\nOSError: broken\n"
+
+
+def test_a_replay_tells_nothing_as_measured_and_keeps_nothing(tmp_path, monkeypatch, capsys) -> None:
+    """Nor does it need a compiler or a GPU: whoever wants to see a tune can see one."""
+    for name in ("DB", "CACHE"):
+        monkeypatch.setenv(f"TILEDSCHED_{name}", str(tmp_path / name))
+    monkeypatch.setattr(toolchain, "compiler_folder", lambda: None)
+    (file,) = map(str, (ROOT / "tuning_db/landscapes/rms_norm/held_out").iterdir())
+    words = ["tune", "--replay", file, "--trials", "6"]
+    assert main(words, devices=lambda: pytest.fail("a GPU is looked for")) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert told.startswith(
+        "Nothing was measured or stored: times are drawn from those that were recorded on NVIDIA H200. What is served "
+        "stays as it is. rows=12288 columns=6144 bfloat16 residual"
+    )
+    assert re.search(r" on replay of NVIDIA H200 .* us replayed, .* distinct programs, \d+ replayed, \d+ failed", told)
+    assert main([*words, "--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)["entries"]
+    assert {found for key, found in flattened(entry) if key == "provenance"} == {"replayed"}
+    assert {found for key, found in flattened(entry) if key == "runner"} == {"replay"}
+    assert not any(tmp_path.iterdir())
+    for more in (["--db", "x.db"], ["--report", "r"], ["--arch", "sm_90"], ["-p", "rows=8"], ["--suite", "models"]):
+        assert main([*words, *more]) == 2
+        assert "leave out -p, --suite, --arch, --db and --report" in capsys.readouterr().err
+
+
+def flattened(value):
+    """Every key of nested JSON, and what it holds."""
+    for key, found in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from flattened(found) if isinstance(found, dict | list) else [(key, found)]

@@ -45,9 +45,8 @@ def machine(parts, tmp_path):
         list_devices=list,
         version=lambda name: parts.get(name, ""),
         find_module=lambda name: None,
-        find_program=lambda name: None,
+        find_driver=lambda: None,
         free_bytes=lambda folder: 1 << 40,
-        driver_file=tmp_path / "no-driver",
     )
 
 
@@ -148,29 +147,27 @@ def test_cuda_home_is_pointed_out(machine, monkeypatch):
 
 
 def test_driver_without_nvml_binding(machine):
-    text = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Fri\nGCC version 12.3.0"
-    machine.driver_file.write_text(text)
+    machine.find_driver = lambda: "580.159.04"
     assert found(machine, "driver")[:2] == ("ok", "580.159.04")
     assert found(machine, "gpu")[::2] == ("missing", "pip install nvidia-ml-py")
     machine.find_module = importlib.util.find_spec
     assert found(machine, "gpu").status == ("broken" if importlib.util.find_spec("pynvml") else "missing")
 
 
-@pytest.mark.parametrize(
-    ("text", "program", "status"),
-    [
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Fri", None, "broken"),
-        ("nothing that can be read", None, "warn"),
-        ("", "/usr/bin/nvidia-smi", "warn"),
-        ("", None, "missing"),
-    ],
-)
-def test_driver(machine, text, program, status):
-    machine.find_program = lambda name: program
-    if text:
-        machine.driver_file.write_text(text)
+@pytest.mark.parametrize(("version", "status"), [("550.54.15", "broken"), ("", "warn"), (None, "missing")])
+def test_driver(machine, version, status):
+    machine.find_driver = lambda: version
     assert found(machine, "driver").status == status
     assert status == "warn" or "580" in found(dataclasses.replace(machine), "driver").remedy
+
+
+def test_a_gpu_that_tells_little(whole):
+    """One that shares the host's memory, of a driver that does not tell its version."""
+    whole.list_devices = lambda: [Device(name="NVIDIA GB10", arch="sm_121", sm_count=0)]
+    whole.find_driver = lambda: ""
+    assert found(whole, "gpu").detail == "NVIDIA GB10 (sm_121)"
+    assert found(whole, "driver").status == "warn"
+    assert works(whole, "measuring") == "on NVIDIA GB10 (sm_121)"
 
 
 def test_gpu_without_a_search_space(whole):

@@ -174,11 +174,12 @@ def test_pacing_is_calibrated_once_per_problem(make_runner):
         runner.probe(each)
     assert runner.gap_trials == ()
     batch = runner.sample(pair, rounds=2, regime="burst")[0]
-    (trial,) = runner.gap_trials
+    trial, longer = runner.gap_trials
     assert (trial.gap_ms, trial.median_us) == (pytest.approx(0.2), pytest.approx(100.0))  # the fastest, twice its time
+    assert longer.gap_ms == pytest.approx(0.4)
     assert (batch.conditions.gap_ms, batch.conditions.graph_launches) == (trial.gap_ms, 0)
     runner.sample(pair, rounds=2, regime="burst")
-    assert runner.gap_trials == (trial,)
+    assert runner.gap_trials == (trial, longer)
     given = make_runner(gap_ms=1.0)
     assert given.sample(pair, rounds=2, regime="burst")[0].conditions.gap_ms == 1.0
     assert given.gap_trials == ()

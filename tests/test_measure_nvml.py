@@ -94,6 +94,28 @@ def test_a_device_that_computes_nothing_is_left_out(binding):
     assert nvml.devices() == []
 
 
+@pytest.mark.parametrize(
+    ("answers", "text", "program", "version"),
+    [
+        ({}, "", None, "580.1"),
+        ({"nvmlDeviceGetCount": 0}, "", None, "580.1"),
+        ({"nvmlSystemGetDriverVersion": None}, "", None, ""),
+        ({"nvmlSystemGetDriverVersion": None}, "NVRM version: NVIDIA UNIX  550.54.15  Fri", None, "550.54.15"),
+        ({"nvmlInit": None}, "NVRM version: NVIDIA UNIX  550.54.15  Fri\nGCC version 12.3.0", None, "550.54.15"),
+        ({"nvmlInit": None}, "nothing that can be read", None, ""),
+        ({"nvmlInit": None}, "", "/usr/bin/nvidia-smi", ""),
+        ({"nvmlInit": None}, "", None, None),
+    ],
+)
+def test_the_driver(binding, monkeypatch, tmp_path, answers, text, program, version):
+    binding(**answers)
+    monkeypatch.setattr(nvml, "DRIVER_FILE", tmp_path / "version")
+    monkeypatch.setattr(nvml.shutil, "which", lambda name: program)
+    if text:
+        nvml.DRIVER_FILE.write_text(text)
+    assert nvml.driver_version() == version
+
+
 @pytest.mark.parametrize("answers", [{"nvmlInit": None}, {"nvmlDeviceGetCount": None}, {"nvmlDeviceGetCount": 0}])
 def test_no_driver(binding, answers):
     binding(**answers)
@@ -176,6 +198,10 @@ NOW = 1.7e9
         ([OURS], [], [ran(99999, 90)], (), ()),
         ([OURS, TRAINING], [], [ran(TRAINING, 90, after_s=-0.1)], (TRAINING,), ()),  # before the beginning
         ([OURS, TRAINING], None, None, (TRAINING,), None),  # not told whether it ran
+        ([OURS], [DESKTOP], None, (DESKTOP,), ()),  # nor is that of a desktop, which only draws
+        ([OURS, DESKTOP], [DESKTOP], None, (DESKTOP,), None),  # it computes, too
+        ([OURS, TRAINING], [DESKTOP], None, (DESKTOP, TRAINING), None),
+        ([OURS], [DESKTOP], [ran(99999, 90)], (DESKTOP,), ()),
         ([OURS], None, None, (), ()),
         ([TRAINING], [], [ran(TRAINING, 90)], (), ()),  # which of them is ours is not told: nothing is
         (None, None, None, (), ()),
@@ -241,6 +267,23 @@ def test_the_gpu_that_will_be_opened(binding, monkeypatch, visible, uuids, found
         nvmlDeviceGetHandleByIndex={0: "one", 1: "other"},
     )
     assert nvml.only_gpu() == (found and (found, "NVIDIA GB10"))
+
+
+@pytest.mark.parametrize(
+    ("answers", "name"),
+    [
+        ({}, "NVIDIA GB10"),
+        ({"nvmlDeviceGetMigMode": [(0, 1)]}, "NVIDIA GB10"),
+        ({"nvmlDeviceGetMigMode": [(1, 1)]}, ""),  # CUDA opens an instance
+        ({"nvmlDeviceGetName": None}, ""),
+        ({"nvmlDeviceGetCount": 2, "nvmlDeviceGetName": ["NVIDIA GB10", "NVIDIA GB10"]}, "NVIDIA GB10"),
+        ({"nvmlDeviceGetCount": 2, "nvmlDeviceGetName": ["NVIDIA GB10", "NVIDIA H200"]}, ""),
+        ({"nvmlDeviceGetCount": 0}, ""),
+    ],
+)
+def test_the_name_that_cuda_will_give(binding, answers, name):
+    binding(**{"nvmlDeviceGetHandleByIndex": {0: "one", 1: "other"}, **answers})
+    assert nvml.expected_name() == name
 
 
 def test_the_gpu_that_is_open(binding):

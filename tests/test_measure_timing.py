@@ -82,11 +82,26 @@ def test_calibration_finds_the_shortest_steady_gap(monkeypatch) -> None:
     assert steady_gap(trials).gap_ms == 2.0
 
 
-@pytest.mark.parametrize(("us", "gaps_ms"), [(900.0, [2.0, 5.0]), (1100.0, [5.0]), (5000.0, [10.0])])
-def test_no_gap_leaves_the_gpu_without_rest(us, gaps_ms) -> None:
+@pytest.mark.parametrize(("us", "gaps_ms"), [(900.0, [2.0, 5.0]), (1100.0, [5.0, 10.0]), (5000.0, [10.0, 20.0])])
+def test_no_gap_leaves_the_gpu_without_rest_and_each_is_compared_with_a_longer_one(us, gaps_ms) -> None:
     watch = Watch()
     watch.read = lambda queued: us
-    assert [trial.gap_ms for trial in calibrate(watch, log=Log, gaps_s=(0.002, 0.005))] == gaps_ms
+    trials = calibrate(watch, log=Log, gaps_s=(0.002, 0.005))
+    assert [trial.gap_ms for trial in trials] == gaps_ms
+    assert steady_gap(trials) == trials[0]
+
+
+def test_a_long_kernel_that_slows_where_it_rests_less_is_timed_farther_apart(monkeypatch) -> None:
+    """Of 6 ms: at 20 ms, the only usual distance that lets the GPU rest, it is slower than at 40."""
+    watch = Watch()
+
+    def read(queued):
+        starts = [start for *_, start in watch.queued[-2:]]
+        return 6000.0 if starts[-1] - starts[0] > 0.030 else 6600.0
+
+    watch.read = read
+    trials = calibrate(watch, log=Log)
+    assert [(trial.gap_ms, trial.median_us) for trial in trials] == [(20.0, 6600.0), (40.0, 6000.0)]
 
 
 def test_without_a_steady_gap_the_calmest_counts() -> None:

@@ -36,4 +36,16 @@ python -c "import json; rows = json.load(open('show.json'))['entries']; assert [
 tiledsched report --arch sm_121 --out report > /dev/null
 head -1 report/report.md
 tiledsched db check
+# With a driver and without what measures, a tune stops with the line that brings it; with that (here: made up), it measures.
+mkdir driver
+printf '#!/bin/sh\n' > driver/nvidia-smi
+chmod +x driver/nvidia-smi
+PATH="$work/driver:$PATH"
+problem="softmax -p rows=64,columns=1024 --candidates one.json"
+echo '[{"num_worker_warps": 8}]' > one.json
+! tiledsched tune --arch sm_121 $problem 2> said.txt
+grep -F "run: pip install 'tiledsched[gpu] @ file://" said.txt
+export PYTHONPATH="$OLDPWD/tests/fake_gb10"
+tiledsched doctor | grep "measuring:  yes (on NVIDIA GB10 (sm_121))"
+tiledsched tune $problem | grep "us measured, "
 echo "the wheel works outside the checkout"

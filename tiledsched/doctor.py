@@ -44,7 +44,6 @@ OLDEST_TORCH = (2, 9)
 PROBE_TIMEOUT_S = 20
 LITTLE_SPACE = 1 << 30
 TOO_LITTLE_SPACE = 100 << 20
-DRIVER_FILE = Path("/proc/driver/nvidia/version")
 CUPY_PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
 CUDA_TILE = "pip install 'cuda-tile>=1.7,<2'"
 CUDA_TORCH = "install a CUDA 13 build of torch: https://pytorch.org/get-started"
@@ -88,16 +87,14 @@ class Machine:
     """The version of an installed package; empty where it is not installed."""
     find_module: Callable[[str], Any] = importlib.util.find_spec
     """The spec of a module; None where it cannot be imported."""
-    find_program: Callable[[str], str | None] = shutil.which
-    """The path of a program; None where there is none."""
+    find_driver: Callable[[], str | None] = nvml.driver_version
+    """The version of the driver; empty where it is not told, None where there is no driver."""
     cupy_devices: Callable[[], tuple[int, str]] = lambda: cupy_devices()
     """How many GPUs CuPy sees, and its last words where it fails."""
     torch_cuda: Callable[[Path], str | None] = lambda folder: torch_cuda(folder)
     """The CUDA version that torch was built for."""
     free_bytes: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free
     """Free space where a folder is."""
-    driver_file: Path = DRIVER_FILE
-    """Where the kernel module tells its version."""
 
     @cached_property
     def devices(self) -> Sequence[Device]:
@@ -122,14 +119,7 @@ class Machine:
     @cached_property
     def driver(self) -> str | None:
         """The driver's version: empty where there is a driver that does not tell it, None where there is no driver."""
-        for device in self.devices:
-            if device.driver:
-                return device.driver
-        try:
-            found = re.search(r"\b(\d{3,}(?:\.\d+)+)\b", self.driver_file.read_text())
-            return found.group(1) if found else ""
-        except OSError:
-            return "" if self.find_program("nvidia-smi") else None
+        return next((device.driver for device in self.devices if device.driver), None) or self.find_driver()
 
 
 def examine(machine: Machine | None = None) -> list[Finding]:
@@ -252,7 +242,7 @@ def _driver(machine: Machine) -> Finding:
 
 def _gpu(machine: Machine) -> Finding:
     if machine.devices:
-        kinds = Counter(f"{one.name} ({one.arch}, {one.memory_bytes / 2**30:.0f} GiB)" for one in machine.devices)
+        kinds = Counter(f"{one.name} ({one.arch}{_memory(one)})" for one in machine.devices)
         return Finding("ok", ", ".join(f"{count} x {kind}" if count > 1 else kind for kind, count in kinds.items()))
     if machine.driver is None:
         return Finding("missing", "none: there is no NVIDIA driver")
@@ -261,7 +251,12 @@ def _gpu(machine: Machine) -> Finding:
             "missing", "there is a driver, but the package that asks it is not installed", "pip install nvidia-ml-py"
         )
     remedy = f"{NVIDIA_SMI}; a container must be started with its GPUs"
-    return Finding("broken", "there is a driver, but NVML lists no GPU", remedy)
+    return Finding("broken", "there is a driver, but NVML lists no GPU that can compute", remedy)
+
+
+def _memory(device: Device) -> str:
+    """How much memory it has, where NVML says so: a GPU that shares the host's has none of its own."""
+    return f", {device.memory_bytes / 2**30:.0f} GiB" if device.memory_bytes else ""
 
 
 def _arch(machine: Machine) -> Finding:

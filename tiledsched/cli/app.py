@@ -106,7 +106,8 @@ class Invocation:
         """
         found = list(given or ()) or sorted({device.arch for device in self.devices()})
         if not found:
-            raise ConfigError("there is no GPU here to tell the arch by; pass --arch, e.g. --arch sm_90")
+            why = nvml.why_unusable() or "there is no GPU here to tell the arch by"
+            raise ConfigError(f"{why}; pass --arch, e.g. --arch sm_90")
         return found
 
 

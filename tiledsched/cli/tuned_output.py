@@ -41,8 +41,15 @@ def tune_result_json(result: TuneResult) -> dict[str, Any]:
     }
 
 
-def print_tuned(report: TuneReport) -> None:
-    """Print for each problem what wins, by how much, and what it took to find it."""
+def print_tuned(report: TuneReport, replayed: str = "") -> None:
+    """Print for each problem what wins, by how much, and what it took to find it; of a replay, on which GPU it was recorded."""
+    how = "measured"
+    if replayed:
+        how = "replayed"
+        print_wrapped(
+            f"Nothing was measured or stored: times are drawn from those that were recorded on {replayed}. What is served "
+            "stays as it is."
+        )
     if not report.measured:
         part = any(result.left for result in report.results)
         built = (
@@ -56,14 +63,15 @@ def print_tuned(report: TuneReport) -> None:
         print()
         print_wrapped(f"{entry.problem} on {entry.device_name or entry.arch}")
         print_wrapped(entry.schedule.short(), "  ")
-        print_wrapped(_verdict(result, entry), "  ")
+        print_wrapped(_verdict(result, entry, how), "  ")
         if entry.rivals:
             print_wrapped(_rivals(entry.rivals, entry.problem.declaration), "  ")
         of = f" of {result.schedules + result.left}" if not report.measured else ""
-        did = f", {result.measured} measured" if report.measured else ""
+        did = "" if replayed else f"; {result.compiled} compiled now"
+        did += f", {result.measured} {how}" if report.measured else ""
         print_wrapped(
-            f"{result.schedules}{of} schedules built, {result.programs} distinct programs; {result.compiled} "
-            f"compiled now{did}, {result.failed} failed, {result.seconds:.1f} s",
+            f"{result.schedules}{of} schedules built, {result.programs} distinct programs{did}, {result.failed} failed, "
+            f"{result.seconds:.1f} s",
             "  ",
         )
         if result.candidates is not None:
@@ -88,11 +96,11 @@ def _candidates(rows: Mapping[str, int]) -> str:
     )
 
 
-def _verdict(result: TuneResult, entry: Entry) -> str:
+def _verdict(result: TuneResult, entry: Entry, how: str) -> str:
     """How fast the winner is and by how much it wins; or which stronger entry stays in its place."""
     from tiledsched.store.evidence import throttled
 
-    us, how = entry.median_us, "measured with the clock held down" if throttled(entry, {}) else "measured"
+    us, how = entry.median_us, f"{how} with the clock held down" if throttled(entry, {}) else how
     if us is None:
         us, how = entry.model_us, "modelled"
     words = [] if us is None else [f"{us:.1f} us {how}, {rate_text(entry.problem, us)}"]

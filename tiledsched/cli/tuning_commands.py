@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.cli import tuned_output
 from tiledsched.cli.app import (
+    FILE,
     FOLDER,
     USUAL_KERNEL,
     Invocation,
@@ -41,6 +44,13 @@ if TYPE_CHECKING:
 @generated_options(TuneOptions, heading="Search")
 @jobs_option
 @option("--report", type=FOLDER, metavar="DIR", help="also write the report with its charts to this folder")
+@option(
+    "--replay",
+    multiple=True,
+    type=FILE,
+    metavar="FILE",
+    help="rehearse: compile, measure and store nothing, take programs and times from this recorded landscape. May be repeated",
+)
 def tune(
     run: Invocation,
     kernel: KernelClass,
@@ -49,6 +59,7 @@ def tune(
     arch: str | None,
     jobs: int | None,
     report: str | None,
+    replay: tuple[str, ...],
     **options: Any,
 ) -> None:
     """Find the best schedules, and serve them from now on.
@@ -63,8 +74,15 @@ def tune(
     """
     from tiledsched.cli.progress import TuneProgress
 
-    wanted, arch = named_problems(kernel, problem, suite), run.arch(arch)
     chosen = TuneOptions.from_mapping(options, "tune")
+    if replay:
+        if run.db or report or arch or problem or suite:
+            raise ConfigError(
+                "a replay has the problems and the arch of its files, and stores nothing; leave out -p, --suite, --arch, "
+                "--db and --report"
+            )
+        return rehearse(run, replay, chosen)
+    wanted, arch = named_problems(kernel, problem, suite), run.arch(arch)
     with TuneProgress(len(wanted), chosen.budget_s) as watcher, run.session(arch, jobs) as session:
         found = session.tune(kernel, wanted, chosen, watcher=watcher, command={"words": run.words})
     files = written_report(run, kernel, [arch], report, regime=options["regime"]) if report else []
@@ -76,6 +94,23 @@ def tune(
     if files:
         tuned_output.print_report(files)
     print_next(_next_steps(run, found, {"arch": arch, "report": report, "db": run.db, **options}))
+
+
+def rehearse(run: Invocation, files: tuple[str, ...], chosen: TuneOptions) -> None:
+    """A tune over recorded landscapes, in a database that is thrown away: what it finds was measured long ago, elsewhere."""
+    from tiledsched.cli.progress import TuneProgress
+    from tiledsched.tuning.recording import Recording
+
+    recording = Recording(files)
+    with tempfile.TemporaryDirectory() as folder, TuneProgress(len(recording.problems), chosen.budget_s) as watcher:
+        run.db, run.tools = f"{folder}/replay.db", recording.tools
+        with run.session(recording.arch) as session:
+            found = session.tune(recording.kernel, recording.problems, chosen, watcher=watcher)
+    if run.json:
+        entries = [entry_json(replace(each, provenance="replayed")) for each in found.entries]
+        run.print({"results": list(map(tuned_output.tune_result_json, found.results)), "entries": entries})
+        return
+    tuned_output.print_tuned(found, replayed=recording.device_name)
 
 
 def _next_steps(run: Invocation, report: TuneReport, options: dict[str, Any]) -> list[tuple[str, list[str]]]:

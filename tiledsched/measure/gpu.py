@@ -20,7 +20,7 @@ from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.processes import child_environment, python_command
 from tiledsched.measure.launch import Launch, launch_of
 from tiledsched.measure.lock import GpuLock, hold
-from tiledsched.measure.nvml import devices
+from tiledsched.measure.nvml import expected_name
 from tiledsched.measure.runner import REGIMES, Batch, Candidate, Checked, Device, GapTrial
 from tiledsched.measure.timing import BURST_GAP_S, GRAPH_BELOW_US, GRAPH_LAUNCHES, SHORT_US, steady_gap
 
@@ -37,6 +37,8 @@ finished on an H200 made 6e12.
 SLOWEST_BYTES = 1e9
 """Bytes per second below which a candidate may be taken for hung, for kernels that state no operations."""
 CHECK_LAUNCHES = 3
+CALIBRATION_LAUNCHES = 200
+"""How many times its own time the calibration of a long kernel may take, at most: it takes a third of that."""
 DEFAULT_GAP_MS = BURST_GAP_S * 1e3
 SHORT_GAP_MS = 2.0
 """Distance of launches below `SHORT_US`: they leave the GPU at rest anyway, and spread too much to calibrate by."""
@@ -239,9 +241,8 @@ class GpuRunner:
 
     @property
     def device_name(self) -> str:
-        """The GPU's name. Where all GPUs of this machine are of one kind, the driver names it before the worker does."""
-        names = {each.name for each in devices()} if self._device is None else set[str]()
-        return names.pop() if len(names) == 1 else self.device.name
+        """The GPU's name. Where the GPUs of this machine are of one kind, the driver names it before the worker does."""
+        return (expected_name() if self._device is None else "") or self.device.name
 
     def _await_start(self) -> None:
         beginning, self._starting, self._beginning = self._beginning, False, False
@@ -392,6 +393,7 @@ class GpuRunner:
             self._gap_ms = SHORT_GAP_MS
         elif self._gap_ms is None:
             timeout_s = self._timeouts.sample_s + self._timeouts.each_sample_s * 100
+            timeout_s += CALIBRATION_LAUNCHES * self._expected(fastest) / 1e6
             answer = self.ask(timeout_s, "calibrate", candidates=[fastest])
             if not isinstance(answer, Failure):
                 self.gap_trials = tuple(answer)

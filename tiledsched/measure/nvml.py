@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from typing import Any
 
+from tiledsched.core.extras import installing
 from tiledsched.measure.driver_timeout import LISTED_S, READ_S, asked, unwatched
 from tiledsched.measure.runner import Conditions, Device
 
@@ -29,6 +34,8 @@ of its model is stored under a name of its own."""
 HELD_DOWN = ("hardware slowdown", "software thermal", "hardware thermal", "power brake")
 """Reasons for a low clock of a GPU that is faulty or hot, and not just busy."""
 
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+"""Where the driver's kernel module tells its version."""
 BUSY_PERCENT = 5
 """Percentage of time below which kernels of another process do not move the median: a desktop that draws uses one or two."""
 
@@ -113,6 +120,38 @@ def _list_gpus() -> list[tuple[str, Device]]:
     return found
 
 
+def driver_version() -> str | None:
+    """Version of this machine's NVIDIA driver: empty where there is one that does not tell it, None where there is none.
+
+    Raises:
+        MeasureError: the driver does not answer.
+    """
+    told = asked(lambda: _text(_tell(nvml.nvmlSystemGetDriverVersion)) if (nvml := _binding()) else None, LISTED_S)
+    if told:
+        return told
+    try:
+        found = re.search(r"\b(\d{3,}(?:\.\d+)+)\b", DRIVER_FILE.read_text())
+        return found.group(1) if found else ""
+    except OSError:
+        return "" if told == "" or shutil.which("nvidia-smi") else None
+
+
+def why_unusable() -> str:
+    """What keeps the GPUs of this machine from being measured on, and what to do; empty where nothing does that can be told
+    without opening them, and where there is no driver.
+
+    Raises:
+        MeasureError: the driver does not answer.
+    """
+    if driver_version() is None:
+        return ""
+    if not all(map(importlib.util.find_spec, ("pynvml", "cupy"))):
+        return f"this machine has an NVIDIA driver, but not the packages that measure; run: {installing('gpu')}"
+    if not devices():
+        return "this machine has an NVIDIA driver, but NVML lists no GPU that can compute; run: tiledsched doctor"
+    return ""
+
+
 def devices() -> list[Device]:
     """The GPUs of :func:`gpus`, without their UUIDs.
 
@@ -120,6 +159,24 @@ def devices() -> list[Device]:
         MeasureError: the driver does not answer.
     """
     return [device for _, device in gpus()]
+
+
+def expected_name() -> str:
+    """The name that CUDA will give the GPU that it opens, where that is known before: where the GPUs of this machine have one
+    name, and are not divided into instances (MIG), which CUDA names otherwise. Else empty.
+
+    Raises:
+        MeasureError: the driver does not answer.
+    """
+    names = asked(_list_names, LISTED_S)
+    return _labelled(names.pop()) if len(names) == 1 and "" not in names else ""
+
+
+def _list_names() -> set[str]:
+    nvml = _binding()
+    handles = list(_handles(nvml)) if nvml else []
+    divided = any((_tell(nvml.nvmlDeviceGetMigMode, handle) or [0])[0] for handle in handles)
+    return set() if divided else {_text(_tell(nvml.nvmlDeviceGetName, handle)) for handle in handles}
 
 
 def only_gpu() -> tuple[str, str] | None:
@@ -196,16 +253,16 @@ def _at(bus: str) -> tuple[Any, Any]:
 
 def current_processes() -> frozenset[int]:
     """The processes that have the current CUDA device open; none where NVML does not report them."""
-    nvml, handle = _at(_current_bus())
-    return _processes(nvml, handle) if handle is not None else frozenset()
+    return frozenset().union(*_processes(*_at(_current_bus())))
 
 
-def _processes(nvml: Any, handle: Any) -> frozenset[int]:
-    listed = [
-        _tell(nvml.nvmlDeviceGetComputeRunningProcesses, handle),
-        _tell(nvml.nvmlDeviceGetGraphicsRunningProcesses, handle),
-    ]
-    return frozenset(each.pid for processes in listed for each in processes or ())
+def _processes(nvml: Any, handle: Any) -> tuple[frozenset[int], frozenset[int]]:
+    """The processes that have a GPU open to compute, and those that have it open to draw."""
+    if handle is None:
+        return frozenset(), frozenset()
+    listed = [nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses]
+    computing, drawing = (frozenset(each.pid for each in _tell(question, handle) or ()) for question in listed)
+    return computing, drawing
 
 
 def own_processes(before: Collection[int]) -> frozenset[int]:
@@ -261,22 +318,25 @@ class ConditionsLog:
         self._since_s = time.time() if since_s is None else since_s
         self._listed = ask(self._list, READ_S)
 
-    def _list(self) -> frozenset[int]:
-        return frozenset() if self._handle is None else _processes(self._nvml, self._handle)
+    def _list(self) -> tuple[frozenset[int], frozenset[int]]:
+        return _processes(self._nvml, self._handle)
 
-    def _ran(self, others: frozenset[int]) -> tuple[int, ...] | None:
-        """The processes of others that ran on the GPU since the beginning; None where NVML does not say."""
+    def _ran(self, others: frozenset[int], computing: frozenset[int]) -> tuple[int, ...] | None:
+        """The processes of others that ran on the GPU since the beginning; None where NVML does not say, and some of them may
+        compute. A desktop, which only draws, is taken not to have run then: it uses one or two percent of a GPU.
+        """
         if not others:
             return ()
+        unsaid = None if others & computing else ()
         since_us = int(self._since_s * 1e6)
         try:
             samples = self._nvml.nvmlDeviceGetProcessUtilization(self._handle, since_us)
         except Exception as error:
             # Nothing ran at all, which NVML calls an error; every other one says that it cannot tell.
-            return () if getattr(error, "value", None) == self._nvml.NVML_ERROR_NOT_FOUND else None
+            return () if getattr(error, "value", None) == self._nvml.NVML_ERROR_NOT_FOUND else unsaid
         recent = [each for each in samples if each.timeStamp > since_us]
         if recent and not {each.pid for each in recent} & (others | self._ours):
-            return None  # in a container the processes may have one number in the list and another one here
+            return unsaid  # in a container the processes may have one number in the list and another one here
         return tuple(sorted({each.pid for each in recent if each.pid in others and each.smUtil >= BUSY_PERCENT}))
 
     def poll(self) -> None:
@@ -291,7 +351,8 @@ class ConditionsLog:
     def summary(self) -> Conditions:
         """Median clocks, highest power and temperature, every throttle reason seen."""
         seen = self._seen
-        listed = self._listed | self._ask(self._list, READ_S)
+        computing, drawing = (a | b for a, b in zip(self._listed, self._ask(self._list, READ_S), strict=True))
+        listed = computing | drawing
         told = bool(listed & self._ours)  # else ours could not be told from others'
         others = listed - self._ours if told else frozenset()
         reasons = {name for reading in seen.get("throttle_reasons", []) for name in reading}
@@ -302,5 +363,5 @@ class ConditionsLog:
             temperature_c=max(seen.get("temperature_c", [0])),
             throttle_reasons=tuple(name for name in THROTTLE_REASONS.values() if name in reasons),
             others=tuple(sorted(others)),
-            concurrent_pids=self._ask(lambda: self._ran(others), READ_S) if told else (),
+            concurrent_pids=self._ask(lambda: self._ran(others, computing), READ_S) if told else (),
         )

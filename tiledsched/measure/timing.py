@@ -26,6 +26,8 @@ LEAST_REST = 2.0
 """Distances shorter than this many times the candidate's own time are not tried: the GPU would hardly rest."""
 TRIAL_SAMPLES = 16
 """Samples per distance tried, at least, after two that do not count..."""
+LONG_TRIAL_SAMPLES = 8
+"""...or, where the distance is longer than all of `GAPS_S`, so many..."""
 TRIAL_S = 0.2
 """...and how long each is tried, at least: the power controller takes its time, too."""
 STEADY_SPREAD = 0.01
@@ -125,9 +127,10 @@ def calibrate(watch: Stopwatch, *, log: Callable[[], Log], gaps_s: Sequence[floa
     """
     least_s = LEAST_REST * watch.read(watch.queue(0, paced=True)) / 1e6
     trials: list[GapTrial] = []
-    for gap_s in [gap_s for gap_s in (GAPS_S if gaps_s is None else gaps_s) if gap_s >= least_s] or [least_s]:
+    chosen = [gap_s for gap_s in (GAPS_S if gaps_s is None else gaps_s) if gap_s >= least_s] or [least_s]
+    for gap_s in chosen if len(chosen) > 1 else [chosen[0], 2 * chosen[0]]:  # one alone is compared with nothing
         readings = log()
-        count = max(TRIAL_SAMPLES, int(TRIAL_S / gap_s) if gap_s else 0)
+        count = max(LONG_TRIAL_SAMPLES if gap_s > GAPS_S[-1] else TRIAL_SAMPLES, int(TRIAL_S / gap_s) if gap_s else 0)
         samples = _burst(watch, 1, count + 2, random.Random(0), readings, gap_s)[0][2:]
         trials.append(
             GapTrial(

@@ -100,6 +100,8 @@ class Tools:
     """Compile processes, by how many are wanted."""
     devices: Callable[[], Sequence[Any]] = lambda: nvml.devices()
     """The GPUs of this machine, each with `name` and `arch`."""
+    lacking: Callable[[], str] = lambda: nvml.why_unusable()
+    """What keeps them from being measured on, and what to do; empty where nothing does."""
     runner: Callable[[KernelClass, int], Runner] = start_runner
     """The process that measures, by kernel and seed."""
     rivals: Callable[[KernelClass, Runner, str], RivalRaces | None] = start_rival_timer
@@ -177,9 +179,17 @@ class Resources:
         """The compile processes."""
         return self._open("pool", self.jobs, lambda: self._tools.pool(self.jobs))
 
-    def device_names(self) -> set[str]:
-        """Names of the GPUs of the arch that this machine has."""
-        return {device.name for device in self._tools.devices() if device.arch == self.arch}
+    def device_names(self, without: str = "--runner none") -> set[str]:
+        """Names of the GPUs of the arch that this machine has. `without` says for the message what to do without them.
+
+        Raises:
+            MeasureError: there is a driver, and something is missing to measure on its GPUs.
+        """
+        devices = self._tools.devices()
+        names = {device.name for device in devices if device.arch == self.arch}
+        if (names or not devices) and (why := self._tools.lacking()):
+            raise MeasureError(f"{why}, or use {without}")
+        return names
 
     def space(self, kernel: KernelClass, file: str | None = None, candidates: str | None = None) -> SearchSpace:
         """The search space of a kernel: its own or that of a file, limited to the schedules of another file where one is given.
@@ -210,11 +220,12 @@ class Resources:
             without: what to do where there is no GPU, for the message.
 
         Raises:
-            MeasureError: there must be a GPU of the arch and there is none, or another process holds it and is not waited for.
+            MeasureError: there must be a GPU of the arch and there is none, another process holds it and is not waited for, or
+                there is a driver and something is missing to measure.
         """
         if runner == "none":
             return None
-        if not self.device_names():
+        if not self.device_names(without):
             if runner == "gpu":
                 raise MeasureError(f"no {self.arch} GPU here; run: tiledsched doctor, or use {without}")
             return None
