@@ -25,7 +25,11 @@ WINNER = (
     "rows=N floatN on NVIDIA GBN TILE=N warps=N N us measured, N GB/s; the default takes N% longer; the runner-up takes "
     "N% longer N schedules built, N distinct programs; N compiled now, N measured, N failed, N s"
 )
-THROTTLED = WINNER
+THROTTLED = WINNER.replace("us measured,", "us measured with the clock held down,") + (
+    " clock held down in N of N measurements, at N MHz, where its maker gives N MHz for NVIDIA GBN (software thermal, "
+    "hardware thermal) Times at a low clock decide little: let the GPU cool, or check its power supply (nvidia-smi -q -d "
+    "PERFORMANCE), and tune again: what is measured at its clock replaces what was not"
+)
 MODELLED = (
     "Nothing was measured: this run used no sm_N GPU. Every schedule was built, and the performance model ranked the "
     "programs. On a machine with that GPU, tune measures, unless --runner none is given. rows=N floatN on sm_N TILE=N"

@@ -437,7 +437,7 @@ def test_who_runs_beside_is_told_with_the_samples_and_by_itself(make_runner):
 def test_others_are_looked_for_since_the_first_of_a_row_of_requests(make_runner):
     runner = make_runner("crowded", gap_ms=0.0)
     looked_back, since = [], []
-    for pause_s in (1.1, 0.0, 0.0):
+    for pause_s in (1.1, 0.1, 0.0):
         since.append(time.time())
         runner.probe(candidate(100.0))
         time.sleep(0.1)

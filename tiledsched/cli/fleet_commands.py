@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 SINGLE: dict[str, Command] = {"tune": tune, "record": record, "refresh": refresh, "bench": bench}
 """The commands that a fleet can run."""
-HERE = ("kernel", "problem", "suite", "arch", "jobs", "report", "out", "csv", "summary", "budget", "budget_s")
+HERE = ("kernel", "problem", "suite", "arch", "jobs", "report", "replay", "out", "csv", "summary", "budget", "budget_s")
 """Parameters of those commands that the machine which opens a campaign takes care of; the others go to its workers."""
 workers_option = option(
     "--workers",
@@ -124,6 +124,8 @@ def run_fleet(
         f"fleet run {name}", rest, parent=click.get_current_context().find_root()
     ) as context:
         given = context.params
+    if given.get("replay"):
+        raise ConfigError("a fleet measures and does not replay; rehearse with: tiledsched tune --replay FILE")
     if name == "record" and not open_only:
         needs_folder(given["out"], given["build_only"])
     budget = given.get("budget", given.get("budget_s"))
