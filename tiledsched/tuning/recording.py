@@ -17,7 +17,7 @@ from tiledsched.store.exchange import read_table
 from tiledsched.tuning.resources import Tools
 
 
-class RecordedPrograms(ArtifactStore):
+class ReplayedPrograms(ArtifactStore):
     """Programs of which only the facts are known."""
 
     def __init__(self, facts: Mapping[str, ResourceFacts]) -> None:
@@ -62,7 +62,7 @@ class Recording(BuildPool):
         ]
         self.problems = list(dict.fromkeys(each.problem for each in self.measurements))
         programs = [each for table in tables for each in table.artifacts]
-        self.programs = RecordedPrograms({each.fingerprint: each.facts for each in programs if each.facts is not None})
+        self.programs = ReplayedPrograms({each.fingerprint: each.facts for each in programs if each.facts is not None})
         self._fingerprints = {(each.problem, each.schedule): each.fingerprint for each in self.measurements}
 
     @property
