@@ -266,7 +266,14 @@ def test_a_database_that_may_not_be_seen_is_one_line(unreadable, capsys):
         assert "Permission denied" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ['db = "a\\u0000b"', 'cache = "\\u0000"', 'site = "x\\u0000"'])
+def test_a_file_in_the_working_directory_does_not_choose_what_runs(tmp_path, monkeypatch, capsys):
+    (tmp_path / "tiledsched.toml").write_text('cache = "planted"')
+    monkeypatch.chdir(tmp_path)
+    assert main(["db", "check"]) == 2
+    assert "does not choose what code runs; set TILEDSCHED_CACHE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ['db = "a\\u0000b"', 'site = "x\\u0000"'])
 def test_nul_in_a_setting_is_said(tmp_path, monkeypatch, capsys, text):
     (tmp_path / "tiledsched.toml").write_text(text)
     monkeypatch.chdir(tmp_path)

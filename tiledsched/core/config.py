@@ -143,6 +143,11 @@ def load_settings(
 
     for path in (user, project):
         for name, value in _read_toml(path).items():
+            if name == "cache" and path == project:
+                raise ConfigError(
+                    f"{path} names the cache, whose programs run as they are, and a file that lies in the working directory "
+                    f"does not choose what code runs; set {PREFIX}CACHE, or write it into {user}"
+                )
             take(name, value, str(path))
     for variable, text in environ.items():
         if variable.startswith(PREFIX) and variable not in OTHER_VARIABLES and text != "":
