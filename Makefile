@@ -14,12 +14,13 @@ READY := $(VENV)/.$(if $(DRIVER),gpu,tune)-ready
 # Else each of the hundreds of processes that tests start compiles the package's sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: tune test oldest lint docs wheel release clean help
+.PHONY: tune test oldest aarch64 lint docs wheel release clean help
 
 help:
 	@echo "make tune   set up, tune the GPU that is here (ARCH= names another) and draw report/ (TUNE_ARGS: $(TUNE_ARGS))"
 	@echo "make test   set up and run the tests"
 	@echo "make oldest builds with the oldest compiler that the package takes, beside the one it was set up with"
+	@echo "make aarch64 looks whether each dependency has a wheel for aarch64 hosts"
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   the documentation as a site in site/"
 	@echo "make wheel  build the wheel and try it outside the checkout"
@@ -38,6 +39,14 @@ oldest: $(VENV)/.test-ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(OLDEST) \
 	    $(foreach part,nvidia-cuda-tileiras nvidia-cuda-nvcc nvidia-nvvm,'$(part)==13.4.*')
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest --numprocesses auto --dist worksteal -m compiler tests/test_build.py tests/test_host_code.py tests/test_matmul.py tests/test_refresh.py
+
+# The host of a DGX Spark is aarch64: what it installs must not have to be compiled there.
+aarch64: $(VENV)/.test-ready
+	$(BIN)/python -c 'from importlib.metadata import requires; print(*(each.split(";")[0] for each in requires("tiledsched") \
+	    if each.partition("extra == ")[2][1:-1] in ("", "gpu", "report") and not each.startswith("tiledsched")), sep="\n")' > $(VENV)/needed
+	$(BIN)/python -m pip install --dry-run --quiet --disable-pip-version-check --ignore-installed --no-deps --only-binary :all: \
+	    --implementation cp --python-version 3.12 --target $(VENV)/none --requirement $(VENV)/needed \
+	    $(foreach glibc,2_39 2_28 2_17,--platform manylinux_$(glibc)_aarch64) --platform manylinux2014_aarch64
 
 lint: $(VENV)/.test-ready
 	$(BIN)/ruff check .
