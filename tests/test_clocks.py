@@ -14,7 +14,7 @@ from tiledsched.cli import served_output, tuned_output
 from tiledsched.core import data_files
 from tiledsched.core.config import Settings
 from tiledsched.kernels.attention import Attention
-from tiledsched.measure.clocks import held_down
+from tiledsched.measure.clocks import describe_throttling
 from tiledsched.measure.runner import Conditions, Device
 from tiledsched.report.document import to_markdown
 from tiledsched.report.text import document
@@ -59,7 +59,7 @@ def db(tmp_path):
 )
 def test_what_a_gpu_should_hold_is_known_by_its_regime(name, arch, regime, mhz, reasons, seen_mhz, low) -> None:
     device = Device(name=name, arch=arch, sm_count=1)
-    words = held_down(Conditions(sm_clock_mhz=mhz, throttle_reasons=reasons), device, regime, seen_mhz)
+    words = describe_throttling(Conditions(sm_clock_mhz=mhz, throttle_reasons=reasons), device, regime, seen_mhz)
     assert bool(words) == low
     assert not low or (str(mhz or "not report") in words and (reasons[0] if reasons else "no reason") in words)
 
@@ -74,7 +74,7 @@ def test_nothing_that_ships_is_marked() -> None:
 @pytest.mark.parametrize("path", sorted((data_files.tuning_db() / "landscapes").rglob("*_s512_*.xz")))
 def test_no_landscape_that_ships_is_marked(path) -> None:
     taken = [stored.measurement for stored in read_table(path).measurements]
-    assert not any(held_down(each.conditions, each.device, each.regime, 1980) for each in taken)
+    assert not any(describe_throttling(each.conditions, each.device, each.regime, 1980) for each in taken)
 
 
 def put(db, us, conditions, **more) -> bool:

@@ -191,7 +191,7 @@ def test_all_that_are_as_near_as_the_nearest_name_candidates() -> None:
 
 
 def test_without_the_file_no_loss_is_promised(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(policy.data_files, "tuning_db", lambda: tmp_path)
+    monkeypatch.setattr(data_files, "tuning_db", lambda: tmp_path)
     loss_bands.cache_clear()
     try:
         assert expected_loss(choice(PROBLEM, entry(at(4096))), PROBLEM) is None

@@ -7,9 +7,10 @@ from test_rivals import a_rival, an_entry
 
 from tiledsched.core import data_files
 from tiledsched.kernels.attention import Attention
-from tiledsched.kernels.attention.published import expected_us, published_device, published_devices
+from tiledsched.kernels.attention.published import expected_us, published_device
 from tiledsched.serve.explain import explain_problem
 from tiledsched.serve.lookup import LookupTable
+from tiledsched.serve.rivals import published_figures
 from tiledsched.store.exchange import read_table
 
 GB10 = "NVIDIA GB10"
@@ -89,7 +90,7 @@ def test_nothing_changes_where_measured_evidence_serves():
     for head_dim in (64, 128, 256):
         for seq_len in (512, 3000, 16384):
             problem = a_problem(seq_len, head_dim, heads=2048 // head_dim)
-            assert published_device(problem, H100) is not None
+            assert published_device(problem, H100, published_figures("attention")) is not None
             served = measured.resolve(problem, "sm_90", H100)
             assert served.provenance in ("measured", "transferred")
             assert all("published" not in each.reason for each in served.rivals)
@@ -118,10 +119,10 @@ def test_expected_times_follow_the_published_ones():
 
 
 def test_every_gpu_names_its_source_and_its_times_are_times():
-    for device in published_devices().values():
+    for device in published_figures("attention").values():
         assert device["source"]
         assert 0 < device["margin"] < 1
         assert all(
             us > 3 * device["host_us"] and mask in ("full", "causal") for _, mask, _, _, _, us in device["times"]
         )
-    assert {"GB10", "B200", "H100", "RTX PRO 6000"} <= set(published_devices())
+    assert {"GB10", "B200", "H100", "RTX PRO 6000"} <= set(published_figures("attention"))

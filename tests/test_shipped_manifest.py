@@ -13,6 +13,7 @@ from tiledsched.core.config import Settings
 from tiledsched.core.errors import DatabaseError
 from tiledsched.kernels.attention import Attention
 from tiledsched.serve.entries import load_entries
+from tiledsched.serve.rivals import published_figures
 from tiledsched.serve.transfer import loss_bands
 from tiledsched.store import manifest, shipped
 from tiledsched.store.exchange import read_table
@@ -119,16 +120,17 @@ def test_what_a_manifest_leaves_out_is_not_guessed(copied) -> None:
     assert manifest.shipped_landscapes("attention", "sm_90") == []
 
 
-def test_expected_losses_that_are_damaged_are_left_out(copied, caplog) -> None:
-    path = copied / "model/attention/transfer.json"
+@pytest.mark.parametrize(("name", "read", "none"), [("transfer", loss_bands, ()), ("published", published_figures, {})])
+def test_a_damaged_model_file_is_left_out(copied, caplog, name, read, none) -> None:
+    path = copied / f"model/attention/{name}.json"
     path.parent.mkdir(parents=True)
-    for text in ("[" * 100_000, '{"a": 1}', '{"bands": [{}]}'):
+    for text in ("[" * 100_000, '{"a": 1}', '{"bands": [{}], "devices": 3}'):
         path.write_text(text)
-        loss_bands.cache_clear()
-        assert loss_bands("attention") == ()
-        assert "transfer.json is not the file that shipped" in caplog.text
+        read.cache_clear()
+        assert read("attention") == none
+        assert f"{name}.json is not the file that shipped" in caplog.text
         caplog.clear()
-    loss_bands.cache_clear()
+    read.cache_clear()
 
 
 def test_a_serving_copy_is_read_in_place_of_a_table_that_need_not_be_looked_at(copied) -> None:

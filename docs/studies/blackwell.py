@@ -37,9 +37,10 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.model import estimate_us
-from tiledsched.kernels.attention.published import expected_us, published_devices
+from tiledsched.kernels.attention.published import expected_us
 from tiledsched.report.document import Table, to_markdown
 from tiledsched.serve.lookup import LookupTable
+from tiledsched.serve.rivals import published_figures
 from tiledsched.serve.transfer import log_us
 from tiledsched.store.exchange import read_table
 
@@ -441,7 +442,7 @@ def held_out() -> Table:
     """How well published times are expected from the others of the same GPU, rival, mask and columns, with one length hidden; and
     of TiledAttention's own schedule, whether the rival then serves where it was faster by the margin."""
     rows = []
-    for name, device in published_devices().items():
+    for name, device in published_figures("attention").items():
         errors: list[float] = []
         agreed = [0, 0, 0]
         for hidden in device["times"]:

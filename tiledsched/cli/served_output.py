@@ -10,7 +10,7 @@ from tiledsched.cli.output import note, plural, print_table, print_wrapped, tabl
 from tiledsched.core.device import ARCHS
 from tiledsched.core.labels import labels_of
 from tiledsched.core.problem import Problem, rate_of, rate_text, unit_of
-from tiledsched.measure.clocks import held_down
+from tiledsched.measure.clocks import describe_throttling
 from tiledsched.measure.runner import Device
 from tiledsched.store.evidence import stale, stale_by_cause, throttled
 from tiledsched.store.records import Entry, LandscapeSummary
@@ -255,7 +255,7 @@ def print_bench(rows: Sequence[BenchRow]) -> None:
     slowed = []
     for row in rows:
         arch = next((arch for arch in ARCHS if row.device.startswith(ARCHS[arch].device)), "")
-        words = held_down(row.conditions, Device(name=row.device, arch=arch, sm_count=0), row.regime)
+        words = describe_throttling(row.conditions, Device(name=row.device, arch=arch, sm_count=0), row.regime)
         slowed += [words] if words else []
     if slowed:
         note(f"clock held down in {len(slowed)} of {plural(len(rows), 'row')}, {slowed[0]}: the rates are too low")

@@ -9,7 +9,7 @@ memory's latency. The model orders schedules roughly.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +94,9 @@ class Cost:
         body = smooth_max(arithmetic, traffic) * min(idle, 4.0)
         return LAUNCH_US * len(grids) + BLOCK_US * math.ceil(waves) + body * (1.0 + SPILL_COST * facts.spill_bytes)
 
-    def published(self, p: Any, s: Schedule, spec: ArchSpec, device_name: str) -> Sequence[PublishedTime]:
+    def published(
+        self, p: Any, s: Schedule, spec: ArchSpec, device_name: str, figures: Mapping[str, Any]
+    ) -> Sequence[PublishedTime]:
         """The times of rivals that are expected on a GPU by published figures; none unless the kernel has some.
 
         Args:
@@ -102,6 +104,7 @@ class Cost:
             s: what is served.
             spec: describes the GPU.
             device_name: the driver's name for the GPU.
+            figures: what the kernel's file of published figures says of each GPU, by product name.
         """
         return ()
 

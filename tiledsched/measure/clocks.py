@@ -22,7 +22,7 @@ OTHER_PRODUCT = 0.8
 """Boost clocks of an arch's other products are at least this share of the representative's (L4: 2,040 of 2,520 MHz)."""
 
 
-def held_down(conditions: Conditions, device: Device, regime: str, seen_mhz: int = 0) -> str:
+def describe_throttling(conditions: Conditions, device: Device, regime: str, seen_mhz: int = 0) -> str:
     """In words how far below its clock a GPU was held while samples were taken; empty where it held it, or NVML does not say.
 
     Args:
@@ -45,15 +45,19 @@ def held_down(conditions: Conditions, device: Device, regime: str, seen_mhz: int
     return f"at {clock} MHz, where its maker gives {makers_mhz} MHz for {spec.device} ({reasons})"
 
 
-def count_held_down(taken: Iterable[Measurement], seen_mhz: int = 0) -> str:
+def summarise_throttling(taken: Iterable[Measurement], seen_mhz: int = 0) -> str:
     """In words, in how many measurements of one GPU its clock was held down, and the lowest; empty where it was in none.
 
     Args:
         taken: the measurements. Those of which NVML told neither clock nor reason do not count.
         seen_mhz: the highest clock of other measurements of the GPU.
     """
-    told = [each for each in taken if each.conditions.sm_clock_mhz or each.conditions.throttle_reasons]
-    told.sort(key=lambda each: each.conditions.sm_clock_mhz)
-    seen_mhz = max([seen_mhz, *(each.conditions.sm_clock_mhz for each in told)])
-    slowed = [words for each in told if (words := held_down(each.conditions, each.device, each.regime, seen_mhz))]
-    return f"in {len(slowed)} of {len(told)} measurements, {slowed[0]}" if slowed else ""
+    reporting = [each for each in taken if each.conditions.sm_clock_mhz or each.conditions.throttle_reasons]
+    reporting.sort(key=lambda each: each.conditions.sm_clock_mhz)
+    seen_mhz = max([seen_mhz, *(each.conditions.sm_clock_mhz for each in reporting)])
+    slowed = [
+        words
+        for each in reporting
+        if (words := describe_throttling(each.conditions, each.device, each.regime, seen_mhz))
+    ]
+    return f"in {len(slowed)} of {len(reporting)} measurements, {slowed[0]}" if slowed else ""

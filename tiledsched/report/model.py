@@ -17,7 +17,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import source_part
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
-from tiledsched.measure.clocks import count_held_down
+from tiledsched.measure.clocks import summarise_throttling
 from tiledsched.measure.estimate import Timing
 from tiledsched.report.analysis import joined_importance, knob_importance, sensitivity, tile_knobs, tile_times
 from tiledsched.report.axes import Axes, axes_of
@@ -492,7 +492,7 @@ def _conditions(taken: Sequence[StoredMeasurement]) -> tuple[DeviceConditions, .
                 memory_clock_mhz=_range(state.memory_clock_mhz for state in states),
                 power_w=max(state.power_w for state in states),
                 temperature_c=max(state.temperature_c for state in states),
-                held_down=count_held_down(stored.measurement for stored in members),
+                held_down=summarise_throttling(stored.measurement for stored in members),
                 throttle_reasons=tuple(sorted(reasons.items(), key=lambda item: (-item[1], item[0]))),
                 first=min(dates),
                 last=max(dates),

@@ -168,12 +168,12 @@ class LookupTable:
         """0 for an entry of the requested regime and accuracy class, and more the worse it is in place of such an entry."""
         return (entry.regime not in ("", self.regime)) + 2 * (entry.accum_mode != self.accum_mode)
 
-    def _note(self, entry: Entry | None) -> str:
+    def _note(self, entry: Entry | None, slowed: str) -> str:
         """A remark for people where the evidence is of another regime or accuracy class, or was taken at too low a clock."""
         note = ""
         if entry is not None and entry.regime not in ("", self.regime):
             note += f", in the {entry.regime} regime; nothing was in the {self.regime} one"
-        if entry is not None and throttled(entry, self._seen_mhz):
+        if slowed:
             note += "; the evidence was taken while the GPU's clock was held down"
         if entry is not None and entry.accum_mode != self.accum_mode:
             note += f", with {entry.accum_mode} accumulators; nothing was with {self.accum_mode} ones"
@@ -206,9 +206,9 @@ class LookupTable:
                 stale=f"the source of {self.kernel.name} has changed since the evidence was taken: its machine code may be "
                 f"another, and its time, too; tune it again, or run: tiledsched refresh KERNEL --arch {served.entry.arch}",
             )
-        note = self._note(served.entry)
-        if note and served.entry is not None:
-            slowed = throttled(served.entry, self._seen_mhz)
+        slowed = throttled(served.entry, self._seen_mhz) if served.entry else ""
+        note = self._note(served.entry, slowed)
+        if note:
             served = replace(served, reason=served.reason + note, held_down=slowed)
         return self._with_forced(served, problem, space) if self.forced else served
 

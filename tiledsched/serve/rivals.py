@@ -12,12 +12,14 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from tiledsched.core.device import arch_spec
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.measure.runner import RivalTime
 from tiledsched.serve.transfer import log_us
+from tiledsched.store.manifest import model_file
 from tiledsched.store.records import Entry
 
 log = logging.getLogger("tiledsched")
@@ -161,6 +163,15 @@ def expected_offers(problem: Problem, entries: Iterable[Entry], loss: float) -> 
     return tuple(sorted(offers, key=lambda each: (each.ratio, each.name)))
 
 
+@lru_cache(maxsize=16)
+def published_figures(kernel: str) -> Mapping[str, Any]:
+    """What `tuning_db/model/KERNEL/published.json` says of each GPU, by product name; nothing where there is no such file, or it
+    is damaged."""
+    found = model_file(kernel, "published.json")
+    devices: Mapping[str, Any] = found["devices"] if found else {}
+    return devices
+
+
 def published_offers(
     problem: Problem, served: Any, alike: Iterable[Entry], arch: str, device_name: str
 ) -> tuple[RivalOffer, ...]:
@@ -176,7 +187,8 @@ def published_offers(
         device_name: the driver's name for the GPU; empty for the representative of the arch.
     """
     kernel, spec, schedule, entry = problem.declaration, arch_spec(arch, device_name), served.schedule, served.entry
-    times = kernel.cost.published(problem, schedule, spec, device_name or spec.device)
+    figures = published_figures(kernel.name)
+    times = kernel.cost.published(problem, schedule, spec, device_name or spec.device, figures)
     if not times or _raced_near(problem, alike):
         return ()
     built = 1.0  # how much more the estimate is that knew the machine code

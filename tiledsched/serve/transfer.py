@@ -14,24 +14,19 @@ of `tuning_db/model/attention/transfer.json` come from `policy_losses`. docs/res
 
 from __future__ import annotations
 
-import json
-import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from tiledsched.core import data_files
 from tiledsched.core.device import ArchSpec
-from tiledsched.core.errors import DatabaseError
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import SearchSpace
-from tiledsched.store.manifest import check_shipped
+from tiledsched.store.manifest import model_file
 from tiledsched.store.records import Entry
 
-log = logging.getLogger("tiledsched")
 MAX_NAMERS = 16
 """The nearest entries, of which candidates are taken."""
 EQUIVALENT_LOSS = 0.002
@@ -245,16 +240,8 @@ class LossBand:
 @lru_cache(maxsize=16)
 def loss_bands(kernel: str) -> tuple[LossBand, ...]:
     """The bands of a kernel in `tuning_db/model/KERNEL/transfer.json`; none where there is no such file, or it is damaged."""
-    path = data_files.tuning_db() / "model" / kernel / "transfer.json"
-    try:
-        data = path.read_bytes()
-        check_shipped(path, data)
-    except FileNotFoundError:
-        return ()
-    except (OSError, DatabaseError) as error:
-        log.warning("%s; the expected losses are left out", error)
-        return ()
-    rows: Sequence[Mapping[str, Any]] = json.loads(data)["bands"]
+    found = model_file(kernel, "transfer.json")
+    rows: Sequence[Mapping[str, Any]] = found["bands"] if found else ()
     return tuple(
         LossBand(
             group=row["group"],

@@ -11,7 +11,7 @@ from typing import Any
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import is_shipped, of_one_kernel, source_part
-from tiledsched.measure.clocks import held_down
+from tiledsched.measure.clocks import describe_throttling
 from tiledsched.measure.runner import Conditions, Measurement
 from tiledsched.store.records import Contradiction, Entry, MeasurementSummary, Place, StoredMeasurement
 
@@ -60,7 +60,7 @@ def throttled(entry: Entry, seen_mhz: Mapping[str, int]) -> str:
     taken = entry.measurement
     if taken is None:
         return ""
-    return held_down(taken.conditions, taken.device, entry.regime, seen_mhz.get(taken.device.name, 0))
+    return describe_throttling(taken.conditions, taken.device, entry.regime, seen_mhz.get(taken.device.name, 0))
 
 
 def precedence(entry: Entry, seen_mhz: Mapping[str, int]) -> tuple[int, bool]:
@@ -174,11 +174,11 @@ def of_kernel(entries: Iterable[Entry], kernel: KernelClass | None = None) -> li
     def mine(note: str, of: KernelClass) -> bool:
         return may_be_of(note, of)
 
-    def told(entry: Entry) -> bool:
+    def belongs(entry: Entry) -> bool:
         of = kernel or (entry.problem.declaration if entry.problem.known else None)
         return of is None or of.name != entry.kernel or mine(entry.source_hash, of)  # type: ignore[arg-type]  # a class is hashable
 
-    return [entry for entry in entries if told(entry)]
+    return [entry for entry in entries if belongs(entry)]
 
 
 def may_be_of(noted: str, kernel: KernelClass) -> bool:
@@ -237,7 +237,7 @@ def _comparable(stored: StoredMeasurement, entry: Entry, mine: MeasurementSummar
         and taken.accuracy is not None
         and taken.schedule.get("accum_mode", entry.accum_mode) == entry.accum_mode
         and bool(taken.conditions.graph_launches) == bool(mine.conditions.graph_launches)
-        and not held_down(taken.conditions, taken.device, taken.regime, clock)
+        and not describe_throttling(taken.conditions, taken.device, taken.regime, clock)
     )
 
 

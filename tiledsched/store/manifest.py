@@ -7,6 +7,8 @@ writes the manifest anew.
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from tiledsched.core.files import read_bounded
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import problem_from_json
 
+log = logging.getLogger("tiledsched")
 SCHEMA_VERSION = 1
 """Version of the manifest's format."""
 LISTED = ("tables", "landscapes", "model")
@@ -89,6 +92,21 @@ def listed_files(path: Path) -> Mapping[str, ListedFile]:
 def sha256(data: bytes | mmap.mmap) -> str:
     """The SHA-256 hash of some bytes as 64 hex digits."""
     return hashlib.sha256(data).hexdigest()
+
+
+def model_file(kernel: str, name: str) -> Any:
+    """The contents of a file in `tuning_db/model/KERNEL`; None where there is no such file, or it is damaged, which a warning
+    says."""
+    path = data_files.tuning_db() / "model" / kernel / name
+    try:
+        data = path.read_bytes()
+        check_shipped(path, data)
+    except FileNotFoundError:
+        return None
+    except (OSError, DatabaseError) as error:
+        log.warning("%s; what %s says is left out", error, path.name)
+        return None
+    return json.loads(data)
 
 
 def check_shipped(path: Path, data: bytes) -> None:

@@ -22,7 +22,7 @@ from tiledsched.core.errors import DatabaseError
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import of_one_kernel, source_part
-from tiledsched.measure.clocks import held_down
+from tiledsched.measure.clocks import describe_throttling
 from tiledsched.measure.runner import Device
 from tiledsched.store.evidence import precedence
 from tiledsched.store.models import (
@@ -225,7 +225,7 @@ def _slower_clock(session: Session, new: int | None, old: int | None) -> bool:
     both = [session.execute(select_measurements().where(MeasurementRow.id == number)).one() for number in (new, old)]
     taken = [measurement_of(*rows).measurement for rows in both]
     seen_mhz = max(each.conditions.sm_clock_mhz for each in taken)
-    slow, before = (bool(held_down(each.conditions, each.device, each.regime, seen_mhz)) for each in taken)
+    slow, before = (bool(describe_throttling(each.conditions, each.device, each.regime, seen_mhz)) for each in taken)
     return slow and not before
 
 

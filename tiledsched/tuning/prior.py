@@ -13,7 +13,7 @@ from tiledsched.core.device import ArchSpec
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import SearchSpace
-from tiledsched.measure.clocks import held_down
+from tiledsched.measure.clocks import describe_throttling
 from tiledsched.measure.runner import Measurement
 from tiledsched.serve.entries import load_entries
 from tiledsched.serve.lookup import LookupTable
@@ -244,7 +244,7 @@ class Elsewhere:
     ) -> list[tuple[Schedule, ResourceFacts | None, float]]:
         taken = [one for one in taken if not one.conditions.concurrent_pids]
         seen_mhz = max((one.conditions.sm_clock_mhz for one in taken), default=0)
-        at_clock = [one for one in taken if not held_down(one.conditions, one.device, one.regime, seen_mhz)]
+        at_clock = [one for one in taken if not describe_throttling(one.conditions, one.device, one.regime, seen_mhz)]
         as_now = [one for one in at_clock if timed_as_now(one.regime, one.conditions)]
         taken = as_now if len(as_now) >= FEWEST_PROGRAMS else taken
         schedules = [self._space.complete(one.schedule) for one in taken]

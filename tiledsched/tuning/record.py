@@ -22,7 +22,7 @@ from tiledsched.core.errors import NoValidScheduleError
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import SearchSpace, accuracy_class
-from tiledsched.measure.clocks import count_held_down, held_down
+from tiledsched.measure.clocks import describe_throttling, summarise_throttling
 from tiledsched.measure.runner import REGIMES, Device, Failed, Measurement, Runner
 from tiledsched.store.exchange import export_landscape, landscape_file_name
 from tiledsched.tuning.options import RecordOptions
@@ -295,7 +295,7 @@ class _Recording:
             regime: {
                 key: one
                 for key, one in self.taken(regime).items()
-                if key in self.programs and not held_down(one.conditions, one.device, regime)
+                if key in self.programs and not describe_throttling(one.conditions, one.device, regime)
             }
             for regime in REGIMES
         }
@@ -360,7 +360,7 @@ class _Recording:
             say(f"{self.problem}: left, because all is timed {result.disturbance}; end it and run again")
         done = sum(key in self.known["burst"] or key in self.broken for key in self.programs)
         say(f"{self.problem}: {regime}, {done} of {len(self.programs)} programs measured")
-        slowed = count_held_down(outcome for outcome in result.outcomes if isinstance(outcome, Measurement))
+        slowed = summarise_throttling(outcome for outcome in result.outcomes if isinstance(outcome, Measurement))
         if slowed:
             say(f"{self.problem}: clock held down {slowed}")
         return not result.disturbance and not self.late()

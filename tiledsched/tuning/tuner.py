@@ -24,7 +24,7 @@ from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import RACED, SearchSpace, accuracy_class
-from tiledsched.measure.clocks import count_held_down, held_down
+from tiledsched.measure.clocks import describe_throttling, summarise_throttling
 from tiledsched.measure.runner import REGIMES, Candidate, Failed, Measurement, RivalTime, Runner
 from tiledsched.store.evidence import clocks_of, for_compiler, of_kernel, throttled, timed_as_now
 from tiledsched.store.records import BuildRecord, Entry
@@ -518,7 +518,7 @@ class _Search(_ProblemTune):
         self.seen_mhz = max([*clocks, self.tuner.clocks.get(device_name, 0)])
         for stored in known:
             taken = stored.measurement
-            slowed = held_down(taken.conditions, taken.device, taken.regime, self.seen_mhz)
+            slowed = describe_throttling(taken.conditions, taken.device, taken.regime, self.seen_mhz)
             if timed_as_now(taken.regime, taken.conditions) and not slowed:
                 key = self.space.complete(stored.measurement.schedule), stored.measurement.fingerprint
                 found.setdefault(key, stored.measurement.median_us)
@@ -680,7 +680,7 @@ class _Search(_ProblemTune):
             seconds=time.monotonic() - self.started,
             over_default=plain_us / winner.median_us - 1 if plain_us else None,
             over_runner_up=result.margin,
-            held_down=count_held_down(self._taken, self.seen_mhz),
+            held_down=summarise_throttling(self._taken, self.seen_mhz),
             candidates=self.candidates(trials.times, trials.ranked, self.tuner.pinned),
         )
 

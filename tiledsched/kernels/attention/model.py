@@ -19,9 +19,10 @@ are calibrated on the H200; docs/model.md says on what and how well.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -143,9 +144,11 @@ class AttentionCost(Cost):
         """Estimated time in microseconds. Only the order of estimates counts."""
         return estimate_us(p, s, facts, spec)
 
-    def published(self, p: Problem, s: Schedule, spec: ArchSpec, device_name: str) -> Sequence[PublishedTime]:
+    def published(
+        self, p: Problem, s: Schedule, spec: ArchSpec, device_name: str, figures: Mapping[str, Any]
+    ) -> Sequence[PublishedTime]:
         """The times of torch's backends that published figures let expect (`tiledsched.kernels.attention.published`)."""
-        device = published_device(p, device_name)
+        device = published_device(p, device_name, figures)
         if device is None:
             return ()
         clocked = replace(spec, clock_ghz=device["clock_ghz"] or spec.clock_ghz)

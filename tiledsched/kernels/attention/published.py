@@ -1,36 +1,23 @@
 """Times of torch's attention backends that others published, for GPUs on which nothing was measured.
 
-`tuning_db/model/attention/published.json` has them by GPU: `docs.studies.blackwell` names the sources and judges what is
-estimated from them.
+`tuning_db/model/attention/published.json` has them by GPU, with source, conditions and margin. `docs.studies.blackwell` names the
+sources and judges what is estimated from them.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from tiledsched.core import data_files
 from tiledsched.core.problem import Problem
 
 FULL_ROWS = 512
 """Query rows for each SM that fill a GPU: four blocks of 128 rows."""
 Cells = Sequence[Sequence[Any]]
 """(rival, mask, columns of a head, length, batch times heads, microseconds) of each published time."""
-
-
-@lru_cache(maxsize=1)
-def published_devices() -> Mapping[str, Mapping[str, Any]]:
-    """Product name of a GPU -> source, conditions, margin and times; none where there is no such file."""
-    path = data_files.tuning_db() / "model" / "attention" / "published.json"
-    if not path.is_file():
-        return {}
-    found: Mapping[str, Mapping[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["devices"]
-    return found
 
 
 def expected_us(p: Problem, rival: str, cells: Cells, sm_count: int) -> float | None:
@@ -58,13 +45,13 @@ def expected_us(p: Problem, rival: str, cells: Cells, sm_count: int) -> float | 
     return float(heads * p.seq_q**2 / np.interp(math.log(p.seq_q), logs, rates))
 
 
-def published_device(p: Problem, device_name: str) -> Mapping[str, Any] | None:
-    """What was published of a GPU; None where nothing was, or where the problem is another than self-attention with one head
+def published_device(p: Problem, device_name: str, figures: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What the figures say of a GPU; None where they say nothing, or the problem is another than self-attention with one head
     dimension and without further features."""
     plain = not (p.has_features or p.lse) and p.seq_q == p.seq_k and p.value_columns == p.head_dim
     if not plain or "Laptop" in device_name:
         return None
-    return next((found for name, found in published_devices().items() if f" {name} " in f" {device_name} "), None)
+    return next((found for name, found in figures.items() if f" {name} " in f" {device_name} "), None)
 
 
 def published_rivals(p: Problem, cells: Cells, sm_count: int) -> dict[str, float]:
