@@ -191,7 +191,7 @@ def test_every_chart_is_a_file_twice_and_on_the_page(db, tmp_path):
         assert written[f"{name}.svg"].startswith(b"<svg")
         assert written[f"{name}.png"].startswith(b"\x89PNG")
         assert f"]({name}.svg)" in markdown
-        assert f'data-spec="{name}"' in page
+        assert f'data-spec="chart-{name}"' in page
     assert document(report_of(db, "sm_90")) == document(report)  # the same numbers, the same page
 
 

@@ -12,6 +12,8 @@ const fitted = (spec, room) => {
     spec.width = Math.min(spec.width, room - labels);
   return spec;
 };
+// A chart that cannot be drawn says so in its place, and does not keep the others from being drawn.
+const failed = (place, error) => { place.textContent = `This chart could not be drawn: ${error.message}`; console.error(error); };
 const drawn = () => {
   const text = getComputedStyle(document.body).color, line = dark.matches ? "#3a4048" : "#e3e6ea";
   const words = {labelColor: text, titleColor: text};
@@ -20,10 +22,13 @@ const drawn = () => {
     legend: words, header: words, text: {color: text}, view: {stroke: line},
   };
   for (const one of document.querySelectorAll(".chart[data-spec]")) {
-    const spec = fitted(JSON.parse(document.getElementById(one.dataset.spec).textContent), one.clientWidth);
-    const legend = one.clientWidth < narrow ? {...words, orient: "bottom", columns: 1} : words;
-    vegaEmbed(one, {...spec, background: null, config: {...config, legend}},
-              {actions: {export: true, source: false, compiled: false, editor: false}, renderer: "svg"});
+    try {
+      const spec = fitted(JSON.parse(document.getElementById(one.dataset.spec).textContent), one.clientWidth);
+      const legend = one.clientWidth < narrow ? {...words, orient: "bottom", columns: 1} : words;
+      vegaEmbed(one, {...spec, background: null, config: {...config, legend}},
+                {actions: {export: true, source: false, compiled: false, editor: false}, renderer: "svg"})
+        .catch(error => failed(one, error));
+    } catch (error) { failed(one, error); }
   }
 };
 dark.addEventListener("change", drawn);

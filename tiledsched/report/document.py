@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -220,19 +221,20 @@ def to_html(blocks: Sequence[Block], *, title: str) -> str:
     own = Path(__file__).parent
     body: list[str] = []
     folded = False
-    for block in blocks:
+    ids = unique_ids(blocks)
+    for place, block in enumerate(blocks):
         if isinstance(block, Heading) and block.level < 3 and folded:
             body.append("</details>")
             folded = False
         if isinstance(block, Contents):
-            links = (each for each in blocks if isinstance(each, Heading) and each.level == 2)
-            items = "".join(f'<a href="#{_anchor(each.text)}">{_inline(each.text)}</a>' for each in links)
+            links = ((at, each) for at, each in enumerate(blocks) if isinstance(each, Heading) and each.level == 2)
+            items = "".join(f'<a href="#{ids[at]}">{_inline(each.text)}</a>' for at, each in links)
             body.append(f"<nav>{items}</nav>")
         elif isinstance(block, Heading) and block.folded:
-            body.append(f'<details><summary id="{_anchor(block.text)}">{_inline(block.text)}</summary>')
+            body.append(f'<details><summary id="{ids[place]}">{_inline(block.text)}</summary>')
             folded = True
         else:
-            body.append(_html(block))
+            body.append(_html(block, ids.get(place, "")))
     if folded:
         body.append("</details>")
     code = _drawing_code() if any(isinstance(block, Chart) for block in blocks) else ""
@@ -267,13 +269,25 @@ def _drawing_code() -> str:
     return str(code).replace("</script", "<\\/script")
 
 
-def _anchor(text: str) -> str:
-    return re.sub(r"\W+", "-", text.lower()).strip("-")
+def unique_ids(blocks: Sequence[Block]) -> dict[int, str]:
+    """The id of each heading and chart on the page, by its place among the blocks: its words and, where those words were
+    taken before, a number.
+    """
+    taken: set[str] = set()
+    found = {}
+    for place, block in enumerate(blocks):
+        if isinstance(block, (Heading, Chart)):
+            words = f"chart-{block.name}" if isinstance(block, Chart) else block.text
+            stem = re.sub(r"\W+", "-", words.lower()).strip("-") or "part"
+            free = (f"{stem}-{number}" if number > 1 else stem for number in itertools.count(1))
+            found[place] = next(name for name in free if name not in taken)
+            taken.add(found[place])
+    return found
 
 
-def _html(block: Block) -> str:
+def _html(block: Block, own_id: str = "") -> str:
     if isinstance(block, Heading):
-        return f'<h{block.level} id="{_anchor(block.text)}">{_inline(block.text)}</h{block.level}>'
+        return f'<h{block.level} id="{own_id}">{_inline(block.text)}</h{block.level}>'
     if isinstance(block, Paragraph):
         name = ' class="warning"' if block.warning else ""
         return f"<p{name}>{_inline(block.text)}</p>"
@@ -287,8 +301,8 @@ def _html(block: Block) -> str:
         )
     if isinstance(block, Chart):
         data = json.dumps(_shown(block.spec), separators=(",", ":")).replace("<", "\\u003c")
-        place = f'<div class="chart" data-spec="{block.name}" role="img" aria-label="{html.escape(printable(block.text))}"></div>'
-        return f'<script type="application/json" id="{block.name}">{data}</script>\n{place}'
+        place = f'<div class="chart" data-spec="{own_id}" role="img" aria-label="{html.escape(printable(block.text))}"></div>'
+        return f'<script type="application/json" id="{own_id}">{data}</script>\n{place}'
     if isinstance(block, Contents):
         return ""
     classes = [' class="number"' if block.numeric(column) else "" for column in range(len(block.head))]

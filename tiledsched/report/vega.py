@@ -39,3 +39,10 @@ def word(field: str, title: str | None, **more: Any) -> Spec:
 def tips(**titles: str) -> list[Spec]:
     """The fields that a tooltip shows, each with a title."""
     return [{"field": field, "title": title} for field, title in titles.items()]
+
+
+def titled(spec: Spec, title: str, subtitle: str = "") -> Spec:
+    """The chart with a title, so that a picture of it explains itself. `subtitle` says on which GPU or arch, of which problem,
+    measured or modelled, and when.
+    """
+    return {**spec, "title": {"text": title, "subtitle": subtitle, "anchor": "start", "offset": 12}}
