@@ -7,7 +7,6 @@ from __future__ import annotations
 import itertools
 import statistics
 
-from tiledsched.report.analysis import fixed_knob_costs
 from tiledsched.report.axes import show
 from tiledsched.report.rate_charts import rates, roofline, said_of_roofs
 from tiledsched.report.records import ProblemReport, Report, Section
@@ -102,28 +101,29 @@ def costs(section: Section) -> Spec | None:
 
 
 def knobs(section: Section) -> Spec | None:
-    """What each value of a knob costs when the knob is fixed at it and all other knobs stay free."""
-    problems = tried(section)
+    """What each value of a knob costs beside the value to leave it at, or the one that most problems prefer."""
     shares = {one.knob: one.share for one in section.shares}
-    rows = [
-        {
-            "knob": knob,
-            "value": show(value),
-            "relative": round(cost, 4),
-            "said": _loss(cost - 1),
-            "best": value == next(iter(values)),
-            "share": f"{shares[knob] * 100:.0f}%" if knob in shares else "not computed",
-        }
-        for knob, values in fixed_knob_costs(problems).items()
-        for value, cost in values.items()
-    ]
+    rows = []
+    for verdict in section.knobs:
+        known = [(each.value, each.ratio) for each in verdict.effects if each.ratio is not None]
+        rows += [
+            {
+                "knob": verdict.knob,
+                "value": show(value),
+                "relative": round(ratio, 4),
+                "said": _loss(ratio - 1),
+                "best": value == verdict.value,
+                "share": f"{shares[verdict.knob] * 100:.0f}%" if verdict.knob in shares else "not computed",
+            }
+            for value, ratio in [(verdict.value, 1.0), *known]
+            if known
+        ]
     if not rows:
         return None
-    over = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     x = quantity(
         "relative",
-        f"{section.provenance} time with the knob held there / best time, geometric mean of {over}",
-        scale={"type": "log", "nice": False, "domainMin": 1},
+        f"{section.provenance} time / time of the program that has the green value instead, geometric mean",
+        scale={"type": "log", "nice": False},
         axis={"values": [1, 1.02, 1.05, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100], "format": "~r"},
     )
     y = word("knob", None, axis={"labelLimit": 220, "labelFontSize": 12, "grid": True})
@@ -148,13 +148,6 @@ def knobs(section: Section) -> Spec | None:
         },
     ]
     return chart(rows, {"layer": marks}, width=820, height=28 * len({row["knob"] for row in rows}))
-
-
-def tried(section: Section) -> list[ProblemReport]:
-    """The problems that show what a knob's values cost: those with broad landscapes, or else all where more than two
-    programs were timed.
-    """
-    return broad(section.problems) or [one for one in section.problems if one.programs > 2]
 
 
 def _explored(section: Section) -> list[ProblemReport]:
@@ -240,25 +233,28 @@ def tiles(section: Section, report: Report) -> Spec | None:
 
 
 def sweeps(section: Section, report: Report) -> Spec | None:
-    """For each knob, what fixing it at a value costs while all others stay free, with a line for each problem."""
-    problems = [one for one in section.problems if one.programs > 2]
+    """For each knob, what its values cost beside the best schedule's value, with a line for each problem."""
     rows = []
-    for effect in section.knobs[:SWEPT]:
-        for one in problems:
-            found = next((each for each in one.knobs if each.knob == effect.knob), None)
-            if found and len(found.values) > 1:
-                rows += [
-                    {
-                        "knob": effect.knob,
-                        "value": show(line.value),
-                        "order": line.value if type(line.value) is int else 0,
-                        "relative": round(min(line.ratio, SCALE_END), 4),
-                        "said": _loss(line.ratio - 1),
-                        "problem": str(one.problem),
-                        "group": report.group_text(one),
-                    }
-                    for line in found.values
-                ]
+    for verdict in section.knobs[:SWEPT]:
+        for one in section.problems:
+            known = [
+                (effect.value, effect.ratio)
+                for effect in one.effects
+                if effect.knob == verdict.knob and effect.ratio is not None
+            ]
+            rows += [
+                {
+                    "knob": verdict.knob,
+                    "value": show(value),
+                    "order": value if type(value) is int else 0,
+                    "relative": round(min(ratio, SCALE_END), 4),
+                    "said": _loss(ratio - 1),
+                    "problem": str(one.problem),
+                    "group": report.group_text(one),
+                }
+                for value, ratio in [(one.best.schedule[verdict.knob], 1.0), *known]
+                if known
+            ]
     if not rows:
         return None
     line = {
@@ -497,8 +493,7 @@ def of_section(section: Section, report: Report) -> dict[str, tuple[str, str, Sp
     wanted = {
         "knobs": (
             "Knobs",
-            "What holding one knob at a value costs when all others stay free. A knob whose green dot stands at 1 may be left "
-            "at that value everywhere; one whose green dot stands to the right has to be chosen for the problem.",
+            "What one value of a knob costs beside the green one, in programs that differ in that knob alone.",
             knobs(section),
         ),
         "tiles": (
@@ -508,8 +503,9 @@ def of_section(section: Section, report: Report) -> dict[str, tuple[str, str, Sp
             tiles(section, report),
         ),
         "sweeps": (
-            "Each knob at the best of the rest",
-            "What holding a knob at a value costs when all others stay free. A line is a problem.",
+            "Each knob, problem by problem",
+            "What one value of a knob costs beside the best schedule's, in programs that differ in that knob alone. A line is "
+            "a problem.",
             sweeps(section, report),
         ),
         "spread": (

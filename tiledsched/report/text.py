@@ -14,7 +14,6 @@ from tiledsched.core.problem import Problem, unit_of
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.estimate import Timing
 from tiledsched.report import charts
-from tiledsched.report.analysis import fixed_knob_costs
 from tiledsched.report.axes import cell, show
 from tiledsched.report.csv_files import (
     importance_csv,
@@ -40,8 +39,6 @@ from tiledsched.report.records import (
 from tiledsched.report.regret import broad, enough
 
 NOT_MEASURED = "not measured"
-CHOSEN = 1.01
-"""A knob whose best single value costs at least this much has to be chosen for each problem."""
 
 
 def write_report(reports: Report | Sequence[Report], out_dir: str | Path) -> list[Path]:
@@ -173,19 +170,6 @@ def _figures(report: Report) -> dict[str, tuple[str, str]]:
 
     mean("the default schedule", lambda one: one.default_drop)
     mean("the second best tile", lambda one: one.tile_drop)
-    problems = charts.tried(section)
-    costs = fixed_knob_costs(problems)
-    if costs:
-        knob, values = next(iter(costs.items()))
-        worst, cost = list(values.items())[-1]
-        over = f"{_count(len(problems), 'problem')}{kind}"
-        rest = f"`{knob}={show(worst)}` costs: the most of any knob's values ({over})"
-        found["the worst value of a knob"] = f"{(cost - 1) * 100:+.0f}%", rest
-        chosen = max(costs, key=lambda each: min(costs[each].values()))
-        value, least = next(iter(costs[chosen].items()))
-        if least >= CHOSEN:
-            rest = f"`{chosen}` costs at its best single value, {show(value)}: choose it by the problem{kind}"
-            found["the best single value of a knob"] = f"{(least - 1) * 100:+.1f}%", rest
     covered = enough(broad(section.problems))[-1:] if section.provenance == MEASURED else []
     if covered and covered[0].problems > 1:
         limit = f"{covered[0].limit * 100:.0f}%"
@@ -399,24 +383,30 @@ def _sensitivity(section: Section, report: Report) -> list[Block]:
 
 def _knobs(section: Section) -> list[Block]:
     text = (
-        "Pairs are schedules of one problem that differ in that knob only; a change is slower / faster - 1. "
-        "The last column is what holding the knob at a value costs when all others stay free (1.000: nothing), a "
-        "geometric mean over the problems that have the value."
+        "Programs of one problem that differ in one knob alone are compared in pairs whose faster program is within 30% of the "
+        "best. Each figure is the time with a value over the time with the value in the third column, and its 95% interval."
     )
-    head = ("knob", "pairs", "mean change", "largest change", "best time with the knob held / best time")
     return [
         Paragraph(text=text),
         _table(
-            head,
+            ("knob", "advice", "compared with", "time with another value", "pairs"),
             (
                 (
-                    f"`{effect.knob}`",
-                    f"{effect.pairs:,}",
-                    _percent(effect.mean_change),
-                    _percent(effect.largest_change),
-                    ", ".join(f"{show(line.value)}: {line.ratio:.3f}" for line in effect.values),
+                    f"`{verdict.knob}`",
+                    verdict.advice,
+                    show(verdict.value),
+                    ", ".join(
+                        f"{show(each.value)}: "
+                        + (
+                            "untried"
+                            if each.ratio is None
+                            else f"{each.ratio:.3f} [{each.ci_low:.3f}, {each.ci_high:.3f}]"
+                        )
+                        for each in verdict.effects
+                    ),
+                    ", ".join(str(each.pairs) for each in verdict.effects),
                 )
-                for effect in section.knobs
+                for verdict in section.knobs
             ),
             modelled_from=_from(section, 1),
         ),
