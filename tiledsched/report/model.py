@@ -19,15 +19,17 @@ from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
 from tiledsched.measure.clocks import summarise_throttling
 from tiledsched.measure.estimate import Timing
-from tiledsched.report.analysis import joined_importance, knob_importance, sensitivity, tile_knobs, tile_times
+from tiledsched.report.analysis import sensitivity, tile_knobs, tile_times
 from tiledsched.report.axes import Axes, axes_of
 from tiledsched.report.ceilings import measured_ceilings
+from tiledsched.report.effects import joined_effects, value_effects
 from tiledsched.report.importance import interactions, knob_shares
 from tiledsched.report.records import (
     MEASURED,
     MODELLED,
     DeviceConditions,
     FailureCount,
+    KnobVerdict,
     ProblemReport,
     Report,
     Section,
@@ -116,7 +118,8 @@ def build_report(
             done.add(key)
             one = desk.modelled(entry, model_times)
             modelled += [one] if one else []
-    tile = tile_knobs(measured or modelled)
+    verdicts = {MEASURED: joined_effects(measured), MODELLED: joined_effects(modelled)}
+    tile = tile_knobs(measured or modelled, [each.knob for each in verdicts[MEASURED if measured else MODELLED]])
     return Report(
         kernel=kernel.name,
         arch=arch,
@@ -125,8 +128,8 @@ def build_report(
         regime=regime,
         device_name=device_name or "",
         elsewhere=len(existing) - len(taken),
-        measured=_section(MEASURED, measured, tile),
-        modelled=_section(MODELLED, modelled, tile),
+        measured=_section(MEASURED, measured, tile, verdicts[MEASURED]),
+        modelled=_section(MODELLED, modelled, tile, verdicts[MODELLED]),
         unmeasured=tuple(
             entry
             for entry in entries
@@ -163,10 +166,12 @@ def _accum_mode(schedule: Schedule) -> str:
     return str(schedule.get("accum_mode", "fp32"))
 
 
-def _section(provenance: str, problems: Sequence[ProblemReport], tile: tuple[str, str] | None) -> Section:
+def _section(
+    provenance: str, problems: Sequence[ProblemReport], tile: tuple[str, str] | None, knobs: tuple[KnobVerdict, ...]
+) -> Section:
     ordered = tuple(
         sorted(
-            (replace(one, tiles=tile_times(one.timed, tile)) for one in problems),
+            (replace(one, tiles=tile_times(one.timed, tile), effects=value_effects(one)) for one in problems),
             key=lambda one: (one.group, one.size, one.problem),
         )
     )
@@ -179,7 +184,7 @@ def _section(provenance: str, problems: Sequence[ProblemReport], tile: tuple[str
         provenance=provenance,
         problems=ordered,
         sensitivity=sensitivity(ordered),
-        knobs=joined_importance(ordered),
+        knobs=knobs,
         shares=knob_shares(times),
         interactions=interactions(times),
     )
@@ -395,7 +400,6 @@ class _Desk:
             programs=len(programs),
             measurements=measurements,
             served=served,
-            knobs=knob_importance(timed),
         )
 
     def _default(self, problem: Problem, timed: Sequence[Timed]) -> Timed | None:

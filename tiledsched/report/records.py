@@ -67,31 +67,47 @@ class TileTime:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KnobValueRatio:
-    """What it costs to fix one knob at one value."""
-
-    value: KnobValue
-    """The value."""
-    ratio: float
-    """Best time with the value over the best time of all; a geometric mean where several problems are joined."""
-    problems: int = 1
-    """How many problems are joined."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class KnobImportance:
-    """How much one knob matters."""
+class ValueEffect:
+    """What one value of a knob costs, compared with another value, from matched pairs: programs of one problem that differ
+    in that knob alone.
+    """
 
     knob: str
     """Name of the knob."""
+    value: KnobValue
+    """The value."""
+    against: KnobValue
+    """The value that it is compared with."""
+    ratio: float | None
+    """Time with `value` over time with `against`, a geometric mean; None where too few pairs were timed."""
+    ci_low: float | None
+    """Lower end of the ratio's 95% interval; None where too few pairs were timed."""
+    ci_high: float | None
+    """Upper end of the ratio's 95% interval; None where too few pairs were timed."""
     pairs: int
-    """Pairs of schedules of one problem that differ in this knob only and were both timed."""
-    mean_change: float | None
-    """Mean over the pairs of the slower time over the faster, minus 1; None without pairs."""
-    largest_change: float | None
-    """Largest of these changes; None without pairs."""
-    values: tuple[KnobValueRatio, ...]
-    """What each timed value costs, the best value first."""
+    """Matched pairs whose faster program is close to the best."""
+    problems: int
+    """Problems with such pairs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnobVerdict:
+    """What to do about one knob, over several problems."""
+
+    knob: str
+    """Name of the knob."""
+    advice: str
+    """leave: one value is as good as the best for all problems. choose: problems contradict each other. unclear: neither is
+    known. untried: no two values were compared in enough pairs.
+    """
+    value: KnobValue
+    """Where to leave the knob; otherwise the value that most problems prefer."""
+    effects: tuple[ValueEffect, ...]
+    """Every other value that was timed, compared with `value`; untried ones too."""
+    preferred: tuple[tuple[KnobValue, int], ...]
+    """Each value that problems prefer, with the number of these problems, the most frequent first. A problem prefers a value
+    if none compared with it is faster, and at least one is surely slower.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +178,8 @@ class ProblemReport:
     """Measurements, repeats included; 0 where modelled."""
     served: Entry | None
     """What the database serves for this problem; None where it has no entry."""
-    knobs: tuple[KnobImportance, ...]
-    """Knobs with more than one value, the most important first."""
+    effects: tuple[ValueEffect, ...] = ()
+    """What each value of each knob costs, compared with the best schedule's value; the knob that costs most first."""
     tiles: tuple[TileTime, ...] = ()
     """Each tile size, best first; empty where schedules have no tile knobs."""
     trace: tuple[float, ...] = ()
@@ -251,8 +267,8 @@ class Section:
     """The problems, sorted by device, by what they share, by accumulator mode, then by size."""
     sensitivity: tuple[TileSensitivity, ...]
     """What the choice of tile is worth, for each group of problems and each regime of sizes."""
-    knobs: tuple[KnobImportance, ...]
-    """Importance of knobs over all problems, the most important first."""
+    knobs: tuple[KnobVerdict, ...]
+    """What to do about each knob that varies within a problem; the knob that costs most first."""
     shares: tuple[KnobShare, ...] = ()
     """Importance of each knob over all problems; empty where modelled, or where little was measured."""
     interactions: tuple[Interaction, ...] = ()
