@@ -13,16 +13,14 @@ from collections.abc import Collection, Iterable, Sequence
 
 from tiledsched.core.schedule import KnobValue
 from tiledsched.report.analysis import WITHIN, neighbours
-from tiledsched.report.records import KnobVerdict, ProblemReport, Timed, ValueEffect
+from tiledsched.report.records import AS_GOOD, KnobVerdict, ProblemReport, Timed, ValueEffect
 
-__all__ = ["LEAST_PAIRS", "TOLERANCE", "KnobVerdict", "ValueEffect", "joined_effects", "value_effects"]
+__all__ = ["LEAST_PAIRS", "KnobVerdict", "ValueEffect", "joined_effects", "value_effects"]
 
 LEAST_PAIRS = 4
 """Fewer pairs conclude nothing. Half of a 95% interval is 1.6 standard deviations of the pairs with four of them, 2.5 with
 three and 9 with two.
 """
-TOLERANCE = 0.01
-"""A value that costs less than this is as good as the best: times of the same program repeat to about half of it."""
 CONFIDENCE = 0.95
 
 _Key = tuple[type, KnobValue]
@@ -57,7 +55,7 @@ def joined_effects(problems: Sequence[ProblemReport]) -> tuple[KnobVerdict, ...]
     them.
     """
     tables = [_matched_ratios(one) for one in problems]
-    near = [({*_values([one])}, [timed for timed in one.timed if timed.relative <= 1 + TOLERANCE]) for one in problems]
+    near = [({*_values([one])}, [timed for timed in one.timed if timed.relative <= 1 + AS_GOOD]) for one in problems]
     verdicts = []
     for knob, values in _values(problems).items():
         parts = [table[knob] for table in tables if knob in table]
@@ -97,7 +95,7 @@ def _verdict(
         return (
             bool(known[value])
             and all(value in each for each in reached)
-            and all((each.ci_low or 0) * (1 + TOLERANCE) >= 1 and each.problems >= least for each in known[value])
+            and all((each.ci_low or 0) * (1 + AS_GOOD) >= 1 and each.problems >= least for each in known[value])
             and not any(map(_surely_faster, (each for part in parts for each in _beside(knob, value, values, [part]))))
         )
 
@@ -141,11 +139,11 @@ def _beside(knob: str, against: _Key, values: Sequence[_Key], parts: Sequence[_R
 
 
 def _surely_faster(effect: ValueEffect) -> bool:
-    return effect.ci_high is not None and effect.ci_high * (1 + TOLERANCE) < 1
+    return effect.ci_high is not None and effect.ci_high * (1 + AS_GOOD) < 1
 
 
 def _surely_slower(effect: ValueEffect) -> bool:
-    return effect.ci_low is not None and effect.ci_low > 1 + TOLERANCE
+    return effect.ci_low is not None and effect.ci_low > 1 + AS_GOOD
 
 
 def _values(problems: Sequence[ProblemReport]) -> dict[str, list[_Key]]:

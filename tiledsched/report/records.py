@@ -20,6 +20,8 @@ from tiledsched.store.records import Entry
 
 MEASURED = "measured"
 MODELLED = "modelled"
+AS_GOOD = 0.01
+"""What takes at most this much longer is as good: times of one program repeat to about half of it."""
 Tile = tuple[int, int]
 """Values of the report's two tile knobs."""
 
@@ -64,6 +66,10 @@ class TileTime:
     """Its time over the best tile's time."""
     schedule: Schedule
     """The schedule with that time."""
+    programs: int
+    """Distinct programs with this tile that have a time."""
+    searched: bool
+    """Whether they are enough, beside those of other tiles, to say what the tile costs; always so for the best tile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,9 +227,24 @@ class ProblemReport:
         return self.median_us / self.best.us - 1
 
     @property
+    def second_tile(self) -> TileTime | None:
+        """The second best tile; None with fewer than two tiles, and where too little was searched of the second.
+
+        What is not searched enough could only turn out faster: within `AS_GOOD` of the best it says that the tile matters
+        little.
+        """
+        second = self.tiles[1] if len(self.tiles) > 1 else None
+        return second if second and (second.searched or second.relative <= 1 + AS_GOOD) else None
+
+    @property
     def tile_drop(self) -> float | None:
-        """Best time of the second best tile over the best time, minus 1; None with fewer than two tiles."""
-        return self.tiles[1].us / self.tiles[0].us - 1 if len(self.tiles) > 1 else None
+        """Best time of the second best tile over the best time, minus 1; None where that tile is not known."""
+        return self.second_tile.relative - 1 if self.second_tile else None
+
+    @property
+    def worst_tile(self) -> TileTime | None:
+        """The slowest of the tiles that were searched enough; None where only the best was."""
+        return next((tile for tile in reversed(self.tiles[1:]) if tile.searched), None)
 
     @property
     def group(self) -> tuple[Any, ...]:
@@ -249,12 +270,14 @@ class TileSensitivity:
     """How many problems are joined."""
     best: Tile
     """The tile whose best schedule has the least time, by geometric mean over the problems."""
-    runner_up: Tile | None
-    """The best other tile; None where only one was timed in every problem."""
-    drop: float | None
-    """Mean time of the runner-up over that of the best, minus 1; None without runner-up."""
+    runner_up: Tile
+    """The best other tile."""
+    drop: float
+    """Mean time of the runner-up over that of the best, minus 1."""
     spread: float
     """Mean time of the worst tile over that of the best, minus 1."""
+    tiles: int
+    """How many tiles were searched enough in every problem."""
 
 
 @dataclass(frozen=True, kw_only=True)
