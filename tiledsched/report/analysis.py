@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from tiledsched.core.schedule import HINT_KNOBS, Schedule
+from tiledsched.core.schedule import Schedule
 from tiledsched.report.records import ProblemReport, Tile, TileSensitivity, TileTime, Timed
 
 T = TypeVar("T")
@@ -35,24 +35,6 @@ def named_tile(knobs: Iterable[str]) -> tuple[str, str] | None:
     known = list(knobs)
     pairs = ((name, name[:-1] + ("n" if name.endswith("m") else "N")) for name in known if name.lower().endswith("_m"))
     return next((pair for pair in pairs if pair[1] in known), None)
-
-
-def tile_knobs(problems: Sequence[ProblemReport], ranked: Sequence[str]) -> tuple[str, str] | None:
-    """The two knobs over which heat maps are drawn; None where fewer than two knobs are integers, or none of them varies.
-
-    Knobs that are named like a tile's rows and columns come first; otherwise the two knobs that matter most, constants
-    of the kernel before compiler hints.
-
-    Args:
-        problems: the problems with their times.
-        ranked: the knobs that vary within a problem, the one that matters most first.
-    """
-    timed = [one.schedule for report in problems for one in report.timed]
-    integers = dict.fromkeys(name for schedule in timed for name, value in schedule.items() if type(value) is int)
-    place = {knob: place for place, knob in enumerate(ranked)}
-    best = sorted(integers, key=lambda knob: (knob not in place, knob in HINT_KNOBS, place.get(knob, 0), knob))
-    found = (best[0], best[1]) if len(best) > 1 and best[0] in place else None
-    return named_tile(integers) or found
 
 
 def tile_times(timed: Sequence[Timed], knobs: tuple[str, str] | None) -> tuple[TileTime, ...]:

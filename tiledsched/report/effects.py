@@ -10,12 +10,13 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from weakref import WeakKeyDictionary
 
-from tiledsched.core.schedule import KnobValue
-from tiledsched.report.analysis import WITHIN, neighbours
+from tiledsched.core.schedule import HINT_KNOBS, KnobValue
+from tiledsched.report.analysis import WITHIN, named_tile, neighbours
 from tiledsched.report.records import AS_GOOD, KnobVerdict, ProblemReport, Timed, ValueEffect
 
-__all__ = ["LEAST_PAIRS", "KnobVerdict", "ValueEffect", "joined_effects", "value_effects"]
+__all__ = ["LEAST_PAIRS", "KnobVerdict", "ValueEffect", "joined_effects", "tile_knobs", "value_effects"]
 
 LEAST_PAIRS = 4
 """Fewer pairs conclude nothing. Half of a 95% interval is 1.6 standard deviations of the pairs with four of them, 2.5 with
@@ -27,6 +28,8 @@ _Key = tuple[type, KnobValue]
 """A value with its type, because True is not 1."""
 _Ratios = dict[tuple[_Key, _Key], list[float]]
 """(value, value compared with) -> log ratio of the times for each matched pair."""
+_known: WeakKeyDictionary[ProblemReport, dict[str, _Ratios]] = WeakKeyDictionary()
+"""The matched pairs of each problem, by knob: a report asks for them several times."""
 
 
 def value_effects(one: ProblemReport) -> tuple[ValueEffect, ...]:
@@ -68,6 +71,21 @@ def joined_effects(problems: Sequence[ProblemReport]) -> tuple[KnobVerdict, ...]
         ]
         verdicts.append(_verdict(knob, values, parts, reached))
     return tuple(sorted(verdicts, key=lambda each: (-_cost(each.effects), each.knob)))
+
+
+def tile_knobs(problems: Sequence[ProblemReport]) -> tuple[str, str] | None:
+    """The two knobs over which heat maps are drawn; None where fewer than two knobs are integers, or none of them varies.
+
+    Knobs that are named like a tile's rows and columns come first; otherwise the two knobs whose values cost most, constants
+    of the kernel before compiler hints.
+    """
+    timed = [one.schedule for report in problems for one in report.timed]
+    integers = dict.fromkeys(name for schedule in timed for name, value in schedule.items() if type(value) is int)
+    if named := named_tile(integers):
+        return named
+    place = {verdict.knob: place for place, verdict in enumerate(joined_effects(problems))}
+    ranked = sorted(integers, key=lambda knob: (knob not in place, knob in HINT_KNOBS, place.get(knob, 0), knob))
+    return (ranked[0], ranked[1]) if len(ranked) > 1 and ranked[0] in place else None
 
 
 def _verdict(
@@ -171,6 +189,8 @@ def _matched_ratios(one: ProblemReport) -> dict[str, _Ratios]:
     treats both programs alike. Each two programs count once, however many schedules build them. Two schedules that build one
     program are a pair with a ratio of exactly 1, for the knob changes nothing there; of each program this counts once.
     """
+    if one in _known:
+        return _known[one]
     found: dict[str, _Ratios] = defaultdict(lambda: defaultdict(list))
     seen = set()
     items = [(timed.schedule, timed) for timed in one.timed]
@@ -181,7 +201,7 @@ def _matched_ratios(one: ProblemReport) -> dict[str, _Ratios]:
             if programs not in seen:
                 seen.add(programs)
                 found[knob][keys].append(math.log(value.us / against.us))
-    return found
+    return _known.setdefault(one, {knob: dict(ratios) for knob, ratios in found.items()})
 
 
 def _key(timed: Timed, knob: str) -> _Key:

@@ -152,9 +152,9 @@ class Interaction:
     """Number of pairs behind that ratio."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ProblemReport:
-    """Everything the report says about one problem on one device."""
+    """Everything the report says about one problem on one device. Two of them are never equal."""
 
     provenance: str
     """measured or modelled, for all times below."""
@@ -184,8 +184,6 @@ class ProblemReport:
     """Measurements, repeats included; 0 where modelled."""
     served: Entry | None
     """What the database serves for this problem; None where it has no entry."""
-    effects: tuple[ValueEffect, ...] = ()
-    """What each value of each knob costs, compared with the best schedule's value; the knob that costs most first."""
     tiles: tuple[TileTime, ...] = ()
     """Each tile size, best first; empty where schedules have no tile knobs."""
     trace: tuple[float, ...] = ()
@@ -247,6 +245,15 @@ class ProblemReport:
         return next((tile for tile in reversed(self.tiles[1:]) if tile.searched), None)
 
     @property
+    def rivals(self) -> tuple[tuple[str, float], ...]:
+        """Each rival that was timed in turn with the schedule that is served, and its time over the best time, fastest first."""
+        if self.served is None or self.provenance != MEASURED:
+            return ()
+        relative = next((one.relative for one in self.timed if one.schedule == self.served.schedule), 1.0)
+        known = [(each.name, each.ratio * relative) for each in self.served.rivals or () if each.ratio is not None]
+        return tuple(sorted(known, key=lambda each: (each[1], each[0])))
+
+    @property
     def group(self) -> tuple[Any, ...]:
         """(device name, shared values, accumulator mode): problems with the same three share a table."""
         return self.device_name, self.shared, self.accum_mode
@@ -290,8 +297,6 @@ class Section:
     """The problems, sorted by device, by what they share, by accumulator mode, then by size."""
     sensitivity: tuple[TileSensitivity, ...]
     """What the choice of tile is worth, for each group of problems and each regime of sizes."""
-    knobs: tuple[KnobVerdict, ...]
-    """What to do about each knob that varies within a problem; the knob that costs most first."""
     shares: tuple[KnobShare, ...] = ()
     """Importance of each knob over all problems; empty where modelled, or where little was measured."""
     interactions: tuple[Interaction, ...] = ()
