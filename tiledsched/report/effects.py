@@ -10,25 +10,26 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from weakref import WeakKeyDictionary
 
-from tiledsched.core.schedule import KnobValue
-from tiledsched.report.analysis import WITHIN, neighbours
-from tiledsched.report.records import KnobVerdict, ProblemReport, Timed, ValueEffect
+from tiledsched.core.schedule import HINT_KNOBS, KnobValue
+from tiledsched.report.analysis import WITHIN, named_tile, neighbours
+from tiledsched.report.records import AS_GOOD, KnobVerdict, ProblemReport, Timed, ValueEffect
 
-__all__ = ["LEAST_PAIRS", "TOLERANCE", "KnobVerdict", "ValueEffect", "joined_effects", "value_effects"]
+__all__ = ["LEAST_PAIRS", "KnobVerdict", "ValueEffect", "joined_effects", "tile_knobs", "value_effects"]
 
 LEAST_PAIRS = 4
 """Fewer pairs conclude nothing. Half of a 95% interval is 1.6 standard deviations of the pairs with four of them, 2.5 with
 three and 9 with two.
 """
-TOLERANCE = 0.01
-"""A value that costs less than this is as good as the best: times of the same program repeat to about half of it."""
 CONFIDENCE = 0.95
 
 _Key = tuple[type, KnobValue]
 """A value with its type, because True is not 1."""
 _Ratios = dict[tuple[_Key, _Key], list[float]]
 """(value, value compared with) -> log ratio of the times for each matched pair."""
+_known: WeakKeyDictionary[ProblemReport, dict[str, _Ratios]] = WeakKeyDictionary()
+"""The matched pairs of each problem, by knob: a report asks for them several times."""
 
 
 def value_effects(one: ProblemReport) -> tuple[ValueEffect, ...]:
@@ -57,7 +58,7 @@ def joined_effects(problems: Sequence[ProblemReport]) -> tuple[KnobVerdict, ...]
     them.
     """
     tables = [_matched_ratios(one) for one in problems]
-    near = [({*_values([one])}, [timed for timed in one.timed if timed.relative <= 1 + TOLERANCE]) for one in problems]
+    near = [({*_values([one])}, [timed for timed in one.timed if timed.relative <= 1 + AS_GOOD]) for one in problems]
     verdicts = []
     for knob, values in _values(problems).items():
         parts = [table[knob] for table in tables if knob in table]
@@ -70,6 +71,21 @@ def joined_effects(problems: Sequence[ProblemReport]) -> tuple[KnobVerdict, ...]
         ]
         verdicts.append(_verdict(knob, values, parts, reached))
     return tuple(sorted(verdicts, key=lambda each: (-_cost(each.effects), each.knob)))
+
+
+def tile_knobs(problems: Sequence[ProblemReport]) -> tuple[str, str] | None:
+    """The two knobs over which heat maps are drawn; None where fewer than two knobs are integers, or none of them varies.
+
+    Knobs that are named like a tile's rows and columns come first; otherwise the two knobs whose values cost most, constants
+    of the kernel before compiler hints.
+    """
+    timed = [one.schedule for report in problems for one in report.timed]
+    integers = dict.fromkeys(name for schedule in timed for name, value in schedule.items() if type(value) is int)
+    if named := named_tile(integers):
+        return named
+    place = {verdict.knob: place for place, verdict in enumerate(joined_effects(problems))}
+    ranked = sorted(integers, key=lambda knob: (knob not in place, knob in HINT_KNOBS, place.get(knob, 0), knob))
+    return (ranked[0], ranked[1]) if len(ranked) > 1 and ranked[0] in place else None
 
 
 def _verdict(
@@ -97,7 +113,7 @@ def _verdict(
         return (
             bool(known[value])
             and all(value in each for each in reached)
-            and all((each.ci_low or 0) * (1 + TOLERANCE) >= 1 and each.problems >= least for each in known[value])
+            and all((each.ci_low or 0) * (1 + AS_GOOD) >= 1 and each.problems >= least for each in known[value])
             and not any(map(_surely_faster, (each for part in parts for each in _beside(knob, value, values, [part]))))
         )
 
@@ -141,11 +157,11 @@ def _beside(knob: str, against: _Key, values: Sequence[_Key], parts: Sequence[_R
 
 
 def _surely_faster(effect: ValueEffect) -> bool:
-    return effect.ci_high is not None and effect.ci_high * (1 + TOLERANCE) < 1
+    return effect.ci_high is not None and effect.ci_high * (1 + AS_GOOD) < 1
 
 
 def _surely_slower(effect: ValueEffect) -> bool:
-    return effect.ci_low is not None and effect.ci_low > 1 + TOLERANCE
+    return effect.ci_low is not None and effect.ci_low > 1 + AS_GOOD
 
 
 def _values(problems: Sequence[ProblemReport]) -> dict[str, list[_Key]]:
@@ -173,6 +189,8 @@ def _matched_ratios(one: ProblemReport) -> dict[str, _Ratios]:
     treats both programs alike. Each two programs count once, however many schedules build them. Two schedules that build one
     program are a pair with a ratio of exactly 1, for the knob changes nothing there; of each program this counts once.
     """
+    if one in _known:
+        return _known[one]
     found: dict[str, _Ratios] = defaultdict(lambda: defaultdict(list))
     seen = set()
     items = [(timed.schedule, timed) for timed in one.timed]
@@ -183,7 +201,7 @@ def _matched_ratios(one: ProblemReport) -> dict[str, _Ratios]:
             if programs not in seen:
                 seen.add(programs)
                 found[knob][keys].append(math.log(value.us / against.us))
-    return found
+    return _known.setdefault(one, {knob: dict(ratios) for knob, ratios in found.items()})
 
 
 def _key(timed: Timed, knob: str) -> _Key:

@@ -19,17 +19,16 @@ from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
 from tiledsched.measure.clocks import summarise_throttling
 from tiledsched.measure.estimate import Timing
-from tiledsched.report.analysis import sensitivity, tile_knobs, tile_times
+from tiledsched.report.analysis import sensitivity, tile_times
 from tiledsched.report.axes import Axes, axes_of
 from tiledsched.report.ceilings import measured_ceilings
-from tiledsched.report.effects import joined_effects, value_effects
+from tiledsched.report.effects import tile_knobs
 from tiledsched.report.importance import interactions, knob_shares
 from tiledsched.report.records import (
     MEASURED,
     MODELLED,
     DeviceConditions,
     FailureCount,
-    KnobVerdict,
     ProblemReport,
     Report,
     Section,
@@ -118,8 +117,7 @@ def build_report(
             done.add(key)
             one = desk.modelled(entry, model_times)
             modelled += [one] if one else []
-    verdicts = {MEASURED: joined_effects(measured), MODELLED: joined_effects(modelled)}
-    tile = tile_knobs(measured or modelled, [each.knob for each in verdicts[MEASURED if measured else MODELLED]])
+    tile = tile_knobs(measured or modelled)
     return Report(
         kernel=kernel.name,
         arch=arch,
@@ -128,8 +126,8 @@ def build_report(
         regime=regime,
         device_name=device_name or "",
         elsewhere=len(existing) - len(taken),
-        measured=_section(MEASURED, measured, tile, verdicts[MEASURED]),
-        modelled=_section(MODELLED, modelled, tile, verdicts[MODELLED]),
+        measured=_section(MEASURED, measured, tile),
+        modelled=_section(MODELLED, modelled, tile),
         unmeasured=tuple(
             entry
             for entry in entries
@@ -166,12 +164,10 @@ def _accum_mode(schedule: Schedule) -> str:
     return str(schedule.get("accum_mode", "fp32"))
 
 
-def _section(
-    provenance: str, problems: Sequence[ProblemReport], tile: tuple[str, str] | None, knobs: tuple[KnobVerdict, ...]
-) -> Section:
+def _section(provenance: str, problems: Sequence[ProblemReport], tile: tuple[str, str] | None) -> Section:
     ordered = tuple(
         sorted(
-            (replace(one, tiles=tile_times(one.timed, tile), effects=value_effects(one)) for one in problems),
+            (replace(one, tiles=tile_times(one.timed, tile)) for one in problems),
             key=lambda one: (one.group, one.size, one.problem),
         )
     )
@@ -184,7 +180,6 @@ def _section(
         provenance=provenance,
         problems=ordered,
         sensitivity=sensitivity(ordered),
-        knobs=knobs,
         shares=knob_shares(times),
         interactions=interactions(times),
     )

@@ -18,6 +18,7 @@ from tiledsched.report.csv_files import (
     regimes_csv,
     schedules_csv,
     sensitivity_csv,
+    winners_csv,
 )
 from tiledsched.report.document import NOTHING, Block, Case, Chart, Explorer, Heading, Paragraph, Table, write_document
 from tiledsched.report.records import DeviceConditions, Interaction, KnobShare, ProblemReport, Report, Section, Tile
@@ -51,6 +52,7 @@ def _tables(report: Report) -> dict[str, str]:
         "schedules.csv": schedules_csv(report),
         "sensitivity.csv": sensitivity_csv(report),
         "knobs.csv": knobs_csv(report),
+        "winners.csv": winners_csv(report),
         **({"regimes.csv": regimes_csv(report)} if report.regimes else {}),
         **({"interactions.csv": interactions_csv(report)} if report.measured.interactions else {}),
         **({"importance.csv": importance_csv(report)} if report.measured.shares else {}),

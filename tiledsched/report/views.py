@@ -74,7 +74,7 @@ def tile_rows(one: ProblemReport) -> list[Row]:
             "relative": round(tile.relative, 4),
             "said": f"{tile.relative:.2f}",
             "us": round(tile.us, 2),
-            "programs": getattr(tile, "programs", 0),
+            "programs": tile.programs,
             "best": tile is one.tiles[0],
             "schedule": tile.schedule.short(),
         }
@@ -147,15 +147,10 @@ def histogram_rows(one: ProblemReport) -> list[Row]:
 
 def mark_rows(one: ProblemReport) -> list[Row]:
     """The winner, the default schedule and the rivals, as multiples of the best time, fastest first."""
-    served = one.served
-    of = {timed.schedule: timed.relative for timed in one.timed}
     marks = [("best", 1.0, one.best.us)]
     if one.default is not None:
         marks.append(("default schedule", one.default.relative, one.default.us))
-    for rival in (served.rivals or ()) if served is not None and one.device_name else ():
-        if rival.ratio is not None and served is not None:
-            relative = rival.ratio * of.get(served.schedule, 1.0)
-            marks.append((rival.name, relative, one.best.us * relative))
+    marks += [(name, relative, one.best.us * relative) for name, relative in one.rivals]
     ordered = sorted(marks, key=lambda mark: mark[1])
     return [
         {
