@@ -105,11 +105,17 @@ def next_step(report: Report) -> str:
     return ""
 
 
-def longer(drop: float) -> str:
-    """How much longer something takes than the best, in words: `6.3% longer`, `2.1 times as long`."""
-    if drop < 0:
-        return f"{_percent(-drop)} less time"
-    return f"{_percent(drop)} longer" if drop < 1 else f"{1 + drop:,.{1 if drop < 99 else 0}f} times as long"
+def longer(drop: float, than: str = "") -> str:
+    """How much longer something takes, in words: `6.3% longer`, `2.1 times as long`, where wanted with what it is compared
+    with.
+    """
+    if abs(drop) < 0.0005:
+        words, link = "as long", "as"
+    elif drop < 1:
+        words, link = f"{_percent(abs(drop))} {'longer' if drop > 0 else 'less time'}", "than"
+    else:
+        words, link = f"{1 + drop:,.{1 if drop < 99 else 0}f} times as long", "as"
+    return f"{words} {link} {than}" if than else words
 
 
 def _source(report: Report, problems: Sequence[ProblemReport]) -> str:
@@ -191,7 +197,7 @@ def _default(problems: Sequence[ProblemReport]) -> str:
     drop = statistics.median(drops)
     if drop <= AS_GOOD:
         return f"The untuned default is as good as the best schedule: it takes {longer(drop)} ({_median(drops)})."
-    return f"The untuned default takes {longer(drop)} than the best schedule ({_median(drops)})."
+    return f"The untuned default takes {longer(drop, 'the best schedule')} ({_median(drops)})."
 
 
 def _verdicts(report: Report, problems: Sequence[ProblemReport]) -> list[KnobVerdict]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tiledsched.core.problem import unit_of
 from tiledsched.report.axes import cell, show
-from tiledsched.report.effects import LEAST_PAIRS
+from tiledsched.report.effects import LEAST_PAIRS, value_effects
 from tiledsched.report.records import ProblemReport, Report, Timed
 from tiledsched.report.regret import broad
 
@@ -95,14 +95,14 @@ def knob_rows(one: ProblemReport) -> list[Row]:
             "said": f"{(each.ratio - 1) * 100:+.1f}%",
             "pairs": each.pairs,
         }
-        for each in one.effects
+        for each in value_effects(one)
         if each.ratio is not None
     ]
 
 
 def untried(one: ProblemReport) -> str:
     """The values of knobs that have too few matched pairs to be judged, in a sentence; empty where there are none."""
-    found = [f"`{each.knob}={show(each.value)}`" for each in one.effects if each.ratio is None]
+    found = [f"`{each.knob}={show(each.value)}`" for each in value_effects(one) if each.ratio is None]
     return f"Untried here (fewer than {LEAST_PAIRS} matched pairs): {', '.join(found)}." if found else ""
 
 
