@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from tiledsched.core.device import ARCHS, arch_spec
@@ -296,11 +297,10 @@ def rates(reports: Sequence[Report]) -> Spec | None:
     groups = Counter((row["group"], row["source"]) for row in rows)
     least = min(LEAST_OF_GROUP, max(groups.values()))
     if len(reports) > 1:
-        archs = Counter(group for group, _ in groups)
-        kept = {group for group, found in archs.items() if found > 1}
+        known = Counter(problem for problem, _ in {(row["problem"], row["source"]) for row in rows})
+        rows = [row for row in rows if known[row["problem"]] > 1]
     else:
-        kept = {group for (group, _), found in groups.items() if found >= least}
-    rows = [row for row in rows if row["group"] in kept]
+        rows = [row for row in rows if groups[row["group"], row["source"]] >= least]
     if not rows:
         return None
     axes = reports[0].axes
@@ -552,7 +552,8 @@ def views(reports: Sequence[Report]) -> list[View]:
         View(
             name="tile-map",
             heading="Which tile is best",
-            caption="Each square is one tile size with its best schedule over all other knobs; 1.00, outlined, is the best tile, and 1.10 takes "
+            caption="Each square is one tile size with its best schedule over all other knobs; 1.00, outlined, "
+            "is the best tile, and 1.10 takes "
             "10% longer. Point at a square for its schedule.",
             spec={**tile_map(report), "width": "container", "height": {"step": 40}, "data": {"name": "tiles"}},
             main="tiles",
@@ -560,15 +561,18 @@ def views(reports: Sequence[Report]) -> list[View]:
         View(
             name="knob-effects",
             heading="What another value of a knob costs",
-            caption="Each line compares programs that differ in this knob alone: how much longer they take than with the best schedule's value, "
+            caption="Each line compares programs that differ in this knob alone: how much longer they take "
+            "than with the best schedule's value, "
             "and the 95% interval. Right of 1 is slower.",
             spec=effects,
             main="knobs",
+            tall=True,
         ),
         View(
             name="programs",
             heading="How many programs are good enough",
-            caption=f"Bars count the programs tried, by their time over the best time; all slower than {SCALE_END:g} times are in the last bar.",
+            caption=f"Bars count the programs tried, by their time over the best time; all slower than "
+            f"{SCALE_END:g} times are in the last bar.",
             spec=histogram,
             main="programs",
         ),
@@ -582,7 +586,8 @@ def views(reports: Sequence[Report]) -> list[View]:
         View(
             name="roofline",
             heading="How close it comes to the GPU's limits",
-            caption="Grey lines are the highest rates that memory (slanted) and arithmetic (flat) allow: computed from the GPU's rates, or the "
+            caption="Grey lines are the highest rates that memory (slanted) and arithmetic (flat) allow: "
+            "computed from the GPU's rates, or the "
             "highest that any kernel was measured at.",
             spec=roofline,
             main="roofline",
@@ -599,5 +604,7 @@ def views(reports: Sequence[Report]) -> list[View]:
 
 def source_of_problems(report: Report, problems: Sequence[ProblemReport]) -> str:
     """Where the times of problems come from, for the titles of pictures."""
-    found = list(dict.fromkeys(source_of(report, one) for one in problems))
-    return f"{report.kernel}, {len(problems)} problem{'' if len(problems) == 1 else 's'}, {'; '.join(found)}"
+    days = sorted(f"{one.taken:%Y-%m-%d}" for one in problems if one.taken)
+    where = list(dict.fromkeys(source_of(report, replace(one, taken=None)) for one in problems))
+    when = f", {' to '.join(dict.fromkeys([days[0], days[-1]]))}" if days else ""
+    return f"{report.kernel}, {len(problems)} problem{'' if len(problems) == 1 else 's'}, {'; '.join(where)}{when}"

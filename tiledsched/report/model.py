@@ -317,7 +317,7 @@ class _Desk:
                 own = timed[by_program[program].measurement.schedule]
                 timed[schedule] = replace(own, schedule=schedule, same_program_as=own.schedule)
         written = self._write_up(MEASURED, key, list(timed.values()), self._served(key), len(stored))
-        return replace(written, trace=_trace(stored, written.best.us))
+        return replace(written, trace=_trace(stored, written.best.us), taken=stored[0].created_at)
 
     def modelled(self, entry: Entry, model_times: ModelTimes | None) -> ProblemReport | None:
         """The report on a problem that nobody measured; None where the model has no time for it either."""

@@ -186,6 +186,8 @@ class ProblemReport:
     """What the database serves for this problem; None where it has no entry."""
     tiles: tuple[TileTime, ...] = ()
     """Each tile size, best first; empty where schedules have no tile knobs."""
+    taken: datetime | None = None
+    """When the newest of its measurements was taken, UTC; None where modelled."""
     trace: tuple[float, ...] = ()
     """Time over the best time for each program of the newest run, in the order measured; empty where imported or
     modelled.

@@ -119,7 +119,8 @@ def _explorer(reports: Sequence[Report]) -> list[Block]:
     views = [view for view in charts.views(reports) if any(case.rows[view.main] for case in cases)]
     if not views:
         return []
-    return [Heading(text="One problem"), Explorer(views=views, cases=cases, shared=shared)]
+    first = max(range(len(by_case)), key=lambda place: (by_case[place][0] is reports[0], by_case[place][1].best.rate))
+    return [Heading(text="One problem"), Explorer(views=views, cases=cases, shared=shared, first=first)]
 
 
 def _all_problems(report: Report, after: str) -> list[Block]:
@@ -133,19 +134,22 @@ def _all_problems(report: Report, after: str) -> list[Block]:
         wanted: list[tuple[str, str, Spec | None]] = [
             (
                 "tiles",
-                "Each square is one tile size with its best schedule over all other knobs; 1.00, outlined, is the best tile of the problem. "
+                "Each square is one tile size with its best schedule over all other knobs; 1.00, outlined, is "
+                "the best tile of the problem. "
                 "All problems share one scale of colours.",
                 charts.tile_panels(report, problems),
             ),
             (
                 "costs",
-                "Each dot is a problem: how many times as long as the best it takes with the second best tile, with the schedule that runs "
+                "Each dot is a problem: how many times as long as the best it takes with the second best tile, "
+                "with the schedule that runs "
                 "without tuning, and with the median of all programs tried. The red tick is the median over problems.",
                 charts.costs(report, problems),
             ),
             (
                 "knobs",
-                "Each line compares programs of one problem that differ in this knob alone, and is the mean over problems with its 95% interval. "
+                "Each line compares programs of one problem that differ in this knob alone, and is the mean "
+                "over problems with its 95% interval. "
                 "Orange knobs are best at different values for different problems; blue ones can be left at one value.",
                 charts.knobs(report, problems),
             ),
@@ -189,7 +193,8 @@ def _side_by_side(reports: Sequence[Report]) -> list[Block]:
         (
             str(problem),
             *(
-                f"{_us(found[report.arch].best.us)} µs {found[report.arch].provenance}: {_short(found[report.arch].best.schedule)}"
+                f"{_us(found[report.arch].best.us)} µs {found[report.arch].provenance}: "
+                f"{_short(found[report.arch].best.schedule)}"
                 if report.arch in found
                 else NOTHING
                 for report in reports
@@ -363,8 +368,10 @@ def _regimes(report: Report, after: str) -> list[Block]:
         return []
     text = (
         f"Of {_count(len(report.regimes), 'problem')} with programs measured in both regimes, "
-        f"{sum(not one.same for one in report.regimes)} have another winner at the power cap. Each figure says how much longer the winner of "
-        "one regime takes in the other than that regime's own winner, both timed in that other regime; a star marks 95% intervals that are apart."
+        f"{sum(not one.same for one in report.regimes)} have another winner at the power cap. Each figure says "
+        f"how much longer the winner of "
+        "one regime takes in the other than that regime's own winner, both timed in that other regime; a star "
+        "marks 95% intervals that are apart."
     )
     head = (
         "problem",

@@ -59,9 +59,8 @@ def shown_problems(report: Report) -> list[ProblemReport]:
 
 def source_of(report: Report, one: ProblemReport) -> str:
     """Where the times of a problem come from, for the title of a picture."""
-    taken = [each.last for each in report.conditions if each.device.name == one.device_name]
     if one.device_name:
-        return f"measured on {one.device_name} ({report.arch})" + (f", {taken[0]:%Y-%m-%d}" if taken else "")
+        return f"measured on {one.device_name} ({report.arch})" + (f", {one.taken:%Y-%m-%d}" if one.taken else "")
     return f"modelled for {report.arch}, not measured"
 
 
