@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +20,8 @@ ENOUGH_PROGRAMS = 12
 12 programs, drawn at random from all of a tile, takes 5% longer than the tile's best (median of 67 tiles of attention), of 6
 programs 14%.
 """
+FEWEST_PROGRAMS = 4
+"""A tile with fewer programs is never searched enough, unless the values tried of other knobs allow no more."""
 REGIMES = (("short", 1024), ("medium", 4096))
 """The largest size of each regime; larger sizes are `long`. Table 4 of TiledAttention has the same three regimes."""
 
@@ -44,7 +47,12 @@ def tile_times(timed: Sequence[Timed], knobs: tuple[str, str] | None) -> tuple[T
         if knobs is not None and {*knobs} <= {*one.schedule}:
             members[one.schedule.number(knobs[0]), one.schedule.number(knobs[1])].append(one)
     programs = {tile: len({one.same_program_as or one.schedule for one in each}) for tile, each in members.items()}
-    enough = min(ENOUGH_PROGRAMS, max(programs.values(), default=0) / 2)
+    values: dict[str, set[object]] = defaultdict(set)
+    for one in timed:
+        for knob, value in one.schedule.items():
+            values[knob].add(value)
+    possible = math.prod(len(each) for knob, each in values.items() if knob not in (knobs or ()))
+    enough = min(ENOUGH_PROGRAMS, max(max(programs.values(), default=0) / 2, min(FEWEST_PROGRAMS, possible)))
     ordered = sorted(members.items(), key=lambda item: item[1][0].us)
     return tuple(
         TileTime(

@@ -433,16 +433,3 @@ class Report:
         return (
             ", ".join(part for part in (self.axes.describe_shared(one.problem), accum, device) if part) or self.kernel
         )
-
-    @property
-    def warning(self) -> str:
-        """The first line of a report without measurements; empty where something was measured."""
-        if self.measured.problems:
-            return ""
-        where = self.arch
-        if self.elsewhere:
-            where += f" in the {self.regime} regime" + (f" on {self.device_name}" if self.device_name else "")
-        if self.modelled.problems:
-            return f"Nothing was measured on {where}: every figure below is the model's estimate"
-        todo = f"tiledsched tune {self.kernel} --arch {self.arch}"
-        return f"Nothing was measured on {where}, and nothing was modelled: run `{todo}`"
