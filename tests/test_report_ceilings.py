@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 from report_samples import PROBLEM, TOOLCHAIN, add_times, plain, report_of, taken
+from tiledsched.report.rate_charts import roofline, said_of_roofs
 
 from tiledsched.core.config import load_settings
 from tiledsched.kernels.matmul import Matmul
 from tiledsched.kernels.softmax import Softmax
 from tiledsched.report.ceilings import measured_ceilings, roof_of
-from tiledsched.report.rate_charts import roofline, said_of_roofs
 from tiledsched.serve.entries import load_entries
 from tiledsched.store.db import TuningDB
 from tiledsched.store.records import Entry

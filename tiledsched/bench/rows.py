@@ -74,6 +74,8 @@ class BenchRow:
     """95th percentile of the samples."""
     compiler: str = ""
     """Version of the compiler that built our machine code; empty where it was not recorded."""
+    taken: str = ""
+    """Day on which it was timed, in UTC, as YYYY-MM-DD; empty where it was not recorded."""
 
     @property
     def cell(self) -> Cell:
@@ -131,6 +133,7 @@ class BenchRow:
             "gbps": _rounded(self.gbps, 1),
             "compiler": self.compiler,
             "p95_us": _rounded(self.p95_us, 3),
+            "taken": self.taken,
         }
 
     @classmethod
@@ -150,6 +153,7 @@ class BenchRow:
             timing=timing,
             flops=float(texts["tflops"]) * timing.median_us * 1e6 if own_flops and timing else None,
             samples=int(texts["samples"]) if texts["samples"] else None,
+            taken=texts.get("taken", ""),
             measured_program={"True": True, "False": False}.get(texts["measured_program"]),
             conditions=Conditions(
                 sm_clock_mhz=int(texts["sm_clock_mhz"]),

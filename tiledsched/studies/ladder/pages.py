@@ -1,18 +1,30 @@
-"""Writes the ladder: a table of rates over sequence lengths, and a chart."""
+"""Writes the ladder: the answer, a chart of rates over sequence lengths, and a line for each rung."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tiledsched.bench.rows import BenchRow
-from tiledsched.report.document import Block, Chart, Heading, Paragraph, Table, write_document
-from tiledsched.report.vega import Spec, chart, quantity, word
-from tiledsched.studies.ladder.rungs import rungs
+from tiledsched.core.problem import rate_of, unit_of
+from tiledsched.report.document import NOTHING, Block, Chart, Heading, Paragraph, Table, write_document
+from tiledsched.report.vega import BINARY, SIZES, Spec, chart, quantity, tips, titled, word
+from tiledsched.studies.ladder.published import LAST, SOURCE, PublishedRate, published_for
+from tiledsched.studies.ladder.summary import Rung, answer, climbed, kinds_of, longest
+from tiledsched.studies.phrases import counted, first_line, joined
+
+RAMP = ("#7b7fd1", "#4f86c6", "#2a9ac0", "#1fa187", "#4ac16d", "#90c62f", "#c4b000")
+"""Colours of the rungs before the last, in their order."""
+TOP, THEIRS = "#D55E00", ("#888888", "#b09070")
+"""Colours of the last rung and of what NVIDIA published."""
+
+ROOM = 1.12
+"""The axis of bars reaches so many times as far as the longest, to hold its number."""
 
 
 def write_ladder(folder: Path, rows: Sequence[BenchRow], targets: str = "") -> list[Path]:
-    """Write ladder.md, ladder.html, the chart, and by_target.py with the text of `targets`; returns the files written."""
+    """Write ladder.md, ladder.html, the charts, and by_target.py with the text of `targets`; returns the files written."""
     return write_document(
         folder,
         document(rows),
@@ -24,74 +36,179 @@ def write_ladder(folder: Path, rows: Sequence[BenchRow], targets: str = "") -> l
 
 
 def document(rows: Sequence[BenchRow]) -> list[Block]:
-    """The chart, then a table for each kind of problem: a row for each rung, three columns for each length."""
-    names = list(dict.fromkeys(row.method for row in rows))
-    about = {name: text for name, (text, _) in rungs().items()}
-    device = ", ".join(sorted({row.device for row in rows}))
+    """The answer, and for each kind of problem a chart and a line for each rung; then NVIDIA's figures where the problem is
+    theirs, and what has no time.
+    """
+    timed = [row for row in rows if row.median_us]
+    devices = sorted({row.device for row in rows})
+    kinds = {kind: climbed(found) for kind, found in kinds_of(rows).items()}
+    what = (
+        f"{counted(len(timed), 'time')} of attention, from a first kernel in cuTile (`naive`) to the tuned one. Every output was "
+        "checked against float64; at each length the rungs took turns in one run"
+    )
+    source = f"measured on {joined(devices)}"
     blocks: list[Block] = [
-        Heading(text=f"From the naive kernel to the one that is served, on {device}", level=1),
-        Paragraph(
-            text="Each rung is the one before with one more edit; every output was checked against float64. Times of one "
-            "length are of one interleaved run."
-        ),
-        Chart(name="ladder", spec=scaling(rows), text="TFLOP/s of each rung over the sequence length"),
+        Heading(text="Attention in cuTile, an edit at a time", level=1),
+        first_line(devices, (row.taken for row in timed), what, len(timed)),
+        *(Paragraph(text=answer(kind, found), answer=True) for kind, found in kinds.items()),
     ]
-    for group in dict.fromkeys(_group(row) for row in rows):
-        mine = [row for row in rows if _group(row) == group]
-        lengths = sorted({row.problem.seq_q for row in mine})
-        found = {(row.method, row.problem.seq_q): row for row in mine}
-        head = (
-            "rung",
-            "edit",
-            *(column for length in lengths for column in (f"S={length}, ms", "TFLOP/s", "of the one before")),
-        )
-        lines, before = [], ""
-        for name in names:
-            cells = [name, about.get(name, "what is served")]
-            for length in lengths:
-                cells += _cells(found.get((name, length)), found.get((before, length)))
-            lines.append(tuple(cells))
-            before = name
-        blocks += [Heading(text=group), Table(head=head, rows=tuple(lines))]
+    for number, (kind, found) in enumerate(kinds.items()):
+        if longest(found) is None:
+            continue
+        theirs = _published(found)
+        name = f"ladder_{number + 1}" if number else "ladder"
+        lengths = sorted({length for rung in found for length in rung.timed})
+        over = f"at S={lengths[0]}" if len(lengths) == 1 else "over the sequence length"
+        text = f"The rate of each rung {over}"
+        spec = titled(rates(found, theirs), text, kind, source)
+        blocks += [Heading(text=kind), Chart(name=name, spec=spec, text=f"{text}: {kind}"), _rung_table(found)]
+        if theirs:
+            blocks += [*_beside(found, theirs, joined(devices))]
+    blocks += _untimed(rows)
+    versions = "; ".join(sorted({row.versions for row in rows if row.versions}))
+    told = f" Versions: {versions}." if versions else ""
+    blocks.append(Paragraph(text=f"`ladder.csv` has each time with its interval, error and clock.{told}"))
     return blocks
 
 
-def _cells(row: BenchRow | None, before: BenchRow | None) -> tuple[str, str, str]:
-    if row is None or not row.median_us:
-        return (row.status if row else "-"), "-", "-"
-    step = f"{before.median_us / row.median_us:.2f}x" if before and before.median_us else "-"
-    return f"{row.median_us / 1e3:.4g}", f"{row.tflops:.1f}", step
+def _untimed(rows: Sequence[BenchRow]) -> list[Block]:
+    """Which rungs have no time at which lengths, and why."""
+    found: dict[tuple[str, str, str], list[int]] = {}
+    for kind, mine in kinds_of(rows).items():
+        for row in mine:
+            if not row.median_us:
+                found.setdefault((kind, row.method, row.status), []).append(row.problem.seq_q)
+    lines = [(kind, name, ", ".join(map(str, sorted(at))), why) for (kind, name, why), at in found.items()]
+    if not lines:
+        return []
+    heading = Heading(text="What has no time", folded=any(row.median_us for row in rows))
+    return [heading, Table(head=("problem", "rung", "S", "why"), rows=lines)]
 
 
-def _group(row: BenchRow) -> str:
-    p = row.problem
-    return f"D={p.head_dim} {p.dtype}{' causal' if p.causal else ''}, {p.batch} x {p.heads} heads, {row.regime}"
+def _rung_table(found: Sequence[Rung]) -> Table:
+    """A line for each rung: what it adds, its rate at the longest length, and its gain over the rung before."""
+    length = longest(found)
+    unit = next(unit_of(row.problem) for rung in found for row in rung.timed.values())
+    rows = []
+    for rung in found:
+        at = rung.timed.get(length) if length is not None else None
+        rows.append((f"`{rung.name}`: {rung.adds}", f"{_rate(at):.1f}" if at else NOTHING, _gain(rung)))
+    head = ("rung, and what it adds", f"{unit} at S={length}, measured", "times as fast as the rung before")
+    return Table(head=head, rows=rows)
 
 
-def scaling(rows: Sequence[BenchRow]) -> Spec:
-    """TFLOP/s over the sequence length, with a line for each rung and a panel for each kind of problem."""
+def _gain(rung: Rung) -> str:
+    """How many times as fast a rung is as the one before: the geometric mean, and over what."""
+    if rung.gain is None:
+        return NOTHING
+    gains = sorted(rung.gains.values())
+    if len(gains) == 1:
+        return f"{rung.gain:.2f} (1 length)"
+    return f"{rung.gain:.2f} (geometric mean of {len(gains)} lengths; {gains[0]:.2f} to {gains[-1]:.2f})"
+
+
+def _rate(row: BenchRow) -> float:
+    return rate_of(row.problem, row.timing.median_us) if row.timing else 0.0
+
+
+def _published(found: Sequence[Rung]) -> list[PublishedRate]:
+    """What NVIDIA published for the problems that were timed."""
+    problems = {row.problem.seq_q: row.problem for rung in found for row in rung.timed.values()}
+    return [each for length in sorted(problems) for each in published_for(problems[length])]
+
+
+def _beside(found: Sequence[Rung], theirs: Sequence[PublishedRate], device: str) -> list[Block]:
+    """NVIDIA's figures beside ours, with where they stand."""
+    ours = {rung.name: rung.timed for rung in found}
+    known = {(each.seq, each.rung, each.gpu): each.tflops for each in theirs}
+    rows = []
+    for length, rung in dict.fromkeys((each.seq, each.rung) for each in theirs):
+        at = ours.get(rung, {}).get(length)
+        rows.append(
+            (
+                f"S={length}, `{rung}`",
+                f"{_rate(at):.1f}" if at else NOTHING,
+                *(
+                    f"{known[length, rung, gpu]:.1f}" if (length, rung, gpu) in known else NOTHING
+                    for gpu in ("GB10", "B300")
+                ),
+            )
+        )
+    text = (
+        "NVIDIA published rates for these problems, in TFLOP/s. They are not ours: nothing of them was measured here, and the GPU is "
+        f"another unless it is named in the first line. Rungs up to `division` are those of its tutorial; beside `{LAST}` stand "
+        f"NVIDIA's finished kernels. Source: {SOURCE}; timed as CUDA graphs, without emptying the cache."
+    )
+    head = (
+        "length and rung",
+        f"ours, measured on {device}",
+        "NVIDIA's on GB10, published",
+        "NVIDIA's on B300, published",
+    )
+    return [Heading(text="NVIDIA's published figures", level=3), Paragraph(text=text), Table(head=head, rows=rows)]
+
+
+def rates(found: Sequence[Rung], theirs: Sequence[PublishedRate] = ()) -> Spec:
+    """The rate over the sequence length, with a line for each rung and dashed ones for what NVIDIA published; bars where there is
+    one length.
+    """
     values = [
         {
-            "rung": row.method,
-            "S": row.problem.seq_q,
-            "tflops": round(row.tflops, 1),
+            "rung": rung.name,
+            "S": length,
+            "rate": round(_rate(row), 1),
+            "said": f"{_rate(row):.1f}",
             "us": row.median_us,
-            "panel": _group(row),
+            "from": "measured here",
         }
-        for row in rows
-        if row.tflops
+        for rung in found
+        for length, row in rung.timed.items()
     ]
-    lengths = sorted({row.problem.seq_q for row in rows})
-    order = list(dict.fromkeys(row.method for row in rows))
-    line = {
-        "mark": {"type": "line", "point": True},
-        "width": 380,
-        "height": 240,
-        "encoding": {
-            "x": quantity("S", "sequence length S", scale={"type": "log", "base": 2}, axis={"values": lengths}),
-            "y": quantity("tflops", "TFLOP/s"),
-            "color": word("rung", None, scale={"scheme": "viridis", "domain": order}),
-            "tooltip": [{"field": field} for field in ("rung", "S", "tflops", "us")],
+    unit = next(unit_of(row.problem) for rung in found for row in rung.timed.values())
+    lengths = sorted({value["S"] for value in values})
+    names = [rung.name for rung in found if rung.timed]
+    published = [
+        {
+            "rung": f"NVIDIA's on {each.gpu} (published)",
+            "S": each.seq,
+            "rate": round(each.tflops, 1),
+            "said": f"{each.tflops:.1f}",
+            "us": None,
+            "from": "published by NVIDIA",
+        }
+        for each in theirs
+        if each.rung == LAST
+    ]
+    values += published
+    others = list(dict.fromkeys(value["rung"] for value in published))
+    colours = [*(TOP if name == LAST else RAMP[place % len(RAMP)] for place, name in enumerate(names)), *THEIRS]
+    scale = {"domain": [*names, *others], "range": colours[: len(names) + len(others)]}
+    hover = tips(rung="rung", S="S", said=unit, us="time, µs", **{"from": "from"})
+    if len(lengths) == 1:
+        return _bars(values, unit, scale, hover)
+    x = quantity("S", "sequence length S", scale=BINARY, axis={**SIZES, "values": lengths, "labelOverlap": False})
+    shared = {"x": x, "y": quantity("rate", unit), "color": word("rung", None, scale=scale), "tooltip": hover}
+    dash = word("from", None, scale={"domain": ["measured here", "published by NVIDIA"], "range": [[1, 0], [5, 4]]})
+    mark: Mapping[str, Any] = {"type": "line", "point": True}
+    return chart(
+        values,
+        {"mark": mark, "encoding": {**shared, "strokeDash": {**dash, "legend": None}}, "width": "container"},
+        height=340,
+    )
+
+
+def _bars(values: list[dict[str, Any]], unit: str, scale: Spec, hover: list[Spec]) -> Spec:
+    y = word("rung", None, axis={"labelLimit": 220})
+    most = max(value["rate"] for value in values)
+    x = quantity("rate", unit, scale={"domain": [0, most * ROOM], "nice": False})
+    layers = [
+        {
+            "mark": "bar",
+            "encoding": {"x": x, "y": y, "color": word("rung", None, scale=scale, legend=None), "tooltip": hover},
         },
-    }
-    return chart(values, {"facet": word("panel", None), "columns": 2, "spec": line})
+        {
+            "mark": {"type": "text", "align": "left", "dx": 4},
+            "encoding": {"x": x, "y": y, "text": {"field": "said", "type": "nominal"}},
+        },
+    ]
+    return chart(values, {"layer": layers, "width": "container"}, height=24 * len({value["rung"] for value in values}))
