@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.pool import BuildPool, default_jobs

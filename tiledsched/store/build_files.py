@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tiledsched.build.toolchain import Toolchain
-from tiledsched.core.errors import DatabaseError, Failure, TiledschedError
+from tiledsched.core.errors import DatabaseError, Failure
 from tiledsched.core.files import read_bounded, unpacked, write_whole
 from tiledsched.core.problem import Problem, ProblemClass
 from tiledsched.core.registry import problem_from_json
