@@ -55,6 +55,8 @@ class Kind:
     """Every build, with a problem of its class."""
     dtypes: tuple[str, ...]
     """Further element types in the table."""
+    serves: dict[str, list[Key]] = field(default_factory=dict)
+    """For the id of each problem, the builds that can serve it."""
     found: dict[Key, BuildRecord] = field(default_factory=dict)
     samples: dict[str, list[bool]] = field(default_factory=dict)
     """By arch or element type, whether each program of the sample is the same."""
@@ -90,6 +92,7 @@ def kinds_of(kernel: KernelClass, arch: str, limit: int | None) -> list[Kind]:
         for schedule in space.schedules(problem, pinned=pins):
             key = schedule.id, problem_class(kernel, problem, schedule, spec).id
             kind.wanted.setdefault(key, (schedule, problem))
+            kind.serves.setdefault(problem.id, []).append(key)
     for kind in kinds.values():  # whatever part is compiled shows the whole space
         keys = list(kind.wanted)
         random.Random(1).shuffle(keys)
@@ -157,10 +160,11 @@ def write(kind: Kind, folder: Path) -> None:
     if kind.found:
         path = file_of(kind, folder)
         path.parent.mkdir(parents=True, exist_ok=True)
-        ordered = [kind.found[key] for key in sorted(kind.wanted) if key in kind.found]
-        problems = [kind.wanted[record.key][1] for record in ordered]
+        place = {key: place for place, key in enumerate(sorted(kind.wanted.keys() & kind.found.keys()))}
+        serves = {name: sorted(place[key] for key in keys if key in place) for name, keys in kind.serves.items()}
         alike = {name: len(equal) for name, equal in sorted(kind.samples.items()) if all(equal)}
-        write_builds(path, BuildFile(builds=ordered, problems=problems, space=len(kind.wanted), alike=alike))
+        builds = [kind.found[key] for key in place]
+        write_builds(path, BuildFile(builds=builds, serves=serves, space=len(kind.wanted), alike=alike))
 
 
 def resume(kind: Kind, folder: Path, toolchain: Toolchain) -> None:

@@ -9,20 +9,18 @@ import lzma
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tiledsched.build.toolchain import Toolchain
+from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import DatabaseError, Failure
 from tiledsched.core.files import read_bounded, unpacked, write_whole
 from tiledsched.core.problem import Problem, ProblemClass
-from tiledsched.core.registry import problem_from_json
 from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.store.codec import decode, encode
 from tiledsched.store.manifest import check_shipped
 from tiledsched.store.records import BuildRecord
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,24 +29,54 @@ class BuildFile:
 
     builds: Sequence[BuildRecord]
     """One build or more."""
-    problems: Sequence[Problem]
-    """For each build a problem of its class."""
+    serves: Mapping[str, Sequence[int]]
+    """For the id of each problem that was looked at, the places in `builds` of those that can serve it."""
     space: int
     """How many builds there would be of the whole space."""
     alike: Mapping[str, int]
-    """Further archs, and element types, that the builds stand for, and for how many of them that was looked at: on an arch each
-    was the same machine code; with an element type each took the same registers, threads and shared memory.
+    """Further archs, and element types, that the builds stand for, and for how many of them that was tried: on an arch each was
+    the same machine code; with an element type each took the same registers, threads and shared memory.
     """
+
+    def builds_for(self, problem: Problem, arch: str) -> list[BuildRecord]:
+        """The builds that can serve a problem on an arch, with the fingerprints of the element type that was compiled.
+
+        A problem that was not looked at takes a tenth of a millisecond for each build.
+        """
+        from tiledsched.core.launch import problem_class
+
+        first = self.builds[0]
+        own = str(first.problem_class.values.get("dtype", ""))
+        if problem.kernel != first.kernel or (arch != first.arch and arch not in self.alike):
+            return []
+        if own and (dtype := problem.values["dtype"]) != own:
+            if dtype not in self.alike:
+                return []
+            problem = problem.replace(dtype=own)
+        if problem.id in self.serves:
+            return [self.builds[place] for place in self.serves[problem.id]]
+        kernel, spec = problem.declaration, arch_spec(arch)
+        return [
+            build
+            for build in self.builds
+            if build.problem_class == problem_class(kernel, problem, build.schedule, spec)
+        ]
 
 
 def write_builds(path: Path, file: BuildFile) -> None:
     """Write a file of builds. The same builds in the same order give the same bytes."""
     first = file.builds[0]
-    problems, classes, programs = _Numbered(), _Numbered(), _Numbered()
+    classes: dict[ProblemClass, int] = {}
+    programs: dict[tuple[Any, ...], int] = {}
     rows = [
-        [problems.place(problem), classes.place(build.problem_class), programs.place(_program(build))]
-        for build, problem in zip(file.builds, file.problems, strict=True)
+        [
+            *build.schedule.values(),
+            classes.setdefault(build.problem_class, len(classes)),
+            programs.setdefault(_outcome(build), len(programs)),
+        ]
+        for build in file.builds
     ]
+    every = list(range(len(rows)))
     data = {
         "kernel": first.kernel,
         "source_hash": first.source_hash,
@@ -56,25 +84,16 @@ def write_builds(path: Path, file: BuildFile) -> None:
         "arch": first.arch,
         "space": file.space,
         "alike": dict(file.alike),
-        "problems": [problem.to_json() for problem in problems],
+        "serves": {name: None if list(places) == every else list(places) for name, places in file.serves.items()},
         "classes": [each.to_json() for each in classes],
         "programs": list(programs),
         "knobs": list(first.schedule),
-        "schedules": [list(build.schedule.values()) for build in file.builds],
         "builds": rows,
     }
     write_whole(path, lzma.compress(json.dumps(data, separators=(",", ":")).encode(), preset=9))
 
 
-class _Numbered(dict[Any, int]):
-    """Values in the order in which they were first seen."""
-
-    def place(self, value: Any) -> int:
-        """The number of a value."""
-        return self.setdefault(value, len(self))
-
-
-def _program(build: BuildRecord) -> tuple[Any, ...]:
+def _outcome(build: BuildRecord) -> tuple[Any, ...]:
     """What a file says of the machine code, or of why there is none."""
     if build.facts is None:
         return tuple(encode(build.failure).values())
@@ -85,7 +104,7 @@ def read_builds(path: Path) -> BuildFile:
     """The contents of a file of builds.
 
     Raises:
-        DatabaseError: the file cannot be read, or is not one that `write_builds` wrote.
+        DatabaseError: the file cannot be read, is not the one that shipped, or not one that `write_builds` wrote.
     """
     try:
         packed = read_bounded(path)
@@ -93,43 +112,44 @@ def read_builds(path: Path) -> BuildFile:
         return _read(json.loads(unpacked(packed)))
     except OSError as error:
         raise DatabaseError(f"cannot read {path.name}: {error.strerror}; check the path") from error
-    except (ValueError, KeyError, TypeError, IndexError, EOFError, RecursionError, lzma.LZMAError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        EOFError,
+        RecursionError,
+        lzma.LZMAError,
+    ) as error:
         raise DatabaseError(f"{path.name} is no file of builds: {error!r}; install tiledsched again") from error
 
 
 def _read(data: Any) -> BuildFile:
-    problems = [problem_from_json(each) for each in data["problems"]]
-    classes = [ProblemClass(each) for each in data["classes"]]
-    toolchain = decode(Toolchain, data["toolchain"], "toolchain")
-    outcomes = [_outcome(each) for each in data["programs"]]
-    knobs = data["knobs"]
+    shared = {name: data[name] for name in ("kernel", "source_hash", "arch")}
+    shared |= {"toolchain": decode(Toolchain, data["toolchain"], "toolchain"), "seconds": 0.0}
+    classes = [ProblemClass(dict(each)) for each in data["classes"]]
+    outcomes = [_fields(each) for each in data["programs"]]
     builds = [
         BuildRecord(
-            kernel=data["kernel"],
-            source_hash=data["source_hash"],
-            toolchain=toolchain,
-            arch=data["arch"],
-            schedule=Schedule(dict(zip(knobs, values, strict=True))),
+            schedule=Schedule(dict(zip(data["knobs"], values, strict=True))),
             problem_class=classes[kind],
-            seconds=0.0,
             **outcomes[program],
+            **shared,
         )
-        for values, (_, kind, program) in zip(data["schedules"], data["builds"], strict=True)
+        for *values, kind, program in data["builds"]
     ]
-    return BuildFile(
-        builds=builds,
-        problems=[problems[place] for place, _, _ in data["builds"]],
-        space=data["space"],
-        alike=data["alike"],
-    )
+    every = range(len(builds))
+    serves = {name: every if places is None else places for name, places in data["serves"].items()}
+    return BuildFile(builds=builds, serves=serves, space=data["space"], alike=data["alike"])
 
 
-def _outcome(row: Sequence[Any]) -> dict[str, Any]:
+def _fields(outcome: Sequence[Any]) -> dict[str, Any]:
     """The fields of a build record that say what came of the build."""
-    if len(row) == 2:
-        failure = decode(Failure, dict(zip(("kind", "message"), row, strict=True)), "failure")
+    if len(outcome) == 2:
+        failure = decode(Failure, dict(zip(("kind", "message"), outcome, strict=True)), "failure")
         return {"fingerprint": "", "cubin_bytes": 0, "facts": None, "failure": failure}
-    fingerprint, cubin_bytes, *facts = row
-    names = list(ResourceFacts.__dataclass_fields__)
-    known = decode(ResourceFacts, dict(zip(names, facts, strict=True)), "facts")
+    fingerprint, cubin_bytes, *facts = outcome
+    named = dict(zip(ResourceFacts.__dataclass_fields__, facts, strict=True))
+    known = decode(ResourceFacts, named, "facts")
     return {"fingerprint": fingerprint, "cubin_bytes": cubin_bytes, "facts": known, "failure": None}
