@@ -1,16 +1,18 @@
-"""What a report reads: a database, and below it the tables and landscapes that ship for the kernel and arch."""
+"""What a report reads: a database, and below it the tables, landscapes and builds that ship for the kernel and arch."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.core import data_files
 from tiledsched.core.errors import DatabaseError
-from tiledsched.core.problem import KernelClass
+from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.store.build_files import BuildFile, read_builds
 from tiledsched.store.exchange import read_table
-from tiledsched.store.records import ArtifactRecord, Entry, StoredMeasurement
+from tiledsched.store.records import ArtifactRecord, BuildRecord, Entry, StoredMeasurement
 
 if TYPE_CHECKING:
     from tiledsched.store.db import TuningDB
@@ -23,7 +25,7 @@ class WithShipped:
     methods.
 
     Args:
-        db: one's own; its builds, failures and runs are the only ones there are.
+        db: one's own; its failures and runs are the only ones there are.
         kernel: what is reported.
         arch: e.g. sm_90.
         entries: what is served, of every layer.
@@ -81,6 +83,20 @@ class WithShipped:
     def artifacts(self, arch: str | None = None) -> dict[tuple[str, str], ArtifactRecord]:
         """What is known of machine code, by arch and fingerprint."""
         return self._artifacts | self._db.artifacts(arch)
+
+    @cached_property
+    def _build_files(self) -> list[BuildFile]:
+        found = []
+        for path in sorted((data_files.tuning_db() / "model" / self._kernel.name).glob("programs_*.json.xz")):
+            try:
+                found.append(read_builds(path))
+            except DatabaseError as error:
+                log.warning("%s; it is left out", error)
+        return found
+
+    def shipped_builds(self, problem: Problem) -> list[BuildRecord]:
+        """The builds that ship and can serve a problem on the arch; see `BuildFile.builds_for`."""
+        return [build for file in self._build_files for build in file.builds_for(problem, self._arch)]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._db, name)

@@ -34,32 +34,29 @@ class BuildFile:
     space: int
     """How many builds there would be of the whole space."""
     alike: Mapping[str, int]
-    """Further archs, and element types, that the builds stand for, and for how many of them that was tried: on an arch each was
-    the same machine code; with an element type each took the same registers, threads and shared memory.
-    """
+    """Further archs that the builds stand for, and of how many of them it was seen that the machine code is the same there."""
 
     def builds_for(self, problem: Problem, arch: str) -> list[BuildRecord]:
-        """The builds that can serve a problem on an arch, with the fingerprints of the element type that was compiled.
-
-        A problem that was not looked at takes a tenth of a millisecond for each build.
+        """The builds that can serve a problem on an arch. A problem that was not looked at takes a tenth of a millisecond for
+        each build that may be its own.
         """
         from tiledsched.core.launch import problem_class
 
         first = self.builds[0]
-        own = str(first.problem_class.values.get("dtype", ""))
         if problem.kernel != first.kernel or (arch != first.arch and arch not in self.alike):
             return []
-        if own and (dtype := problem.values["dtype"]) != own:
-            if dtype not in self.alike:
-                return []
-            problem = problem.replace(dtype=own)
         if problem.id in self.serves:
             return [self.builds[place] for place in self.serves[problem.id]]
-        kernel, spec = problem.declaration, arch_spec(arch)
+        kernel, spec, known = problem.declaration, arch_spec(arch), {**problem.values, "signature": None}
+        near = {
+            kind
+            for kind in {each.problem_class for each in self.builds}
+            if all(known[name] in (value, None) for name, value in kind.values.items())
+        }
         return [
-            build
-            for build in self.builds
-            if build.problem_class == problem_class(kernel, problem, build.schedule, spec)
+            each
+            for each in self.builds
+            if each.problem_class in near and each.problem_class == problem_class(kernel, problem, each.schedule, spec)
         ]
 
 
