@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.core import data_files
@@ -12,6 +13,7 @@ from tiledsched.core.errors import DatabaseError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.store.build_files import BuildFile, read_builds
 from tiledsched.store.exchange import read_table
+from tiledsched.store.manifest import listed_files, manifest_path
 from tiledsched.store.records import ArtifactRecord, BuildRecord, Entry, StoredMeasurement
 
 if TYPE_CHECKING:
@@ -35,9 +37,11 @@ class WithShipped:
         self._db, self._kernel, self._arch = db, kernel, arch
         self._entries = [entry for entry in entries if (entry.kernel, entry.arch) == (kernel.name, arch)]
         folder = data_files.tuning_db()
+        recorded = sorted((folder / "landscapes" / kernel.name).glob("*.json.xz"))
+        elsewhere = {path for path, of in _archs_of_landscapes().items() if of != arch}
         tables = [
             folder / "tables" / kernel.name / f"{arch}.json",
-            *sorted((folder / "landscapes" / kernel.name).glob("*.json.xz")),
+            *(path for path in recorded if path not in elsewhere),
         ]
         self._shipped: dict[str, StoredMeasurement] = {}
         self._artifacts: dict[tuple[str, str], ArtifactRecord] = {}
@@ -100,3 +104,12 @@ class WithShipped:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._db, name)
+
+
+def _archs_of_landscapes() -> dict[Path, str]:
+    """The arch of each landscape that ships, as far as the manifest tells."""
+    try:
+        listed = listed_files(manifest_path())
+    except DatabaseError:
+        return {}  # of which every file complains
+    return {data_files.tuning_db() / name: each["arch"] for name, each in listed.items() if "arch" in each}
