@@ -1,13 +1,13 @@
-"""Compiles the shipped search spaces, so that a report can model whole landscapes without a compiler:
+"""Compiles every schedule of the shipped search spaces, so that a report can model whole landscapes without a compiler:
 `python -m docs.studies.modelled_programs FOLDER --jobs 16 --minutes 8`.
 
 It needs a checkout and the compiler, no GPU and no database. It writes one file for each kind of problem of the shipped
 modelled tables (docs/landscapes.md has the format), and goes on where an earlier run into the same folder stopped. Put the
 files into `tuning_db/model/KERNEL/`, and run `python -m tiledsched.store.shipped`.
 
-Of a space of up to 250 schedules all are compiled. Of a larger one, those that change at most two knobs of the default besides
-the tile, and what the table serves: a report on all of them would take minutes. A sample is compiled for the archs in `--same`,
-too; an arch is named in a file only if all of the sample is the same machine code there.
+Of each kind it also compiles a sample for the archs in `--same` and for the other element types in the table. An arch is named
+in the file only if all of the sample is the same machine code; an element type only if all of the sample takes the same
+registers, threads and shared memory.
 """
 
 from __future__ import annotations
@@ -28,20 +28,14 @@ from tiledsched.core.errors import TiledschedError
 from tiledsched.core.launch import problem_class
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
-from tiledsched.report.analysis import named_tile
 from tiledsched.store.build_files import BuildFile, read_builds, write_builds
 from tiledsched.store.records import BuildRecord
 from tiledsched.store.shipped import read_shipped_entries
 from tiledsched.tuning.problems import kernel_of
 
 SAMPLE = 24
-"""Programs of each kind of problem that are compiled again for another arch."""
-SMALL_SPACE = 250
-"""Schedules up to which all of a space are compiled."""
-MOST_CHANGES = 2
-"""Knobs besides the tile that a schedule of a larger space may change."""
+"""Programs of each kind of problem that are compiled again for another arch, and for another element type."""
 WRITE_S = 30.0
 """Seconds between two writings of all files."""
 ORDER = ("attention", "rms_norm", "softmax", "matmul")
@@ -59,13 +53,13 @@ class Kind:
     """Name of the file, without its ending."""
     wanted: dict[Key, tuple[Schedule, Problem]]
     """Every build, with a problem of its class."""
-    space: int = 0
-    """How many builds there would be of the whole space."""
+    dtypes: tuple[str, ...]
+    """Further element types in the table."""
     serves: dict[str, list[Key]] = field(default_factory=dict)
     """For the id of each problem, the builds that can serve it."""
     found: dict[Key, BuildRecord] = field(default_factory=dict)
     samples: dict[str, list[bool]] = field(default_factory=dict)
-    """By arch, whether each program of the sample is the same."""
+    """By arch or element type, whether each program of the sample is the same."""
 
     def sample(self) -> list[Key]:
         """A few of the wanted builds: the same ones in every run."""
@@ -74,60 +68,56 @@ class Kind:
 
 
 def words_of(kernel: KernelClass, problem: Problem) -> str:
-    """The part of a file's name that says which problems it is about: attention has a file for each head dimension, mask and
-    element type.
-    """
-    words = f"_{problem.values['dtype']}"
-    if kernel.name == "attention":
-        words += f"_d{problem.head_dim}" + ("_causal" if problem.causal else "")
-    return words
-
-
-def chosen(space: SearchSpace, problem: Problem, served: Sequence[Schedule]) -> tuple[list[Schedule], int]:
-    """The schedules to compile for a problem, and how many there are in its space."""
-    accum = {"accum_mode": "fp32"} if "accum_mode" in space.knobs else {}
-    every = list(space.schedules(problem, pinned={**space.modelled_pins(), **accum}))
-    if len(every) <= SMALL_SPACE:
-        return every, len(every)
-    default, tile = space.default(problem), named_tile(space.knobs) or ()
-
-    def changes(schedule: Schedule) -> int:
-        return sum(schedule[knob] != value for knob, value in default.items() if knob not in tile)
-
-    near = [each for each in every if changes(each) <= MOST_CHANGES or each in served]
-    return sorted(near, key=changes), len(every)
+    """The part of a file's name that says which problems it is about: attention has a file for each head dimension and mask."""
+    if kernel.name != "attention":
+        return ""
+    return f"_d{problem.head_dim}" + ("_causal" if problem.causal else "")
 
 
 def kinds_of(kernel: KernelClass, arch: str, limit: int | None) -> list[Kind]:
     """What is to be compiled for the problems of the shipped table of a kernel on an arch, in the order of the table."""
     space, spec = space_for(arch, kernel), arch_spec(arch)
     entries = read_shipped_entries(data_files.tuning_db() / "tables" / kernel.name / f"{arch}.json")
-    served: dict[str, list[Schedule]] = {}
-    for entry in entries:
-        served.setdefault(words_of(kernel, entry.problem), []).append(space.complete(entry.schedule))
+    problems = list(dict.fromkeys(entry.problem for entry in entries))
+    dtypes = sorted({str(problem.values["dtype"]) for problem in problems}, key=lambda each: each != "float16")
+    pins = dict(space.modelled_pins())
+    if "accum_mode" in space.knobs:
+        pins["accum_mode"] = "fp32"
     kinds: dict[str, Kind] = {}
-    for problem in dict.fromkeys(entry.problem for entry in entries):
-        words = words_of(kernel, problem)
-        kind = kinds.setdefault(words, Kind(kernel=kernel, arch=arch, name=arch + words, wanted={}))
-        schedules, count = chosen(space, problem, served[words])
-        keys = [(schedule.id, problem_class(kernel, problem, schedule, spec).id) for schedule in schedules[:limit]]
-        kind.wanted = dict(zip(keys, ((each, problem) for each in schedules), strict=False)) | kind.wanted
-        kind.serves[problem.id] = keys
-        kind.space = max(kind.space, count)
+    for problem in problems:
+        if problem.values["dtype"] != dtypes[0]:
+            continue
+        name = arch + words_of(kernel, problem)
+        kind = kinds.setdefault(name, Kind(kernel=kernel, arch=arch, name=name, wanted={}, dtypes=tuple(dtypes[1:])))
+        for schedule in space.schedules(problem, pinned=pins):
+            key = schedule.id, problem_class(kernel, problem, schedule, spec).id
+            kind.wanted.setdefault(key, (schedule, problem))
+            kind.serves.setdefault(problem.id, []).append(key)
+    for kind in kinds.values():  # whatever part is compiled shows the whole space
+        keys = list(kind.wanted)
+        random.Random(1).shuffle(keys)
+        kind.wanted = {key: kind.wanted[key] for key in keys[:limit]}
     return list(kinds.values())
 
 
 def tasks_of(kind: Kind, archs: Sequence[str]) -> Iterator[tuple[Kind, str, Key, BuildTask]]:
-    """What is left to compile: what changes the fewest knobs first, then the sample for other archs."""
+    """What is left to compile: the sample first, for this arch, the others and the other element types."""
 
-    def task(key: Key, arch: str) -> BuildTask:
+    def task(key: Key, arch: str, dtype: str = "") -> BuildTask:
         schedule, problem = kind.wanted[key]
+        problem = problem.replace(dtype=dtype) if dtype else problem
         return BuildTask(kernel=kind.kernel.locator(), schedule=schedule, problem=problem, arch=arch)
 
-    yield from ((kind, "", key, task(key, kind.arch)) for key in kind.wanted if key not in kind.found)
+    sample = kind.sample()
+    for key in dict.fromkeys([*sample, *kind.wanted]):
+        if key not in kind.found:
+            yield kind, "", key, task(key, kind.arch)
     for other in archs:
         if other not in kind.samples:
-            yield from ((kind, other, key, task(key, other)) for key in kind.sample())
+            yield from ((kind, other, key, task(key, other)) for key in sample)
+    for dtype in kind.dtypes:
+        if dtype not in kind.samples:
+            yield from ((kind, dtype, key, task(key, kind.arch, dtype)) for key in sample)
 
 
 def record_of(kind: Kind, built: Built, toolchain: Toolchain) -> BuildRecord:
@@ -147,6 +137,19 @@ def record_of(kind: Kind, built: Built, toolchain: Toolchain) -> BuildRecord:
     )
 
 
+def same(ours: BuildRecord, other: BuildRecord) -> bool:
+    """Whether two builds are the same machine code, or, where their element types differ, take the same resources but for the
+    bytes spilled and the code's size."""
+    if ours.facts is None or other.facts is None:
+        return ours.facts is other.facts
+    if ours.problem_class == other.problem_class:
+        return ours.fingerprint == other.fingerprint
+    return all(
+        getattr(ours.facts, name) == getattr(other.facts, name)
+        for name in ("registers", "threads", "shared_bytes", "num_ctas")
+    )
+
+
 def file_of(kind: Kind, folder: Path) -> Path:
     """The file of a kind of problem."""
     return folder / kind.kernel.name / f"programs_{kind.name}.json.xz"
@@ -161,7 +164,7 @@ def write(kind: Kind, folder: Path) -> None:
         serves = {name: sorted(place[key] for key in keys if key in place) for name, keys in kind.serves.items()}
         alike = {name: len(equal) for name, equal in sorted(kind.samples.items()) if all(equal)}
         builds = [kind.found[key] for key in place]
-        write_builds(path, BuildFile(builds=builds, serves=serves, space=kind.space, alike=alike))
+        write_builds(path, BuildFile(builds=builds, serves=serves, space=len(kind.wanted), alike=alike))
 
 
 def resume(kind: Kind, folder: Path, toolchain: Toolchain) -> None:
@@ -214,15 +217,15 @@ def compile_all(kinds: Sequence[Kind], archs: Sequence[str], folder: Path, jobs:
         failed = sum(each.failure is not None for each in kind.found.values())
         samples = ", ".join(f"{name} {sum(equal)} of {len(equal)} alike" for name, equal in kind.samples.items())
         print(
-            f"{kind.kernel.name} {kind.name}: {len(kind.found)} of {len(kind.wanted)} built ({kind.space} in the space), "
-            f"{programs} programs, {failed} failed; {samples}"
+            f"{kind.kernel.name} {kind.name}: {len(kind.found)} of {len(kind.wanted)} built, {programs} programs, "
+            f"{failed} failed; {samples}"
         )
 
 
 def settle(
     waiting: Sequence[tuple[Kind, str, Key, BuildRecord]], compared: dict[tuple[str, str, str], list[bool]]
 ) -> None:
-    """Compare each whole sample with the builds for the arch itself."""
+    """Compare each whole sample with the builds of its own arch and element type."""
     by_sample: dict[tuple[str, str, str], list[tuple[Kind, Key, BuildRecord]]] = {}
     for kind, sample, key, record in waiting:
         by_sample.setdefault((kind.kernel.name, kind.name, sample), []).append((kind, key, record))
@@ -230,9 +233,7 @@ def settle(
         kind = members[0][0]
         whole = len(members) == len(kind.sample()) and all(key in kind.found for _, key, _ in members)
         if whole and place not in compared:
-            compared[place] = kind.samples[place[2]] = [
-                kind.found[key].fingerprint == record.fingerprint for _, key, record in members
-            ]
+            compared[place] = kind.samples[place[2]] = [same(kind.found[key], record) for _, key, record in members]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -270,11 +271,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def wanted_first(kind: Kind) -> tuple[int, ...]:
-    """The order of the files: attention with float16 and 128 or 64 columns first, matrix products last."""
-    if kind.kernel.name != "attention":
-        return 2 + ORDER.index(kind.kernel.name), len(kind.wanted)
-    usual = "_float16_d128" in kind.name or "_float16_d64" in kind.name
-    return (0 if usual else 1), len(kind.wanted)
+    """The order of the files: attention with 128 and 64 columns, the other kernels' small spaces, attention's other columns,
+    matrix products."""
+    if kind.kernel.name == "attention":
+        columns = next(iter(kind.wanted.values()))[1].head_dim
+        return (0 if columns in (64, 128) else 2), len(kind.wanted)
+    return (1 if len(kind.wanted) < 1000 else 3), len(kind.wanted)
 
 
 if __name__ == "__main__":

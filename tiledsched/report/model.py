@@ -24,6 +24,7 @@ from tiledsched.report.analysis import joined_importance, knob_importance, sensi
 from tiledsched.report.axes import Axes, axes_of
 from tiledsched.report.ceilings import measured_ceilings
 from tiledsched.report.importance import interactions, knob_shares
+from tiledsched.report.published import figures_for
 from tiledsched.report.records import (
     MEASURED,
     MODELLED,
@@ -149,6 +150,7 @@ def build_report(
         ceilings=measured_ceilings(
             [*entries, *served], regime, {str(problem.values.get("dtype")) for problem, _, _ in landscapes}
         ),
+        published=figures_for(kernel, arch, desk.space, builds.shipped, model_times),
     )
 
 
@@ -224,7 +226,7 @@ class _Builds:
         self._serving: dict[Problem, list[BuildRecord]] = {}
         self.modelled_compilers: set[str] = set()
         """Compilers behind modelled landscapes, one line each."""
-        self._shipped = db.shipped_builds if isinstance(db, WithShipped) else lambda problem: []
+        self.shipped = db.shipped_builds if isinstance(db, WithShipped) else lambda problem: []
 
     def facts(self, fingerprint: str) -> ResourceFacts | None:
         """Resources of machine code; None where they are not known."""
@@ -257,12 +259,16 @@ class _Builds:
         ]
         shipped = [
             build
-            for build in self._shipped(entry.problem)
+            for build in self.shipped(entry.problem)
             if build.fingerprint and _accum_mode(build.schedule) == entry.accum_mode
         ]
         if len({(build.toolchain, build.source_hash) for build in (*own, *shipped[:1])}) > 1:
             own, shipped = (own, []) if len(own) >= len(shipped) else ([], shipped)
-        found = {build.schedule: build for build in (*shipped, *own)}
+        # Fingerprints of another element type than the problem's stand for what was built here of the same schedule.
+        found = {build.schedule: build for build in own}
+        here = {each.fingerprint: found[each.schedule].fingerprint for each in shipped if each.schedule in found}
+        for each in shipped:
+            found.setdefault(each.schedule, replace(each, fingerprint=here.get(each.fingerprint, each.fingerprint)))
         self.modelled_compilers |= {build.toolchain.compiler for build in (*own[:1], *shipped[:1])}
         return list(found.values())
 

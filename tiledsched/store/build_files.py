@@ -7,7 +7,8 @@ from __future__ import annotations
 import json
 import lzma
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,29 +35,44 @@ class BuildFile:
     space: int
     """How many builds there would be of the whole space."""
     alike: Mapping[str, int]
-    """Further archs that the builds stand for, and of how many of them it was seen that the machine code is the same there."""
+    """Further archs, and element types, that the builds stand for, and on how many of them that was tried: on an arch each was
+    the same machine code; with an element type each took the same registers, threads and shared memory.
+    """
 
     def builds_for(self, problem: Problem, arch: str) -> list[BuildRecord]:
         """The builds that can serve a problem on an arch. A problem that was not looked at takes a tenth of a millisecond for
-        each build that may be its own.
+        each build that may be its own. For an element type that was not compiled, a fingerprint begins with the one that was.
         """
         from tiledsched.core.launch import problem_class
 
-        first = self.builds[0]
+        first, builds = self.builds[0], self.builds
         if problem.kernel != first.kernel or (arch != first.arch and arch not in self.alike):
             return []
+        own = first.problem_class.values.get("dtype")
+        if own != problem.values.get("dtype"):
+            if problem.values.get("dtype") not in self.alike:
+                return []
+            problem, builds = problem.replace(dtype=own), self._like_ours
         if problem.id in self.serves:
-            return [self.builds[place] for place in self.serves[problem.id]]
+            return [builds[place] for place in self.serves[problem.id]]
         kernel, spec, known = problem.declaration, arch_spec(arch), {**problem.values, "signature": None}
         near = {
             kind
-            for kind in {each.problem_class for each in self.builds}
+            for kind in {each.problem_class for each in builds}
             if all(known[name] in (value, None) for name, value in kind.values.items())
         }
         return [
             each
-            for each in self.builds
+            for each in builds
             if each.problem_class in near and each.problem_class == problem_class(kernel, problem, each.schedule, spec)
+        ]
+
+    @cached_property
+    def _like_ours(self) -> list[BuildRecord]:
+        """The builds with fingerprints that say whose they are."""
+        dtype = self.builds[0].problem_class.values["dtype"]
+        return [
+            replace(build, fingerprint=build.fingerprint and f"{dtype}:{build.fingerprint}") for build in self.builds
         ]
 
 
