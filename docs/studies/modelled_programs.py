@@ -180,7 +180,7 @@ def resume(kind: Kind, folder: Path, toolchain: Toolchain) -> None:
             kind.samples = {name: [True] * count for name, count in known.alike.items()}
 
 
-def compile_all(kinds: Sequence[Kind], archs: Sequence[str], folder: Path, jobs: int, ends: float) -> None:
+def compile_all(kinds: Sequence[Kind], archs: Sequence[str], folder: Path, pool: BuildPool, ends: float) -> None:
     """Compile what is left until `ends` (`time.monotonic()`), and write the files now and then, and at the end."""
     toolchain = installed_toolchain()
     for kind in kinds:
@@ -192,22 +192,21 @@ def compile_all(kinds: Sequence[Kind], archs: Sequence[str], folder: Path, jobs:
     written = time.monotonic()
     print(f"{toolchain.compiler}: {len(left)} programs to compile", flush=True)
     try:
-        with BuildPool(jobs) as pool:
-            for count, built in enumerate(pool.build(where), start=1):
-                kind, sample, key = where[built.task]
-                record = record_of(kind, built, toolchain)
-                if sample:
-                    waiting.append((kind, sample, key, record))
-                else:
-                    kind.found[key] = record
-                if time.monotonic() > written + WRITE_S:
-                    settle(waiting, compared)
-                    for each in kinds:
-                        write(each, folder)
-                    written = time.monotonic()
-                    print(f"{count} of {len(left)}", flush=True)
-                if time.monotonic() > ends:
-                    break
+        for count, built in enumerate(pool.build(where), start=1):
+            kind, sample, key = where[built.task]
+            record = record_of(kind, built, toolchain)
+            if sample:
+                waiting.append((kind, sample, key, record))
+            else:
+                kind.found[key] = record
+            if time.monotonic() > written + WRITE_S:
+                settle(waiting, compared)
+                for each in kinds:
+                    write(each, folder)
+                written = time.monotonic()
+                print(f"{count} of {len(left)}", flush=True)
+            if time.monotonic() > ends:
+                break
     finally:
         settle(waiting, compared)
         for kind in kinds:
@@ -264,7 +263,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ]
         kinds.sort(key=wanted_first)
         same_archs = [each for each in options.same.split(",") if each]
-        compile_all(kinds, same_archs, options.folder, options.jobs, ends)
+        with BuildPool(options.jobs) as pool:
+            compile_all(kinds, same_archs, options.folder, pool, ends)
     except TiledschedError as error:
         parser.exit(error.exit_code, f"{error}\n")
     return 0

@@ -150,7 +150,7 @@ def build_report(
         ceilings=measured_ceilings(
             [*entries, *served], regime, {str(problem.values.get("dtype")) for problem, _, _ in landscapes}
         ),
-        published=figures_for(kernel, arch, desk.space, builds.shipped, model_times),
+        published=figures_for(kernel, arch, desk.space, builds.shipped),
     )
 
 
@@ -226,7 +226,9 @@ class _Builds:
         self._serving: dict[Problem, list[BuildRecord]] = {}
         self.modelled_compilers: set[str] = set()
         """Compilers behind modelled landscapes, one line each."""
-        self.shipped = db.shipped_builds if isinstance(db, WithShipped) else lambda problem: []
+        self.shipped: Callable[[Problem, Schedule | None], list[BuildRecord]] = (
+            db.shipped_builds if isinstance(db, WithShipped) else lambda problem, schedule: []
+        )
 
     def facts(self, fingerprint: str) -> ResourceFacts | None:
         """Resources of machine code; None where they are not known."""
@@ -259,7 +261,7 @@ class _Builds:
         ]
         shipped = [
             build
-            for build in self.shipped(entry.problem)
+            for build in self.shipped(entry.problem, None)
             if build.fingerprint and _accum_mode(build.schedule) == entry.accum_mode
         ]
         if len({(build.toolchain, build.source_hash) for build in (*own, *shipped[:1])}) > 1:

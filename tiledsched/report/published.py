@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from tiledsched.core.device import ARCHS
+from tiledsched.core.device import ARCHS, DEVICES, PRODUCTS, arch_spec
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import problem_from_json
+from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import SearchSpace
 from tiledsched.report.document import NOTHING, Block, Paragraph, Table
@@ -20,47 +20,48 @@ from tiledsched.store.records import BuildRecord
 MODEL_ERROR = 0.034
 """Mean error of the model's times on a GB10 at lengths from 2048, under the conditions of each publication
 (docs/results/blackwell.md). Estimates that lie closer together than this say little about which is faster."""
-ModelTimes = Callable[[Problem, list[BuildRecord]], dict[str, float]]
 
 
 def figures_for(
     kernel: KernelClass,
     arch: str,
     space: SearchSpace | None,
-    builds_of: Callable[[Problem], list[BuildRecord]],
-    model_times: ModelTimes | None,
+    builds_of: Callable[[Problem, Schedule | None], list[BuildRecord]],
 ) -> tuple[PublishedFigure, ...]:
-    """The times that others published for the usual GPU of an arch, each with the model's estimate of the same schedule; of
-    another implementation's time, with the estimate of our best.
+    """The times that others published for GPUs of an arch, each with the model's estimate for that GPU: of the same schedule, or,
+    where another implementation was timed, of our best.
 
     Args:
         kernel: what was timed.
         arch: e.g. sm_121.
         space: where the knobs that were not published come from: they stay at their defaults.
-        builds_of: the builds that can serve a problem.
-        model_times: the model. Without it there are no estimates.
+        builds_of: the builds that can serve a problem, of one schedule or of all.
     """
-    device = ARCHS[arch].device if arch in ARCHS else ""
     known = published_figures(kernel.name)
-    found: Mapping[str, Any] = next((each for name, each in known.items() if f" {name} " in f" {device} "), {})
     figures = []
-    for source, values, what, us in found.get("shown", ()):
-        problem = problem_from_json(values)
-        schedule = space.default(problem).replace(**what) if space is not None and isinstance(what, dict) else None
-        builds = [build for build in builds_of(problem) if schedule in (None, build.schedule)]
-        times = model_times(problem, builds) if model_times and builds else {}
-        best = min(builds, key=lambda build: times.get(build.schedule.id, float("inf")), default=None)
-        figures.append(
-            PublishedFigure(
-                source=source,
-                device=device,
-                problem=problem,
-                what=schedule or Schedule(what) if isinstance(what, dict) else what,
-                us=us,
-                ours=best.schedule if best else None,
-                modelled_us=times.get(best.schedule.id) if best else None,
+    for product in PRODUCTS.get(arch, ()):
+        device = next((name for name in DEVICES if name.endswith(product)), ARCHS[arch].device)
+        spec = arch_spec(arch, device)
+        for source, values, what, us in known.get(product, {}).get("shown", ()):
+            problem = problem_from_json(values)
+            schedule = space.default(problem).replace(**what) if space is not None and isinstance(what, dict) else None
+            estimates = [
+                (kernel.cost.model(problem, build.schedule, build.facts, spec), build.schedule)
+                for build in builds_of(problem, schedule)
+                if build.facts and not (schedule is None and spilled(build.facts.spill_bytes))
+            ]
+            modelled_us, ours = min(estimates, key=lambda each: each[0], default=(None, None))
+            figures.append(
+                PublishedFigure(
+                    source=source,
+                    device=device,
+                    problem=problem,
+                    what=what if isinstance(what, str) else schedule or Schedule(what),
+                    us=us,
+                    ours=ours,
+                    modelled_us=modelled_us,
+                )
             )
-        )
     return tuple(figures)
 
 
@@ -68,7 +69,7 @@ def published(report: Report) -> list[Block]:
     """A sentence and a table of what others measured on the report's GPU; nothing where nothing was published."""
     if not report.published:
         return []
-    device = report.published[0].device
+    devices = " or ".join(dict.fromkeys(each.device for each in report.published))
     rows = [
         (
             each.source,
@@ -82,7 +83,7 @@ def published(report: Report) -> list[Block]:
     ]
     return [
         Paragraph(
-            text=f"These times on an {device} were published by others; none is ours. Beside each stands our estimate: of the "
+            text=f"These times on the {devices} were published by others; none is ours. Beside each stands our estimate: of the "
             "same schedule, or, where another implementation was timed, of our best. Theirs are of calls in a row and some "
             "hold the host's time; an estimate is of one call after the L2 cache was emptied, at the maker's clock."
         ),
@@ -117,19 +118,23 @@ def least_sure(report: Report) -> str:
     """Which modelled problems to measure first, and with which command: those whose two best tiles have estimates that lie
     closer together than the model's mean error. Empty where there is no such problem, or nothing is modelled.
     """
-    close = [one for one in report.modelled.problems if len(one.tiles) > 1 and one.tiles[1].relative - 1 < MODEL_ERROR]
+    close = [
+        (sum(tile.relative - 1 < MODEL_ERROR for tile in one.tiles), one)
+        for one in report.modelled.problems
+        if len(one.tiles) > 1 and one.tiles[1].relative - 1 < MODEL_ERROR
+    ]
     if not close:
         return ""
-    first = max(close, key=lambda one: (one.size, one.programs, -one.tiles[1].relative))
-    tiles = [f"{'x'.join(map(str, each.tile))}" for each in first.tiles[:2]]
-    apart = f"{(first.tiles[1].relative - 1) * 100:.1f}% apart"
+    most, first = min(close, key=lambda each: (-each[0], each[1].best.us, len(format_problem(each[1].problem))))
+    tiles = " and ".join("x".join(map(str, tile.tile)) for tile in first.tiles[:2])
     command = shlex.join(
         ["tiledsched", "tune", report.kernel, "--arch", report.arch, "-p", format_problem(first.problem)]
     )
     return (
-        f"For {len(close)} of {len(report.modelled.problems)} modelled problems the estimates of the two best tiles lie within "
-        f"{MODEL_ERROR * 100:.1f}% of each other, which is the model's mean error where others measured: measure these first. "
-        f"For {first.problem} they are {tiles[0]} and {tiles[1]}, {apart}: run `{command}` on a machine with this GPU."
+        f"For {len(close)} of {len(report.modelled.problems)} modelled problems the estimates of the two best tiles are within "
+        f"{MODEL_ERROR * 100:.1f}% of each other, which is the model's mean error where others measured, so measure these first. "
+        f"The least sure is {first.problem}, with {most} tiles that close, the best of them {tiles}: run `{command}` on "
+        "a machine with this GPU."
     )
 
 

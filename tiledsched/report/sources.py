@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tiledsched.core import data_files
 from tiledsched.core.errors import DatabaseError
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.schedule import Schedule
 from tiledsched.store.build_files import BuildFile, read_builds
 from tiledsched.store.exchange import read_table
 from tiledsched.store.manifest import listed_files, manifest_path
@@ -98,9 +99,9 @@ class WithShipped:
                 log.warning("%s; it is left out", error)
         return found
 
-    def shipped_builds(self, problem: Problem) -> list[BuildRecord]:
+    def shipped_builds(self, problem: Problem, schedule: Schedule | None = None) -> list[BuildRecord]:
         """The builds that ship and can serve a problem on the arch; see `BuildFile.builds_for`."""
-        return [build for file in self._build_files for build in file.builds_for(problem, self._arch)]
+        return [build for file in self._build_files for build in file.builds_for(problem, self._arch, schedule)]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._db, name)

@@ -14,7 +14,7 @@ from typing import Any
 
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.core.device import arch_spec
-from tiledsched.core.errors import DatabaseError, Failure
+from tiledsched.core.errors import DatabaseError, Failure, FailureKind
 from tiledsched.core.files import read_bounded, unpacked, write_whole
 from tiledsched.core.problem import Problem, ProblemClass
 from tiledsched.core.resources import ResourceFacts
@@ -39,9 +39,11 @@ class BuildFile:
     the same machine code; with an element type each took the same registers, threads and shared memory.
     """
 
-    def builds_for(self, problem: Problem, arch: str) -> list[BuildRecord]:
-        """The builds that can serve a problem on an arch. A problem that was not looked at takes a tenth of a millisecond for
-        each build that may be its own. For an element type that was not compiled, a fingerprint begins with the one that was.
+    def builds_for(self, problem: Problem, arch: str, schedule: Schedule | None = None) -> list[BuildRecord]:
+        """The builds that can serve a problem on an arch; with `schedule`, only that schedule's.
+
+        For an element type that was not compiled, a fingerprint begins with the one that was. A problem that was not looked at
+        takes a tenth of a millisecond for each build that may be its own.
         """
         from tiledsched.core.launch import problem_class
 
@@ -54,7 +56,11 @@ class BuildFile:
                 return []
             problem, builds = problem.replace(dtype=own), self._like_ours
         if problem.id in self.serves:
-            return [builds[place] for place in self.serves[problem.id]]
+            builds = [builds[place] for place in self.serves[problem.id]]
+        if schedule is not None:
+            builds = [each for each in builds if each.schedule == schedule]
+        if problem.id in self.serves:
+            return list(builds)
         kernel, spec, known = problem.declaration, arch_spec(arch), {**problem.values, "signature": None}
         near = {
             kind
@@ -121,21 +127,17 @@ def read_builds(path: Path) -> BuildFile:
     """
     try:
         packed = read_bounded(path)
-        check_shipped(path, packed)
-        return _read(json.loads(unpacked(packed)))
     except OSError as error:
         raise DatabaseError(f"cannot read {path.name}: {error.strerror}; check the path") from error
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        IndexError,
-        AttributeError,
-        EOFError,
-        RecursionError,
-        lzma.LZMAError,
-    ) as error:
+    check_shipped(path, packed)
+    try:
+        return _read(json.loads(unpacked(packed)))
+    except (*WRONG, DatabaseError) as error:
         raise DatabaseError(f"{path.name} is no file of builds: {error!r}; install tiledsched again") from error
+
+
+WRONG = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, EOFError, RecursionError, lzma.LZMAError)
+"""What reading a file of something else may raise."""
 
 
 def _read(data: Any) -> BuildFile:
@@ -160,7 +162,7 @@ def _read(data: Any) -> BuildFile:
 def _fields(outcome: Sequence[Any]) -> dict[str, Any]:
     """The fields of a build record that say what came of the build."""
     if len(outcome) == 2:
-        failure = decode(Failure, dict(zip(("kind", "message"), outcome, strict=True)), "failure")
+        failure = Failure(kind=FailureKind(outcome[0]), message=str(outcome[1]))
         return {"fingerprint": "", "cubin_bytes": 0, "facts": None, "failure": failure}
     fingerprint, cubin_bytes, *facts = outcome
     named = dict(zip(ResourceFacts.__dataclass_fields__, facts, strict=True))
