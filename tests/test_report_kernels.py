@@ -19,6 +19,7 @@ from tiledsched.core.kernel import Kernel
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention import Attention
 from tiledsched.report import charts, write_report
+from tiledsched.report.answer import answer, next_step
 from tiledsched.report.axes import axes_of, cell
 from tiledsched.report.document import to_markdown
 from tiledsched.report.text import document
@@ -319,8 +320,9 @@ def test_what_is_stored_of_other_kernels_is_left_alone(db):
     assert [one.problem for one in other.measured.problems] == [PROBLEM]
     assert (own.elsewhere, own.regimes, own.failures, own.builds) == (0, (), (), 0)
     assert (other.elsewhere, len(other.regimes), len(other.failures)) == (1, 1, 1)
-    nothing = report_of(db, "sm_121", kernel=Smooth).warning
-    assert nothing.endswith("nothing was modelled: run `tiledsched tune report_tests.smooth --arch sm_121`")
+    nothing = report_of(db, "sm_121", kernel=Smooth)
+    assert answer(nothing) == ("Nothing of report_tests.smooth was measured on sm_121, and nothing was modelled.",)
+    assert next_step(nothing).startswith("Run `tiledsched tune report_tests.smooth --arch sm_121`")
 
 
 def test_axes_labels_and_named_tiles(db, tmp_path):

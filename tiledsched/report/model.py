@@ -20,9 +20,10 @@ from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
 from tiledsched.measure.clocks import summarise_throttling
 from tiledsched.measure.estimate import Timing
-from tiledsched.report.analysis import joined_importance, knob_importance, sensitivity, tile_knobs, tile_times
+from tiledsched.report.analysis import sensitivity, tile_times
 from tiledsched.report.axes import Axes, axes_of
 from tiledsched.report.ceilings import measured_ceilings
+from tiledsched.report.effects import tile_knobs
 from tiledsched.report.importance import interactions, knob_shares
 from tiledsched.report.published import figures_for
 from tiledsched.report.records import (
@@ -185,7 +186,6 @@ def _section(provenance: str, problems: Sequence[ProblemReport], tile: tuple[str
         provenance=provenance,
         problems=ordered,
         sensitivity=sensitivity(ordered),
-        knobs=joined_importance(ordered),
         shares=knob_shares(times),
         interactions=interactions(times),
     )
@@ -355,7 +355,7 @@ class _Desk:
                 own = timed[by_program[program].measurement.schedule]
                 timed[schedule] = replace(own, schedule=schedule, same_program_as=own.schedule)
         written = self._write_up(MEASURED, key, list(timed.values()), self._served(key), len(stored))
-        return replace(written, trace=_trace(stored, written.best.us))
+        return replace(written, trace=_trace(stored, written.best.us), taken=stored[0].created_at)
 
     def modelled(self, entry: Entry, model_times: ModelTimes | None) -> ProblemReport | None:
         """The report on a problem that nobody measured; None where the model has no time for it either.
@@ -442,7 +442,6 @@ class _Desk:
             programs=len(programs),
             measurements=measurements,
             served=served,
-            knobs=knob_importance(timed),
         )
 
     def _default(self, problem: Problem, timed: Sequence[Timed]) -> Timed | None:
