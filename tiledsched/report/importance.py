@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.report.analysis import matched_pairs, named_tile
@@ -53,35 +53,31 @@ def knob_shares(problems: Sequence[Times]) -> tuple[KnobShare, ...]:
 
 
 def _ped_anova(times: Times) -> Mapping[str, float]:
-    import warnings
+    """The share of each knob that every schedule has and that has several values, as Optuna 5 computes it; the sum is 1."""
+    limit_us = sorted(us for _, us in times)[math.ceil(FASTEST_SHARE * len(times)) - 1]
+    fastest = [schedule for schedule, us in times if us <= limit_us]
+    divergences = {}
+    for knob in set.intersection(*(set(schedule) for schedule, _ in times)):
+        all_counts = Counter(schedule[knob] for schedule, _ in times)
+        if len(all_counts) > 1:
+            fast = _density(Counter(schedule[knob] for schedule in fastest), all_counts)
+            usual = _density(all_counts, all_counts)
+            divergences[knob] = sum(local * (top / local - 1) ** 2 for top, local in zip(fast, usual, strict=True))
+    total = sum(divergences.values())
+    return {knob: each / total if total else 1 / len(divergences) for knob, each in divergences.items()}
 
-    import optuna
 
-    values: dict[str, set[KnobValue]] = defaultdict(set)
-    for schedule, _ in times:
-        for knob, value in schedule.items():
-            values[knob].add(value)
-    choices: dict[str, optuna.distributions.BaseDistribution] = {
-        knob: optuna.distributions.CategoricalDistribution(sorted(known, key=str))
-        for knob, known in values.items()
-        if len(known) > 1 and all(knob in schedule for schedule, _ in times)
-    }
-    if not choices:
-        return {}
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # marked experimental in some releases
-        study = optuna.create_study(direction="minimize")
-        study.add_trials(
-            [
-                optuna.trial.create_trial(
-                    params={knob: schedule[knob] for knob in choices}, distributions=choices, value=us
-                )
-                for schedule, us in times
-            ]
-        )
-        evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=FASTEST_SHARE)
-        return optuna.importance.get_param_importances(study, evaluator=evaluator)
+def _density(counts: Mapping[KnobValue, int], values: Iterable[KnobValue]) -> list[float]:
+    """Optuna's Parzen estimate of how often each value occurs: a kernel around each one observed, and a uniform prior that
+    weighs as much as one observation.
+    """
+    values = list(values)
+    observed, prior = sum(counts.values()), 1 / (len(counts) + 1)
+    kernel = 1 + len(values) * prior
+    return [
+        ((observed * prior + counts.get(value, 0)) / kernel + 1 / len(values)) / (observed + 1) + 1e-12
+        for value in values
+    ]
 
 
 def interactions(problems: Sequence[Times], *, most: int = 12) -> tuple[Interaction, ...]:
