@@ -25,7 +25,6 @@ from tiledsched.core.registry import kernel_named
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention import Attention
 from tiledsched.report import WithShipped, write_report
-from tiledsched.report.analysis import fixed_knob_costs
 from tiledsched.report.document import Cards, Chart
 from tiledsched.report.regret import broad, enough, regret_map
 from tiledsched.report.text import document, side_by_side
@@ -57,7 +56,6 @@ def test_the_first_screen_says_what_choices_cost(db):
     found = figures(report_of(db))
     assert found["the default schedule costs (1 problem); most: +50% for B=4 H=32 S=4096 D=64 float16"] == "+50.0%"
     assert found["the second best tile costs (1 problem); most: +10% for B=4 H=32 S=4096 D=64 float16"] == "+10.0%"
-    assert found["`tile_m=64` costs: the most of any knob's values (1 problem)"] == "+50%"
 
 
 def test_a_winner_alone_says_nothing_of_other_choices(db):
@@ -66,31 +64,6 @@ def test_a_winner_alone_says_nothing_of_other_choices(db):
     add_times(db, {plain(64, 64): 100.0}, problem=CAUSAL)
     assert figures(report_of(db)) == {}
     assert report_of(db).measured.problems[0].default_drop is None
-
-
-def test_a_knob_that_has_to_be_chosen(db):
-    """Each of two problems has its own best value: any single one costs; the other knob is settled."""
-    for problem, best in ((PROBLEM, 64), (CAUSAL, 128)):
-        add_times(
-            db,
-            {
-                plain(64, tile_n, occupancy=occ): 100.0 * (1 if tile_n == best else 1.21) * occ
-                for tile_n in (64, 128)
-                for occ in (1, 2)
-            },
-            problem=problem,
-        )
-    costs = fixed_knob_costs(report_of(db).measured.problems)
-    assert list(costs) == ["occupancy", "tile_n"]  # the one whose wrong value costs most is first
-    assert costs["occupancy"] == pytest.approx({1: 1.0, 2: 2.0})
-    assert costs["tile_n"] == pytest.approx({64: 1.1, 128: 1.1})
-    assert figures(report_of(db))["`tile_n` costs at its best single value, 128: choose it by the problem"] == "+10.0%"
-
-
-def test_values_that_not_every_problem_timed_are_not_compared(db):
-    add_times(db, {plain(64, 32): 100.0, plain(64, 64): 110.0, plain(64, 128): 150.0})
-    add_times(db, {plain(64, 32): 100.0, plain(64, 64): 110.0}, problem=CAUSAL)
-    assert fixed_knob_costs(report_of(db).measured.problems)["tile_n"] == pytest.approx({32: 1.0, 64: 1.1})
 
 
 def test_the_default_is_found_in_evidence_of_an_older_space(db):

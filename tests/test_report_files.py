@@ -185,7 +185,7 @@ def test_every_chart_is_a_file_twice_and_on_the_page(db, tmp_path):
     report = report_of(db, "sm_90")
     written = {path.name: path.read_bytes() for path in write_report(report, tmp_path)}
     names = {block.name for block in document(report) if isinstance(block, Chart)}
-    assert {"costs-sm_90", "knobs-measured-sm_90", "tiles-measured-sm_90", "tiles-modelled-sm_90"} <= names
+    assert {"costs-sm_90", "tiles-measured-sm_90", "tiles-modelled-sm_90"} <= names
     markdown, page = written["report.md"].decode(), written["report.html"].decode()
     for name in names:
         assert written[f"{name}.svg"].startswith(b"<svg")

@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tiledsched.core.schedule import KnobValue, Schedule
-from tiledsched.report.analysis import matched_pairs, named_tile
+from tiledsched.report.analysis import WITHIN, named_tile, neighbours
 from tiledsched.report.records import Interaction, KnobShare
 
 Times = Sequence[tuple[Schedule, float]]
@@ -24,10 +24,6 @@ FEWEST_PROGRAMS = 20
 """A problem with fewer programs shows nothing about importance."""
 FASTEST_SHARE = 0.1
 """The share of the programs that counts as good."""
-WITHIN = 1.3
-"""A pair counts for interactions only if its faster program takes at most this many times the best time; others never
-win.
-"""
 FEWEST_PAIRS = 4
 """Pairs that an interaction needs on either side."""
 FEWEST_ERRORS = 3.0
@@ -91,16 +87,11 @@ def interactions(problems: Sequence[Times], *, most: int = 12) -> tuple[Interact
     tile = named_tile(dict.fromkeys(knob for times in problems for schedule, _ in times for knob in schedule)) or ()
     for times in problems:
         best = min((us for _, us in times), default=math.inf)
-        pairs_of = [(schedule, (schedule, us)) for schedule, us in times]
-        for knob in dict.fromkeys(knob for schedule, _ in times for knob in schedule):
-            for first, second in matched_pairs(pairs_of, knob):
-                if min(first[1], second[1]) <= WITHIN * best:
-                    (before, before_us), (after, after_us) = sorted(
-                        (first, second), key=lambda one: _rank(one[0][knob])
-                    )
-                    change = math.log(after_us / before_us)
-                    circumstances = frozenset(_circumstances(before, knob, tile))
-                    effects[knob, before[knob], after[knob]].append((change, circumstances))
+        close = [us <= WITHIN * best for _, us in times]
+        for knob, first, second in neighbours([(schedule, (schedule, us)) for schedule, us in times], close):
+            (before, before_us), (after, after_us) = sorted((first, second), key=lambda one: _rank(one[0][knob]))
+            circumstances = frozenset(_circumstances(before, knob, tile))
+            effects[knob, before[knob], after[knob]].append((math.log(after_us / before_us), circumstances))
     found = [one for change, seen in effects.items() if (one := _largest(change, seen)) is not None]
     return tuple(sorted(found, key=lambda one: (-abs(one.effect_with - one.effect_without), one.knob)))[:most]
 

@@ -19,9 +19,10 @@ from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
 from tiledsched.measure.clocks import summarise_throttling
 from tiledsched.measure.estimate import Timing
-from tiledsched.report.analysis import joined_importance, knob_importance, sensitivity, tile_knobs, tile_times
+from tiledsched.report.analysis import sensitivity, tile_times
 from tiledsched.report.axes import Axes, axes_of
 from tiledsched.report.ceilings import measured_ceilings
+from tiledsched.report.effects import tile_knobs
 from tiledsched.report.importance import interactions, knob_shares
 from tiledsched.report.records import (
     MEASURED,
@@ -179,7 +180,6 @@ def _section(provenance: str, problems: Sequence[ProblemReport], tile: tuple[str
         provenance=provenance,
         problems=ordered,
         sensitivity=sensitivity(ordered),
-        knobs=joined_importance(ordered),
         shares=knob_shares(times),
         interactions=interactions(times),
     )
@@ -395,7 +395,6 @@ class _Desk:
             programs=len(programs),
             measurements=measurements,
             served=served,
-            knobs=knob_importance(timed),
         )
 
     def _default(self, problem: Problem, timed: Sequence[Timed]) -> Timed | None:
