@@ -136,7 +136,7 @@ def test_b_against_a_is_the_inverse_of_a_against_b():
 
 def test_what_is_served_stands_before_the_fastest_and_else_the_fastest():
     first, second = known(100.0, fingerprint="a", schedule_id="a"), known(90.0, fingerprint="b", schedule_id="b")
-    assert side_of("x", [first], [second, first]).best == {("p", "burst", "fp32", "sm_90", "GPU"): first}
+    assert side_of("x", [first], [second, first]).best == {("p", "fp32", "burst", "", "sm_90", "GPU"): first}
     assert list(side_of("x", [], [first, second]).best.values()) == [second]
     newer = known(120.0, fingerprint="b", schedule_id="b")
     assert list(side_of("x", [], [newer, first, second]).best.values()) == [first]  # of a program the newest counts

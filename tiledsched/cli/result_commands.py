@@ -219,7 +219,8 @@ def written_report(
 @argument(
     "a",
     help="before: a database, table, landscape, folder of them, a report's folder, or `shipped`; or of your database a "
-    "compiler (13.5), a date (2026-11-22) or a device (H100), or SOURCE@COMPILER",
+    "compiler (13.5), a device (H100), a date or time (2026-11-22T14:30), `before` or `after` your last tune; or "
+    "SOURCE@COMPILER and the like",
 )
 @argument("b", help="after: the same")
 @option("--kernel", default="", metavar="NAME", help="only this kernel")
@@ -232,7 +233,8 @@ def written_report(
     metavar="PERCENT",
     help="differences up to this do not count (default: 2)",
 )
-@option("--all", "everything", is_flag=True, help="also list what stayed the same")
+@option("--all", "everything", is_flag=True, help="list every problem, also what stayed the same")
+@option("-o", "--out", type=FOLDER, metavar="DIR", help="also write a page with a chart, for a browser, to this folder")
 def compare(
     run: Invocation,
     a: str,
@@ -242,6 +244,7 @@ def compare(
     regime: str | None,
     threshold: float,
     everything: bool,
+    out: str | None,
 ) -> int:
     """Say what became faster or slower from A to B.
 
@@ -249,10 +252,13 @@ def compare(
 
     \b
     tiledsched compare before.db after.db
-    tiledsched compare 13.4 13.5
+    tiledsched compare 13.4 13.5 -o comparison
+    tiledsched compare before after
     """
     from tiledsched.report.compare import compare as compare_sides
+    from tiledsched.report.comparison_page import write_comparison
     from tiledsched.report.comparison_sources import Wanted, read_side
+    from tiledsched.report.comparison_text import verdict_of
 
     db, wanted = run.settings().db, Wanted(kernel=kernel, arch=arch or "", regime=regime or "")
     found = compare_sides(read_side(a, db, wanted), read_side(b, db, wanted), threshold / 100)
@@ -261,10 +267,12 @@ def compare(
             f"{a} and {b} have no problem in common: {len(found.only_a)} only in the first, {len(found.only_b)} only in "
             "the second; compare sources of the same kernel, arch and regime"
         )
+    files = write_comparison(found, Path(out)) if out else []
     if run.json:
-        run.print(found.to_json())
+        run.print({**found.to_json(), "sentence": verdict_of(found), **({"files": files} if out else {})})
     else:
         served_output.print_compared(found, everything=everything)
+        print(*files, sep="\n", end="\n" * bool(files))
         _print_undecided(found, b if b.endswith(".db") else run.db)
         print(f"compare: {found.line()}")
     return 1 if found.regressed else 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
+import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,8 @@ ABLATION = (
     "schedule",
 )
 """The columns of an ablation that are printed, by their names in its CSV file and JSON."""
+MOST_ROWS = 20
+"""Problems that a comparison lists on a terminal, unless all are asked for. What is piped is listed whole."""
 LEFT = {"arch", "provenance", "schedule"}
 """The columns of entries that are aligned to the left."""
 
@@ -206,33 +209,55 @@ def print_landscapes(lines: Sequence[LandscapeSummary], compared: Sequence[Regim
 
 
 def print_compared(found: Comparison, *, everything: bool = False) -> None:
-    """Print what moved from A to B, slower first, with the winners where they changed."""
+    """Print the verdict, what is unlike between the sides, and what moved from A to B, slower first, with the winners where they
+    changed.
+    """
     from tiledsched.report.compare import rows_to_show
+    from tiledsched.report.comparison_text import conditions_of, drift_of, side_facts, verdict_of
 
-    print_wrapped(f"A: {found.a}")
-    print_wrapped(f"B: {found.b}")
+    print_wrapped(verdict_of(found))
+    for name, text in side_facts(found):
+        print_wrapped(f"{name}: {text}")
+    for text in conditions_of(found):
+        print_wrapped(text)
     mean = f", B takes {found.mean:.3f}x the time of A (geometric mean)" if found.mean else ""
     print_wrapped(f"{plural(len(found.rows), 'problem')} on both sides{mean}")
-    if found.drift:
-        both = f"{len(found.drift)} measured on both sides take {statistics.geometric_mean(found.drift):.3f}x"
-        print_wrapped(f"programs with the same machine code: {both}; that is the machine or the day, no schedule")
-    elif found.rows:
-        print_wrapped("no machine code was measured on both sides: part of a difference may be the machine")
-    rows = [_compared_row(row) for row in rows_to_show(found, everything=everything)]
-    if rows:
+    if drift := drift_of(found):
+        print_wrapped(drift)
+    rows = rows_to_show(found, everything=everything)
+    shown = rows if everything or width() == sys.maxsize else rows[:MOST_ROWS]
+    if shown:
         print()
-        print_table(list(rows[0]), [list(row.values()) for row in rows], ("A us", "B us"))
+        cells = [_compared_row(row, found) for row in shown]
+        lines = table_lines(list(cells[0]), [list(row.values()) for row in cells], ("A us", "B us"))
+        if max(map(len, lines)) > width():
+            for row in cells:
+                print_wrapped(f"{row['verdict']} {row['B / A']}, {row['A us']} to {row['B us']} us: {row['problem']}")
+                if row["winner"]:
+                    print_wrapped(row["winner"], "    ")
+        else:
+            print(*lines, sep="\n")
+    if len(shown) < len(rows):
+        print_wrapped(f"{len(rows) - len(shown)} more: --all lists all, and -o DIR writes a page of them")
+    reasons = Counter((side, why) for side, _, why in found.unpaired)
+    if reasons:
+        print_wrapped("not compared:")
+    for (side, why), count in reasons.most_common():
+        print_wrapped(f"{plural(count, 'problem')} of {side}: {why}", "  ")
     print()
 
 
-def _compared_row(row: Compared) -> dict[str, str]:
+def _compared_row(row: Compared, found: Comparison) -> dict[str, str]:
+    from tiledsched.report.comparison_text import label_of
+
     winner = "the same machine code" if row.verdict != "same" and row.same_program else ""
+    bounds = "" if row.verdict == "estimated" else f" [{row.low:.3f}, {row.high:.3f}]"
     return {
         "verdict": row.verdict,
-        "B / A": f"{row.ratio:.3f} [{row.low:.3f}, {row.high:.3f}]",
+        "B / A": f"{row.ratio:.3f}{bounds}",
         "A us": f"{row.a.us:.1f}",
         "B us": f"{row.b.us:.1f}",
-        "problem": row.b.problem,
+        "problem": label_of(row.b, found),
         "winner": f"now {row.b.schedule}; was {row.a.schedule}" if row.winner_changed else winner,
     }
 
