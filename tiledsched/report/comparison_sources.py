@@ -208,16 +208,11 @@ def _selected(
             one for one in measurements if fits(one.toolchain.tileiras)
         ]
     word, arch = selector.lower(), arch_named(selector)
-
-    def is_named(device: str, its_arch: str) -> bool:
-        return its_arch == arch or word in device.lower()
-
-    left = [one for one in measurements if is_named(one.measurement.device.name, one.measurement.device.arch)]
-    served = [
-        one
-        for one in entries
-        if is_named(one.measurement.device.name if one.measurement else one.device_name, one.arch)
-    ]
+    left = [one for one in measurements if word in one.measurement.device.name.lower()]
+    served = [one for one in entries if one.measurement is not None and word in one.measurement.device.name.lower()]
+    if not left and not served:  # it names an arch, or a GPU of which only estimates are known
+        left = [one for one in measurements if one.measurement.device.arch == selector.lower()]
+        served = [one for one in entries if one.arch == (selector.lower() if one.measurement else arch)]
     return served, of_one_compiler(left, "")
 
 

@@ -45,9 +45,9 @@ def verdict_of(found: Comparison) -> str:
         *([f"{same} {'is' if same == 1 else 'are'} the same within {found.threshold * 100:g}%"] if same else []),
         *([f"{undecided} cannot be told apart"] if undecided else []),
         *([f"for {len(rows) - len(again)} both hold the very same measurement"] if len(rows) > len(again) else []),
-        f"and {winners or 'none'} {'has' if winners == 1 else 'have'} another winner{old}",
     ]
-    return f"{where}{b} is {head}; {', '.join(rest)}."
+    changed = f"{winners or 'none'} {'has' if winners == 1 else 'have'} another winner{old}"
+    return f"{where}{b} is {head}; {', '.join([*rest, f'and {changed}' if rest else changed])}."
 
 
 def names_of(found: Comparison) -> tuple[str, str]:
