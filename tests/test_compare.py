@@ -424,7 +424,8 @@ def test_the_chart_holds_every_row_and_is_no_taller_for_many(count):
             or row.b.us < 101
         )
     assert spec["height"] == 380
-    assert spec["title"]["subtitle"].startswith(f"GPU; {count} problem")
+    assert spec["title"]["text"].startswith(f"Time of {count} problem")
+    assert spec["title"]["subtitle"] == ["A: old", "B: new", "measured on GPU"]
     blocks = comparison_blocks(found)
     assert all(len(block.head) <= 6 for block in blocks if isinstance(block, Table))
     folded = {block.text for block in blocks if isinstance(block, Heading) and block.folded}

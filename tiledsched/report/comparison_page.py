@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tiledsched.core.files import csv_text
 from tiledsched.report.compare import ESTIMATED, Compared, Comparison, KnownTime
-from tiledsched.report.comparison_text import conditions_of, drift_of, excess, label_of, side_facts, verdict_of
+from tiledsched.report.comparison_text import conditions_of, drift_of, excess, label_of, plural, side_facts, verdict_of
 from tiledsched.report.document import Block, Chart, Heading, Paragraph, Table, write_document
 from tiledsched.report.vega import BLUE, ORANGE, RED, Spec, chart, quantity, tips, titled
 
@@ -54,8 +53,9 @@ def comparison_csv(found: Comparison) -> str:
 
 def comparison_blocks(found: Comparison) -> list[Block]:
     """The page: the verdict first, then what must be known of it, then the chart and the tables."""
+    a, b = (_shortened(name) for name in (found.a, found.b))
     blocks: list[Block] = [
-        Heading(text=f"{found.b} against {found.a}", level=1),
+        Heading(text=f"{b} against {a}", level=1),
         Paragraph(text=verdict_of(found), warning=found.modelled),
         *(Paragraph(text=text, warning=True) for text in conditions_of(found)),
         *(Paragraph(text=f"{name}: {text}.") for name, text in side_facts(found)),
@@ -63,7 +63,7 @@ def comparison_blocks(found: Comparison) -> list[Block]:
     if drawn := drawn_rows(found):
         blocks.append(Paragraph(text=_caption(found)))
         blocks.append(
-            Chart(name="comparison", spec=slopes(found), text=f"Time in B over time in A, of {len(drawn)} problems")
+            Chart(name="comparison", spec=slopes(found), text=f"Time in B over time in A, of {plural(len(drawn))}")
         )
     for verdict, title in (("slower", "What became slower"), ("faster", "What became faster")):
         blocks += _times([row for row in found.rows if row.verdict == verdict], title, found)
@@ -127,12 +127,10 @@ def slopes(found: Comparison) -> Spec:
     }
     dash = {**colour, "scale": {"domain": names, "range": [list(dashes) for _, _, dashes in taken]}}
     hover = tips(problem="problem", change="B takes", a="A", b="B", was="schedule in A", now="schedule in B")
-    left, right = (json.dumps(_shortened(f"{side}: {name}")) for side, name in (("A", found.a), ("B", found.b)))
     ends = {
         "values": [0, 1],
-        "labelExpr": f"datum.value ? {right} : {left}",
-        "labelAlign": {"condition": {"test": "datum.value", "value": "right"}, "value": "left"},
-        "labelLimit": 240,
+        "labelExpr": "datum.value ? 'B' : 'A'",
+        "labelFontSize": 13,
         "grid": False,
         "ticks": False,
     }
@@ -176,10 +174,24 @@ def slopes(found: Comparison) -> Spec:
             },
         },
     ]
-    kind = "estimated, not measured" if found.modelled else "measured"
-    sub = f"{_where(found.rows)}; {len(values)} problems, {kind}{_dates(found.rows)}"
-    spec = chart(values, {"layer": layers}, width=520, height=380)
-    return titled(spec, "Time of each problem in B against A", sub)
+    spec = titled(
+        chart(values, {"layer": layers}, width=520, height=380), f"Time of {plural(len(values))} in B against A"
+    )
+    # Short lines, which also fit a narrow page.
+    lines = [f"{name}: {_shortened(text)}" for name, text in (("A", found.a), ("B", found.b))]
+    spec["title"]["subtitle"] = [*lines, *_sides_of(found.rows)]
+    return spec
+
+
+def _sides_of(rows: Sequence[Compared]) -> list[str]:
+    """Where and when the two sides were measured, or that they are estimates; both in one line where they are alike."""
+    told = []
+    for taken in ([row.a for row in rows], [row.b for row in rows]):
+        names = ", ".join(sorted({one.arch if one.modelled else one.device for one in taken}))
+        told.append(f"{'estimated for' if any(one.modelled for one in taken) else 'measured on'} {names}")
+    days = sorted(f"{one.when:%Y-%m-%d}" for row in rows for one in (row.a, row.b) if one.when)
+    where = told[:1] if told[0] == told[1] else [f"{name} {text}" for name, text in zip("AB", told, strict=True)]
+    return [*where, *([f"{days[0]} to {days[-1]}"] if days else [])]
 
 
 def _ticks(values: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -189,17 +201,7 @@ def _ticks(values: Sequence[Mapping[str, Any]]) -> list[float]:
     return sorted(tick for tick in (1.0, *TICKS, *fine) if tick == 1 or low <= tick <= high)
 
 
-def _where(rows: Sequence[Compared]) -> str:
-    names = dict.fromkeys(one.device or f"{one.arch} (modelled)" for row in rows for one in (row.a, row.b))
-    return " and ".join(names)
-
-
-def _dates(rows: Iterable[Compared]) -> str:
-    days = sorted(f"{one.when:%Y-%m-%d}" for row in rows for one in (row.a, row.b) if one.when)
-    return f" {days[0]} to {days[-1]}" if days else ""
-
-
-def _shortened(name: str, most: int = 30) -> str:
+def _shortened(name: str, most: int = 40) -> str:
     """A name with its middle left out where it is long: of a path, both ends tell it apart."""
     return name if len(name) <= most else f"{name[: most // 2 - 1]}…{name[-most // 2 :]}"
 

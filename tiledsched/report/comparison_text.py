@@ -8,13 +8,16 @@ from collections.abc import Iterable, Mapping
 from tiledsched.measure.clocks import describe_throttling
 from tiledsched.report.compare import Compared, Comparison, KnownTime
 
+LONG = 32
+"""A longer name, such as a path, does not stand in sentences: there the side is A or B."""
+
 
 def verdict_of(found: Comparison) -> str:
     """The comparison in one sentence, with how many problems each part of it is over."""
     rows, (a, b) = found.rows, names_of(found)
     if not rows:
         return f"{a} and {b} have no problem in common."
-    total = _problems(len(rows))
+    total = plural(len(rows))
     if found.modelled:
         sides = [name for name, taken in ((a, rows[0].a), (b, rows[0].b)) if taken.modelled]
         whose = f"the times of {' and of '.join(sides)} are the performance model's"
@@ -51,8 +54,8 @@ def verdict_of(found: Comparison) -> str:
 
 
 def names_of(found: Comparison) -> tuple[str, str]:
-    """What the sides are called in sentences."""
-    return (found.a, found.b) if found.a != found.b else ("A", "B")
+    """What the sides are called in sentences: as they were given, unless that is long or tells them not apart."""
+    return ("A", "B") if found.a == found.b or max(len(found.a), len(found.b)) > LONG else (found.a, found.b)
 
 
 def excess(ratio: float) -> str:
@@ -62,7 +65,8 @@ def excess(ratio: float) -> str:
     return f"{(ratio - 1) * 100:.{0 if ratio >= 1.0995 else 1}f}%"
 
 
-def _problems(count: int) -> str:
+def plural(count: int) -> str:
+    """A number of problems, in words."""
     return f"{count} problem" + "s" * (count != 1)
 
 
@@ -73,11 +77,11 @@ def conditions_of(found: Comparison) -> list[str]:
     others = [row for row in rows if row.a.device != row.b.device]
     if others:
         a, b = (_listed(getattr(row, side).device for row in others) for side in ("a", "b"))
-        told.append(f"A was measured on {a} and B on {b}: for {_problems(len(others))} this is a comparison of GPUs.")
+        told.append(f"A was measured on {a} and B on {b}: for {plural(len(others))} this is a comparison of GPUs.")
     unlike = [row for row in rows if _unlike(row)]
     if unlike:
         told.append(
-            f"In {_problems(len(unlike))} the two GPUs have one name and are not alike: {_unlike(unlike[0])}. "
+            f"In {plural(len(unlike))} the two GPUs have one name and are not alike: {_unlike(unlike[0])}. "
             "A difference may be the GPU's."
         )
     seen: dict[str, int] = {}
@@ -87,7 +91,7 @@ def conditions_of(found: Comparison) -> list[str]:
         slowed = [words for row in rows if (words := _held_down(getattr(row, side), seen))]
         if slowed:
             told.append(
-                f"In {_problems(len(slowed))} the clock of {side.upper()}'s GPU was held down, {slowed[0]}: these times are too "
+                f"In {plural(len(slowed))} the clock of {side.upper()}'s GPU was held down, {slowed[0]}: these times are too "
                 "long, and say little about the schedules."
             )
     return told
