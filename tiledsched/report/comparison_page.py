@@ -233,17 +233,9 @@ def _times(rows: Sequence[Compared], title: str, found: Comparison) -> list[Bloc
     """A table of times, or nothing without rows."""
     if not rows:
         return []
-    head = ("problem", "A", "B", "B / A", "schedule in A", "schedule in B")
+    head = ("problem", "time in A, and in B", "B / A", "schedule in A, and in B")
     cells = [
-        (
-            label_of(row.b, found),
-            _time(row.a),
-            _time(row.b),
-            f"{row.ratio:.3f}",
-            _code(row.a.schedule),
-            _code(row.b.schedule) if row.winner_changed else "the same",
-        )
-        for row in rows
+        (label_of(row.b, found), f"{_time(row.a)}, {_time(row.b)}", f"{row.ratio:.3f}", _schedules(row)) for row in rows
     ]
     return [_heading(title, rows), Table(head=head, rows=cells)]
 
@@ -257,12 +249,13 @@ def _winners(found: Comparison) -> list[Block]:
         "The best schedule in B is another one than in A. The last column says how much longer A's best schedule takes in B than "
         "B's best; a tie means that the two 95% intervals overlap, so that either may be served."
     )
-    cells = [
-        (label_of(row.b, found), _code(row.a.schedule), _code(row.b.schedule), VERDICTS[row.verdict][0], _kept(row))
-        for row in rows
-    ]
-    head = ("problem", "best in A", "best in B", "B is", "A's best, in B")
+    cells = [(label_of(row.b, found), _schedules(row), VERDICTS[row.verdict][0], _kept(row)) for row in rows]
+    head = ("problem", "best in A, and in B", "B is", "A's best, in B")
     return [_heading("Which problems changed their winner", rows), Paragraph(text=text), Table(head=head, rows=cells)]
+
+
+def _schedules(row: Compared) -> str:
+    return f"{_code(row.a.schedule)}, {_code(row.b.schedule) if row.winner_changed else 'the same'}"
 
 
 def _kept(row: Compared) -> str:
