@@ -11,6 +11,7 @@ import click
 from tiledsched.cli import served_output
 from tiledsched.cli.app import (
     FOLDER,
+    USUAL_ARCH,
     CommaList,
     Invocation,
     arch_option,
@@ -26,14 +27,17 @@ from tiledsched.cli.app import (
 )
 from tiledsched.cli.output import note, print_next
 from tiledsched.cli.problems import matching, named_problems
-from tiledsched.core.errors import ConfigError
+from tiledsched.core.errors import ConfigError, MeasureError
 from tiledsched.core.problem import KernelClass
+from tiledsched.core.registry import SHIPPED
 from tiledsched.store.records import PROVENANCES
 from tiledsched.tuning.options import TuneOptions
 
 if TYPE_CHECKING:
     from tiledsched.report.compare import Comparison
 
+MOST_ENTRIES = 20
+"""So many entries are listed without a filter where no GPU is here; of more there is a summary."""
 REGIMES = click.Choice(["burst", "sustained"])
 only_arch = arch_option("only this arch, e.g. sm_90 or h200")
 only_regime = option("--regime", type=REGIMES, help="only what was measured in it (default: both)")
@@ -50,7 +54,7 @@ only_regime = option("--regime", type=REGIMES, help="only what was measured in i
 @option("--device", default="", metavar="NAME", help="only what was measured on a GPU whose name contains this")
 @option("--compiler", metavar="VERSION", help="what is served with this compiler, or `all` (default: the one here)")
 @option("--layers", is_flag=True, help="which layer answers: the user's, the site's, a bundle, or what ships")
-@option("--landscapes", is_flag=True, help="list the measurements in the database instead, by problem and regime")
+@option("--landscapes", is_flag=True, help="list the landscapes that ship and the measurements in the database instead")
 def show(
     run: Invocation,
     kernel: str | None,
@@ -65,6 +69,8 @@ def show(
 ) -> None:
     """List what is tuned, and how it is known.
 
+    Without a filter: for the GPU here. Where there is none, a summary by kernel and arch.
+
     \b
     tiledsched show
     tiledsched show attention --arch h200 -p D=128
@@ -77,10 +83,18 @@ def show(
     from tiledsched.serve.entries import layers as load_layers
     from tiledsched.store.evidence import for_compiler
 
-    found = load_layers(run.settings(), None if arch is None else {arch}, kernel or "")
+    bare = not (problem or arch or provenance or regime or device or compiler or layers or run.json)
+    here_archs = _archs_here(run) if bare else set()
+    found = load_layers(run.settings(), here_archs or None if arch is None else {arch}, kernel or "")
     here = compiler_at_hand() if compiler in (None, "all") else str(compiler)
     entries = combined(found) if compiler == "all" else for_compiler(combined(found), here)
-    of_kernel = [entry for entry in entries if arch in (None, entry.arch) and kernel in (None, entry.kernel)]
+    of_kernel = [
+        entry
+        for entry in entries
+        if arch in (None, entry.arch)
+        and kernel in (None, entry.kernel)
+        and (not here_archs or entry.arch in here_archs)
+    ]
     like = set(matching((entry.problem for entry in of_kernel), problem))
     entries = [
         entry
@@ -102,27 +116,56 @@ def show(
         run.print({"layers": found, "entries": rows})
     elif entries and layers:
         served_output.print_layers(found, entries, covers)
+    elif bare and not here_archs and len(entries) > MOST_ENTRIES:
+        served_output.print_summary(entries)
+        first = next((entry for entry in entries if entry.arch == USUAL_ARCH), entries[0])
+        print_next([("list the schedules for one GPU", ["show", kernel or first.kernel, "--arch", first.arch])])
     elif entries:
+        if here_archs:
+            note(f"tiledsched: for {', '.join(sorted(here_archs))}; --arch names another")
         served_output.print_entries(entries, here)
     elif of_kernel:
         note("no tuned problem matches; leave out a filter")
     else:
         what = f"of {kernel} " if kernel else ""
+        arch = arch or ",".join(sorted(here_archs)) or None
         words = f"{kernel + ' ' if kernel else ''}--arch {arch or 'ARCH'}"
-        note(f"nothing {what}is tuned for {arch or 'any arch'}; run: tiledsched tune {words}")
+        ships = f"; kernels that ship: {', '.join(SHIPPED)}" if kernel and kernel not in SHIPPED else ""
+        note(f"nothing {what}is tuned for {arch or 'any arch'}; run: tiledsched tune {words}{ships}")
+
+
+def _archs_here(run: Invocation) -> set[str]:
+    """The archs of the GPUs here; none where there is no GPU, or its driver does not answer."""
+    try:
+        return {device.arch for device in run.devices()}
+    except MeasureError:
+        return set()
 
 
 def _show_landscapes(run: Invocation, kernel: str | None, arch: str | None) -> None:
-    """List what is measured, and where the winners of the two regimes differ."""
+    """List what ships and what is measured, and where the winners of the two regimes differ."""
+    from tiledsched.store.location import database_exists
+    from tiledsched.store.manifest import shipped_landscapes
     from tiledsched.store.queries import compare_regimes
 
-    with run.open_db(read_only=True) as db:
-        lines = db.landscapes(arch, kernel)
-        compared = [one for one in compare_regimes(db.latest_measurements()) if kernel in (None, one.problem.kernel)]
+    lines, compared = [], []
+    if run.db or database_exists(run.settings().db):
+        with run.open_db(read_only=True) as db:
+            lines = db.landscapes(arch, kernel)
+            compared = [
+                one for one in compare_regimes(db.latest_measurements()) if kernel in (None, one.problem.kernel)
+            ]
     if not lines:
-        note("nothing is measured in this database; tune on a GPU first, or db import a landscape")
-    found = {"landscapes": [*map(served_output.landscape_json, lines)], "regimes": compared}
-    run.print(found, lambda: served_output.print_landscapes(lines, compared))
+        note("nothing is measured in your database; tune on a GPU first, or db import a landscape")
+    shipped = shipped_landscapes(kernel, arch)
+    found = {
+        "landscapes": [*map(served_output.landscape_json, lines)],
+        "regimes": compared,
+        "shipped": [
+            {"problem": one.problem, "arch": one.arch, "regime": one.regime, "file": one.path} for one in shipped
+        ],
+    }
+    run.print(found, lambda: served_output.print_landscapes(lines, compared, shipped))
 
 
 @command("explain")

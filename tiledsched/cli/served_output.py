@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.cli.output import note, plural, print_table, print_wrapped, table_lines, width
@@ -14,12 +14,13 @@ from tiledsched.core.problem import Problem, rate_of, rate_text, unit_of
 from tiledsched.measure.clocks import describe_throttling
 from tiledsched.measure.runner import Device
 from tiledsched.store.evidence import stale, stale_by_cause, throttled
-from tiledsched.store.records import Entry, LandscapeSummary
+from tiledsched.store.records import PROVENANCES, Entry, LandscapeSummary
 
 if TYPE_CHECKING:
     from tiledsched.bench.rows import BenchRow
     from tiledsched.report.compare import Compared, Comparison
     from tiledsched.serve.entries import Layer
+    from tiledsched.store.manifest import ShippedLandscape
     from tiledsched.store.queries import RegimeComparison
     from tiledsched.studies.ablation.rows import AblationRow
 
@@ -39,7 +40,7 @@ ABLATION = (
 )
 """The columns of an ablation that are printed, by their names in its CSV file and JSON."""
 MOST_ROWS = 20
-"""Problems that a comparison lists on a terminal, unless all are asked for. What is piped is listed whole."""
+"""Problems that a comparison lists, unless all are asked for."""
 LEFT = {"arch", "provenance", "schedule"}
 """The columns of entries that are aligned to the left."""
 
@@ -159,6 +160,38 @@ def _provenance(entry: Entry, compiler: str) -> str:
     return ", ".join(filter(None, (entry.provenance, *marks)))
 
 
+def print_summary(entries: Sequence[Entry]) -> None:
+    """Print for each kernel and arch how many problems are known, how, since when, and from which layer. Archs for which all that
+    is alike share a line.
+    """
+    groups: dict[tuple[str, str], list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault((entry.kernel, entry.arch), []).append(entry)
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    newest: dict[tuple[str, str, str], str] = {}
+    for (kernel, arch), found in groups.items():
+        counts = [
+            f"{len(problems)} {provenance}"
+            for provenance in PROVENANCES
+            if (problems := {entry.problem for entry in found if entry.provenance == provenance})
+        ]
+        place = kernel, ", ".join(counts), " and ".join(dict.fromkeys(entry.layer for entry in found))
+        alike.setdefault(place, []).append(arch)
+        days = [f"{when:%Y-%m-%d}" for entry in found if (when := _known_since(entry))]
+        newest[place] = max([newest.get(place, ""), *days])
+    print("problems with a schedule, by kernel and arch")
+    for place in sorted(alike, key=lambda each: (each[0], "modelled" in each[1])):
+        kernel, told, layers = place
+        archs = sorted(alike[place], key=lambda arch: (len(arch), arch))
+        since = f", newest {newest[place]}" if newest[place] else ""
+        each = " each" * (len(archs) > 1)
+        print_wrapped(f"{kernel} on {', '.join(archs)}: {told}{each}{since}, layer {layers}", hanging="  ")
+
+
+def _known_since(entry: Entry) -> datetime | None:
+    return entry.measurement.created_at if entry.measurement else entry.updated_at
+
+
 def print_layers(
     layers: Sequence[Layer], entries: Sequence[Entry], covers: Mapping[tuple[str, ...], list[str]]
 ) -> None:
@@ -184,10 +217,22 @@ def landscape_json(line: LandscapeSummary) -> dict[str, Any]:
     }
 
 
-def print_landscapes(lines: Sequence[LandscapeSummary], compared: Sequence[RegimeComparison]) -> None:
-    """Print what is measured; then what wins in each regime, and what serving the other regime's winner costs."""
+def print_landscapes(
+    lines: Sequence[LandscapeSummary], compared: Sequence[RegimeComparison], shipped: Sequence[ShippedLandscape]
+) -> None:
+    """Print what ships, a line for each problem; then what is measured in the database, what wins in each regime there, and what
+    serving the other regime's winner costs.
+    """
+    regimes: dict[tuple[str, str, str], list[str]] = {}
+    for each in shipped:
+        regimes.setdefault((each.problem.kernel, each.arch, str(each.problem)), []).append(each.regime)
+    if regimes:
+        print("landscapes that ship")
+    for (kernel, arch, problem), of in sorted(regimes.items()):
+        print_wrapped(f"{kernel} on {arch}: {problem}, {' and '.join(sorted(of))}")
     rows = list(map(landscape_json, lines))
     if rows:
+        print("\n" * bool(regimes) + "measured in your database")
         print_table(list(rows[0]), [list(row.values()) for row in rows], ("distinct_programs", "measurements"))
     if compared:
         print("\nburst against sustained: * marks a difference beyond the 95% intervals")
@@ -225,7 +270,7 @@ def print_compared(found: Comparison, *, everything: bool = False) -> None:
     if drift := drift_of(found):
         print_wrapped(drift)
     rows = rows_to_show(found, everything=everything)
-    shown = rows if everything or width() == sys.maxsize else rows[:MOST_ROWS]
+    shown = rows if everything else rows[:MOST_ROWS]
     if shown:
         print()
         cells = [_compared_row(row, found) for row in shown]

@@ -233,7 +233,7 @@ def _times(rows: Sequence[Compared], title: str, found: Comparison) -> list[Bloc
     """A table of times, or nothing without rows."""
     if not rows:
         return []
-    head = ("problem", "time in A, and in B", "B / A", "schedule in A, and in B")
+    head = ("problem", "time (A, B)", "B / A", "schedule (A, B)")
     cells = [
         (label_of(row.b, found), f"{_time(row.a)}, {_time(row.b)}", f"{row.ratio:.3f}", _schedules(row)) for row in rows
     ]
@@ -250,7 +250,7 @@ def _winners(found: Comparison) -> list[Block]:
         "B's best; a tie means that the two 95% intervals overlap, so that either may be served."
     )
     cells = [(label_of(row.b, found), _schedules(row), VERDICTS[row.verdict][0], _kept(row)) for row in rows]
-    head = ("problem", "best in A, and in B", "B is", "A's best, in B")
+    head = ("problem", "best (A, B)", "B is", "A's best, in B")
     return [_heading("Which problems changed their winner", rows), Paragraph(text=text), Table(head=head, rows=cells)]
 
 
