@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 from tiledsched.core import data_files
 from tiledsched.core.device import arch_named
@@ -254,7 +255,7 @@ def _served(entry: Entry) -> KnownTime:
     return _known(entry.kernel, entry.problem, entry.schedule, entry.measurement, **identity)
 
 
-def _known(kernel: str, problem: Problem, schedule: Schedule, found: MeasurementSummary, **identity: str) -> KnownTime:
+def _known(kernel: str, problem: Problem, schedule: Schedule, found: MeasurementSummary, **identity: Any) -> KnownTime:
     return KnownTime(
         kernel=kernel,
         arch=found.device.arch,
@@ -292,7 +293,7 @@ def _estimated(entry: Entry) -> KnownTime:
 
 
 @functools.lru_cache(maxsize=4096)
-def _named(problem: Problem) -> dict[str, str]:
+def _named(problem: Problem) -> dict[str, Any]:
     try:
         words = format_problem(problem)
     except TiledschedError:  # of a kernel that is not here
