@@ -121,7 +121,7 @@ def test_the_answer_on_several_problems_gpus_and_estimates(db):
     [
         (
             (1.0, 1.003, 1.5, 2.1),
-            "has several good tiles: the second best takes 0.3% longer (1 problem), and the worst 2.1 times",
+            "has more than one good tile: the second best takes 0.3% longer (1 problem), and the worst 2.1 times",
         ),
         (
             (1.0, 1.003, 1.01, 1.02),
@@ -148,13 +148,13 @@ def test_a_tile_that_was_hardly_searched_concludes_nothing(db):
     assert [(tile.programs, tile.searched) for tile in one.tiles] == [(4, True), (1, False), (1, False), (1, False)]
     assert (one.second_tile, one.tile_drop, one.worst_tile, report.measured.sensitivity) == (None, None, None, ())
     assert answer(report)[1] == (
-        "How much the tile of attention matters is not known: too few programs of other tiles were timed."
+        "How much attention depends on its tile is not known: too few programs of any other tile were timed."
     )
     assert next_step(report) == (
-        "To learn what other tiles cost, run `tiledsched record attention --arch sm_90 -p S=4096,D=64,B=4,H=32` on the same GPU: "
-        "too few programs of them were timed for 1 problem."
+        "To learn what any other tile costs, run `tiledsched record attention --arch sm_90 -p S=4096,D=64,B=4,H=32` on the same "
+        "GPU: too few were timed for 1 problem."
     )
-    assert "Too little was tried of other tiles to say what they cost (128x128: 1 program)." in problem_answer(
+    assert "Too little was tried of any other tile to say what it costs (128x128: 1 program)." in problem_answer(
         one, report
     )
 
@@ -176,7 +176,7 @@ def test_untried_and_unclear_knobs_are_what_to_run_next(db):
     add_times(db, times | {plain(64, 32, latency_k=2): 100.0})
     report = report_of(db)
     *_, unclear, untried, _ = answer(report)
-    assert unclear == "Tune `occupancy`, too: no value is known to be good for every program."
+    assert unclear == "Tune `occupancy`: no value is known to be good for every program."
     assert untried == "Too few programs that differ in one knob alone were timed to judge `latency_k`."
     assert next_step(report) == (
         "To learn more about `occupancy` and `latency_k`, run `tiledsched tune attention --arch sm_90 -p S=4096,D=64,B=4,H=32 "

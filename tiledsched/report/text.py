@@ -113,7 +113,7 @@ def _explorer(reports: Sequence[Report]) -> list[Block]:
                 source=found.source,
                 lead=problem_answer(one, report),
                 rows={**found.rows, "roofline": roofline, "roofs": name},
-                notes=found.notes,
+                notes={**found.notes, "roofline": charts.share_of_ceiling(report, one)},
             )
         )
     views = [view for view in charts.views(reports) if any(case.rows[view.main] for case in cases)]

@@ -12,7 +12,7 @@ from tiledsched.report.document import NOTHING, Block, Chart, Heading, Paragraph
 from tiledsched.report.vega import BINARY, SIZES, Spec, chart, quantity, tips, titled, word
 from tiledsched.studies.ladder.published import LAST, SOURCE, PublishedRate, published_for
 from tiledsched.studies.ladder.summary import Rung, answer, climbed, kinds_of, longest
-from tiledsched.studies.phrases import counted, first_line, joined
+from tiledsched.studies.phrases import counted, first_line
 
 RAMP = ("#7b7fd1", "#4f86c6", "#2a9ac0", "#1fa187", "#4ac16d", "#90c62f", "#c4b000")
 """Colours of the rungs before the last, in their order."""
@@ -41,34 +41,31 @@ def document(rows: Sequence[BenchRow]) -> list[Block]:
     """
     timed = [row for row in rows if row.median_us]
     devices = sorted({row.device for row in rows})
-    kinds = {kind: climbed(found) for kind, found in kinds_of(rows).items()}
+    kinds = {kind: (climbed(mine), mine[0].device) for kind, mine in kinds_of(rows).items()}
     what = (
         f"{counted(len(timed), 'time')} of attention, from a first kernel in cuTile (`naive`) to the tuned one. Every output was "
         "checked against float64; at each length the rungs took turns in one run"
     )
-    source = f"measured on {joined(devices)}"
     blocks: list[Block] = [
         Heading(text="Attention in cuTile, an edit at a time", level=1),
         first_line(devices, (row.taken for row in timed), what, len(timed)),
-        *(Paragraph(text=answer(kind, found), answer=True) for kind, found in kinds.items()),
+        *(Paragraph(text=answer(kind, found), answer=True) for kind, (found, _) in kinds.items()),
     ]
-    for number, (kind, found) in enumerate(kinds.items()):
-        if longest(found) is None:
+    for number, (kind, (found, device)) in enumerate(kinds.items()):
+        lengths = sorted({length for rung in found for length in rung.timed})
+        if not lengths:
             continue
         theirs = _published(found)
+        text = f"The rate of each rung {f'at S={lengths[0]}' if len(lengths) == 1 else 'over the sequence length'}"
+        spec = titled(rates(found, theirs), text, kind, f"measured on {device}")
         name = f"ladder_{number + 1}" if number else "ladder"
-        lengths = sorted({length for rung in found for length in rung.timed})
-        over = f"at S={lengths[0]}" if len(lengths) == 1 else "over the sequence length"
-        text = f"The rate of each rung {over}"
-        spec = titled(rates(found, theirs), text, kind, source)
-        blocks += [Heading(text=kind), Chart(name=name, spec=spec, text=f"{text}: {kind}"), _rung_table(found)]
+        blocks += [Heading(text=kind), Chart(name=name, spec=spec, text=f"{text}: {kind}"), *_rung_table(found)]
         if theirs:
-            blocks += [*_beside(found, theirs, joined(devices))]
-    blocks += _untimed(rows)
+            blocks += _beside(found, theirs, device)
     versions = "; ".join(sorted({row.versions for row in rows if row.versions}))
     told = f" Versions: {versions}." if versions else ""
     blocks.append(Paragraph(text=f"`ladder.csv` has each time with its interval, error and clock.{told}"))
-    return blocks
+    return [*blocks, *_untimed(rows)]
 
 
 def _untimed(rows: Sequence[BenchRow]) -> list[Block]:
@@ -85,26 +82,32 @@ def _untimed(rows: Sequence[BenchRow]) -> list[Block]:
     return [heading, Table(head=("problem", "rung", "S", "why"), rows=lines)]
 
 
-def _rung_table(found: Sequence[Rung]) -> Table:
+def _rung_table(found: Sequence[Rung]) -> list[Block]:
     """A line for each rung: what it adds, its rate at the longest length, and its gain over the rung before."""
     length = longest(found)
     unit = next(unit_of(row.problem) for rung in found for row in rung.timed.values())
+    usual = max(len(rung.gains) for rung in found)
     rows = []
     for rung in found:
         at = rung.timed.get(length) if length is not None else None
-        rows.append((f"`{rung.name}`: {rung.adds}", f"{_rate(at):.1f}" if at else NOTHING, _gain(rung)))
-    head = ("rung, and what it adds", f"{unit} at S={length}, measured", "times as fast as the rung before")
-    return Table(head=head, rows=rows)
+        rows.append((f"`{rung.name}`: {rung.adds}", f"{_rate(at):.1f}" if at else NOTHING, _gain(rung, usual)))
+    over = (
+        f"geometric mean of {usual} lengths, and in brackets the least and the most" if usual > 1 else "at one length"
+    )
+    text = f"The last column says how many times as fast a rung is as the one before: {over}." if usual else ""
+    head = ("rung, and what it adds", f"{unit} at S={length}, measured", "gain over the rung before")
+    return [*([Paragraph(text=text)] if text else []), Table(head=head, rows=rows)]
 
 
-def _gain(rung: Rung) -> str:
-    """How many times as fast a rung is as the one before: the geometric mean, and over what."""
+def _gain(rung: Rung, usual: int) -> str:
+    """How many times as fast a rung is as the one before: the mean, the least and the most, and over how many lengths where
+    these are not as many as usual.
+    """
     if rung.gain is None:
         return NOTHING
     gains = sorted(rung.gains.values())
-    if len(gains) == 1:
-        return f"{rung.gain:.2f} (1 length)"
-    return f"{rung.gain:.2f} (geometric mean of {len(gains)} lengths; {gains[0]:.2f} to {gains[-1]:.2f})"
+    over = "" if len(gains) == usual else f", {counted(len(gains), 'length')}"
+    return f"{rung.gain:.2f}x" + (f" ({gains[0]:.2f} to {gains[-1]:.2f}{over})" if usual > 1 else "")
 
 
 def _rate(row: BenchRow) -> float:
@@ -135,16 +138,11 @@ def _beside(found: Sequence[Rung], theirs: Sequence[PublishedRate], device: str)
             )
         )
     text = (
-        "NVIDIA published rates for these problems, in TFLOP/s. They are not ours: nothing of them was measured here, and the GPU is "
-        f"another unless it is named in the first line. Rungs up to `division` are those of its tutorial; beside `{LAST}` stand "
-        f"NVIDIA's finished kernels. Source: {SOURCE}; timed as CUDA graphs, without emptying the cache."
+        f"NVIDIA published rates for these problems, in TFLOP/s. They are not ours. Ours were measured on {device}. Rungs up to "
+        f"`division` are those of NVIDIA's tutorial; beside `{LAST}` stand its finished kernels. Source: {SOURCE}; timed as CUDA "
+        "graphs, without emptying the cache."
     )
-    head = (
-        "length and rung",
-        f"ours, measured on {device}",
-        "NVIDIA's on GB10, published",
-        "NVIDIA's on B300, published",
-    )
+    head = ("length and rung", "ours, measured", "GB10, published", "B300, published")
     return [Heading(text="NVIDIA's published figures", level=3), Paragraph(text=text), Table(head=head, rows=rows)]
 
 
@@ -166,6 +164,7 @@ def rates(found: Sequence[Rung], theirs: Sequence[PublishedRate] = ()) -> Spec:
     ]
     unit = next(unit_of(row.problem) for rung in found for row in rung.timed.values())
     lengths = sorted({value["S"] for value in values})
+    known = {rung.name: TOP if rung.name == LAST else RAMP[place % len(RAMP)] for place, rung in enumerate(found)}
     names = [rung.name for rung in found if rung.timed]
     published = [
         {
@@ -181,12 +180,11 @@ def rates(found: Sequence[Rung], theirs: Sequence[PublishedRate] = ()) -> Spec:
     ]
     values += published
     others = list(dict.fromkeys(value["rung"] for value in published))
-    colours = [*(TOP if name == LAST else RAMP[place % len(RAMP)] for place, name in enumerate(names)), *THEIRS]
-    scale = {"domain": [*names, *others], "range": colours[: len(names) + len(others)]}
+    scale = {"domain": [*names, *others], "range": [*(known[name] for name in names), *THEIRS[: len(others)]]}
     hover = tips(rung="rung", S="S", said=unit, us="time, µs", **{"from": "from"})
     if len(lengths) == 1:
         return _bars(values, unit, scale, hover)
-    x = quantity("S", "sequence length S", scale=BINARY, axis={**SIZES, "values": lengths, "labelOverlap": False})
+    x = quantity("S", "sequence length S", scale=BINARY, axis={"labelExpr": SIZES["labelExpr"], "values": lengths})
     shared = {"x": x, "y": quantity("rate", unit), "color": word("rung", None, scale=scale), "tooltip": hover}
     dash = word("from", None, scale={"domain": ["measured here", "published by NVIDIA"], "range": [[1, 0], [5, 4]]})
     mark: Mapping[str, Any] = {"type": "line", "point": True}
