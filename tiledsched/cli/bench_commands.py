@@ -213,7 +213,7 @@ def paper(
 @option(
     "--targets",
     is_flag=True,
-    help="measure nothing: print the hints of each arch as ct.ByTarget, to paste above a kernel",
+    help="measure nothing: print the tiles and hints of each arch as Python, for ct.kernel(**HINTS)",
 )
 @summary_flag
 def ladder(
@@ -246,7 +246,7 @@ def ladder(
     only_attention(kernel, "ladder", "study ablation")
     problems = named_problems(kernel, problem, suite) if problem or suite else usual()
     table = load_table(run.settings(), kernel=kernel)
-    hints = "\n\n".join(by_target(kernel, each, table) for each in problems)
+    hints = by_target(kernel, problems, table)
     if targets:
         run.print({"targets": hints}, hints.rstrip())
         return

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from tiledsched.report.vega import BLUE, GREEN, ORANGE, RED, Spec, chart, quantity, word
-from tiledsched.studies.evaluation.rows import BASELINE, EXPLICIT, FORCED, HEAD_DIMS, LENGTHS, OURS, ResultRow
+from tiledsched.report.vega import BINARY, BLUE, GREEN, ORANGE, RED, SIZES, Spec, chart, quantity, word
+from tiledsched.studies.evaluation.rows import BASELINE, DTYPES, EXPLICIT, FORCED, HEAD_DIMS, OURS, ResultRow
 
-PANELS = [f"D={head_dim}" for head_dim in HEAD_DIMS]
+PANELS = [f"D={head_dim}, {mask}" for mask in ("full", "causal") for head_dim in HEAD_DIMS]
 COLOURS = {
     "domain": [OURS, BASELINE, *EXPLICIT, *FORCED, "triton"],
     "range": [RED, BLUE, "#999999", "#CC79A7", GREEN, ORANGE, "#56B4E9", "#F0E442"],
@@ -22,8 +22,7 @@ def _values(
         {
             "method": row.method,
             "S": row.S,
-            "D": f"D={row.D}",
-            "mask": "causal" if row.causal else "full",
+            "panel": f"D={row.D}, {'causal' if row.causal else 'full'}",
             "dtype": row.dtype,
             "tokens": row.throughput_tokens_per_s,
             "p95": row.B * row.H * row.S / (row.p95_ms / 1e3) if row.p95_ms else None,
@@ -37,11 +36,16 @@ def _values(
 
 
 def _tips() -> list[Spec]:
-    return [{"field": field} for field in ("method", "dtype", "D", "S", "mask", "tflops", "gbps")]
+    return [{"field": field} for field in ("method", "dtype", "panel", "S", "tflops", "gbps")]
 
 
-def _length() -> Spec:
-    return quantity("S", "sequence length S", scale={"type": "log", "base": 2}, axis={"values": list(LENGTHS)})
+def _length(rows: Sequence[ResultRow]) -> Spec:
+    axis = {"labelExpr": SIZES["labelExpr"], "values": sorted({row.S for row in rows})}
+    return quantity("S", "sequence length S", scale=BINARY, axis=axis)
+
+
+def _colour(methods: Sequence[str]) -> Spec:
+    return word("method", None, scale=COLOURS, legend={"values": list(methods), "orient": "bottom"})
 
 
 def throughput(rows: Sequence[ResultRow]) -> Spec:
@@ -49,19 +53,20 @@ def throughput(rows: Sequence[ResultRow]) -> Spec:
     95th percentile.
     """
     values = _values(rows, (OURS, BASELINE), ("float16", "bfloat16"))
-    colour = word("method", None, scale=COLOURS, legend={"values": [OURS, BASELINE]})
+    colour = _colour((OURS, BASELINE))
+    dash = word("dtype", None, scale={"domain": list(DTYPES), "range": [[1, 0], [4, 3]]}, legend=None)
     layers = [
         {
             "mark": {"type": "rule", "opacity": 0.6},
-            "encoding": {"x": _length(), "y": quantity("p95", ""), "y2": {"field": "tokens"}, "color": colour},
+            "encoding": {"x": _length(rows), "y": quantity("p95", ""), "y2": {"field": "tokens"}, "color": colour},
         },
         {
             "mark": {"type": "line", "point": True},
             "encoding": {
-                "x": _length(),
+                "x": _length(rows),
                 "y": quantity("tokens", "tokens/s", axis={"format": "~s"}),
                 "color": colour,
-                "strokeDash": word("dtype", None),
+                "strokeDash": dash,
                 "tooltip": _tips(),
             },
         },
@@ -103,8 +108,9 @@ def regime_map(rows: Sequence[ResultRow]) -> Spec:
     return chart(
         values,
         {
-            "facet": word("panel", None),
+            "facet": word("panel", None) | {"sort": [f"{d}, {m}" for d in DTYPES for m in ("full", "causal")]},
             "columns": 4,
+            "panelColumns": len({value["D"] for value in values}),
             "spec": {"layer": layers, "width": {"step": 40}, "height": {"step": 24}},
         },
     )
@@ -115,9 +121,9 @@ def bandwidth(rows: Sequence[ResultRow]) -> Spec:
     line = {
         "mark": {"type": "line", "point": True},
         "encoding": {
-            "x": _length(),
+            "x": _length(rows),
             "y": quantity("gbps", "bandwidth proxy, GB/s"),
-            "color": word("method", None, scale=COLOURS, legend={"values": [OURS, BASELINE]}),
+            "color": _colour((OURS, BASELINE)),
             "tooltip": _tips(),
         },
         "width": 200,
@@ -131,57 +137,66 @@ def bars(rows: Sequence[ResultRow], methods: Sequence[str]) -> Spec:
     bar = {
         "mark": "bar",
         "encoding": {
-            "x": {"field": "S", "type": "ordinal", "title": "sequence length S", "axis": {"labelAngle": 0}},
+            "x": {
+                "field": "S",
+                "type": "ordinal",
+                "title": "sequence length S",
+                "axis": {"labelAngle": 0, "labelExpr": SIZES["labelExpr"]},
+            },
             "xOffset": {"field": "method", "sort": list(methods)},
             "y": quantity("tflops", "TFLOP/s"),
-            "color": word("method", None, scale=COLOURS, legend={"values": list(methods)}),
+            "color": _colour(methods),
             "tooltip": _tips(),
         },
-        "width": 240,
+        "width": 200,
         "height": 150,
     }
     return _panels(_values(rows, methods), bar)
 
 
 def _panels(values: list[dict[str, Any]], spec: Spec) -> Spec:
-    """A panel for each mask (row) and head dimension (column)."""
-    facet = {"row": word("mask", None) | {"sort": ["full", "causal"]}, "column": word("D", None) | {"sort": PANELS}}
-    return chart(values, {"facet": facet, "spec": spec, "resolve": {"scale": {"y": "independent"}}})
+    """A panel for each mask and head dimension; side by side as far as there is room."""
+    facet = {"facet": word("panel", None) | {"sort": PANELS}, "columns": len(HEAD_DIMS), "spec": spec}
+    return chart(values, {**facet, "resolve": {"scale": {"y": "independent"}}})
 
 
 def of_results(rows: Sequence[ResultRow]) -> dict[str, tuple[str, str, Spec]]:
-    """File name -> heading, text and figure, for the figures that have something to draw."""
+    """File name -> heading, text and figure, for the figures that have something to draw: bars of at least two methods."""
     wanted = {
         "figure3_throughput_vs_s": (
             "Figure 3: throughput",
-            "Tokens per second, float16 (solid) and bfloat16 (dashed); the rule reaches down to the 95th percentile of the time.",
+            "Rows of queries per second: float16 solid, bfloat16 dashed. The vertical line reaches down to the rate at the 95th "
+            "percentile of the time: one call in twenty is slower.",
             throughput(rows),
         ),
         "figure4_regime_map": (
-            "Figure 4: regimes",
-            "How many times as fast as torch's SDPA, which chooses its backend itself.",
+            "Figure 4: how many times as fast as torch",
+            "The time of torch's SDPA, which chooses its backend itself, over ours: blue where ours is faster, red where it is "
+            "slower.",
             regime_map(rows),
         ),
         "figure5_bw_proxy": (
             "Figure 5: bandwidth proxy",
-            "Queries, keys, values and outputs once, over the time. It says how far a problem is from being limited by "
-            "memory, not what was moved.",
+            "The bytes of queries, keys, values and outputs, each counted once, over the time. It says how far a problem is "
+            "from being limited by memory, not what was moved.",
             bandwidth(rows),
         ),
         "figure6_flash_style": (
-            "Figure 6: TFLOP/s",
-            "Ours, torch's SDPA and a Triton flash-attention forward, float16.",
+            "Figure 6: beside a Triton kernel",
+            "TFLOP/s of ours, of torch's SDPA and of a flash-attention forward in Triton, float16.",
             bars(rows, (OURS, BASELINE, "triton")),
         ),
         "figure6_explicit_baselines": (
-            "Figure 6: explicit baselines",
-            "Ours against torch's math backend and attention written in torch operators, float16.",
+            "Figure 6: beside attention written out",
+            "TFLOP/s of ours, of torch's math backend and of attention written in torch operators, float16. The last two "
+            "store the whole matrix of scores.",
             bars(rows, (OURS, *EXPLICIT)),
         ),
         "figure7_forced_backends": (
-            "Figure 7: forced backends",
-            "Ours against each backend of torch's SDPA, forced, float16.",
+            "Figure 7: beside each backend of torch",
+            "TFLOP/s of ours and of each backend of torch's SDPA, forced, float16.",
             bars(rows, (OURS, *FORCED)),
         ),
     }
-    return {name: found for name, found in wanted.items() if found[2]["data"]["values"]}
+    drawn = {name: {value.get("method") for value in spec["data"]["values"]} for name, (_, _, spec) in wanted.items()}
+    return {name: found for name, found in wanted.items() if len(drawn[name]) > (found[2]["spec"].get("mark") == "bar")}

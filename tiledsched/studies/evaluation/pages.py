@@ -8,23 +8,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from tiledsched.bench.rows import BenchRow
+from tiledsched.bench.rows import OK, BenchRow
 from tiledsched.core.files import csv_text
-from tiledsched.report.document import (
-    Block,
-    Cards,
-    Chart,
-    Contents,
-    Heading,
-    Paragraph,
-    Table,
-    to_markdown,
-    write_document,
-)
+from tiledsched.report.answer import longer
+from tiledsched.report.document import Block, Chart, Contents, Heading, Paragraph, Table, to_markdown, write_document
+from tiledsched.report.vega import titled
 from tiledsched.studies.evaluation import tiles as tiling
 from tiledsched.studies.evaluation.figures import of_results
 from tiledsched.studies.evaluation.rows import BASELINE, COLUMNS, METHODS, OURS, ResultRow, result_of
 from tiledsched.studies.evaluation.tiles import TilingRow
+from tiledsched.studies.phrases import counted, first_line, joined, times_as_fast
+
+RIVALS = (
+    f"Below, a ratio is another method's time over that of `{OURS}`. The mean is geometric, over the problems on which both have a "
+    "time; then stand on how many of them ours is slower, and the least ratio."
+)
 
 
 def write_evaluation(folder: Path, rows: Sequence[BenchRow], tiles: Sequence[TilingRow]) -> list[Path]:
@@ -32,13 +30,12 @@ def write_evaluation(folder: Path, rows: Sequence[BenchRow], tiles: Sequence[Til
     written.
     """
     results = [result_of(row) for row in rows]
-    conditions = _table3(rows)
-    table3: list[Block] = [Heading(text="Table 3: conditions", level=1), conditions]
-    table4: list[Block] = [Heading(text="Table 4: best tiles by regime", level=1), _table4(tiles)]
+    table3: list[Block] = [Heading(text="Table 3: conditions", level=1), _table3(rows)]
+    table4: list[Block] = [Heading(text="Table 4: best tiles by length", level=1), _table4(tiles)]
     return write_document(
         folder,
-        _document(results, tiles, conditions),
-        title="The evaluation of TiledAttention, over again",
+        document(rows, tiles),
+        title="The evaluation of TiledAttention, repeated",
         markdown="study_summary.md",
         page="study.html",
         more={
@@ -50,40 +47,85 @@ def write_evaluation(folder: Path, rows: Sequence[BenchRow], tiles: Sequence[Til
     )
 
 
-def _document(results: Sequence[ResultRow], tiles: Sequence[TilingRow], conditions: Table) -> list[Block]:
-    devices = next((value for name, value in conditions.rows if name == "GPU"), "")
-    blocks: list[Block] = [
-        Heading(text="The evaluation of TiledAttention, over again", level=1),
-        Paragraph(
-            text=f"{len({row.cell for row in results})} problems of one batch of eight heads on {devices}: {len(results)} "
-            "rows, each with a status. Every ratio is of one interleaved run."
-        ),
-    ]
-    ratios = speedups(results)
-    if ratios:
-        blocks.append(
-            Cards(
-                items=tuple(
-                    (
-                        f"{_mean(found):.2f}x",
-                        f"against {method}, geometric mean of {len(found)} problems; "
-                        f"{sum(each < 1 for each in found)} behind, worst {min(found):.2f}x",
-                    )
-                    for method, found in ratios.items()
-                )
-            )
-        )
+def document(rows: Sequence[BenchRow], tiles: Sequence[TilingRow]) -> list[Block]:
+    """The answer, the rivals one by one, the paper's figures and tables, and what has no time."""
+    results = [result_of(row) for row in rows]
+    devices, timed = sorted({row.device for row in rows}), [row for row in rows if row.median_us]
+    problems = len({row.problem for row in timed})
+    what = (
+        f"{counted(len(timed), 'time')} of attention, of {counted(problems, 'problem')} with one batch of eight heads. Every "
+        "output was checked against float64; on each problem the methods took turns in one run"
+    )
+    first = first_line(devices, (row.taken for row in timed), what, len(timed))
+    said = " ".join(filter(None, (answer(results), tiles_answer(tiles))))
+    blocks: list[Block] = [Heading(text="The evaluation of TiledAttention, repeated", level=1), first]
+    blocks += [Paragraph(text=said, answer=True)] if said else []
+    if speedups(results):
+        blocks += [Paragraph(text=RIVALS), _rivals(results)]
     blocks.append(Contents())
+    source = f"measured on {joined(devices)}" if devices else ""
     for name, (heading, text, spec) in of_results(results).items():
-        blocks += [Heading(text=heading), Paragraph(text=text), Chart(name=name, spec=spec, text=text)]
-    blocks += [Heading(text="Table 4: best tiles by regime")]
+        chart = Chart(name=name, spec=titled(spec, heading, source), text=heading)
+        blocks += [Heading(text=heading), chart, Paragraph(text=text)]
+    blocks += [Heading(text="Table 4: best tiles by length")]
     blocks += (
         [_table4(tiles)]
         if tiles
         else [Paragraph(text="The tiles were not raced: run `tiledsched study paper` without `--no-tiles`.")]
     )
-    blocks += [Heading(text="Statuses"), _statuses(results), Heading(text="Table 3: conditions"), conditions]
-    return blocks
+    failed = [row for row in results if row.status != OK]
+    blocks += [Heading(text="What has no time", folded=bool(timed)), _statuses(failed)] if failed else []
+    return [*blocks, Heading(text="Table 3: conditions", folded=True), _table3(rows)]
+
+
+def answer(results: Sequence[ResultRow]) -> str:
+    """How our kernel compares with torch's SDPA, and with whatever is fastest, in sentences; empty where both were timed on no
+    problem.
+    """
+    lines = []
+    if ratios := speedups(results).get(BASELINE):
+        line = (
+            f"`{OURS}` is {times_as_fast(_mean(ratios))} as torch's SDPA, which chooses its backend itself "
+            f"({'geometric mean of ' if len(ratios) > 1 else ''}{counted(len(ratios), 'problem')})."
+        )
+        behind = sum(each < 1 for each in ratios)
+        if behind:
+            line += f" On {behind} of these {len(ratios)} it takes longer, at worst {longer(1 / min(ratios) - 1)}."
+        lines.append(line)
+    beaten = [ours.median_ms / best.median_ms for ours, best in fastest_rivals(results)]
+    if beaten:
+        slower = [ratio for ratio in beaten if ratio > 1]
+        over = counted(len(beaten), "problem")
+        lines.append(
+            f"On {len(slower)} of {over} some other method is faster; there `{OURS}` takes at most {longer(max(slower) - 1)}."
+            if slower
+            else f"No other method is faster ({over})."
+        )
+    return " ".join(lines)
+
+
+def fastest_rivals(results: Sequence[ResultRow]) -> list[tuple[ResultRow, ResultRow]]:
+    """For each problem on which our kernel and another method have a time, our row and the fastest other."""
+    timed = [row for row in results if row.median_ms]
+    ours = {row.cell: row for row in timed if row.method == OURS}
+    best: dict[object, ResultRow] = {}
+    for row in timed:
+        if row.method != OURS and row.cell in ours:
+            best[row.cell] = min(best.get(row.cell, row), row, key=lambda each: each.median_ms)
+    return [(ours[row.cell], row) for row in best.values()]
+
+
+def tiles_answer(tiles: Sequence[TilingRow]) -> str:
+    """What the second best tile costs, in a sentence; empty where no problem has two tiles with a time."""
+    drops = [row.drop / 100 for row in tiles if row.drop is not None]
+    if not drops:
+        return ""
+    if len(drops) == 1:
+        return f"With its second best tile `{OURS}` takes {longer(drops[0])} than with its best (1 problem)."
+    return (
+        f"With its second best tile `{OURS}` takes {longer(statistics.median(drops))} than with its best (median of "
+        f"{len(drops)} problems, at most {longer(max(drops))})."
+    )
 
 
 def speedups(results: Sequence[ResultRow]) -> dict[str, list[float]]:
@@ -105,11 +147,25 @@ def _mean(values: Sequence[float]) -> float:
     return statistics.geometric_mean(values)
 
 
-def _statuses(results: Sequence[ResultRow]) -> Table:
-    counts: Mapping[tuple[str, str], int] = Counter((row.method, row.status) for row in results)
-    example = {(row.method, row.status): row.status_detail for row in reversed(results)}
-    rows = [(method, status, str(count), example[method, status] or "-") for (method, status), count in counts.items()]
-    return Table(head=("method", "status", "rows", "for example"), rows=tuple(rows))
+def _rivals(results: Sequence[ResultRow]) -> Table:
+    """A line for each other method: how our kernel compares with it, over the problems on which both have a time."""
+    rows = [
+        (
+            f"`{method}`",
+            f"{_mean(found):.2f}x",
+            f"{sum(each < 1 for each in found)} of {len(found)}",
+            f"{min(found):.2f}x",
+        )
+        for method, found in speedups(results).items()
+    ]
+    return Table(head=("other method", "mean ratio", "ours is slower on", "least ratio"), rows=rows)
+
+
+def _statuses(failed: Sequence[ResultRow]) -> Table:
+    counts: Mapping[tuple[str, str], int] = Counter((row.method, row.status) for row in failed)
+    example = {(row.method, row.status): row.status_detail for row in reversed(failed)}
+    rows = [(method, status, str(count), example[method, status]) for (method, status), count in counts.items()]
+    return Table(head=("method", "status", "problems", "why, for example"), rows=rows)
 
 
 def _table3(rows: Sequence[BenchRow]) -> Table:
@@ -125,7 +181,7 @@ def _table3(rows: Sequence[BenchRow]) -> Table:
         "timing": "median and 95th percentile of interleaved samples, each method queued ahead of the GPU; every output checked "
         "against float64 first",
         "regime": ", ".join(sorted({row.regime for row in rows})),
-        "SM clock": f"{clocks[0]} to {clocks[-1]} MHz" if clocks else "not known",
+        "SM clock": f"{' to '.join(dict.fromkeys(map(str, (clocks[0], clocks[-1]))))} MHz" if clocks else "not known",
         "throttle reasons": ", ".join(reasons) or "none seen",
     }
     return Table(head=("item", "value"), rows=tuple(told.items()))
@@ -134,12 +190,11 @@ def _table3(rows: Sequence[BenchRow]) -> Table:
 def _table4(tiles: Sequence[TilingRow]) -> Table:
     rows = [
         (
-            row.regime,
-            f"S={row.problem.seq_q}, D={row.problem.head_dim}",
-            str(row.best.tile),
-            str(row.runner_up.tile) if row.runner_up else "-",
-            "-" if row.drop is None else f"{row.drop:.2f}",
+            f"{row.regime}: S={row.problem.seq_q}, D={row.problem.head_dim}",
+            "x".join(map(str, row.best.tile)),
+            "x".join(map(str, row.runner_up.tile)) if row.runner_up else NOTHING,
+            NOTHING if row.drop is None else f"{row.drop:.2f}%",
         )
         for row in tiles
     ]
-    return Table(head=("regime", "shape", "best (TM, TN)", "runner-up", "sensitivity drop, %"), rows=tuple(rows))
+    return Table(head=("problem", "best tile (TM x TN)", "second best", "the second takes longer by"), rows=rows)

@@ -139,11 +139,13 @@ def plain_problem(problem: Problem) -> Problem:
     Raises:
         UnsupportedError: the plain kernel has no such thing.
     """
-    p = problem
-    more = p.values.get("value_dim") or p.values.get("lse")
+    p, sizes = problem, ("seq_q", "seq_k", "head_dim", "dtype", "causal", "batch", "heads", "kv_heads", "alignment")
+    fields = problem.declaration.fields
+    more = any(value != fields[name].default for name, value in p.values.items() if name not in sizes)
     if p.heads != p.kv_heads or p.seq_q != p.seq_k or p.head_dim & (p.head_dim - 1) or more:
         raise UnsupportedError(
-            "the plain kernel has keys for every head, as many keys as queries, and heads of a power of two"
+            "the plain kernel has keys for every head, as many keys as queries, heads of a power of two, and no more features "
+            "than the causal mask"
         )
     return PlainAttention.problem(
         pairs=p.batch * p.heads, rows=p.seq_q, head_dim=p.head_dim, causal=p.causal, dtype=p.dtype

@@ -1,44 +1,73 @@
-"""Writes what is served on each arch as hints that can be pasted above a kernel."""
+"""Writes what is served on each arch as Python that can be pasted beside a kernel in cuTile."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from tiledsched.core.device import ARCHS
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.core.schedule import HINT_KNOBS
-from tiledsched.serve.lookup import LookupTable
+from tiledsched.core.schedule import HINT_KNOBS, KnobValue
+from tiledsched.serve.lookup import LookupTable, Served
 
-LEFT = {"num_ctas": 0, "occupancy": 0, "num_worker_warps": 0}
+TO_COMPILER = {"num_ctas": 0, "occupancy": 0, "num_worker_warps": 0}
 """For each hint the value that leaves it to the compiler."""
+TILES = ("tile_m", "tile_n")
+"""Knobs that any kernel of this kind has: the rows of queries and of keys of a tile. All others are our kernel's own."""
 
 
-def by_target(kernel: KernelClass, problem: Problem, table: LookupTable) -> str:
-    """Python text: a constant for each knob that differs between archs, and a `ct.kernel` line with a `ct.ByTarget` for
-    each hint.
+def by_target(kernel: KernelClass, problems: Sequence[Problem], table: LookupTable) -> str:
+    """A Python module: for each problem its tiles by arch, and the hints for `ct.kernel(**HINTS)`, with a comment that says where
+    they come from. Names end with what distinguishes the problem from the others.
 
     Args:
         kernel: whose hints.
-        problem: what is computed.
+        problems: what is computed.
         table: what is served.
     """
-    served = {arch: table.resolve(problem, arch) for arch in ARCHS}
-    provenance = ", ".join(f"{arch} {each.provenance}" for arch, each in served.items())
-    names = list(dict.fromkeys(knob for each in served.values() for knob in each.schedule))
-    lines = [f"# {problem}: {provenance}"]
-    for knob in (name for name in names if name not in HINT_KNOBS):
+    words = [str(problem).replace("=", "").replace("/", "_").split() for problem in problems]
+    shared = set(words[0]).intersection(*words)
+    lines = ["import cuda.tile as ct"]
+    for problem, own in zip(problems, words, strict=True):
+        suffix = "".join(f"_{word}" for word in own if word not in shared)
+        served = {arch: table.resolve(problem, arch) for arch in ARCHS}
+        lines += ["", *_of_problem(f"{kernel.name} {problem}", suffix, served)]
+    return "\n".join(lines) + "\n"
+
+
+def _of_problem(problem: str, suffix: str, served: Mapping[str, Served]) -> list[str]:
+    sources: dict[str, list[str]] = {}
+    for arch, each in served.items():
+        sources.setdefault(source_of(each), []).append(arch)
+    said = "; ".join(f"{source} ({', '.join(archs)})" for source, archs in sources.items())
+    lines = [f"# {problem}: {said}"]
+    for knob in TILES:
         values = {arch: each.schedule[knob] for arch, each in served.items() if knob in each.schedule}
-        if len(set(map(repr, values.values()))) > 1:
-            lines.append(f"{knob.upper()} = {values!r}")
-    hints = []
-    for knob in (name for name in names if name in HINT_KNOBS):
-        values = {
-            arch: each.schedule[knob]
-            for arch, each in served.items()
-            if knob in each.schedule and each.schedule[knob] != LEFT.get(knob)
-        }
-        if len(set(values.values())) == 1 and len(values) == len(served):
-            hints.append(f"    {knob}={next(iter(values.values()))},")
-        elif values:
-            hints.append(
-                f"    {knob}=ct.ByTarget({', '.join(f'{arch}={value}' for arch, value in values.items())}, default=None),"
-            )
-    return "\n".join([*lines, "", "", "@ct.kernel(", *hints, ")"]) + "\n"
+        if values:
+            lines.append(f"{knob.upper()}{suffix} = {values!r}")
+    lines.append(f"HINTS{suffix} = {{")
+    for knob in HINT_KNOBS:
+        values = {arch: each.schedule[knob] for arch, each in served.items() if knob in each.schedule}
+        if said := _hint(knob, values):
+            lines.append(f'    "{knob}": {said},')
+    return [*lines, "}"]
+
+
+def _hint(knob: str, values: Mapping[str, KnobValue]) -> str:
+    """A hint as Python; empty where the compiler chooses it on every arch."""
+    chosen = {arch: value for arch, value in values.items() if value != TO_COMPILER.get(knob)}
+    if not chosen:
+        return ""
+    if len(chosen) == len(ARCHS) and len({*chosen.values()}) == 1:
+        return repr(next(iter(chosen.values())))
+    return f"ct.ByTarget({', '.join(f'{arch}={value!r}' for arch, value in chosen.items())}, default=None)"
+
+
+def source_of(served: Served) -> str:
+    """Where a schedule comes from: measured, on which GPU and when, or not measured."""
+    one = served.entry.measurement if served.entry else None
+    if one is not None:
+        where = f"measured on {one.device.name}, {one.created_at:%Y-%m-%d}"
+        return where if served.provenance == "measured" else f"from other problems or GPUs, {where}"
+    if served.provenance == "modelled":
+        return "modelled, not measured"
+    return f"neither measured nor modelled ({served.provenance})"
