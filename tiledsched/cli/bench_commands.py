@@ -30,7 +30,6 @@ from tiledsched.cli.problems import named_problems
 from tiledsched.cli.result_commands import REGIMES
 from tiledsched.cli.served_output import print_ablation, print_bench
 from tiledsched.core.errors import ConfigError
-from tiledsched.core.files import write_whole
 from tiledsched.core.problem import KernelClass
 
 if TYPE_CHECKING:
@@ -267,7 +266,7 @@ def ladder(
 @kernel_argument
 @problem_options
 @target_option
-@out_option(None, "also write the rows to ablation.csv in this folder")
+@out_option(None, "also write a page, its Markdown and the rows, as ablation.csv, to this folder")
 @option(
     "--replay",
     multiple=True,
@@ -309,6 +308,7 @@ def ablation(
     tiledsched study ablation -p B=4,H=16,S=4096,D=128
     tiledsched study ablation --arch sm_90 --replay landscape.json.xz
     """
+    from tiledsched.studies.ablation.pages import write_ablation
     from tiledsched.studies.ablation.rows import write_rows
     from tiledsched.studies.ablation.run import replay_ablation, run_ablation
 
@@ -327,6 +327,8 @@ def ablation(
             write_rows(rows, path)
         if not run.json:
             print_ablation(found)
+    if path:
+        write_ablation(path.parent, rows)
     if run.json:
         run.print({"rows": [row.to_csv() for row in rows]})
 
@@ -337,7 +339,7 @@ def ablation(
 @option(
     "--methods", type=CommaList(), metavar="M[,M]", help="methods of `bench` (default: the kernel and its first rival)"
 )
-@out_option(None, "also write a Markdown and a CSV file for each problem to this folder")
+@out_option(None, "also write a page, its Markdown and a CSV file for each problem to this folder")
 @option("--ncu", type=FILE, metavar="FILE", help="Nsight Compute (default: on PATH, or where it installs itself)")
 def profile(
     run: Invocation,
@@ -367,14 +369,11 @@ def profile(
     rows: list[dict[str, object]] = []
     for each in problems:
         found = run_profile(kernel, each, profiled_methods(kernel, each, methods), ncu=program, progress=note)
-        text = pages.to_text(each, found, **conditions)
         rows += [{"problem": str(each), **conditions, **one.to_csv(each.min_bytes)} for one in found]
         if out:
-            folder = made_folder(out)
-            write_whole(folder / f"profile_{each.id}.md", text.encode())
-            write_whole(folder / f"profile_{each.id}.csv", pages.to_csv(each, found, **conditions).encode())
+            pages.write_profile(made_folder(out), each, found, **conditions)
         if not run.json:
-            print(text)
+            print(pages.to_text(each, found, **conditions))
     if run.json:
         run.print({"rows": rows})
 

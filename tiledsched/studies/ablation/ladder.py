@@ -71,6 +71,7 @@ class Ladder:
         rounds: samples of each in the final run.
         recorded: of a replay, whether a schedule is in the record: where there is a way to the tuned schedule with
             every rung in it, the ladder takes no other. None: everything can be timed.
+        taken: the day on which it is timed, or was recorded.
         progress: told a line per rung.
     """
 
@@ -85,11 +86,12 @@ class Ladder:
         regime: str = "burst",
         rounds: int = 30,
         recorded: Callable[[Schedule], bool] | None = None,
+        taken: str = "",
         progress: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._runner, self._source, self._space, self._kernel = runner, source, space, kernel
         self._problem, self._regime, self._rounds, self._progress = problem, regime, rounds, progress
-        self._recorded = recorded
+        self._recorded, self._taken = recorded, taken
         self._checked: dict[Key, str] = {}
         self._rows: list[AblationRow] = []
 
@@ -228,6 +230,7 @@ class Ladder:
             status=OK,
             device=self._runner.device.name,
             runner=self._runner.name,
+            taken=self._taken,
         )
         if isinstance(outcome, str):
             return replace(row, status=outcome)

@@ -54,6 +54,8 @@ class AblationRow:
     """Name of the GPU."""
     runner: str = ""
     """gpu or replay."""
+    taken: str = ""
+    """Day on which it was timed, in UTC, as YYYY-MM-DD; empty where it was not recorded."""
 
     def to_csv(self) -> dict[str, Any]:
         """One cell for each column, also for `--json`."""
@@ -78,6 +80,7 @@ class AblationRow:
             "runner": self.runner,
             "kernel": self.problem.kernel,
             "problem": canonical_json(self.problem.to_json()),
+            "taken": self.taken,
         }
 
 

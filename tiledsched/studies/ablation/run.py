@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,6 +64,7 @@ def replay_ablation(
             regime=recorded.regime,
             rounds=rounds,
             recorded=recorded.holds,
+            taken=max(f"{stored.created_at:%Y-%m-%d}" for stored in table.measurements),
             progress=progress,
         )
         yield ladder.climb(_first_rung(start, space, recorded.problem), recorded.best.schedule)
@@ -101,9 +103,8 @@ def run_ablation(
         for problem in problems:
             found = served.resolve(problem, session.arch, runner.device.name)
             progress(f"{problem}: {found.provenance} schedule {found.schedule.short()}")
-            ladder = Ladder(
-                runner, source, space, kernel, problem, regime=settings.regime, rounds=rounds, progress=progress
-            )
+            how = {"regime": settings.regime, "rounds": rounds, "taken": f"{datetime.now(UTC):%Y-%m-%d}"}
+            ladder = Ladder(runner, source, space, kernel, problem, progress=progress, **how)
             yield ladder.climb(_first_rung(start, space, problem), space.complete(found.schedule))
 
 

@@ -11,7 +11,17 @@ from pathlib import Path
 from tiledsched.bench.rows import OK, BenchRow
 from tiledsched.core.files import csv_text
 from tiledsched.report.answer import longer
-from tiledsched.report.document import Block, Chart, Contents, Heading, Paragraph, Table, to_markdown, write_document
+from tiledsched.report.document import (
+    NOTHING,
+    Block,
+    Chart,
+    Contents,
+    Heading,
+    Paragraph,
+    Table,
+    to_markdown,
+    write_document,
+)
 from tiledsched.report.vega import titled
 from tiledsched.studies.evaluation import tiles as tiling
 from tiledsched.studies.evaluation.figures import of_results
@@ -20,8 +30,8 @@ from tiledsched.studies.evaluation.tiles import TilingRow
 from tiledsched.studies.phrases import counted, first_line, joined, times_as_fast
 
 RIVALS = (
-    f"Below, a ratio is another method's time over that of `{OURS}`. The mean is geometric, over the problems on which both have a "
-    "time; then stand on how many of them ours is slower, and the least ratio."
+    f"Below, a ratio is another method's time over that of `{OURS}`. The mean is geometric, over the problems on which both have "
+    "a time; then stand on how many of them ours is slower, and the least ratio."
 )
 
 

@@ -11,25 +11,25 @@ from typing import Any
 from tiledsched.core.errors import MeasureError
 
 STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
-STALLS = (
-    "long_scoreboard",
-    "short_scoreboard",
-    "wait",
-    "barrier",
-    "math_pipe_throttle",
-    "mio_throttle",
-    "lg_throttle",
-    "tex_throttle",
-    "no_instruction",
-    "dispatch_stall",
-    "drain",
-    "membar",
-    "sleeping",
-    "gmma",
-    "branch_resolving",
-    "misc",
-)
-"""Reasons why a warp does not issue. On Hopper, gmma is a warp group that waits for its tensor cores."""
+STALLS = {
+    "long_scoreboard": "data from memory or L2",
+    "short_scoreboard": "data from shared memory",
+    "wait": "the instruction before, a fixed number of cycles",
+    "barrier": "other warps at a barrier",
+    "math_pipe_throttle": "a busy arithmetic unit",
+    "mio_throttle": "a full queue to shared memory",
+    "lg_throttle": "a full queue to memory",
+    "tex_throttle": "a full queue to the texture unit",
+    "no_instruction": "the next instruction to be fetched",
+    "dispatch_stall": "the dispatcher",
+    "drain": "stores to end, at exit",
+    "membar": "a memory barrier",
+    "sleeping": "the end of a sleep",
+    "gmma": "the tensor cores (a warp group's products)",
+    "branch_resolving": "the target of a branch",
+    "misc": "something else",
+}
+"""Reasons why a warp does not issue, and what it waits for."""
 LOCAL = tuple(f"l1tex__t_sectors_pipe_lsu_mem_local_op_{op}.sum" for op in ("ld", "st"))
 """Sectors of 32 bytes moved between registers and local memory: register spills."""
 SECTOR_BYTES = 32

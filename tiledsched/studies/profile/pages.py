@@ -1,57 +1,188 @@
-"""Writes profiles side by side, as Markdown and as CSV."""
+"""Writes profiles side by side: as a page, as Markdown and as CSV."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from tiledsched.core.files import csv_text
 from tiledsched.core.problem import Problem
-from tiledsched.report.document import Block, Heading, Paragraph, Table, to_markdown
-from tiledsched.studies.profile.metrics import METRICS, MethodProfile, over
+from tiledsched.report.answer import longer
+from tiledsched.report.document import NOTHING, Block, Chart, Heading, Paragraph, Table, to_markdown, write_document
+from tiledsched.report.vega import BLUE, GREEN, ORANGE, RED, Spec, chart, quantity, tips, titled, word
+from tiledsched.studies.phrases import counted, joined
+from tiledsched.studies.profile.metrics import METRICS, STALLS, TIME, MethodProfile, over
 
 STALLS_SHOWN = 6
+MOST_METHODS = 5
+"""Methods side by side in a table; more stand in further tables."""
+SHARES = ("sm_throughput_pct", "memory_throughput_pct", "tensor_pipe_pct", "occupancy_pct")
+"""Metrics in percent of what the GPU can do."""
+COLOURS = (RED, BLUE, GREEN, ORANGE, "#CC79A7", "#56B4E9", "#999999", "#F0E442")
+NOTE = (
+    "Counters are read in several passes over the same call, with its caches flushed before and clocks left alone, so that the "
+    "durations are for comparing, not for quoting: `tiledsched bench` times. What is still in L2 when the call ends was not "
+    "written to DRAM, which may therefore move less than the least possible."
+)
+
+
+def write_profile(
+    folder: Path, problem: Problem, profiles: Sequence[MethodProfile], *, device: str = "", versions: str = ""
+) -> list[Path]:
+    """Write profile_ID.html, .md and .csv and the charts of a problem, ID being the problem's; returns the files written."""
+    name = f"profile_{problem.id}"
+    return write_document(
+        folder,
+        document(problem, profiles, device=device, versions=versions, name=name),
+        title=f"Profile of {problem.kernel} {problem}",
+        markdown=f"{name}.md",
+        page=f"{name}.html",
+        more={f"{name}.csv": to_csv(problem, profiles, device=device, versions=versions)},
+    )
 
 
 def to_text(problem: Problem, profiles: Sequence[MethodProfile], *, device: str = "", versions: str = "") -> str:
-    """Markdown: the metrics with a column for each method, what the warps waited for, and the kernels."""
+    """The document as Markdown, without its charts."""
+    return to_markdown(document(problem, profiles, device=device, versions=versions))
+
+
+def document(
+    problem: Problem, profiles: Sequence[MethodProfile], *, device: str = "", versions: str = "", name: str = "profile"
+) -> list[Block]:
+    """How the methods compare in sentences, two charts, and all figures with a column for each method."""
     ran = [each for each in profiles if each.kernels]
-    where = f" on {device}" if device else ""
-    blocks: list[Block] = [
-        Heading(text=f"{problem}{where}", level=1),
-        Paragraph(
-            text="One call of each method under Nsight Compute, its caches flushed before, clocks left alone. Counters are "
-            "read in several passes, so the duration is for comparing, not for quoting: `tiledsched bench` times. "
-            "What is still in L2 when the call ends was not written to DRAM, which may so move less than the least."
-        ),
-    ]
-    if versions:
-        blocks.append(Paragraph(text=versions))
-    rows = [(metric.label, *(_said(each.value(metric)) for each in ran)) for metric in METRICS]
-    rows += [
-        (f"{label}, over the least possible", *(_times(over(each, kind, problem.min_bytes)) for each in ran))
-        for kind, label in (("l2", "through L2"), ("dram", "DRAM"))
-    ]
-    blocks.append(Table(head=["", *(each.method for each in ran)], rows=rows))
-    reasons = list(dict.fromkeys(reason for each in ran for reason in list(each.stalls())[:STALLS_SHOWN]))
-    if reasons:
-        blocks += [
-            Heading(text="What warps wait for"),
-            Paragraph(text="Warps stalled for each reason, per instruction issued."),
-            Table(
-                head=["reason", *(each.method for each in ran)],
-                rows=[(reason, *(_said(each.stalls().get(reason)) for each in ran)) for reason in reasons],
-            ),
-        ]
-    kernels = [
-        (each.method, f"`{one.name[:100]}`", _said(one.values.get("gpu__time_duration.sum", 0) / 1e3))
-        for each in ran
-        for one in each.kernels
-    ]
-    blocks += [Heading(text="Kernels"), Table(head=("method", "kernel", "µs"), rows=kernels)]
+    blocks: list[Block] = [Heading(text=f"{problem}{f' on {device}' if device else ''}", level=1)]
+    blocks.append(_first_line(ran, device, versions))
+    if ran:
+        blocks.append(Paragraph(text=answer(problem, ran), answer=True))
+    source = f"measured{f' on {device}' if device else ''} under Nsight Compute"
+    charts = (
+        ("use", "How much of the GPU each method uses", share_rows(ran), "% of what the GPU can do"),
+        ("stalls", "What warps wait for", stall_rows(ran), "warps waiting, per instruction issued"),
+    )
+    for part, heading, rows, title in charts:
+        if rows:
+            spec = titled(_bars(rows, title, [each.method for each in ran]), heading, str(problem), source)
+            blocks.append(Chart(name=f"{name}_{part}", spec=spec, text=heading))
     failed = [(each.method, each.status) for each in profiles if not each.kernels]
     if failed:
         blocks += [Heading(text="Not profiled"), Table(head=("method", "why"), rows=failed)]
-    return to_markdown(blocks)
+    if ran:
+        blocks += [Heading(text="All figures", folded=True), *_figures(problem, ran), Paragraph(text=NOTE)]
+        kernels = [
+            (each.method, f"`{one.name[:100]}`", _said(one.values.get(TIME.names[0], 0) / 1e3))
+            for each in ran
+            for one in each.kernels
+        ]
+        blocks += [Heading(text="Kernels", folded=True), Table(head=("method", "kernel", "µs"), rows=kernels)]
+    return blocks
+
+
+def _first_line(ran: Sequence[MethodProfile], device: str, versions: str) -> Paragraph:
+    told = f" ({versions})" if versions else ""
+    if not ran:
+        return Paragraph(text=f"Nothing was measured: no method ran under Nsight Compute{told}.", warning=True)
+    where = f" on {device}" if device else ""
+    text = f"Measured{where} under Nsight Compute{told}: one call of {counted(len(ran), 'method')}."
+    return Paragraph(text=text, measured=True)
+
+
+def answer(problem: Problem, ran: Sequence[MethodProfile]) -> str:
+    """How the methods compare, in sentences; the others with the first."""
+    first, *others = ran
+    values = {metric.column: metric for metric in METRICS}
+    lines = []
+    mine = first.value(TIME)
+    if mine:
+        line = f"Under the profiler `{first.method}` takes {_said(mine)} µs"
+        ratios = [(each.method, each.value(TIME)) for each in others]
+        beside = [f"`{method}` {longer(us / mine - 1)}" for method, us in ratios if us]
+        lines.append(f"{line}; {joined(beside)}." if beside else f"{line}.")
+    tensor = [(each.method, each.value(values["tensor_pipe_pct"])) for each in ran]
+    busy = [f"{value:.0f}% of the time in `{method}`" for method, value in tensor if value is not None]
+    if busy:
+        lines.append(f"The tensor cores are busy {joined(busy)}.")
+    moved = [(each.method, over(each, "dram", problem.min_bytes)) for each in ran]
+    times = [f"`{method}` {value:.2f} times" for method, value in moved if value is not None]
+    if times:
+        lines.append(f"Of the bytes that must at least be moved, DRAM moves for {joined(times)} as many.")
+    waits = [(each.method, next(iter(each.stalls()), "")) for each in ran]
+    most = [f"in `{method}` for {STALLS[reason]}" for method, reason in waits if reason]
+    if most:
+        lines.append(f"Warps wait most {joined(most)}.")
+    spilled = [(each.method, each.value(values["spilled_mib"])) for each in ran]
+    lines += [f"`{method}` spills registers: {_said(mib)} MiB." for method, mib in spilled if mib]
+    return " ".join(lines)
+
+
+def share_rows(ran: Sequence[MethodProfile]) -> list[dict[str, Any]]:
+    """How much of the GPU each method uses, in percent; what the profiler did not report is left out."""
+    return [
+        {"what": metric.label.removesuffix(" of peak").removesuffix(", %"), "method": each.method, **_number(value)}
+        for metric in METRICS
+        if metric.column in SHARES
+        for each in ran
+        if (value := each.value(metric)) is not None
+    ]
+
+
+def stall_rows(ran: Sequence[MethodProfile]) -> list[dict[str, Any]]:
+    """What the warps of each method wait for: the reasons that are among the largest of any method."""
+    return [
+        {"what": STALLS[reason], "method": each.method, **_number(value)}
+        for reason in _reasons(ran)
+        for each in ran
+        if (value := each.stalls().get(reason)) is not None
+    ]
+
+
+def _number(value: float) -> dict[str, Any]:
+    return {"value": float(f"{value:.5g}"), "said": f"{value:.3g}"}
+
+
+def _reasons(ran: Sequence[MethodProfile]) -> list[str]:
+    return list(dict.fromkeys(reason for each in ran for reason in list(each.stalls())[:STALLS_SHOWN]))
+
+
+def _bars(rows: list[dict[str, Any]], title: str, methods: Sequence[str]) -> Spec:
+    """A bar for each method in each row, with its value at its end."""
+    range_ = [COLOURS[place % len(COLOURS)] for place in range(len(methods))]
+    colour = word("method", None, scale={"domain": list(methods), "range": range_}, legend={"orient": "bottom"})
+    most = max(row["value"] for row in rows) or 1.0
+    shared = {
+        "y": word("what", None, axis={"labelLimit": 190}),
+        "yOffset": {"field": "method", "sort": list(methods)},
+        "x": quantity("value", title, scale={"domain": [0, most * 1.15], "nice": False}),
+    }
+    hover = tips(what="what", method="method", value=title)
+    layers = [
+        {"mark": "bar", "encoding": {**shared, "color": colour, "tooltip": hover}},
+        {
+            "mark": {"type": "text", "align": "left", "dx": 3, "fontSize": 9.5},
+            "encoding": {**shared, "text": {"field": "said", "type": "nominal"}},
+        },
+    ]
+    lines = len({row["what"] for row in rows}) * (len(methods) * 14 + 8)
+    return chart(rows, {"layer": layers, "width": "container"}, height=lines)
+
+
+def _figures(problem: Problem, ran: Sequence[MethodProfile]) -> list[Block]:
+    """All metrics, with a column for each method; a few methods to a table."""
+    tables: list[Block] = []
+    for start in range(0, len(ran), MOST_METHODS):
+        some = ran[start : start + MOST_METHODS]
+        rows = [(metric.label, *(_said(each.value(metric)) for each in some)) for metric in METRICS]
+        rows += [
+            (f"{label}, over the least possible", *(_times(over(each, kind, problem.min_bytes)) for each in some))
+            for kind, label in (("l2", "through L2"), ("dram", "DRAM"))
+        ]
+        rows += [
+            (f"waiting for {STALLS[reason]} (`{reason}`)", *(_said(each.stalls().get(reason)) for each in some))
+            for reason in _reasons(ran)
+        ]
+        tables.append(Table(head=["", *(each.method for each in some)], rows=rows))
+    return tables
 
 
 def to_csv(problem: Problem, profiles: Sequence[MethodProfile], *, device: str = "", versions: str = "") -> str:
@@ -65,9 +196,9 @@ def to_csv(problem: Problem, profiles: Sequence[MethodProfile], *, device: str =
 
 def _said(value: float | None) -> str:
     if value is None:
-        return "-"
+        return NOTHING
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _times(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}x"
+    return NOTHING if value is None else f"{value:.2f}x"

@@ -1,0 +1,190 @@
+"""Writes an ablation: what each knob is worth in sentences, two charts for each problem, and all times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tiledsched.report.answer import longer
+from tiledsched.report.document import NOTHING, Block, Chart, Heading, Paragraph, Table, write_document
+from tiledsched.report.vega import BLUE, ORANGE, RED, Spec, chart, quantity, tips, titled, word
+from tiledsched.studies.ablation.rows import LADDER, TRIED, WITHOUT, AblationRow
+from tiledsched.studies.phrases import counted, first_line, joined, times_as_fast
+
+SMALL = 0.01
+"""A knob that costs less than this when it is turned back is said to cost little."""
+
+
+def write_ablation(folder: Path, rows: Sequence[AblationRow]) -> list[Path]:
+    """Write ablation.html, ablation.md and the charts; returns the files written."""
+    return write_document(
+        folder, document(rows), title="What each knob is worth", markdown="ablation.md", page="ablation.html"
+    )
+
+
+def document(rows: Sequence[AblationRow]) -> list[Block]:
+    """The answer for each problem, then for each problem the ladder, the knobs turned back, and all times."""
+    shown = [row for row in rows if row.view != TRIED]
+    timed = [row for row in shown if row.timing]
+    problems = {str(problem): problem for problem in dict.fromkeys(row.problem for row in rows)}
+    replayed = " They are replayed from a recording" if any(row.runner == "replay" for row in rows) else ""
+    what = f"{counted(len(timed), 'time')} of {counted(len(problems), 'problem')}" + (
+        f".{replayed}" if replayed else ""
+    )
+    blocks: list[Block] = [
+        Heading(text="What each knob of the tuned schedule is worth", level=1),
+        first_line((row.device for row in timed), (row.taken for row in timed), what, len(timed)),
+    ]
+    parts = {text: [row for row in shown if row.problem == problem] for text, problem in problems.items()}
+    blocks += [Paragraph(text=answer(mine), answer=True) for mine in parts.values()]
+    for number, (text, mine) in enumerate(parts.items()):
+        blocks += _of_problem(text, mine, f"_{number + 1}" if number else "")
+    failed = [
+        (str(row.problem), _place(row), _change(row), row.status)
+        for row in rows
+        if not row.timing and (row.view != TRIED or row.status != "not recorded")
+    ]
+    if failed:
+        heading = Heading(text="What has no time", folded=bool(timed))
+        blocks += [heading, Table(head=("problem", "where", "change", "why"), rows=failed)]
+    return blocks
+
+
+def answer(rows: Sequence[AblationRow]) -> str:
+    """What the ablation of one problem found, in sentences."""
+    ladder = [row for row in rows if row.view == LADDER]
+    plain, tuned = ladder[0], ladder[-1]
+    lines = []
+    if plain.timing and tuned.timing and plain is not tuned:
+        fast, slow = tuned.timing.median_us, plain.timing.median_us
+        lines.append(
+            f"For {plain.problem.kernel} {plain.problem}, the tuned schedule takes {_us(fast)} µs and is "
+            f"{times_as_fast(slow / fast)} as the plain one, which takes {_us(slow)} µs."
+        )
+    elif plain is tuned:
+        lines.append(f"For {plain.problem.kernel} {plain.problem}, the plain schedule is the tuned one.")
+    else:
+        missing = joined(name for name, row in (("plain", plain), ("tuned", tuned)) if not row.timing)
+        lines.append(
+            f"For {plain.problem.kernel} {plain.problem}, the plain and the tuned schedule cannot be compared: the {missing} "
+            "schedule has no time."
+        )
+    steps = [row for row in ladder if row.speedup_over_previous]
+    if steps:
+        best = max(steps, key=lambda row: row.speedup_over_previous or 0.0)
+        lines.append(
+            f"The largest of {counted(len(steps), 'step')} is {_change(best)}: "
+            f"{times_as_fast(best.speedup_over_previous or 1.0)} as before."
+        )
+    costs = {
+        row.knob: 1 / row.speedup_over_previous - 1 for row in rows if row.view == WITHOUT and row.speedup_over_previous
+    }
+    if costs:
+        most = max(costs, key=lambda knob: costs[knob])
+        lines.append(
+            f"If one of {counted(len(costs), 'knob')} of the tuned schedule is turned back, `{most}` costs most: the kernel then "
+            f"takes {longer(costs[most])}."
+        )
+        little = [f"`{knob}`" for knob, cost in costs.items() if cost < SMALL]
+        if little:
+            lines.append(f"Turned back alone, {joined(little)} {'costs' if len(little) == 1 else 'cost'} less than 1%.")
+    return " ".join(lines)
+
+
+def _of_problem(text: str, rows: Sequence[AblationRow], suffix: str) -> list[Block]:
+    timed = [row for row in rows if row.timing]
+    if not timed:
+        return []
+    source = f"measured on {joined(sorted({row.device for row in timed}))}"
+    blocks: list[Block] = [Heading(text=text)]
+    for name, title, values, spec in (
+        ("ablation_ladder", "From the plain schedule to the tuned one", ladder_rows(rows), _ladder),
+        ("ablation_without", "The tuned schedule with one knob turned back", without_rows(rows), _without),
+    ):
+        if values:
+            drawn = titled(spec(values), title, text, source)
+            blocks.append(Chart(name=f"{name}{suffix}", spec=drawn, text=f"{title}: {text}"))
+    lines = [
+        (
+            f"{_place(row)}: {_change(row)}",
+            f"{_us(row.timing.median_us)} ({_us(row.timing.ci_low_us)} to {_us(row.timing.ci_high_us)})",
+            _times(row.speedup_over_previous),
+            _times(row.speedup_over_plain),
+        )
+        for row in timed
+        if row.timing
+    ]
+    head = ("schedule", "µs (95% interval)", "speed over the rung before, or the tuned", "speed over the plain")
+    return [*blocks, Heading(text=f"All times: {text}", folded=True), Table(head=head, rows=lines)]
+
+
+def ladder_rows(rows: Sequence[AblationRow]) -> list[dict[str, Any]]:
+    """A row for each rung that has a time."""
+    return [
+        {
+            "what": _change(row, "→", code=False),
+            "us": round(row.timing.median_us, 2),
+            "said": _us(row.timing.median_us)
+            + (f" µs, {row.speedup_over_previous:.2f}x" if row.speedup_over_previous else " µs"),
+            "kind": "plain" if not row.rung else "rung",
+        }
+        for row in rows
+        if row.view == LADDER and row.timing
+    ]
+
+
+def without_rows(rows: Sequence[AblationRow]) -> list[dict[str, Any]]:
+    """A row for each knob: by how many percent the kernel takes longer once it is turned back."""
+    found = [
+        {"what": _change(row, "→", code=False), "percent": round((1 / row.speedup_over_previous - 1) * 100, 2)}
+        for row in rows
+        if row.view == WITHOUT and row.timing and row.speedup_over_previous
+    ]
+    return [{**row, "said": f"{row['percent']:+.1f}%"} for row in sorted(found, key=lambda row: -row["percent"])]
+
+
+def _ladder(rows: list[dict[str, Any]]) -> Spec:
+    most = max(row["us"] for row in rows)
+    x = quantity("us", "time, µs", scale={"domain": [0, most * 1.35], "nice": False})
+    colour = word("kind", None, scale={"domain": ["plain", "rung"], "range": [ORANGE, BLUE]}, legend=None)
+    return _labelled(rows, x, colour, tips(what="change", said="time, and speed over the rung before"))
+
+
+def _without(rows: list[dict[str, Any]]) -> Spec:
+    values = [0.0, *(row["percent"] for row in rows)]
+    room = max(max(values) - min(values), 1.0)
+    domain = [min(values) - (room * 0.2 if min(values) < 0 else 0.0), max(values) + room * 0.2]
+    x = quantity("percent", "how much longer the kernel takes, %", scale={"domain": domain, "nice": False})
+    return _labelled(rows, x, {"value": RED}, tips(what="turned back", said="takes longer by"))
+
+
+def _labelled(rows: list[dict[str, Any]], x: Spec, colour: Spec, hover: list[Spec]) -> Spec:
+    """A bar for each row, with a text at its end."""
+    y = word("what", None, axis={"labelLimit": 200})
+    text = {"type": "text", "align": "left", "dx": 4, "fontSize": 10}
+    layers = [
+        {"mark": "bar", "encoding": {"x": x, "y": y, "color": colour, "tooltip": hover}},
+        {"mark": text, "encoding": {"x": x, "y": y, "text": {"field": "said", "type": "nominal"}}},
+    ]
+    return chart(rows, {"layer": layers, "width": "container"}, height=24 * len(rows))
+
+
+def _place(row: AblationRow) -> str:
+    where = {LADDER: f"rung {row.rung}", WITHOUT: "turned back", TRIED: f"tried as rung {row.rung}"}
+    return where[row.view]
+
+
+def _change(row: AblationRow, to: str = "to", code: bool = True) -> str:
+    """The knobs that change and their values: `occupancy` 0 to 2."""
+    if not row.knob:
+        return "the plain schedule" if row.view != TRIED else "the rung before"
+    return f"{f'`{row.knob}`' if code else row.knob} {row.before} {to} {row.after}"
+
+
+def _us(us: float) -> str:
+    return f"{us:,.0f}" if us >= 1000 else f"{us:.4g}"
+
+
+def _times(ratio: float | None) -> str:
+    return NOTHING if ratio is None else f"{ratio:.2f}x"
