@@ -41,13 +41,13 @@ def document(rows: Sequence[AblationRow]) -> list[Block]:
     for number, (text, mine) in enumerate(parts.items()):
         blocks += _of_problem(text, mine, f"_{number + 1}" if number else "")
     failed = [
-        (str(row.problem), _place(row), _change(row), row.status)
+        (str(row.problem), f"{_place(row)}: {_change(row)}", row.status)
         for row in rows
         if not row.timing and (row.view != TRIED or row.status != "not recorded")
     ]
     if failed:
         heading = Heading(text="What has no time", folded=bool(timed))
-        blocks += [heading, Table(head=("problem", "where", "change", "why"), rows=failed)]
+        blocks += [heading, Table(head=("problem", "schedule", "why"), rows=failed)]
     return blocks
 
 
@@ -65,10 +65,10 @@ def answer(rows: Sequence[AblationRow]) -> str:
     elif plain is tuned:
         lines.append(f"For {plain.problem.kernel} {plain.problem}, the plain schedule is the tuned one.")
     else:
-        missing = joined(name for name, row in (("plain", plain), ("tuned", tuned)) if not row.timing)
+        missing = "plain" if tuned.timing else "tuned" if plain.timing else "one and the other"
         lines.append(
             f"For {plain.problem.kernel} {plain.problem}, the plain and the tuned schedule cannot be compared: the {missing} "
-            "schedule has no time."
+            "has no time."
         )
     steps = [row for row in ladder if row.speedup_over_previous]
     if steps:
@@ -83,8 +83,8 @@ def answer(rows: Sequence[AblationRow]) -> str:
     if costs:
         most = max(costs, key=lambda knob: costs[knob])
         lines.append(
-            f"If one of {counted(len(costs), 'knob')} of the tuned schedule is turned back, `{most}` costs most: the kernel then "
-            f"takes {longer(costs[most])}."
+            f"Of {counted(len(costs), 'knob')} of the tuned schedule that were turned back alone, `{most}` costs most: without it the "
+            f"kernel takes {longer(costs[most])}."
         )
         little = [f"`{knob}`" for knob, cost in costs.items() if cost < SMALL]
         if little:
@@ -108,15 +108,19 @@ def _of_problem(text: str, rows: Sequence[AblationRow], suffix: str) -> list[Blo
     lines = [
         (
             f"{_place(row)}: {_change(row)}",
-            f"{_us(row.timing.median_us)} ({_us(row.timing.ci_low_us)} to {_us(row.timing.ci_high_us)})",
+            _us(row.timing.median_us),
             _times(row.speedup_over_previous),
             _times(row.speedup_over_plain),
         )
         for row in timed
         if row.timing
     ]
-    head = ("schedule", "µs (95% interval)", "speed over the rung before, or the tuned", "speed over the plain")
-    return [*blocks, Heading(text=f"All times: {text}", folded=True), Table(head=head, rows=lines)]
+    told = (
+        "A speedup is a time over another: of a rung, the time of the rung before over its own; of the tuned schedule with a knob "
+        "turned back, the tuned schedule's over its own. `ablation.csv` has the 95% intervals."
+    )
+    table = Table(head=("schedule", "µs", "speedup", "over the plain"), rows=lines)
+    return [*blocks, Heading(text=f"All times: {text}", folded=True), Paragraph(text=told), table]
 
 
 def ladder_rows(rows: Sequence[AblationRow]) -> list[dict[str, Any]]:
@@ -125,8 +129,7 @@ def ladder_rows(rows: Sequence[AblationRow]) -> list[dict[str, Any]]:
         {
             "what": _change(row, "→", code=False),
             "us": round(row.timing.median_us, 2),
-            "said": _us(row.timing.median_us)
-            + (f" µs, {row.speedup_over_previous:.2f}x" if row.speedup_over_previous else " µs"),
+            "said": f"{_us(row.timing.median_us)} µs",
             "kind": "plain" if not row.rung else "rung",
         }
         for row in rows
@@ -146,15 +149,15 @@ def without_rows(rows: Sequence[AblationRow]) -> list[dict[str, Any]]:
 
 def _ladder(rows: list[dict[str, Any]]) -> Spec:
     most = max(row["us"] for row in rows)
-    x = quantity("us", "time, µs", scale={"domain": [0, most * 1.35], "nice": False})
+    x = quantity("us", "time, µs", scale={"domain": [0, most * 1.5], "nice": False})
     colour = word("kind", None, scale={"domain": ["plain", "rung"], "range": [ORANGE, BLUE]}, legend=None)
-    return _labelled(rows, x, colour, tips(what="change", said="time, and speed over the rung before"))
+    return _labelled(rows, x, colour, tips(what="change", said="time"))
 
 
 def _without(rows: list[dict[str, Any]]) -> Spec:
     values = [0.0, *(row["percent"] for row in rows)]
     room = max(max(values) - min(values), 1.0)
-    domain = [min(values) - (room * 0.2 if min(values) < 0 else 0.0), max(values) + room * 0.2]
+    domain = [min(values) - (room * 0.4 if min(values) < 0 else 0.0), max(values) + room * 0.4]
     x = quantity("percent", "how much longer the kernel takes, %", scale={"domain": domain, "nice": False})
     return _labelled(rows, x, {"value": RED}, tips(what="turned back", said="takes longer by"))
 

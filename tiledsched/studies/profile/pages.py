@@ -59,7 +59,7 @@ def document(
     source = f"measured{f' on {device}' if device else ''} under Nsight Compute"
     charts = (
         ("use", "How much of the GPU each method uses", share_rows(ran), "% of what the GPU can do"),
-        ("stalls", "What warps wait for", stall_rows(ran), "warps waiting, per instruction issued"),
+        ("stalls", "What warps wait for", stall_rows(ran), "warps waiting per instruction"),
     )
     for part, heading, rows, title in charts:
         if rows:
@@ -84,7 +84,7 @@ def _first_line(ran: Sequence[MethodProfile], device: str, versions: str) -> Par
     if not ran:
         return Paragraph(text=f"Nothing was measured: no method ran under Nsight Compute{told}.", warning=True)
     where = f" on {device}" if device else ""
-    text = f"Measured{where} under Nsight Compute{told}: one call of {counted(len(ran), 'method')}."
+    text = f"Measured{where} under Nsight Compute{told}: one call of {'each of ' if len(ran) > 1 else ''}{counted(len(ran), 'method')}."
     return Paragraph(text=text, measured=True)
 
 
@@ -104,9 +104,9 @@ def answer(problem: Problem, ran: Sequence[MethodProfile]) -> str:
     if busy:
         lines.append(f"The tensor cores are busy {joined(busy)}.")
     moved = [(each.method, over(each, "dram", problem.min_bytes)) for each in ran]
-    times = [f"`{method}` {value:.2f} times" for method, value in moved if value is not None]
+    times = [f"{value:.2f} times in `{method}`" for method, value in moved if value is not None]
     if times:
-        lines.append(f"Of the bytes that must at least be moved, DRAM moves for {joined(times)} as many.")
+        lines.append(f"DRAM moves the least possible number of bytes {joined(times)}.")
     waits = [(each.method, next(iter(each.stalls()), "")) for each in ran]
     most = [f"in `{method}` for {STALLS[reason]}" for method, reason in waits if reason]
     if most:
@@ -119,7 +119,7 @@ def answer(problem: Problem, ran: Sequence[MethodProfile]) -> str:
 def share_rows(ran: Sequence[MethodProfile]) -> list[dict[str, Any]]:
     """How much of the GPU each method uses, in percent; what the profiler did not report is left out."""
     return [
-        {"what": metric.label.removesuffix(" of peak").removesuffix(", %"), "method": each.method, **_number(value)}
+        {"what": metric.label.partition(",")[0], "method": each.method, **_number(value)}
         for metric in METRICS
         if metric.column in SHARES
         for each in ran
@@ -153,7 +153,7 @@ def _bars(rows: list[dict[str, Any]], title: str, methods: Sequence[str]) -> Spe
     shared = {
         "y": word("what", None, axis={"labelLimit": 190}),
         "yOffset": {"field": "method", "sort": list(methods)},
-        "x": quantity("value", title, scale={"domain": [0, most * 1.15], "nice": False}),
+        "x": quantity("value", title, scale={"domain": [0, most * 1.3], "nice": False}),
     }
     hover = tips(what="what", method="method", value=title)
     layers = [
