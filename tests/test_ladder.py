@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 from test_bench import QUICK, Harness
 
@@ -9,12 +15,13 @@ from tiledsched.bench.job import bench_to_file
 from tiledsched.bench.rows import BenchRow, read_rows
 from tiledsched.build.compiler import compile_schedule
 from tiledsched.cli import main
+from tiledsched.core.device import ARCHS
 from tiledsched.core.errors import UnsupportedError
 from tiledsched.interpreter.checking import check_schedule
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.estimate import Timing
-from tiledsched.report.document import Table
-from tiledsched.studies.ladder import pages, rungs
+from tiledsched.report.document import Paragraph, Table, to_markdown
+from tiledsched.studies.ladder import pages, published, rungs, summary
 from tiledsched.studies.ladder.rungs import EDITS, NAIVE, PlainAttention, plain_problem
 
 PROBLEM = Attention.problem(
@@ -87,24 +94,74 @@ def rows_of(lengths=(1024, 4096)):
     return found
 
 
-def test_the_table_and_the_chart():
+def test_a_line_for_each_rung_and_the_answer_in_sentences():
     blocks = pages.document(rows_of())
     (table,) = (block for block in blocks if isinstance(block, Table))
-    assert [row[0] for row in table.rows] == [*rungs.rungs(), "tiledsched"]
-    assert table.rows[0][3:5] == ("100.0", "-")
-    assert table.rows[1][3:5] == ("111.1", "1.11x")
-    assert table.rows[-1][1] == "what is served"
-    values = pages.scaling(rows_of())["data"]["values"]
-    assert len(values) == 2 * (len(EDITS) + 1)
+    assert table.head == ("rung, and what it adds", "TFLOP/s at S=4096, measured", "gain over the rung before")
+    assert [row[0].partition(":")[0] for row in table.rows] == [f"`{name}`" for name in (*rungs.rungs(), "tiledsched")]
+    assert table.rows[0][1:] == ("100.0", "-")
+    assert table.rows[1][1:] == ("111.1", "1.11x (1.11 to 1.11)")
+    (answer,) = (block.text for block in blocks if isinstance(block, Paragraph) and block.answer)
+    assert answer.startswith(
+        "For B=2 H=3 D=64 float16 causal, `tiledsched` reaches 209 TFLOP/s at S=4096: it is 2.09 times as fast as `naive`, which "
+        "reaches 100 TFLOP/s."
+    )
+    assert "1.11 times as fast as before (geometric mean of 2 lengths)" in answer
+
+
+def test_gains_and_charts_equal_brute_force_and_draw_nothing_untimed():
+    """Random times, some missing: a gain is of two times of one length, and a mean is over as many as it says."""
+    rng = random.Random(4)
+    rows = []
+    for row in rows_of((512, 1024, 2048)):
+        timing = Timing.of([rng.uniform(50, 500)] * 6) if rng.random() < 0.7 else None
+        rows.append(replace(row, timing=timing, status="ok" if timing else "out of memory"))
+    us = {(row.method, row.problem.seq_q): row.median_us for row in rows}
+    names = [*rungs.rungs(), "tiledsched"]
+    found = summary.climbed(rows)
+    assert [rung.name for rung in found] == names
+    for before, rung in zip(["", *names], found, strict=False):
+        both = [length for length in (512, 1024, 2048) if us[rung.name, length] and us.get((before, length))]
+        assert rung.gains == {length: us[before, length] / us[rung.name, length] for length in both}
+        assert rung.gain == (pytest.approx(math.prod(rung.gains.values()) ** (1 / len(both))) if both else None)
+    values = pages.rates(found)["data"]["values"]
+    assert {(value["rung"], value["S"]) for value in values} == {key for key, time in us.items() if time}
+    assert sum(time is None for time in us.values()) > 3
+
+
+def test_nvidias_figures_stand_beside_ours_only_where_the_problem_is_theirs():
+    csv_file = Path(__file__).parent.parent / "docs" / "results" / "blackwell" / "figures.csv"
+    with csv_file.open(newline="") as file:
+        theirs = [
+            line
+            for line in csv.DictReader(file)
+            if line["source"] in ("playbook ladder", "playbook TileGym", "playbook B300")
+        ]
+    assert sorted((each.gpu, each.seq, each.tflops) for each in published.PUBLISHED) == sorted(
+        (line["device"], int(line["problem"].split("S=")[1].split()[0]), float(line["value"])) for line in theirs
+    )
+    problem = Attention.problem(seq_q=2048, seq_k=2048, **published.PROBLEM)
+    assert {each.rung: each.tflops for each in published.published_for(problem) if each.gpu == "GB10"}[
+        "occupancy"
+    ] == 79.5
+    for change in ({"causal": False}, {"batch": 1}, {"dtype": "bfloat16"}, {"seq_q": 512, "seq_k": 512}):
+        assert published.published_for(problem.replace(**change)) == []
+    rows = [replace(row, problem=problem) for row in rows_of((2048,))]
+    text = to_markdown(pages.document(rows))
+    assert "| S=2048, `occupancy` | 152.4 | 79.5 | - |" in text
+    assert "They are not ours" in text
+    assert "NVIDIA" not in to_markdown(pages.document(rows_of())).replace("NVIDIA Sample", "")
 
 
 def test_what_failed_says_why():
     rows = [BenchRow(problem=PROBLEM, method="naive", regime="burst", status="out of memory", device="x")]
     (table,) = (block for block in pages.document(rows) if isinstance(block, Table))
-    assert table.rows[0][2:] == ("out of memory", "-", "-")
+    assert table.rows == [("B=2 H=3 D=64 float16 causal", "naive", "200", "out of memory")]
 
 
-@pytest.mark.parametrize("changes", [{"kv_heads": 1}, {"seq_k": 300}, {"head_dim": 96}])
+@pytest.mark.parametrize(
+    "changes", [{"kv_heads": 1}, {"seq_k": 300}, {"head_dim": 96}, {"window": 64}, {"softcap": True}]
+)
 def test_what_the_plain_kernel_has_not_is_told(changes):
     with pytest.raises(UnsupportedError, match="the plain kernel"):
         plain_problem(PROBLEM.replace(**changes))
@@ -120,16 +177,28 @@ def home(tmp_path, monkeypatch):
 
 
 def test_hints_for_every_arch_can_be_pasted(home, capsys):
-    assert main(["study", "ladder", "--targets", "--problem", "S=4096,D=128,B=4,H=16,causal=no,dtype=float16"]) == 0
+    """The text is a module by itself, and cuTile takes its hints; a comment of one line says where they come from."""
+    words = ["-p", "S=1024:4096,D=128,B=4,H=16,causal=no,dtype=float16"]
+    assert main(["study", "ladder", "--targets", *words]) == 0
     said = capsys.readouterr().out
-    assert "sm_90 measured" in said
+    comments = [line for line in said.splitlines() if line.startswith("#")]
+    assert [line.partition(":")[0] for line in comments] == [
+        f"# attention B=4 H=16 S={s} D=128 float16" for s in (1024, 4096)
+    ]
+    assert "measured on NVIDIA H200, 20" in comments[1]
+    assert "modelled, not measured (sm_80" in comments[1]
+    names = {}
+    exec(said, names)
     import cuda.tile as ct
 
-    names = {"ct": ct}
-    exec(said.replace("@ct.kernel(", "hints = dict("), names)
-    assert names["TILE_M"]["sm_90"] in (64, 128)
-    assert isinstance(names["hints"]["occupancy"], ct.ByTarget)
-    assert names["hints"]["opt_level"] == 3
+    def halve(X, Out):
+        ct.store(Out, (ct.bid(0),), ct.load(X, (ct.bid(0),), (64,)) * 0.5)
+
+    assert names["TILE_M_S4096"]["sm_90"] in (64, 128)
+    assert set(names["TILE_M_S4096"]) == set(names["TILE_N_S1024"]) == set(ARCHS)
+    options = ct.kernel(**names["HINTS_S4096"])(halve)._compiler_options
+    assert isinstance(options.occupancy, ct.ByTarget)
+    assert options.opt_level == 3
 
 
 def test_a_ladder_goes_on_where_it_stopped(tmp_path):

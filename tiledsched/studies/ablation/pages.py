@@ -65,10 +65,10 @@ def answer(rows: Sequence[AblationRow]) -> str:
     elif plain is tuned:
         lines.append(f"For {plain.problem.kernel} {plain.problem}, the plain schedule is the tuned one.")
     else:
-        missing = "plain" if tuned.timing else "tuned" if plain.timing else "one and the other"
+        missing = "plain one has" if tuned.timing else "tuned one has" if plain.timing else "two have"
         lines.append(
             f"For {plain.problem.kernel} {plain.problem}, the plain and the tuned schedule cannot be compared: the {missing} "
-            "has no time."
+            "no time."
         )
     steps = [row for row in ladder if row.speedup_over_previous]
     if steps:
@@ -77,14 +77,18 @@ def answer(rows: Sequence[AblationRow]) -> str:
             f"The largest of {counted(len(steps), 'step')} is {_change(best)}: "
             f"{times_as_fast(best.speedup_over_previous or 1.0)} as before."
         )
+    slower = [row for row in steps if (row.speedup_over_previous or 1.0) < 1 - SMALL]
+    if slower:
+        each = joined(f"{_change(row)} ({row.speedup_over_previous:.2f} times as fast)" for row in slower)
+        lines.append(f"Before the later steps, {each} makes it slower.")
     costs = {
         row.knob: 1 / row.speedup_over_previous - 1 for row in rows if row.view == WITHOUT and row.speedup_over_previous
     }
     if costs:
         most = max(costs, key=lambda knob: costs[knob])
         lines.append(
-            f"Of {counted(len(costs), 'knob')} of the tuned schedule that were turned back alone, `{most}` costs most: without it the "
-            f"kernel takes {longer(costs[most])}."
+            f"Of {counted(len(costs), 'knob')} of the tuned schedule that were turned back alone, `{most}` costs most: the "
+            f"kernel then takes {longer(costs[most])}."
         )
         little = [f"`{knob}`" for knob, cost in costs.items() if cost < SMALL]
         if little:
@@ -116,8 +120,8 @@ def _of_problem(text: str, rows: Sequence[AblationRow], suffix: str) -> list[Blo
         if row.timing
     ]
     told = (
-        "A speedup is a time over another: of a rung, the time of the rung before over its own; of the tuned schedule with a knob "
-        "turned back, the tuned schedule's over its own. `ablation.csv` has the 95% intervals."
+        "A speedup is a time over another: of a rung, the time of the rung before over its own; of the tuned schedule with a "
+        "knob turned back, the tuned schedule's over its own. `ablation.csv` has the 95% intervals."
     )
     table = Table(head=("schedule", "µs", "speedup", "over the plain"), rows=lines)
     return [*blocks, Heading(text=f"All times: {text}", folded=True), Paragraph(text=told), table]
