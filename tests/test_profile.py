@@ -164,10 +164,31 @@ def test_methods_side_by_side(ncu):
     assert told in text
     assert text.startswith(f"# {PROBLEM} on NVIDIA Sample")
     assert "| duration, µs | 800 |" in text
-    assert "| wait | 1.711 |" in text
+    assert "(`wait`) | 1.711 |" in text
+    assert "Under the profiler `tiledsched` takes 800 µs. The tensor cores are busy 55% of the time" in text
     assert "| torch_math | UnsupportedError: skipped" in text
     lines = list(csv.DictReader(pages.to_csv(PROBLEM, found).splitlines()))
     assert [line["duration_us"] for line in lines] == ["800.0", ""]
+
+
+def test_the_methods_are_compared_with_the_first():
+    """Sentences and charts hold the values of the rows, and leave out what the profiler did not report."""
+    slow = {
+        "gpu__time_duration.sum": "1,000,000",
+        "smsp__average_warps_issue_stalled_gmma_per_issue_active.ratio": "2.5",
+    }
+    ran = [
+        MethodProfile(method=name, kernels=tuple(read_raw(raw(("k", changes)))))
+        for name, changes in (("a", {}), ("b", slow))
+    ]
+    text = pages.answer(PROBLEM, ran)
+    assert "`a` takes 800 µs; `b` 25% longer." in text
+    assert "Warps wait most in `a` for the instruction before and in `b` for the tensor cores." in text
+    rows = {(row["what"], row["method"]): row["value"] for row in pages.stall_rows(ran)}
+    assert rows["the tensor cores", "b"] == 2.5
+    assert ("the tensor cores", "a") not in rows
+    assert {row["value"] for row in pages.share_rows(ran) if row["what"] == "achieved occupancy"} == {12.43}
+    assert len(pages.share_rows(ran)) == 2 * len(pages.SHARES)
 
 
 def test_what_to_do_about_it_is_told(ncu):
@@ -187,12 +208,13 @@ def test_ncu_is_found_where_it_installs_itself(monkeypatch, tmp_path, ncu):
 
 
 def test_the_command(ncu, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("tiledsched.report.document.drawings", lambda blocks: {})  # drawing takes seconds
     monkeypatch.chdir(tmp_path)
     words = ["study", "profile", "--problem", "S=4096,D=128,B=4,H=32,dtype=float16,causal=no", "--ncu", ncu]
     assert main([*words, "--out", "profiles"]) == 0
     said = capsys.readouterr().out
     assert "| tiledsched | torch_auto |" in said
-    assert {path.suffix for path in (tmp_path / "profiles").iterdir()} == {".md", ".csv"}
+    assert {path.suffix for path in (tmp_path / "profiles").iterdir()} >= {".md", ".csv", ".html"}
     assert main([*words, "--methods", "tiledsched,torch_math", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["method"] for row in rows] == ["tiledsched", "torch_math"]

@@ -22,18 +22,12 @@ from tiledsched.studies.ladder.published import PROBLEM as THEIRS
 from tiledsched.studies.profile import pages as profile
 from tiledsched.studies.profile.metrics import MethodProfile, read_raw
 
+PLAYBOOK = Attention.problem(seq_q=2048, seq_k=2048, **THEIRS)
+
 
 def failed(rows):
     """The same rows, without a time."""
     return [replace(row, timing=None, status="launch_failed: an illegal address") for row in rows]
-
-
-def theirs(lengths):
-    """A ladder on the problems of NVIDIA's playbook."""
-    return [
-        replace(row, problem=Attention.problem(seq_q=row.problem.seq_q, seq_k=row.problem.seq_q, **THEIRS))
-        for row in rows_of(lengths)
-    ]
 
 
 def ablated() -> list[AblationRow]:
@@ -47,8 +41,8 @@ def profiled(count):
 
 PAGES = {
     "ladder": lambda: ladder.document(rows_of()),
-    "ladder of NVIDIA's problems": lambda: ladder.document(theirs((1024, 2048))),
-    "ladder of one length": lambda: ladder.document(theirs((2048,))),
+    "ladder of NVIDIA's problems": lambda: ladder.document(rows_of((1024, 2048), PLAYBOOK)),
+    "ladder of one length": lambda: ladder.document(rows_of((2048,), PLAYBOOK)),
     "ladder of one rung": lambda: ladder.document(rows_of()[1:2]),
     "ladder without a time": lambda: ladder.document(failed(rows_of())),
     "study": lambda: evaluation.document(study_rows(triton="not installed: triton"), []),
