@@ -19,8 +19,10 @@ from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
 from tiledsched.measure.runner import Accuracy, Batch, Candidate, Checked, Conditions
+from tiledsched.report.document import to_markdown
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import TableFile, read_table
+from tiledsched.studies.ablation import pages
 from tiledsched.studies.ablation.ladder import Ladder, groups_between, refusals
 from tiledsched.studies.ablation.sources import CompiledPrograms, RecordedPrograms
 from tiledsched.tuning.programs import Builder
@@ -254,6 +256,33 @@ def test_a_recorded_ladder_takes_a_way_that_is_wholly_recorded() -> None:
     assert {row.runner for row in rows} == {"replay"}
 
 
+def test_the_page_says_what_the_rows_say() -> None:
+    rows = [row for view in climb() for row in view]
+    text = pages.answer(rows)
+    plain, tuned = us(PLAIN), us(TUNED)
+    assert (
+        f"takes {tuned:.4g} µs and is {plain / tuned:.2f} times as fast as the plain one, which takes {plain:.4g} µs"
+        in text
+    )
+    back = {name: us(TUNED.replace(**{name: PLAIN[name]})) / tuned - 1 for name in TUNED if TUNED[name] != PLAIN[name]}
+    most = max(back, key=lambda name: back[name])
+    assert f"Of 4 knobs of the tuned schedule that were turned back alone, `{most}` costs most" in text
+    drawn = {row["what"].split()[0]: row["percent"] for row in pages.without_rows(rows)}
+    assert drawn == {name: pytest.approx(cost * 100, abs=0.02) for name, cost in back.items()}
+    assert [row["us"] for row in pages.ladder_rows(rows)] == [
+        round(row.timing.median_us, 2) for row in rows if row.view == "ladder"
+    ]
+
+
+def test_what_failed_is_not_drawn_and_concludes_nothing() -> None:
+    crash = TUNED.replace(occupancy=PLAIN["occupancy"])
+    rows = [row for view in climb(Gpu(crash=[crash])) for row in view]
+    assert "occupancy" not in {row["what"].split()[0] for row in pages.without_rows(rows)}
+    assert "Of 3 knobs of the tuned schedule" in pages.answer(rows)
+    text = to_markdown(pages.document(rows))
+    assert "turned back: `occupancy` 2 to 0 | illegal_address: an illegal address |" in text
+
+
 def test_an_empty_record_is_refused() -> None:
     with pytest.raises(MeasureError, match="holds no measurement"):
         RecordedPrograms(TableFile(entries=(), measurements=(), artifacts=()), SPACE)
@@ -261,12 +290,15 @@ def test_an_empty_record_is_refused() -> None:
 
 def test_the_command_replays_prints_and_writes(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tiledsched.report.document.drawings", lambda blocks: {})  # drawing takes seconds
     ablate = ["study", "ablation", "--arch", "sm_90", "--replay", str(LANDSCAPE), "--rounds", "12"]
     assert main([*ablate, "--out", "out", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     with open("out/ablation.csv", newline="") as file:
         written = list(csv.DictReader(file))
     assert [row["knob"] for row in written] == [row["knob"] for row in rows]
+    assert {row["taken"] for row in written} == {"2026-11-20"}
+    assert "Measured on NVIDIA H200, 2026-11-20: 9 times of 1 problem." in Path("out/ablation.html").read_text()
     assert {
         "regime",
         "seq_q",

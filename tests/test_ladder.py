@@ -209,7 +209,7 @@ def test_a_ladder_goes_on_where_it_stopped(tmp_path, monkeypatch):
     bench_to_file(Attention, problems, path, **how)
     assert harness.prepared == [("burst", each) for each in problems]
     assert [row.method for row in read_rows(path)] == [*rungs.rungs(), "tiledsched"] * 2
-    assert main(["study", "ladder", "--summary", "--out", str(tmp_path)]) == 0
+    assert main(["study", "ladder", "--summary", "--out", str(tmp_path), "-p", "B=2,H=3,S=1024,D=64,causal"]) == 0
     assert {"ladder.md", "ladder.html", "by_target.py"} <= {each.name for each in tmp_path.iterdir()}
 
 
