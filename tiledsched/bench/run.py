@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from typing import Any, Protocol
 
 import numpy
@@ -189,7 +189,7 @@ def bench_cell(
             device=harness.device,
             versions=harness.versions,
             conditions=conditions,
-            taken=f"{datetime.now(UTC):%Y-%m-%d}",
+            taken=f"{datetime.now(timezone.utc):%Y-%m-%d}",
         )
         timed = method.name in samples
         rows.append(_with_times(row, ready[method.name], samples[method.name]) if timed else row)

@@ -143,7 +143,7 @@ def ladder_rows(rows: Sequence[AblationRow]) -> list[dict[str, Any]]:
 
 def without_rows(rows: Sequence[AblationRow]) -> list[dict[str, Any]]:
     """A row for each knob: by how many percent the kernel takes longer once it is turned back."""
-    found = [
+    found: list[dict[str, Any]] = [
         {"what": _change(row, "→", code=False), "percent": round((1 / row.speedup_over_previous - 1) * 100, 2)}
         for row in rows
         if row.view == WITHOUT and row.timing and row.speedup_over_previous

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,8 +103,17 @@ def run_ablation(
         for problem in problems:
             found = served.resolve(problem, session.arch, runner.device.name)
             progress(f"{problem}: {found.provenance} schedule {found.schedule.short()}")
-            how = {"regime": settings.regime, "rounds": rounds, "taken": f"{datetime.now(UTC):%Y-%m-%d}"}
-            ladder = Ladder(runner, source, space, kernel, problem, progress=progress, **how)
+            ladder = Ladder(
+                runner,
+                source,
+                space,
+                kernel,
+                problem,
+                regime=settings.regime,
+                rounds=rounds,
+                taken=f"{datetime.now(timezone.utc):%Y-%m-%d}",
+                progress=progress,
+            )
             yield ladder.climb(_first_rung(start, space, problem), space.complete(found.schedule))
 
 

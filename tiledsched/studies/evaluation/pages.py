@@ -102,7 +102,7 @@ def answer(results: Sequence[ResultRow]) -> str:
         if behind:
             line += f" On {behind} of these {len(ratios)} it takes longer, at worst {longer(1 / min(ratios) - 1)}."
         lines.append(line)
-    beaten = [ours.median_ms / best.median_ms for ours, best in fastest_rivals(results)]
+    beaten = [_ms(ours) / _ms(best) for ours, best in fastest_rivals(results)]
     if beaten:
         slower = [ratio for ratio in beaten if ratio > 1]
         over = counted(len(beaten), "problem")
@@ -121,8 +121,14 @@ def fastest_rivals(results: Sequence[ResultRow]) -> list[tuple[ResultRow, Result
     best: dict[object, ResultRow] = {}
     for row in timed:
         if row.method != OURS and row.cell in ours:
-            best[row.cell] = min(best.get(row.cell, row), row, key=lambda each: each.median_ms)
+            best[row.cell] = min(best.get(row.cell, row), row, key=_ms)
     return [(ours[row.cell], row) for row in best.values()]
+
+
+def _ms(row: ResultRow) -> float:
+    """The time of a row that has one."""
+    assert row.median_ms
+    return row.median_ms
 
 
 def tiles_answer(tiles: Sequence[TilingRow]) -> str:

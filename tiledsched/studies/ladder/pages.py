@@ -150,7 +150,7 @@ def rates(found: Sequence[Rung], theirs: Sequence[PublishedRate] = ()) -> Spec:
     """The rate over the sequence length, with a line for each rung and dashed ones for what NVIDIA published; bars where there is
     one length.
     """
-    values = [
+    values: list[dict[str, Any]] = [
         {
             "rung": rung.name,
             "S": length,
@@ -163,7 +163,7 @@ def rates(found: Sequence[Rung], theirs: Sequence[PublishedRate] = ()) -> Spec:
         for length, row in rung.timed.items()
     ]
     unit = next(unit_of(row.problem) for rung in found for row in rung.timed.values())
-    lengths = sorted({value["S"] for value in values})
+    lengths = sorted({length for rung in found for length in rung.timed})
     known = {rung.name: TOP if rung.name == LAST else RAMP[place % len(RAMP)] for place, rung in enumerate(found)}
     names = [rung.name for rung in found if rung.timed]
     published = [

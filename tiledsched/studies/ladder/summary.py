@@ -63,11 +63,7 @@ def climbed(rows: Sequence[BenchRow]) -> list[Rung]:
     found = []
     for place, name in enumerate(order):
         before = timed[order[place - 1]] if place else {}
-        gains = {
-            length: before[length].timing.median_us / row.timing.median_us
-            for length, row in timed[name].items()
-            if length in before
-        }
+        gains = {length: _us(before[length]) / _us(row) for length, row in timed[name].items() if length in before}
         found.append(Rung(name=name, adds=known[name], timed=timed[name], gains=gains))
     return found
 
@@ -87,7 +83,7 @@ def answer(kind: str, found: Sequence[Rung]) -> str:
         slow, fast = first.timed[length], last.timed[length]
         lines.append(
             f"For {kind}, `{last.name}` reaches {_rate(fast)} at S={length}: it is "
-            f"{times_as_fast(slow.timing.median_us / fast.timing.median_us)} as `{first.name}`, which reaches {_rate(slow)}."
+            f"{times_as_fast(_us(slow) / _us(fast))} as `{first.name}`, which reaches {_rate(slow)}."
         )
     else:
         missing = [f"`{rung.name}`" for rung in found if rung in (first, last) and not rung.timed]
@@ -117,4 +113,10 @@ def _mean(rung: Rung) -> str:
 
 
 def _rate(row: BenchRow) -> str:
-    return rate_text(row.problem, row.timing.median_us)
+    return rate_text(row.problem, _us(row))
+
+
+def _us(row: BenchRow) -> float:
+    """The time of a row that has one."""
+    assert row.median_us
+    return row.median_us
