@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from tiledsched.core.schedule import Schedule
+from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.report.records import ProblemReport, Tile, TileSensitivity, TileTime, Timed
 
 T = TypeVar("T")
@@ -115,32 +116,40 @@ def neighbours(items: Sequence[tuple[Schedule, T]], close: Sequence[bool]) -> It
         items: schedules, each with what belongs to it.
         close: for each item whether it is close to the best; pairs of which neither member is are left out.
     """
-    import numpy as np
+    # Each value of each knob has a number. Schedules that differ in one knob alone have the same sum over the hashes of all
+    # other numbers. Equal sums are only a hint; what is found is compared number by number.
+    numbers: dict[tuple[str, type, KnobValue], int] = {}
+    coded = [
+        [numbers.setdefault((name, type(value), value), len(numbers)) for name, value in schedule.items()]
+        for schedule, _ in items
+    ]
+    hashes = [*map(hash, numbers)]
+    sums = [sum(map(hashes.__getitem__, each)) for each in coded]
+    places = {names: {name: i for i, name in enumerate(names)} for names in {tuple(schedule) for schedule, _ in items}}
+    place_of = [places[tuple(schedule)] for schedule, _ in items]
+    for knob in dict.fromkeys(name for schedule, _ in items for name in schedule):
+        rests = [
+            whole - hashes[each[place[knob]]] if knob in place else None
+            for whole, each, place in zip(sums, coded, place_of, strict=True)
+        ]
+        wanted = {rest for rest, kept in zip(rests, close, strict=True) if kept and rest is not None}
+        groups: dict[int, list[int]] = defaultdict(list)
+        for i, rest in enumerate(rests):
+            if rest is not None and rest in wanted:
+                groups[rest].append(i)
+        for members in groups.values():
+            for first, second in itertools.combinations(members, 2):
+                if (close[first] or close[second]) and _differ_in(
+                    place_of[first].get(knob), coded[first], coded[second]
+                ):
+                    yield knob, items[first][1], items[second][1]
 
-    # Schedules that differ in one knob alone have the same sum over the hashes of all other knobs. Equal sums are only a
-    # hint; what is found is compared value by value.
-    kinds: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    for place, (schedule, _) in enumerate(items):
-        kinds[tuple(schedule)].append(place)
-    for knobs, members in kinds.items():
-        each = itertools.chain.from_iterable(items[place][0].items() for place in members)
-        hashes = np.fromiter(map(hash, each), np.int64, len(members) * len(knobs)).reshape(len(members), len(knobs))
-        rests = hashes.sum(axis=1, keepdims=True) - hashes
-        near = np.array([close[place] for place in members])
-        for column, (knob, rest) in enumerate(zip(knobs, rests.T, strict=True)):
-            hits = np.flatnonzero(np.isin(rest, rest[near]))
-            _, group, size = np.unique(rest[hits], return_inverse=True, return_counts=True)
-            groups: dict[int, list[int]] = defaultdict(list)
-            for hit, own in zip(hits[size[group] > 1].tolist(), group[size[group] > 1].tolist(), strict=True):
-                groups[own].append(members[hit])
-            for alike in groups.values():
-                for first, second in itertools.combinations(alike, 2):
-                    if (close[first] or close[second]) and _differ_in(column, items[first][0], items[second][0]):
-                        yield knob, items[first][1], items[second][1]
 
-
-def _differ_in(column: int, first: Schedule, second: Schedule) -> bool:
-    """Whether two schedules with the same knobs differ in the knob in that place alone."""
-    one, other = [*first.values()], [*second.values()]
-    a, b = one.pop(column), other.pop(column)
-    return (type(a), a) != (type(b), b) and one == other and [*map(type, one)] == [*map(type, other)]
+def _differ_in(place: int | None, first: Sequence[int], second: Sequence[int]) -> bool:
+    """Whether two lists of numbers differ at one place alone."""
+    return (
+        place is not None
+        and len(first) == len(second)
+        and first[place] != second[place]
+        and sum(map(operator.ne, first, second)) == 1
+    )

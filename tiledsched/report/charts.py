@@ -151,7 +151,7 @@ def tile_map(report: Report) -> Spec:
 
 
 def panel_names(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
-    """What tells problems apart, in two lines with a bar between them: `S=4096 B=4|D=64 causal`."""
+    """What tells problems apart, in two lines with a bar between them."""
     chosen = [choices_of(report, one, report.axes.optional) for one in problems]
     differing = [title for title in chosen[0] if len({values[title] for values in chosen}) > 1]
     names: list[str] = []
