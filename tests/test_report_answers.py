@@ -239,7 +239,7 @@ def test_the_paper_stands_beside_the_same_kind_of_problem(db):
         "| D=128, dtype=float16, causal=no, NVIDIA H200 | medium: 4096 | 128x64 | 128x128: 6.0% | 110.0% | 4096: 64x128"
         in markdown
     )
-    assert "on GB10: TiledAttention (arXiv:2603.01960), Table 4" in markdown
+    assert "of their own kernel, on GB10: TiledAttention (arXiv:2603.01960), Table 4" in markdown
 
 
 def test_clocks_that_were_held_down_are_said(db):

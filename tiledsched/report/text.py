@@ -307,7 +307,7 @@ def _sensitivity(section: Section, report: Report) -> list[Block]:
     )
     if sources:
         devices = ", ".join(dict.fromkeys(each.device for found in others for each in found))
-        text += f" The last column is what others published, of their kernel on {devices}: {'; '.join(sources)}."
+        text += f" The last column is what others published of their own kernel, on {devices}: {'; '.join(sources)}."
     head = (
         "problems",
         axes.swept_title,
