@@ -38,7 +38,7 @@ class WithShipped:
         self._db, self._kernel, self._arch = db, kernel, arch
         self._entries = [entry for entry in entries if (entry.kernel, entry.arch) == (kernel.name, arch)]
         folder = data_files.tuning_db()
-        recorded = sorted((folder / "landscapes" / kernel.name).glob("*.json.xz"))
+        recorded = sorted((folder / "landscapes" / kernel.name).rglob("*.json.xz"))
         elsewhere = {path for path, of in _archs_of_landscapes().items() if of != arch}
         tables = [
             folder / "tables" / kernel.name / f"{arch}.json",
