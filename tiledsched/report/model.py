@@ -25,7 +25,7 @@ from tiledsched.report.axes import Axes, axes_of
 from tiledsched.report.ceilings import measured_ceilings
 from tiledsched.report.effects import tile_knobs
 from tiledsched.report.importance import interactions, knob_shares
-from tiledsched.report.published import figures_for
+from tiledsched.report.published import figures_for, tiles_for
 from tiledsched.report.records import (
     MEASURED,
     MODELLED,
@@ -151,6 +151,7 @@ def build_report(
         ceilings=measured_ceilings(
             [*entries, *served], regime, {str(problem.values.get("dtype")) for problem, _, _ in landscapes}
         ),
+        published_tiles=tiles_for(kernel, desk.axes),
         published=figures_for(kernel, arch, desk.space, builds.shipped),
     )
 
