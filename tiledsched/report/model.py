@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiledsched.build.cubin import ResourceFacts
@@ -271,7 +271,9 @@ class _Builds:
         found = {build.schedule: build for build in own}
         here = {each.fingerprint: found[each.schedule].fingerprint for each in shipped if each.schedule in found}
         for each in shipped:
-            found.setdefault(each.schedule, replace(each, fingerprint=here.get(each.fingerprint, each.fingerprint)))
+            own_name = here.get(each.fingerprint, each.fingerprint)
+            alike = each if own_name == each.fingerprint else replace(each, fingerprint=own_name)
+            found.setdefault(each.schedule, alike)
         self.modelled_compilers |= {build.toolchain.compiler for build in (*own[:1], *shipped[:1])}
         return list(found.values())
 
@@ -318,6 +320,7 @@ class _Desk:
     space: SearchSpace | None
     entries: list[Entry]
     regime: str
+    defaults: dict[Problem, Schedule | None] = field(default_factory=dict)
 
     def measured(self, key: LandscapeKey, stored: Sequence[StoredMeasurement]) -> ProblemReport:
         """The report on one problem and device, from all its measurements, newest first."""
@@ -365,27 +368,32 @@ class _Desk:
         Programs that spill registers are left out unless every program does, as when a schedule is chosen (docs/model.md).
         """
         problem, device = entry.problem, ARCHS.get(self.arch)
-        default = _or_none(self.space.default, problem) if self.space else None
+        default = self.default(problem)
+        named = (entry.schedule, default)
 
         def plainness(build: BuildRecord) -> tuple[bool, int, str]:
             schedule = build.schedule
             changed = sum(schedule.get(knob) != value for knob, value in (default or {}).items())
-            return schedule not in (entry.schedule, default), changed, schedule.id
+            return schedule not in named, changed, schedule.id
 
         builds = self.builds.modelled(entry, device)
         sound = [build for build in builds if not build.facts or not spilled(build.facts.spill_bytes)]
-        first: dict[ProgramKey, BuildRecord] = {}
-        others: dict[Schedule, Schedule] = {}
-        for build in sorted(sound or builds, key=plainness):
-            known = first.setdefault(self._program(build.fingerprint, problem, build.schedule, device), build)
-            if known is not build and build.schedule in (entry.schedule, default):
-                others[build.schedule] = known.schedule
-        times = model_times(problem, list(first.values())) if model_times else {}
+        programs: dict[ProgramKey, list[BuildRecord]] = defaultdict(list)
+        for build in sound or builds:
+            programs[self._program(build.fingerprint, problem, build.schedule, device)].append(build)
+        first = [min(alike, key=plainness) if len(alike) > 1 else alike[0] for alike in programs.values()]
+        others = {
+            build.schedule: known.schedule
+            for known, alike in zip(first, programs.values(), strict=True)
+            for build in alike
+            if build.schedule in named and build is not known
+        }
+        times = model_times(problem, first) if model_times else {}
         timed = [
             Timed(
                 schedule=build.schedule, fingerprint=build.fingerprint, us=times[build.schedule.id], facts=build.facts
             )
-            for build in first.values()
+            for build in first
             if build.schedule.id in times
         ]
         timed += [
@@ -445,14 +453,19 @@ class _Desk:
             served=served,
         )
 
+    def default(self, problem: Problem) -> Schedule | None:
+        """The default schedule of a problem; None where its space has none."""
+        if problem not in self.defaults:
+            self.defaults[problem] = _or_none(self.space.default, problem) if self.space else None
+        return self.defaults[problem]
+
     def _default(self, problem: Problem, timed: Sequence[Timed]) -> Timed | None:
         """The default schedule, if it has a time.
 
         A schedule of an older search space counts as the default if it is, once the knobs it lacks are at their
         defaults.
         """
-        space = self.space
-        default = _or_none(space.default, problem) if space else None
+        space, default = self.space, self.default(problem)
         if space is None or default is None:
             return None
         alike = (one for one in timed if all(default.get(knob, value) == value for knob, value in one.schedule.items()))
