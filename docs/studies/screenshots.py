@@ -61,7 +61,9 @@ def photograph(browser: Any, page_file: Path, picture: Picture) -> bytes:
     page = browser.new_page(viewport={"width": picture.width, "height": picture.height}, color_scheme=picture.scheme)
     page.goto(page_file.as_uri())
     seen = "[...document.querySelectorAll('.view:not(.empty) .chart, .chart[data-spec]')]"
-    page.wait_for_function(f"{seen}.every(each => each.getBoundingClientRect().top > innerHeight || each.dataset.drawn)")
+    page.wait_for_function(
+        f"{seen}.every(each => each.getBoundingClientRect().top > innerHeight || each.dataset.drawn)"
+    )
     taken: bytes = page.screenshot()
     page.close()
     return taken
