@@ -10,6 +10,7 @@ from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement
 from tiledsched.report import build_report
+from tiledsched.report.records import ProblemReport, Timed
 from tiledsched.store.records import BuildRecord, Entry, Toolchain
 
 TOOLCHAIN = Toolchain(cuda_tile="1.7.0", tileiras="13.4.12", ptxas="13.4.12", nvvm="13.4.12")
@@ -123,3 +124,40 @@ def landscape(db, problem=PROBLEM, *, every=7, **changes):
     times = {schedule: formula(schedule, problem) for schedule in schedules}
     add_times(db, times, problem=problem, **changes)
     return times
+
+
+def problem_of(times, same_programs=None, *, problem=PROBLEM, provenance="measured", **more):
+    """What is reported of one problem, from the time of each schedule, without a database.
+
+    `same_programs` names for a schedule the one that was timed in its place.
+    """
+    same = same_programs or {}
+    us = {schedule: times[same.get(schedule, schedule)] for schedule in times}
+    ordered = sorted(times, key=lambda schedule: (us[schedule], schedule in same))
+    timed = tuple(
+        Timed(
+            schedule=schedule,
+            fingerprint=schedule.id,
+            us=us[schedule],
+            relative=us[schedule] / us[ordered[0]],
+            same_program_as=same.get(schedule),
+        )
+        for schedule in ordered
+    )
+    return ProblemReport(
+        provenance=provenance,
+        problem=problem,
+        device_name=DEVICE.name if provenance == "measured" else "",
+        accum_mode="fp32",
+        size=0,
+        shared=(),
+        timed=timed,
+        runner_up=timed[1] if len(timed) > 1 else None,
+        ties=(),
+        default=None,
+        median_us=timed[len(timed) // 2].us,
+        programs=len(timed) - len(same),
+        measurements=len(timed),
+        served=None,
+        **more,
+    )

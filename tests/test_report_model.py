@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import replace
 
 import pytest
@@ -24,7 +23,8 @@ from tiledsched.core.errors import Failure, FailureKind
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.report.analysis import matched_pairs, size_regime
-from tiledsched.report.text import _summary
+from tiledsched.report.answer import answer, next_step
+from tiledsched.report.effects import value_effects
 from tiledsched.store.db import TuningDB
 from tiledsched.store.records import Entry
 
@@ -70,7 +70,6 @@ def test_a_refresh_under_another_compiler_does_not_hide_the_landscape(db, monkey
     assert [one.us for one in new.timed] == [90.0, 99.0]
     assert new.served.compiler == "13.5.37"
     assert report.elsewhere == 2
-    assert "Each problem's times are of one compiler" in " ".join(_summary(report))
 
 
 def test_drops_match_hand_numbers(db):
@@ -78,7 +77,6 @@ def test_drops_match_hand_numbers(db):
     add_times(db, {plain(128, 64): 100.0, plain(128, 128): 110.0, default: 150.0, plain(64, 32): 400.0})
     report = report_of(db, "sm_90")
     one = only(report)
-    assert report.warning == ""
     assert one.best.schedule == plain(128, 64)
     assert one.runner_up.schedule == plain(128, 128)
     assert one.runner_up_drop == pytest.approx(0.10)
@@ -102,9 +100,8 @@ def test_one_schedule_has_no_runner_up(db):
     assert one.default is None
     assert one.default_drop is None
     assert one.tile_drop is None
-    assert one.knobs == ()
-    assert report.measured.sensitivity[0].runner_up is None
-    assert report.measured.sensitivity[0].drop is None
+    assert value_effects(one) == ()
+    assert report.measured.sensitivity == ()
 
 
 def test_overlapping_intervals_are_ties(db):
@@ -150,8 +147,8 @@ def test_equivalent_schedules_share_a_time(db):
     assert one.timed[1].same_program_as == a
     assert one.runner_up.schedule == plain(64, 64)
     assert one.best.facts.registers == 128
-    latency = next(knob for knob in one.knobs if knob.knob == "latency_k")
-    assert (latency.pairs, latency.mean_change) == (1, 0.0)
+    (latency,) = (each for each in value_effects(one) if each.knob == "latency_k")
+    assert (latency.value, latency.against, latency.pairs, latency.ratio) == (2, 0, 1, None)
 
 
 def test_one_machine_code_on_two_grids_is_two_programs(db):
@@ -169,35 +166,6 @@ def test_newest_measurement_counts(db):
     assert one.best.schedule == plain(64, 64)
     assert one.runner_up_drop == pytest.approx(0.10)
     assert one.measurements == 3
-
-
-def test_knob_importance_matches_hand_numbers(db):
-    add_times(
-        db,
-        {
-            plain(128, 64): 100.0,
-            plain(128, 64, occupancy=2): 110.0,
-            plain(64, 64): 150.0,
-            plain(64, 64, occupancy=2): 120.0,
-        },
-    )
-    knobs = {knob.knob: knob for knob in only(report_of(db, "sm_90")).knobs}
-    assert set(knobs) == {"tile_m", "occupancy"}
-    assert knobs["occupancy"].pairs == 2
-    assert knobs["occupancy"].mean_change == pytest.approx(statistics.fmean([0.10, 0.25]))
-    assert knobs["occupancy"].largest_change == pytest.approx(0.25)
-    assert [(line.value, line.ratio) for line in knobs["occupancy"].values] == [(1, 1.0), (2, pytest.approx(1.1))]
-    assert [(line.value, line.ratio) for line in knobs["tile_m"].values] == [(128, 1.0), (64, pytest.approx(1.2))]
-
-
-def test_knobs_of_several_problems_are_joined(db):
-    add_times(db, {plain(128, 64): 100.0, plain(64, 64): 110.0})
-    longer = Attention.standard(seq_len=8192, head_dim=64)
-    add_times(db, {plain(128, 64): 100.0, plain(64, 64): 130.0}, problem=longer)
-    (tile_m,) = report_of(db, "sm_90").measured.knobs
-    assert (tile_m.knob, tile_m.pairs) == ("tile_m", 2)
-    assert tile_m.mean_change == pytest.approx(0.2)
-    assert tile_m.values[1].ratio == pytest.approx((1.1 * 1.3) ** 0.5)
 
 
 def test_true_is_not_one_in_matched_pairs():
@@ -241,7 +209,9 @@ def test_other_regime_and_other_devices_are_kept_apart(db):
     assert report.elsewhere == 1
     assert only(report_of(db, "sm_90", device_name="NVIDIA H100")).best.us == 120.0
     nothing = report_of(db, "sm_90", regime="sustained", device_name="NVIDIA H100")
-    assert nothing.warning.startswith("Nothing was measured on sm_90 in the sustained regime on NVIDIA H100")
+    assert answer(nothing) == (
+        "Nothing of attention was measured on sm_90 (NVIDIA H100) in the sustained regime, and nothing was modelled.",
+    )
 
 
 def test_modelled_problems_use_the_callable(db):
@@ -256,7 +226,6 @@ def test_modelled_problems_use_the_callable(db):
 
     report = report_of(db, "sm_90", model_times=model_times)
     assert asked == [PROBLEM]
-    assert report.warning == "Nothing was measured on sm_90: every figure below is the model's estimate"
     assert report.measured.problems == ()
     (one,) = report.modelled.problems
     assert one.provenance == "modelled"
@@ -277,7 +246,6 @@ def test_measured_problems_are_not_modelled_too(db):
     add_modelled(db, plain(64, 64))
     add_modelled(db, plain(64, 64), problem=PROBLEM.replace(causal=True))
     report = report_of(db, "sm_90")
-    assert report.warning == ""
     assert only(report).problem == PROBLEM
     assert [one.problem.causal for one in report.modelled.problems] == [True]
 
@@ -296,7 +264,6 @@ def test_transferred_entries_are_named_not_timed(db):
     report = report_of(db, "sm_90")
     assert report.measured.problems == report.modelled.problems == ()
     assert [entry.source for entry in report.unmeasured] == ["nearest problem"]
-    assert report.warning.startswith("Nothing was measured on sm_90, and nothing was modelled: run `tiledsched tune")
 
 
 def test_inert_knobs(db):
@@ -356,8 +323,9 @@ def test_schedules_of_an_older_space_are_reported(db):
 
 def test_empty_database(db):
     report = report_of(db, "sm_121")
-    assert report.warning == (
-        "Nothing was measured on sm_121, and nothing was modelled: run `tiledsched tune attention --arch sm_121`"
+    assert answer(report) == ("Nothing of attention was measured on sm_121, and nothing was modelled.",)
+    assert next_step(report).startswith(
+        "Run `tiledsched tune attention --arch sm_121`: where a GPU of sm_121 is present"
     )
     assert report.inert == report.failures == report.conditions == ()
 

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import math
+import operator
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from tiledsched.core.schedule import HINT_KNOBS, KnobValue, Schedule
-from tiledsched.report.records import (
-    KnobImportance,
-    KnobValueRatio,
-    ProblemReport,
-    Tile,
-    TileSensitivity,
-    TileTime,
-    Timed,
-)
+from tiledsched.core.schedule import KnobValue, Schedule
+from tiledsched.report.records import ProblemReport, Tile, TileSensitivity, TileTime, Timed
 
 T = TypeVar("T")
+WITHIN = 1.3
+"""A matched pair counts only if its faster program takes at most this many times the best time; others never win."""
+ENOUGH_PROGRAMS = 12
+"""A tile with this many programs is searched enough, or with half as many as the tile with the most. On an H200 the best of
+12 programs, drawn at random from all of a tile, takes 5% longer than the tile's best (median of 67 tiles of attention), of 6
+programs 14%.
+"""
+FEWEST_PROGRAMS = 4
+"""A tile with fewer programs is never searched enough, unless the values tried of other knobs allow no more."""
 REGIMES = (("short", 1024), ("medium", 4096))
 """The largest size of each regime; larger sizes are `long`. Table 4 of TiledAttention has the same three regimes."""
 
@@ -38,164 +41,115 @@ def named_tile(knobs: Iterable[str]) -> tuple[str, str] | None:
     return next((pair for pair in pairs if pair[1] in known), None)
 
 
-def tile_knobs(problems: Sequence[ProblemReport]) -> tuple[str, str] | None:
-    """The two knobs over which heat maps are drawn; None where fewer than two knobs are integers, or none of them varies.
-
-    Knobs that are named like a tile's rows and columns come first; otherwise the two knobs that matter most, constants
-    of the kernel before compiler hints.
-    """
-    timed = [one.schedule for report in problems for one in report.timed]
-    integers = dict.fromkeys(name for schedule in timed for name, value in schedule.items() if type(value) is int)
-    place = {effect.knob: place for place, effect in enumerate(joined_importance(problems))}
-    ranked = sorted(integers, key=lambda knob: (knob not in place, knob in HINT_KNOBS, place.get(knob, 0), knob))
-    found = (ranked[0], ranked[1]) if len(ranked) > 1 and ranked[0] in place else None
-    return named_tile(integers) or found
-
-
 def tile_times(timed: Sequence[Timed], knobs: tuple[str, str] | None) -> tuple[TileTime, ...]:
     """The best time of each tile, best tile first. `timed` must be sorted, fastest first."""
-    best: dict[Tile, Timed] = {}
+    members: dict[Tile, list[Timed]] = defaultdict(list)
     for one in timed:
         if knobs is not None and {*knobs} <= {*one.schedule}:
-            best.setdefault((one.schedule.number(knobs[0]), one.schedule.number(knobs[1])), one)
-    fastest = min((one.us for one in best.values()), default=0.0)
+            members[one.schedule.number(knobs[0]), one.schedule.number(knobs[1])].append(one)
+    programs = {tile: len({one.same_program_as or one.schedule for one in each}) for tile, each in members.items()}
+    values: dict[str, set[object]] = defaultdict(set)
+    for one in timed:
+        for knob, value in one.schedule.items():
+            values[knob].add(value)
+    possible = math.prod(len(each) for knob, each in values.items() if knob not in (knobs or ()))
+    enough = min(ENOUGH_PROGRAMS, max(max(programs.values(), default=0) / 2, min(FEWEST_PROGRAMS, possible)))
+    ordered = sorted(members.items(), key=lambda item: item[1][0].us)
     return tuple(
-        TileTime(tile=tile, us=one.us, relative=one.us / fastest, schedule=one.schedule) for tile, one in best.items()
+        TileTime(
+            tile=tile,
+            us=each[0].us,
+            relative=each[0].us / ordered[0][1][0].us,
+            schedule=each[0].schedule,
+            programs=programs[tile],
+            searched=place == 0 or programs[tile] >= enough,
+        )
+        for place, (tile, each) in enumerate(ordered)
     )
 
 
 def sensitivity(problems: Sequence[ProblemReport]) -> tuple[TileSensitivity, ...]:
     """What the choice of tile is worth, for each group of problems and each regime of sizes.
 
-    Where a regime holds several problems, a tile's figure is the geometric mean over them of its best time relative to
-    the best tile's; only tiles timed in all of them are compared.
+    Problems with fewer than two tiles that were searched enough are left out. Where a regime holds several problems, a
+    tile's figure is the geometric mean over them of its best time relative to the best tile's; only tiles searched enough
+    in all of them are compared.
     """
     cells: dict[tuple[Any, str], list[ProblemReport]] = defaultdict(list)
     for report in problems:
-        if report.tiles:
+        if sum(tile.searched for tile in report.tiles) > 1:
             cells[report.group, size_regime(report.size)].append(report)
     lines = []
     for (_, regime), members in cells.items():
-        tables = [{tile.tile: tile.relative for tile in member.tiles} for member in members]
-        shared = sorted(set.intersection(*(set(table) for table in tables)))
-        if not shared:
-            continue
+        tables = [{tile.tile: tile.relative for tile in member.tiles if tile.searched} for member in members]
+        shared = set.intersection(*(set(table) for table in tables))
         means = {tile: statistics.geometric_mean([table[tile] for table in tables]) for tile in shared}
         ranked = sorted(shared, key=lambda tile: (means[tile], tile))
-        runner_up = ranked[1] if len(ranked) > 1 else None
-        lines.append(
-            TileSensitivity(
-                device_name=members[0].device_name,
-                shared=members[0].shared,
-                accum_mode=members[0].accum_mode,
-                regime=regime,
-                sizes=tuple(sorted({member.size for member in members})),
-                problems=len(members),
-                best=ranked[0],
-                runner_up=runner_up,
-                drop=means[runner_up] / means[ranked[0]] - 1 if runner_up else None,
-                spread=means[ranked[-1]] / means[ranked[0]] - 1,
+        if len(ranked) > 1:
+            lines.append(
+                TileSensitivity(
+                    device_name=members[0].device_name,
+                    shared=members[0].shared,
+                    accum_mode=members[0].accum_mode,
+                    regime=regime,
+                    sizes=tuple(sorted({member.size for member in members})),
+                    problems=len(members),
+                    best=ranked[0],
+                    runner_up=ranked[1],
+                    drop=means[ranked[1]] / means[ranked[0]] - 1,
+                    spread=means[ranked[-1]] / means[ranked[0]] - 1,
+                    tiles=len(ranked),
+                )
             )
-        )
     return tuple(lines)
-
-
-def knob_importance(timed: Sequence[Timed]) -> tuple[KnobImportance, ...]:
-    """How much each knob that varies matters in one problem, the most important knob first."""
-    schedules = [one.schedule for one in timed]
-    fastest = min(one.us for one in timed)
-    effects = []
-    for knob in _varying(schedules):
-        changes = [
-            max(a.us, b.us) / min(a.us, b.us) - 1
-            for a, b in matched_pairs([(one.schedule, one) for one in timed], knob)
-        ]
-        best: dict[tuple[type, KnobValue], float] = {}
-        for one in timed:
-            if knob in one.schedule:
-                key = (type(one.schedule[knob]), one.schedule[knob])
-                best[key] = min(one.us, best.get(key, one.us))
-        values = [KnobValueRatio(value=value, ratio=us / fastest) for (_, value), us in best.items()]
-        effects.append(_importance(knob, changes, values))
-    return tuple(sorted(effects, key=_order))
-
-
-def fixed_knob_costs(problems: Sequence[ProblemReport]) -> dict[str, dict[KnobValue, float]]:
-    """What fixing a knob at one value costs while all other knobs stay free: knob -> value -> cost.
-
-    A cost is the best time with the value over the best time of all, as the geometric mean over the problems. Only values that
-    every problem timed are given, and only knobs with at least two of them. The knob whose wrong value costs most stands first.
-    """
-    found = {}
-    for effect in joined_importance(problems):
-        costs = {line.value: line.ratio for line in effect.values if line.problems == len(problems)}
-        if len(costs) > 1:
-            found[effect.knob] = costs
-    return dict(sorted(found.items(), key=lambda item: (-max(item[1].values()), item[0])))
-
-
-def joined_importance(problems: Sequence[ProblemReport]) -> tuple[KnobImportance, ...]:
-    """The importance of knobs over several problems: changes are averaged over all pairs, ratios by geometric mean."""
-    names = list(dict.fromkeys(effect.knob for report in problems for effect in report.knobs))
-    joined = []
-    for knob in names:
-        parts = [effect for report in problems for effect in report.knobs if effect.knob == knob]
-        pairs = sum(part.pairs for part in parts)
-        total = sum(part.mean_change * part.pairs for part in parts if part.mean_change is not None)
-        largest = [part.largest_change for part in parts if part.largest_change is not None]
-        ratios: dict[tuple[type, KnobValue], list[float]] = defaultdict(list)
-        for part in parts:
-            for line in part.values:
-                ratios[type(line.value), line.value].append(line.ratio)
-        values = [
-            KnobValueRatio(value=value, ratio=statistics.geometric_mean(found), problems=len(found))
-            for (_, value), found in ratios.items()
-        ]
-        joined.append(
-            KnobImportance(
-                knob=knob,
-                pairs=pairs,
-                mean_change=total / pairs if pairs else None,
-                largest_change=max(largest, default=None),
-                values=_by_ratio(values),
-            )
-        )
-    return tuple(sorted(joined, key=_order))
 
 
 def matched_pairs(items: Sequence[tuple[Schedule, T]], knob: str) -> Iterator[tuple[T, T]]:
     """Pairs of items whose schedules both have `knob` and differ in nothing else."""
-    groups: dict[tuple[tuple[str, type, KnobValue], ...], list[T]] = defaultdict(list)
-    for schedule, value in items:
-        if knob in schedule:
-            rest = tuple((name, type(own), own) for name, own in schedule.items() if name != knob)
-            groups[rest].append(value)
-    for members in groups.values():
-        yield from itertools.combinations(members, 2)
+    return ((first, second) for name, first, second in neighbours(items, [True] * len(items)) if name == knob)
 
 
-def _varying(schedules: Sequence[Schedule]) -> list[str]:
-    """The knobs with more than one value, in the order in which schedules name them."""
-    seen: dict[str, set[tuple[type, KnobValue]]] = defaultdict(set)
-    for schedule in schedules:
-        for knob, value in schedule.items():
-            seen[knob].add((type(value), value))
-    return [knob for knob, values in seen.items() if len(values) > 1]
+def neighbours(items: Sequence[tuple[Schedule, T]], close: Sequence[bool]) -> Iterator[tuple[str, T, T]]:
+    """Every pair of items whose schedules differ in one knob alone, with that knob, by knob.
+
+    Args:
+        items: schedules, each with what belongs to it.
+        close: for each item whether it is close to the best; pairs of which neither member is are left out.
+    """
+    # Each value of each knob has a number. Schedules that differ in one knob alone have the same sum over the hashes of all
+    # other numbers. Equal sums are only a hint; what is found is compared number by number.
+    numbers: dict[tuple[str, type, KnobValue], int] = {}
+    coded = [
+        [numbers.setdefault((name, type(value), value), len(numbers)) for name, value in schedule.items()]
+        for schedule, _ in items
+    ]
+    hashes = [*map(hash, numbers)]
+    sums = [sum(map(hashes.__getitem__, each)) for each in coded]
+    places = {names: {name: i for i, name in enumerate(names)} for names in {tuple(schedule) for schedule, _ in items}}
+    place_of = [places[tuple(schedule)] for schedule, _ in items]
+    for knob in dict.fromkeys(name for schedule, _ in items for name in schedule):
+        rests = [
+            whole - hashes[each[place[knob]]] if knob in place else None
+            for whole, each, place in zip(sums, coded, place_of, strict=True)
+        ]
+        wanted = {rest for rest, kept in zip(rests, close, strict=True) if kept and rest is not None}
+        groups: dict[int, list[int]] = defaultdict(list)
+        for i, rest in enumerate(rests):
+            if rest is not None and rest in wanted:
+                groups[rest].append(i)
+        for members in groups.values():
+            for first, second in itertools.combinations(members, 2):
+                if (close[first] or close[second]) and _differ_in(
+                    place_of[first].get(knob), coded[first], coded[second]
+                ):
+                    yield knob, items[first][1], items[second][1]
 
 
-def _importance(knob: str, changes: Sequence[float], values: Sequence[KnobValueRatio]) -> KnobImportance:
-    return KnobImportance(
-        knob=knob,
-        pairs=len(changes),
-        mean_change=statistics.fmean(changes) if changes else None,
-        largest_change=max(changes, default=None),
-        values=_by_ratio(values),
+def _differ_in(place: int | None, first: Sequence[int], second: Sequence[int]) -> bool:
+    """Whether two lists of numbers differ at one place alone."""
+    return (
+        place is not None
+        and len(first) == len(second)
+        and first[place] != second[place]
+        and sum(map(operator.ne, first, second)) == 1
     )
-
-
-def _by_ratio(values: Sequence[KnobValueRatio]) -> tuple[KnobValueRatio, ...]:
-    return tuple(sorted(values, key=lambda line: (line.ratio, str(line.value))))
-
-
-def _order(effect: KnobImportance) -> tuple[float, float, str]:
-    return -(effect.mean_change or 0.0), -max(line.ratio for line in effect.values), effect.knob

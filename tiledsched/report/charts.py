@@ -1,45 +1,54 @@
-"""The charts of the report, except those of rates, which are in :mod:`rate_charts`. Heat maps use viridis, which
-colour-blind people can read.
+"""The charts of the report: those over all problems, and the views of one problem, whose rows are in :mod:`views`.
+
+Heat maps use viridis, which colour-blind people can read.
 """
 
 from __future__ import annotations
 
-import itertools
 import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
-from tiledsched.report.analysis import fixed_knob_costs
+from tiledsched.core.device import ARCHS, arch_spec
+from tiledsched.core.problem import unit_of
 from tiledsched.report.axes import show
-from tiledsched.report.rate_charts import rates, roofline, said_of_roofs
-from tiledsched.report.records import ProblemReport, Report, Section
-from tiledsched.report.regret import broad, regret_map
-from tiledsched.report.vega import BLUE, GREEN, ORANGE, RED, Spec, chart, quantity, tips, word
+from tiledsched.report.ceilings import roof_of
+from tiledsched.report.document import View
+from tiledsched.report.effects import joined_effects
+from tiledsched.report.records import ProblemReport, Report
+from tiledsched.report.vega import BINARY, BLUE, GREEN, ORANGE, RED, SIZES, Spec, chart, quantity, tips, titled, word
+from tiledsched.report.views import SCALE_END, choices_of, source_of, tile_rows
 
-SCALE_END = 3.0
-"""Times beyond this many times the best share one colour, or are not drawn; otherwise one bad tile would grey out the
-rest.
-"""
-MOST_POINTS = 600
-"""Points of a scatter plot, at most; they are drawn evenly from all, so that a page stays below 5 MB."""
-MOST_TRACES = 24
-"""Searches drawn, at most; the newest are taken."""
 GOLDEN = 0.618034
 """Multiples of the golden ratio modulo 1 are spread evenly. They move dots apart that would hide each other."""
-SWEPT = 12
-"""Knobs whose sweeps are drawn, at most; the most important are taken."""
-REGRETS = 40
-"""Problems on each side of the regret map, at most."""
+MOST_PANELS = 80
+"""Tile maps drawn side by side, at most."""
+LEAST_OF_GROUP = 3
+"""Where any group has at least this many problems, only groups with as many get a panel of rates."""
+RATIOS: Spec = {
+    "scale": {"type": "log", "nice": False},
+    "axis": {
+        "values": [0.5, 0.7, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100],
+        "format": "~r",
+        "labelOverlap": True,
+    },
+}
+"""An axis of times relative to another time."""
+COST: Spec = {"scheme": "viridis", "reverse": True, "domain": [1, SCALE_END], "clamp": True}
+"""The colours of times relative to the best."""
 
 
-def _loss(loss: float | None) -> str:
-    return "" if loss is None else f"{loss * 100:+.1f}%"
+def _percent(loss: float) -> str:
+    return f"{loss * 100:+.1f}%"
 
 
-def costs(section: Section) -> Spec | None:
-    """What a choice costs: a dot for each problem, a tick for the geometric mean."""
+def costs(report: Report, problems: Sequence[ProblemReport]) -> Spec | None:
+    """What a choice costs: a dot for each problem, a tick for the median."""
     rows = []
-    for place, one in enumerate(section.problems):
+    for place, one in enumerate(problems):
         choices = (
-            ("runner-up", one.runner_up_drop),
             ("second best tile", one.tile_drop),
             ("default schedule", one.default_drop),
             ("median program", one.median_drop if one.programs > 2 else None),
@@ -48,7 +57,7 @@ def costs(section: Section) -> Spec | None:
             {
                 "choice": choice,
                 "relative": 1 + drop,
-                "loss": _loss(drop),
+                "loss": _percent(drop),
                 "problem": str(one.problem),
                 "best": one.best.schedule.short(),
                 "us": round(one.best.us, 1),
@@ -59,482 +68,553 @@ def costs(section: Section) -> Spec | None:
         ]
     if not rows:
         return None
-    means = {
-        choice: statistics.geometric_mean([float(str(row["relative"])) for row in rows if row["choice"] == choice])
-        for choice in dict.fromkeys(row["choice"] for row in rows)
+    names = dict.fromkeys(str(row["choice"]) for row in rows)
+    medians = {
+        name: statistics.median(float(str(row["relative"])) for row in rows if row["choice"] == name) for name in names
     }
     x = quantity(
         "relative",
-        f"{section.provenance} time / best time",
-        scale={"type": "log", "domainMin": 1, "nice": False},
-        axis={"values": [1, 1.05, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100, 1000], "format": "~r"},
+        f"{problems[0].provenance} time / best time",
+        scale={**RATIOS["scale"], "domainMin": 1},
+        axis=RATIOS["axis"],
     )
-    y = word("choice", None, axis={"labelLimit": 200, "labelFontSize": 13})
+    y = word("choice", None, axis={"labelLimit": 140})
     dots = {
-        "mark": {"type": "circle", "size": 70, "opacity": 0.55, "color": BLUE},
+        "mark": {"type": "circle", "size": 55, "opacity": 0.5, "color": BLUE},
         "encoding": {
             "x": x,
             "y": y,
             "yOffset": {"field": "jitter", "type": "quantitative", "scale": {"domain": [-0.6, 1.6]}},
             "tooltip": tips(
-                choice="instead of the best", loss="loses", problem="problem", us="best, us", best="best schedule"
+                choice="instead of the best",
+                loss="takes longer by",
+                problem="problem",
+                us="best, µs",
+                best="best schedule",
             ),
         },
     }
-    mean = {
-        "data": {
-            "values": [
-                {"choice": choice, "relative": value, "said": _loss(value - 1)} for choice, value in means.items()
-            ]
-        }
+    middle = {
+        "data": {"values": [{"choice": name, "relative": at, "said": _percent(at - 1)} for name, at in medians.items()]}
     }
     ticks = {
-        **mean,
-        "mark": {"type": "tick", "thickness": 3, "size": 42, "color": RED},
-        "encoding": {"x": x, "y": y, "tooltip": tips(choice="instead of the best", said="geometric mean")},
+        **middle,
+        "mark": {"type": "tick", "thickness": 3, "size": 36, "color": RED},
+        "encoding": {"x": x, "y": y, "tooltip": tips(choice="instead of the best", said="median")},
     }
     text = {
-        **mean,
-        "mark": {"type": "text", "dy": -28, "fontSize": 13, "fontWeight": "bold", "color": RED},
+        **middle,
+        "mark": {"type": "text", "dy": -25, "fontSize": 12, "fontWeight": "bold", "color": RED},
         "encoding": {"x": x, "y": y, "text": {"field": "said", "type": "nominal"}},
     }
-    return chart(rows, {"layer": [dots, ticks, text]}, width=860, height=66 * len(means))
-
-
-def knobs(section: Section) -> Spec | None:
-    """What each value of a knob costs when the knob is fixed at it and all other knobs stay free."""
-    problems = tried(section)
-    shares = {one.knob: one.share for one in section.shares}
-    rows = [
-        {
-            "knob": knob,
-            "value": show(value),
-            "relative": round(cost, 4),
-            "said": _loss(cost - 1),
-            "best": value == next(iter(values)),
-            "share": f"{shares[knob] * 100:.0f}%" if knob in shares else "not computed",
-        }
-        for knob, values in fixed_knob_costs(problems).items()
-        for value, cost in values.items()
-    ]
-    if not rows:
-        return None
-    over = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    x = quantity(
-        "relative",
-        f"{section.provenance} time with the knob held there / best time, geometric mean of {over}",
-        scale={"type": "log", "nice": False, "domainMin": 1},
-        axis={"values": [1, 1.02, 1.05, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100], "format": "~r"},
+    return titled(
+        chart(rows, {"layer": [dots, ticks, text], "width": "container"}, height=62 * len(medians)),
+        "What another choice costs",
+        source_of_problems(report, problems),
     )
-    y = word("knob", None, axis={"labelLimit": 220, "labelFontSize": 12, "grid": True})
-    marks = [
-        {
-            "mark": {"type": "line", "color": BLUE, "opacity": 0.5},
-            "encoding": {"x": x, "y": y, "detail": {"field": "knob"}},
-        },
-        {
-            "mark": {"type": "circle", "size": 80, "opacity": 1},
-            "encoding": {
-                "x": x,
-                "y": y,
-                "color": {"condition": {"test": "datum.best", "value": GREEN}, "value": BLUE},
-                "tooltip": tips(knob="knob", value="held at", said="costs", share="share of what makes programs good"),
-            },
-        },
-        {
-            "mark": {"type": "text", "dy": -9, "fontSize": 9.5},
-            "encoding": {"x": x, "y": y, "text": {"field": "value", "type": "nominal"}},
-            "transform": [{"filter": "datum.relative > 1.03 || datum.best"}],
-        },
-    ]
-    return chart(rows, {"layer": marks}, width=820, height=28 * len({row["knob"] for row in rows}))
 
 
-def tried(section: Section) -> list[ProblemReport]:
-    """The problems that show what a knob's values cost: those with broad landscapes, or else all where more than two
-    programs were timed.
-    """
-    return broad(section.problems) or [one for one in section.problems if one.programs > 2]
-
-
-def _explored(section: Section) -> list[ProblemReport]:
-    return [one for one in section.problems if len(one.tiles) > 1]
-
-
-def tiles(section: Section, report: Report) -> Spec | None:
-    """Small heat maps on one scale: a panel for each problem, with a square for each tile size."""
-    problems = _explored(section)
-    if not problems or report.tile_knobs is None:
-        return None
-    first, second = report.tile_knobs
-    several = len({(report.group_text(one), one.size) for one in problems}) < len(problems)
-    rows = []
-    for one in problems:
-        for tile in one.tiles:
-            rows.append(
-                {
-                    "rows": tile.tile[0],
-                    "columns": tile.tile[1],
-                    "relative": round(min(tile.relative, SCALE_END), 4),
-                    "said": f"{tile.relative:.2f}",
-                    "us": round(tile.us, 2),
-                    "problem": str(one.problem),
-                    "tile": tile is one.tiles[0],
-                    "panel": str(one.problem) if several else f"{report.axes.swept_title}={one.size}",
-                    "group": report.group_text(one),
-                    "schedule": tile.schedule.short(),
-                }
-            )
-    encoding = {
+def tile_map(report: Report) -> Spec:
+    """A square for each tile size, coloured by its best time: the rows of `views.tile_rows`."""
+    first, second = report.tile_knobs or ("rows", "columns")
+    encoding: Spec = {
         "x": {"field": "columns", "type": "ordinal", "title": second, "axis": {"labelAngle": 0}},
         "y": {"field": "rows", "type": "ordinal", "title": first, "sort": "descending"},
-        "color": quantity(
-            "relative",
-            f"{section.provenance} time / best",
-            scale={"scheme": "viridis", "reverse": True, "domain": [1, SCALE_END]},
-        ),
+        "color": quantity("relative", "time / best", scale=COST),
         "tooltip": tips(
-            problem="problem",
             rows=first,
             columns=second,
             said="time / best tile",
-            us=f"{section.provenance} us",
+            us="µs",
+            programs="programs tried",
             schedule="its best schedule",
         ),
     }
-    layers = [
-        {"mark": {"type": "rect"}, "encoding": encoding},
-        {
-            "mark": {"type": "rect", "filled": False, "stroke": RED, "strokeWidth": 2.5},
-            "encoding": encoding | {"color": {"value": RED}},
-            "transform": [{"filter": "datum.tile"}],
-        },
-        {
-            "mark": {"type": "text", "fontSize": 9},
-            "encoding": encoding
-            | {
-                "text": {"field": "said", "type": "nominal"},
-                "color": {"condition": {"test": "datum.relative > 1.9", "value": "white"}, "value": "black"},
-            },
-        },
-    ]
-    size = {"width": {"step": 44}, "height": {"step": 28}}
-    if several:
-        facet: Spec = {"facet": word("panel", None, header={"labelFontSize": 11}), "columns": 4}
-    else:
-        facet = {
-            "facet": {
-                "row": word("group", None, header={"labelAngle": 0, "labelAlign": "left", "labelLimit": 160}),
-                "column": {
-                    "field": "panel",
-                    "type": "nominal",
-                    "title": None,
-                    "sort": [f"{report.axes.swept_title}={size}" for size in sorted({one.size for one in problems})],
-                },
-            }
-        }
-    return chart(
-        rows,
-        {**facet, "spec": {"layer": layers, **size}, "resolve": {"axis": {"x": "independent", "y": "independent"}}},
-    )
-
-
-def sweeps(section: Section, report: Report) -> Spec | None:
-    """For each knob, what fixing it at a value costs while all others stay free, with a line for each problem."""
-    problems = [one for one in section.problems if one.programs > 2]
-    rows = []
-    for effect in section.knobs[:SWEPT]:
-        for one in problems:
-            found = next((each for each in one.knobs if each.knob == effect.knob), None)
-            if found and len(found.values) > 1:
-                rows += [
-                    {
-                        "knob": effect.knob,
-                        "value": show(line.value),
-                        "order": line.value if type(line.value) is int else 0,
-                        "relative": round(min(line.ratio, SCALE_END), 4),
-                        "said": _loss(line.ratio - 1),
-                        "problem": str(one.problem),
-                        "group": report.group_text(one),
-                    }
-                    for line in found.values
-                ]
-    if not rows:
-        return None
-    line = {
-        "mark": {"type": "line", "point": {"size": 25}, "opacity": 0.65, "strokeWidth": 1.5},
-        "encoding": {
-            "x": {
-                "field": "value",
-                "type": "ordinal",
-                "title": None,
-                "sort": {"field": "order"},
-                "axis": {"labelAngle": 0, "labelLimit": 60},
-            },
-            "y": quantity(
-                "relative",
-                "time / best",
-                scale={"type": "log", "nice": False, "domainMin": 1},
-                axis={"values": [1, 1.1, 1.2, 1.5, 2, 3], "format": "~r"},
-            ),
-            "color": word(
-                "group",
-                None,
-                scale={"scheme": "tableau10"},
-                legend={"orient": "bottom", "columns": 3, "labelLimit": 260},
-            ),
-            "detail": {"field": "problem", "type": "nominal"},
-            "tooltip": tips(problem="problem", knob="knob", value="held at", said="costs"),
-        },
-        "width": 170,
-        "height": 110,
-    }
-    return chart(
-        rows,
-        {
-            "facet": word("knob", None),
-            "columns": 4,
-            "spec": line,
-            "resolve": {"scale": {"x": "independent"}, "axis": {"x": "independent"}},
-        },
-    )
-
-
-def spread(section: Section, report: Report) -> Spec | None:
-    """The share of all programs that are within a factor of the best time."""
-    rows = []
-    for one in broad(section.problems):
-        times = sorted(timed.relative for timed in one.timed if timed.same_program_as is None)
-        steps = {round(each, 2): (place + 1) / len(times) for place, each in enumerate(times) if each <= SCALE_END}
-        rows += [
+    return {
+        "layer": [
+            {"mark": {"type": "rect"}, "encoding": encoding},
             {
-                "relative": at,
-                "share": round(share, 4),
-                "problem": str(one.problem),
-                "group": report.group_text(one),
-                "programs": len(times),
-            }
-            for at, share in steps.items()
+                "mark": {"type": "rect", "filled": False, "stroke": RED, "strokeWidth": 3},
+                "encoding": encoding | {"color": {"value": RED}},
+                "transform": [{"filter": "datum.best"}],
+            },
+            {
+                "mark": {"type": "text", "fontSize": 11},
+                "encoding": encoding
+                | {
+                    "text": {"field": "said", "type": "nominal"},
+                    "color": {"condition": {"test": "datum.relative > 1.9", "value": "white"}, "value": "black"},
+                },
+            },
         ]
-    if not rows:
-        return None
-    lines = {
-        "mark": {"type": "line", "interpolate": "step-after", "opacity": 0.7, "strokeWidth": 1.5},
-        "encoding": {
-            "x": quantity(
-                "relative",
-                "time / best",
-                scale={"type": "log", "domain": [1, SCALE_END], "nice": False},
-                axis={"values": [1, 1.01, 1.05, 1.1, 1.25, 1.5, 2, 3]},
-            ),
-            "y": quantity("share", "share of the programs", axis={"format": "%"}),
-            "color": word("group", None, scale={"scheme": "tableau10"}),
-            "detail": {"field": "problem", "type": "nominal"},
-            "tooltip": tips(problem="problem", relative="within", share="share", programs="programs"),
-        },
     }
-    rules = {
-        "data": {"values": [{"at": at} for at in (1.01, 1.05, 1.1)]},
-        "mark": {"type": "rule", "strokeDash": [4, 3], "opacity": 0.6},
-        "encoding": {"x": {"field": "at", "type": "quantitative"}},
-    }
-    return chart(rows, {"layer": [lines, rules]}, width=700, height=280)
 
 
-def regret(section: Section, report: Report) -> Spec | None:
-    """What it costs to serve the winner of one problem (rows) on another problem (columns)."""
-    problems = broad(section.problems)[:REGRETS]
-    if len(problems) < 2:
+def panel_names(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
+    """What tells problems apart, in two lines with a bar between them."""
+    chosen = [choices_of(report, one, report.axes.optional) for one in problems]
+    differing = [title for title in chosen[0] if len({values[title] for values in chosen}) > 1]
+    names: list[str] = []
+    for one, values in zip(problems, chosen, strict=True):
+        words = [f"{title}={values[title]}" for title in differing if values[title] not in ("yes", "no")]
+        words += [title for title in differing if values[title] == "yes"]
+        words = words or [str(one.problem)]
+        half = -(-len(words) // 2)
+        name = f"{' '.join(words[:half])}|{' '.join(words[half:])}"
+        names.append(f"{name} ({names.count(name) + 1})" if name in names else name)
+    return names
+
+
+def tile_panels(report: Report, problems: Sequence[ProblemReport]) -> Spec | None:
+    """The tile maps of problems on one scale, each with the cells that exist and no others."""
+    mapped = [one for one in problems if len(one.tiles) > 1]
+    if not mapped or report.tile_knobs is None:
         return None
+    drawn = sorted(sorted(mapped, key=lambda one: -one.programs)[:MOST_PANELS], key=mapped.index)
+    names = panel_names(report, drawn)
+    rows = [
+        row | {"panel": name, "problem": str(one.problem)}
+        for name, one in zip(names, drawn, strict=True)
+        for row in tile_rows(one)
+    ]
+    first, second = report.tile_knobs
+    panel = tile_map(report)
+    for layer in panel["layer"]:
+        for channel in ("x", "y"):
+            layer["encoding"] = {**layer["encoding"], channel: {**layer["encoding"][channel], "title": None}}
+        if "scale" in layer["encoding"]["color"]:
+            layer["encoding"]["color"] = {**layer["encoding"]["color"], "legend": None}
+    header = {"labelExpr": "split(datum.label, '|')", "labelFontSize": 10, "labelLineHeight": 12}
+    most = "" if len(drawn) == len(mapped) else f" of the {len(drawn)} problems with the most programs"
+    return titled(
+        chart(
+            rows,
+            {
+                "facet": {"field": "panel", "type": "nominal", "title": None, "sort": names, "header": header},
+                "columns": 6,
+                "panelColumns": len({row["columns"] for row in rows}),
+                "spec": {**panel, "width": {"step": 38}, "height": {"step": 26}},
+                "resolve": {"axis": {"x": "independent", "y": "independent"}},
+                "spacing": 16,
+            },
+        ),
+        f"Tile maps{most}: {first} upwards, {second} to the right",
+        source_of_problems(report, drawn),
+    )
+
+
+ADVICE = {
+    "choose": ("choose it for each problem", ORANGE),
+    "leave": ("leave it", BLUE),
+    "unclear": ("unclear", "#888888"),
+    "untried": ("untried", "#888888"),
+}
+
+
+def knobs(report: Report, problems: Sequence[ProblemReport]) -> Spec | None:
+    """What each value of a knob costs over several problems, from matched pairs."""
     rows = [
         {
-            "tuned": str(one.tuned),
-            "served": str(one.served),
-            "loss": None if one.loss is None else round(min(one.loss, 1.0), 4),
-            "said": "not timed" if one.loss is None else _loss(one.loss),
+            "change": f"{each.knob}: {show(each.value)}, not {show(each.against)}",
+            "relative": round(each.ratio, 4),
+            "low": round(each.ci_low or each.ratio, 4),
+            "high": round(each.ci_high or each.ratio, 4),
+            "said": _percent(each.ratio - 1),
+            "pairs": each.pairs,
+            "problems": each.problems,
+            "advice": ADVICE[verdict.advice][0],
         }
-        for one in regret_map(problems)
+        for verdict in joined_effects(problems)
+        for each in verdict.effects
+        if each.ratio is not None
     ]
-    order = [str(one.problem) for one in problems]
-    squares = {
-        "mark": {"type": "rect", "invalid": None},
-        "encoding": {
-            "x": word("served", "served on", axis={"labelAngle": -60, "labelLimit": 230, "labelFontSize": 9})
-            | {"sort": order},
-            "y": word("tuned", "winner of", axis={"labelLimit": 230, "labelFontSize": 9}) | {"sort": order},
-            "color": {
-                "condition": {"test": "datum.loss === null", "value": "#bbbbbb"},
-                **quantity(
-                    "loss",
-                    "loss",
-                    scale={"scheme": "viridis", "reverse": True, "domain": [0, 0.5], "clamp": True},
-                    legend={"format": "%"},
-                ),
+    if not rows:
+        return None
+    words = dict(ADVICE.values())
+    shown = [advice for advice in words if any(row["advice"] == advice for row in rows)]
+    colour = word(
+        "advice",
+        "this knob",
+        scale={"domain": shown, "range": [words[each] for each in shown]},
+        legend={"orient": "bottom"},
+    )
+    spec = effects_chart(f"{problems[0].provenance} time / time with the other value", colour)
+    return titled(
+        chart(rows, {**spec, "width": "container"}, height=17 * len(rows)),
+        "What each value of a knob costs, over all problems",
+        source_of_problems(report, problems),
+    )
+
+
+def effects_chart(title: str, colour: Spec) -> Spec:
+    """A line for each change of a knob: its mean effect and the 95% interval, the percentage at its right."""
+    x = quantity("relative", title, scale={**RATIOS["scale"], "padding": 22}, axis=RATIOS["axis"])
+    y = word("change", None, axis={"labelLimit": 260, "labelFontSize": 10.5})
+    hover = tips(change="knob", said="changes the time by", low="95% interval, from", high="to", pairs="matched pairs")
+    return {
+        "layer": [
+            {"mark": {"type": "rule", "strokeDash": [3, 3], "opacity": 0.6}, "encoding": {"x": {"datum": 1}}},
+            {
+                "mark": {"type": "rule", "strokeWidth": 2},
+                "encoding": {"x": x | {"field": "low"}, "x2": {"field": "high"}, "y": y, "color": colour},
             },
-            "tooltip": tips(tuned="winner of", served="served on", said="loses"),
+            {
+                "mark": {"type": "circle", "size": 55, "opacity": 1},
+                "encoding": {"x": x, "y": y, "color": colour, "tooltip": hover},
+            },
+            {
+                "mark": {"type": "text", "align": "left", "dx": 5, "fontSize": 9.5},
+                "encoding": {"x": x | {"field": "high"}, "y": y, "text": {"field": "said", "type": "nominal"}},
+            },
+        ]
+    }
+
+
+def rates(reports: Sequence[Report]) -> Spec | None:
+    """The best rate of every problem over its size, with a panel for each group; several archs in colours."""
+    rows: list[dict[str, Any]] = []
+    for report in reports:
+        for section in (report.measured, report.modelled):
+            for one in section.problems:
+                if one.best.rate and one.accum_mode == "fp32":
+                    rows.append(
+                        {
+                            "group": report.axes.describe_shared(one.problem) or report.kernel,
+                            "source": f"{one.device_name or report.arch}, {section.provenance}",
+                            "size": one.size,
+                            "rate": round(one.best.rate, 1),
+                            "unit": unit_of(one.problem),
+                            "problem": str(one.problem),
+                            "us": round(one.best.us, 2),
+                            "schedule": one.best.schedule.short(),
+                        }
+                    )
+    if not rows:
+        return None
+    unit = Counter(row["unit"] for row in rows).most_common(1)[0][0]
+    rows = [row for row in rows if row["unit"] == unit]
+    sources = list(dict.fromkeys(row["source"] for row in rows))
+    groups = Counter((row["group"], row["source"]) for row in rows)
+    least = min(LEAST_OF_GROUP, max(groups.values()))
+    if len(reports) > 1:
+        known = Counter(problem for problem, _ in {(row["problem"], row["source"]) for row in rows})
+        rows = [row for row in rows if known[row["problem"]] > 1]
+    else:
+        rows = [row for row in rows if groups[row["group"], row["source"]] >= least]
+    if not rows:
+        return None
+    axes = reports[0].axes
+    dots = {
+        "mark": {"type": "point", "filled": True, "size": 45, "opacity": 0.7},
+        "width": 190,
+        "height": 120,
+        "encoding": {
+            "x": quantity("size", axes.swept_title, scale=BINARY, axis=SIZES),
+            "y": quantity(
+                "rate", unit, axis={"tickCount": 4}, **({"scale": {"type": "log"}} if len(sources) > 1 else {})
+            ),
+            "color": word(
+                "source",
+                None,
+                scale={"range": [BLUE, ORANGE, GREEN, RED]},
+                legend={"orient": "bottom"} if len(sources) > 1 else None,
+            ),
+            "shape": word("source", None, legend={"orient": "bottom"} if len(sources) > 1 else None),
+            "tooltip": tips(problem="problem", source="source", rate=unit, us="µs", schedule="schedule"),
         },
     }
-    return chart(rows, squares, width=15 * len(order), height=15 * len(order))
+    return titled(
+        chart(rows, {"facet": word("group", None), "columns": 4, "spec": dots}),
+        "Rates of the best schedules",
+        "; ".join(sources),
+    )
 
 
 def regimes(report: Report) -> Spec | None:
     """What the winner of one regime costs in the other."""
-    rows = []
-    for one in report.regimes:
+    rows = [
+        {
+            "way": way,
+            "loss": loss,
+            "said": _percent(loss),
+            "sure": "yes" if sure else "no",
+            "problem": str(one.problem),
+            "programs": one.programs,
+        }
+        for one in report.regimes
         for way, loss, sure in (
             ("burst winner at the power cap", one.burst_loss, one.burst_loss_distinct),
             ("sustained winner in a burst", one.sustained_loss, one.sustained_loss_distinct),
-        ):
-            rows.append(
-                {
-                    "way": way,
-                    "loss": loss,
-                    "said": _loss(loss),
-                    "sure": "yes" if sure else "no",
-                    "problem": str(one.problem),
-                    "programs": one.programs,
-                }
-            )
-    if not rows:
-        return None
-    dots = {
-        "mark": {"type": "point", "filled": True, "size": 60},
-        "encoding": {
-            "x": quantity("loss", "loss against that regime's own winner", axis={"format": "%"}),
-            "y": word("problem", None, axis={"labelLimit": 260}),
-            "color": word("way", None, scale={"range": [BLUE, ORANGE]}),
-            "shape": word("sure", "intervals apart"),
-            "tooltip": tips(
-                problem="problem", way="served", said="loses", sure="intervals apart", programs="programs in both"
-            ),
-        },
-    }
-    return chart(rows, dots, width=560, height=17 * len(report.regimes))
-
-
-def trace(section: Section, report: Report) -> Spec | None:
-    """The best time found so far over the number of measurements, with a line for each search."""
-    searched = [one for one in section.problems if len(one.trace) > 2][:MOST_TRACES]
-    rows = [
-        {
-            "group": report.group_text(one),
-            "problem": str(one.problem),
-            "measured": place + 1,
-            "relative": round(min(so_far, SCALE_END), 4),
-            "noise": f"{one.noise * 100:.2f}%",
-        }
-        for one in searched
-        for place, so_far in enumerate(itertools.accumulate(one.trace, min))
-    ]
-    if not rows:
-        return None
-    line = {
-        "mark": {"type": "line", "interpolate": "step-after", "opacity": 0.7, "strokeWidth": 1.5},
-        "encoding": {
-            "x": quantity("measured", "programs measured"),
-            "y": quantity("relative", "best so far / best", scale={"zero": False, "type": "log"}),
-            "color": word("group", None, scale={"scheme": "tableau10"}, legend={"labelLimit": 260}),
-            "detail": {"field": "problem", "type": "nominal"},
-            "tooltip": tips(
-                problem="problem", measured="programs measured", relative="best so far / best", noise="noise floor"
-            ),
-        },
-    }
-    floor = statistics.median(1 + one.noise for one in searched)
-    rule = {
-        "data": {"values": [{"at": floor}]},
-        "mark": {"type": "rule", "strokeDash": [4, 3], "color": RED},
-        "encoding": {"y": {"field": "at", "type": "quantitative"}},
-    }
-    return chart(rows, {"layer": [line, rule]}, width=640, height=240)
-
-
-def resources(section: Section) -> Spec | None:
-    """Registers, CTAs per SM and spills of programs over their time."""
-    found = [
-        (one, timed)
-        for one in section.problems
-        for timed in one.timed
-        if timed.facts and timed.same_program_as is None and timed.relative <= SCALE_END and one.programs > 2
-    ]
-    step = max(1, -(-len(found) // MOST_POINTS))
-    rows = [
-        {
-            "what": what,
-            "value": value,
-            "relative": round(timed.relative, 3),
-            "problem": str(one.problem),
-            "schedule": timed.schedule.short(),
-        }
-        for one, timed in found[::step]
-        if timed.facts
-        for what, value in (
-            ("registers per thread", timed.facts.registers),
-            ("CTAs per SM", timed.facts.ctas_per_sm),
-            ("bytes spilled", timed.facts.spill_bytes),
         )
     ]
     if not rows:
         return None
     dots = {
-        "mark": {"type": "circle", "size": 18, "opacity": 0.35, "color": BLUE},
-        "width": 260,
-        "height": 200,
+        "mark": {"type": "point", "filled": True, "size": 60},
         "encoding": {
-            "x": quantity("value", ""),
-            "y": quantity("relative", f"{section.provenance} time / best", scale={"zero": False}),
-            "tooltip": tips(problem="problem", value="value", relative="time / best", schedule="schedule"),
+            "x": quantity("loss", "how much longer it takes than that regime's own winner", axis={"format": "%"}),
+            "y": word("problem", None, axis={"labelLimit": 240}),
+            "color": word("way", None, scale={"range": [BLUE, ORANGE]}, legend={"orient": "bottom", "columns": 1}),
+            "shape": word("sure", "intervals apart", legend={"orient": "bottom"}),
+            "tooltip": tips(
+                problem="problem",
+                way="served",
+                said="takes longer by",
+                sure="intervals apart",
+                programs="programs in both",
+            ),
         },
     }
-    return chart(
-        rows, {"facet": word("what", None), "columns": 3, "spec": dots, "resolve": {"scale": {"x": "independent"}}}
+    devices = ", ".join(sorted({one.device_name for one in report.regimes}))
+    return titled(
+        chart(rows, {**dots, "width": "container"}, height=19 * len(report.regimes)),
+        "Burst against sustained",
+        f"measured on {devices}",
     )
 
 
-def of_section(section: Section, report: Report) -> dict[str, tuple[str, str, Spec]]:
-    """Chart name -> heading, text and chart, for all charts that have something to show."""
-    kind = section.provenance
-    wanted = {
-        "knobs": (
-            "Knobs",
-            "What holding one knob at a value costs when all others stay free. A knob whose green dot stands at 1 may be left "
-            "at that value everywhere; one whose green dot stands to the right has to be chosen for the problem.",
-            knobs(section),
-        ),
-        "tiles": (
-            "Tiles",
-            "Each tile by its best schedule over all other knobs; outlined the best. One scale for all panels, which ends at "
-            f"{SCALE_END:g} times the best.",
-            tiles(section, report),
-        ),
-        "sweeps": (
-            "Each knob at the best of the rest",
-            "What holding a knob at a value costs when all others stay free. A line is a problem.",
-            sweeps(section, report),
-        ),
-        "spread": (
-            "All programs",
-            "The share of all programs tried that come within a factor of the best; dashed at 1, 5 and 10%.",
-            spread(section, report),
-        ),
-        "regret": (
-            "Regret",
-            "What serving the winner of one problem costs on another. Grey: not timed there; `tiledsched tune --candidates FILE` "
-            "with the winners in a file times them everywhere.",
-            regret(section, report),
-        ),
-        "trace": (
-            "The searches",
-            "The best program so far against the number measured, in the order of the newest run. Dashed: the noise floor, "
-            "half the 95% interval of the best.",
-            trace(section, report),
-        ),
-        "rates": ("Rates of the best schedules", "A dot is a problem.", rates(section, report)),
-        "roofline": ("Roofline", said_of_roofs(section, report), roofline(section, report)),
-        "resources": ("Resources and time", "Programs by what their machine code takes.", resources(section)),
+def ceilings_of(report: Report, one: ProblemReport) -> dict[str, tuple[float, float]]:
+    """The ceilings of a GPU: what they are -> (TFLOP/s, GB/s). Those computed for it come first, then the highest measured."""
+    if report.arch not in ARCHS:
+        return {}
+    spec = arch_spec(report.arch, one.device_name)
+    clocks = [
+        each.sm_clock_mhz[1] for each in report.conditions if each.sm_clock_mhz and each.device.name == one.device_name
+    ]
+    ghz = max(clocks) / 1e3 if clocks else spec.clock_ghz
+    peak = spec.tensor_flops * spec.sm_count * ghz / 1e3
+    rates = f"{spec.sm_count} SMs x {spec.tensor_flops} FLOP x {ghz:.2f} GHz; {spec.dram_gbps:.0f} GB/s"
+    found = {f"computed: {rates}": (peak, spec.dram_gbps)}
+    if one.device_name and (highest := roof_of(report.ceilings, one.device_name)):
+        found[f"measured: {highest[0]}; {highest[1]}"] = (highest[0].rate, highest[1].rate)
+    return found
+
+
+def roofs(report: Report, one: ProblemReport) -> list[dict[str, Any]]:
+    """The ceilings of a problem's GPU over arithmetic intensity, as lines."""
+    known = [each.problem for each in (*report.measured.problems, *report.modelled.problems)]
+    intensities = [each.flops / each.min_bytes for each in known if unit_of(each) == "TFLOP/s" and each.min_bytes]
+    if not intensities:
+        return []
+    low, high = min(intensities) / 2, max(intensities) * 2
+    return [
+        {"intensity": at, "rate": min(flops, at * gbps / 1e3), "said": said, "ceiling": said.partition(":")[0]}
+        for said, (flops, gbps) in ceilings_of(report, one).items()
+        for at in sorted({low, high, min(max(flops * 1e3 / gbps, low), high)})
+    ]
+
+
+def share_of_ceiling(report: Report, one: ProblemReport) -> str:
+    """How much of the highest rate that its GPU allows the best schedule reaches, in a sentence; empty where it is not known."""
+    ceilings = ceilings_of(report, one)
+    if not ceilings or unit_of(one.problem) != "TFLOP/s" or not one.problem.min_bytes:
+        return ""
+    said, (flops, gbps) = list(ceilings.items())[-1]
+    roof = min(flops, one.problem.flops / one.problem.min_bytes * gbps / 1e3)
+    return f"The best schedule reaches {one.best.rate / roof * 100:.0f}% of the ceiling {said}."
+
+
+def views(reports: Sequence[Report]) -> list[View]:
+    """The views of one problem."""
+    report = reports[0]
+    unit_title = "FLOP per byte of input and output"
+    kinds = {"domain": ["best", "default schedule", "rival"], "range": [GREEN, ORANGE, BLUE]}
+    relative = quantity("relative", "time / best time", scale=RATIOS["scale"], axis=RATIOS["axis"])
+    histogram: Spec = {
+        "width": "container",
+        "height": 190,
+        "layer": [
+            {
+                "data": {"name": "programs"},
+                "mark": {"type": "rect", "color": "#9aa7b5"},
+                "encoding": {
+                    "x": quantity("start", "time / best time", scale={**RATIOS["scale"]}, axis=RATIOS["axis"]),
+                    "x2": {"field": "end"},
+                    "y": quantity("programs", "programs"),
+                    "y2": {"datum": 0},
+                    "tooltip": tips(start="from", end="to", programs="programs", so_far="this fast or faster"),
+                },
+            },
+            {
+                "data": {"name": "marks"},
+                "mark": {"type": "rule", "strokeWidth": 2},
+                "encoding": {
+                    "x": {"field": "at", "type": "quantitative"},
+                    "color": word("kind", None, scale=kinds, legend=None),
+                    "tooltip": tips(what="time / best", us="µs"),
+                },
+            },
+            {
+                "data": {"name": "marks"},
+                "mark": {
+                    "type": "text",
+                    "align": {"expr": "datum.at > 2 ? 'right' : 'left'"},
+                    "dx": {"expr": "datum.at > 2 ? -5 : 5"},
+                    "fontSize": 11,
+                },
+                "encoding": {
+                    "x": {"field": "at", "type": "quantitative"},
+                    "y": {"field": "height", "type": "quantitative", "scale": None, "axis": None},
+                    "text": {"field": "what", "type": "nominal"},
+                },
+            },
+        ],
     }
-    return {
-        f"{name}-{kind}": (f"{heading}, {kind}", text, spec)
-        for name, (heading, text, spec) in wanted.items()
-        if spec is not None
+    resources: Spec = {
+        "width": "container",
+        "height": 220,
+        "data": {"name": "resources"},
+        "layer": [
+            {
+                "mark": {"type": "point", "filled": True, "size": 32, "opacity": 0.6},
+                "encoding": {
+                    "x": quantity("registers", "registers per thread", scale={"zero": False}),
+                    "y": relative,
+                    "color": {
+                        "field": "blocks",
+                        "type": "ordinal",
+                        "title": "blocks per SM",
+                        "scale": {"scheme": "viridis"},
+                        "legend": {"orient": "bottom"},
+                    },
+                    "shape": {"condition": {"test": "datum.spilled > 0", "value": "cross"}, "value": "circle"},
+                    "tooltip": tips(
+                        schedule="schedule",
+                        us="µs",
+                        relative="time / best",
+                        registers="registers",
+                        spilled="bytes spilled",
+                        blocks="blocks per SM",
+                    ),
+                },
+            },
+            {
+                "transform": [{"filter": "datum.best"}],
+                "mark": {"type": "point", "size": 160, "color": RED, "strokeWidth": 2.5},
+                "encoding": {"x": quantity("registers", ""), "y": {"field": "relative", "type": "quantitative"}},
+            },
+        ],
     }
+    roofline: Spec = {
+        "width": "container",
+        "height": 220,
+        "layer": [
+            {
+                "data": {"name": "roofs"},
+                "mark": {"type": "line", "strokeWidth": 2, "color": "#888888"},
+                "encoding": {
+                    "x": quantity(
+                        "intensity",
+                        unit_title,
+                        scale={"type": "log", "nice": False},
+                        axis={"format": "~s", "tickCount": 6},
+                    ),
+                    "y": quantity("rate", "TFLOP/s", scale={"type": "log"}, axis={"format": "~s", "tickCount": 5}),
+                    "detail": {"field": "said", "type": "nominal"},
+                    "strokeDash": word(
+                        "ceiling",
+                        "ceiling",
+                        scale={"domain": ["measured", "computed"], "range": [[1, 0], [4, 4]]},
+                        legend={"orient": "bottom"},
+                    ),
+                    "tooltip": tips(said="ceiling"),
+                },
+            },
+            {
+                "data": {"name": "roofline"},
+                "mark": {"type": "point", "filled": True, "size": 110},
+                "encoding": {
+                    "x": {"field": "intensity", "type": "quantitative"},
+                    "y": {"field": "rate", "type": "quantitative"},
+                    "color": word(
+                        "what",
+                        None,
+                        scale=kinds | {"domain": kinds["domain"][:2], "range": kinds["range"][:2]},
+                        legend={"orient": "bottom"},
+                    ),
+                    "tooltip": tips(what="schedule", rate="TFLOP/s", us="µs"),
+                },
+            },
+        ],
+    }
+    trace: Spec = {
+        "width": "container",
+        "height": 190,
+        "data": {"name": "trace"},
+        "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 2, "color": BLUE},
+        "encoding": {
+            "x": quantity("measured", "programs measured"),
+            "y": quantity("relative", "best so far / best", scale={"type": "log", "nice": False}, axis=RATIOS["axis"]),
+            "tooltip": tips(measured="programs measured", relative="best so far / best"),
+        },
+    }
+    grey = {
+        "condition": [{"test": "datum.low > 1", "value": RED}, {"test": "datum.high < 1", "value": GREEN}],
+        "value": "#888888",
+    }
+    effects = {
+        **effects_chart("time / time with the best schedule's value", grey),
+        "width": "container",
+        "height": {"step": 17},
+        "data": {"name": "knobs"},
+    }
+    return [
+        View(
+            name="tile-map",
+            heading="Which tile is best",
+            caption="Each square is one tile size with its best schedule over all other knobs; 1.00, outlined, "
+            "is the best tile, and 1.10 takes "
+            "10% longer. Point at a square for its schedule.",
+            spec={**tile_map(report), "width": "container", "height": {"step": 40}, "data": {"name": "tiles"}},
+            main="tiles",
+        ),
+        View(
+            name="knob-effects",
+            heading="What another value of a knob costs",
+            caption="Each line compares programs that differ in this knob alone: how much longer they take "
+            "than with the best schedule's value, "
+            "and the 95% interval. Right of 1 is slower.",
+            spec=effects,
+            main="knobs",
+            tall=True,
+        ),
+        View(
+            name="programs",
+            heading="How many programs are good enough",
+            caption=f"Bars count the programs tried, by their time over the best time; all slower than "
+            f"{SCALE_END:g} times are in the last bar.",
+            spec=histogram,
+            main="programs",
+        ),
+        View(
+            name="resources",
+            heading="Registers, spills and occupancy against time",
+            caption="Each dot is a program; a cross spills registers to memory. The best is circled.",
+            spec=resources,
+            main="resources",
+        ),
+        View(
+            name="roofline",
+            heading="How close it comes to the GPU's limits",
+            caption="Grey lines are the highest rates that memory (slanted) and arithmetic (flat) allow: "
+            "computed from the GPU's rates, or the "
+            "highest that any kernel was measured at.",
+            spec=roofline,
+            main="roofline",
+        ),
+        View(
+            name="search",
+            heading="How the search went",
+            caption="The best time so far against the number of programs measured, in the newest run.",
+            spec=trace,
+            main="trace",
+        ),
+    ]
+
+
+def source_of_problems(report: Report, problems: Sequence[ProblemReport]) -> str:
+    """Where the times of problems come from, for the titles of pictures."""
+    days = sorted(f"{one.taken:%Y-%m-%d}" for one in problems if one.taken)
+    where = list(dict.fromkeys(source_of(report, replace(one, taken=None)) for one in problems))
+    when = f", {' to '.join(dict.fromkeys([days[0], days[-1]]))}" if days else ""
+    return f"{report.kernel}, {len(problems)} problem{'' if len(problems) == 1 else 's'}, {'; '.join(where)}{when}"

@@ -8,8 +8,9 @@ from typing import Any
 from tiledsched.core.files import csv_text
 from tiledsched.core.problem import Problem, unit_of
 from tiledsched.report.analysis import size_regime
+from tiledsched.report.effects import value_effects
 from tiledsched.report.records import MEASURED, MODELLED, Report, Section, Tile
-from tiledsched.report.regret import broad, regret_map
+from tiledsched.report.views import explored
 
 RATE_COLUMNS = {"TFLOP/s": "tflops", "GB/s": "gbps"}
 FACT_COLUMNS = ("registers", "threads", "shared_bytes", "spill_bytes", "code_bytes", "ctas_per_sm")
@@ -82,22 +83,6 @@ def schedules_csv(report: Report) -> str:
     return _csv([*first, *fields.values(), "schedule_id", *knobs.values(), *last], rows)
 
 
-def regret_csv(report: Report) -> str:
-    """One row for each pair of problems with a landscape: what it costs to serve the winner of one on the other."""
-    rows = [
-        {
-            "arch": report.arch,
-            "winner_of": str(one.tuned),
-            "winner_of_id": one.tuned.id,
-            "served_on": str(one.served),
-            "served_on_id": one.served.id,
-            "loss": _number(one.loss),
-        }
-        for one in regret_map(broad(report.measured.problems))
-    ]
-    return _csv(["arch", "winner_of", "winner_of_id", "served_on", "served_on_id", "loss"], rows)
-
-
 def sensitivity_csv(report: Report) -> str:
     """One row for each problem, and one for each regime of sizes: best tile, runner-up tile, and the drop between them."""
     accum = _accum_column(report)
@@ -131,9 +116,9 @@ def sensitivity_csv(report: Report) -> str:
                         "problems": 1,
                         "problem_id": one.problem.id,
                         "best_tile": _tile(one.tiles[0].tile),
-                        "runner_up_tile": _tile(one.tiles[1].tile if len(one.tiles) > 1 else None),
+                        "runner_up_tile": _tile(one.second_tile.tile if one.second_tile else None),
                     }
-                    | _drops(section, one.tile_drop, one.tiles[-1].relative - 1)
+                    | _drops(section, one.tile_drop, one.worst_tile.relative - 1 if one.worst_tile else None)
                 )
         for line in section.sensitivity:
             rows.append(
@@ -209,6 +194,46 @@ def importance_csv(report: Report) -> str:
     )
 
 
+def knobs_csv(report: Report) -> str:
+    """One row for each problem, knob and value: time with the value over time with the best schedule's value, from matched
+    pairs; the ratio is empty where too few pairs were timed.
+    """
+    rows: list[dict[str, Any]] = []
+    accum = _accum_column(report)
+    for one in (*report.measured.problems, *report.modelled.problems):
+        prefix = "modelled_" if one.provenance == MODELLED else ""
+        rows += [
+            {
+                "arch": report.arch,
+                "device": one.device_name,
+                "provenance": one.provenance,
+                "problem": str(one.problem),
+                "problem_id": one.problem.id,
+                **dict.fromkeys(accum, one.accum_mode),
+                "knob": each.knob,
+                "value": each.value,
+                "against": each.against,
+                f"{prefix}ratio": _number(each.ratio),
+                f"{prefix}ci_low": _number(each.ci_low),
+                f"{prefix}ci_high": _number(each.ci_high),
+                "pairs": each.pairs,
+            }
+            for each in value_effects(one)
+        ]
+    identity = ("arch", "device", "provenance", "problem", "problem_id", *accum, "knob", "value", "against")
+    ratios = ("ratio", "ci_low", "ci_high")
+    return _csv((*identity, *ratios, "pairs", *(f"modelled_{name}" for name in ratios)), rows)
+
+
+def winners_csv(report: Report) -> str:
+    """The best schedules of the problems that the report explores, as `tiledsched tune --candidates` takes them: a column for
+    each knob, a row for each schedule.
+    """
+    problems = explored(report.measured.problems) or explored(report.modelled.problems)
+    rows = [dict(schedule) for schedule in dict.fromkeys(one.best.schedule for one in problems)]
+    return _csv(list(dict.fromkeys(knob for row in rows for knob in row)), rows)
+
+
 def interactions_csv(report: Report) -> str:
     """One row for each change of a knob whose effect depends on the rest of the schedule."""
     rows = [
@@ -246,12 +271,12 @@ def _accum_column(report: Report) -> list[str]:
     return ["accum_mode"] if report.accuracy_classes else []
 
 
-def _drops(section: Section, drop: float | None, worst: float) -> dict[str, Any]:
+def _drops(section: Section, drop: float | None, worst: float | None) -> dict[str, Any]:
     prefix = "modelled_" if section.provenance == MODELLED else ""
     return {
         "provenance": section.provenance,
         f"{prefix}drop_percent": "" if drop is None else f"{drop * 100:.3f}",
-        f"{prefix}worst_drop_percent": f"{worst * 100:.3f}",
+        f"{prefix}worst_drop_percent": "" if worst is None else f"{worst * 100:.3f}",
     }
 
 

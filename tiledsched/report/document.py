@@ -14,6 +14,7 @@ from typing import Any
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.extras import installing
 from tiledsched.core.files import printable, write_whole
+from tiledsched.report.vega import titled
 
 VEGA_LITE = "6.4"
 NOTHING = "-"
@@ -21,6 +22,8 @@ NOTHING = "-"
 CODE = re.compile("`([^`]+)`")
 NUMBER = re.compile(r"[\d.,]+[%x]?|\[[\d., ]+\]|" + NOTHING)
 
+PAPER_WIDTH = 560
+"""Width of a chart in a file, in pixels, where the page decides its width on screen."""
 FILTERED = 12
 """A table on an HTML page gets a search field if it has at least so many rows."""
 CONFIG = {"background": "white", "font": "DejaVu Sans, sans-serif"}
@@ -47,6 +50,10 @@ class Paragraph:
     """Plain text; text between backticks is code."""
     warning: bool = False
     """Whether the reader must not overlook it."""
+    measured: bool = False
+    """Whether it says that what follows was measured."""
+    answer: bool = False
+    """Whether it is what the reader came for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +91,104 @@ class Chart:
     """What the chart shows, for readers who cannot see it."""
 
 
+Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """A chart that is drawn for whichever case the reader chooses."""
+
+    name: str
+    """Name of its files, without their endings."""
+    heading: str
+    """Its title, on the page and in exported pictures."""
+    caption: str
+    """What it shows; text between backticks is code."""
+    spec: Mapping[str, Any]
+    """The chart in Vega-Lite; its data have the names of data sets, and no values."""
+    main: str
+    """The data set without which there is nothing to draw."""
+    tall: bool = False
+    """Whether it takes the height of two others, where views stand side by side."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What views show for one choice of the reader."""
+
+    values: Mapping[str, str]
+    """Title of a choice -> its value for this case."""
+    title: str
+    """What the case is, for pictures."""
+    source: str
+    """Where its numbers come from, for pictures."""
+    lead: str
+    """What is to be said of it; text between backticks is code."""
+    rows: Mapping[str, Rows | str]
+    """Name of a data set -> its rows, or the name of a data set of the explorer's."""
+    notes: Mapping[str, str]
+    """Name of a view -> a sentence beneath its caption."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explorer:
+    """Views of many cases, one case at a time: the reader chooses it by its values."""
+
+    views: Sequence[View]
+    """The views."""
+    cases: Sequence[Case]
+    """The cases."""
+    first: int
+    """The place of the case that is shown until another is chosen, and that is written as SVG and PNG."""
+    shared: Mapping[str, Rows]
+    """Data sets that several cases share, by name."""
+
+    def drawn(self) -> list[tuple[View, dict[str, Any]]]:
+        """The views of the case shown first that have something to show, each with its whole chart."""
+        case = self.cases[self.first]
+        data = {name: self.shared[rows] if isinstance(rows, str) else rows for name, rows in case.rows.items()}
+        return [
+            (view, {**titled({**view.spec}, view.heading, case.title, case.source), "datasets": data})
+            for view in self.views
+            if data.get(view.main)
+        ]
+
+    def packed(self) -> dict[str, Any]:
+        """All that the page needs, with rows as columns, and every text of a row stated once."""
+        texts: dict[str, int] = {}
+
+        def columns(rows: Rows) -> dict[str, Any]:
+            found: dict[str, Any] = {}
+            for name in rows[0] if rows else ():
+                values = [row[name] for row in rows]
+                words = all(isinstance(value, str) for value in values)
+                found[name] = [texts.setdefault(value, len(texts)) for value in values] if words else values
+                if words:
+                    found[name] = {"texts": found[name]}
+            return found
+
+        cases = [
+            {
+                "values": case.values,
+                "title": case.title,
+                "source": case.source,
+                "lead": _inline(case.lead),
+                "rows": {name: rows if isinstance(rows, str) else columns(rows) for name, rows in case.rows.items()},
+                "notes": {name: _inline(note) for name, note in case.notes.items()},
+            }
+            for case in self.cases
+        ]
+        views = {each.name: {"heading": each.heading, "spec": each.spec, "main": each.main} for each in self.views}
+        shared = {name: columns(rows) for name, rows in self.shared.items()}
+        return {"first": self.first, "views": views, "cases": cases, "shared": shared, "texts": list(texts)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Contents:
     """Links to the headings of level 2 that follow."""
 
 
-Block = Heading | Paragraph | Table | Cards | Chart | Contents
+Block = Heading | Paragraph | Table | Cards | Chart | Explorer | Contents
 
 
 def write_document(
@@ -118,8 +217,8 @@ def write_document(
         ConfigError: the folder cannot be made or written.
     """
     drawn = drawings(blocks)
-    if drawn is None and any(isinstance(block, Chart) for block in blocks):
-        blocks = [block for block in blocks if not isinstance(block, Chart)]
+    if drawn is None and any(isinstance(block, (Chart, Explorer)) for block in blocks):
+        blocks = [block for block in blocks if not isinstance(block, (Chart, Explorer))]
         text = f"The charts are left out: for them, run `{installing('report')}`."
         blocks.insert(1, Paragraph(text=text))
     files: dict[str, bytes] = {
@@ -142,9 +241,14 @@ def drawings(blocks: Sequence[Block]) -> dict[str, bytes] | None:
     found: dict[str, bytes] = {}
     try:
         for one in blocks:
+            specs: list[tuple[Chart | View, Mapping[str, Any]]] = []
             if isinstance(one, Chart):
-                found[f"{one.name}.svg"] = as_svg(one.spec)
-                found[f"{one.name}.png"] = as_png(one.spec)
+                specs = [(one, one.spec)]
+            elif isinstance(one, Explorer):
+                specs = [*one.drawn()]
+            for named, spec in specs:
+                found[f"{named.name}.svg"] = as_svg(spec)
+                found[f"{named.name}.png"] = as_png(spec)
     except ImportError:
         return None
     return found
@@ -158,14 +262,20 @@ def as_svg(spec: Mapping[str, Any]) -> bytes:
     """
     import vl_convert
 
-    return str(vl_convert.vegalite_to_svg({**_shown(spec), "config": CONFIG}, vl_version=VEGA_LITE)).encode()
+    return str(vl_convert.vegalite_to_svg(_on_paper(spec), vl_version=VEGA_LITE)).encode()
 
 
 def as_png(spec: Mapping[str, Any]) -> bytes:
     """A chart as a PNG file, with one and a half pixels to a unit."""
     import vl_convert
 
-    return bytes(vl_convert.vegalite_to_png({**_shown(spec), "config": CONFIG}, vl_version=VEGA_LITE, scale=1.5))
+    return bytes(vl_convert.vegalite_to_png(_on_paper(spec), vl_version=VEGA_LITE, scale=1.5))
+
+
+def _on_paper(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The chart for a file, where there is no page whose width it could take."""
+    shown: dict[str, Any] = _shown(spec)
+    return {**shown, "config": CONFIG, **({"width": PAPER_WIDTH} if shown.get("width") == "container" else {})}
 
 
 def to_markdown(blocks: Sequence[Block], drawn: Collection[str] = ()) -> str:
@@ -188,6 +298,19 @@ def _markdown(block: Block, drawn: Collection[str]) -> str:
     if isinstance(block, Chart):
         file = f"{block.name}.svg"
         return f"![{_plain(block.text)}]({file})" if file in drawn else ""
+    if isinstance(block, Explorer):
+        case = block.cases[block.first]
+        pictures = [(view, f"{view.name}.svg") for view, _ in block.drawn()]
+        return "\n\n".join(
+            [
+                f"**{_plain(case.title)}**, {_plain(case.source)}. {_plain(case.lead)}",
+                *(
+                    f"![{_plain(view.caption)}]({file})\n\n{_plain(view.caption)}"
+                    for view, file in pictures
+                    if file in drawn
+                ),
+            ]
+        )
     marks = ["---:" if block.numeric(column) else "---" for column in range(len(block.head))]
     lines = [block.head, marks, *block.rows]
     return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
@@ -237,7 +360,7 @@ def to_html(blocks: Sequence[Block], *, title: str) -> str:
             body.append(_html(block, ids.get(place, "")))
     if folded:
         body.append("</details>")
-    code = _drawing_code() if any(isinstance(block, Chart) for block in blocks) else ""
+    code = _drawing_code() if any(isinstance(block, (Chart, Explorer)) for block in blocks) else ""
     return "\n".join(
         [
             "<!DOCTYPE html>",
@@ -276,8 +399,8 @@ def unique_ids(blocks: Sequence[Block]) -> dict[int, str]:
     taken: set[str] = set()
     found = {}
     for place, block in enumerate(blocks):
-        if isinstance(block, (Heading, Chart)):
-            words = f"chart-{block.name}" if isinstance(block, Chart) else block.text
+        if isinstance(block, (Heading, Chart, Explorer)):
+            words = f"chart-{block.name}" if isinstance(block, Chart) else getattr(block, "text", "cases")
             stem = re.sub(r"\W+", "-", words.lower()).strip("-") or "part"
             free = (f"{stem}-{number}" if number > 1 else stem for number in itertools.count(1))
             found[place] = next(name for name in free if name not in taken)
@@ -289,8 +412,9 @@ def _html(block: Block, own_id: str = "") -> str:
     if isinstance(block, Heading):
         return f'<h{block.level} id="{own_id}">{_inline(block.text)}</h{block.level}>'
     if isinstance(block, Paragraph):
-        name = ' class="warning"' if block.warning else ""
-        return f"<p{name}>{_inline(block.text)}</p>"
+        kinds = {"warning": block.warning, "measured": block.measured, "answer": block.answer}
+        names = " ".join(name for name, holds in kinds.items() if holds)
+        return f'<p class="{names}">{_inline(block.text)}</p>' if names else f"<p>{_inline(block.text)}</p>"
     if isinstance(block, Cards):
         return "\n".join(
             [
@@ -300,9 +424,12 @@ def _html(block: Block, own_id: str = "") -> str:
             ]
         )
     if isinstance(block, Chart):
-        data = json.dumps(_shown(block.spec), separators=(",", ":")).replace("<", "\\u003c")
         place = f'<div class="chart" data-spec="{own_id}" role="img" aria-label="{html.escape(printable(block.text))}"></div>'
-        return f'<script type="application/json" id="{own_id}">{data}</script>\n{place}'
+        return f"{_data(own_id, block.spec)}\n{place}"
+    if isinstance(block, Explorer):
+        figures = "\n".join(map(_figure, block.views))
+        parts = f'<div class="choices"></div>\n<p class="lead"></p>\n<div class="views">\n{figures}\n</div>'
+        return f'{_data(own_id, block.packed())}\n<section class="explorer" data-cases="{own_id}">\n{parts}\n</section>'
     if isinstance(block, Contents):
         return ""
     classes = [' class="number"' if block.numeric(column) else "" for column in range(len(block.head))]
@@ -314,6 +441,20 @@ def _html(block: Block, own_id: str = "") -> str:
     field = '<input class="filter" type="search" placeholder="filter rows" aria-label="filter rows">'
     head = f"{field if len(block.rows) >= FILTERED else ''}<table>\n<thead><tr>{row('th', block.head)}</tr></thead>"
     return f'<div class="scroll">{head}\n<tbody>\n{body}\n</tbody>\n</table></div>'
+
+
+def _figure(view: View) -> str:
+    """The place of a view, with its caption."""
+    kinds = "view tall" if view.tall else "view"
+    chart = f'<div class="chart" role="img" aria-label="{_inline(view.heading)}"></div>'
+    caption = f'<figcaption>{_inline(view.caption)} <span class="note"></span></figcaption>'
+    return f'<figure class="{kinds}" data-view="{view.name}">{chart}{caption}</figure>'
+
+
+def _data(own_id: str, values: Any) -> str:
+    """Values for the page's own code to read."""
+    text = json.dumps(_shown(values), separators=(",", ":")).replace("<", "\\u003c")
+    return f'<script type="application/json" id="{own_id}">{text}</script>'
 
 
 def _inline(text: str) -> str:

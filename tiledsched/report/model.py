@@ -13,16 +13,19 @@ from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.device import ARCHS
 from tiledsched.core.fields import Choice, Flag
 from tiledsched.core.problem import KernelClass, Problem, ProblemClass, rate_of
+from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import source_part
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
 from tiledsched.measure.clocks import summarise_throttling
 from tiledsched.measure.estimate import Timing
-from tiledsched.report.analysis import joined_importance, knob_importance, sensitivity, tile_knobs, tile_times
+from tiledsched.report.analysis import sensitivity, tile_times
 from tiledsched.report.axes import Axes, axes_of
 from tiledsched.report.ceilings import measured_ceilings
+from tiledsched.report.effects import tile_knobs
 from tiledsched.report.importance import interactions, knob_shares
+from tiledsched.report.published import figures_for
 from tiledsched.report.records import (
     MEASURED,
     MODELLED,
@@ -33,12 +36,12 @@ from tiledsched.report.records import (
     Section,
     Timed,
 )
+from tiledsched.report.sources import WithShipped
 from tiledsched.store.evidence import for_compiler, of_kernel, of_one_compiler, timed_alike
 from tiledsched.store.queries import KnobEffect, compare_regimes, knob_effects
 from tiledsched.store.records import BuildRecord, Entry, FailureRecord, StoredMeasurement, Toolchain
 
 if TYPE_CHECKING:
-    from tiledsched.report.sources import WithShipped
     from tiledsched.store.db import TuningDB
 
 __all__ = ["ModelTimes", "Report", "build_report"]
@@ -140,11 +143,15 @@ def build_report(
         conditions=_conditions(taken),
         regimes=tuple(compare_regimes(alike)),
         model_compilers=tuple(
-            sorted({entry.toolchain.compiler for entry in entries if entry.provenance == MODELLED and entry.toolchain})
+            sorted(
+                builds.modelled_compilers
+                or {entry.toolchain.compiler for entry in entries if entry.provenance == MODELLED and entry.toolchain}
+            )
         ),
         ceilings=measured_ceilings(
             [*entries, *served], regime, {str(problem.values.get("dtype")) for problem, _, _ in landscapes}
         ),
+        published=figures_for(kernel, arch, desk.space, builds.shipped),
     )
 
 
@@ -179,7 +186,6 @@ def _section(provenance: str, problems: Sequence[ProblemReport], tile: tuple[str
         provenance=provenance,
         problems=ordered,
         sensitivity=sensitivity(ordered),
-        knobs=joined_importance(ordered),
         shares=knob_shares(times),
         interactions=interactions(times),
     )
@@ -218,6 +224,11 @@ class _Builds:
             if build.fingerprint:
                 self._alike[tuple(map(build.problem_class.values.get, self._compiled_in))].append(build)
         self._serving: dict[Problem, list[BuildRecord]] = {}
+        self.modelled_compilers: set[str] = set()
+        """Compilers behind modelled landscapes, one line each."""
+        self.shipped: Callable[[Problem, Schedule | None], list[BuildRecord]] = (
+            db.shipped_builds if isinstance(db, WithShipped) else lambda problem, schedule: []
+        )
 
     def facts(self, fingerprint: str) -> ResourceFacts | None:
         """Resources of machine code; None where they are not known."""
@@ -235,6 +246,33 @@ class _Builds:
                 if build.problem_class == _or_none(problem_class, self._kernel, problem, build.schedule, device)
             ]
         return self._serving[problem]
+
+    def modelled(self, entry: Entry, device: Any) -> list[BuildRecord]:
+        """The builds that make the landscape of a problem that nobody measured, one for each schedule.
+
+        They are all of one compiler and source: of the entry's, or of those that ship where there are more of these.
+        """
+        own = [
+            build
+            for build in self.of(entry.problem, device)
+            if _accum_mode(build.schedule) == entry.accum_mode
+            and (entry.toolchain is None or build.toolchain == entry.toolchain)
+            and (not entry.source_hash or build.source_hash == source_part(entry.source_hash))
+        ]
+        shipped = [
+            build
+            for build in self.shipped(entry.problem, None)
+            if build.fingerprint and _accum_mode(build.schedule) == entry.accum_mode
+        ]
+        if len({(build.toolchain, build.source_hash) for build in (*own, *shipped[:1])}) > 1:
+            own, shipped = (own, []) if len(own) >= len(shipped) else ([], shipped)
+        # Fingerprints of another element type than the problem's stand for what was built here of the same schedule.
+        found = {build.schedule: build for build in own}
+        here = {each.fingerprint: found[each.schedule].fingerprint for each in shipped if each.schedule in found}
+        for each in shipped:
+            found.setdefault(each.schedule, replace(each, fingerprint=here.get(each.fingerprint, each.fingerprint)))
+        self.modelled_compilers |= {build.toolchain.compiler for build in (*own[:1], *shipped[:1])}
+        return list(found.values())
 
     def knob_effects(self) -> tuple[KnobEffect, ...]:
         """How often each knob leaves the machine code unchanged, the most inert knob first, over builds of the reported
@@ -317,44 +355,53 @@ class _Desk:
                 own = timed[by_program[program].measurement.schedule]
                 timed[schedule] = replace(own, schedule=schedule, same_program_as=own.schedule)
         written = self._write_up(MEASURED, key, list(timed.values()), self._served(key), len(stored))
-        return replace(written, trace=_trace(stored, written.best.us))
+        return replace(written, trace=_trace(stored, written.best.us), taken=stored[0].created_at)
 
     def modelled(self, entry: Entry, model_times: ModelTimes | None) -> ProblemReport | None:
-        """The report on a problem that nobody measured; None where the model has no time for it either."""
+        """The report on a problem that nobody measured; None where the model has no time for it either.
+
+        Each program stands in it once, under the schedule that changes the fewest knobs, beside what is served and the default.
+        Programs that spill registers are left out unless every program does, as when a schedule is chosen (docs/model.md).
+        """
         problem, device = entry.problem, ARCHS.get(self.arch)
-        builds = [
-            build
-            for build in self.builds.of(problem, device)
-            if _accum_mode(build.schedule) == entry.accum_mode
-            and (entry.toolchain is None or build.toolchain == entry.toolchain)
-            and (not entry.source_hash or build.source_hash == source_part(entry.source_hash))
-        ]
-        fingerprints = {build.schedule: build.fingerprint for build in builds}
-        times = model_times(problem, builds) if model_times else {}
-        us = {build.schedule: times[build.schedule.id] for build in builds if build.schedule.id in times}
-        if not us and entry.model_us is not None:
-            us[entry.schedule] = entry.model_us
-            fingerprints.setdefault(entry.schedule, entry.fingerprint)
-            if entry.runner_up is not None and entry.margin is not None:
-                us[entry.runner_up] = entry.model_us * (1 + entry.margin)
-        if not us:
-            return None
-        timed = []
-        first: dict[ProgramKey, Schedule] = {}
-        for schedule in sorted(us, key=lambda schedule: (us[schedule], schedule != entry.schedule, schedule.id)):
-            fingerprint = fingerprints.get(schedule, "")
-            program = self._program(fingerprint or schedule.id, problem, schedule, device)
-            known = first.setdefault(program, schedule)
-            timed.append(
-                Timed(
-                    schedule=schedule,
-                    fingerprint=fingerprint,
-                    us=us[schedule],
-                    facts=self.builds.facts(fingerprint),
-                    same_program_as=None if known is schedule else known,
-                )
+        default = _or_none(self.space.default, problem) if self.space else None
+
+        def plainness(build: BuildRecord) -> tuple[bool, int, str]:
+            schedule = build.schedule
+            changed = sum(schedule.get(knob) != value for knob, value in (default or {}).items())
+            return schedule not in (entry.schedule, default), changed, schedule.id
+
+        builds = self.builds.modelled(entry, device)
+        sound = [build for build in builds if not build.facts or not spilled(build.facts.spill_bytes)]
+        first: dict[ProgramKey, BuildRecord] = {}
+        others: dict[Schedule, Schedule] = {}
+        for build in sorted(sound or builds, key=plainness):
+            known = first.setdefault(self._program(build.fingerprint, problem, build.schedule, device), build)
+            if known is not build and build.schedule in (entry.schedule, default):
+                others[build.schedule] = known.schedule
+        times = model_times(problem, list(first.values())) if model_times else {}
+        timed = [
+            Timed(
+                schedule=build.schedule, fingerprint=build.fingerprint, us=times[build.schedule.id], facts=build.facts
             )
-        return self._write_up(MODELLED, (problem, "", entry.accum_mode), timed, entry, 0)
+            for build in first.values()
+            if build.schedule.id in times
+        ]
+        timed += [
+            replace(one, schedule=schedule, same_program_as=own)
+            for schedule, own in others.items()
+            for one in timed
+            if one.schedule == own
+        ]
+        if not timed and entry.model_us is not None:
+            known_us = {entry.schedule: entry.model_us}
+            if entry.runner_up is not None and entry.margin is not None:
+                known_us[entry.runner_up] = entry.model_us * (1 + entry.margin)
+            timed = [
+                Timed(schedule=schedule, fingerprint=entry.fingerprint if schedule == entry.schedule else "", us=us)
+                for schedule, us in known_us.items()
+            ]
+        return self._write_up(MODELLED, (problem, "", entry.accum_mode), timed, entry, 0) if timed else None
 
     def _program(self, fingerprint: str, problem: Problem, schedule: Schedule, device: Any) -> ProgramKey:
         return fingerprint, _or_none(self.kernel.grids, problem, schedule, device)
@@ -395,7 +442,6 @@ class _Desk:
             programs=len(programs),
             measurements=measurements,
             served=served,
-            knobs=knob_importance(timed),
         )
 
     def _default(self, problem: Problem, timed: Sequence[Timed]) -> Timed | None:

@@ -20,6 +20,8 @@ from tiledsched.store.records import Entry
 
 MEASURED = "measured"
 MODELLED = "modelled"
+AS_GOOD = 0.01
+"""What takes at most this much longer is as good: times of one program repeat to about half of it."""
 Tile = tuple[int, int]
 """Values of the report's two tile knobs."""
 
@@ -64,34 +66,54 @@ class TileTime:
     """Its time over the best tile's time."""
     schedule: Schedule
     """The schedule with that time."""
+    programs: int
+    """Distinct programs with this tile that have a time."""
+    searched: bool
+    """Whether they are enough, beside those of other tiles, to say what the tile costs; always so for the best tile."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class KnobValueRatio:
-    """What it costs to fix one knob at one value."""
-
-    value: KnobValue
-    """The value."""
-    ratio: float
-    """Best time with the value over the best time of all; a geometric mean where several problems are joined."""
-    problems: int = 1
-    """How many problems are joined."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class KnobImportance:
-    """How much one knob matters."""
+class ValueEffect:
+    """What one value of a knob costs, compared with another value, from matched pairs: programs of one problem that differ
+    in that knob alone.
+    """
 
     knob: str
     """Name of the knob."""
+    value: KnobValue
+    """The value."""
+    against: KnobValue
+    """The value that it is compared with."""
+    ratio: float | None
+    """Time with `value` over time with `against`, a geometric mean; None where too few pairs were timed."""
+    ci_low: float | None
+    """Lower end of the ratio's 95% interval; None where too few pairs were timed."""
+    ci_high: float | None
+    """Upper end of the ratio's 95% interval; None where too few pairs were timed."""
     pairs: int
-    """Pairs of schedules of one problem that differ in this knob only and were both timed."""
-    mean_change: float | None
-    """Mean over the pairs of the slower time over the faster, minus 1; None without pairs."""
-    largest_change: float | None
-    """Largest of these changes; None without pairs."""
-    values: tuple[KnobValueRatio, ...]
-    """What each timed value costs, the best value first."""
+    """Matched pairs whose faster program is close to the best."""
+    problems: int
+    """Problems with such pairs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnobVerdict:
+    """What to do about one knob, over several problems."""
+
+    knob: str
+    """Name of the knob."""
+    advice: str
+    """leave: one value is as good as the best for all problems. choose: problems contradict each other. unclear: neither is
+    known. untried: no two values were compared in enough pairs.
+    """
+    value: KnobValue
+    """Where to leave the knob; otherwise the value that most problems prefer."""
+    effects: tuple[ValueEffect, ...]
+    """Every other value that was timed, compared with `value`; untried ones too."""
+    preferred: tuple[tuple[KnobValue, int], ...]
+    """Each value that problems prefer, with the number of these problems, the most frequent first. A problem prefers a value
+    if none compared with it is faster, and at least one is surely slower.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,9 +152,9 @@ class Interaction:
     """Number of pairs behind that ratio."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ProblemReport:
-    """Everything the report says about one problem on one device."""
+    """Everything the report says about one problem on one device. Two of them are never equal."""
 
     provenance: str
     """measured or modelled, for all times below."""
@@ -162,10 +184,10 @@ class ProblemReport:
     """Measurements, repeats included; 0 where modelled."""
     served: Entry | None
     """What the database serves for this problem; None where it has no entry."""
-    knobs: tuple[KnobImportance, ...]
-    """Knobs with more than one value, the most important first."""
     tiles: tuple[TileTime, ...] = ()
     """Each tile size, best first; empty where schedules have no tile knobs."""
+    taken: datetime | None = None
+    """When the newest of its measurements was taken, UTC; None where modelled."""
     trace: tuple[float, ...] = ()
     """Time over the best time for each program of the newest run, in the order measured; empty where imported or
     modelled.
@@ -205,9 +227,33 @@ class ProblemReport:
         return self.median_us / self.best.us - 1
 
     @property
+    def second_tile(self) -> TileTime | None:
+        """The second best tile; None with fewer than two tiles, and where too little was searched of the second.
+
+        What is not searched enough could only turn out faster: within `AS_GOOD` of the best it says that the tile matters
+        little.
+        """
+        second = self.tiles[1] if len(self.tiles) > 1 else None
+        return second if second and (second.searched or second.relative <= 1 + AS_GOOD) else None
+
+    @property
     def tile_drop(self) -> float | None:
-        """Best time of the second best tile over the best time, minus 1; None with fewer than two tiles."""
-        return self.tiles[1].us / self.tiles[0].us - 1 if len(self.tiles) > 1 else None
+        """Best time of the second best tile over the best time, minus 1; None where that tile is not known."""
+        return self.second_tile.relative - 1 if self.second_tile else None
+
+    @property
+    def worst_tile(self) -> TileTime | None:
+        """The slowest of the tiles that were searched enough; None where only the best was."""
+        return next((tile for tile in reversed(self.tiles[1:]) if tile.searched), None)
+
+    @property
+    def rivals(self) -> tuple[tuple[str, float], ...]:
+        """Each rival that was timed in turn with the schedule that is served, and its time over the best time, fastest first."""
+        if self.served is None or self.provenance != MEASURED:
+            return ()
+        relative = next((one.relative for one in self.timed if one.schedule == self.served.schedule), 1.0)
+        known = [(each.name, each.ratio * relative) for each in self.served.rivals or () if each.ratio is not None]
+        return tuple(sorted(known, key=lambda each: (each[1], each[0])))
 
     @property
     def group(self) -> tuple[Any, ...]:
@@ -233,12 +279,14 @@ class TileSensitivity:
     """How many problems are joined."""
     best: Tile
     """The tile whose best schedule has the least time, by geometric mean over the problems."""
-    runner_up: Tile | None
-    """The best other tile; None where only one was timed in every problem."""
-    drop: float | None
-    """Mean time of the runner-up over that of the best, minus 1; None without runner-up."""
+    runner_up: Tile
+    """The best other tile."""
+    drop: float
+    """Mean time of the runner-up over that of the best, minus 1."""
     spread: float
     """Mean time of the worst tile over that of the best, minus 1."""
+    tiles: int
+    """How many tiles were searched enough in every problem."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,8 +299,6 @@ class Section:
     """The problems, sorted by device, by what they share, by accumulator mode, then by size."""
     sensitivity: tuple[TileSensitivity, ...]
     """What the choice of tile is worth, for each group of problems and each regime of sizes."""
-    knobs: tuple[KnobImportance, ...]
-    """Importance of knobs over all problems, the most important first."""
     shares: tuple[KnobShare, ...] = ()
     """Importance of each knob over all problems; empty where modelled, or where little was measured."""
     interactions: tuple[Interaction, ...] = ()
@@ -336,6 +382,26 @@ class Ceiling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PublishedFigure:
+    """A time that others published, and the model's estimate for it."""
+
+    source: str
+    """Who published it."""
+    device: str
+    """Name of the GPU."""
+    problem: Problem
+    """The problem."""
+    what: Schedule | str
+    """The schedule that was timed, of a kernel like ours, or the name of another implementation."""
+    us: float
+    """The published time, in microseconds."""
+    ours: Schedule | None
+    """The schedule whose estimate stands beside it: the same, or our best; None where none was built."""
+    modelled_us: float | None
+    """Its estimate, in microseconds; None where there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """What is known of one kernel's schedules on one arch."""
 
@@ -373,6 +439,8 @@ class Report:
     """Compilers behind the modelled entries, one line each."""
     ceilings: tuple[Ceiling, ...] = ()
     """The highest rates that any kernel reached, for each GPU."""
+    published: tuple[PublishedFigure, ...] = ()
+    """What others measured on the arch's usual GPU."""
 
     @property
     def accuracy_classes(self) -> bool:
@@ -387,16 +455,3 @@ class Report:
         return (
             ", ".join(part for part in (self.axes.describe_shared(one.problem), accum, device) if part) or self.kernel
         )
-
-    @property
-    def warning(self) -> str:
-        """The first line of a report without measurements; empty where something was measured."""
-        if self.measured.problems:
-            return ""
-        where = self.arch
-        if self.elsewhere:
-            where += f" in the {self.regime} regime" + (f" on {self.device_name}" if self.device_name else "")
-        if self.modelled.problems:
-            return f"Nothing was measured on {where}: every figure below is the model's estimate"
-        todo = f"tiledsched tune {self.kernel} --arch {self.arch}"
-        return f"Nothing was measured on {where}, and nothing was modelled: run `{todo}`"

@@ -1,16 +1,21 @@
-"""What a report reads: a database, and below it the tables and landscapes that ship for the kernel and arch."""
+"""What a report reads: a database, and below it the tables, landscapes and builds that ship for the kernel and arch."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.core import data_files
 from tiledsched.core.errors import DatabaseError
-from tiledsched.core.problem import KernelClass
+from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.schedule import Schedule
+from tiledsched.store.build_files import BuildFile, read_builds
 from tiledsched.store.exchange import read_table
-from tiledsched.store.records import ArtifactRecord, Entry, StoredMeasurement
+from tiledsched.store.manifest import listed_files, manifest_path
+from tiledsched.store.records import ArtifactRecord, BuildRecord, Entry, StoredMeasurement
 
 if TYPE_CHECKING:
     from tiledsched.store.db import TuningDB
@@ -23,7 +28,7 @@ class WithShipped:
     methods.
 
     Args:
-        db: one's own; its builds, failures and runs are the only ones there are.
+        db: one's own; its failures and runs are the only ones there are.
         kernel: what is reported.
         arch: e.g. sm_90.
         entries: what is served, of every layer.
@@ -33,9 +38,11 @@ class WithShipped:
         self._db, self._kernel, self._arch = db, kernel, arch
         self._entries = [entry for entry in entries if (entry.kernel, entry.arch) == (kernel.name, arch)]
         folder = data_files.tuning_db()
+        recorded = sorted((folder / "landscapes" / kernel.name).glob("*.json.xz"))
+        elsewhere = {path for path, of in _archs_of_landscapes().items() if of != arch}
         tables = [
             folder / "tables" / kernel.name / f"{arch}.json",
-            *sorted((folder / "landscapes" / kernel.name).glob("*.json.xz")),
+            *(path for path in recorded if path not in elsewhere),
         ]
         self._shipped: dict[str, StoredMeasurement] = {}
         self._artifacts: dict[tuple[str, str], ArtifactRecord] = {}
@@ -82,5 +89,28 @@ class WithShipped:
         """What is known of machine code, by arch and fingerprint."""
         return self._artifacts | self._db.artifacts(arch)
 
+    @cached_property
+    def _build_files(self) -> list[BuildFile]:
+        found = []
+        for path in sorted((data_files.tuning_db() / "model" / self._kernel.name).glob("programs_*.json.xz")):
+            try:
+                found.append(read_builds(path))
+            except DatabaseError as error:
+                log.warning("%s; it is left out", error)
+        return found
+
+    def shipped_builds(self, problem: Problem, schedule: Schedule | None = None) -> list[BuildRecord]:
+        """The builds that ship and can serve a problem on the arch; see `BuildFile.builds_for`."""
+        return [build for file in self._build_files for build in file.builds_for(problem, self._arch, schedule)]
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._db, name)
+
+
+def _archs_of_landscapes() -> dict[Path, str]:
+    """The arch of each landscape that ships, as far as the manifest tells."""
+    try:
+        listed = listed_files(manifest_path())
+    except DatabaseError:
+        return {}  # of which every file complains
+    return {data_files.tuning_db() / name: each["arch"] for name, each in listed.items() if "arch" in each}

@@ -41,8 +41,12 @@ def tips(**titles: str) -> list[Spec]:
     return [{"field": field, "title": title} for field, title in titles.items()]
 
 
-def titled(spec: Spec, title: str, subtitle: str = "") -> Spec:
-    """The chart with a title, so that a picture of it explains itself. `subtitle` says on which GPU or arch, of which problem,
-    measured or modelled, and when.
+def titled(spec: Spec, title: str, *lines: str) -> Spec:
+    """The chart with a title and smaller lines beneath it, so that a picture of it explains itself.
+
+    The lines say of which problem it is, on which GPU or for which arch, measured or modelled, and when.
     """
-    return {**spec, "title": {"text": title, "subtitle": subtitle, "anchor": "start", "offset": 12}}
+    return {
+        **spec,
+        "title": {"text": title, "subtitle": [line for line in lines if line], "anchor": "start", "offset": 12},
+    }

@@ -729,16 +729,14 @@ def fits(schedule: Schedule, pinned: Mapping[str, KnobValue]) -> bool:
 
 
 def modelled_times(arch: str, kernel: KernelClass) -> Callable[[Problem, Sequence[BuildRecord]], dict[str, float]]:
-    """The model's view of built schedules, for reports: maps a problem and builds to schedule id -> modelled us."""
-    from tiledsched.core.launch import problem_class
-
+    """The model's view of builds that can serve a problem, for reports: maps both to schedule id -> modelled us."""
     spec = arch_spec(arch)
 
     def times(problem: Problem, builds: Sequence[BuildRecord]) -> dict[str, float]:
         return {
             build.schedule.id: kernel.cost.model(problem, build.schedule, build.facts, spec)
             for build in builds
-            if build.facts and build.problem_class == problem_class(kernel, problem, build.schedule, spec)
+            if build.facts
         }
 
     return times

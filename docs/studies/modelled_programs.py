@@ -1,0 +1,283 @@
+"""Compiles every schedule of the shipped search spaces, so that a report can model whole landscapes without a compiler:
+`python -m docs.studies.modelled_programs FOLDER --jobs 16 --minutes 8`.
+
+It needs a checkout and the compiler, no GPU and no database. It writes one file for each kind of problem of the shipped
+modelled tables (docs/landscapes.md has the format), and goes on where an earlier run into the same folder stopped. Put the
+files into `tuning_db/model/KERNEL/`, and run `python -m tiledsched.store.shipped`.
+
+Of each kind it also compiles a sample for the archs in `--same` and for the other element types in the table. An arch is named
+in the file only if all of the sample is the same machine code; an element type only if all of the sample takes the same
+registers, threads and shared memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tiledsched.build.compiler import BuildTask, Built
+from tiledsched.build.pool import BuildPool, default_jobs
+from tiledsched.build.toolchain import Toolchain, installed_toolchain
+from tiledsched.core import data_files
+from tiledsched.core.device import arch_spec
+from tiledsched.core.errors import TiledschedError
+from tiledsched.core.launch import problem_class
+from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.space_files import space_for
+from tiledsched.store.build_files import BuildFile, read_builds, write_builds
+from tiledsched.store.records import BuildRecord
+from tiledsched.store.shipped import read_shipped_entries
+from tiledsched.tuning.problems import kernel_of
+
+SAMPLE = 24
+"""Programs of each kind of problem that are compiled again for another arch, and for another element type."""
+WRITE_S = 30.0
+"""Seconds between two writings of all files."""
+ORDER = ("attention", "rms_norm", "softmax", "matmul")
+Key = tuple[str, str]
+"""(schedule id, problem class id)"""
+
+
+@dataclass(kw_only=True)
+class Kind:
+    """The problems of a kernel that one file is about, and what is known of their programs."""
+
+    kernel: KernelClass
+    arch: str
+    name: str
+    """Name of the file, without its ending."""
+    wanted: dict[Key, tuple[Schedule, Problem]]
+    """Every build, with a problem of its class."""
+    dtypes: tuple[str, ...]
+    """Further element types in the table."""
+    serves: dict[str, list[Key]] = field(default_factory=dict)
+    """For the id of each problem, the builds that can serve it."""
+    found: dict[Key, BuildRecord] = field(default_factory=dict)
+    samples: dict[str, list[bool]] = field(default_factory=dict)
+    """By arch or element type, whether each program of the sample is the same."""
+
+    def sample(self) -> list[Key]:
+        """A few of the wanted builds: the same ones in every run."""
+        keys = list(self.wanted)
+        return random.Random(0).sample(keys, min(SAMPLE, len(keys)))
+
+
+def words_of(kernel: KernelClass, problem: Problem) -> str:
+    """The part of a file's name that says which problems it is about: attention has a file for each head dimension and mask."""
+    if kernel.name != "attention":
+        return ""
+    return f"_d{problem.head_dim}" + ("_causal" if problem.causal else "")
+
+
+def kinds_of(kernel: KernelClass, arch: str, limit: int | None) -> list[Kind]:
+    """What is to be compiled for the problems of the shipped table of a kernel on an arch, in the order of the table."""
+    space, spec = space_for(arch, kernel), arch_spec(arch)
+    entries = read_shipped_entries(data_files.tuning_db() / "tables" / kernel.name / f"{arch}.json")
+    problems = list(dict.fromkeys(entry.problem for entry in entries))
+    dtypes = sorted({str(problem.values["dtype"]) for problem in problems}, key=lambda each: each != "float16")
+    pins = dict(space.modelled_pins())
+    if "accum_mode" in space.knobs:
+        pins["accum_mode"] = "fp32"
+    kinds: dict[str, Kind] = {}
+    for problem in problems:
+        if problem.values["dtype"] != dtypes[0]:
+            continue
+        name = arch + words_of(kernel, problem)
+        kind = kinds.setdefault(name, Kind(kernel=kernel, arch=arch, name=name, wanted={}, dtypes=tuple(dtypes[1:])))
+        for schedule in space.schedules(problem, pinned=pins):
+            key = schedule.id, problem_class(kernel, problem, schedule, spec).id
+            kind.wanted.setdefault(key, (schedule, problem))
+            kind.serves.setdefault(problem.id, []).append(key)
+    for kind in kinds.values():  # whatever part is compiled shows the whole space
+        keys = list(kind.wanted)
+        random.Random(1).shuffle(keys)
+        kind.wanted = {key: kind.wanted[key] for key in keys[:limit]}
+    return list(kinds.values())
+
+
+def tasks_of(kind: Kind, archs: Sequence[str]) -> Iterator[tuple[Kind, str, Key, BuildTask]]:
+    """What is left to compile: the sample first, for this arch, the others and the other element types."""
+
+    def task(key: Key, arch: str, dtype: str = "") -> BuildTask:
+        schedule, problem = kind.wanted[key]
+        problem = problem.replace(dtype=dtype) if dtype else problem
+        return BuildTask(kernel=kind.kernel.locator(), schedule=schedule, problem=problem, arch=arch)
+
+    sample = kind.sample()
+    for key in dict.fromkeys([*sample, *kind.wanted]):
+        if key not in kind.found:
+            yield kind, "", key, task(key, kind.arch)
+    for other in archs:
+        if other not in kind.samples:
+            yield from ((kind, other, key, task(key, other)) for key in sample)
+    for dtype in kind.dtypes:
+        if dtype not in kind.samples:
+            yield from ((kind, dtype, key, task(key, kind.arch, dtype)) for key in sample)
+
+
+def record_of(kind: Kind, built: Built, toolchain: Toolchain) -> BuildRecord:
+    """The record of a build."""
+    task = built.task
+    outcome = built.artifact or built.failure
+    assert outcome is not None
+    return BuildRecord.of(
+        outcome,
+        kernel=kind.kernel.name,
+        source_hash=kind.kernel.source_hash(),
+        toolchain=toolchain,
+        arch=task.arch,
+        schedule=task.schedule,
+        problem_class=problem_class(kind.kernel, task.problem, task.schedule, arch_spec(task.arch)),
+        seconds=0.0,  # of the machine at hand, so that files of two machines are the same
+    )
+
+
+def same(ours: BuildRecord, other: BuildRecord) -> bool:
+    """Whether two builds are the same machine code, or, where their element types differ, take the same resources but for the
+    bytes spilled and the code's size."""
+    if ours.facts is None or other.facts is None:
+        return ours.facts is other.facts
+    if ours.problem_class == other.problem_class:
+        return ours.fingerprint == other.fingerprint
+    return all(
+        getattr(ours.facts, name) == getattr(other.facts, name)
+        for name in ("registers", "threads", "shared_bytes", "num_ctas")
+    )
+
+
+def file_of(kind: Kind, folder: Path) -> Path:
+    """The file of a kind of problem."""
+    return folder / kind.kernel.name / f"programs_{kind.name}.json.xz"
+
+
+def write(kind: Kind, folder: Path) -> None:
+    """Write what is known of a kind of problem."""
+    if kind.found:
+        path = file_of(kind, folder)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        place = {key: place for place, key in enumerate(sorted(kind.wanted.keys() & kind.found.keys()))}
+        serves = {name: sorted(place[key] for key in keys if key in place) for name, keys in kind.serves.items()}
+        alike = {name: len(equal) for name, equal in sorted(kind.samples.items()) if all(equal)}
+        builds = [kind.found[key] for key in place]
+        write_builds(path, BuildFile(builds=builds, serves=serves, space=len(kind.wanted), alike=alike))
+
+
+def resume(kind: Kind, folder: Path, toolchain: Toolchain) -> None:
+    """Take over what an earlier run wrote for the same source and compiler."""
+    path = file_of(kind, folder)
+    if path.is_file():
+        known = read_builds(path)
+        same_tools = {(each.source_hash, each.toolchain) for each in known.builds} == {
+            (kind.kernel.source_hash(), toolchain)
+        }
+        if same_tools:
+            kind.found = {each.key: each for each in known.builds if each.key in kind.wanted}
+            kind.samples = {name: [True] * count for name, count in known.alike.items()}
+
+
+def compile_all(kinds: Sequence[Kind], archs: Sequence[str], folder: Path, pool: BuildPool, ends: float) -> None:
+    """Compile what is left until `ends` (`time.monotonic()`), and write the files now and then, and at the end."""
+    toolchain = installed_toolchain()
+    for kind in kinds:
+        resume(kind, folder, toolchain)
+    left = [each for kind in kinds for each in tasks_of(kind, archs)]
+    where = {task: (kind, sample, key) for kind, sample, key, task in left}
+    compared: dict[tuple[str, str, str], list[bool]] = {}
+    waiting: list[tuple[Kind, str, Key, BuildRecord]] = []
+    written = time.monotonic()
+    print(f"{toolchain.compiler}: {len(left)} programs to compile", flush=True)
+    try:
+        for count, built in enumerate(pool.build(where), start=1):
+            kind, sample, key = where[built.task]
+            record = record_of(kind, built, toolchain)
+            if sample:
+                waiting.append((kind, sample, key, record))
+            else:
+                kind.found[key] = record
+            if time.monotonic() > written + WRITE_S:
+                settle(waiting, compared)
+                for each in kinds:
+                    write(each, folder)
+                written = time.monotonic()
+                print(f"{count} of {len(left)}", flush=True)
+            if time.monotonic() > ends:
+                break
+    finally:
+        settle(waiting, compared)
+        for kind in kinds:
+            write(kind, folder)
+    for kind in kinds:
+        programs = len({each.fingerprint for each in kind.found.values() if each.fingerprint})
+        failed = sum(each.failure is not None for each in kind.found.values())
+        samples = ", ".join(f"{name} {sum(equal)} of {len(equal)} alike" for name, equal in kind.samples.items())
+        print(
+            f"{kind.kernel.name} {kind.name}: {len(kind.found)} of {len(kind.wanted)} built, {programs} programs, "
+            f"{failed} failed; {samples}"
+        )
+
+
+def settle(
+    waiting: Sequence[tuple[Kind, str, Key, BuildRecord]], compared: dict[tuple[str, str, str], list[bool]]
+) -> None:
+    """Compare each whole sample with the builds of its own arch and element type."""
+    by_sample: dict[tuple[str, str, str], list[tuple[Kind, Key, BuildRecord]]] = {}
+    for kind, sample, key, record in waiting:
+        by_sample.setdefault((kind.kernel.name, kind.name, sample), []).append((kind, key, record))
+    for place, members in by_sample.items():
+        kind = members[0][0]
+        whole = len(members) == len(kind.sample()) and all(key in kind.found for _, key, _ in members)
+        if whole and place not in compared:
+            compared[place] = kind.samples[place[2]] = [same(kind.found[key], record) for _, key, record in members]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile, and write the files."""
+    parser = argparse.ArgumentParser(
+        prog="python -m docs.studies.modelled_programs", description="compile the shipped search spaces"
+    )
+    parser.add_argument("folder", type=Path, help="where the files go; a second run goes on there")
+    parser.add_argument("--arch", default="sm_121", help="the arch that is compiled for (sm_121)")
+    parser.add_argument(
+        "--same", default="sm_120", help="archs whose machine code may be the same, between commas (sm_120)"
+    )
+    parser.add_argument(
+        "--kernels", default=",".join(ORDER), help=f"kernels, between commas, in order ({','.join(ORDER)})"
+    )
+    parser.add_argument("--only", default="", help="only files whose name contains this")
+    parser.add_argument("--jobs", type=int, default=default_jobs(), help="compile processes (one for each CPU)")
+    parser.add_argument("--minutes", type=float, default=8.0, help="stop after so long; what is done is kept (8)")
+    parser.add_argument("--limit", type=int, default=None, help="at most so many schedules of each file, for a trial")
+    options = parser.parse_args(arguments)
+    ends = time.monotonic() + options.minutes * 60
+    try:
+        kinds = [
+            kind
+            for name in options.kernels.split(",")
+            for kind in kinds_of(kernel_of(name), options.arch, options.limit)
+            if options.only in f"{name}_{kind.name}"
+        ]
+        kinds.sort(key=wanted_first)
+        same_archs = [each for each in options.same.split(",") if each]
+        with BuildPool(options.jobs) as pool:
+            compile_all(kinds, same_archs, options.folder, pool, ends)
+    except TiledschedError as error:
+        parser.exit(error.exit_code, f"{error}\n")
+    return 0
+
+
+def wanted_first(kind: Kind) -> tuple[int, ...]:
+    """The order of the files: attention with 128 and 64 columns, the other kernels' small spaces, attention's other columns,
+    matrix products."""
+    if kind.kernel.name == "attention":
+        columns = next(iter(kind.wanted.values()))[1].head_dim
+        return (0 if columns in (64, 128) else 2), len(kind.wanted)
+    return (1 if len(kind.wanted) < 1000 else 3), len(kind.wanted)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

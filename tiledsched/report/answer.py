@@ -1,0 +1,341 @@
+"""The report's answer in sentences. The figures are those of the functions that the charts are drawn from."""
+
+from __future__ import annotations
+
+import shlex
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from tiledsched.core.labels import format_problem
+from tiledsched.core.problem import unit_of
+from tiledsched.core.schedule import HINT_KNOBS, Schedule
+from tiledsched.report.analysis import named_tile
+from tiledsched.report.axes import show
+from tiledsched.report.effects import joined_effects
+from tiledsched.report.records import AS_GOOD, MEASURED, KnobVerdict, ProblemReport, Report, Tile
+from tiledsched.report.views import explored
+
+MOST_NAMED = 6
+"""Knobs that are named in a sentence, at most; those whose values cost most are taken."""
+MATTERS = 0.05
+"""A kernel whose worst tile costs less than this is not sensitive to its tile."""
+
+
+def answer(report: Report) -> tuple[str, ...]:
+    """What the report found, in sentences. The first says what was measured on which GPU and when, or that nothing was
+    measured and every figure is the model's estimate.
+    """
+    section = report.measured if report.measured.problems else report.modelled
+    problems = explored(section.problems)
+    lines = [_source(report, problems)]
+    lines += [
+        f"The clock of {device.device.name} was held down {device.held_down}. Times at a low clock decide little."
+        for device in report.conditions
+        if device.held_down
+    ]
+    if problems:
+        lines += [_tiles(report, problems), _default(problems), *_knobs(report, problems), _best(report, problems)]
+    else:
+        lines += _of_winners(section.problems)
+    return tuple(filter(None, lines))
+
+
+def problem_answer(one: ProblemReport, report: Report) -> str:
+    """What is known of one problem, in sentences."""
+    measured = one.provenance == MEASURED
+    where = f"On {one.device_name}" if measured else f"By the model's estimate for {report.arch}"
+    lines = [f"{where} {_best_of(one)}{', measured' if measured else ''}."]
+    others = []
+    if _tile_knobs(report) and one.second_tile:
+        others.append(
+            f"the second best {_unit(report)[1]}, {_tile(one.second_tile.tile)}, takes "
+            f"{longer(one.second_tile.relative - 1)}"
+        )
+    elif _tile_knobs(report) and len(one.tiles) > 1:
+        tried = f"{_tile(one.tiles[1].tile)}: {_count(one.tiles[1].programs, 'program')}"
+        lines.append(f"Too little was tried of any other {_unit(report)[1]} to say what it costs ({tried}).")
+    if one.default and one.default.relative > 1:
+        others.append(f"the untuned default takes {longer(one.default.relative - 1)}")
+    elif one.default or measured:
+        lines.append(f"The untuned default {'is the best' if one.default else 'was not timed'}.")
+    lines += [_sentence(_and(others))] if others else []
+    if one.programs > 1:
+        programs = [timed.relative for timed in one.timed if timed.same_program_as is None]
+        near, wider = (sum(relative <= 1 + limit for relative in programs) for limit in (0.01, 0.05))
+        lines.append(
+            f"Of {_count(one.programs, 'program')}, the best included, {near} {'is' if near == 1 else 'are'} within 1% of the "
+            f"best time and {wider} within 5%."
+        )
+    else:
+        lines.append(f"No other schedule {'was timed' if measured else 'has an estimate'}{_raced(one)}.")
+    if one.rivals:
+        lines.append(
+            f"Of other implementations, {_and(f'{name} takes {longer(ratio - 1)}' for name, ratio in one.rivals)}."
+        )
+    return " ".join(lines)
+
+
+def next_step(report: Report) -> str:
+    """What to run to know more, with its command; empty where nothing is left open."""
+    measured, modelled = report.measured.problems, report.modelled.problems
+    if not measured and not modelled:
+        return (
+            f"Run {_command(report, 'tune')}: where a GPU of {report.arch} is present it measures, elsewhere a performance "
+            "model ranks the schedules."
+        )
+    if not measured:
+        known = [one for one in modelled if one.default_drop or one.tile_drop]
+        first = max(known, key=lambda one: one.default_drop or one.tile_drop or 0.0, default=None)
+        why = ": for this problem the estimates differ most" if first else ""
+        return f"To measure, run {_command(report, 'tune', first)} on a machine with a GPU of {report.arch}{why}."
+    problems = explored(measured)
+    if not problems:
+        command = _command(report, "record", measured[0])
+        return (
+            f"To learn what other schedules cost, run {command} on the same GPU: it measures 300 programs of a problem."
+        )
+    if bare := [one for one in problems if _tile_knobs(report) and len(one.tiles) > 1 and one.second_tile is None]:
+        command, over = _command(report, "record", bare[0]), _count(len(bare), "problem")
+        unit = _unit(report)[1]
+        return f"To learn what any other {unit} costs, run {command} on the same GPU: too few were timed for {over}."
+    if unknown := [each for each in _verdicts(report, problems) if each.advice in ("unclear", "untried")]:
+        command = _command(report, "tune", max(problems, key=lambda one: one.programs), "--neighbours")
+        return (
+            f"To learn more about {_names(unknown)}, run {command} on the same GPU, and likewise for other problems: it times "
+            "schedules that differ from the best in one or two knobs."
+        )
+    return ""
+
+
+def longer(drop: float, than: str = "") -> str:
+    """How much longer something takes, in words: `6.3% longer`, `2.1 times as long`, where wanted with what it is compared
+    with.
+    """
+    if abs(drop) < 0.0005:
+        words, link = "as long", "as"
+    elif drop < 1:
+        words, link = f"{_percent(abs(drop))} {'longer' if drop > 0 else 'less time'}", "than"
+    else:
+        words, link = f"{1 + drop:,.{1 if drop < 99 else 0}f} times as long", "as"
+    return f"{words} {link} {than}" if than else words
+
+
+def _source(report: Report, problems: Sequence[ProblemReport]) -> str:
+    """The first sentence. `problems` are those on which the answer rests."""
+    measured, modelled, kernel = report.measured.problems, report.modelled.problems, report.kernel
+    if not measured:
+        device = f" ({report.device_name})" if report.device_name else ""
+        regime = f" in the {report.regime} regime" if report.elsewhere else ""
+        nothing = f"was measured on {report.arch}{device}{regime}"
+        if not modelled:
+            return f"Nothing of {kernel} {nothing}, and nothing was modelled."
+        return (
+            f"Nothing {nothing}: every figure is the performance model's estimate, for {_cases(modelled)} of {kernel}."
+        )
+    months = sorted(f"{date:%Y-%m}" for device in report.conditions for date in (device.first, device.last))
+    when = ", " + " to ".join(dict.fromkeys((months[0], months[-1]))) if months else ""
+    cap = ", at its power cap" if report.regime == "sustained" else ""
+    said = f"Measured on {_and(_devices(measured))} ({report.arch}{when}){cap}: "
+    if problems:
+        said += f"{sum(one.programs for one in problems):,} programs of {kernel} for {_cases(problems)}"
+        if rest := len(measured) - len(problems):
+            said += f"; for {_count(rest, 'other problem')} little beside the best schedule was timed"
+    else:
+        said += f"the best {'schedule' if len(measured) == 1 else 'schedules'} of {_cases(measured)} of {kernel}"
+    if modelled:
+        said += f"; {_count(len(modelled), 'other problem')} {'is' if len(modelled) == 1 else 'are'} only modelled"
+    return f"{said}."
+
+
+def _of_winners(problems: Sequence[ProblemReport]) -> list[str]:
+    """What can be said where little but the best schedules has a time."""
+    if not problems:
+        return []
+    second = [one.runner_up_drop for one in problems if one.runner_up_drop is not None]
+    lines = ["What other schedules cost is not known."]
+    if second:
+        whose = "race" if problems[0].provenance == MEASURED else "model"
+        known = f"{longer(statistics.median(second))} ({_median(second)})"
+        lines = [f"Of other schedules only the {whose}'s runner-up is known: it takes {known}."]
+    return lines + ([_sentence(_best_of(problems[0]))] if len(problems) == 1 else [])
+
+
+def _raced(one: ProblemReport) -> str:
+    """What the entry says of the runner-up, whose own time is not known."""
+    if one.runner_up is None or one.runner_up_drop is None:
+        return ""
+    return f", but the race's runner-up, {_short(one.runner_up.schedule)}, took {longer(one.runner_up_drop)}"
+
+
+def _tile_knobs(report: Report) -> tuple[str, ...]:
+    """The knobs that make a tile; none where a map is drawn over compiler hints for want of a tile."""
+    found = report.tile_knobs or ()
+    return () if {*found} & {*HINT_KNOBS} else found
+
+
+def _unit(report: Report) -> tuple[str, str]:
+    """What the two knobs of a tile map are called, and one of their values: a tile, or by their names."""
+    knobs = _tile_knobs(report)
+    if named_tile(knobs) or all(any(word in knob.lower() for word in ("tile", "block")) for knob in knobs):
+        return "its tile", "tile"
+    return " and ".join(map(_code, knobs)), "pair of values"
+
+
+def _tiles(report: Report, problems: Sequence[ProblemReport]) -> str:
+    """How sensitive the kernel is to its tile."""
+    if not _tile_knobs(report):
+        return ""
+    what, unit = _unit(report)
+    second = [one.tile_drop for one in problems if one.tile_drop is not None]
+    worst = [one.worst_tile.relative - 1 for one in problems if one.worst_tile]
+    if not second:
+        return (
+            f"How much {report.kernel} depends on {what} is not known: too few programs of any other {unit} were timed."
+        )
+    where = f"On {_and(_devices(problems))}" if problems[0].provenance == MEASURED else "By the estimate"
+    drop, most = statistics.median(second), statistics.median(worst) if worst else 0.0
+    said = f"{longer(drop)} ({_median(second)})"
+    if most > drop:
+        said += f", and the worst {longer(most)}" + ("" if len(worst) == len(second) else f" ({_median(worst)})")
+    if drop > AS_GOOD:
+        return f"{where}, {report.kernel} is sensitive to {what}: the second best {unit} takes {said}."
+    verdict = f"has more than one good {unit}" if most > MATTERS else f"is not sensitive to {what}"
+    return f"{where}, {report.kernel} {verdict}: the second best takes {said}."
+
+
+def _default(problems: Sequence[ProblemReport]) -> str:
+    drops = [one.default_drop for one in problems if one.default_drop is not None]
+    if not drops:
+        return "The untuned default was not timed." if problems[0].provenance == MEASURED else ""
+    drop = statistics.median(drops)
+    if drop <= AS_GOOD:
+        return f"The untuned default is as good as the best schedule: it takes {longer(drop)} ({_median(drops)})."
+    return f"The untuned default takes {longer(drop, 'the best schedule')} ({_median(drops)})."
+
+
+def _verdicts(report: Report, problems: Sequence[ProblemReport]) -> list[KnobVerdict]:
+    return [each for each in joined_effects(problems) if each.knob not in _tile_knobs(report)]
+
+
+def _knobs(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
+    """What to do about the other knobs."""
+    of: dict[str, list[KnobVerdict]] = {"choose": [], "leave": [], "unclear": [], "untried": [], "unseen": []}
+    for each in _verdicts(report, problems):
+        unseen = problems[0].provenance != MEASURED and _without_effect(each)
+        of["unseen" if unseen else each.advice].append(each)
+    lines = []
+    if of["choose"]:
+        chosen = _list([f"{_code(each.knob)} ({_preferred(each)})" for each in of["choose"]])
+        lines.append(f"Tune {chosen} for each problem.")
+    if of["leave"]:
+        left = _list([f"{_code(each.knob)} at {show(each.value)}" for each in of["leave"]])
+        lines.append(f"Leave {left}: no other value tried is faster.")
+    if of["unseen"]:
+        lines.append(f"The model sees no difference between values of {_names(of['unseen'])}.")
+    if of["unclear"]:
+        what = "problem" if len(problems) > 1 else "program"
+        too = ", too" if of["choose"] else ""
+        lines.append(f"Tune {_names(of['unclear'])}{too}: no value is known to be good for every {what}.")
+    if of["untried"]:
+        lines.append(f"Too few programs that differ in one knob alone were timed to judge {_names(of['untried'])}.")
+    return lines
+
+
+def _without_effect(verdict: KnobVerdict) -> bool:
+    """Whether no value compared makes any difference: a model may know nothing of a knob."""
+    ratios = [each.ratio for each in verdict.effects if each.ratio is not None]
+    return bool(ratios) and all(abs(ratio - 1) < 1e-6 for ratio in ratios)
+
+
+def _preferred(verdict: KnobVerdict) -> str:
+    """Which values problems prefer: `1 is faster for 11 problems, 2 for 3`."""
+    (first, number), *others = verdict.preferred
+    return f"{show(first)} is faster for {_count(number, 'problem')}" + "".join(
+        f", {show(value)} for {times}" for value, times in others
+    )
+
+
+def _best(report: Report, problems: Sequence[ProblemReport]) -> str:
+    """The best schedule of the only problem, or how often each tile is best and where the rate is highest."""
+    if len(problems) == 1:
+        return _sentence(_best_of(problems[0]))
+    said, unit = "", _unit(report)[1]
+    counts = Counter(one.tiles[0].tile for one in problems if one.tiles and _tile_knobs(report)).most_common()
+    if counts:
+        (first, number), *others = counts
+        best, more = f"{_tile(first)} is the best {unit} for", [f"{_tile(tile)} for {times}" for tile, times in others]
+        said = f"Of {len(problems)} problems, {_and([f'{best} {number}', *more])}. " if more else f"{best} all. "
+    units = Counter(unit_of(one.problem) for one in problems)
+    unit = max(units, key=lambda each: units[each])
+    top = max((one for one in problems if unit_of(one.problem) == unit), key=lambda one: one.best.rate)
+    return f"{said}The highest rate is that of {top.problem}: {_short(top.best.schedule)}, {_time(top)}."
+
+
+def _best_of(one: ProblemReport) -> str:
+    return f"the best schedule is {_short(one.best.schedule)}: {_time(one)}"
+
+
+def _time(one: ProblemReport) -> str:
+    """The best time of a problem and its rate."""
+    rate = f" ({_figure(one.best.rate)} {unit_of(one.problem)})" if one.best.rate else ""
+    return f"{_figure(one.best.us)} µs{rate}"
+
+
+def _figure(number: float) -> str:
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"
+
+
+def _percent(fraction: float) -> str:
+    return f"{fraction * 100:.{0 if fraction >= 0.0995 else 1}f}%"
+
+
+def _median(values: Sequence[float]) -> str:
+    return f"median of {len(values)} problems" if len(values) > 1 else "1 problem"
+
+
+def _cases(problems: Sequence[ProblemReport]) -> str:
+    return _count(len(problems), "problem") + (", counted on each GPU" if len(_devices(problems)) > 1 else "")
+
+
+def _devices(problems: Sequence[ProblemReport]) -> list[str]:
+    return [*dict.fromkeys(one.device_name for one in problems)]
+
+
+def _tile(tile: Tile) -> str:
+    return f"{tile[0]}x{tile[1]}"
+
+
+def _short(schedule: Schedule) -> str:
+    return _code(schedule.short())
+
+
+def _command(report: Report, name: str, one: ProblemReport | None = None, *more: str) -> str:
+    problem = ["-p", format_problem(one.problem)] if one else []
+    return _code(shlex.join(["tiledsched", name, report.kernel, "--arch", report.arch, *problem, *more]))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def _names(verdicts: Iterable[KnobVerdict]) -> str:
+    return _list([_code(each.knob) for each in verdicts])
+
+
+def _list(words: Sequence[str]) -> str:
+    more = len(words) - MOST_NAMED
+    return _and([*words[:MOST_NAMED], f"{more} more"] if more > 1 else words)
+
+
+def _and(words: Iterable[str]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _sentence(words: str) -> str:
+    return f"{words[:1].upper()}{words[1:]}."
+
+
+def _code(text: str) -> str:
+    return "`" + text.replace("`", "'") + "`"

@@ -1,0 +1,251 @@
+"""Computes what each value of a knob costs, from matched pairs: programs of one problem that differ in that knob alone.
+
+These are pure functions: no database is read. A value that was only tried beside few other programs, or beside slow ones,
+is untried: comparing its best time with the best of everything would call a knob costly that changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from weakref import WeakKeyDictionary
+
+from tiledsched.core.schedule import HINT_KNOBS, KnobValue
+from tiledsched.report.analysis import WITHIN, named_tile, neighbours
+from tiledsched.report.records import AS_GOOD, KnobVerdict, ProblemReport, Timed, ValueEffect
+
+__all__ = ["LEAST_PAIRS", "KnobVerdict", "ValueEffect", "joined_effects", "tile_knobs", "value_effects"]
+
+LEAST_PAIRS = 4
+"""Fewer pairs conclude nothing. Half of a 95% interval is 1.6 standard deviations of the pairs with four of them, 2.5 with
+three and 9 with two.
+"""
+CONFIDENCE = 0.95
+
+_Key = tuple[type, KnobValue]
+"""A value with its type, because True is not 1."""
+_Ratios = dict[tuple[_Key, _Key], list[float]]
+"""(value, value compared with) -> log ratio of the times for each matched pair."""
+_known: WeakKeyDictionary[ProblemReport, dict[str, _Ratios]] = WeakKeyDictionary()
+"""The matched pairs of each problem, by knob: a report asks for them several times."""
+
+
+def value_effects(one: ProblemReport) -> tuple[ValueEffect, ...]:
+    """What each value of each knob costs in one problem, compared with the best schedule's value of that knob.
+
+    Every other value that was timed is there, untried where it has too few pairs. The knob whose worst value costs most
+    comes first, and within a knob the values from small to large.
+    """
+    ratios = _matched_ratios(one)
+    best = one.best.schedule
+    found = {}
+    for knob, values in _values([one]).items():
+        if knob in best:
+            against = type(best[knob]), best[knob]
+            found[knob] = _beside(knob, against, values, [ratios.get(knob, {})])
+    return tuple(
+        effect for knob in sorted(found, key=lambda knob: (-_cost(found[knob]), knob)) for effect in found[knob]
+    )
+
+
+def joined_effects(problems: Sequence[ProblemReport]) -> tuple[KnobVerdict, ...]:
+    """What to do about each knob, over several problems; the knob whose worst value costs most comes first.
+
+    A value's effect is the geometric mean over problems of each problem's own geometric mean, so that every problem counts
+    once however many pairs it has. From four problems on, the interval is over the problems; below, over the pairs within
+    them.
+    """
+    tables = [_matched_ratios(one) for one in problems]
+    near = [({*_values([one])}, [timed for timed in one.timed if timed.relative <= 1 + AS_GOOD]) for one in problems]
+    verdicts = []
+    for knob, values in _values(problems).items():
+        parts = [table[knob] for table in tables if knob in table]
+        usual = Counter(_key(one.best, knob) for one in problems if knob in one.best.schedule)
+        values.sort(key=lambda value: -usual[value])
+        reached = [
+            {_key(timed, knob) for timed in close if knob in timed.schedule}
+            for varying, close in near
+            if knob in varying
+        ]
+        verdicts.append(_verdict(knob, values, parts, reached))
+    return tuple(sorted(verdicts, key=lambda each: (-_cost(each.effects), each.knob)))
+
+
+def tile_knobs(problems: Sequence[ProblemReport]) -> tuple[str, str] | None:
+    """The two knobs over which heat maps are drawn; None where fewer than two knobs are integers, or none of them varies.
+
+    Knobs that are named like a tile's rows and columns come first; otherwise the two knobs whose values cost most, constants
+    of the kernel before compiler hints.
+    """
+    timed = [one.schedule for report in problems for one in report.timed]
+    integers = dict.fromkeys(name for schedule in timed for name, value in schedule.items() if type(value) is int)
+    if named := named_tile(integers):
+        return named
+    place = {verdict.knob: place for place, verdict in enumerate(joined_effects(problems))}
+    ranked = sorted(integers, key=lambda knob: (knob not in place, knob in HINT_KNOBS, place.get(knob, 0), knob))
+    return (ranked[0], ranked[1]) if len(ranked) > 1 and ranked[0] in place else None
+
+
+def _verdict(
+    knob: str, values: Sequence[_Key], parts: Sequence[_Ratios], reached: Sequence[Collection[_Key]]
+) -> KnobVerdict:
+    """The verdict on one knob.
+
+    Args:
+        knob: its name.
+        values: every value that was timed, the most frequent value of best schedules first.
+        parts: the matched pairs of each problem that has any.
+        reached: for each problem in which the knob varies, the values of all programs within the tolerance of its best.
+    """
+    least = min(LEAST_PAIRS, len(reached))
+    favourites = [_favourite(knob, part) for part in parts]
+    preferred = Counter(favourite for favourite in favourites if favourite)
+    order = [*dict.fromkeys([*(value for value, _ in preferred.most_common()), *values])]
+    joined = {value: _beside(knob, value, values, parts) for value in order}
+    known = {value: [each for each in joined[value] if each.ratio is not None] for value in order}
+
+    def good(value: _Key) -> bool:
+        """Whether every problem has a program with this value that is within the tolerance of its best, and the value is
+        within the tolerance of all that it was compared with: for enough problems together, and for none surely beyond.
+        """
+        return (
+            bool(known[value])
+            and all(value in each for each in reached)
+            and all((each.ci_low or 0) * (1 + AS_GOOD) >= 1 and each.problems >= least for each in known[value])
+            and not any(map(_surely_faster, (each for part in parts for each in _beside(knob, value, values, [part]))))
+        )
+
+    fine = sorted(filter(good, order), key=lambda value: (-len(known[value]), order.index(value)))
+    contradicted = any(
+        mine != other
+        and _surely_slower(_effect(knob, other, mine, [first.get((other, mine), [])]))
+        and _surely_slower(_effect(knob, mine, other, [second.get((mine, other), [])]))
+        for first, mine in zip(parts, favourites, strict=True)
+        for second, other in zip(parts, favourites, strict=True)
+        if mine and other
+    )
+    advice = "leave" if fine else "choose" if contradicted else "unclear" if any(known.values()) else "untried"
+    value = fine[0] if fine else order[0]
+    return KnobVerdict(
+        knob=knob,
+        advice=advice,
+        value=value[1],
+        effects=tuple(sorted(joined[value], key=lambda each: _rank((type(each.value), each.value)))),
+        preferred=tuple((favourite[1], number) for favourite, number in preferred.most_common()),
+    )
+
+
+def _favourite(knob: str, part: _Ratios) -> _Key | None:
+    """The value that one problem prefers: no value compared with it is faster, and at least one is surely slower."""
+    values = [*dict.fromkeys(value for value, _ in part)]
+    for value in values:
+        known = [(each.ratio, _surely_slower(each)) for each in _beside(knob, value, values, [part]) if each.ratio]
+        if known and min(known)[0] >= 1 and any(slower for _, slower in known):
+            return value
+    return None
+
+
+def _beside(knob: str, against: _Key, values: Sequence[_Key], parts: Sequence[_Ratios]) -> list[ValueEffect]:
+    """The effect of every other value, compared with `against`."""
+    return [
+        _effect(knob, value, against, [part.get((value, against), []) for part in parts])
+        for value in values
+        if value != against
+    ]
+
+
+def _surely_faster(effect: ValueEffect) -> bool:
+    return effect.ci_high is not None and effect.ci_high * (1 + AS_GOOD) < 1
+
+
+def _surely_slower(effect: ValueEffect) -> bool:
+    return effect.ci_low is not None and effect.ci_low > 1 + AS_GOOD
+
+
+def _values(problems: Sequence[ProblemReport]) -> dict[str, list[_Key]]:
+    """The values of each knob that has several within one problem: numbers by size, words by the alphabet."""
+    found: dict[str, set[_Key]] = defaultdict(set)
+    for one in problems:
+        own: dict[str, set[_Key]] = defaultdict(set)
+        for timed in one.timed:
+            for knob, value in timed.schedule.items():
+                own[knob].add((type(value), value))
+        for knob, values in own.items():
+            if len(values) > 1:
+                found[knob] |= values
+    return {knob: sorted(found[knob], key=_rank) for knob in sorted(found)}
+
+
+def _rank(value: _Key) -> tuple[str, float, str]:
+    return value[0].__name__, 0.0 if isinstance(value[1], str) else float(value[1]), str(value[1])
+
+
+def _matched_ratios(one: ProblemReport) -> dict[str, _Ratios]:
+    """The log ratios of all matched pairs of one problem, by knob.
+
+    A pair counts if its faster program takes at most `WITHIN` times the best time: what is slower never wins. This rule
+    treats both programs alike. Each two programs count once, however many schedules build them. Two schedules that build one
+    program are a pair with a ratio of exactly 1, for the knob changes nothing there; of each program this counts once.
+    """
+    if one in _known:
+        return _known[one]
+    found: dict[str, _Ratios] = defaultdict(lambda: defaultdict(list))
+    seen = set()
+    items = [(timed.schedule, timed) for timed in one.timed]
+    for knob, *pair in neighbours(items, [timed.relative <= WITHIN for timed in one.timed]):
+        for value, against in (pair, pair[::-1]):
+            keys = _key(value, knob), _key(against, knob)
+            programs = (knob, *keys, _program(value), _program(against))
+            if programs not in seen:
+                seen.add(programs)
+                found[knob][keys].append(math.log(value.us / against.us))
+    return _known.setdefault(one, {knob: dict(ratios) for knob, ratios in found.items()})
+
+
+def _key(timed: Timed, knob: str) -> _Key:
+    return type(timed.schedule[knob]), timed.schedule[knob]
+
+
+def _program(timed: Timed) -> object:
+    return timed.same_program_as or timed.schedule
+
+
+def _effect(knob: str, value: _Key, against: _Key, parts: Sequence[Sequence[float]]) -> ValueEffect:
+    """The effect of a value from the log ratios of each problem's pairs."""
+    known = [part for part in parts if part]
+    pairs = sum(map(len, known))
+    ratio = low = high = None
+    freedom = len(known) - 1 if len(known) >= LEAST_PAIRS else pairs - len(known)
+    if freedom >= LEAST_PAIRS - 1:
+        means = [statistics.fmean(part) for part in known]
+        middle = statistics.fmean(means)
+        if len(known) >= LEAST_PAIRS:
+            error = statistics.stdev(means) / math.sqrt(len(known))
+        else:
+            squares = sum((each - mean) ** 2 for part, mean in zip(known, means, strict=True) for each in part)
+            error = math.sqrt(squares / freedom * sum(1 / len(part) for part in known)) / len(known)
+        half = error * _student(freedom)
+        ratio, low, high = math.exp(middle), math.exp(middle - half), math.exp(middle + half)
+    return ValueEffect(
+        knob=knob,
+        value=value[1],
+        against=against[1],
+        ratio=ratio,
+        ci_low=low,
+        ci_high=high,
+        pairs=pairs,
+        problems=len(known),
+    )
+
+
+def _student(freedom: int) -> float:
+    """The quantile of Student's distribution that leaves 2.5% above it."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
+
+
+def _cost(effects: Iterable[ValueEffect]) -> float:
+    return max((effect.ratio for effect in effects if effect.ratio is not None), default=0.0)

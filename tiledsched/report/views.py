@@ -1,0 +1,246 @@
+"""The data of the views of one problem: each view's rows are made by one function here, and are drawn as they are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tiledsched.core.problem import unit_of
+from tiledsched.report.axes import cell, show
+from tiledsched.report.effects import LEAST_PAIRS, value_effects
+from tiledsched.report.records import ProblemReport, Report, Timed
+from tiledsched.report.regret import broad
+
+SCALE_END = 3.0
+"""Times beyond this many times the best share one colour or one bar, so that one bad program does not grey out the rest."""
+BINS_AN_OCTAVE = 12
+"""Bars of the histogram of programs from one time to twice that time."""
+MOST_PROGRAMS = 12_000
+"""Programs on a page, at most; where there are more, each problem shows the fastest and evenly spread others."""
+FASTEST = 0.3
+"""The share of the programs shown that are the fastest, where not all are shown."""
+MOST_PROBLEMS = 150
+"""Problems that a page lets its reader choose from, at most; those with the most programs are taken."""
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProblemViews:
+    """What a page shows of one problem."""
+
+    values: Mapping[str, str]
+    """Title of a choice on the page (GPU, S, D, ...) -> what it is for this problem."""
+    problem: str
+    """The problem as people read it."""
+    source: str
+    """On which GPU it was measured and when, or that it was modelled."""
+    rows: Mapping[str, Sequence[Row]]
+    """Name of a data set of a view -> its rows."""
+    notes: Mapping[str, str]
+    """Name of a view -> what has to be said of it for this problem."""
+
+
+def explored(problems: Sequence[ProblemReport]) -> list[ProblemReport]:
+    """The problems that show what the choice of schedule is worth: those with many programs or, where there is none, those
+    with more than two.
+    """
+    found = broad(problems) or [one for one in problems if one.programs > 2]
+    most = sorted(found, key=lambda one: -one.programs)[:MOST_PROBLEMS]
+    return [one for one in found if one in most] if len(most) < len(found) else found
+
+
+def shown_problems(report: Report) -> list[ProblemReport]:
+    """The problems of a report that a page explores one by one: measured ones, then modelled ones."""
+    return [*explored(report.measured.problems), *explored(report.modelled.problems)]
+
+
+def source_of(report: Report, one: ProblemReport) -> str:
+    """Where the times of a problem come from, for the title of a picture."""
+    if one.device_name:
+        return f"measured on {one.device_name} ({report.arch})" + (f", {one.taken:%Y-%m-%d}" if one.taken else "")
+    return f"modelled for {report.arch}, not measured"
+
+
+def tile_rows(one: ProblemReport) -> list[Row]:
+    """Each tile size by its best schedule: the best tile is 1."""
+    return [
+        {
+            "rows": tile.tile[0],
+            "columns": tile.tile[1],
+            "relative": round(tile.relative, 4),
+            "said": f"{tile.relative:.2f}",
+            "us": round(tile.us, 2),
+            "programs": tile.programs,
+            "best": tile is one.tiles[0],
+            "schedule": tile.schedule.short(),
+        }
+        for tile in one.tiles
+    ]
+
+
+def knob_rows(one: ProblemReport) -> list[Row]:
+    """What each value of a knob costs in place of the best schedule's, from matched pairs; values without enough pairs are
+    left out.
+    """
+    return [
+        {
+            "change": f"{each.knob}: {show(each.value)}, not {show(each.against)}",
+            "relative": round(each.ratio, 4),
+            "low": round(each.ci_low or each.ratio, 4),
+            "high": round(each.ci_high or each.ratio, 4),
+            "said": f"{(each.ratio - 1) * 100:+.1f}%",
+            "pairs": each.pairs,
+        }
+        for each in value_effects(one)
+        if each.ratio is not None
+    ]
+
+
+def untried(one: ProblemReport) -> str:
+    """The values of knobs that have too few matched pairs to be judged, in a sentence; empty where there are none."""
+    found = [f"`{each.knob}={show(each.value)}`" for each in value_effects(one) if each.ratio is None]
+    return f"Untried here (fewer than {LEAST_PAIRS} matched pairs): {', '.join(found)}." if found else ""
+
+
+def distinct(one: ProblemReport) -> list[Timed]:
+    """The distinct programs of a problem, fastest first."""
+    return [timed for timed in one.timed if timed.same_program_as is None]
+
+
+def sampled(programs: Sequence[Timed], most: int) -> list[Timed]:
+    """At most `most` programs: the fastest, and of the rest evenly spread ones, the slowest included."""
+    if len(programs) <= most:
+        return list(programs)
+    head = max(1, round(most * FASTEST))
+    rest, places = programs[head:], most - head
+    step = (len(rest) - 1) / max(1, places - 1)
+    return [*programs[:head], *(rest[round(place * step)] for place in range(places))]
+
+
+def histogram_rows(one: ProblemReport) -> list[Row]:
+    """How many programs take how many times as long as the best; the last bar holds all that are slower."""
+    counts: dict[int, int] = {}
+    programs = distinct(one)
+    step = 2 ** (1 / BINS_AN_OCTAVE)
+    edges = list(itertools.takewhile(lambda edge: edge < SCALE_END, (step**place for place in itertools.count())))
+    for timed in programs:
+        place = max(0, sum(edge <= timed.relative for edge in edges) - 1)
+        counts[place] = counts.get(place, 0) + 1
+    rows, below = [], 0
+    for place, count in sorted(counts.items()):
+        below += count
+        last = place == len(edges) - 1
+        rows.append(
+            {
+                "start": round(edges[place], 4),
+                "end": round(SCALE_END * step if last else edges[place + 1], 4),
+                "programs": count,
+                "so_far": f"{below} of {len(programs)}",
+            }
+        )
+    return rows
+
+
+def mark_rows(one: ProblemReport) -> list[Row]:
+    """The winner, the default schedule and the rivals, as multiples of the best time, fastest first."""
+    marks = [("best", 1.0, one.best.us)]
+    if one.default is not None:
+        marks.append(("default schedule", one.default.relative, one.default.us))
+    marks += [(name, relative, one.best.us * relative) for name, relative in one.rivals]
+    ordered = sorted(marks, key=lambda mark: mark[1])
+    return [
+        {
+            "what": f"{what} {relative:.2f}",
+            "at": round(min(relative, SCALE_END), 4),
+            "us": round(us, 2),
+            "height": 10 + 15 * place,
+            "kind": what if what in ("best", "default schedule") else "rival",
+        }
+        for place, (what, relative, us) in enumerate(ordered)
+    ]
+
+
+def resource_rows(one: ProblemReport, most: int) -> list[Row]:
+    """What programs take of the GPU, and their time."""
+    found = sampled([timed for timed in distinct(one) if timed.facts], most)
+    return [
+        {
+            "registers": timed.facts.registers,
+            "spilled": timed.facts.spill_bytes,
+            "blocks": timed.facts.ctas_per_sm,
+            "relative": round(min(timed.relative, SCALE_END), 3),
+            "us": round(timed.us, 2),
+            "best": timed is one.best,
+            "schedule": timed.schedule.short(),
+        }
+        for timed in found
+        if timed.facts
+    ]
+
+
+def trace_rows(one: ProblemReport) -> list[Row]:
+    """The best time so far over the number of programs measured, in the newest run; empty where no run is recorded."""
+    if len(one.trace) < 3:
+        return []
+    return [
+        {"measured": place + 1, "relative": round(min(so_far, SCALE_END), 4)}
+        for place, so_far in enumerate(itertools.accumulate(one.trace, min))
+    ]
+
+
+def roofline_rows(one: ProblemReport) -> list[Row]:
+    """The best and the default schedule of a problem under the ceilings; empty for problems without FLOPs and bytes."""
+    if unit_of(one.problem) != "TFLOP/s" or not one.problem.min_bytes:
+        return []
+    intensity = one.problem.flops / one.problem.min_bytes
+    both = [("best", one.best), *([("default schedule", one.default)] if one.default else [])]
+    return [
+        {"intensity": round(intensity, 3), "rate": round(timed.rate, 2), "what": what, "us": round(timed.us, 2)}
+        for what, timed in both
+    ]
+
+
+def choices_of(report: Report, one: ProblemReport, optional: Sequence[str]) -> dict[str, str]:
+    """What a page's choices are for a problem: its GPU, its sizes and types, its accumulators and the optional fields named."""
+    axes, problem = report.axes, one.problem
+    found = {"GPU": f"{one.device_name}, measured" if one.device_name else f"{report.arch}, modelled"}
+    found |= {title: cell(problem, fields) for title, fields in axes.columns.items()}
+    found |= dict(zip(axes.titles.values(), map(show, one.shared), strict=True))
+    found |= {name: show(getattr(problem, name)) for name in optional}
+    return found | {"accumulators": one.accum_mode}
+
+
+def views_of(reports: Sequence[Report]) -> list[ProblemViews]:
+    """All that a page shows of single problems, in the order of the reports."""
+    shown = [(report, one) for report in reports for one in shown_problems(report)]
+    optional = [name for name in reports[0].axes.optional if len({getattr(one.problem, name) for _, one in shown}) > 1]
+    most = max(40, MOST_PROGRAMS // max(1, len(shown)))
+    found = []
+    for report, one in shown:
+        resources = resource_rows(one, most)
+        partly = f"{len(resources)} of {one.programs} programs are drawn." if len(resources) < one.programs else ""
+        found.append(
+            ProblemViews(
+                values=choices_of(report, one, optional),
+                problem=str(one.problem),
+                source=source_of(report, one),
+                rows={
+                    "tiles": tile_rows(one),
+                    "knobs": knob_rows(one),
+                    "programs": histogram_rows(one),
+                    "marks": mark_rows(one),
+                    "resources": resources,
+                    "roofline": roofline_rows(one),
+                    "trace": trace_rows(one),
+                },
+                notes={
+                    "knobs": untried(one),
+                    "resources": partly if resources else "The resources of these programs are not known.",
+                    "trace": "" if one.trace else "No search of this problem is recorded in the database.",
+                },
+            )
+        )
+    return found

@@ -1,0 +1,170 @@
+"""Files of builds: what compiling every schedule of a search space gave, so that a report can model whole landscapes on a
+machine without a compiler. docs/landscapes.md describes the format.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tiledsched.build.toolchain import Toolchain
+from tiledsched.core.device import arch_spec
+from tiledsched.core.errors import DatabaseError, Failure, FailureKind
+from tiledsched.core.files import read_bounded, unpacked, write_whole
+from tiledsched.core.problem import Problem, ProblemClass
+from tiledsched.core.resources import ResourceFacts
+from tiledsched.core.schedule import Schedule
+from tiledsched.store.codec import decode, encode
+from tiledsched.store.manifest import check_shipped
+from tiledsched.store.records import BuildRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildFile:
+    """The builds of one kernel, source, compiler and arch."""
+
+    builds: Sequence[BuildRecord]
+    """One build or more."""
+    serves: Mapping[str, Sequence[int]]
+    """For the id of each problem that was looked at, the places in `builds` of those that can serve it."""
+    space: int
+    """How many builds there would be of the whole space."""
+    alike: Mapping[str, int]
+    """Further archs, and element types, that the builds stand for, and on how many of them that was tried: on an arch each was
+    the same machine code; with an element type each took the same registers, threads and shared memory.
+    """
+
+    def builds_for(self, problem: Problem, arch: str, schedule: Schedule | None = None) -> list[BuildRecord]:
+        """The builds that can serve a problem on an arch; with `schedule`, only that schedule's.
+
+        For an element type that was not compiled, a fingerprint begins with the one that was. A problem that was not looked at
+        takes a tenth of a millisecond for each build that may be its own.
+        """
+        from tiledsched.core.launch import problem_class
+
+        first, builds = self.builds[0], self.builds
+        if problem.kernel != first.kernel or (arch != first.arch and arch not in self.alike):
+            return []
+        own = first.problem_class.values.get("dtype")
+        if own != problem.values.get("dtype"):
+            if problem.values.get("dtype") not in self.alike:
+                return []
+            problem, builds = problem.replace(dtype=own), self._like_ours
+        if problem.id in self.serves:
+            builds = [builds[place] for place in self.serves[problem.id]]
+        if schedule is not None:
+            builds = [each for each in builds if each.schedule == schedule]
+        if problem.id in self.serves:
+            return list(builds)
+        kernel, spec, known = problem.declaration, arch_spec(arch), {**problem.values, "signature": None}
+        near = {
+            kind
+            for kind in {each.problem_class for each in builds}
+            if all(known[name] in (value, None) for name, value in kind.values.items())
+        }
+        return [
+            each
+            for each in builds
+            if each.problem_class in near and each.problem_class == problem_class(kernel, problem, each.schedule, spec)
+        ]
+
+    @cached_property
+    def _like_ours(self) -> list[BuildRecord]:
+        """The builds with fingerprints that say whose they are."""
+        dtype = self.builds[0].problem_class.values["dtype"]
+        return [
+            replace(build, fingerprint=build.fingerprint and f"{dtype}:{build.fingerprint}") for build in self.builds
+        ]
+
+
+def write_builds(path: Path, file: BuildFile) -> None:
+    """Write a file of builds. The same builds in the same order give the same bytes."""
+    first = file.builds[0]
+    classes: dict[ProblemClass, int] = {}
+    programs: dict[tuple[Any, ...], int] = {}
+    rows = [
+        [
+            *build.schedule.values(),
+            classes.setdefault(build.problem_class, len(classes)),
+            programs.setdefault(_outcome(build), len(programs)),
+        ]
+        for build in file.builds
+    ]
+    every = list(range(len(rows)))
+    data = {
+        "kernel": first.kernel,
+        "source_hash": first.source_hash,
+        "toolchain": first.toolchain.to_json(),
+        "arch": first.arch,
+        "space": file.space,
+        "alike": dict(file.alike),
+        "serves": {name: None if list(places) == every else list(places) for name, places in file.serves.items()},
+        "classes": [each.to_json() for each in classes],
+        "programs": list(programs),
+        "knobs": list(first.schedule),
+        "builds": rows,
+    }
+    write_whole(path, lzma.compress(json.dumps(data, separators=(",", ":")).encode(), preset=9))
+
+
+def _outcome(build: BuildRecord) -> tuple[Any, ...]:
+    """What a file says of the machine code, or of why there is none."""
+    if build.facts is None:
+        return tuple(encode(build.failure).values())
+    return build.fingerprint, build.cubin_bytes, *build.facts.to_json().values()
+
+
+def read_builds(path: Path) -> BuildFile:
+    """The contents of a file of builds.
+
+    Raises:
+        DatabaseError: the file cannot be read, is not the one that shipped, or not one that `write_builds` wrote.
+    """
+    try:
+        packed = read_bounded(path)
+    except OSError as error:
+        raise DatabaseError(f"cannot read {path.name}: {error.strerror}; check the path") from error
+    check_shipped(path, packed)
+    try:
+        return _read(json.loads(unpacked(packed)))
+    except (*WRONG, DatabaseError) as error:
+        raise DatabaseError(f"{path.name} is no file of builds: {error!r}; install tiledsched again") from error
+
+
+WRONG = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, EOFError, RecursionError, lzma.LZMAError)
+"""What reading a file of something else may raise."""
+
+
+def _read(data: Any) -> BuildFile:
+    shared = {name: data[name] for name in ("kernel", "source_hash", "arch")}
+    shared |= {"toolchain": decode(Toolchain, data["toolchain"], "toolchain"), "seconds": 0.0}
+    classes = [ProblemClass(dict(each)) for each in data["classes"]]
+    outcomes = [_fields(each) for each in data["programs"]]
+    builds = [
+        BuildRecord(
+            schedule=Schedule(dict(zip(data["knobs"], values, strict=True))),
+            problem_class=classes[kind],
+            **outcomes[program],
+            **shared,
+        )
+        for *values, kind, program in data["builds"]
+    ]
+    every = range(len(builds))
+    serves = {name: every if places is None else places for name, places in data["serves"].items()}
+    return BuildFile(builds=builds, serves=serves, space=data["space"], alike=data["alike"])
+
+
+def _fields(outcome: Sequence[Any]) -> dict[str, Any]:
+    """The fields of a build record that say what came of the build."""
+    if len(outcome) == 2:
+        failure = Failure(kind=FailureKind(outcome[0]), message=str(outcome[1]))
+        return {"fingerprint": "", "cubin_bytes": 0, "facts": None, "failure": failure}
+    fingerprint, cubin_bytes, *facts = outcome
+    named = dict(zip(ResourceFacts.__dataclass_fields__, facts, strict=True))
+    known = decode(ResourceFacts, named, "facts")
+    return {"fingerprint": fingerprint, "cubin_bytes": cubin_bytes, "facts": known, "failure": None}
