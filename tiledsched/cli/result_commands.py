@@ -306,9 +306,10 @@ def compare(
     db, wanted = run.settings().db, Wanted(kernel=kernel, arch=arch or "", regime=regime or "")
     found = compare_sides(read_side(a, db, wanted), read_side(b, db, wanted), threshold / 100)
     if not found.rows:
+        why = next((f" ({reason})" for _, _, reason in found.unpaired), "")
         raise ConfigError(
             f"{a} and {b} have no problem in common: {len(found.only_a)} only in the first, {len(found.only_b)} only in "
-            "the second; compare sources of the same kernel, arch and regime"
+            f"the second{why}; compare sources of the same kernel, arch and regime"
         )
     files = write_comparison(found, Path(out)) if out else []
     if run.json:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from tiledsched.core.device import PRODUCTS
 from tiledsched.core.problem import Problem, unit_of
 from tiledsched.core.schedule import Schedule
 from tiledsched.report import charts
@@ -94,8 +95,8 @@ def _title(reports: Sequence[Report]) -> str:
 
 
 def _where(report: Report) -> str:
-    """The GPUs that were measured, or else the arch."""
-    names = sorted({one.device_name for one in report.measured.problems})
+    """The GPUs that were measured, or else the usual one of the arch."""
+    names = sorted({one.device_name for one in report.measured.problems}) or [*PRODUCTS.get(report.arch, ())][:1]
     return f"{', '.join(names)} ({report.arch})" if names else report.arch
 
 
