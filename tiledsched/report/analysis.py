@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from tiledsched.core.schedule import Schedule
-from tiledsched.report.records import ProblemReport, Tile, TileSensitivity, TileTime, Timed
+from tiledsched.core.schedule import KnobValue, Schedule
+from tiledsched.report.records import ProblemReport, PublishedTiles, Report, Tile, TileSensitivity, TileTime, Timed
 
 T = TypeVar("T")
 WITHIN = 1.3
@@ -40,8 +41,10 @@ def named_tile(knobs: Iterable[str]) -> tuple[str, str] | None:
     return next((pair for pair in pairs if pair[1] in known), None)
 
 
-def tile_times(timed: Sequence[Timed], knobs: tuple[str, str] | None) -> tuple[TileTime, ...]:
-    """The best time of each tile, best tile first. `timed` must be sorted, fastest first."""
+def tile_times(timed: Sequence[Timed], knobs: tuple[str, str] | None, *, whole: bool = False) -> tuple[TileTime, ...]:
+    """The best time of each tile, best tile first. `timed` must be sorted, fastest first; with `whole` it is all of the search
+    space, so that every tile is searched enough.
+    """
     members: dict[Tile, list[Timed]] = defaultdict(list)
     for one in timed:
         if knobs is not None and {*knobs} <= {*one.schedule}:
@@ -61,7 +64,7 @@ def tile_times(timed: Sequence[Timed], knobs: tuple[str, str] | None) -> tuple[T
             relative=each[0].us / ordered[0][1][0].us,
             schedule=each[0].schedule,
             programs=programs[tile],
-            searched=place == 0 or programs[tile] >= enough,
+            searched=whole or place == 0 or programs[tile] >= enough,
         )
         for place, (tile, each) in enumerate(ordered)
     )
@@ -103,6 +106,15 @@ def sensitivity(problems: Sequence[ProblemReport]) -> tuple[TileSensitivity, ...
     return tuple(lines)
 
 
+def published_beside(line: TileSensitivity, report: Report) -> list[PublishedTiles]:
+    """What others published about tiles for problems of the same kind and regime of sizes."""
+    return [
+        each
+        for each in report.published_tiles
+        if line.accum_mode == "fp32" and each.shared == line.shared and size_regime(each.size) == line.regime
+    ]
+
+
 def matched_pairs(items: Sequence[tuple[Schedule, T]], knob: str) -> Iterator[tuple[T, T]]:
     """Pairs of items whose schedules both have `knob` and differ in nothing else."""
     return ((first, second) for name, first, second in neighbours(items, [True] * len(items)) if name == knob)
@@ -115,27 +127,40 @@ def neighbours(items: Sequence[tuple[Schedule, T]], close: Sequence[bool]) -> It
         items: schedules, each with what belongs to it.
         close: for each item whether it is close to the best; pairs of which neither member is are left out.
     """
-    # Schedules that differ in one knob alone have the same sum over the hashes of all other knobs. Equal sums are only a
-    # hint; what is found is compared value by value.
-    sums = [sum(map(hash, schedule.items())) for schedule, _ in items]
+    # Each value of each knob has a number. Schedules that differ in one knob alone have the same sum over the hashes of all
+    # other numbers. Equal sums are only a hint; what is found is compared number by number.
+    numbers: dict[tuple[str, type, KnobValue], int] = {}
+    coded = [
+        [numbers.setdefault((name, type(value), value), len(numbers)) for name, value in schedule.items()]
+        for schedule, _ in items
+    ]
+    hashes = [*map(hash, numbers)]
+    sums = [sum(map(hashes.__getitem__, each)) for each in coded]
+    places = {names: {name: i for i, name in enumerate(names)} for names in {tuple(schedule) for schedule, _ in items}}
+    place_of = [places[tuple(schedule)] for schedule, _ in items]
     for knob in dict.fromkeys(name for schedule, _ in items for name in schedule):
         rests = [
-            whole - hash((knob, schedule[knob])) if knob in schedule else None
-            for whole, (schedule, _) in zip(sums, items, strict=True)
+            whole - hashes[each[place[knob]]] if knob in place else None
+            for whole, each, place in zip(sums, coded, place_of, strict=True)
         ]
         wanted = {rest for rest, kept in zip(rests, close, strict=True) if kept and rest is not None}
         groups: dict[int, list[int]] = defaultdict(list)
-        for place, rest in enumerate(rests):
+        for i, rest in enumerate(rests):
             if rest is not None and rest in wanted:
-                groups[rest].append(place)
+                groups[rest].append(i)
         for members in groups.values():
             for first, second in itertools.combinations(members, 2):
-                if (close[first] or close[second]) and _differ_in(knob, items[first][0], items[second][0]):
+                if (close[first] or close[second]) and _differ_in(
+                    place_of[first].get(knob), coded[first], coded[second]
+                ):
                     yield knob, items[first][1], items[second][1]
 
 
-def _differ_in(knob: str, first: Schedule, second: Schedule) -> bool:
-    """Whether two schedules that have `knob` differ in it alone."""
-    return first.keys() == second.keys() and all(
-        (name == knob) != (type(own) is type(second[name]) and own == second[name]) for name, own in first.items()
+def _differ_in(place: int | None, first: Sequence[int], second: Sequence[int]) -> bool:
+    """Whether two lists of numbers differ at one place alone."""
+    return (
+        place is not None
+        and len(first) == len(second)
+        and first[place] != second[place]
+        and sum(map(operator.ne, first, second)) == 1
     )

@@ -151,7 +151,7 @@ def tile_map(report: Report) -> Spec:
 
 
 def panel_names(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
-    """What tells problems apart, in two lines with a bar between them: `S=4096 B=4|D=64 causal`."""
+    """What tells problems apart, in two lines with a bar between them."""
     chosen = [choices_of(report, one, report.axes.optional) for one in problems]
     differing = [title for title in chosen[0] if len({values[title] for values in chosen}) > 1]
     names: list[str] = []
@@ -373,35 +373,45 @@ def regimes(report: Report) -> Spec | None:
     )
 
 
-def roofs(report: Report, one: ProblemReport) -> list[dict[str, Any]]:
-    """The ceilings of a GPU over arithmetic intensity, as lines: those computed for it and the highest that were measured."""
+def ceilings_of(report: Report, one: ProblemReport) -> dict[str, tuple[float, float]]:
+    """The ceilings of a GPU: what they are -> (TFLOP/s, GB/s). Those computed for it come first, then the highest measured."""
     if report.arch not in ARCHS:
-        return []
+        return {}
     spec = arch_spec(report.arch, one.device_name)
     clocks = [
         each.sm_clock_mhz[1] for each in report.conditions if each.sm_clock_mhz and each.device.name == one.device_name
     ]
     ghz = max(clocks) / 1e3 if clocks else spec.clock_ghz
     peak = spec.tensor_flops * spec.sm_count * ghz / 1e3
-    computed = f"computed: {spec.sm_count} SMs x {spec.tensor_flops} FLOP x {ghz:.2f} GHz; {spec.dram_gbps:.0f} GB/s"
-    ceilings = {computed: (peak, spec.dram_gbps)}
-    if one.device_name and (found := roof_of(report.ceilings, one.device_name)):
-        ceilings[f"measured: {found[0]}; {found[1]}"] = (found[0].rate, found[1].rate)
+    rates = f"{spec.sm_count} SMs x {spec.tensor_flops} FLOP x {ghz:.2f} GHz; {spec.dram_gbps:.0f} GB/s"
+    found = {f"computed: {rates}": (peak, spec.dram_gbps)}
+    if one.device_name and (highest := roof_of(report.ceilings, one.device_name)):
+        found[f"measured: {highest[0]}; {highest[1]}"] = (highest[0].rate, highest[1].rate)
+    return found
+
+
+def roofs(report: Report, one: ProblemReport) -> list[dict[str, Any]]:
+    """The ceilings of a problem's GPU over arithmetic intensity, as lines."""
     known = [each.problem for each in (*report.measured.problems, *report.modelled.problems)]
     intensities = [each.flops / each.min_bytes for each in known if unit_of(each) == "TFLOP/s" and each.min_bytes]
     if not intensities:
         return []
     low, high = min(intensities) / 2, max(intensities) * 2
     return [
-        {
-            "intensity": at,
-            "rate": round(min(flops, at * gbps / 1e3), 3),
-            "said": said,
-            "ceiling": said.partition(":")[0],
-        }
-        for said, (flops, gbps) in ceilings.items()
+        {"intensity": at, "rate": min(flops, at * gbps / 1e3), "said": said, "ceiling": said.partition(":")[0]}
+        for said, (flops, gbps) in ceilings_of(report, one).items()
         for at in sorted({low, high, min(max(flops * 1e3 / gbps, low), high)})
     ]
+
+
+def share_of_ceiling(report: Report, one: ProblemReport) -> str:
+    """How much of the highest rate that its GPU allows the best schedule reaches, in a sentence; empty where it is not known."""
+    ceilings = ceilings_of(report, one)
+    if not ceilings or unit_of(one.problem) != "TFLOP/s" or not one.problem.min_bytes:
+        return ""
+    said, (flops, gbps) = list(ceilings.items())[-1]
+    roof = min(flops, one.problem.flops / one.problem.min_bytes * gbps / 1e3)
+    return f"The best schedule reaches {one.best.rate / roof * 100:.0f}% of the ceiling {said}."
 
 
 def views(reports: Sequence[Report]) -> list[View]:

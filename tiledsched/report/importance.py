@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.report.analysis import WITHIN, named_tile, neighbours
@@ -32,6 +33,10 @@ examined.
 """
 LEAST_DIFFERENCE = math.log(1.03)
 """Difference that an interaction needs, in log time."""
+EQUAL = 1 + 1e-9
+"""Two differences within this ratio are equal: a circumstance and its opposite have the same one."""
+ALWAYS = ""
+"""The circumstance that always holds."""
 
 
 def knob_shares(problems: Sequence[Times]) -> tuple[KnobShare, ...]:
@@ -49,35 +54,31 @@ def knob_shares(problems: Sequence[Times]) -> tuple[KnobShare, ...]:
 
 
 def _ped_anova(times: Times) -> Mapping[str, float]:
-    import warnings
+    """The share of each knob that every schedule has and that has several values, as Optuna 5 computes it; the sum is 1."""
+    limit_us = sorted(us for _, us in times)[math.ceil(FASTEST_SHARE * len(times)) - 1]
+    fastest = [schedule for schedule, us in times if us <= limit_us]
+    divergences = {}
+    for knob in set.intersection(*(set(schedule) for schedule, _ in times)):
+        all_counts = Counter(schedule[knob] for schedule, _ in times)
+        if len(all_counts) > 1:
+            fast = _density(Counter(schedule[knob] for schedule in fastest), all_counts)
+            usual = _density(all_counts, all_counts)
+            divergences[knob] = sum(local * (top / local - 1) ** 2 for top, local in zip(fast, usual, strict=True))
+    total = sum(divergences.values())
+    return {knob: each / total if total else 1 / len(divergences) for knob, each in divergences.items()}
 
-    import optuna
 
-    values: dict[str, set[KnobValue]] = defaultdict(set)
-    for schedule, _ in times:
-        for knob, value in schedule.items():
-            values[knob].add(value)
-    choices: dict[str, optuna.distributions.BaseDistribution] = {
-        knob: optuna.distributions.CategoricalDistribution(sorted(known, key=str))
-        for knob, known in values.items()
-        if len(known) > 1 and all(knob in schedule for schedule, _ in times)
-    }
-    if not choices:
-        return {}
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # marked experimental in some releases
-        study = optuna.create_study(direction="minimize")
-        study.add_trials(
-            [
-                optuna.trial.create_trial(
-                    params={knob: schedule[knob] for knob in choices}, distributions=choices, value=us
-                )
-                for schedule, us in times
-            ]
-        )
-        evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=FASTEST_SHARE)
-        return optuna.importance.get_param_importances(study, evaluator=evaluator)
+def _density(counts: Mapping[KnobValue, int], values: Iterable[KnobValue]) -> list[float]:
+    """Optuna's Parzen estimate of how often each value occurs: a kernel around each one observed, and a uniform prior that
+    weighs as much as one observation.
+    """
+    values = list(values)
+    observed, prior = sum(counts.values()), 1 / (len(counts) + 1)
+    kernel = 1 + len(values) * prior
+    return [
+        ((observed * prior + counts.get(value, 0)) / kernel + 1 / len(values)) / (observed + 1) + 1e-12
+        for value in values
+    ]
 
 
 def interactions(problems: Sequence[Times], *, most: int = 12) -> tuple[Interaction, ...]:
@@ -87,17 +88,52 @@ def interactions(problems: Sequence[Times], *, most: int = 12) -> tuple[Interact
     tile, the tile of a persistent kernel), the mean log ratio of times with it is compared with the mean without it. Of
     one change the circumstance with the largest difference is given.
     """
-    effects: dict[tuple[str, KnobValue, KnobValue], list[tuple[float, frozenset[str]]]] = defaultdict(list)
+    effects: dict[tuple[str, KnobValue, KnobValue], dict[str, _Sums]] = defaultdict(lambda: defaultdict(_Sums))
     tile = named_tile(dict.fromkeys(knob for times in problems for schedule, _ in times for knob in schedule)) or ()
     for times in problems:
         best = min((us for _, us in times), default=math.inf)
         close = [us <= WITHIN * best for _, us in times]
+        known: dict[Schedule, list[tuple[str, Sequence[str]]]] = {}
         for knob, first, second in neighbours([(schedule, (schedule, us)) for schedule, us in times], close):
             (before, before_us), (after, after_us) = sorted((first, second), key=lambda one: _rank(one[0][knob]))
-            circumstances = frozenset(_circumstances(before, knob, tile))
-            effects[knob, before[knob], after[knob]].append((math.log(after_us / before_us), circumstances))
+            if before not in known:
+                known[before] = list(_circumstances(before, tile))
+            change, seen = math.log(after_us / before_us), effects[knob, before[knob], after[knob]]
+            seen[ALWAYS].add(change)
+            for circumstance, names in known[before]:
+                if knob not in names:
+                    seen[circumstance].add(change)
     found = [one for change, seen in effects.items() if (one := _largest(change, seen)) is not None]
     return tuple(sorted(found, key=lambda one: (-abs(one.effect_with - one.effect_without), one.knob)))[:most]
+
+
+@dataclass
+class _Sums:
+    """Of some changes their number, their sum and the sum of their squares: a large database has too many to keep."""
+
+    count: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+
+    def add(self, change: float) -> None:
+        """Take one more change into account."""
+        self.count += 1
+        self.total += change
+        self.squares += change * change
+
+    def without(self, part: _Sums) -> _Sums:
+        """The sums of the changes that are not among `part`."""
+        return _Sums(self.count - part.count, self.total - part.total, self.squares - part.squares)
+
+    @property
+    def mean(self) -> float:
+        """Mean of the changes."""
+        return self.total / self.count
+
+    @property
+    def error(self) -> float:
+        """Standard error of the mean, squared."""
+        return max(0.0, self.squares - self.total * self.mean) / (self.count - 1) / self.count
 
 
 def _rank(value: KnobValue) -> tuple[float, str]:
@@ -105,44 +141,42 @@ def _rank(value: KnobValue) -> tuple[float, str]:
     return (0.0, value) if isinstance(value, str) else (float(value), "")
 
 
-def _circumstances(schedule: Schedule, without: str, tile: Sequence[str]) -> Iterator[str]:
-    """What can be said of a schedule without naming one knob. `tile` names the knobs of a tile's rows and columns."""
-    if tile and {*tile} <= set(schedule) and without not in tile:
+def _circumstances(schedule: Schedule, tile: Sequence[str]) -> Iterator[tuple[str, Sequence[str]]]:
+    """What can be said of a schedule, each with the knobs that it names. `tile` names the knobs of a tile's rows and columns."""
+    if tile and {*tile} <= set(schedule):
         size = f"tile={'x'.join(str(schedule[name]) for name in tile)}"
-        yield size
-        if "persistent" in schedule and without != "persistent":
-            yield f"{size}, {'one block per tile' if schedule['persistent'] in ('no', 0) else 'persistent'}"
+        yield size, tile
+        if "persistent" in schedule:
+            how = "one block per tile" if schedule["persistent"] in ("no", 0) else "persistent"
+            yield f"{size}, {how}", (*tile, "persistent")
     for name, value in schedule.items():
-        if name != without:
-            yield f"{name}={str(value).lower()}"
+        yield f"{name}={str(value).lower()}", (name,)
 
 
-def _largest(
-    change: tuple[str, KnobValue, KnobValue], seen: Sequence[tuple[float, frozenset[str]]]
-) -> Interaction | None:
+def _largest(change: tuple[str, KnobValue, KnobValue], seen: Mapping[str, _Sums]) -> Interaction | None:
     """The circumstance under which a change has an effect that differs most from its effect elsewhere; None where no
     difference is certain.
     """
     best: Interaction | None = None
-    for circumstance in sorted({name for _, names in seen for name in names}):
-        inside = [effect for effect, names in seen if circumstance in names]
-        outside = [effect for effect, names in seen if circumstance not in names]
-        if min(len(inside), len(outside)) < FEWEST_PAIRS:
+    for circumstance in sorted(seen.keys() - {ALWAYS}):
+        inside, outside = seen[circumstance], seen[ALWAYS].without(seen[circumstance])
+        if min(inside.count, outside.count) < FEWEST_PAIRS:
             continue
-        difference = statistics.fmean(inside) - statistics.fmean(outside)
-        error = math.sqrt(statistics.variance(inside) / len(inside) + statistics.variance(outside) / len(outside))
-        if abs(difference) < max(LEAST_DIFFERENCE, FEWEST_ERRORS * error):
+        difference = inside.mean - outside.mean
+        if abs(difference) < max(LEAST_DIFFERENCE, FEWEST_ERRORS * math.sqrt(inside.error + outside.error)):
             continue
         one = Interaction(
             knob=change[0],
             before=change[1],
             after=change[2],
             circumstance=circumstance,
-            effect_with=math.expm1(statistics.fmean(inside)),
-            pairs_with=len(inside),
-            effect_without=math.expm1(statistics.fmean(outside)),
-            pairs_without=len(outside),
+            effect_with=math.expm1(inside.mean),
+            pairs_with=inside.count,
+            effect_without=math.expm1(outside.mean),
+            pairs_without=outside.count,
         )
-        if best is None or abs(one.effect_with - one.effect_without) > abs(best.effect_with - best.effect_without):
+        if best is None or abs(one.effect_with - one.effect_without) > EQUAL * abs(
+            best.effect_with - best.effect_without
+        ):
             best = one
     return best

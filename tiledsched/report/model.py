@@ -25,7 +25,7 @@ from tiledsched.report.axes import Axes, axes_of
 from tiledsched.report.ceilings import measured_ceilings
 from tiledsched.report.effects import tile_knobs
 from tiledsched.report.importance import interactions, knob_shares
-from tiledsched.report.published import figures_for
+from tiledsched.report.published import figures_for, tiles_for
 from tiledsched.report.records import (
     MEASURED,
     MODELLED,
@@ -151,6 +151,7 @@ def build_report(
         ceilings=measured_ceilings(
             [*entries, *served], regime, {str(problem.values.get("dtype")) for problem, _, _ in landscapes}
         ),
+        published_tiles=tiles_for(kernel, desk.axes),
         published=figures_for(kernel, arch, desk.space, builds.shipped),
     )
 
@@ -173,7 +174,7 @@ def _accum_mode(schedule: Schedule) -> str:
 def _section(provenance: str, problems: Sequence[ProblemReport], tile: tuple[str, str] | None) -> Section:
     ordered = tuple(
         sorted(
-            (replace(one, tiles=tile_times(one.timed, tile)) for one in problems),
+            (replace(one, tiles=tile_times(one.timed, tile, whole=one.whole)) for one in problems),
             key=lambda one: (one.group, one.size, one.problem),
         )
     )
@@ -413,7 +414,11 @@ class _Desk:
                 Timed(schedule=schedule, fingerprint=entry.fingerprint if schedule == entry.schedule else "", us=us)
                 for schedule, us in known_us.items()
             ]
-        return self._write_up(MODELLED, (problem, "", entry.accum_mode), timed, entry, 0) if timed else None
+        if not timed:
+            return None
+        written = self._write_up(MODELLED, (problem, "", entry.accum_mode), timed, entry, 0)
+        ship = {build.schedule for build in self.builds.shipped(problem, None)}
+        return replace(written, whole=bool(ship) and ship <= {build.schedule for build in builds})
 
     def _estimates(
         self, problem: Problem, builds: Sequence[BuildRecord], model_times: ModelTimes

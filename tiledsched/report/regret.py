@@ -114,9 +114,10 @@ def _sentence(
             else f"no schedule {nothing} on all of them"
         )
         lines.append(f"How few schedules would serve {'them' if sets else over} within {within} is not known: {why}.")
-        command = ["tiledsched", "tune", problems[0].problem.kernel, "--candidates", "winners.csv", "-p", "PROBLEM"]
-        lines.append(
-            f"`{shlex.join(command)}`, run for each problem with the file beside this page, times every problem's best schedule "
-            "on it."
-        )
+        if problems[0].provenance == MEASURED:
+            command = ["tiledsched", "tune", problems[0].problem.kernel, "--candidates", "winners.csv", "-p", "PROBLEM"]
+            lines.append(
+                f"`{shlex.join(command)}`, run for each problem with the file beside this page, times every problem's best "
+                "schedule on it."
+            )
     return " ".join(lines)
