@@ -30,9 +30,12 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.report import WithShipped
+from tiledsched.report.analysis import published_beside
 from tiledsched.report.answer import answer, next_step, problem_answer
 from tiledsched.report.csv_files import knobs_csv, winners_csv
+from tiledsched.report.document import to_markdown
 from tiledsched.report.regret import LIMITS, few_schedules
+from tiledsched.report.text import document
 from tiledsched.serve.entries import load_entries
 from tiledsched.store.db import TuningDB
 from tiledsched.store.records import Entry, RivalTime
@@ -78,7 +81,7 @@ def test_the_answer_on_one_problem(db):
         "On NVIDIA H200, attention is sensitive to its tile: the second best tile takes 6.0% longer (1 problem), and the worst "
         "2.1 times as long.",
         "The untuned default takes 50% longer than the best schedule (1 problem).",
-        "Leave `occupancy` at 1 and `latency_k` at 0: no other value tried is faster.",
+        "Leave `occupancy` at 1 and `latency_k` at 0: no other value tried is more than 1% faster.",
         "The best schedule is `128x64 warps=4 occ=1`: 100 µs (5,498 TFLOP/s).",
     )
     assert next_step(report) == ""
@@ -103,7 +106,7 @@ def test_the_answer_on_several_problems_gpus_and_estimates(db):
         "the worst 2.2 times as long.",
         "The untuned default takes 72% longer than the best schedule (median of 2 problems).",
         "Tune `occupancy` (1 is faster for 1 problem, 2 for 1) for each problem.",
-        "Leave `latency_k` at 0: no other value tried is faster.",
+        "Leave `latency_k` at 0: no other value tried is more than 1% faster.",
         "128x64 is the best tile for all. The highest rate is that of B=4 H=32 S=4096 D=64 float16: `128x64 warps=4 occ=1`, "
         "100 µs (5,498 TFLOP/s).",
     )
@@ -220,6 +223,23 @@ def test_the_answer_of_the_model(db):
     assert problem_answer(report.modelled.problems[0], report).startswith(
         "By the model's estimate for sm_121 the best schedule"
     )
+
+
+def test_the_paper_stands_beside_the_same_kind_of_problem(db):
+    """Table 4 of TiledAttention is of 128 columns, float16, without a mask, on a GB10; nothing is said beside others."""
+    for problem in (PROBLEM, PROBLEM.replace(head_dim=128), PROBLEM.replace(head_dim=128, causal=True)):
+        add_times(db, grid(), problem=problem)
+    found = [published_beside(line, report_of(db)) for line in report_of(db).measured.sensitivity]
+    assert sorted(map(len, found)) == [0, 0, 1]
+    (theirs,) = max(found, key=len)
+    assert (theirs.device, theirs.size, theirs.best, theirs.runner_up) == ("GB10", 4096, (64, 128), (64, 64))
+    assert theirs.drop == pytest.approx(0.1006, abs=1e-4)
+    markdown = to_markdown(document(report_of(db)))
+    assert (
+        "| D=128, dtype=float16, causal=no, NVIDIA H200 | medium: 4096 | 128x64 | 128x128: 6.0% | 110.0% | 4096: 64x128"
+        in markdown
+    )
+    assert "on GB10: TiledAttention (arXiv:2603.01960), Table 4" in markdown
 
 
 def test_clocks_that_were_held_down_are_said(db):

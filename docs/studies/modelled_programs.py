@@ -5,6 +5,10 @@ It needs a checkout and the compiler, no GPU and no database. It writes one file
 modelled tables (docs/landscapes.md has the format), and goes on where an earlier run into the same folder stopped. Put the
 files into `tuning_db/model/KERNEL/`, and run `python -m tiledsched.store.shipped`.
 
+Latency hints and `opt_level` stay at their defaults, except where the table serves another value: in the spaces that were
+compiled with all their values the best estimate was among the rest (docs/landscapes.md), and a report on all of them would take
+twice as long.
+
 Of each kind it also compiles a sample for the archs in `--same` and for the other element types in the table. An arch is named
 in the file only if all of the sample is the same machine code; an element type only if all of the sample takes the same
 registers, threads and shared memory.
@@ -36,6 +40,8 @@ from tiledsched.tuning.problems import kernel_of
 
 SAMPLE = 24
 """Programs of each kind of problem that are compiled again for another arch, and for another element type."""
+PLAIN = ("latency_k", "latency_v", "opt_level")
+"""Knobs that stay at their defaults."""
 WRITE_S = 30.0
 """Seconds between two writings of all files."""
 ORDER = ("attention", "rms_norm", "softmax", "matmul")
@@ -53,7 +59,9 @@ class Kind:
     """Name of the file, without its ending."""
     wanted: dict[Key, tuple[Schedule, Problem]]
     """Every build, with a problem of its class."""
-    dtypes: tuple[str, ...]
+    space: int = 0
+    """How many builds there would be of the whole space."""
+    dtypes: tuple[str, ...] = ()
     """Further element types in the table."""
     serves: dict[str, list[Key]] = field(default_factory=dict)
     """For the id of each problem, the builds that can serve it."""
@@ -80,16 +88,20 @@ def kinds_of(kernel: KernelClass, arch: str, limit: int | None) -> list[Kind]:
     entries = read_shipped_entries(data_files.tuning_db() / "tables" / kernel.name / f"{arch}.json")
     problems = list(dict.fromkeys(entry.problem for entry in entries))
     dtypes = sorted({str(problem.values["dtype"]) for problem in problems}, key=lambda each: each != "float16")
-    pins = dict(space.modelled_pins())
-    if "accum_mode" in space.knobs:
-        pins["accum_mode"] = "fp32"
+    pins = space.modelled_pins() | ({"accum_mode": "fp32"} if "accum_mode" in space.knobs else {})
+    plain = {knob: space.knobs[knob].default for knob in PLAIN if knob in space.knobs}
+    served = {space.complete(entry.schedule) for entry in entries}
     kinds: dict[str, Kind] = {}
     for problem in problems:
         if problem.values["dtype"] != dtypes[0]:
             continue
         name = arch + words_of(kernel, problem)
         kind = kinds.setdefault(name, Kind(kernel=kernel, arch=arch, name=name, wanted={}, dtypes=tuple(dtypes[1:])))
-        for schedule in space.schedules(problem, pinned=pins):
+        schedules = list(space.schedules(problem, pinned=pins))
+        kind.space = max(kind.space, len(schedules))
+        for schedule in schedules:
+            if schedule not in served and any(schedule[knob] != value for knob, value in plain.items()):
+                continue
             key = schedule.id, problem_class(kernel, problem, schedule, spec).id
             kind.wanted.setdefault(key, (schedule, problem))
             kind.serves.setdefault(problem.id, []).append(key)
@@ -164,7 +176,7 @@ def write(kind: Kind, folder: Path) -> None:
         serves = {name: sorted(place[key] for key in keys if key in place) for name, keys in kind.serves.items()}
         alike = {name: len(equal) for name, equal in sorted(kind.samples.items()) if all(equal)}
         builds = [kind.found[key] for key in place]
-        write_builds(path, BuildFile(builds=builds, serves=serves, space=len(kind.wanted), alike=alike))
+        write_builds(path, BuildFile(builds=builds, serves=serves, space=kind.space, alike=alike))
 
 
 def resume(kind: Kind, folder: Path, toolchain: Toolchain) -> None:
@@ -216,7 +228,8 @@ def compile_all(kinds: Sequence[Kind], archs: Sequence[str], folder: Path, pool:
         failed = sum(each.failure is not None for each in kind.found.values())
         samples = ", ".join(f"{name} {sum(equal)} of {len(equal)} alike" for name, equal in kind.samples.items())
         print(
-            f"{kind.kernel.name} {kind.name}: {len(kind.found)} of {len(kind.wanted)} built, {programs} programs, "
+            f"{kind.kernel.name} {kind.name}: {len(kind.found)} of {len(kind.wanted)} built, "
+            f"{kind.space} in the space; {programs} programs, "
             f"{failed} failed; {samples}"
         )
 

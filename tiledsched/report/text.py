@@ -6,9 +6,11 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from tiledsched.core.device import PRODUCTS
 from tiledsched.core.problem import Problem, unit_of
 from tiledsched.core.schedule import Schedule
 from tiledsched.report import charts
+from tiledsched.report.analysis import published_beside
 from tiledsched.report.answer import answer, next_step, problem_answer
 from tiledsched.report.axes import cell, show
 from tiledsched.report.csv_files import (
@@ -93,8 +95,8 @@ def _title(reports: Sequence[Report]) -> str:
 
 
 def _where(report: Report) -> str:
-    """The GPUs that were measured, or else the arch."""
-    names = sorted({one.device_name for one in report.measured.problems})
+    """The GPUs that were measured, or else the usual one of the arch."""
+    names = sorted({one.device_name for one in report.measured.problems}) or [*PRODUCTS.get(report.arch, ())][:1]
     return f"{', '.join(names)} ({report.arch})" if names else report.arch
 
 
@@ -294,33 +296,43 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
 
 
 def _sensitivity(section: Section, report: Report) -> list[Block]:
-    """What the choice of tile is worth, by size: the paper's table 4."""
+    """What the choice of tile is worth, by size: Table 4 of TiledAttention, with its own figures where they are of the same
+    kind of problem.
+    """
     axes, tile = report.axes, " x ".join(report.tile_knobs or ())
+    others = [published_beside(line, report) for line in section.sensitivity]
+    sources = dict.fromkeys(each.source for found in others for each in found)
     text = (
         f"Each tile ({tile}) is judged by its best schedule over all other knobs; where a line joins several problems, "
         f"by the geometric mean. Short is {axes.swept_title} up to 1024, medium up to 4096, long above."
     )
+    if sources:
+        devices = ", ".join(dict.fromkeys(each.device for found in others for each in found))
+        text += f" The last column is what others published, of their kernel on {devices}: {'; '.join(sources)}."
     head = (
         "problems",
         axes.swept_title,
         "best tile",
-        "second best tile",
-        f"it takes longer by ({section.provenance})",
-        "worst tile takes longer by",
+        f"second best takes longer by ({section.provenance})",
+        "worst takes longer by",
+        *(["published by others"] if sources else []),
     )
     rows = []
-    for line in section.sensitivity:
+    for line, found in zip(section.sensitivity, others, strict=True):
         named = dict(zip(axes.titles.values(), map(show, line.shared), strict=True))
         accum = [f"{line.accum_mode} accumulators"] if line.accum_mode != "fp32" else []
         words = [f"{title}={value}" for title, value in named.items()]
+        theirs = [
+            f"{each.size}: {_tile(each.best)}, then {_tile(each.runner_up)}: {_percent(each.drop)}" for each in found
+        ]
         rows.append(
             (
                 ", ".join([*words, *accum, *([line.device_name] if line.device_name else [])]),
                 f"{line.regime}: {', '.join(map(str, line.sizes))}",
                 _tile(line.best),
-                _tile(line.runner_up),
-                _percent(line.drop),
+                f"{_tile(line.runner_up)}: {_percent(line.drop)}",
                 _percent(line.spread),
+                *(["; ".join(theirs) or NOTHING] if sources else []),
             )
         )
     return [Paragraph(text=text), _table(head, rows)]
