@@ -235,9 +235,9 @@ def print_landscapes(
         print_wrapped(f"{kernel} on {arch}: {problem}, {' and '.join(sorted(of))}")
     if modelled:
         print("\n" * bool(regimes) + "compiled programs that ship, whose times a report estimates (modelled)")
-    for each in modelled:
-        told = f"{each['builds']:,} builds for {plural(each['problems'], 'problem')}, {each['file'].name}"
-        print_wrapped(f"{each['kernel']} on {', '.join(each['archs'])}: {told}", hanging="  ")
+    for one in modelled:
+        told = f"{one['builds']:,} builds for {plural(one['problems'], 'problem')}, {one['file'].name}"
+        print_wrapped(f"{one['kernel']} on {', '.join(one['archs'])}: {told}", hanging="  ")
     rows = list(map(landscape_json, lines))
     if rows:
         print("\n" * bool(regimes or modelled) + "measured in your database")
