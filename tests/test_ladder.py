@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,7 @@ def test_a_wrong_rung_is_noticed(monkeypatch):
 @pytest.mark.compiler
 def test_every_rung_builds():
     """For an arch that it is not run on. A compiler may make nothing of a hint, or one program of both ways to load keys."""
-    problem = PlainAttention.problem(pairs=8, rows=2048, head_dim=128)
+    problem = PlainAttention.problem(pairs=8, rows=2048, head_dim=16)
     found = {
         name: compile_schedule(PlainAttention, problem, schedule, "sm_121").fingerprint
         for name, (_, schedule) in rungs.rungs().items()
@@ -110,10 +111,12 @@ def test_each_rung_is_one_line_with_its_rate_and_its_gain():
     assert len(table.head) <= 6
     said = texts_of(rows)
     assert said.startswith("Measured on NVIDIA Sample, at full clocks.")
-    assert "reaches 100 TFLOP/s and the served schedule 209: 2.09 times as much" in said
+    assert "reaches 100 TFLOP/s and the served schedule 209: 2.09 times that" in said
     assert "geometric mean of 2 lengths" in said
     assert "published such a ladder" in said  # of other problems
-    values = pages.scaling(rows)["data"]["values"]
+    spec = pages.scaling(rows)
+    values = spec["data"]["values"]
+    assert "measured on NVIDIA Sample" in spec["title"]["subtitle"]
     assert len(values) == 2 * (len(EDITS) + 1)
 
 
@@ -139,10 +142,10 @@ def test_a_gain_is_the_geometric_mean_of_the_lengths_that_have_both_times():
     (table,) = tables_of(rows)
     assert [row[2:] for row in table.rows] == [
         ("out of memory", "-"),
-        ("out of memory", "1.73x of 2"),
+        ("out of memory", "1.73x"),
         ("out of memory", "-"),
     ]
-    assert "do not both have a time" in texts_of(rows)
+    assert "No length has a time for both `naive` and `tiledsched`." in texts_of(rows)
     assert {value["S"] for value in pages.scaling(rows)["data"]["values"]} == {1024, 2048}
 
 
@@ -151,14 +154,14 @@ def test_a_gain_is_the_geometric_mean_of_the_lengths_that_have_both_times():
 def test_one_rung_of_one_length_makes_a_page(method, status):
     timing = Timing.of([5.0] * 6) if status == "ok" else None
     rows = [BenchRow(problem=PROBLEM, method=method, regime="sustained", status=status, timing=timing, device="x")]
-    assert any(isinstance(block, Chart) for block in pages.document(rows)) == (status == "ok")
-    assert f"Only the rung `{method}` was tried." in texts_of(rows)
-    assert ("It has no time." in texts_of(rows)) == (status != "ok")
+    assert not any(isinstance(block, Chart) for block in pages.document(rows))  # a point is no line over lengths
+    assert f"`{method}`, the only" in texts_of(rows)
+    assert ("No length has a time for" in texts_of(rows)) == (status != "ok")
 
 
 def test_gpus_and_problems_have_parts_of_their_own():
-    other = [dataclasses.replace(row, device="NVIDIA Other") for row in rows_of((1024,))]
-    causal = [dataclasses.replace(row, problem=row.problem.replace(causal=False)) for row in rows_of((1024,))]
+    other = [dataclasses.replace(row, device="NVIDIA Other") for row in rows_of()]
+    causal = [dataclasses.replace(row, problem=row.problem.replace(causal=False)) for row in rows_of()]
     blocks = pages.document([*rows_of(), *other, *causal])
     assert [block.name for block in blocks if isinstance(block, Chart)] == ["ladder", "ladder2", "ladder3"]
     headings = [block.text for block in blocks if isinstance(block, Heading) and block.level == 2]
@@ -232,7 +235,7 @@ def test_hints_for_every_arch_can_be_pasted(home, capsys):
     assert "modelled, not measured (sm_80" in origins
 
 
-def test_a_ladder_goes_on_where_it_stopped(tmp_path):
+def test_a_ladder_goes_on_where_it_stopped(tmp_path, monkeypatch):
     path, harness = tmp_path / "ladder.csv", Harness()
     problems = [PROBLEM.replace(seq_q=length, seq_k=length) for length in (1024, 4096)]
     how = {"methods": rungs.methods(), "rounds": 6, "harness": harness, "pace": QUICK}
@@ -240,8 +243,9 @@ def test_a_ladder_goes_on_where_it_stopped(tmp_path):
     bench_to_file(Attention, problems, path, **how)
     assert harness.prepared == [("burst", each) for each in problems]
     assert [row.method for row in read_rows(path)] == [*rungs.rungs(), "tiledsched"] * 2
+    monkeypatch.setitem(sys.modules, "vl_convert", None)  # which takes seconds to draw
     assert main(["study", "ladder", "--summary", "--out", str(tmp_path)]) == 0
-    assert {"ladder.md", "ladder.html", "ladder.svg", "by_target.py"} <= {each.name for each in tmp_path.iterdir()}
+    assert {"ladder.md", "ladder.html", "by_target.py"} <= {each.name for each in tmp_path.iterdir()}
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from tiledsched.studies.ladder.rungs import EDITS, rungs
 
 SERVED = "tiledsched"
 """The method that follows the rungs: what is served."""
+LEAST_CHANGE = 1.005
+"""A rung that differs by a smaller factor from the one before is said to be neither faster nor slower."""
 REGIMES = {"burst": "at full clocks", "sustained": "at the power cap"}
 
 
@@ -85,31 +87,35 @@ def steps(rows: Sequence[BenchRow]) -> list[Step]:
     return made
 
 
-def answer(found: Sequence[Step], longest: int) -> str:
-    """The sentences that say how far the ladder leads and which edit brings most."""
-    first, last = found[0], found[-1]
+def answer(rows: Sequence[BenchRow]) -> str:
+    """The sentences that say how far the ladder leads and which edit brings most, of one group of problems."""
+    found = steps(rows)
+    names = [found[0].name, found[-1].name]
+    rates = {(row.method, row.problem.seq_q): row.tflops for row in rows if row.tflops}
+    both = [length for _, length in rates if all((name, length) in rates for name in names)]
+    if not both:
+        which = (
+            f"both `{names[0]}` and `{names[1]}`" if len(found) > 1 else f"`{names[0]}`, the only rung that was tried"
+        )
+        return f"No length has a time for {which}."
+    longest = max(both)
+    first, last = (rates[name, longest] for name in names)
     if len(found) == 1:
-        return f"Only the rung `{first.name}` was tried." + (
-            f" It reaches {first.rate:.0f} TFLOP/s at S={longest}." if first.rate else " It has no time."
-        )
-    if first.rate and last.rate:
-        said = [
-            f"At S={longest} the rung `{first.name}` reaches {first.rate:.0f} TFLOP/s and "
-            f"{'the served schedule' if last.name == SERVED else f'the last rung, `{last.name}`,'} {last.rate:.0f}: "
-            f"{last.rate / first.rate:.2f} times as much."
-        ]
-    else:
-        said = [f"At S={longest} the first and the last rung do not both have a time."]
-    edits = sorted(((one.gain, one) for one in found[1:] if one.gain and one.name != SERVED), key=lambda pair: -pair[0])
-    if edits:
+        return f"At S={longest} the rung `{names[0]}`, the only one that was tried, reaches {first:.0f} TFLOP/s."
+    top = "the served schedule" if names[1] == SERVED else f"the last rung, `{names[1]}`,"
+    said = [
+        f"At S={longest} the rung `{names[0]}` reaches {first:.0f} TFLOP/s and {top} {last:.0f}: {last / first:.2f} times that."
+    ]
+    edits = sorted(((one.gain, one) for one in found if one.gain and one.name != SERVED), key=lambda pair: -pair[0])
+    if edits and edits[0][0] > LEAST_CHANGE:
         gain, best = edits[0]
-        over = f"{best.lengths} length{'s' * (best.lengths > 1)}"
         said.append(
-            f"Of the edits, “{best.about}” gains most: the rung before takes {gain:.2f} times as long (geometric mean of {over})."
-            if gain > 1.005
-            else "No edit makes the kernel faster than the rung before."
+            f"Of the edits, “{best.about}” gains most: the rung before takes {gain:.2f} times as long "
+            f"(geometric mean of {_lengths(best.lengths)})."
         )
-    slower = [f"“{one.about}” ({1 / gain - 1:.0%} longer)" for gain, one in edits if gain < 0.995]
+    elif edits:
+        said.append("No edit makes the kernel faster than the rung before.")
+    slower = [f"“{one.about}” ({1 / gain - 1:.0%} longer)" for gain, one in edits if 1 / gain > LEAST_CHANGE]
     if slower:
         said.append(f"Slower than the rung before it: {', '.join(slower)}.")
     return " ".join(said)
@@ -147,26 +153,28 @@ def _group_blocks(rows: Sequence[BenchRow], name: str) -> list[Block]:
     lengths = sorted({row.problem.seq_q for row in rows})
     theirs = [length for length in lengths if any(_theirs(row) for row in rows if row.problem.seq_q == length)]
     beside = RUNG_LENGTH in theirs
-    compared = len({one.lengths for one in found[1:]}) == 1
+    most = max(one.lengths for one in found)
     lines = [
         (
             f"`{one.name}`",
             one.about,
             f"{one.rate:.1f}" if one.rate else one.status or NOTHING,
-            NOTHING if one.gain is None else f"{one.gain:.2f}x" + ("" if compared else f" of {one.lengths}"),
+            NOTHING if one.gain is None else f"{one.gain:.2f}x" + ("" if one.lengths == most else f" of {one.lengths}"),
             *([f"{RUNGS[one.name]}" if one.name in RUNGS else NOTHING] if beside else []),
         )
         for one in found
     ]
-    over = f"the {found[-1].lengths}" if compared else "the named number of"
-    caption = (
-        f"TFLOP/s are measured at S={lengths[-1]}. The gain is the time of the rung before divided by this rung's: 1.10x "
-        f"means that the rung before takes 10% longer. It is the geometric mean over {over} lengths at which both were timed."
+    fewer = ", or as many as its line says" if any(0 < one.lengths < most for one in found) else ""
+    caption = f"TFLOP/s are measured at S={lengths[-1]}." + (
+        " The gain is the time of the rung before divided by this rung's: 1.10x means that the rung before takes 10% longer. "
+        f"It is the geometric mean over {_lengths(most)}{fewer}, at which both were timed."
+        if most
+        else ""
     )
     if beside:
         caption += f" The last column is what NVIDIA published for a GB10 at S={RUNG_LENGTH}; we did not measure it."
-    blocks: list[Block] = [Paragraph(text=answer(found, lengths[-1]))]
-    if any(row.tflops for row in rows):
+    blocks: list[Block] = [Paragraph(text=answer(rows))]
+    if len({row.problem.seq_q for row in rows if row.tflops}) > 1:
         blocks.append(Chart(name=name, spec=scaling(rows), text="TFLOP/s of each rung over the sequence length"))
     head = ("rung", "what it adds", "TFLOP/s", "gain", *(["GB10, NVIDIA's"] if beside else []))
     blocks += [Paragraph(text=caption), Table(head=head, rows=lines)]
@@ -190,6 +198,10 @@ def _group_blocks(rows: Sequence[BenchRow], name: str) -> list[Block]:
             ),
         ]
     return blocks
+
+
+def _lengths(number: int) -> str:
+    return f"{number} length{'' if number == 1 else 's'}"
 
 
 def _group(row: BenchRow) -> tuple[str, str, str]:
@@ -223,13 +235,11 @@ def scaling(rows: Sequence[BenchRow]) -> Spec:
         if length in rates
     ]
     lengths = sorted({value["S"] for value in values})
-    scale = {"scheme": "viridis", "domain": order}
-    if published:
-        order += dict.fromkeys(value["kernel"] for value in published)
+    scale = {"scheme": {"name": "viridis", "extent": [0.25, 0.9]}, "domain": order}  # seen on light and on dark
     encoding = {
         "x": quantity("S", "sequence length S", scale={"type": "log", "base": 2}, axis={"values": lengths}),
         # NVIDIA's two GPUs are a factor of fourteen apart.
-        "y": quantity("tflops", "TFLOP/s", scale={"type": "log"} if published else {}),
+        "y": quantity("tflops", "TFLOP/s", scale={"type": "log", "nice": False} if published else {}),
         "tooltip": [{"field": field} for field in ("kernel", "by", "S", "tflops")],
     }
     mark = {"type": "line", "point": True}
@@ -240,7 +250,7 @@ def scaling(rows: Sequence[BenchRow]) -> Spec:
     }
     theirs = {
         "transform": [{"filter": "datum.by != 'measured here'"}],
-        "mark": {**mark, "strokeDash": [5, 4], "color": "#888888"},
+        "mark": {"type": "line", "color": "#888888", "point": {"color": "#888888"}},
         "encoding": {**encoding, "strokeDash": word("kernel", "published by NVIDIA")},
     }
     sort = {"layer": [ours, *([theirs] if published else [])]}
