@@ -12,6 +12,7 @@ from tiledsched.bench.rows import BenchRow
 from tiledsched.core.problem import Problem
 from tiledsched.report.document import NOTHING, Block, Chart, Heading, Paragraph, Table, write_document
 from tiledsched.report.vega import Spec, chart, quantity, titled, word
+from tiledsched.studies import REGIMES
 from tiledsched.studies.ladder.published import COMMAND, RATES, RUNG_LENGTH, RUNGS, SOURCE, published_problem
 from tiledsched.studies.ladder.rungs import EDITS, rungs
 
@@ -19,7 +20,6 @@ SERVED = "tiledsched"
 """The method that follows the rungs: what is served."""
 LEAST_CHANGE = 1.005
 """A rung that differs by a smaller factor from the one before is said to be neither faster nor slower."""
-REGIMES = {"burst": "at full clocks", "sustained": "at the power cap"}
 
 
 def write_ladder(folder: Path, rows: Sequence[BenchRow], targets: str = "") -> list[Path]:
