@@ -15,7 +15,7 @@ from tiledsched.core.space import SearchSpace
 from tiledsched.report.axes import Axes
 from tiledsched.report.document import NOTHING, Block, Paragraph, Table
 from tiledsched.report.records import PublishedFigure, PublishedTiles, Report
-from tiledsched.serve.rivals import published_figures
+from tiledsched.store.manifest import published_figures
 from tiledsched.store.records import BuildRecord
 
 MODEL_ERROR = 0.034
