@@ -41,8 +41,10 @@ def named_tile(knobs: Iterable[str]) -> tuple[str, str] | None:
     return next((pair for pair in pairs if pair[1] in known), None)
 
 
-def tile_times(timed: Sequence[Timed], knobs: tuple[str, str] | None) -> tuple[TileTime, ...]:
-    """The best time of each tile, best tile first. `timed` must be sorted, fastest first."""
+def tile_times(timed: Sequence[Timed], knobs: tuple[str, str] | None, *, whole: bool = False) -> tuple[TileTime, ...]:
+    """The best time of each tile, best tile first. `timed` must be sorted, fastest first; with `whole` it is all of the search
+    space, so that every tile is searched enough.
+    """
     members: dict[Tile, list[Timed]] = defaultdict(list)
     for one in timed:
         if knobs is not None and {*knobs} <= {*one.schedule}:
@@ -62,7 +64,7 @@ def tile_times(timed: Sequence[Timed], knobs: tuple[str, str] | None) -> tuple[T
             relative=each[0].us / ordered[0][1][0].us,
             schedule=each[0].schedule,
             programs=programs[tile],
-            searched=place == 0 or programs[tile] >= enough,
+            searched=whole or place == 0 or programs[tile] >= enough,
         )
         for place, (tile, each) in enumerate(ordered)
     )

@@ -152,7 +152,7 @@ def _shown_entries(shown: Mapping[Problem, str], entries: Sequence[Entry], compi
 def _section(provenance: str, problems: Sequence[ProblemReport], tile: tuple[str, str] | None) -> Section:
     ordered = tuple(
         sorted(
-            (replace(one, tiles=tile_times(one.timed, tile)) for one in problems),
+            (replace(one, tiles=tile_times(one.timed, tile, whole=one.whole)) for one in problems),
             key=lambda one: (one.group, one.size, one.problem),
         )
     )
@@ -203,8 +203,12 @@ class _Builds:
         self._serving: dict[Problem, list[BuildRecord]] = {}
         self.modelled_compilers: set[str] = set()
         """Compilers behind modelled landscapes, one line each."""
+        with_shipped = isinstance(db, WithShipped)
         self.shipped: Callable[[Problem, Schedule | None], list[BuildRecord]] = (
-            db.shipped_builds if isinstance(db, WithShipped) else lambda problem, schedule: []
+            db.shipped_builds if with_shipped else lambda problem, schedule: []
+        )
+        self.shipped_times: Callable[[Problem], dict[Schedule, tuple[ResourceFacts | None, float]]] = (
+            db.shipped_times if with_shipped else lambda problem: {}
         )
 
     def facts(self, fingerprint: str) -> ResourceFacts | None:
@@ -348,30 +352,30 @@ class _Desk:
         default = self.default(problem)
         named = (entry.schedule, default)
 
-        def plainness(build: BuildRecord) -> tuple[bool, int, str]:
-            schedule = build.schedule
-            changed = sum(schedule.get(knob) != value for knob, value in (default or {}).items())
-            return schedule not in named, changed, schedule.id
-
         builds = self.builds.modelled(entry, device)
-        sound = [build for build in builds if not build.facts or not spilled(build.facts.spill_bytes)]
+        sound = [
+            build
+            for build in builds
+            if build.schedule in named or not build.facts or not spilled(build.facts.spill_bytes)
+        ]
         programs: dict[ProgramKey, list[BuildRecord]] = defaultdict(list)
         for build in sound or builds:
             programs[self._program(build.fingerprint, problem, build.schedule, device)].append(build)
-        first = [min(alike, key=plainness) if len(alike) > 1 else alike[0] for alike in programs.values()]
+        first = [
+            min(alike, key=lambda build: (build.schedule not in named, *plainness(build.schedule, default)))
+            for alike in programs.values()
+        ]
         others = {
             build.schedule: known.schedule
             for known, alike in zip(first, programs.values(), strict=True)
             for build in alike
             if build.schedule in named and build is not known
         }
-        times = model_times(problem, first) if model_times else {}
+        times = self._estimates(problem, first, model_times) if model_times else {}
         timed = [
-            Timed(
-                schedule=build.schedule, fingerprint=build.fingerprint, us=times[build.schedule.id], facts=build.facts
-            )
+            Timed(schedule=build.schedule, fingerprint=build.fingerprint, us=times[build.schedule], facts=build.facts)
             for build in first
-            if build.schedule.id in times
+            if build.schedule in times
         ]
         timed += [
             replace(one, schedule=schedule, same_program_as=own)
@@ -387,7 +391,25 @@ class _Desk:
                 Timed(schedule=schedule, fingerprint=entry.fingerprint if schedule == entry.schedule else "", us=us)
                 for schedule, us in known_us.items()
             ]
-        return self._write_up(MODELLED, (problem, "", entry.accum_mode), timed, entry, 0) if timed else None
+        if not timed:
+            return None
+        written = self._write_up(MODELLED, (problem, "", entry.accum_mode), timed, entry, 0)
+        ship = {build.schedule for build in self.builds.shipped(problem, None)}
+        return replace(written, whole=bool(ship) and ship <= {build.schedule for build in builds})
+
+    def _estimates(
+        self, problem: Problem, builds: Sequence[BuildRecord], model_times: ModelTimes
+    ) -> dict[Schedule, float]:
+        """The model's estimates, in microseconds: those that ship, and of what else was built, those made now."""
+        ship = self.builds.shipped_times(problem)
+        found = {
+            build.schedule: ship[build.schedule][1]
+            for build in builds
+            if build.schedule in ship and ship[build.schedule][0] == build.facts
+        }
+        others = [build for build in builds if build.schedule not in found]
+        made = model_times(problem, others) if others else {}
+        return found | {build.schedule: made[build.schedule.id] for build in others if build.schedule.id in made}
 
     def _program(self, fingerprint: str, problem: Problem, schedule: Schedule, device: Any) -> ProgramKey:
         return fingerprint, _or_none(self.kernel.grids, problem, schedule, device)
@@ -447,6 +469,11 @@ class _Desk:
             return None
         alike = (one for one in timed if all(default.get(knob, value) == value for knob, value in one.schedule.items()))
         return next((one for one in alike if default in (one.schedule, _or_none(space.complete, one.schedule))), None)
+
+
+def plainness(schedule: Schedule, default: Schedule | None) -> tuple[int, str]:
+    """What orders schedules of one program: the one that changes the fewest knobs of the default stands first."""
+    return sum(schedule.get(knob) != value for knob, value in (default or {}).items()), schedule.id
 
 
 def _raced(best: Timed, served: Entry | None) -> Timed | None:

@@ -184,6 +184,8 @@ class ProblemReport:
     """Measurements, repeats included; 0 where modelled."""
     served: Entry | None
     """What the database serves for this problem; None where it has no entry."""
+    whole: bool = False
+    """Whether all of the search space has a time, but for programs that spill registers."""
     tiles: tuple[TileTime, ...] = ()
     """Each tile size, best first; empty where schedules have no tile knobs."""
     taken: datetime | None = None
