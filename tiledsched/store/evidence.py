@@ -83,7 +83,7 @@ def of_one_compiler(
         measurements: measurements under any compilers.
         compiler: the wanted version, e.g. 13.5.37, or empty for the newest. Where it measured nothing the nearest is taken.
         fullest: take the nearest of the compilers that measured a landscape: the one with the most schedules, or one with at
-            least `LANDSCAPE` of them and half as many. After a refresh the installed compiler has measured a few leaders,
+            least `LANDSCAPE` of them and a third as many. After a refresh the installed compiler has measured a few leaders,
             and the one before it the landscape.
     """
 
@@ -100,7 +100,7 @@ def of_one_compiler(
         enough = {
             version
             for version, schedules in versions.items()
-            if not fullest or len(schedules) >= min(most, max(LANDSCAPE, most / 2))
+            if not fullest or len(schedules) >= min(most, max(LANDSCAPE, most / 3))
         }
         taken[where] = min(enough, key=lambda version: _distance(version, compiler))
     return [stored for stored in measurements if stored.toolchain.tileiras == taken[place(stored)]]
