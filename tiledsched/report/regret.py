@@ -75,7 +75,8 @@ def _sentence(
     """The sets in words, with how often their schedules were timed, and how to time them more often."""
     *others, widest = sets
     number, of = len(widest.schedules), f"all {len(problems)} problems"
-    serve = f"{number} schedule{' is' if number == 1 else 's are'} enough to keep {of} within {widest.limit * 100:.0f}% of their best"
+    enough = f"{number} schedule{' is' if number == 1 else 's are'} enough"
+    serve = f"{enough} to keep {of} within {widest.limit * 100:.0f}% of their best"
     more = [f"{len(each.schedules)} within {each.limit * 100:.0f}%" for each in reversed(others)]
     known = statistics.fmean(sum(each in loss for loss in losses) for each in widest.schedules)
     kind = "timed" if problems[0].provenance == MEASURED else "estimated"
