@@ -239,7 +239,7 @@ def test_the_paper_stands_beside_the_same_kind_of_problem(db):
         "| D=128, dtype=float16, causal=no, NVIDIA H200 | medium: 4096 | 128x64 | 128x128: 6.0% | 110.0% | 4096: 64x128"
         in markdown
     )
-    assert "on GB10: TiledAttention (arXiv:2603.01960), Table 4" in markdown
+    assert "of their own kernel, on GB10: TiledAttention (arXiv:2603.01960), Table 4" in markdown
 
 
 def test_clocks_that_were_held_down_are_said(db):
@@ -405,15 +405,15 @@ def test_shipped_evidence_is_read_beneath_ones_own(db, tmp_path, monkeypatch):
     problems = {one.problem: one for one in found.measured.problems}
     assert {mine, PROBLEM} <= set(problems)
     assert len(problems) > 100  # every problem of the shipped table
-    assert sum(one.programs > 200 for one in found.measured.problems) >= 15  # and its landscapes
+    assert sum(one.programs > 150 for one in found.measured.problems) >= 15  # and its landscapes
     for one in found.measured.problems:  # some of which were timed warm in graphs, which no paced time is compared with
-        assert one.problem == mine or one.best.us > 0.95 * one.served.median_us
+        assert one.served is None or one.problem == mine or one.best.us > 0.95 * one.served.median_us
     assert any(one.default_drop for one in found.measured.problems)
     drops = [one.runner_up_drop for one in found.measured.problems if one.runner_up]
     assert min(drops) > -0.003  # a race tells apart what is 0.3% slower, by pairs of rounds, not by medians
     assert math.isfinite(max(drops))
     other = WithShipped(db, kernel_named("matmul"), "sm_121", [])  # whose shipped landscape is of another arch
-    assert [stored.run_id for stored in other.measurements("sm_90", regime="burst")] == [None]
+    assert not other.measured_problems("sm_121", kernel_named("matmul"))
 
 
 def test_looks_of_a_warm_landscape_are_no_cold_times(db):

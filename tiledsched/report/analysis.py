@@ -115,11 +115,6 @@ def published_beside(line: TileSensitivity, report: Report) -> list[PublishedTil
     ]
 
 
-def matched_pairs(items: Sequence[tuple[Schedule, T]], knob: str) -> Iterator[tuple[T, T]]:
-    """Pairs of items whose schedules both have `knob` and differ in nothing else."""
-    return ((first, second) for name, first, second in neighbours(items, [True] * len(items)) if name == knob)
-
-
 def neighbours(items: Sequence[tuple[Schedule, T]], close: Sequence[bool]) -> Iterator[tuple[str, T, T]]:
     """Every pair of items whose schedules differ in one knob alone, with that knob, by knob.
 

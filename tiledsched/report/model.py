@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,27 +18,18 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import source_part
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
-from tiledsched.measure.clocks import summarise_throttling
 from tiledsched.measure.estimate import Timing
 from tiledsched.report.analysis import sensitivity, tile_times
 from tiledsched.report.axes import Axes, axes_of
 from tiledsched.report.ceilings import measured_ceilings
 from tiledsched.report.effects import tile_knobs
 from tiledsched.report.importance import interactions, knob_shares
+from tiledsched.report.landscapes import Landscape, LandscapeKey, accum_mode, read_measured
 from tiledsched.report.published import figures_for, tiles_for
-from tiledsched.report.records import (
-    MEASURED,
-    MODELLED,
-    DeviceConditions,
-    FailureCount,
-    ProblemReport,
-    Report,
-    Section,
-    Timed,
-)
+from tiledsched.report.records import MEASURED, MODELLED, FailureCount, ProblemReport, Report, Section, Timed
 from tiledsched.report.sources import WithShipped
-from tiledsched.store.evidence import for_compiler, of_kernel, of_one_compiler, timed_alike
-from tiledsched.store.queries import KnobEffect, compare_regimes, knob_effects
+from tiledsched.store.evidence import for_compiler, of_kernel
+from tiledsched.store.queries import KnobEffect, knob_effects
 from tiledsched.store.records import BuildRecord, Entry, FailureRecord, StoredMeasurement, Toolchain
 
 if TYPE_CHECKING:
@@ -53,8 +44,6 @@ left out.
 """
 ProgramKey = tuple[str, object]
 """(fingerprint, grids): what makes a program distinct on one problem and device."""
-LandscapeKey = tuple[Problem, str, str]
-"""(problem, device name, accumulator mode): only times that agree in all three are compared."""
 
 
 def build_report(
@@ -82,36 +71,30 @@ def build_report(
         served: entries of every kernel: the highest rates measured among them are the ceilings.
     """
     compiler = compiler_at_hand()
-    existing = db.measurements(arch=arch, kernel=kernel)
-    alike = [stored for stored in timed_alike(existing) if device_name in (None, stored.measurement.device.name)]
-    taken = of_one_compiler([stored for stored in alike if stored.measurement.regime == regime], compiler, fullest=True)
-    entries = _shown_entries(
-        taken,
-        [
-            entry
-            for entry in of_kernel(db.entries(arch=arch, kernel=kernel.name), kernel)
-            if device_name is None or entry.device_name in ("", device_name)
-        ],
-        compiler,
-    )
-    builds = _Builds(db, arch, kernel, taken, entries)
-    desk = _Desk(
-        kernel=kernel,
-        axes=axes_of(kernel),
-        arch=arch,
-        builds=builds,
-        space=space or _or_none(space_for, arch, kernel),
-        entries=entries,
+    space = space or _or_none(space_for, arch, kernel)
+    known = [
+        entry
+        for entry in of_kernel(db.entries(arch=arch, kernel=kernel.name), kernel)
+        if device_name is None or entry.device_name in ("", device_name)
+    ]
+    reading = read_measured(
+        db,
+        arch,
+        kernel,
         regime=regime,
+        device_name=device_name,
+        compiler=compiler,
+        listed=((entry.problem, entry.schedule) for entry in known),
+    )
+    entries = _shown_entries(reading.compilers, known, compiler)
+    builds = _Builds(db, arch, kernel, reading.sources, entries)
+    desk = _Desk(
+        kernel=kernel, axes=axes_of(kernel), arch=arch, builds=builds, space=space, entries=entries, regime=regime
     )
 
-    landscapes: dict[LandscapeKey, list[StoredMeasurement]] = defaultdict(list)
-    for stored in taken:
-        found = stored.measurement
-        landscapes[found.problem, found.device.name, _accum_mode(found.schedule)].append(stored)
-    measured = [desk.measured(key, members) for key, members in landscapes.items()]
+    measured = [desk.measured(key, landscape) for key, landscape in reading.landscapes.items()]
 
-    done = {(problem, accum) for problem, _, accum in landscapes}
+    done = {(problem, accum) for problem, _, accum in reading.landscapes}
     modelled = []
     for entry in entries:
         key = (entry.problem, entry.accum_mode)
@@ -127,7 +110,7 @@ def build_report(
         tile_knobs=tile,
         regime=regime,
         device_name=device_name or "",
-        elsewhere=len(existing) - len(taken),
+        elsewhere=reading.found - reading.taken,
         measured=_section(MEASURED, measured, tile),
         modelled=_section(MODELLED, modelled, tile),
         unmeasured=tuple(
@@ -140,8 +123,8 @@ def build_report(
         failures=_count_failures(
             [failed for failed in db.failures(arch=arch) if failed.kernel == kernel.name], builds.all
         ),
-        conditions=_conditions(taken),
-        regimes=tuple(compare_regimes(alike)),
+        conditions=reading.conditions,
+        regimes=tuple(reading.regimes),
         model_compilers=tuple(
             sorted(
                 builds.modelled_compilers
@@ -149,26 +132,21 @@ def build_report(
             )
         ),
         ceilings=measured_ceilings(
-            [*entries, *served], regime, {str(problem.values.get("dtype")) for problem, _, _ in landscapes}
+            [*entries, *served], regime, {str(problem.values.get("dtype")) for problem, _, _ in reading.landscapes}
         ),
         published_tiles=tiles_for(kernel, desk.axes),
         published=figures_for(kernel, arch, desk.space, builds.shipped),
     )
 
 
-def _shown_entries(taken: Sequence[StoredMeasurement], entries: Sequence[Entry], compiler: str) -> list[Entry]:
+def _shown_entries(shown: Mapping[Problem, str], entries: Sequence[Entry], compiler: str) -> list[Entry]:
     """The entry that is served for each problem, from the compiler whose times are shown, or else from the installed
     one.
     """
-    shown = {stored.measurement.problem: stored.toolchain.tileiras for stored in taken}
     alike: dict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
         alike[shown.get(entry.problem, compiler)].append(entry)
     return [entry for version, members in alike.items() for entry in for_compiler(members, version)]
-
-
-def _accum_mode(schedule: Schedule) -> str:
-    return str(schedule.get("accum_mode", "fp32"))
 
 
 def _section(provenance: str, problems: Sequence[ProblemReport], tile: tuple[str, str] | None) -> Section:
@@ -200,12 +178,10 @@ class _Builds:
         db: TuningDB | WithShipped,
         arch: str,
         kernel: KernelClass,
-        taken: list[StoredMeasurement],
+        sources: Mapping[tuple[str, str], Toolchain],
         entries: list[Entry],
     ) -> None:
-        wanted: dict[tuple[str, str], Toolchain] = {}
-        for stored in taken:
-            wanted[source_part(stored.source_hash), stored.toolchain.id] = stored.toolchain
+        wanted = dict(sources)
         for entry in entries:
             if entry.toolchain is not None:
                 wanted[source_part(entry.source_hash), entry.toolchain.id] = entry.toolchain
@@ -260,14 +236,14 @@ class _Builds:
         own = [
             build
             for build in self.of(entry.problem, device)
-            if _accum_mode(build.schedule) == entry.accum_mode
+            if accum_mode(build.schedule) == entry.accum_mode
             and (entry.toolchain is None or build.toolchain == entry.toolchain)
             and (not entry.source_hash or build.source_hash == source_part(entry.source_hash))
         ]
         shipped = [
             build
             for build in self.shipped(entry.problem, None)
-            if build.fingerprint and _accum_mode(build.schedule) == entry.accum_mode
+            if build.fingerprint and accum_mode(build.schedule) == entry.accum_mode
         ]
         if len({(build.toolchain, build.source_hash) for build in (*own, *shipped[:1])}) > 1:
             own, shipped = (own, []) if len(own) >= len(shipped) else ([], shipped)
@@ -326,14 +302,11 @@ class _Desk:
     regime: str
     defaults: dict[Problem, Schedule | None] = field(default_factory=dict)
 
-    def measured(self, key: LandscapeKey, stored: Sequence[StoredMeasurement]) -> ProblemReport:
-        """The report on one problem and device, from all its measurements, newest first."""
-        problem, _, accum_mode = key
-        device = stored[0].measurement.device
-        # Of a schedule measured with several compilers only the newest counts; likewise of a program.
-        by_schedule: dict[Schedule, StoredMeasurement] = {}
-        for one in stored:
-            by_schedule.setdefault(one.measurement.schedule, one)
+    def measured(self, key: LandscapeKey, landscape: Landscape) -> ProblemReport:
+        """The report on one problem and device."""
+        problem, _, mode = key
+        device = landscape.newest[0].measurement.device
+        by_schedule = {one.measurement.schedule: one for one in landscape.newest}
         by_program: dict[ProgramKey, StoredMeasurement] = {}
         others: list[tuple[Schedule, ProgramKey]] = []
         for schedule, one in by_schedule.items():
@@ -343,7 +316,7 @@ class _Desk:
             else:
                 by_program[program] = one
         for build in self.builds.of(problem, device):
-            if build.schedule not in by_schedule and _accum_mode(build.schedule) == accum_mode:
+            if build.schedule not in by_schedule and accum_mode(build.schedule) == mode:
                 others.append((build.schedule, self._program(build.fingerprint, problem, build.schedule, device)))
 
         timed = {}
@@ -362,8 +335,12 @@ class _Desk:
             if program in by_program and schedule not in timed:
                 own = timed[by_program[program].measurement.schedule]
                 timed[schedule] = replace(own, schedule=schedule, same_program_as=own.schedule)
-        written = self._write_up(MEASURED, key, list(timed.values()), self._served(key), len(stored))
-        return replace(written, trace=_trace(stored, written.best.us), taken=stored[0].created_at)
+        written = self._write_up(MEASURED, key, list(timed.values()), self._served(key), landscape.measurements)
+        taken = max(one.created_at for one in landscape.newest)
+        written = replace(written, trace=tuple(us / written.best.us for us in landscape.trace_us), taken=taken)
+        if unlisted := landscape.schedules - len(by_schedule):
+            return replace(written, median_us=landscape.median_us, programs=written.programs + unlisted)
+        return written
 
     def modelled(self, entry: Entry, model_times: ModelTimes | None) -> ProblemReport | None:
         """The report on a problem that nobody measured; None where the model has no time for it either.
@@ -501,16 +478,6 @@ def plainness(schedule: Schedule, default: Schedule | None) -> tuple[int, str]:
     return sum(schedule.get(knob) != value for knob, value in (default or {}).items()), schedule.id
 
 
-def _trace(stored: Sequence[StoredMeasurement], best_us: float) -> tuple[float, ...]:
-    """Time over the best time for each program of the newest run, in the order in which they were first measured."""
-    newest = max((one.run_id for one in stored if one.run_id is not None), default=None)
-    taken = [one for one in stored if newest is not None and one.run_id == newest]
-    first: dict[str, float] = {}
-    for one in sorted(taken, key=lambda each: (each.created_at, each.id)):
-        first.setdefault(one.measurement.fingerprint, one.measurement.median_us / best_us)
-    return tuple(first.values())
-
-
 def _raced(best: Timed, served: Entry | None) -> Timed | None:
     """The runner-up that the race recorded in the entry, for when its own measurement is not in the database."""
     if served is None or served.runner_up is None or served.margin is None or served.schedule != best.schedule:
@@ -556,42 +523,3 @@ def _count_failures(failures: Iterable[FailureRecord], builds: Iterable[BuildRec
             FailureCount(stage=stage, kind=kind, candidates=len(candidates), example=message, schedule=schedule)
         )
     return tuple(sorted(counts, key=lambda line: (-line.candidates, line.stage, line.kind)))
-
-
-def _conditions(taken: Sequence[StoredMeasurement]) -> tuple[DeviceConditions, ...]:
-    devices: dict[str, list[StoredMeasurement]] = defaultdict(list)
-    for stored in taken:
-        devices[stored.measurement.device.name].append(stored)
-    found = []
-    for _, members in sorted(devices.items()):
-        states = [stored.measurement.conditions for stored in members]
-        reasons: dict[str, int] = defaultdict(int)
-        for state in states:
-            for reason in state.throttle_reasons:
-                reasons[reason] += 1
-        dates = [stored.created_at for stored in members]
-        found.append(
-            DeviceConditions(
-                device=members[0].measurement.device,
-                drivers=tuple(sorted({stored.measurement.device.driver for stored in members} - {""})),
-                compilers=tuple(sorted({stored.toolchain.compiler for stored in members})),
-                source_hashes=tuple(sorted({source_part(stored.source_hash) for stored in members} - {""})),
-                runners=tuple(sorted({stored.measurement.runner for stored in members})),
-                sm_clock_mhz=_range(state.sm_clock_mhz for state in states),
-                memory_clock_mhz=_range(state.memory_clock_mhz for state in states),
-                power_w=max(state.power_w for state in states),
-                temperature_c=max(state.temperature_c for state in states),
-                held_down=summarise_throttling(stored.measurement for stored in members),
-                throttle_reasons=tuple(sorted(reasons.items(), key=lambda item: (-item[1], item[0]))),
-                first=min(dates),
-                last=max(dates),
-                measurements=len(members),
-                samples=sum(len(stored.measurement.samples_us) for stored in members),
-            )
-        )
-    return tuple(found)
-
-
-def _range(values: Iterable[int]) -> tuple[int, int] | None:
-    told = [value for value in values if value]
-    return (min(told), max(told)) if told else None

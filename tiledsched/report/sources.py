@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,7 @@ class WithShipped:
         self._db, self._kernel, self._arch = db, kernel, arch
         self._entries = [entry for entry in entries if (entry.kernel, entry.arch) == (kernel.name, arch)]
         folder = data_files.tuning_db()
-        recorded = sorted((folder / "landscapes" / kernel.name).glob("*.json.xz"))
+        recorded = sorted((folder / "landscapes" / kernel.name).rglob("*.json.xz"))
         elsewhere = {path for path, of in _archs_of_landscapes().items() if of != arch}
         tables = [
             folder / "tables" / kernel.name / f"{arch}.json",
@@ -65,26 +66,25 @@ class WithShipped:
         """What is served on the arch for the kernel, from every layer."""
         return list(self._entries)
 
-    def measurements(
-        self,
-        arch: str | None = None,
-        device_name: str | None = None,
-        regime: str | None = None,
-        *,
-        kernel: str | KernelClass | None = None,
-        **more: Any,
-    ) -> list[StoredMeasurement]:
-        """Measurements of the database and those that ship, newest first, each once."""
-        own = self._db.measurements(arch=arch, device_name=device_name, regime=regime, kernel=kernel, **more)
-        known = {stored.uid for stored in own}
-        shipped = [
-            stored
-            for stored in self._shipped.values()
-            if stored.uid not in known
-            and device_name in (None, stored.measurement.device.name)
-            and regime in (None, stored.measurement.regime)
-        ]
-        return sorted([*own, *shipped], key=lambda stored: (stored.created_at, stored.uid), reverse=True)
+    def measured_problems(self, arch: str, kernel: KernelClass) -> dict[Problem, int]:
+        """The problems that were measured, with at least as many measurements as there are of each."""
+        own = Counter(self._db.measured_problems(arch, kernel))
+        return own + Counter(stored.measurement.problem for stored in self._shipped.values())
+
+    def measurements_by_problem(
+        self, arch: str, kernel: KernelClass
+    ) -> Iterator[tuple[Problem, list[StoredMeasurement]]]:
+        """Each problem that was measured, with the measurements of the database, without samples, and those that ship, newest
+        first, each once.
+        """
+        shipped: dict[Problem, list[StoredMeasurement]] = defaultdict(list)
+        for stored in self._shipped.values():
+            shipped[stored.measurement.problem].append(stored)
+        for problem, own in self._db.measurements_by_problem(arch, kernel):
+            known = {stored.uid for stored in own}
+            yield problem, _newest_first([*own, *(each for each in shipped.pop(problem, ()) if each.uid not in known)])
+        for problem, found in shipped.items():
+            yield problem, _newest_first(found)
 
     def artifacts(self, arch: str | None = None) -> dict[tuple[str, str], ArtifactRecord]:
         """What is known of machine code, by arch and fingerprint."""
@@ -113,6 +113,10 @@ class WithShipped:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._db, name)
+
+
+def _newest_first(found: Iterable[StoredMeasurement]) -> list[StoredMeasurement]:
+    return sorted(found, key=lambda stored: (stored.created_at, stored.uid), reverse=True)
 
 
 def _archs_of_landscapes() -> dict[Path, str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from tiledsched.core.device import PRODUCTS
 from tiledsched.core.problem import Problem, unit_of
 from tiledsched.core.schedule import Schedule
 from tiledsched.report import charts
@@ -94,8 +95,8 @@ def _title(reports: Sequence[Report]) -> str:
 
 
 def _where(report: Report) -> str:
-    """The GPUs that were measured, or else the arch."""
-    names = sorted({one.device_name for one in report.measured.problems})
+    """The GPUs that were measured, or else the usual one of the arch."""
+    names = sorted({one.device_name for one in report.measured.problems}) or [*PRODUCTS.get(report.arch, ())][:1]
     return f"{', '.join(names)} ({report.arch})" if names else report.arch
 
 
@@ -307,7 +308,7 @@ def _sensitivity(section: Section, report: Report) -> list[Block]:
     )
     if sources:
         devices = ", ".join(dict.fromkeys(each.device for found in others for each in found))
-        text += f" The last column is what others published, of their kernel on {devices}: {'; '.join(sources)}."
+        text += f" The last column is what others published of their own kernel, on {devices}: {'; '.join(sources)}."
     head = (
         "problems",
         axes.swept_title,
