@@ -20,9 +20,9 @@ from tiledsched.report.answer import answer
 from tiledsched.report.document import to_markdown
 from tiledsched.report.published import MODEL_ERROR, least_sure, published
 from tiledsched.report.records import MODELLED
-from tiledsched.serve.rivals import published_figures
 from tiledsched.store.build_files import BuildFile, read_builds, write_builds
 from tiledsched.store.db import TuningDB
+from tiledsched.store.manifest import published_figures
 from tiledsched.store.records import Entry
 from tiledsched.store.shipped import read_shipped_entries
 from tiledsched.tuning.tuner import modelled_times

@@ -203,13 +203,10 @@ class _Builds:
         self._serving: dict[Problem, list[BuildRecord]] = {}
         self.modelled_compilers: set[str] = set()
         """Compilers behind modelled landscapes, one line each."""
-        with_shipped = isinstance(db, WithShipped)
-        self.shipped: Callable[[Problem, Schedule | None], list[BuildRecord]] = (
-            db.shipped_builds if with_shipped else lambda problem, schedule: []
-        )
-        self.shipped_times: Callable[[Problem], dict[Schedule, tuple[ResourceFacts | None, float]]] = (
-            db.shipped_times if with_shipped else lambda problem: {}
-        )
+        self.shipped: Callable[[Problem, Schedule | None], list[BuildRecord]] = lambda problem, schedule: []
+        self.shipped_times: Callable[[Problem], dict[Schedule, tuple[ResourceFacts | None, float]]] = lambda problem: {}
+        if isinstance(db, WithShipped):
+            self.shipped, self.shipped_times = db.shipped_builds, db.shipped_times
 
     def facts(self, fingerprint: str) -> ResourceFacts | None:
         """Resources of machine code; None where they are not known."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from tiledsched.core.device import ARCHS, DEVICES, PRODUCTS, arch_spec
 from tiledsched.core.labels import format_problem
@@ -16,7 +15,7 @@ from tiledsched.core.space import SearchSpace
 from tiledsched.report.axes import Axes
 from tiledsched.report.document import NOTHING, Block, Paragraph, Table
 from tiledsched.report.records import PublishedFigure, PublishedTiles, Report
-from tiledsched.store.manifest import model_file
+from tiledsched.store.manifest import published_figures
 from tiledsched.store.records import BuildRecord
 
 MODEL_ERROR = 0.034
@@ -39,7 +38,7 @@ def figures_for(
         space: where the knobs that were not published come from: they stay at their defaults.
         builds_of: the builds that can serve a problem, of one schedule or of all.
     """
-    known = _by_product(kernel)
+    known = published_figures(kernel.name)
     figures = []
     for product in PRODUCTS.get(arch, ()):
         device = next((name for name in DEVICES if name.endswith(product)), ARCHS[arch].device)
@@ -67,16 +66,10 @@ def figures_for(
     return tuple(figures)
 
 
-def _by_product(kernel: KernelClass) -> Mapping[str, Any]:
-    """What was published for each GPU, by product name."""
-    found = model_file(kernel.name, "published.json")
-    return found["devices"] if found else {}
-
-
 def tiles_for(kernel: KernelClass, axes: Axes) -> tuple[PublishedTiles, ...]:
     """The two best tiles of each problem for which others published them, on whatever GPU."""
     found = []
-    for device, known in _by_product(kernel).items():
+    for device, known in published_figures(kernel.name).items():
         for source, values, best, best_us, runner_up, runner_up_us in known.get("tiles", ()):
             problem = problem_from_json(values)
             found.append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from tiledsched.core.device import PRODUCTS
 from tiledsched.core.problem import Problem, unit_of
@@ -23,6 +24,7 @@ from tiledsched.report.csv_files import (
     winners_csv,
 )
 from tiledsched.report.document import NOTHING, Block, Case, Chart, Explorer, Heading, Paragraph, Table, write_document
+from tiledsched.report.published import published
 from tiledsched.report.records import DeviceConditions, Interaction, KnobShare, ProblemReport, Report, Section, Tile
 from tiledsched.report.regret import few_schedules
 from tiledsched.report.vega import Spec
@@ -68,13 +70,9 @@ def document(reports: Report | Sequence[Report]) -> list[Block]:
     for report in several:
         first, *rest = answer(report)
         measured = bool(report.measured.problems)
-        found = [
-            Paragraph(text=first, warning=not measured, measured=measured),
-            Paragraph(text=" ".join(rest), answer=True),
-        ]
-        if len(several) == 1:
-            found.insert(1, Heading(text=_title(several), level=1))
-        blocks += [block for block in found if not isinstance(block, Paragraph) or block.text]
+        blocks.append(Paragraph(text=first, warning=not measured, measured=measured))
+        blocks += [Heading(text=_title(several), level=1)] if len(several) == 1 else []
+        blocks += [Paragraph(text=" ".join(rest), answer=True)] if rest else []
     if len(several) > 1:
         blocks.insert(0, Heading(text=_title(several), level=1))
     blocks += _explorer(several)
@@ -102,7 +100,8 @@ def _where(report: Report) -> str:
 
 def _explorer(reports: Sequence[Report]) -> list[Block]:
     """The views of one problem at a time."""
-    cases, shared = [], {}
+    cases: list[Case] = []
+    shared: dict[str, list[dict[str, Any]]] = {}
     by_case = [(report, one) for report in reports for one in shown_problems(report)]
     for (report, one), found in zip(by_case, views_of(reports), strict=True):
         name = f"{report.arch} {one.device_name}"
@@ -224,6 +223,8 @@ def _side_by_side(reports: Sequence[Report]) -> list[Block]:
 def _figures(report: Report, after: str) -> list[Block]:
     """Tables, folded."""
     blocks: list[Block] = []
+    if found := published(report):
+        blocks += [Heading(text=f"What others measured on this GPU{after}", folded=True), *found]
     for section in (report.measured, report.modelled):
         if section.problems:
             blocks += _section(section, report, f", {section.provenance}{after}")
