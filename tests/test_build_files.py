@@ -228,10 +228,13 @@ def test_the_report_of_an_empty_home_has_them_whole(shipped, arch):
         assert len(one.tiles) == 6
         assert one.default is not None
         assert one.served.schedule in {timed.schedule for timed in one.timed}
-        assert all(timed.timing is None and not spilled(timed.facts.spill_bytes) for timed in one.timed)
+        assert one.whole
+        assert all(timed.timing is None for timed in one.timed)
+        named = (one.served.schedule, one.default.schedule)
+        assert {timed.schedule for timed in one.timed if spilled(timed.facts.spill_bytes)} <= set(named)
         model = modelled_times(arch, Attention)
         best = shipped[arch][1].shipped_builds(one.problem, one.best.schedule)
-        assert one.best.us == model(one.problem, best)[one.best.schedule.id]
+        assert one.best.us == pytest.approx(model(one.problem, best)[one.best.schedule.id], rel=1e-5)
     full = {one.problem.dtype: one for one in report.modelled.problems if not one.problem.causal}
     assert [timed.us for timed in full["float16"].timed] == [timed.us for timed in full["bfloat16"].timed]
 

@@ -343,20 +343,22 @@ class _Desk:
         """The report on a problem that nobody measured; None where the model has no time for it either.
 
         Each program stands in it once, under the schedule that changes the fewest knobs, beside what is served and the default.
-        Programs that spill registers are left out unless every program does, as when a schedule is chosen (docs/model.md).
+        Other programs that spill registers are left out unless every program does, as when a schedule is chosen (docs/model.md).
         """
         problem, device = entry.problem, ARCHS.get(self.arch)
         default = self.default(problem)
-        named = (entry.schedule, default)
-
         builds = self.builds.modelled(entry, device)
-        sound = [
-            build
-            for build in builds
-            if build.schedule in named or not build.facts or not spilled(build.facts.spill_bytes)
-        ]
+        # What is served may be of an older search space than what ships.
+        today = _or_none(self.space.complete, entry.schedule) if self.space else None
+        if today is not None and any(build.schedule == today for build in builds):
+            entry = entry.replace(schedule=today)
+        named = (entry.schedule, default)
+        spills = {build.schedule for build in builds if build.facts and spilled(build.facts.spill_bytes)}
+        left_out = spills.difference(named) if len(spills) < len(builds) else set()
         programs: dict[ProgramKey, list[BuildRecord]] = defaultdict(list)
-        for build in sound or builds:
+        for build in builds:
+            if build.schedule in left_out:
+                continue
             programs[self._program(build.fingerprint, problem, build.schedule, device)].append(build)
         first = [
             min(alike, key=lambda build: (build.schedule not in named, *plainness(build.schedule, default)))

@@ -37,8 +37,8 @@ class FewSchedules:
 
 
 def broad(problems: Sequence[ProblemReport]) -> list[ProblemReport]:
-    """The problems with enough programs to show what other schedules cost."""
-    return [one for one in problems if one.programs >= LEAST_PROGRAMS]
+    """The problems with enough programs to show what other schedules cost, or with all programs that there are."""
+    return [one for one in problems if one.programs >= LEAST_PROGRAMS or one.whole]
 
 
 def few_schedules(problems: Sequence[ProblemReport], limits: Sequence[float] = LIMITS) -> FewSchedules:
