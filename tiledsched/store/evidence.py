@@ -85,6 +85,8 @@ def of_one_compiler(
     def place(stored: StoredMeasurement) -> tuple[Any, ...]:
         return stored.measurement.problem, stored.measurement.device.name
 
+    if len({stored.toolchain.tileiras for stored in measurements}) < 2:
+        return list(measurements)
     known: dict[tuple[Any, ...], dict[str, set[Schedule]]] = defaultdict(lambda: defaultdict(set))
     for stored in measurements:
         known[place(stored)][stored.toolchain.tileiras].add(stored.measurement.schedule)
@@ -120,6 +122,8 @@ def timed_alike(measurements: Sequence[StoredMeasurement]) -> list[StoredMeasure
     as_now = {
         stored.uid: timed_as_now(stored.measurement.regime, stored.measurement.conditions) for stored in measurements
     }
+    if all(as_now.values()):
+        return list(measurements)
     mixed = {place(stored) for stored in measurements if not as_now[stored.uid]}
     kept = [
         stored
