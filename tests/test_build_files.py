@@ -16,12 +16,13 @@ from tiledsched.core.resources import spilled
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.report import WithShipped
+from tiledsched.report.answer import answer
 from tiledsched.report.document import to_markdown
 from tiledsched.report.published import MODEL_ERROR, least_sure, published
 from tiledsched.report.records import MODELLED
-from tiledsched.serve.rivals import published_figures
 from tiledsched.store.build_files import BuildFile, read_builds, write_builds
 from tiledsched.store.db import TuningDB
+from tiledsched.store.manifest import published_figures
 from tiledsched.store.records import Entry
 from tiledsched.store.shipped import read_shipped_entries
 from tiledsched.tuning.tuner import modelled_times
@@ -42,7 +43,10 @@ BUILDS = [
     a_build(CRASH, tile_m=128),
     a_build("c" * 24, PROBLEM.replace(causal=True)),
 ]
-FILE = BuildFile(builds=BUILDS, serves={PROBLEM.id: (0, 1, 2, 3)}, space=9, alike={"sm_120": 2, "bfloat16": 2})
+TIMES = {"sm_121": {PROBLEM.id: {0: 50.0, 2: 60.0}}}
+FILE = BuildFile(
+    builds=BUILDS, serves={PROBLEM.id: (0, 1, 2, 3)}, times=TIMES, space=9, alike={"sm_120": 2, "bfloat16": 2}
+)
 
 
 def test_a_file_holds_what_was_written(tmp_path):
@@ -51,7 +55,7 @@ def test_a_file_holds_what_was_written(tmp_path):
     found = read_builds(path)
     assert found.builds == BUILDS
     assert {name: tuple(places) for name, places in found.serves.items()} == FILE.serves
-    assert (found.space, found.alike) == (9, FILE.alike)
+    assert (found.space, found.alike, found.times) == (9, FILE.alike, TIMES)
     before = path.read_bytes()
     write_builds(path, found)
     assert path.read_bytes() == before
@@ -78,6 +82,16 @@ def test_builds_serve_the_problems_of_their_classes(problem, arch, places, begin
         BUILDS[place].fingerprint and begins + BUILDS[place].fingerprint for place in places
     ]
     assert FILE.builds_for(problem, arch, DEFAULT) == [each for each in found if each.schedule == DEFAULT]
+
+
+def test_estimates_that_ship_are_those_of_the_arch_and_stand_for_both_element_types():
+    for problem in (PROBLEM, PROBLEM.replace(dtype="bfloat16")):
+        found = FILE.times_for(problem, "sm_121")
+        assert {schedule: us for schedule, (_, us) in found.items()} == {
+            BUILDS[0].schedule: 50.0,
+            BUILDS[2].schedule: 60.0,
+        }
+    assert FILE.times_for(PROBLEM, "sm_120") == FILE.times_for(PROBLEM.replace(batch=3), "sm_121") == {}
 
 
 def test_a_damaged_file_is_refused(tmp_path):
@@ -201,7 +215,9 @@ def test_every_modelled_problem_has_a_landscape(shipped, arch):
 @pytest.mark.parametrize("arch", ["sm_121", "sm_120"])
 def test_the_report_of_an_empty_home_has_them_whole(shipped, arch):
     report = shipped[arch][2]
-    assert report.warning == f"Nothing was measured on {arch}: every figure below is the model's estimate"
+    assert answer(report)[0].startswith(
+        f"Nothing was measured on {arch}: every figure is the performance model's estimate"
+    )
     assert not report.measured.problems
     assert {(one.problem.causal, one.problem.dtype) for one in report.modelled.problems} == {
         (causal, dtype) for causal in (False, True) for dtype in ("float16", "bfloat16")

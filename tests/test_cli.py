@@ -20,8 +20,9 @@ from tiledsched.cli import main, renamed
 from tiledsched.cli.app import ArchType, Group, Invocation
 from tiledsched.cli.commands import root
 from tiledsched.cli.problems import named_problems, read_problems
+from tiledsched.core import data_files
 from tiledsched.core.device import ARCHS, PRODUCTS, arch_named
-from tiledsched.core.errors import TiledschedError
+from tiledsched.core.errors import MeasureError, TiledschedError
 from tiledsched.core.labels import format_problem
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.schedule import Schedule
@@ -682,6 +683,69 @@ def test_filters_reach_all_kernels_and_say_when_nothing_is_like_them(home, capsy
     assert capsys.readouterr() == ("", "no tuned problem matches; leave out a filter\n")
     assert main(["show", "--problem", "colour=red"]) == 2
     assert "the keys of" in capsys.readouterr().err
+
+
+def test_show_without_a_filter_is_a_summary_or_of_the_gpu_here(home, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    entries = list_entries(capsys)
+    assert main(["show"], devices=list) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 24
+    assert max(map(len, lines)) <= 80
+    flat = " ".join(" ".join(lines).split())
+    for arch, how in (("sm_90", "measured"), ("sm_121", "modelled")):
+        count = sum((one["arch"], one["provenance"]) == (arch, how) for one in entries)
+        (line,) = re.findall(rf"attention on [^:]*\b{arch}\b[^:]*: [^:]*?layer \w+", flat)
+        assert f"{count} {how}" in line
+    assert lines[-1].split() == ["tiledsched", "show", "attention", "--arch", "sm_121"]
+    here = [Device(name="NVIDIA L4", arch="sm_89", sm_count=58)]
+    assert main(["show"], devices=lambda: here) == 0
+    said = capsys.readouterr()
+    assert "for sm_89; --arch names another" in said.err
+    assert "sm_90" not in said.out
+    assert "sm_89" in said.out
+
+    def broken() -> list[Device]:
+        raise MeasureError("the driver does not answer")
+
+    assert main(["show", "attention"], devices=broken) == 0
+    assert "attention on sm_90: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "flag"),
+    [
+        ("show h200", "--arch h200"),
+        ("show sm_121", "--arch sm_121"),
+        ("show attention h200", "--arch h200"),
+        ("show D=128", "-p D=128"),
+        ("show measured", "--provenance measured"),
+        ("show --kernel attention", "show attention"),
+        ("explain gb10", "--arch gb10"),
+        ("report sm_90", "--arch sm_90"),
+    ],
+)
+def test_a_word_that_wants_a_flag_is_told_which(home, capsys, line, flag) -> None:
+    assert main(line.split()) == 2
+    assert flag in capsys.readouterr().err
+
+
+def test_the_landscapes_that_ship_are_listed_without_a_database(home, capsys) -> None:
+    assert main(["show", "--landscapes", "attention", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["landscapes"], said["regimes"]) == ([], [])
+    files = (data_files.tuning_db() / "landscapes" / "attention").rglob("*.json.xz")
+    assert {one["file"] for one in said["shipped"]} == set(map(str, files))
+    assert main(["show", "--landscapes", "--arch", "sm_121"]) == 0
+    out = capsys.readouterr().out
+    files = [path.name for path in (data_files.tuning_db() / "model" / "attention").glob("programs_*.json.xz")]
+    assert "measured landscapes" not in out
+    assert "(modelled)" in out
+    assert all(name in out for name in files)
+    assert main(["show", "--landscapes", "--arch", "sm_90", "matmul"]) == 0
+    out = capsys.readouterr().out
+    assert "matmul on sm_90: m=3072 n=5120 k=2560 bfloat16" in out
+    assert "attention" not in out
 
 
 def test_show_hides_no_schedule_at_80_columns(home, capsys, monkeypatch) -> None:

@@ -11,7 +11,8 @@ from tiledsched.core.config import load_settings
 from tiledsched.kernels.matmul import Matmul
 from tiledsched.kernels.softmax import Softmax
 from tiledsched.report.ceilings import measured_ceilings, roof_of
-from tiledsched.report.rate_charts import roofline, said_of_roofs
+from tiledsched.report.charts import roofs, share_of_ceiling
+from tiledsched.report.views import roofline_rows
 from tiledsched.serve.entries import load_entries
 from tiledsched.store.db import TuningDB
 from tiledsched.store.records import Entry
@@ -90,25 +91,25 @@ def test_caches_other_regimes_narrow_types_and_estimates_are_no_ceilings(db):
 def test_the_roofline_is_drawn_under_what_was_measured(db):
     add_times(db, {plain(128, 64): 1000.0})
     report = report_of(db, served=[entry(db, PRODUCT, 1400.0), entry(db, LARGE, 500.0)])
-    said = said_of_roofs(report.measured, report)
+    (one,) = report.measured.problems
+    said = share_of_ceiling(report, one)
+    assert f"reaches {PROBLEM.tflops(1000.0) / PRODUCT.tflops(1400.0) * 100:.0f}% of the ceiling measured" in said
     assert f"{PRODUCT.tflops(1400.0):.0f} TFLOP/s" in said
     assert f"{LARGE.gbps(500.0):.0f} GB/s" in said
-    spec = roofline(report.measured, report)
-    lines = spec["layer"][0]["data"]["values"]
+    lines = roofs(report, one)
     assert max(line["rate"] for line in lines if line["ceiling"] == "measured") == PRODUCT.tflops(1400.0)
     assert {line["ceiling"] for line in lines} == {"measured", "computed"}
-    (dot,) = (row for row in spec["data"]["values"] if row["problem"] == str(PROBLEM))
-    assert dot["share"] == f"{PROBLEM.tflops(1000.0) / PRODUCT.tflops(1400.0) * 100:.0f}%"
+    assert [row["rate"] for row in roofline_rows(one)] == [round(PROBLEM.tflops(1000.0), 2)]
     bare = report_of(db)
-    assert "not measured" in said_of_roofs(bare.measured, bare)
+    assert "of the ceiling computed" in share_of_ceiling(bare, bare.measured.problems[0])
 
 
 @pytest.mark.parametrize(("name", "sms"), [("NVIDIA GeForce RTX 5090", 170), ("NVIDIA RTX PRO 6000 Blackwell", 188)])
 def test_the_computed_roof_is_that_of_the_gpu_and_not_of_its_arch(db, name, sms):
     add_times(db, {plain(128, 64): 1000.0})
     report = replace(report_of(db), arch="sm_120")
-    problems = tuple(replace(one, device_name=name) for one in report.measured.problems)
-    assert f"computed: {sms} SMs" in str(roofline(replace(report.measured, problems=problems), report))
+    (one,) = report.measured.problems
+    assert f"computed: {sms} SMs" in share_of_ceiling(report, replace(one, device_name=name))
 
 
 def test_what_ships_holds_both_ceilings_of_the_measured_gpu(monkeypatch, tmp_path):

@@ -9,8 +9,8 @@ import pytest
 from report_samples import landscape, plain, report_of
 
 from tiledsched.core import data_files
-from tiledsched.report import write_report
 from tiledsched.report.importance import interactions, knob_shares
+from tiledsched.report.text import _tables
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import read_table
 
@@ -73,19 +73,13 @@ def test_latency_hints_matter_for_the_persistent_kernel_of_128x128() -> None:
     assert abs(hint.effect_without) < 0.03
 
 
-def test_the_report_holds_both(tmp_path) -> None:
+def test_the_report_holds_both() -> None:
     with TuningDB.open(":memory:") as db:
         landscape(db)
         report = report_of(db, "sm_90")
     assert report.measured.shares
     assert report.modelled.shares == report.modelled.interactions == ()
-    written = {
-        path.name: path.read_text()
-        for path in write_report(report, tmp_path)
-        if path.suffix in (".md", ".csv", ".html")
-    }
-    assert "## Which knobs matter" in written["report.md"]
-    assert '<summary id="which-knobs-matter">' in written["report.html"]
+    written = _tables(report)
     head, *rows = written["importance.csv"].splitlines()
     assert head == "arch,knob,share_percent,largest_share_percent,problems"
     assert len(rows) == len(report.measured.shares)

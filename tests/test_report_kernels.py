@@ -18,10 +18,12 @@ from tiledsched.core.errors import Failure, FailureKind
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention import Attention
-from tiledsched.report import charts, write_report
+from tiledsched.report import write_report
+from tiledsched.report.answer import answer, next_step
 from tiledsched.report.axes import axes_of, cell
 from tiledsched.report.document import to_markdown
 from tiledsched.report.text import document
+from tiledsched.report.views import tile_rows
 from tiledsched.store.db import TuningDB
 
 ATTENTIONS_WORDS = re.compile(
@@ -144,30 +146,35 @@ def test_its_own_words_and_no_others(db, tmp_path, monkeypatch):
     written = {
         path.name: path.read_text(encoding="utf-8") for path in write_report(report_of(db, kernel=Smooth), tmp_path)
     }
-    assert set(written) == {"report.md", "report.html", "schedules.csv", "sensitivity.csv", "regimes.csv"}
+    assert set(written) == {
+        "report.md",
+        "report.html",
+        "schedules.csv",
+        "sensitivity.csv",
+        "regimes.csv",
+        "knobs.csv",
+        "winners.csv",
+    }
     written["report.html"] = re.sub(
         r"<style>.*</style>|<script(?: type=.module.)?>.*?</script>|<[^>]*>", " ", written["report.html"], flags=re.S
     )
     for text in written.values():
         assert ATTENTIONS_WORDS.findall(text) == []
     markdown = written["report.md"]
-    assert markdown.startswith("# Tiling sensitivity on sm_90: report_tests.smooth\n")
+    assert "\n# How much the schedule of report_tests.smooth matters on NVIDIA H200 (sm_90)\n" in markdown
     for section in (
-        "Best schedules, measured",
-        "Tiling sensitivity, measured",
-        "Every knob, measured",
-        "Resources of the winners, measured",
-        "Evidence",
-        "Best schedules, modelled",
+        "Best schedules of 3 problems, measured",
+        "Best and second best tile by size, measured",
+        "Best schedules of 1 problem, modelled",
         "Burst against sustained",
-        "Knobs that change nothing",
-        "Failures",
+        "Knobs that do not change the machine code",
+        "Candidates that failed",
         "Conditions: NVIDIA H200",
     ):
         assert f"\n## {section}\n" in markdown
-    assert re.findall("\n### (.*)", markdown.split("## Tiling")[0]) == [
-        "width=64 float16 on NVIDIA H200",
-        "width=128 float16 on NVIDIA H200",
+    assert re.findall("\n### (.*)", markdown.split("## Best and second")[0]) == [
+        "width=64 float16",
+        "width=128 float16",
     ]
 
 
@@ -176,31 +183,16 @@ def test_tables(db):
     add_smooth(db, SHORT, 0.1)
     markdown = to_markdown(document(report_of(db, kernel=Smooth)))
     short, long = table_under(markdown, "### width=64 float16")
-    assert list(long) == [
-        "length",
-        "best",
-        "µs",
-        "95% interval",
-        "GB/s",
-        "runner-up",
-        "drop",
-        "ties",
-        "default's drop",
-        "median's drop",
-        "worst",
-    ]
-    assert (short["length"], long["length"], long["µs"], long["drop"]) == ("512", "8192", "100.0", "5.0%")
-    assert long["GB/s"] == f"{2 * 8192 * 64 * 2 / 100e-6 / 1e9:.1f}"  # once in, once out, two bytes each
-    assert long["default's drop"] == "100.0%"  # of the declaration's first choices
-    lines = table_under(markdown, "## Tiling sensitivity, measured")
-    assert list(lines[0])[:6] == ["device", "width", "dtype", "length", "problems", "best tile"]
-    assert [(line["length"], line["best tile"], line["runner-up tile"]) for line in lines] == [
-        ("short (512)", "256x1", "256x2"),
-        ("long (8192)", "256x1", "256x2"),
+    assert (short["problem"], long["problem"], long["measured µs"]) == ("length=512", "length=8192", "100.0")
+    assert long["rate"] == f"{2 * 8192 * 64 * 2 / 100e-6 / 1e9:.1f} GB/s"  # once in, once out, two bytes each
+    assert long["default takes longer by"] == "100.0%"  # of the declaration's first choices
+    lines = table_under(markdown, "## Best and second best tile by size, measured")
+    assert [(line["problems"], line["length"], line["best tile"]) for line in lines] == [
+        ("width=64, dtype=float16, NVIDIA H200", "short: 512", "256x1"),
+        ("width=64, dtype=float16, NVIDIA H200", "long: 8192", "256x1"),
     ]
     assert "Each tile (SPAN x LANES) is judged" in markdown
     assert "Short is length up to 1024" in markdown
-    assert [row["knob"] for row in table_under(markdown, "## Every knob, measured")] == ["`SPAN`", "`LANES`", "`turn`"]
 
 
 def test_csv_columns(db, tmp_path):
@@ -284,9 +276,9 @@ def test_tiles_are_drawn_over_the_two_knobs_that_matter_most(db):
         (128, 1): 2.0,
         (128, 2): 2.4,
     }
-    spec = charts.tiles(report.measured, report)
-    assert {(row["rows"], row["columns"]): row["said"] for row in spec["data"]["values"]}[128, 2] == "2.40"
-    assert [row["rows"] for row in spec["data"]["values"] if row["tile"]] == [256]
+    rows = tile_rows(one)
+    assert {(row["rows"], row["columns"]): row["said"] for row in rows}[128, 2] == "2.40"
+    assert [row["rows"] for row in rows if row["best"]] == [256]
 
 
 def test_hints_are_a_tile_only_where_nothing_else_varies(db):
@@ -319,8 +311,9 @@ def test_what_is_stored_of_other_kernels_is_left_alone(db):
     assert [one.problem for one in other.measured.problems] == [PROBLEM]
     assert (own.elsewhere, own.regimes, own.failures, own.builds) == (0, (), (), 0)
     assert (other.elsewhere, len(other.regimes), len(other.failures)) == (1, 1, 1)
-    nothing = report_of(db, "sm_121", kernel=Smooth).warning
-    assert nothing.endswith("nothing was modelled: run `tiledsched tune report_tests.smooth --arch sm_121`")
+    nothing = report_of(db, "sm_121", kernel=Smooth)
+    assert answer(nothing) == ("Nothing of report_tests.smooth was measured on sm_121, and nothing was modelled.",)
+    assert next_step(nothing).startswith("Run `tiledsched tune report_tests.smooth --arch sm_121`")
 
 
 def test_axes_labels_and_named_tiles(db, tmp_path):
@@ -336,26 +329,17 @@ def test_axes_labels_and_named_tiles(db, tmp_path):
     assert report.tile_knobs == ("BLOCK_M", "BLOCK_N")  # by name, though `threads` matters more
     markdown = to_markdown(document(report))
     table = table_under(markdown, "### order=nn float16")
-    assert list(table[0])[:5] == ["N", "M", "inner", "samples", "best"]
-    assert [(row["N"], row["M"], row["inner"], row["samples"]) for row in table] == [
-        ("256", "128", "32", "1"),
-        ("256", "128", "32", "2"),
-        ("4096", "128", "32", "1"),
-        ("4096", "128", "32", "2"),
+    # `repeats` is at its default everywhere: nothing to tell apart.
+    assert [row["problem"] for row in table] == [
+        f"N={width} M=128 inner=32 samples={samples}" for width in (256, 4096) for samples in (1, 2)
     ]
-    assert "repeats" not in table[0]  # at its default everywhere: nothing to tell apart
-    assert table[0]["TFLOP/s"] == f"{2 * 128 * 256 * 32 / (float(table[0]['µs']) * 1e-6) / 1e12:.1f}"
+    assert table[0]["rate"] == f"{2 * 128 * 256 * 32 / (float(table[0]['measured µs']) * 1e-6) / 1e12:.1f} TFLOP/s"
     add_times(db, {choices(Product)[0]: 5.0}, problem=narrow.replace(repeats=3))
     markdown = to_markdown(document(report_of(db, kernel=Product)))
     table = table_under(markdown, "### order=nn float16")
-    assert [(row["N"], row["repeats"]) for row in table] == [
-        ("256", "1"),
-        ("256", "3"),
-        ("256", "1"),
-        ("4096", "1"),
-        ("4096", "1"),
-    ]
-    assert "repeats" not in table_under(markdown, "### order=nt float16")[0]
+    repeats = [re.search("repeats=([0-9])", row["problem"])[1] for row in table]
+    assert repeats == ["1", "3", "1", "1", "1"]
+    assert "repeats" not in table_under(markdown, "### order=nt float16")[0]["problem"]
     write_report(report, tmp_path)
     row = rows_of((tmp_path / "schedules.csv").read_text())[0]
     assert (row["problem_samples"], row["samples"], row["knob_threads"], row["threads"]) == ("1", "5", "1", "")
@@ -408,4 +392,4 @@ class Ragged(Kernel):
 def test_problems_with_nothing_to_share(db):
     add_times(db, {choices(Ragged)[0]: 5.0}, problem=Ragged.problem(groups=[300, 200]))
     markdown = to_markdown(document(report_of(db, kernel=Ragged)))
-    assert table_under(markdown, "### NVIDIA H200")[0]["groups"] == "300,200"
+    assert table_under(markdown, "### report_tests.ragged")[0]["problem"] == "groups=300,200"

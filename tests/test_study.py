@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,10 @@ from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Conditions
+from tiledsched.report import document
 from tiledsched.report.document import as_svg
 from tiledsched.store.db import TuningDB
-from tiledsched.studies.evaluation import figures, tiles
+from tiledsched.studies.evaluation import figures, pages, tiles
 from tiledsched.studies.evaluation.pages import speedups, write_evaluation
 from tiledsched.studies.evaluation.rows import COLUMNS, METHODS, OURS, problems, result_of
 from tiledsched.studies.evaluation.run import run_evaluation, write_pages
@@ -124,7 +126,10 @@ def lines_of(path):
     return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
 
 
-def test_what_is_written(tmp_path):
+def test_what_is_written(tmp_path, monkeypatch):
+    draw = {"as_svg": lambda spec: b"<svg/>", "as_png": lambda spec: b"png"}  # drawing takes seconds
+    for name, drawn in draw.items():
+        monkeypatch.setattr(document, name, drawn)
     found = rows(triton="not installed: triton", torch_cudnn="RuntimeError: No available kernel.")
     written = {path.name for path in write_evaluation(tmp_path, found, [])}
     assert {
@@ -147,8 +152,11 @@ def test_what_is_written(tmp_path):
     assert all(line["status"] for line in lines)
     assert {line["median_ms"] for line in lines if line["method"] == "triton"} == {"nan"}
     summary = (tmp_path / "study_summary.md").read_text(encoding="utf-8")
-    assert "**1.10x**: against torch_sdpa, geometric mean of 80 problems; 0 behind, worst 1.10x" in summary
-    assert "| triton | unsupported | 80 | not installed: triton |" in summary
+    assert "Measured on NVIDIA Sample, at full clocks: " in summary
+    assert "takes 1.10 times as long as ours (geometric mean of 80 problems). It is faster in none." in summary
+    assert "| `torch_sdpa` | 1.10x | 80 | 0 | 1.10x |" in summary
+    assert "| `triton` | unsupported | 80 | not installed: triton |" in summary
+    assert "| `torch_sdpa` | ok" not in summary
     assert (tmp_path / "study.html").stat().st_size < 5_000_000
 
 
@@ -159,9 +167,33 @@ def test_speedups_are_over_cells_where_both_have_a_time():
     assert found["standard_eager"] == pytest.approx([9.0] * 80)
 
 
+@pytest.mark.parametrize(
+    ("ratios", "said"),
+    [
+        ({}, "nothing can be compared"),
+        (
+            {"torch_sdpa": [0.5]},
+            "takes 0.50 times as long as ours (geometric mean of 1 problem). It is faster in 1 of 1, where",
+        ),
+        ({"torch_sdpa": [0.8, 2.0, 1.0]}, "It is faster in 1 of 3, where it takes at most 20.0% less time."),
+        ({"torch_sdpa": [4.0, 1.0], "triton": [1.5]}, "Of the 2 other methods, `triton` is the closest to ours."),
+    ],
+)
+def test_the_answer_in_sentences(ratios, said):
+    assert said in pages.answer(ratios)
+
+
+def test_a_study_of_one_problem_or_of_failures_is_a_page(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    write_evaluation(tmp_path, rows()[: len(FACTOR)], [])
+    assert "1 of the paper's 80 problems" in (tmp_path / "study_summary.md").read_text()
+    write_evaluation(tmp_path, rows(tiledsched="out of memory")[: len(FACTOR)], [])
+    assert "nothing can be compared" in (tmp_path / "study_summary.md").read_text()
+
+
 def test_figures_show_what_there_is():
     results = [result_of(row) for row in rows()]
-    found = figures.of_results(results)
+    found = figures.of_results(results, "measured on NVIDIA Sample")
     assert len(found) == 6
     regime_map = found["figure4_regime_map"][2]["data"]["values"]
     assert len(regime_map) == 80
@@ -170,9 +202,11 @@ def test_figures_show_what_there_is():
         OURS,
         *figures.FORCED,
     }
+    panels = dict.fromkeys(value["panel"] for value in found["figure5_bw_proxy"][2]["data"]["values"])
+    assert list(panels)[:5] == ["D=64, full", "D=96, full", "D=128, full", "D=160, full", "D=64, causal"]
     for _, _, spec in found.values():
-        assert b"<svg" in as_svg(spec)[:100]
-    assert figures.of_results([]) == {}
+        assert b"measured on NVIDIA Sample" in as_svg(spec)
+    assert figures.of_results([], "") == {}
 
 
 def test_tiles_are_tried_with_a_few_occupancies_and_warps():
@@ -187,7 +221,7 @@ def test_tiles_are_tried_with_a_few_occupancies_and_warps():
     assert not any(space.unworkable(each, problem) for each in found)
 
 
-def test_the_tiles_table_is_of_what_was_raced(tmp_path):
+def test_the_tiles_table_is_of_what_was_raced(tmp_path, monkeypatch):
     assert tiles.tiling_rows(tmp_path, Attention) == []
     problem = tiles.problems()[0][1]
     space = space_for("sm_90", Attention)
@@ -212,11 +246,11 @@ def test_the_tiles_table_is_of_what_was_raced(tmp_path):
         "runner_median_ms": 0.12688,
         "sensitivity_drop_percent": pytest.approx(3.36456, abs=1e-4),
     }
-    write_evaluation(tmp_path, rows(), [row])
-    assert (
-        "| Short S | S=1024, D=64 | (64, 128) | (64, 64) | 3.36 |"
-        in (tmp_path / "table4_tiling_sensitivity.md").read_text()
-    )
+    monkeypatch.setitem(sys.modules, "vl_convert", None)  # which takes seconds to draw
+    write_evaluation(tmp_path, rows()[: len(FACTOR)], [row])
+    table = (tmp_path / "table4_tiling_sensitivity.md").read_text()
+    assert "| Short S | S=1024, D=64 | (64, 128) | (64, 64) | 3.36 |" in table
+    assert "Here that is 3.4% (median of 1 problem)." in table
 
 
 class Stopping(Harness):
@@ -252,6 +286,7 @@ def test_a_study_goes_on_where_it_stopped(tmp_path, monkeypatch):
     run_evaluation(Attention, tmp_path, harness=second, **how)
     assert (len(first.prepared), len(second.prepared), len(tuned)) == (30, 50, 6)
     assert not (tmp_path / "tiles.json").exists()
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
     files, known, left = write_pages(Attention, tmp_path, "burst")
     assert (known, left) == (80, 0)
     assert len(lines_of(tmp_path / "benchmark_results.csv")) == 160
@@ -274,7 +309,8 @@ def test_wrong_use_is_told(tmp_path, monkeypatch, capsys, words, message):
     assert message in capsys.readouterr().err
 
 
-def test_the_command_writes_what_a_folder_holds(tmp_path, capsys):
+def test_the_command_writes_what_a_folder_holds(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
     append_rows(rows()[: len(FACTOR)], tmp_path / "bench.csv")
     assert main(["study", "paper", "--summary", "--out", str(tmp_path), "--json"]) == 0
     said = capsys.readouterr()

@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +18,12 @@ from tiledsched.cli import renamed
 from tiledsched.cli.output import note
 from tiledsched.cli.problems import describe_kernel
 from tiledsched.core.config import Settings, load_settings
-from tiledsched.core.device import arch_named, arch_spec
+from tiledsched.core.device import ARCHS, arch_named, arch_spec
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.registry import SHIPPED, load_kernel
 from tiledsched.measure import nvml
+from tiledsched.store.records import PROVENANCES
 from tiledsched.tuning.options import Options, OptionSpec, options_of
 
 if TYPE_CHECKING:
@@ -165,6 +167,8 @@ class _Explained(click.Command):
             renamed.check_flag(ctx.command_path, error.option_name)
             raise
         except click.UsageError as error:
+            for word in re.findall(r"unexpected extra arguments? \((.+)\)", error.message):
+                check_word(word)
             error.ctx = error.ctx or ctx
             raise
 
@@ -238,10 +242,33 @@ def _one_line(command: click.Command, above: str = "") -> list[tuple[str, str]]:
     return [(name, (command.help or "").partition(".\n")[0].replace("\n", " ").rstrip("."))]
 
 
+def check_word(word: str) -> None:
+    """Make sure that a word in the place of a kernel is not what a flag takes.
+
+    Raises:
+        ConfigError: it is; the message names the flag.
+    """
+    flag = (
+        "--arch"
+        if arch_named(word) in ARCHS
+        else "--provenance"
+        if word in PROVENANCES
+        else "-p"
+        if "=" in word
+        else ""
+    )
+    if flag:
+        raise ConfigError(f"{word} is no kernel; pass it with its flag: {flag} {word}")
+
+
 def _kernel(ctx: click.Context, param: click.Parameter, value: str) -> KernelClass:
     """The kernel of a name. A user's file is imported only where it is named."""
     ctx.ensure_object(Invocation).kernel_word = value
-    return load_kernel(value)
+    try:
+        return load_kernel(value)
+    except ConfigError:
+        check_word(value)
+        raise
 
 
 def _kernel_name(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
@@ -249,6 +276,7 @@ def _kernel_name(ctx: click.Context, param: click.Parameter, value: str | None) 
     try:
         return value and load_kernel(value).name
     except ConfigError:
+        check_word(value or "")
         return value
 
 

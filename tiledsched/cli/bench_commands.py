@@ -246,8 +246,8 @@ def ladder(
     only_attention(kernel, "ladder", "study ablation")
     problems = named_problems(kernel, problem, suite) if problem or suite else usual()
     table = load_table(run.settings(), kernel=kernel)
-    hints = "\n\n".join(by_target(kernel, each, table) for each in problems)
     if targets:
+        hints = by_target(kernel, problems, table)
         run.print({"targets": hints}, hints.rstrip())
         return
     for each in problems:
@@ -256,10 +256,11 @@ def ladder(
     if not summary:
         how = {"regime": regime, "rounds": rounds, "budget_s": budget, "progress": note}
         bench_to_file(kernel, problems, path, methods=methods(), **how)
-    elif not path.exists():
-        raise ConfigError(f"{out} holds no ladder; leave out --summary to measure one")
-    rows = [row for row in read_rows(path) if row.regime == regime]
-    files = write_ladder(Path(out), rows, hints)
+    rows = [row for row in read_rows(path) if row.regime == regime] if path.exists() else []
+    if not rows:
+        raise ConfigError(f"{out} holds no ladder in the {regime} regime; leave out --summary to measure one")
+    shown = list(dict.fromkeys(row.problem for row in rows))
+    files = write_ladder(Path(out), rows, by_target(kernel, shown, table))
     run.print({"files": files, "rows": [row.to_csv() for row in rows]}, "\n".join(map(str, files)))
 
 

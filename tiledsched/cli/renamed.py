@@ -38,6 +38,7 @@ FLAGS: Mapping[str, str] = {
     "study ablation --csv": "-o DIR, which holds the rows as CSV",
     "bench --resume": "--csv FILE alone: the same command goes on with a file that is there",
     "fleet status --watch": "watch tiledsched fleet status",
+    "show --kernel": "the kernel's name alone: tiledsched show attention",
     "--seq-len": "-p S=1024:4096",
     "--head-dim": "-p D=128",
     "--dtype": "-p dtype=bfloat16",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from tiledsched.cli import served_output
 from tiledsched.cli.app import (
     FOLDER,
+    USUAL_ARCH,
     CommaList,
     Invocation,
     arch_option,
@@ -26,14 +27,17 @@ from tiledsched.cli.app import (
 )
 from tiledsched.cli.output import note, print_next
 from tiledsched.cli.problems import matching, named_problems
-from tiledsched.core.errors import ConfigError
+from tiledsched.core.errors import ConfigError, MeasureError
 from tiledsched.core.problem import KernelClass
+from tiledsched.core.registry import SHIPPED
 from tiledsched.store.records import PROVENANCES
 from tiledsched.tuning.options import TuneOptions
 
 if TYPE_CHECKING:
     from tiledsched.report.compare import Comparison
 
+MOST_ENTRIES = 20
+"""So many entries are listed without a filter where no GPU is here; of more there is a summary."""
 REGIMES = click.Choice(["burst", "sustained"])
 only_arch = arch_option("only this arch, e.g. sm_90 or h200")
 only_regime = option("--regime", type=REGIMES, help="only what was measured in it (default: both)")
@@ -50,7 +54,7 @@ only_regime = option("--regime", type=REGIMES, help="only what was measured in i
 @option("--device", default="", metavar="NAME", help="only what was measured on a GPU whose name contains this")
 @option("--compiler", metavar="VERSION", help="what is served with this compiler, or `all` (default: the one here)")
 @option("--layers", is_flag=True, help="which layer answers: the user's, the site's, a bundle, or what ships")
-@option("--landscapes", is_flag=True, help="list the measurements in the database instead, by problem and regime")
+@option("--landscapes", is_flag=True, help="list the landscapes that ship and the measurements in the database instead")
 def show(
     run: Invocation,
     kernel: str | None,
@@ -65,6 +69,8 @@ def show(
 ) -> None:
     """List what is tuned, and how it is known.
 
+    Without a filter: for the GPU here. Where there is none, a summary by kernel and arch.
+
     \b
     tiledsched show
     tiledsched show attention --arch h200 -p D=128
@@ -77,10 +83,18 @@ def show(
     from tiledsched.serve.entries import layers as load_layers
     from tiledsched.store.evidence import for_compiler
 
-    found = load_layers(run.settings(), None if arch is None else {arch}, kernel or "")
+    bare = not (problem or arch or provenance or regime or device or compiler or layers or run.json)
+    here_archs = _archs_here(run) if bare else set()
+    found = load_layers(run.settings(), here_archs or None if arch is None else {arch}, kernel or "")
     here = compiler_at_hand() if compiler in (None, "all") else str(compiler)
     entries = combined(found) if compiler == "all" else for_compiler(combined(found), here)
-    of_kernel = [entry for entry in entries if arch in (None, entry.arch) and kernel in (None, entry.kernel)]
+    of_kernel = [
+        entry
+        for entry in entries
+        if arch in (None, entry.arch)
+        and kernel in (None, entry.kernel)
+        and (not here_archs or entry.arch in here_archs)
+    ]
     like = set(matching((entry.problem for entry in of_kernel), problem))
     entries = [
         entry
@@ -102,27 +116,73 @@ def show(
         run.print({"layers": found, "entries": rows})
     elif entries and layers:
         served_output.print_layers(found, entries, covers)
+    elif bare and not here_archs and len(entries) > MOST_ENTRIES:
+        served_output.print_summary(entries)
+        first = next((entry for entry in entries if entry.arch == USUAL_ARCH), entries[0])
+        print_next([("list the schedules for one GPU", ["show", kernel or first.kernel, "--arch", first.arch])])
     elif entries:
+        if here_archs:
+            note(f"tiledsched: for {', '.join(sorted(here_archs))}; --arch names another")
         served_output.print_entries(entries, here)
     elif of_kernel:
         note("no tuned problem matches; leave out a filter")
     else:
         what = f"of {kernel} " if kernel else ""
+        arch = arch or ",".join(sorted(here_archs)) or None
         words = f"{kernel + ' ' if kernel else ''}--arch {arch or 'ARCH'}"
-        note(f"nothing {what}is tuned for {arch or 'any arch'}; run: tiledsched tune {words}")
+        ships = f"; kernels that ship: {', '.join(SHIPPED)}" if kernel and kernel not in SHIPPED else ""
+        note(f"nothing {what}is tuned for {arch or 'any arch'}; run: tiledsched tune {words}{ships}")
+
+
+def _archs_here(run: Invocation) -> set[str]:
+    """The archs of the GPUs here; none where there is no GPU, or its driver does not answer."""
+    try:
+        return {device.arch for device in run.devices()}
+    except MeasureError:
+        return set()
 
 
 def _show_landscapes(run: Invocation, kernel: str | None, arch: str | None) -> None:
-    """List what is measured, and where the winners of the two regimes differ."""
+    """List what ships and what is measured, and where the winners of the two regimes differ."""
+    from tiledsched.store.location import database_exists
+    from tiledsched.store.manifest import shipped_landscapes
     from tiledsched.store.queries import compare_regimes
 
-    with run.open_db(read_only=True) as db:
-        lines = db.landscapes(arch, kernel)
-        compared = [one for one in compare_regimes(db.latest_measurements()) if kernel in (None, one.problem.kernel)]
+    lines, compared = [], []
+    if run.db or database_exists(run.settings().db):
+        with run.open_db(read_only=True) as db:
+            lines = db.landscapes(arch, kernel)
+            compared = [
+                one for one in compare_regimes(db.latest_measurements()) if kernel in (None, one.problem.kernel)
+            ]
     if not lines:
-        note("nothing is measured in this database; tune on a GPU first, or db import a landscape")
-    found = {"landscapes": [*map(served_output.landscape_json, lines)], "regimes": compared}
-    run.print(found, lambda: served_output.print_landscapes(lines, compared))
+        note("nothing is measured in your database; tune on a GPU first, or db import a landscape")
+    shipped, modelled = shipped_landscapes(kernel, arch), _modelled_landscapes(kernel, arch)
+    found = {
+        "landscapes": [*map(served_output.landscape_json, lines)],
+        "regimes": compared,
+        "shipped": [
+            {"problem": one.problem, "arch": one.arch, "regime": one.regime, "file": one.path} for one in shipped
+        ],
+        "modelled": modelled,
+    }
+    run.print(found, lambda: served_output.print_landscapes(lines, compared, shipped, modelled))
+
+
+def _modelled_landscapes(kernel: str | None, arch: str | None) -> list[dict[str, Any]]:
+    """The files of compiled programs that ship, for which a report estimates times: nothing of them is measured."""
+    from tiledsched.core import data_files
+    from tiledsched.core.device import ARCHS
+    from tiledsched.store.build_files import read_builds
+
+    found = []
+    for path in sorted((data_files.tuning_db() / "model").glob(f"{kernel or '*'}/programs_*.json.xz")):
+        file = read_builds(path)
+        archs = [file.builds[0].arch, *(each for each in file.alike if each in ARCHS)]
+        if arch in (None, *archs):
+            counts = {"builds": len(file.builds), "problems": len(file.serves)}
+            found.append({"kernel": file.builds[0].kernel, "archs": archs, **counts, "file": path})
+    return found
 
 
 @command("explain")
@@ -219,7 +279,8 @@ def written_report(
 @argument(
     "a",
     help="before: a database, table, landscape, folder of them, a report's folder, or `shipped`; or of your database a "
-    "compiler (13.5), a date (2026-11-22) or a device (H100), or SOURCE@COMPILER",
+    "compiler (13.5), a device (H100), a date or time (2026-11-22T14:30), `before` or `after` your last tune; or "
+    "SOURCE@COMPILER and the like",
 )
 @argument("b", help="after: the same")
 @option("--kernel", default="", metavar="NAME", help="only this kernel")
@@ -232,7 +293,8 @@ def written_report(
     metavar="PERCENT",
     help="differences up to this do not count (default: 2)",
 )
-@option("--all", "everything", is_flag=True, help="also list what stayed the same")
+@option("--all", "everything", is_flag=True, help="list every problem, also what stayed the same")
+@option("-o", "--out", type=FOLDER, metavar="DIR", help="also write a page with a chart, for a browser, to this folder")
 def compare(
     run: Invocation,
     a: str,
@@ -242,6 +304,7 @@ def compare(
     regime: str | None,
     threshold: float,
     everything: bool,
+    out: str | None,
 ) -> int:
     """Say what became faster or slower from A to B.
 
@@ -249,22 +312,28 @@ def compare(
 
     \b
     tiledsched compare before.db after.db
-    tiledsched compare 13.4 13.5
+    tiledsched compare 13.4 13.5 -o comparison
+    tiledsched compare before after
     """
     from tiledsched.report.compare import compare as compare_sides
+    from tiledsched.report.comparison_page import write_comparison
     from tiledsched.report.comparison_sources import Wanted, read_side
+    from tiledsched.report.comparison_text import verdict_of
 
     db, wanted = run.settings().db, Wanted(kernel=kernel, arch=arch or "", regime=regime or "")
     found = compare_sides(read_side(a, db, wanted), read_side(b, db, wanted), threshold / 100)
     if not found.rows:
+        why = next((f" ({reason})" for _, _, reason in found.unpaired), "")
         raise ConfigError(
             f"{a} and {b} have no problem in common: {len(found.only_a)} only in the first, {len(found.only_b)} only in "
-            "the second; compare sources of the same kernel, arch and regime"
+            f"the second{why}; compare sources of the same kernel, arch and regime"
         )
+    files = write_comparison(found, Path(out)) if out else []
     if run.json:
-        run.print(found.to_json())
+        run.print({**found.to_json(), "sentence": verdict_of(found), **({"files": files} if out else {})})
     else:
         served_output.print_compared(found, everything=everything)
+        print(*files, sep="\n", end="\n" * bool(files))
         _print_undecided(found, b if b.endswith(".db") else run.db)
         print(f"compare: {found.line()}")
     return 1 if found.regressed else 0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.cli.output import note, plural, print_table, print_wrapped, table_lines, width
@@ -13,12 +14,13 @@ from tiledsched.core.problem import Problem, rate_of, rate_text, unit_of
 from tiledsched.measure.clocks import describe_throttling
 from tiledsched.measure.runner import Device
 from tiledsched.store.evidence import stale, stale_by_cause, throttled
-from tiledsched.store.records import Entry, LandscapeSummary
+from tiledsched.store.records import PROVENANCES, Entry, LandscapeSummary
 
 if TYPE_CHECKING:
     from tiledsched.bench.rows import BenchRow
     from tiledsched.report.compare import Compared, Comparison
     from tiledsched.serve.entries import Layer
+    from tiledsched.store.manifest import ShippedLandscape
     from tiledsched.store.queries import RegimeComparison
     from tiledsched.studies.ablation.rows import AblationRow
 
@@ -37,6 +39,8 @@ ABLATION = (
     "schedule",
 )
 """The columns of an ablation that are printed, by their names in its CSV file and JSON."""
+MOST_ROWS = 20
+"""Problems that a comparison lists, unless all are asked for."""
 LEFT = {"arch", "provenance", "schedule"}
 """The columns of entries that are aligned to the left."""
 
@@ -156,6 +160,38 @@ def _provenance(entry: Entry, compiler: str) -> str:
     return ", ".join(filter(None, (entry.provenance, *marks)))
 
 
+def print_summary(entries: Sequence[Entry]) -> None:
+    """Print for each kernel and arch how many problems are known, how, since when, and from which layer. Archs for which all that
+    is alike share a line.
+    """
+    groups: dict[tuple[str, str], list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault((entry.kernel, entry.arch), []).append(entry)
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    newest: dict[tuple[str, str, str], str] = {}
+    for (kernel, arch), found in groups.items():
+        counts = [
+            f"{len(problems)} {provenance}"
+            for provenance in PROVENANCES
+            if (problems := {entry.problem for entry in found if entry.provenance == provenance})
+        ]
+        place = kernel, ", ".join(counts), " and ".join(dict.fromkeys(entry.layer for entry in found))
+        alike.setdefault(place, []).append(arch)
+        days = [f"{when:%Y-%m-%d}" for entry in found if (when := _known_since(entry))]
+        newest[place] = max([newest.get(place, ""), *days])
+    print("problems with a schedule, by kernel and arch")
+    for place in sorted(alike, key=lambda each: (each[0], "modelled" in each[1])):
+        kernel, told, layers = place
+        archs = sorted(alike[place], key=lambda arch: (len(arch), arch))
+        since = f", newest {newest[place]}" if newest[place] else ""
+        each = " each" * (len(archs) > 1)
+        print_wrapped(f"{kernel} on {', '.join(archs)}: {told}{each}{since}, layer {layers}", hanging="  ")
+
+
+def _known_since(entry: Entry) -> datetime | None:
+    return entry.measurement.created_at if entry.measurement else entry.updated_at
+
+
 def print_layers(
     layers: Sequence[Layer], entries: Sequence[Entry], covers: Mapping[tuple[str, ...], list[str]]
 ) -> None:
@@ -181,10 +217,30 @@ def landscape_json(line: LandscapeSummary) -> dict[str, Any]:
     }
 
 
-def print_landscapes(lines: Sequence[LandscapeSummary], compared: Sequence[RegimeComparison]) -> None:
-    """Print what is measured; then what wins in each regime, and what serving the other regime's winner costs."""
+def print_landscapes(
+    lines: Sequence[LandscapeSummary],
+    compared: Sequence[RegimeComparison],
+    shipped: Sequence[ShippedLandscape],
+    modelled: Sequence[Mapping[str, Any]],
+) -> None:
+    """Print what ships, a line for each problem that was measured and each file that is only estimated; then what is measured in
+    the database, what wins in each regime there, and what serving the other regime's winner costs.
+    """
+    regimes: dict[tuple[str, str, str], list[str]] = {}
+    for each in shipped:
+        regimes.setdefault((each.problem.kernel, each.arch, str(each.problem)), []).append(each.regime)
+    if regimes:
+        print("measured landscapes that ship")
+    for (kernel, arch, problem), of in sorted(regimes.items()):
+        print_wrapped(f"{kernel} on {arch}: {problem}, {' and '.join(sorted(of))}")
+    if modelled:
+        print("\n" * bool(regimes) + "compiled programs that ship, whose times a report estimates (modelled)")
+    for one in modelled:
+        told = f"{one['builds']:,} builds for {plural(one['problems'], 'problem')}, {one['file'].name}"
+        print_wrapped(f"{one['kernel']} on {', '.join(one['archs'])}: {told}", hanging="  ")
     rows = list(map(landscape_json, lines))
     if rows:
+        print("\n" * bool(regimes or modelled) + "measured in your database")
         print_table(list(rows[0]), [list(row.values()) for row in rows], ("distinct_programs", "measurements"))
     if compared:
         print("\nburst against sustained: * marks a difference beyond the 95% intervals")
@@ -206,33 +262,55 @@ def print_landscapes(lines: Sequence[LandscapeSummary], compared: Sequence[Regim
 
 
 def print_compared(found: Comparison, *, everything: bool = False) -> None:
-    """Print what moved from A to B, slower first, with the winners where they changed."""
+    """Print the verdict, what is unlike between the sides, and what moved from A to B, slower first, with the winners where they
+    changed.
+    """
     from tiledsched.report.compare import rows_to_show
+    from tiledsched.report.comparison_text import conditions_of, drift_of, side_facts, verdict_of
 
-    print_wrapped(f"A: {found.a}")
-    print_wrapped(f"B: {found.b}")
+    print_wrapped(verdict_of(found))
+    for name, text in side_facts(found):
+        print_wrapped(f"{name}: {text}")
+    for text in conditions_of(found):
+        print_wrapped(text)
     mean = f", B takes {found.mean:.3f}x the time of A (geometric mean)" if found.mean else ""
     print_wrapped(f"{plural(len(found.rows), 'problem')} on both sides{mean}")
-    if found.drift:
-        both = f"{len(found.drift)} measured on both sides take {statistics.geometric_mean(found.drift):.3f}x"
-        print_wrapped(f"programs with the same machine code: {both}; that is the machine or the day, no schedule")
-    elif found.rows:
-        print_wrapped("no machine code was measured on both sides: part of a difference may be the machine")
-    rows = [_compared_row(row) for row in rows_to_show(found, everything=everything)]
-    if rows:
+    if drift := drift_of(found):
+        print_wrapped(drift)
+    rows = rows_to_show(found, everything=everything)
+    shown = rows if everything else rows[:MOST_ROWS]
+    if shown:
         print()
-        print_table(list(rows[0]), [list(row.values()) for row in rows], ("A us", "B us"))
+        cells = [_compared_row(row, found) for row in shown]
+        lines = table_lines(list(cells[0]), [list(row.values()) for row in cells], ("A us", "B us"))
+        if max(map(len, lines)) > width():
+            for row in cells:
+                print_wrapped(f"{row['verdict']} {row['B / A']}, {row['A us']} to {row['B us']} us: {row['problem']}")
+                if row["winner"]:
+                    print_wrapped(row["winner"], "    ")
+        else:
+            print(*lines, sep="\n")
+    if len(shown) < len(rows):
+        print_wrapped(f"{len(rows) - len(shown)} more: --all lists all, and -o DIR writes a page of them")
+    reasons = Counter((side, why) for side, _, why in found.unpaired)
+    if reasons:
+        print_wrapped("not compared:")
+    for (side, why), count in reasons.most_common():
+        print_wrapped(f"{plural(count, 'problem')} of {side}: {why}", "  ")
     print()
 
 
-def _compared_row(row: Compared) -> dict[str, str]:
+def _compared_row(row: Compared, found: Comparison) -> dict[str, str]:
+    from tiledsched.report.comparison_text import label_of
+
     winner = "the same machine code" if row.verdict != "same" and row.same_program else ""
+    bounds = "" if row.verdict == "estimated" else f" [{row.low:.3f}, {row.high:.3f}]"
     return {
         "verdict": row.verdict,
-        "B / A": f"{row.ratio:.3f} [{row.low:.3f}, {row.high:.3f}]",
+        "B / A": f"{row.ratio:.3f}{bounds}",
         "A us": f"{row.a.us:.1f}",
         "B us": f"{row.b.us:.1f}",
-        "problem": row.b.problem,
+        "problem": label_of(row.b, found),
         "winner": f"now {row.b.schedule}; was {row.a.schedule}" if row.winner_changed else winner,
     }
 

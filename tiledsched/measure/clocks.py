@@ -62,8 +62,8 @@ def summarise_states(states: Iterable[tuple[Conditions, Device, str, int]], seen
     seen_mhz = max([seen_mhz, *(conditions.sm_clock_mhz for conditions, *_ in reporting)])
     slowed = [
         (words, count)
-        for *state, count in reporting
-        if (words := describe_throttling(*state, seen_mhz))  # type: ignore[arg-type]  # the three in their order
+        for conditions, device, regime, count in reporting
+        if (words := describe_throttling(conditions, device, regime, seen_mhz))
     ]
     held, of = sum(count for _, count in slowed), sum(count for *_, count in reporting)
     return f"in {held} of {of} measurements, {slowed[0][0]}" if slowed else ""

@@ -10,8 +10,10 @@ from collections.abc import Iterable, Sequence
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import unit_of
 from tiledsched.core.schedule import HINT_KNOBS, Schedule
+from tiledsched.report.analysis import named_tile
 from tiledsched.report.axes import show
 from tiledsched.report.effects import joined_effects
+from tiledsched.report.published import least_sure
 from tiledsched.report.records import AS_GOOD, MEASURED, KnobVerdict, ProblemReport, Report, Tile
 from tiledsched.report.views import explored
 
@@ -34,7 +36,7 @@ def answer(report: Report) -> tuple[str, ...]:
         if device.held_down
     ]
     if problems:
-        lines += [_tiles(report, problems), _default(problems), *_knobs(report, problems), _best(problems)]
+        lines += [_tiles(report, problems), _default(problems), *_knobs(report, problems), _best(report, problems)]
     else:
         lines += _of_winners(section.problems)
     return tuple(filter(None, lines))
@@ -48,11 +50,12 @@ def problem_answer(one: ProblemReport, report: Report) -> str:
     others = []
     if _tile_knobs(report) and one.second_tile:
         others.append(
-            f"the second best tile, {_tile(one.second_tile.tile)}, takes {longer(one.second_tile.relative - 1)}"
+            f"the second best {_unit(report)[1]}, {_tile(one.second_tile.tile)}, takes "
+            f"{longer(one.second_tile.relative - 1)}"
         )
     elif _tile_knobs(report) and len(one.tiles) > 1:
         tried = f"{_tile(one.tiles[1].tile)}: {_count(one.tiles[1].programs, 'program')}"
-        lines.append(f"Too little was tried of other tiles to say what they cost ({tried}).")
+        lines.append(f"Too little was tried of any other {_unit(report)[1]} to say what it costs ({tried}).")
     if one.default and one.default.relative > 1:
         others.append(f"the untuned default takes {longer(one.default.relative - 1)}")
     elif one.default or measured:
@@ -82,11 +85,13 @@ def next_step(report: Report) -> str:
             f"Run {_command(report, 'tune')}: where a GPU of {report.arch} is present it measures, elsewhere a performance "
             "model ranks the schedules."
         )
+    if not measured and (first := least_sure(report)):
+        return first
     if not measured:
         known = [one for one in modelled if one.default_drop or one.tile_drop]
-        first = max(known, key=lambda one: one.default_drop or one.tile_drop or 0.0, default=None)
-        why = ": for this problem the estimates differ most" if first else ""
-        return f"To measure, run {_command(report, 'tune', first)} on a machine with a GPU of {report.arch}{why}."
+        most = max(known, key=lambda one: one.default_drop or one.tile_drop or 0.0, default=None)
+        why = ": for this problem the estimates differ most" if most else ""
+        return f"To measure, run {_command(report, 'tune', most)} on a machine with a GPU of {report.arch}{why}."
     problems = explored(measured)
     if not problems:
         command = _command(report, "record", measured[0])
@@ -95,7 +100,8 @@ def next_step(report: Report) -> str:
         )
     if bare := [one for one in problems if _tile_knobs(report) and len(one.tiles) > 1 and one.second_tile is None]:
         command, over = _command(report, "record", bare[0]), _count(len(bare), "problem")
-        return f"To learn what other tiles cost, run {command} on the same GPU: too few programs of them were timed for {over}."
+        unit = _unit(report)[1]
+        return f"To learn what any other {unit} costs, run {command} on the same GPU: too few were timed for {over}."
     if unknown := [each for each in _verdicts(report, problems) if each.advice in ("unclear", "untried")]:
         command = _command(report, "tune", max(problems, key=lambda one: one.programs), "--neighbours")
         return (
@@ -105,11 +111,17 @@ def next_step(report: Report) -> str:
     return ""
 
 
-def longer(drop: float) -> str:
-    """How much longer something takes than the best, in words: `6.3% longer`, `2.1 times as long`."""
-    if drop < 0:
-        return f"{_percent(-drop)} less time"
-    return f"{_percent(drop)} longer" if drop < 1 else f"{1 + drop:,.{1 if drop < 99 else 0}f} times as long"
+def longer(drop: float, than: str = "") -> str:
+    """How much longer something takes, in words: `6.3% longer`, `2.1 times as long`, where wanted with what it is compared
+    with.
+    """
+    if abs(drop) < 0.0005:
+        words, link = "as long", "as"
+    elif drop < 1:
+        words, link = f"{_percent(abs(drop))} {'longer' if drop > 0 else 'less time'}", "than"
+    else:
+        words, link = f"{1 + drop:,.{1 if drop < 99 else 0}f} times as long", "as"
+    return f"{words} {link} {than}" if than else words
 
 
 def _source(report: Report, problems: Sequence[ProblemReport]) -> str:
@@ -165,22 +177,33 @@ def _tile_knobs(report: Report) -> tuple[str, ...]:
     return () if {*found} & {*HINT_KNOBS} else found
 
 
+def _unit(report: Report) -> tuple[str, str]:
+    """What the two knobs of a tile map are called, and one of their values: a tile, or by their names."""
+    knobs = _tile_knobs(report)
+    if named_tile(knobs) or all(any(word in knob.lower() for word in ("tile", "block")) for knob in knobs):
+        return "its tile", "tile"
+    return " and ".join(map(_code, knobs)), "pair of values"
+
+
 def _tiles(report: Report, problems: Sequence[ProblemReport]) -> str:
     """How sensitive the kernel is to its tile."""
     if not _tile_knobs(report):
         return ""
+    what, unit = _unit(report)
     second = [one.tile_drop for one in problems if one.tile_drop is not None]
     worst = [one.worst_tile.relative - 1 for one in problems if one.worst_tile]
     if not second:
-        return f"How much the tile of {report.kernel} matters is not known: too few programs of other tiles were timed."
+        return (
+            f"How much {report.kernel} depends on {what} is not known: too few programs of any other {unit} were timed."
+        )
     where = f"On {_and(_devices(problems))}" if problems[0].provenance == MEASURED else "By the estimate"
     drop, most = statistics.median(second), statistics.median(worst) if worst else 0.0
     said = f"{longer(drop)} ({_median(second)})"
-    if len(worst) == len(second) and most > drop:
-        said += f", and the worst {longer(most)}"
+    if most > drop:
+        said += f", and the worst {longer(most)}" + ("" if len(worst) == len(second) else f" ({_median(worst)})")
     if drop > AS_GOOD:
-        return f"{where}, {report.kernel} is sensitive to its tile: the second best tile takes {said}."
-    verdict = "has several good tiles" if most > MATTERS else "is not sensitive to its tile"
+        return f"{where}, {report.kernel} is sensitive to {what}: the second best {unit} takes {said}."
+    verdict = f"has more than one good {unit}" if most > MATTERS else f"is not sensitive to {what}"
     return f"{where}, {report.kernel} {verdict}: the second best takes {said}."
 
 
@@ -191,7 +214,7 @@ def _default(problems: Sequence[ProblemReport]) -> str:
     drop = statistics.median(drops)
     if drop <= AS_GOOD:
         return f"The untuned default is as good as the best schedule: it takes {longer(drop)} ({_median(drops)})."
-    return f"The untuned default takes {longer(drop)} than the best schedule ({_median(drops)})."
+    return f"The untuned default takes {longer(drop, 'the best schedule')} ({_median(drops)})."
 
 
 def _verdicts(report: Report, problems: Sequence[ProblemReport]) -> list[KnobVerdict]:
@@ -200,22 +223,32 @@ def _verdicts(report: Report, problems: Sequence[ProblemReport]) -> list[KnobVer
 
 def _knobs(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
     """What to do about the other knobs."""
-    of: dict[str, list[KnobVerdict]] = {"choose": [], "leave": [], "unclear": [], "untried": []}
+    of: dict[str, list[KnobVerdict]] = {"choose": [], "leave": [], "unclear": [], "untried": [], "unseen": []}
     for each in _verdicts(report, problems):
-        of[each.advice].append(each)
+        unseen = problems[0].provenance != MEASURED and _without_effect(each)
+        of["unseen" if unseen else each.advice].append(each)
     lines = []
     if of["choose"]:
         chosen = _list([f"{_code(each.knob)} ({_preferred(each)})" for each in of["choose"]])
         lines.append(f"Tune {chosen} for each problem.")
     if of["leave"]:
         left = _list([f"{_code(each.knob)} at {show(each.value)}" for each in of["leave"]])
-        lines.append(f"Leave {left}: no other value tried is faster.")
+        lines.append(f"Leave {left}: no other value tried is more than 1% faster.")
+    if of["unseen"]:
+        lines.append(f"The model sees no difference between values of {_names(of['unseen'])}.")
     if of["unclear"]:
         what = "problem" if len(problems) > 1 else "program"
-        lines.append(f"Tune {_names(of['unclear'])}, too: no value is known to be good for every {what}.")
+        too = ", too" if of["choose"] else ""
+        lines.append(f"Tune {_names(of['unclear'])}{too}: no value is known to be good for every {what}.")
     if of["untried"]:
         lines.append(f"Too few programs that differ in one knob alone were timed to judge {_names(of['untried'])}.")
     return lines
+
+
+def _without_effect(verdict: KnobVerdict) -> bool:
+    """Whether no value compared makes any difference: a model may know nothing of a knob."""
+    ratios = [each.ratio for each in verdict.effects if each.ratio is not None]
+    return bool(ratios) and all(abs(ratio - 1) < 1e-6 for ratio in ratios)
 
 
 def _preferred(verdict: KnobVerdict) -> str:
@@ -226,20 +259,16 @@ def _preferred(verdict: KnobVerdict) -> str:
     )
 
 
-def _best(problems: Sequence[ProblemReport]) -> str:
+def _best(report: Report, problems: Sequence[ProblemReport]) -> str:
     """The best schedule of the only problem, or how often each tile is best and where the rate is highest."""
     if len(problems) == 1:
         return _sentence(_best_of(problems[0]))
-    said = ""
-    if counts := Counter(one.tiles[0].tile for one in problems if one.tiles).most_common():
+    said, unit = "", _unit(report)[1]
+    counts = Counter(one.tiles[0].tile for one in problems if one.tiles and _tile_knobs(report)).most_common()
+    if counts:
         (first, number), *others = counts
-        often = [
-            f"{_tile(first)} is the best tile for {number}",
-            *(f"{_tile(tile)} for {times}" for tile, times in others),
-        ]
-        said = (
-            f"Of {len(problems)} problems, {_and(often)}. " if others else f"{_tile(first)} is the best tile for all. "
-        )
+        best, more = f"{_tile(first)} is the best {unit} for", [f"{_tile(tile)} for {times}" for tile, times in others]
+        said = f"Of {len(problems)} problems, {_and([f'{best} {number}', *more])}. " if more else f"{best} all. "
     units = Counter(unit_of(one.problem) for one in problems)
     unit = max(units, key=lambda each: units[each])
     top = max((one for one in problems if unit_of(one.problem) == unit), key=lambda one: one.best.rate)

@@ -76,7 +76,7 @@ for (const place of document.querySelectorAll(".chart[data-spec]"))
 
 // Views of one case at a time, chosen by its values.
 for (const section of document.querySelectorAll(".explorer")) {
-  const {views, cases, shared, texts} = read(section.dataset.cases);
+  const {first, views, cases, shared, texts} = read(section.dataset.cases);
   const rowsOf = columns => {
     const names = Object.keys(columns);
     const lists = names.map(name => columns[name].texts ? columns[name].texts.map(at => texts[at]) : columns[name]);
@@ -86,7 +86,7 @@ for (const section of document.querySelectorAll(".explorer")) {
   const titles = [...new Set(cases.flatMap(one => Object.keys(one.values)))];
   const ordered = values => values.sort((a, b) => parseFloat(a) - parseFloat(b) || (a < b ? -1 : a > b ? 1 : 0));
   const numeric = values => values.every(value => !isNaN(parseFloat(value)));
-  let current = cases[0];
+  let current = cases[first];
   const show = chosen => {
     current = chosen;
     for (const [title, select] of Object.entries(selects)) select.value = chosen.values[title] ?? "";

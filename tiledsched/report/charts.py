@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from tiledsched.core.device import ARCHS, arch_spec
@@ -150,7 +151,7 @@ def tile_map(report: Report) -> Spec:
 
 
 def panel_names(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
-    """What tells problems apart, in two lines with a bar between them: `S=4096 B=4|D=64 causal`."""
+    """What tells problems apart, in two lines with a bar between them."""
     chosen = [choices_of(report, one, report.axes.optional) for one in problems]
     differing = [title for title in chosen[0] if len({values[title] for values in chosen}) > 1]
     names: list[str] = []
@@ -296,11 +297,10 @@ def rates(reports: Sequence[Report]) -> Spec | None:
     groups = Counter((row["group"], row["source"]) for row in rows)
     least = min(LEAST_OF_GROUP, max(groups.values()))
     if len(reports) > 1:
-        archs = Counter(group for group, _ in groups)
-        kept = {group for group, found in archs.items() if found > 1}
+        known = Counter(problem for problem, _ in {(row["problem"], row["source"]) for row in rows})
+        rows = [row for row in rows if known[row["problem"]] > 1]
     else:
-        kept = {group for (group, _), found in groups.items() if found >= least}
-    rows = [row for row in rows if row["group"] in kept]
+        rows = [row for row in rows if groups[row["group"], row["source"]] >= least]
     if not rows:
         return None
     axes = reports[0].axes
@@ -373,35 +373,45 @@ def regimes(report: Report) -> Spec | None:
     )
 
 
-def roofs(report: Report, one: ProblemReport) -> list[dict[str, Any]]:
-    """The ceilings of a GPU over arithmetic intensity, as lines: those computed for it and the highest that were measured."""
+def ceilings_of(report: Report, one: ProblemReport) -> dict[str, tuple[float, float]]:
+    """The ceilings of a GPU: what they are -> (TFLOP/s, GB/s). Those computed for it come first, then the highest measured."""
     if report.arch not in ARCHS:
-        return []
+        return {}
     spec = arch_spec(report.arch, one.device_name)
     clocks = [
         each.sm_clock_mhz[1] for each in report.conditions if each.sm_clock_mhz and each.device.name == one.device_name
     ]
     ghz = max(clocks) / 1e3 if clocks else spec.clock_ghz
     peak = spec.tensor_flops * spec.sm_count * ghz / 1e3
-    computed = f"computed: {spec.sm_count} SMs x {spec.tensor_flops} FLOP x {ghz:.2f} GHz; {spec.dram_gbps:.0f} GB/s"
-    ceilings = {computed: (peak, spec.dram_gbps)}
-    if one.device_name and (found := roof_of(report.ceilings, one.device_name)):
-        ceilings[f"measured: {found[0]}; {found[1]}"] = (found[0].rate, found[1].rate)
+    rates = f"{spec.sm_count} SMs x {spec.tensor_flops} FLOP x {ghz:.2f} GHz; {spec.dram_gbps:.0f} GB/s"
+    found = {f"computed: {rates}": (peak, spec.dram_gbps)}
+    if one.device_name and (highest := roof_of(report.ceilings, one.device_name)):
+        found[f"measured: {highest[0]}; {highest[1]}"] = (highest[0].rate, highest[1].rate)
+    return found
+
+
+def roofs(report: Report, one: ProblemReport) -> list[dict[str, Any]]:
+    """The ceilings of a problem's GPU over arithmetic intensity, as lines."""
     known = [each.problem for each in (*report.measured.problems, *report.modelled.problems)]
     intensities = [each.flops / each.min_bytes for each in known if unit_of(each) == "TFLOP/s" and each.min_bytes]
     if not intensities:
         return []
     low, high = min(intensities) / 2, max(intensities) * 2
     return [
-        {
-            "intensity": at,
-            "rate": round(min(flops, at * gbps / 1e3), 3),
-            "said": said,
-            "ceiling": said.partition(":")[0],
-        }
-        for said, (flops, gbps) in ceilings.items()
+        {"intensity": at, "rate": min(flops, at * gbps / 1e3), "said": said, "ceiling": said.partition(":")[0]}
+        for said, (flops, gbps) in ceilings_of(report, one).items()
         for at in sorted({low, high, min(max(flops * 1e3 / gbps, low), high)})
     ]
+
+
+def share_of_ceiling(report: Report, one: ProblemReport) -> str:
+    """How much of the highest rate that its GPU allows the best schedule reaches, in a sentence; empty where it is not known."""
+    ceilings = ceilings_of(report, one)
+    if not ceilings or unit_of(one.problem) != "TFLOP/s" or not one.problem.min_bytes:
+        return ""
+    said, (flops, gbps) = list(ceilings.items())[-1]
+    roof = min(flops, one.problem.flops / one.problem.min_bytes * gbps / 1e3)
+    return f"The best schedule reaches {one.best.rate / roof * 100:.0f}% of the ceiling {said}."
 
 
 def views(reports: Sequence[Report]) -> list[View]:
@@ -552,7 +562,8 @@ def views(reports: Sequence[Report]) -> list[View]:
         View(
             name="tile-map",
             heading="Which tile is best",
-            caption="Each square is one tile size with its best schedule over all other knobs; 1.00, outlined, is the best tile, and 1.10 takes "
+            caption="Each square is one tile size with its best schedule over all other knobs; 1.00, outlined, "
+            "is the best tile, and 1.10 takes "
             "10% longer. Point at a square for its schedule.",
             spec={**tile_map(report), "width": "container", "height": {"step": 40}, "data": {"name": "tiles"}},
             main="tiles",
@@ -560,15 +571,18 @@ def views(reports: Sequence[Report]) -> list[View]:
         View(
             name="knob-effects",
             heading="What another value of a knob costs",
-            caption="Each line compares programs that differ in this knob alone: how much longer they take than with the best schedule's value, "
+            caption="Each line compares programs that differ in this knob alone: how much longer they take "
+            "than with the best schedule's value, "
             "and the 95% interval. Right of 1 is slower.",
             spec=effects,
             main="knobs",
+            tall=True,
         ),
         View(
             name="programs",
             heading="How many programs are good enough",
-            caption=f"Bars count the programs tried, by their time over the best time; all slower than {SCALE_END:g} times are in the last bar.",
+            caption=f"Bars count the programs tried, by their time over the best time; all slower than "
+            f"{SCALE_END:g} times are in the last bar.",
             spec=histogram,
             main="programs",
         ),
@@ -582,7 +596,8 @@ def views(reports: Sequence[Report]) -> list[View]:
         View(
             name="roofline",
             heading="How close it comes to the GPU's limits",
-            caption="Grey lines are the highest rates that memory (slanted) and arithmetic (flat) allow: computed from the GPU's rates, or the "
+            caption="Grey lines are the highest rates that memory (slanted) and arithmetic (flat) allow: "
+            "computed from the GPU's rates, or the "
             "highest that any kernel was measured at.",
             spec=roofline,
             main="roofline",
@@ -599,5 +614,7 @@ def views(reports: Sequence[Report]) -> list[View]:
 
 def source_of_problems(report: Report, problems: Sequence[ProblemReport]) -> str:
     """Where the times of problems come from, for the titles of pictures."""
-    found = list(dict.fromkeys(source_of(report, one) for one in problems))
-    return f"{report.kernel}, {len(problems)} problem{'' if len(problems) == 1 else 's'}, {'; '.join(found)}"
+    days = sorted(f"{one.taken:%Y-%m-%d}" for one in problems if one.taken)
+    where = list(dict.fromkeys(source_of(report, replace(one, taken=None)) for one in problems))
+    when = f", {' to '.join(dict.fromkeys([days[0], days[-1]]))}" if days else ""
+    return f"{report.kernel}, {len(problems)} problem{'' if len(problems) == 1 else 's'}, {'; '.join(where)}{when}"

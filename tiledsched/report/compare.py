@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
 from tiledsched.measure.estimate import Timing
+from tiledsched.measure.runner import Conditions, Device
+from tiledsched.store.evidence import timed_as_now
 
 VERDICTS = ("slower", "undecided", "faster", "same")
 """Verdicts on B against A, in the order in which they are reported."""
+ESTIMATED = "estimated"
+"""Stands for the verdict where a side is an estimate of the performance model, which nobody measured: it decides nothing."""
 THRESHOLD = 0.02
 """Differences up to this share of the time count as none. Two sessions on one GPU differ by less, two GPUs of a model
 by up to 3.5%.
@@ -30,9 +34,9 @@ class KnownTime:
     arch: str
     """Architecture, e.g. sm_90."""
     device: str
-    """Name of the GPU."""
+    """Name of the GPU; empty for an estimate."""
     regime: str
-    """burst or sustained."""
+    """burst or sustained; empty for an estimate."""
     accum_mode: str
     """fp32 or fp16 accumulators: two classes of accuracy, which are never compared."""
     problem_id: str
@@ -55,11 +59,22 @@ class KnownTime:
     """Version of the compiler, e.g. 13.4.92."""
     when: datetime | None = None
     """When it was measured, UTC."""
+    gpu: Device | None = None
+    """The GPU; None for a report, whose files name it only, and for an estimate."""
+    conditions: Conditions | None = None
+    """Clocks and the way of timing; None where `gpu` is None."""
+    modelled: bool = False
+    """Whether the time is an estimate of the performance model. Its interval is then only its median."""
 
     @property
     def us(self) -> float:
         """Median time in microseconds."""
         return self.timing.median_us
+
+    @property
+    def in_graphs(self) -> bool:
+        """Whether it was timed in CUDA graphs, as nothing is today, and not launch by launch."""
+        return self.conditions is not None and not timed_as_now(self.regime, self.conditions)
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict."""
@@ -80,6 +95,7 @@ class KnownTime:
             "high_us": time.ci_high_us,
             "uid": self.uid,
             "compiler": self.compiler,
+            "provenance": "modelled" if self.modelled else "measured",
         }
 
 
@@ -93,6 +109,13 @@ class Side:
     """For each key of :func:`key_of` the time of what is served, or of the fastest program where nothing is served."""
     programs: Mapping[tuple[Key, str], KnownTime]
     """The newest time of every program, by key and machine code."""
+    estimates: Mapping[Key, KnownTime] = field(default_factory=dict)
+    """Estimates of the performance model. Only a side without any measurement is compared by them."""
+
+    @property
+    def modelled(self) -> bool:
+        """Whether nothing on this side is measured."""
+        return not self.best
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,12 +133,25 @@ class Compared:
     high: float
     """Upper end of that interval."""
     verdict: str
-    """One of VERDICTS."""
+    """One of VERDICTS, or ESTIMATED."""
+    old_winner: KnownTime | None = None
+    """B's time of the schedule that was A's best, where the two have different ones and B timed both."""
+
+    @property
+    def one_measurement(self) -> bool:
+        """Whether both sides hold the very same measurement, so that nothing was timed anew."""
+        return _one_measurement(self.a, self.b)
 
     @property
     def winner_changed(self) -> bool:
         """Whether the two sides have different best schedules."""
         return self.a.schedule_id != self.b.schedule_id
+
+    @property
+    def winner_tied(self) -> bool:
+        """Whether B's best is another one than A's, and yet B cannot tell the two apart."""
+        old = self.old_winner if self.winner_changed else None
+        return old is not None and old.timing.ci_low_us <= self.b.timing.ci_high_us
 
     @property
     def same_program(self) -> bool:
@@ -164,12 +200,19 @@ class Comparison:
     """
     threshold: float
     """Differences up to this share of the time count as none."""
+    unpaired: tuple[tuple[str, KnownTime, str], ...] = ()
+    """Times that could not be compared, each with its side, A or B, and why it could not."""
 
     @property
     def counts(self) -> dict[str, int]:
         """Number of problems for each verdict."""
         found = Counter(row.verdict for row in self.rows)
-        return {verdict: found[verdict] for verdict in VERDICTS}
+        return {verdict: found[verdict] for verdict in (*VERDICTS, *([ESTIMATED] if found[ESTIMATED] else []))}
+
+    @property
+    def modelled(self) -> bool:
+        """Whether a side is estimated and not measured."""
+        return any(row.verdict == ESTIMATED for row in self.rows)
 
     @property
     def mean(self) -> float | None:
@@ -210,17 +253,27 @@ class Comparison:
 
 
 def key_of(known: KnownTime) -> Key:
-    """What two times must have in common to be compared."""
-    return known.problem_id, known.regime, known.accum_mode, known.arch, known.device
+    """What two times must have in common to be compared: the problem, the accuracy class, the regime, the way of timing, the
+    arch and the GPU.
+    """
+    timed = "graphs" if known.in_graphs else ""
+    return known.problem_id, known.accum_mode, known.regime, timed, known.arch, known.device
 
 
-def side_of(name: str, served: Iterable[KnownTime], programs: Iterable[KnownTime]) -> Side:
+ON_ONE_GPU, ON_ANY_GPU, ESTIMATES = 6, 4, 2
+"""How many parts of :func:`key_of` two times have in common."""
+
+
+def side_of(
+    name: str, served: Iterable[KnownTime], programs: Iterable[KnownTime], estimates: Iterable[KnownTime] = ()
+) -> Side:
     """A side: for each problem what is served, or the fastest program where nothing is served.
 
     Args:
         name: as it was asked for.
         served: at most one of each key counts, the first.
         programs: everything measured, newest first.
+        estimates: what the performance model says.
     """
     newest: dict[tuple[Key, str], KnownTime] = {}
     for one in programs:
@@ -232,60 +285,105 @@ def side_of(name: str, served: Iterable[KnownTime], programs: Iterable[KnownTime
     for (key, _), one in newest.items():
         if key not in chosen and (key not in best or one.us < best[key].us):
             best[key] = one
-    return Side(name=name, best=best, programs=newest)
+    return Side(name=name, best=best, programs=newest, estimates=_fastest(estimates, ON_ONE_GPU))
 
 
 def compare(a: Side, b: Side, threshold: float = THRESHOLD) -> Comparison:
     """Compare B with A, over the problems that both know.
 
-    Problems are matched on the same GPU model; where the two share none, on any.
+    Problems are matched on the same GPU model; where the two share none, on any. A side on which nothing is measured takes part
+    with its estimates, which decide nothing.
     """
-    first, second, width = a.best, b.best, 5
-    if not {key[3:] for key in first} & {key[3:] for key in second}:
-        first, second, width = _anywhere(first), _anywhere(second), 3
-    rows = [judged(first[key], second[key], threshold) for key in first if key in second]
-    rows.sort(key=lambda row: (VERDICTS.index(row.verdict), -row.ratio, row.b.problem))
+    known = [side.estimates if side.modelled else side.best for side in (a, b)]
+    width = ON_ONE_GPU
+    if a.modelled != b.modelled:
+        width = ESTIMATES
+    elif not {key[ON_ANY_GPU:] for key in known[0]} & {key[ON_ANY_GPU:] for key in known[1]}:
+        width = ON_ANY_GPU
+    first, second = (_fastest(side.values(), width) for side in known)
+    timed = {(key[:width], one.device, one.schedule_id): one for (key, _), one in b.programs.items()}
+    rows = [
+        replace(
+            judged(first[key], second[key], threshold),
+            old_winner=timed.get((key, second[key].device, first[key].schedule_id)),
+        )
+        for key in first
+        if key in second
+    ]
+    rows.sort(key=lambda row: ((*VERDICTS, ESTIMATED).index(row.verdict), -row.ratio, row.b.problem))
     others = {(key[:width], program): one for (key, program), one in b.programs.items()}
     drift = []
     for (key, program), one in a.programs.items():
         other = others.get((key[:width], program))
         if other is not None and one.fingerprint and not _one_measurement(one, other):
             drift.append(other.us / one.us)
+    only_a = tuple(one for key, one in first.items() if key not in second)
+    only_b = tuple(one for key, one in second.items() if key not in first)
     return Comparison(
         a=a.name,
         b=b.name,
         rows=tuple(rows),
         drift=tuple(drift),
         threshold=threshold,
-        only_a=tuple(one for key, one in first.items() if key not in second),
-        only_b=tuple(one for key, one in second.items() if key not in first),
+        only_a=only_a,
+        only_b=only_b,
+        unpaired=(
+            *(("A", one, why_unpaired(one, "B", b)) for one in only_a),
+            *(("B", one, why_unpaired(one, "A", a)) for one in only_b),
+        ),
     )
 
 
-def _anywhere(best: Mapping[Key, KnownTime]) -> dict[Key, KnownTime]:
-    """The best time of each problem on any GPU, by the key without the GPU."""
+def _fastest(known: Iterable[KnownTime], width: int) -> dict[Key, KnownTime]:
+    """The best time of each problem, by the first parts of its key."""
     found: dict[Key, KnownTime] = {}
-    for key, one in best.items():
-        if key[:3] not in found or one.us < found[key[:3]].us:
-            found[key[:3]] = one
+    for one in known:
+        key = key_of(one)[:width]
+        if key not in found or one.us < found[key].us:
+            found[key] = one
     return found
+
+
+def why_unpaired(one: KnownTime, name: str, other: Side) -> str:
+    """Why a time has no partner on the other side, whose name is A or B."""
+    there = [each for each in other.best.values() if each.problem_id == one.problem_id]
+    if not there:
+        if not other.modelled and any(each.problem_id == one.problem_id for each in other.estimates.values()):
+            return f"{name} has an estimate of this problem only, and no measurement"
+        return f"{name} has no time of this problem"
+    aspects: tuple[tuple[str, Callable[[KnownTime], str]], ...] = (
+        ("with {} accumulators", lambda each: each.accum_mode),
+        ("in the {} regime", lambda each: each.regime),
+        ("timed {}", lambda each: "in CUDA graphs" if each.in_graphs else "launch by launch"),
+        ("on {}", lambda each: each.device),
+    )
+    for words, aspect in aspects:
+        alike = [each for each in there if aspect(each) == aspect(one)]
+        if not alike:
+            its = ", ".join(sorted({aspect(each) or "an unknown GPU" for each in there}))
+            return f"{name} has this problem only {words.format(its)}; here it is {words.format(aspect(one))}"
+        there = alike
+    return f"{name} has no time of this problem under the same conditions"
 
 
 def judged(a: KnownTime, b: KnownTime, threshold: float) -> Compared:
     """Compare two times of one problem: is B slower, faster, the same within `threshold`, or is it undecided?
 
     The two medians are independent: their relative 95% half-widths add in quadrature. Slower and faster are what lies beyond the
-    threshold and whose interval leaves 1 out; the same is what lies within the threshold with its whole interval.
+    threshold and whose two intervals are apart; the same is what lies within the threshold with its whole interval.
     """
+    if a.modelled or b.modelled:
+        ratio = b.us / a.us
+        return Compared(a=a, b=b, ratio=ratio, low=ratio, high=ratio, verdict=ESTIMATED)
     if _one_measurement(a, b):
         return Compared(a=a, b=b, ratio=1.0, low=1.0, high=1.0, verdict="same")
     ratio = b.us / a.us
     half = math.hypot(*(math.log(one.timing.ci_high_us / one.timing.ci_low_us) / 2 for one in (a, b)))
     low, high = ratio * math.exp(-half), ratio * math.exp(half)
     limit = 1 + threshold
-    if ratio > limit and low > 1:
+    if ratio > limit and b.timing.ci_low_us > a.timing.ci_high_us:
         verdict = "slower"
-    elif ratio < 1 / limit and high < 1:
+    elif ratio < 1 / limit and b.timing.ci_high_us < a.timing.ci_low_us:
         verdict = "faster"
     elif high <= limit and low >= 1 / limit:
         verdict = "same"

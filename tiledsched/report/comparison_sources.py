@@ -9,10 +9,12 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date, datetime, time, timedelta, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 from tiledsched.core import data_files
+from tiledsched.core.device import arch_named
 from tiledsched.core.errors import ConfigError, DatabaseError, TiledschedError
 from tiledsched.core.files import from_csv_cell, read_bounded
 from tiledsched.core.labels import format_problem
@@ -27,11 +29,13 @@ from tiledsched.store.records import Entry, MeasurementSummary, StoredMeasuremen
 
 SHIPPED = "shipped"
 TABLES = (".json", ".json.xz", ".csv", ".csv.xz")
-DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
+DATE = re.compile(r"\d{4}-\d{2}-\d{2}([T ]\d{2}:\d{2}(:\d{2})?)?")
+BEFORE, AFTER = "before", "after"
+"""Selectors of what was known before the last run of a database began, and of all that is known since."""
 VERSION = re.compile(r"\d+\.\d+(\.\d+)*")
 ACCEPTED = (
     "a database, a table or landscape file, a folder of them, a report's folder, `shipped`, or of your database a device, "
-    "a compiler version or a date"
+    "a compiler version, a date (2026-11-22, or with a time 2026-11-22T14:30, UTC), or `before` and `after` its last tune"
 )
 
 
@@ -47,9 +51,13 @@ class Wanted:
     """burst or sustained; empty for both."""
 
     def holds(self, kernel: str, arch: str, regime: str) -> bool:
-        """Whether a time belongs to the problems wanted. `kernel` is empty for a report, whose files do not name it."""
+        """Whether a time belongs to the problems wanted. `kernel` is empty for a report, whose files do not name it, and
+        `regime` for an estimate, which stands for both.
+        """
         return (
-            kernel in ("", self.kernel or kernel) and arch == (self.arch or arch) and regime == (self.regime or regime)
+            kernel in ("", self.kernel or kernel)
+            and arch == (self.arch or arch)
+            and regime in ("", self.regime or regime)
         )
 
 
@@ -62,7 +70,8 @@ def read_side(word: str, db: str | None, wanted: Wanted) -> Side:
     Args:
         word: a SOURCE, a SELECTOR of the user's database over what ships, or SOURCE@SELECTOR. A source is a database (file or
             URL), a table or landscape file, a folder of them, a report's folder, or `shipped`. A selector is a compiler version
-            (or its beginning), a date (what was known at its end), or a part of a device's name.
+            (or its beginning), a date or time (what was known at its end), `before` or `after` the last run of the database,
+            an arch, or a part of a device's name.
         db: the user's database, as for `TuningDB.open`.
         wanted: which problems.
 
@@ -72,16 +81,14 @@ def read_side(word: str, db: str | None, wanted: Wanted) -> Side:
     """
     source, selector = _split(word)
     if source and (schedules := _report_file(Path(source))) is not None:
-        side = side_of(
-            word, [], [one for one in _of_report(schedules) if wanted.holds(one.kernel, one.arch, one.regime)]
-        )
         if selector:
             raise ConfigError(f"{word}: a report is taken whole; compare a database instead, or leave out @{selector}")
+        found = [one for one in _of_report(schedules) if wanted.holds(one.kernel, one.arch, one.regime)]
+        measured = [one for one in found if not one.modelled]
+        side = side_of(word, [], measured, [one for one in found if one.modelled])
     else:
         entries, measurements = _evidence(source, db, wanted)
-        entries = [
-            one for one in entries if wanted.holds(one.kernel, one.arch, one.regime) and one.measurement is not None
-        ]
+        entries = [one for one in entries if wanted.holds(one.kernel, one.arch, one.regime)]
         measurements = [
             one
             for one in timed_alike(measurements)
@@ -90,15 +97,25 @@ def read_side(word: str, db: str | None, wanted: Wanted) -> Side:
         compilers = sorted({one.toolchain.tileiras for one in measurements})
         devices = sorted({one.measurement.device.name for one in measurements})
         entries, measurements = _selected(entries, measurements, selector)
-        side = side_of(word, map(_served, for_compiler(entries, "")), map(_taken, _newest_first(measurements)))
-        if not side.best and selector:
+        side = side_of(
+            word,
+            [_served(one) for one in for_compiler((one for one in entries if one.measurement), "")],
+            map(_taken, _newest_first(measurements)),
+            [_estimated(one) for one in entries if one.measurement is None and one.model_us],
+        )
+        if not _usable(side) and selector:
             raise ConfigError(
                 f"{word}: nothing of {selector!r} is measured there; it has the compilers {_some(compilers)} and "
                 f"the devices {_some(devices)}"
             )
-    if not side.best:
+    if not _usable(side):
         raise ConfigError(f"{word}: nothing is measured there that was asked for; give {ACCEPTED}")
     return side
+
+
+def _usable(side: Side) -> bool:
+    """Whether a side can be compared: something is measured on it, or it is estimated for one arch."""
+    return bool(side.best) or len({one.arch for one in side.estimates.values()}) == 1
 
 
 def _split(word: str) -> tuple[str, str]:
@@ -177,14 +194,12 @@ def _selected(
     entries: Sequence[Entry], measurements: Sequence[StoredMeasurement], selector: str
 ) -> tuple[list[Entry], list[StoredMeasurement]]:
     """The evidence that a selector picks. Where it names no compiler, each problem and GPU is taken with its newest one."""
-    if DATE.fullmatch(selector):
-        try:
-            day = date.fromisoformat(selector)
-        except ValueError:
-            raise ConfigError(f"{selector} is no date; write e.g. 2026-11-22") from None
-        end = datetime.combine(day, time(), timezone.utc) + timedelta(days=1)
+    end = _end(measurements, selector)
+    if end is not None:
         # What was served then is not kept: the fastest of what was measured by then stands for it.
-        return [], of_one_compiler([one for one in measurements if one.created_at < end], "")
+        return [one for one in entries if one.measurement is None], of_one_compiler(
+            [one for one in measurements if one.created_at < end], ""
+        )
     if VERSION.fullmatch(selector):
 
         def fits(version: str) -> bool:
@@ -193,10 +208,37 @@ def _selected(
         return [one for one in entries if fits(one.compiler)], [
             one for one in measurements if fits(one.toolchain.tileiras)
         ]
-    word = selector.lower()
+    if not selector:
+        return list(entries), of_one_compiler(measurements, "")
+    word, arch = selector.lower(), arch_named(selector)
     left = [one for one in measurements if word in one.measurement.device.name.lower()]
     served = [one for one in entries if one.measurement is not None and word in one.measurement.device.name.lower()]
+    if not left and not served:  # it names an arch, or a GPU of which only estimates are known
+        left = [one for one in measurements if one.measurement.device.arch == selector.lower()]
+        served = [one for one in entries if one.arch == (selector.lower() if one.measurement else arch)]
     return served, of_one_compiler(left, "")
+
+
+def _end(measurements: Sequence[StoredMeasurement], selector: str) -> datetime | None:
+    """The moment up to which a selector takes measurements; None for one that names no moment."""
+    if DATE.fullmatch(selector):
+        try:
+            moment = datetime.fromisoformat(selector).replace(tzinfo=timezone.utc)
+        except ValueError:
+            raise ConfigError(f"{selector} is no date; write e.g. 2026-11-22, or 2026-11-22T14:30 (UTC)") from None
+        return moment if len(selector) > len("2026-11-22") else moment + timedelta(days=1)
+    if selector not in (BEFORE, AFTER):
+        return None
+    newest = max(
+        (one for one in measurements if one.run_id), key=lambda one: (one.created_at, one.run_id), default=None
+    )
+    if newest is None:
+        raise ConfigError(
+            f"{selector!r} asks for the last tune, and no tune has measured anything there; give {ACCEPTED}"
+        )
+    if selector == AFTER:
+        return datetime.max.replace(tzinfo=timezone.utc)
+    return min(one.created_at for one in measurements if one.run_id == newest.run_id)
 
 
 def _newest_first(measurements: Iterable[StoredMeasurement]) -> list[StoredMeasurement]:
@@ -215,7 +257,7 @@ def _served(entry: Entry) -> KnownTime:
     return _known(entry.kernel, entry.problem, entry.schedule, entry.measurement, **identity)
 
 
-def _known(kernel: str, problem: Problem, schedule: Schedule, found: MeasurementSummary, **identity: str) -> KnownTime:
+def _known(kernel: str, problem: Problem, schedule: Schedule, found: MeasurementSummary, **identity: Any) -> KnownTime:
     return KnownTime(
         kernel=kernel,
         arch=found.device.arch,
@@ -227,12 +269,33 @@ def _known(kernel: str, problem: Problem, schedule: Schedule, found: Measurement
         timing=Timing(median_us=found.median_us, ci_low_us=found.ci_low_us, ci_high_us=found.ci_high_us),
         uid=found.uid,
         when=found.created_at,
+        gpu=found.device,
+        conditions=found.conditions,
         **identity,
     )
 
 
+def _estimated(entry: Entry) -> KnownTime:
+    assert entry.model_us
+    return KnownTime(
+        kernel=entry.kernel,
+        arch=entry.arch,
+        device="",
+        regime="",
+        **_named(entry.problem),
+        schedule_id=entry.schedule.id,
+        schedule=entry.schedule.short(),
+        accum_mode=entry.accum_mode,
+        fingerprint=entry.fingerprint,
+        timing=Timing(median_us=entry.model_us, ci_low_us=entry.model_us, ci_high_us=entry.model_us),
+        uid="",
+        compiler=entry.compiler,
+        modelled=True,
+    )
+
+
 @functools.lru_cache(maxsize=4096)
-def _named(problem: Problem) -> dict[str, str]:
+def _named(problem: Problem) -> dict[str, Any]:
     try:
         words = format_problem(problem)
     except TiledschedError:  # of a kernel that is not here
@@ -241,7 +304,7 @@ def _named(problem: Problem) -> dict[str, str]:
 
 
 def _of_report(path: Path) -> list[KnownTime]:
-    """The measured rows of a report's schedules.csv."""
+    """The rows of a report's schedules.csv, measured and modelled."""
     try:
         text = io.StringIO(read_bounded(path).decode("utf-8"), newline="")
         rows = [[*map(from_csv_cell, cells)] for cells in csv.reader(text)]
@@ -270,12 +333,14 @@ def _of_report(path: Path) -> list[KnownTime]:
     found = []
     for number, cells in enumerate(rows[1:], 2):
         row = dict(zip(head, cells, strict=False))
-        if row.get("provenance") != "measured" or row.get("same_program_as"):
+        modelled = row.get("provenance") == "modelled"
+        if row.get("same_program_as") or not (modelled or row.get("provenance") == "measured"):
             continue
+        names = ["modelled_us"] * 3 if modelled else ["median_us", "ci_low_us", "ci_high_us"]
         try:
-            us, low, high = (float(row[name]) for name in ("median_us", "ci_low_us", "ci_high_us"))
+            us, low, high = (float(row[name]) for name in names)
         except (KeyError, ValueError):
-            raise DatabaseError(f"{path}:{number}: median_us, ci_low_us and ci_high_us must be numbers") from None
+            raise DatabaseError(f"{path}:{number}: {', '.join(dict.fromkeys(names))} must be numbers") from None
         if not 0 < low <= us <= high < float("inf"):
             raise DatabaseError(
                 f"{path}:{number}: a median of {us} in an interval from {low} to {high} is no measurement"
@@ -284,8 +349,8 @@ def _of_report(path: Path) -> list[KnownTime]:
             KnownTime(
                 kernel="",
                 arch=row["arch"],
-                device=row["device"],
-                regime=row["regime"],
+                device="" if modelled else row["device"],
+                regime="" if modelled else row["regime"],
                 problem_id=row["problem_id"],
                 problem=" ".join(f"{name}={row[name]}" for name in fields if row[name]),
                 words="",
@@ -295,6 +360,7 @@ def _of_report(path: Path) -> list[KnownTime]:
                 fingerprint=row.get("fingerprint", ""),
                 timing=Timing(median_us=us, ci_low_us=low, ci_high_us=high),
                 uid="",
+                modelled=modelled,
             )
         )
     return found

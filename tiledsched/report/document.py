@@ -108,6 +108,8 @@ class View:
     """The chart in Vega-Lite; its data have the names of data sets, and no values."""
     main: str
     """The data set without which there is nothing to draw."""
+    tall: bool = False
+    """Whether it takes the height of two others, where views stand side by side."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,13 +137,15 @@ class Explorer:
     views: Sequence[View]
     """The views."""
     cases: Sequence[Case]
-    """The cases; the first is shown until another is chosen, and is the one that is written as SVG and PNG."""
+    """The cases."""
+    first: int
+    """The place of the case that is shown until another is chosen, and that is written as SVG and PNG."""
     shared: Mapping[str, Rows]
     """Data sets that several cases share, by name."""
 
     def drawn(self) -> list[tuple[View, dict[str, Any]]]:
-        """The views of the first case that have something to show, each with its whole chart."""
-        case = self.cases[0]
+        """The views of the case shown first that have something to show, each with its whole chart."""
+        case = self.cases[self.first]
         data = {name: self.shared[rows] if isinstance(rows, str) else rows for name, rows in case.rows.items()}
         return [
             (view, {**titled({**view.spec}, view.heading, case.title, case.source), "datasets": data})
@@ -176,7 +180,7 @@ class Explorer:
         ]
         views = {each.name: {"heading": each.heading, "spec": each.spec, "main": each.main} for each in self.views}
         shared = {name: columns(rows) for name, rows in self.shared.items()}
-        return {"views": views, "cases": cases, "shared": shared, "texts": list(texts)}
+        return {"first": self.first, "views": views, "cases": cases, "shared": shared, "texts": list(texts)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,7 +299,7 @@ def _markdown(block: Block, drawn: Collection[str]) -> str:
         file = f"{block.name}.svg"
         return f"![{_plain(block.text)}]({file})" if file in drawn else ""
     if isinstance(block, Explorer):
-        case = block.cases[0]
+        case = block.cases[block.first]
         pictures = [(view, f"{view.name}.svg") for view, _ in block.drawn()]
         return "\n\n".join(
             [
@@ -423,11 +427,7 @@ def _html(block: Block, own_id: str = "") -> str:
         place = f'<div class="chart" data-spec="{own_id}" role="img" aria-label="{html.escape(printable(block.text))}"></div>'
         return f"{_data(own_id, block.spec)}\n{place}"
     if isinstance(block, Explorer):
-        figures = "\n".join(
-            f'<figure class="view" data-view="{view.name}"><div class="chart" role="img" aria-label="{_inline(view.heading)}"></div>'
-            f'<figcaption>{_inline(view.caption)} <span class="note"></span></figcaption></figure>'
-            for view in block.views
-        )
+        figures = "\n".join(map(_figure, block.views))
         parts = f'<div class="choices"></div>\n<p class="lead"></p>\n<div class="views">\n{figures}\n</div>'
         return f'{_data(own_id, block.packed())}\n<section class="explorer" data-cases="{own_id}">\n{parts}\n</section>'
     if isinstance(block, Contents):
@@ -441,6 +441,14 @@ def _html(block: Block, own_id: str = "") -> str:
     field = '<input class="filter" type="search" placeholder="filter rows" aria-label="filter rows">'
     head = f"{field if len(block.rows) >= FILTERED else ''}<table>\n<thead><tr>{row('th', block.head)}</tr></thead>"
     return f'<div class="scroll">{head}\n<tbody>\n{body}\n</tbody>\n</table></div>'
+
+
+def _figure(view: View) -> str:
+    """The place of a view, with its caption."""
+    kinds = "view tall" if view.tall else "view"
+    chart = f'<div class="chart" role="img" aria-label="{_inline(view.heading)}"></div>'
+    caption = f'<figcaption>{_inline(view.caption)} <span class="note"></span></figcaption>'
+    return f'<figure class="{kinds}" data-view="{view.name}">{chart}{caption}</figure>'
 
 
 def _data(own_id: str, values: Any) -> str:

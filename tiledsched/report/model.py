@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiledsched.build.cubin import ResourceFacts
@@ -25,7 +25,7 @@ from tiledsched.report.ceilings import measured_ceilings
 from tiledsched.report.effects import tile_knobs
 from tiledsched.report.importance import interactions, knob_shares
 from tiledsched.report.landscapes import Landscape, LandscapeKey, accum_mode, read_measured
-from tiledsched.report.published import figures_for
+from tiledsched.report.published import figures_for, tiles_for
 from tiledsched.report.records import MEASURED, MODELLED, FailureCount, ProblemReport, Report, Section, Timed
 from tiledsched.report.sources import WithShipped
 from tiledsched.store.evidence import for_compiler, of_kernel
@@ -134,6 +134,7 @@ def build_report(
         ceilings=measured_ceilings(
             [*entries, *served], regime, {str(problem.values.get("dtype")) for problem, _, _ in reading.landscapes}
         ),
+        published_tiles=tiles_for(kernel, desk.axes),
         published=figures_for(kernel, arch, desk.space, builds.shipped),
     )
 
@@ -151,7 +152,7 @@ def _shown_entries(shown: Mapping[Problem, str], entries: Sequence[Entry], compi
 def _section(provenance: str, problems: Sequence[ProblemReport], tile: tuple[str, str] | None) -> Section:
     ordered = tuple(
         sorted(
-            (replace(one, tiles=tile_times(one.timed, tile)) for one in problems),
+            (replace(one, tiles=tile_times(one.timed, tile, whole=one.whole)) for one in problems),
             key=lambda one: (one.group, one.size, one.problem),
         )
     )
@@ -202,9 +203,10 @@ class _Builds:
         self._serving: dict[Problem, list[BuildRecord]] = {}
         self.modelled_compilers: set[str] = set()
         """Compilers behind modelled landscapes, one line each."""
-        self.shipped: Callable[[Problem, Schedule | None], list[BuildRecord]] = (
-            db.shipped_builds if isinstance(db, WithShipped) else lambda problem, schedule: []
-        )
+        self.shipped: Callable[[Problem, Schedule | None], list[BuildRecord]] = lambda problem, schedule: []
+        self.shipped_times: Callable[[Problem], dict[Schedule, tuple[ResourceFacts | None, float]]] = lambda problem: {}
+        if isinstance(db, WithShipped):
+            self.shipped, self.shipped_times = db.shipped_builds, db.shipped_times
 
     def facts(self, fingerprint: str) -> ResourceFacts | None:
         """Resources of machine code; None where they are not known."""
@@ -246,7 +248,9 @@ class _Builds:
         found = {build.schedule: build for build in own}
         here = {each.fingerprint: found[each.schedule].fingerprint for each in shipped if each.schedule in found}
         for each in shipped:
-            found.setdefault(each.schedule, replace(each, fingerprint=here.get(each.fingerprint, each.fingerprint)))
+            own_name = here.get(each.fingerprint, each.fingerprint)
+            alike = each if own_name == each.fingerprint else replace(each, fingerprint=own_name)
+            found.setdefault(each.schedule, alike)
         self.modelled_compilers |= {build.toolchain.compiler for build in (*own[:1], *shipped[:1])}
         return list(found.values())
 
@@ -293,6 +297,7 @@ class _Desk:
     space: SearchSpace | None
     entries: list[Entry]
     regime: str
+    defaults: dict[Problem, Schedule | None] = field(default_factory=dict)
 
     def measured(self, key: LandscapeKey, landscape: Landscape) -> ProblemReport:
         """The report on one problem and device."""
@@ -328,7 +333,8 @@ class _Desk:
                 own = timed[by_program[program].measurement.schedule]
                 timed[schedule] = replace(own, schedule=schedule, same_program_as=own.schedule)
         written = self._write_up(MEASURED, key, list(timed.values()), self._served(key), landscape.measurements)
-        written = replace(written, trace=tuple(us / written.best.us for us in landscape.trace_us))
+        taken = max(one.created_at for one in landscape.newest)
+        written = replace(written, trace=tuple(us / written.best.us for us in landscape.trace_us), taken=taken)
         if unlisted := landscape.schedules - len(by_schedule):
             return replace(written, median_us=landscape.median_us, programs=written.programs + unlisted)
         return written
@@ -340,28 +346,33 @@ class _Desk:
         Programs that spill registers are left out unless every program does, as when a schedule is chosen (docs/model.md).
         """
         problem, device = entry.problem, ARCHS.get(self.arch)
-        default = _or_none(self.space.default, problem) if self.space else None
-
-        def plainness(build: BuildRecord) -> tuple[bool, int, str]:
-            schedule = build.schedule
-            changed = sum(schedule.get(knob) != value for knob, value in (default or {}).items())
-            return schedule not in (entry.schedule, default), changed, schedule.id
+        default = self.default(problem)
+        named = (entry.schedule, default)
 
         builds = self.builds.modelled(entry, device)
-        sound = [build for build in builds if not build.facts or not spilled(build.facts.spill_bytes)]
-        first: dict[ProgramKey, BuildRecord] = {}
-        others: dict[Schedule, Schedule] = {}
-        for build in sorted(sound or builds, key=plainness):
-            known = first.setdefault(self._program(build.fingerprint, problem, build.schedule, device), build)
-            if known is not build and build.schedule in (entry.schedule, default):
-                others[build.schedule] = known.schedule
-        times = model_times(problem, list(first.values())) if model_times else {}
+        sound = [
+            build
+            for build in builds
+            if build.schedule in named or not build.facts or not spilled(build.facts.spill_bytes)
+        ]
+        programs: dict[ProgramKey, list[BuildRecord]] = defaultdict(list)
+        for build in sound or builds:
+            programs[self._program(build.fingerprint, problem, build.schedule, device)].append(build)
+        first = [
+            min(alike, key=lambda build: (build.schedule not in named, *plainness(build.schedule, default)))
+            for alike in programs.values()
+        ]
+        others = {
+            build.schedule: known.schedule
+            for known, alike in zip(first, programs.values(), strict=True)
+            for build in alike
+            if build.schedule in named and build is not known
+        }
+        times = self._estimates(problem, first, model_times) if model_times else {}
         timed = [
-            Timed(
-                schedule=build.schedule, fingerprint=build.fingerprint, us=times[build.schedule.id], facts=build.facts
-            )
-            for build in first.values()
-            if build.schedule.id in times
+            Timed(schedule=build.schedule, fingerprint=build.fingerprint, us=times[build.schedule], facts=build.facts)
+            for build in first
+            if build.schedule in times
         ]
         timed += [
             replace(one, schedule=schedule, same_program_as=own)
@@ -377,7 +388,25 @@ class _Desk:
                 Timed(schedule=schedule, fingerprint=entry.fingerprint if schedule == entry.schedule else "", us=us)
                 for schedule, us in known_us.items()
             ]
-        return self._write_up(MODELLED, (problem, "", entry.accum_mode), timed, entry, 0) if timed else None
+        if not timed:
+            return None
+        written = self._write_up(MODELLED, (problem, "", entry.accum_mode), timed, entry, 0)
+        ship = {build.schedule for build in self.builds.shipped(problem, None)}
+        return replace(written, whole=bool(ship) and ship <= {build.schedule for build in builds})
+
+    def _estimates(
+        self, problem: Problem, builds: Sequence[BuildRecord], model_times: ModelTimes
+    ) -> dict[Schedule, float]:
+        """The model's estimates, in microseconds: those that ship, and of what else was built, those made now."""
+        ship = self.builds.shipped_times(problem)
+        found = {
+            build.schedule: ship[build.schedule][1]
+            for build in builds
+            if build.schedule in ship and ship[build.schedule][0] == build.facts
+        }
+        others = [build for build in builds if build.schedule not in found]
+        made = model_times(problem, others) if others else {}
+        return found | {build.schedule: made[build.schedule.id] for build in others if build.schedule.id in made}
 
     def _program(self, fingerprint: str, problem: Problem, schedule: Schedule, device: Any) -> ProgramKey:
         return fingerprint, _or_none(self.kernel.grids, problem, schedule, device)
@@ -420,18 +449,28 @@ class _Desk:
             served=served,
         )
 
+    def default(self, problem: Problem) -> Schedule | None:
+        """The default schedule of a problem; None where its space has none."""
+        if problem not in self.defaults:
+            self.defaults[problem] = _or_none(self.space.default, problem) if self.space else None
+        return self.defaults[problem]
+
     def _default(self, problem: Problem, timed: Sequence[Timed]) -> Timed | None:
         """The default schedule, if it has a time.
 
         A schedule of an older search space counts as the default if it is, once the knobs it lacks are at their
         defaults.
         """
-        space = self.space
-        default = _or_none(space.default, problem) if space else None
+        space, default = self.space, self.default(problem)
         if space is None or default is None:
             return None
         alike = (one for one in timed if all(default.get(knob, value) == value for knob, value in one.schedule.items()))
         return next((one for one in alike if default in (one.schedule, _or_none(space.complete, one.schedule))), None)
+
+
+def plainness(schedule: Schedule, default: Schedule | None) -> tuple[int, str]:
+    """What orders schedules of one program: the one that changes the fewest knobs of the default stands first."""
+    return sum(schedule.get(knob) != value for knob, value in (default or {}).items()), schedule.id
 
 
 def _raced(best: Timed, served: Entry | None) -> Timed | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tiledsched.core.schedule import Schedule
-from tiledsched.report.records import ProblemReport
+from tiledsched.report.records import MEASURED, ProblemReport
 
 LEAST_PROGRAMS = 20
 """A problem with fewer programs shows too little of what other schedules would cost."""
@@ -67,7 +68,7 @@ def few_schedules(problems: Sequence[ProblemReport], limits: Sequence[float] = L
         shared=len(shared),
         worst=worst,
         sets=sets,
-        sentence=_sentence(wanted, len(shared), worst, sets) if len(wanted) > 1 else "",
+        sentence=_sentence(wanted, len(shared), worst, sets, limits) if len(wanted) > 1 else "",
     )
 
 
@@ -85,22 +86,38 @@ def _chosen(losses: Sequence[dict[Schedule, float]], limit: float) -> tuple[Sche
     return tuple(chosen)
 
 
-def _sentence(problems: Sequence[ProblemReport], shared: int, worst: float, sets: Sequence[Enough]) -> str:
-    over, kernel = f"{len(problems)} problems", problems[0].problem.kernel
+def _sentence(
+    problems: Sequence[ProblemReport], shared: int, worst: float, sets: Sequence[Enough], limits: Sequence[float]
+) -> str:
+    one = shared == 1
+    if problems[0].provenance == MEASURED:
+        has, nothing = "was timed" if one else "were timed", "was timed"
+    else:
+        has, nothing = "has an estimate" if one else "have an estimate", "has an estimate"
+    known, over = (
+        f"{shared:,} schedule{'' if one else 's'} that {has} on every problem",
+        f"all {len(problems)} problems",
+    )
+    lines = []
     if sets:
-        found = "; ".join(f"{len(each.schedules)} within {each.limit * 100:.0f}%" for each in sets)
-        verb = "was timed" if problems[0].provenance == "measured" else "has an estimate"
-        return (
-            f"So many schedules, or fewer, serve all {over} within a limit of each problem's best: {found}. Only a schedule that "
-            f"{verb} on every one of them is considered ({shared:,})."
+        (limit, first), *rest = [(f"within {each.limit * 100:.0f}%", len(each.schedules)) for each in sets]
+        serve = f"{first} schedule{'s serve' if first > 1 else ' serves'} {over} {limit} of each problem's best"
+        lines.append(
+            f"{', '.join([serve, *(f'{number} {limit}' for limit, number in rest)])}; only the {known} may be chosen."
         )
-    known = (
-        f"{shared:,} schedules have a time on all of them, and with the best of these the worst problem takes "
-        f"{worst * 100:.0f}% longer than with its own best"
-        if shared
-        else "no schedule has a time on all of them"
-    )
-    return (
-        f"How few schedules would serve all {over} is not known: {known}. `tiledsched tune {kernel} --candidates winners.csv -p "
-        "PROBLEM`, run for each problem with the file that lies beside this page, times every problem's winner on it."
-    )
+    if missing := [f"{limit * 100:.0f}%" for limit in limits if limit not in [each.limit for each in sets]]:
+        *most, last = missing
+        within = f"{', '.join(most)} or {last}" if most else last
+        why = (
+            f"with the best of the {known}, the worst problem takes {worst * 100:.0f}% longer than its own best"
+            if shared
+            else f"no schedule {nothing} on all of them"
+        )
+        lines.append(f"How few schedules would serve {'them' if sets else over} within {within} is not known: {why}.")
+        if problems[0].provenance == MEASURED:
+            command = ["tiledsched", "tune", problems[0].problem.kernel, "--candidates", "winners.csv", "-p", "PROBLEM"]
+            lines.append(
+                f"`{shlex.join(command)}`, run for each problem with the file beside this page, times every problem's best "
+                "schedule on it."
+            )
+    return " ".join(lines)

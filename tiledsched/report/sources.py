@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tiledsched.core import data_files
 from tiledsched.core.errors import DatabaseError
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.store.build_files import BuildFile, read_builds
 from tiledsched.store.exchange import read_table
@@ -39,7 +40,7 @@ class WithShipped:
         self._db, self._kernel, self._arch = db, kernel, arch
         self._entries = [entry for entry in entries if (entry.kernel, entry.arch) == (kernel.name, arch)]
         folder = data_files.tuning_db()
-        recorded = sorted((folder / "landscapes" / kernel.name).glob("*.json.xz"))
+        recorded = sorted((folder / "landscapes" / kernel.name).rglob("*.json.xz"))
         elsewhere = {path for path, of in _archs_of_landscapes().items() if of != arch}
         tables = [
             folder / "tables" / kernel.name / f"{arch}.json",
@@ -102,6 +103,13 @@ class WithShipped:
     def shipped_builds(self, problem: Problem, schedule: Schedule | None = None) -> list[BuildRecord]:
         """The builds that ship and can serve a problem on the arch; see `BuildFile.builds_for`."""
         return [build for file in self._build_files for build in file.builds_for(problem, self._arch, schedule)]
+
+    def shipped_times(self, problem: Problem) -> dict[Schedule, tuple[ResourceFacts | None, float]]:
+        """The model's estimates that ship for a problem: resources and microseconds, by schedule."""
+        found: dict[Schedule, tuple[ResourceFacts | None, float]] = {}
+        for file in self._build_files:
+            found |= file.times_for(problem, self._arch)
+        return found
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._db, name)

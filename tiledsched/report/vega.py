@@ -42,8 +42,9 @@ def tips(**titles: str) -> list[Spec]:
 
 
 def titled(spec: Spec, title: str, *lines: str) -> Spec:
-    """The chart with a title and smaller lines beneath it, so that a picture of it explains itself. The lines say of which problem
-    it is, on which GPU or for which arch, measured or modelled, and when.
+    """The chart with a title and smaller lines beneath it, so that a picture of it explains itself.
+
+    The lines say of which problem it is, on which GPU or for which arch, measured or modelled, and when.
     """
     return {
         **spec,

@@ -9,7 +9,7 @@ from typing import Any
 
 from tiledsched.core.problem import unit_of
 from tiledsched.report.axes import cell, show
-from tiledsched.report.effects import LEAST_PAIRS
+from tiledsched.report.effects import LEAST_PAIRS, value_effects
 from tiledsched.report.records import ProblemReport, Report, Timed
 from tiledsched.report.regret import broad
 
@@ -59,9 +59,8 @@ def shown_problems(report: Report) -> list[ProblemReport]:
 
 def source_of(report: Report, one: ProblemReport) -> str:
     """Where the times of a problem come from, for the title of a picture."""
-    taken = [each.last for each in report.conditions if each.device.name == one.device_name]
     if one.device_name:
-        return f"measured on {one.device_name} ({report.arch})" + (f", {taken[0]:%Y-%m-%d}" if taken else "")
+        return f"measured on {one.device_name} ({report.arch})" + (f", {one.taken:%Y-%m-%d}" if one.taken else "")
     return f"modelled for {report.arch}, not measured"
 
 
@@ -95,14 +94,14 @@ def knob_rows(one: ProblemReport) -> list[Row]:
             "said": f"{(each.ratio - 1) * 100:+.1f}%",
             "pairs": each.pairs,
         }
-        for each in one.effects
+        for each in value_effects(one)
         if each.ratio is not None
     ]
 
 
 def untried(one: ProblemReport) -> str:
     """The values of knobs that have too few matched pairs to be judged, in a sentence; empty where there are none."""
-    found = [f"`{each.knob}={show(each.value)}`" for each in one.effects if each.ratio is None]
+    found = [f"`{each.knob}={show(each.value)}`" for each in value_effects(one) if each.ratio is None]
     return f"Untried here (fewer than {LEAST_PAIRS} matched pairs): {', '.join(found)}." if found else ""
 
 

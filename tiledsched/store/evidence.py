@@ -70,6 +70,10 @@ def precedence(entry: Entry, seen_mhz: Mapping[str, int]) -> tuple[int, bool]:
     return entry.rank, bool(throttled(entry, seen_mhz))
 
 
+LANDSCAPE = 20
+"""So many measured schedules of a problem show what other schedules cost."""
+
+
 def of_one_compiler(
     measurements: Sequence[StoredMeasurement], compiler: str, *, fullest: bool = False
 ) -> list[StoredMeasurement]:
@@ -78,8 +82,9 @@ def of_one_compiler(
     Args:
         measurements: measurements under any compilers.
         compiler: the wanted version, e.g. 13.5.37, or empty for the newest. Where it measured nothing the nearest is taken.
-        fullest: take the compiler with the most measured schedules instead, and the nearest only among equals. After a
-            refresh the installed compiler has measured a few leaders, and the one before it the landscape.
+        fullest: take the nearest of the compilers that measured a landscape: the one with the most schedules, or one with at
+            least `LANDSCAPE` of them and half as many. After a refresh the installed compiler has measured a few leaders,
+            and the one before it the landscape.
     """
 
     def place(stored: StoredMeasurement) -> tuple[Any, ...]:
@@ -91,12 +96,15 @@ def of_one_compiler(
     for stored in measurements:
         known[place(stored)][stored.toolchain.tileiras].add(stored.measurement.schedule)
 
-    def order(version: str, schedules: set[Schedule]) -> tuple[Any, ...]:
-        return -len(schedules) if fullest else 0, _distance(version, compiler)
-
-    taken = {
-        where: min(versions, key=lambda version: order(version, versions[version])) for where, versions in known.items()
-    }
+    taken = {}
+    for where, versions in known.items():
+        most = max(map(len, versions.values()))
+        enough = {
+            version
+            for version, schedules in versions.items()
+            if not fullest or len(schedules) >= min(most, max(LANDSCAPE, most / 2))
+        }
+        taken[where] = min(enough, key=lambda version: _distance(version, compiler))
     return [stored for stored in measurements if stored.toolchain.tileiras == taken[place(stored)]]
 
 

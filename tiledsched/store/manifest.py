@@ -109,6 +109,15 @@ def model_file(kernel: str, name: str) -> Any:
     return json.loads(data)
 
 
+@lru_cache(maxsize=16)
+def published_figures(kernel: str) -> Mapping[str, Any]:
+    """What `tuning_db/model/KERNEL/published.json` says of each GPU, by product name; nothing where there is no such file, or it
+    is damaged."""
+    found = model_file(kernel, "published.json")
+    devices: Mapping[str, Any] = found["devices"] if found else {}
+    return devices
+
+
 def check_shipped(path: Path, data: bytes) -> None:
     """Refuse a file of the shipped data whose contents are not those that shipped. Files elsewhere are not checked.
 
@@ -128,15 +137,15 @@ def check_shipped(path: Path, data: bytes) -> None:
         raise DatabaseError(REFUSED.format(name=name, why="its hash is another"))
 
 
-def shipped_landscapes(kernel: str, arch: str) -> list[ShippedLandscape]:
-    """The shipped landscapes of a kernel on an arch, sorted by file name."""
+def shipped_landscapes(kernel: str | None = None, arch: str | None = None) -> list[ShippedLandscape]:
+    """The shipped landscapes of a kernel on an arch, or of all, sorted by file name."""
     return [
         ShippedLandscape(
             path=data_files.tuning_db() / name,
             problem=problem_from_json(listed["problem"]),
-            arch=arch,
+            arch=listed.get("arch", ""),
             regime=listed.get("regime", ""),
         )
         for name, listed in sorted(listed_files(manifest_path()).items())
-        if listed.get("problem", {}).get("kernel") == kernel and listed.get("arch") == arch
+        if "problem" in listed and kernel in (None, listed["problem"]["kernel"]) and arch in (None, listed.get("arch"))
     ]

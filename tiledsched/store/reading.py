@@ -69,16 +69,16 @@ def select_measurements() -> Select:
 class UnreadSamples(tuple[float, ...]):
     """Samples that were left in the database: only their number is known."""
 
-    count: int
+    number: int
 
     def __new__(cls, count: int) -> UnreadSamples:
         """So many samples."""
         made = super().__new__(cls)
-        made.count = count
+        made.number = count
         return made
 
     def __len__(self) -> int:
-        return self.count
+        return self.number
 
     def __iter__(self) -> Iterator[float]:
         raise ValueError("these samples were not read; ask for `measurements`")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from tiledsched.report.vega import BLUE, GREEN, ORANGE, RED, Spec, chart, quantity, word
-from tiledsched.studies.evaluation.rows import BASELINE, EXPLICIT, FORCED, HEAD_DIMS, LENGTHS, OURS, ResultRow
+from tiledsched.report.vega import BLUE, GREEN, ORANGE, RED, Spec, chart, quantity, titled, word
+from tiledsched.studies.evaluation.rows import BASELINE, EXPLICIT, FORCED, LENGTHS, OURS, ResultRow
 
-PANELS = [f"D={head_dim}" for head_dim in HEAD_DIMS]
+WIDTH, HEIGHT = 165, 140
+"""Of a panel, so that four of them and their axes stand in one line of the page."""
 COLOURS = {
     "domain": [OURS, BASELINE, *EXPLICIT, *FORCED, "triton"],
     "range": [RED, BLUE, "#999999", "#CC79A7", GREEN, ORANGE, "#56B4E9", "#F0E442"],
@@ -22,8 +23,7 @@ def _values(
         {
             "method": row.method,
             "S": row.S,
-            "D": f"D={row.D}",
-            "mask": "causal" if row.causal else "full",
+            "panel": f"D={row.D}, {'causal' if row.causal else 'full'}",
             "dtype": row.dtype,
             "tokens": row.throughput_tokens_per_s,
             "p95": row.B * row.H * row.S / (row.p95_ms / 1e3) if row.p95_ms else None,
@@ -31,13 +31,13 @@ def _values(
             "gbps": round(row.approx_bw_gbps, 1) if row.approx_bw_gbps else None,
             "status": row.status,
         }
-        for row in rows
+        for row in sorted(rows, key=lambda row: (row.causal, row.D))
         if row.median_ms and row.dtype in dtypes and (not methods or row.method in methods)
     ]
 
 
 def _tips() -> list[Spec]:
-    return [{"field": field} for field in ("method", "dtype", "D", "S", "mask", "tflops", "gbps")]
+    return [{"field": field} for field in ("method", "dtype", "panel", "S", "tflops", "gbps")]
 
 
 def _length() -> Spec:
@@ -49,7 +49,7 @@ def throughput(rows: Sequence[ResultRow]) -> Spec:
     95th percentile.
     """
     values = _values(rows, (OURS, BASELINE), ("float16", "bfloat16"))
-    colour = word("method", None, scale=COLOURS, legend={"values": [OURS, BASELINE]})
+    colour = word("method", None, scale=COLOURS, legend=_legend(OURS, BASELINE))
     layers = [
         {
             "mark": {"type": "rule", "opacity": 0.6},
@@ -61,12 +61,12 @@ def throughput(rows: Sequence[ResultRow]) -> Spec:
                 "x": _length(),
                 "y": quantity("tokens", "tokens/s", axis={"format": "~s"}),
                 "color": colour,
-                "strokeDash": word("dtype", None),
+                "strokeDash": word("dtype", None, legend={"orient": "bottom"}),
                 "tooltip": _tips(),
             },
         },
     ]
-    return _panels(values, {"layer": layers, "width": 200, "height": 150})
+    return _panels(values, {"layer": layers, "width": WIDTH, "height": HEIGHT})
 
 
 def regime_map(rows: Sequence[ResultRow]) -> Spec:
@@ -117,11 +117,11 @@ def bandwidth(rows: Sequence[ResultRow]) -> Spec:
         "encoding": {
             "x": _length(),
             "y": quantity("gbps", "bandwidth proxy, GB/s"),
-            "color": word("method", None, scale=COLOURS, legend={"values": [OURS, BASELINE]}),
+            "color": word("method", None, scale=COLOURS, legend=_legend(OURS, BASELINE)),
             "tooltip": _tips(),
         },
-        "width": 200,
-        "height": 150,
+        "width": WIDTH,
+        "height": HEIGHT,
     }
     return _panels(_values(rows, (OURS, BASELINE)), line)
 
@@ -134,54 +134,70 @@ def bars(rows: Sequence[ResultRow], methods: Sequence[str]) -> Spec:
             "x": {"field": "S", "type": "ordinal", "title": "sequence length S", "axis": {"labelAngle": 0}},
             "xOffset": {"field": "method", "sort": list(methods)},
             "y": quantity("tflops", "TFLOP/s"),
-            "color": word("method", None, scale=COLOURS, legend={"values": list(methods)}),
+            "color": word("method", None, scale=COLOURS, legend=_legend(*methods)),
             "tooltip": _tips(),
         },
-        "width": 240,
-        "height": 150,
+        "width": WIDTH,
+        "height": HEIGHT,
     }
     return _panels(_values(rows, methods), bar)
 
 
+def _legend(*methods: str) -> Spec:
+    return {"values": list(methods), "orient": "bottom"}
+
+
 def _panels(values: list[dict[str, Any]], spec: Spec) -> Spec:
-    """A panel for each mask (row) and head dimension (column)."""
-    facet = {"row": word("mask", None) | {"sort": ["full", "causal"]}, "column": word("D", None) | {"sort": PANELS}}
-    return chart(values, {"facet": facet, "spec": spec, "resolve": {"scale": {"y": "independent"}}})
+    """A panel for each head dimension, without a mask and then with the causal one; fewer to a line on a narrow page."""
+    order = list(dict.fromkeys(value["panel"] for value in values))
+    columns = len({panel.split(",")[0] for panel in order}) or 1
+    return chart(
+        values,
+        {"facet": word("panel", None), "columns": columns, "spec": spec, "resolve": {"scale": {"y": "independent"}}},
+    )
 
 
-def of_results(rows: Sequence[ResultRow]) -> dict[str, tuple[str, str, Spec]]:
-    """File name -> heading, text and figure, for the figures that have something to draw."""
+def of_results(rows: Sequence[ResultRow], about: str) -> dict[str, tuple[str, str, Spec]]:
+    """File name -> heading, text and figure, for the figures that have something to draw. `about` stands in each picture and
+    says where its times were measured.
+    """
     wanted = {
         "figure3_throughput_vs_s": (
             "Figure 3: throughput",
-            "Tokens per second, float16 (solid) and bfloat16 (dashed); the rule reaches down to the 95th percentile of the time.",
+            "Tokens per second over the sequence length, a token being one query of one head: float16 is solid, bfloat16 "
+            "dashed. Higher is faster. A bar below a point reaches down to the rate of the slowest twentieth of the samples.",
             throughput(rows),
         ),
         "figure4_regime_map": (
-            "Figure 4: regimes",
-            "How many times as fast as torch's SDPA, which chooses its backend itself.",
+            "Figure 4: where we are faster than torch",
+            "The time of torch's SDPA, which chooses its backend itself, divided by ours: 1.20 means that torch takes 20% "
+            "longer, and below 1 torch is faster.",
             regime_map(rows),
         ),
         "figure5_bw_proxy": (
             "Figure 5: bandwidth proxy",
-            "Queries, keys, values and outputs once, over the time. It says how far a problem is from being limited by "
-            "memory, not what was moved.",
+            "The size of queries, keys, values and outputs, divided by the time. The nearer that is to what the GPU's memory "
+            "can move, the more a problem is limited by memory. The bytes that were really moved were not measured.",
             bandwidth(rows),
         ),
         "figure6_flash_style": (
-            "Figure 6: TFLOP/s",
-            "Ours, torch's SDPA and a Triton flash-attention forward, float16.",
+            "Figure 6: rates",
+            "Rates of our kernel, of torch's SDPA and of a flash attention written in Triton, float16. Higher is faster.",
             bars(rows, (OURS, BASELINE, "triton")),
         ),
         "figure6_explicit_baselines": (
-            "Figure 6: explicit baselines",
-            "Ours against torch's math backend and attention written in torch operators, float16.",
+            "Figure 6: attention in separate operations",
+            "Rates of our kernel, of torch's math backend and of attention written in torch operators; float16.",
             bars(rows, (OURS, *EXPLICIT)),
         ),
         "figure7_forced_backends": (
-            "Figure 7: forced backends",
-            "Ours against each backend of torch's SDPA, forced, float16.",
+            "Figure 7: each backend of torch",
+            "Rates of our kernel and of each backend of torch's SDPA where torch is made to use it, float16. Higher is faster.",
             bars(rows, (OURS, *FORCED)),
         ),
     }
-    return {name: found for name, found in wanted.items() if found[2]["data"]["values"]}
+    return {
+        name: (heading, text, titled(spec, heading, about))
+        for name, (heading, text, spec) in wanted.items()
+        if spec["data"]["values"]
+    }

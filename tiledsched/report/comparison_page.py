@@ -1,0 +1,280 @@
+"""The page of `tiledsched compare`: the verdict, a slope chart, and what became slower, faster, or another winner."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tiledsched.core.files import csv_text
+from tiledsched.report.compare import ESTIMATED, Compared, Comparison, KnownTime
+from tiledsched.report.comparison_text import conditions_of, drift_of, excess, label_of, plural, side_facts, verdict_of
+from tiledsched.report.document import Block, Chart, Heading, Paragraph, Table, write_document
+from tiledsched.report.vega import BLUE, ORANGE, RED, Spec, chart, quantity, tips, titled
+
+GREY = "#878D96"
+"""Between the colours of text on a light and on a dark page."""
+OPEN_ROWS = 12
+"""A longer table is folded."""
+VERDICTS = {
+    "slower": ("slower", RED, (1, 0)),
+    "faster": ("faster", BLUE, (1, 0)),
+    "same": ("the same", GREY, (1, 0)),
+    "undecided": ("cannot be told apart", GREY, (4, 3)),
+    ESTIMATED: ("estimated", ORANGE, (2, 2)),
+}
+"""How each verdict is called and drawn: its name, colour and dashes."""
+TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 1.5, 2, 5, 10, 20, 50, 100)
+FINE_TICKS = (0.98, 0.99, 1.01, 1.02)
+
+
+def write_comparison(found: Comparison, folder: Path) -> list[Path]:
+    """Write the comparison as comparison.html, .md and .csv, with its chart as SVG and PNG; returns all files.
+
+    Raises:
+        ConfigError: the folder cannot be made or written.
+    """
+    return write_document(
+        folder,
+        comparison_blocks(found),
+        title=f"{found.b} against {found.a}",
+        markdown="comparison.md",
+        page="comparison.html",
+        more={"comparison.csv": comparison_csv(found)},
+    )
+
+
+def comparison_csv(found: Comparison) -> str:
+    """One row for each problem that both sides know, with the fields of `--json`."""
+    rows = [{name: "" if value is None else value for name, value in row.to_json().items()} for row in found.rows]
+    return csv_text(rows, list(rows[0]) if rows else ["problem"])
+
+
+def comparison_blocks(found: Comparison) -> list[Block]:
+    """The page: the verdict first, then what must be known of it, then the chart and the tables."""
+    a, b = (_shortened(name) for name in (found.a, found.b))
+    blocks: list[Block] = [
+        Heading(text=f"{b} against {a}", level=1),
+        Paragraph(text=verdict_of(found), warning=found.modelled, answer=not found.modelled),
+        *(Paragraph(text=text, warning=True) for text in conditions_of(found)),
+        *(Paragraph(text=f"{name}: {text}.", measured="measured" in text) for name, text in side_facts(found)),
+    ]
+    if drawn := drawn_rows(found):
+        blocks.append(Paragraph(text=_caption(found)))
+        blocks.append(
+            Chart(name="comparison", spec=slopes(found), text=f"Time in B over time in A, of {plural(len(drawn))}")
+        )
+    for verdict, title in (("slower", "What became slower"), ("faster", "What became faster")):
+        blocks += _times([row for row in found.rows if row.verdict == verdict], title, found)
+    blocks += _winners(found)
+    blocks += _times([row for row in found.rows if row.verdict == "undecided"], "What cannot be told apart", found)
+    blocks += _times([row for row in found.rows if row.verdict == ESTIMATED], "All problems", found)
+    blocks += _unpaired(found)
+    if drift := drift_of(found):
+        blocks += [
+            Heading(text="How far the two sessions are apart"),
+            Paragraph(text=f"{drift[0].upper()}{drift[1:]}."),
+        ]
+    return blocks
+
+
+def drawn_rows(found: Comparison) -> list[Compared]:
+    """The rows that have a line in the chart: all except those for which nothing was timed anew."""
+    return [row for row in found.rows if not row.one_measurement]
+
+
+def _caption(found: Comparison) -> str:
+    left = len(found.rows) - len(drawn_rows(found))
+    text = (
+        "Each line is one problem. It starts at 1, its time in A, and ends at its time in B over that: a line that rises to 1.10 "
+        "takes 10% longer in B. "
+    )
+    if found.modelled:
+        return text + "The lines are dotted because at least one of the two times is an estimate."
+    text += "The bar at its end is the 95% interval of that ratio. "
+    text += (
+        f"Slower and faster are differences of more than {found.threshold * 100:g}% whose two 95% intervals are apart; the same "
+        f"is what surely differs by less; a dashed line is undecided."
+    )
+    return text + (f" {left} of the problems are not drawn: both sides hold the very same measurement." if left else "")
+
+
+def slopes(found: Comparison) -> Spec:
+    """A line for each problem from 1 to B's time over A's, coloured by verdict."""
+    values = [
+        {
+            "ratio": round(row.ratio, 5),
+            "low": round(row.low, 5),
+            "high": round(row.high, 5),
+            "verdict": VERDICTS[row.verdict][0],
+            "problem": label_of(row.b, found),
+            "a": _time(row.a),
+            "b": _time(row.b),
+            "change": _change(row),
+            "was": row.a.schedule,
+            "now": row.b.schedule if row.winner_changed else "the same schedule",
+        }
+        for row in reversed(drawn_rows(found))
+    ]
+    taken = [VERDICTS[each] for each in VERDICTS if any(row.verdict == each for row in drawn_rows(found))]
+    names = [name for name, _, _ in taken]
+    colour = {
+        "field": "verdict",
+        "type": "nominal",
+        "title": "B is",
+        "scale": {"domain": names, "range": [colour for _, colour, _ in taken]},
+    }
+    dash = {**colour, "scale": {"domain": names, "range": [list(dashes) for _, _, dashes in taken]}}
+    hover = tips(problem="problem", change="B takes", a="A", b="B", was="schedule in A", now="schedule in B")
+    ends = {
+        "values": [0, 1],
+        "labelExpr": "datum.value ? 'B' : 'A'",
+        "labelFontSize": 13,
+        "grid": False,
+        "ticks": False,
+    }
+    x = {"type": "quantitative", "axis": ends, "title": None, "scale": {"domain": [0, 1], "nice": False}}
+    y = {
+        "axis": {"values": _ticks(values), "format": ".3~g"},
+        "scale": {"type": "log", "nice": False, "zero": False, "padding": 12},
+    }
+    width = {"condition": [{"param": "hovered", "empty": False, "value": 4}], "value": 1.5}
+    layers = [
+        {
+            "mark": {"type": "rule", "opacity": 0.75},
+            "params": [{"name": "hovered", "select": {"type": "point", "on": "pointerover", "clear": "pointerout"}}],
+            "encoding": {
+                "x": {"datum": 1, **x},
+                "x2": {"datum": 0},
+                "y": quantity("ratio", "time in B / time in A", **y),
+                "y2": {"datum": 1},
+                "color": colour,
+                "strokeDash": dash,
+                "strokeWidth": width,
+                "tooltip": hover,
+            },
+        },
+        {
+            "mark": {"type": "rule", "opacity": 0.4},
+            "encoding": {
+                "x": {"datum": 1, **x},
+                "y": quantity("low", "time in B / time in A", **y),
+                "y2": {"field": "high"},
+                "color": colour,
+            },
+        },
+        {
+            "mark": {"type": "circle", "size": 45, "opacity": 1},
+            "encoding": {
+                "x": {"datum": 1, **x},
+                "y": quantity("ratio", "time in B / time in A", **y),
+                "color": colour,
+                "tooltip": hover,
+            },
+        },
+    ]
+    # Short lines, which also fit a narrow page.
+    names = [f"{name}: {_shortened(text)}" for name, text in (("A", found.a), ("B", found.b))]
+    whole = chart(values, {"width": "container", "layer": layers}, height=380)
+    return titled(whole, f"Time of {plural(len(values))} in B against A", *names, *_sides_of(found.rows))
+
+
+def _sides_of(rows: Sequence[Compared]) -> list[str]:
+    """Where and when the two sides were measured, or that they are estimates; both in one line where they are alike."""
+    told = []
+    for taken in ([row.a for row in rows], [row.b for row in rows]):
+        names = ", ".join(sorted({one.arch if one.modelled else one.device for one in taken}))
+        told.append(f"{'estimated for' if any(one.modelled for one in taken) else 'measured on'} {names}")
+    days = sorted(f"{one.when:%Y-%m-%d}" for row in rows for one in (row.a, row.b) if one.when)
+    where = told[:1] if told[0] == told[1] else [f"{name} {text}" for name, text in zip("AB", told, strict=True)]
+    return [*where, *([f"{days[0]} to {days[-1]}"] if days else [])]
+
+
+def _ticks(values: Sequence[Mapping[str, Any]]) -> list[float]:
+    """The ratios named at the axis: fine ones only where the chart shows a narrow range."""
+    low, high = min(each["low"] for each in values), max(each["high"] for each in values)
+    fine = [*FINE_TICKS] if max(high, 1) / min(low, 1) < 1.15 else []
+    return sorted(tick for tick in (1.0, *TICKS, *fine) if tick == 1 or low <= tick <= high)
+
+
+def _shortened(name: str, most: int = 40) -> str:
+    """A name with its middle left out where it is long: of a path, both ends tell it apart."""
+    return name if len(name) <= most else f"{name[: most // 2 - 1]}…{name[-most // 2 :]}"
+
+
+def _time(one: KnownTime) -> str:
+    us, low, high = (_us(each) for each in (one.us, one.timing.ci_low_us, one.timing.ci_high_us))
+    return f"{us} µs, estimated" if one.modelled else f"{us} µs [{low}, {high}]"
+
+
+def _us(us: float) -> str:
+    return f"{us:,.1f}" if us >= 100 else f"{us:.2f}"
+
+
+def _change(row: Compared) -> str:
+    if row.one_measurement:
+        return "the same time"
+    return f"{excess(row.ratio)} longer" if row.ratio >= 1 else f"{excess(1 / row.ratio)} less (A takes it longer)"
+
+
+def _code(text: str) -> str:
+    return "`" + text.replace("`", "'") + "`" if text else "-"
+
+
+def _heading(title: str, rows: Sequence[object]) -> Heading:
+    return Heading(text=f"{title} ({len(rows)})", folded=len(rows) > OPEN_ROWS)
+
+
+def _times(rows: Sequence[Compared], title: str, found: Comparison) -> list[Block]:
+    """A table of times, or nothing without rows."""
+    if not rows:
+        return []
+    head = ("problem", "B / A, and both times", "both schedules")
+    cells = [
+        (label_of(row.b, found), f"{row.ratio:.3f}: {_time(row.a)}, {_time(row.b)}", _schedules(row)) for row in rows
+    ]
+    return [_heading(title, rows), Table(head=head, rows=cells)]
+
+
+def _winners(found: Comparison) -> list[Block]:
+    """The problems whose best schedule changed, with what keeping the old one costs in B."""
+    rows = [row for row in found.rows if row.winner_changed and row.verdict != ESTIMATED]
+    if not rows:
+        return []
+    text = (
+        "The best schedule in B is another one than in A. The last column says whether B is slower or faster, and how much "
+        "longer A's best schedule takes in B than B's best. A tie means that the two 95% intervals overlap: either may be served."
+    )
+    cells = [(label_of(row.b, found), _schedules(row), f"{VERDICTS[row.verdict][0]}; {_kept(row)}") for row in rows]
+    head = ("problem", "best in A, in B", "B is; A's best in B is")
+    return [_heading("Which problems changed their winner", rows), Paragraph(text=text), Table(head=head, rows=cells)]
+
+
+def _schedules(row: Compared) -> str:
+    return f"{_code(row.a.schedule)}, {_code(row.b.schedule) if row.winner_changed else 'the same'}"
+
+
+def _kept(row: Compared) -> str:
+    old = row.old_winner
+    if old is None:
+        return "not timed in B"
+    if row.winner_tied:
+        return "a tie"
+    return f"{excess(old.us / row.b.us)} longer"
+
+
+def _unpaired(found: Comparison) -> list[Block]:
+    """What only one side knows, by the reason for which it could not be compared."""
+    if not found.unpaired:
+        return []
+    counts = Counter((side, why) for side, _, why in found.unpaired)
+    examples = {(side, why): one for side, one, why in reversed(found.unpaired)}
+    cells = [
+        (side, str(count), f"{why}.", label_of(examples[side, why], found))
+        for (side, why), count in counts.most_common()
+    ]
+    return [
+        Heading(text=f"What could not be compared, and why ({len(found.unpaired)})"),
+        Table(head=("only in", "problems", "why", "for example"), rows=cells),
+    ]

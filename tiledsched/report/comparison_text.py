@@ -1,0 +1,164 @@
+"""A comparison in sentences: the verdict, what each side is, and what is unlike between the two."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+
+from tiledsched.measure.clocks import describe_throttling
+from tiledsched.report.compare import Compared, Comparison, KnownTime
+
+LONG = 32
+"""A longer name, such as a path, does not stand in sentences: there the side is A or B."""
+
+
+def verdict_of(found: Comparison) -> str:
+    """The comparison in one sentence, with how many problems each part of it is over."""
+    rows, (a, b) = found.rows, names_of(found)
+    if not rows:
+        return f"{a} and {b} have no problem in common."
+    total = plural(len(rows))
+    if found.modelled:
+        sides = [name for name, taken in ((a, rows[0].a), (b, rows[0].b)) if taken.modelled]
+        whose = f"the times of {' and of '.join(sides)} are the performance model's"
+        ratios = sorted(row.ratio for row in rows)
+        middle, low, high = statistics.median(ratios), ratios[0], ratios[-1]
+        return (
+            f"This compares estimates, not two measurements ({whose}), so nothing is called faster or slower: over {total}, "
+            f"{b} takes {middle:.2f} times the time of {a} at the median, from {low:.2f} to {high:.2f} times."
+        )
+    again = [row for row in rows if not row.one_measurement]
+    if not again:
+        return f"{a} and {b} hold the very same measurements: none of {total} was timed anew."
+    parts: list[str] = []
+    for verdict in ("slower", "faster"):
+        ratios = [max(row.ratio, 1 / row.ratio) for row in rows if row.verdict == verdict]
+        if ratios:
+            of = f" for {len(ratios)}" if parts else f" than {a} for {len(ratios)} of {total}"
+            by = f"by {excess(statistics.median(ratios))}" + " at the median of those" * (len(ratios) > 1)
+            parts.append(f"{verdict}{of} ({by})")
+    devices = {taken.device for row in rows for taken in (row.a, row.b)}
+    where = f"On {devices.pop()}, " if len(devices) == 1 else ""
+    head = " and ".join(parts) or f"neither slower nor faster than {a} for any of {total}"
+    same = sum(row.verdict == "same" for row in again)
+    undecided = sum(row.verdict == "undecided" for row in again)
+    winners, tied = sum(row.winner_changed for row in rows), sum(row.winner_tied for row in rows)
+    old = f" (for {tied} of them B cannot tell the old one from it)" if tied else ""
+    rest = [
+        *([f"{same} {'is' if same == 1 else 'are'} the same within {found.threshold * 100:g}%"] if same else []),
+        *([f"{undecided} cannot be told apart"] if undecided else []),
+        *([f"for {len(rows) - len(again)} both hold the very same measurement"] if len(rows) > len(again) else []),
+    ]
+    changed = f"{winners or 'none'} {'has' if winners == 1 else 'have'} another winner{old}"
+    return f"{where}{b} is {head}; {', '.join([*rest, f'and {changed}' if rest else changed])}."
+
+
+def names_of(found: Comparison) -> tuple[str, str]:
+    """What the sides are called in sentences: as they were given, unless that is long or tells them not apart."""
+    return ("A", "B") if found.a == found.b or max(len(found.a), len(found.b)) > LONG else (found.a, found.b)
+
+
+def excess(ratio: float) -> str:
+    """How much longer the slower of two times is: 1.042 is `4.2%`, and from 2 on it is `a factor of 2.5`."""
+    if ratio >= 2:
+        return f"a factor of {ratio:.3g}"
+    return f"{(ratio - 1) * 100:.{0 if ratio >= 1.0995 else 1}f}%"
+
+
+def plural(count: int) -> str:
+    """A number of problems, in words."""
+    return f"{count} problem" + "s" * (count != 1)
+
+
+def conditions_of(found: Comparison) -> list[str]:
+    """What is unlike between the two sides, apart from what is compared: a sentence for each, and none where all is alike."""
+    rows = [row for row in found.rows if not row.one_measurement and not (row.a.modelled or row.b.modelled)]
+    told = []
+    others = [row for row in rows if row.a.device != row.b.device]
+    if others:
+        a, b = (_listed(getattr(row, side).device for row in others) for side in ("a", "b"))
+        told.append(f"A was measured on {a} and B on {b}: for {plural(len(others))} this is a comparison of GPUs.")
+    unlike = [row for row in rows if _unlike(row)]
+    if unlike:
+        told.append(
+            f"In {plural(len(unlike))} the two GPUs have one name and are not alike: {_unlike(unlike[0])}. "
+            "A difference may be the GPU's."
+        )
+    seen: dict[str, int] = {}
+    for taken in (taken for row in found.rows for taken in (row.a, row.b) if taken.conditions is not None):
+        seen[taken.device] = max(seen.get(taken.device, 0), taken.conditions.sm_clock_mhz if taken.conditions else 0)
+    for side in ("a", "b"):
+        slowed = [words for row in rows if (words := _held_down(getattr(row, side), seen))]
+        if slowed:
+            told.append(
+                f"In {plural(len(slowed))} the clock of {side.upper()}'s GPU was held down, {slowed[0]}: these times are too "
+                "long, and say little about the schedules."
+            )
+    return told
+
+
+def _unlike(row: Compared) -> str:
+    """How two GPUs of one name differ, in words; empty where they do not."""
+    a, b = row.a.gpu, row.b.gpu
+    if a is None or b is None or a.name != b.name:
+        return ""
+    if a.sm_count != b.sm_count:
+        return f"{a.sm_count} SMs and {b.sm_count} SMs"
+    memory = [one.memory_bytes / 2**30 for one in (a, b)]
+    if all(memory) and abs(memory[0] - memory[1]) > 1:
+        return f"{memory[0]:.0f} GiB and {memory[1]:.0f} GiB of memory"
+    return ""
+
+
+def _held_down(taken: KnownTime, seen_mhz: Mapping[str, int]) -> str:
+    """In words how far below its clock the GPU was held; empty where it was not, or is not known."""
+    if taken.conditions is None or taken.gpu is None:
+        return ""
+    return describe_throttling(taken.conditions, taken.gpu, taken.regime, seen_mhz.get(taken.device, 0))
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted({name or "an unknown GPU" for name in names}))
+
+
+def label_of(known: KnownTime, found: Comparison) -> str:
+    """The problem as people read it, with the regime, accuracy class and arch where the comparison has several of them."""
+    rows = found.rows
+    parts = (
+        (known.regime, {row.b.regime for row in rows}),
+        (f"{known.accum_mode} accumulators", {row.b.accum_mode for row in rows}),
+        (known.arch, {row.b.arch for row in rows}),
+        (known.kernel, {row.b.kernel for row in rows}),
+    )
+    marks = [words for words, several in parts if len(several) > 1]
+    return f"{known.problem} ({', '.join(marks)})" if marks else known.problem
+
+
+def side_facts(found: Comparison) -> list[tuple[str, str]]:
+    """For each side its letter, and in words what it is: its name, GPU, compiler and days."""
+    told = []
+    for letter, name in (("A", found.a), ("B", found.b)):
+        taken = [row.a if letter == "A" else row.b for row in found.rows]
+        if any(one.modelled for one in taken):
+            known = f"{name}, estimated by the performance model for {_listed(one.arch for one in taken)}"
+        else:
+            known = f"{name}, measured on {_listed(one.device for one in taken)}"
+        compilers = sorted({one.compiler for one in taken} - {""})
+        days = sorted(f"{one.when:%Y-%m-%d}" for one in taken if one.when)
+        when = (f"on {days[0]}" if days[0] == days[-1] else f"from {days[0]} to {days[-1]}") if days else ""
+        by = f"with compiler {' and '.join(compilers)}" if compilers else ""
+        told.append((letter, " ".join(part for part in (known, when, by) if part)))
+    return told
+
+
+def drift_of(found: Comparison) -> str:
+    """What the programs say that both sides measured with the same machine code; empty where neither side measured any."""
+    if found.modelled or not any(not row.one_measurement for row in found.rows):
+        return ""
+    if not found.drift:
+        return "no machine code was measured on both sides: part of a difference may be the machine"
+    mean = statistics.geometric_mean(found.drift)
+    return (
+        f"programs with the same machine code: {len(found.drift)} measured on both sides take {mean:.3f}x; that is the machine "
+        "or the day, no schedule"
+    )
