@@ -18,6 +18,9 @@ from tiledsched.store.records import Contradiction, Entry, MeasurementSummary, P
 SPREAD = 0.035
 """How much the times of one program may differ between two GPUs of one model: 0.7 to 3.5% on H200s."""
 
+LANDSCAPE = 60
+"""Schedules of one problem under one compiler that are a landscape, and not what a race left."""
+
 
 def for_compiler(entries: Iterable[Entry], compiler: str) -> list[Entry]:
     """One entry for each place: that of the strongest provenance, and among equals one whose clock was not held down, and then
@@ -90,6 +93,8 @@ def of_one_compiler(
     def place(stored: StoredMeasurement) -> tuple[Any, ...]:
         return stored.measurement.problem, stored.measurement.device.name
 
+    if len({stored.toolchain.tileiras for stored in measurements}) < 2:
+        return list(measurements)
     known: dict[tuple[Any, ...], dict[str, set[Schedule]]] = defaultdict(lambda: defaultdict(set))
     for stored in measurements:
         known[place(stored)][stored.toolchain.tileiras].add(stored.measurement.schedule)
@@ -128,6 +133,8 @@ def timed_alike(measurements: Sequence[StoredMeasurement]) -> list[StoredMeasure
     as_now = {
         stored.uid: timed_as_now(stored.measurement.regime, stored.measurement.conditions) for stored in measurements
     }
+    if all(as_now.values()):
+        return list(measurements)
     mixed = {place(stored) for stored in measurements if not as_now[stored.uid]}
     kept = [
         stored
