@@ -68,11 +68,14 @@ def test_what_is_read_is_what_is_stored(large):
 
 def test_the_newest_measurement_of_each_schedule_counts(large):
     db, _ = large
-    started = time.process_time()
     tracemalloc.start()
-    report = report_of(db)
+    for _, found in db.measurements_by_problem("sm_90", Attention):
+        assert len(found) == 300
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
+    started = time.process_time()
+    report = report_of(db)
+    took = time.process_time() - started
     assert len(report.measured.problems) == 20
     for one in report.measured.problems:
         assert [each.us for each in one.timed] == [99.0 + place for place in range(50)]
@@ -80,8 +83,8 @@ def test_the_newest_measurement_of_each_schedule_counts(large):
     (conditions,) = report.conditions
     assert (conditions.measurements, conditions.samples, conditions.device.name) == (6000, 30_000, DEVICE.name)
     # Both bounds are several times what it takes here.
-    assert time.process_time() - started < 6000 * 0.005
-    assert most < 6000 * 8_000
+    assert took < 6000 * 0.005
+    assert most < 6000 * 2_000
 
 
 def test_of_too_many_programs_those_that_decide_are_listed(large, monkeypatch):
@@ -94,7 +97,8 @@ def test_of_too_many_programs_those_that_decide_are_listed(large, monkeypatch):
         assert 20 <= len(some.timed) < len(every.timed) == 50
         assert some.timed[:10] == every.timed[:10]
         assert some.timed[-1] == every.timed[-1]
-        assert [(each.tile, each.us) for each in some.tiles] == [(each.tile, each.us) for each in every.tiles]
+        assert [each.tile for each in some.tiles] == [each.tile for each in every.tiles]
+        assert [each.us for each in some.tiles] == [each.us for each in every.tiles]
         assert (some.programs, some.median_us, some.measurements) == (50, every.median_us, 300)
 
 

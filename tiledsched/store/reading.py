@@ -16,7 +16,7 @@ from tiledsched.core.errors import ConfigError, Failure, FailureKind
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.schedule import Schedule
-from tiledsched.core.sources import DIGITS
+from tiledsched.core.sources import DIGITS, is_shipped
 from tiledsched.measure.runner import Accuracy, Conditions, Measurement
 from tiledsched.store.codec import REMEMBERED, decode
 from tiledsched.store.evidence import may_be_of
@@ -94,12 +94,15 @@ class WithoutSamples:
     """
 
     def __init__(self, session: Session, arch: str, kernel: KernelClass) -> None:
-        wanted = [MeasurementRow.arch == arch, MeasurementRow.kernel == kernel.name]
-        self._wanted = [*wanted, UNDISTURBED, of_known_kernels(session, wanted, kernel)]
-        counted = select(MeasurementRow.problem_id, func.count()).where(*wanted).group_by(MeasurementRow.problem_id)
-        counts = dict(session.execute(counted).tuples().all())
+        self._wanted = [MeasurementRow.arch == arch, MeasurementRow.kernel == kernel.name, UNDISTURBED]
+        if not is_shipped(kernel):  # of one that ships there is no other, and telling takes a look at every row
+            self._wanted.append(of_known_kernels(session, self._wanted, kernel))
+        # An index has the answer to this; which arch they are of is only in the rows.
+        of_kernel = select(ProblemRow.id).where(ProblemRow.kernel == kernel.name)
+        counted = select(MeasurementRow.problem_id, func.count()).where(MeasurementRow.problem_id.in_(of_kernel))
+        counts = {row[0]: row[1] for row in session.execute(counted.group_by(MeasurementRow.problem_id))}
         self.problems: dict[Problem, tuple[list[str], int]] = {}
-        """The problems that were measured: the ids of each, and the number of measurements, also of those that do not count."""
+        """The problems that were measured: the ids of each, and the number of measurements, also on other archs."""
         for row in session.scalars(select(ProblemRow)):
             if row.id in counts:
                 numbers, count = self.problems.get(row.problem, ([], 0))
