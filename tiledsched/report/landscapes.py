@@ -156,10 +156,10 @@ def _listed(
     """
     ranked = sorted(newest, key=lambda schedule: (newest[schedule].measurement.median_us, schedule.id))
     kept = dict.fromkeys([*ranked[: (most + 1) // 2], ranked[-1], *(each for each in always if each in newest)])
+    tile = named_tile(ranked[0]) or ()
     tiles: dict[object, Schedule] = {}
     for schedule in ranked:
-        tile = named_tile(schedule)
-        tiles.setdefault(tile and tuple(map(schedule.get, tile)), schedule)
+        tiles.setdefault(tuple(schedule[knob] for knob in tile if knob in schedule), schedule)
     kept |= dict.fromkeys(tiles.values())
     others = [schedule for schedule in ranked if schedule not in kept]
     if (room := most - len(kept)) > 0:

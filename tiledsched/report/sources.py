@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.store.build_files import BuildFile, read_builds
+from tiledsched.store.evidence import LANDSCAPE
 from tiledsched.store.exchange import read_table
 from tiledsched.store.manifest import listed_files, manifest_path
 from tiledsched.store.records import ArtifactRecord, BuildRecord, Entry, StoredMeasurement
@@ -55,12 +56,21 @@ class WithShipped:
                 except DatabaseError as error:
                     log.warning("%s; it is left out", error)
                     continue
-                self._shipped |= {
-                    stored.uid: stored for stored in table.measurements if stored.measurement.device.arch == arch
-                }
+                found = [stored for stored in table.measurements if stored.measurement.device.arch == arch]
+                self._leave_out_other_runs(found)
+                self._shipped |= {stored.uid: stored for stored in found}
                 self._artifacts |= {
                     (each.arch, each.fingerprint): each for each in table.artifacts if each.arch == arch
                 }
+
+    def _leave_out_other_runs(self, landscape: Sequence[StoredMeasurement]) -> None:
+        """Leave out what an earlier file has of a landscape's problems under its compiler.
+
+        Times of two runs, often on two GPUs of one name, differ by several percent; a landscape's leaders were timed in turn.
+        """
+        sizes = Counter(map(_conditions_of, landscape))
+        whole = {key for key, size in sizes.items() if size >= LANDSCAPE}
+        self._shipped = {uid: stored for uid, stored in self._shipped.items() if _conditions_of(stored) not in whole}
 
     def entries(self, **wanted: Any) -> list[Entry]:
         """What is served on the arch for the kernel, from every layer."""
@@ -126,3 +136,9 @@ def _archs_of_landscapes() -> dict[Path, str]:
     except DatabaseError:
         return {}  # of which every file complains
     return {data_files.tuning_db() / name: each["arch"] for name, each in listed.items() if "arch" in each}
+
+
+def _conditions_of(stored: StoredMeasurement) -> tuple[Problem, str, str, str]:
+    """What times must agree in to be of one landscape: problem, GPU, regime and compiler."""
+    own = stored.measurement
+    return own.problem, own.device.name, own.regime, stored.toolchain.tileiras
