@@ -256,3 +256,22 @@ def test_the_least_sure_problem_is_measured_first(shipped):
     assert said.startswith(f"For {len(close)} of 4 modelled problems")
     assert "`tiledsched tune attention --arch sm_121 -p S=2048,D=128,B=8,H=16" in said
     assert least_sure(replace(report, modelled=replace(report.modelled, problems=()))) == ""
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted((data_files.tuning_db() / "model").glob("*/programs_*.json.xz")),
+    ids=lambda path: f"{path.parent.name}-{path.name[9:-8]}",
+)
+def test_estimates_that_ship_are_those_of_the_model(path):
+    """After a change of a model: python -m docs.studies.modelled_programs tuning_db/model --times"""
+    file = read_builds(path)
+    assert set(file.times) == {"sm_120", "sm_121"}
+    assert len(file.builds) == file.space
+    for arch, times in file.times.items():
+        entries = read_shipped_entries(data_files.tuning_db() / "tables" / path.parent.name / f"{arch}.json")
+        problem = next(entry.problem for entry in entries if entry.problem.id in times)
+        for place, us in list(times[problem.id].items())[::40]:
+            build = file.builds[place]
+            model = problem.declaration.cost.model(problem, build.schedule, build.facts, ARCHS[arch])
+            assert us == pytest.approx(model, rel=1e-5)

@@ -225,8 +225,9 @@ class _Builds:
             ]
         return self._serving[problem]
 
-    def modelled(self, entry: Entry, device: Any) -> list[BuildRecord]:
-        """The builds that make the landscape of a problem that nobody measured, one for each schedule.
+    def modelled(self, entry: Entry, device: Any) -> tuple[list[BuildRecord], bool]:
+        """The builds that make the landscape of a problem that nobody measured, one for each schedule, and whether they are all
+        of the search space, as what ships is.
 
         They are all of one compiler and source: of the entry's, or of those that ship where there are more of these.
         """
@@ -252,7 +253,7 @@ class _Builds:
             alike = each if own_name == each.fingerprint else replace(each, fingerprint=own_name)
             found.setdefault(each.schedule, alike)
         self.modelled_compilers |= {build.toolchain.compiler for build in (*own[:1], *shipped[:1])}
-        return list(found.values())
+        return list(found.values()), bool(shipped)
 
     def knob_effects(self) -> tuple[KnobEffect, ...]:
         """How often each knob leaves the machine code unchanged, the most inert knob first, over builds of the reported
@@ -347,7 +348,7 @@ class _Desk:
         """
         problem, device = entry.problem, ARCHS.get(self.arch)
         default = self.default(problem)
-        builds = self.builds.modelled(entry, device)
+        builds, whole = self.builds.modelled(entry, device)
         # What is served may be of an older search space than what ships.
         today = _or_none(self.space.complete, entry.schedule) if self.space else None
         if today is not None and any(build.schedule == today for build in builds):
@@ -362,6 +363,8 @@ class _Desk:
             programs[self._program(build.fingerprint, problem, build.schedule, device)].append(build)
         first = [
             min(alike, key=lambda build: (build.schedule not in named, *plainness(build.schedule, default)))
+            if len(alike) > 1
+            else alike[0]
             for alike in programs.values()
         ]
         others = {
@@ -393,8 +396,7 @@ class _Desk:
         if not timed:
             return None
         written = self._write_up(MODELLED, (problem, "", entry.accum_mode), timed, entry, 0)
-        ship = {build.schedule for build in self.builds.shipped(problem, None)}
-        return replace(written, whole=bool(ship) and ship <= {build.schedule for build in builds})
+        return replace(written, whole=whole)
 
     def _estimates(
         self, problem: Problem, builds: Sequence[BuildRecord], model_times: ModelTimes
