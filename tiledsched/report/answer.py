@@ -13,7 +13,7 @@ from tiledsched.core.schedule import HINT_KNOBS, Schedule
 from tiledsched.report.analysis import named_tile
 from tiledsched.report.axes import show
 from tiledsched.report.effects import joined_effects
-from tiledsched.report.published import least_sure
+from tiledsched.report.published import MODEL_ERROR, least_sure
 from tiledsched.report.records import AS_GOOD, MEASURED, KnobVerdict, ProblemReport, Report, Tile
 from tiledsched.report.views import explored
 
@@ -201,10 +201,12 @@ def _tiles(report: Report, problems: Sequence[ProblemReport]) -> str:
     said = f"{longer(drop)} ({_median(second)})"
     if most > drop:
         said += f", and the worst {longer(most)}" + ("" if len(worst) == len(second) else f" ({_median(worst)})")
-    if drop > AS_GOOD:
+    measured = problems[0].provenance == MEASURED
+    if drop > (AS_GOOD if measured else MODEL_ERROR):
         return f"{where}, {report.kernel} is sensitive to {what}: the second best {unit} takes {said}."
     verdict = f"has more than one good {unit}" if most > MATTERS else f"is not sensitive to {what}"
-    return f"{where}, {report.kernel} {verdict}: the second best takes {said}."
+    error = "" if measured else f" Differences below {MODEL_ERROR * 100:.1f}% are within the model's error."
+    return f"{where}, {report.kernel} {verdict}: the second best takes {said}.{error}"
 
 
 def _default(problems: Sequence[ProblemReport]) -> str:
