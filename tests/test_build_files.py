@@ -16,12 +16,13 @@ from tiledsched.core.resources import spilled
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.report import WithShipped
+from tiledsched.report.answer import answer
 from tiledsched.report.document import to_markdown
 from tiledsched.report.published import MODEL_ERROR, least_sure, published
 from tiledsched.report.records import MODELLED
-from tiledsched.serve.rivals import published_figures
 from tiledsched.store.build_files import BuildFile, read_builds, write_builds
 from tiledsched.store.db import TuningDB
+from tiledsched.store.manifest import published_figures
 from tiledsched.store.records import Entry
 from tiledsched.store.shipped import read_shipped_entries
 from tiledsched.tuning.tuner import modelled_times
@@ -42,7 +43,10 @@ BUILDS = [
     a_build(CRASH, tile_m=128),
     a_build("c" * 24, PROBLEM.replace(causal=True)),
 ]
-FILE = BuildFile(builds=BUILDS, serves={PROBLEM.id: (0, 1, 2, 3)}, space=9, alike={"sm_120": 2, "bfloat16": 2})
+TIMES = {"sm_121": {PROBLEM.id: {0: 50.0, 2: 60.0}}}
+FILE = BuildFile(
+    builds=BUILDS, serves={PROBLEM.id: (0, 1, 2, 3)}, times=TIMES, space=9, alike={"sm_120": 2, "bfloat16": 2}
+)
 
 
 def test_a_file_holds_what_was_written(tmp_path):
@@ -51,7 +55,7 @@ def test_a_file_holds_what_was_written(tmp_path):
     found = read_builds(path)
     assert found.builds == BUILDS
     assert {name: tuple(places) for name, places in found.serves.items()} == FILE.serves
-    assert (found.space, found.alike) == (9, FILE.alike)
+    assert (found.space, found.alike, found.times) == (9, FILE.alike, TIMES)
     before = path.read_bytes()
     write_builds(path, found)
     assert path.read_bytes() == before
@@ -78,6 +82,16 @@ def test_builds_serve_the_problems_of_their_classes(problem, arch, places, begin
         BUILDS[place].fingerprint and begins + BUILDS[place].fingerprint for place in places
     ]
     assert FILE.builds_for(problem, arch, DEFAULT) == [each for each in found if each.schedule == DEFAULT]
+
+
+def test_estimates_that_ship_are_those_of_the_arch_and_stand_for_both_element_types():
+    for problem in (PROBLEM, PROBLEM.replace(dtype="bfloat16")):
+        found = FILE.times_for(problem, "sm_121")
+        assert {schedule: us for schedule, (_, us) in found.items()} == {
+            BUILDS[0].schedule: 50.0,
+            BUILDS[2].schedule: 60.0,
+        }
+    assert FILE.times_for(PROBLEM, "sm_120") == FILE.times_for(PROBLEM.replace(batch=3), "sm_121") == {}
 
 
 def test_a_damaged_file_is_refused(tmp_path):
@@ -201,7 +215,9 @@ def test_every_modelled_problem_has_a_landscape(shipped, arch):
 @pytest.mark.parametrize("arch", ["sm_121", "sm_120"])
 def test_the_report_of_an_empty_home_has_them_whole(shipped, arch):
     report = shipped[arch][2]
-    assert report.warning == f"Nothing was measured on {arch}: every figure below is the model's estimate"
+    assert answer(report)[0].startswith(
+        f"Nothing was measured on {arch}: every figure is the performance model's estimate"
+    )
     assert not report.measured.problems
     assert {(one.problem.causal, one.problem.dtype) for one in report.modelled.problems} == {
         (causal, dtype) for causal in (False, True) for dtype in ("float16", "bfloat16")
@@ -212,10 +228,13 @@ def test_the_report_of_an_empty_home_has_them_whole(shipped, arch):
         assert len(one.tiles) == 6
         assert one.default is not None
         assert one.served.schedule in {timed.schedule for timed in one.timed}
-        assert all(timed.timing is None and not spilled(timed.facts.spill_bytes) for timed in one.timed)
+        assert one.whole
+        assert all(timed.timing is None for timed in one.timed)
+        named = (one.served.schedule, one.default.schedule)
+        assert {timed.schedule for timed in one.timed if spilled(timed.facts.spill_bytes)} <= set(named)
         model = modelled_times(arch, Attention)
         best = shipped[arch][1].shipped_builds(one.problem, one.best.schedule)
-        assert one.best.us == model(one.problem, best)[one.best.schedule.id]
+        assert one.best.us == pytest.approx(model(one.problem, best)[one.best.schedule.id], rel=1e-5)
     full = {one.problem.dtype: one for one in report.modelled.problems if not one.problem.causal}
     assert [timed.us for timed in full["float16"].timed] == [timed.us for timed in full["bfloat16"].timed]
 
@@ -237,3 +256,22 @@ def test_the_least_sure_problem_is_measured_first(shipped):
     assert said.startswith(f"For {len(close)} of 4 modelled problems")
     assert "`tiledsched tune attention --arch sm_121 -p S=2048,D=128,B=8,H=16" in said
     assert least_sure(replace(report, modelled=replace(report.modelled, problems=()))) == ""
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted((data_files.tuning_db() / "model").glob("*/programs_*.json.xz")),
+    ids=lambda path: f"{path.parent.name}-{path.name[9:-8]}",
+)
+def test_estimates_that_ship_are_those_of_the_model(path):
+    """After a change of a model: python -m docs.studies.modelled_programs tuning_db/model --times"""
+    file = read_builds(path)
+    assert set(file.times) == {"sm_120", "sm_121"}
+    assert len(file.builds) == file.space
+    for arch, times in file.times.items():
+        entries = read_shipped_entries(data_files.tuning_db() / "tables" / path.parent.name / f"{arch}.json")
+        problem = next(entry.problem for entry in entries if entry.problem.id in times)
+        for place, us in list(times[problem.id].items())[::40]:
+            build = file.builds[place]
+            model = problem.declaration.cost.model(problem, build.schedule, build.facts, ARCHS[arch])
+            assert us == pytest.approx(model, rel=1e-5)

@@ -736,6 +736,12 @@ def test_the_landscapes_that_ship_are_listed_without_a_database(home, capsys) ->
     assert (said["landscapes"], said["regimes"]) == ([], [])
     files = (data_files.tuning_db() / "landscapes" / "attention").rglob("*.json.xz")
     assert {one["file"] for one in said["shipped"]} == set(map(str, files))
+    assert main(["show", "--landscapes", "--arch", "sm_121"]) == 0
+    out = capsys.readouterr().out
+    files = [path.name for path in (data_files.tuning_db() / "model" / "attention").glob("programs_*.json.xz")]
+    assert "measured landscapes" not in out
+    assert "(modelled)" in out
+    assert all(name in out for name in files)
     assert main(["show", "--landscapes", "--arch", "sm_90", "matmul"]) == 0
     out = capsys.readouterr().out
     assert "matmul on sm_90: m=3072 n=5120 k=2560 bfloat16" in out

@@ -453,6 +453,26 @@ def test_an_estimated_side_is_said_first_and_decides_nothing():
     assert not any(isinstance(block, Heading) and block.text.startswith("What became") for block in blocks)
 
 
+def test_estimates_of_what_ships_are_compared_and_told_as_estimates(home, capsys):
+    assert main(["compare", "shipped@gb10", "shipped@sm_120", "--kernel", "softmax"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.startswith(
+        "This compares estimates, not two measurements (the times of shipped@gb10 and of shipped@sm_120 are"
+    )
+    assert "compare: 0 slower, 0 undecided, 0 faster, 0 same, 7 estimated" in said
+    with TuningDB.open("mine.db") as db:
+        put(
+            db,
+            7000.0,
+            problem=Attention.standard(seq_len=2048, head_dim=128, dtype="float16").replace(
+                batch=8, heads=16, kv_heads=16
+            ),
+        )
+    assert main(["compare", "shipped@gb10", "mine.db", "--json"]) == 0
+    assert [row["verdict"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["estimated"]
+    assert main(["compare", "shipped", "shipped", "--arch", "gb10", "--kernel", "softmax"]) == 0
+
+
 def test_two_rows_of_one_problem_can_be_told_apart(home, capsys):
     with TuningDB.open("a.db") as a, TuningDB.open("b.db") as b:
         for regime in ("burst", "sustained"):

@@ -10,8 +10,8 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.published import expected_us, published_device
 from tiledsched.serve.explain import explain_problem
 from tiledsched.serve.lookup import LookupTable
-from tiledsched.serve.rivals import published_figures
 from tiledsched.store.exchange import read_table
+from tiledsched.store.manifest import published_figures
 
 GB10 = "NVIDIA GB10"
 H100 = "NVIDIA H100 80GB HBM3"

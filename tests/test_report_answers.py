@@ -30,9 +30,12 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.report import WithShipped
+from tiledsched.report.analysis import published_beside
 from tiledsched.report.answer import answer, next_step, problem_answer
 from tiledsched.report.csv_files import knobs_csv, winners_csv
+from tiledsched.report.document import to_markdown
 from tiledsched.report.regret import LIMITS, few_schedules
+from tiledsched.report.text import document
 from tiledsched.serve.entries import load_entries
 from tiledsched.store.db import TuningDB
 from tiledsched.store.records import Entry, RivalTime
@@ -78,7 +81,7 @@ def test_the_answer_on_one_problem(db):
         "On NVIDIA H200, attention is sensitive to its tile: the second best tile takes 6.0% longer (1 problem), and the worst "
         "2.1 times as long.",
         "The untuned default takes 50% longer than the best schedule (1 problem).",
-        "Leave `occupancy` at 1 and `latency_k` at 0: no other value tried is faster.",
+        "Leave `occupancy` at 1 and `latency_k` at 0: no other value tried is more than 1% faster.",
         "The best schedule is `128x64 warps=4 occ=1`: 100 µs (5,498 TFLOP/s).",
     )
     assert next_step(report) == ""
@@ -103,7 +106,7 @@ def test_the_answer_on_several_problems_gpus_and_estimates(db):
         "the worst 2.2 times as long.",
         "The untuned default takes 72% longer than the best schedule (median of 2 problems).",
         "Tune `occupancy` (1 is faster for 1 problem, 2 for 1) for each problem.",
-        "Leave `latency_k` at 0: no other value tried is faster.",
+        "Leave `latency_k` at 0: no other value tried is more than 1% faster.",
         "128x64 is the best tile for all. The highest rate is that of B=4 H=32 S=4096 D=64 float16: `128x64 warps=4 occ=1`, "
         "100 µs (5,498 TFLOP/s).",
     )
@@ -222,6 +225,23 @@ def test_the_answer_of_the_model(db):
     )
 
 
+def test_the_paper_stands_beside_the_same_kind_of_problem(db):
+    """Table 4 of TiledAttention is of 128 columns, float16, without a mask, on a GB10; nothing is said beside others."""
+    for problem in (PROBLEM, PROBLEM.replace(head_dim=128), PROBLEM.replace(head_dim=128, causal=True)):
+        add_times(db, grid(), problem=problem)
+    found = [published_beside(line, report_of(db)) for line in report_of(db).measured.sensitivity]
+    assert sorted(map(len, found)) == [0, 0, 1]
+    (theirs,) = max(found, key=len)
+    assert (theirs.device, theirs.size, theirs.best, theirs.runner_up) == ("GB10", 4096, (64, 128), (64, 64))
+    assert theirs.drop == pytest.approx(0.1006, abs=1e-4)
+    markdown = to_markdown(document(report_of(db)))
+    assert (
+        "| D=128, dtype=float16, causal=no, NVIDIA H200 | medium: 4096 | 128x64 | 128x128: 6.0% | 110.0% | 4096: 64x128"
+        in markdown
+    )
+    assert "of their own kernel, on GB10: TiledAttention (arXiv:2603.01960), Table 4" in markdown
+
+
 def test_clocks_that_were_held_down_are_said(db):
     for schedule, us in grid().items():
         db.record_measurement(
@@ -308,23 +328,21 @@ def test_how_few_schedules_serve_all_problems(db):
         times = dict.fromkeys(others, 200.0) | {shared: 104.0, plain(128, 32 * 2**place): 100.0}
         add_times(db, times, problem=problem)
     found = few_schedules(report_of(db).measured.problems)
-    assert (found.problems, found.shared, found.worst) == (3, 21, pytest.approx(0.04))
-    assert [(each.limit, each.schedules) for each in found.sets] == [(0.05, (shared,))]
+    assert [(each.limit, len(each.schedules)) for each in found.sets] == [(0.01, 3), (0.02, 3), (0.05, 1)]
+    assert found.sets[-1].schedules == (shared,)
     assert found.sentence == (
-        "1 schedule serves all 3 problems within 5% of each problem's best; only the 21 schedules that were timed on every problem "
-        "may be chosen. How few schedules would serve them within 1% or 2% is not known: with the best of the 21 schedules that "
-        "were timed on every problem, the worst problem takes 4% longer than its own best. `tiledsched tune attention "
-        "--candidates winners.csv -p PROBLEM`, run for each problem with the file beside this page, times every problem's best "
-        "schedule on it."
+        "1 schedule is enough to keep all 3 problems within 5% of their best, 3 within 2%, 3 within 1%. A schedule counts only where "
+        "it was timed: the 1 on 3 of 3 problems on average."
     )
 
 
-def test_schedules_that_some_problem_did_not_time_conclude_nothing():
+def test_a_schedule_serves_no_problem_on_which_it_was_not_timed():
     one, two = problem_of({plain(64, 64): 100.0}), problem_of({plain(128, 64): 100.0})
     found = few_schedules([one, two])
-    assert (found.shared, found.sets) == (0, ())
-    assert found.sentence.startswith(
-        "How few schedules would serve all 2 problems within 1%, 2% or 5% is not known: no schedule was timed on all of them."
+    assert {len(each.schedules) for each in found.sets} == {2}
+    assert (
+        "the 2 on 1 of 2 problems on average. Fewer may be enough: `tiledsched tune attention --candidates"
+        in found.sentence
     )
     assert few_schedules([one]).sentence == few_schedules([]).sentence == ""
 
@@ -338,21 +356,17 @@ def test_schedules_that_some_problem_did_not_time_conclude_nothing():
 )
 @settings(max_examples=40, deadline=None)
 def test_the_schedules_found_serve_every_problem(losses):
-    """Each set keeps its promise by the times themselves, and is given wherever the shared schedules can keep it."""
+    """Each set keeps its promise by the times themselves."""
     schedules = [Schedule(k=k) for k in range(6)]
     tables = [{s: us for s, us in zip(schedules, row, strict=True) if us} for row in losses]
     if not all(tables):
         return
     found = few_schedules([problem_of(table) for table in tables])
-    shared = [each for each in schedules if all(each in table for table in tables)]
-    of = {each.limit: each.schedules for each in found.sets}
-    for limit in LIMITS:
-        served = [any(table[each] <= min(table.values()) * (1 + limit) for each in shared) for table in tables]
-        assert (limit in of) == all(served)
-        if limit in of:
-            assert {*of[limit]} <= {*shared}
-            for table in tables:
-                assert min(table[each] for each in of[limit]) <= min(table.values()) * (1 + limit)
+    for found_set in found.sets:
+        for table in tables:
+            known = [table[each] for each in found_set.schedules if each in table]
+            assert min(known) <= min(table.values()) * (1 + found_set.limit)
+    assert [each.limit for each in found.sets] == list(LIMITS)
 
 
 def test_the_winners_are_a_file_of_candidates(db, tmp_path):
@@ -385,15 +399,15 @@ def test_shipped_evidence_is_read_beneath_ones_own(db, tmp_path, monkeypatch):
     problems = {one.problem: one for one in found.measured.problems}
     assert {mine, PROBLEM} <= set(problems)
     assert len(problems) > 100  # every problem of the shipped table
-    assert sum(one.programs > 200 for one in found.measured.problems) >= 15  # and its landscapes
+    assert sum(one.programs > 150 for one in found.measured.problems) >= 18  # and its landscapes
     for one in found.measured.problems:  # some of which were timed warm in graphs, which no paced time is compared with
-        assert one.problem == mine or one.best.us > 0.95 * one.served.median_us
+        assert one.served is None or one.problem == mine or one.best.us > 0.95 * one.served.median_us
     assert any(one.default_drop for one in found.measured.problems)
     drops = [one.runner_up_drop for one in found.measured.problems if one.runner_up]
     assert min(drops) > -0.003  # a race tells apart what is 0.3% slower, by pairs of rounds, not by medians
     assert math.isfinite(max(drops))
     other = WithShipped(db, kernel_named("matmul"), "sm_121", [])  # whose shipped landscape is of another arch
-    assert [stored.run_id for stored in other.measurements("sm_90", regime="burst")] == [None]
+    assert not list(other.measurements_by_problem("sm_121", kernel_named("matmul")))
 
 
 def test_looks_of_a_warm_landscape_are_no_cold_times(db):

@@ -67,6 +67,40 @@ def test_every_effect_equals_brute_force(times, kept, same) -> None:
             assert effect.ratio == pytest.approx(math.exp(sum(logs) / len(logs)))
 
 
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(
+        st.lists(st.sampled_from([None, 100.0, 100.6, 104.0, 110.0, 135.0]), min_size=len(GRID), max_size=len(GRID)),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_joined_effects_equal_brute_force(tables) -> None:
+    """Over problems, each counts once; a value that is advised has a program near the best of every problem."""
+    landscapes = [{Schedule(g): us for g, us in zip(GRID, row, strict=True) if us} for row in tables]
+    problems = [problem_of(each) for each in landscapes if each]
+    for verdict in joined_effects(problems):
+        for effect in verdict.effects:
+            logs = [brute_force(one, effect.knob, effect.value, effect.against) for one in problems]
+            means = [sum(each) / len(each) for each in logs if each]
+            assert (effect.pairs, effect.problems) == (sum(map(len, logs)), len(means))
+            if len(means) >= LEAST_PAIRS:
+                half = ttest_1samp(means, 0).confidence_interval(0.95) if len(set(means)) > 1 else (means[0], means[0])
+                assert [effect.ci_low, effect.ci_high] == pytest.approx([math.exp(each) for each in half])
+            if effect.ratio is None:
+                assert effect.pairs - effect.problems < LEAST_PAIRS - 1
+            else:
+                assert effect.ratio == pytest.approx(math.exp(sum(means) / len(means)))
+        if verdict.advice == "leave":
+            assert any(effect.ratio is not None for effect in verdict.effects)
+            for one in problems:
+                if len({timed.schedule[verdict.knob] for timed in one.timed}) > 1:
+                    near = [
+                        t for t in one.timed if t.us <= 1.01 * one.best.us and t.schedule[verdict.knob] == verdict.value
+                    ]
+                    assert near
+
+
 def test_an_inert_knob_that_only_plain_programs_tried_is_untried() -> None:
     """Its best time is 23% above the best of everything, because the good programs never tried it."""
     times = {Schedule(tile=tile, inert=0): us for tile, us in ((256, 100.0), (128, 105.0), (64, 123.0), (32, 400.0))}

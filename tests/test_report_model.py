@@ -22,7 +22,7 @@ from report_samples import (
 from tiledsched.core.errors import Failure, FailureKind
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
-from tiledsched.report.analysis import matched_pairs, size_regime
+from tiledsched.report.analysis import neighbours, size_regime
 from tiledsched.report.answer import answer, next_step
 from tiledsched.report.effects import value_effects
 from tiledsched.store.db import TuningDB
@@ -170,7 +170,7 @@ def test_newest_measurement_counts(db):
 
 def test_true_is_not_one_in_matched_pairs():
     a, b = plain(128, 64, loop_split=True), plain(128, 64, loop_split=1)
-    assert list(matched_pairs([(a, "a"), (b, "b")], "tile_m")) == []
+    assert list(neighbours([(a, "a"), (b, "b")], [True, True])) == [("loop_split", "a", "b")]
 
 
 @pytest.mark.parametrize(

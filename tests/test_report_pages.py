@@ -43,9 +43,10 @@ def folder(reports, tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("width", [1280, 400])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["one", "both"])
+@pytest.mark.parametrize(
+    ("name", "scheme", "width"),
+    [("one", "light", 1280), ("one", "dark", 400), ("both", "light", 400), ("both", "dark", 1280)],
+)
 def test_every_chart_is_drawn_within_the_page(browser, folder, name, scheme, width):  # noqa: F811
     with opened(browser, folder / f"{name}.html", width=width, scheme=scheme) as page:
         assert page.locator(".chart svg").count() > 5

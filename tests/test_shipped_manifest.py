@@ -13,10 +13,10 @@ from tiledsched.core.config import Settings
 from tiledsched.core.errors import DatabaseError
 from tiledsched.kernels.attention import Attention
 from tiledsched.serve.entries import load_entries
-from tiledsched.serve.rivals import published_figures
 from tiledsched.serve.transfer import loss_bands
 from tiledsched.store import manifest, shipped
 from tiledsched.store.exchange import read_table
+from tiledsched.store.manifest import published_figures
 from tiledsched.store.shipped import copy_path, read_shipped_entries
 
 TABLE = "tables/softmax/sm_90.json"
@@ -62,7 +62,7 @@ def test_the_command_writes_what_is_there(copied) -> None:
 
 def test_landscapes_are_known_without_reading_them() -> None:
     found = manifest.shipped_landscapes("attention", "sm_90")
-    assert len(found) == 40
+    assert len(found) == 58
     one = next(each for each in found if "sq1_sk8192" in each.path.name)
     assert (one.regime, one.problem.seq_q, one.problem.kv_heads) == ("burst", 1, 8)
     assert read_table(one.path).measurements[0].measurement.problem == one.problem

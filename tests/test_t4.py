@@ -285,6 +285,9 @@ def test_the_command_writes_them(db, tmp_path, capsys) -> None:
         f"{stem}.t4.metadata.json",
         f"{stem}.cache.json",
     }
+    cache = (tmp_path / "out" / f"{stem}.cache.json").read_text()
+    assert cache.endswith("}\n}")  # else Kernel Tuner's dashboard closes the file once more, and cannot read it
+    assert json.loads(cache)["kernel_name"] == "attention"
     assert f"{stem}.cache.json" in capsys.readouterr().out
     assert main(["db", "export", "--db", str(tmp_path / "tuning.db"), "--format", "t4"]) == 2
     assert "--landscapes" in capsys.readouterr().err

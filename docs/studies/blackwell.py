@@ -40,9 +40,9 @@ from tiledsched.kernels.attention.model import estimate_us
 from tiledsched.kernels.attention.published import expected_us
 from tiledsched.report.document import Table, to_markdown
 from tiledsched.serve.lookup import LookupTable
-from tiledsched.serve.rivals import published_figures
 from tiledsched.serve.transfer import log_us
 from tiledsched.store.exchange import read_table
+from tiledsched.store.manifest import published_figures
 
 DATA = Path(__file__).parents[1] / "results" / "blackwell"
 DEVICES = {

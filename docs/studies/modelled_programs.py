@@ -3,7 +3,8 @@
 
 It needs a checkout and the compiler, no GPU and no database. It writes one file for each kind of problem of the shipped
 modelled tables (docs/landscapes.md has the format), and goes on where an earlier run into the same folder stopped. Put the
-files into `tuning_db/model/KERNEL/`, and run `python -m tiledsched.store.shipped`.
+files into `tuning_db/model/KERNEL/`, have the model's estimates written into them (`FOLDER --times`, again after each change of a
+model), and run `python -m tiledsched.store.shipped`.
 
 Of each kind it also compiles a sample for the archs in `--same` and for the other element types in the table. An arch is named
 in the file only if all of the sample is the same machine code; an element type only if all of the sample takes the same
@@ -16,17 +17,18 @@ import argparse
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.pool import BuildPool, default_jobs
 from tiledsched.build.toolchain import Toolchain, installed_toolchain
 from tiledsched.core import data_files
-from tiledsched.core.device import arch_spec
+from tiledsched.core.device import ARCHS, arch_spec
 from tiledsched.core.errors import TiledschedError
 from tiledsched.core.launch import problem_class
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.store.build_files import BuildFile, read_builds, write_builds
@@ -52,8 +54,8 @@ class Kind:
     name: str
     """Name of the file, without its ending."""
     wanted: dict[Key, tuple[Schedule, Problem]]
-    """Every build, with a problem of its class."""
-    dtypes: tuple[str, ...]
+    """Every build of the space, with a problem of its class."""
+    dtypes: tuple[str, ...] = ()
     """Further element types in the table."""
     serves: dict[str, list[Key]] = field(default_factory=dict)
     """For the id of each problem, the builds that can serve it."""
@@ -80,9 +82,7 @@ def kinds_of(kernel: KernelClass, arch: str, limit: int | None) -> list[Kind]:
     entries = read_shipped_entries(data_files.tuning_db() / "tables" / kernel.name / f"{arch}.json")
     problems = list(dict.fromkeys(entry.problem for entry in entries))
     dtypes = sorted({str(problem.values["dtype"]) for problem in problems}, key=lambda each: each != "float16")
-    pins = dict(space.modelled_pins())
-    if "accum_mode" in space.knobs:
-        pins["accum_mode"] = "fp32"
+    pins = space.modelled_pins() | ({"accum_mode": "fp32"} if "accum_mode" in space.knobs else {})
     kinds: dict[str, Kind] = {}
     for problem in problems:
         if problem.values["dtype"] != dtypes[0]:
@@ -164,7 +164,35 @@ def write(kind: Kind, folder: Path) -> None:
         serves = {name: sorted(place[key] for key in keys if key in place) for name, keys in kind.serves.items()}
         alike = {name: len(equal) for name, equal in sorted(kind.samples.items()) if all(equal)}
         builds = [kind.found[key] for key in place]
-        write_builds(path, BuildFile(builds=builds, serves=serves, space=len(kind.wanted), alike=alike))
+        write_builds(path, BuildFile(builds=builds, serves=serves, times={}, space=len(kind.wanted), alike=alike))
+
+
+def with_times(file: BuildFile) -> BuildFile:
+    """A file with the model's estimates of the programs that do not spill, for the shipped problems on each of its archs."""
+    from tiledsched.report.model import plainness  # which needs more than the compiler
+
+    first = file.builds[0]
+    kernel = kernel_of(first.kernel)
+    times: dict[str, dict[str, dict[int, float]]] = {}
+    for arch in (first.arch, *(name for name in file.alike if name in ARCHS)):
+        entries = read_shipped_entries(data_files.tuning_db() / "tables" / first.kernel / f"{arch}.json")
+        for problem in sorted({entry.problem for entry in entries if entry.problem.id in file.serves}):
+            spec, default = arch_spec(arch), space_for(arch, kernel).default(problem)
+            programs: dict[object, list[tuple[int, BuildRecord]]] = {}
+            for place in file.serves[problem.id]:
+                build = file.builds[place]
+                if build.facts and not spilled(build.facts.spill_bytes):
+                    program = build.fingerprint, kernel.grids(problem, build.schedule, spec)
+                    programs.setdefault(program, []).append((place, build))
+            plainest = (
+                min(alike, key=lambda each: plainness(each[1].schedule, default)) for alike in programs.values()
+            )
+            times.setdefault(arch, {})[problem.id] = {
+                place: float(f"{kernel.cost.model(problem, build.schedule, build.facts, spec):.6g}")
+                for place, build in sorted(plainest, key=lambda each: each[0])
+                if build.facts
+            }
+    return replace(file, times=times)
 
 
 def resume(kind: Kind, folder: Path, toolchain: Toolchain) -> None:
@@ -252,7 +280,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=default_jobs(), help="compile processes (one for each CPU)")
     parser.add_argument("--minutes", type=float, default=8.0, help="stop after so long; what is done is kept (8)")
     parser.add_argument("--limit", type=int, default=None, help="at most so many schedules of each file, for a trial")
+    parser.add_argument(
+        "--times", action="store_true", help="compile nothing: write the model's estimates into the files"
+    )
     options = parser.parse_args(arguments)
+    if options.times:
+        for path in sorted(options.folder.glob("*/programs_*.json.xz")):
+            write_builds(path, with_times(read_builds(path)))
+        return 0
     ends = time.monotonic() + options.minutes * 60
     try:
         kinds = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -157,15 +157,32 @@ def _show_landscapes(run: Invocation, kernel: str | None, arch: str | None) -> N
             ]
     if not lines:
         note("nothing is measured in your database; tune on a GPU first, or db import a landscape")
-    shipped = shipped_landscapes(kernel, arch)
+    shipped, modelled = shipped_landscapes(kernel, arch), _modelled_landscapes(kernel, arch)
     found = {
         "landscapes": [*map(served_output.landscape_json, lines)],
         "regimes": compared,
         "shipped": [
             {"problem": one.problem, "arch": one.arch, "regime": one.regime, "file": one.path} for one in shipped
         ],
+        "modelled": modelled,
     }
-    run.print(found, lambda: served_output.print_landscapes(lines, compared, shipped))
+    run.print(found, lambda: served_output.print_landscapes(lines, compared, shipped, modelled))
+
+
+def _modelled_landscapes(kernel: str | None, arch: str | None) -> list[dict[str, Any]]:
+    """The files of compiled programs that ship, for which a report estimates times: nothing of them is measured."""
+    from tiledsched.core import data_files
+    from tiledsched.core.device import ARCHS
+    from tiledsched.store.build_files import read_builds
+
+    found = []
+    for path in sorted((data_files.tuning_db() / "model").glob(f"{kernel or '*'}/programs_*.json.xz")):
+        file = read_builds(path)
+        archs = [file.builds[0].arch, *(each for each in file.alike if each in ARCHS)]
+        if arch in (None, *archs):
+            counts = {"builds": len(file.builds), "problems": len(file.serves)}
+            found.append({"kernel": file.builds[0].kernel, "archs": archs, **counts, "file": path})
+    return found
 
 
 @command("explain")
@@ -306,9 +323,10 @@ def compare(
     db, wanted = run.settings().db, Wanted(kernel=kernel, arch=arch or "", regime=regime or "")
     found = compare_sides(read_side(a, db, wanted), read_side(b, db, wanted), threshold / 100)
     if not found.rows:
+        why = next((f" ({reason})" for _, _, reason in found.unpaired), "")
         raise ConfigError(
             f"{a} and {b} have no problem in common: {len(found.only_a)} only in the first, {len(found.only_b)} only in "
-            "the second; compare sources of the same kernel, arch and regime"
+            f"the second{why}; compare sources of the same kernel, arch and regime"
         )
     files = write_comparison(found, Path(out)) if out else []
     if run.json:

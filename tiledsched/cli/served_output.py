@@ -218,21 +218,29 @@ def landscape_json(line: LandscapeSummary) -> dict[str, Any]:
 
 
 def print_landscapes(
-    lines: Sequence[LandscapeSummary], compared: Sequence[RegimeComparison], shipped: Sequence[ShippedLandscape]
+    lines: Sequence[LandscapeSummary],
+    compared: Sequence[RegimeComparison],
+    shipped: Sequence[ShippedLandscape],
+    modelled: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Print what ships, a line for each problem; then what is measured in the database, what wins in each regime there, and what
-    serving the other regime's winner costs.
+    """Print what ships, a line for each problem that was measured and each file that is only estimated; then what is measured in
+    the database, what wins in each regime there, and what serving the other regime's winner costs.
     """
     regimes: dict[tuple[str, str, str], list[str]] = {}
     for each in shipped:
         regimes.setdefault((each.problem.kernel, each.arch, str(each.problem)), []).append(each.regime)
     if regimes:
-        print("landscapes that ship")
+        print("measured landscapes that ship")
     for (kernel, arch, problem), of in sorted(regimes.items()):
         print_wrapped(f"{kernel} on {arch}: {problem}, {' and '.join(sorted(of))}")
+    if modelled:
+        print("\n" * bool(regimes) + "compiled programs that ship, whose times a report estimates (modelled)")
+    for one in modelled:
+        told = f"{one['builds']:,} builds for {plural(one['problems'], 'problem')}, {one['file'].name}"
+        print_wrapped(f"{one['kernel']} on {', '.join(one['archs'])}: {told}", hanging="  ")
     rows = list(map(landscape_json, lines))
     if rows:
-        print("\n" * bool(regimes) + "measured in your database")
+        print("\n" * bool(regimes or modelled) + "measured in your database")
         print_table(list(rows[0]), [list(row.values()) for row in rows], ("distinct_programs", "measurements"))
     if compared:
         print("\nburst against sustained: * marks a difference beyond the 95% intervals")

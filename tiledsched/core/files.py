@@ -99,12 +99,14 @@ def read_bounded(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             os.set_blocking(file.fileno(), True)
-            data = file.read(most + 1)
+            data = bytearray()  # in parts, because a read sets aside all that it might bring
+            while len(data) <= most and (part := file.read(1 << 20)):
+                data += part
     except ValueError as error:  # NUL, or half a character
         raise OSError(errno.EINVAL, "no file can have this name") from error
     if len(data) > most:
         raise TooLargeError(most)
-    return data
+    return bytes(data)
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -52,12 +52,18 @@ def summarise_throttling(taken: Iterable[Measurement], seen_mhz: int = 0) -> str
         taken: the measurements. Those of which NVML told neither clock nor reason do not count.
         seen_mhz: the highest clock of other measurements of the GPU.
     """
-    reporting = [each for each in taken if each.conditions.sm_clock_mhz or each.conditions.throttle_reasons]
-    reporting.sort(key=lambda each: each.conditions.sm_clock_mhz)
-    seen_mhz = max([seen_mhz, *(each.conditions.sm_clock_mhz for each in reporting)])
+    return summarise_states(((each.conditions, each.device, each.regime, 1) for each in taken), seen_mhz)
+
+
+def summarise_states(states: Iterable[tuple[Conditions, Device, str, int]], seen_mhz: int = 0) -> str:
+    """As :func:`summarise_throttling`, from conditions, device and regime, each with the number of measurements that had them."""
+    reporting = [state for state in states if state[0].sm_clock_mhz or state[0].throttle_reasons]
+    reporting.sort(key=lambda state: state[0].sm_clock_mhz)
+    seen_mhz = max([seen_mhz, *(conditions.sm_clock_mhz for conditions, *_ in reporting)])
     slowed = [
-        words
-        for each in reporting
-        if (words := describe_throttling(each.conditions, each.device, each.regime, seen_mhz))
+        (words, count)
+        for conditions, device, regime, count in reporting
+        if (words := describe_throttling(conditions, device, regime, seen_mhz))
     ]
-    return f"in {len(slowed)} of {len(reporting)} measurements, {slowed[0]}" if slowed else ""
+    held, of = sum(count for _, count in slowed), sum(count for *_, count in reporting)
+    return f"in {held} of {of} measurements, {slowed[0][0]}" if slowed else ""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from tiledsched.core.schedule import KnobValue, Schedule
-from tiledsched.report.records import ProblemReport, Tile, TileSensitivity, TileTime, Timed
+from tiledsched.report.records import ProblemReport, PublishedTiles, Report, Tile, TileSensitivity, TileTime, Timed
 
 T = TypeVar("T")
 WITHIN = 1.3
@@ -41,8 +41,10 @@ def named_tile(knobs: Iterable[str]) -> tuple[str, str] | None:
     return next((pair for pair in pairs if pair[1] in known), None)
 
 
-def tile_times(timed: Sequence[Timed], knobs: tuple[str, str] | None) -> tuple[TileTime, ...]:
-    """The best time of each tile, best tile first. `timed` must be sorted, fastest first."""
+def tile_times(timed: Sequence[Timed], knobs: tuple[str, str] | None, *, whole: bool = False) -> tuple[TileTime, ...]:
+    """The best time of each tile, best tile first. `timed` must be sorted, fastest first; with `whole` it is all of the search
+    space, so that every tile is searched enough.
+    """
     members: dict[Tile, list[Timed]] = defaultdict(list)
     for one in timed:
         if knobs is not None and {*knobs} <= {*one.schedule}:
@@ -62,7 +64,7 @@ def tile_times(timed: Sequence[Timed], knobs: tuple[str, str] | None) -> tuple[T
             relative=each[0].us / ordered[0][1][0].us,
             schedule=each[0].schedule,
             programs=programs[tile],
-            searched=place == 0 or programs[tile] >= enough,
+            searched=whole or place == 0 or programs[tile] >= enough,
         )
         for place, (tile, each) in enumerate(ordered)
     )
@@ -104,9 +106,13 @@ def sensitivity(problems: Sequence[ProblemReport]) -> tuple[TileSensitivity, ...
     return tuple(lines)
 
 
-def matched_pairs(items: Sequence[tuple[Schedule, T]], knob: str) -> Iterator[tuple[T, T]]:
-    """Pairs of items whose schedules both have `knob` and differ in nothing else."""
-    return ((first, second) for name, first, second in neighbours(items, [True] * len(items)) if name == knob)
+def published_beside(line: TileSensitivity, report: Report) -> list[PublishedTiles]:
+    """What others published about tiles for problems of the same kind and regime of sizes."""
+    return [
+        each
+        for each in report.published_tiles
+        if line.accum_mode == "fp32" and each.shared == line.shared and size_regime(each.size) == line.regime
+    ]
 
 
 def neighbours(items: Sequence[tuple[Schedule, T]], close: Sequence[bool]) -> Iterator[tuple[str, T, T]]:

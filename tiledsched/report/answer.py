@@ -13,6 +13,7 @@ from tiledsched.core.schedule import HINT_KNOBS, Schedule
 from tiledsched.report.analysis import named_tile
 from tiledsched.report.axes import show
 from tiledsched.report.effects import joined_effects
+from tiledsched.report.published import MODEL_ERROR, least_sure
 from tiledsched.report.records import AS_GOOD, MEASURED, KnobVerdict, ProblemReport, Report, Tile
 from tiledsched.report.views import explored
 
@@ -84,11 +85,13 @@ def next_step(report: Report) -> str:
             f"Run {_command(report, 'tune')}: where a GPU of {report.arch} is present it measures, elsewhere a performance "
             "model ranks the schedules."
         )
+    if not measured and (first := least_sure(report)):
+        return first
     if not measured:
         known = [one for one in modelled if one.default_drop or one.tile_drop]
-        first = max(known, key=lambda one: one.default_drop or one.tile_drop or 0.0, default=None)
-        why = ": for this problem the estimates differ most" if first else ""
-        return f"To measure, run {_command(report, 'tune', first)} on a machine with a GPU of {report.arch}{why}."
+        most = max(known, key=lambda one: one.default_drop or one.tile_drop or 0.0, default=None)
+        why = ": for this problem the estimates differ most" if most else ""
+        return f"To measure, run {_command(report, 'tune', most)} on a machine with a GPU of {report.arch}{why}."
     problems = explored(measured)
     if not problems:
         command = _command(report, "record", measured[0])
@@ -198,10 +201,12 @@ def _tiles(report: Report, problems: Sequence[ProblemReport]) -> str:
     said = f"{longer(drop)} ({_median(second)})"
     if most > drop:
         said += f", and the worst {longer(most)}" + ("" if len(worst) == len(second) else f" ({_median(worst)})")
-    if drop > AS_GOOD:
+    measured = problems[0].provenance == MEASURED
+    if drop > (AS_GOOD if measured else MODEL_ERROR):
         return f"{where}, {report.kernel} is sensitive to {what}: the second best {unit} takes {said}."
     verdict = f"has more than one good {unit}" if most > MATTERS else f"is not sensitive to {what}"
-    return f"{where}, {report.kernel} {verdict}: the second best takes {said}."
+    error = "" if measured else f" Differences below {MODEL_ERROR * 100:.1f}% are within the model's error."
+    return f"{where}, {report.kernel} {verdict}: the second best takes {said}.{error}"
 
 
 def _default(problems: Sequence[ProblemReport]) -> str:
@@ -230,7 +235,7 @@ def _knobs(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
         lines.append(f"Tune {chosen} for each problem.")
     if of["leave"]:
         left = _list([f"{_code(each.knob)} at {show(each.value)}" for each in of["leave"]])
-        lines.append(f"Leave {left}: no other value tried is faster.")
+        lines.append(f"Leave {left}: no other value tried is more than 1% faster.")
     if of["unseen"]:
         lines.append(f"The model sees no difference between values of {_names(of['unseen'])}.")
     if of["unclear"]:

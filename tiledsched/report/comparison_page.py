@@ -56,9 +56,9 @@ def comparison_blocks(found: Comparison) -> list[Block]:
     a, b = (_shortened(name) for name in (found.a, found.b))
     blocks: list[Block] = [
         Heading(text=f"{b} against {a}", level=1),
-        Paragraph(text=verdict_of(found), warning=found.modelled),
+        Paragraph(text=verdict_of(found), warning=found.modelled, answer=not found.modelled),
         *(Paragraph(text=text, warning=True) for text in conditions_of(found)),
-        *(Paragraph(text=f"{name}: {text}.") for name, text in side_facts(found)),
+        *(Paragraph(text=f"{name}: {text}.", measured="measured" in text) for name, text in side_facts(found)),
     ]
     if drawn := drawn_rows(found):
         blocks.append(Paragraph(text=_caption(found)))
@@ -174,13 +174,10 @@ def slopes(found: Comparison) -> Spec:
             },
         },
     ]
-    spec = titled(
-        chart(values, {"layer": layers}, width=520, height=380), f"Time of {plural(len(values))} in B against A"
-    )
     # Short lines, which also fit a narrow page.
-    lines = [f"{name}: {_shortened(text)}" for name, text in (("A", found.a), ("B", found.b))]
-    spec["title"]["subtitle"] = [*lines, *_sides_of(found.rows)]
-    return spec
+    names = [f"{name}: {_shortened(text)}" for name, text in (("A", found.a), ("B", found.b))]
+    whole = chart(values, {"width": "container", "layer": layers}, height=380)
+    return titled(whole, f"Time of {plural(len(values))} in B against A", *names, *_sides_of(found.rows))
 
 
 def _sides_of(rows: Sequence[Compared]) -> list[str]:
@@ -233,9 +230,9 @@ def _times(rows: Sequence[Compared], title: str, found: Comparison) -> list[Bloc
     """A table of times, or nothing without rows."""
     if not rows:
         return []
-    head = ("problem", "time (A, B)", "B / A", "schedule (A, B)")
+    head = ("problem", "B / A, and both times", "both schedules")
     cells = [
-        (label_of(row.b, found), f"{_time(row.a)}, {_time(row.b)}", f"{row.ratio:.3f}", _schedules(row)) for row in rows
+        (label_of(row.b, found), f"{row.ratio:.3f}: {_time(row.a)}, {_time(row.b)}", _schedules(row)) for row in rows
     ]
     return [_heading(title, rows), Table(head=head, rows=cells)]
 
@@ -246,11 +243,11 @@ def _winners(found: Comparison) -> list[Block]:
     if not rows:
         return []
     text = (
-        "The best schedule in B is another one than in A. The last column says how much longer A's best schedule takes in B than "
-        "B's best; a tie means that the two 95% intervals overlap, so that either may be served."
+        "The best schedule in B is another one than in A. The last column says whether B is slower or faster, and how much "
+        "longer A's best schedule takes in B than B's best. A tie means that the two 95% intervals overlap: either may be served."
     )
-    cells = [(label_of(row.b, found), _schedules(row), VERDICTS[row.verdict][0], _kept(row)) for row in rows]
-    head = ("problem", "best (A, B)", "B is", "A's best, in B")
+    cells = [(label_of(row.b, found), _schedules(row), f"{VERDICTS[row.verdict][0]}; {_kept(row)}") for row in rows]
+    head = ("problem", "best in A, in B", "B is; A's best in B is")
     return [_heading("Which problems changed their winner", rows), Paragraph(text=text), Table(head=head, rows=cells)]
 
 

@@ -208,6 +208,8 @@ def _selected(
         return [one for one in entries if fits(one.compiler)], [
             one for one in measurements if fits(one.toolchain.tileiras)
         ]
+    if not selector:
+        return list(entries), of_one_compiler(measurements, "")
     word, arch = selector.lower(), arch_named(selector)
     left = [one for one in measurements if word in one.measurement.device.name.lower()]
     served = [one for one in entries if one.measurement is not None and word in one.measurement.device.name.lower()]

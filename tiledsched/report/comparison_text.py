@@ -140,7 +140,7 @@ def side_facts(found: Comparison) -> list[tuple[str, str]]:
     for letter, name in (("A", found.a), ("B", found.b)):
         taken = [row.a if letter == "A" else row.b for row in found.rows]
         if any(one.modelled for one in taken):
-            known = f"{name} is estimated by the performance model for {_listed(one.arch for one in taken)}"
+            known = f"{name}, estimated by the performance model for {_listed(one.arch for one in taken)}"
         else:
             known = f"{name}, measured on {_listed(one.device for one in taken)}"
         compilers = sorted({one.compiler for one in taken} - {""})

@@ -194,13 +194,13 @@ def _matched_ratios(one: ProblemReport) -> dict[str, _Ratios]:
     found: dict[str, _Ratios] = defaultdict(lambda: defaultdict(list))
     seen = set()
     items = [(timed.schedule, timed) for timed in one.timed]
-    for knob, *pair in neighbours(items, [timed.relative <= WITHIN for timed in one.timed]):
-        for value, against in (pair, pair[::-1]):
-            keys = _key(value, knob), _key(against, knob)
-            programs = (knob, *keys, _program(value), _program(against))
-            if programs not in seen:
-                seen.add(programs)
-                found[knob][keys].append(math.log(value.us / against.us))
+    for knob, first, second in neighbours(items, [timed.relative <= WITHIN for timed in one.timed]):
+        keys, programs = (_key(first, knob), _key(second, knob)), (_program(first), _program(second))
+        if (knob, *keys, *programs) not in seen:
+            seen |= {(knob, *keys, *programs), (knob, *keys[::-1], *programs[::-1])}
+            ratio = math.log(first.us / second.us)
+            found[knob][keys].append(ratio)
+            found[knob][keys[::-1]].append(-ratio)
     return _known.setdefault(one, {knob: dict(ratios) for knob, ratios in found.items()})
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiledsched.build.cubin import ResourceFacts
@@ -18,27 +18,18 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import source_part
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
-from tiledsched.measure.clocks import summarise_throttling
 from tiledsched.measure.estimate import Timing
 from tiledsched.report.analysis import sensitivity, tile_times
 from tiledsched.report.axes import Axes, axes_of
 from tiledsched.report.ceilings import measured_ceilings
 from tiledsched.report.effects import tile_knobs
 from tiledsched.report.importance import interactions, knob_shares
-from tiledsched.report.published import figures_for
-from tiledsched.report.records import (
-    MEASURED,
-    MODELLED,
-    DeviceConditions,
-    FailureCount,
-    ProblemReport,
-    Report,
-    Section,
-    Timed,
-)
+from tiledsched.report.landscapes import Landscape, LandscapeKey, accum_mode, read_measured
+from tiledsched.report.published import figures_for, tiles_for
+from tiledsched.report.records import MEASURED, MODELLED, FailureCount, ProblemReport, Report, Section, Timed
 from tiledsched.report.sources import WithShipped
-from tiledsched.store.evidence import for_compiler, of_kernel, of_one_compiler, timed_alike
-from tiledsched.store.queries import KnobEffect, compare_regimes, knob_effects
+from tiledsched.store.evidence import for_compiler, of_kernel
+from tiledsched.store.queries import KnobEffect, knob_effects
 from tiledsched.store.records import BuildRecord, Entry, FailureRecord, StoredMeasurement, Toolchain
 
 if TYPE_CHECKING:
@@ -53,8 +44,6 @@ left out.
 """
 ProgramKey = tuple[str, object]
 """(fingerprint, grids): what makes a program distinct on one problem and device."""
-LandscapeKey = tuple[Problem, str, str]
-"""(problem, device name, accumulator mode): only times that agree in all three are compared."""
 
 
 def build_report(
@@ -82,36 +71,30 @@ def build_report(
         served: entries of every kernel: the highest rates measured among them are the ceilings.
     """
     compiler = compiler_at_hand()
-    existing = db.measurements(arch=arch, kernel=kernel)
-    alike = [stored for stored in timed_alike(existing) if device_name in (None, stored.measurement.device.name)]
-    taken = of_one_compiler([stored for stored in alike if stored.measurement.regime == regime], compiler, fullest=True)
-    entries = _shown_entries(
-        taken,
-        [
-            entry
-            for entry in of_kernel(db.entries(arch=arch, kernel=kernel.name), kernel)
-            if device_name is None or entry.device_name in ("", device_name)
-        ],
-        compiler,
-    )
-    builds = _Builds(db, arch, kernel, taken, entries)
-    desk = _Desk(
-        kernel=kernel,
-        axes=axes_of(kernel),
-        arch=arch,
-        builds=builds,
-        space=space or _or_none(space_for, arch, kernel),
-        entries=entries,
+    space = space or _or_none(space_for, arch, kernel)
+    known = [
+        entry
+        for entry in of_kernel(db.entries(arch=arch, kernel=kernel.name), kernel)
+        if device_name is None or entry.device_name in ("", device_name)
+    ]
+    reading = read_measured(
+        db,
+        arch,
+        kernel,
         regime=regime,
+        device_name=device_name,
+        compiler=compiler,
+        listed=((entry.problem, entry.schedule) for entry in known),
+    )
+    entries = _shown_entries(reading.compilers, known, compiler)
+    builds = _Builds(db, arch, kernel, reading.sources, entries)
+    desk = _Desk(
+        kernel=kernel, axes=axes_of(kernel), arch=arch, builds=builds, space=space, entries=entries, regime=regime
     )
 
-    landscapes: dict[LandscapeKey, list[StoredMeasurement]] = defaultdict(list)
-    for stored in taken:
-        found = stored.measurement
-        landscapes[found.problem, found.device.name, _accum_mode(found.schedule)].append(stored)
-    measured = [desk.measured(key, members) for key, members in landscapes.items()]
+    measured = [desk.measured(key, landscape) for key, landscape in reading.landscapes.items()]
 
-    done = {(problem, accum) for problem, _, accum in landscapes}
+    done = {(problem, accum) for problem, _, accum in reading.landscapes}
     modelled = []
     for entry in entries:
         key = (entry.problem, entry.accum_mode)
@@ -127,7 +110,7 @@ def build_report(
         tile_knobs=tile,
         regime=regime,
         device_name=device_name or "",
-        elsewhere=len(existing) - len(taken),
+        elsewhere=reading.found - reading.taken,
         measured=_section(MEASURED, measured, tile),
         modelled=_section(MODELLED, modelled, tile),
         unmeasured=tuple(
@@ -140,8 +123,8 @@ def build_report(
         failures=_count_failures(
             [failed for failed in db.failures(arch=arch) if failed.kernel == kernel.name], builds.all
         ),
-        conditions=_conditions(taken),
-        regimes=tuple(compare_regimes(alike)),
+        conditions=reading.conditions,
+        regimes=tuple(reading.regimes),
         model_compilers=tuple(
             sorted(
                 builds.modelled_compilers
@@ -149,31 +132,27 @@ def build_report(
             )
         ),
         ceilings=measured_ceilings(
-            [*entries, *served], regime, {str(problem.values.get("dtype")) for problem, _, _ in landscapes}
+            [*entries, *served], regime, {str(problem.values.get("dtype")) for problem, _, _ in reading.landscapes}
         ),
+        published_tiles=tiles_for(kernel, desk.axes),
         published=figures_for(kernel, arch, desk.space, builds.shipped),
     )
 
 
-def _shown_entries(taken: Sequence[StoredMeasurement], entries: Sequence[Entry], compiler: str) -> list[Entry]:
+def _shown_entries(shown: Mapping[Problem, str], entries: Sequence[Entry], compiler: str) -> list[Entry]:
     """The entry that is served for each problem, from the compiler whose times are shown, or else from the installed
     one.
     """
-    shown = {stored.measurement.problem: stored.toolchain.tileiras for stored in taken}
     alike: dict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
         alike[shown.get(entry.problem, compiler)].append(entry)
     return [entry for version, members in alike.items() for entry in for_compiler(members, version)]
 
 
-def _accum_mode(schedule: Schedule) -> str:
-    return str(schedule.get("accum_mode", "fp32"))
-
-
 def _section(provenance: str, problems: Sequence[ProblemReport], tile: tuple[str, str] | None) -> Section:
     ordered = tuple(
         sorted(
-            (replace(one, tiles=tile_times(one.timed, tile)) for one in problems),
+            (replace(one, tiles=tile_times(one.timed, tile, whole=one.whole)) for one in problems),
             key=lambda one: (one.group, one.size, one.problem),
         )
     )
@@ -199,12 +178,10 @@ class _Builds:
         db: TuningDB | WithShipped,
         arch: str,
         kernel: KernelClass,
-        taken: list[StoredMeasurement],
+        sources: Mapping[tuple[str, str], Toolchain],
         entries: list[Entry],
     ) -> None:
-        wanted: dict[tuple[str, str], Toolchain] = {}
-        for stored in taken:
-            wanted[source_part(stored.source_hash), stored.toolchain.id] = stored.toolchain
+        wanted = dict(sources)
         for entry in entries:
             if entry.toolchain is not None:
                 wanted[source_part(entry.source_hash), entry.toolchain.id] = entry.toolchain
@@ -226,9 +203,10 @@ class _Builds:
         self._serving: dict[Problem, list[BuildRecord]] = {}
         self.modelled_compilers: set[str] = set()
         """Compilers behind modelled landscapes, one line each."""
-        self.shipped: Callable[[Problem, Schedule | None], list[BuildRecord]] = (
-            db.shipped_builds if isinstance(db, WithShipped) else lambda problem, schedule: []
-        )
+        self.shipped: Callable[[Problem, Schedule | None], list[BuildRecord]] = lambda problem, schedule: []
+        self.shipped_times: Callable[[Problem], dict[Schedule, tuple[ResourceFacts | None, float]]] = lambda problem: {}
+        if isinstance(db, WithShipped):
+            self.shipped, self.shipped_times = db.shipped_builds, db.shipped_times
 
     def facts(self, fingerprint: str) -> ResourceFacts | None:
         """Resources of machine code; None where they are not known."""
@@ -247,22 +225,23 @@ class _Builds:
             ]
         return self._serving[problem]
 
-    def modelled(self, entry: Entry, device: Any) -> list[BuildRecord]:
-        """The builds that make the landscape of a problem that nobody measured, one for each schedule.
+    def modelled(self, entry: Entry, device: Any) -> tuple[list[BuildRecord], bool]:
+        """The builds that make the landscape of a problem that nobody measured, one for each schedule, and whether they are all
+        of the search space, as what ships is.
 
         They are all of one compiler and source: of the entry's, or of those that ship where there are more of these.
         """
         own = [
             build
             for build in self.of(entry.problem, device)
-            if _accum_mode(build.schedule) == entry.accum_mode
+            if accum_mode(build.schedule) == entry.accum_mode
             and (entry.toolchain is None or build.toolchain == entry.toolchain)
             and (not entry.source_hash or build.source_hash == source_part(entry.source_hash))
         ]
         shipped = [
             build
             for build in self.shipped(entry.problem, None)
-            if build.fingerprint and _accum_mode(build.schedule) == entry.accum_mode
+            if build.fingerprint and accum_mode(build.schedule) == entry.accum_mode
         ]
         if len({(build.toolchain, build.source_hash) for build in (*own, *shipped[:1])}) > 1:
             own, shipped = (own, []) if len(own) >= len(shipped) else ([], shipped)
@@ -270,9 +249,11 @@ class _Builds:
         found = {build.schedule: build for build in own}
         here = {each.fingerprint: found[each.schedule].fingerprint for each in shipped if each.schedule in found}
         for each in shipped:
-            found.setdefault(each.schedule, replace(each, fingerprint=here.get(each.fingerprint, each.fingerprint)))
+            own_name = here.get(each.fingerprint, each.fingerprint)
+            alike = each if own_name == each.fingerprint else replace(each, fingerprint=own_name)
+            found.setdefault(each.schedule, alike)
         self.modelled_compilers |= {build.toolchain.compiler for build in (*own[:1], *shipped[:1])}
-        return list(found.values())
+        return list(found.values()), bool(shipped)
 
     def knob_effects(self) -> tuple[KnobEffect, ...]:
         """How often each knob leaves the machine code unchanged, the most inert knob first, over builds of the reported
@@ -317,15 +298,13 @@ class _Desk:
     space: SearchSpace | None
     entries: list[Entry]
     regime: str
+    defaults: dict[Problem, Schedule | None] = field(default_factory=dict)
 
-    def measured(self, key: LandscapeKey, stored: Sequence[StoredMeasurement]) -> ProblemReport:
-        """The report on one problem and device, from all its measurements, newest first."""
-        problem, _, accum_mode = key
-        device = stored[0].measurement.device
-        # Of a schedule measured with several compilers only the newest counts; likewise of a program.
-        by_schedule: dict[Schedule, StoredMeasurement] = {}
-        for one in stored:
-            by_schedule.setdefault(one.measurement.schedule, one)
+    def measured(self, key: LandscapeKey, landscape: Landscape) -> ProblemReport:
+        """The report on one problem and device."""
+        problem, _, mode = key
+        device = landscape.newest[0].measurement.device
+        by_schedule = {one.measurement.schedule: one for one in landscape.newest}
         by_program: dict[ProgramKey, StoredMeasurement] = {}
         others: list[tuple[Schedule, ProgramKey]] = []
         for schedule, one in by_schedule.items():
@@ -335,7 +314,7 @@ class _Desk:
             else:
                 by_program[program] = one
         for build in self.builds.of(problem, device):
-            if build.schedule not in by_schedule and _accum_mode(build.schedule) == accum_mode:
+            if build.schedule not in by_schedule and accum_mode(build.schedule) == mode:
                 others.append((build.schedule, self._program(build.fingerprint, problem, build.schedule, device)))
 
         timed = {}
@@ -354,38 +333,51 @@ class _Desk:
             if program in by_program and schedule not in timed:
                 own = timed[by_program[program].measurement.schedule]
                 timed[schedule] = replace(own, schedule=schedule, same_program_as=own.schedule)
-        written = self._write_up(MEASURED, key, list(timed.values()), self._served(key), len(stored))
-        return replace(written, trace=_trace(stored, written.best.us), taken=stored[0].created_at)
+        written = self._write_up(MEASURED, key, list(timed.values()), self._served(key), landscape.measurements)
+        taken = max(one.created_at for one in landscape.newest)
+        written = replace(written, trace=tuple(us / written.best.us for us in landscape.trace_us), taken=taken)
+        if unlisted := landscape.schedules - len(by_schedule):
+            return replace(written, median_us=landscape.median_us, programs=written.programs + unlisted)
+        return written
 
     def modelled(self, entry: Entry, model_times: ModelTimes | None) -> ProblemReport | None:
         """The report on a problem that nobody measured; None where the model has no time for it either.
 
         Each program stands in it once, under the schedule that changes the fewest knobs, beside what is served and the default.
-        Programs that spill registers are left out unless every program does, as when a schedule is chosen (docs/model.md).
+        Other programs that spill registers are left out unless every program does, as when a schedule is chosen (docs/model.md).
         """
         problem, device = entry.problem, ARCHS.get(self.arch)
-        default = _or_none(self.space.default, problem) if self.space else None
-
-        def plainness(build: BuildRecord) -> tuple[bool, int, str]:
-            schedule = build.schedule
-            changed = sum(schedule.get(knob) != value for knob, value in (default or {}).items())
-            return schedule not in (entry.schedule, default), changed, schedule.id
-
-        builds = self.builds.modelled(entry, device)
-        sound = [build for build in builds if not build.facts or not spilled(build.facts.spill_bytes)]
-        first: dict[ProgramKey, BuildRecord] = {}
-        others: dict[Schedule, Schedule] = {}
-        for build in sorted(sound or builds, key=plainness):
-            known = first.setdefault(self._program(build.fingerprint, problem, build.schedule, device), build)
-            if known is not build and build.schedule in (entry.schedule, default):
-                others[build.schedule] = known.schedule
-        times = model_times(problem, list(first.values())) if model_times else {}
+        default = self.default(problem)
+        builds, whole = self.builds.modelled(entry, device)
+        # What is served may be of an older search space than what ships.
+        today = _or_none(self.space.complete, entry.schedule) if self.space else None
+        if today is not None and any(build.schedule == today for build in builds):
+            entry = entry.replace(schedule=today)
+        named = (entry.schedule, default)
+        spills = {build.schedule for build in builds if build.facts and spilled(build.facts.spill_bytes)}
+        left_out = spills.difference(named) if len(spills) < len(builds) else set()
+        programs: dict[ProgramKey, list[BuildRecord]] = defaultdict(list)
+        for build in builds:
+            if build.schedule in left_out:
+                continue
+            programs[self._program(build.fingerprint, problem, build.schedule, device)].append(build)
+        first = [
+            min(alike, key=lambda build: (build.schedule not in named, *plainness(build.schedule, default)))
+            if len(alike) > 1
+            else alike[0]
+            for alike in programs.values()
+        ]
+        others = {
+            build.schedule: known.schedule
+            for known, alike in zip(first, programs.values(), strict=True)
+            for build in alike
+            if build.schedule in named and build is not known
+        }
+        times = self._estimates(problem, first, model_times) if model_times else {}
         timed = [
-            Timed(
-                schedule=build.schedule, fingerprint=build.fingerprint, us=times[build.schedule.id], facts=build.facts
-            )
-            for build in first.values()
-            if build.schedule.id in times
+            Timed(schedule=build.schedule, fingerprint=build.fingerprint, us=times[build.schedule], facts=build.facts)
+            for build in first
+            if build.schedule in times
         ]
         timed += [
             replace(one, schedule=schedule, same_program_as=own)
@@ -401,7 +393,24 @@ class _Desk:
                 Timed(schedule=schedule, fingerprint=entry.fingerprint if schedule == entry.schedule else "", us=us)
                 for schedule, us in known_us.items()
             ]
-        return self._write_up(MODELLED, (problem, "", entry.accum_mode), timed, entry, 0) if timed else None
+        if not timed:
+            return None
+        written = self._write_up(MODELLED, (problem, "", entry.accum_mode), timed, entry, 0)
+        return replace(written, whole=whole)
+
+    def _estimates(
+        self, problem: Problem, builds: Sequence[BuildRecord], model_times: ModelTimes
+    ) -> dict[Schedule, float]:
+        """The model's estimates, in microseconds: those that ship, and of what else was built, those made now."""
+        ship = self.builds.shipped_times(problem)
+        found = {
+            build.schedule: ship[build.schedule][1]
+            for build in builds
+            if build.schedule in ship and ship[build.schedule][0] == build.facts
+        }
+        others = [build for build in builds if build.schedule not in found]
+        made = model_times(problem, others) if others else {}
+        return found | {build.schedule: made[build.schedule.id] for build in others if build.schedule.id in made}
 
     def _program(self, fingerprint: str, problem: Problem, schedule: Schedule, device: Any) -> ProgramKey:
         return fingerprint, _or_none(self.kernel.grids, problem, schedule, device)
@@ -444,28 +453,28 @@ class _Desk:
             served=served,
         )
 
+    def default(self, problem: Problem) -> Schedule | None:
+        """The default schedule of a problem; None where its space has none."""
+        if problem not in self.defaults:
+            self.defaults[problem] = _or_none(self.space.default, problem) if self.space else None
+        return self.defaults[problem]
+
     def _default(self, problem: Problem, timed: Sequence[Timed]) -> Timed | None:
         """The default schedule, if it has a time.
 
         A schedule of an older search space counts as the default if it is, once the knobs it lacks are at their
         defaults.
         """
-        space = self.space
-        default = _or_none(space.default, problem) if space else None
+        space, default = self.space, self.default(problem)
         if space is None or default is None:
             return None
         alike = (one for one in timed if all(default.get(knob, value) == value for knob, value in one.schedule.items()))
         return next((one for one in alike if default in (one.schedule, _or_none(space.complete, one.schedule))), None)
 
 
-def _trace(stored: Sequence[StoredMeasurement], best_us: float) -> tuple[float, ...]:
-    """Time over the best time for each program of the newest run, in the order in which they were first measured."""
-    newest = max((one.run_id for one in stored if one.run_id is not None), default=None)
-    taken = [one for one in stored if newest is not None and one.run_id == newest]
-    first: dict[str, float] = {}
-    for one in sorted(taken, key=lambda each: (each.created_at, each.id)):
-        first.setdefault(one.measurement.fingerprint, one.measurement.median_us / best_us)
-    return tuple(first.values())
+def plainness(schedule: Schedule, default: Schedule | None) -> tuple[int, str]:
+    """What orders schedules of one program: the one that changes the fewest knobs of the default stands first."""
+    return sum(schedule.get(knob) != value for knob, value in (default or {}).items()), schedule.id
 
 
 def _raced(best: Timed, served: Entry | None) -> Timed | None:
@@ -513,42 +522,3 @@ def _count_failures(failures: Iterable[FailureRecord], builds: Iterable[BuildRec
             FailureCount(stage=stage, kind=kind, candidates=len(candidates), example=message, schedule=schedule)
         )
     return tuple(sorted(counts, key=lambda line: (-line.candidates, line.stage, line.kind)))
-
-
-def _conditions(taken: Sequence[StoredMeasurement]) -> tuple[DeviceConditions, ...]:
-    devices: dict[str, list[StoredMeasurement]] = defaultdict(list)
-    for stored in taken:
-        devices[stored.measurement.device.name].append(stored)
-    found = []
-    for _, members in sorted(devices.items()):
-        states = [stored.measurement.conditions for stored in members]
-        reasons: dict[str, int] = defaultdict(int)
-        for state in states:
-            for reason in state.throttle_reasons:
-                reasons[reason] += 1
-        dates = [stored.created_at for stored in members]
-        found.append(
-            DeviceConditions(
-                device=members[0].measurement.device,
-                drivers=tuple(sorted({stored.measurement.device.driver for stored in members} - {""})),
-                compilers=tuple(sorted({stored.toolchain.compiler for stored in members})),
-                source_hashes=tuple(sorted({source_part(stored.source_hash) for stored in members} - {""})),
-                runners=tuple(sorted({stored.measurement.runner for stored in members})),
-                sm_clock_mhz=_range(state.sm_clock_mhz for state in states),
-                memory_clock_mhz=_range(state.memory_clock_mhz for state in states),
-                power_w=max(state.power_w for state in states),
-                temperature_c=max(state.temperature_c for state in states),
-                held_down=summarise_throttling(stored.measurement for stored in members),
-                throttle_reasons=tuple(sorted(reasons.items(), key=lambda item: (-item[1], item[0]))),
-                first=min(dates),
-                last=max(dates),
-                measurements=len(members),
-                samples=sum(len(stored.measurement.samples_us) for stored in members),
-            )
-        )
-    return tuple(found)
-
-
-def _range(values: Iterable[int]) -> tuple[int, int] | None:
-    told = [value for value in values if value]
-    return (min(told), max(told)) if told else None

@@ -12,9 +12,10 @@ from tiledsched.core.registry import problem_from_json
 from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import SearchSpace
+from tiledsched.report.axes import Axes
 from tiledsched.report.document import NOTHING, Block, Paragraph, Table
-from tiledsched.report.records import PublishedFigure, Report
-from tiledsched.serve.rivals import published_figures
+from tiledsched.report.records import PublishedFigure, PublishedTiles, Report
+from tiledsched.store.manifest import published_figures
 from tiledsched.store.records import BuildRecord
 
 MODEL_ERROR = 0.034
@@ -63,6 +64,26 @@ def figures_for(
                 )
             )
     return tuple(figures)
+
+
+def tiles_for(kernel: KernelClass, axes: Axes) -> tuple[PublishedTiles, ...]:
+    """The two best tiles of each problem for which others published them, on whatever GPU."""
+    found = []
+    for device, known in published_figures(kernel.name).items():
+        for source, values, best, best_us, runner_up, runner_up_us in known.get("tiles", ()):
+            problem = problem_from_json(values)
+            found.append(
+                PublishedTiles(
+                    source=source,
+                    device=device,
+                    size=axes.size(problem),
+                    shared=axes.shared_values(problem),
+                    best=(best[0], best[1]),
+                    runner_up=(runner_up[0], runner_up[1]),
+                    drop=runner_up_us / best_us - 1,
+                )
+            )
+    return tuple(found)
 
 
 def published(report: Report) -> list[Block]:

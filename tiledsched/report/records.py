@@ -184,6 +184,8 @@ class ProblemReport:
     """Measurements, repeats included; 0 where modelled."""
     served: Entry | None
     """What the database serves for this problem; None where it has no entry."""
+    whole: bool = False
+    """Whether all of the search space has a time, but for programs that spill registers."""
     tiles: tuple[TileTime, ...] = ()
     """Each tile size, best first; empty where schedules have no tile knobs."""
     taken: datetime | None = None
@@ -402,6 +404,26 @@ class PublishedFigure:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PublishedTiles:
+    """The two best tiles of one problem, as others published them."""
+
+    source: str
+    """Where."""
+    device: str
+    """The GPU, by product name."""
+    size: int
+    """The problem's size along the first of the kernel's axes."""
+    shared: tuple[Any, ...]
+    """The problem's values of the fields in `Axes.shared`."""
+    best: Tile
+    """The best tile."""
+    runner_up: Tile
+    """The second best."""
+    drop: float
+    """Time of the second best over that of the best, minus 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """What is known of one kernel's schedules on one arch."""
 
@@ -441,6 +463,8 @@ class Report:
     """The highest rates that any kernel reached, for each GPU."""
     published: tuple[PublishedFigure, ...] = ()
     """What others measured on the arch's usual GPU."""
+    published_tiles: tuple[PublishedTiles, ...] = ()
+    """What others published about tiles of the kernel, on whatever GPU."""
 
     @property
     def accuracy_classes(self) -> bool:

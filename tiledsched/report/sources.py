@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 from tiledsched.core import data_files
 from tiledsched.core.errors import DatabaseError
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.store.build_files import BuildFile, read_builds
+from tiledsched.store.evidence import LANDSCAPE
 from tiledsched.store.exchange import read_table
 from tiledsched.store.manifest import listed_files, manifest_path
 from tiledsched.store.records import ArtifactRecord, BuildRecord, Entry, StoredMeasurement
@@ -38,7 +41,7 @@ class WithShipped:
         self._db, self._kernel, self._arch = db, kernel, arch
         self._entries = [entry for entry in entries if (entry.kernel, entry.arch) == (kernel.name, arch)]
         folder = data_files.tuning_db()
-        recorded = sorted((folder / "landscapes" / kernel.name).glob("*.json.xz"))
+        recorded = sorted((folder / "landscapes" / kernel.name).rglob("*.json.xz"))
         elsewhere = {path for path, of in _archs_of_landscapes().items() if of != arch}
         tables = [
             folder / "tables" / kernel.name / f"{arch}.json",
@@ -53,37 +56,45 @@ class WithShipped:
                 except DatabaseError as error:
                     log.warning("%s; it is left out", error)
                     continue
-                self._shipped |= {
-                    stored.uid: stored for stored in table.measurements if stored.measurement.device.arch == arch
-                }
+                found = [stored for stored in table.measurements if stored.measurement.device.arch == arch]
+                self._leave_out_other_runs(found)
+                self._shipped |= {stored.uid: stored for stored in found}
                 self._artifacts |= {
                     (each.arch, each.fingerprint): each for each in table.artifacts if each.arch == arch
                 }
+
+    def _leave_out_other_runs(self, landscape: Sequence[StoredMeasurement]) -> None:
+        """Leave out what an earlier file has of a landscape's problems under its compiler.
+
+        Times of two runs, often on two GPUs of one name, differ by several percent; a landscape's leaders were timed in turn.
+        """
+        sizes = Counter(map(_conditions_of, landscape))
+        whole = {key for key, size in sizes.items() if size >= LANDSCAPE}
+        self._shipped = {uid: stored for uid, stored in self._shipped.items() if _conditions_of(stored) not in whole}
 
     def entries(self, **wanted: Any) -> list[Entry]:
         """What is served on the arch for the kernel, from every layer."""
         return list(self._entries)
 
-    def measurements(
-        self,
-        arch: str | None = None,
-        device_name: str | None = None,
-        regime: str | None = None,
-        *,
-        kernel: str | KernelClass | None = None,
-        **more: Any,
-    ) -> list[StoredMeasurement]:
-        """Measurements of the database and those that ship, newest first, each once."""
-        own = self._db.measurements(arch=arch, device_name=device_name, regime=regime, kernel=kernel, **more)
-        known = {stored.uid for stored in own}
-        shipped = [
-            stored
-            for stored in self._shipped.values()
-            if stored.uid not in known
-            and device_name in (None, stored.measurement.device.name)
-            and regime in (None, stored.measurement.regime)
-        ]
-        return sorted([*own, *shipped], key=lambda stored: (stored.created_at, stored.uid), reverse=True)
+    def measured_problems(self, arch: str, kernel: KernelClass) -> dict[Problem, int]:
+        """The problems that were measured, with at least as many measurements as there are of each."""
+        own = Counter(self._db.measured_problems(arch, kernel))
+        return own + Counter(stored.measurement.problem for stored in self._shipped.values())
+
+    def measurements_by_problem(
+        self, arch: str, kernel: KernelClass
+    ) -> Iterator[tuple[Problem, list[StoredMeasurement]]]:
+        """Each problem that was measured, with the measurements of the database, without samples, and those that ship, newest
+        first, each once.
+        """
+        shipped: dict[Problem, list[StoredMeasurement]] = defaultdict(list)
+        for stored in self._shipped.values():
+            shipped[stored.measurement.problem].append(stored)
+        for problem, own in self._db.measurements_by_problem(arch, kernel):
+            known = {stored.uid for stored in own}
+            yield problem, _newest_first([*own, *(each for each in shipped.pop(problem, ()) if each.uid not in known)])
+        for problem, found in shipped.items():
+            yield problem, _newest_first(found)
 
     def artifacts(self, arch: str | None = None) -> dict[tuple[str, str], ArtifactRecord]:
         """What is known of machine code, by arch and fingerprint."""
@@ -103,8 +114,19 @@ class WithShipped:
         """The builds that ship and can serve a problem on the arch; see `BuildFile.builds_for`."""
         return [build for file in self._build_files for build in file.builds_for(problem, self._arch, schedule)]
 
+    def shipped_times(self, problem: Problem) -> dict[Schedule, tuple[ResourceFacts | None, float]]:
+        """The model's estimates that ship for a problem: resources and microseconds, by schedule."""
+        found: dict[Schedule, tuple[ResourceFacts | None, float]] = {}
+        for file in self._build_files:
+            found |= file.times_for(problem, self._arch)
+        return found
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._db, name)
+
+
+def _newest_first(found: Iterable[StoredMeasurement]) -> list[StoredMeasurement]:
+    return sorted(found, key=lambda stored: (stored.created_at, stored.uid), reverse=True)
 
 
 def _archs_of_landscapes() -> dict[Path, str]:
@@ -114,3 +136,9 @@ def _archs_of_landscapes() -> dict[Path, str]:
     except DatabaseError:
         return {}  # of which every file complains
     return {data_files.tuning_db() / name: each["arch"] for name, each in listed.items() if "arch" in each}
+
+
+def _conditions_of(stored: StoredMeasurement) -> tuple[Problem, str, str, str]:
+    """What times must agree in to be of one landscape: problem, GPU, regime and compiler."""
+    own = stored.measurement
+    return own.problem, own.device.name, own.regime, stored.toolchain.tileiras

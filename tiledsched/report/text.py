@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
+from tiledsched.core.device import PRODUCTS
 from tiledsched.core.problem import Problem, unit_of
 from tiledsched.core.schedule import Schedule
 from tiledsched.report import charts
+from tiledsched.report.analysis import published_beside
 from tiledsched.report.answer import answer, next_step, problem_answer
 from tiledsched.report.axes import cell, show
 from tiledsched.report.csv_files import (
@@ -21,6 +24,7 @@ from tiledsched.report.csv_files import (
     winners_csv,
 )
 from tiledsched.report.document import NOTHING, Block, Case, Chart, Explorer, Heading, Paragraph, Table, write_document
+from tiledsched.report.published import published
 from tiledsched.report.records import DeviceConditions, Interaction, KnobShare, ProblemReport, Report, Section, Tile
 from tiledsched.report.regret import few_schedules
 from tiledsched.report.vega import Spec
@@ -66,13 +70,9 @@ def document(reports: Report | Sequence[Report]) -> list[Block]:
     for report in several:
         first, *rest = answer(report)
         measured = bool(report.measured.problems)
-        found = [
-            Paragraph(text=first, warning=not measured, measured=measured),
-            Paragraph(text=" ".join(rest), answer=True),
-        ]
-        if len(several) == 1:
-            found.insert(1, Heading(text=_title(several), level=1))
-        blocks += [block for block in found if not isinstance(block, Paragraph) or block.text]
+        blocks.append(Paragraph(text=first, warning=not measured, measured=measured))
+        blocks += [Heading(text=_title(several), level=1)] if len(several) == 1 else []
+        blocks += [Paragraph(text=" ".join(rest), answer=True)] if rest else []
     if len(several) > 1:
         blocks.insert(0, Heading(text=_title(several), level=1))
     blocks += _explorer(several)
@@ -93,14 +93,15 @@ def _title(reports: Sequence[Report]) -> str:
 
 
 def _where(report: Report) -> str:
-    """The GPUs that were measured, or else the arch."""
-    names = sorted({one.device_name for one in report.measured.problems})
+    """The GPUs that were measured, or else the usual one of the arch."""
+    names = sorted({one.device_name for one in report.measured.problems}) or [*PRODUCTS.get(report.arch, ())][:1]
     return f"{', '.join(names)} ({report.arch})" if names else report.arch
 
 
 def _explorer(reports: Sequence[Report]) -> list[Block]:
     """The views of one problem at a time."""
-    cases, shared = [], {}
+    cases: list[Case] = []
+    shared: dict[str, list[dict[str, Any]]] = {}
     by_case = [(report, one) for report in reports for one in shown_problems(report)]
     for (report, one), found in zip(by_case, views_of(reports), strict=True):
         name = f"{report.arch} {one.device_name}"
@@ -222,6 +223,8 @@ def _side_by_side(reports: Sequence[Report]) -> list[Block]:
 def _figures(report: Report, after: str) -> list[Block]:
     """Tables, folded."""
     blocks: list[Block] = []
+    if found := published(report):
+        blocks += [Heading(text=f"What others measured on this GPU{after}", folded=True), *found]
     for section in (report.measured, report.modelled):
         if section.problems:
             blocks += _section(section, report, f", {section.provenance}{after}")
@@ -294,33 +297,43 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
 
 
 def _sensitivity(section: Section, report: Report) -> list[Block]:
-    """What the choice of tile is worth, by size: the paper's table 4."""
+    """What the choice of tile is worth, by size: Table 4 of TiledAttention, with its own figures where they are of the same
+    kind of problem.
+    """
     axes, tile = report.axes, " x ".join(report.tile_knobs or ())
+    others = [published_beside(line, report) for line in section.sensitivity]
+    sources = dict.fromkeys(each.source for found in others for each in found)
     text = (
         f"Each tile ({tile}) is judged by its best schedule over all other knobs; where a line joins several problems, "
         f"by the geometric mean. Short is {axes.swept_title} up to 1024, medium up to 4096, long above."
     )
+    if sources:
+        devices = ", ".join(dict.fromkeys(each.device for found in others for each in found))
+        text += f" The last column is what others published of their own kernel, on {devices}: {'; '.join(sources)}."
     head = (
         "problems",
         axes.swept_title,
         "best tile",
-        "second best tile",
-        f"it takes longer by ({section.provenance})",
-        "worst tile takes longer by",
+        f"second best takes longer by ({section.provenance})",
+        "worst takes longer by",
+        *(["published by others"] if sources else []),
     )
     rows = []
-    for line in section.sensitivity:
+    for line, found in zip(section.sensitivity, others, strict=True):
         named = dict(zip(axes.titles.values(), map(show, line.shared), strict=True))
         accum = [f"{line.accum_mode} accumulators"] if line.accum_mode != "fp32" else []
         words = [f"{title}={value}" for title, value in named.items()]
+        theirs = [
+            f"{each.size}: {_tile(each.best)}, then {_tile(each.runner_up)}: {_percent(each.drop)}" for each in found
+        ]
         rows.append(
             (
                 ", ".join([*words, *accum, *([line.device_name] if line.device_name else [])]),
                 f"{line.regime}: {', '.join(map(str, line.sizes))}",
                 _tile(line.best),
-                _tile(line.runner_up),
-                _percent(line.drop),
+                f"{_tile(line.runner_up)}: {_percent(line.drop)}",
                 _percent(line.spread),
+                *(["; ".join(theirs) or NOTHING] if sources else []),
             )
         )
     return [Paragraph(text=text), _table(head, rows)]

@@ -12,14 +12,13 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from tiledsched.core.device import arch_spec
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.measure.runner import RivalTime
 from tiledsched.serve.transfer import log_us
-from tiledsched.store.manifest import model_file
+from tiledsched.store.manifest import published_figures
 from tiledsched.store.records import Entry
 
 log = logging.getLogger("tiledsched")
@@ -161,15 +160,6 @@ def expected_offers(problem: Problem, entries: Iterable[Entry], loss: float) -> 
                 RivalOffer(name=name, ratio=expected, capturable=capturable, only_captured=not keeps_up, reason=reason)
             )
     return tuple(sorted(offers, key=lambda each: (each.ratio, each.name)))
-
-
-@lru_cache(maxsize=16)
-def published_figures(kernel: str) -> Mapping[str, Any]:
-    """What `tuning_db/model/KERNEL/published.json` says of each GPU, by product name; nothing where there is no such file, or it
-    is damaged."""
-    found = model_file(kernel, "published.json")
-    devices: Mapping[str, Any] = found["devices"] if found else {}
-    return devices
 
 
 def published_offers(

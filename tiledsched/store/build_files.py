@@ -34,6 +34,10 @@ class BuildFile:
     """For the id of each problem that was looked at, the places in `builds` of those that can serve it."""
     space: int
     """How many builds there would be of the whole space."""
+    times: Mapping[str, Mapping[str, Mapping[int, float]]]
+    """By arch and by the id of each problem: for places in `builds`, the model's estimate in microseconds, to six digits, because
+    the model takes seconds for all of them.
+    """
     alike: Mapping[str, int]
     """Further archs, and element types, that the builds stand for, and on how many of them that was tried: on an arch each was
     the same machine code; with an element type each took the same registers, threads and shared memory.
@@ -47,14 +51,11 @@ class BuildFile:
         """
         from tiledsched.core.launch import problem_class
 
-        first, builds = self.builds[0], self.builds
-        if problem.kernel != first.kernel or (arch != first.arch and arch not in self.alike):
+        ours = self._as_ours(problem, arch)
+        if ours is None:
             return []
-        own = first.problem_class.values.get("dtype")
-        if own != problem.values.get("dtype"):
-            if problem.values.get("dtype") not in self.alike:
-                return []
-            problem, builds = problem.replace(dtype=own), self._like_ours
+        builds = self.builds if ours is problem else self._like_ours
+        problem = ours
         if problem.id in self.serves:
             builds = [builds[place] for place in self.serves[problem.id]]
         if schedule is not None:
@@ -72,6 +73,22 @@ class BuildFile:
             for each in builds
             if each.problem_class in near and each.problem_class == problem_class(kernel, problem, each.schedule, spec)
         ]
+
+    def times_for(self, problem: Problem, arch: str) -> dict[Schedule, tuple[ResourceFacts | None, float]]:
+        """The estimates for a problem on an arch that the file holds: resources and microseconds, by schedule."""
+        ours = self._as_ours(problem, arch)
+        known = self.times.get(arch, {}).get(ours.id, {}) if ours is not None else {}
+        return {self.builds[place].schedule: (self.builds[place].facts, us) for place, us in known.items()}
+
+    def _as_ours(self, problem: Problem, arch: str) -> Problem | None:
+        """The problem with the element type that was compiled; None where the builds do not stand for it on that arch."""
+        first = self.builds[0]
+        if problem.kernel != first.kernel or (arch != first.arch and arch not in self.alike):
+            return None
+        own, dtype = first.problem_class.values.get("dtype"), problem.values.get("dtype")
+        if dtype == own:
+            return problem
+        return problem.replace(dtype=own) if dtype in self.alike else None
 
     @cached_property
     def _like_ours(self) -> list[BuildRecord]:
@@ -104,6 +121,10 @@ def write_builds(path: Path, file: BuildFile) -> None:
         "space": file.space,
         "alike": dict(file.alike),
         "serves": {name: None if list(places) == every else list(places) for name, places in file.serves.items()},
+        "times": {
+            arch: {name: [list(known), list(known.values())] for name, known in of.items()}
+            for arch, of in file.times.items()
+        },
         "classes": [each.to_json() for each in classes],
         "programs": list(programs),
         "knobs": list(first.schedule),
@@ -156,7 +177,11 @@ def _read(data: Any) -> BuildFile:
     ]
     every = range(len(builds))
     serves = {name: every if places is None else places for name, places in data["serves"].items()}
-    return BuildFile(builds=builds, serves=serves, space=data["space"], alike=data["alike"])
+    times = {
+        arch: {name: dict(zip(*known, strict=True)) for name, known in of.items()}
+        for arch, of in data.get("times", {}).items()
+    }
+    return BuildFile(builds=builds, serves=serves, times=times, space=data["space"], alike=data["alike"])
 
 
 def _fields(outcome: Sequence[Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ threads, but not across a fork. Times are UTC. All methods raise DatabaseError w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +36,7 @@ from tiledsched.store.models import (
 )
 from tiledsched.store.reading import (
     UNDISTURBED,
+    WithoutSamples,
     build_of,
     entry_of,
     matching,
@@ -220,6 +221,25 @@ class TuningDB(Database):
             if latest:
                 wanted = [MeasurementRow.id.in_(select_latest(wanted))]
             return [measurement_of(*row) for row in session.execute(select_measurements().where(*wanted))]
+
+    def measured_problems(self, arch: str, kernel: KernelClass) -> dict[Problem, int]:
+        """The problems of a kernel that were measured on an arch, with at least as many measurements as count of each."""
+        with self.reading(*DAMAGE) as session:
+            return {problem: count for problem, (_, count) in WithoutSamples(session, arch, kernel).problems.items()}
+
+    def measurements_by_problem(
+        self, arch: str, kernel: KernelClass
+    ) -> Iterator[tuple[Problem, list[StoredMeasurement]]]:
+        """Each problem of a kernel that was measured on an arch, with what :meth:`measurements` finds of it, without samples:
+        of those only the number is read. A report on a million measurements holds those of one problem at a time.
+        """
+        with self.reading(*DAMAGE) as session:
+            reader = WithoutSamples(session, arch, kernel)
+        for problem in reader.problems:
+            with self.reading(*DAMAGE) as session:
+                found = reader.read(session, problem)
+            if found:
+                yield problem, found
 
     def latest_measurements(self, *args: Any, **wanted: Any) -> list[StoredMeasurement]:
         """The measurements that :meth:`measurements` finds with `latest`: those that were not repeated since."""

@@ -18,6 +18,9 @@ from tiledsched.store.records import Contradiction, Entry, MeasurementSummary, P
 SPREAD = 0.035
 """How much the times of one program may differ between two GPUs of one model: 0.7 to 3.5% on H200s."""
 
+LANDSCAPE = 60
+"""Schedules of one problem under one compiler that are a landscape, and not what a race left."""
+
 
 def for_compiler(entries: Iterable[Entry], compiler: str) -> list[Entry]:
     """One entry for each place: that of the strongest provenance, and among equals one whose clock was not held down, and then
@@ -70,6 +73,10 @@ def precedence(entry: Entry, seen_mhz: Mapping[str, int]) -> tuple[int, bool]:
     return entry.rank, bool(throttled(entry, seen_mhz))
 
 
+LANDSCAPE = 20
+"""So many measured schedules of a problem show what other schedules cost."""
+
+
 def of_one_compiler(
     measurements: Sequence[StoredMeasurement], compiler: str, *, fullest: bool = False
 ) -> list[StoredMeasurement]:
@@ -78,23 +85,29 @@ def of_one_compiler(
     Args:
         measurements: measurements under any compilers.
         compiler: the wanted version, e.g. 13.5.37, or empty for the newest. Where it measured nothing the nearest is taken.
-        fullest: take the compiler with the most measured schedules instead, and the nearest only among equals. After a
-            refresh the installed compiler has measured a few leaders, and the one before it the landscape.
+        fullest: take the nearest of the compilers that measured a landscape: the one with the most schedules, or one with at
+            least `LANDSCAPE` of them and a third as many. After a refresh the installed compiler has measured a few leaders,
+            and the one before it the landscape.
     """
 
     def place(stored: StoredMeasurement) -> tuple[Any, ...]:
         return stored.measurement.problem, stored.measurement.device.name
 
+    if len({stored.toolchain.tileiras for stored in measurements}) < 2:
+        return list(measurements)
     known: dict[tuple[Any, ...], dict[str, set[Schedule]]] = defaultdict(lambda: defaultdict(set))
     for stored in measurements:
         known[place(stored)][stored.toolchain.tileiras].add(stored.measurement.schedule)
 
-    def order(version: str, schedules: set[Schedule]) -> tuple[Any, ...]:
-        return -len(schedules) if fullest else 0, _distance(version, compiler)
-
-    taken = {
-        where: min(versions, key=lambda version: order(version, versions[version])) for where, versions in known.items()
-    }
+    taken = {}
+    for where, versions in known.items():
+        most = max(map(len, versions.values()))
+        enough = {
+            version
+            for version, schedules in versions.items()
+            if not fullest or len(schedules) >= min(most, max(LANDSCAPE, most / 3))
+        }
+        taken[where] = min(enough, key=lambda version: _distance(version, compiler))
     return [stored for stored in measurements if stored.toolchain.tileiras == taken[place(stored)]]
 
 
@@ -120,6 +133,8 @@ def timed_alike(measurements: Sequence[StoredMeasurement]) -> list[StoredMeasure
     as_now = {
         stored.uid: timed_as_now(stored.measurement.regime, stored.measurement.conditions) for stored in measurements
     }
+    if all(as_now.values()):
+        return list(measurements)
     mixed = {place(stored) for stored in measurements if not as_now[stored.uid]}
     kept = [
         stored

@@ -109,6 +109,15 @@ def model_file(kernel: str, name: str) -> Any:
     return json.loads(data)
 
 
+@lru_cache(maxsize=16)
+def published_figures(kernel: str) -> Mapping[str, Any]:
+    """What `tuning_db/model/KERNEL/published.json` says of each GPU, by product name; nothing where there is no such file, or it
+    is damaged."""
+    found = model_file(kernel, "published.json")
+    devices: Mapping[str, Any] = found["devices"] if found else {}
+    return devices
+
+
 def check_shipped(path: Path, data: bytes) -> None:
     """Refuse a file of the shipped data whose contents are not those that shipped. Files elsewhere are not checked.
 

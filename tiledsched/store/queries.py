@@ -103,12 +103,17 @@ def compare_regimes(latest: Iterable[StoredMeasurement]) -> list[RegimeCompariso
     `latest` are measurements, newest first: of a program measured several times the first counts. Programs are told apart
     by machine code and grid, so that it does not matter which of their equivalent schedules was measured.
     """
-    taken: dict[tuple[str, Problem, str, str], dict[str, dict[ProgramKey, Measurement]]] = {}
+    alike: dict[tuple[str, Problem, str], list[StoredMeasurement]] = defaultdict(list)
     for stored in latest:
-        found = stored.measurement
-        accum_mode = str(found.schedule.get("accum_mode", "fp32"))
-        regimes = taken.setdefault((stored.kernel, found.problem, found.device.name, accum_mode), {})
-        regimes.setdefault(found.regime, {}).setdefault(_program(stored), found)
+        alike[stored.kernel, stored.measurement.problem, stored.measurement.device.name].append(stored)
+    taken: dict[tuple[str, Problem, str, str], dict[str, dict[ProgramKey, Measurement]]] = {}
+    for place, members in alike.items():
+        if len({stored.measurement.regime for stored in members}) > 1:
+            for stored in members:
+                found = stored.measurement
+                accum_mode = str(found.schedule.get("accum_mode", "fp32"))
+                regimes = taken.setdefault((*place, accum_mode), {})
+                regimes.setdefault(found.regime, {}).setdefault(_program(stored), found)
     compared = []
     for (_, problem, device, accum_mode), regimes in taken.items():
         burst, sustained = regimes.get("burst", {}), regimes.get("sustained", {})

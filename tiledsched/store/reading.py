@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
-from sqlalchemy import JSON, ColumnElement, Select, bindparam, func, select, type_coerce
+import msgspec
+from sqlalchemy import JSON, ColumnElement, Select, Text, bindparam, cast, func, select, type_coerce
 from sqlalchemy.orm import Session, aliased, defer
 
 from tiledsched.core.errors import ConfigError, Failure, FailureKind
-from tiledsched.core.problem import KernelClass
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.schedule import Schedule
-from tiledsched.core.sources import DIGITS
-from tiledsched.measure.runner import Measurement
-from tiledsched.store.codec import decode
+from tiledsched.core.sources import DIGITS, is_shipped
+from tiledsched.measure.runner import Accuracy, Conditions, Measurement
+from tiledsched.store.codec import REMEMBERED, decode
 from tiledsched.store.evidence import may_be_of
 from tiledsched.store.models import (
     ArtifactRow,
@@ -30,6 +33,9 @@ from tiledsched.store.models import (
 )
 from tiledsched.store.records import BuildRecord, Entry, MeasurementSummary, StoredMeasurement, Toolchain, record_of
 
+Made = TypeVar("Made")
+AT_ONCE = 500
+"""Schedules that one statement asks for."""
 UNDISTURBED = type_coerce(MeasurementRow.conditions, JSON)["beside"].as_string().is_(None)
 """No other process is known to have run on the GPU during the measurement."""
 
@@ -58,6 +64,159 @@ def select_measurements() -> Select:
         .join(ToolchainRow, ToolchainRow.id == MeasurementRow.toolchain_id)
         .order_by(MeasurementRow.created_at.desc(), MeasurementRow.id.desc())
     )
+
+
+class UnreadSamples(tuple[float, ...]):
+    """Samples that were left in the database: only their number is known."""
+
+    number: int
+
+    def __new__(cls, count: int) -> UnreadSamples:
+        """So many samples."""
+        made = super().__new__(cls)
+        made.number = count
+        return made
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __iter__(self) -> Iterator[float]:
+        raise ValueError("these samples were not read; ask for `measurements`")
+
+    def __getitem__(self, place: Any) -> Any:
+        return next(iter(self))
+
+
+class WithoutSamples:
+    """Reads the measurements of one kernel on one arch, a problem at a time and without their samples.
+
+    Records are made without the checks of :func:`record_of`, which take most of the time where there are a million.
+    """
+
+    def __init__(self, session: Session, arch: str, kernel: KernelClass) -> None:
+        self._wanted = [MeasurementRow.arch == arch, MeasurementRow.kernel == kernel.name, UNDISTURBED]
+        if not is_shipped(kernel):  # of one that ships there is no other, and telling takes a look at every row
+            self._wanted.append(of_known_kernels(session, self._wanted, kernel))
+        # An index has the answer to this; which arch they are of is only in the rows.
+        of_kernel = select(ProblemRow.id).where(ProblemRow.kernel == kernel.name)
+        counted = select(MeasurementRow.problem_id, func.count()).where(MeasurementRow.problem_id.in_(of_kernel))
+        counts = {row[0]: row[1] for row in session.execute(counted.group_by(MeasurementRow.problem_id))}
+        self.problems: dict[Problem, tuple[list[str], int]] = {}
+        """The problems that were measured: the ids of each, and the number of measurements, also on other archs."""
+        for row in session.scalars(select(ProblemRow)):
+            if row.id in counts:
+                numbers, count = self.problems.get(row.problem, ([], 0))
+                self.problems[row.problem] = [*numbers, row.id], count + counts[row.id]
+        self._kernel = kernel
+        self._devices = {row.id: row.device for row in session.scalars(select(DeviceRow))}
+        self._toolchains = {row.id: row.toolchain for row in session.scalars(select(ToolchainRow))}
+        self._schedules: dict[str, Schedule] = {}
+        self._samples: dict[int, UnreadSamples] = {}
+        self._conditions: dict[str, Conditions] = {}
+
+    def read(self, session: Session, problem: Problem) -> list[StoredMeasurement]:
+        """The measurements of one problem, the newest first."""
+        rows = session.execute(self._select(self.problems[problem][0])).all()
+        unknown = list({row.schedule_id for row in rows} - self._schedules.keys())
+        for start in range(0, len(unknown), AT_ONCE):
+            some = select(ScheduleRow).where(ScheduleRow.id.in_(unknown[start : start + AT_ONCE]))
+            self._schedules |= {row.id: row.knobs for row in session.scalars(some)}
+        return [self._measurement(problem, *row) for row in rows]
+
+    def _select(self, problem_ids: Sequence[str]) -> Select:
+        row = MeasurementRow
+        return (
+            select(
+                *(row.id, row.uid, row.run_id, row.source_hash, row.toolchain_id, row.schedule_id, row.device_id),
+                *(
+                    row.fingerprint,
+                    row.regime,
+                    row.runner,
+                    row.median_us,
+                    row.ci_low_us,
+                    row.ci_high_us,
+                    row.sample_count,
+                ),
+                *(cast(row.accuracy, Text), cast(row.conditions, Text), row.created_at),
+            )
+            .where(row.problem_id.in_(problem_ids), *self._wanted)
+            .order_by(row.created_at.desc(), row.id.desc())
+        )
+
+    def _measurement(
+        self,
+        problem: Problem,
+        number: int,
+        uid: str,
+        run_id: int | None,
+        source_hash: str,
+        toolchain_id: str,
+        schedule_id: str,
+        device_id: str,
+        fingerprint: str,
+        regime: str,
+        runner: str,
+        median_us: float,
+        ci_low_us: float,
+        ci_high_us: float,
+        sample_count: int,
+        accuracy: str | None,
+        conditions: str,
+        created_at: datetime,
+    ) -> StoredMeasurement:
+        if not {type(median_us), type(ci_low_us), type(ci_high_us)} <= {
+            float,
+            int,
+        }:  # SQLite takes anything in any column
+            raise TypeError(f"a time is {median_us!r}, {ci_low_us!r} or {ci_high_us!r}")
+        if conditions not in self._conditions:  # those of one run share them
+            if len(self._conditions) >= REMEMBERED:
+                self._conditions.clear()
+            self._conditions[conditions] = decode(Conditions, json.loads(conditions), "conditions")
+        taken = _made(
+            Measurement,
+            problem=problem,
+            schedule=self._schedules[schedule_id],
+            fingerprint=fingerprint,
+            device=self._devices[device_id],
+            regime=regime,
+            median_us=median_us,
+            ci_low_us=ci_low_us,
+            ci_high_us=ci_high_us,
+            samples_us=self._samples.get(sample_count)
+            or self._samples.setdefault(sample_count, UnreadSamples(sample_count)),
+            accuracy=None if accuracy is None else _accuracy(accuracy),
+            conditions=self._conditions[conditions],
+            runner=runner,
+        )
+        return _made(
+            StoredMeasurement,
+            id=number,
+            uid=uid,
+            run_id=run_id,
+            kernel=self._kernel.name,
+            source_hash=source_hash,
+            toolchain=self._toolchains[toolchain_id],
+            measurement=taken,
+            created_at=created_at,
+        )
+
+
+def _made(kind: type[Made], **values: Any) -> Made:
+    """A frozen record of values that need no check: its own constructor takes three times as long."""
+    made = object.__new__(kind)
+    made.__dict__.update(values)
+    return made
+
+
+def _accuracy(text: str) -> Accuracy:
+    try:
+        return _READ_ACCURACY.decode(text)
+    except msgspec.MsgspecError:
+        return decode(Accuracy, json.loads(text), "accuracy")  # which says what is wrong
+
+
+_READ_ACCURACY = msgspec.json.Decoder(Accuracy)
 
 
 def of_known_kernels(

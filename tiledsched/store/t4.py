@@ -279,7 +279,8 @@ def export_foreign(landscape: Recorded, folder: str | os.PathLike[str], form: st
     for name, document in documents.items():
         path = Path(folder) / name
         try:
-            write_whole(path, json.dumps(document))
+            # Without that line break, Kernel Tuner's dashboard takes the cache for one that is still being written.
+            write_whole(path, f"{json.dumps(document)[:-1]}\n}}")
         except OSError as error:
             raise DatabaseError(f"cannot write {path}: {error.strerror}; give another folder") from error
         paths.append(path)
