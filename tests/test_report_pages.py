@@ -9,12 +9,15 @@ import pytest
 from browser import browser, draw_all, ids, opened, texts  # noqa: F401
 from report_samples import PROBLEM, add_modelled, landscape, plain, report_of
 
+from docs.studies.screenshots import PICTURES, described, photograph
+from tiledsched.cli import main
 from tiledsched.report.charts import panel_names
 from tiledsched.report.document import Chart, Heading, to_html, write_document
 from tiledsched.report.text import document
 from tiledsched.report.views import shown_problems, tile_rows, views_of
 from tiledsched.store.db import TuningDB
 
+ROOT = Path(__file__).resolve().parents[1]
 CASES = [
     PROBLEM,
     PROBLEM.replace(causal=True),
@@ -139,3 +142,14 @@ def test_a_chart_that_fails_says_so_and_the_others_are_drawn(browser, tmp_path, 
     page.locator("[data-spec=chart-good] svg").wait_for()
     assert "could not be drawn" in page.locator("[data-spec=chart-bad]").inner_text()
     page.close()
+
+
+def test_the_readmes_picture_shows_todays_report(browser, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "none.db"))
+    monkeypatch.setattr("tiledsched.report.document.drawings", lambda blocks: {})
+    picture = PICTURES[0]
+    assert main([*picture.command, str(tmp_path / "page")]) == 0
+    _, words = photograph(browser, tmp_path / "page" / "report.html", picture)
+    assert words == described(ROOT / "docs" / "images" / f"{picture.name}.png"), (
+        "run python -m docs.studies.screenshots"
+    )

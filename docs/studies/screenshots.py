@@ -1,11 +1,13 @@
 """The pictures of the report in the documentation: `python -m docs.studies.screenshots [docs/images]`.
 
 It writes the reports from what ships and from an empty database, opens them in Chromium and photographs the first screens.
+The words and numbers of that screen are kept in the picture's description, so that a test can tell whether it is still true.
 It needs `pip install -e '.[dev]'` and Chromium (`apt-get install chromium`); the last picture also compiles 24 programs.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import subprocess
@@ -56,17 +58,30 @@ PICTURES = (
 """The README's picture first."""
 
 
-def photograph(browser: Any, page_file: Path, picture: Picture) -> bytes:
-    """The first screen of a page, as PNG."""
+FIRST_WORDS = ".measured, .warning, h1, .answer, .lead, .view:not(.empty) .chart svg text"
+"""What the first screen says: the source, the title, the answer, and the views of one problem."""
+
+
+def photograph(browser: Any, page_file: Path, picture: Picture) -> tuple[bytes, str]:
+    """The first screen of a page, as PNG, and its words and numbers."""
     page = browser.new_page(viewport={"width": picture.width, "height": picture.height}, color_scheme=picture.scheme)
     page.goto(page_file.as_uri())
     seen = "[...document.querySelectorAll('.view:not(.empty) .chart, .chart[data-spec]')]"
     page.wait_for_function(
         f"{seen}.every(each => each.getBoundingClientRect().top > innerHeight || each.dataset.drawn)"
     )
-    taken: bytes = page.screenshot()
+    taken = page.screenshot()
+    words = "\n".join(page.locator(FIRST_WORDS).all_text_contents()[:40])
     page.close()
-    return taken
+    return taken, words
+
+
+def described(picture: Path) -> str:
+    """The words and numbers of the screen that a picture shows."""
+    from PIL import Image
+
+    with Image.open(picture) as image:
+        return str(image.info["Description"])
 
 
 def write_page(picture: Picture, folder: Path) -> Path:
@@ -81,6 +96,8 @@ def write_page(picture: Picture, folder: Path) -> Path:
 
 def main(target: Path, wanted: list[str]) -> None:
     """Take the pictures named, or all, and write them to a folder."""
+    from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
     from playwright.sync_api import sync_playwright
 
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
@@ -88,7 +105,10 @@ def main(target: Path, wanted: list[str]) -> None:
         for picture in PICTURES:
             if not wanted or picture.name in wanted:
                 file = target / f"{picture.name}.png"
-                file.write_bytes(photograph(browser, write_page(picture, Path(folder)), picture))
+                taken, words = photograph(browser, write_page(picture, Path(folder)), picture)
+                text = PngInfo()
+                text.add_itxt("Description", words)
+                Image.open(io.BytesIO(taken)).save(file, pnginfo=text, optimize=True)
                 print(file)
 
 

@@ -231,7 +231,7 @@ def _knobs(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
         of["unseen" if unseen else each.advice].append(each)
     lines = []
     if of["choose"]:
-        chosen = _list([f"{_code(each.knob)} ({_preferred(each)})" for each in of["choose"]])
+        chosen = _list([f"{_code(each.knob)} ({_preferred(each, len(problems))})" for each in of["choose"]])
         lines.append(f"Tune {chosen} for each problem.")
     if of["leave"]:
         left = _list([f"{_code(each.knob)} at {show(each.value)}" for each in of["leave"]])
@@ -253,12 +253,15 @@ def _without_effect(verdict: KnobVerdict) -> bool:
     return bool(ratios) and all(abs(ratio - 1) < 1e-6 for ratio in ratios)
 
 
-def _preferred(verdict: KnobVerdict) -> str:
+def _preferred(verdict: KnobVerdict, problems: int) -> str:
     """Which values problems prefer: `1 is faster for 11 problems, 2 for 3`."""
     (first, number), *others = verdict.preferred
-    return f"{show(first)} is faster for {_count(number, 'problem')}" + "".join(
-        f", {show(value)} for {times}" for value, times in others
-    )
+    words = [
+        f"{show(first)} is faster for {_count(number, 'problem')}",
+        *(f"{show(value)} for {n}" for value, n in others),
+    ]
+    rest = problems - sum(times for _, times in verdict.preferred)
+    return ", ".join([*words, *([f"none surely for {rest}"] if rest else [])])
 
 
 def _best(report: Report, problems: Sequence[ProblemReport]) -> str:
@@ -274,7 +277,7 @@ def _best(report: Report, problems: Sequence[ProblemReport]) -> str:
     units = Counter(unit_of(one.problem) for one in problems)
     unit = max(units, key=lambda each: units[each])
     top = max((one for one in problems if unit_of(one.problem) == unit), key=lambda one: one.best.rate)
-    return f"{said}The highest rate is that of {top.problem}: {_short(top.best.schedule)}, {_time(top)}."
+    return f"{said}Among them, the highest rate is that of {top.problem}: {_short(top.best.schedule)}, {_time(top)}."
 
 
 def _best_of(one: ProblemReport) -> str:

@@ -33,6 +33,7 @@ RATIOS: Spec = {
         "values": [0.5, 0.7, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100],
         "format": "~r",
         "labelOverlap": True,
+        "labelSeparation": 5,
     },
 }
 """An axis of times relative to another time."""
@@ -206,7 +207,7 @@ def tile_panels(report: Report, problems: Sequence[ProblemReport]) -> Spec | Non
 ADVICE = {
     "choose": ("choose it for each problem", ORANGE),
     "leave": ("leave it", BLUE),
-    "unclear": ("unclear", "#888888"),
+    "unclear": ("no value known to be good for all", "#888888"),
     "untried": ("untried", "#888888"),
 }
 
@@ -466,9 +467,9 @@ def views(reports: Sequence[Report]) -> list[View]:
         "data": {"name": "resources"},
         "layer": [
             {
-                "mark": {"type": "point", "filled": True, "size": 32, "opacity": 0.6},
+                "mark": {"type": "point", "filled": True, "size": 40, "opacity": 0.6},
                 "encoding": {
-                    "x": quantity("registers", "registers per thread", scale={"zero": False}),
+                    "x": quantity("registers", "registers per thread", scale={"zero": False}, axis={"tickCount": 6}),
                     "y": relative,
                     "color": {
                         "field": "blocks",
@@ -477,7 +478,7 @@ def views(reports: Sequence[Report]) -> list[View]:
                         "scale": {"scheme": "viridis"},
                         "legend": {"orient": "bottom"},
                     },
-                    "shape": {"condition": {"test": "datum.spilled > 0", "value": "cross"}, "value": "circle"},
+                    "shape": {"condition": {"test": "datum.spilled > 0", "value": "triangle-up"}, "value": "circle"},
                     "tooltip": tips(
                         schedule="schedule",
                         us="µs",
@@ -571,9 +572,9 @@ def views(reports: Sequence[Report]) -> list[View]:
         View(
             name="knob-effects",
             heading="What another value of a knob costs",
-            caption="Each line compares programs that differ in this knob alone: how much longer they take "
-            "than with the best schedule's value, "
-            "and the 95% interval. Right of 1 is slower.",
+            caption="Each line is the mean over pairs of programs that differ in this knob alone, with its 95% interval: how "
+            "much longer they take than with the best schedule's value. Orange is slower, green faster, grey not sure. All other "
+            "knobs stay as they are in a pair; where green stands, the best schedule differs from the pairs in other knobs.",
             spec=effects,
             main="knobs",
             tall=True,
@@ -582,14 +583,14 @@ def views(reports: Sequence[Report]) -> list[View]:
             name="programs",
             heading="How many programs are good enough",
             caption=f"Bars count the programs tried, by their time over the best time; all slower than "
-            f"{SCALE_END:g} times are in the last bar.",
+            f"{SCALE_END:g} times are in the last bar or at its edge.",
             spec=histogram,
             main="programs",
         ),
         View(
             name="resources",
             heading="Registers, spills and occupancy against time",
-            caption="Each dot is a program; a cross spills registers to memory. The best is circled.",
+            caption="Each dot is a program; a triangle spills registers to memory. The best is circled.",
             spec=resources,
             main="resources",
         ),

@@ -9,7 +9,7 @@ from typing import Any
 
 from tiledsched.core.device import PRODUCTS
 from tiledsched.core.problem import Problem, unit_of
-from tiledsched.core.schedule import Schedule
+from tiledsched.core.schedule import SHORT, Schedule
 from tiledsched.report import charts
 from tiledsched.report.analysis import published_beside
 from tiledsched.report.answer import answer, next_step, problem_answer
@@ -121,7 +121,14 @@ def _explorer(reports: Sequence[Report]) -> list[Block]:
     if not views:
         return []
     first = max(range(len(by_case)), key=lambda place: (by_case[place][0] is reports[0], by_case[place][1].best.rate))
-    return [Heading(text="One problem"), Explorer(views=views, cases=cases, shared=shared, first=first)]
+    names = [
+        f"`{short}` is `{knob}`"
+        for knob, short in SHORT.items()
+        if any(knob in one.best.schedule for _, one in by_case)
+    ]
+    text = f"In schedules, {', '.join(names)}; a knob that is not named is at its plainest value." if names else ""
+    heading: list[Block] = [Heading(text="One problem"), Explorer(views=views, cases=cases, shared=shared, first=first)]
+    return [*heading, *([Paragraph(text=text)] if text else [])]
 
 
 def _all_problems(report: Report, after: str) -> list[Block]:
@@ -144,14 +151,16 @@ def _all_problems(report: Report, after: str) -> list[Block]:
                 "costs",
                 "Each dot is a problem: how many times as long as the best it takes with the second best tile, "
                 "with the schedule that runs "
-                "without tuning, and with the median of all programs tried. The red tick is the median over problems.",
+                "without tuning, and with the median of all programs tried. The bold tick is the median over problems.",
                 charts.costs(report, problems),
             ),
             (
                 "knobs",
                 "Each line compares programs of one problem that differ in this knob alone, and is the mean "
                 "over problems with its 95% interval. "
-                "Orange knobs are best at different values for different problems; blue ones can be left at one value.",
+                "Orange knobs are best at different values for different problems; blue ones can be left at one value. "
+                "All other knobs stay as they are in a pair, so that a tile may cost more here than in the tile maps, where "
+                "they are chosen anew.",
                 charts.knobs(report, problems),
             ),
         ]
