@@ -100,8 +100,8 @@ def test_the_answer_on_several_problems_gpus_and_estimates(db):
     add_modelled(db, plain(128, 64), problem=PROBLEM.replace(batch=2))
     lines = answer(report_of(db))
     assert lines == (
-        f"Measured on NVIDIA H200 (sm_90, {month()}): 32 programs of attention for 2 problems; for 1 other problem little beside "
-        "the best schedule was timed; 1 other problem is only modelled.",
+        f"Measured on NVIDIA H200 (sm_90, {month()}): 32 programs of attention for 2 problems; of 1 other problem little but the "
+        "winner of a search is known; 1 other problem is only modelled.",
         "On NVIDIA H200, attention is sensitive to its tile: the second best tile takes 8.0% longer (median of 2 problems), and "
         "the worst 2.2 times as long.",
         "The untuned default takes 72% longer than the best schedule (median of 2 problems).",
@@ -331,8 +331,8 @@ def test_how_few_schedules_serve_all_problems(db):
     assert [(each.limit, len(each.schedules)) for each in found.sets] == [(0.01, 3), (0.02, 3), (0.05, 1)]
     assert found.sets[-1].schedules == (shared,)
     assert found.sentence == (
-        "1 schedule is enough to keep all 3 problems within 5% of their best, 3 within 2%, 3 within 1%. A schedule counts only where "
-        "it was timed: the 1 on 3 of 3 problems on average."
+        "1 schedule is enough to keep all 3 problems within 5% of their best, 3 within 2%, 3 within 1%. A schedule counts only for "
+        "problems on which it was timed; each of the 1 was on 3 of the 3 on average."
     )
 
 
@@ -341,7 +341,7 @@ def test_a_schedule_serves_no_problem_on_which_it_was_not_timed():
     found = few_schedules([one, two])
     assert {len(each.schedules) for each in found.sets} == {2}
     assert (
-        "the 2 on 1 of 2 problems on average. Fewer may be enough: `tiledsched tune attention --candidates"
+        "each of the 2 was on 1 of the 2 on average. Fewer may be enough: `tiledsched tune attention --candidates"
         in found.sentence
     )
     assert few_schedules([one]).sentence == few_schedules([]).sentence == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def test_each_panel_stands_under_its_own_problem(browser, folder, reports):  # n
         heads = {name: next(each for each in found if each["text"] == name.replace("|", "")) for name in names}
         cells = defaultdict(list)
         for each in found:
-            if each["text"].count(".") == 1 and each["text"].replace(".", "").isdigit():
+            if re.fullmatch(r"[0-9]+\.[0-9]+\??", each["text"]):
                 above = [name for name, head in heads.items() if head["y"] < each["y"]]
                 cells[
                     min(above, key=lambda name: abs(heads[name]["x"] - each["x"]) + each["y"] - heads[name]["y"])

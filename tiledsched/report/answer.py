@@ -143,7 +143,7 @@ def _source(report: Report, problems: Sequence[ProblemReport]) -> str:
     if problems:
         said += f"{sum(one.programs for one in problems):,} programs of {kernel} for {_cases(problems)}"
         if rest := len(measured) - len(problems):
-            said += f"; for {_count(rest, 'other problem')} little beside the best schedule was timed"
+            said += f"; of {_count(rest, 'other problem')} little but the winner of a search is known"
     else:
         said += f"the best {'schedule' if len(measured) == 1 else 'schedules'} of {_cases(measured)} of {kernel}"
     if modelled:

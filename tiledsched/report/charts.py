@@ -5,6 +5,7 @@ Heat maps use viridis, which colour-blind people can read.
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -304,6 +305,7 @@ def rates(reports: Sequence[Report]) -> Spec | None:
         rows = [row for row in rows if groups[row["group"], row["source"]] >= least]
     if not rows:
         return None
+    ordered = sorted({str(row["group"]) for row in rows}, key=_by_numbers)
     axes = reports[0].axes
     dots = {
         "mark": {"type": "point", "filled": True, "size": 45, "opacity": 0.7},
@@ -325,10 +327,15 @@ def rates(reports: Sequence[Report]) -> Spec | None:
         },
     }
     return titled(
-        chart(rows, {"facet": word("group", None), "columns": 4, "spec": dots}),
+        chart(rows, {"facet": word("group", None) | {"sort": ordered}, "columns": 4, "spec": dots}),
         "Rates of the best schedules",
         "; ".join(sources),
     )
+
+
+def _by_numbers(text: str) -> list[tuple[int, str]]:
+    """What sorts texts by the numbers in them: `D=64` before `D=128`."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"([0-9]+)", text)]
 
 
 def regimes(report: Report) -> Spec | None:
@@ -418,6 +425,8 @@ def share_of_ceiling(report: Report, one: ProblemReport) -> str:
 def views(reports: Sequence[Report]) -> list[View]:
     """The views of one problem."""
     report = reports[0]
+    dashes = {"measured": [1, 0], "computed": [4, 4]}
+    lines = [each for each in dashes if each == "computed" or any(report.measured.problems for report in reports)]
     unit_title = "FLOP per byte of input and output"
     kinds = {"domain": ["best", "default schedule", "rival"], "range": [GREEN, ORANGE, BLUE]}
     relative = quantity("relative", "time / best time", scale=RATIOS["scale"], axis=RATIOS["axis"])
@@ -515,7 +524,7 @@ def views(reports: Sequence[Report]) -> list[View]:
                     "strokeDash": word(
                         "ceiling",
                         "ceiling",
-                        scale={"domain": ["measured", "computed"], "range": [[1, 0], [4, 4]]},
+                        scale={"domain": lines, "range": [dashes[each] for each in lines]},
                         legend={"orient": "bottom"},
                     ),
                     "tooltip": tips(said="ceiling"),
@@ -563,9 +572,9 @@ def views(reports: Sequence[Report]) -> list[View]:
         View(
             name="tile-map",
             heading="Which tile is best",
-            caption="Each square is one tile size with its best schedule over all other knobs; 1.00, outlined, "
-            "is the best tile, and 1.10 takes "
-            "10% longer. Point at a square for its schedule.",
+            caption="Each square is one tile size with its best schedule over all other knobs; 1.00, outlined, is the best tile, "
+            "and 1.10 takes 10% longer. A question mark: too few programs of this tile were tried to judge it. Point at a square "
+            "for its schedule.",
             spec={**tile_map(report), "width": "container", "height": {"step": 40}, "data": {"name": "tiles"}},
             main="tiles",
         ),

@@ -82,7 +82,8 @@ def _sentence(
     kind = "timed" if problems[0].provenance == MEASURED else "estimated"
     lines = [
         f"{', '.join([serve, *more])}.",
-        f"A schedule counts only where it was {kind}: the {number} on {known:.0f} of {len(problems)} problems on average.",
+        f"A schedule counts only for problems on which it was {kind}; each of the {number} was on {known:.0f} of the "
+        f"{len(problems)} on average.",
     ]
     if known < len(problems) and kind == "timed":
         command = ["tiledsched", "tune", problems[0].problem.kernel, "--candidates", "winners.csv", "-p", "PROBLEM"]

@@ -144,7 +144,7 @@ def _all_problems(report: Report, after: str) -> list[Block]:
                 "tiles",
                 "Each square is one tile size with its best schedule over all other knobs; 1.00, outlined, is "
                 "the best tile of the problem. "
-                "All problems share one scale of colours.",
+                "All problems share one scale of colours; where no square is drawn, no program of that tile was tried.",
                 charts.tile_panels(report, problems),
             ),
             (
@@ -233,7 +233,7 @@ def _figures(report: Report, after: str) -> list[Block]:
     """Tables, folded."""
     blocks: list[Block] = []
     if found := published(report):
-        blocks += [Heading(text=f"What others measured on this GPU{after}", folded=True), *found]
+        blocks += [Heading(text=f"What others published for this GPU{after}", folded=True), *found]
     for section in (report.measured, report.modelled):
         if section.problems:
             blocks += _section(section, report, f", {section.provenance}{after}")

@@ -15,8 +15,8 @@ from tiledsched.report.regret import broad
 
 SCALE_END = 3.0
 """Times beyond this many times the best share one colour or one bar, so that one bad program does not grey out the rest."""
-BINS_AN_OCTAVE = 12
-"""Bars of the histogram of programs from one time to twice that time."""
+EDGES = (1.0, 1.01, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.75, 2.0, 2.5, SCALE_END)
+"""Where the bars of the histogram of programs begin, as multiples of the best time."""
 MOST_PROGRAMS = 12_000
 """Programs on a page, at most; where there are more, each problem shows the fastest and evenly spread others."""
 FASTEST = 0.3
@@ -65,13 +65,13 @@ def source_of(report: Report, one: ProblemReport) -> str:
 
 
 def tile_rows(one: ProblemReport) -> list[Row]:
-    """Each tile size by its best schedule: the best tile is 1."""
+    """Each tile size by its best schedule: the best is 1. A question mark stands by tiles of which too little was tried."""
     return [
         {
             "rows": tile.tile[0],
             "columns": tile.tile[1],
             "relative": round(tile.relative, 4),
-            "said": f"{tile.relative:.2f}",
+            "said": f"{tile.relative:.2f}" + ("" if tile.searched else "?"),
             "us": round(tile.us, 2),
             "programs": tile.programs,
             "best": tile is one.tiles[0],
@@ -122,26 +122,16 @@ def sampled(programs: Sequence[Timed], most: int) -> list[Timed]:
 
 def histogram_rows(one: ProblemReport) -> list[Row]:
     """How many programs take how many times as long as the best; the last bar holds all that are slower."""
-    counts: dict[int, int] = {}
     programs = distinct(one)
-    step = 2 ** (1 / BINS_AN_OCTAVE)
-    edges = list(itertools.takewhile(lambda edge: edge < SCALE_END, (step**place for place in itertools.count())))
-    for timed in programs:
-        place = max(0, sum(edge <= timed.relative for edge in edges) - 1)
-        counts[place] = counts.get(place, 0) + 1
-    rows, below = [], 0
-    for place, count in sorted(counts.items()):
-        below += count
-        last = place == len(edges) - 1
-        rows.append(
-            {
-                "start": round(edges[place], 4),
-                "end": round(SCALE_END * step if last else edges[place + 1], 4),
-                "programs": count,
-                "so_far": f"{below} of {len(programs)}",
-            }
-        )
-    return rows
+    ends = (*EDGES[1:], float("inf"))
+    counts = [sum(start < timed.relative <= end for timed in programs) for start, end in zip(EDGES, ends, strict=True)]
+    counts[0] += sum(timed.relative <= EDGES[0] for timed in programs)
+    so_far = list(itertools.accumulate(counts))
+    return [
+        {"start": start, "end": min(end, SCALE_END * 1.1), "programs": count, "so_far": f"{below} of {len(programs)}"}
+        for start, end, count, below in zip(EDGES, ends, counts, so_far, strict=True)
+        if count
+    ]
 
 
 def mark_rows(one: ProblemReport) -> list[Row]:
@@ -153,7 +143,7 @@ def mark_rows(one: ProblemReport) -> list[Row]:
     ordered = sorted(marks, key=lambda mark: mark[1])
     return [
         {
-            "what": f"{what} {relative:.2f}",
+            "what": f"{what} {relative:.2f}" + (" →" if relative > SCALE_END else ""),
             "at": round(min(relative, SCALE_END), 4),
             "us": round(us, 2),
             "height": 10 + 15 * place,
