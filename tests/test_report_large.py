@@ -106,7 +106,7 @@ def test_of_too_many_programs_those_that_decide_are_listed(large, monkeypatch):
     ("sizes", "most"), [([], 40_000), ([300] * 100, 40_000), ([2000] * 500, 80), ([10, 10**6, 10**6], 19_995)]
 )
 def test_small_landscapes_stay_whole(sizes, most):
-    assert landscapes._most_each(sizes) == most
+    assert landscapes._most_each(sizes, 40_000) == most
 
 
 def test_shares_are_those_of_optuna():
