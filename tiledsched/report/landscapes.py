@@ -132,7 +132,7 @@ def read_measured(
         for (name, _, mode), members in found.members.items():
             reading.taken += members.count
             reading.landscapes[problem, name, mode] = members.landscape(whole)
-            states[name].add(members.tallies.values(), whole[members.newest.id], whole[members.oldest.id])
+            states[name].add(members.tallies, whole[members.newest.id], whole[members.oldest.id])
         if found.members:
             first = min(
                 (whole[members.oldest.id] for members in found.members.values()), key=lambda one: one.created_at
@@ -178,7 +178,7 @@ class _Members:
     def __init__(self, newest: PlainRow) -> None:
         self.newest = self.oldest = newest
         self.count = 0
-        self.tallies: dict[int, _Tally] = {}
+        self.tallies: list[_Tally] = []
         self.listed: Collection[Schedule] = ()
         self.rows: dict[Schedule, PlainRow] = {}
         """The newest measurement of each schedule, the newest first."""
@@ -190,13 +190,6 @@ class _Members:
         self.oldest = row
         self.count += 1
         self.rows.setdefault(row.schedule, row)
-        tally = self.tallies.get(
-            id(row.circumstances)
-        )  # hashing conditions takes long, and those of one run are one object
-        if tally is None:
-            tally = self.tallies[id(row.circumstances)] = _Tally(row.circumstances)
-        tally.count += 1
-        tally.samples += row.samples
         if row.run_id is not None and (self._run is None or row.run_id >= self._run):
             if row.run_id != self._run:
                 self._run, self._trace = row.run_id, {}
@@ -210,7 +203,7 @@ class _Members:
         self.listed = self.rows.keys()
         if len(self.rows) <= most:
             return
-        ranked = sorted(self.rows, key=lambda schedule: (self.rows[schedule].median_us, schedule.id))
+        ranked = [one[2] for one in sorted((row.median_us, each.id, each) for each, row in self.rows.items())]
         kept = dict.fromkeys([*ranked[: (most + 1) // 2], ranked[-1], *(each for each in always if each in self.rows)])
         tile = named_tile(ranked[0]) or ()
         tiles: dict[object, Schedule] = {}
@@ -245,22 +238,29 @@ class _Counted:
         self.rows = 0
         self.members: dict[tuple[str, str, str], _Members] = {}
         """(device name, compiler's version, accumulator mode) -> what is counted of these."""
+        found: dict[tuple[int, str], tuple[_Members, _Tally]] = {}  # by the number of what they share
+        modes: dict[int, str] = {}
         for row in rows:
             self.rows += 1
             shared = row.circumstances
             if device_name in (None, shared.device.name):
-                key = shared.device.name, shared.toolchain.tileiras, accum_mode(row.schedule)
-                members = self.members.get(key)
-                if members is None:
-                    members = self.members[key] = _Members(row)
-                members.add(row)
+                mode = modes.get(id(row.schedule)) or modes.setdefault(id(row.schedule), accum_mode(row.schedule))
+                known = found.get((id(shared), mode))
+                if known is None:
+                    key = shared.device.name, shared.toolchain.tileiras, mode
+                    members = self.members.get(key) or self.members.setdefault(key, _Members(row))
+                    known = found[id(shared), mode] = members, _Tally(shared)
+                    members.tallies.append(known[1])
+                known[0].add(row)
+                known[1].count += 1
+                known[1].samples += row.samples
 
     def alike(self, regime: str) -> bool:
         """Whether all were taken in the regime, and timed as they are today."""
         return all(
             tally.shared.regime == regime and timed_as_now(regime, tally.shared.conditions)
             for members in self.members.values()
-            for tally in members.tallies.values()
+            for tally in members.tallies
         )
 
     def keep_one_compiler(self, compiler: str) -> None:
