@@ -239,12 +239,11 @@ class _Counted:
         self.members: dict[tuple[str, str, str], _Members] = {}
         """(device name, compiler's version, accumulator mode) -> what is counted of these."""
         found: dict[tuple[int, str], tuple[_Members, _Tally]] = {}  # by the number of what they share
-        modes: dict[int, str] = {}
         for row in rows:
             self.rows += 1
             shared = row.circumstances
             if device_name in (None, shared.device.name):
-                mode = modes.get(id(row.schedule)) or modes.setdefault(id(row.schedule), accum_mode(row.schedule))
+                mode = accum_mode(row.schedule)
                 known = found.get((id(shared), mode))
                 if known is None:
                     key = shared.device.name, shared.toolchain.tileiras, mode

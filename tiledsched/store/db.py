@@ -244,8 +244,7 @@ class TuningDB(Database):
             reader = WithoutSamples(session, arch, kernel)
         for problem, (_, size) in reader.problems.items():
             with self.reading(*DAMAGE) as session:
-                few = choose is None or size <= above
-                ids = None if few else choose(problem, reader.plain_rows(session, problem))
+                ids = choose(problem, reader.plain_rows(session, problem)) if choose and size > above else None
                 found = reader.read(session, problem, ids)
             if found:
                 yield problem, found

@@ -140,13 +140,12 @@ class WithoutSamples:
         self._schedules: dict[str, Schedule] = {}
         self._samples: dict[int, UnreadSamples] = {}
         self._conditions: dict[str, Conditions] = {}
-        self._circumstances: dict[tuple[str, ...], Circumstances] = {}
+        self._circumstances: dict[Any, Circumstances] = {}
 
     def read(self, session: Session, problem: Problem, ids: Collection[int] | None = None) -> list[StoredMeasurement]:
         """The measurements of one problem, or those of it with some ids, the newest first."""
-        of_problem = self._of(problem)
         if ids is None:
-            rows = list(session.execute(self._whole().where(*of_problem)))
+            rows = list(session.execute(self._whole().where(*self._of(problem))))
         else:
             numbers, rows = sorted(ids), []
             for start in range(0, len(numbers), AT_ONCE):
@@ -161,24 +160,27 @@ class WithoutSamples:
 
         A row takes a fifth of the time of a whole measurement, and few are held at a time.
         """
-        row, of_problem = MeasurementRow, self._of(problem)
-        self._read_schedules(session, set(session.scalars(select(row.schedule_id).where(*of_problem).distinct())))
+        row = MeasurementRow
         shared = cast(row.conditions, Text), row.device_id, row.toolchain_id, row.source_hash, row.runner, row.regime
         asked = (
             select(row.id, row.run_id, row.schedule_id, row.fingerprint, row.median_us, row.sample_count, *shared)
-            .where(*of_problem)
+            .where(*self._of(problem))
             .order_by(row.created_at.desc(), row.id.desc())
         )
         schedules, known = self._schedules, self._circumstances
         # The connection itself gives rows in half of the time that the session takes.
-        for found in session.connection().execute(asked, execution_options={"yield_per": AT_ONCE}):
-            number, run_id, schedule_id, fingerprint, median_us, samples = found[:6]
-            if type(median_us) is not float:
-                _check_times(median_us)
-            shared = known.get(found[6:]) or self._shared(found[6:])
-            yield PlainRow(number, run_id, schedules[schedule_id], shared, fingerprint, median_us, samples)
+        result = session.connection().execute(asked, execution_options={"yield_per": AT_ONCE})
+        for some in result.partitions():
+            self._read_schedules(session, {found[2] for found in some})
+            for found in some:
+                number, run_id, schedule_id, fingerprint, median_us, samples = found[:6]
+                if type(median_us) is not float:
+                    _check_times(median_us)
+                key = found[6:]
+                alike = known.get(key) or self._shared(key)
+                yield PlainRow(number, run_id, schedules[schedule_id], alike, fingerprint, median_us, samples)
 
-    def _shared(self, key: tuple[str, ...]) -> Circumstances:
+    def _shared(self, key: Any) -> Circumstances:
         conditions, device_id, toolchain_id, *others = key
         if len(self._circumstances) >= REMEMBERED:
             self._circumstances.clear()
