@@ -15,6 +15,7 @@ from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.report import landscapes
 from tiledsched.report.importance import _ped_anova
+from tiledsched.report.text import document
 from tiledsched.store.db import TuningDB
 from tiledsched.store.records import StoredMeasurement
 
@@ -102,11 +103,47 @@ def test_of_too_many_programs_those_that_decide_are_listed(large, monkeypatch):
         assert (some.programs, some.median_us, some.measurements) == (50, every.median_us, 300)
 
 
+@pytest.mark.parametrize("device", [None, DEVICE.name])
+def test_what_is_counted_is_what_whole_measurements_say(large, device, monkeypatch):
+    """Two compilers, GPUs and runs, clocks held down, and programs in both accumulator modes."""
+    _, schedules = large
+    other = replace(TOOLCHAIN, tileiras="13.3.1")
+    with TuningDB.open(":memory:") as db:
+        runs = [db.start_run({}, "sm_90") for _ in range(2)]
+        number, made = itertools.count(), []
+        for turn, (count, compiler, name) in enumerate(
+            [
+                (40, TOOLCHAIN, DEVICE.name),
+                (50, other, DEVICE.name),
+                (45, TOOLCHAIN, "GPU 2"),
+                (45, TOOLCHAIN, DEVICE.name),
+            ]
+        ):
+            for place, one in enumerate(schedules[:count]):
+                mode = one if place % 3 else one.replace(accum_mode="fp16")
+                us, clock = 100.0 + place * 7 % 50 + turn, 1980 - 700 * (place == 9)
+                own = taken(mode, us, device=name, clock=clock, reasons=("sw_power_cap",) * (place == 9))
+                found = replace(stored(next(number), own), toolchain=compiler, run_id=runs[turn % 2])
+                made.append(found)
+        db.merge(made, [])
+        monkeypatch.setattr(landscapes, "MOST_LISTED", 16)
+        report = report_of(db, device_name=device)
+        read = db.measurements_by_problem
+        monkeypatch.setattr(db, "measurements_by_problem", lambda arch, kernel, choose, above: read(arch, kernel))
+        whole = report_of(db, device_name=device)
+    assert len(report.measured.problems) == (2 if device else 4)
+    for some, every in zip(report.measured.problems, whole.measured.problems, strict=True):
+        assert vars(some) == vars(every)
+        assert len(some.timed) < some.programs
+    assert replace(report, measured=whole.measured) == whole
+    assert any("This report lists" in getattr(block, "text", "") for block in document(report))
+
+
 @pytest.mark.parametrize(
     ("sizes", "most"), [([], 40_000), ([300] * 100, 40_000), ([2000] * 500, 80), ([10, 10**6, 10**6], 19_995)]
 )
 def test_small_landscapes_stay_whole(sizes, most):
-    assert landscapes._most_each(sizes) == most
+    assert landscapes._most_each(sizes, 40_000) == most
 
 
 def test_shares_are_those_of_optuna():

@@ -156,7 +156,7 @@ def _spelt(character: str) -> str:
 
 def csv_cell(value: Any) -> Any:
     """A value as a cell of a CSV file. Text that a spreadsheet would compute gets a `'` in front; see :func:`from_csv_cell`."""
-    if not isinstance(value, str):
+    if not isinstance(value, str) or value.isalnum():
         return value
     text = printable(value)
     return f"'{text}" if _FORMULA.match(text) and not _is_number(text) else text

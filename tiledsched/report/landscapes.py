@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,18 +16,18 @@ from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import source_part
 from tiledsched.measure.clocks import summarise_states
-from tiledsched.measure.runner import Conditions, Device
 from tiledsched.report.analysis import named_tile
 from tiledsched.report.records import DeviceConditions
-from tiledsched.store.evidence import of_one_compiler, timed_alike
+from tiledsched.store.evidence import nearest_compiler, of_one_compiler, timed_alike, timed_as_now
 from tiledsched.store.queries import RegimeComparison, compare_regimes
+from tiledsched.store.reading import Circumstances, PlainRow
 from tiledsched.store.records import StoredMeasurement, Toolchain
 
 if TYPE_CHECKING:
     from tiledsched.report.sources import WithShipped
     from tiledsched.store.db import TuningDB
 
-MOST_LISTED = 40_000
+MOST_LISTED = 20_000
 """Where more programs than this were measured, a report lists a choice of each problem's."""
 LandscapeKey = tuple[Problem, str, str]
 """(problem, device name, accumulator mode): only times that agree in all three are compared."""
@@ -99,118 +99,214 @@ def read_measured(
     always: dict[Problem, set[Schedule]] = defaultdict(set)
     for problem, schedule in listed:
         always[problem].add(schedule)
-    most = _most_each(db.measured_problems(arch, kernel).values())
-    for problem, existing in db.measurements_by_problem(arch, kernel):
-        alike = [stored for stored in timed_alike(existing) if device_name in (None, stored.measurement.device.name)]
-        reading.regimes += compare_regimes(alike)
-        taken = of_one_compiler(
-            [stored for stored in alike if stored.measurement.regime == regime], compiler, fullest=True
-        )
-        reading.found += len(existing)
-        reading.taken += len(taken)
-        members: dict[LandscapeKey, list[StoredMeasurement]] = defaultdict(list)
-        for stored in taken:
-            own = stored.measurement
-            reading.compilers[problem] = stored.toolchain.tileiras
-            states[own.device.name].add(stored)
-            members[problem, own.device.name, accum_mode(own.schedule)].append(stored)
-        for key, stored_of in members.items():
-            reading.landscapes[key] = _landscape(stored_of, most, always[problem])
+    most = _most_each(db.measured_problems(arch, kernel).values(), MOST_LISTED)
+    counted: dict[Problem, _Counted] = {}
+
+    def choose(problem: Problem, rows: Iterable[PlainRow]) -> Collection[int] | None:
+        """Which measurements are read whole; all where they are not of one regime and one way of timing."""
+        found = _Counted(rows, device_name)
+        if not (found.members and found.alike(regime)):
+            return None
+        found.keep_one_compiler(compiler)
+        found.list_programs(most, always[problem])
+        counted[problem] = found
+        return found.wanted()
+
+    for problem, existing in db.measurements_by_problem(arch, kernel, choose, above=most):
+        found = counted.pop(problem, None)
+        if found is not None:
+            whole = {stored.id: stored for stored in existing}
+            reading.found += found.rows
+        else:
+            alike = [
+                stored for stored in timed_alike(existing) if device_name in (None, stored.measurement.device.name)
+            ]
+            reading.regimes += compare_regimes(alike)
+            taken = of_one_compiler(
+                [stored for stored in alike if stored.measurement.regime == regime], compiler, fullest=True
+            )
+            whole = dict(enumerate(taken))
+            found = _Counted((_plain(number, stored) for number, stored in whole.items()), None)
+            found.list_programs(most, always[problem])
+            reading.found += len(existing)
+        for (name, _, mode), members in found.members.items():
+            reading.taken += members.count
+            reading.landscapes[problem, name, mode] = members.landscape(whole)
+            states[name].add(members.tallies, whole[members.newest.id], whole[members.oldest.id])
+        if found.members:
+            first = min(
+                (whole[members.oldest.id] for members in found.members.values()), key=lambda one: one.created_at
+            )
+            reading.compilers[problem] = first.toolchain.tileiras
     reading.regimes.sort(key=lambda one: (one.device_name, one.problem, one.accum_mode))
     reading.conditions = tuple(states[name].conditions() for name in sorted(states))
     for each in (state for of in states.values() for state in of.states.values()):
-        reading.sources[source_part(each.source_hash), each.toolchain.id] = each.toolchain
+        reading.sources[source_part(each.shared.source_hash), each.shared.toolchain.id] = each.shared.toolchain
     return reading
 
 
-def _most_each(sizes: Iterable[int]) -> int:
-    """How many programs of each problem are listed, so that they are `MOST_LISTED` in all: small landscapes stay whole."""
-    left, ordered = MOST_LISTED, sorted(sizes)
+def _most_each(sizes: Iterable[int], most: int) -> int:
+    """How many programs of each problem are listed, so that they are `most` in all: small landscapes stay whole."""
+    left, ordered = most, sorted(sizes)
     for place, size in enumerate(ordered):
         share = left // (len(ordered) - place)
         if size > share:
             return share
         left -= size
-    return MOST_LISTED
+    return most
 
 
-def _landscape(stored: Sequence[StoredMeasurement], most: int, always: Iterable[Schedule]) -> Landscape:
-    """The landscape of measurements of one problem, device and accumulator mode, the newest first."""
-    newest: dict[Schedule, StoredMeasurement] = {}
-    for one in stored:
-        newest.setdefault(one.measurement.schedule, one)
-    return Landscape(
-        newest=list(newest.values()) if len(newest) <= most else _listed(newest, most, always),
-        schedules=len(newest),
-        median_us=statistics.median(one.measurement.median_us for one in newest.values()),
-        measurements=len(stored),
-        trace_us=_trace(stored),
-    )
-
-
-def _listed(
-    newest: dict[Schedule, StoredMeasurement], most: int, always: Iterable[Schedule]
-) -> list[StoredMeasurement]:
-    """A choice of the schedules of one landscape, in their order: the fastest, the fastest of each tile, the slowest, those that
-    are wanted in any case, and of the others as many of each speed.
-    """
-    ranked = sorted(newest, key=lambda schedule: (newest[schedule].measurement.median_us, schedule.id))
-    kept = dict.fromkeys([*ranked[: (most + 1) // 2], ranked[-1], *(each for each in always if each in newest)])
-    tile = named_tile(ranked[0]) or ()
-    tiles: dict[object, Schedule] = {}
-    for schedule in ranked:
-        tiles.setdefault(tuple(schedule[knob] for knob in tile if knob in schedule), schedule)
-    kept |= dict.fromkeys(tiles.values())
-    others = [schedule for schedule in ranked if schedule not in kept]
-    if (room := most - len(kept)) > 0:
-        kept |= dict.fromkeys(others[place * len(others) // room] for place in range(room))
-    return [one for schedule, one in newest.items() if schedule in kept]
-
-
-def _trace(stored: Sequence[StoredMeasurement]) -> tuple[float, ...]:
-    """Time of each program of the newest run, in the order in which they were first measured."""
-    newest = max((one.run_id for one in stored if one.run_id is not None), default=None)
-    taken = [one for one in stored if newest is not None and one.run_id == newest]
-    first: dict[str, float] = {}
-    for one in sorted(taken, key=lambda each: (each.created_at, each.id)):
-        first.setdefault(one.measurement.fingerprint, one.measurement.median_us)
-    return tuple(first.values())
+def _plain(number: int, stored: StoredMeasurement) -> PlainRow:
+    """What tells about a measurement whether it is listed, under a number."""
+    own = stored.measurement
+    shared = Circumstances(own.conditions, own.device, stored.toolchain, stored.source_hash, own.runner, own.regime)
+    return PlainRow(number, stored.run_id, own.schedule, shared, own.fingerprint, own.median_us, len(own.samples_us))
 
 
 @dataclass
-class _State:
-    """What measurements of one run share, and how many there are."""
+class _Tally:
+    """What some measurements share, and how many they are."""
 
-    conditions: Conditions
-    device: Device
-    toolchain: Toolchain
-    source_hash: str
-    runner: str
-    regime: str
+    shared: Circumstances
     count: int = 0
     samples: int = 0
+
+
+class _Members:
+    """What is counted of the measurements of one problem, device, compiler and accumulator mode; the newest comes first."""
+
+    def __init__(self, newest: PlainRow) -> None:
+        self.newest = self.oldest = newest
+        self.count = 0
+        self.tallies: list[_Tally] = []
+        self.listed: Collection[Schedule] = ()
+        self.rows: dict[Schedule, PlainRow] = {}
+        """The newest measurement of each schedule, the newest first."""
+        self._run: int | None = None
+        self._trace: dict[str, float] = {}
+
+    def add(self, row: PlainRow) -> None:
+        """Take one more measurement into account."""
+        self.oldest = row
+        self.count += 1
+        self.rows.setdefault(row.schedule, row)
+        if row.run_id is not None and (self._run is None or row.run_id >= self._run):
+            if row.run_id != self._run:
+                self._run, self._trace = row.run_id, {}
+            self._trace.pop(row.fingerprint, None)
+            self._trace[row.fingerprint] = row.median_us
+
+    def list_programs(self, most: int, always: Iterable[Schedule]) -> None:
+        """List all schedules, or a choice of them: the fastest, the fastest of each tile, the slowest, those that are wanted in
+        any case, and of the others as many of each speed.
+        """
+        self.listed = self.rows.keys()
+        if len(self.rows) <= most:
+            return
+        ranked = [one[2] for one in sorted((row.median_us, each.id, each) for each, row in self.rows.items())]
+        kept = dict.fromkeys([*ranked[: (most + 1) // 2], ranked[-1], *(each for each in always if each in self.rows)])
+        tile = named_tile(ranked[0]) or ()
+        tiles: dict[object, Schedule] = {}
+        for schedule in ranked:
+            tiles.setdefault(tuple(schedule[knob] for knob in tile if knob in schedule), schedule)
+        kept |= dict.fromkeys(tiles.values())
+        others = [schedule for schedule in ranked if schedule not in kept]
+        if (room := most - len(kept)) > 0:
+            kept |= dict.fromkeys(others[place * len(others) // room] for place in range(room))
+        self.listed = kept.keys()
+
+    def landscape(self, whole: dict[int, StoredMeasurement]) -> Landscape:
+        """The landscape, given the measurements that were read whole, by their numbers."""
+        return Landscape(
+            newest=[whole[row.id] for schedule, row in self.rows.items() if schedule in self.listed],
+            schedules=len(self.rows),
+            median_us=statistics.median(row.median_us for row in self.rows.values()),
+            measurements=self.count,
+            trace_us=tuple(reversed(self._trace.values())),
+        )
+
+
+class _Counted:
+    """What is counted of the measurements of one problem, which are given the newest first.
+
+    Args:
+        rows: the measurements.
+        device_name: those of other devices are left out; None for all.
+    """
+
+    def __init__(self, rows: Iterable[PlainRow], device_name: str | None) -> None:
+        self.rows = 0
+        self.members: dict[tuple[str, str, str], _Members] = {}
+        """(device name, compiler's version, accumulator mode) -> what is counted of these."""
+        found: dict[tuple[int, str], tuple[_Members, _Tally]] = {}  # by the number of what they share
+        for row in rows:
+            self.rows += 1
+            shared = row.circumstances
+            if device_name in (None, shared.device.name):
+                mode = accum_mode(row.schedule)
+                known = found.get((id(shared), mode))
+                if known is None:
+                    key = shared.device.name, shared.toolchain.tileiras, mode
+                    members = self.members.get(key) or self.members.setdefault(key, _Members(row))
+                    known = found[id(shared), mode] = members, _Tally(shared)
+                    members.tallies.append(known[1])
+                known[0].add(row)
+                known[1].count += 1
+                known[1].samples += row.samples
+
+    def alike(self, regime: str) -> bool:
+        """Whether all were taken in the regime, and timed as they are today."""
+        return all(
+            tally.shared.regime == regime and timed_as_now(regime, tally.shared.conditions)
+            for members in self.members.values()
+            for tally in members.tallies
+        )
+
+    def keep_one_compiler(self, compiler: str) -> None:
+        """Leave out all but one compiler's measurements of each device; see `of_one_compiler`."""
+        versions: dict[str, Counter[str]] = defaultdict(Counter)
+        for (name, version, _), members in self.members.items():
+            versions[name][version] += len(members.rows)
+        taken = {name: nearest_compiler(each, compiler, fullest=True) for name, each in versions.items()}
+        self.members = {key: members for key, members in self.members.items() if taken[key[0]] == key[1]}
+
+    def list_programs(self, most: int, always: Collection[Schedule]) -> None:
+        """List all programs, or a choice that is at most so many, and a few more."""
+        each = _most_each([len(members.rows) for members in self.members.values()], most)
+        for members in self.members.values():
+            members.list_programs(each, always)
+
+    def wanted(self) -> set[int]:
+        """The numbers of the measurements that are to be read whole."""
+        found = set()
+        for members in self.members.values():
+            found |= {members.newest.id, members.oldest.id, *(members.rows[each].id for each in members.listed)}
+        return found
 
 
 class _States:
     """What is said of all measurements of one device together."""
 
     def __init__(self) -> None:
-        self.states: dict[tuple[object, ...], _State] = {}
+        self.states: dict[tuple[object, ...], _Tally] = {}
+        self._power_w, self._temperature_c = 0.0, 0
         self._newest: StoredMeasurement | None = None
         self._oldest: StoredMeasurement | None = None
 
-    def add(self, stored: StoredMeasurement) -> None:
-        """Take one more measurement into account."""
-        taken, toolchain = stored.measurement, stored.toolchain
-        shared = taken.conditions, taken.device, toolchain, stored.source_hash, taken.runner, taken.regime
-        key = (*map(id, shared[:3]), *shared[3:])  # hashing conditions takes long, and those of one run are one object
-        state = self.states.get(key) or self.states.setdefault(key, _State(*shared))
-        state.count += 1
-        state.samples += len(taken.samples_us)
-        if self._newest is None or (stored.created_at, stored.id) > (self._newest.created_at, self._newest.id):
-            self._newest = stored
-        if self._oldest is None or stored.created_at < self._oldest.created_at:
-            self._oldest = stored
+    def add(self, tallies: Iterable[_Tally], newest: StoredMeasurement, oldest: StoredMeasurement) -> None:
+        """Take more measurements into account."""
+        for tally in tallies:
+            conditions, device, toolchain, *others = tally.shared
+            self._power_w = max(self._power_w, conditions.power_w)
+            self._temperature_c = max(self._temperature_c, conditions.temperature_c)
+            said = conditions.sm_clock_mhz, conditions.memory_clock_mhz, conditions.throttle_reasons
+            state = self.states.setdefault((*said, id(device), id(toolchain), *others), _Tally(tally.shared))
+            state.count += tally.count
+            state.samples += tally.samples
+        if self._newest is None or (newest.created_at, newest.id) > (self._newest.created_at, self._newest.id):
+            self._newest = newest
+        if self._oldest is None or oldest.created_at < self._oldest.created_at:
+            self._oldest = oldest
 
     def conditions(self) -> DeviceConditions:
         """The conditions of those that were added; at least one was."""
@@ -219,19 +315,21 @@ class _States:
         states = [*self.states.values()]
         reasons: Counter[str] = Counter()
         for each in states:
-            for reason in each.conditions.throttle_reasons:
+            for reason in each.shared.conditions.throttle_reasons:
                 reasons[reason] += each.count
         return DeviceConditions(
             device=self._newest.measurement.device,
-            drivers=tuple(sorted({each.device.driver for each in states} - {""})),
-            compilers=tuple(sorted({each.toolchain.compiler for each in states})),
-            source_hashes=tuple(sorted({source_part(each.source_hash) for each in states} - {""})),
-            runners=tuple(sorted({each.runner for each in states})),
-            sm_clock_mhz=_range(each.conditions.sm_clock_mhz for each in states),
-            memory_clock_mhz=_range(each.conditions.memory_clock_mhz for each in states),
-            power_w=max(each.conditions.power_w for each in states),
-            temperature_c=max(each.conditions.temperature_c for each in states),
-            held_down=summarise_states((each.conditions, each.device, each.regime, each.count) for each in states),
+            drivers=tuple(sorted({each.shared.device.driver for each in states} - {""})),
+            compilers=tuple(sorted({each.shared.toolchain.compiler for each in states})),
+            source_hashes=tuple(sorted({source_part(each.shared.source_hash) for each in states} - {""})),
+            runners=tuple(sorted({each.shared.runner for each in states})),
+            sm_clock_mhz=_range(each.shared.conditions.sm_clock_mhz for each in states),
+            memory_clock_mhz=_range(each.shared.conditions.memory_clock_mhz for each in states),
+            power_w=self._power_w,
+            temperature_c=self._temperature_c,
+            held_down=summarise_states(
+                (each.shared.conditions, each.shared.device, each.shared.regime, each.count) for each in states
+            ),
             throttle_reasons=tuple(sorted(reasons.items(), key=lambda item: (-item[1], item[0]))),
             first=self._oldest.created_at,
             last=self._newest.created_at,

@@ -6,6 +6,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiledsched.build.cubin import ResourceFacts
@@ -300,6 +301,13 @@ class _Desk:
     regime: str
     defaults: dict[Problem, Schedule | None] = field(default_factory=dict)
 
+    @cached_property
+    def _entries_of(self) -> dict[tuple[Problem, str], list[Entry]]:
+        found: dict[tuple[Problem, str], list[Entry]] = defaultdict(list)
+        for entry in self.entries:
+            found[entry.problem, entry.accum_mode].append(entry)
+        return found
+
     def measured(self, key: LandscapeKey, landscape: Landscape) -> ProblemReport:
         """The report on one problem and device."""
         problem, _, mode = key
@@ -419,10 +427,8 @@ class _Desk:
         problem, device_name, accum_mode = key
         fitting = [
             entry
-            for entry in self.entries
-            if (entry.problem, entry.accum_mode) == (problem, accum_mode)
-            and entry.device_name in ("", device_name)
-            and entry.regime in ("", self.regime)
+            for entry in self._entries_of.get((problem, accum_mode), ())
+            if entry.device_name in ("", device_name) and entry.regime in ("", self.regime)
         ]
         return min(fitting, key=lambda entry: (entry.rank, not entry.device_name, not entry.regime), default=None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from tiledsched.store.build_files import BuildFile, read_builds
 from tiledsched.store.evidence import LANDSCAPE
 from tiledsched.store.exchange import read_table
 from tiledsched.store.manifest import listed_files, manifest_path
+from tiledsched.store.reading import Choose, PlainRow
 from tiledsched.store.records import ArtifactRecord, BuildRecord, Entry, StoredMeasurement
 
 if TYPE_CHECKING:
@@ -82,15 +83,19 @@ class WithShipped:
         return own + Counter(stored.measurement.problem for stored in self._shipped.values())
 
     def measurements_by_problem(
-        self, arch: str, kernel: KernelClass
+        self, arch: str, kernel: KernelClass, choose: Choose, *, above: int
     ) -> Iterator[tuple[Problem, list[StoredMeasurement]]]:
         """Each problem that was measured, with the measurements of the database, without samples, and those that ship, newest
-        first, each once.
+        first, each once. All are read of a problem of which some ship; of others `choose` tells which.
         """
         shipped: dict[Problem, list[StoredMeasurement]] = defaultdict(list)
         for stored in self._shipped.values():
             shipped[stored.measurement.problem].append(stored)
-        for problem, own in self._db.measurements_by_problem(arch, kernel):
+
+        def choose_own(problem: Problem, rows: Iterable[PlainRow]) -> Collection[int] | None:
+            return None if problem in shipped else choose(problem, rows)
+
+        for problem, own in self._db.measurements_by_problem(arch, kernel, choose_own, above=above):
             known = {stored.uid for stored in own}
             yield problem, _newest_first([*own, *(each for each in shipped.pop(problem, ()) if each.uid not in known)])
         for problem, found in shipped.items():

@@ -28,7 +28,7 @@ from tiledsched.report.published import published
 from tiledsched.report.records import DeviceConditions, Interaction, KnobShare, ProblemReport, Report, Section, Tile
 from tiledsched.report.regret import few_schedules
 from tiledsched.report.vega import Spec
-from tiledsched.report.views import explored, shown_problems, views_of
+from tiledsched.report.views import distinct, explored, shown_problems, views_of
 
 
 def write_report(reports: Report | Sequence[Report], out_dir: str | Path) -> list[Path]:
@@ -484,6 +484,15 @@ def _conditions(report: Report, after: str) -> list[Block]:
     if report.elsewhere:
         text = (
             f"Left out: {_count(report.elsewhere, 'measurement')} of another regime, device, compiler or way of timing."
+        )
+        blocks.append(Paragraph(text=text))
+    found = sum(one.programs for one in report.measured.problems)
+    listed = sum(len(distinct(one)) for one in report.measured.problems)
+    if listed < found:
+        text = (
+            f"This report lists {listed:,} of the {found:,} measured programs: of each problem the fastest, the fastest of each "
+            "tile, the slowest, what is served, and others of every speed. Counts and medians are of all; effects of knobs "
+            "are of those listed."
         )
         blocks.append(Paragraph(text=text))
     if report.modelled.problems and report.model_compilers:

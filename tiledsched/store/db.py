@@ -36,6 +36,7 @@ from tiledsched.store.models import (
 )
 from tiledsched.store.reading import (
     UNDISTURBED,
+    Choose,
     WithoutSamples,
     build_of,
     entry_of,
@@ -228,16 +229,23 @@ class TuningDB(Database):
             return {problem: count for problem, (_, count) in WithoutSamples(session, arch, kernel).problems.items()}
 
     def measurements_by_problem(
-        self, arch: str, kernel: KernelClass
+        self, arch: str, kernel: KernelClass, choose: Choose | None = None, *, above: int = 0
     ) -> Iterator[tuple[Problem, list[StoredMeasurement]]]:
         """Each problem of a kernel that was measured on an arch, with what :meth:`measurements` finds of it, without samples:
         of those only the number is read. A report on a million measurements holds those of one problem at a time.
+
+        Args:
+            arch: e.g. sm_90.
+            kernel: the kernel.
+            choose: which measurements are read of a problem with more than `above` of them; None for all.
+            above: up to so many are all read.
         """
         with self.reading(*DAMAGE) as session:
             reader = WithoutSamples(session, arch, kernel)
-        for problem in reader.problems:
+        for problem, (_, size) in reader.problems.items():
             with self.reading(*DAMAGE) as session:
-                found = reader.read(session, problem)
+                ids = choose(problem, reader.plain_rows(session, problem)) if choose and size > above else None
+                found = reader.read(session, problem, ids)
             if found:
                 yield problem, found
 

@@ -99,16 +99,20 @@ def of_one_compiler(
     for stored in measurements:
         known[place(stored)][stored.toolchain.tileiras].add(stored.measurement.schedule)
 
-    taken = {}
-    for where, versions in known.items():
-        most = max(map(len, versions.values()))
-        enough = {
-            version
-            for version, schedules in versions.items()
-            if not fullest or len(schedules) >= min(most, max(LANDSCAPE, most / 3))
-        }
-        taken[where] = min(enough, key=lambda version: _distance(version, compiler))
+    taken = {
+        where: nearest_compiler({version: len(each) for version, each in versions.items()}, compiler, fullest=fullest)
+        for where, versions in known.items()
+    }
     return [stored for stored in measurements if stored.toolchain.tileiras == taken[place(stored)]]
+
+
+def nearest_compiler(schedules: Mapping[str, int], compiler: str, *, fullest: bool) -> str:
+    """Which compiler's measurements count, given how many schedules each measured; see :func:`of_one_compiler`."""
+    most = max(schedules.values())
+    enough = {
+        version for version, number in schedules.items() if not fullest or number >= min(most, max(LANDSCAPE, most / 3))
+    }
+    return min(enough, key=lambda version: _distance(version, compiler))
 
 
 def timed_as_now(regime: str, conditions: Conditions) -> bool:
