@@ -107,7 +107,7 @@ def test_the_answer_on_several_problems_gpus_and_estimates(db):
         "The untuned default takes 72% longer than the best schedule (median of 2 problems).",
         "Tune `occupancy` (1 is faster for 1 problem, 2 for 1) for each problem.",
         "Leave `latency_k` at 0: no other value tried is more than 1% faster.",
-        "128x64 is the best tile for all. Among them, the highest rate is that of B=4 H=32 S=4096 D=64 float16: `128x64 warps=4 occ=1`, "
+        "128x64 is the best tile for all. Among these problems, the highest rate is that of B=4 H=32 S=4096 D=64 float16: `128x64 warps=4 occ=1`, "
         "100 µs (5,498 TFLOP/s).",
     )
     add_times(db, grid(), device="NVIDIA H100")

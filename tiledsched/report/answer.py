@@ -277,7 +277,7 @@ def _best(report: Report, problems: Sequence[ProblemReport]) -> str:
     units = Counter(unit_of(one.problem) for one in problems)
     unit = max(units, key=lambda each: units[each])
     top = max((one for one in problems if unit_of(one.problem) == unit), key=lambda one: one.best.rate)
-    return f"{said}Among them, the highest rate is that of {top.problem}: {_short(top.best.schedule)}, {_time(top)}."
+    return f"{said}Among these problems, the highest rate is that of {top.problem}: {_short(top.best.schedule)}, {_time(top)}."
 
 
 def _best_of(one: ProblemReport) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 from tiledsched.core.device import ARCHS, arch_spec
 from tiledsched.core.problem import unit_of
+from tiledsched.report.analysis import named_tile
 from tiledsched.report.axes import show
 from tiledsched.report.ceilings import roof_of
 from tiledsched.report.document import View
@@ -425,6 +426,7 @@ def share_of_ceiling(report: Report, one: ProblemReport) -> str:
 def views(reports: Sequence[Report]) -> list[View]:
     """The views of one problem."""
     report = reports[0]
+    knobs = report.tile_knobs or ()
     dashes = {"measured": [1, 0], "computed": [4, 4]}
     lines = [each for each in dashes if each == "computed" or any(report.measured.problems for report in reports)]
     unit_title = "FLOP per byte of input and output"
@@ -571,10 +573,10 @@ def views(reports: Sequence[Report]) -> list[View]:
     return [
         View(
             name="tile-map",
-            heading="Which tile is best",
-            caption="Each square is one tile size with its best schedule over all other knobs; 1.00, outlined, is the best tile, "
-            "and 1.10 takes 10% longer. A question mark: too few programs of this tile were tried to judge it. Point at a square "
-            "for its schedule.",
+            heading="Which tile is best" if named_tile(knobs) else f"{' and '.join(knobs)} together",
+            caption=f"Each square is one value of {' and '.join(knobs)} with its best schedule over all other knobs; 1.00, "
+            "outlined, is the best, and 1.10 takes 10% longer. A question mark: too few programs of this square were tried to judge it. "
+            "Point at a square for its schedule.",
             spec={**tile_map(report), "width": "container", "height": {"step": 40}, "data": {"name": "tiles"}},
             main="tiles",
         ),
