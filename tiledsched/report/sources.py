@@ -83,7 +83,7 @@ class WithShipped:
         return own + Counter(stored.measurement.problem for stored in self._shipped.values())
 
     def measurements_by_problem(
-        self, arch: str, kernel: KernelClass, choose: Choose, *, above: int
+        self, arch: str, kernel: KernelClass, choose: Choose | None = None, *, above: int = 0
     ) -> Iterator[tuple[Problem, list[StoredMeasurement]]]:
         """Each problem that was measured, with the measurements of the database, without samples, and those that ship, newest
         first, each once. All are read of a problem of which some ship; of others `choose` tells which.
@@ -93,7 +93,7 @@ class WithShipped:
             shipped[stored.measurement.problem].append(stored)
 
         def choose_own(problem: Problem, rows: Iterable[PlainRow]) -> Collection[int] | None:
-            return None if problem in shipped else choose(problem, rows)
+            return choose(problem, rows) if choose and problem not in shipped else None
 
         for problem, own in self._db.measurements_by_problem(arch, kernel, choose_own, above=above):
             known = {stored.uid for stored in own}
