@@ -574,9 +574,9 @@ def views(reports: Sequence[Report]) -> list[View]:
         View(
             name="tile-map",
             heading="Which tile is best" if named_tile(knobs) else f"{' and '.join(knobs)} together",
-            caption=f"Each square is one value of {' and '.join(knobs)} with its best schedule over all other knobs; 1.00, "
-            "outlined, is the best, and 1.10 takes 10% longer. A question mark: too few programs of this square were tried to judge it. "
-            "Point at a square for its schedule.",
+            caption=f"Each square is one value of {' and '.join(knobs)} with its best schedule over all other knobs; "
+            "1.00, outlined, is the best, and 1.10 takes 10% longer. A question mark: too few programs of this square were "
+            "tried to judge it. Point at a square for its schedule.",
             spec={**tile_map(report), "width": "container", "height": {"step": 40}, "data": {"name": "tiles"}},
             main="tiles",
         ),
