@@ -68,7 +68,7 @@ def parse(words):
     words, is_shipped, command = known, known == words, root
     while isinstance(command, Group) and not words[0].startswith("-"):
         command = command.commands[words.pop(0)]
-    with command.make_context("", words, obj=Invocation()) as context:
+    with command.make_context("", words, obj=Invocation(), help_option_names=["-h", "--help"]) as context:
         given = context.params
     if command is root.commands["fleet"].commands["run"]:
         return parse(given["words"])
@@ -112,7 +112,7 @@ def leaf_commands(group, above=""):
 def flags_table(name):
     """The flags that a command has for itself, with what its help says of them."""
     command = dict(leaf_commands(root))[name]
-    context = click.Context(command, info_name=name)
+    context = click.Context(command, info_name=name, help_option_names=["-h", "--help"])
     lines = []
     for param in command.params:
         if getattr(param, "heading", "") not in ("Every command", "Problems") and param.name != "kernel":
