@@ -239,7 +239,7 @@ def knobs(report: Report, problems: Sequence[ProblemReport]) -> Spec | None:
         "advice",
         "this knob",
         scale={"domain": shown, "range": [words[each] for each in shown]},
-        legend={"orient": "bottom"},
+        legend={"orient": "bottom", "labelLimit": 320},
     )
     spec = effects_chart(f"{problems[0].provenance} time / time with the other value", colour)
     return titled(
@@ -265,10 +265,14 @@ def effects_chart(title: str, colour: Spec) -> Spec:
                 "mark": {"type": "circle", "size": 55, "opacity": 1},
                 "encoding": {"x": x, "y": y, "color": colour, "tooltip": hover},
             },
-            {
-                "mark": {"type": "text", "align": "left", "dx": 5, "fontSize": 9.5},
-                "encoding": {"x": x | {"field": "high"}, "y": y, "text": {"field": "said", "type": "nominal"}},
-            },
+            *(
+                {
+                    "transform": [{"filter": f"datum.high {sign} 1"}],
+                    "mark": {"type": "text", "align": align, "dx": away, "fontSize": 9.5},
+                    "encoding": {"x": x | {"field": end}, "y": y, "text": {"field": "said", "type": "nominal"}},
+                }
+                for sign, end, align, away in ((">=", "high", "left", 5), ("<", "low", "right", -5))
+            ),
         ]
     }
 

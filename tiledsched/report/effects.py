@@ -73,6 +73,18 @@ def joined_effects(problems: Sequence[ProblemReport]) -> tuple[KnobVerdict, ...]
     return tuple(sorted(verdicts, key=lambda each: (-_cost(each.effects), each.knob)))
 
 
+def preferred_values(problems: Sequence[ProblemReport], knobs: Sequence[str]) -> list[list[KnobValue | None]]:
+    """For each problem, the value that it prefers of each knob: no value compared with it is faster, and at least one is surely
+    slower. None where there is no such value.
+    """
+    found = []
+    for one in problems:
+        table = _matched_ratios(one)
+        favourites = [_favourite(knob, table[knob]) if knob in table else None for knob in knobs]
+        found.append([favourite[1] if favourite else None for favourite in favourites])
+    return found
+
+
 def tile_knobs(problems: Sequence[ProblemReport]) -> tuple[str, str] | None:
     """The two knobs over which heat maps are drawn; None where fewer than two knobs are integers, or none of them varies.
 

@@ -24,11 +24,15 @@ from tiledsched.report.csv_files import (
     winners_csv,
 )
 from tiledsched.report.document import NOTHING, Block, Case, Chart, Explorer, Heading, Paragraph, Table, write_document
+from tiledsched.report.effects import joined_effects, preferred_values
 from tiledsched.report.published import published
 from tiledsched.report.records import DeviceConditions, Interaction, KnobShare, ProblemReport, Report, Section, Tile
 from tiledsched.report.regret import few_schedules
 from tiledsched.report.vega import Spec
 from tiledsched.report.views import distinct, explored, shown_problems, views_of
+
+MOST_CHOSEN = 5
+"""Knobs in the table of preferred values, at most; those whose values cost most are taken."""
 
 
 def write_report(reports: Report | Sequence[Report], out_dir: str | Path) -> list[Path]:
@@ -158,7 +162,8 @@ def _all_problems(report: Report, after: str) -> list[Block]:
                 "knobs",
                 "Each line compares programs of one problem that differ in this knob alone, and is the mean "
                 "over problems with its 95% interval. "
-                "Orange knobs are best at different values for different problems; blue ones can be left at one value. "
+                "Orange knobs are best at different values for different problems (the folded table of preferred values "
+                "says which); blue ones can be left at one value. "
                 "All other knobs stay as they are in a pair, so that a tile may cost more here than in the tile maps, where "
                 "they are chosen anew.",
                 charts.knobs(report, problems),
@@ -248,6 +253,7 @@ def _section(section: Section, report: Report, after: str) -> list[Block]:
     for _, members in groupby(section.problems, key=lambda one: one.group):
         group = list(members)
         blocks += [Heading(text=report.group_text(group[0]), level=3), _best_table(group, report)]
+    blocks += _preferences(section, after)
     if section.sensitivity:
         blocks += [
             Heading(text=f"Best and second best tile by size{after}", folded=True),
@@ -303,6 +309,28 @@ def _sizes(one: ProblemReport, report: Report, group: Sequence[ProblemReport]) -
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
     return Table(head=tuple(head), rows=tuple(map(tuple, rows)))
+
+
+def _preferences(section: Section, after: str) -> list[Block]:
+    """Which value each problem prefers of the knobs that have to be chosen for each problem."""
+    problems = explored(section.problems)
+    knobs = [verdict.knob for verdict in joined_effects(problems) if verdict.advice == "choose"][:MOST_CHOSEN]
+    if not knobs:
+        return []
+    rows = [
+        (str(one.problem), *(NOTHING if value is None else show(value) for value in values))
+        for one, values in zip(problems, preferred_values(problems, knobs), strict=True)
+        if any(value is not None for value in values)
+    ]
+    text = (
+        "A problem prefers a value if, over its matched pairs, no value compared with it is faster and at least one is surely "
+        "slower. Problems that prefer no value are left out."
+    )
+    return [
+        Heading(text=f"Which value each problem prefers{after}", folded=True),
+        Paragraph(text=text),
+        _table(("problem", *(f"`{knob}`" for knob in knobs)), rows),
+    ]
 
 
 def _sensitivity(section: Section, report: Report) -> list[Block]:
