@@ -30,7 +30,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.report import WithShipped
-from tiledsched.report.analysis import published_beside
+from tiledsched.report.analysis import published_for
 from tiledsched.report.answer import answer, next_step, problem_answer
 from tiledsched.report.csv_files import knobs_csv, winners_csv
 from tiledsched.report.document import to_markdown
@@ -229,7 +229,7 @@ def test_the_paper_stands_beside_the_same_kind_of_problem(db):
     """Table 4 of TiledAttention is of 128 columns, float16, without a mask, on a GB10; nothing is said beside others."""
     for problem in (PROBLEM, PROBLEM.replace(head_dim=128), PROBLEM.replace(head_dim=128, causal=True)):
         add_times(db, grid(), problem=problem)
-    found = [published_beside(line, report_of(db)) for line in report_of(db).measured.sensitivity]
+    found = [published_for(line, report_of(db)) for line in report_of(db).measured.sensitivity]
     assert sorted(map(len, found)) == [0, 0, 1]
     (theirs,) = max(found, key=len)
     assert (theirs.device, theirs.size, theirs.best, theirs.runner_up) == ("GB10", 4096, (64, 128), (64, 64))

@@ -13,7 +13,7 @@ from report_samples import DEVICE, PROBLEM, add_builds, add_modelled, add_times,
 from tiledsched.core.errors import ConfigError, Failure, FailureKind
 from tiledsched.report import write_report
 from tiledsched.report.csv_files import schedules_csv, sensitivity_csv
-from tiledsched.report.document import Cards, Chart, Contents, Explorer, Heading, Paragraph, Table, to_html, to_markdown
+from tiledsched.report.document import Chart, Contents, Explorer, Heading, Paragraph, Table, to_html, to_markdown
 from tiledsched.report.text import document
 from tiledsched.store.db import TuningDB
 
@@ -248,7 +248,6 @@ def test_document_blocks():
         Paragraph(text="Mind `this` & <that>", warning=True),
         Heading(text="T", level=1),
         Contents(),
-        Cards(items=(("+5%", "what `x` costs"),)),
         Heading(text="More, folded", folded=True),
         Table(head=("a", "b"), rows=(("1.5%", "128x64"), ("-", "-"))),
         Chart(name="i", spec={"mark": "</script>"}, text='say "x"'),
@@ -258,7 +257,6 @@ def test_document_blocks():
     assert "| ---: | --- |" in markdown
     assert '![say "x"](i.svg)' in markdown
     assert "![" not in to_markdown(blocks)
-    assert "- **+5%**: what `x` costs" in markdown
     text = to_html(blocks, title="a < b")
     assert '<p class="warning">Mind <code>this</code> &amp; &lt;that&gt;</p>' in text
     assert '<td class="number">1.5%</td>' in text

@@ -106,7 +106,7 @@ def sensitivity(problems: Sequence[ProblemReport]) -> tuple[TileSensitivity, ...
     return tuple(lines)
 
 
-def published_beside(line: TileSensitivity, report: Report) -> list[PublishedTiles]:
+def published_for(line: TileSensitivity, report: Report) -> list[PublishedTiles]:
     """What others published about tiles for problems of the same kind and regime of sizes."""
     return [
         each

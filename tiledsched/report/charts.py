@@ -15,13 +15,12 @@ from typing import Any
 from tiledsched.core.device import ARCHS, arch_spec
 from tiledsched.core.problem import unit_of
 from tiledsched.report.analysis import named_tile
-from tiledsched.report.axes import show
 from tiledsched.report.ceilings import roof_of
 from tiledsched.report.document import View
 from tiledsched.report.effects import joined_effects
 from tiledsched.report.records import ProblemReport, Report
 from tiledsched.report.vega import BINARY, BLUE, GREEN, ORANGE, RED, SIZES, Spec, chart, quantity, tips, titled, word
-from tiledsched.report.views import SCALE_END, choices_of, source_of, tile_rows
+from tiledsched.report.views import SCALE_END, choices_of, knob_rows, source_of, tile_rows
 
 GOLDEN = 0.618034
 """Multiples of the golden ratio modulo 1 are spread evenly. They move dots apart that would hide each other."""
@@ -217,19 +216,9 @@ ADVICE = {
 def knobs(report: Report, problems: Sequence[ProblemReport]) -> Spec | None:
     """What each value of a knob costs over several problems, from matched pairs."""
     rows = [
-        {
-            "change": f"{each.knob}: {show(each.value)}, not {show(each.against)}",
-            "relative": round(each.ratio, 4),
-            "low": round(each.ci_low or each.ratio, 4),
-            "high": round(each.ci_high or each.ratio, 4),
-            "said": _percent(each.ratio - 1),
-            "pairs": each.pairs,
-            "problems": each.problems,
-            "advice": ADVICE[verdict.advice][0],
-        }
+        row | {"advice": ADVICE[verdict.advice][0]}
         for verdict in joined_effects(problems)
-        for each in verdict.effects
-        if each.ratio is not None
+        for row in knob_rows(verdict.effects)
     ]
     if not rows:
         return None

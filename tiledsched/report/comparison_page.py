@@ -246,7 +246,10 @@ def _winners(found: Comparison) -> list[Block]:
         "The best schedule in B is another one than in A. The last column says whether B is slower or faster, and how much "
         "longer A's best schedule takes in B than B's best. A tie means that the two 95% intervals overlap: either may be served."
     )
-    cells = [(label_of(row.b, found), _schedules(row), f"{VERDICTS[row.verdict][0]}; {_kept(row)}") for row in rows]
+    cells = [
+        (label_of(row.b, found), _schedules(row), f"{VERDICTS[row.verdict][0]}; {_cost_of_old_winner(row)}")
+        for row in rows
+    ]
     head = ("problem", "best in A, in B", "B is; A's best in B is")
     return [_heading("Which problems changed their winner", rows), Paragraph(text=text), Table(head=head, rows=cells)]
 
@@ -255,7 +258,7 @@ def _schedules(row: Compared) -> str:
     return f"{_code(row.a.schedule)}, {_code(row.b.schedule) if row.winner_changed else 'the same'}"
 
 
-def _kept(row: Compared) -> str:
+def _cost_of_old_winner(row: Compared) -> str:
     old = row.old_winner
     if old is None:
         return "not timed in B"

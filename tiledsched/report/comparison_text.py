@@ -88,7 +88,7 @@ def conditions_of(found: Comparison) -> list[str]:
     for taken in (taken for row in found.rows for taken in (row.a, row.b) if taken.conditions is not None):
         seen[taken.device] = max(seen.get(taken.device, 0), taken.conditions.sm_clock_mhz if taken.conditions else 0)
     for side in ("a", "b"):
-        slowed = [words for row in rows if (words := _held_down(getattr(row, side), seen))]
+        slowed = [words for row in rows if (words := _throttling(getattr(row, side), seen))]
         if slowed:
             told.append(
                 f"In {plural(len(slowed))} the clock of {side.upper()}'s GPU was held down, {slowed[0]}: these times are too "
@@ -110,7 +110,7 @@ def _unlike(row: Compared) -> str:
     return ""
 
 
-def _held_down(taken: KnownTime, seen_mhz: Mapping[str, int]) -> str:
+def _throttling(taken: KnownTime, seen_mhz: Mapping[str, int]) -> str:
     """In words how far below its clock the GPU was held; empty where it was not, or is not known."""
     if taken.conditions is None or taken.gpu is None:
         return ""

@@ -72,14 +72,6 @@ class Table:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cards:
-    """A few figures, large."""
-
-    items: tuple[tuple[str, str], ...]
-    """Pairs of a figure and a text that says what it is."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Chart:
     """A chart, which the page draws and which is also written as SVG and PNG."""
 
@@ -113,7 +105,7 @@ class View:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class ExplorerCase:
     """What views show for one choice of the reader."""
 
     values: Mapping[str, str]
@@ -136,7 +128,7 @@ class Explorer:
 
     views: Sequence[View]
     """The views."""
-    cases: Sequence[Case]
+    cases: Sequence[ExplorerCase]
     """The cases."""
     first: int
     """The place of the case that is shown until another is chosen, and that is written as SVG and PNG."""
@@ -188,7 +180,7 @@ class Contents:
     """Links to the headings of level 2 that follow."""
 
 
-Block = Heading | Paragraph | Table | Cards | Chart | Explorer | Contents
+Block = Heading | Paragraph | Table | Chart | Explorer | Contents
 
 
 def write_document(
@@ -291,8 +283,6 @@ def _markdown(block: Block, drawn: Collection[str]) -> str:
         return f"{'#' * block.level} {_plain(block.text)}"
     if isinstance(block, Paragraph):
         return _plain(block.text)
-    if isinstance(block, Cards):
-        return "\n".join(f"- **{_plain(value)}**: {_plain(what)}" for value, what in block.items)
     if isinstance(block, Contents):
         return ""
     if isinstance(block, Chart):
@@ -415,14 +405,6 @@ def _html(block: Block, own_id: str = "") -> str:
         kinds = {"warning": block.warning, "measured": block.measured, "answer": block.answer}
         names = " ".join(name for name, holds in kinds.items() if holds)
         return f'<p class="{names}">{_inline(block.text)}</p>' if names else f"<p>{_inline(block.text)}</p>"
-    if isinstance(block, Cards):
-        return "\n".join(
-            [
-                '<dl class="cards">',
-                *(f"<div><dt>{_inline(value)}</dt><dd>{_inline(what)}</dd></div>" for value, what in block.items),
-                "</dl>",
-            ]
-        )
     if isinstance(block, Chart):
         place = f'<div class="chart" data-spec="{own_id}" role="img" aria-label="{html.escape(printable(block.text))}"></div>'
         return f"{_data(own_id, block.spec)}\n{place}"

@@ -10,6 +10,7 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from functools import lru_cache
 from weakref import WeakKeyDictionary
 
 from tiledsched.core.schedule import HINT_KNOBS, KnobValue
@@ -44,7 +45,7 @@ def value_effects(one: ProblemReport) -> tuple[ValueEffect, ...]:
     for knob, values in _values([one]).items():
         if knob in best:
             against = type(best[knob]), best[knob]
-            found[knob] = _beside(knob, against, values, [ratios.get(knob, {})])
+            found[knob] = _effects_against(knob, against, values, [ratios.get(knob, {})])
     return tuple(
         effect for knob in sorted(found, key=lambda knob: (-_cost(found[knob]), knob)) for effect in found[knob]
     )
@@ -57,6 +58,12 @@ def joined_effects(problems: Sequence[ProblemReport]) -> tuple[KnobVerdict, ...]
     once however many pairs it has. From four problems on, the interval is over the problems; below, over the pairs within
     them.
     """
+    return _joined_effects(tuple(problems))
+
+
+@lru_cache(maxsize=4)
+def _joined_effects(problems: tuple[ProblemReport, ...]) -> tuple[KnobVerdict, ...]:
+    """The same, once for all parts of a report that ask for it."""
     tables = [_matched_ratios(one) for one in problems]
     near = [({*_values([one])}, [timed for timed in one.timed if timed.relative <= 1 + AS_GOOD]) for one in problems]
     verdicts = []
@@ -115,7 +122,7 @@ def _verdict(
     favourites = [_favourite(knob, part) for part in parts]
     preferred = Counter(favourite for favourite in favourites if favourite)
     order = [*dict.fromkeys([*(value for value, _ in preferred.most_common()), *values])]
-    joined = {value: _beside(knob, value, values, parts) for value in order}
+    joined = {value: _effects_against(knob, value, values, parts) for value in order}
     known = {value: [each for each in joined[value] if each.ratio is not None] for value in order}
 
     def good(value: _Key) -> bool:
@@ -126,7 +133,9 @@ def _verdict(
             bool(known[value])
             and all(value in each for each in reached)
             and all((each.ci_low or 0) * (1 + AS_GOOD) >= 1 and each.problems >= least for each in known[value])
-            and not any(map(_surely_faster, (each for part in parts for each in _beside(knob, value, values, [part]))))
+            and not any(
+                map(_surely_faster, (each for part in parts for each in _effects_against(knob, value, values, [part])))
+            )
         )
 
     fine = sorted(filter(good, order), key=lambda value: (-len(known[value]), order.index(value)))
@@ -153,13 +162,15 @@ def _favourite(knob: str, part: _Ratios) -> _Key | None:
     """The value that one problem prefers: no value compared with it is faster, and at least one is surely slower."""
     values = [*dict.fromkeys(value for value, _ in part)]
     for value in values:
-        known = [(each.ratio, _surely_slower(each)) for each in _beside(knob, value, values, [part]) if each.ratio]
+        known = [
+            (each.ratio, _surely_slower(each)) for each in _effects_against(knob, value, values, [part]) if each.ratio
+        ]
         if known and min(known)[0] >= 1 and any(slower for _, slower in known):
             return value
     return None
 
 
-def _beside(knob: str, against: _Key, values: Sequence[_Key], parts: Sequence[_Ratios]) -> list[ValueEffect]:
+def _effects_against(knob: str, against: _Key, values: Sequence[_Key], parts: Sequence[_Ratios]) -> list[ValueEffect]:
     """The effect of every other value, compared with `against`."""
     return [
         _effect(knob, value, against, [part.get((value, against), []) for part in parts])

@@ -11,7 +11,7 @@ from tiledsched.core.device import PRODUCTS
 from tiledsched.core.problem import Problem, unit_of
 from tiledsched.core.schedule import SHORT, Schedule
 from tiledsched.report import charts
-from tiledsched.report.analysis import published_beside
+from tiledsched.report.analysis import published_for
 from tiledsched.report.answer import answer, next_step, problem_answer
 from tiledsched.report.axes import cell, show
 from tiledsched.report.csv_files import (
@@ -23,7 +23,17 @@ from tiledsched.report.csv_files import (
     sensitivity_csv,
     winners_csv,
 )
-from tiledsched.report.document import NOTHING, Block, Case, Chart, Explorer, Heading, Paragraph, Table, write_document
+from tiledsched.report.document import (
+    NOTHING,
+    Block,
+    Chart,
+    Explorer,
+    ExplorerCase,
+    Heading,
+    Paragraph,
+    Table,
+    write_document,
+)
 from tiledsched.report.effects import joined_effects, preferred_values
 from tiledsched.report.published import published
 from tiledsched.report.records import DeviceConditions, Interaction, KnobShare, ProblemReport, Report, Section, Tile
@@ -104,7 +114,7 @@ def _where(report: Report) -> str:
 
 def _explorer(reports: Sequence[Report]) -> list[Block]:
     """The views of one problem at a time."""
-    cases: list[Case] = []
+    cases: list[ExplorerCase] = []
     shared: dict[str, list[dict[str, Any]]] = {}
     by_case = [(report, one) for report in reports for one in shown_problems(report)]
     for (report, one), found in zip(by_case, views_of(reports), strict=True):
@@ -112,7 +122,7 @@ def _explorer(reports: Sequence[Report]) -> list[Block]:
         shared[name] = charts.roofs(report, one) if name not in shared else shared[name]
         roofline = found.rows["roofline"] if shared[name] else ()
         cases.append(
-            Case(
+            ExplorerCase(
                 values=found.values,
                 title=f"{report.kernel} {found.problem}",
                 source=found.source,
@@ -338,7 +348,7 @@ def _sensitivity(section: Section, report: Report) -> list[Block]:
     kind of problem.
     """
     axes, tile = report.axes, " x ".join(report.tile_knobs or ())
-    others = [published_beside(line, report) for line in section.sensitivity]
+    others = [published_for(line, report) for line in section.sensitivity]
     sources = dict.fromkeys(each.source for found in others for each in found)
     text = (
         f"Each tile ({tile}) is judged by its best schedule over all other knobs; where a line joins several problems, "

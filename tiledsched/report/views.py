@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tiledsched.core.problem import unit_of
 from tiledsched.report.axes import cell, show
 from tiledsched.report.effects import LEAST_PAIRS, value_effects
-from tiledsched.report.records import ProblemReport, Report, Timed
+from tiledsched.report.records import ProblemReport, Report, Timed, ValueEffect
 from tiledsched.report.regret import broad
 
 SCALE_END = 3.0
@@ -81,10 +81,8 @@ def tile_rows(one: ProblemReport) -> list[Row]:
     ]
 
 
-def knob_rows(one: ProblemReport) -> list[Row]:
-    """What each value of a knob costs in place of the best schedule's, from matched pairs; values without enough pairs are
-    left out.
-    """
+def knob_rows(effects: Iterable[ValueEffect]) -> list[Row]:
+    """What each value of a knob costs in place of another, from matched pairs; values without enough pairs are left out."""
     return [
         {
             "change": f"{each.knob}: {show(each.value)}, not {show(each.against)}",
@@ -93,15 +91,16 @@ def knob_rows(one: ProblemReport) -> list[Row]:
             "high": round(each.ci_high or each.ratio, 4),
             "said": f"{(each.ratio - 1) * 100:+.1f}%",
             "pairs": each.pairs,
+            "problems": each.problems,
         }
-        for each in value_effects(one)
+        for each in effects
         if each.ratio is not None
     ]
 
 
-def untried(one: ProblemReport) -> str:
+def untried(effects: Iterable[ValueEffect]) -> str:
     """The values of knobs that have too few matched pairs to be judged, in a sentence; empty where there are none."""
-    found = [f"`{each.knob}={show(each.value)}`" for each in value_effects(one) if each.ratio is None]
+    found = [f"`{each.knob}={show(each.value)}`" for each in effects if each.ratio is None]
     return f"Untried here (fewer than {LEAST_PAIRS} matched pairs): {', '.join(found)}." if found else ""
 
 
@@ -210,7 +209,7 @@ def views_of(reports: Sequence[Report]) -> list[ProblemViews]:
     most = max(40, MOST_PROGRAMS // max(1, len(shown)))
     found = []
     for report, one in shown:
-        resources = resource_rows(one, most)
+        resources, effects = resource_rows(one, most), value_effects(one)
         partly = f"{len(resources)} of {one.programs} programs are drawn." if len(resources) < one.programs else ""
         found.append(
             ProblemViews(
@@ -219,7 +218,7 @@ def views_of(reports: Sequence[Report]) -> list[ProblemViews]:
                 source=source_of(report, one),
                 rows={
                     "tiles": tile_rows(one),
-                    "knobs": knob_rows(one),
+                    "knobs": knob_rows(effects),
                     "programs": histogram_rows(one),
                     "marks": mark_rows(one),
                     "resources": resources,
@@ -227,7 +226,7 @@ def views_of(reports: Sequence[Report]) -> list[ProblemViews]:
                     "trace": trace_rows(one),
                 },
                 notes={
-                    "knobs": untried(one),
+                    "knobs": untried(effects),
                     "resources": partly if resources else "The resources of these programs are not known.",
                     "trace": "" if one.trace else "No search of this problem is recorded in the database.",
                 },

@@ -61,7 +61,7 @@ def document(rows: Sequence[BenchRow]) -> list[Block]:
         name = f"ladder_{number + 1}" if number else "ladder"
         blocks += [Heading(text=kind), Chart(name=name, spec=spec, text=f"{text}: {kind}"), *_rung_table(found)]
         if theirs:
-            blocks += _beside(found, theirs, device)
+            blocks += _published_rates(found, theirs, device)
     versions = "; ".join(sorted({row.versions for row in rows if row.versions}))
     told = f" Versions: {versions}." if versions else ""
     blocks.append(Paragraph(text=f"`ladder.csv` has each time with its interval, error and clock.{told}"))
@@ -120,7 +120,7 @@ def _published(found: Sequence[Rung]) -> list[PublishedRate]:
     return [each for length in sorted(problems) for each in published_for(problems[length])]
 
 
-def _beside(found: Sequence[Rung], theirs: Sequence[PublishedRate], device: str) -> list[Block]:
+def _published_rates(found: Sequence[Rung], theirs: Sequence[PublishedRate], device: str) -> list[Block]:
     """NVIDIA's figures beside ours, with where they stand."""
     ours = {rung.name: rung.timed for rung in found}
     known = {(each.seq, each.rung, each.gpu): each.tflops for each in theirs}
