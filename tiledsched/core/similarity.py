@@ -21,6 +21,10 @@ MOST_JUDGED = 512
 class Similarity:
     """How a kernel's problems compare. `p` and `q` are problems of the kernel."""
 
+    share_knob = ""
+    """Name of the knob that says how many blocks share a work tile, if the model may choose it anew where a schedule serves another
+    problem than the one on which it won; empty for none."""
+
     def weight(self, p: Any, q: Any) -> float:
         """How much the measurements of `q` count for the search on `p`: 1 for equal problems, less for each difference."""
         return math.exp(-0.1 * octaves(p, q) - 0.1 * differences(p, q))

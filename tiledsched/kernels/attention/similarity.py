@@ -27,6 +27,8 @@ FEATURES = ("softcap", "sinks", "starts", "lengths", "ends_q", "paged")
 class AttentionSimilarity(Similarity):
     """How attention problems compare; the constants are discussed in docs/results/serving.md."""
 
+    share_knob = "kv_splits"
+
     def weight(self, p: Any, q: Any) -> float:
         """How much the measurements of `q` count for the search on `p`: 1 for equal problems, less for each difference.
 
@@ -42,10 +44,11 @@ class AttentionSimilarity(Similarity):
         """What two problems must share so that the winner of one says much about the other.
 
         It is the mask; the padded head dimension; whether there are few query rows; if there are many, whether heads are padded,
-        because padded heads are loaded in column parts and leave other tiles room; and whether threads copy rows.
+        because padded heads are loaded in column parts and leave other tiles room; and whether threads copy rows. Of few rows, a
+        mask that ends at the last key hides next to nothing, and counts as none.
         """
         few = p.mean_rows <= FEW_ROWS
-        return p.causal, p.tile_d, few, not few and p.head_dim != p.tile_d, copies_rows(p)
+        return p.causal and not (few and p.alignment == "bottom_right"), p.tile_d, few, not few and p.head_dim != p.tile_d, copies_rows(p)
 
     def rival_kind(self, p: Any) -> tuple[bool, bool, int, int]:
         """Whether sequences are packed, whether keys lie in pages, and the widths of keys and values.
@@ -67,7 +70,7 @@ class AttentionSimilarity(Similarity):
         lengths += _octaves(p.tile_v, q.tile_v)
         one, another = (each.sequences * (each.kv_heads if few else each.heads) for each in (p, q))
         blocks = _octaves(one, another)
-        other = 0.1 * (p.dtype != q.dtype) + 0.1 * (p.group != q.group) + 0.3 * (p.head_dim != q.head_dim)
+        other = 0.1 * (p.dtype != q.dtype) + 0.1 * (p.causal != q.causal) + 0.1 * (p.group != q.group) + 0.3 * (p.head_dim != q.head_dim)
         ragged = (p.seq_k % WIDE_TILE == 0) != (q.seq_k % WIDE_TILE == 0)
         packs = few and (p.group > 1) != (q.group > 1)
         columns = 0.0 if few or p.tile_d != q.tile_d else _octaves(p.head_dim, q.head_dim)
