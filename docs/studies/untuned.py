@@ -49,6 +49,7 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.matmul import Matmul
 from tiledsched.serve.bundle import VARIABLE, BundledProgram, write_bundle
 from tiledsched.serve.entries import load_entries, table_of
+from tiledsched.serve.forecast import OURS
 from tiledsched.serve.lookup import Served
 from tiledsched.store.exchange import read_text
 
@@ -313,6 +314,44 @@ def summary(rows: Iterable[Row], worst: int = 10) -> str:
                 f"{each.problem}"
             )
     return "\n".join(lines) + "\n"
+
+
+def shipped_times(rows: Sequence[Row], kernel: str) -> dict[str, Any]:
+    """What `tuning_db/model/KERNEL/timed_ARCH.json` holds, from rows: times of rivals, and of what was served of ours; for each
+    method the time on the host that the quickest 2% of its calls take, because builds beside them slow the others."""
+    groups: dict[str, dict[str, Row]] = defaultdict(dict)
+    hosts: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        if row.kernel == kernel and row.us is not None:
+            groups[row.problem][row.method] = row
+            hosts[OURS if row.method.startswith("ours") else row.method].append(row.host_us or 0.0)
+    told = []
+    for text, methods in groups.items():
+        own = [row for name, row in sorted(methods.items()) if name.startswith("ours")]
+        served = [row for row in own if not spilled(row.spill_bytes)] or own
+        times = {name: row.us for name, row in methods.items() if not name.startswith("ours")}
+        times |= {OURS: served[0].us} if served else {}
+        told.append((json.loads(text), times))
+    names = sorted(hosts)
+    return {
+        "schema_version": 1,
+        "versions": next((row.versions for row in rows if row.kernel == kernel and row.versions), ""),
+        "seeds": sorted({row.seed for row in rows if row.kernel == kernel}),
+        "methods": names,
+        "host_us": {name: round(sorted(hosts[name])[len(hosts[name]) // 50], 1) for name in names},
+        "rows": [
+            {"problem": problem, "us": [round(us, 2) if (us := times.get(name)) else None for name in names]}
+            for problem, times in told
+        ],
+    }
+
+
+def write_times(rows: Sequence[Row], kernel: str, path: Path) -> None:
+    """Write :func:`shipped_times`, a problem a line."""
+    found = shipped_times(rows, kernel)
+    lines = ",\n".join(json.dumps(row, sort_keys=True, separators=(",", ":")) for row in found.pop("rows"))
+    head = json.dumps(found, sort_keys=True, indent=1)[:-2]
+    write_whole(path, f'{head},\n "rows": [\n{lines}\n]\n}}\n')
 
 
 # Building
@@ -620,7 +659,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=positive, help="begin no problem after so long")
     parser.add_argument("--csv", type=Path, help="rows are written here as they are known")
     parser.add_argument("--summary", type=Path, help="only print what such a file says; no GPU")
+    parser.add_argument("--ship", type=Path, nargs="+", metavar="CSV", help="write the times of such files for serving; no GPU")
+    parser.add_argument("--kernel", choices=list(DRAWS), default="attention", help="of --ship")
+    parser.add_argument("--out", type=Path, help="the file that --ship writes")
     asked = parser.parse_args()
+    if asked.ship:
+        write_times([row for path in asked.ship for row in read(path)], asked.kernel, asked.out)
+        return
     if asked.summary:
         print(summary(read(asked.summary)), end="")
         return

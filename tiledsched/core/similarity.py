@@ -45,6 +45,11 @@ class Similarity:
         constant = [name for name, each in p.declaration.fields.items() if isinstance(each, Dim) and each.constant]
         return octaves(p, q) + octaves(p, q, constant) + 0.3 * differences(p, q)
 
+    def timing_features(self, p: Any) -> tuple[float, ...]:
+        """Numbers that place a problem among those on which rivals were timed: a distance of 1 between two of them means that their
+        ratios of times have about half in common. Empty where no times of others say anything about `p`, the default."""
+        return ()
+
     def bucketed(self, p: Any) -> Any:
         """The problem that stands for all problems of about the size of `p`, so that one answer serves them all."""
         return p

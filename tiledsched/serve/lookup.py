@@ -34,7 +34,8 @@ from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import HINT_KNOBS, KnobValue, Schedule, allowed_hints
 from tiledsched.core.space import SearchSpace, accuracy_class
 from tiledsched.core.space_files import space_for
-from tiledsched.serve.rivals import RivalOffer, expected_offers, measured_offers, published_offers
+from tiledsched.serve.forecast import Forecast, TimedProblems, timed_problems
+from tiledsched.serve.rivals import RivalOffer, expected_offers, forecast_offers, measured_offers, published_offers
 from tiledsched.serve.transfer import (
     ALTERNATIVES,
     NEAR_KIND,
@@ -163,6 +164,7 @@ class LookupTable:
         self._spaces = {space.arch: space for space in spaces}
         self._indexes: dict[str, _Index] = {}
         self._answers: dict[tuple[Problem, str], Served] = {}
+        self._timed: dict[str, TimedProblems | None] = {}
 
     def _mismatch(self, entry: Entry) -> int:
         """0 for an entry of the requested regime and accuracy class, and more the worse it is in place of such an entry."""
@@ -337,9 +339,22 @@ class LookupTable:
         )
         if not self._rivals:
             return found
+        forecasts = self._forecasts(problem, space)
+        if forecasts:
+            return replace(found, rivals=forecast_offers(self.kernel, forecasts))
         known = found.expected_loss
         loss = known.mean if known and known.arch == space.arch else 0.0
         return replace(found, rivals=expected_offers(problem, alike, loss))
+
+    def _forecasts(self, problem: Problem, space: SearchSpace) -> Mapping[str, Forecast]:
+        """What rivals and our own choice are expected to take, by name; nothing where no times like these ship."""
+        if space.arch not in self._timed:
+            ready = space.arch in ARCHS
+            self._timed[space.arch] = (
+                timed_problems(self.kernel, space.arch, self._index(space).measured) if ready else None
+            )
+        timed = self._timed[space.arch]
+        return timed.forecast(problem) if timed else {}
 
     def _default(self, space: SearchSpace, problem: Problem) -> Schedule:
         """The default schedule, in the requested accuracy class where the problem has it (bfloat16 has no fp16 accumulators)."""

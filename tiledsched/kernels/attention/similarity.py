@@ -20,6 +20,9 @@ WIDE_TILE = 128
 """Keys of the widest tile that wins."""
 WIDE_HEAD, SMALL_TILE = 128, 32
 """Rows of more than 128 columns that threads copy leave registers for tiles of 32 keys."""
+TIMING_OCTAVES = (3.0, 7.5, 6.0, 9.0, 2.25)
+"""Octaves of rows, keys, key heads, group and columns over which ratios of times lose about half of what they have in common: those
+under which 802 problems predict each other best, rounded (docs/results/serving.md)."""
 FEATURES = ("softcap", "sinks", "starts", "lengths", "ends_q", "paged")
 """Flags of a problem that change its machine code a little."""
 
@@ -77,6 +80,17 @@ class AttentionSimilarity(Similarity):
         return float(
             lengths + 0.5 * blocks + other + ragged + 4.0 * packs + 6.0 * columns + 0.3 * _feature_distance(p, q)
         )
+
+    def timing_features(self, p: Any) -> tuple[float, ...]:
+        """Octaves of rows, keys, key heads, group and columns over those that count as one, and the mask; none of problems with
+        optional features, packed sequences, pages or two head dimensions."""
+        if p.has_features or p.is_varlen or p.value_dim or p.lse:
+            return ()
+        sizes = zip(
+            (p.seq_q, p.seq_k, p.batch * p.kv_heads, p.group, p.head_dim), TIMING_OCTAVES, strict=True
+        )
+        masks = 0.13 * p.causal, 0.11 * (p.causal and p.seq_q != p.seq_k and p.alignment == "bottom_right")
+        return (*(math.log2(size) / octaves for size, octaves in sizes), *masks, 0.11 * (p.head_dim != p.tile_d))
 
     def bucketed(self, p: Any) -> Any:
         """The problem of about the lengths of `p` whose answer serves `p`, too.
