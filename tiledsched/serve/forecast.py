@@ -30,8 +30,6 @@ NEAREST = 64
 """Number of the nearest timed problems that say something."""
 NOISE = 0.01
 """Variance of what nearness does not explain, over the variance of what it does."""
-REACH = 1.5
-"""Distance of the nearest timed problem from which nothing is expected."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +73,12 @@ class TimedProblems:
         }
 
     def forecast(self, p: Problem) -> dict[str, Forecast]:
-        """What each method is expected to take on a problem; nothing where the reference was timed on nothing near it."""
+        """What each method is expected to take on a problem; nothing where the kernel does not place it among those timed. Far from
+        all of them it is what methods take on average, and the spread says so."""
         place = _features(p)
         if not place or self.reference not in self._logs:
             return {}
         apart = np.sqrt(((self._places - place) ** 2).sum(axis=1))
-        if apart.min() > REACH:
-            return {}
         base = self._logs[self.reference]
         _, _, near = self._interpolated(base, apart)
         above = np.full(len(base), math.nan)

@@ -56,6 +56,9 @@ EXACT = "fp32"
 NEIGHBOURHOOD = 0.5
 """The distance up to which a measured problem serves others in place of what the model chose for them: half an octave. Farther
 away, a transfer from one tuned problem is slower than the model's choice in 43 of 90 cases (docs/results/serving.md)."""
+NEAR_ENOUGH = 0.2
+"""The distance up to which a problem on which rivals raced our schedule says more than what was timed on many others: there an
+untuned choice loses half a percent on average."""
 MAX_ANSWERS = 4096
 """Answers for problems that were not measured which a table remembers."""
 
@@ -339,7 +342,8 @@ class LookupTable:
         )
         if not self._rivals:
             return found
-        forecasts = self._forecasts(problem, space)
+        raced = _apart([each for each in alike if each.rivals], problem)
+        forecasts = {} if raced <= NEAR_ENOUGH else self._forecasts(problem, space)
         if forecasts:
             return replace(found, rivals=forecast_offers(self.kernel, forecasts))
         known = found.expected_loss

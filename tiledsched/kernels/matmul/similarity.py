@@ -13,13 +13,13 @@ from tiledsched.kernels.matmul.model import ELEMENT_BYTES
 class MatmulSimilarity(Similarity):
     """How matrix products compare."""
 
-    def rival_kind(self, p: Any) -> tuple[bool, ...]:
-        """Whether rows of A and of B start where neither TMA nor wide loads can begin: cuBLAS then takes several times as long."""
-        runs = p.m if p.a_layout == "column" else p.k, p.k if p.b_layout == "column" else p.n
-        return tuple(run * ELEMENT_BYTES % ALIGNMENT != 0 for run in runs)
+    def rival_kind(self, p: Any) -> tuple[int, ...]:
+        """The alignment of rows of A, B and C, in elements from 1 to 8: where it is below 8, cuBLAS may take several times as long."""
+        runs = p.m if p.a_layout == "column" else p.k, p.k if p.b_layout == "column" else p.n, p.n
+        return tuple(min(run & -run, ALIGNMENT // ELEMENT_BYTES) for run in runs)
 
     def timing_features(self, p: Any) -> tuple[float, ...]:
-        """Octaves of the sizes and of C, four and six to one; the layouts, and the alignment of rows."""
+        """Octaves of the sizes and of C, four and six to one; the layouts; and the alignment of rows, two octaves to one."""
         sizes = math.log2(p.m) / 4, math.log2(p.n) / 4, math.log2(p.k) / 4, math.log2(p.m * p.n) / 6
         layouts = 0.3 * (p.a_layout == "column"), 0.3 * (p.b_layout == "column")
-        return (*sizes, *layouts, *map(float, self.rival_kind(p)))
+        return (*sizes, *layouts, *(math.log2(run) / 2 for run in self.rival_kind(p)))
