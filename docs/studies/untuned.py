@@ -126,11 +126,19 @@ def drawn_attention(chance: random.Random) -> Problem:
                 values |= {"causal": True, "alignment": "bottom_right"}
         elif task == "chunk":
             rows = _length(chance, 32, 4096)
-            values |= {"seq_q": rows, "seq_k": rows + _length(chance, 64, 16384), "batch": chance.choice((1, 1, 1, 2, 3, 4))}
+            values |= {
+                "seq_q": rows,
+                "seq_k": rows + _length(chance, 64, 16384),
+                "batch": chance.choice((1, 1, 1, 2, 3, 4)),
+            }
             values |= {"causal": True, "alignment": "bottom_right"}
         elif task == "context":
             rows = _length(chance, 64, 16384)
-            values |= {"seq_q": rows, "seq_k": _length(chance, 32, 1024), "batch": _about(chance, 1, max(1, min(32, 2**15 // rows)))}
+            values |= {
+                "seq_q": rows,
+                "seq_k": _length(chance, 32, 1024),
+                "batch": _about(chance, 1, max(1, min(32, 2**15 // rows))),
+            }
         else:
             rows = _length(chance, 64, 16384)
             values |= {"seq_q": rows, "seq_k": rows, "batch": _about(chance, 1, max(1, min(64, 2**15 // rows)))}
@@ -142,8 +150,26 @@ def drawn_attention(chance: random.Random) -> Problem:
 
 
 WIDTHS = (
-    *((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)),
-    *((4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (11008, 4096), (4096, 11008), (12288, 4096), (3072, 8192)),
+    *(
+        (6144, 4096),
+        (4096, 4096),
+        (28672, 4096),
+        (4096, 14336),
+        (10240, 8192),
+        (8192, 8192),
+        (57344, 8192),
+        (8192, 28672),
+    ),
+    *(
+        (4608, 3584),
+        (3584, 3584),
+        (37888, 3584),
+        (3584, 18944),
+        (11008, 4096),
+        (4096, 11008),
+        (12288, 4096),
+        (3072, 8192),
+    ),
     *((16384, 3072), (3072, 3072), (2048, 2048), (5120, 5120), (27648, 5120), (5120, 13824), (1024, 8192), (768, 768)),
     *((3072, 768), (768, 3072), (1536, 8960), (17920, 1536), (2560, 2560), (50257, 768), (32000, 4096), (151936, 896)),
 )
@@ -654,12 +680,16 @@ def main() -> None:
     parser.add_argument("--seed", type=positive, help="of the draw")
     parser.add_argument("--attention", type=count, default=120, help="problems of attention")
     parser.add_argument("--matmul", type=count, default=80, help="matrix products")
-    parser.add_argument("--further", type=count, default=0, help="further choices of ours that are timed, to learn from")
+    parser.add_argument(
+        "--further", type=count, default=0, help="further choices of ours that are timed, to learn from"
+    )
     parser.add_argument("--jobs", type=positive, help="processes that build; by default one for each CPU")
     parser.add_argument("--seconds", type=positive, help="begin no problem after so long")
     parser.add_argument("--csv", type=Path, help="rows are written here as they are known")
     parser.add_argument("--summary", type=Path, help="only print what such a file says; no GPU")
-    parser.add_argument("--ship", type=Path, nargs="+", metavar="CSV", help="write the times of such files for serving; no GPU")
+    parser.add_argument(
+        "--ship", type=Path, nargs="+", metavar="CSV", help="write the times of such files for serving; no GPU"
+    )
     parser.add_argument("--kernel", choices=list(DRAWS), default="attention", help="of --ship")
     parser.add_argument("--out", type=Path, help="the file that --ship writes")
     asked = parser.parse_args()

@@ -1,11 +1,11 @@
 """What rivals and our own choice are expected to take on a problem on which neither was timed.
 
-`tuning_db/model/KERNEL/timed_ARCH.json` has times of problems that were drawn at random: of every rival, and of our kernel as it was
-served untuned (`python -m docs.studies.untuned`). Entries of tuned tables add their times of rivals.
+`tuning_db/model/KERNEL/timed_ARCH.json` has times of problems that were drawn at random: of every rival, and of our kernel as it
+was served untuned (`python -m docs.studies.untuned`). Entries of tuned tables add their times of rivals.
 
-All times are told as logarithms of their ratio to one rival's, the reference, because much of what makes a problem slow makes it
-slow for all. The ratio on another problem is interpolated from the nearest timed ones by kriging, the best linear unbiased
-estimate where values agree the more the nearer two problems are. Its standard error is the spread. Nothing is fitted to a problem.
+Times are told as logarithms of their ratio to one rival's, the reference, because much of what makes a problem slow makes it
+slow for all. The ratio on another problem is interpolated from the nearest timed ones by kriging: the best linear unbiased
+estimate where values agree the more the nearer two problems are. Its standard error is the spread. No problem is fitted alone.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class TimedProblems:
         spec: the arch.
     """
 
-    def __init__(self, rows: Mapping[Problem, Mapping[str, float]], host_us: Mapping[str, float], spec: ArchSpec) -> None:
+    def __init__(
+        self, rows: Mapping[Problem, Mapping[str, float]], host_us: Mapping[str, float], spec: ArchSpec
+    ) -> None:
         self._problems, self._host_us, self._spec = list(rows), host_us, spec
         self._places = np.array([_features(p) for p in rows])
         counts = {name: sum(name in times for times in rows.values()) for name in host_us}
@@ -73,22 +75,24 @@ class TimedProblems:
         }
 
     def forecast(self, p: Problem) -> dict[str, Forecast]:
-        """What each method is expected to take on a problem; nothing where the kernel does not place it among those timed. Far from
-        all of them it is what methods take on average, and the spread says so."""
+        """What each method is expected to take on a problem; nothing where the kernel does not place it among those timed.
+
+        Far from all of them it is what the methods take on average, and the spread says so.
+        """
         place = _features(p)
         if not place or self.reference not in self._logs:
             return {}
         apart = np.sqrt(((self._places - place) ** 2).sum(axis=1))
         base = self._logs[self.reference]
-        _, _, near = self._interpolated(base, apart)
-        above = np.full(len(base), math.nan)
-        for each in near:
-            above[each] = base[each] - log_floor_us(self._problems[each], self._spec)
-        reference_us = math.exp(self._interpolated(above, apart)[0] + log_floor_us(p, self._spec))
+        near = self._nearest(base, apart)
+        above = np.array([base[each] - log_floor_us(self._problems[each], self._spec) for each in near])
+        reference_us = math.exp(self._interpolated(above, near, apart)[0] + log_floor_us(p, self._spec))
         found = {}
         for name, logs in self._logs.items():
-            ratio, spread, near = self._interpolated(logs - base, apart)
+            near = self._nearest(logs + base, apart)
             if len(near):
+                values = logs[near] - base[near]
+                ratio, spread = (0.0, 0.0) if name == self.reference else self._interpolated(values, near, apart)
                 found[name] = Forecast(
                     us=reference_us * math.exp(ratio),
                     spread=spread,
@@ -98,22 +102,24 @@ class TimedProblems:
                 )
         return found
 
-    def _interpolated(self, values: np.ndarray, apart: np.ndarray) -> tuple[float, float, np.ndarray]:
-        """Value, spread, and the places of the nearest problems that have a value."""
+    @staticmethod
+    def _nearest(values: np.ndarray, apart: np.ndarray) -> np.ndarray:
+        """The places of the nearest problems that have a value, the nearest first."""
         known = np.flatnonzero(~np.isnan(values))
-        near = known[np.argsort(apart[known], kind="stable")[:NEAREST]]
-        if not len(near):
-            return 0.0, 0.0, near
+        return known[np.argsort(apart[known], kind="stable")[:NEAREST]]
+
+    def _interpolated(self, values: np.ndarray, near: np.ndarray, apart: np.ndarray) -> tuple[float, float]:
+        """The value at a distance `apart` from each timed problem, and its spread, from the values of those at places `near`."""
         steps = self._places[near][:, None] - self._places[near][None]
         among, ones = _likeness(np.sqrt((steps**2).sum(axis=-1))) + NOISE * np.eye(len(near)), np.ones(len(near))
         to_new = _likeness(apart[near])
-        solved = np.linalg.solve(among, np.stack([ones, values[near], to_new], axis=1))
+        solved = np.linalg.solve(among, np.stack([ones, values, to_new], axis=1))
         total = ones @ solved[:, 0]
         mean = ones @ solved[:, 1] / total
         rest = solved[:, 1] - mean * solved[:, 0]
-        variance = max(0.0, float((values[near] - mean) @ rest)) / len(near)
+        variance = max(0.0, float((values - mean) @ rest)) / len(near)
         unknown = 1 + NOISE - to_new @ solved[:, 2] + (1 - ones @ solved[:, 2]) ** 2 / total
-        return float(mean + to_new @ rest), math.sqrt(variance * max(float(unknown), 0.0)), near
+        return float(mean + to_new @ rest), math.sqrt(variance * max(float(unknown), 0.0))
 
 
 def _likeness(apart: np.ndarray) -> np.ndarray:
@@ -129,7 +135,7 @@ def _features(p: Problem) -> tuple[float, ...]:
 
 
 def log_floor_us(p: Problem, spec: ArchSpec) -> float:
-    """Logarithm of the time that the GPU's rates alone allow: of a launch, and of arithmetic or memory, whichever takes longer."""
+    """Logarithm of the microseconds that the GPU's rates allow: of a launch, and of arithmetic or memory, whichever is longer."""
     compute_us = p.flops / (spec.tensor_flops * spec.sm_count * spec.clock_ghz * 1e3)
     return math.log(LAUNCH_US + max(compute_us, p.min_bytes / (spec.dram_gbps * 1e3)))
 
@@ -142,7 +148,9 @@ def _shipped(kernel: KernelClass, arch: str) -> tuple[Mapping[Problem, Mapping[s
         return {}, {}
     names: Sequence[str] = found["methods"]
     rows = {
-        problem_from_json(row["problem"]): {name: us for name, us in zip(names, row["us"], strict=True) if us is not None}
+        problem_from_json(row["problem"]): {
+            name: us for name, us in zip(names, row["us"], strict=True) if us is not None
+        }
         for row in found["rows"]
     }
     return rows, found["host_us"]

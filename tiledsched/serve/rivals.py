@@ -170,9 +170,9 @@ def expected_offers(problem: Problem, entries: Iterable[Entry], loss: float) -> 
 def forecast_offers(kernel: KernelClass, forecasts: Mapping[str, Forecast]) -> tuple[RivalOffer, ...]:
     """The rivals that are expected to be faster than our untuned choice for a caller, the fastest first.
 
-    Each expected time counts as longer by :data:`CAUTION` of its spread, so that of two about equal ones the surer serves. Whoever
-    needs tens of milliseconds to plan each new problem serves in captured graphs, which are made for one problem and replayed, and
-    in eager calls only where one call gains enough.
+    Each expected time counts as longer by :data:`CAUTION` of its spread, so that of two about equal ones the surer one serves.
+    A rival that plans each new problem for tens of milliseconds serves in captured graphs, which are made for one problem and
+    replayed, and in eager calls only where one call gains enough.
     """
     ours = forecasts.get(OURS)
     if ours is None:
@@ -187,12 +187,10 @@ def forecast_offers(kernel: KernelClass, forecasts: Mapping[str, Forecast]) -> t
         eager = theirs_us < ours.caller_us(captured=False) * own_cautious
         eager = eager and (name not in kernel.planning_rivals or gain_us >= PLANNED_WORTH_US)
         reason = (
-            f"expected to take {each.us:.1f} us, and our untuned choice {ours.us:.1f} us (+-{ours.spread:.0%} beside it), by times on "
-            f"{each.cases} problems (nearest: {each.nearest})"
+            f"expected to take {each.us:.1f} us, and our untuned choice {ours.us:.1f} us (+-{ours.spread:.0%} beside it), "
+            f"by times on {each.cases} problems (nearest: {each.nearest})"
         )
-        offers.append(
-            RivalOffer(name=name, ratio=ratio, capturable=True, only_captured=not eager, reason=reason)
-        )
+        offers.append(RivalOffer(name=name, ratio=ratio, capturable=True, only_captured=not eager, reason=reason))
     return tuple(sorted(offers, key=lambda each: (each.ratio, each.name)))
 
 

@@ -14,6 +14,7 @@ of `tuning_db/model/attention/transfer.json` come from `policy_losses`. docs/res
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -155,10 +156,9 @@ def transfer(
 def _with_own_shares(schedule: Schedule, problem: Problem, space: SearchSpace, spec: ArchSpec) -> Schedule:
     """The schedule with as many blocks for a work tile as fill the GPU on this problem, by the model, where those of the problem
     on which it won are expected to cost more than :data:`SHARE_LOSS`."""
-    knob = problem.declaration.similarity.share_knob
-    if knob not in space.knobs:
-        return schedule
-    varied = (schedule.replace(**{knob: number}) for number in space.knobs[knob].choices)
+    knobs = [name for name in problem.declaration.similarity.share_knobs(problem) if name in space.knobs]
+    choices = itertools.product(*(space.knobs[name].choices for name in knobs))
+    varied = (schedule.replace(**dict(zip(knobs, values, strict=True))) for values in choices)
     valid = [each for each in varied if each == schedule or not space.unworkable(each, problem)]
     best = min(valid, key=lambda each: (log_us(problem, each, spec), each.id), default=schedule)
     gains = log_us(problem, schedule, spec) - log_us(problem, best, spec) > SHARE_LOSS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tiledsched.core.similarity import Similarity
+from tiledsched.core.similarity import Similarity, about
 from tiledsched.core.storage import ALIGNMENT
 from tiledsched.kernels.matmul.model import ELEMENT_BYTES
 
@@ -14,9 +14,13 @@ class MatmulSimilarity(Similarity):
     """How matrix products compare."""
 
     def rival_kind(self, p: Any) -> tuple[int, ...]:
-        """The alignment of rows of A, B and C, in elements from 1 to 8: where it is below 8, cuBLAS may take several times as long."""
+        """The alignment of rows of A, B and C, in elements from 1 to 8. Below 8, cuBLAS may take several times as long."""
         runs = p.m if p.a_layout == "column" else p.k, p.k if p.b_layout == "column" else p.n, p.n
         return tuple(min(run & -run, ALIGNMENT // ELEMENT_BYTES) for run in runs)
+
+    def bucketed(self, p: Any) -> Any:
+        """The product of about as many rows of A: the tokens of a model, whose weights have sizes of their own."""
+        return p.replace(m=about(p.m))
 
     def timing_features(self, p: Any) -> tuple[float, ...]:
         """Octaves of the sizes and of C, four and six to one; the layouts; and the alignment of rows, two octaves to one."""

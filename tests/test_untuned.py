@@ -1,19 +1,24 @@
-"""Expected times of rivals and of our untuned choice: the interpolation, and what it decides for problems that ship timed."""
+"""Problems that nobody tuned: expected times of rivals and of our choice, sizes that stand for others, and shares of a work tile."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
+import served_entries
 
 from tiledsched.core.device import arch_spec
+from tiledsched.core.launch import problem_class
 from tiledsched.core.registry import kernel_named
+from tiledsched.core.similarity import about
+from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.matmul import Matmul
 from tiledsched.serve import process
 from tiledsched.serve.entries import load_entries, table_of
 from tiledsched.serve.forecast import OURS, Forecast, TimedProblems, timed_problems
 from tiledsched.serve.rivals import PLANNED_WORTH_US, forecast_offers
+from tiledsched.serve.transfer import transfer
 
 SPEC = arch_spec("sm_90")
 HOSTS = {"torch": 8.0, OURS: 10.0}
@@ -85,3 +90,61 @@ def test_products_that_lost_to_cublas_untuned_are_served_by_it(sizes) -> None:
     table = table_of(load_entries(process.settings(), {"sm_90"}, Matmul), process.settings(), kernel=Matmul)
     served = table.resolve(product(*sizes), "sm_90", H200)
     assert [each.name for each in served.rivals] == ["torch"]
+
+
+# Problems of about one size
+
+
+def test_sizes_that_stand_for_others_are_a_little_larger_and_as_aligned() -> None:
+    for size in range(1, 40000, 7):
+        found = about(size)
+        assert size <= found <= 1.125 * size + 1
+        assert about(found) == found
+        assert (found % 16 == 0) == (size % 16 == 0)
+    assert len({about(size) for size in range(4096, 8192)}) == 17
+
+
+@pytest.mark.parametrize(
+    ("kernel", "asked", "stands"),
+    [
+        ("matmul", {"m": 4001, "n": 4001, "k": 4001}, {"m": 4095, "n": 4001, "k": 4001}),  # the weight is what it is
+        ("rms_norm", {"rows": 4000, "columns": 4001}, {"rows": 4096, "columns": 4001}),
+        ("softmax", {"rows": 1001, "columns": 1000}, {"rows": 1023, "columns": 1000}),
+        ("softmax", {"rows": 33, "columns": 1000}, {"rows": 33, "columns": 1000}),
+    ],
+)
+def test_a_problem_of_about_the_size_serves_with_the_same_program(kernel, asked, stands) -> None:
+    kernel = kernel_named(kernel)
+    problem, other = kernel.problem(**asked), kernel.problem(**stands)
+    assert kernel.similarity.bucketed(problem) == other
+    space = space_for("sm_90", kernel)
+    schedule = space.default(other)
+    assert problem_class(kernel, problem, schedule, SPEC) == problem_class(kernel, other, schedule, SPEC)
+
+
+# What shares a work tile
+
+
+def test_a_transferred_schedule_fills_the_gpu_with_shares_of_its_own() -> None:
+    table = table_of(load_entries(process.settings(), {"sm_90"}, Attention), process.settings(), kernel=Attention)
+    values = {"seq_q": 4, "seq_k": 32768, "heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
+    masked = {"causal": True, "alignment": "bottom_right"}
+
+    def served(batch):
+        return table.resolve(Attention.problem(**values, **masked, batch=batch), "sm_90", H200).schedule
+
+    assert served(1)["kv_splits"] >= 16  # 4 of a paged batch of 8 read the keys at a third of the bandwidth
+    assert served(64)["kv_splits"] <= 2
+    assert served(1)["pack_gqa"]
+
+
+def test_the_number_of_shares_is_chosen_anew_where_the_model_expects_a_gain() -> None:
+    few = Attention.problem(seq_q=1, seq_k=32768, batch=64, heads=8, head_dim=128, dtype="bfloat16")
+    space = space_for("sm_90", Attention)
+    won = space.default(few).replace(kv_splits=1)
+    known = served_entries.entry(few, schedule=won)
+    found = transfer(few.replace(batch=1), [known], space, SPEC)
+    assert found is not None
+    assert found.schedule["kv_splits"] >= 8
+    assert found.schedule.replace(kv_splits=1, kv_combine=won["kv_combine"]) == won
+    assert transfer(few.replace(batch=63), [known], space, SPEC).schedule == won
