@@ -42,15 +42,16 @@ from tiledsched.core.errors import TiledschedError
 from tiledsched.core.files import csv_text, write_whole
 from tiledsched.core.launch import problem_class
 from tiledsched.core.problem import Problem
-from tiledsched.core.registry import problem_from_json
+from tiledsched.core.registry import kernel_named, problem_from_json
 from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.matmul import Matmul
 from tiledsched.serve.bundle import VARIABLE, BundledProgram, write_bundle
 from tiledsched.serve.entries import load_entries, table_of
-from tiledsched.serve.forecast import OURS
+from tiledsched.serve.forecast import OURS, timed_problems
 from tiledsched.serve.lookup import Served
+from tiledsched.serve.rivals import DISPATCH_US, forecast_offers
 from tiledsched.store.exchange import read_text
 
 ROUNDS = 9
@@ -84,21 +85,14 @@ def _length(chance: random.Random, low: int, high: int) -> int:
     return -(-length // 64) * 64 if kind < 0.45 else length
 
 
-HEADS = (
-    *[(32, 8)] * 4,
-    *[(32, 32)] * 3,
-    *[(24, 8), (28, 4), (40, 8), (16, 16), (12, 12)] * 2,
-    (64, 8),
-    (48, 8),
-    (14, 2),
-    (16, 8),
-    (8, 8),
-    (20, 20),
-    (5, 5),
-    (3, 3),
-    (32, 1),
-    (71, 1),
-    (8, 1),
+def _pairs(text: str) -> list[tuple[int, int]]:
+    """The pairs of numbers in a text such as `32x8 32x32`."""
+    return [(int(first), int(second)) for first, _, second in (word.partition("x") for word in text.split())]
+
+
+HEADS = _pairs(
+    "32x8 32x8 32x8 32x8 32x32 32x32 32x32 24x8 28x4 40x8 16x16 12x12 24x8 28x4 40x8 16x16 12x12 64x8 48x8 14x2 16x8 8x8 20x20 "
+    "5x5 3x3 32x1 71x1 8x1"
 )
 """(query heads, key heads): grouped as in models of today, ungrouped, and one key head for all."""
 HEAD_COLUMNS = (*[128] * 8, *[64] * 5, 96, 96, 80, 72, 40, 112, 160, 192, 256, 256)
@@ -149,29 +143,10 @@ def drawn_attention(chance: random.Random) -> Problem:
             return p
 
 
-WIDTHS = (
-    *(
-        (6144, 4096),
-        (4096, 4096),
-        (28672, 4096),
-        (4096, 14336),
-        (10240, 8192),
-        (8192, 8192),
-        (57344, 8192),
-        (8192, 28672),
-    ),
-    *(
-        (4608, 3584),
-        (3584, 3584),
-        (37888, 3584),
-        (3584, 18944),
-        (11008, 4096),
-        (4096, 11008),
-        (12288, 4096),
-        (3072, 8192),
-    ),
-    *((16384, 3072), (3072, 3072), (2048, 2048), (5120, 5120), (27648, 5120), (5120, 13824), (1024, 8192), (768, 768)),
-    *((3072, 768), (768, 3072), (1536, 8960), (17920, 1536), (2560, 2560), (50257, 768), (32000, 4096), (151936, 896)),
+WIDTHS = _pairs(
+    "6144x4096 4096x4096 28672x4096 4096x14336 10240x8192 8192x8192 57344x8192 8192x28672 4608x3584 3584x3584 37888x3584 "
+    "3584x18944 11008x4096 4096x11008 12288x4096 3072x8192 16384x3072 3072x3072 2048x2048 5120x5120 27648x5120 5120x13824 "
+    "1024x8192 768x768 3072x768 768x3072 1536x8960 17920x1536 2560x2560 50257x768 32000x4096 151936x896"
 )
 """(n, k) of the projections of language models."""
 
@@ -321,10 +296,46 @@ def judged(rows: Iterable[Row]) -> list[Judged]:
     return found
 
 
-def summary(rows: Iterable[Row], worst: int = 10) -> str:
+def cross_validated(rows: Iterable[Row], kernel: str, arch: str = "sm_90") -> list[Judged]:
+    """What would serve each problem of which rows tell, had it not been timed: by the times of all others.
+
+    The times on the host are those that ship, because builds disturbed those of the rows.
+    """
+    from tiledsched.serve import process
+
+    declared = kernel_named(kernel)
+    entries = load_entries(process.settings(), {arch}, declared)
+    found = []
+    for text, times in drawn_times(rows, kernel):
+        p = problem_from_json(json.loads(text))
+        timed = timed_problems(declared, arch, entries, {p})
+        forecasts = timed.forecast(p) if timed else {}
+        rivals = {name: us for name, us in times.items() if name != OURS}
+        if not (rivals and forecasts and OURS in times):
+            continue
+        offers = [each for each in forecast_offers(declared, forecasts) if each.name in rivals]
+        in_graphs = offers[0].name if offers else OURS
+        eager = next((each.name for each in offers if not each.only_captured), OURS)
+        hosts = {name: each.host_us for name, each in forecasts.items()}
+        fastest = min(rivals, key=lambda name: rivals[name])
+        host_us = hosts[eager] + (DISPATCH_US if eager != OURS else 0)
+        found.append(
+            Judged(
+                problem=str(p),
+                kernel=kernel,
+                graph=rivals[fastest] / times[in_graphs],
+                eager=min(max(us, hosts[name]) for name, us in rivals.items()) / max(times[eager], host_us),
+                served=in_graphs if in_graphs == eager else f"{in_graphs} / {eager}",
+                fastest=fastest,
+                rivals_us=rivals[fastest],
+            )
+        )
+    return found
+
+
+def summary(every: Sequence[Judged], worst: int = 10) -> str:
     """Text: for each kernel and kind of call the geometric mean of the ratios, how many are below 0.95, and the worst."""
     lines = []
-    every = judged(rows)
     for kernel in dict.fromkeys(each.kernel for each in every):
         mine = [each for each in every if each.kernel == kernel]
         for kind in ("graph", "eager"):
@@ -342,22 +353,28 @@ def summary(rows: Iterable[Row], worst: int = 10) -> str:
     return "\n".join(lines) + "\n"
 
 
-def shipped_times(rows: Sequence[Row], kernel: str) -> dict[str, Any]:
-    """What `tuning_db/model/KERNEL/timed_ARCH.json` holds, from rows: times of rivals, and of what was served of ours; for each
-    method the time on the host that the quickest 2% of its calls take, because builds beside them slow the others."""
+def drawn_times(rows: Iterable[Row], kernel: str) -> list[tuple[str, dict[str, float]]]:
+    """Each problem of a kernel, as JSON, with the times of rivals and of what was served of ours."""
     groups: dict[str, dict[str, Row]] = defaultdict(dict)
-    hosts: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         if row.kernel == kernel and row.us is not None:
             groups[row.problem][row.method] = row
-            hosts[OURS if row.method.startswith("ours") else row.method].append(row.host_us or 0.0)
     told = []
     for text, methods in groups.items():
         own = [row for name, row in sorted(methods.items()) if name.startswith("ours")]
         served = [row for row in own if not spilled(row.spill_bytes)] or own
-        times = {name: row.us for name, row in methods.items() if not name.startswith("ours")}
-        times |= {OURS: served[0].us} if served else {}
-        told.append((json.loads(text), times))
+        times = {name: row.us or 0.0 for name, row in methods.items() if not name.startswith("ours")}
+        told.append((text, times | ({OURS: served[0].us or 0.0} if served else {})))
+    return told
+
+
+def shipped_times(rows: Sequence[Row], kernel: str) -> dict[str, Any]:
+    """What `tuning_db/model/KERNEL/timed_ARCH.json` holds, from rows: times, and for each method the time on the host that the
+    quickest 2% of its calls take, because builds beside them slow the others."""
+    hosts: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        if row.kernel == kernel and row.us is not None:
+            hosts[OURS if row.method.startswith("ours") else row.method].append(row.host_us or 0.0)
     names = sorted(hosts)
     return {
         "schema_version": 1,
@@ -366,8 +383,8 @@ def shipped_times(rows: Sequence[Row], kernel: str) -> dict[str, Any]:
         "methods": names,
         "host_us": {name: round(sorted(hosts[name])[len(hosts[name]) // 50], 1) for name in names},
         "rows": [
-            {"problem": problem, "us": [round(us, 2) if (us := times.get(name)) else None for name in names]}
-            for problem, times in told
+            {"problem": json.loads(text), "us": [round(us, 2) if (us := times.get(name)) else None for name in names]}
+            for text, times in drawn_times(rows, kernel)
         ],
     }
 
@@ -688,6 +705,13 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, help="rows are written here as they are known")
     parser.add_argument("--summary", type=Path, help="only print what such a file says; no GPU")
     parser.add_argument(
+        "--judge",
+        type=Path,
+        nargs="+",
+        metavar="CSV",
+        help="what would serve each problem of such files, had it not been timed",
+    )
+    parser.add_argument(
         "--ship", type=Path, nargs="+", metavar="CSV", help="write the times of such files for serving; no GPU"
     )
     parser.add_argument("--kernel", choices=list(DRAWS), default="attention", help="of --ship")
@@ -697,7 +721,11 @@ def main() -> None:
         write_times([row for path in asked.ship for row in read(path)], asked.kernel, asked.out)
         return
     if asked.summary:
-        print(summary(read(asked.summary)), end="")
+        print(summary(judged(read(asked.summary))), end="")
+        return
+    if asked.judge:
+        rows = [row for path in asked.judge for row in read(path)]
+        print(summary([each for kernel in DRAWS for each in cross_validated(rows, kernel)]), end="")
         return
     if not (asked.seed and asked.csv):
         parser.error("--seed and --csv are needed; or --summary")
@@ -728,7 +756,7 @@ def main() -> None:
     finally:
         builds.close()
     print(f"{len(work)} problems, {time.monotonic() - began:.0f} s", flush=True)
-    print(summary(rows), end="")
+    print(summary(judged(rows)), end="")
 
 
 if __name__ == "__main__":

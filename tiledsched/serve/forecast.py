@@ -11,7 +11,7 @@ estimate where values agree the more the nearer two problems are. Its standard e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -156,13 +156,16 @@ def _shipped(kernel: KernelClass, arch: str) -> tuple[Mapping[Problem, Mapping[s
     return rows, found["host_us"]
 
 
-def timed_problems(kernel: KernelClass, arch: str, entries: Iterable[Entry]) -> TimedProblems | None:
+def timed_problems(
+    kernel: KernelClass, arch: str, entries: Iterable[Entry], hidden: Container[Problem] = ()
+) -> TimedProblems | None:
     """The timed problems of a kernel: those that ship, and the times of rivals in entries; None where no times ship.
 
     Args:
         kernel: the kernel.
         arch: of the GPU.
         entries: measured entries of the arch.
+        hidden: problems to leave out, whose times are to be predicted.
     """
     shipped, host_us = _shipped(kernel, arch)  # type: ignore[arg-type]  # a class is hashable
     if not shipped:
@@ -172,4 +175,4 @@ def timed_problems(kernel: KernelClass, arch: str, entries: Iterable[Entry]) -> 
         times = {each.name: each.median_us for each in entry.rivals or () if each.median_us and each.name in host_us}
         if times and entry.arch == arch and entry.problem not in rows and _features(entry.problem):
             rows[entry.problem] = times
-    return TimedProblems(rows, host_us, arch_spec(arch))
+    return TimedProblems({p: times for p, times in rows.items() if p not in hidden}, host_us, arch_spec(arch))
