@@ -33,8 +33,8 @@ MAX_NAMERS = 16
 EQUIVALENT_LOSS = 0.002
 """Predicted loss of a schedule that made the same program as a winner there, so that the winner itself is preferred."""
 SHARE_LOSS = 0.05
-"""Modelled loss from which the number of blocks that share a work tile is chosen anew: more than twice the 2.2% by which the
-model's number lost to any measured winner with few query rows (docs/results/serving.md)."""
+"""Modelled loss from which the number of blocks that share a work tile is chosen anew. No measured winner with few query rows is
+modelled to lose more than 3.6% by its own number (docs/results/serving.md)."""
 ALTERNATIVES = 2
 """Further choices where nothing was measured, in case the program of the first spills registers."""
 

@@ -108,8 +108,7 @@ class AttentionSimilarity(Similarity):
         return p.replace(seq_q=_about(p.seq_q), seq_k=keys, packed=1 << (p.packed - 1).bit_length() if p.packed else 0)
 
     def share_knobs(self, p: Any) -> tuple[str, ...]:
-        """The two of the keys' shares, with few rows: there the model's number of shares is, by the model, at most 2.2% faster
-        than that of any measured winner."""
+        """The two of the keys' shares, with few rows: there the model's numbers of shares are about those of measured winners."""
         return ("kv_splits", "kv_combine") if p.mean_rows <= FEW_ROWS else ()
 
     def requires_same_kind(self, p: Any) -> bool:
