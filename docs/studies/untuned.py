@@ -62,6 +62,8 @@ WRONG = 0.02
 """Norm of the difference to a rival's output, over that output's norm, from which an output counts as wrong."""
 SERVED = "served"
 """The row of the public function, whatever it runs: only its time on the host is measured."""
+LOSS_BANDS = (1.0, 2.0, 4.0, 99.0)
+"""Largest distances of the bands of expected losses."""
 WARMERS = 8
 """Processes that have rivals compiled ahead."""
 WARM_S = 150.0
@@ -389,6 +391,43 @@ def shipped_times(rows: Sequence[Row], kernel: str) -> dict[str, Any]:
     }
 
 
+def drawn_losses(rows: Iterable[Row], kernel: str, arch: str = "sm_90") -> dict[str, Any]:
+    """What `tuning_db/model/KERNEL/transfer.json` holds of a kernel without recorded landscapes.
+
+    It is how much slower what was served of ours is than the fastest method that was timed, by group and by the distance of the
+    nearest problem of the tables.
+    """
+    from tiledsched.serve import process
+
+    declared = kernel_named(kernel)
+    similarity, known = declared.similarity, {e.problem for e in load_entries(process.settings(), {arch}, declared)}
+    groups: dict[tuple[bool, str, float], list[float]] = defaultdict(list)
+    fastest: dict[str, float] = {}
+    for row in rows:
+        if row.kernel == kernel and row.us is not None:
+            fastest[row.problem] = min(row.us, fastest.get(row.problem, math.inf))
+    for text, times in drawn_times(rows, kernel):
+        p = problem_from_json(json.loads(text))
+        alike = [similarity.distance(each, p) for each in known if similarity.kind(each) == similarity.kind(p)]
+        if OURS in times:
+            up_to = next(most for most in LOSS_BANDS if min(alike, default=0.0) <= most) if alike else LOSS_BANDS[-1]
+            group = similarity.loss_group(p) if alike else ""
+            groups[not alike, group, up_to].append(times[OURS] / fastest[text])
+    bands = [
+        {
+            "arch": arch,
+            "group": group,
+            "other_kind": other,
+            "up_to": up_to,
+            "mean": round(statistics.geometric_mean(losses) - 1, 4),
+            "worst": round(max(losses) - 1, 4),
+            "cases": len(losses),
+        }
+        for (other, group, up_to), losses in sorted(groups.items())
+    ]
+    return {"schema_version": 1, "bands": bands}
+
+
 def write_times(rows: Sequence[Row], kernel: str, path: Path) -> None:
     """Write :func:`shipped_times`, a problem a line."""
     found = shipped_times(rows, kernel)
@@ -714,14 +753,21 @@ def main() -> None:
     parser.add_argument(
         "--ship", type=Path, nargs="+", metavar="CSV", help="write the times of such files for serving; no GPU"
     )
-    parser.add_argument("--kernel", choices=list(DRAWS), default="attention", help="of --ship")
-    parser.add_argument("--out", type=Path, help="the file that --ship writes")
+    parser.add_argument(
+        "--losses", type=Path, nargs="+", metavar="CSV", help="write what our choices lose in such files; no GPU"
+    )
+    parser.add_argument("--kernel", choices=list(DRAWS), default="attention", help="of --ship and --losses")
+    parser.add_argument("--out", type=Path, help="the file that these two write")
     asked = parser.parse_args()
     if asked.ship:
         write_times([row for path in asked.ship for row in read(path)], asked.kernel, asked.out)
         return
     if asked.summary:
         print(summary(judged(read(asked.summary))), end="")
+        return
+    if asked.losses:
+        rows = [row for path in asked.losses for row in read(path)]
+        write_whole(asked.out, json.dumps(drawn_losses(rows, asked.kernel), indent=1) + "\n")
         return
     if asked.judge:
         rows = [row for path in asked.judge for row in read(path)]
