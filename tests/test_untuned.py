@@ -14,9 +14,10 @@ from tiledsched.core.similarity import about
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.matmul import Matmul
+from tiledsched.measure.runner import RivalTime
 from tiledsched.serve import process
 from tiledsched.serve.entries import load_entries, table_of
-from tiledsched.serve.forecast import OURS, Forecast, TimedProblems, timed_problems
+from tiledsched.serve.forecast import OURS, UNTUNED, Forecast, TimedProblems, timed_problems
 from tiledsched.serve.rivals import PLANNED_WORTH_US, forecast_offers
 from tiledsched.serve.transfer import transfer
 
@@ -79,6 +80,24 @@ def test_a_rival_serves_where_a_caller_is_expected_to_gain(kernel, name, times, 
     offers = forecast_offers(kernel, {name: forecast(theirs), OURS: forecast(ours, *spread)})
     assert ["graphs" if each.only_captured else "both" for each in offers] == ([served] if served else [])
     assert all(each.capturable and each.ratio < 1 and f"to take {theirs:.1f} us" in each.reason for each in offers)
+
+
+def test_races_of_tuned_problems_count_with_what_an_untuned_choice_is_slower() -> None:
+    problem, rival = Attention.standard(seq_len=3777, head_dim=128, causal=True), "flash_attention_4"
+    raced = RivalTime(name=rival, median_us=100.0, ours_us=50.0, ratio=2.0, ratio_low=2.0, ratio_high=2.0, samples=30)
+    known = served_entries.entry(problem, rivals=(raced,))
+    others, found = (timed_problems(Attention, "sm_90", entries) for entries in ([], [known]))
+    assert others is not None
+    assert found is not None
+    before, after = others.forecast(problem), found.forecast(problem)
+    assert after[OURS].us / after[rival].us < 0.7 < 0.8 < before[OURS].us / before[rival].us
+    alone = TimedProblems({problem: {rival: 100.0, OURS: 50.0 * UNTUNED}}, {rival: 20.0, OURS: 10.0}, SPEC).forecast(
+        problem
+    )
+    assert alone[OURS].us / alone[rival].us == pytest.approx(0.5 * UNTUNED)
+    hidden = timed_problems(Attention, "sm_90", [known], {problem})
+    assert hidden is not None
+    assert hidden.forecast(problem) == before
 
 
 def test_without_our_own_times_nothing_is_offered() -> None:

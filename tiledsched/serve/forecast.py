@@ -1,7 +1,8 @@
 """What rivals and our own choice are expected to take on a problem on which neither was timed.
 
 `tuning_db/model/KERNEL/timed_ARCH.json` has times of problems that were drawn at random: of every rival, and of our kernel as it
-was served untuned (`python -m docs.studies.untuned`). Entries of tuned tables add their times of rivals.
+was served untuned (`python -m docs.studies.untuned`). Entries of tuned tables add their times of rivals, and of our kernel with
+what an untuned choice is slower on average.
 
 Times are told as logarithms of their ratio to one rival's, the reference, because much of what makes a problem slow makes it
 slow for all. The ratio on another problem is interpolated from the nearest timed ones by kriging: the best linear unbiased
@@ -28,6 +29,8 @@ OURS = "ours"
 """Stands for our kernel among the methods."""
 NEAREST = 64
 """Number of the nearest timed problems that say something."""
+UNTUNED = 1.03
+"""Time of an untuned choice over that of a tuned one, on average (docs/results/serving.md)."""
 NOISE = 0.01
 """Variance of what nearness does not explain, over the variance of what it does."""
 
@@ -159,7 +162,7 @@ def _shipped(kernel: KernelClass, arch: str) -> tuple[Mapping[Problem, Mapping[s
 def timed_problems(
     kernel: KernelClass, arch: str, entries: Iterable[Entry], hidden: Container[Problem] = ()
 ) -> TimedProblems | None:
-    """The timed problems of a kernel: those that ship, and the times of rivals in entries; None where no times ship.
+    """The timed problems of a kernel: those that ship, and the times of races in entries; None where no times ship.
 
     Args:
         kernel: the kernel.
@@ -173,6 +176,9 @@ def timed_problems(
     rows = dict(shipped)
     for entry in entries:
         times = {each.name: each.median_us for each in entry.rivals or () if each.median_us and each.name in host_us}
+        ours = [each.ours_us for each in entry.rivals or () if each.ours_us]
+        if times and ours:
+            times[OURS] = min(ours) * UNTUNED
         if times and entry.arch == arch and entry.problem not in rows and _features(entry.problem):
             rows[entry.problem] = times
     return TimedProblems({p: times for p, times in rows.items() if p not in hidden}, host_us, arch_spec(arch))
