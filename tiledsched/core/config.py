@@ -30,6 +30,7 @@ SETTINGS: dict[str, tuple[str, ...] | type] = {
     "regime": ("burst", "sustained"),
     "accum_mode": ("fp32", "fp16"),
     "rivals": ("serve", "record", "off"),
+    "capture": str,
     "sync": bool,
     "gpu_wait": int,
     "log_level": ("debug", "info", "warning", "error"),
@@ -64,6 +65,8 @@ class Settings:
     """The accuracy class that is served."""
     rivals: str = "serve"
     """serve: a tune times rivals, and faster ones serve; record: a tune times them only; off: neither."""
+    capture: str = ""
+    """Where the problems that are served are noted: a folder, 1 for the folder `seen` beside the database, or nowhere."""
     sync: bool = False
     """Whether `sdpa` waits for each launch, so that an error names the call that caused it."""
     gpu_wait: int | None = None
@@ -224,6 +227,8 @@ def _read_value(name: str, value: Any, kind: type, where: str) -> KnobValue:
         raise ConfigError(
             f"{where}: {name} = {value!r} holds a NUL, which no name of a file and no knob has; take it out"
         )
+    if name == "capture" and isinstance(value, (bool, os.PathLike)):
+        value = os.fspath(value) if isinstance(value, os.PathLike) else str(int(value))
     if type(value) is kind:
         return kind(value)
     if isinstance(value, str) and kind is bool and value.lower() in TRUTHS:

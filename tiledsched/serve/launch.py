@@ -87,6 +87,8 @@ def launch_plan(
             return _launch_elsewhere(plan, tensors, numbers, first, keep_zeros, rival_extras)
         with runtime.on_device(index):
             return launch_plan(plan, tensors, numbers, first=first, keep_zeros=keep_zeros)
+    if plan.calls is not None:
+        next(plan.calls)
     stream = runtime.current_stream(index)
     if plan.is_simple and numbers is None and not first:  # the common case: everything else would cost the host time
         out = torch.empty_like(tensors[0])
@@ -240,6 +242,8 @@ def _launch_elsewhere(
             raise
         process.warn_once(f"{error}; our own kernel is served instead")
         return launch_plan(plan.own, tensors, first=True)
+    if plan.calls is not None and not (first and plan.in_graphs is None):
+        next(plan.calls)
     found = out if isinstance(out, (tuple, list)) else (out,)
     made = []
     for each, (shape, strides, dtype) in zip(found, plan.outputs, strict=False):

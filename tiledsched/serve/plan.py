@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from tiledsched.core.arrays import LARGEST_INT32, ArraySpec
 from tiledsched.core.launch import Step, scratch, steps
 from tiledsched.core.problem import Problem
 from tiledsched.core.storage import strides_of
-from tiledsched.serve import process
+from tiledsched.serve import capture, process
 from tiledsched.serve.lookup import Served
 from tiledsched.serve.rivals import ELSEWHERE, Rival, choose_rivals
 from tiledsched.serve.schema import Output
@@ -45,6 +45,8 @@ class Decision:
     """The rival that eager calls run; None for our own kernel."""
     in_graphs: Rival | None = None
     """The rival that a CUDA graph captures; None for our own kernel."""
+    calls: Iterator[int] | None = field(default=None, compare=False, repr=False)
+    """Counts the calls of problems of about this size; None where calls are not captured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +124,12 @@ def choose(
     served = served or table.resolve(problem, facts.arch, facts.name)
     rival, in_graphs = choose_rivals(served, make_rivals) if make_rivals else (None, None)
     process.log_choice(name, problem, facts, served, rival, in_graphs)
-    return Decision(name=name, problem=problem, device=index, served=served, rival=rival, in_graphs=in_graphs)
+    calls, settings = None, process.settings()
+    if settings.capture:
+        calls = capture.note(settings, problem, tensors, facts, served, rival.name if rival else "")
+    return Decision(
+        name=name, problem=problem, device=index, served=served, rival=rival, in_graphs=in_graphs, calls=calls
+    )
 
 
 def make_plan(
