@@ -634,3 +634,20 @@ def test_nothing_is_learnt_from_times_beside_others(db) -> None:
     found = elsewhere._judged([*alone, *beside], {})
     assert {schedule for schedule, _, _ in found} <= {each.schedule for each in alone}
     assert found
+
+
+def test_a_race_times_what_is_served_and_the_default_and_searches_nothing(db) -> None:
+    recorded = Recorded(LANDSCAPES[5])
+    served = min(recorded.listed, key=lambda each: recorded.times[recorded.key(each)])
+    raced = []
+
+    def rivals(problem, candidate):
+        raced.append(candidate.schedule)
+        return [RivalTime(name="other", median_us=1.0, ours_us=2.0, ratio=0.5, ratio_low=0.5, ratio_high=0.5)]
+
+    found = tune(recorded, db, served=served, effort="race", rivals=rivals)
+    assert (found.entry.schedule, found.entry.provenance) == (served, "measured")
+    assert found.entry.candidates <= 2
+    assert recorded.compiled <= 2
+    assert raced == [served]
+    assert found.entry.rivals[0].name == "other"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tiledsched.cli import seen as seen_problems
 from tiledsched.cli import served_output
 from tiledsched.cli.app import (
     FOLDER,
@@ -25,7 +26,7 @@ from tiledsched.cli.app import (
     problem_options,
     target_option,
 )
-from tiledsched.cli.output import note, print_next
+from tiledsched.cli.output import note, plural, print_next
 from tiledsched.cli.problems import matching, named_problems
 from tiledsched.core.errors import ConfigError, MeasureError
 from tiledsched.core.problem import KernelClass
@@ -55,6 +56,8 @@ only_regime = option("--regime", type=REGIMES, help="only what was measured in i
 @option("--compiler", metavar="VERSION", help="what is served with this compiler, or `all` (default: the one here)")
 @option("--layers", is_flag=True, help="which layer answers: the user's, the site's, a bundle, or what ships")
 @option("--landscapes", is_flag=True, help="list the landscapes that ship and the measurements in the database instead")
+@seen_problems.seen_option
+@option("--clear", is_flag=True, heading="Problems", help="with --seen: forget what was seen")
 def show(
     run: Invocation,
     kernel: str | None,
@@ -66,16 +69,24 @@ def show(
     compiler: str | None,
     layers: bool,
     landscapes: bool,
+    seen: str | None,
+    clear: bool,
 ) -> None:
     """List what is tuned, and how it is known.
 
-    Without a filter: for the GPU here. Where there is none, a summary by kernel and arch.
+    Without a filter: for the GPU here. Where there is none, a summary by kernel and arch. With --seen: what your
+    programs called, by what tuning it would win.
 
     \b
     tiledsched show
+    tiledsched show --seen
     tiledsched show attention --arch h200 -p D=128
     tiledsched show -p columns=4096 --provenance measured
     """
+    if clear and not seen:
+        raise ConfigError("--clear forgets what was seen; pass --seen, too")
+    if seen:
+        return _show_seen(run, kernel, problem, arch, seen, clear)
     if landscapes:
         return _show_landscapes(run, kernel, arch)
     from tiledsched.build.toolchain import compiler_at_hand
@@ -140,6 +151,22 @@ def _archs_here(run: Invocation) -> set[str]:
         return {device.arch for device in run.devices()}
     except MeasureError:
         return set()
+
+
+def _show_seen(
+    run: Invocation, kernel: str | None, problem: tuple[str, ...], arch: str | None, value: str, clear: bool
+) -> None:
+    """List what programs called, what is most worth tuning first; or forget it."""
+    if clear:
+        folder, files = seen_problems.clear(run, value)
+        run.print({"folder": folder, "removed": files}, f"{plural(files, 'file')} removed from {folder}")
+        return
+    chosen = seen_problems.choose(run, value, kernel=kernel, archs=[arch] if arch else None, filters=problem)
+    rows = seen_problems.ranked(run, chosen)
+    run.print(seen_problems.to_json(rows, chosen), lambda: seen_problems.print_seen(rows))
+    if not run.json:
+        tune = ["tune", *([kernel] if kernel else []), "--seen", *([] if value == seen_problems.HERE else [value])]
+        print_next([("tune them, within ten minutes", [*tune, "--budget", "600"])])
 
 
 def _show_landscapes(run: Invocation, kernel: str | None, arch: str | None) -> None:
