@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,10 @@ import click
 from tiledsched.cli.app import Invocation, arch_option, command, jobs_option, kernel_argument, option
 from tiledsched.cli.output import note, print_wrapped
 from tiledsched.cli.problems import read_variants
+from tiledsched.cli.seen import choose, kernel_is_named, seen_option
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ConfigError
-from tiledsched.core.problem import KernelClass
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.store.records import Entry
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 @command("warmup")
 @kernel_argument
+@seen_option
 @arch_option("which GPUs, e.g. sm_90 (default: those of the GPUs here)", many=True)
 @option(
     "--also",
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
 def warmup(
     run: Invocation,
     kernel: KernelClass,
+    seen: str | None,
     arch: list[str] | None,
     also: str,
     out: str | None,
@@ -62,6 +66,7 @@ def warmup(
 
     \b
     tiledsched warmup
+    tiledsched warmup --seen              # what your programs called
     tiledsched warmup --arch sm_90 --also any-length,decode -o attention.zip
     """
     from tiledsched.build.compiler import prepare_process
@@ -72,18 +77,37 @@ def warmup(
     from tiledsched.serve.entries import load_entries, load_table
     from tiledsched.serve.warmup import prepare, renamed_by_contents
 
-    variants, settings, archs = read_variants(kernel, also), run.settings(), run.archs(arch)
+    variants, settings = read_variants(kernel, also), run.settings()
+    wanted: dict[tuple[KernelClass, str], list[Problem] | None]
+    if seen:
+        if also or campaign:
+            raise ConfigError("--seen says which problems are meant; leave out --also and --campaign")
+        found = choose(run, seen, kernel=kernel.name if kernel_is_named() else None, archs=arch)
+        by_arch = {each: [one for one in found.known if one.arch == each] for each in found.archs}
+        wanted = {
+            (each, name): problems
+            for name, ones in by_arch.items()
+            for each, problems in replace(found, problems=ones).by_kernel(samples=True).items()
+        }
+    else:
+        wanted = {(kernel, each): None for each in run.archs(arch)}
+    archs = list(dict.fromkeys(each for _, each in wanted))
     if out and len(archs) > 1:
         raise ConfigError(f"a bundle is of one arch, and here are {', '.join(archs)}; pass --arch with one of them")
+    if out and len(wanted) > 1 and not os.path.isdir(out):
+        names = ", ".join(each.name for each, _ in wanted)
+        raise ConfigError(
+            f"a bundle is of one kernel, and here are {names}; name one, or give -o a folder that is there"
+        )
     if (campaign or host_arch) and not out:
         flag = "--campaign" if campaign else "--host-arch"
         raise ConfigError(f"{flag} chooses what goes to a file; pass -o FILE, too")
-    entries, table = load_entries(settings), load_table(settings, kernel=kernel)
+    entries = load_entries(settings)
     if campaign:
         entries = _done_by(run, campaign, entries)
     results = []
     with BuildPool(jobs) as pool:
-        for each in archs:
+        for (kernel, each), problems in wanted.items():
             session, host = run.session(each), host_arch or (out and arch_spec(each).host_arch)
             warm = warm_path(each, settings, kernel.name)
             path = Path(out) if out else warm
@@ -92,12 +116,13 @@ def warmup(
                 each,
                 path / f".{os.getpid()}.zip" if in_folder else path,
                 entries,
-                table,
+                load_table(settings, kernel=kernel),
                 kernel,
                 session.artifacts.for_host(host) if host else session.artifacts,
                 pool,
                 session.toolchain.compiler,
-                likely=lambda problem: kernel.likely(problem, variants) if variants else (),
+                problems=problems,
+                likely=lambda problem: kernel.likely(problem, variants) if variants else (),  # noqa: B023  # called at once
                 others=[warm],
                 progress=note,
             )

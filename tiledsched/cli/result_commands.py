@@ -29,7 +29,7 @@ from tiledsched.cli.app import (
 from tiledsched.cli.output import note, plural, print_next
 from tiledsched.cli.problems import matching, named_problems
 from tiledsched.core.errors import ConfigError, MeasureError
-from tiledsched.core.problem import KernelClass
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import SHIPPED
 from tiledsched.store.records import PROVENANCES
 from tiledsched.tuning.options import TuneOptions
@@ -251,20 +251,46 @@ def explain(
 
 @command("report")
 @kernel_argument
+@seen_problems.seen_option
 @arch_option("which GPUs, e.g. sm_90, or sm_90,sm_121 to compare them (default: the GPU here)", many=True)
 @option("-o", "--out", type=FOLDER, default="report", metavar="DIR", help="folder to write to (default: report)")
 @generated_options(TuneOptions, "regime")
 @option("--device", metavar="NAME", help="only measurements of this GPU (default: the newest of the arch)")
 def report(
-    run: Invocation, kernel: KernelClass, arch: list[str] | None, out: str, regime: str | None, device: str | None
+    run: Invocation,
+    kernel: KernelClass,
+    seen: str | None,
+    arch: list[str] | None,
+    out: str,
+    regime: str | None,
+    device: str | None,
 ) -> None:
     """Write a report, with charts, on how much each knob matters.
 
     \b
     tiledsched report
+    tiledsched report --seen              # only what your programs called
     tiledsched report matmul --arch sm_90,sm_121 -o report
     """
-    files = written_report(run, kernel, arch or [run.arch(None)], out, regime=regime, device=device)
+    if seen:
+        only = kernel.name if seen_problems.kernel_is_named() else None
+        found = seen_problems.choose(run, seen, kernel=only, archs=arch)
+        groups = found.by_kernel()
+        files = [
+            file
+            for each, problems in groups.items()
+            for file in written_report(
+                run,
+                each,
+                found.archs,
+                f"{out}/{each.name}" if len(groups) > 1 else out,
+                regime=regime,
+                device=device,
+                only=problems,
+            )
+        ]
+    else:
+        files = written_report(run, kernel, arch or [run.arch(None)], out, regime=regime, device=device)
     run.print({"files": files}, "\n".join(map(str, files)))
 
 
@@ -276,8 +302,9 @@ def written_report(
     *,
     regime: str | None = None,
     device: str | None = None,
+    only: Sequence[Problem] | None = None,
 ) -> list[Path]:
-    """The files of a report on a kernel, written from what the database holds over what ships."""
+    """The files of a report on a kernel, written from what the database holds over what ships; with `only`, on these problems."""
     from tiledsched.report import WithShipped, build_report, write_report
     from tiledsched.serve.entries import load_entries
     from tiledsched.store.db import TuningDB
@@ -290,7 +317,7 @@ def written_report(
         for arch in archs:
             served = load_entries(settings, {arch})
             made = build_report(
-                WithShipped(db, kernel, arch, served),
+                WithShipped(db, kernel, arch, served, None if only is None else set(only)),
                 arch,
                 kernel=kernel,
                 regime=settings.regime,

@@ -39,7 +39,9 @@ class _Folder(click.Path):
         if value == HERE or os.path.isdir(value):
             return value
         if os.sep not in str(value) or ":" in str(value):
-            raise ConfigError(f"--seen {value}: there is no such folder; a kernel stands before the flag: {value} --seen")
+            raise ConfigError(
+                f"--seen {value}: there is no such folder; a kernel stands before the flag: {value} --seen"
+            )
         raise ConfigError(f"--seen {value}: there is no such folder; {TO_CAPTURE.replace('=1', f'={value}')}")
 
 
@@ -75,15 +77,22 @@ class Chosen:
             note(f"tiledsched: {plural(count, 'problem')} of {name} left out: {how_to_name(place)}")
         return [each for each in self.problems if each.problem.known]
 
-    def by_kernel(self) -> dict[KernelClass, list[Problem]]:
-        """The distinct problems of each kernel that is known here, those called most first.
+    @property
+    def archs(self) -> list[str]:
+        """The archs on which the problems were seen."""
+        return sorted({each.arch for each in self.problems})
+
+    def by_kernel(self, *, samples: bool = False) -> dict[KernelClass, list[Problem]]:
+        """The distinct problems of each kernel that is known here, those called most first; with `samples` also those that were
+        called, whose lengths are not rounded.
 
         Raises:
             ConfigError: no kernel is known.
         """
         found: dict[KernelClass, dict[Problem, None]] = {}
         for each in sorted(self.known, key=lambda each: -each.calls):
-            found.setdefault(each.problem.declaration, {})[each.problem] = None
+            both = (each.problem, each.sample) if samples else (each.problem,)
+            found.setdefault(each.problem.declaration, {}).update(dict.fromkeys(both))
         if not found:
             raise ConfigError(f"none of the kernels that were seen is known here: {self._hints()}")
         return {kernel: list(problems) for kernel, problems in found.items()}
@@ -191,10 +200,9 @@ def only_arch(chosen: Chosen) -> str:
     Raises:
         ConfigError: there are several.
     """
-    archs = sorted({each.arch for each in chosen.problems})
-    if len(archs) > 1:
-        raise ConfigError(f"problems were seen on {', '.join(archs)}; pass --arch with one of them")
-    return archs[0]
+    if len(chosen.archs) > 1:
+        raise ConfigError(f"problems were seen on {', '.join(chosen.archs)}; pass --arch with one of them")
+    return chosen.archs[0]
 
 
 def ranked(run: Invocation, chosen: Chosen, **flags: Any) -> list[SeenWorth]:
@@ -202,8 +210,8 @@ def ranked(run: Invocation, chosen: Chosen, **flags: Any) -> list[SeenWorth]:
     from tiledsched.serve.entries import load_table
     from tiledsched.tuning.seen import rank
 
-    settings, archs = run.settings(**flags), {each.arch for each in chosen.problems}
-    return rank(chosen.problems, lambda kernel: load_table(settings, kernel=kernel, archs=archs))
+    settings = run.settings(**flags)
+    return rank(chosen.problems, lambda kernel: load_table(settings, kernel=kernel, archs=chosen.archs))
 
 
 def to_json(rows: Sequence[SeenWorth], chosen: Chosen) -> dict[str, Any]:
@@ -249,7 +257,9 @@ def _marks(rows: Sequence[SeenWorth]) -> list[str]:
     if any(row.rival for row in known):
         marks.append("A rival in the place of a provenance is called where it is installed.")
     if any({"strided", "unaligned"} & {*row.seen.layouts} for row in rows):
-        marks.append("A tune measures contiguous arrays. Others may take other times, and unaligned ones other programs.")
+        marks.append(
+            "A tune measures contiguous arrays. Others may take other times, and unaligned ones other programs."
+        )
     marks += dict.fromkeys(
         f"?: {row.seen.problem.kernel} is not known here; {how_to_name(row.seen.place)}"
         for row in rows

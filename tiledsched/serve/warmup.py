@@ -99,6 +99,7 @@ def prepare(
     pool: BuildPool,
     compiler: str,
     *,
+    problems: Iterable[Problem] | None = None,
     likely: Callable[[Problem], Iterable[Problem]] = lambda problem: (),
     others: Sequence[Path] = (),
     progress: Callable[[str], None] = lambda text: None,
@@ -114,21 +115,23 @@ def prepare(
         artifacts: the store of builds for the hosts that launch them, where new ones are kept, too.
         pool: the compile processes, which start with the first program that has to be built.
         compiler: the compiler that builds, for people.
+        problems: what is prepared, measured or not, in place of the problems of the entries.
         likely: gives further problems that are to be expected where there is this one.
         others: further bundles that may have some of the programs.
         progress: called with a line of text now and then.
 
     Raises:
-        ConfigError: the table has no entry for `arch`, or the file cannot be written.
+        ConfigError: the table has no entry for `arch`, and no problems are given, or the file cannot be written.
         DeclarationError: the kernel was declared at a prompt, where compile processes do not find it.
     """
     started = time.perf_counter()
     mine = [entry for entry in entries if entry.arch == arch and entry.kernel == kernel.name]
-    if not mine:
+    if not mine and problems is None:
         where = kernel.locator() if ":" in kernel.name else kernel.name
         raise ConfigError(f"nothing is tuned for {arch}; run: tiledsched tune {where} --arch {arch}")
-    device = mine[0].device_name
-    problems = list(dict.fromkeys(each for entry in mine for each in (entry.problem, *likely(entry.problem))))
+    device = mine[0].device_name if mine else ""
+    given = (entry.problem for entry in mine) if problems is None else problems
+    problems = list(dict.fromkeys(each for problem in given for each in (problem, *likely(problem))))
     found = _at_hand(arch, [path, *others], mine, kernel, artifacts)
     had = set(found)
     needed: dict[Key, tuple[Schedule, Problem]] = {}

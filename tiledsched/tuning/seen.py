@@ -25,8 +25,8 @@ from tiledsched.tuning.tuner import TuneReport, Watcher
 SEARCHED = EFFORTS["quick"].finalists
 """Programs that were compared for an entry which a search found, at least; fewer were raced without a search."""
 ASSUMED_LOSSES = {"measured": 0.05, "transferred": 0.1, "modelled": 0.25, "default": 0.25, "forced": 0.1}
-"""By provenance, how much slower than the best schedule what is served is taken to be where that is not known. A measured one that
-was found by a search, of this machine code, loses nothing."""
+"""By provenance, how much slower than the best schedule what is served is taken to be where that is unknown. What a search found,
+of the machine code here, loses nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class SeenWorth:
     seen: SeenProblem
     """The problem, and how often it was called."""
     served: Served | None = None
-    """What is served for it today; None where that is not known: its kernel is not known here, or the arch has no search space."""
+    """What is served for it today; None where its kernel is not known here, or the arch has no search space."""
     us: float | None = None
     """Time of a call of our own kernel, in microseconds; None where nothing tells it."""
     is_measured: bool = False
@@ -153,7 +153,7 @@ def worth_of(seen: SeenProblem, table: LookupTable) -> SeenWorth:
 
 
 def _modelled_us(problem: Problem, served: Served, seen: SeenProblem) -> float | None:
-    """The model's estimate; where the evidence is a measurement of the same schedule on a similar problem, in proportion to it."""
+    """The model's estimate; where the same schedule was measured on a similar problem, in proportion to that."""
     if seen.arch not in ARCHS:
         return None
     spec, entry = arch_spec(seen.arch, seen.device), served.entry
@@ -190,8 +190,8 @@ def tune_by_worth(
     """Tune problems within one budget, of any kernels.
 
     First what is served today races the rivals on every problem, which makes serving no slower than the fastest of them. Then
-    problems are searched, the most worthwhile first, until the budget ends. Without a GPU there are no races, and the model ranks.
-    What is found is stored at once.
+    problems are searched, the most worthwhile first, until the budget ends. Without a GPU there are no races, and the model
+    ranks. What is found is stored at once.
 
     Args:
         session: of the arch on whose GPUs the problems were seen.
