@@ -83,7 +83,7 @@ def warmup(
         if also or campaign:
             raise ConfigError("--seen says which problems are meant; leave out --also and --campaign")
         found = choose(run, seen, kernel=kernel.name if kernel_is_named() else None, archs=arch)
-        by_arch = {each: [one for one in found.known if one.arch == each] for each in found.archs}
+        by_arch = {each: [one for one in found.problems if one.arch == each] for each in found.archs}
         wanted = {
             (each, name): problems
             for name, ones in by_arch.items()

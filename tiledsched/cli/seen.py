@@ -70,11 +70,7 @@ class Chosen:
 
     @property
     def known(self) -> list[SeenProblem]:
-        """Those whose kernel is known here; it is said how to name the kernels of the others."""
-        unknown = {each.problem.kernel: each.place for each in self.problems if not each.problem.known}
-        for name, place in unknown.items():
-            count = sum(each.problem.kernel == name for each in self.problems)
-            note(f"tiledsched: {plural(count, 'problem')} of {name} left out: {how_to_name(place)}")
+        """Those whose kernel is known here."""
         return [each for each in self.problems if each.problem.known]
 
     @property
@@ -84,21 +80,22 @@ class Chosen:
 
     def by_kernel(self, *, samples: bool = False) -> dict[KernelClass, list[Problem]]:
         """The distinct problems of each kernel that is known here, those called most first; with `samples` also those that were
-        called, whose lengths are not rounded.
+        called, whose lengths are not rounded. It is said how to name the kernels that are not known.
 
         Raises:
             ConfigError: no kernel is known.
         """
+        unknown = {each.problem.kernel: each.place for each in self.problems if not each.problem.known}
+        for name, place in unknown.items():
+            count = sum(each.problem.kernel == name for each in self.problems)
+            note(f"tiledsched: {plural(count, 'problem')} of {name} left out: {how_to_name(place)}")
         found: dict[KernelClass, dict[Problem, None]] = {}
         for each in sorted(self.known, key=lambda each: -each.calls):
             both = (each.problem, each.sample) if samples else (each.problem,)
             found.setdefault(each.problem.declaration, {}).update(dict.fromkeys(both))
         if not found:
-            raise ConfigError(f"none of the kernels that were seen is known here: {self._hints()}")
+            raise ConfigError("none of the kernels that were seen is known here; name one before --seen")
         return {kernel: list(problems) for kernel, problems in found.items()}
-
-    def _hints(self) -> str:
-        return "; ".join(dict.fromkeys(how_to_name(each.place) for each in self.problems))
 
 
 def how_to_name(place: str) -> str:

@@ -115,10 +115,10 @@ def _tune_seen(run: Invocation, found: Chosen, chosen: TuneOptions, jobs: int | 
     from tiledsched.cli.progress import TuneProgress
     from tiledsched.tuning.seen import tune_by_worth
 
-    arch, known = only_arch(found), replace(found, problems=found.known)
-    known.by_kernel()  # raises where no kernel is known
+    arch = only_arch(found)
+    found.by_kernel()  # raises where no kernel is known, and says which are left out
     flags = {name: getattr(chosen, name) for name in ("regime", "accum_mode", "rivals")}
-    rows = [row for row in ranked(run, known, **flags) if row.served is not None]
+    rows = [row for row in ranked(run, found, **flags) if row.served is not None]
     rows = list({row.seen.problem: row for row in reversed(rows)}.values())[::-1]  # once for GPUs of several names
     open_rows = [row for row in rows if not row.is_tuned]
     with TuneProgress(len(open_rows), chosen.budget_s) as watcher, run.session(arch, jobs) as session:

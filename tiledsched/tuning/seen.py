@@ -17,13 +17,10 @@ from tiledsched.serve.rivals import pays
 from tiledsched.serve.transfer import log_us
 from tiledsched.store.records import Entry
 from tiledsched.store.seen import SeenProblem
-from tiledsched.tuning.effort import EFFORTS
 from tiledsched.tuning.options import TuneOptions
 from tiledsched.tuning.session import Session
-from tiledsched.tuning.tuner import TuneReport, Watcher
+from tiledsched.tuning.tuner import NO_SEARCH, TuneReport, Watcher
 
-SEARCHED = EFFORTS["quick"].finalists
-"""Programs that were compared for an entry which a search found, at least; fewer were raced without a search."""
 ASSUMED_LOSSES = {"measured": 0.05, "transferred": 0.1, "modelled": 0.25, "default": 0.25, "forced": 0.1}
 """By provenance, how much slower than the best schedule what is served is taken to be where that is unknown. What a search found,
 of the machine code here, loses nothing."""
@@ -136,7 +133,7 @@ def worth_of(seen: SeenProblem, table: LookupTable) -> SeenWorth:
     us, searched = None, False
     if entry is not None and (entry.problem, entry.schedule) == (problem, served.schedule) and entry.median_us:
         us = entry.median_us
-        searched = served.provenance == "measured" and not served.stale and entry.candidates >= SEARCHED
+        searched = served.provenance == "measured" and not served.stale and NO_SEARCH not in entry.source
     expected = served.expected_loss if us is None else None
     loss = 0.0 if searched else expected.mean if expected else ASSUMED_LOSSES[served.provenance]
     return SeenWorth(

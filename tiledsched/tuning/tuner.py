@@ -54,6 +54,8 @@ have changed since; none where this space knows nothing.
 """
 Rivals = Callable[[Problem, Candidate], "list[RivalTime] | None"]
 """Times a kernel's rivals next to a winner, on the problem it won; None where they cannot be timed."""
+NO_SEARCH = "no search"
+"""What the source of an entry says that stands on a race of what was served, without a search."""
 LEAST_S, LEAST_SEARCH_S = 2.0, 15.0
 """Where problems share a budget by what they are worth: none is begun with less than so many seconds left, and a search gets so
 many where they are left: in less time hardly anything is built."""
@@ -372,6 +374,7 @@ class _ProblemTune:
     def entry(self, schedule: Schedule, fingerprint: str, programs: int, **more: Any) -> Entry:
         """The entry that this tune writes for a winner among so many programs."""
         run, listed = f"tune run {self.tuner.run_id}", self.space.listed_in
+        how = "neighbours" if self.tuner.options.neighbours else "" if self.tuner.most_programs else NO_SEARCH
         return Entry(
             kernel=self.kernel.name,
             arch=self.space.arch,
@@ -380,7 +383,7 @@ class _ProblemTune:
             fingerprint=fingerprint,
             accum_mode=self.tuner.accum_mode,
             candidates=programs,
-            source=", ".join(filter(None, [run, listed, "neighbours" if self.tuner.options.neighbours else ""])),
+            source=", ".join(filter(None, [run, listed, how])),
             toolchain=self.builder.toolchain,
             source_hash=self.builder.evidence_source,
             run_id=self.tuner.run_id,
@@ -692,6 +695,7 @@ class _Search(_ProblemTune):
         programs = self.builder.programs(ordered, problem, self.runner.device)
         finalists = programs[:finalists_wanted]
         finalists += [each for each in programs[finalists_wanted:] if set(preferred) & set(each.schedules)]
+        tried = tried or list(dict.fromkeys(preferred))
         if not finalists:
             raise self.nothing_works(tried)
         self.watcher.stage(problem, "deciding", len(finalists))
