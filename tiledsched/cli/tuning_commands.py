@@ -325,9 +325,11 @@ def refresh(
             now = replace(chosen, budget_s=left_s)
             command = {"words": run.words}
             reports.append(session.refresh(each, problems or None, now, watcher=watcher, command=command))
-    one = reports[0].to_json() if len(reports) == 1 else {}
-    more = {"kernels": [each.to_json() for each in reports]} if seen else {}
-    run.print({**one, **more}, lambda: [*map(tuned_output.print_refreshed, reports)] and None)
+    if run.json:
+        run.print({"kernels": [each.to_json() for each in reports]} if seen else reports[0].to_json())
+    else:
+        for report in reports:
+            tuned_output.print_refreshed(report)
 
 
 def _measured_of(run: Invocation, kernel: KernelClass, arch: str, problems: Sequence[Problem]) -> list[Problem]:

@@ -184,7 +184,8 @@ def note(
 
         return notes.note((kernel, bucketed, layout, device.arch, device.name), describe)
     except Exception as error:
-        return _give_up(place, error)
+        _give_up(place, error)
+        return None
 
 
 def layout_of(tensors: Sequence[Any]) -> str:
