@@ -81,7 +81,9 @@ class Machine(FakeBuilds):
             devices=lambda: [H200],
             lacking=lambda: "",
             runner=lambda kernel, seed: self,
-            rivals=lambda kernel, runner, regime: SimpleNamespace(race=self.race, close=self.close),
+            rivals=lambda kernel, runner, regime: SimpleNamespace(
+                race=self.race, close=self.close, versions=lambda problem: {}
+            ),
         )
 
     def get(self, arch, fingerprint) -> Artifact:
@@ -341,6 +343,39 @@ def test_what_a_search_found_is_not_tuned_again(home, kernels, capsys):
     assert main(["tune", "--seen"], tools=machine.tools, devices=lambda: [H200]) == 0
     assert "1 tuned before" in said(capsys)[0]
     assert machine.began == []
+
+
+def test_ctrl_c_keeps_what_was_found(home, kernels, capsys):
+    note(home, *((kernels[0].problem(rows=rows), rows) for rows in (64, 128)))
+
+    class Stopped(Machine):
+        def begin(self, problem):
+            super().begin(problem)
+            if len(self.began) == 2:
+                raise KeyboardInterrupt
+
+    given = {"tools": Stopped().tools, "devices": lambda: [H200]}
+    assert main(["tune", "--seen", "--budget", "600"], **given) == 130
+    assert "what was found until now is stored. The same command goes on" in said(capsys)[1]
+    with TuningDB.open(None) as db:
+        assert [(each.problem.rows, each.source) for each in db.entries()] == [(128, f"tune run 1, {NO_SEARCH}")]
+
+
+def test_refresh_and_report_are_of_what_was_seen(home, kernels, capsys):
+    first, second = kernels
+    note(home, (first.problem(rows=64), 9), (second.problem(rows=128), 9))
+    machine = Machine()
+    given = {"tools": machine.tools, "devices": lambda: [H200]}
+    with Session("sm_90", tools=machine.tools) as session:
+        session.tune(first, [first.problem(rows=64), first.problem(rows=640)])
+    assert main(["refresh", "--seen", "--json"], **given) == 0
+    found = capsys.readouterr()
+    (one,) = json.loads(found.out)["kernels"]
+    assert (one["kernel"], one["current"]) == (first.name, 1)
+    assert f"nothing of {second.name} that was seen is measured; run: tiledsched tune --seen" in found.err
+    assert main(["report", first.locator(), "--seen", "-o", str(home / "report"), "--json"], **given) == 0
+    assert "rows=640" not in (home / "report" / "report.md").read_text()
+    assert "rows=64" in (home / "report" / "report.md").read_text()
 
 
 def test_problems_that_a_budget_does_not_reach_are_named_with_what_to_do(home, kernels, capsys):

@@ -587,6 +587,34 @@ def test_more_kinds_of_problem_are_prepared_on_request(tmp_path, pool) -> None:
     assert made.programs == made.problems == 8
 
 
+def test_problems_that_are_given_are_prepared_measured_or_not_for_their_gpu(tmp_path, pool) -> None:
+    mine = entry(schedule=HINTED, provenance="measured", device="NVIDIA H100")
+    entries = [entry(provenance="measured"), mine]
+    other = PROBLEM.replace(batch=3, head_dim=80)
+    made = prepare(tmp_path / "b.zip", entries, problems=[PROBLEM, other], device="NVIDIA H100")
+    assert (made.problems, made.programs) == (2, 2)
+    by_problem = {each.problem: each.schedule for each in read_bundle(tmp_path / "b.zip").programs}
+    assert by_problem.keys() == {PROBLEM, other}
+    assert by_problem[PROBLEM] == HINTED
+    assert prepare(tmp_path / "c.zip", [], problems=[PROBLEM]).programs == 1
+
+
+def test_warmup_builds_what_was_seen_of_every_kernel(tmp_path, pool, monkeypatch, capsys) -> None:
+    from tiledsched.cli import main
+
+    words = {"place": "", "layout": "strided", "arch": ARCH, "device": "NVIDIA H200", "provenance": "", "rival": ""}
+    line = {"v": 1, "id": 0, "schedule": {}, **words}
+    sample = PROBLEM.replace(seq_q=4001, seq_k=4001)
+    line |= {"problem": Attention.similarity.bucketed(sample).to_json(), "sample": sample.to_json()}
+    (tmp_path / "seen").mkdir()
+    (tmp_path / "seen" / "a.jsonl").write_text(json.dumps(line))
+    assert main(["warmup", "--seen", "--json"], devices=list) == 0
+    (made,) = json.loads(capsys.readouterr().out)["bundles"]
+    assert (made["arch"], made["problems"], made["failures"]) == (ARCH, 2, [])
+    assert main(["warmup", "--seen", "--also", "decode"], devices=list) == 2
+    assert "leave out --also" in capsys.readouterr().err
+
+
 def test_what_does_not_build_is_told_and_the_rest_is_written(tmp_path, pool) -> None:
     entries = [entry(), entry(PROBLEM.replace(causal=True), SCHEDULE.replace(tile_m=128))]
     made = prepare(tmp_path / "b.zip", entries)

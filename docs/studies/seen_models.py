@@ -57,9 +57,7 @@ def steps(options: argparse.Namespace, environment: Mapping[str, str], folder: s
         yield from rows(BEFORE, OURS_FIRST, model, whole, {"TILEDSCHED_CAPTURE": "1"})
     for command in (["show"], ["tune", "--budget", str(options.budget)], ["warmup"]):
         started = time.monotonic()
-        code = subprocess.run(
-            [*CLI, *command, "--seen"], env=environment, cwd=folder, stdout=2, check=False
-        ).returncode
+        code = subprocess.run([*CLI, *command, "--seen"], env=environment, cwd=folder, stdout=2, check=False).returncode
         _note(f"tiledsched {command[0]} --seen: {time.monotonic() - started:.0f} s")
         if code:
             raise TiledschedError(f"tiledsched {command[0]} --seen ended with {code}; its message says what to do")

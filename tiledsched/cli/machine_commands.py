@@ -18,6 +18,7 @@ from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.store.records import Entry
+from tiledsched.store.seen import SeenProblem
 
 if TYPE_CHECKING:
     from tiledsched.doctor import Finding
@@ -79,11 +80,13 @@ def warmup(
 
     variants, settings = read_variants(kernel, also), run.settings()
     wanted: dict[tuple[KernelClass, str], list[Problem] | None]
+    seen_problems: Sequence[SeenProblem] = ()
     if seen:
         if also or campaign:
             raise ConfigError("--seen says which problems are meant; leave out --also and --campaign")
         found = choose(run, seen, kernel=kernel.name if kernel_is_named() else None, archs=arch)
-        by_arch = {each: [one for one in found.problems if one.arch == each] for each in found.archs}
+        seen_problems = found.problems
+        by_arch = {each: [one for one in seen_problems if one.arch == each] for each in found.archs}
         wanted = {
             (each, name): problems
             for name, ones in by_arch.items()
@@ -106,6 +109,8 @@ def warmup(
     if campaign:
         entries = _done_by(run, campaign, entries)
     results = []
+    names = {device.arch: device.name for device in run.gpus()}
+    names |= {each.arch: each.device for each in seen_problems}
     with BuildPool(jobs) as pool:
         for (kernel, each), problems in wanted.items():
             session, host = run.session(each), host_arch or (out and arch_spec(each).host_arch)
@@ -122,6 +127,7 @@ def warmup(
                 pool,
                 session.toolchain.compiler,
                 problems=problems,
+                device=names.get(each, ""),
                 likely=lambda problem: kernel.likely(problem, variants) if variants else (),  # noqa: B023  # called at once
                 others=[warm],
                 progress=note,

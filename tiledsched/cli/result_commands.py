@@ -28,7 +28,7 @@ from tiledsched.cli.app import (
 )
 from tiledsched.cli.output import note, plural, print_next
 from tiledsched.cli.problems import matching, named_problems
-from tiledsched.core.errors import ConfigError, MeasureError
+from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import SHIPPED
 from tiledsched.store.records import PROVENANCES
@@ -95,7 +95,7 @@ def show(
     from tiledsched.store.evidence import for_compiler
 
     bare = not (problem or arch or provenance or regime or device or compiler or layers or run.json)
-    here_archs = _archs_here(run) if bare else set()
+    here_archs = {device.arch for device in run.gpus()} if bare else set()
     found = load_layers(run.settings(), here_archs or None if arch is None else {arch}, kernel or "")
     here = compiler_at_hand() if compiler in (None, "all") else str(compiler)
     entries = combined(found) if compiler == "all" else for_compiler(combined(found), here)
@@ -143,14 +143,6 @@ def show(
         words = f"{kernel + ' ' if kernel else ''}--arch {arch or 'ARCH'}"
         ships = f"; kernels that ship: {', '.join(SHIPPED)}" if kernel and kernel not in SHIPPED else ""
         note(f"nothing {what}is tuned for {arch or 'any arch'}; run: tiledsched tune {words}{ships}")
-
-
-def _archs_here(run: Invocation) -> set[str]:
-    """The archs of the GPUs here; none where there is no GPU, or its driver does not answer."""
-    try:
-        return {device.arch for device in run.devices()}
-    except MeasureError:
-        return set()
 
 
 def _show_seen(

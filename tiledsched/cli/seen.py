@@ -170,7 +170,7 @@ def choose(
         raise ConfigError("--seen says which problems are meant; leave out --suite")
     seen = read(run, value)
     there = sorted({each.arch for each in seen.problems})
-    wanted = set(archs or {device.arch for device in run.devices()} or (there if len(there) == 1 else ()))
+    wanted = set(archs or {device.arch for device in run.gpus()} or (there if len(there) == 1 else ()))
     if not wanted:
         raise ConfigError(f"there is no GPU here, and problems were seen on {', '.join(there)}; pass --arch {there[0]}")
     found = [each for each in seen.problems if each.arch in wanted]

@@ -100,6 +100,7 @@ def prepare(
     compiler: str,
     *,
     problems: Iterable[Problem] | None = None,
+    device: str = "",
     likely: Callable[[Problem], Iterable[Problem]] = lambda problem: (),
     others: Sequence[Path] = (),
     progress: Callable[[str], None] = lambda text: None,
@@ -116,6 +117,7 @@ def prepare(
         pool: the compile processes, which start with the first program that has to be built.
         compiler: the compiler that builds, for people.
         problems: what is prepared, measured or not, in place of the problems of the entries.
+        device: name of the GPU that the programs are for; that of the first entry unless given.
         likely: gives further problems that are to be expected where there is this one.
         others: further bundles that may have some of the programs.
         progress: called with a line of text now and then.
@@ -129,7 +131,7 @@ def prepare(
     if not mine and problems is None:
         where = kernel.locator() if ":" in kernel.name else kernel.name
         raise ConfigError(f"nothing is tuned for {arch}; run: tiledsched tune {where} --arch {arch}")
-    device = mine[0].device_name if mine else ""
+    device = device or next((entry.device_name for entry in mine), "")
     given = (entry.problem for entry in mine) if problems is None else problems
     problems = list(dict.fromkeys(each for problem in given for each in (problem, *likely(problem))))
     found = _at_hand(arch, [path, *others], mine, kernel, artifacts)
