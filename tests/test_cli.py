@@ -230,7 +230,10 @@ def test_landscapes_tell_what_is_measured_and_where_the_regimes_disagree(home, c
         ("tune --arch sm_90 -p H=6/4,S=1024,D=64 --runner none", "multiple of kv_heads"),
         ("tune --arch sm_90 -p S=1024,D=512 --runner none", "at most 256"),
         ("tune --arch sm_90 -p S=1024,D=64,dtype=float8", "must be one of float16, bfloat16"),
-        ("tune --effort fast", "'fast' is not one of 'race', 'quick', 'default', 'thorough'; see tiledsched tune --help"),
+        (
+            "tune --effort fast",
+            "'fast' is not one of 'race', 'quick', 'default', 'thorough'; see tiledsched tune --help",
+        ),
         ("tune --trials 0", "0 is not in the range x>=1; see tiledsched tune --help"),
         ("tune --trials", "requires an argument; see tiledsched tune --help"),
         ("tune attention matmul", "unexpected extra argument (matmul); see tiledsched tune --help"),

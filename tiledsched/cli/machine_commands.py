@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,6 @@ from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.store.records import Entry
-from tiledsched.store.seen import SeenProblem
 
 if TYPE_CHECKING:
     from tiledsched.doctor import Finding
@@ -79,21 +77,20 @@ def warmup(
     from tiledsched.serve.warmup import prepare, renamed_by_contents
 
     variants, settings = read_variants(kernel, also), run.settings()
-    wanted: dict[tuple[KernelClass, str], list[Problem] | None]
-    seen_problems: Sequence[SeenProblem] = ()
+    device_names = {device.arch: device.name for device in run.gpus()}
+    wanted: dict[tuple[KernelClass, str], list[Problem]]
     if seen:
         if also or campaign:
             raise ConfigError("--seen says which problems are meant; leave out --also and --campaign")
         found = choose(run, seen, kernel=kernel.name if kernel_is_named() else None, archs=arch)
-        seen_problems = found.problems
-        by_arch = {each: [one for one in seen_problems if one.arch == each] for each in found.archs}
+        device_names.update((one.arch, one.device) for one in found.problems)
         wanted = {
-            (each, name): problems
-            for name, ones in by_arch.items()
-            for each, problems in replace(found, problems=ones).by_kernel(samples=True).items()
+            (one, name): problems
+            for name in found.archs
+            for one, problems in found.by_kernel(arch=name, samples=True).items()
         }
     else:
-        wanted = {(kernel, each): None for each in run.archs(arch)}
+        wanted = {(kernel, name): [] for name in run.archs(arch)}
     archs = list(dict.fromkeys(each for _, each in wanted))
     if out and len(archs) > 1:
         raise ConfigError(f"a bundle is of one arch, and here are {', '.join(archs)}; pass --arch with one of them")
@@ -109,8 +106,6 @@ def warmup(
     if campaign:
         entries = _done_by(run, campaign, entries)
     results = []
-    names = {device.arch: device.name for device in run.gpus()}
-    names |= {each.arch: each.device for each in seen_problems}
     with BuildPool(jobs) as pool:
         for (kernel, each), problems in wanted.items():
             session, host = run.session(each), host_arch or (out and arch_spec(each).host_arch)
@@ -127,7 +122,7 @@ def warmup(
                 pool,
                 session.toolchain.compiler,
                 problems=problems,
-                device=names.get(each, ""),
+                device=device_names.get(each, ""),
                 likely=lambda problem: kernel.likely(problem, variants) if variants else (),  # noqa: B023  # called at once
                 others=[warm],
                 progress=note,

@@ -78,9 +78,13 @@ class Chosen:
         """The archs on which the problems were seen."""
         return sorted({each.arch for each in self.problems})
 
-    def by_kernel(self, *, samples: bool = False) -> dict[KernelClass, list[Problem]]:
-        """The distinct problems of each kernel that is known here, those called most first; with `samples` also those that were
-        called, whose lengths are not rounded. It is said how to name the kernels that are not known.
+    def by_kernel(self, *, arch: str = "", samples: bool = False) -> dict[KernelClass, list[Problem]]:
+        """The distinct problems of each kernel that is known here, those called most first. It is said how to name the kernels
+        that are not known.
+
+        Args:
+            arch: only what was seen on it; empty for all.
+            samples: also the problems that were called, whose lengths are not rounded.
 
         Raises:
             ConfigError: no kernel is known.
@@ -91,9 +95,11 @@ class Chosen:
             note(f"tiledsched: {plural(count, 'problem')} of {name} left out: {how_to_name(place)}")
         found: dict[KernelClass, dict[Problem, None]] = {}
         for each in sorted(self.known, key=lambda each: -each.calls):
+            if arch not in ("", each.arch):
+                continue
             both = (each.problem, each.sample) if samples else (each.problem,)
             found.setdefault(each.problem.declaration, {}).update(dict.fromkeys(both))
-        if not found:
+        if not self.known:
             raise ConfigError("none of the kernels that were seen is known here; name one before --seen")
         return {kernel: list(problems) for kernel, problems in found.items()}
 

@@ -99,7 +99,7 @@ def prepare(
     pool: BuildPool,
     compiler: str,
     *,
-    problems: Iterable[Problem] | None = None,
+    problems: Iterable[Problem] = (),
     device: str = "",
     likely: Callable[[Problem], Iterable[Problem]] = lambda problem: (),
     others: Sequence[Path] = (),
@@ -116,7 +116,7 @@ def prepare(
         artifacts: the store of builds for the hosts that launch them, where new ones are kept, too.
         pool: the compile processes, which start with the first program that has to be built.
         compiler: the compiler that builds, for people.
-        problems: what is prepared, measured or not, in place of the problems of the entries.
+        problems: what is to be computed; the problems of the entries unless given.
         device: name of the GPU that the programs are for; that of the first entry unless given.
         likely: gives further problems that are to be expected where there is this one.
         others: further bundles that may have some of the programs.
@@ -128,12 +128,12 @@ def prepare(
     """
     started = time.perf_counter()
     mine = [entry for entry in entries if entry.arch == arch and entry.kernel == kernel.name]
-    if not mine and problems is None:
+    asked = list(problems) or [entry.problem for entry in mine]
+    if not asked:
         where = kernel.locator() if ":" in kernel.name else kernel.name
         raise ConfigError(f"nothing is tuned for {arch}; run: tiledsched tune {where} --arch {arch}")
     device = device or next((entry.device_name for entry in mine), "")
-    given = (entry.problem for entry in mine) if problems is None else problems
-    problems = list(dict.fromkeys(each for problem in given for each in (problem, *likely(problem))))
+    problems = list(dict.fromkeys(each for problem in asked for each in (problem, *likely(problem))))
     found = _at_hand(arch, [path, *others], mine, kernel, artifacts)
     had = set(found)
     needed: dict[Key, tuple[Schedule, Problem]] = {}
