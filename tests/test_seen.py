@@ -451,10 +451,18 @@ def test_damaged_lines_are_counted_and_a_line_fits_the_terminal(home, kernels, c
     (home / "seen" / "damaged.jsonl").write_text("{\n[]\n")
     assert main(["show", "--seen"], devices=lambda: [H200]) == 0
     found = capsys.readouterr()
-    assert "2 damaged lines" in found.err
+    assert "2 damaged lines or files" in found.err
     assert max(map(len, found.out.splitlines())) <= 80
     assert "(strided arrays)" in found.out
     assert "A tune measures contiguous arrays" in found.out
+
+
+def test_an_arch_without_a_search_space_is_told(home, kernels, capsys):
+    note(home, (Attention.problem(seq_q=64, seq_k=64, head_dim=64), 3), arch="sm_70", device="NVIDIA V100")
+    assert main(["show", "--seen"], devices=list) == 0
+    assert "?: nothing can be served for attention on sm_70, which has no search space." in said(capsys)[0]
+    assert main(["tune", "--seen"], devices=list) == 2
+    assert "no kernel that was seen has a search space for sm_70" in said(capsys)[1]
 
 
 def test_a_fleet_does_what_was_seen_on_each_arch_most_worthwhile_first(home, kernels, capsys):

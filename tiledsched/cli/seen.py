@@ -143,7 +143,9 @@ def read(run: Invocation, value: str) -> Seen:
     folder = folder_of(run, value)
     found = read_seen(folder)
     if found.skipped:
-        note(f"tiledsched: {plural(found.skipped, 'damaged line')} in {folder} skipped")
+        note(
+            f"tiledsched: {plural(found.skipped, 'damaged line or file', 'damaged lines or files')} in {folder} skipped"
+        )
     if not found.problems:
         raise ConfigError(f"nothing was seen: no program has noted what it calls in {folder}; {TO_CAPTURE}")
     return found
@@ -268,6 +270,10 @@ def _marks(rows: Sequence[SeenWorth]) -> list[str]:
         for row in rows
         if not row.seen.problem.known
     )
+    unserved = {
+        f"{row.seen.problem.kernel} on {row.seen.arch}" for row in rows if row.served is None and row.seen.problem.known
+    }
+    marks += [f"?: nothing can be served for {each}, which has no search space." for each in sorted(unserved)]
     return marks
 
 

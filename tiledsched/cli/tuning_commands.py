@@ -120,6 +120,8 @@ def _tune_seen(run: Invocation, found: Chosen, chosen: TuneOptions, jobs: int | 
     flags = {name: getattr(chosen, name) for name in ("regime", "accum_mode", "rivals")}
     rows = [row for row in ranked(run, found, **flags) if row.served is not None]
     rows = list({row.seen.problem: row for row in reversed(rows)}.values())[::-1]  # once for GPUs of several names
+    if not rows:
+        raise ConfigError(f"no kernel that was seen has a search space for {arch}; add one (docs/search-space.md)")
     open_rows = [row for row in rows if not row.is_tuned]
     with TuneProgress(len(open_rows), chosen.budget_s) as watcher, run.session(arch, jobs) as session:
         try:

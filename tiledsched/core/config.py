@@ -30,9 +30,9 @@ SETTINGS: dict[str, tuple[str, ...] | type] = {
     "regime": ("burst", "sustained"),
     "accum_mode": ("fp32", "fp16"),
     "rivals": ("serve", "record", "off"),
-    "capture": str,
     "sync": bool,
     "gpu_wait": int,
+    "capture": str,
     "log_level": ("debug", "info", "warning", "error"),
 }
 """Every setting and its allowed values, or their type where any will do. docs/serving.md has the same list."""
@@ -65,12 +65,12 @@ class Settings:
     """The accuracy class that is served."""
     rivals: str = "serve"
     """serve: a tune times rivals, and faster ones serve; record: a tune times them only; off: neither."""
-    capture: str = ""
-    """Where the problems that are served are noted: a folder, 1 for the folder `seen` beside the database, or nowhere."""
     sync: bool = False
     """Whether `sdpa` waits for each launch, so that an error names the call that caused it."""
     gpu_wait: int | None = None
     """Seconds to wait for a GPU on which another process measures; None for as long as it takes, 0 for not at all."""
+    capture: str = ""
+    """Where the problems that are served are noted: a folder, 1 for the folder `seen` beside the database, or nowhere."""
     log_level: str | None = None
     """Least level of messages that the logger `tiledsched` prints to stderr; None leaves logging to the program."""
     knobs: Mapping[str, KnobValue] = field(default_factory=dict)

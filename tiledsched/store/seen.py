@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched.core.config import TRUTHS
-from tiledsched.core.errors import ConfigError, TiledschedError
+from tiledsched.core.errors import ConfigError
 from tiledsched.core.files import read_bounded, user_folder
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import problem_from_json
@@ -84,7 +84,7 @@ class Seen:
     problems: tuple[SeenProblem, ...]
     """Each problem once for each name of a GPU, in the order in which they were first read."""
     skipped: int
-    """Lines that were damaged, or of another version."""
+    """Lines that were damaged, of another version or of kernels that refuse them, and files that cannot be read."""
 
 
 def seen_folder(capture: str, db: str | None) -> Path | None:
@@ -105,21 +105,24 @@ def read_seen(folder: Path) -> Seen:
     """Read every file of a folder; a folder that is not there holds nothing.
 
     Raises:
-        ConfigError: the folder, or a file in it, cannot be read.
+        ConfigError: the folder cannot be read.
     """
     found: dict[tuple[Any, ...], SeenProblem] = {}
     skipped = 0
     try:
         paths = sorted(path for path in folder.iterdir() if path.name.endswith(ENDING)) if folder.exists() else []
-        contents = [read_bounded(path) for path in paths]
     except OSError as error:
         raise ConfigError(f"cannot read what was seen in {folder}: {error.strerror}; name another folder") from error
-    for content in contents:
+    for path in paths:
         mine: dict[int, SeenProblem] = {}
-        for line in content.splitlines():
+        try:
+            lines = read_bounded(path).splitlines()
+        except OSError:  # another user's
+            lines, skipped = [], skipped + 1
+        for line in lines:
             try:
                 _take(json.loads(line), mine)
-            except (ValueError, TypeError, KeyError, RecursionError, AttributeError, TiledschedError):
+            except Exception:  # of whatever was written there, and of a declaration that refuses it
                 skipped += 1
         of_process: dict[tuple[Any, ...], SeenProblem] = {}
         for each in mine.values():
@@ -149,11 +152,7 @@ def clear_seen(folder: Path) -> int:
 
 
 def _take(line: Mapping[str, Any], into: dict[int, SeenProblem]) -> None:
-    """Add what one line says to the problems of its file.
-
-    Raises:
-        ValueError, TypeError, KeyError, AttributeError, TiledschedError: it says nothing that can be used.
-    """
+    """Add what one line says to the problems of its file; whatever error says that it cannot be used."""
     if line["v"] != VERSION:
         raise ValueError(line["v"])
     if "calls" in line:
