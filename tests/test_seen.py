@@ -17,7 +17,7 @@ from tiledsched.build.cubin import Artifact
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.cli import main
 from tiledsched.core.config import load_settings
-from tiledsched.core.errors import Failure, FailureKind
+from tiledsched.core.errors import ConfigError, Failure, FailureKind
 from tiledsched.core.registry import load_kernel
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Accuracy, Batch, Checked, Conditions, Device, RivalTime
@@ -263,6 +263,19 @@ def test_a_race_without_a_search_is_what_a_short_budget_gives_and_the_rest_is_na
     assert {each.rows: why for each, why in done.left.items()} == dict.fromkeys((128, 64), "the budget ended first")
     (report,) = done.reports
     assert [each.entry.rivals[0].name for each in report.results] == ["other"]
+
+
+def test_without_a_gpu_the_model_ranks_and_no_race_is_run(kernels):
+    problems = [(kernels[0].problem(rows=64), 9), (kernels[0].problem(rows=128), 9), (kernels[1].problem(rows=640), 1)]
+    machine = Machine()
+    done = tuned(machine, ranked(problems), runner="none")
+    assert (machine.began, len(done.reports), done.left, done.raced) == ([], 2, {}, [])
+    assert {each.provenance for report in done.reports for each in report.entries} == {"modelled"}
+    done = tuned(Machine(), ranked(problems), runner="none", budget_s=0.0)
+    assert len(done.reports) == 1
+    assert {each.rows for each in done.left} == {64, 128, 640} - {done.reports[0].entries[0].problem.rows}
+    with pytest.raises(ConfigError, match=r"a race needs a GPU of sm_90.* leave out --effort race"):
+        tuned(machine, ranked(problems), runner="none", effort="race")
 
 
 def test_a_problem_that_fails_costs_no_other_its_tune(kernels):

@@ -19,7 +19,7 @@ from tiledsched.store.records import Entry
 from tiledsched.store.seen import SeenProblem
 from tiledsched.tuning.options import TuneOptions
 from tiledsched.tuning.session import Session
-from tiledsched.tuning.tuner import NO_SEARCH, TuneReport, Watcher
+from tiledsched.tuning.tuner import NO_SEARCH, OUT_OF_TIME, TuneReport, Watcher
 
 ASSUMED_LOSSES = {"measured": 0.05, "transferred": 0.1, "modelled": 0.25, "default": 0.25, "forced": 0.1}
 """By provenance, how much slower than the best schedule what is served is taken to be where that is unknown. What a search found,
@@ -182,7 +182,6 @@ def tune_by_worth(
     *,
     watcher: Watcher | None = None,
     command: Mapping[str, Any] | None = None,
-    on_report: Callable[[TuneReport], None] = lambda report: None,
 ) -> SeenTune:
     """Tune problems within one budget, of any kernels.
 
@@ -196,7 +195,10 @@ def tune_by_worth(
         options: how much each search does; `budget_s` is for all problems together.
         watcher: who is told of progress.
         command: what to note as the command of the runs.
-        on_report: given what was found after each kernel.
+
+    Raises:
+        TiledschedError: of a wrong option, a missing compiler, or a GPU that cannot be used; or only a race is wanted, and there
+            is no GPU.
     """
     ends = math.inf if options.budget_s is None else time.monotonic() + options.budget_s
     found: dict[Problem, tuple[Any, Entry]] = {}
@@ -226,25 +228,28 @@ def tune_by_worth(
         pairs = {pair[0].entry.problem: pair for pair in zip(report.results, report.entries, strict=True)}
         found.update(pairs)
         left.update({problem: why for problem, why in report.left.items() if problem not in found})
-        on_report(report)
         return [each.raced(pairs[each.seen.problem][1]) for each in group if each.seen.problem in pairs]
 
     wanted = ranked = [each for each in ranked if not each.is_tuned]
-    if options.runner != "none" and session.device_names():
+    measures = options.runner != "none" and bool(session.device_names())
+    if options.effort == "race" and not measures:
+        raise ConfigError(f"a race needs a GPU of {session.arch}, and none measures here; leave out --effort race")
+    if measures:
         for group in _groups(ranked):
             if (left_s := ends - time.monotonic()) > 0 or not found:
                 run(group, max(0.0, left_s), effort="race", trials=None, candidates=None, neighbours=False)
             else:
-                left.update(dict.fromkeys((each.seen.problem for each in group), "the budget ended first"))
+                left.update(dict.fromkeys((each.seen.problem for each in group), OUT_OF_TIME))
         wanted = [each.raced(found[each.seen.problem][1]) for each in ranked if each.seen.problem in found]
     searched: set[Problem] = set()
     groups = _groups(sorted(wanted, key=_order))
     for place, group in enumerate(groups if options.effort != "race" else ()):
         left_s = ends - time.monotonic()
-        if left_s <= 0:
-            break
+        if left_s <= 0 and found:
+            left.update({each.seen.problem: OUT_OF_TIME for each in group if each.seen.problem not in found})
+            continue
         share = _worth(group) / (sum(map(_worth, groups[place:])) or 1.0)
-        searched |= {each.seen.problem for each in run(group, left_s * (share or 1.0))}
+        searched |= {each.seen.problem for each in run(group, max(0.0, left_s * (share or 1.0)))}
     reports = [
         replace(
             report,

@@ -54,6 +54,8 @@ have changed since; none where this space knows nothing.
 """
 Rivals = Callable[[Problem, Candidate], "list[RivalTime] | None"]
 """Times a kernel's rivals next to a winner, on the problem it won; None where they cannot be timed."""
+OUT_OF_TIME = "the budget ended first"
+"""Why a problem has no result that the budget did not reach."""
 NO_SEARCH = "no search"
 """What the source of an entry says that stands on a race of what was served, without a search."""
 LEAST_S, LEAST_SEARCH_S = 2.0, 15.0
@@ -287,7 +289,7 @@ class Tuner:
         for place, problem in enumerate(problems):
             now = time.monotonic()
             if (results or self.left) and ends - now < LEAST_S:
-                self.left[problem] = "the budget ended first"
+                self.left[problem] = OUT_OF_TIME
                 continue
             all_left = sum(worths[place:])
             part_s = (ends - now) * (worths[place] / all_left) if worths[place] else 0.0
@@ -399,7 +401,7 @@ class _ProblemTune:
         records = [self.builder.record(schedule, self.problem) for schedule in schedules]
         failures = [record.failure for record in records if record and record.failure]
         failures += [each.failure for each in self.db.failures(self.space.arch, self.problem)]
-        why = ", ".join(sorted({str(failure.kind) for failure in failures})) or "the budget ended first"
+        why = ", ".join(sorted({str(failure.kind) for failure in failures})) or OUT_OF_TIME
         return NoValidScheduleError(
             f"no schedule of {len(schedules)} works for {self.problem} on {self.space.arch}: {why}; run: tiledsched doctor"
         )
