@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
 HERE = "1"
 """The value of `--seen` where no folder is named."""
-TO_CAPTURE = "run your program once with TILEDSCHED_CAPTURE=1: TILEDSCHED_CAPTURE=1 python your_model.py"
+
+
+def to_capture(value: str) -> str:
+    """What to do so that there is something in the folder that `--seen` names."""
+    return f"run your program once with TILEDSCHED_CAPTURE={value}: TILEDSCHED_CAPTURE={value} python your_model.py"
 
 
 class _Folder(click.Path):
@@ -42,7 +46,7 @@ class _Folder(click.Path):
             raise ConfigError(
                 f"--seen {value}: there is no such folder; a kernel stands before the flag: {value} --seen"
             )
-        raise ConfigError(f"--seen {value}: there is no such folder; {TO_CAPTURE.replace('=1', f'={value}')}")
+        raise ConfigError(f"--seen {value}: there is no such folder; {to_capture(value)}")
 
 
 seen_option = option(
@@ -147,7 +151,7 @@ def read(run: Invocation, value: str) -> Seen:
             f"tiledsched: {plural(found.skipped, 'damaged line or file', 'damaged lines or files')} in {folder} skipped"
         )
     if not found.problems:
-        raise ConfigError(f"nothing was seen: no program has noted what it calls in {folder}; {TO_CAPTURE}")
+        raise ConfigError(f"nothing was seen: no program has noted what it calls in {folder}; {to_capture(value)}")
     return found
 
 
@@ -185,13 +189,13 @@ def choose(
     if not found:
         raise ConfigError(
             f"nothing was seen on {', '.join(sorted(wanted))}, only on {', '.join(there)}; pass --arch {there[0]}, or on "
-            f"this GPU {TO_CAPTURE}"
+            f"this GPU {to_capture(value)}"
         )
     if kernel is not None:
         kernels = sorted({each.problem.kernel for each in found})
         found = [each for each in found if each.problem.kernel == kernel]
         if not found:
-            raise ConfigError(f"nothing of {kernel} was seen, only of {', '.join(kernels)}; {TO_CAPTURE}")
+            raise ConfigError(f"nothing of {kernel} was seen, only of {', '.join(kernels)}; {to_capture(value)}")
     let_through = set(matching((each.problem for each in found), filters))
     found = [each for each in found if each.problem in let_through]
     if not found:
