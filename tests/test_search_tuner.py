@@ -30,7 +30,7 @@ from tiledsched.tuning.effort import EFFORTS
 from tiledsched.tuning.options import TuneOptions
 from tiledsched.tuning.prior import Elsewhere, Shipped, estimator, plain_schedules, promising_part
 from tiledsched.tuning.programs import Builder
-from tiledsched.tuning.tuner import Silent, Tuner
+from tiledsched.tuning.tuner import NO_SEARCH, Silent, Tuner
 
 LANDSCAPES = sorted((data_files.tuning_db() / "landscapes" / "attention").glob("*_burst_*.json.xz"))
 
@@ -651,3 +651,6 @@ def test_a_race_times_what_is_served_and_the_default_and_searches_nothing(db) ->
     assert recorded.compiled <= 2
     assert raced == [served]
     assert found.entry.rivals[0].name == "other"
+    assert NO_SEARCH in found.entry.source
+    assert NO_SEARCH not in tune(recorded, db, effort="quick").entry.source
+    assert NO_SEARCH not in tune(recorded, db, effort="race").entry.source  # what a search found, raced once more

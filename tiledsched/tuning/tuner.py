@@ -376,7 +376,9 @@ class _ProblemTune:
     def entry(self, schedule: Schedule, fingerprint: str, programs: int, **more: Any) -> Entry:
         """The entry that this tune writes for a winner among so many programs."""
         run, listed = f"tune run {self.tuner.run_id}", self.space.listed_in
-        how = "neighbours" if self.tuner.options.neighbours else "" if self.tuner.most_programs else NO_SEARCH
+        how = "neighbours" if self.tuner.options.neighbours else ""
+        if not self.tuner.most_programs and not self.was_searched(more.get("device_name", "")):
+            how = NO_SEARCH
         return Entry(
             kernel=self.kernel.name,
             arch=self.space.arch,
@@ -390,6 +392,15 @@ class _ProblemTune:
             source_hash=self.builder.evidence_source,
             run_id=self.tuner.run_id,
             **more,
+        )
+
+    def was_searched(self, device_name: str) -> bool:
+        """Whether what the database holds for the problem on a device, of this compiler and source, was found by a search."""
+        now = self.builder.toolchain.tileiras, self.builder.evidence_source
+        return any(
+            NO_SEARCH not in each.source
+            for each in self.entries(device_name)
+            if each.provenance == "measured" and (each.compiler, each.source_hash) == now
         )
 
     def nothing_works(self, schedules: Sequence[Schedule]) -> NoValidScheduleError:
