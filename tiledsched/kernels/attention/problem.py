@@ -22,8 +22,12 @@ LARGEST_INT32 = 2**31 - 1
 def canonical(values: dict[str, Value]) -> dict[str, Value]:
     """The values that stand for all equivalent ways to state a problem.
 
-    value_dim = head_dim is stored as 0. An alignment that makes no difference (no causal mask, or seq_q = seq_k) is stored as
-    top_left. A window that hides nothing is stored as 0, and a mask that hides nothing as no mask.
+    value_dim = head_dim is stored as 0. A window is stored as 0, and a causal mask as none, where it hides nothing: a window of as
+    many keys as there are, or a causal mask that lets the first row see the last key, as it lets a single row that is aligned
+    at the bottom right. Keys that a row could see beyond the last one are not counted in window_right. An alignment that makes
+    no difference (no causal mask, or seq_q = seq_k) is stored as top_left. Of packed sequences and pages only the device knows
+    the lengths. They are no longer than all rows and all keys, and what follows from that alone is used of them; one packed
+    sequence, or one page for each, is a problem of its own.
 
     Raises:
         ProblemError: heads is not a multiple of kv_heads, a window has no causal mask, or packed sequences or pages contradict
@@ -46,10 +50,11 @@ def canonical(values: dict[str, Value]) -> dict[str, Value]:
             f"window_right = {values['window_right']} needs causal: row i sees so many keys after its own"
         )
     bottom_right = {**values, **changed}["alignment"] == "bottom_right"
-    if int(values["window"]) >= int(values["seq_k" if bottom_right else "seq_q"]):  # type: ignore[arg-type]
+    rows, keys = int(values["seq_q"]), int(values["seq_k"])  # type: ignore[arg-type]
+    if int(values["window"]) >= (keys if bottom_right else rows):  # type: ignore[arg-type]
         changed["window"] = 0
-    most_right = int(values["seq_q" if bottom_right else "seq_k"]) - 1  # type: ignore[arg-type]
-    if values["window_right"] and int(values["window_right"]) >= most_right and not values["packed"]:  # type: ignore[arg-type]
+    most_right = (rows if bottom_right else keys) - 1
+    if values["causal"] and int(values["window_right"]) >= most_right:  # type: ignore[arg-type]
         changed["window_right"] = most_right
         if not {**values, **changed}["window"]:  # every row sees every key
             changed |= {"window_right": 0, "causal": False, "alignment": "top_left"}
