@@ -22,6 +22,7 @@ from tiledsched.store.evidence import clocks_of, of_kernel, precedence
 from tiledsched.store.location import database_exists, location, site_location
 from tiledsched.store.records import Entry, Place
 from tiledsched.store.shipped import read_shipped_entries
+from tiledsched.store.spills import Spills, joined, shipped_spills
 
 log = logging.getLogger("tiledsched")
 TABLES = (".json", ".json.xz")
@@ -186,7 +187,24 @@ def table_of(
         rivals=settings.rivals == "serve",
         compiler=compiler_at_hand(),
         at_hand=lambda: _bundled(kernel, settings),
+        spills=lambda arch: known_spills(kernel, settings, arch),
     )
+
+
+def known_spills(kernel: KernelClass, settings: Settings, arch: str) -> Spills:
+    """What is known of the kernel's programs that spill registers or do not build under the compiler of this machine: what
+    ships, and what `tune`, `refresh` and `warmup` built into the user's database."""
+    compiler = compiler_at_hand()
+    shipped = shipped_spills(kernel.name, arch, compiler)
+    if not (compiler and database_exists(settings.db)):
+        return shipped
+    from tiledsched.store.db import TuningDB  # imports SQLAlchemy, which takes half a second
+
+    try:
+        with TuningDB.open(settings.db, read_only=True) as db:
+            return joined(shipped, db.spills(kernel.name, kernel.source_hash(), compiler, arch))
+    except DatabaseError:  # which a warning has said, when its entries were read
+        return shipped
 
 
 def _bundled(kernel: KernelClass, settings: Settings) -> set[str]:

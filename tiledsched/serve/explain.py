@@ -116,10 +116,6 @@ class Explanation:
             f"  schedule    {served.schedule.short()}",
             f"  provenance  {served.provenance}: {served.reason}",
         ]
-        if served.alternatives:
-            lines.append(
-                f"  if spilled  {served.alternatives[0].short()}, where the program of the first spills registers"
-            )
         if self.stale:
             lines.append(f"  stale       {served.stale}")
         lines += self._rival_lines()

@@ -15,12 +15,16 @@ The kernel declares what a kind is. The model predicts a problem better than win
 An entry that was measured with another compiler is served and called stale: this compiler may make other machine code of the
 schedule, which takes another time. Without a compiler it is stale where bundles hold programs, but not the one measured.
 
+Of choices that were not measured the first is served whose program is not known to spill registers, nor to fail to build
+(:mod:`tiledsched.store.spills`). Nothing that a launch finds changes a choice, so that all processes make the same one.
+
 A problem that was not measured in the requested regime or accuracy class is served by its measurement in the other regime, or in
 the exact class, and the reason says so. A less exact class never takes the place of the exact one.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -47,6 +51,7 @@ from tiledsched.serve.transfer import (
 )
 from tiledsched.store.evidence import clocks_of, edited, for_compiler, leaders, precedence, throttled
 from tiledsched.store.records import Entry
+from tiledsched.store.spills import DOES_NOT_BUILD, Spills
 
 MEASURED_PROVENANCES = ("measured", "transferred")
 """Provenances of entries that were measured on some device."""
@@ -83,7 +88,8 @@ class Served:
     rivals: tuple[RivalOffer, ...] = ()
     """Rivals that are faster, the fastest first: the first that is installed is called in place of the schedule."""
     alternatives: tuple[Schedule, ...] = ()
-    """The next choices, of a schedule that was not measured: each is served where the program of the one before spills."""
+    """The next choices, of a schedule that was not measured: each is served where the one before does not compile for the layouts
+    of a call."""
 
 
 @dataclass(kw_only=True)
@@ -123,6 +129,7 @@ class LookupTable:
         compiler: version of the installed compiler; empty where none is installed.
         at_hand: gives the fingerprints of machine code that needs no compiler; called for entries of another compiler, or where
             none is installed.
+        spills: gives what is known, for an arch, of programs that spill registers or do not build.
         policy: how problems that were not measured are served from others of their kind.
     """
 
@@ -138,12 +145,14 @@ class LookupTable:
         rivals: bool = False,
         compiler: str = "",
         at_hand: Callable[[], Collection[str]] = frozenset,
+        spills: Callable[[str], Spills] = lambda arch: {},
         policy: TransferParameters = NEAR_KIND,
     ) -> None:
         self.kernel, self.regime, self.accum_mode = kernel, regime, accum_mode
         self._policy = policy
         self.compiler, self._at_hand, self._rivals = compiler, at_hand, rivals
         self.forced = dict(forced or {})
+        self._spills = functools.cache(spills)
         self._by_arch: dict[str, list[Entry]] = {}
         entries = list(entries)
         self._seen_mhz = clocks_of(entries)
@@ -213,8 +222,8 @@ class LookupTable:
         return self._with_forced(served, problem, space) if self.forced else served
 
     def fallback_for(self, served: Served, problem: Problem, arch: str) -> Served | None:
-        """What is served in place of a schedule whose program spills registers or does not compile for the layouts of a call: its
-        next alternative, and after the last one the default. None where the default failed, or the schedule is forced.
+        """What is served in place of a schedule that does not compile for the layouts of a call: its next alternative, and after
+        the last one the default. None where the default failed, or the schedule is forced.
         """
         if served.alternatives:
             following, *rest = served.alternatives
@@ -222,7 +231,7 @@ class LookupTable:
                 served,
                 schedule=following,
                 alternatives=tuple(rest),
-                reason=f"{served.schedule.short()} spills registers here or does not compile; the next choice: "
+                reason=f"{served.schedule.short()} does not compile for arrays laid out like these; the next choice: "
                 + served.reason.rpartition("the next choice: ")[2],
             )
         default = self._default(self._space(arch), problem)
@@ -335,11 +344,39 @@ class LookupTable:
             or self._transferred(index.measured, problem, space, " of another kind")
             or self._unmeasured(problem, space)
         )
+        found = self._sound(found, problem, space)
         if not self._rivals:
             return found
         known = found.expected_loss
         loss = known.mean if known and known.arch == space.arch else 0.0
         return replace(found, rivals=expected_offers(problem, alike, loss))
+
+    def _sound(self, served: Served, problem: Problem, space: SearchSpace) -> Served:
+        """What is served where nothing was measured: the first choice that is not known to spill registers or to fail to build.
+        Where all are, the one that spills least."""
+        choices, known = (served.schedule, *served.alternatives), self._spills(space.arch)
+        if len(choices) == 1 or served.schedule.id not in known:
+            return served
+        from tiledsched.core.launch import problem_class  # imports cuTile, which who only reads entries does without
+
+        def spilled(schedule: Schedule) -> int:
+            if (classes := known.get(schedule.id)) is None:
+                return 0
+            return classes.get(problem_class(self.kernel, problem, schedule, arch_spec(space.arch)).id, 0)
+
+        lost = [spilled(each) for each in choices]
+        place = lost.index(min(lost))
+        if not place:
+            return served
+        passed = "; ".join(
+            f"{each.short()} {_lost_text(size)}" for each, size in zip(choices[:place], lost, strict=False)
+        )
+        return replace(
+            served,
+            schedule=choices[place],
+            alternatives=choices[place + 1 :],
+            reason=f"{served.reason}; of its choices {passed}, so that the next one is served",
+        )
 
     def _default(self, space: SearchSpace, problem: Problem) -> Schedule:
         """The default schedule, in the requested accuracy class where the problem has it (bfloat16 has no fp16 accumulators)."""
@@ -446,6 +483,11 @@ class LookupTable:
         except SpaceError:
             return False
         return True
+
+
+def _lost_text(spilled: int) -> str:
+    """Why a program is not served, in words."""
+    return "does not build" if spilled == DOES_NOT_BUILD else f"spills {spilled} bytes of registers a thread"
 
 
 def _is_wide(problem: Problem) -> bool:

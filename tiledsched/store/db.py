@@ -11,13 +11,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import delete, select, update
+from sqlalchemy import JSON, delete, select, type_coerce, update
 from sqlalchemy.engine import CursorResult
 from sqlalchemy.orm import Session
 
 from tiledsched.core.canonical import stable_id
-from tiledsched.core.errors import DatabaseError, Failure
+from tiledsched.core.errors import DatabaseError, Failure, FailureKind
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.resources import MAX_SPILL_BYTES
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Device, Measurement
 from tiledsched.store import host
@@ -33,6 +34,7 @@ from tiledsched.store.models import (
     MeasurementRow,
     ProblemRow,
     RunRow,
+    ToolchainRow,
 )
 from tiledsched.store.reading import (
     UNDISTURBED,
@@ -64,7 +66,11 @@ from tiledsched.store.records import (
     Toolchain,
     record_of,
 )
+from tiledsched.store.spills import DOES_NOT_BUILD, Spills
 from tiledsched.store.writing import Parents, insert_row, now, put_artifacts, put_builds, put_entry, put_measurements
+
+OF_THE_PROGRAM = (FailureKind.COMPILE_ERROR, FailureKind.COMPILE_TIMEOUT)
+"""Failures of a build whose cause is the program, and not the day."""
 
 
 class TuningDB(Database):
@@ -93,6 +99,31 @@ class TuningDB(Database):
         with self.reading(*DAMAGE) as session:
             builds = [build_of(*row, toolchain=toolchain) for row in session.execute(wanted)]
             return {build.key: build for build in builds}
+
+    def spills(self, kernel: str, source_hash: str, compiler: str, arch: str) -> Spills:
+        """The programs of one source of a kernel for `arch` that spill registers or did not build under a compiler's version.
+        Of a program that several toolchains of that version built, the newest build counts."""
+        spill_bytes = type_coerce(ArtifactRow.facts, JSON)["spill_bytes"].as_integer()
+        wanted = (
+            select(BuildRow.schedule_id, BuildRow.problem_class_id, spill_bytes)
+            .join(ToolchainRow, ToolchainRow.id == BuildRow.toolchain_id)
+            .outerjoin(
+                ArtifactRow, (ArtifactRow.arch == BuildRow.arch) & (ArtifactRow.fingerprint == BuildRow.fingerprint)
+            )
+            .where(
+                BuildRow.kernel == kernel,
+                BuildRow.source_hash == source_hash,
+                BuildRow.arch == arch,
+                ToolchainRow.tileiras == compiler,
+                (spill_bytes > MAX_SPILL_BYTES) | BuildRow.failure_kind.in_(OF_THE_PROGRAM),
+            )
+            .order_by(BuildRow.created_at, BuildRow.id)
+        )
+        found: dict[str, dict[str, int]] = {}
+        with self.reading(*DAMAGE) as session:
+            for schedule, problem_class, spilled in session.execute(wanted):
+                found.setdefault(schedule, {})[problem_class] = DOES_NOT_BUILD if spilled is None else spilled
+        return found
 
     def artifacts(self, arch: str | None = None) -> dict[tuple[str, str], ArtifactRecord]:
         """Every artifact, by (arch, fingerprint)."""

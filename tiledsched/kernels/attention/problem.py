@@ -22,12 +22,13 @@ LARGEST_INT32 = 2**31 - 1
 def canonical(values: dict[str, Value]) -> dict[str, Value]:
     """The values that stand for all equivalent ways to state a problem.
 
-    value_dim = head_dim is stored as 0. A window is stored as 0, and a causal mask as none, where it hides nothing: a window of as
-    many keys as there are, or a causal mask that lets the first row see the last key, as it lets a single row that is aligned
-    at the bottom right. Keys that a row could see beyond the last one are not counted in window_right. An alignment that makes
-    no difference (no causal mask, or seq_q = seq_k) is stored as top_left. Of packed sequences and pages only the device knows
-    the lengths. They are no longer than all rows and all keys, and what follows from that alone is used of them; one packed
-    sequence, or one page for each, is a problem of its own.
+    value_dim = head_dim is stored as 0. What hides nothing is stored as no mask: a window of as many keys as there are, and a
+    causal mask where the first row sees the last key, as a single row does that is aligned at the bottom right. Keys that a
+    row could see beyond the last one do not count in window_right. An alignment that makes no difference (no causal mask, or
+    seq_q = seq_k) is stored as top_left.
+
+    Of packed sequences and pages only the device knows the lengths, which are at most all rows and all keys. That alone is used,
+    so that one packed sequence, or one page for each sequence, is a problem of its own.
 
     Raises:
         ProblemError: heads is not a multiple of kv_heads, a window has no causal mask, or packed sequences or pages contradict
