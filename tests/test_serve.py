@@ -249,12 +249,8 @@ def test_explain_says_what_a_transfer_may_lose() -> None:
     assert f"{loss.mean:.1%} slower than the best schedule, at worst {loss.worst:.1%}" in str(told)
     assert f"evidence is for {near}" in str(told)
     assert told.to_json()["expected_loss"]["worst"] == loss.worst
-    assert "if spilled" not in str(told)  # there is no other choice
     two = entry(near, knobs={"occupancy": 3}, runner_up=schedule(tile_n=32), margin=0.02)
     twofold = explain_problem(table_of([two]), PROBLEM, "sm_90", "NVIDIA H200")
-    assert f"  if spilled  {schedule(tile_n=32).short()}, where the program of the first spills registers" in str(
-        twofold
-    )
     assert len(twofold.to_json()["alternatives"]) == 1
     measured = explain_problem(table_of([entry()]), PROBLEM, "sm_90", "NVIDIA H200")
     assert measured.to_json()["expected_loss"] is None

@@ -4,11 +4,12 @@ The first of these that exists is served:
 
 1. the schedule that was measured for this very problem on this device;
 2. the one measured for it on another device of the same arch, or of one whose machine code is the same;
-3. a schedule that won on the nearest measured problems of the same kind (see `tiledsched.serve.transfer`), if one of them is in
+3. the one measured for a problem of its bucket: of about its lengths, and equal in all else;
+4. a schedule that won on the nearest measured problems of the same kind (see `tiledsched.serve.transfer`), if one of them is in
    the neighbourhood or nearer than what the performance model chose for;
-4. the entry that the performance model chose for this problem or the nearest one of its kind;
-5. a schedule that won on problems of the same kind, however far, or else of other kinds;
-6. the kernel's own choice where nothing was measured, else its default.
+5. the entry that the performance model chose for this problem or the nearest one of its kind;
+6. a schedule that won on problems of the same kind, however far, or else of other kinds;
+7. the kernel's own choice where nothing was measured, else its default.
 
 The kernel declares what a kind is. The model predicts a problem better than winners of another kind do.
 
@@ -44,6 +45,7 @@ from tiledsched.serve.transfer import (
     NEAR_KIND,
     OTHER_KIND,
     ExpectedLoss,
+    Transfer,
     TransferParameters,
     expected_loss,
     log_us,
@@ -171,7 +173,7 @@ class LookupTable:
                     covered.add(place)
         self._spaces = {space.arch: space for space in spaces}
         self._indexes: dict[str, _Index] = {}
-        self._answers: dict[tuple[Problem, str], Served] = {}
+        self._answers: dict[tuple[Problem, str, str], Served] = {}
 
     def _mismatch(self, entry: Entry) -> int:
         """0 for an entry of the requested regime and accuracy class, and more the worse it is in place of such an entry."""
@@ -203,7 +205,7 @@ class LookupTable:
         space = self._space(arch)
         served = (
             self._exact(problem, device_name, space)
-            or self._shared(problem, space)
+            or self._shared(problem, device_name, space)
             or self._from_others(problem, space)
         )
         if self._rivals and not served.rivals and served.provenance not in MEASURED_PROVENANCES and arch in ARCHS:
@@ -321,16 +323,40 @@ class LookupTable:
         """The entries that were measured for problems of the same kind."""
         return self._index(space).by_kind.get(self.kernel.similarity.kind(problem), ())
 
-    def _shared(self, problem: Problem, space: SearchSpace) -> Served | None:
+    def _shared(self, problem: Problem, device_name: str, space: SearchSpace) -> Served | None:
         """The answer that all problems of about this size share; None where its schedule is not valid for this one."""
         about = self.kernel.similarity.bucketed(problem)
-        key = (about, space.arch)
+        key = (about, space.arch, device_name)
         if key not in self._answers:
             if len(self._answers) >= MAX_ANSWERS:
                 self._answers.clear()
-            self._answers[key] = self._from_others(about, space)
+            self._answers[key] = self._of_bucket(about, device_name, space) or self._from_others(about, space)
         served = self._answers[key]
         return None if space.unworkable(served.schedule, problem) else served
+
+    def _of_bucket(self, about: Problem, device_name: str, space: SearchSpace) -> Served | None:
+        """The schedule measured for the problem that stands for a bucket, or for the nearest other one in it; None where none of
+        them was measured."""
+        similarity = self.kernel.similarity
+        near = sorted(
+            {entry.problem for entry in self._alike(about, space) if similarity.bucketed(entry.problem) == about},
+            key=lambda problem: (similarity.distance(problem, about), problem),
+        )
+        found = next((each for problem in near if (each := self._exact(problem, device_name, space))), None)
+        if found is None or found.entry is None:
+            return None
+        entry = found.entry
+        apart = Transfer(
+            schedule=found.schedule, entry=entry, distance=similarity.distance(entry.problem, about), neighbours=1
+        )
+        return replace(
+            found,
+            provenance="transferred",
+            reason=f"{entry.problem}, which is of about this size, was measured on {_measured_on(entry, space)}",
+            stale="",
+            expected_loss=expected_loss(apart, about),
+            rivals=self._offers(entry, space, "") if self._rivals else (),
+        )
 
     def _from_others(self, problem: Problem, space: SearchSpace) -> Served:
         """What is served for a problem that was not measured."""

@@ -24,7 +24,7 @@ from tiledsched.measure.runner import Device, Measurement
 from tiledsched.store import host
 from tiledsched.store.codec import encode
 from tiledsched.store.database import DAMAGE, Database
-from tiledsched.store.evidence import contradictions
+from tiledsched.store.evidence import contradictions, standing
 from tiledsched.store.models import (
     ArtifactRow,
     BuildRow,
@@ -42,6 +42,7 @@ from tiledsched.store.reading import (
     WithoutSamples,
     build_of,
     entry_of,
+    ids_of,
     matching,
     measurement_of,
     of_known_kernels,
@@ -233,7 +234,6 @@ class TuningDB(Database):
         of = problem.declaration if problem and problem.known else None if isinstance(kernel, str) else kernel
         wanted = matching(
             {
-                MeasurementRow.problem_id: problem.id if problem else None,
                 MeasurementRow.arch: arch,
                 DeviceRow.name: device_name,
                 MeasurementRow.regime: regime,
@@ -248,6 +248,8 @@ class TuningDB(Database):
         if served:
             wanted.append(MeasurementRow.id.in_(select(EntryRow.measurement_id)))
         with self.reading(*DAMAGE) as session:
+            if problem:
+                wanted.append(MeasurementRow.problem_id.in_(ids_of(session, problem)))
             if not disturbed:
                 wanted.append(of_known_kernels(session, wanted, of))
             if latest:
@@ -355,15 +357,10 @@ class TuningDB(Database):
         run_id: int | None = None,
     ) -> list[FailureRecord]:
         """The failures that match all arguments that are not None, the newest first."""
-        wanted = matching(
-            {
-                FailureRow.arch: arch,
-                FailureRow.problem_id: problem.id if problem else None,
-                FailureRow.stage: stage,
-                FailureRow.run_id: run_id,
-            }
-        )
+        wanted = matching({FailureRow.arch: arch, FailureRow.stage: stage, FailureRow.run_id: run_id})
         with self.reading(*DAMAGE) as session:
+            if problem:
+                wanted.append(FailureRow.problem_id.in_(ids_of(session, problem)))
             return [
                 record_of(
                     FailureRecord,
@@ -427,7 +424,6 @@ class TuningDB(Database):
         given = {
             "arch": arch,
             "kernel": kernel,
-            "problem_id": problem.id if problem else None,
             "device_name": device_name,
             "regime": regime,
             "accum_mode": accum_mode,
@@ -435,8 +431,14 @@ class TuningDB(Database):
         }
         wanted = {name: value for name, value in given.items() if value is not None}
         with self.reading(*DAMAGE) as session:
-            records = [entry_of(*parts) for parts in session.execute(select_entries(*wanted), wanted)]
-            return sorted(records, key=lambda each: (each.place, each.compiler))
+            ids = [{"problem_id": each} for each in ids_of(session, problem)] if problem else [{}]
+            rows = (row for each in ids for row in session.execute(select_entries(*wanted, *each), wanted | each))
+            found: dict[tuple[Any, ...], Entry] = {}
+            for entry in (entry_of(*row) for row in rows):
+                if entry.key in found:  # their problems had two names once
+                    entry = min(found[entry.key], entry, key=standing)
+                found[entry.key] = entry
+            return sorted(found.values(), key=lambda each: (each.place, each.compiler))
 
     def merge(
         self,
