@@ -23,14 +23,13 @@ from tiledsched.build.pool import BuildPool, default_jobs
 from tiledsched.build.toolchain import installed_toolchain
 from tiledsched.core.config import load_settings
 from tiledsched.core.device import arch_spec
-from tiledsched.core.errors import FailureKind
+from tiledsched.core.errors import Failure
 from tiledsched.core.launch import problem_class
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import Schedule
 from tiledsched.serve.entries import load_table
 from tiledsched.serve.lookup import LookupTable
-from tiledsched.store.spills import DOES_NOT_BUILD, FILE, spills_json
+from tiledsched.store.spills import FILE, OF_THE_PROGRAM, lost_bytes, spills_json
 from tiledsched.tuning.problems import kernel_of
 
 Key = tuple[str, str]
@@ -179,14 +178,12 @@ def build(tasks: dict[BuildTask, Key], pool: BuildPool, found: Outcomes, ends: f
         return
     for built in pool.build(tasks):
         key = tasks[built.task]
-        if built.artifact is not None:
-            found[key] = spilled(built.artifact.facts.spill_bytes)
-        elif built.failure is not None and built.failure.kind in (
-            FailureKind.COMPILE_ERROR,
-            FailureKind.COMPILE_TIMEOUT,
-        ):
-            found[key] = DOES_NOT_BUILD
-            print(f"{built.task.problem} {built.task.schedule.short()}: {built.failure.message}", flush=True)
+        outcome = built.artifact.facts if built.artifact is not None else built.failure
+        assert outcome is not None
+        if isinstance(outcome, Failure):
+            print(f"{built.task.problem} {built.task.schedule.short()}: {outcome.message}", flush=True)
+        if not isinstance(outcome, Failure) or outcome.kind in OF_THE_PROGRAM:
+            found[key] = lost_bytes(outcome)
         if time.monotonic() > ends:
             return
 

@@ -15,9 +15,11 @@ from tiledsched.cli.problems import read_variants
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass
-from tiledsched.store.records import Entry
+from tiledsched.store.records import BuildRecord, Entry
 
 if TYPE_CHECKING:
+    from tiledsched.build.compiler import Built
+    from tiledsched.build.toolchain import Toolchain
     from tiledsched.doctor import Finding
 
 
@@ -101,9 +103,30 @@ def warmup(
                 others=[warm],
                 progress=note,
             )
+            if done.lost:
+                with run.open_db() as db:
+                    db.record_builds([_record_of(kernel, session.toolchain, built) for built in done.lost])
             results.append(renamed_by_contents(done, kernel.name) if in_folder else done)
     run.print({"bundles": results}, "\n".join(map(str, results)))
     return 1 if any(result.failures for result in results) else 0
+
+
+def _record_of(kernel: KernelClass, toolchain: Toolchain, built: Built) -> BuildRecord:
+    """What is kept of a build of `warmup`, so that every process knows that its program spills or does not build."""
+    from tiledsched.core.launch import problem_class
+
+    task, outcome = built.task, built.artifact or built.failure
+    assert outcome is not None
+    return BuildRecord.of(
+        outcome,
+        kernel=kernel.name,
+        source_hash=kernel.source_hash(),
+        toolchain=toolchain,
+        arch=task.arch,
+        schedule=task.schedule,
+        problem_class=problem_class(kernel, task.problem, task.schedule, arch_spec(task.arch)),
+        seconds=built.seconds,
+    )
 
 
 def _done_by(run: Invocation, campaign: str, entries: list[Entry]) -> list[Entry]:

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tiledsched.build.artifacts import default_cache_folder
@@ -32,6 +33,7 @@ from tiledsched.core.registry import problem_from_json
 from tiledsched.core.schedule import Schedule
 from tiledsched.store.codec import decode
 from tiledsched.store.records import Entry
+from tiledsched.store.spills import Spills
 
 SCHEMA_VERSION = 2
 """The version of `bundle.json`."""
@@ -92,6 +94,9 @@ class Bundle:
     """The programs it holds."""
     table: Sequence[Any] = field(repr=False)
     """The tuned table it was made from, undecoded: a process that only needs a program does not read the evidence."""
+    spills: Mapping[str, Mapping[str, Spills]] = field(repr=False)
+    """By kernel name and arch, what its maker knew of programs that spill registers or do not build: a machine without a compiler
+    makes the choices that its maker made."""
     hashes: Mapping[str, str] = field(repr=False)
     """The SHA-256 of each cubin by its name in the file. A fingerprint leaves out names and some of what a launch reads."""
 
@@ -215,6 +220,7 @@ def write_bundle(
     entries: Sequence[Entry],
     source_hashes: Mapping[str, str],
     compiler: str,
+    spills: Mapping[str, Mapping[str, Spills]] = MappingProxyType({}),
 ) -> int:
     """Write a bundle; the file appears whole or not at all. Returns its bytes.
 
@@ -225,6 +231,7 @@ def write_bundle(
         entries: the tuned table that they come from.
         source_hashes: by kernel name, the hash of its tile code.
         compiler: the compiler that built them.
+        spills: by kernel name and arch, what is known of programs that spill registers or do not build.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -235,6 +242,7 @@ def write_bundle(
         "compiler": compiler,
         "programs": [program.to_json() for program in programs],
         "entries": [entry.to_json() for entry in entries],
+        "spills": {name: dict(archs) for name, archs in spills.items()},
     }
     cubins = {program.cubin_name: artifacts[program.arch, program.fingerprint].cubin for program in programs}
     index["hashes"] = {name: hashlib.sha256(cubin).hexdigest() for name, cubin in cubins.items()}
@@ -291,6 +299,7 @@ def read_bundle(path: Path) -> Bundle:
             compiler=str(index["compiler"]),
             programs=programs,
             table=list(index["entries"]),
+            spills=dict(index.get("spills", {})),  # earlier ones know of none
             hashes=dict(index["hashes"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError, TiledschedError) as error:

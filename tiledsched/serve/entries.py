@@ -193,8 +193,15 @@ def table_of(
 
 def known_spills(kernel: KernelClass, settings: Settings, arch: str) -> Spills:
     """What is known of the kernel's programs that spill registers or do not build under the compiler of this machine: what
-    ships, and what `tune`, `refresh` and `warmup` built into the user's database."""
+    ships, and what `tune`, `refresh` and `warmup` stored in the user's database. Without a compiler, what bundles say.
+    """
     compiler = compiler_at_hand()
+    if not compiler:
+        from tiledsched.serve.prebuilt import usable_bundles
+
+        bundles = [each for each in usable_bundles(kernel, settings) if each.programs_of(kernel, arch)]
+        if bundles:  # what was chosen when they were made is what they hold
+            return joined(*(each.spills.get(kernel.name, {}).get(arch, {}) for each in bundles))
     shipped = shipped_spills(kernel.name, arch, compiler)
     if not (compiler and database_exists(settings.db)):
         return shipped

@@ -25,6 +25,7 @@ the exact class, and the reason says so. A less exact class never takes the plac
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections import defaultdict
@@ -53,7 +54,7 @@ from tiledsched.serve.transfer import (
 )
 from tiledsched.store.evidence import clocks_of, edited, for_compiler, leaders, precedence, throttled
 from tiledsched.store.records import Entry
-from tiledsched.store.spills import DOES_NOT_BUILD, Spills
+from tiledsched.store.spills import DOES_NOT_BUILD, Spills, joined
 
 MEASURED_PROVENANCES = ("measured", "transferred")
 """Provenances of entries that were measured on some device."""
@@ -223,6 +224,17 @@ class LookupTable:
             served = replace(served, reason=served.reason + note, held_down=slowed)
         return self._with_forced(served, problem, space) if self.forced else served
 
+    def knowing(self, arch: str, spills: Spills) -> LookupTable:
+        """This table, with more known of programs of an arch that spill registers or do not build."""
+        before, other = self._spills, copy.copy(self)
+        other._spills = functools.cache(lambda each: joined(before(each), spills) if each == arch else before(each))
+        other._answers = {}
+        return other
+
+    def spills(self, arch: str) -> Spills:
+        """What is known of programs of an arch that spill registers or do not build."""
+        return self._spills(arch)
+
     def fallback_for(self, served: Served, problem: Problem, arch: str) -> Served | None:
         """What is served in place of a schedule that does not compile for the layouts of a call: its next alternative, and after
         the last one the default. None where the default failed, or the schedule is forced.
@@ -380,7 +392,7 @@ class LookupTable:
     def _sound(self, served: Served, problem: Problem, space: SearchSpace) -> Served:
         """What is served where nothing was measured: the first choice that is not known to spill registers or to fail to build.
         Where all are, the one that spills least."""
-        choices, known = (served.schedule, *served.alternatives), self._spills(space.arch)
+        choices, known = (served.schedule, *served.alternatives), self.spills(space.arch)
         if len(choices) == 1 or served.schedule.id not in known:
             return served
         from tiledsched.core.launch import problem_class  # imports cuTile, which who only reads entries does without

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched.build.artifacts import ArtifactStore
-from tiledsched.build.compiler import BuildTask
+from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.cubin import Artifact
 from tiledsched.build.pool import BuildPool
 from tiledsched.core.device import arch_spec
@@ -25,12 +25,12 @@ from tiledsched.core.errors import ConfigError, Failure, TiledschedError
 from tiledsched.core.files import read_bounded
 from tiledsched.core.launch import problem_class
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import source_part
 from tiledsched.serve.bundle import BundledProgram, read_bundle, write_bundle
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.store.records import Entry
+from tiledsched.store.spills import lost_bytes
 
 Key = tuple[str, str]
 """(schedule id, problem class id): what a build depends on, within one arch, kernel source and compiler."""
@@ -56,6 +56,8 @@ class Prepared:
     """Number of programs compiled for it."""
     failures: tuple[tuple[Schedule, Failure], ...]
     """Schedules that did not build, and why."""
+    lost: tuple[Built, ...]
+    """Builds of choices that were not measured and turned out to spill registers or to fail, so that the next choices serve."""
     size_bytes: int
     """Size of the file."""
     seconds: float
@@ -133,6 +135,8 @@ def prepare(
     had = set(found)
     needed: dict[Key, tuple[Schedule, Problem]] = {}
     failures: list[tuple[Schedule, Failure]] = []
+    outcomes: dict[Key, Built] = {}
+    lost: dict[Key, Built] = {}
     waiting = [(problem, table.resolve(problem, arch, device)) for problem in problems]
     while waiting:
         keys = [_key(kernel, arch, problem, served.schedule) for problem, served in waiting]
@@ -151,21 +155,26 @@ def prepare(
         ]
         progress(f"{arch}: {len(needed)} programs, {len(tasks)} to build")
         for done, built in enumerate(pool.build(tasks), start=1):
+            outcomes[key := _key(kernel, arch, built.task.problem, built.task.schedule)] = built
             if built.artifact is not None:
                 artifacts.put(built.artifact)
-                found[_key(kernel, arch, built.task.problem, built.task.schedule)] = built.artifact
+                found[key] = built.artifact
             elif built.failure is not None:
                 failures.append((built.task.schedule, built.failure))
             if done % max(1, len(tasks) // 4) == 0:
                 progress(f"built {done}/{len(tasks)}")
-        # As in a call, a schedule that was not measured and spills registers gives way to the next choice.
-        spilling = [
-            pair
-            for key, pair in zip(keys, waiting, strict=True)
-            if pair[1].alternatives and key in found and spilled(found[key].facts.spill_bytes)
+        # What turns out to spill or to fail, and was not measured, gives way to the next choice.
+        bad = {key: built for key, built in outcomes.items() if _lost(built)}
+        given_up = [
+            (problem, served, key)
+            for key, (problem, served) in zip(keys, waiting, strict=True)
+            if served.alternatives and key in bad
         ]
-        following = ((problem, table.fallback_for(served, problem, arch)) for problem, served in spilling)
-        waiting = [(problem, served) for problem, served in following if served is not None]
+        for key in {key for _, _, key in given_up}:
+            lost[key] = bad[key]
+            table = table.knowing(arch, {key[0]: {key[1]: _lost(bad[key])}})
+        again = [(problem, served, table.resolve(problem, arch, device)) for problem, served, _ in given_up]
+        waiting = [(problem, now) for problem, served, now in again if now.schedule != served.schedule]
     reused = len(needed.keys() & had)
     programs = [
         BundledProgram(
@@ -186,6 +195,7 @@ def prepare(
         mine,
         {kernel.name: kernel.source_hash()},
         compiler,
+        {kernel.name: {arch: table.spills(arch)}},
     )
     return Prepared(
         arch=arch,
@@ -196,6 +206,7 @@ def prepare(
         reused=reused,
         compiled=len(programs) - reused,
         failures=tuple(failures),
+        lost=tuple(lost.values()),
         size_bytes=size,
         seconds=time.perf_counter() - started,
     )
@@ -207,6 +218,12 @@ def renamed_by_contents(done: Prepared, name: str) -> Prepared:
     path = done.path.with_name(f"{re.sub(r'[^A-Za-z0-9]', '_', name)}-{done.arch}-{digest}.zip")
     os.replace(done.path, path)
     return replace(done, path=path)
+
+
+def _lost(built: Built) -> int:
+    """What a build says against its program; see :func:`tiledsched.store.spills.lost_bytes`."""
+    outcome = built.artifact.facts if built.artifact is not None else built.failure
+    return 0 if outcome is None else lost_bytes(outcome)
 
 
 def _key(kernel: KernelClass, arch: str, problem: Problem, schedule: Schedule) -> Key:

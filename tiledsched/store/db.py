@@ -16,7 +16,7 @@ from sqlalchemy.engine import CursorResult
 from sqlalchemy.orm import Session
 
 from tiledsched.core.canonical import stable_id
-from tiledsched.core.errors import DatabaseError, Failure, FailureKind
+from tiledsched.core.errors import DatabaseError, Failure
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.resources import MAX_SPILL_BYTES
 from tiledsched.core.schedule import Schedule
@@ -67,11 +67,8 @@ from tiledsched.store.records import (
     Toolchain,
     record_of,
 )
-from tiledsched.store.spills import DOES_NOT_BUILD, Spills
+from tiledsched.store.spills import DOES_NOT_BUILD, OF_THE_PROGRAM, Spills
 from tiledsched.store.writing import Parents, insert_row, now, put_artifacts, put_builds, put_entry, put_measurements
-
-OF_THE_PROGRAM = (FailureKind.COMPILE_ERROR, FailureKind.COMPILE_TIMEOUT)
-"""Failures of a build whose cause is the program, and not the day."""
 
 
 class TuningDB(Database):

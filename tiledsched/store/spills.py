@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tiledsched.core.errors import Failure, FailureKind
+from tiledsched.core.resources import ResourceFacts, spilled
 from tiledsched.store.evidence import nearest_compiler
 from tiledsched.store.manifest import model_file
 
@@ -17,8 +19,17 @@ Spills = Mapping[str, Mapping[str, int]]
 """By the id of a schedule, and then of a problem class, the bytes of registers that the program spills a thread, where these are
 more than may cost time (:func:`tiledsched.core.resources.spilled`); `DOES_NOT_BUILD` where the compiler makes no program."""
 DOES_NOT_BUILD = 1 << 30
+OF_THE_PROGRAM = (FailureKind.COMPILE_ERROR, FailureKind.COMPILE_TIMEOUT)
+"""Failures of a build whose cause is the program, and not the day."""
 FILE = "spills.json"
 SCHEMA_VERSION = 1
+
+
+def lost_bytes(outcome: ResourceFacts | Failure) -> int:
+    """What a build says against its program, as :data:`Spills` has it; 0 for nothing."""
+    if isinstance(outcome, Failure):
+        return DOES_NOT_BUILD if outcome.kind in OF_THE_PROGRAM else 0
+    return spilled(outcome.spill_bytes)
 
 
 def shipped_spills(kernel: str, arch: str, compiler: str) -> Spills:
