@@ -305,6 +305,19 @@ def test_spills_are_those_of_the_nearest_compiler_and_of_the_users_builds(tmp_pa
     }
 
 
+def test_a_choice_does_not_depend_on_what_was_asked_before(monkeypatch) -> None:
+    monkeypatch.setattr("tiledsched.serve.lookup.MAX_ANSWERS", 7)
+    entries = [
+        entry(PROBLEM.replace(seq_q=rows, seq_k=rows), knobs={"occupancy": 1 + rows % 3}) for rows in (512, 1000, 4096)
+    ]
+    problems = [PROBLEM.replace(seq_q=rows, seq_k=rows, batch=rows % 3 + 1) for rows in range(70, 5000, 97)]
+    spills = {schedule(occupancy=2).id: {class_of(PROBLEM, schedule(occupancy=2)): 64}}
+    first, second = (table_of(entries, spills=lambda arch: spills) for _ in range(2))
+    forward = [first.resolve(each, "sm_90").schedule for each in problems]
+    backward = [second.resolve(each, "sm_90").schedule for each in [*problems[::3], *reversed(problems)]]
+    assert forward == backward[: -len(problems) - 1 : -1]
+
+
 def test_what_was_measured_in_a_bucket_serves_the_problems_of_the_bucket() -> None:
     """With its rivals by its own evidence; a round length is a bucket of its own."""
     about = Attention.similarity.bucketed(PROBLEM.replace(seq_q=1500, seq_k=1500))
