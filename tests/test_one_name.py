@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tiledsched as ts
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.reference import attention_and_lse
+from tiledsched.kernels.matmul import Matmul
 
 MASKS = st.one_of(
     st.just({}),
@@ -90,6 +92,29 @@ def test_of_packed_sequences_and_pages_a_mask_goes_that_hides_nothing_of_any(row
 def test_each_restatement_is_one_problem(said, means) -> None:
     sizes = {"seq_q": 96, "seq_k": 96, "head_dim": 64}
     assert Attention.problem(**{**sizes, **said}) == Attention.problem(**{**sizes, **means})
+
+
+@given(m=st.integers(1, 3), n=st.integers(1, 3), k=st.integers(1, 3))
+def test_a_vector_has_one_layout(m, n, k) -> None:
+    layouts = [(a, b) for a in ("row", "column") for b in ("row", "column")]
+    problems = [Matmul.problem(m=m, n=n, k=k, a_layout=a, b_layout=b) for a, b in layouts]
+    assert len(set(problems)) == (1 if 1 in (m, k) else 2) * (1 if 1 in (k, n) else 2)
+    for problem in problems:
+        for spec, (rows, columns) in zip(Matmul.arrays(problem), ((m, k), (k, n)), strict=False):
+            assert spec.column is (columns == 1 < rows) or 1 not in (rows, columns)
+
+
+def test_the_operator_launches_the_problem_of_a_vector_on_tensors_of_any_strides(launches) -> None:
+    """A weight of one row, transposed, and a column: the same numbers in the same places of memory."""
+    torch = pytest.importorskip("torch")
+    matmul = ts.op("tiledsched_tests::vector", Matmul)
+    a, b = torch.randn(70, 40).bfloat16(), torch.randn(40, 1).bfloat16()
+    strided = torch.randn(40, 3).bfloat16()[:, :1]
+    for each in (b, b.as_strided((40, 1), (1, 40)), strided):
+        wanted = (a.float() @ each.float()).bfloat16()
+        torch.testing.assert_close(matmul(a, each), wanted, rtol=2e-2, atol=2e-2)
+    assert matmul.plan_for(a, b).problem == matmul.plan_for(a, strided).problem
+    assert [arguments[1].stride() for _, _, _, arguments in launches] == [(1, 40), (1, 40), (3, 1)]
 
 
 def test_what_only_the_device_knows_is_a_problem_of_its_own() -> None:
