@@ -147,13 +147,12 @@ def build_all(
 
     left = [each for each in wanted if each[1]]
     while left:
-        tasks: dict[BuildTask, Key] = {}
         waiting.clear()
         for problem, each in left:
-            key = key_of(problem, each[0])
-            if key not in found and key not in waiting:
-                tasks[task_of(problem, each[0])] = key
-            waiting.setdefault(key, []).append((problem, each))
+            waiting.setdefault(key_of(problem, each[0]), []).append((problem, each))
+        # Those that serve most problems come first, in case that time runs out.
+        fresh = sorted((key for key in waiting if key not in found), key=lambda key: (-len(waiting[key]), key))
+        tasks = {task_of(waiting[key][0][0], waiting[key][0][1][0]): key for key in fresh}
         print(f"{kernel.name} {arch}: {len(left)} choices of problems, {len(tasks)} programs to build", flush=True)
         build(tasks, pool, found, ends)
         # A program that spills for one element type is built for the other, too: most spill for both.
