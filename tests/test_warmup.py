@@ -29,7 +29,7 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.serve import bundle as bundles
 from tiledsched.serve import warmup
 from tiledsched.serve.bundle import BundledProgram, bundle_paths, read_bundle, warm_path, write_bundle
-from tiledsched.serve.entries import load_entries
+from tiledsched.serve.entries import load_entries, load_table, table_of
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.prebuilt import find_program, make_kernel, serves, usable_bundles
 from tiledsched.store.records import Entry
@@ -606,24 +606,56 @@ def test_what_does_not_build_is_told_and_the_rest_is_written(tmp_path, pool) -> 
         )
 
 
+def spilling(build):
+    """Builds of which those with an occupancy of 2 spill."""
+
+    def build_spilling(self, tasks):
+        for each in build(self, tasks):
+            keeps = 128 if each.task.schedule["occupancy"] == 2 else 8
+            yield replace(each, artifact=replace(each.artifact, facts=replace(each.artifact.facts, spill_bytes=keeps)))
+
+    return build_spilling
+
+
 def test_the_next_choice_of_what_spills_is_prepared_too(tmp_path, pool, monkeypatch) -> None:
     """Of what was not measured; what was is served whatever it keeps in memory."""
     first, second = SCHEDULE.replace(occupancy=2), SCHEDULE.replace(occupancy=3)
     tuned = entry(schedule=first, runner_up=second, margin=0.02, provenance="measured")
     other = PROBLEM.replace(seq_q=1025, seq_k=1025)
-    build = Pool.build
-
-    def spilling(self, tasks):
-        for each in build(self, tasks):
-            keeps = 128 if each.task.schedule["occupancy"] == 2 else 8
-            yield replace(each, artifact=replace(each.artifact, facts=replace(each.artifact.facts, spill_bytes=keeps)))
-
-    monkeypatch.setattr(Pool, "build", spilling)
+    monkeypatch.setattr(Pool, "build", spilling(Pool.build))
     assert prepare(tmp_path / "a.zip", [tuned]).programs == 1
     made = prepare(tmp_path / "b.zip", [tuned], likely=lambda problem: [other])
     assert (made.problems, made.programs) == (2, 3)
-    prepared = {(each.problem, each.schedule["occupancy"]) for each in read_bundle(tmp_path / "b.zip").programs}
-    assert prepared == {(PROBLEM, 2), (other, 2), (other, 3)}
+    bundle = read_bundle(tmp_path / "b.zip")
+    assert {(each.problem, each.schedule["occupancy"]) for each in bundle.programs} == {
+        (PROBLEM, 2),
+        (other, 2),
+        (other, 3),
+    }
+    # What was found out is kept in the bundle, for machines without a compiler.
+    (lost,) = made.lost
+    assert (lost.task.problem, lost.task.schedule["occupancy"]) == (other, 2)
+    program_class = launches.problem_class(Attention, other, lost.task.schedule, arch_spec(ARCH)).id
+    assert bundle.spills == {"attention": {ARCH: {lost.task.schedule.id: {program_class: 128}}}}
+    monkeypatch.setenv("TILEDSCHED_BUNDLE", str(tmp_path / "b.zip"))
+    monkeypatch.setattr("tiledsched.serve.entries.compiler_at_hand", lambda: "")
+    assert table_of([tuned], load_settings(), kernel=Attention).resolve(other, ARCH).schedule["occupancy"] == 3
+
+
+def test_warmup_stores_what_spills(tmp_path, pool, monkeypatch, capsys) -> None:
+    from tiledsched.cli import main
+
+    entries = [entry(schedule=SCHEDULE.replace(occupancy=2), runner_up=SCHEDULE.replace(occupancy=3))]
+    monkeypatch.setattr("tiledsched.serve.entries.load_entries", lambda *given: entries)
+    monkeypatch.setattr(Pool, "build", spilling(Pool.build))
+    assert main(["warmup", "--arch", ARCH, "--json"]) == 0
+    (said,) = json.loads(capsys.readouterr().out)["bundles"]
+    assert said["programs"] == 2
+    table = load_table(load_settings(), kernel=Attention)
+    assert table.resolve(PROBLEM, ARCH).schedule["occupancy"] == 3
+    assert main(["warmup", "--arch", ARCH, "--json"]) == 0
+    (said,) = json.loads(capsys.readouterr().out)["bundles"]
+    assert (said["programs"], said["compiled"]) == (1, 0)
 
 
 # The commands
