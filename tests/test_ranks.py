@@ -7,7 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from store_samples import DEVICE, entry
+from store_samples import DEVICE, FAILURE, TOOLCHAIN, build, entry
 
 import tiledsched as ts
 from tiledsched.cli import main
@@ -26,13 +26,20 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_digest_changes_with_what_would_be_served_and_with_nothing_else(home) -> None:
+def test_the_digest_changes_with_what_would_be_served_and_with_nothing_else(home, monkeypatch) -> None:
+    monkeypatch.setattr("tiledsched.serve.entries.compiler_at_hand", lambda: TOOLCHAIN.tileiras)
     first = choice_digest()
     with TuningDB.open(home / "x.db") as db:
         assert choice_digest() == first
         db.put_entry(entry("modelled", device_name=DEVICE.name))
     second = choice_digest()
     assert second != first
+    with TuningDB.open(home / "x.db") as db:
+        db.record_build(build())
+        assert choice_digest() == second
+        db.record_build(build(FAILURE))
+    second, before = choice_digest(), second
+    assert second != before  # a program that is known not to build is passed over
     with ts.configure(regime="sustained"):
         assert choice_digest() not in (first, second)
     (home / "cache" / "bundles").mkdir(parents=True)

@@ -202,16 +202,23 @@ def known_spills(kernel: KernelClass, settings: Settings, arch: str) -> Spills:
         bundles = [each for each in usable_bundles(kernel, settings) if each.programs_of(kernel, arch)]
         if bundles:  # what was chosen when they were made is what they hold
             return joined(*(each.spills.get(kernel.name, {}).get(arch, {}) for each in bundles))
-    shipped = shipped_spills(kernel.name, arch, compiler)
+    learnt = stored_spills(settings, kernel=kernel.name, source_hash=kernel.source_hash(), arch=arch)
+    return joined(shipped_spills(kernel.name, arch, compiler), learnt)
+
+
+def stored_spills(settings: Settings, **of: str) -> Spills:
+    """What the user's database knows of programs that spill or do not build under the compiler of this machine; `of` is as for
+    :meth:`tiledsched.store.db.TuningDB.spills`."""
+    compiler = compiler_at_hand()
     if not (compiler and database_exists(settings.db)):
-        return shipped
+        return {}
     from tiledsched.store.db import TuningDB  # imports SQLAlchemy, which takes half a second
 
     try:
         with TuningDB.open(settings.db, read_only=True) as db:
-            return joined(shipped, db.spills(kernel.name, kernel.source_hash(), compiler, arch))
+            return db.spills(compiler, **of)
     except DatabaseError:  # which a warning has said, when its entries were read
-        return shipped
+        return {}
 
 
 def _bundled(kernel: KernelClass, settings: Settings) -> set[str]:

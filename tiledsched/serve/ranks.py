@@ -14,7 +14,9 @@ from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.files import read_bounded
 from tiledsched.serve.bundle import bundle_paths
-from tiledsched.serve.entries import known_spills, load_entries
+from tiledsched.serve.entries import load_entries, stored_spills
+from tiledsched.store.manifest import listed_files, manifest_path
+from tiledsched.store.spills import FILE
 
 MAX_NAMED = 8
 """Ranks that a message names."""
@@ -30,10 +32,13 @@ def choice_digest(settings: Settings | None = None) -> str:
     """
     settings = settings or load_settings()
     bundles = sorted(hashlib.sha256(read_bounded(path)).hexdigest() for path in bundle_paths(settings))
-    known = load_entries(settings)
-    entries = sorted([*entry.key, entry.provenance, entry.schedule.id, entry.fingerprint or ""] for entry in known)
-    kernels = {(each.problem.declaration, each.arch) for each in known if each.problem.known}
-    spills = {f"{kernel.name} {arch}": known_spills(kernel, settings, arch) for kernel, arch in kernels}
+    entries = sorted(
+        [*entry.key, entry.provenance, entry.schedule.id, entry.fingerprint or ""] for entry in load_entries(settings)
+    )
+    spills = [
+        {name: each["sha256"] for name, each in listed_files(manifest_path()).items() if name.endswith(FILE)},
+        stored_spills(settings),
+    ]
     decides = [
         __version__,
         compiler_at_hand(),

@@ -98,9 +98,12 @@ class TuningDB(Database):
             builds = [build_of(*row, toolchain=toolchain) for row in session.execute(wanted)]
             return {build.key: build for build in builds}
 
-    def spills(self, kernel: str, source_hash: str, compiler: str, arch: str) -> Spills:
-        """The programs of one source of a kernel for `arch` that spill registers or did not build under a compiler's version.
-        Of a program that several toolchains of that version built, the newest build counts."""
+    def spills(
+        self, compiler: str, *, kernel: str | None = None, source_hash: str | None = None, arch: str | None = None
+    ) -> Spills:
+        """The programs that spill registers or did not build under a compiler's version, and that match all other arguments that
+        are not None. Of a program that several toolchains of that version built, the newest build counts.
+        """
         spill_bytes = type_coerce(ArtifactRow.facts, JSON)["spill_bytes"].as_integer()
         wanted = (
             select(BuildRow.schedule_id, BuildRow.problem_class_id, spill_bytes)
@@ -109,9 +112,7 @@ class TuningDB(Database):
                 ArtifactRow, (ArtifactRow.arch == BuildRow.arch) & (ArtifactRow.fingerprint == BuildRow.fingerprint)
             )
             .where(
-                BuildRow.kernel == kernel,
-                BuildRow.source_hash == source_hash,
-                BuildRow.arch == arch,
+                *matching({BuildRow.kernel: kernel, BuildRow.source_hash: source_hash, BuildRow.arch: arch}),
                 ToolchainRow.tileiras == compiler,
                 (spill_bytes > MAX_SPILL_BYTES) | BuildRow.failure_kind.in_(OF_THE_PROGRAM),
             )
