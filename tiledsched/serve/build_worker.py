@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched.build.compiler import export, says_nothing_of_program
-from tiledsched.build.cubin import parts
 from tiledsched.build.pool import start_process
 from tiledsched.core.device import arch_spec
 from tiledsched.core.problem import KernelClass, Problem
@@ -119,4 +118,4 @@ def _compile(request: BuildRequest) -> Program:
         if isinstance(error, ct.TileCompilerTimeoutError) or says_nothing_of_program(error):
             raise
         return Program(error=str(error).replace("\nUnknown location", "")[:2000])
-    return Program(cubin=parts(made.cubin)[0], symbol=symbol)
+    return Program(cubin=made.cubin, symbol=symbol)

@@ -185,17 +185,13 @@ def table_of(
         spaces=spaces,
         rivals=settings.rivals == "serve",
         compiler=compiler_at_hand(),
-        at_hand=lambda: _bundled(kernel, settings),
+        at_hand=lambda: _bundled(kernel),
     )
 
 
-def _bundled(kernel: KernelClass, settings: Settings) -> set[str]:
-    """Fingerprints of the kernel's programs that bundles hold."""
-    from tiledsched.serve.prebuilt import usable_bundles
+def _bundled(kernel: KernelClass) -> set[str]:
+    """Fingerprints of the kernel's programs that the bundle in use holds."""
+    from tiledsched.serve.prebuilt import usable_bundle
 
-    return {
-        program.fingerprint
-        for each in usable_bundles(kernel, settings)
-        for program in each.programs
-        if program.kernel == kernel.name
-    }
+    bundle = usable_bundle(kernel)
+    return {each.fingerprint for each in (bundle.programs if bundle else ()) if each.kernel == kernel.name}

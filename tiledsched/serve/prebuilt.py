@@ -1,8 +1,9 @@
-"""Kernel objects that launch what was measured: machine code from bundles, else compiled on the same assumptions.
+"""Kernel objects that launch what was measured: machine code from a bundle, from the programs on disk, or else compiled on the
+same assumptions.
 
 cuTile asks a kernel object for machine code when it is first launched with arguments of a new kind. Its own answer
 starts the compiler twice even when its disk cache holds the program (for its version, and for the bytecode it reads)
-and translates the kernel's Python; a prebuilt program is read from a file instead.
+and translates the kernel's Python; a program that was built before is read from a file instead.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core import launch as launches
 from tiledsched.core.config import Settings
 from tiledsched.core.device import arch_spec
-from tiledsched.core.errors import CompilerError, ConfigError, DeclarationError, TiledschedError
+from tiledsched.core.errors import CompilerError, ConfigError, DeclarationError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import HINT_KNOBS, Schedule
 from tiledsched.serve.background import BUILDER, Build, Builder
 from tiledsched.serve.build_worker import BuildRequest
-from tiledsched.serve.bundle import Bundle, BundledProgram, bundle_paths, named_bundle, read_bundle
+from tiledsched.serve.bundle import Bundle, BundledProgram, named_bundle, read_bundle
 from tiledsched.serve.programs import (
     Program,
     captured_values,
@@ -56,14 +57,14 @@ def make_kernel(
     device: Any,
     builder: Builder = BUILDER,
 ) -> list[Any]:
-    """The cuTile kernel objects of a schedule, one for each launch, that take their machine code from bundles where these hold
-    it, and else have it compiled as it was for measuring.
+    """The cuTile kernel objects of a schedule, one for each launch, that take their machine code from a bundle or the programs on
+    disk where these hold it, and else have it compiled as it was for measuring.
 
     Args:
         kernel: the kernel.
         schedule: the schedule.
         problem: decides which functions are launched.
-        settings: say where bundles lie.
+        settings: say where the cache folder is.
         device: where they are launched: anything with `sm_count` and `arch`, which the kernel's launches may read.
         builder: compiles programs for launches that do not wait.
 
@@ -75,10 +76,10 @@ def make_kernel(
         programs_folder(settings, device.arch),
     )
     wanted = launches.steps(kernel, problem, schedule, device)
+    bundle = usable_bundle(kernel)
     candidates = [  # the signature of a launch decides which of them fits
         (bundle, program)
-        for bundle in usable_bundles(kernel, settings)
-        for program in bundle.programs_of(kernel, device.arch)
+        for program in (bundle.programs_of(kernel, device.arch) if bundle else ())
         if _hints(program.schedule) == _hints(schedule)
     ]
     for place, (made, step) in enumerate(zip(objects, wanted, strict=True)):
@@ -93,30 +94,23 @@ def _hints(schedule: Schedule) -> tuple[Any, ...]:
     return tuple(schedule.get(knob) for knob in HINT_KNOBS)
 
 
-def usable_bundles(kernel: KernelClass, settings: Settings) -> list[Bundle]:
-    """The bundles that were built from this source of `kernel`: programs of other source may take other arguments.
+def usable_bundle(kernel: KernelClass) -> Bundle | None:
+    """The bundle in use, where it was built from this source of `kernel`: programs of other source may take other arguments.
 
     Raises:
         ConfigError: `TILEDSCHED_BUNDLE` names something that is no bundle.
     """
-    named = named_bundle()
-    usable = []
-    for path in bundle_paths(settings):
-        try:
-            bundle = _read(path, path.stat().st_mtime_ns)
-        except (TiledschedError, OSError) as error:
-            if path == named:
-                raise
-            log.warning("left out: %s", error)
-            continue
-        built_from = bundle.source_hashes.get(kernel.name)
-        if built_from == _source_hash(kernel):  # type: ignore[arg-type]  # a class is hashable
-            usable.append(bundle)
-        elif built_from is not None:
-            level = logging.WARNING if path == named else logging.INFO
-            words = "%s is left out: built from another version of the %s kernel; make it again: tiledsched warmup"
-            log.log(level, words, path, kernel.name)
-    return usable
+    path = named_bundle()
+    if path is None:
+        return None
+    bundle = _read(path, path.stat().st_mtime_ns)
+    built_from = bundle.source_hashes.get(kernel.name)
+    if built_from == _source_hash(kernel):  # type: ignore[arg-type]  # a class is hashable
+        return bundle
+    if built_from is not None:
+        words = "%s is left out: built from another version of the %s kernel; make it again: tiledsched warmup"
+        log.warning(words, path, kernel.name)
+    return None
 
 
 @functools.cache
@@ -252,7 +246,7 @@ class ServedKernel(ct.kernel):
         if program is not None and program.error:
             raise ct.TileError(program.error)
         if program is not None:
-            return program.cubin, program.symbol, None, ()
+            return parts(program.cubin)[0], program.symbol, None, ()
         made = self._compiled_here(wanted, context, compute_capability, *more)
         if path is not None and made[2:] == (None, ()):  # else it needs more than its machine code
             write_program(path, Program(cubin=strip_debug(made[0]), symbol=made[1]))

@@ -22,7 +22,7 @@ from types import FunctionType
 from typing import Any
 
 from tiledsched.build.artifacts import default_cache_folder
-from tiledsched.build.host_code import check_host, host_arch, host_folder
+from tiledsched.build.host_code import carried, check_host, host_arch, host_folder
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.canonical import canonical_json
 from tiledsched.core.config import Settings
@@ -43,7 +43,7 @@ class Program:
     """The machine code of one launch, or why the compiler makes none."""
 
     cubin: bytes = b""
-    """The machine code, as a driver loads it; empty where the compiler refused."""
+    """The machine code, as an artifact keeps it; empty where the compiler refused."""
     symbol: str = ""
     """The name of its function."""
     error: str = ""
@@ -138,7 +138,7 @@ def read_program(path: Path) -> Program | None:
         if told["key"] != path.name:
             raise ValueError("it is another program")
         if cubin:
-            check_host(cubin)
+            check_host(carried(cubin)[0])
         return Program(cubin=cubin, symbol=told["symbol"], error=told["error"])
     except (ValueError, KeyError, TypeError, CompilerError) as error:
         log.warning("%s is damaged (%s); its program is compiled again", path, error)
