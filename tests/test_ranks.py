@@ -15,6 +15,7 @@ from tiledsched.core.errors import ConfigError
 from tiledsched.fleet.campaign import CampaignPlan, Outcome
 from tiledsched.fleet.leases import Leases
 from tiledsched.kernels.softmax import Softmax
+from tiledsched.serve.bundle import write_bundle
 from tiledsched.serve.ranks import choice_digest, differ
 from tiledsched.store.db import TuningDB
 
@@ -26,7 +27,7 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_digest_changes_with_what_would_be_served_and_with_nothing_else(home) -> None:
+def test_the_digest_changes_with_what_would_be_served_and_with_nothing_else(home, monkeypatch) -> None:
     first = choice_digest()
     with TuningDB.open(home / "x.db") as db:
         assert choice_digest() == first
@@ -35,11 +36,11 @@ def test_the_digest_changes_with_what_would_be_served_and_with_nothing_else(home
     assert second != first
     with ts.configure(regime="sustained"):
         assert choice_digest() not in (first, second)
-    (home / "cache" / "bundles").mkdir(parents=True)
-    (home / "cache" / "bundles" / "attention-sm_90.zip").write_bytes(b"machine code")
+    monkeypatch.setenv("TILEDSCHED_BUNDLE", str(home / "b.zip"))
+    write_bundle(home / "b.zip", [], {}, [], {}, "a compiler")
     third = choice_digest()
     assert third not in (first, second)
-    (home / "cache" / "bundles" / "attention-sm_90.zip").write_bytes(b"other code")
+    write_bundle(home / "b.zip", [], {}, [], {}, "another compiler")
     assert choice_digest() != third
 
 

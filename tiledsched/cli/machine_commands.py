@@ -66,7 +66,7 @@ def warmup(
 
     \b
     tiledsched warmup
-    tiledsched warmup -p B=4,H=32/8,S=1500:2000:3000,D=128,causal,dtype=bfloat16
+    tiledsched warmup -p B=4,H=32/8,S=1500:2000:3000,D=128,dtype=bfloat16
     tiledsched warmup --arch sm_90 --also any-length,decode -o attention.zip
     """
     from tiledsched.build.compiler import prepare_process

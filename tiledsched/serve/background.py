@@ -19,8 +19,7 @@ from typing import Any
 from tiledsched.build.compiler import DEFAULT_TIMEOUT_S
 from tiledsched.core.errors import TiledschedError
 from tiledsched.core.processes import python_command
-from tiledsched.serve.build_worker import BuildRequest
-from tiledsched.serve.programs import Program
+from tiledsched.serve.programs import BuildRequest, Program
 
 WORKER_COMMAND = python_command("tiledsched.serve.build_worker")
 START_S = 60.0
@@ -113,6 +112,8 @@ class Builder:
     def close(self) -> None:
         """End all processes now. Nothing is compiled afterwards."""
         self._closed = True
+        for _ in range(self._threads):
+            self._queue.put(None)
         for worker in list(self._workers):
             self._stop(worker)
         for build in list(self.builds.values()):
@@ -121,7 +122,7 @@ class Builder:
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[Build] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Build | None] = queue.SimpleQueue()
         self._threads = self._unfinished = 0
         self._closed = False
 
@@ -150,7 +151,8 @@ class Builder:
                             self._threads -= 1
                             return
                     continue
-                worker = self._compile(build, worker)
+                if build is not None:
+                    worker = self._compile(build, worker)
         finally:
             if worker is not None:
                 self._stop(worker)

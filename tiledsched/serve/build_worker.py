@@ -7,42 +7,14 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
 
 from tiledsched.build.compiler import export, says_nothing_of_program
 from tiledsched.build.pool import start_process
 from tiledsched.core.device import arch_spec
-from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.problem import KernelClass
 from tiledsched.core.registry import load_kernel
-from tiledsched.core.schedule import Schedule
-from tiledsched.serve.programs import Program, only_builder, read_program, write_program
-
-
-@dataclass(frozen=True, kw_only=True)
-class BuildRequest:
-    """A program to compile: everything that another process needs, small enough to send to it."""
-
-    path: Path
-    """The file that keeps the program."""
-    kernel: str
-    """Where the kernel is declared; see :func:`tiledsched.core.registry.load_kernel`."""
-    schedule: Schedule
-    """The schedule."""
-    problem: Problem
-    """A problem whose launches are compiled by the same function."""
-    wide: bool
-    """Whether the problem is served by functions with 64-bit indices, which its values do not say."""
-    place: int
-    """The number of the launch among the launches of the schedule."""
-    parameters: tuple[Any, ...]
-    """What the launch tells of its arguments, with the assumptions that it is compiled on."""
-    arch: str
-    """The GPU's arch."""
-    timeout_s: float
-    """Seconds after which the compiler is ended."""
+from tiledsched.serve.programs import BuildRequest, Program, only_builder, read_program, write_program
 
 
 def main(descriptor: str, folder: str, parent: str) -> None:

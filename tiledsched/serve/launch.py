@@ -159,7 +159,8 @@ def launch_first(
     # On a stream other than the default one, torch has a capture warmed up, which is to hold our kernel.
     waits = stand_in is None or bool(process.runtime.current_stream(plan.device))
     building = cache.building.get(key, ())
-    if not waits and plan.rival is None and not all(each.is_done for each in building):
+    capturing, served = process.runtime.is_capturing(), plan.rival is not None
+    if not (waits or capturing or served or all(each.is_done for each in building)):
         return _stand_in(plan, stand_in, launch)
     try:
         with not_waiting(waits) as missed:
@@ -190,7 +191,7 @@ def launch_first(
         return launch_first(cache, key, other, launch, make, stand_in)
     if missed:  # the rival served
         cache.building[key] = tuple(missed)
-    elif not process.runtime.is_capturing():  # what a capture does without is left to the next eager call
+    elif not capturing:  # what a capture does without is left to the next eager call
         if cache.building.pop(key, None):
             log.info("%s: %s: the program is built, and serves from now on", plan.name, plan.problem)
         cache.keep_ready(key, plan)

@@ -20,7 +20,7 @@ from typing import Any
 import cuda.tile as ct
 
 from tiledsched.build.compiler import DEFAULT_TIMEOUT_S, pass_on_worker_warps
-from tiledsched.build.cubin import parts, strip_debug
+from tiledsched.build.cubin import is_whole, parts, strip_debug
 from tiledsched.build.host_code import check_host, for_host, host_arch, host_of
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core import launch as launches
@@ -30,9 +30,9 @@ from tiledsched.core.errors import CompilerError, ConfigError, DeclarationError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import HINT_KNOBS, Schedule
 from tiledsched.serve.background import BUILDER, Build, Builder
-from tiledsched.serve.build_worker import BuildRequest
 from tiledsched.serve.bundle import Bundle, BundledProgram, named_bundle, read_bundle
 from tiledsched.serve.programs import (
+    BuildRequest,
     Program,
     captured_values,
     program_key,
@@ -248,7 +248,9 @@ class ServedKernel(ct.kernel):
         if program is not None:
             return parts(program.cubin)[0], program.symbol, None, ()
         made = self._compiled_here(wanted, context, compute_capability, *more)
-        if path is not None and made[2:] == (None, ()):  # else it needs more than its machine code
+        if (
+            path is not None and made[2:] == (None, ()) and is_whole(made[0])
+        ):  # else it needs more than its machine code
             write_program(path, Program(cubin=strip_debug(made[0]), symbol=made[1]))
         return made
 

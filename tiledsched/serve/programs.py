@@ -29,6 +29,8 @@ from tiledsched.core.config import Settings
 from tiledsched.core.errors import CompilerError
 from tiledsched.core.extras import package_version
 from tiledsched.core.files import read_bounded, write_whole
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
 
 log = logging.getLogger("tiledsched")
 MAGIC = b"TILEPROGRAM1 "
@@ -48,6 +50,30 @@ class Program:
     """The name of its function."""
     error: str = ""
     """What the compiler said where it refused. It says so each time, which makes it worth keeping."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildRequest:
+    """A program to compile: everything that another process needs, small enough to send to it."""
+
+    path: Path
+    """The file that keeps the program."""
+    kernel: str
+    """Where the kernel is declared; see :func:`tiledsched.core.registry.load_kernel`."""
+    schedule: Schedule
+    """The schedule."""
+    problem: Problem
+    """A problem whose launches are compiled by the same function."""
+    wide: bool
+    """Whether the problem is served by functions with 64-bit indices, which its values do not say."""
+    place: int
+    """The number of the launch among the launches of the schedule."""
+    parameters: tuple[Any, ...]
+    """What the launch tells of its arguments, with the assumptions that it is compiled on."""
+    arch: str
+    """The GPU's arch."""
+    timeout_s: float
+    """Seconds after which the compiler is ended."""
 
 
 def programs_folder(settings: Settings, arch: str) -> Path:
@@ -131,7 +157,8 @@ def read_program(path: Path) -> Program | None:
     start = len(MAGIC) + DIGEST + 1
     try:
         digest, rest = data[len(MAGIC) : start - 1].decode(), data[start:]
-        if not data.startswith(MAGIC) or hashlib.sha256(rest).hexdigest() != digest:
+        whole = data.startswith(MAGIC) and data[start - 1 : start] == b"\n"
+        if not whole or hashlib.sha256(rest).hexdigest() != digest:
             raise ValueError("its checksum is wrong")
         line, _, cubin = rest.partition(b"\n")
         told = json.loads(line)
