@@ -159,8 +159,6 @@ class Builder:
 
     def _compile(self, build: Build, worker: Any) -> Any:
         """Have a process compile one program; returns the process, or None where it is gone."""
-        from tiledsched.measure.gpu import WorkerDiedError
-
         outcome: Program | str = ""
         for _ in range(TRIES):
             if self._closed:
@@ -169,12 +167,12 @@ class Builder:
                 worker = worker or self._started()
                 outcome = worker.ask(ANSWER_S, "build", build.request)
                 break
-            except (WorkerDiedError, TiledschedError, OSError, ValueError) as error:
+            except Exception as error:  # whoever waits for the build must hear of it
                 outcome = str(getattr(error, "failure", None) or error)
                 if worker is not None:
                     self._stop(worker)
                 worker = None
-        self._end(build, outcome)
+        self._end(build, "this process is ending" if self._closed else outcome)
         return worker
 
     def _end(self, build: Build, outcome: Program | str) -> None:
