@@ -30,6 +30,7 @@ IDLE_S = 30.0
 """Seconds without work after which a process ends."""
 PROCESSES = 2
 """Processes that compile at a time. A program takes one core for seconds; the others are the program's that waits."""
+ENDING = "this process is ending"
 TRIES = 2
 """How often a program is given to a process that dies or hangs."""
 
@@ -95,6 +96,9 @@ class Builder:
             if known is not None:
                 return known
             build = self.builds[request.path] = Build(request)
+            if self._closed:
+                build.end(ENDING)
+                return build
             self._queue.put(build)
             self._unfinished += 1
             wanted = self._threads < min(self._processes, self._unfinished)
@@ -111,14 +115,15 @@ class Builder:
 
     def close(self) -> None:
         """End all processes now. Nothing is compiled afterwards."""
-        self._closed = True
+        with self._lock:
+            self._closed = True
         for _ in range(self._threads):
             self._queue.put(None)
         for worker in list(self._workers):
             self._stop(worker)
         for build in list(self.builds.values()):
             if not build.is_done:
-                build.end("this process is ending")
+                build.end(ENDING)
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
@@ -172,7 +177,7 @@ class Builder:
                 if worker is not None:
                     self._stop(worker)
                 worker = None
-        self._end(build, "this process is ending" if self._closed else outcome)
+        self._end(build, ENDING if self._closed else outcome)
         return worker
 
     def _end(self, build: Build, outcome: Program | str) -> None:

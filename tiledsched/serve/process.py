@@ -103,6 +103,12 @@ def settings() -> Settings:
     return found
 
 
+def wait_for_programs() -> None:
+    """Have calls of this process wait for their programs: what is timed is not to be torch, which serves meanwhile."""
+    if settings().compile != "wait":
+        config.configure(compile="wait")
+
+
 @functools.cache
 def table(kernel: KernelClass) -> LookupTable:
     """The tuned table of a kernel for the GPUs of this machine, read once."""
