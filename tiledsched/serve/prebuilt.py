@@ -207,7 +207,8 @@ def not_waiting(waits: bool = False) -> Iterator[list[Build]]:
     Args:
         waits: have launches wait for their programs after all; the list stays empty.
     """
-    before, missed = getattr(_thread, "missed", None), []
+    missed: list[Build] = []
+    before = getattr(_thread, "missed", None)
     _thread.missed = None if waits else missed
     try:
         yield missed
@@ -242,7 +243,7 @@ class ServedKernel(ct.kernel):
             return code, launches.symbol(self.declaration), None, ()
         wanted = launches.assumed(self.declaration, signature, self.step)
         path, missed = self.program_path(wanted), getattr(_thread, "missed", None)
-        program = path and self._program(path, wanted, missed)
+        program = None if path is None else self._program(path, wanted, missed)
         if program is not None and program.error:
             raise ct.TileError(program.error)
         if program is not None:

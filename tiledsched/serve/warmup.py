@@ -284,8 +284,9 @@ def _at_hand(
                 found[_key(kernel, arch, entry.problem, entry.schedule)] = artifact
     with suppress(TiledschedError):  # what an unusable bundle holds is built anew
         bundle = read_bundle(path) if path is not None else None
-        usable = bundle is not None and bundle.source_hashes.get(kernel.name) == source_hash
-        for program in bundle.programs_of(kernel, arch) if bundle and usable else ():
+        if bundle is None or bundle.source_hashes.get(kernel.name) != source_hash:
+            return found
+        for program in bundle.programs_of(kernel, arch):
             key = _key(kernel, arch, program.problem, program.schedule)
             if key not in found and program.host_arch == artifacts.host_arch:
                 with suppress(ConfigError):  # as is a damaged program
