@@ -15,9 +15,11 @@ torch = pytest.importorskip("torch")
 import cuda.tile as ct
 import op_kernels
 from serve_on_cpu import TOLERANCE, Launches, capturing, expected, on_another_stream, runtime_on_cpu, tensors, using
+from store_samples import entry
 
 import tiledsched as ts
 from tiledsched.core import launch as launches
+from tiledsched.core.config import Settings
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import LaunchError
 from tiledsched.core.schedule import Schedule
@@ -29,7 +31,9 @@ from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
 from tiledsched.ops.functions import matmul, rms_norm, softmax
 from tiledsched.serve import background, prebuilt, process, programs
 from tiledsched.serve.background import Build, Builder
+from tiledsched.serve.entries import layers
 from tiledsched.serve.programs import BuildRequest, Program, captured_values, program_key, read_program, write_program
+from tiledsched.store.db import TuningDB
 
 CODE = Program(cubin=b"machine code", symbol="attention")
 
@@ -326,7 +330,7 @@ def test_a_program_is_read_as_it_was_written_and_damage_is_never_run(tmp_path, c
     assert read_program(path) is None
     (path.parent / "cd34").write_bytes(whole)
     assert read_program(path.parent / "cd34") is None
-    assert "is damaged (it is another program)" in caplog.text
+    assert "is damaged (its checksum is wrong), and is made anew" in caplog.text
     (tmp_path / "file").touch()
     write_program(tmp_path / "file" / "ab12", CODE)  # there is no room for it, and it is compiled again
 
@@ -375,6 +379,44 @@ def test_what_a_function_captures_is_part_of_its_programs_name() -> None:
     assert captured_values(made(2)) != captured_values(made(3))
     assert captured_values(made(2)) == captured_values(made(2))
     assert captured_values(made([2])) is None  # a list may change
+
+
+# The user's database
+
+
+def test_a_first_call_reads_a_copy_of_the_database_while_that_stays_as_it_is(tmp_path, monkeypatch) -> None:
+    """Opening the database imports SQLAlchemy, for half a second."""
+    path, settings = tmp_path / "x.db", Settings(db=str(tmp_path / "x.db"), cache=str(tmp_path / "cache"))
+    opened = []
+    open_db = TuningDB.open
+
+    def counted(*given, **named):
+        opened.append(given)
+        return open_db(*given, **named)
+
+    def tune(occupancy) -> None:
+        with open_db(path) as db:
+            db.put_entry(entry("modelled", problem=PROBLEM, schedule=SCHEDULE.replace(occupancy=occupancy)))
+        os.utime(path, ns=(0, occupancy * 10**9))
+
+    def read() -> list[object]:
+        (layer,) = [each for each in layers(settings, ["sm_90"], Attention) if each.name == "user"]
+        return [(each.schedule["occupancy"], each.problem, each.provenance, each.layer) for each in layer.entries]
+
+    monkeypatch.setattr(TuningDB, "open", counted)
+    tune(2)
+    assert read() == read() == [(2, PROBLEM, "modelled", "")]
+    assert len(opened) == 1
+    tune(3)
+    assert read() == read() == [(3, PROBLEM, "modelled", "")]
+    assert len(opened) == 2
+    (copy,) = (tmp_path / "cache" / "entries").iterdir()
+    copy.write_bytes(copy.read_bytes()[:-2])
+    assert read() == [(3, PROBLEM, "modelled", "")]
+    assert len(opened) == 3
+    os.utime(path)  # just changed: perhaps once more, within the same tick of the clock
+    read(), read()
+    assert len(opened) == 5
 
 
 # The processes

@@ -2,7 +2,7 @@
 
 A file is named by a hash of everything that machine code depends on, so that it never has to be replaced: the kernel's source,
 the function and the constants it captures, the hints, what the launch tells of its arguments, the GPU's arch, the host's
-architecture, and the compiler's version. It begins with a checksum: what is damaged is compiled again and never runs.
+architecture, and the compiler's version. What is damaged is compiled again and never runs.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import fcntl
 import functools
 import hashlib
 import inspect
-import json
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,16 +26,12 @@ from tiledsched.core.canonical import canonical_json
 from tiledsched.core.config import Settings
 from tiledsched.core.errors import CompilerError
 from tiledsched.core.extras import package_version
-from tiledsched.core.files import read_bounded, write_whole
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
+from tiledsched.serve.sealed import discard, read_sealed, write_sealed
 
-log = logging.getLogger("tiledsched")
-MAGIC = b"TILEPROGRAM1 "
-"""Begins each file. A space, the checksum of what follows, a line break, a line of JSON and the machine code follow."""
-DIGEST = 64
-"""Hexadecimal digits of the checksum, which is SHA-256."""
-PLAIN = (bool, int, float, str, bytes, tuple, type(None))
+PLAIN = ("bool", "int", "float", "str", "bytes", "tuple", "NoneType", "DType", "module")
+"""Names of the types whose values are what they are printed as; DType is cuTile's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,14 +120,14 @@ def captured_values(function: FunctionType) -> list[Any] | None:
                 cells[name] = cell.cell_contents
         for name, value in cells.items():
             inner = inspect.unwrap(value) if callable(value) else value
-            if type(inner) in PLAIN:
+            if type(inner).__name__ in PLAIN:
                 found.append([name, repr(inner)])
             elif not (isinstance(inner, FunctionType) and visit(inner)):
                 return False
         for name in _names(code):
             value = each.__globals__.get(name)
             inner = inspect.unwrap(value) if isinstance(value, FunctionType) else value
-            if type(inner) in PLAIN and name in each.__globals__:
+            if type(inner).__name__ in PLAIN[:-1] and name in each.__globals__:
                 found.append([name, repr(inner)])
             elif isinstance(inner, FunctionType) and not visit(inner):
                 return False
@@ -150,37 +144,22 @@ def _names(code: Any) -> list[str]:
 
 def read_program(path: Path) -> Program | None:
     """The program in a file; None where there is none, or the file is damaged (then it is removed)."""
-    try:
-        data = read_bounded(path)
-    except OSError:
+    found = read_sealed(path)
+    if found is None:
         return None
-    start = len(MAGIC) + DIGEST + 1
+    told, cubin = found
     try:
-        digest, rest = data[len(MAGIC) : start - 1].decode(), data[start:]
-        whole = data.startswith(MAGIC) and data[start - 1 : start] == b"\n"
-        if not whole or hashlib.sha256(rest).hexdigest() != digest:
-            raise ValueError("its checksum is wrong")
-        line, _, cubin = rest.partition(b"\n")
-        told = json.loads(line)
-        if told["key"] != path.name:
-            raise ValueError("it is another program")
         if cubin:
             check_host(carried(cubin)[0])
         return Program(cubin=cubin, symbol=told["symbol"], error=told["error"])
-    except (ValueError, KeyError, TypeError, CompilerError) as error:
-        log.warning("%s is damaged (%s); its program is compiled again", path, error)
-        with contextlib.suppress(OSError):
-            path.unlink()
+    except (KeyError, CompilerError) as error:
+        discard(path, str(error))
         return None
 
 
 def write_program(path: Path, program: Program) -> None:
-    """Keep a program. Nothing is kept where the folder cannot be written to: then it is compiled again."""
-    told = {"key": path.name, "symbol": program.symbol, "error": program.error}
-    rest = json.dumps(told).encode() + b"\n" + program.cubin
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, MAGIC + hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest)
+    """Keep a program. Where the folder cannot be written to, it is compiled again."""
+    write_sealed(path, {"symbol": program.symbol, "error": program.error}, program.cubin)
 
 
 @contextlib.contextmanager
