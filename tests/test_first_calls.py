@@ -22,6 +22,7 @@ from tiledsched.core import launch as launches
 from tiledsched.core.config import Settings
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import LaunchError
+from tiledsched.core.registry import kernel_named
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
@@ -33,6 +34,7 @@ from tiledsched.serve import background, prebuilt, process, programs
 from tiledsched.serve.background import Build, Builder
 from tiledsched.serve.entries import layers
 from tiledsched.serve.programs import BuildRequest, Program, captured_values, program_key, read_program, write_program
+from tiledsched.serve.rivals import Rival, RivalOffer
 from tiledsched.store.db import TuningDB
 
 CODE = Program(cubin=b"machine code", symbol="attention")
@@ -227,6 +229,64 @@ def test_a_program_on_disk_is_launched_at_once_by_any_process(serving) -> None:
     serve.reload()
     assert agrees(serve.sdpa(q, k, v), q, k, v)
     assert (len(serving.launches), serving.builds.builds) == (1, {})
+
+
+def test_all_launches_of_a_schedule_are_compiled_at_a_time(serving) -> None:
+    q, k, v = tensors(rows=1, keys=2048, columns=64)
+    with ts.configure(kv_splits=4, kv_combine="launch"):
+        serve.sdpa(q, k, v)
+        assert [each.place for each in serving.builds.requests] == [0, 1]
+        serving.builds.finish()
+        assert agrees(serve.sdpa(q, k, v), q, k, v)
+    assert (len(serving.launches), serving.compiled_here) == (2, [])
+
+
+def test_a_rival_serves_while_our_program_is_compiled_and_is_kept_afterwards(serving, monkeypatch) -> None:
+    """A rival that no graph holds: our program is loaded for graphs as soon as it is there."""
+    called = []
+
+    def rival(q, k, v):
+        called.append(q)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    offer = RivalOffer(name="other", ratio=0.5, capturable=False, reason="it is faster")
+    monkeypatch.setattr(
+        "tiledsched.serve.plan.choose_rivals", lambda served, make: (Rival(offer=offer, call=rival), None)
+    )
+    q, k, v = tensors()
+    for calls in (1, 2):
+        assert agrees(serve.sdpa(q, k, v), q, k, v)
+        assert (len(called), len(serving.builds.requests), serving.launches, plans_ready()) == (calls, 1, [], 0)
+    serving.builds.finish()
+    serve.sdpa(q, k, v)
+    assert (len(called), len(serving.launches), serving.compiled_here, plans_ready()) == (3, 1, [], 1)
+
+
+@pytest.mark.parametrize(
+    ("problem", "names"),
+    [
+        (Attention.standard(seq_len=256, head_dim=64, batch=1).replace(lengths=True), ("Lengths", "Sinks")),
+        (kernel_named("matmul").problem(m=1, n=256, k=256), ("A", "C")),
+    ],
+)
+def test_an_axis_of_one_element_is_no_program_of_its_own(problem, names) -> None:
+    """cuTile infers that it is constant, which no machine code reads; programs built ahead would not be found."""
+    from dataclasses import replace
+
+    from cuda.tile.compilation import KernelSignature
+
+    kernel = problem.declaration
+    schedule = space_for("sm_90", kernel).default(problem)
+    (step,) = launches.steps(kernel, problem, schedule, arch_spec("sm_90"))
+    built = launches.signature(kernel, problem, schedule, step)
+    inferred = list(built.parameters)
+    for place, argument in enumerate(step.arguments):
+        if argument.name in names:
+            each = inferred[place]
+            inferred[place] = replace(each, shape_constant=(1, *each.shape_constant[1:]))
+    assert inferred != list(built.parameters)
+    asked = launches.assumed(kernel, KernelSignature(inferred, built.calling_convention), step)
+    assert asked.parameters == built.parameters
 
 
 FEATURES = AttentionFeatures(softcap=30.0)

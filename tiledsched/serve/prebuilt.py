@@ -238,10 +238,10 @@ class ServedKernel(ct.kernel):
     def _compile(
         self, signature: Any, context: Any, compute_capability: tuple[int, int] | None = None, *more: Any
     ) -> Any:
-        code = self._bundled(signature)
+        wanted = launches.assumed(self.declaration, signature, self.step)
+        code = self._bundled(wanted)
         if code:
             return code, launches.symbol(self.declaration), None, ()
-        wanted = launches.assumed(self.declaration, signature, self.step)
         path, missed = self.program_path(wanted), getattr(_thread, "missed", None)
         program = None if path is None else self._program(path, wanted, missed)
         if program is not None and program.error:
