@@ -15,6 +15,7 @@ from tiledsched.core.errors import ConfigError
 from tiledsched.fleet.campaign import CampaignPlan, Outcome
 from tiledsched.fleet.leases import Leases
 from tiledsched.kernels.softmax import Softmax
+from tiledsched.serve.bundle import write_bundle
 from tiledsched.serve.ranks import choice_digest, differ
 from tiledsched.store.db import TuningDB
 
@@ -42,11 +43,11 @@ def test_the_digest_changes_with_what_would_be_served_and_with_nothing_else(home
     assert second != before  # a program that is known not to build is passed over
     with ts.configure(regime="sustained"):
         assert choice_digest() not in (first, second)
-    (home / "cache" / "bundles").mkdir(parents=True)
-    (home / "cache" / "bundles" / "attention-sm_90.zip").write_bytes(b"machine code")
+    monkeypatch.setenv("TILEDSCHED_BUNDLE", str(home / "b.zip"))
+    write_bundle(home / "b.zip", [], {}, [], {}, "a compiler")
     third = choice_digest()
     assert third not in (first, second)
-    (home / "cache" / "bundles" / "attention-sm_90.zip").write_bytes(b"other code")
+    write_bundle(home / "b.zip", [], {}, [], {}, "another compiler")
     assert choice_digest() != third
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tiledsched.cli.app import Invocation, arch_option, command, jobs_option, kernel_argument, option
+from tiledsched.cli.app import Invocation, arch_option, command, jobs_option, kernel_argument, option, problem_options
 from tiledsched.cli.output import note, print_wrapped
-from tiledsched.cli.problems import read_variants
+from tiledsched.cli.problems import named_problems, read_variants
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass
@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 
 @command("warmup")
 @kernel_argument
+@problem_options
 @arch_option("which GPUs, e.g. sm_90 (default: those of the GPUs here)", many=True)
 @option(
     "--also",
     default="",
     metavar="WORDS",
-    help="also problems unlike those tuned; of attention any-length, decode, dtype=bfloat16, group=1:4, with commas",
+    help="also problems unlike those; of attention any-length, decode, dtype=bfloat16, group=1:4, with commas",
 )
 @option(
     "-o",
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
 def warmup(
     run: Invocation,
     kernel: KernelClass,
+    problem: tuple[str, ...],
+    suite: str | None,
     arch: list[str] | None,
     also: str,
     out: str | None,
@@ -59,18 +62,19 @@ def warmup(
 ) -> int:
     """Compile ahead what is served, so that no program has to.
 
-    The machine code goes to the cache folder, where every process of this user finds it, or with -o to a file that the
-    variable TILEDSCHED_BUNDLE names on another machine. No GPU is needed. Exit code 1 if something would not build.
+    That is what the tuned table serves for its own problems, or for those named. The machine code goes to the cache folder,
+    where every process of this user finds it, or with -o to a file that the variable TILEDSCHED_BUNDLE names on another machine.
+    No GPU is needed. Exit code 1 if something would not build.
 
     \b
     tiledsched warmup
+    tiledsched warmup -p B=4,H=32/8,S=1500:2000:3000,D=128,dtype=bfloat16
     tiledsched warmup --arch sm_90 --also any-length,decode -o attention.zip
     """
     from tiledsched.build.compiler import prepare_process
     from tiledsched.build.pool import BuildPool
 
     prepare_process()  # before cuTile is imported, which else makes a folder that is left behind where this is killed
-    from tiledsched.serve.bundle import warm_path
     from tiledsched.serve.entries import load_entries, load_table
     from tiledsched.serve.warmup import prepare, renamed_by_contents
 
@@ -80,6 +84,7 @@ def warmup(
     if (campaign or host_arch) and not out:
         flag = "--campaign" if campaign else "--host-arch"
         raise ConfigError(f"{flag} chooses what goes to a file; pass -o FILE, too")
+    problems = named_problems(kernel, problem, suite) if problem or suite else []
     entries, table = load_entries(settings), load_table(settings, kernel=kernel)
     if campaign:
         entries = _done_by(run, campaign, entries)
@@ -87,20 +92,20 @@ def warmup(
     with BuildPool(jobs) as pool:
         for each in archs:
             session, host = run.session(each), host_arch or (out and arch_spec(each).host_arch)
-            warm = warm_path(each, settings, kernel.name)
-            path = Path(out) if out else warm
-            in_folder = os.path.isdir(path)
+            path = Path(out) if out else None
+            in_folder = path is not None and os.path.isdir(path)
             done = prepare(
                 each,
-                path / f".{os.getpid()}.zip" if in_folder else path,
+                path / f".{os.getpid()}.zip" if path is not None and in_folder else path,
                 entries,
                 table,
                 kernel,
                 session.artifacts.for_host(host) if host else session.artifacts,
                 pool,
                 session.toolchain.compiler,
+                settings,
+                problems=problems,
                 likely=lambda problem: kernel.likely(problem, variants) if variants else (),
-                others=[warm],
                 progress=note,
             )
             if done.lost:

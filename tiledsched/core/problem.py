@@ -358,6 +358,10 @@ class Declaration:
         """
         return {}
 
+    stand_in: ClassVar[Any] = None
+    """`stand_in(p, numbers)`: the function from the inputs to the outputs, as torch has it, that serves while the program of a
+    problem is compiled; `numbers` are the scalars by name. Unless declared, a rival that compiles nothing stands in."""
+
     variants: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Ways in which a program's problems may differ from the tuned ones -> what each means; `warmup --also` takes them."""
     likely: ClassVar[Any] = None

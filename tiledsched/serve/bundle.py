@@ -11,7 +11,6 @@ import hashlib
 import io
 import json
 import os
-import re
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
@@ -21,10 +20,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tiledsched.build.artifacts import default_cache_folder
 from tiledsched.build.cubin import Artifact, read_artifact
-from tiledsched.build.host_code import REFERENCE, host_arch, host_folder
-from tiledsched.core.config import Settings
+from tiledsched.build.host_code import REFERENCE, host_folder
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ConfigError, TiledschedError
 from tiledsched.core.files import MOST_BYTES, TooLargeError, kind_of_file, write_whole
@@ -38,7 +35,7 @@ from tiledsched.store.spills import Spills
 SCHEMA_VERSION = 2
 """The version of `bundle.json`."""
 VARIABLE = "TILEDSCHED_BUNDLE"
-"""The environment variable that names a bundle, used in addition to those that `tiledsched warmup` wrote to the cache folder."""
+"""The environment variable that names a bundle."""
 INDEX = "bundle.json"
 EPOCH = (1980, 1, 1, 0, 0, 0)
 """The date of every file in the zip: the earliest it can hold, so that contents alone decide the bytes."""
@@ -177,23 +174,6 @@ def _member(file: zipfile.ZipFile, name: str) -> bytes:
     return file.read(name)
 
 
-def warm_path(arch: str, settings: Settings, kernel: str) -> Path:
-    """Where `tiledsched warmup` writes a kernel's bundle for `arch`, and every process with these settings finds it."""
-    word = re.sub(r"\W", "_", kernel)
-    return _bundle_folder(settings) / f"{word}-{arch}.zip"
-
-
-def bundle_paths(settings: Settings) -> list[Path]:
-    """The bundles that a process uses: the one that `TILEDSCHED_BUNDLE` names, then those that `warmup` wrote.
-
-    Raises:
-        ConfigError: the variable names a file that is not there.
-    """
-    warm = sorted(_bundle_folder(settings).glob("*.zip"))
-    named = named_bundle()
-    return [named, *warm] if named else warm
-
-
 def named_bundle() -> Path | None:
     """The bundle that `TILEDSCHED_BUNDLE` names.
 
@@ -206,11 +186,6 @@ def named_bundle() -> Path | None:
     if not os.path.isfile(text):
         raise ConfigError(f"{VARIABLE} = {text!r}: no such file; {MAKE}")
     return Path(text)
-
-
-def _bundle_folder(settings: Settings) -> Path:
-    cache = Path(settings.cache) if settings.cache else default_cache_folder()
-    return host_folder(cache / "bundles", host_arch())
 
 
 def write_bundle(

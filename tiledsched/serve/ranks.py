@@ -13,7 +13,7 @@ from tiledsched.core.canonical import stable_id
 from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.files import read_bounded
-from tiledsched.serve.bundle import bundle_paths
+from tiledsched.serve.bundle import named_bundle
 from tiledsched.serve.entries import load_entries, stored_spills
 from tiledsched.store.manifest import listed_files, manifest_path
 from tiledsched.store.spills import FILE
@@ -31,7 +31,8 @@ def choice_digest(settings: Settings | None = None) -> str:
         TiledschedError: a table or bundle cannot be read.
     """
     settings = settings or load_settings()
-    bundles = sorted(hashlib.sha256(read_bounded(path)).hexdigest() for path in bundle_paths(settings))
+    bundle = named_bundle()
+    bundles = [] if bundle is None else [hashlib.sha256(read_bounded(bundle)).hexdigest()]
     entries = sorted(
         [*entry.key, entry.provenance, entry.schedule.id, entry.fingerprint or ""] for entry in load_entries(settings)
     )
