@@ -60,6 +60,19 @@ def schema_at_hand(request, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
+def programs_are_awaited(request, monkeypatch):
+    """On a GPU, and in processes that such tests start, our own kernel computes each call, also the first."""
+    from tiledsched import configure
+
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    monkeypatch.setenv("TILEDSCHED_COMPILE", "wait")
+    with configure(compile="wait"):
+        yield
+
+
+@pytest.fixture(autouse=True)
 def loggers_as_before():
     """The levels of the root's and of our logger, and the handlers of ours, which settings and `--verbose` change for a process."""
     root, ours = logging.getLogger(), logging.getLogger("tiledsched")

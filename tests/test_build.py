@@ -25,7 +25,6 @@ from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import CompilerError, FailureKind
 from tiledsched.core.launch import assumed, problem_class, signature, steps, tile_kernels
 from tiledsched.core.problem import Problem
-from tiledsched.core.resources import MAX_SPILL_BYTES
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
@@ -285,39 +284,6 @@ def test_sixteen_worker_warps_reach_a_compiler_that_takes_them(monkeypatch) -> N
     else:
         assert made.failure is not None
         assert "requires tileiras 13.5" in made.failure.message
-
-
-@pytest.mark.compiler
-def test_a_program_that_spills_is_refused_where_there_is_another_choice(monkeypatch) -> None:
-    """What fits registers where keys fill tiles spills where the last one is cut off. It is compiled once, and then known."""
-    from cuda.tile._cext import default_tile_context
-
-    from tiledsched.serve import prebuilt
-
-    large = {"tile_m": 128, "tile_n": 128, "num_worker_warps": 8, "q_subtiles": 2, "q_in_registers": True}
-    ragged = Attention.problem(seq_q=749, seq_k=749, head_dim=64, batch=8, heads=16)
-    for refuses, knobs in ((True, large), (False, large), (True, {})):
-        schedule = space_for("sm_90", Attention).default(ragged).replace(**knobs)
-        (step,) = steps(Attention, ragged, schedule, arch_spec("sm_90"))
-        (served,) = prebuilt.make_kernel(Attention, schedule, ragged, load_settings(), arch_spec("sm_90"))
-        asked = signature(Attention, ragged, schedule, step)
-        if not (refuses and knobs):
-            with prebuilt.refusing_spills(refuses):
-                code = served._compile(asked, default_tile_context, (9, 0))[0]
-            assert (read_artifact(code, "sm_90").facts.spill_bytes > MAX_SPILL_BYTES) == bool(knobs)
-            continue
-        for _ in range(2):
-            with (
-                prebuilt.refusing_spills(True),
-                pytest.raises(prebuilt.SpillsError, match=r"spills \d+ bytes of registers"),
-            ):
-                served._compile(asked, default_tile_context, (9, 0))
-            monkeypatch.setattr(served, "_found", None)  # not asked again
-        monkeypatch.undo()
-        monkeypatch.setattr(prebuilt, "compiler_at_hand", lambda: "")  # a bundle has what there is
-        with prebuilt.refusing_spills(True):
-            served._compile(asked, default_tile_context, (9, 0))
-        monkeypatch.undo()
 
 
 @pytest.mark.compiler

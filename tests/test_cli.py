@@ -775,8 +775,8 @@ def test_problems_are_read_as_people_write_them() -> None:
 
     both = [f"B=1 H=1 S={length} D=64 float16" for length in (1024, 2048)]
     assert read("S=1024,2048, D=64") == read("S=1024:2048 D=64") == both
-    assert read("B=2 H=32/8:28/4 Sq=1 Sk=300 D=192/128 bfloat16 causal bottom-right +lse") == [
-        f"B=2 H={heads} Sq=1 Sk=300 D=192/128 bfloat16 causal bottom-right +lse" for heads in ("32/8", "28/4")
+    assert read("B=2 H=32/8:28/4 Sq=2 Sk=300 D=192/128 bfloat16 causal bottom-right +lse") == [
+        f"B=2 H={heads} Sq=2 Sk=300 D=192/128 bfloat16 causal bottom-right +lse" for heads in ("32/8", "28/4")
     ]
     for text, words in {
         "H=32/8/4": "write H=heads/kv_heads, or one value",

@@ -32,6 +32,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from docs.studies.flags import integers, positive, words
+from tiledsched import configure
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.errors import ConfigError, TiledschedError
 from tiledsched.core.extras import installing, package_version
@@ -672,6 +673,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the arguments, run, and print."""
     options, started = _parser().parse_args(arguments), time.monotonic()
+    configure(compile="wait")  # else torch computes the first calls
     models = {name: replace(MODELS[name], layers=options.layers) for name in options.model}
     works = [
         Workload(

@@ -30,6 +30,7 @@ SETTINGS: dict[str, tuple[str, ...] | type] = {
     "regime": ("burst", "sustained"),
     "accum_mode": ("fp32", "fp16"),
     "rivals": ("serve", "record", "off"),
+    "compile": ("background", "wait"),
     "sync": bool,
     "gpu_wait": int,
     "capture": str,
@@ -65,6 +66,9 @@ class Settings:
     """The accuracy class that is served."""
     rivals: str = "serve"
     """serve: a tune times rivals, and faster ones serve; record: a tune times them only; off: neither."""
+    compile: str = "background"
+    """What a call does whose program has yet to be compiled. background: torch computes it, where it can, and another process
+    compiles; wait: the call waits."""
     sync: bool = False
     """Whether `sdpa` waits for each launch, so that an error names the call that caused it."""
     gpu_wait: int | None = None

@@ -42,6 +42,7 @@ FUNCTIONS = (
     "likely",
     "small",
     "rivals",
+    "stand_in",
 )
 """Functions that a kernel may declare."""
 RESERVED = frozenset(dir(Declaration)) | {"kernel", "values", "id", "xp", "p", "s"}

@@ -16,7 +16,7 @@ import torch
 
 from tiledsched.core.arrays import LARGEST_INT32, ArraySpec
 from tiledsched.core.launch import Step, scratch, steps
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.storage import strides_of
 from tiledsched.serve import capture, process
 from tiledsched.serve.lookup import Served
@@ -160,6 +160,9 @@ def make_plan(
     counts |= dict(zip(outputs, lists, strict=True)) | dict.fromkeys((*(each.name for each in extra), *numbers))
     places, end = _places(counts)
     picks, constants = _picks(launches, places, end)
+    vectors = _vectors(kernel, problem, inputs, places)
+    if vectors:
+        picks = [_restriding(pick, vectors) for pick in picks]
     flat = [
         (shape, strides, torch_type(each.dtype))
         for each in outputs.values()
@@ -278,6 +281,32 @@ def _picks(
                 wanted[-1].append(places[each.name])
     whole = list(range(end + len(constants)))
     return [None if each == whole else _picker(each) for each in wanted], tuple(constants)
+
+
+def _vectors(
+    kernel: KernelClass, problem: Problem, inputs: Mapping[str, Any], places: Mapping[str, int | slice]
+) -> dict[int, tuple[int, ...]]:
+    """By its place in the row, the strides of each array with a single column that lies as the kernel's column layout has it.
+    torch gives the strides of an axis of one element any value, from which cuTile would infer another program."""
+    found = {}
+    for name, each in inputs.items():
+        place, spec = places[name], kernel.array_spec(name, problem)
+        if isinstance(place, int) and spec.column and each.is_contiguous() and each.ndim > 1 and each.shape[-1] == 1:
+            found[place] = strides_of(spec.shape, True)
+    return found
+
+
+def _restriding(pick: Pick | None, vectors: Mapping[int, tuple[int, ...]]) -> Pick:
+    """A pick of the same arguments, in which some arrays have the strides given."""
+
+    def restrided(row: tuple[Any, ...]) -> tuple[Any, ...]:
+        arrays = list(row)
+        for place, strides in vectors.items():
+            if arrays[place].stride() != strides:
+                arrays[place] = arrays[place].as_strided(arrays[place].shape, strides)
+        return tuple(arrays) if pick is None else pick(tuple(arrays))
+
+    return restrided
 
 
 def _picker(places: Sequence[int | slice]) -> Pick:

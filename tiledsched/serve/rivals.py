@@ -236,3 +236,25 @@ def choose_rivals(
         next((each for each in there if not each.offer.only_captured), None),
         next((each for each in there if each.offer.capturable), None),
     )
+
+
+def stand_in(p: Problem, numbers: Mapping[str, float]) -> Callable[..., Any] | None:
+    """What computes a problem while its program is compiled: what its kernel declares for that, or the first of its rivals that
+    compiles nothing. None where nothing does.
+
+    Args:
+        p: the problem.
+        numbers: the run-time numbers of the call. Rivals are made for those declared.
+    """
+    kernel = p.declaration
+    found: Callable[..., Any] | None = None
+    try:
+        if kernel.stand_in is not None:
+            found = kernel.stand_in(p, numbers)
+        elif numbers.items() <= kernel.scalar_values(p).items():
+            slow = (*kernel.compiled_rivals, *kernel.planning_rivals)
+            ready = (call for name, call in kernel.rivals(p).items() if name not in slow and not hasattr(call, "bind"))
+            found = next(ready, None)
+    except Exception as error:  # of a declaration: it costs the wait for the program
+        log.warning("nothing stands in for %s while it is compiled: %s: %s", kernel.name, type(error).__name__, error)
+    return found

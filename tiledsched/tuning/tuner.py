@@ -492,7 +492,7 @@ class _Ranking(_ProblemTune):
 
     def ranked(self, programs: Sequence[Program]) -> list[Program]:
         """Programs by the model's estimate; of equal estimates, what is served first, then fewest knobs off their default,
-        then by id. What spills registers is left out where anything does not: serving would give it up.
+        then by id. What spills registers is left out where anything does not.
         """
 
         def order(program: Program) -> tuple[float, bool, int, str]:

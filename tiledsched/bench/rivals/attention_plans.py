@@ -45,6 +45,7 @@ def served_call(arrays: Any) -> Call:
     if p.window_right and p.alignment != "bottom_right" and (p.is_varlen or p.seq_q != p.seq_k):
         raise UnsupportedError("a window of two sides is aligned at each sequence's last key")
     served_plan(arrays)
+    process.wait_for_programs()
     q, k, v, features = arrays.q, arrays.k, arrays.v, arrays.features
     more: dict[str, Any] = {
         "causal": p.alignment if p.causal and not p.window_right else False,
@@ -116,7 +117,7 @@ def launched_plan(
 ) -> Any:
     """The plan of a method on an `AttentionArrays`. The first time, it is made and launched.
 
-    As in `sdpa`, a schedule that was not measured and spills registers gives way to the next choice.
+    As in `sdpa`, a schedule that does not compile gives way to the next choice.
 
     Args:
         name: the method; each has its own plan of a problem.

@@ -26,7 +26,6 @@ from tiledsched.kernels.attention.tiling import (
     combined_rows,
     combines_later,
     flat_steps,
-    needs_mask,
     pack_width,
     rows_per_tile,
     slots,
@@ -199,7 +198,6 @@ class Attention(Kernel):
         """The compile-time constants, as the kernels name them."""
         step_n = s.number("tile_n") * s.number("kv_subtiles") * steps_per_turn(s)
         tile_n = tile_keys(p, s)
-        causal = needs_mask(p)
         tile_d, rest_d = column_widths(p.tile_d, p.parts_d, s)
         tile_v, rest_v = column_widths(p.tile_v, p.parts_v, s)
         found = {
@@ -207,7 +205,7 @@ class Attention(Kernel):
             "TILE_N": tile_n,
             "TILE_D": tile_d,
             "GROUP": p.group,
-            "CAUSAL": causal,
+            "CAUSAL": p.causal,
             "EVEN": p.seq_k % step_n == 0 and not (p.starts or p.lengths or p.packed),
             "FP16_ACCUM": s["accum_mode"] == "fp16",
             "LATENCY_K": s.number("latency_k"),
@@ -224,7 +222,7 @@ class Attention(Kernel):
             "CHECK_BOUNDS": bool(s["check_bounds"]),
             "IEEE_DIVISION": s["division"] == "ieee",
             "LAZY_RESCALE": bool(s["lazy_rescale"]),
-            "BOTTOM_RIGHT": causal and p.alignment == "bottom_right",
+            "BOTTOM_RIGHT": p.alignment == "bottom_right",
             "REST_D": rest_d,
             "TILE_V": tile_v,
             "REST_V": rest_v,
