@@ -617,3 +617,17 @@ def test_the_process_compiles_what_a_launch_would(tmp_path) -> None:
     want = compile_schedule(Attention, problem, schedule, "sm_90")
     assert read_artifact(build.program.cubin, "sm_90").fingerprint == want.fingerprint
     assert read_program(asked.path) == build.program
+
+
+def test_calls_that_torch_serves_meanwhile_are_captured_and_counted(serving, tmp_path) -> None:
+    from tiledsched.store.seen import read_seen
+
+    q, k, v = tensors()
+    with ts.capture(tmp_path / "notes"):
+        for _ in range(3):
+            ts.sdpa(q, k, v)
+        serving.builds.finish()
+        for _ in range(3):
+            ts.sdpa(q, k, v)
+    assert serving.launches
+    assert [each.calls for each in read_seen(tmp_path / "notes").problems] == [6]
