@@ -179,7 +179,7 @@ def python_on_a_gpu(folder):
     start = "import sys, runpy; sys.path.insert(0, sys.argv[1]); from serve_on_cpu import Launches; \
 from tiledsched.serve import process; process.use_runtime(Launches().runtime); sys.argv = sys.argv[2:]; \
 sys.path[0] = '.'; runpy.run_path(sys.argv[0], run_name='__main__')"
-    program = f'#!/bin/sh\nexec {sys.executable} -c "{start}" {Path(__file__).parent} "$@"\n'
+    program = f'#!/bin/sh\nexport TILEDSCHED_FALLBACK=error\nexec {sys.executable} -c "{start}" {Path(__file__).parent} "$@"\n'
     (folder / "python").write_text(program, encoding="utf-8")
     (folder / "python").chmod(0o755)
     return folder
