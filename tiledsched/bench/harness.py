@@ -46,9 +46,6 @@ class TorchHarness:
             raise MeasureError(f"{error.name} is not installed; run: {installing('gpu')}") from error
         if not torch.cuda.is_available():
             raise MeasureError("torch sees no CUDA device; run: tiledsched doctor")
-        from tiledsched.serve.process import wait_for_programs
-
-        wait_for_programs()
         self._torch, self._cupy, self._verify = torch, cupy, verify
         device = current_device()
         self.device, self.arch, self._memory_bytes = device.name, device.arch, device.memory_bytes
