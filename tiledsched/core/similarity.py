@@ -11,9 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tiledsched.core.cost import Cost
+from tiledsched.core.errors import ProblemError
 from tiledsched.core.fields import Choice, Dim, Flag, total
 from tiledsched.core.schedule import Schedule
 
+SHORT = 64
+"""Sizes up to which each stands for itself."""
 MOST_JUDGED = 512
 """Schedules whose time the model estimates for a problem about which nothing was measured."""
 
@@ -41,9 +44,30 @@ class Similarity:
         constant = [name for name, each in p.declaration.fields.items() if isinstance(each, Dim) and each.constant]
         return octaves(p, q) + octaves(p, q, constant) + 0.3 * differences(p, q)
 
+    def timing_features(self, p: Any) -> tuple[float, ...]:
+        """Numbers that place a problem among those on which rivals were timed.
+
+        A distance of 1 between two problems means that their ratios of times have about half in common. Empty, the default, where
+        times of other problems say nothing about `p`.
+        """
+        return ()
+
     def bucketed(self, p: Any) -> Any:
-        """The problem that stands for all problems of about the size of `p`, so that one answer serves them all."""
-        return p
+        """The problem that stands for all problems of about the size of `p`, so that one answer serves them all.
+
+        The default rounds every size that a call may choose at run time, as :func:`about` does. Sizes that are compile-time
+        constants, flags and choices stay, so that a program for the one serves the others.
+        """
+        names = [name for name, each in p.declaration.fields.items() if isinstance(each, Dim) and not each.constant]
+        try:
+            return p.replace(**{name: about(p.values[name]) for name in names})
+        except ProblemError:  # such as a size that other sizes or the declaration bound
+            return p
+
+    def share_knobs(self, p: Any) -> Sequence[str]:
+        """Names of the knobs that say how many blocks share a work tile, and how, if the model may choose them anew for `p` where
+        a schedule won on another problem."""
+        return ()
 
     def requires_same_kind(self, p: Any) -> bool:
         """Whether the winners of problems of other kinds are useless for `p`."""
@@ -74,6 +98,19 @@ class Similarity:
             return None
         plain = itertools.islice(space.schedules(p, pinned=space.modelled_pins()), MOST_JUDGED)
         return min([default, *plain], key=lambda schedule: (estimate(schedule), schedule.id))
+
+
+def about(size: int) -> int:
+    """A size at most an eighth larger that stands for all such sizes; divisible by 16 where `size` is, and nowhere else.
+
+    Sizes up to :data:`SHORT` and round ones stand for themselves. Those that are not round are stood for by an odd size, because
+    what is valid for that one is valid for sizes that divide nothing.
+    """
+    if size <= SHORT:
+        return size
+    step = 1 << ((size - 1).bit_length() - 4)
+    whole = max(16, step)
+    return -(-size // whole) * whole if size % 16 == 0 else -(-size // step) * step - 1 if size % step else size
 
 
 def octaves(p: Any, q: Any, names: Sequence[str] | None = None) -> float:

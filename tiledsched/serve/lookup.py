@@ -40,7 +40,8 @@ from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import HINT_KNOBS, KnobValue, Schedule, allowed_hints
 from tiledsched.core.space import SearchSpace, accuracy_class
 from tiledsched.core.space_files import space_for
-from tiledsched.serve.rivals import RivalOffer, expected_offers, measured_offers, published_offers
+from tiledsched.serve.forecast import Forecast, TimedProblems, timed_problems
+from tiledsched.serve.rivals import RivalOffer, expected_offers, forecast_offers, measured_offers, published_offers
 from tiledsched.serve.transfer import (
     ALTERNATIVES,
     NEAR_KIND,
@@ -63,6 +64,9 @@ EXACT = "fp32"
 NEIGHBOURHOOD = 0.5
 """The distance up to which a measured problem serves others in place of what the model chose for them: half an octave. Farther
 away, a transfer from one tuned problem is slower than the model's choice in 43 of 90 cases (docs/results/serving.md)."""
+NEAR_ENOUGH = 0.2
+"""The distance up to which a problem on which rivals raced our schedule says more than what was timed on many others: there an
+untuned choice loses half a percent on average."""
 MAX_ANSWERS = 4096
 """Answers for problems that were not measured which a table remembers."""
 
@@ -175,6 +179,7 @@ class LookupTable:
         self._spaces = {space.arch: space for space in spaces}
         self._indexes: dict[str, _Index] = {}
         self._answers: dict[tuple[Problem, str, str], Served] = {}
+        self._timed: dict[str, TimedProblems | None] = {}
 
     def _mismatch(self, entry: Entry) -> int:
         """0 for an entry of the requested regime and accuracy class, and more the worse it is in place of such an entry."""
@@ -385,6 +390,10 @@ class LookupTable:
         found = self._sound(found, problem, space)
         if not self._rivals:
             return found
+        raced = _apart([each for each in alike if each.rivals], problem)
+        forecasts = {} if raced <= NEAR_ENOUGH else self._forecasts(problem, space)
+        if forecasts:
+            return replace(found, rivals=forecast_offers(self.kernel, forecasts))
         known = found.expected_loss
         loss = known.mean if known and known.arch == space.arch else 0.0
         return replace(found, rivals=expected_offers(problem, alike, loss))
@@ -415,6 +424,16 @@ class LookupTable:
             alternatives=choices[place + 1 :],
             reason=f"{served.reason}; of its choices {passed}, so that the next one is served",
         )
+
+    def _forecasts(self, problem: Problem, space: SearchSpace) -> Mapping[str, Forecast]:
+        """What rivals and our own choice are expected to take, by name; nothing where no times like these ship."""
+        if space.arch not in self._timed:
+            ready = space.arch in ARCHS
+            self._timed[space.arch] = (
+                timed_problems(self.kernel, space.arch, self._index(space).measured) if ready else None
+            )
+        timed = self._timed[space.arch]
+        return timed.forecast(problem) if timed else {}
 
     def _default(self, space: SearchSpace, problem: Problem) -> Schedule:
         """The default schedule, in the requested accuracy class where the problem has it (bfloat16 has no fp16 accumulators)."""

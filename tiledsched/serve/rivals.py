@@ -17,6 +17,7 @@ from typing import Any
 from tiledsched.core.device import arch_spec
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.measure.runner import RivalTime
+from tiledsched.serve.forecast import OURS, Forecast
 from tiledsched.serve.transfer import log_us
 from tiledsched.store.manifest import published_figures
 from tiledsched.store.records import Entry
@@ -36,6 +37,10 @@ back."""
 PLANNED_WORTH_US = 1000.0
 """Smallest gain of a call, in microseconds, from a rival that plans each new problem for tens of milliseconds: the layers of one
 model, which share a plan, earn it back."""
+CAUTION = 0.5
+"""Share of its spread by which an expected time counts as longer."""
+DISPATCH_US = 4.0
+"""Microseconds that calling a rival through one of our functions adds to what the rival's own call takes the host."""
 NEAR_MARGIN = 0.01
 """Smallest share of the time that a rival must gain where only other problems were measured."""
 NEIGHBOURS = 4
@@ -159,6 +164,33 @@ def expected_offers(problem: Problem, entries: Iterable[Entry], loss: float) -> 
             offers.append(
                 RivalOffer(name=name, ratio=expected, capturable=capturable, only_captured=not keeps_up, reason=reason)
             )
+    return tuple(sorted(offers, key=lambda each: (each.ratio, each.name)))
+
+
+def forecast_offers(kernel: KernelClass, forecasts: Mapping[str, Forecast]) -> tuple[RivalOffer, ...]:
+    """The rivals that are expected to be faster than our untuned choice for a caller, the fastest first.
+
+    Each expected time counts as longer by :data:`CAUTION` of its spread, so that of two about equal ones the surer one serves.
+    A rival that plans each new problem for tens of milliseconds serves in captured graphs, which are made for one problem and
+    replayed, and in eager calls only where one call gains enough.
+    """
+    ours = forecasts.get(OURS)
+    if ours is None:
+        return ()
+    offers, own_cautious = [], math.exp(CAUTION * ours.spread)
+    for name, each in forecasts.items():
+        cautious, gain_us = math.exp(CAUTION * each.spread), ours.us - each.us
+        ratio = each.us * cautious / (ours.us * own_cautious)
+        if name == OURS or ratio >= 1 or (name in kernel.compiled_rivals and gain_us < WORTH_US):
+            continue
+        theirs_us = each.caller_us(captured=False, dispatch_us=DISPATCH_US) * cautious
+        eager = theirs_us < ours.caller_us(captured=False) * own_cautious
+        eager = eager and (name not in kernel.planning_rivals or gain_us >= PLANNED_WORTH_US)
+        reason = (
+            f"expected to take {each.us:.1f} us, and our untuned choice {ours.us:.1f} us (+-{ours.spread:.0%} beside it), "
+            f"by times on {each.cases} problems (nearest: {each.nearest})"
+        )
+        offers.append(RivalOffer(name=name, ratio=ratio, capturable=True, only_captured=not eager, reason=reason))
     return tuple(sorted(offers, key=lambda each: (each.ratio, each.name)))
 
 

@@ -14,6 +14,7 @@ of `tuning_db/model/attention/transfer.json` come from `policy_losses`. docs/res
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ MAX_NAMERS = 16
 """The nearest entries, of which candidates are taken."""
 EQUIVALENT_LOSS = 0.002
 """Predicted loss of a schedule that made the same program as a winner there, so that the winner itself is preferred."""
+SHARE_LOSS = 0.05
+"""Modelled loss from which the number of blocks that share a work tile is chosen anew. No measured winner with few query rows is
+modelled to lose more than 3.6% by its own number (docs/results/serving.md)."""
 ALTERNATIVES = 2
 """Further choices where nothing was measured, in case the program of the first spills registers."""
 
@@ -143,9 +147,22 @@ def transfer(
     candidates = {schedule for _, losses in namers for schedule in losses}
     if not candidates:
         return None
-    best, *others = sorted(candidates, key=lambda schedule: (mean_loss(schedule), schedule.id))[: 1 + ALTERNATIVES]
-    entry = next(entry for entry, losses in namers if best in losses)
+    ranked = sorted(candidates, key=lambda schedule: (mean_loss(schedule), schedule.id))[: 1 + ALTERNATIVES]
+    entry = next(entry for entry, losses in namers if ranked[0] in losses)
+    best, *others = dict.fromkeys(_with_own_shares(schedule, problem, space, spec) for schedule in ranked)
     return Transfer(schedule=best, entry=entry, distance=closest, neighbours=len(weighted), others=tuple(others))
+
+
+def _with_own_shares(schedule: Schedule, problem: Problem, space: SearchSpace, spec: ArchSpec) -> Schedule:
+    """The schedule with as many blocks for a work tile as fill the GPU on this problem, by the model, where those of the problem
+    on which it won are expected to cost more than :data:`SHARE_LOSS`."""
+    knobs = [name for name in problem.declaration.similarity.share_knobs(problem) if name in space.knobs]
+    choices = itertools.product(*(space.knobs[name].choices for name in knobs))
+    varied = (schedule.replace(**dict(zip(knobs, values, strict=True))) for values in choices)
+    valid = [each for each in varied if each == schedule or not space.unworkable(each, problem)]
+    best = min(valid, key=lambda each: (log_us(problem, each, spec), each.id), default=schedule)
+    gains = log_us(problem, schedule, spec) - log_us(problem, best, spec) > SHARE_LOSS
+    return best if gains else schedule
 
 
 def candidate_losses(entry: Entry, problem: Problem, space: SearchSpace) -> dict[Schedule, float]:

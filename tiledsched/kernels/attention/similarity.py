@@ -20,6 +20,9 @@ WIDE_TILE = 128
 """Keys of the widest tile that wins."""
 WIDE_HEAD, SMALL_TILE = 128, 32
 """Rows of more than 128 columns that threads copy leave registers for tiles of 32 keys."""
+TIMING_OCTAVES = (3.0, 7.5, 6.0, 9.0, 2.25)
+"""Octaves of rows, keys, key heads, group and columns over which ratios of times lose about half of what they have in common.
+With these, 802 problems predict each other about best (docs/results/serving.md)."""
 FEATURES = ("softcap", "sinks", "starts", "lengths", "ends_q", "paged")
 """Flags of a problem that change its machine code a little."""
 
@@ -42,10 +45,17 @@ class AttentionSimilarity(Similarity):
         """What two problems must share so that the winner of one says much about the other.
 
         It is the mask; the padded head dimension; whether there are few query rows; if there are many, whether heads are padded,
-        because padded heads are loaded in column parts and leave other tiles room; and whether threads copy rows.
+        because padded heads are loaded in column parts and leave other tiles room; and whether threads copy rows. Of few rows, a
+        mask that ends at the last key hides next to nothing, and counts as none.
         """
         few = p.mean_rows <= FEW_ROWS
-        return p.causal, p.tile_d, few, not few and p.head_dim != p.tile_d, copies_rows(p)
+        return (
+            p.causal and not (few and p.alignment == "bottom_right"),
+            p.tile_d,
+            few,
+            not few and p.head_dim != p.tile_d,
+            copies_rows(p),
+        )
 
     def rival_kind(self, p: Any) -> tuple[bool, bool, int, int]:
         """Whether sequences are packed, whether keys lie in pages, and the widths of keys and values.
@@ -67,13 +77,27 @@ class AttentionSimilarity(Similarity):
         lengths += _octaves(p.tile_v, q.tile_v)
         one, another = (each.sequences * (each.kv_heads if few else each.heads) for each in (p, q))
         blocks = _octaves(one, another)
-        other = 0.1 * (p.dtype != q.dtype) + 0.1 * (p.group != q.group) + 0.3 * (p.head_dim != q.head_dim)
+        other = (
+            0.1 * (p.dtype != q.dtype)
+            + 0.1 * (p.causal != q.causal)
+            + 0.1 * (p.group != q.group)
+            + 0.3 * (p.head_dim != q.head_dim)
+        )
         ragged = (p.seq_k % WIDE_TILE == 0) != (q.seq_k % WIDE_TILE == 0)
         packs = few and (p.group > 1) != (q.group > 1)
         columns = 0.0 if few or p.tile_d != q.tile_d else _octaves(p.head_dim, q.head_dim)
         return float(
             lengths + 0.5 * blocks + other + ragged + 4.0 * packs + 6.0 * columns + 0.3 * _feature_distance(p, q)
         )
+
+    def timing_features(self, p: Any) -> tuple[float, ...]:
+        """Octaves of rows, keys, key heads, group and columns over those that count as one, and the mask; none of problems with
+        optional features, packed sequences, pages or two head dimensions."""
+        if p.has_features or p.is_varlen or p.value_dim or p.lse:
+            return ()
+        sizes = zip((p.seq_q, p.seq_k, p.batch * p.kv_heads, p.group, p.head_dim), TIMING_OCTAVES, strict=True)
+        masks = 0.13 * p.causal, 0.11 * (p.causal and p.seq_q != p.seq_k and p.alignment == "bottom_right")
+        return (*(math.log2(size) / octaves for size, octaves in sizes), *masks, 0.11 * (p.head_dim != p.tile_d))
 
     def bucketed(self, p: Any) -> Any:
         """The problem of about the lengths of `p` whose answer serves `p`, too.
@@ -84,6 +108,10 @@ class AttentionSimilarity(Similarity):
         rows, packed = _about(p.seq_q), 1 << (p.packed - 1).bit_length() if p.packed else 0
         same = (rows, keys, packed) == (p.seq_q, p.seq_k, p.packed)
         return p if same else p.replace(seq_q=rows, seq_k=keys, packed=packed)
+
+    def share_knobs(self, p: Any) -> tuple[str, ...]:
+        """The two of the keys' shares, with few rows: there the model's numbers of shares are about those of measured winners."""
+        return ("kv_splits", "kv_combine") if p.mean_rows <= FEW_ROWS else ()
 
     def requires_same_kind(self, p: Any) -> bool:
         """Whether there are few rows or copied rows, for which the winners of other kinds are useless."""

@@ -13,6 +13,7 @@ from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.matmul import model
+from tiledsched.kernels.matmul.similarity import MatmulSimilarity
 from tiledsched.kernels.matmul.suites import SUITES
 
 PAD_TILE = 64
@@ -101,6 +102,7 @@ class Matmul(Kernel):
     }
     suites = SUITES
     cost = model.MatmulCost()
+    similarity = MatmulSimilarity()
     axes = ("m", "n", "k", "dtype")
     plain = {"LATENCY": 0, "PAD": False, "REST_N": 0, "SPLIT_K": 1}
 

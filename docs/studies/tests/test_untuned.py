@@ -1,0 +1,69 @@
+"""The study of drawn problems: what is drawn, how rows are judged, and that what ships are the rows' times; no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from docs.studies import untuned
+from docs.studies.untuned import COLUMNS, DRAWS, Row, cross_validated, drawn, judged, read, shipped_times, summary
+from tiledsched.core import data_files
+from tiledsched.core.files import csv_text
+from tiledsched.kernels.matmul import Matmul
+
+RESULTS = data_files.tuning_db().parent / "docs" / "results" / "h200"
+DRAWN = [RESULTS / f"untuned_{seed}.csv.xz" for seed in (4901, 4902)]
+
+
+def rows(served="torch", graph=None, problem=None, **times):
+    """Rows of a product; each method's times on the GPU and on the host."""
+    text = json.dumps((problem or Matmul.problem(m=64, n=64, k=64)).to_json(), sort_keys=True)
+    row = Row(seed=1, kernel="matmul", problem=text, method="")
+    found = [
+        dataclasses.replace(row, method=name.replace("_", " "), us=us, host_us=host_us)
+        for name, (us, host_us) in times.items()
+    ]
+    return [*found, dataclasses.replace(row, method="served", eager=served, graph=graph or served, host_us=12.0)]
+
+
+@pytest.mark.parametrize("kernel", list(DRAWS))
+def test_each_seed_draws_problems_of_its_own_without_those_that_are_known(kernel) -> None:
+    first = drawn(kernel, 1, 30)
+    assert first == drawn(kernel, 1, 30)
+    assert len(set(first)) == 30
+    assert not set(first) & set(drawn(kernel, 2, 30))
+    assert drawn(kernel, 1, 29, first[:1]) == first[1:]
+    assert all(p.flops <= untuned.MOST_FLOPS for p in first)
+
+
+def test_a_caller_sees_the_gpu_in_graphs_and_the_slower_of_host_and_gpu_in_eager_calls() -> None:
+    (found,) = judged(rows("ours 0", "torch", torch=(10.0, 15.0), ours_0=(20.0, 11.0)))
+    assert (found.graph, found.eager) == (1.0, 15 / 20)
+    (found,) = judged(rows("ours 0", torch=(10.0, 15.0), ours_0=(8.0, 11.0)))
+    assert (found.graph, found.eager) == (10 / 8, 15 / 12)  # what is served takes the host 12 us
+    assert judged(rows("ours 0", torch=(10.0, 15.0))) == []  # what was served was not timed
+    text = summary(judged(rows("ours 0", torch=(10.0, 15.0), ours_0=(20.0, 11.0))))
+    assert "matmul graph: 1 problems, geometric mean 0.500x, below 0.95x 1" in text
+    assert "  graph 0.500 eager 0.750 ours 0 against torch 10.0 us: m=64" in text
+
+
+def test_rows_come_back_from_a_file(tmp_path) -> None:
+    made = rows(torch=(10.0, 15.0))
+    path = tmp_path / "rows.csv"
+    path.write_text(csv_text([row.to_csv() for row in made], COLUMNS))
+    assert read(path) == made
+
+
+def test_what_ships_are_the_times_of_the_rows_in_the_results() -> None:
+    every = [row for path in DRAWN for row in read(path)]
+    for kernel in DRAWS:
+        path = data_files.tuning_db() / "model" / kernel / "timed_sm_90.json"
+        assert json.loads(path.read_text()) == shipped_times(every, kernel), kernel
+
+
+def test_of_products_nothing_that_is_served_is_slower_than_cublas_in_graphs() -> None:
+    found = cross_validated(read(DRAWN[1]), "matmul")
+    assert len(found) == 103
+    assert min(each.graph for each in found) >= 0.95
