@@ -370,7 +370,10 @@ def test_a_program_that_spills_is_refused_where_there_is_another_choice(monkeypa
 
 @pytest.mark.compiler
 def test_shipped_machine_code_is_what_was_measured() -> None:
-    """Every kind of schedule that ships, of this compiler: what was added since left no trace in it."""
+    """Two kinds of schedule that ship, of this compiler: what was added since left no trace in them.
+
+    `test_shipped_machine_code_is_made_again` builds one program of each tile function.
+    """
     here = installed_toolchain().compiler
     entries = [
         each
@@ -392,7 +395,7 @@ def test_shipped_machine_code_is_what_was_measured() -> None:
         "q_subtiles",
     )
     kinds = {(*(each.schedule.get(name) for name in structure), each.problem.causal): each for each in entries}
-    for each in random.Random(0).sample([*kinds.values()], min(4, len(kinds))):
+    for each in random.Random(0).sample([*kinds.values()], min(2, len(kinds))):
         assert artifact(each.schedule, each.problem).fingerprint == each.fingerprint, (each.problem, each.schedule)
 
 
@@ -455,8 +458,8 @@ def test_what_a_launch_infers_of_axes_does_not_change_the_code(arch: str) -> Non
     """A launch assumes multiples of 16 of whichever axes are; artifacts are built with no such assumption."""
     schedule = space_for(arch, Attention).default(PROBLEM).replace(persistent="strided")
     plain = read_artifact(export(schedule, PROBLEM, arch), arch).fingerprint
-    for axes in ((16, 1, 16), (1, 16, 1))[: 2 if arch == "sm_90" else 1]:
-        assert read_artifact(export(schedule, PROBLEM, arch, axes=axes), arch).fingerprint == plain
+    axes = {"sm_90": (16, 1, 16), "sm_121": (1, 16, 1)}[arch]
+    assert read_artifact(export(schedule, PROBLEM, arch, axes=axes), arch).fingerprint == plain
 
 
 def test_only_the_shares_of_split_keys_lie_at_constant_places() -> None:
@@ -471,8 +474,14 @@ def test_only_the_shares_of_split_keys_lie_at_constant_places() -> None:
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("asked", [{}, {"window": 700, "sinks": True, "starts": True, "lengths": True}], ids=str)
-@pytest.mark.parametrize("knobs", [{}, {"kv_splits": 16, "tile_m": 16, "tma_loads": False}], ids=str)
+@pytest.mark.parametrize(
+    ("knobs", "asked"),
+    [
+        ({}, {"window": 700, "sinks": True, "starts": True, "lengths": True}),
+        ({"kv_splits": 16, "tile_m": 16, "tma_loads": False}, {}),
+    ],
+    ids=["features", "split keys"],
+)
 def test_a_launch_runs_what_was_built(knobs: dict, asked: dict) -> None:
     """It could assume more: that the strides of the arrays of split keys are multiples of 16 bytes. The code would be wrong."""
     from cuda.tile._cext import default_tile_context
