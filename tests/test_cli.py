@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
@@ -648,6 +649,15 @@ def shown(entry) -> list[str]:
     return Schedule(entry["schedule"]).short().split()
 
 
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory) -> list[dict]:
+    """What is shown without a filter and without a database."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+        patch.setenv("TILEDSCHED_DB", str(tmp_path_factory.mktemp("none") / "tuning.db"))
+        assert main(["show", "attention", "--json"]) == 0
+    return json.loads(out.getvalue())["entries"]
+
+
 def list_entries(capsys, *filters) -> list[dict]:
     assert main(["show", "attention", *filters, "--json"]) == 0
     return json.loads(capsys.readouterr().out)["entries"]
@@ -671,8 +681,7 @@ def list_entries(capsys, *filters) -> list[dict]:
         ),
     ],
 )
-def test_filters_show_what_is_like_them_and_nothing_else(home, capsys, filters, holds) -> None:
-    everything = list_entries(capsys)
+def test_filters_show_what_is_like_them_and_nothing_else(everything, home, capsys, filters, holds) -> None:
     found = list_entries(capsys, *filters)
     assert found == [one for one in everything if holds(one)]
     assert 0 < len(found) < len(everything)
