@@ -198,7 +198,14 @@ ELSEWHERE = {
     ),
     "value_dim": (
         PROBLEM.replace(head_dim=192, value_dim=128, causal=True),
-        {"tile_n": 32, "column_parts": 2, "store_late": True, "peel_first": False, "persistent": "strided"},
+        {
+            "tile_n": 32,
+            "column_parts": 2,
+            "store_late": True,
+            "peel_first": False,
+            "q_in_registers": True,
+            "persistent": "strided",
+        },
     ),
     "two parts": (PROBLEM.replace(head_dim=96), {"column_parts": 2, "flat_steps": 2, "persistent": "strided"}),
     "packed": (DECODE, {"tile_m": 16, "pack_gqa": True, "kv_direction": "wide_sawtooth", "latency_k": 2}),
@@ -259,10 +266,7 @@ ASKED = {
         SQUARE.replace(window=256, softcap=True),
         {"flat_steps": 1, "q_ahead": True, "persistent": "snake", "loop_split": True},
     ),
-    "lengths": (
-        PROBLEM.replace(lengths=True),
-        {"store_late": True, "q_in_registers": True, "persistent": "strided", "latency_v": 4},
-    ),
+    "lengths": (PROBLEM.replace(lengths=True), {"persistent": "strided", "latency_v": 4}),
     "starts": (
         SQUARE.replace(starts=True),
         {"tile_n": 32, "store_late": True, "loop_split": True, "persistent": "snake"},
