@@ -198,7 +198,7 @@ def test_evidence_of_x86_64_hosts_holds_on_aarch64(tmp_path, monkeypatch) -> Non
             for each in load_entries(Settings(db="/nonexistent/x.db"), {ARCH}, "attention")
             if each.provenance == "measured" and each.fingerprint and each.toolchain.compiler == here
         ),
-        key=lambda each: each.key,
-    )
+        key=lambda each: (each.schedule["kv_splits"], each.problem.causal, each.problem.head_dim, each.key),
+    )  # among those that take the least time to build
     for host in HOSTS:
         assert compile_schedule(Attention, entry.problem, entry.schedule, ARCH, host).fingerprint == entry.fingerprint
