@@ -37,6 +37,7 @@ from docs.studies.flags import count, positive
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import compiler_at_hand
+from tiledsched.core import data_files
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import TiledschedError
 from tiledsched.core.files import csv_text, write_whole
@@ -45,6 +46,7 @@ from tiledsched.core.problem import Problem
 from tiledsched.core.registry import kernel_named, problem_from_json
 from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import Schedule
+from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.matmul import Matmul
 from tiledsched.serve.bundle import VARIABLE, BundledProgram, write_bundle
@@ -52,7 +54,9 @@ from tiledsched.serve.entries import load_entries, table_of
 from tiledsched.serve.forecast import OURS, timed_problems
 from tiledsched.serve.lookup import Served
 from tiledsched.serve.rivals import DISPATCH_US, forecast_offers
+from tiledsched.serve.transfer import log_us
 from tiledsched.store.exchange import read_text
+from tiledsched.store.shipped import read_shipped_entries
 
 ROUNDS = 9
 """Samples of each method."""
@@ -305,11 +309,16 @@ def cross_validated(rows: Iterable[Row], kernel: str, arch: str = "sm_90") -> li
 
     declared = kernel_named(kernel)
     entries = load_entries(process.settings(), {arch}, declared)
-    found = []
-    for text, times in drawn_times(rows, kernel):
+    space, spec, found = space_for(arch, declared), arch_spec(arch), []
+
+    def default_us(p: Problem) -> float:
+        return math.exp(log_us(p, space.default(p), spec))
+
+    for text, times, schedule in drawn_times(rows, kernel):
         p = problem_from_json(json.loads(text))
-        timed = timed_problems(declared, arch, entries, {p})
-        forecasts = timed.forecast(p) if timed else {}
+        timed = timed_problems(declared, arch, entries, default_us, {p})
+        ours_us = math.exp(log_us(p, schedule, spec)) if schedule else 0.0
+        forecasts = timed.forecast(p, ours_us, default_us(p)) if timed and schedule else {}
         rivals = {name: us for name, us in times.items() if name != OURS}
         if not (rivals and forecasts and OURS in times):
             continue
@@ -353,8 +362,8 @@ def summary(every: Sequence[Judged], worst: int = 10) -> str:
     return "\n".join(lines) + "\n"
 
 
-def drawn_times(rows: Iterable[Row], kernel: str) -> list[tuple[str, dict[str, float]]]:
-    """Each problem of a kernel, as JSON, with the times of rivals and of what was served of ours."""
+def drawn_times(rows: Iterable[Row], kernel: str) -> list[tuple[str, dict[str, float], Schedule | None]]:
+    """Each problem of a kernel, as JSON, with the times of rivals and of what was served of ours, and the schedule of that."""
     groups: dict[str, dict[str, Row]] = defaultdict(dict)
     for row in rows:
         if row.kernel == kernel and row.us is not None:
@@ -364,28 +373,46 @@ def drawn_times(rows: Iterable[Row], kernel: str) -> list[tuple[str, dict[str, f
         own = [row for name, row in sorted(methods.items()) if name.startswith("ours")]
         served = [row for row in own if not spilled(row.spill_bytes)] or own
         times = {name: row.us or 0.0 for name, row in methods.items() if not name.startswith("ours")}
-        told.append((text, times | ({OURS: served[0].us or 0.0} if served else {})))
+        schedule = Schedule(json.loads(served[0].schedule)) if served else None
+        told.append((text, times | ({OURS: served[0].us or 0.0} if served else {}), schedule))
     return told
 
 
-def shipped_times(rows: Sequence[Row], kernel: str) -> dict[str, Any]:
-    """What `tuning_db/model/KERNEL/timed_ARCH.json` holds, from rows: times, and for each method the time on the host that the
-    quickest 2% of its calls take, because builds beside them slow the others."""
+def shipped_times(rows: Sequence[Row], kernel: str, arch: str = "sm_90") -> dict[str, Any]:
+    """What `tuning_db/model/KERNEL/timed_ARCH.json` holds: times from rows, and those of rivals in the table that ships; what the
+    model gives for our schedule that was timed and for the default one; and for each method the time on the host that its
+    quickest 2% of calls take, because builds beside them slow the others."""
+    declared, spec = kernel_named(kernel), arch_spec(arch)
+    space = space_for(arch, declared)
     hosts: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         if row.kernel == kernel and row.us is not None:
             hosts[OURS if row.method.startswith("ours") else row.method].append(row.host_us or 0.0)
     names = sorted(hosts)
+    told = {
+        problem_from_json(json.loads(text)): (times, schedule) for text, times, schedule in drawn_times(rows, kernel)
+    }
+    for entry in read_shipped_entries(data_files.tuning_db() / "tables" / kernel / f"{arch}.json"):
+        times = {each.name: each.median_us for each in entry.rivals or () if each.median_us and each.name in hosts}
+        if times and entry.problem.declaration.similarity.timing_features(entry.problem):
+            told.setdefault(entry.problem, (times, None))
+    lines = []
+    for p, (times, schedule) in told.items():
+        modelled = [math.exp(log_us(p, each, spec)) if each else None for each in (schedule, space.default(p))]
+        lines.append(
+            {
+                "problem": p.to_json(),
+                "us": [round(us, 2) if (us := times.get(name)) else None for name in names],
+                "modelled_us": [us and round(us, 2) for us in modelled],
+            }
+        )
     return {
         "schema_version": 1,
         "versions": next((row.versions for row in rows if row.kernel == kernel and row.versions), ""),
         "seeds": sorted({row.seed for row in rows if row.kernel == kernel}),
         "methods": names,
         "host_us": {name: round(sorted(hosts[name])[len(hosts[name]) // 50], 1) for name in names},
-        "rows": [
-            {"problem": json.loads(text), "us": [round(us, 2) if (us := times.get(name)) else None for name in names]}
-            for text, times in drawn_times(rows, kernel)
-        ],
+        "rows": lines,
     }
 
 

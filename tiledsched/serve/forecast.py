@@ -1,17 +1,19 @@
 """What rivals and our own choice are expected to take on a problem on which neither was timed.
 
 `tuning_db/model/KERNEL/timed_ARCH.json` has times of problems that were drawn at random: of every rival, and of our kernel as it
-was served untuned (`python -m docs.studies.untuned`). Entries of tuned tables add their times of rivals.
+was served untuned (`python -m docs.studies.untuned`). It also has the times of rivals in the tables that ship. Entries of other
+layers add theirs.
 
-Times are told as logarithms of their ratio to one rival's, the reference, because much of what makes a problem slow makes it
-slow for all. The ratio on another problem is interpolated from the nearest timed ones by kriging: the best linear unbiased
-estimate where values agree the more the nearer two problems are. Its standard error is the spread. No problem is fitted alone.
+Times are told as logarithms of their ratio to an estimate: ours to what the performance model gives for the schedule, a rival's
+to the mean of what the GPU's rates allow and what the model gives for our default schedule. The ratio on another problem is
+interpolated from the nearest timed ones by kriging: the best linear unbiased estimate where values agree the more the nearer two
+problems are. Its standard error is the spread. No problem is fitted alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -39,7 +41,7 @@ class Forecast:
     us: float
     """On the GPU, in microseconds."""
     spread: float
-    """Standard error of the logarithm of its ratio to the reference."""
+    """Standard error of the logarithm of its ratio to the estimate."""
     host_us: float
     """Time until a call returns, in microseconds."""
     cases: int
@@ -52,49 +54,65 @@ class Forecast:
         return self.us if captured else max(self.us, self.host_us + dispatch_us)
 
 
+@dataclass(frozen=True, kw_only=True)
+class TimedProblem:
+    """What methods took on one problem."""
+
+    us: Mapping[str, float]
+    """Microseconds by method; of ours, with the schedule that was served untuned."""
+    default_us: float
+    """What the model gives for our default schedule."""
+    ours_us: float | None = None
+    """What the model gives for the schedule of ours that was timed; None where none was."""
+
+
 class TimedProblems:
     """Problems of one kernel and arch on which methods were timed.
 
     Args:
-        rows: for each problem the microseconds of methods, by name.
+        rows: for each problem what methods took.
         host_us: for each method the time until a call returns.
         spec: the arch.
     """
 
-    def __init__(
-        self, rows: Mapping[Problem, Mapping[str, float]], host_us: Mapping[str, float], spec: ArchSpec
-    ) -> None:
+    def __init__(self, rows: Mapping[Problem, TimedProblem], host_us: Mapping[str, float], spec: ArchSpec) -> None:
         self._problems, self._host_us, self._spec = list(rows), host_us, spec
         self._places = np.array([_features(p) for p in rows])
-        counts = {name: sum(name in times for times in rows.values()) for name in host_us}
-        self.reference = max(counts, key=lambda name: (name != OURS, counts[name]), default="")
-        self._logs = {
-            name: np.array([math.log(times[name]) if name in times else math.nan for times in rows.values()])
+        bases = [log_base_us(p, row.default_us, spec) for p, row in rows.items()]
+        self._above = {
+            name: np.array(
+                [
+                    math.log(us) - (math.log(row.ours_us) if name == OURS and row.ours_us else base)
+                    if (us := row.us.get(name))
+                    else math.nan
+                    for row, base in zip(rows.values(), bases, strict=True)
+                ]
+            )
             for name in host_us
-            if counts[name]
         }
 
-    def forecast(self, p: Problem) -> dict[str, Forecast]:
+    def forecast(self, p: Problem, ours_us: float, default_us: float) -> dict[str, Forecast]:
         """What each method is expected to take on a problem; nothing where the kernel does not place it among those timed.
 
         Far from all of them it is what the methods take on average, and the spread says so.
+
+        Args:
+            p: the problem.
+            ours_us: what the model gives for the schedule that is served.
+            default_us: what it gives for the default schedule.
         """
         place = _features(p)
-        if not place or self.reference not in self._logs:
+        if not place or not self._problems:
             return {}
         apart = np.sqrt(((self._places - place) ** 2).sum(axis=1))
-        base = self._logs[self.reference]
-        near = self._nearest(base, apart)
-        above = np.array([base[each] - log_floor_us(self._problems[each], self._spec) for each in near])
-        reference_us = math.exp(self._interpolated(above, near, apart)[0] + log_floor_us(p, self._spec))
+        base = log_base_us(p, default_us, self._spec)
         found = {}
-        for name, logs in self._logs.items():
-            near = self._nearest(logs + base, apart)
+        for name, above in self._above.items():
+            near = self._nearest(above, apart)
             if len(near):
-                values = logs[near] - base[near]
-                ratio, spread = (0.0, 0.0) if name == self.reference else self._interpolated(values, near, apart)
+                value, spread = self._interpolated(above[near], near, apart)
                 found[name] = Forecast(
-                    us=reference_us * math.exp(ratio),
+                    us=math.exp(value + (math.log(ours_us) if name == OURS else base)),
                     spread=spread,
                     host_us=self._host_us[name],
                     cases=len(near),
@@ -140,24 +158,35 @@ def log_floor_us(p: Problem, spec: ArchSpec) -> float:
     return math.log(LAUNCH_US + max(compute_us, p.min_bytes / (spec.dram_gbps * 1e3)))
 
 
+def log_base_us(p: Problem, default_us: float, spec: ArchSpec) -> float:
+    """What a rival's time is told beside: the mean of the logarithms of what the GPU's rates allow and of `default_us`."""
+    return (log_floor_us(p, spec) + math.log(default_us)) / 2
+
+
 @lru_cache(maxsize=16)
-def _shipped(kernel: KernelClass, arch: str) -> tuple[Mapping[Problem, Mapping[str, float]], Mapping[str, float]]:
-    """What `tuning_db/model/KERNEL/timed_ARCH.json` says: times by problem and method, and what calls cost the host."""
+def _shipped(kernel: KernelClass, arch: str) -> tuple[Mapping[Problem, TimedProblem], Mapping[str, float]]:
+    """What `tuning_db/model/KERNEL/timed_ARCH.json` says: what methods took by problem, and what calls cost the host."""
     found = model_file(kernel.name, f"timed_{arch}.json")
     if not found:
         return {}, {}
     names: Sequence[str] = found["methods"]
     rows = {
-        problem_from_json(row["problem"]): {
-            name: us for name, us in zip(names, row["us"], strict=True) if us is not None
-        }
+        problem_from_json(row["problem"]): TimedProblem(
+            us={name: us for name, us in zip(names, row["us"], strict=True) if us is not None},
+            ours_us=row["modelled_us"][0],
+            default_us=row["modelled_us"][1],
+        )
         for row in found["rows"]
     }
     return rows, found["host_us"]
 
 
 def timed_problems(
-    kernel: KernelClass, arch: str, entries: Iterable[Entry], hidden: Container[Problem] = ()
+    kernel: KernelClass,
+    arch: str,
+    entries: Iterable[Entry],
+    modelled_us: Callable[[Problem], float],
+    hidden: Container[Problem] = (),
 ) -> TimedProblems | None:
     """The timed problems of a kernel: those that ship, and the times of rivals in entries; None where no times ship.
 
@@ -165,6 +194,7 @@ def timed_problems(
         kernel: the kernel.
         arch: of the GPU.
         entries: measured entries of the arch.
+        modelled_us: what the model gives for the default schedule of a problem.
         hidden: problems to leave out, whose times are to be predicted.
     """
     shipped, host_us = _shipped(kernel, arch)  # type: ignore[arg-type]  # a class is hashable
@@ -174,5 +204,5 @@ def timed_problems(
     for entry in entries:
         times = {each.name: each.median_us for each in entry.rivals or () if each.median_us and each.name in host_us}
         if times and entry.arch == arch and entry.problem not in rows and _features(entry.problem):
-            rows[entry.problem] = times
-    return TimedProblems({p: times for p, times in rows.items() if p not in hidden}, host_us, arch_spec(arch))
+            rows[entry.problem] = TimedProblem(us=times, default_us=modelled_us(entry.problem))
+    return TimedProblems({p: row for p, row in rows.items() if p not in hidden}, host_us, arch_spec(arch))

@@ -391,7 +391,7 @@ class LookupTable:
         if not self._rivals:
             return found
         raced = _apart([each for each in alike if each.rivals], problem)
-        forecasts = {} if raced <= NEAR_ENOUGH else self._forecasts(problem, space)
+        forecasts = {} if raced <= NEAR_ENOUGH else self._forecasts(problem, found.schedule, space)
         if forecasts:
             return replace(found, rivals=forecast_offers(self.kernel, forecasts))
         known = found.expected_loss
@@ -425,15 +425,20 @@ class LookupTable:
             reason=f"{served.reason}; of its choices {passed}, so that the next one is served",
         )
 
-    def _forecasts(self, problem: Problem, space: SearchSpace) -> Mapping[str, Forecast]:
-        """What rivals and our own choice are expected to take, by name; nothing where no times like these ship."""
+    def _forecasts(self, problem: Problem, schedule: Schedule, space: SearchSpace) -> Mapping[str, Forecast]:
+        """What rivals and our choice are expected to take, by name; nothing where no times like these ship."""
+        if space.arch not in ARCHS:
+            return {}
+        spec = arch_spec(space.arch)
+
+        def default_us(p: Problem) -> float:
+            return math.exp(log_us(p, self._default(space, p), spec))
+
         if space.arch not in self._timed:
-            ready = space.arch in ARCHS
-            self._timed[space.arch] = (
-                timed_problems(self.kernel, space.arch, self._index(space).measured) if ready else None
-            )
+            measured = self._index(space).measured
+            self._timed[space.arch] = timed_problems(self.kernel, space.arch, measured, default_us)
         timed = self._timed[space.arch]
-        return timed.forecast(problem) if timed else {}
+        return timed.forecast(problem, math.exp(log_us(problem, schedule, spec)), default_us(problem)) if timed else {}
 
     def _default(self, space: SearchSpace, problem: Problem) -> Schedule:
         """The default schedule, in the requested accuracy class where the problem has it (bfloat16 has no fp16 accumulators)."""
