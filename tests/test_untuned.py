@@ -31,10 +31,10 @@ def product(m=4096, n=4096, k=4096, **more):
 
 def timed(**ratios):
     """Products of as many rows as the names say, on which our kernel takes so many times as long as cuBLAS's 100 us."""
-    rows = {
-        product(m=int(name[1:])): TimedProblem(us={"torch": 100.0, OURS: 100.0 * ratio}, ours_us=90.0, default_us=90.0)
+    rows = [
+        TimedProblem.of(product(m=int(name[1:])), {"torch": 100.0, OURS: 100.0 * ratio}, SPEC, 90.0, 90.0)
         for name, ratio in ratios.items()
-    }
+    ]
     return TimedProblems(rows, HOSTS, SPEC)
 
 
@@ -56,8 +56,8 @@ def test_between_timed_problems_the_ratio_is_between_theirs_and_surer_the_nearer
 
 
 def test_what_was_timed_nowhere_has_no_expected_time() -> None:
-    assert TimedProblems({}, HOSTS, SPEC).forecast(product(), 1.0, 1.0) == {}
-    only = TimedProblems({product(): TimedProblem(us={"torch": 1.0}, default_us=1.0)}, HOSTS, SPEC)
+    assert TimedProblems([], HOSTS, SPEC).forecast(product(), 1.0, 1.0) == {}
+    only = TimedProblems([TimedProblem.of(product(), {"torch": 1.0}, SPEC, 1.0)], HOSTS, SPEC)
     assert list(only.forecast(product(), 1.0, 1.0)) == ["torch"]
     timed_attention = timed_problems(Attention, "sm_90", [], lambda p: 1.0)
     assert timed_attention is not None

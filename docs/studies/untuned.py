@@ -51,7 +51,7 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.matmul import Matmul
 from tiledsched.serve.bundle import VARIABLE, BundledProgram, write_bundle
 from tiledsched.serve.entries import load_entries, table_of
-from tiledsched.serve.forecast import OURS, timed_problems
+from tiledsched.serve.forecast import OURS, TimedProblem, timed_problems
 from tiledsched.serve.lookup import Served
 from tiledsched.serve.rivals import DISPATCH_US, forecast_offers
 from tiledsched.serve.transfer import log_us
@@ -316,7 +316,7 @@ def cross_validated(rows: Iterable[Row], kernel: str, arch: str = "sm_90") -> li
 
     for text, times, schedule in drawn_times(rows, kernel):
         p = problem_from_json(json.loads(text))
-        timed = timed_problems(declared, arch, entries, default_us, {p})
+        timed = timed_problems(declared, arch, entries, default_us, p)
         ours_us = math.exp(log_us(p, schedule, spec)) if schedule else 0.0
         forecasts = timed.forecast(p, ours_us, default_us(p)) if timed and schedule else {}
         rivals = {name: us for name, us in times.items() if name != OURS}
@@ -398,12 +398,15 @@ def shipped_times(rows: Sequence[Row], kernel: str, arch: str = "sm_90") -> dict
             told.setdefault(entry.problem, (times, None))
     lines = []
     for p, (times, schedule) in told.items():
-        modelled = [math.exp(log_us(p, each, spec)) if each else None for each in (schedule, space.default(p))]
+        modelled = [math.exp(log_us(p, each, spec)) if each else None for each in (space.default(p), schedule)]
+        row = TimedProblem.of(p, times, spec, modelled[0] or 0.0, modelled[1])
         lines.append(
             {
-                "problem": p.to_json(),
+                "problem": row.problem,
+                "place": [round(each, 4) for each in row.place],
                 "us": [round(us, 2) if (us := times.get(name)) else None for name in names],
-                "modelled_us": [us and round(us, 2) for us in modelled],
+                "base_us": round(row.base_us, 2),
+                "ours_us": row.ours_us and round(row.ours_us, 2),
             }
         )
     return {

@@ -13,9 +13,10 @@ problems are. Its standard error is the spread. No problem is fitted alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -56,36 +57,47 @@ class Forecast:
 
 @dataclass(frozen=True, kw_only=True)
 class TimedProblem:
-    """What methods took on one problem."""
+    """What methods took on one problem. A file has hundreds of them, so that a problem is read only where it is named."""
 
+    problem: Mapping[str, Any]
+    """The problem, as JSON."""
+    place: Sequence[float]
+    """Where the kernel places it among others; see `Similarity.timing_features`."""
     us: Mapping[str, float]
     """Microseconds by method; of ours, with the schedule that was served untuned."""
-    default_us: float
-    """What the model gives for our default schedule."""
+    base_us: float
+    """The estimate that rivals' times are told beside; see :func:`base_us`."""
     ours_us: float | None = None
     """What the model gives for the schedule of ours that was timed; None where none was."""
+
+    @classmethod
+    def of(
+        cls, p: Problem, us: Mapping[str, float], spec: ArchSpec, default_us: float, ours_us: float | None = None
+    ) -> TimedProblem:
+        """What methods took on `p`, for whose default schedule the model gives `default_us`."""
+        base = base_us(p, default_us, spec)
+        return cls(problem=p.to_json(), place=_features(p), us=us, base_us=base, ours_us=ours_us)
 
 
 class TimedProblems:
     """Problems of one kernel and arch on which methods were timed.
 
     Args:
-        rows: for each problem what methods took.
+        rows: what methods took on each problem.
         host_us: for each method the time until a call returns.
         spec: the arch.
     """
 
-    def __init__(self, rows: Mapping[Problem, TimedProblem], host_us: Mapping[str, float], spec: ArchSpec) -> None:
-        self._problems, self._host_us, self._spec = list(rows), host_us, spec
-        self._places = np.array([_features(p) for p in rows])
-        bases = [log_base_us(p, row.default_us, spec) for p, row in rows.items()]
+    def __init__(self, rows: Sequence[TimedProblem], host_us: Mapping[str, float], spec: ArchSpec) -> None:
+        self._rows, self._host_us, self._spec = rows, host_us, spec
+        self._places = np.array([each.place for each in rows])
         self._above = {
             name: np.array(
                 [
-                    math.log(us) - (math.log(row.ours_us) if name == OURS and row.ours_us else base)
-                    if (us := row.us.get(name))
+                    math.log(us / ((name == OURS and each.ours_us) or each.base_us))
+                    if (us := each.us.get(name))
                     else math.nan
-                    for row, base in zip(rows.values(), bases, strict=True)
+                    for each in rows
                 ]
             )
             for name in host_us
@@ -102,21 +114,21 @@ class TimedProblems:
             default_us: what it gives for the default schedule.
         """
         place = _features(p)
-        if not place or not self._problems:
+        if not place or not self._rows:
             return {}
         apart = np.sqrt(((self._places - place) ** 2).sum(axis=1))
-        base = log_base_us(p, default_us, self._spec)
+        base = base_us(p, default_us, self._spec)
         found = {}
         for name, above in self._above.items():
             near = self._nearest(above, apart)
             if len(near):
                 value, spread = self._interpolated(above[near], near, apart)
                 found[name] = Forecast(
-                    us=math.exp(value + (math.log(ours_us) if name == OURS else base)),
+                    us=math.exp(value) * (ours_us if name == OURS else base),
                     spread=spread,
                     host_us=self._host_us[name],
                     cases=len(near),
-                    nearest=self._problems[near[0]],
+                    nearest=problem_from_json(self._rows[near[0]].problem),
                 )
         return found
 
@@ -152,32 +164,30 @@ def _features(p: Problem) -> tuple[float, ...]:
     return found
 
 
-def log_floor_us(p: Problem, spec: ArchSpec) -> float:
-    """Logarithm of the microseconds that the GPU's rates allow: of a launch, and of arithmetic or memory, whichever is longer."""
+def base_us(p: Problem, default_us: float, spec: ArchSpec) -> float:
+    """The geometric mean of what the GPU's rates allow, of a launch and of arithmetic or memory, whichever is longer, and of
+    what the model gives for our default schedule."""
     compute_us = p.flops / (spec.tensor_flops * spec.sm_count * spec.clock_ghz * 1e3)
-    return math.log(LAUNCH_US + max(compute_us, p.min_bytes / (spec.dram_gbps * 1e3)))
-
-
-def log_base_us(p: Problem, default_us: float, spec: ArchSpec) -> float:
-    """What a rival's time is told beside: the mean of the logarithms of what the GPU's rates allow and of `default_us`."""
-    return (log_floor_us(p, spec) + math.log(default_us)) / 2
+    return math.sqrt((LAUNCH_US + max(compute_us, p.min_bytes / (spec.dram_gbps * 1e3))) * default_us)
 
 
 @lru_cache(maxsize=16)
-def _shipped(kernel: KernelClass, arch: str) -> tuple[Mapping[Problem, TimedProblem], Mapping[str, float]]:
-    """What `tuning_db/model/KERNEL/timed_ARCH.json` says: what methods took by problem, and what calls cost the host."""
-    found = model_file(kernel.name, f"timed_{arch}.json")
+def _shipped(kernel: str, arch: str) -> tuple[Sequence[TimedProblem], Mapping[str, float]]:
+    """What `tuning_db/model/KERNEL/timed_ARCH.json` says: what methods took, and what calls cost the host."""
+    found = model_file(kernel, f"timed_{arch}.json")
     if not found:
-        return {}, {}
+        return (), {}
     names: Sequence[str] = found["methods"]
-    rows = {
-        problem_from_json(row["problem"]): TimedProblem(
+    rows = [
+        TimedProblem(
+            problem=row["problem"],
+            place=row["place"],
             us={name: us for name, us in zip(names, row["us"], strict=True) if us is not None},
-            ours_us=row["modelled_us"][0],
-            default_us=row["modelled_us"][1],
+            base_us=row["base_us"],
+            ours_us=row["ours_us"],
         )
         for row in found["rows"]
-    }
+    ]
     return rows, found["host_us"]
 
 
@@ -186,23 +196,28 @@ def timed_problems(
     arch: str,
     entries: Iterable[Entry],
     modelled_us: Callable[[Problem], float],
-    hidden: Container[Problem] = (),
+    hidden: Problem | None = None,
 ) -> TimedProblems | None:
-    """The timed problems of a kernel: those that ship, and the times of rivals in entries; None where no times ship.
+    """The timed problems of a kernel: those that ship, and the times of rivals in entries of other layers; None where no times
+    ship.
 
     Args:
         kernel: the kernel.
         arch: of the GPU.
         entries: measured entries of the arch.
         modelled_us: what the model gives for the default schedule of a problem.
-        hidden: problems to leave out, whose times are to be predicted.
+        hidden: a problem to leave out, whose times are to be predicted.
     """
-    shipped, host_us = _shipped(kernel, arch)  # type: ignore[arg-type]  # a class is hashable
-    if not shipped:
+    rows, host_us = _shipped(kernel.name, arch)
+    if not rows:
         return None
-    rows = dict(shipped)
+    spec, found = arch_spec(arch), list(rows)
     for entry in entries:
-        times = {each.name: each.median_us for each in entry.rivals or () if each.median_us and each.name in host_us}
-        if times and entry.arch == arch and entry.problem not in rows and _features(entry.problem):
-            rows[entry.problem] = TimedProblem(us=times, default_us=modelled_us(entry.problem))
-    return TimedProblems({p: row for p, row in rows.items() if p not in hidden}, host_us, arch_spec(arch))
+        if entry.layer != "shipped" and entry.arch == arch and _features(entry.problem):
+            times = {
+                each.name: each.median_us for each in entry.rivals or () if each.median_us and each.name in host_us
+            }
+            if times:
+                found.append(TimedProblem.of(entry.problem, times, spec, modelled_us(entry.problem)))
+    left_out = hidden and hidden.to_json()
+    return TimedProblems([each for each in found if each.problem != left_out], host_us, spec)
