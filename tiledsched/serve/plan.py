@@ -87,11 +87,13 @@ class Plan(Decision):
     """The device's index, or `ELSEWHERE` where a rival may be called, so that other launches need not check for rivals."""
     sync: bool
     """Whether each call waits for the GPU."""
+    direct: Callable[..., Any] | None
+    """The rival that computes the one output of every call but the first, eager or captured; None where calls may differ."""
 
     @functools.cached_property
     def own(self) -> Plan:
         """This plan, but with our own kernel in place of any rival."""
-        return replace(self, launch_on=self.device, rival=None, in_graphs=None)
+        return replace(self, launch_on=self.device, rival=None, in_graphs=None, direct=None)
 
     def without_first_rival(self) -> Plan:
         """The plan without the rival that is called first, which refused its first call. Where graphs have a rival of their own
@@ -190,6 +192,9 @@ def make_plan(
         spans=_spans(inputs) if changed else (),
         launch_on=decision.device if decision.rival is None and decision.in_graphs is None else ELSEWHERE,
         sync=sync,
+        direct=rival.call
+        if is_single and not sync and (rival := decision.rival) is decision.in_graphs and rival
+        else None,
     )
 
 
