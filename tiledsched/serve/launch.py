@@ -91,7 +91,7 @@ def launch_plan(
             if plan.direct is not None and not first and numbers is None and rival_extras == ():
                 with suppress(Exception):  # whatever fails is tried again, and told, by the long way
                     if plan.device == runtime.current_device():
-                        out = plan.direct(*tensors)
+                        out = plan.direct.call(*tensors)
                         _, strides, dtype = plan.outputs[0]
                         if plan.calls is not None:
                             next(plan.calls)

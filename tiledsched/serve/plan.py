@@ -87,7 +87,7 @@ class Plan(Decision):
     """The device's index, or `ELSEWHERE` where a rival may be called, so that other launches need not check for rivals."""
     sync: bool
     """Whether each call waits for the GPU."""
-    direct: Callable[..., Any] | None
+    direct: Rival | None
     """The rival that computes the one output of every call but the first, eager or captured; None where calls may differ."""
 
     @functools.cached_property
