@@ -353,7 +353,8 @@ X, W = torch.randn(8, 64).half(), torch.randn(64).half()
     ],
     ids=["matmul", "softmax", "rms_norm", "residual", "sum"],
 )
-def test_torch_serves_for_the_operators_that_ship(serving, call, want) -> None:
+def test_torch_serves_for_the_operators_that_ship(serving, monkeypatch, call, want) -> None:
+    monkeypatch.setenv("TILEDSCHED_RIVALS", "record")  # else cuBLAS serves so small a product
     torch.testing.assert_close(call(), want, **TOLERANCE[torch.float16])
     assert (len(serving.builds.requests), serving.launches) == (1, [])
     serving.builds.finish()

@@ -192,9 +192,7 @@ def make_plan(
         spans=_spans(inputs) if changed else (),
         launch_on=decision.device if decision.rival is None and decision.in_graphs is None else ELSEWHERE,
         sync=sync,
-        direct=rival.call
-        if is_single and not sync and (rival := decision.rival) is decision.in_graphs and rival
-        else None,
+        direct=decision.rival if is_single and not sync and decision.rival is decision.in_graphs else None,
     )
 
 
