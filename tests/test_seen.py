@@ -481,7 +481,7 @@ def test_an_arch_without_a_search_space_is_told(home, kernels, capsys):
 def test_a_fleet_does_what_was_seen_on_each_arch_most_worthwhile_first(home, kernels, capsys):
     from tiledsched.fleet.leases import Leases
 
-    one, two = kernels[0].problem(rows=64), kernels[0].problem(rows=6400)
+    one, two = kernels[0].problem(rows=64), kernels[0].problem(rows=8192)
     note(home, (one, 9000), (two, 1))
     note(home, (two, 3), arch="sm_100", device="NVIDIA B200")
     words = ["fleet", "run", "tune", kernels[0].locator(), "--seen", "--arch", "sm_90,sm_100", "--open-only"]
