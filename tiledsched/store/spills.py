@@ -1,6 +1,6 @@
 """Which programs spill registers or do not build: known before a launch, so that what is served never depends on a launch.
 
-A fact is of a schedule and of a class of problems. What ships is in `tuning_db/model/KERNEL/spills.json`, by arch and compiler, of
+A fact is of a schedule and a class of problems. What ships is in `tuning_db/model/KERNEL/spills.json`, by arch and compiler, of
 the classes that the kernel says (`spill_class`); `python -m docs.studies.served_programs` writes it. What `tune`, `refresh` and
 `warmup` built is in the user's database, of the class of problems that share the machine code.
 """
@@ -20,7 +20,7 @@ from tiledsched.store.evidence import nearest_compiler
 from tiledsched.store.manifest import model_file
 
 Spills = Mapping[str, Mapping[str, int]]
-"""By the id of a schedule, and then of a class of problems, the bytes of registers that the program spills a thread, where that is
+"""By the id of a schedule, then of a class of problems, the bytes of registers that the program spills a thread, where that is
 more than may cost time (:func:`tiledsched.core.resources.spilled`); `DOES_NOT_BUILD` where the compiler makes no program."""
 DOES_NOT_BUILD = 1 << 30
 OF_THE_PROGRAM = (FailureKind.COMPILE_ERROR, FailureKind.COMPILE_TIMEOUT)
