@@ -261,13 +261,14 @@ def test_what_is_asked_for_beside_builds(arch: str) -> None:
 
 
 @pytest.mark.compiler
-def test_sixteen_worker_warps_reach_a_compiler_that_takes_them(monkeypatch) -> None:
+def test_sixteen_worker_warps_reach_a_compiler_that_takes_them(monkeypatch, tmp_path) -> None:
     """Four of them load; the compiler of 13.4 would build another program than was asked for, so there it is a failure."""
     from cuda.tile import _ir2bytecode
     from cuda.tile._cext import default_tile_context
 
     from tiledsched.serve.prebuilt import make_kernel
 
+    monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path))  # nothing is there
     schedule = space_for("sm_90", Attention).default(PROBLEM).replace(tile_m=256, num_worker_warps=16)
     monkeypatch.setattr(_ir2bytecode, "_resolve_num_worker_warps", _ir2bytecode._resolve_num_worker_warps)
     pass_on_worker_warps.cache_clear()  # as in a process that has built nothing
@@ -406,13 +407,14 @@ def test_only_the_shares_of_split_keys_lie_at_constant_places() -> None:
 @pytest.mark.compiler
 @pytest.mark.parametrize("asked", [{}, {"window": 700, "sinks": True, "starts": True, "lengths": True}], ids=str)
 @pytest.mark.parametrize("knobs", [{}, {"kv_splits": 16, "tile_m": 16, "tma_loads": False}], ids=str)
-def test_a_launch_runs_what_was_built(knobs: dict, asked: dict) -> None:
+def test_a_launch_runs_what_was_built(knobs: dict, asked: dict, monkeypatch, tmp_path) -> None:
     """It could assume more: that the strides of the arrays of split keys are multiples of 16 bytes. The code would be wrong."""
     from cuda.tile._cext import default_tile_context
     from cuda.tile.compilation import ArrayConstraint, KernelSignature
 
     from tiledsched.serve.prebuilt import make_kernel
 
+    monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path))  # nothing is there
     problem = DECODE.replace(**asked)
     schedule = space_for("sm_90", Attention).default(problem).replace(**knobs)
     asked_for, step = signature_of(schedule, problem)

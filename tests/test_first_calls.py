@@ -137,6 +137,16 @@ def plans_ready() -> int:
     return len(cache.ready)
 
 
+def test_compiled_code_is_served_alike(serving) -> None:
+    q, k, v = tensors()
+    compiled = torch.compile(lambda *given: serve.sdpa(*given), fullgraph=True, backend="aot_eager")
+    assert agrees(compiled(q, k, v), q, k, v)
+    assert (len(serving.builds.requests), serving.launches) == (1, [])
+    serving.builds.finish()
+    assert agrees(compiled(q, k, v), q, k, v)
+    assert (len(serving.launches), serving.compiled_here) == (1, [])
+
+
 @pytest.mark.parametrize("change", [{"compile": "wait"}, {"fallback": "error"}, {"rivals": "off"}])
 def test_a_call_waits_where_settings_say_that_only_our_kernel_computes(serving, change) -> None:
     q, k, v = tensors()

@@ -110,9 +110,7 @@ def operator_call(arrays: Arrays) -> tuple[Any, list[Any]]:
     Flags decide which arrays there are, so that each combination of them is an operator of its own.
     """
     from tiledsched.serve.op import op
-    from tiledsched.serve.process import wait_for_programs
 
-    wait_for_programs()
     p, kernel = arrays.problem, arrays.problem.declaration
     flags = {name: p.values[name] for name, field in kernel.fields.items() if isinstance(field, Flag)}
     word = "_".join([kernel.name, *(name for name, value in flags.items() if value)])

@@ -28,8 +28,8 @@ ANSWER_S = 2 * DEFAULT_TIMEOUT_S
 """How long it may take to answer: another process may be compiling the same program, and is waited for."""
 IDLE_S = 30.0
 """Seconds without work after which a process ends."""
-PROCESSES = 2
-"""Processes that compile at a time. A program takes one core for seconds; the others are the program's that waits."""
+PROCESSES = max(1, min(4, (os.cpu_count() or 1) // 4))
+"""Processes that compile at a time: each takes a CPU for seconds, which the program that serves may need."""
 ENDING = "this process is ending"
 TRIES = 2
 """How often a program is given to a process that dies or hangs."""

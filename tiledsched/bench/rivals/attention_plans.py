@@ -45,7 +45,6 @@ def served_call(arrays: Any) -> Call:
     if p.window_right and p.alignment != "bottom_right" and (p.is_varlen or p.seq_q != p.seq_k):
         raise UnsupportedError("a window of two sides is aligned at each sequence's last key")
     served_plan(arrays)
-    process.wait_for_programs()
     q, k, v, features = arrays.q, arrays.k, arrays.v, arrays.features
     more: dict[str, Any] = {
         "causal": p.alignment if p.causal and not p.window_right else False,
