@@ -24,7 +24,7 @@ from tiledsched.serve.entries import known_spills, load_entries
 from tiledsched.serve.explain import explain_problem
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.store.db import TuningDB
-from tiledsched.store.spills import DOES_NOT_BUILD, shipped_spills, spills_json
+from tiledsched.store.spills import DOES_NOT_BUILD, classes_of, shipped_spills, spills_json
 
 PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
 
@@ -273,6 +273,10 @@ def test_a_choice_that_is_known_to_spill_is_passed_over() -> None:
     found = served(PROBLEM, two)
     assert (found.schedule, found.alternatives) == (third, ())
     assert f"{second.short()} does not build, so that" in found.reason
+    alike = {first.id: {classes_of(PROBLEM, first, "sm_90")[0]: 416}}
+    for same in (PROBLEM, PROBLEM.replace(dtype="bfloat16"), PROBLEM.replace(kv_heads=8)):
+        assert served(same, alike).schedule == second  # what decides whether a program spills is equal
+    assert served(PROBLEM.replace(softcap=True), alike).schedule == first
     least = two | {third.id: {class_of(PROBLEM, third): 500}}
     assert served(PROBLEM, least).schedule == first  # which spills least
     assert served(PROBLEM, one, [entry(runner_up=second, margin=0.0)]).schedule == first

@@ -2,10 +2,10 @@
 `python -m docs.studies.served_programs FOLDER --arch sm_90 --problems 1500 --minutes 4.5`.
 
 It needs a checkout and the compiler, and no GPU. It draws problems by a seed, looks up what would be served, and builds the first
-choice; where that spills or does not build, the next one; and a copy of each such program for the other element type. Facts are
-of a schedule and a problem class, so that they hold for every problem of the class. Run it under each compiler that the package
-takes, into one folder: a later run adds to `FOLDER/KERNEL/spills.json`. Copy that file to `tuning_db/model/KERNEL/` and run
-`python -m tiledsched.store.shipped`; lookup reads it from there.
+choice; where that spills or does not build, the next one; and a copy of each such program for the other element type, if that is
+of another class. Facts are of a schedule and a class of problems that spill alike (`Kernel.spill_class`), and hold for all of the
+class. Run it under each compiler that the package takes, into one folder: a later run adds to `FOLDER/KERNEL/spills.json`. Copy
+that file to `tuning_db/model/KERNEL/` and run `python -m tiledsched.store.shipped`; lookup reads it from there.
 """
 
 from __future__ import annotations
@@ -22,18 +22,16 @@ from tiledsched.build.compiler import BuildTask
 from tiledsched.build.pool import BuildPool, default_jobs
 from tiledsched.build.toolchain import installed_toolchain
 from tiledsched.core.config import load_settings
-from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import Failure
-from tiledsched.core.launch import problem_class
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.serve.entries import load_table
 from tiledsched.serve.lookup import LookupTable
-from tiledsched.store.spills import FILE, OF_THE_PROGRAM, lost_bytes, spills_json
+from tiledsched.store.spills import FILE, OF_THE_PROGRAM, classes_of, lost_bytes, spills_json
 from tiledsched.tuning.problems import kernel_of
 
 Key = tuple[str, str]
-"""(schedule id, problem class id)"""
+"""(schedule id, id of the class of problems)"""
 Outcomes = dict[Key, int]
 """What came of each build: the bytes that it spills, where these may cost time, else 0; `DOES_NOT_BUILD` where it failed."""
 HEAD_DIMS = (40, 64, 64, 72, 80, 96, 96, 112, 128, 128, 128, 160, 192, 256)
@@ -136,11 +134,11 @@ def build_all(
     kernel: KernelClass, arch: str, wanted: Sequence[tuple[Problem, tuple[Schedule, ...]]], pool: BuildPool, ends: float
 ) -> Outcomes:
     """What came of the programs that serve some problems: of each the choices in turn, until one is sound."""
-    spec, found = arch_spec(arch), Outcomes()
+    found = Outcomes()
     waiting: dict[Key, list[tuple[Problem, tuple[Schedule, ...]]]] = {}
 
     def key_of(problem: Problem, schedule: Schedule) -> Key:
-        return schedule.id, problem_class(kernel, problem, schedule, spec).id
+        return schedule.id, classes_of(problem, schedule, arch)[0]
 
     def task_of(problem: Problem, schedule: Schedule) -> BuildTask:
         return BuildTask(kernel=kernel.locator(), schedule=schedule, problem=problem, arch=arch)
@@ -229,8 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     for problem in dict.fromkeys(drawn(kernel, options.seed, options.problems))
                 ]
                 if options.count:
-                    spec = arch_spec(arch)
-                    firsts = {(s[0].id, problem_class(kernel, p, s[0], spec).id) for p, s in wanted if s}
+                    firsts = {(s[0].id, classes_of(p, s[0], arch)[0]) for p, s in wanted if s}
                     print(f"{arch} {kernel.name}: {sum(bool(s) for _, s in wanted)} problems, {len(firsts)} programs")
                     continue
                 outcomes = build_all(kernel, arch, wanted, pool, ends)

@@ -37,6 +37,7 @@ FUNCTIONS = (
     "check_tile",
     "adversarial",
     "unsound",
+    "spill_class",
     "describe",
     "file_words",
     "likely",

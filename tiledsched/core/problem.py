@@ -339,6 +339,10 @@ class Declaration:
         """Why machine code must not run, where the compiler is known to make it wrong; None where it may run."""
         return None
 
+    spill_class: ClassVar[Any] = None
+    """`spill_class(p, s)`: JSON values that decide whether the program of a schedule spills registers, so that one build answers
+    for all problems that agree in them. The default is everything that the machine code depends on."""
+
     @classmethod
     def describe(cls, p: Any) -> str:
         """The problem in one line, for people."""

@@ -55,7 +55,7 @@ from tiledsched.serve.transfer import (
 )
 from tiledsched.store.evidence import clocks_of, edited, for_compiler, leaders, precedence, throttled
 from tiledsched.store.records import Entry
-from tiledsched.store.spills import DOES_NOT_BUILD, Spills, joined
+from tiledsched.store.spills import DOES_NOT_BUILD, Spills, classes_of, joined
 
 MEASURED_PROVENANCES = ("measured", "transferred")
 """Provenances of entries that were measured on some device."""
@@ -404,12 +404,11 @@ class LookupTable:
         choices, known = (served.schedule, *served.alternatives), self.spills(space.arch)
         if len(choices) == 1 or served.schedule.id not in known:
             return served
-        from tiledsched.core.launch import problem_class  # imports cuTile, which who only reads entries does without
 
         def spilled(schedule: Schedule) -> int:
-            if (classes := known.get(schedule.id)) is None:
-                return 0
-            return classes.get(problem_class(self.kernel, problem, schedule, arch_spec(space.arch)).id, 0)
+            classes = known.get(schedule.id)
+            found = classes_of(problem, schedule, space.arch) if classes else []
+            return max((classes.get(each, 0) for each in found), default=0) if classes else 0
 
         lost = [spilled(each) for each in choices]
         place = lost.index(min(lost))

@@ -1,8 +1,8 @@
 """Which programs spill registers or do not build: known before a launch, so that what is served never depends on a launch.
 
-A program is a schedule and a problem class: the part of a problem that machine code depends on. What ships is in
-`tuning_db/model/KERNEL/spills.json`, by arch and compiler; `python -m docs.studies.served_programs` writes it. What `tune`,
-`refresh` and `warmup` built is in the user's database.
+A fact is of a schedule and a class of problems. What ships is in `tuning_db/model/KERNEL/spills.json`, by arch and compiler, of
+the classes that the kernel says (`spill_class`); `python -m docs.studies.served_programs` writes it. What `tune`, `refresh` and
+`warmup` built is in the user's database, of the class of problems that share the machine code.
 """
 
 from __future__ import annotations
@@ -10,19 +10,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tiledsched.core.canonical import stable_id
+from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import Failure, FailureKind
+from tiledsched.core.problem import Problem
 from tiledsched.core.resources import ResourceFacts, spilled
+from tiledsched.core.schedule import Schedule
 from tiledsched.store.evidence import nearest_compiler
 from tiledsched.store.manifest import model_file
 
 Spills = Mapping[str, Mapping[str, int]]
-"""By the id of a schedule, and then of a problem class, the bytes of registers that the program spills a thread, where these are
+"""By the id of a schedule, then of a class of problems, the bytes of registers that the program spills a thread, where that is
 more than may cost time (:func:`tiledsched.core.resources.spilled`); `DOES_NOT_BUILD` where the compiler makes no program."""
 DOES_NOT_BUILD = 1 << 30
 OF_THE_PROGRAM = (FailureKind.COMPILE_ERROR, FailureKind.COMPILE_TIMEOUT)
 """Failures of a build whose cause is the program, and not the day."""
 FILE = "spills.json"
 SCHEMA_VERSION = 1
+
+
+def classes_of(problem: Problem, schedule: Schedule, arch: str) -> list[str]:
+    """The ids of the classes of a problem, of which something may be known: first the one of which facts ship."""
+    from tiledsched.core.launch import problem_class  # imports cuTile, which who only reads entries does without
+
+    kernel = problem.declaration
+    shipped = [] if kernel.spill_class is None else [stable_id(kernel.spill_class(problem, schedule))]
+    return [*shipped, problem_class(kernel, problem, schedule, arch_spec(arch)).id]
 
 
 def lost_bytes(outcome: ResourceFacts | Failure) -> int:

@@ -19,7 +19,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention import likely, problem
 from tiledsched.kernels.attention.model import AttentionCost
 from tiledsched.kernels.attention.scales import DEFAULT_CAP, default_scale, scales
-from tiledsched.kernels.attention.similarity import AttentionSimilarity
+from tiledsched.kernels.attention.similarity import AttentionSimilarity, copies_rows
 from tiledsched.kernels.attention.suites import STANDARD, SUITES
 from tiledsched.kernels.attention.tiling import (
     column_widths,
@@ -252,6 +252,17 @@ class Attention(Kernel):
                 "TILE_HEADS": tile_heads(p, s),
             }
         return found
+
+    @staticmethod
+    def spill_class(p: Problem, s: Schedule) -> list[Any]:
+        """All but what only computes places in memory: element type, alignment of the mask, the heads of a group that no tile
+        packs, and the length of a page. In 41 classes of more than one program all of them spilled, or none.
+        """
+        places = {"BOTTOM_RIGHT", "PAGE", "COMBINE_ROWS", "TILE_ROWS", "TILE_HEADS"} | (
+            set() if s.get("pack_gqa", False) else {"GROUP"}
+        )
+        rest = {name: value for name, value in Attention.constants(p, s).items() if name not in places}
+        return [Attention.entry(p, s).__name__, p.page > 0, copies_rows(p), rest]
 
     @staticmethod
     def grid(p: Problem, s: Schedule, device: Any) -> tuple[int]:
