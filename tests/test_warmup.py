@@ -26,6 +26,7 @@ from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import CompilerError, ConfigError, Failure, FailureKind
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
+from tiledsched.kernels.matmul import Matmul
 from tiledsched.serve import bundle as bundles
 from tiledsched.serve import warmup
 from tiledsched.serve.bundle import BundledProgram, named_bundle, read_bundle, write_bundle
@@ -333,6 +334,17 @@ def test_a_launch_that_knows_more_of_its_tensors_may_use_the_program() -> None:
 )
 def test_a_launch_that_breaks_an_assumption_may_not(changes) -> None:
     assert not serves(built_for(), asked(**changes))
+
+
+@pytest.mark.parametrize("layout", ["row", "column"])
+def test_a_launch_without_constant_sizes_may_use_the_program_by_the_older_convention(layout) -> None:
+    from cuda.tile.compilation import CallingConvention, KernelSignature
+
+    product = Matmul.problem(m=200, n=300, k=400, b_layout=layout)
+    schedule = space_for(ARCH, Matmul).default(product)
+    (step,) = launches.steps(Matmul, product, schedule, arch_spec(ARCH))
+    built = launches.signature(Matmul, product, schedule, step)
+    assert serves(built, KernelSignature(built.parameters, CallingConvention.cutile_python_v1()))
 
 
 def test_indices_of_another_width_are_another_program() -> None:

@@ -30,6 +30,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core import data_files
+from tiledsched.core.config import SETTINGS
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import TiledschedError
 from tiledsched.core.files import csv_text, write_whole
@@ -66,6 +68,8 @@ WRONG = 0.02
 """Norm of the difference to a rival's output, over that output's norm, from which an output counts as wrong."""
 SERVED = "served"
 """The row of the public function, whatever it runs: only its time on the host is measured."""
+LOSS_BANDS = (1.0, 2.0, 4.0, 99.0)
+"""Largest distances of the bands of expected losses."""
 WARMERS = 8
 """Processes that have rivals compiled ahead."""
 WARM_S = 150.0
@@ -419,6 +423,43 @@ def shipped_times(rows: Sequence[Row], kernel: str, arch: str = "sm_90") -> dict
     }
 
 
+def drawn_losses(rows: Iterable[Row], kernel: str, arch: str = "sm_90") -> dict[str, Any]:
+    """What `tuning_db/model/KERNEL/transfer.json` holds of a kernel without recorded landscapes.
+
+    It is how much slower what was served of ours is than the fastest method that was timed, by group and by the distance of the
+    nearest problem of the tables.
+    """
+    from tiledsched.serve import process
+
+    declared = kernel_named(kernel)
+    similarity, known = declared.similarity, {e.problem for e in load_entries(process.settings(), {arch}, declared)}
+    groups: dict[tuple[bool, str, float], list[float]] = defaultdict(list)
+    fastest: dict[str, float] = {}
+    for row in rows:
+        if row.kernel == kernel and row.us is not None:
+            fastest[row.problem] = min(row.us, fastest.get(row.problem, math.inf))
+    for text, times in drawn_times(rows, kernel):
+        p = problem_from_json(json.loads(text))
+        alike = [similarity.distance(each, p) for each in known if similarity.kind(each) == similarity.kind(p)]
+        if OURS in times:
+            up_to = next(most for most in LOSS_BANDS if min(alike, default=0.0) <= most) if alike else LOSS_BANDS[-1]
+            group = similarity.loss_group(p) if alike else ""
+            groups[not alike, group, up_to].append(times[OURS] / fastest[text])
+    bands = [
+        {
+            "arch": arch,
+            "group": group,
+            "other_kind": other,
+            "up_to": up_to,
+            "mean": round(statistics.geometric_mean(losses) - 1, 4),
+            "worst": round(max(losses) - 1, 4),
+            "cases": len(losses),
+        }
+        for (other, group, up_to), losses in sorted(groups.items())
+    ]
+    return {"schema_version": 1, "bands": bands}
+
+
 def write_times(rows: Sequence[Row], kernel: str, path: Path) -> None:
     """Write :func:`shipped_times`, a problem a line."""
     found = shipped_times(rows, kernel)
@@ -565,19 +606,22 @@ def tensors_of(torch: Any, p: Problem) -> tuple[Any, ...]:
     return q, *(made(p.batch, p.kv_heads, p.seq_k, p.head_dim) for _ in range(2))
 
 
-def public_call(p: Problem, tensors: tuple[Any, ...]) -> tuple[Callable[[], Any], Callable[[Served | None], Any]]:
-    """The public function on these tensors, and what makes a plan of it."""
+def public_call(
+    p: Problem, tensors: tuple[Any, ...]
+) -> tuple[Callable[[], Any], Callable[[Served], Any], Callable[[], Any]]:
+    """The public function on these tensors, what makes a plan of a choice, and what finds the plan that the function runs."""
     if p.kernel == Matmul.name:
         from tiledsched.ops.functions import _operator, matmul
 
         operator = _operator(Matmul.name)
-        return lambda: matmul(*tensors), lambda served: operator._make_plan(tensors, tensors, served)
+        make = partial(operator._make_plan, tensors, tensors)
+        return lambda: matmul(*tensors), make, lambda: operator.plan_for(*tensors)
     from tiledsched.ops.plans import AttentionCall
     from tiledsched.ops.sdpa import sdpa
 
     causal = p.alignment if p.causal else None
     call = AttentionCall(*tensors, causal, None, False)
-    return lambda: sdpa(*tensors, causal=causal or False), lambda served: call.make_plan(served)
+    return lambda: sdpa(*tensors, causal=causal or False), call.make_plan, call.find_plan
 
 
 class _Silent:
@@ -613,7 +657,7 @@ class Timer:
         process._kernels.clear()
         torch.cuda.empty_cache()
         tensors = tensors_of(torch, p)
-        public, make = public_call(p, tensors)
+        public, make, find = public_call(p, tensors)
         found: dict[str, Row] = {}
         calls: dict[str, Callable[[], Any]] = {}
         expected: Any = None
@@ -650,21 +694,19 @@ class Timer:
             plan = make(served)
             launch_plan(plan, tensors, first=True)
             try_out(name, row, lambda plan=plan: launch_plan(plan, tensors, keep_zeros=True))
-        found[SERVED] = self._served(base, each, public, make, choices, found)
+        found[SERVED] = self._served(base, each, public, find, choices)
         for name, (low, middle, high) in self._sampled(calls, found, p).items():
             found[name] = replace(found[name], us=middle, low_us=low, high_us=high)
         return list(found.values())
 
     def _served(
-        self, base: Row, each: Choices, public: Any, make: Any, choices: Mapping[str, str], found: Mapping[str, Row]
+        self, base: Row, each: Choices, public: Callable[[], Any], find: Callable[[], Any], choices: Mapping[str, str]
     ) -> Row:
         row = replace(base, method=SERVED, note=each.served.provenance, versions=self.versions)
         try:
-            plan = make(None)
-            # Today's launch gives a program up that spills.
-            clean = [s for s in each.schedules if s.id in choices and not spilled(found[choices[s.id]].spill_bytes)]
-            ours = choices[(clean or each.schedules)[0].id] if plan.served.alternatives else "ours 0"
             public()
+            plan = find()  # a first launch may have given way to the next choice
+            ours = choices.get(plan.served.schedule.id, "")
             return replace(
                 row,
                 host_us=self._host_us(public),
@@ -744,14 +786,21 @@ def main() -> None:
     parser.add_argument(
         "--ship", type=Path, nargs="+", metavar="CSV", help="write the times of such files for serving; no GPU"
     )
-    parser.add_argument("--kernel", choices=list(DRAWS), default="attention", help="of --ship")
-    parser.add_argument("--out", type=Path, help="the file that --ship writes")
+    parser.add_argument(
+        "--losses", type=Path, nargs="+", metavar="CSV", help="write what our choices lose in such files; no GPU"
+    )
+    parser.add_argument("--kernel", choices=list(DRAWS), default="attention", help="of --ship and --losses")
+    parser.add_argument("--out", type=Path, help="the file that these two write")
     asked = parser.parse_args()
     if asked.ship:
         write_times([row for path in asked.ship for row in read(path)], asked.kernel, asked.out)
         return
     if asked.summary:
         print(summary(judged(read(asked.summary))), end="")
+        return
+    if asked.losses:
+        rows = [row for path in asked.losses for row in read(path)]
+        write_whole(asked.out, json.dumps(drawn_losses(rows, asked.kernel), indent=1) + "\n")
         return
     if asked.judge:
         rows = [row for path in asked.judge for row in read(path)]
@@ -761,6 +810,8 @@ def main() -> None:
         parser.error("--seed and --csv are needed; or --summary")
     began = time.monotonic()
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # else each process compiles its own
+    if "compile" in SETTINGS:  # else a rival would be timed in place of what is being compiled
+        os.environ.setdefault("TILEDSCHED_COMPILE", "wait")
     from tiledsched.serve import process
 
     timer = Timer()

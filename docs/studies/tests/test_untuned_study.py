@@ -61,6 +61,8 @@ def test_what_ships_are_the_times_of_the_rows_in_the_results() -> None:
     for kernel in DRAWS:
         path = data_files.tuning_db() / "model" / kernel / "timed_sm_90.json"
         assert json.loads(path.read_text()) == shipped_times(every, kernel), kernel
+    losses = data_files.tuning_db() / "model" / "matmul" / "transfer.json"
+    assert json.loads(losses.read_text()) == untuned.drawn_losses(every, "matmul")
 
 
 def test_of_products_nothing_that_is_served_is_slower_than_cublas_in_graphs() -> None:

@@ -22,6 +22,10 @@ class MatmulSimilarity(Similarity):
         """The product of about as many rows of A: the tokens of a model, whose weights have sizes of their own."""
         return p.replace(m=about(p.m))
 
+    def loss_group(self, p: Any) -> str:
+        """The group of problems for which the loss of a transferred schedule was measured."""
+        return "odd rows" if min(self.rival_kind(p)) < ALIGNMENT // ELEMENT_BYTES else "aligned rows"
+
     def timing_features(self, p: Any) -> tuple[float, ...]:
         """Octaves of the sizes and of C, four and six to one; the layouts; and the alignment of rows, two octaves to one."""
         sizes = math.log2(p.m) / 4, math.log2(p.n) / 4, math.log2(p.k) / 4, math.log2(p.m * p.n) / 6
