@@ -3,7 +3,7 @@ r"""Times what is served for problems that nobody tuned beside every installed r
     python -m docs.studies.untuned --seed 4901 --attention 120 --matmul 80 --csv untuned.csv
     python -m docs.studies.untuned --summary untuned.csv
 
-Problems are drawn at random from the mixes of `drawn_attention` and `drawn_products`; those that a table knows are left out. All
+Problems are drawn at random from the mixes of `drawn_attention` and `drawn_products`; those that ship tuned are left out. All
 programs are built ahead in a pool of processes. All methods of a problem then take turns in one paced run, each launch queued
 behind a kernel that spins, so that the time on the GPU is told apart from the time that a call takes the host.
 
@@ -39,7 +39,6 @@ from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core import data_files
-from tiledsched.core.config import SETTINGS
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import TiledschedError
 from tiledsched.core.files import csv_text, write_whole
@@ -396,7 +395,7 @@ def shipped_times(rows: Sequence[Row], kernel: str, arch: str = "sm_90") -> dict
     told = {
         problem_from_json(json.loads(text)): (times, schedule) for text, times, schedule in drawn_times(rows, kernel)
     }
-    for entry in read_shipped_entries(data_files.tuning_db() / "tables" / kernel / f"{arch}.json"):
+    for entry in read_shipped_entries(table_path(kernel, arch)):
         times = {each.name: each.median_us for each in entry.rivals or () if each.median_us and each.name in hosts}
         if times and entry.problem.declaration.similarity.timing_features(entry.problem):
             told.setdefault(entry.problem, (times, None))
@@ -458,6 +457,11 @@ def drawn_losses(rows: Iterable[Row], kernel: str, arch: str = "sm_90") -> dict[
         for (other, group, up_to), losses in sorted(groups.items())
     ]
     return {"schema_version": 1, "bands": bands}
+
+
+def table_path(kernel: str, arch: str) -> Path:
+    """The table of a kernel that ships."""
+    return data_files.tuning_db() / "tables" / kernel / f"{arch}.json"
 
 
 def write_times(rows: Sequence[Row], kernel: str, path: Path) -> None:
@@ -810,8 +814,7 @@ def main() -> None:
         parser.error("--seed and --csv are needed; or --summary")
     began = time.monotonic()
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # else each process compiles its own
-    if "compile" in SETTINGS:  # else a rival would be timed in place of what is being compiled
-        os.environ.setdefault("TILEDSCHED_COMPILE", "wait")
+    os.environ.setdefault("TILEDSCHED_COMPILE", "wait")  # else torch would be timed in place of what is being compiled
     from tiledsched.serve import process
 
     timer = Timer()
@@ -819,7 +822,7 @@ def main() -> None:
     done = {row.problem for row in rows}
     seeds: dict[Problem, int] = {}
     for kernel in DRAWS:
-        known = [each.problem for each in load_entries(process.settings(), {timer.arch}, kernel)]
+        known = [each.problem for each in read_shipped_entries(table_path(kernel, timer.arch))]
         for p in drawn(kernel, asked.seed, getattr(asked, kernel), known):
             if json.dumps(p.to_json(), sort_keys=True) not in done:
                 seeds[p] = asked.seed
