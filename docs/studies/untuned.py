@@ -815,7 +815,6 @@ def main() -> None:
     began = time.monotonic()
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # else each process compiles its own
     os.environ.setdefault("TILEDSCHED_COMPILE", "wait")  # else torch would be timed in place of what is being compiled
-    from tiledsched.serve import process
 
     timer = Timer()
     rows = read(asked.csv) if asked.csv.exists() else []
