@@ -7,8 +7,13 @@ import os
 import signal
 import warnings
 from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tiledsched.store.records import Entry
 
 # Read when numpy and torch are loaded, here and in the processes that tests start. The products of small tiles end before
 # a second thread has begun, and one that waits for work takes a core from another of pytest's processes.
@@ -60,6 +65,19 @@ def schema_at_hand(request, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
+def programs_are_awaited(request, monkeypatch):
+    """On a GPU, and in processes that such tests start, our own kernel computes each call, also the first."""
+    from tiledsched import configure
+
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    monkeypatch.setenv("TILEDSCHED_COMPILE", "wait")
+    with configure(compile="wait"):
+        yield
+
+
+@pytest.fixture(autouse=True)
 def loggers_as_before():
     """The levels of the root's and of our logger, and the handlers of ours, which settings and `--verbose` change for a process."""
     root, ours = logging.getLogger(), logging.getLogger("tiledsched")
@@ -80,11 +98,22 @@ def fresh():
     serve.reload()
 
 
+@lru_cache
+def shipped_entries(table: Path, changed_ns: int) -> list[Entry]:
+    """The entries of a table that ships, read once for the hundreds of tests that serve from it."""
+    from tiledsched.store.shipped import read_shipped_entries
+
+    return read_shipped_entries(table)
+
+
 @pytest.fixture
 def launches(fresh, monkeypatch, tmp_path):
     """The list of launches to come, on CPU tensors; what the kernel does not serve is an error."""
     from serve_on_cpu import Launches, using
 
+    from tiledsched.serve import entries
+
+    monkeypatch.setattr(entries, "read_shipped_entries", lambda table: shipped_entries(table, table.stat().st_mtime_ns))
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "none.db"))
     monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("TILEDSCHED_FALLBACK", "error")

@@ -144,6 +144,8 @@ def test_a_page_shows_what_its_commands_print(path, tmp_path):
     path_variable = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | folders | {"PATH": path_variable, "COLUMNS": "110", "OMP_NUM_THREADS": "1"}
     environment = {name: value for name, value in environment.items() if not name.startswith("TILEDSCHED_")}
+    if path.stem == "tune-my-model":
+        environment["PATH"] = f"{python_on_a_gpu(tmp_path / 'bin')}:{path_variable}"
     printed = ""
 
     def run(block):
@@ -169,6 +171,18 @@ def test_a_page_shows_what_its_commands_print(path, tmp_path):
     page = BLOCK.sub(run, path.read_text(encoding="utf-8"))
     if WRITE:
         path.write_text(page, encoding="utf-8")
+
+
+def python_on_a_gpu(folder):
+    """A folder with a `python` for which tensors on the CPU are on an H200: launches run in the interpreter."""
+    folder.mkdir()
+    start = "import sys, runpy; sys.path.insert(0, sys.argv[1]); from serve_on_cpu import Launches; \
+from tiledsched.serve import process; process.use_runtime(Launches().runtime); sys.argv = sys.argv[2:]; \
+sys.path[0] = '.'; runpy.run_path(sys.argv[0], run_name='__main__')"
+    program = f'#!/bin/sh\nexport TILEDSCHED_FALLBACK=error\nexec {sys.executable} -c "{start}" {Path(__file__).parent} "$@"\n'
+    (folder / "python").write_text(program, encoding="utf-8")
+    (folder / "python").chmod(0o755)
+    return folder
 
 
 def without_numbers(text):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from test_tuning import SCALE
 from tiledsched.build.pool import BuildPool
 from tiledsched.cli import main
 from tiledsched.core.extras import installing
+from tiledsched.core.registry import load_kernel
 from tiledsched.measure import nvml
 from tiledsched.tuning.resources import Tools
 
@@ -121,6 +123,24 @@ def test_a_tune_measures_and_says_so(spark, caplog, gpu, said, warned) -> None:
     assert "measured on NVIDIA GB10" in spark(gpu, "explain", "SCALE", "-p", "rows=4096")[1]
     if gpu in ("", "silent", "mig"):  # by the name under which it was stored, all is known of this GPU
         assert " 0 measured" in " ".join(spark(gpu, "tune", "SCALE", *words)[1].split())
+
+
+@pytest.mark.compiler
+def test_what_a_program_called_is_tuned_by_one_command(spark, built, tmp_path) -> None:
+    _, kernel, _ = built
+    case = {"kernel": load_kernel(kernel).name, "rows": 4096, "dtype": "float16"}
+    words = dict.fromkeys(("place", "rival"), "") | {"layout": "contiguous", "provenance": "default", "schedule": {}}
+    line = {"v": 1, "id": 0, "problem": case, "sample": case, "arch": "sm_121", "device": "NVIDIA GB10", **words}
+    (tmp_path / "seen").mkdir()
+    (tmp_path / "seen" / "one.jsonl").write_text(json.dumps(line))
+    code, out, err = spark("", "tune", "SCALE", "--seen", "--budget", "60", "--jobs", "1")
+    assert (code, masked(out)) == (0, f"{WINNER} N problem done.")
+    assert "deciding" in err
+    code, out, _ = spark("", "show", "SCALE", "--seen")
+    assert "measured" in out
+    assert " 0.0%" in out
+    assert "0 us " in out
+    assert masked(spark("", "tune", "SCALE", "--seen")[1]) == "N problems done, N tuned before."
 
 
 @pytest.fixture

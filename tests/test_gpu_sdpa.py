@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 from tiledsched import configure
 from tiledsched.core.errors import LaunchError
 from tiledsched.ops.varlen import sdpa_paged
+from tiledsched.serve import process
 
 # As in torch's test_transformers.py: the error of torch's math in the same dtype, times this, or the floor.
 FUDGE = 1.5
@@ -215,6 +216,34 @@ def test_a_program_that_never_ran_is_refused_in_a_capture(serve) -> None:
             captured = serve.sdpa(q, k, v)
         graph.replay()
         assert torch.equal(captured, warm)
+
+
+def test_torch_serves_until_the_program_is_built(serve, monkeypatch, tmp_path, caplog) -> None:
+    """In an empty cache folder. The first capture comes too early, and holds torch's; what warms up for one waits."""
+    caplog.set_level("INFO", logger="tiledsched")
+    monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path))
+    monkeypatch.setenv("TILEDSCHED_FALLBACK", "torch")
+    serve.reload()
+    with configure(compile="background", rivals="record"):
+        q, k, v = tensors(rows=200)
+        want = torch_sdpa(q, k, v)
+        torch.testing.assert_close(serve.sdpa(q, k, v), want, atol=2e-3, rtol=2e-3)
+        assert "compiling; torch serves until the program is built" in caplog.text
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = serve.sdpa(q, k, v)
+        graph.replay()
+        torch.testing.assert_close(out, want, atol=2e-3, rtol=2e-3)
+        assert "a CUDA graph is being captured, which holds torch's" in caplog.text
+        for build in list(process.runtime.builder.builds.values()):
+            build.wait()
+        torch.testing.assert_close(serve.sdpa(q, k, v), want, atol=2e-3, rtol=2e-3)
+        assert "the program is built, and serves from now on" in caplog.text
+        q, k, v = tensors(rows=200, columns=32)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            serve.sdpa(q, k, v)  # waits
+        torch.cuda.synchronize()
+        assert caplog.text.count("compiling; torch serves") == 1
 
 
 def test_it_runs_on_the_current_stream(serve) -> None:

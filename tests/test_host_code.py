@@ -6,6 +6,7 @@ The cubins in `data` are softmax's for sm_90, 4096 rows of 512, by tileiras 13.4
 from __future__ import annotations
 
 import lzma
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -152,11 +153,12 @@ def test_a_compiler_that_cannot_be_told_builds_for_its_own_host(tileiras, tmp_pa
         run_for("x86_64", tmp_path)
 
 
-def test_what_cutiles_cache_has_for_other_hosts_is_compiled_anew(monkeypatch) -> None:
+def test_what_cutiles_cache_has_for_other_hosts_is_compiled_anew(monkeypatch, tmp_path) -> None:
     """The cache is left out meanwhile; what still is for another host is not launched."""
     import cuda.tile as ct
     from cuda.tile._cext import default_tile_context as context
 
+    monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
     problem, device = Softmax.problem(rows=4096, columns=512), arch_spec(ARCH)
     schedule = space_for(ARCH, Softmax).default(problem)
     (step,) = steps(Softmax, problem, schedule, device)
@@ -174,6 +176,7 @@ def test_what_cutiles_cache_has_for_other_hosts_is_compiled_anew(monkeypatch) ->
     assert served._compile(wanted, context, (9, 0))[0] == CUBINS["x86_64"]
     assert asked == ["shared", None]
     assert context.config.cache_dir == "shared" != before
+    shutil.rmtree(tmp_path / "cache")  # where it is found now
     with pytest.raises(CompilerError, match="for aarch64 hosts"):
         served._compile(wanted, context, (9, 0))
 
@@ -195,7 +198,7 @@ def test_evidence_of_x86_64_hosts_holds_on_aarch64(tmp_path, monkeypatch) -> Non
             for each in load_entries(Settings(db="/nonexistent/x.db"), {ARCH}, "attention")
             if each.provenance == "measured" and each.fingerprint and each.toolchain.compiler == here
         ),
-        key=lambda each: each.key,
-    )
+        key=lambda each: (each.schedule["kv_splits"], each.problem.causal, each.problem.head_dim, each.key),
+    )  # among those that take the least time to build
     for host in HOSTS:
         assert compile_schedule(Attention, entry.problem, entry.schedule, ARCH, host).fingerprint == entry.fingerprint

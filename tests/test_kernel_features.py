@@ -260,9 +260,9 @@ def test_the_reference_is_what_torch_makes(features):
             q,
             k,
             v,
-            causal=True,
+            causal=problem.causal,
             scale=problem.head_dim**-0.5,
-            alignment=alignment,
+            alignment=problem.alignment,
             window=problem.window,
             window_right=problem.window_right,
             cap=cap,
@@ -294,16 +294,17 @@ def test_work_in_a_window(seq_q, seq_k, alignment, window, right):
     problem = Attention.problem(
         seq_q=seq_q, seq_k=seq_k, head_dim=16, causal=True, alignment=alignment, window=window, window_right=right
     )
-    offset = seq_k - seq_q if alignment == "bottom_right" else 0
+    offset = seq_k - seq_q if problem.alignment == "bottom_right" else 0
     rows, columns = np.arange(seq_q)[:, None] + offset, np.arange(seq_k)[None]
-    seen = (columns <= rows + right) & (columns > rows - window) if problem.window else columns <= rows + right
+    seen = columns <= rows + (problem.window_right if problem.causal else seq_k)
+    seen = seen & (columns > rows - problem.window) if problem.window else seen
     assert abs(problem.visible_pairs - seen.sum()) <= 0.5 * seq_q
     keys = seen.any(0)
     hidden = int(keys.argmax()) if keys.any() else seq_k
     total = sum(each.bytes for each in Attention.arrays(problem))
     assert problem.min_bytes == total - (hidden * 2 * 16 * 2 if problem.window else 0)
     both = problem.window + problem.window_right if problem.window else 0
-    steps = tile_steps(64, 32, seq_q, seq_k, True, 1, "natural", offset + problem.window_right, both)
+    steps = tile_steps(64, 32, seq_q, seq_k, problem.causal, 1, "natural", offset + problem.window_right, both)
     for tile, taken in enumerate(steps):
         tiles = [seen[tile * 64 : tile * 64 + 64, start : start + 32].any() for start in range(0, seq_k, 32)]
         assert taken >= sum(tiles) or not problem.window

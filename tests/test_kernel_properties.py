@@ -358,22 +358,6 @@ def test_packed_heads(seq_q, group, tile_m, causal, kv_splits, kv_combine):
     check(problem, schedule)
 
 
-def test_a_last_row_aligned_at_the_bottom_right_needs_no_mask():
-    problem = Attention.problem(seq_q=1, seq_k=300, head_dim=32, causal=True, alignment="bottom_right")
-    schedule = schedule_for(problem, tile_m=16)
-    for other, masked in (
-        (problem, False),
-        (problem.replace(seq_q=2), True),
-        (problem.replace(alignment="top_left"), True),
-    ):
-        assert Attention.constants(other, schedule)["CAUSAL"] is masked
-    one, two = (
-        launches.problem_class(Attention, problem.replace(seq_q=rows), schedule, arch_spec("sm_90")) for rows in (1, 2)
-    )
-    assert one.id != two.id
-    check(problem, schedule)
-
-
 def scratch_of(problem, schedule):
     """The arrays of a launch beside the problem's own, by name."""
     device = arch_spec("sm_90")

@@ -141,9 +141,9 @@ def test_work_of_other_problems() -> None:
             problem = Attention.problem(
                 seq_q=seq_q, seq_k=seq_k, head_dim=64, causal=True, alignment=alignment, value_dim=32
             )
-            offset = seq_k - seq_q if problem.alignment == "bottom_right" else 0
+            offset = seq_k - seq_q if alignment == "bottom_right" else 0
             pairs = sum(column <= row + offset for row in range(seq_q) for column in range(seq_k))
-            assert problem.visible_pairs == pairs - min(seq_q, seq_k) / 2
+            assert problem.visible_pairs == pairs - (min(seq_q, seq_k) / 2 if problem.causal else 0)
             assert problem.flops == 2 * problem.visible_pairs * (64 + 32)
     problem = Attention.problem(seq_q=100, seq_k=300, head_dim=64, value_dim=32, heads=4, kv_heads=2)
     assert problem.min_bytes == 2 * (4 * 100 * (64 + 32) + 2 * 300 * (64 + 32))

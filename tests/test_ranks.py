@@ -7,7 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from store_samples import DEVICE, entry
+from store_samples import DEVICE, FAILURE, TOOLCHAIN, build, entry
 
 import tiledsched as ts
 from tiledsched.cli import main
@@ -15,6 +15,7 @@ from tiledsched.core.errors import ConfigError
 from tiledsched.fleet.campaign import CampaignPlan, Outcome
 from tiledsched.fleet.leases import Leases
 from tiledsched.kernels.softmax import Softmax
+from tiledsched.serve.bundle import write_bundle
 from tiledsched.serve.ranks import choice_digest, differ
 from tiledsched.store.db import TuningDB
 
@@ -26,20 +27,27 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_digest_changes_with_what_would_be_served_and_with_nothing_else(home) -> None:
+def test_the_digest_changes_with_what_would_be_served_and_with_nothing_else(home, monkeypatch) -> None:
+    monkeypatch.setattr("tiledsched.serve.entries.compiler_at_hand", lambda: TOOLCHAIN.tileiras)
     first = choice_digest()
     with TuningDB.open(home / "x.db") as db:
         assert choice_digest() == first
         db.put_entry(entry("modelled", device_name=DEVICE.name))
     second = choice_digest()
     assert second != first
+    with TuningDB.open(home / "x.db") as db:
+        db.record_build(build())
+        assert choice_digest() == second
+        db.record_build(build(FAILURE))
+    second, before = choice_digest(), second
+    assert second != before  # a program that is known not to build is passed over
     with ts.configure(regime="sustained"):
         assert choice_digest() not in (first, second)
-    (home / "cache" / "bundles").mkdir(parents=True)
-    (home / "cache" / "bundles" / "attention-sm_90.zip").write_bytes(b"machine code")
+    monkeypatch.setenv("TILEDSCHED_BUNDLE", str(home / "b.zip"))
+    write_bundle(home / "b.zip", [], {}, [], {}, "a compiler")
     third = choice_digest()
     assert third not in (first, second)
-    (home / "cache" / "bundles" / "attention-sm_90.zip").write_bytes(b"other code")
+    write_bundle(home / "b.zip", [], {}, [], {}, "another compiler")
     assert choice_digest() != third
 
 

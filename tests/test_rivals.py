@@ -412,9 +412,9 @@ def test_a_rival_whose_host_is_slow_serves_in_graphs_alone(attention, late) -> N
 
 
 @pytest.mark.parametrize("times", [{"host_us": 500.0}, {"capturable": False}], ids=["in graphs", "eager calls"])
-def test_our_own_choice_that_spills_gives_way_beside_a_rival_too(attention, late, times) -> None:
+def test_our_own_choice_that_does_not_compile_gives_way_beside_a_rival_too(attention, late, times) -> None:
     """A rival that serves graphs alone leaves eager calls to our kernel, and one that no graph holds leaves graphs to it."""
-    from tiledsched.serve import prebuilt
+    from cuda.tile import TileError
 
     attention.known(name="flash_attention_4", **times)
     runtime, q, k, v = attention.launches.runtime, attention.q, attention.k, attention.v
@@ -431,9 +431,9 @@ def test_our_own_choice_that_spills_gives_way_beside_a_rival_too(attention, late
         return table
 
     def launch(*given) -> None:
-        if getattr(prebuilt._thread, "refuses_spills", False):
+        if not refused:
             refused.append(given)
-            raise prebuilt.SpillsError("its program spills 208 bytes of registers a thread")
+            raise TileError("Return code 5")
         attention.launches(*given)
 
     runtime.load_table, runtime.launch = load_table, launch

@@ -24,11 +24,8 @@ from tiledsched.measure.runner import Device
 from tiledsched.ops import plans
 from tiledsched.ops import sdpa as serve
 from tiledsched.serve import plan as serve_plan
-from tiledsched.serve import plan_cache, prebuilt
+from tiledsched.serve import plan_cache
 from tiledsched.serve import transfer as policy
-from tiledsched.serve.launch import launch_first, launch_plan
-from tiledsched.serve.prebuilt import SpillsError
-from tiledsched.serve.rivals import ELSEWHERE
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -327,45 +324,6 @@ def test_a_schedule_that_does_not_compile_for_a_layout_gives_way_to_the_default(
     refuse(launches, 9, failure)
     with pytest.raises(LaunchError, match="default"):  # nor does the default
         serve.sdpa(*tensors(rows=201, columns=64))
-
-
-def test_a_choice_that_nobody_measured_and_that_spills_gives_way_to_the_next(launches, caplog) -> None:
-    refused = refuse(launches, 1, SpillsError("its program spills 208 bytes of registers a thread"))
-    q, k, v = tensors(rows=200, columns=64)
-    first = serve.plan_for(q, k, v).served
-    assert len({first.schedule, *first.alternatives}) == 1 + policy.ALTERNATIVES
-    caplog.set_level("INFO")
-    torch.testing.assert_close(serve.sdpa(q, k, v), expected(q, k, v), **TOLERANCE[torch.float16])
-    assert len(refused) == 1
-    found = serve.plan_for(q, k, v).served
-    assert (found.schedule, found.alternatives) == (first.alternatives[0], first.alternatives[1:])
-    assert (found.provenance, found.expected_loss) == (first.provenance, first.expected_loss)
-    assert f"{first.schedule.short()} spills registers here or does not compile; the next choice: " in found.reason
-    assert first.reason in found.reason
-    (told,) = [each for each in caplog.records if "spills 208 bytes" in each.getMessage()]
-    assert "\n" not in told.getMessage()
-    assert told.levelname == "INFO"  # nothing that anybody should do something about
-
-
-def test_only_a_first_launch_with_another_choice_refuses_what_spills(launches) -> None:
-    seen = []
-
-    def launch(*given) -> None:
-        seen.append(getattr(prebuilt._thread, "refuses_spills", False))
-        launches(*given)
-
-    launches.runtime.launch = launch
-    q, k, v = tensors(rows=200, columns=64)
-    serve.sdpa(q, k, v)
-    serve.sdpa(q, k, v)
-    assert seen == [True, False]
-    plan = serve.plan_for(q, k, v)
-    measured = replace(plan, served=replace(plan.served, alternatives=()))
-    rival = replace(plan, launch_on=ELSEWHERE)  # our own program serves where the rival does not
-    for number, each in enumerate((measured, rival)):
-        plans.cache.plans[number] = each
-        launch_first(plans.cache, number, each, lambda _: launch_plan(plan, (q, k, v)), None)
-    assert seen == [True, False, False, True]
 
 
 def test_sync_waits_for_each_launch(launches) -> None:

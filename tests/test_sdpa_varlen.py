@@ -101,6 +101,26 @@ def test_packed_sequences_are_served(launches, asked) -> None:
     assert len(launches) == 2
 
 
+@pytest.mark.parametrize(
+    ("asked", "longest", "masked"),
+    [
+        ({"causal": True}, (1, 33), False),
+        ({"causal": True, "window": 40}, (1, 33), False),
+        ({"window": (40, 0)}, (1, None), True),  # which of the keys are too many for the window is not known
+        ({"causal": True, "window": 8}, (1, 33), True),
+        ({"causal": True}, (None, None), True),
+    ],
+    ids=str,
+)
+def test_a_mask_that_hides_nothing_of_sequences_as_long_as_is_said_is_none(launches, asked, longest, masked) -> None:
+    q, k, v = packed_tensors(total_q=4)
+    rows = torch.arange(5)
+    wanted, _ = one_by_one(q, k, v, rows, KEYS, **asked)
+    agree(sdpa_varlen(q, k, v, rows.int(), KEYS.int(), *longest, **asked), wanted)
+    (plan,) = plans.cache.plans.values()
+    assert plan.problem.causal is masked
+
+
 @pytest.mark.parametrize("given", [(30, 33), (None, None)])
 @pytest.mark.parametrize("asked", ASKED, ids=str)
 def test_torch_is_told_the_same(launches, left_to_torch, asked, given) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from functools import lru_cache
 from pathlib import Path
 from unittest.mock import patch
 
@@ -23,14 +24,14 @@ from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
-from tiledsched.measure.runner import RivalTime
+from tiledsched.measure.runner import Measurement, RivalTime
 from tiledsched.store.db import TuningDB
-from tiledsched.store.exchange import read_table
+from tiledsched.store.exchange import TableFile, read_table
 from tiledsched.tuning.effort import EFFORTS
 from tiledsched.tuning.options import TuneOptions
 from tiledsched.tuning.prior import Elsewhere, Shipped, estimator, plain_schedules, promising_part
 from tiledsched.tuning.programs import Builder
-from tiledsched.tuning.tuner import Silent, Tuner
+from tiledsched.tuning.tuner import NO_SEARCH, Silent, Tuner
 
 LANDSCAPES = sorted((data_files.tuning_db() / "landscapes" / "attention").glob("*_burst_*.json.xz"))
 
@@ -40,17 +41,21 @@ def recorded_space(recorded: Recorded) -> SearchSpace:
     return space_for("sm_90", Attention).limited_to(recorded.listed)
 
 
+@lru_cache
+def landscape(path: Path) -> tuple[TableFile, tuple[Measurement, ...]]:
+    """A landscape and its measurements, of complete schedules: some were recorded before the youngest knobs."""
+    table, complete = read_table(path), space_for("sm_90", Attention).complete
+    measurements = (stored.measurement for stored in table.measurements)
+    return table, tuple(dataclasses.replace(each, schedule=complete(each.schedule)) for each in measurements)
+
+
 class Recorded(FakeBuilds):
     """Builds and artifacts of one landscape: a schedule that was not measured there does not compile."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        table = read_table(path)
-        complete = space_for("sm_90", Attention).complete  # recorded before the youngest knobs
-        self.measurements = [
-            dataclasses.replace(stored.measurement, schedule=complete(stored.measurement.schedule))
-            for stored in table.measurements
-        ]
+        table, measurements = landscape(path)
+        self.measurements = list(measurements)
         self.problem = self.measurements[0].problem
         self.toolchain = table.measurements[0].toolchain
         self.facts = {artifact.fingerprint: artifact.facts for artifact in table.artifacts}
@@ -124,7 +129,7 @@ def db(tmp_path):
         yield db
 
 
-@pytest.mark.parametrize("path", LANDSCAPES[::2], ids=lambda path: path.name.split(".")[0])
+@pytest.mark.parametrize("path", LANDSCAPES[::3], ids=lambda path: path.name.split(".")[0])
 def test_the_default_search_finds_the_recorded_best(db, path) -> None:
     recorded = Recorded(path)
     default = space_for("sm_90", Attention).default(recorded.problem)
@@ -371,7 +376,7 @@ def test_a_replay_needs_one_device_and_a_recorded_problem() -> None:
         ReplayRunner(Attention, recorded.measurements).begin(Attention.problem(seq_q=3, seq_k=3, head_dim=64))
 
 
-@pytest.mark.parametrize("path", LANDSCAPES[::4], ids=lambda path: path.stem.split(".")[0])
+@pytest.mark.parametrize("path", LANDSCAPES[::6], ids=lambda path: path.stem.split(".")[0])
 def test_the_part_of_the_space_that_is_judged_holds_the_recorded_best(path) -> None:
     recorded, space = Recorded(path), space_for("sm_90", Attention)
     estimate = estimator(recorded.problem, arch_spec("sm_90"))
@@ -634,3 +639,23 @@ def test_nothing_is_learnt_from_times_beside_others(db) -> None:
     found = elsewhere._judged([*alone, *beside], {})
     assert {schedule for schedule, _, _ in found} <= {each.schedule for each in alone}
     assert found
+
+
+def test_a_race_times_what_is_served_and_the_default_and_searches_nothing(db) -> None:
+    recorded = Recorded(LANDSCAPES[5])
+    served = min(recorded.listed, key=lambda each: recorded.times[recorded.key(each)])
+    raced = []
+
+    def rivals(problem, candidate):
+        raced.append(candidate.schedule)
+        return [RivalTime(name="other", median_us=1.0, ours_us=2.0, ratio=0.5, ratio_low=0.5, ratio_high=0.5)]
+
+    found = tune(recorded, db, served=served, effort="race", rivals=rivals)
+    assert (found.entry.schedule, found.entry.provenance) == (served, "measured")
+    assert found.entry.candidates <= 2
+    assert recorded.compiled <= 2
+    assert raced == [served]
+    assert found.entry.rivals[0].name == "other"
+    assert NO_SEARCH in found.entry.source
+    assert NO_SEARCH not in tune(recorded, db, effort="quick").entry.source
+    assert NO_SEARCH not in tune(recorded, db, effort="race").entry.source  # what a search found, raced once more

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 
 import pytest
 import served_entries
+import store_samples
 
 from tiledsched.core import data_files
 from tiledsched.core.config import Settings
-from tiledsched.core.errors import ConfigError
+from tiledsched.core.device import arch_spec
+from tiledsched.core.errors import ConfigError, Failure, FailureKind
+from tiledsched.core.launch import problem_class
 from tiledsched.core.problem import Problem
+from tiledsched.core.resources import MAX_SPILL_BYTES
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
-from tiledsched.serve.entries import load_entries
+from tiledsched.serve.entries import known_spills, load_entries
 from tiledsched.serve.explain import explain_problem
 from tiledsched.serve.lookup import LookupTable
+from tiledsched.store.db import TuningDB
+from tiledsched.store.spills import DOES_NOT_BUILD, classes_of, shipped_spills, spills_json
 
 PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
 
@@ -241,6 +248,96 @@ def test_what_the_model_chose_gives_way_to_its_runner_up_and_then_to_what_it_cho
     assert table_of([entry(runner_up=second, margin=0.1)]).resolve(PROBLEM, "sm_90").alternatives == ()  # measured
 
 
+def class_of(problem: Problem, chosen: Schedule) -> str:
+    return problem_class(Attention, problem, chosen, arch_spec("sm_90")).id
+
+
+def test_a_choice_that_is_known_to_spill_is_passed_over() -> None:
+    """For every problem of the class, offline and at a launch alike; what was measured is served whatever it spills."""
+    first, second, third = schedule(), schedule(tile_n=32), schedule(occupancy=2)
+    near, ragged = PROBLEM.replace(seq_q=2048, seq_k=2048), PROBLEM.replace(seq_q=1025, seq_k=1025)
+    entries = [entry(near, "modelled", knobs={"occupancy": 2}), entry(provenance="modelled", runner_up=second)]
+    about = Attention.similarity.bucketed(ragged)
+
+    def served(problem, spills, of=entries):
+        return table_of(of, spills=lambda arch: spills if arch == "sm_90" else {}).resolve(problem, "sm_90")
+
+    one = {first.id: {class_of(PROBLEM, first): 416}}
+    found = served(PROBLEM, one)
+    assert (found.schedule, found.alternatives, found.provenance) == (second, (third,), "modelled")
+    assert f"{first.short()} spills 416 bytes of registers a thread, so that the next one is served" in found.reason
+    assert served(PROBLEM.replace(batch=3, seq_q=512, seq_k=512), one).schedule == second
+    assert served(ragged, one).schedule == first  # whose machine code is another: it cares for the last keys
+    assert served(ragged, {first.id: {class_of(about, first): 416}}).schedule == second
+    two = one | {second.id: {class_of(PROBLEM, second): DOES_NOT_BUILD}}
+    found = served(PROBLEM, two)
+    assert (found.schedule, found.alternatives) == (third, ())
+    assert f"{second.short()} does not build, so that" in found.reason
+    alike = {first.id: {classes_of(PROBLEM, first, "sm_90")[0]: 416}}
+    for same in (PROBLEM, PROBLEM.replace(dtype="bfloat16"), PROBLEM.replace(kv_heads=8)):
+        assert served(same, alike).schedule == second  # what decides whether a program spills is equal
+    assert served(PROBLEM.replace(softcap=True), alike).schedule == first
+    least = two | {third.id: {class_of(PROBLEM, third): 500}}
+    assert served(PROBLEM, least).schedule == first  # which spills least
+    assert served(PROBLEM, one, [entry(runner_up=second, margin=0.0)]).schedule == first
+
+
+def test_spills_are_those_of_the_nearest_compiler_and_of_the_users_builds(tmp_path, monkeypatch) -> None:
+    nowhere = Settings(db=str(tmp_path / "none.db"))
+    files = {"spills.json": spills_json({"sm_90": {"13.4.92": {"a": {"c": 64}}, "13.5.37": {"b": {"c": 80}}}})}
+    monkeypatch.setattr("tiledsched.store.spills.model_file", lambda kernel, name: files.get(name))
+    for version, known in (("13.4.1", {"a": {"c": 64}}), ("13.5.37", {"b": {"c": 80}}), ("", {"b": {"c": 80}})):
+        assert shipped_spills("attention", "sm_90", version) == known
+    assert shipped_spills("attention", "sm_80", "13.5.37") == {}
+    monkeypatch.setattr("tiledsched.serve.entries.compiler_at_hand", lambda: store_samples.TOOLCHAIN.tileiras)
+    shipped = known_spills(Attention, nowhere, "sm_90")
+    assert shipped == {"a": {"c": 64}}
+    killed = Failure(kind=FailureKind.COMPILER_KILLED, message="of the day")
+    with TuningDB.open(str(tmp_path / "x.db")) as db:
+        for occupancy, outcome in enumerate((MAX_SPILL_BYTES, MAX_SPILL_BYTES + 8, store_samples.FAILURE, killed)):
+            if isinstance(outcome, int):
+                made = store_samples.artifact(f"{occupancy:024}")
+                outcome = replace(made, facts=replace(made.facts, spill_bytes=outcome))
+            sched = schedule(occupancy=occupancy)
+            db.record_build(store_samples.build(outcome, sched=sched, source_hash=Attention.source_hash()))
+            db.record_build(store_samples.build(outcome, sched=sched, source_hash="another"))
+    of = store_samples.problem_class().id
+    assert known_spills(Attention, Settings(db=str(tmp_path / "x.db")), "sm_90") == {
+        **shipped,
+        schedule(occupancy=1).id: {of: MAX_SPILL_BYTES + 8},
+        schedule(occupancy=2).id: {of: DOES_NOT_BUILD},
+    }
+
+
+def test_a_choice_does_not_depend_on_what_was_asked_before(monkeypatch) -> None:
+    monkeypatch.setattr("tiledsched.serve.lookup.MAX_ANSWERS", 7)
+    entries = [
+        entry(PROBLEM.replace(seq_q=rows, seq_k=rows), knobs={"occupancy": 1 + rows % 3}) for rows in (512, 1000, 4096)
+    ]
+    problems = [PROBLEM.replace(seq_q=rows, seq_k=rows, batch=rows % 3 + 1) for rows in range(70, 5000, 97)]
+    spills = {schedule(occupancy=2).id: {class_of(PROBLEM, schedule(occupancy=2)): 64}}
+    first, second = (table_of(entries, spills=lambda arch: spills) for _ in range(2))
+    forward = [first.resolve(each, "sm_90").schedule for each in problems]
+    backward = [second.resolve(each, "sm_90").schedule for each in [*problems[::3], *reversed(problems)]]
+    assert forward == backward[: -len(problems) - 1 : -1]
+
+
+def test_what_was_measured_in_a_bucket_serves_the_problems_of_the_bucket() -> None:
+    """With its rivals by its own evidence; a round length is a bucket of its own."""
+    about = Attention.similarity.bucketed(PROBLEM.replace(seq_q=1500, seq_k=1500))
+    rivals = (replace(store_samples.RIVALS[0], name="torch_flash", host_us=9.0),)
+    table = table_of([entry(about, knobs={"occupancy": 3}, rivals=rivals), entry(knobs={"occupancy": 2})], rivals=True)
+    for length in (1501, 1523):
+        served = table.resolve(PROBLEM.replace(seq_q=length, seq_k=length), "sm_90", "NVIDIA H200")
+        assert (served.provenance, served.schedule["occupancy"], served.entry.problem) == ("transferred", 3, about)
+        assert "which is of about this size, was measured on NVIDIA H200" in served.reason
+        assert [offer.name for offer in served.rivals] == ["torch_flash"]
+        assert served.expected_loss is not None
+    assert "nearest problem" in table.resolve(PROBLEM.replace(seq_q=1504, seq_k=1504), "sm_90").reason
+    other = table_of([entry(PROBLEM.replace(seq_q=1501, seq_k=1501), knobs={"occupancy": 3})])
+    assert other.resolve(PROBLEM.replace(seq_q=1502, seq_k=1502), "sm_90").schedule["occupancy"] == 3
+
+
 def test_explain_says_what_a_transfer_may_lose() -> None:
     near = PROBLEM.replace(seq_q=2048, seq_k=2048)
     told = explain_problem(table_of([entry(near, knobs={"occupancy": 3})]), PROBLEM, "sm_90", "NVIDIA H200")
@@ -249,12 +346,8 @@ def test_explain_says_what_a_transfer_may_lose() -> None:
     assert f"{loss.mean:.1%} slower than the best schedule, at worst {loss.worst:.1%}" in str(told)
     assert f"evidence is for {near}" in str(told)
     assert told.to_json()["expected_loss"]["worst"] == loss.worst
-    assert "if spilled" not in str(told)  # there is no other choice
     two = entry(near, knobs={"occupancy": 3}, runner_up=schedule(tile_n=32), margin=0.02)
     twofold = explain_problem(table_of([two]), PROBLEM, "sm_90", "NVIDIA H200")
-    assert f"  if spilled  {schedule(tile_n=32).short()}, where the program of the first spills registers" in str(
-        twofold
-    )
     assert len(twofold.to_json()["alternatives"]) == 1
     measured = explain_problem(table_of([entry()]), PROBLEM, "sm_90", "NVIDIA H200")
     assert measured.to_json()["expected_loss"] is None

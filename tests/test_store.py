@@ -31,6 +31,8 @@ from store_samples import (
 
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.core.errors import DatabaseError, Failure, FailureKind
+from tiledsched.core.problem import Problem
+from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Conditions
 from tiledsched.store import queries
 from tiledsched.store.db import TuningDB
@@ -374,6 +376,25 @@ def test_what_a_kernel_with_other_fields_left_behind_stops_nothing(db):
     assert (found.measurement.problem.length, found.measurement.problem.flops) == (7, 0.0)
     assert [line.problem for line in db.landscapes()] == [found.measurement.problem]
     assert queries.compare_regimes(db.latest_measurements()) == []
+
+
+def test_rows_of_a_problem_that_had_another_name_are_found_under_todays(db):
+    """A single row under a mask that hides nothing was stored as causal; today it is the problem without a mask."""
+    today = Attention.problem(seq_q=1, seq_k=512, head_dim=64)
+    once = Problem(Attention, {**today.values, "causal": True, "alignment": "bottom_right"})
+    assert once.id != today.id
+    number = record(db, measurement(100.0, problem=once))
+    db.put_entry(entry("measured", problem=once, measurement_id=number, device_name=DEVICE.name))
+    db.record_failure(None, "attention", "sm_90", "measure", schedule(), FAILURE, problem=once)
+    assert [each.problem for each in db.entries()] == [today]
+    assert len(db.entries(problem=today)) == len(db.measurements(today)) == len(db.failures(problem=today)) == 1
+    faster = record(db, measurement(50.0, problem=today, schedule=schedule(tile_m=64), fingerprint="a" * 24))
+    mine = entry(
+        "measured", problem=today, measurement_id=faster, schedule=schedule(tile_m=64), device_name=DEVICE.name
+    )
+    db.put_entry(mine.replace(fingerprint="a" * 24))
+    assert [each.schedule for each in db.entries()] == [schedule(tile_m=64)]
+    assert len(db.landscape(today, DEVICE.name, "burst")) == 2
 
 
 def test_every_kind_of_failure_fits(db):

@@ -29,10 +29,11 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.matmul import Matmul
 from tiledsched.serve import bundle as bundles
 from tiledsched.serve import warmup
-from tiledsched.serve.bundle import BundledProgram, bundle_paths, read_bundle, warm_path, write_bundle
-from tiledsched.serve.entries import load_entries
+from tiledsched.serve.bundle import BundledProgram, named_bundle, read_bundle, write_bundle
+from tiledsched.serve.entries import load_entries, load_table, table_of
 from tiledsched.serve.lookup import LookupTable
-from tiledsched.serve.prebuilt import find_program, make_kernel, serves, usable_bundles
+from tiledsched.serve.prebuilt import find_program, make_kernel, serves, usable_bundle
+from tiledsched.serve.programs import programs_folder
 from tiledsched.store.records import Entry
 
 ARCH = "sm_90"
@@ -85,7 +86,8 @@ def home(monkeypatch, tmp_path):
 @pytest.fixture
 def named_code(monkeypatch):
     """The machine code of these tests, which is no cubin, is read as what it was made of."""
-    monkeypatch.setattr(bundles, "read_artifact", told_by_its_name)
+    for each in (bundles, warmup):
+        monkeypatch.setattr(each, "read_artifact", told_by_its_name)
 
 
 # The file
@@ -122,17 +124,14 @@ def test_what_is_no_bundle_is_refused_with_what_to_do(tmp_path) -> None:
         write(tmp_path / "file" / "out.zip")
 
 
-def test_a_process_finds_the_named_bundle_and_those_warmup_left(tmp_path, monkeypatch) -> None:
-    settings = load_settings()
-    assert bundle_paths(settings) == []
-    warm = write(warm_path(ARCH, settings, "attention"))
-    assert warm.is_relative_to(tmp_path / "cache")
+def test_a_bundle_that_is_named_must_be_there(tmp_path, monkeypatch) -> None:
+    assert named_bundle() is None
     named = write(tmp_path / "named.zip")
     monkeypatch.setenv("TILEDSCHED_BUNDLE", str(named))
-    assert bundle_paths(load_settings()) == [named, warm]
+    assert named_bundle() == named
     monkeypatch.setenv("TILEDSCHED_BUNDLE", str(tmp_path / "gone.zip"))
     with pytest.raises(ConfigError, match=r"TILEDSCHED_BUNDLE = .*no such file"):
-        bundle_paths(settings)
+        named_bundle()
 
 
 def test_a_bundles_entries_are_served(tmp_path, monkeypatch) -> None:
@@ -144,14 +143,11 @@ def test_a_bundles_entries_are_served(tmp_path, monkeypatch) -> None:
 
 
 def test_what_another_version_of_the_kernel_was_built_into_is_left_out(tmp_path, monkeypatch, caplog) -> None:
-    write(warm_path(ARCH, load_settings(), "attention"), source_hash="0" * 12)
-    assert usable_bundles(Attention, load_settings()) == []
-    assert not caplog.records  # a stale cache is nobody's fault
     monkeypatch.setenv("TILEDSCHED_BUNDLE", str(write(tmp_path / "old.zip", source_hash="0" * 12)))
-    assert usable_bundles(Attention, load_settings()) == []
+    assert usable_bundle(Attention) is None
     assert "make it again" in caplog.text
     write(tmp_path / "old.zip")  # made again, and read again
-    assert [bundle.path.name for bundle in usable_bundles(Attention, load_settings())] == ["old.zip"]
+    assert usable_bundle(Attention).path.name == "old.zip"
 
 
 def test_programs_for_other_hosts_are_left_out_and_their_evidence_is_served(
@@ -162,7 +158,7 @@ def test_programs_for_other_hosts_are_left_out_and_their_evidence_is_served(
     foreign = replace(program(PROBLEM.replace(causal=True), fingerprint="cd" * 12), host_arch="aarch64")
     path = write(tmp_path / "b.zip", [program(), foreign], entries=[entry()])
     monkeypatch.setenv("TILEDSCHED_BUNDLE", str(path))
-    (usable,) = usable_bundles(Attention, load_settings())
+    usable = usable_bundle(Attention)
     assert usable.programs == (program(),)
     assert usable.entries == (entry(),)
     assert "programs for aarch64 hosts are left out, because this host is x86_64" in caplog.text
@@ -183,23 +179,11 @@ def test_programs_for_other_hosts_are_left_out_and_their_evidence_is_served(
 
 
 def test_hosts_of_both_kinds_share_a_cache_folder(monkeypatch) -> None:
-    settings = load_settings()
+    folders = []
     for machine in ("x86_64", "aarch64"):
         monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
-        assert bundle_paths(settings) == []
-        warm = write(warm_path(ARCH, settings, "attention"))
-        assert bundle_paths(settings) == [warm]
-
-
-def test_a_damaged_warm_bundle_costs_nothing_and_a_damaged_named_one_is_an_error(tmp_path, monkeypatch, caplog) -> None:
-    path = warm_path(ARCH, load_settings(), "attention")
-    path.parent.mkdir(parents=True)
-    path.write_text("half a file")
-    assert usable_bundles(Attention, load_settings()) == []
-    assert "left out" in caplog.text
-    monkeypatch.setenv("TILEDSCHED_BUNDLE", str(path))
-    with pytest.raises(ConfigError, match="is no bundle"):
-        usable_bundles(Attention, load_settings())
+        folders.append(programs_folder(SETTINGS, ARCH))
+    assert len({*folders}) == 2
 
 
 @pytest.mark.parametrize(
@@ -455,7 +439,7 @@ def test_what_cutile_asks_a_kernel_for_is_what_we_answer() -> None:
 
 
 @pytest.mark.compiler
-def test_a_program_of_a_bundle_is_the_one_cutile_would_compile_and_no_compiler_starts(tmp_path) -> None:
+def test_a_program_built_ahead_is_the_one_cutile_would_compile_and_no_compiler_starts(tmp_path) -> None:
     """In a new process whose compiler cannot be started: the machine code comes all the same."""
     from cuda.tile._cext import default_tile_context
 
@@ -464,14 +448,7 @@ def test_a_program_of_a_bundle_is_the_one_cutile_would_compile_and_no_compiler_s
     table = LookupTable([entry(problem, schedule)], Attention)
     with BuildPool(1) as pool:
         made = warmup.prepare(
-            ARCH,
-            warm_path(ARCH, load_settings(), "attention"),
-            [entry(problem, schedule)],
-            table,
-            Attention,
-            ArtifactStore(),
-            pool,
-            "a compiler",
+            ARCH, None, [entry(problem, schedule)], table, Attention, ArtifactStore(), pool, "a compiler", SETTINGS
         )
     assert (made.programs, made.compiled, made.reused, made.failures) == (1, 1, 0, ())
     signature = built_for(problem, schedule)
@@ -543,7 +520,16 @@ def pool(monkeypatch, named_code):
 
 def prepare(path, entries, **more):
     return warmup.prepare(
-        ARCH, path, entries, LookupTable(entries, Attention), Attention, ArtifactStore(), Pool(), "a compiler", **more
+        ARCH,
+        path,
+        entries,
+        LookupTable(entries, Attention),
+        Attention,
+        ArtifactStore(),
+        Pool(),
+        "a compiler",
+        SETTINGS,
+        **more,
     )
 
 
@@ -581,6 +567,7 @@ def test_machine_code_is_used_again_only_where_the_kernel_is_the_same(tmp_path, 
             store,
             Pool(),
             "a compiler",
+            SETTINGS,
         )
         assert (made.reused, made.compiled) == (reused, 1 - reused)
 
@@ -599,10 +586,38 @@ def test_more_kinds_of_problem_are_prepared_on_request(tmp_path, pool) -> None:
     assert made.programs == made.problems == 8
 
 
+def test_problems_that_are_given_are_prepared_measured_or_not_for_their_gpu(tmp_path, pool) -> None:
+    mine = entry(schedule=HINTED, provenance="measured", device="NVIDIA H100")
+    entries = [entry(provenance="measured"), mine]
+    other = PROBLEM.replace(batch=3, head_dim=80)
+    made = prepare(tmp_path / "b.zip", entries, problems=[PROBLEM, other], device="NVIDIA H100")
+    assert (made.problems, made.programs) == (2, 2)
+    by_problem = {each.problem: each.schedule for each in read_bundle(tmp_path / "b.zip").programs}
+    assert by_problem.keys() == {PROBLEM, other}
+    assert by_problem[PROBLEM] == HINTED
+    assert prepare(tmp_path / "c.zip", [], problems=[PROBLEM]).programs == 1
+
+
+def test_warmup_builds_what_was_seen_of_every_kernel(tmp_path, pool, monkeypatch, capsys) -> None:
+    from tiledsched.cli import main
+
+    words = {"place": "", "layout": "strided", "arch": ARCH, "device": "NVIDIA H200", "provenance": "", "rival": ""}
+    line = {"v": 1, "id": 0, "schedule": {}, **words}
+    sample = PROBLEM.replace(seq_q=4001, seq_k=4001)
+    line |= {"problem": Attention.similarity.bucketed(sample).to_json(), "sample": sample.to_json()}
+    (tmp_path / "seen").mkdir()
+    (tmp_path / "seen" / "a.jsonl").write_text(json.dumps(line))
+    assert main(["warmup", "--seen", "--json"], devices=list) == 0
+    (made,) = json.loads(capsys.readouterr().out)["bundles"]
+    assert (made["arch"], made["problems"], made["failures"]) == (ARCH, 2, [])
+    assert main(["warmup", "--seen", "--also", "decode"], devices=list) == 2
+    assert "leave out --also" in capsys.readouterr().err
+
+
 def test_what_does_not_build_is_told_and_the_rest_is_written(tmp_path, pool) -> None:
     entries = [entry(), entry(PROBLEM.replace(causal=True), SCHEDULE.replace(tile_m=128))]
     made = prepare(tmp_path / "b.zip", entries)
-    assert made.programs == 1
+    assert made.programs == 2  # the default is served instead
     assert made.to_json()["failures"][0]["message"] == "too big"
     assert "1 would not build (too big)" in str(made)
     with pytest.raises(ConfigError, match="tiledsched tune attention --arch sm_121"):
@@ -615,7 +630,19 @@ def test_what_does_not_build_is_told_and_the_rest_is_written(tmp_path, pool) -> 
             ArtifactStore(),
             Pool(),
             "a compiler",
+            SETTINGS,
         )
+
+
+def spilling(build):
+    """Builds of which those with an occupancy of 2 spill."""
+
+    def build_spilling(self, tasks):
+        for each in build(self, tasks):
+            keeps = 128 if each.task.schedule["occupancy"] == 2 else 8
+            yield replace(each, artifact=replace(each.artifact, facts=replace(each.artifact.facts, spill_bytes=keeps)))
+
+    return build_spilling
 
 
 def test_the_next_choice_of_what_spills_is_prepared_too(tmp_path, pool, monkeypatch) -> None:
@@ -623,19 +650,62 @@ def test_the_next_choice_of_what_spills_is_prepared_too(tmp_path, pool, monkeypa
     first, second = SCHEDULE.replace(occupancy=2), SCHEDULE.replace(occupancy=3)
     tuned = entry(schedule=first, runner_up=second, margin=0.02, provenance="measured")
     other = PROBLEM.replace(seq_q=1025, seq_k=1025)
-    build = Pool.build
-
-    def spilling(self, tasks):
-        for each in build(self, tasks):
-            keeps = 128 if each.task.schedule["occupancy"] == 2 else 8
-            yield replace(each, artifact=replace(each.artifact, facts=replace(each.artifact.facts, spill_bytes=keeps)))
-
-    monkeypatch.setattr(Pool, "build", spilling)
+    monkeypatch.setattr(Pool, "build", spilling(Pool.build))
     assert prepare(tmp_path / "a.zip", [tuned]).programs == 1
     made = prepare(tmp_path / "b.zip", [tuned], likely=lambda problem: [other])
     assert (made.problems, made.programs) == (2, 3)
-    prepared = {(each.problem, each.schedule["occupancy"]) for each in read_bundle(tmp_path / "b.zip").programs}
-    assert prepared == {(PROBLEM, 2), (other, 2), (other, 3)}
+    bundle = read_bundle(tmp_path / "b.zip")
+    assert {(each.problem, each.schedule["occupancy"]) for each in bundle.programs} == {
+        (PROBLEM, 2),
+        (other, 2),
+        (other, 3),
+    }
+    # What was found out is kept in the bundle, for machines without a compiler.
+    (lost,) = made.lost
+    assert (lost.task.problem, lost.task.schedule["occupancy"]) == (other, 2)
+    program_class = launches.problem_class(Attention, other, lost.task.schedule, arch_spec(ARCH)).id
+    assert bundle.spills == {"attention": {ARCH: {lost.task.schedule.id: {program_class: 128}}}}
+    monkeypatch.setenv("TILEDSCHED_BUNDLE", str(tmp_path / "b.zip"))
+    monkeypatch.setattr("tiledsched.serve.entries.compiler_at_hand", lambda: "")
+    assert table_of([tuned], load_settings(), kernel=Attention).resolve(other, ARCH).schedule["occupancy"] == 3
+
+
+def test_warmup_stores_what_spills(tmp_path, pool, monkeypatch, capsys) -> None:
+    from tiledsched.cli import main
+
+    entries = [entry(schedule=SCHEDULE.replace(occupancy=2), runner_up=SCHEDULE.replace(occupancy=3))]
+    monkeypatch.setattr("tiledsched.serve.entries.load_entries", lambda *given: entries)
+    monkeypatch.setattr(Pool, "build", spilling(Pool.build))
+    assert main(["warmup", "--arch", ARCH, "--json"]) == 0
+    (said,) = json.loads(capsys.readouterr().out)["bundles"]
+    assert said["programs"] == 2
+    table = load_table(load_settings(), kernel=Attention)
+    assert table.resolve(PROBLEM, ARCH).schedule["occupancy"] == 3
+    assert main(["warmup", "--arch", ARCH, "--json"]) == 0
+    (said,) = json.loads(capsys.readouterr().out)["bundles"]
+    assert (said["programs"], said["compiled"]) == (1, 0)
+
+
+def test_the_next_choice_of_what_does_not_build_is_prepared_too(tmp_path, pool) -> None:
+    first, second = SCHEDULE.replace(tile_m=128), SCHEDULE.replace(occupancy=3)
+    tuned = entry(schedule=first, runner_up=second, margin=0.02, provenance="modelled")
+    made = prepare(tmp_path / "b.zip", [tuned])
+    assert [failure.message for _, failure in made.failures] == ["too big"]
+    assert [each.schedule for each in read_bundle(tmp_path / "b.zip").programs] == [second]
+
+
+def test_problems_that_nobody_tuned_are_prepared_by_the_schedules_that_they_are_served_with(pool, tmp_path) -> None:
+    """What transfers serve; and in the cache folder, where the first launch finds it by its name."""
+    tuned = entry(schedule=HINTED, provenance="measured")
+    near = PROBLEM.replace(seq_q=1100, seq_k=1100)
+    made = prepare(None, [tuned], problems=[near])
+    assert (made.problems, made.programs, made.path) == (1, 1, programs_folder(SETTINGS, ARCH))
+    (task,) = pool.tasks
+    assert (task.problem, task.schedule["occupancy"]) == (near, 2)
+    (kernel,) = make_kernel(Attention, task.schedule, near, SETTINGS, arch_spec(ARCH))
+    cubin, symbol, *more = kernel._compile(asked(near, task.schedule), None, (9, 0))
+    assert (len(cubin), symbol, more) == (24, "attention", [None, ()])
+    assert prepare(None, [], problems=[PROBLEM]).programs == 1  # where nothing is tuned, the default is served
 
 
 # The commands
@@ -652,7 +722,7 @@ def test_warmup_and_bundle_write_and_tell(tmp_path, pool, small_table, capsys) -
 
     assert main(["warmup", "--arch", ARCH, "--json"]) == 0
     (said,) = json.loads(capsys.readouterr().out)["bundles"]
-    assert said["file"] == str(tmp_path / "cache" / "bundles" / f"attention-{ARCH}.zip")
+    assert said["file"] == str(tmp_path / "cache" / "programs" / ARCH)
     assert (said["programs"], said["failures"]) == (1, [])
     assert said["seconds"] >= 0
     pool.tasks.clear()
@@ -687,7 +757,8 @@ def test_a_bundle_is_for_the_hosts_that_load_it(words, host, tmp_path, pool, mon
         (said,) = json.loads(capsys.readouterr().out)["bundles"]
         assert said["host_arch"] == host
         assert [task.host_arch for task in pool.tasks] == [host] * tasks
-    assert {each.host_arch for each in read_bundle(Path(said["file"])).programs} == {host}
+    if "-o" in words:
+        assert {each.host_arch for each in read_bundle(Path(said["file"])).programs} == {host}
 
 
 def test_hosts_are_chosen_for_a_file(capsys) -> None:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tiledsched.ops.sdpa import sdpa as sdpa
     from tiledsched.ops.varlen import sdpa_paged as sdpa_paged
     from tiledsched.ops.varlen import sdpa_varlen as sdpa_varlen
+    from tiledsched.serve.capture import capture as capture
     from tiledsched.serve.op import op as op
     from tiledsched.serve.ranks import check_ranks as check_ranks
     from tiledsched.tuning.session import check as check
@@ -55,6 +56,7 @@ _PUBLIC = {
     "core.space_files": "load_space space_for",
     "ops.sdpa": "explain sdpa",
     "ops.varlen": "sdpa_paged sdpa_varlen",
+    "serve.capture": "capture",
     "serve.op": "op",
     "serve.ranks": "check_ranks",
     "tuning.session": "check tune",

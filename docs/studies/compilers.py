@@ -18,12 +18,12 @@ from pathlib import Path
 from tiledsched.bench.rows import OK, BenchRow, append_rows, read_rows
 from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.cubin import Artifact
-from tiledsched.core.config import Settings, load_settings
+from tiledsched.core.config import load_settings
 from tiledsched.core.errors import Failure, TiledschedError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.measure.runner import Candidate, Runner
 from tiledsched.serve.entries import load_entries
-from tiledsched.serve.prebuilt import usable_bundles
+from tiledsched.serve.prebuilt import usable_bundle
 from tiledsched.store.records import Entry
 from tiledsched.studies.ablation.ladder import outcome_of
 from tiledsched.tuning.problems import kernel_of, problems_of
@@ -47,14 +47,14 @@ def served_by(entries: Iterable[Entry], problem: Problem, device: str) -> dict[s
 
 
 class MachineCode:
-    """Measured machine code by its fingerprint, from the cache or else from bundles."""
+    """Measured machine code by its fingerprint, from the cache or else from the bundle in use."""
 
-    def __init__(self, store: ArtifactStore, kernel: KernelClass, arch: str, settings: Settings) -> None:
+    def __init__(self, store: ArtifactStore, kernel: KernelClass, arch: str) -> None:
         self._store, self._arch = store, arch
+        bundle = usable_bundle(kernel)
         self._bundled = {
             program.fingerprint: (bundle, program)
-            for bundle in usable_bundles(kernel, settings)
-            for program in bundle.programs
+            for program in (bundle.programs if bundle else ())
             if (program.kernel, program.arch) == (kernel.name, arch)
         }
 
@@ -154,7 +154,7 @@ def run(
     entries = load_entries(settings, {arch}, kernel.name)
     cells = {row.cell for row in done}
     with Session(arch, settings=settings) as session:
-        code = MachineCode(session.artifacts, kernel, arch, settings)
+        code = MachineCode(session.artifacts, kernel, arch)
         runner = session.open_runner(kernel, "gpu", without="--summary FILE")
         assert runner is not None
         builder = session.builder(kernel)

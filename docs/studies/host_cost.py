@@ -12,6 +12,7 @@ import argparse
 import gc
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,6 +25,8 @@ from tiledsched.core.files import csv_text, write_whole
 
 CALLS_PER_BLOCK = 20
 """Calls between two waits for the GPU: few enough that its queue never fills."""
+WARM_CALLS = 6
+"""Calls before a block whose plans were made anew."""
 LOOKUPS = 100
 """Lookups in one sample, because the clock is too coarse for one."""
 
@@ -99,17 +102,23 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def make_methods() -> dict[str, HostMethod]:
-    """All methods, on B=1 H=8 S=512 D=64 float16, which is so small that the host takes longer than the GPU."""
+def make_methods(notes: str | None = None) -> dict[str, HostMethod]:
+    """All methods, on B=1 H=8 S=512 D=64 float16, which is so small that the host takes longer than the GPU.
+
+    Args:
+        notes: only `sdpa`, and the same while its problems are captured in this folder.
+    """
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
+    from tiledsched.core.config import configure
     from tiledsched.ops import plans
     from tiledsched.ops.operator import sdpa_operator
     from tiledsched.ops.sdpa import plan_for, sdpa
     from tiledsched.serve import process
 
+    process.wait_for_programs()  # torch is not to be timed as ours
     q, k, v = (torch.randn((1, 8, 512, 64), device="cuda", dtype=torch.float16) for _ in range(3))
     plan = plan_for(q, k, v).own
     ((kernel, grid, _),), launch = plan.steps, process.runtime.launch
@@ -118,13 +127,30 @@ def make_methods() -> dict[str, HostMethod]:
     with torch.cuda.graph(graph):
         sdpa(q, k, v)
 
+    def call() -> Any:
+        return sdpa(q, k, v)
+
+    @contextmanager
+    def capture(folder: str | None) -> Iterator[None]:
+        """Plans are made anew, whether calls are noted or not, and are hot before anything is timed."""
+        with configure(capture=folder):
+            for _ in range(WARM_CALLS):
+                call()
+            torch.cuda.synchronize()
+            yield
+
     def look_up() -> None:
         find = plans.find_ready
         for _ in range(LOOKUPS):
             find(q, k, v, None, None, False)
 
+    if notes is not None:
+        return {
+            "sdpa": HostMethod(call=call, within=lambda: capture("0")),
+            "sdpa_captured": HostMethod(call=call, within=lambda: capture(notes)),
+        }
     return {
-        "sdpa": HostMethod(call=lambda: sdpa(q, k, v)),
+        "sdpa": HostMethod(call=call),
         "operator": HostMethod(call=lambda: sdpa_operator(q, k, v)),
         "torch_auto": HostMethod(call=lambda: torch_sdpa(q, k, v)),
         "torch_flash": HostMethod(
@@ -139,8 +165,8 @@ def make_methods() -> dict[str, HostMethod]:
     }
 
 
-def run(rounds: int) -> list[HostCost]:
-    """Measure on the current CUDA device.
+def run(rounds: int, notes: str | None = None) -> list[HostCost]:
+    """Measure on the current CUDA device; `notes` is that of :func:`make_methods`.
 
     Raises:
         MeasureError: there is none.
@@ -154,7 +180,7 @@ def run(rounds: int) -> list[HostCost]:
     from tiledsched.measure.lock import holding_current_gpu
 
     with holding_current_gpu(), torch.inference_mode():
-        costs = measure_host_costs(make_methods(), rounds=rounds, synchronize=torch.cuda.synchronize)
+        costs = measure_host_costs(make_methods(notes), rounds=rounds, synchronize=torch.cuda.synchronize)
     return [each if each.method != "lookup" else per_lookup(each) for each in costs]
 
 
@@ -176,10 +202,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the costs, and write the file."""
     parser = argparse.ArgumentParser(prog="python -m docs.studies.host_cost", description="host cost of one call")
     parser.add_argument("--csv", metavar="FILE", help="write the rows to this file")
+    parser.add_argument(
+        "--capture", action="store_true", help="only sdpa, with its problems captured and without, in turn"
+    )
     parser.add_argument("--rounds", type=int, default=200, help=f"blocks of {CALLS_PER_BLOCK} calls per method (200)")
     options = parser.parse_args(arguments)
     try:
-        costs = run(options.rounds)
+        with tempfile.TemporaryDirectory() as notes:
+            costs = run(options.rounds, notes if options.capture else None)
     except MeasureError as error:
         parser.exit(error.exit_code, f"{error}\n")
     for each in costs:

@@ -261,6 +261,7 @@ def main() -> None:
     from tiledsched.bench.harness import TorchHarness
 
     harness = TorchHarness()
+    process.wait_for_programs()  # torch is not to be timed as ours
     entries = load_entries(process.settings(), {harness.arch}, Attention.name)
     tables = tables_of(asked.policies, entries)
     work = {each: chosen(each, tables, harness.arch, harness.device) for each in problems_of(asked.seeds, entries)}

@@ -3,7 +3,7 @@ r"""Times what is served for problems that nobody tuned beside every installed r
     python -m docs.studies.untuned --seed 4901 --attention 120 --matmul 80 --csv untuned.csv
     python -m docs.studies.untuned --summary untuned.csv
 
-Problems are drawn at random from the mixes of `drawn_attention` and `drawn_products`; those that a table knows are left out. All
+Problems are drawn at random from the mixes of `drawn_attention` and `drawn_products`; those that ship tuned are left out. All
 programs are built ahead in a pool of processes. All methods of a problem then take turns in one paced run, each launch queued
 behind a kernel that spins, so that the time on the GPU is told apart from the time that a call takes the host.
 
@@ -38,7 +38,7 @@ from docs.studies.flags import count, positive
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import compiler_at_hand
-from tiledsched.core.config import SETTINGS
+from tiledsched.core import data_files
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import TiledschedError
 from tiledsched.core.files import csv_text, write_whole
@@ -47,14 +47,17 @@ from tiledsched.core.problem import Problem
 from tiledsched.core.registry import kernel_named, problem_from_json
 from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import Schedule
+from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.matmul import Matmul
 from tiledsched.serve.bundle import VARIABLE, BundledProgram, write_bundle
 from tiledsched.serve.entries import load_entries, table_of
-from tiledsched.serve.forecast import OURS, timed_problems
+from tiledsched.serve.forecast import OURS, TimedProblem, timed_problems
 from tiledsched.serve.lookup import Served
 from tiledsched.serve.rivals import DISPATCH_US, forecast_offers
+from tiledsched.serve.transfer import log_us
 from tiledsched.store.exchange import read_text
+from tiledsched.store.shipped import read_shipped_entries
 
 ROUNDS = 9
 """Samples of each method."""
@@ -309,11 +312,16 @@ def cross_validated(rows: Iterable[Row], kernel: str, arch: str = "sm_90") -> li
 
     declared = kernel_named(kernel)
     entries = load_entries(process.settings(), {arch}, declared)
-    found = []
-    for text, times in drawn_times(rows, kernel):
+    space, spec, found = space_for(arch, declared), arch_spec(arch), []
+
+    def default_us(p: Problem) -> float:
+        return math.exp(log_us(p, space.default(p), spec))
+
+    for text, times, schedule in drawn_times(rows, kernel):
         p = problem_from_json(json.loads(text))
-        timed = timed_problems(declared, arch, entries, {p})
-        forecasts = timed.forecast(p) if timed else {}
+        timed = timed_problems(declared, arch, entries, default_us, p)
+        ours_us = math.exp(log_us(p, schedule, spec)) if schedule else 0.0
+        forecasts = timed.forecast(p, ours_us, default_us(p)) if timed and schedule else {}
         rivals = {name: us for name, us in times.items() if name != OURS}
         if not (rivals and forecasts and OURS in times):
             continue
@@ -357,8 +365,8 @@ def summary(every: Sequence[Judged], worst: int = 10) -> str:
     return "\n".join(lines) + "\n"
 
 
-def drawn_times(rows: Iterable[Row], kernel: str) -> list[tuple[str, dict[str, float]]]:
-    """Each problem of a kernel, as JSON, with the times of rivals and of what was served of ours."""
+def drawn_times(rows: Iterable[Row], kernel: str) -> list[tuple[str, dict[str, float], Schedule | None]]:
+    """Each problem of a kernel, as JSON, with the times of rivals and of what was served of ours, and the schedule of that."""
     groups: dict[str, dict[str, Row]] = defaultdict(dict)
     for row in rows:
         if row.kernel == kernel and row.us is not None:
@@ -368,28 +376,49 @@ def drawn_times(rows: Iterable[Row], kernel: str) -> list[tuple[str, dict[str, f
         own = [row for name, row in sorted(methods.items()) if name.startswith("ours")]
         served = [row for row in own if not spilled(row.spill_bytes)] or own
         times = {name: row.us or 0.0 for name, row in methods.items() if not name.startswith("ours")}
-        told.append((text, times | ({OURS: served[0].us or 0.0} if served else {})))
+        schedule = Schedule(json.loads(served[0].schedule)) if served else None
+        told.append((text, times | ({OURS: served[0].us or 0.0} if served else {}), schedule))
     return told
 
 
-def shipped_times(rows: Sequence[Row], kernel: str) -> dict[str, Any]:
-    """What `tuning_db/model/KERNEL/timed_ARCH.json` holds, from rows: times, and for each method the time on the host that the
-    quickest 2% of its calls take, because builds beside them slow the others."""
+def shipped_times(rows: Sequence[Row], kernel: str, arch: str = "sm_90") -> dict[str, Any]:
+    """What `tuning_db/model/KERNEL/timed_ARCH.json` holds: times from rows, and those of rivals in the table that ships; what the
+    model gives for our schedule that was timed and for the default one; and for each method the time on the host that its
+    quickest 2% of calls take, because builds beside them slow the others."""
+    declared, spec = kernel_named(kernel), arch_spec(arch)
+    space = space_for(arch, declared)
     hosts: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         if row.kernel == kernel and row.us is not None:
             hosts[OURS if row.method.startswith("ours") else row.method].append(row.host_us or 0.0)
     names = sorted(hosts)
+    told = {
+        problem_from_json(json.loads(text)): (times, schedule) for text, times, schedule in drawn_times(rows, kernel)
+    }
+    for entry in read_shipped_entries(table_path(kernel, arch)):
+        times = {each.name: each.median_us for each in entry.rivals or () if each.median_us and each.name in hosts}
+        if times and entry.problem.declaration.similarity.timing_features(entry.problem):
+            told.setdefault(entry.problem, (times, None))
+    lines = []
+    for p, (times, schedule) in told.items():
+        modelled = [math.exp(log_us(p, each, spec)) if each else None for each in (space.default(p), schedule)]
+        row = TimedProblem.of(p, times, spec, modelled[0] or 0.0, modelled[1])
+        lines.append(
+            {
+                "problem": row.problem,
+                "place": [round(each, 4) for each in row.place],
+                "us": [round(us, 2) if (us := times.get(name)) else None for name in names],
+                "base_us": round(row.base_us, 2),
+                "ours_us": row.ours_us and round(row.ours_us, 2),
+            }
+        )
     return {
         "schema_version": 1,
         "versions": next((row.versions for row in rows if row.kernel == kernel and row.versions), ""),
         "seeds": sorted({row.seed for row in rows if row.kernel == kernel}),
         "methods": names,
         "host_us": {name: round(sorted(hosts[name])[len(hosts[name]) // 50], 1) for name in names},
-        "rows": [
-            {"problem": json.loads(text), "us": [round(us, 2) if (us := times.get(name)) else None for name in names]}
-            for text, times in drawn_times(rows, kernel)
-        ],
+        "rows": lines,
     }
 
 
@@ -428,6 +457,11 @@ def drawn_losses(rows: Iterable[Row], kernel: str, arch: str = "sm_90") -> dict[
         for (other, group, up_to), losses in sorted(groups.items())
     ]
     return {"schema_version": 1, "bands": bands}
+
+
+def table_path(kernel: str, arch: str) -> Path:
+    """The table of a kernel that ships."""
+    return data_files.tuning_db() / "tables" / kernel / f"{arch}.json"
 
 
 def write_times(rows: Sequence[Row], kernel: str, path: Path) -> None:
@@ -780,16 +814,14 @@ def main() -> None:
         parser.error("--seed and --csv are needed; or --summary")
     began = time.monotonic()
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # else each process compiles its own
-    if "compile" in SETTINGS:  # else a rival would be timed in place of what is being compiled
-        os.environ.setdefault("TILEDSCHED_COMPILE", "wait")
-    from tiledsched.serve import process
+    os.environ.setdefault("TILEDSCHED_COMPILE", "wait")  # else torch would be timed in place of what is being compiled
 
     timer = Timer()
     rows = read(asked.csv) if asked.csv.exists() else []
     done = {row.problem for row in rows}
     seeds: dict[Problem, int] = {}
     for kernel in DRAWS:
-        known = [each.problem for each in load_entries(process.settings(), {timer.arch}, kernel)]
+        known = [each.problem for each in read_shipped_entries(table_path(kernel, timer.arch))]
         for p in drawn(kernel, asked.seed, getattr(asked, kernel), known):
             if json.dumps(p.to_json(), sort_keys=True) not in done:
                 seeds[p] = asked.seed

@@ -32,6 +32,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from docs.studies.flags import integers, positive, words
+from tiledsched import configure
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.errors import ConfigError, TiledschedError
 from tiledsched.core.extras import installing, package_version
@@ -536,20 +537,36 @@ def in_fresh_processes(
         if not left():
             return
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
-            environment = {name: value for name, value in child_environment().items() if name not in KEPT_ELSEWHERE}
-            environment |= {name: os.path.join(home, name.lower()) for name in HOMES}
-            for name in HOMES:
-                os.mkdir(environment[name])
-            with subprocess.Popen(
-                [*COMMAND, *arguments(run)], env=environment, cwd=home, stdout=subprocess.PIPE, text=True
-            ) as process:
-                try:
-                    yield from filter(None, map(_read, process.stdout or ()))
-                except BaseException:
-                    process.kill()
-                    raise
-        if process.returncode:
-            raise _RunFailedError(run, process.returncode)
+            yield from in_a_process(run, arguments(run), make_home(home), home)
+
+
+def make_home(folder: str) -> dict[str, str]:
+    """Make a user's folders in a folder, and give the environment of a process that has them as its own."""
+    environment = {name: value for name, value in child_environment().items() if name not in KEPT_ELSEWHERE}
+    environment |= {name: os.path.join(folder, name.lower()) for name in HOMES}
+    for name in HOMES:
+        os.mkdir(environment[name])
+    return environment
+
+
+def in_a_process(
+    run: int, arguments: Sequence[str], environment: Mapping[str, str], folder: str
+) -> Iterator[Row | Comparison]:
+    """What one process finds with these arguments.
+
+    Raises:
+        TiledschedError: it failed; it has said why.
+    """
+    with subprocess.Popen(
+        [*COMMAND, "--run", str(run), *arguments], env=environment, cwd=folder, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield from filter(None, map(_read, process.stdout or ()))
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
+        raise _RunFailedError(run, process.returncode)
 
 
 def _read(line: str) -> Row | Comparison | None:
@@ -656,6 +673,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the arguments, run, and print."""
     options, started = _parser().parse_args(arguments), time.monotonic()
+    configure(compile="wait")  # else torch computes the first calls
     models = {name: replace(MODELS[name], layers=options.layers) for name in options.model}
     works = [
         Workload(
@@ -680,8 +698,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def child(run: int) -> list[str]:
         compares = run == 1 and not options.no_compare
         return [
-            "--run",
-            str(run),
             "--model",
             ",".join(models),
             "--batch",

@@ -103,7 +103,7 @@ def compile_task(task: BuildTask) -> Built:
     except Exception as error:  # whatever a compiler trips over must cost one candidate, not the run
         if is_full(error) or FULL.search(str(error)) or not has_room(tempfile.gettempdir()):
             raise no_room(tempfile.gettempdir(), _first_line(error)) from error
-        kind = FailureKind.COMPILER_KILLED if _of_the_day(error) else FailureKind.COMPILE_ERROR
+        kind = FailureKind.COMPILER_KILLED if says_nothing_of_program(error) else FailureKind.COMPILE_ERROR
         failure = Failure(kind=kind, message=_first_line(error))
     return Built(task=task, artifact=artifact, failure=failure, seconds=time.perf_counter() - started)
 
@@ -150,8 +150,8 @@ def pass_on_worker_warps() -> None:
         _ir2bytecode._resolve_num_worker_warps = lambda warps, version: warps  # checked when the hint was given
 
 
-def _of_the_day(error: BaseException) -> bool:
-    """Whether it says nothing of the program: the system ended the compiler, or had no file, space or memory for it."""
+def says_nothing_of_program(error: BaseException) -> bool:
+    """Whether an error says nothing of the program: the system ended the compiler, or had no file, space or memory for it."""
     words = str(error)
     return (
         isinstance(error, (OSError, MemoryError)) or words.startswith("Return code -") or bool(NO_MEANS.search(words))

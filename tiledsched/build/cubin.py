@@ -66,10 +66,10 @@ def join(artifacts: Sequence[Artifact]) -> Artifact:
 
 def parts(data: bytes) -> list[bytes]:
     """The cubins, as a driver loads them, of a file that :func:`join` made, or of one kernel."""
-    return [carried(part)[0] for part in _separate(data)]
+    return [carried(part)[0] for part in parts_with_host_code(data)]
 
 
-def _separate(data: bytes) -> list[bytes]:
+def parts_with_host_code(data: bytes) -> list[bytes]:
     """The files that :func:`join` put together; of one kernel its own."""
     if not data.startswith(SEQUENCE):
         return [data]
@@ -111,7 +111,7 @@ def read_artifact(data: bytes, arch: str, reference: bytes = b"") -> Artifact:
         CompilerError: the bytes are not a cubin with one kernel.
     """
     if data.startswith(SEQUENCE):
-        return join([read_artifact(part, arch) for part in _separate(data)])
+        return join([read_artifact(part, arch) for part in parts_with_host_code(data)])
     cubin, known = carried(data)
     reference = reference or known
     sections = _sections(cubin)

@@ -19,7 +19,7 @@ from tiledsched.cli.output import note
 from tiledsched.cli.problems import describe_kernel
 from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.device import ARCHS, arch_named, arch_spec
-from tiledsched.core.errors import ConfigError
+from tiledsched.core.errors import ConfigError, MeasureError
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.registry import SHIPPED, load_kernel
 from tiledsched.measure import nvml
@@ -91,6 +91,13 @@ class Invocation:
             text()
         else:
             print(text)
+
+    def gpus(self) -> Sequence[Device]:
+        """The GPUs here; none where there is no GPU, or its driver does not answer."""
+        try:
+            return self.devices()
+        except MeasureError:
+            return ()
 
     def arch(self, given: str | None) -> str:
         """The arch that `--arch` names, or that of the first GPU here, or the usual one; what was not given is announced."""

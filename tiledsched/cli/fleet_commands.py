@@ -26,9 +26,11 @@ from tiledsched.cli.bench_commands import bench
 from tiledsched.cli.output import note
 from tiledsched.cli.problems import named_problems
 from tiledsched.cli.result_commands import written_report
+from tiledsched.cli.seen import choose as choose_seen
+from tiledsched.cli.seen import ranked
 from tiledsched.cli.tuning_commands import measured_problems, needs_folder, record, refresh, tune
 from tiledsched.core.errors import ConfigError
-from tiledsched.core.problem import KernelClass
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.fleet.campaign import DEADLINE_S, LEASE_S, MOST_ATTEMPTS
 
 if TYPE_CHECKING:
@@ -37,7 +39,21 @@ if TYPE_CHECKING:
 
 SINGLE: dict[str, Command] = {"tune": tune, "record": record, "refresh": refresh, "bench": bench}
 """The commands that a fleet can run."""
-HERE = ("kernel", "problem", "suite", "arch", "jobs", "report", "replay", "out", "csv", "summary", "budget", "budget_s")
+HERE = (
+    "kernel",
+    "problem",
+    "suite",
+    "seen",
+    "arch",
+    "jobs",
+    "report",
+    "replay",
+    "out",
+    "csv",
+    "summary",
+    "budget",
+    "budget_s",
+)
 """Parameters of those commands that the machine which opens a campaign takes care of; the others go to its workers."""
 workers_option = option(
     "--workers",
@@ -167,6 +183,8 @@ def _plan(run: Invocation, name: str, given: dict[str, Any], archs: list[str], l
 
     kernel: KernelClass = given["kernel"]
     options = {key: value for key, value in given.items() if key not in HERE}
+    if given.get("seen"):
+        return _plan_seen(run, name, given, archs, options, limits)
     if name == "refresh":  # what is measured differs from arch to arch
         by_arch = {arch: measured_problems(run, kernel, arch, given["problem"]) for arch in archs}
         problems = [problem for found in by_arch.values() for problem in found]
@@ -180,6 +198,28 @@ def _plan(run: Invocation, name: str, given: dict[str, Any], archs: list[str], l
             raise ConfigError(f"{given['csv']} is there already; choose another file")
         choose_methods(kernel, given["methods"], problems)  # a wrong name would fail every problem on every host
     return plan(name, kernel, problems, archs, options=options, limits=limits)
+
+
+def _plan_seen(
+    run: Invocation, name: str, given: dict[str, Any], archs: list[str], options: dict[str, Any], limits: Any
+) -> CampaignPlan:
+    """The campaign of a command with `--seen`, which is of one kernel: what was seen on each arch, most worthwhile first."""
+    from tiledsched.fleet.running import plan
+
+    kernel: KernelClass = given["kernel"]
+    more = {"filters": given["problem"], "suite": given.get("suite")}
+    found = choose_seen(run, given["seen"], kernel=kernel.name, archs=archs, **more)
+    by_arch: dict[str, list[Problem]] = {arch: [] for arch in archs}
+    for row in ranked(run, found):
+        by_arch[row.seen.arch].append(row.seen.problem)
+    if name == "refresh":
+        by_arch = {
+            arch: [each for each in measured_problems(run, kernel, arch, ()) if each in found]
+            for arch, found in by_arch.items()
+        }
+    problems = list(dict.fromkeys(problem for each in by_arch.values() for problem in each))
+    planned = plan(name, kernel, problems, archs, options=options, limits=limits)
+    return dataclasses.replace(planned, problems=by_arch)
 
 
 def _write_landscapes(db: TuningDB, results: Any, folder: Path) -> list[Path]:

@@ -9,26 +9,31 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tiledsched.cli.app import Invocation, arch_option, command, jobs_option, kernel_argument, option
+from tiledsched.cli.app import Invocation, arch_option, command, jobs_option, kernel_argument, option, problem_options
 from tiledsched.cli.output import note, print_wrapped
-from tiledsched.cli.problems import read_variants
+from tiledsched.cli.problems import named_problems, read_variants
+from tiledsched.cli.seen import choose, kernel_is_named, seen_option
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ConfigError
-from tiledsched.core.problem import KernelClass
-from tiledsched.store.records import Entry
+from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.store.records import BuildRecord, Entry
 
 if TYPE_CHECKING:
+    from tiledsched.build.compiler import Built
+    from tiledsched.build.toolchain import Toolchain
     from tiledsched.doctor import Finding
 
 
 @command("warmup")
 @kernel_argument
+@problem_options
+@seen_option
 @arch_option("which GPUs, e.g. sm_90 (default: those of the GPUs here)", many=True)
 @option(
     "--also",
     default="",
     metavar="WORDS",
-    help="also problems unlike those tuned; of attention any-length, decode, dtype=bfloat16, group=1:4, with commas",
+    help="also problems unlike those; of attention any-length, decode, dtype=bfloat16, group=1:4, with commas",
 )
 @option(
     "-o",
@@ -48,6 +53,9 @@ if TYPE_CHECKING:
 def warmup(
     run: Invocation,
     kernel: KernelClass,
+    problem: tuple[str, ...],
+    suite: str | None,
+    seen: str | None,
     arch: list[str] | None,
     also: str,
     out: str | None,
@@ -57,53 +65,99 @@ def warmup(
 ) -> int:
     """Compile ahead what is served, so that no program has to.
 
-    The machine code goes to the cache folder, where every process of this user finds it, or with -o to a file that the
-    variable TILEDSCHED_BUNDLE names on another machine. No GPU is needed. Exit code 1 if something would not build.
+    That is what the tuned table serves for its own problems, or for those named. The machine code goes to the cache folder,
+    where every process of this user finds it, or with -o to a file that the variable TILEDSCHED_BUNDLE names on another machine.
+    No GPU is needed. Exit code 1 if something would not build.
 
     \b
     tiledsched warmup
+    tiledsched warmup -p B=4,H=32/8,S=1500:2000:3000,D=128,dtype=bfloat16
+    tiledsched warmup --seen              # what your programs called
     tiledsched warmup --arch sm_90 --also any-length,decode -o attention.zip
     """
     from tiledsched.build.compiler import prepare_process
     from tiledsched.build.pool import BuildPool
 
     prepare_process()  # before cuTile is imported, which else makes a folder that is left behind where this is killed
-    from tiledsched.serve.bundle import warm_path
     from tiledsched.serve.entries import load_entries, load_table
     from tiledsched.serve.warmup import prepare, renamed_by_contents
 
-    variants, settings, archs = read_variants(kernel, also), run.settings(), run.archs(arch)
+    variants, settings = read_variants(kernel, also), run.settings()
+    device_names = {device.arch: device.name for device in run.gpus()}
+    wanted: dict[tuple[KernelClass, str], list[Problem]]
+    if seen:
+        if also or campaign:
+            raise ConfigError("--seen says which problems are meant; leave out --also and --campaign")
+        only = kernel.name if kernel_is_named() else None
+        found = choose(run, seen, kernel=only, archs=arch, filters=problem, suite=suite)
+        device_names.update((one.arch, one.device) for one in found.problems)
+        wanted = {
+            (one, name): problems
+            for name in found.archs
+            for one, problems in found.by_kernel(arch=name, samples=True).items()
+        }
+    else:
+        named = named_problems(kernel, problem, suite) if problem or suite else []
+        wanted = {(kernel, name): named for name in run.archs(arch)}
+    archs = list(dict.fromkeys(each for _, each in wanted))
     if out and len(archs) > 1:
         raise ConfigError(f"a bundle is of one arch, and here are {', '.join(archs)}; pass --arch with one of them")
+    if out and len(wanted) > 1 and not os.path.isdir(out):
+        names = ", ".join(each.name for each, _ in wanted)
+        raise ConfigError(
+            f"a bundle is of one kernel, and here are {names}; name one, or give -o a folder that is there"
+        )
     if (campaign or host_arch) and not out:
         flag = "--campaign" if campaign else "--host-arch"
         raise ConfigError(f"{flag} chooses what goes to a file; pass -o FILE, too")
-    entries, table = load_entries(settings), load_table(settings, kernel=kernel)
+    entries = load_entries(settings)
     if campaign:
         entries = _done_by(run, campaign, entries)
     results = []
     with BuildPool(jobs) as pool:
-        for each in archs:
+        for (kernel, each), problems in wanted.items():
             session, host = run.session(each), host_arch or (out and arch_spec(each).host_arch)
-            warm = warm_path(each, settings, kernel.name)
-            path = Path(out) if out else warm
-            in_folder = os.path.isdir(path)
+            path = Path(out) if out else None
+            in_folder = path is not None and os.path.isdir(path)
             done = prepare(
                 each,
-                path / f".{os.getpid()}.zip" if in_folder else path,
+                path / f".{os.getpid()}.zip" if path is not None and in_folder else path,
                 entries,
-                table,
+                load_table(settings, kernel=kernel),
                 kernel,
                 session.artifacts.for_host(host) if host else session.artifacts,
                 pool,
                 session.toolchain.compiler,
-                likely=lambda problem: kernel.likely(problem, variants) if variants else (),
-                others=[warm],
+                settings,
+                problems=problems,
+                device=device_names.get(each, ""),
+                likely=lambda problem: kernel.likely(problem, variants) if variants else (),  # noqa: B023  # called at once
                 progress=note,
             )
+            if done.lost:
+                with run.open_db() as db:
+                    db.record_builds([_record_of(kernel, session.toolchain, built) for built in done.lost])
             results.append(renamed_by_contents(done, kernel.name) if in_folder else done)
     run.print({"bundles": results}, "\n".join(map(str, results)))
     return 1 if any(result.failures for result in results) else 0
+
+
+def _record_of(kernel: KernelClass, toolchain: Toolchain, built: Built) -> BuildRecord:
+    """What is kept of a build of `warmup`, so that every process knows that its program spills or does not build."""
+    from tiledsched.core.launch import problem_class
+
+    task, outcome = built.task, built.artifact or built.failure
+    assert outcome is not None
+    return BuildRecord.of(
+        outcome,
+        kernel=kernel.name,
+        source_hash=kernel.source_hash(),
+        toolchain=toolchain,
+        arch=task.arch,
+        schedule=task.schedule,
+        problem_class=problem_class(kernel, task.problem, task.schedule, arch_spec(task.arch)),
+        seconds=built.seconds,
+    )
 
 
 def _done_by(run: Invocation, campaign: str, entries: list[Entry]) -> list[Entry]:

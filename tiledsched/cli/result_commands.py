@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tiledsched.cli import seen as seen_problems
 from tiledsched.cli import served_output
 from tiledsched.cli.app import (
     FOLDER,
@@ -25,10 +26,10 @@ from tiledsched.cli.app import (
     problem_options,
     target_option,
 )
-from tiledsched.cli.output import note, print_next
+from tiledsched.cli.output import note, plural, print_next
 from tiledsched.cli.problems import matching, named_problems
-from tiledsched.core.errors import ConfigError, MeasureError
-from tiledsched.core.problem import KernelClass
+from tiledsched.core.errors import ConfigError
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import SHIPPED
 from tiledsched.store.records import PROVENANCES
 from tiledsched.tuning.options import TuneOptions
@@ -55,6 +56,8 @@ only_regime = option("--regime", type=REGIMES, help="only what was measured in i
 @option("--compiler", metavar="VERSION", help="what is served with this compiler, or `all` (default: the one here)")
 @option("--layers", is_flag=True, help="which layer answers: the user's, the site's, a bundle, or what ships")
 @option("--landscapes", is_flag=True, help="list the landscapes that ship and the measurements in the database instead")
+@seen_problems.seen_option
+@option("--clear", is_flag=True, heading="Problems", help="with --seen: forget what was seen")
 def show(
     run: Invocation,
     kernel: str | None,
@@ -66,16 +69,24 @@ def show(
     compiler: str | None,
     layers: bool,
     landscapes: bool,
+    seen: str | None,
+    clear: bool,
 ) -> None:
     """List what is tuned, and how it is known.
 
-    Without a filter: for the GPU here. Where there is none, a summary by kernel and arch.
+    Without a filter: for the GPU here. Where there is none, a summary by kernel and arch. With --seen: what your
+    programs called, by what tuning it would win.
 
     \b
     tiledsched show
+    tiledsched show --seen
     tiledsched show attention --arch h200 -p D=128
     tiledsched show -p columns=4096 --provenance measured
     """
+    if clear and not seen:
+        raise ConfigError("--clear forgets what was seen; pass --seen, too")
+    if seen:
+        return _show_seen(run, kernel, problem, arch, seen, clear)
     if landscapes:
         return _show_landscapes(run, kernel, arch)
     from tiledsched.build.toolchain import compiler_at_hand
@@ -84,7 +95,7 @@ def show(
     from tiledsched.store.evidence import for_compiler
 
     bare = not (problem or arch or provenance or regime or device or compiler or layers or run.json)
-    here_archs = _archs_here(run) if bare else set()
+    here_archs = {device.arch for device in run.gpus()} if bare else set()
     found = load_layers(run.settings(), here_archs or None if arch is None else {arch}, kernel or "")
     here = compiler_at_hand() if compiler in (None, "all") else str(compiler)
     entries = combined(found) if compiler == "all" else for_compiler(combined(found), here)
@@ -134,12 +145,20 @@ def show(
         note(f"nothing {what}is tuned for {arch or 'any arch'}; run: tiledsched tune {words}{ships}")
 
 
-def _archs_here(run: Invocation) -> set[str]:
-    """The archs of the GPUs here; none where there is no GPU, or its driver does not answer."""
-    try:
-        return {device.arch for device in run.devices()}
-    except MeasureError:
-        return set()
+def _show_seen(
+    run: Invocation, kernel: str | None, problem: tuple[str, ...], arch: str | None, value: str, clear: bool
+) -> None:
+    """List what programs called, what is most worth tuning first; or forget it."""
+    if clear:
+        folder, files = seen_problems.clear(run, value)
+        run.print({"folder": folder, "removed": files}, f"{plural(files, 'file')} removed from {folder}")
+        return
+    chosen = seen_problems.choose(run, value, kernel=kernel, archs=[arch] if arch else None, filters=problem)
+    rows = seen_problems.ranked(run, chosen)
+    run.print(seen_problems.to_json(rows, chosen), lambda: seen_problems.print_seen(rows))
+    if not run.json:
+        tune = ["tune", *([kernel] if kernel else []), "--seen", *([] if value == seen_problems.HERE else [value])]
+        print_next([("tune them, within ten minutes", [*tune, "--budget", "600"])])
 
 
 def _show_landscapes(run: Invocation, kernel: str | None, arch: str | None) -> None:
@@ -224,20 +243,46 @@ def explain(
 
 @command("report")
 @kernel_argument
+@seen_problems.seen_option
 @arch_option("which GPUs, e.g. sm_90, or sm_90,sm_121 to compare them (default: the GPU here)", many=True)
 @option("-o", "--out", type=FOLDER, default="report", metavar="DIR", help="folder to write to (default: report)")
 @generated_options(TuneOptions, "regime")
 @option("--device", metavar="NAME", help="only measurements of this GPU (default: the newest of the arch)")
 def report(
-    run: Invocation, kernel: KernelClass, arch: list[str] | None, out: str, regime: str | None, device: str | None
+    run: Invocation,
+    kernel: KernelClass,
+    seen: str | None,
+    arch: list[str] | None,
+    out: str,
+    regime: str | None,
+    device: str | None,
 ) -> None:
     """Write a report, with charts, on how much each knob matters.
 
     \b
     tiledsched report
+    tiledsched report --seen              # only what your programs called
     tiledsched report matmul --arch sm_90,sm_121 -o report
     """
-    files = written_report(run, kernel, arch or [run.arch(None)], out, regime=regime, device=device)
+    if seen:
+        only = kernel.name if seen_problems.kernel_is_named() else None
+        found = seen_problems.choose(run, seen, kernel=only, archs=arch)
+        groups = found.by_kernel()
+        files = [
+            file
+            for each, problems in groups.items()
+            for file in written_report(
+                run,
+                each,
+                found.archs,
+                f"{out}/{each.name}" if len(groups) > 1 else out,
+                regime=regime,
+                device=device,
+                only=problems,
+            )
+        ]
+    else:
+        files = written_report(run, kernel, arch or [run.arch(None)], out, regime=regime, device=device)
     run.print({"files": files}, "\n".join(map(str, files)))
 
 
@@ -249,8 +294,9 @@ def written_report(
     *,
     regime: str | None = None,
     device: str | None = None,
+    only: Sequence[Problem] | None = None,
 ) -> list[Path]:
-    """The files of a report on a kernel, written from what the database holds over what ships."""
+    """The files of a report on a kernel, written from what the database holds over what ships; with `only`, on these problems."""
     from tiledsched.report import WithShipped, build_report, write_report
     from tiledsched.serve.entries import load_entries
     from tiledsched.store.db import TuningDB
@@ -263,7 +309,7 @@ def written_report(
         for arch in archs:
             served = load_entries(settings, {arch})
             made = build_report(
-                WithShipped(db, kernel, arch, served),
+                WithShipped(db, kernel, arch, served, None if only is None else set(only)),
                 arch,
                 kernel=kernel,
                 regime=settings.regime,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tiledsched.tuning.check import CheckRow
     from tiledsched.tuning.record import RecordResult
     from tiledsched.tuning.refresh import RefreshReport
+    from tiledsched.tuning.seen import SeenTune
     from tiledsched.tuning.tuner import TuneReport, TuneResult
 
 LOW_CLOCK = (
@@ -81,6 +82,29 @@ def print_tuned(report: TuneReport, replayed: str = "") -> None:
     if any(result.held_down for result in report.results):
         print()
         print_wrapped(LOW_CLOCK)
+
+
+def print_tuned_seen(done: SeenTune, tuned: int) -> None:
+    """Print what a tune of the problems that were seen found, and what is left with what to do about it.
+
+    Args:
+        done: what was found.
+        tuned: problems that were tuned before.
+    """
+    for report in done.reports:
+        print_tuned(report)
+    print()
+    results = sum(len(each.results) for each in done.reports)
+    text = f"{plural(results, 'problem')} done"
+    if tuned:
+        text += f", {tuned} tuned before"
+    print_wrapped(f"{text}.")
+    for problem in done.raced:
+        print_wrapped(f"only raced against rivals, not searched: {problem.kernel} {problem}", "  ")
+    for problem, why in done.left.items():
+        print_wrapped(f"left: {problem.kernel} {problem}: {why}", "  ")
+    if done.raced or done.left:
+        print_wrapped("The same command goes on with these, most worthwhile first; a longer --budget reaches more.")
 
 
 def _candidates(rows: Mapping[str, int]) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,7 @@ from tiledsched.cli.app import (
 from tiledsched.cli.output import note, print_next
 from tiledsched.cli.problems import matching, named_problems
 from tiledsched.cli.result_commands import written_report
+from tiledsched.cli.seen import Chosen, choose, kernel_is_named, only_arch, ranked, seen_option
 from tiledsched.cli.served_output import entry_json
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.labels import format_problem
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
 @command("tune")
 @kernel_argument
 @problem_options
+@seen_option
 @target_option
 @generated_options(TuneOptions, heading="Search")
 @jobs_option
@@ -56,19 +60,23 @@ def tune(
     kernel: KernelClass,
     problem: tuple[str, ...],
     suite: str | None,
+    seen: str | None,
     arch: str | None,
     jobs: int | None,
     report: str | None,
     replay: tuple[str, ...],
     **options: Any,
-) -> None:
+) -> int:
     """Find the best schedules, and serve them from now on.
 
     Schedules are measured where a GPU of the arch is present. Without one they are built, and a performance model ranks
     them. What is served today always takes part, and is replaced only by what is measured to be faster.
 
+    With --seen, every problem that your programs called first races rivals, and then the most worthwhile are searched.
+
     \b
     tiledsched tune
+    tiledsched tune --seen --budget 600
     tiledsched tune -p B=4,H=16,S=4096,D=64:128 --report report
     tiledsched tune matmul --suite llama_8b --arch h200
     """
@@ -76,12 +84,17 @@ def tune(
 
     chosen = TuneOptions.from_mapping(options, "tune")
     if replay:
-        if run.db or report or arch or problem or suite:
+        if run.db or report or arch or problem or suite or seen:
             raise ConfigError(
-                "a replay has the problems and the arch of its files, and stores nothing; leave out -p, --suite, --arch, "
-                "--db and --report"
+                "a replay has the problems and the arch of its files, and stores nothing; leave out -p, --suite, --seen, "
+                "--arch, --db and --report"
             )
-        return rehearse(run, replay, chosen)
+        rehearse(run, replay, chosen)
+        return 0
+    if seen:
+        only = kernel.name if kernel_is_named() else None
+        found_seen = choose(run, seen, kernel=only, archs=[arch] if arch else None, filters=problem, suite=suite)
+        return _tune_seen(run, found_seen, chosen, jobs, report)
     wanted, arch = named_problems(kernel, problem, suite), run.arch(arch)
     with TuneProgress(len(wanted), chosen.budget_s) as watcher, run.session(arch, jobs) as session:
         found = session.tune(kernel, wanted, chosen, watcher=watcher, command={"words": run.words})
@@ -89,11 +102,51 @@ def tune(
     if run.json:
         results, entries = map(tuned_output.tune_result_json, found.results), map(entry_json, found.entries)
         run.print({"run": found.run_id, "results": list(results), "entries": list(entries), "files": files})
-        return
+        return 0
     tuned_output.print_tuned(found)
     if files:
         tuned_output.print_report(files)
     print_next(_next_steps(run, found, {"arch": arch, "report": report, "db": run.db, **options}))
+    return 0
+
+
+def _tune_seen(run: Invocation, found: Chosen, chosen: TuneOptions, jobs: int | None, report: str | None) -> int:
+    """Tune the problems that programs called, of every kernel; the exit code."""
+    from tiledsched.cli.progress import TuneProgress
+    from tiledsched.tuning.seen import tune_by_worth
+
+    arch = only_arch(found)
+    found.by_kernel()  # raises where no kernel is known, and says which are left out
+    flags = {name: getattr(chosen, name) for name in ("regime", "accum_mode", "rivals")}
+    rows = [row for row in ranked(run, found, **flags) if row.served is not None]
+    rows = list({row.seen.problem: row for row in reversed(rows)}.values())[::-1]  # once for GPUs of several names
+    if not rows:
+        raise ConfigError(f"no kernel that was seen has a search space for {arch}; add one (docs/search-space.md)")
+    open_rows = [row for row in rows if not row.is_tuned]
+    with TuneProgress(len(open_rows), chosen.budget_s) as watcher, run.session(arch, jobs) as session:
+        try:
+            done = tune_by_worth(session, open_rows, chosen, watcher=watcher, command={"words": run.words})
+        except KeyboardInterrupt:
+            note("tiledsched: interrupted; what was found until now is stored. The same command goes on from there")
+            raise
+    tuned = len(rows) - len(open_rows)
+    files = [
+        file
+        for each in done.reports
+        if report
+        for file in written_report(run, each.kernel, [arch], f"{report}/{each.kernel.name}", regime=chosen.regime)
+    ]
+    if run.json:
+        results = [tuned_output.tune_result_json(result) for each in done.reports for result in each.results]
+        entries = [entry_json(entry) for each in done.reports for entry in each.entries]
+        left = [{"problem": problem, "why": why} for problem, why in done.left.items()]
+        runs = [each.run_id for each in done.reports]
+        more = {"already_tuned": tuned, "only_raced": list(done.raced), "left": left}
+        run.print({"runs": runs, "results": results, "entries": entries, **more, "files": files})
+    else:
+        tuned_output.print_tuned_seen(done, tuned)
+        print(*files, sep="\n", end="\n" * bool(files))
+    return 1 if done.left and not done.reports else 0
 
 
 def rehearse(run: Invocation, files: tuple[str, ...], chosen: TuneOptions) -> None:
@@ -228,11 +281,18 @@ def needs_folder(out: str | None, build_only: bool) -> None:
 @command("refresh")
 @kernel_argument
 @filter_option
+@seen_option
 @target_option
 @generated_options(RefreshOptions)
 @jobs_option
 def refresh(
-    run: Invocation, kernel: KernelClass, problem: tuple[str, ...], arch: str | None, jobs: int | None, **options: Any
+    run: Invocation,
+    kernel: KernelClass,
+    problem: tuple[str, ...],
+    seen: str | None,
+    arch: str | None,
+    jobs: int | None,
+    **options: Any,
 ) -> None:
     """Bring what is served up to date with the compiler here.
 
@@ -242,16 +302,42 @@ def refresh(
 
     \b
     tiledsched refresh
+    tiledsched refresh --seen --budget 300
     tiledsched refresh --runner none      # only say what would be raced
     """
     from tiledsched.cli.progress import TuneProgress
 
-    arch = run.arch(arch)
-    wanted = measured_problems(run, kernel, arch, problem)
     chosen = RefreshOptions.from_mapping(options, "refresh")
+    if seen:
+        only = kernel.name if kernel_is_named() else None
+        found = choose(run, seen, kernel=only, archs=[arch] if arch else None, filters=problem)
+        arch, groups = only_arch(found), found.by_kernel()
+        wanted = {each: _measured_of(run, each, arch, problems) for each, problems in groups.items()}
+    else:
+        arch = run.arch(arch)
+        wanted = {kernel: measured_problems(run, kernel, arch, problem)}
+    reports = []
+    ends = math.inf if chosen.budget_s is None else time.monotonic() + chosen.budget_s
     with TuneProgress(0, chosen.budget_s) as watcher, run.session(arch, jobs) as session:
-        report = session.refresh(kernel, wanted or None, chosen, watcher=watcher, command={"words": run.words})
-    run.print(report.to_json(), lambda: tuned_output.print_refreshed(report))
+        for each, problems in wanted.items():
+            if seen and not problems:
+                note(f"tiledsched: nothing of {each.name} that was seen is measured; run: tiledsched tune --seen")
+                continue
+            left_s = None if chosen.budget_s is None else max(0.0, ends - time.monotonic())
+            now = replace(chosen, budget_s=left_s)
+            command = {"words": run.words}
+            reports.append(session.refresh(each, problems or None, now, watcher=watcher, command=command))
+    if run.json:
+        run.print({"kernels": [each.to_json() for each in reports]} if seen else reports[0].to_json())
+    else:
+        for report in reports:
+            tuned_output.print_refreshed(report)
+
+
+def _measured_of(run: Invocation, kernel: KernelClass, arch: str, problems: Sequence[Problem]) -> list[Problem]:
+    """Those of the problems that are measured for an arch."""
+    known = set(measured_problems(run, kernel, arch, ()))
+    return [each for each in problems if each in known]
 
 
 def measured_problems(run: Invocation, kernel: KernelClass, arch: str, filters: tuple[str, ...]) -> list[Problem]:

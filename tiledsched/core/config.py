@@ -30,8 +30,10 @@ SETTINGS: dict[str, tuple[str, ...] | type] = {
     "regime": ("burst", "sustained"),
     "accum_mode": ("fp32", "fp16"),
     "rivals": ("serve", "record", "off"),
+    "compile": ("background", "wait"),
     "sync": bool,
     "gpu_wait": int,
+    "capture": str,
     "log_level": ("debug", "info", "warning", "error"),
 }
 """Every setting and its allowed values, or their type where any will do. docs/serving.md has the same list."""
@@ -64,10 +66,15 @@ class Settings:
     """The accuracy class that is served."""
     rivals: str = "serve"
     """serve: a tune times rivals, and faster ones serve; record: a tune times them only; off: neither."""
+    compile: str = "background"
+    """What a call does whose program has yet to be compiled. background: torch computes it, where it can, and another process
+    compiles; wait: the call waits."""
     sync: bool = False
     """Whether `sdpa` waits for each launch, so that an error names the call that caused it."""
     gpu_wait: int | None = None
     """Seconds to wait for a GPU on which another process measures; None for as long as it takes, 0 for not at all."""
+    capture: str = ""
+    """Where the problems that are served are noted: a folder, 1 for the folder `seen` beside the database, or nowhere."""
     log_level: str | None = None
     """Least level of messages that the logger `tiledsched` prints to stderr; None leaves logging to the program."""
     knobs: Mapping[str, KnobValue] = field(default_factory=dict)
@@ -224,6 +231,8 @@ def _read_value(name: str, value: Any, kind: type, where: str) -> KnobValue:
         raise ConfigError(
             f"{where}: {name} = {value!r} holds a NUL, which no name of a file and no knob has; take it out"
         )
+    if name == "capture" and isinstance(value, (bool, os.PathLike)):
+        value = os.fspath(value) if isinstance(value, os.PathLike) else str(int(value))
     if type(value) is kind:
         return kind(value)
     if isinstance(value, str) and kind is bool and value.lower() in TRUTHS:

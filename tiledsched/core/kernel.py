@@ -37,11 +37,13 @@ FUNCTIONS = (
     "check_tile",
     "adversarial",
     "unsound",
+    "spill_class",
     "describe",
     "file_words",
     "likely",
     "small",
     "rivals",
+    "stand_in",
 )
 """Functions that a kernel may declare."""
 RESERVED = frozenset(dir(Declaration)) | {"kernel", "values", "id", "xp", "p", "s"}

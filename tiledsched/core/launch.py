@@ -257,39 +257,45 @@ def _with_notes(function: FunctionType, notes: tuple[tuple[str, Any], ...]) -> F
 
 @functools.lru_cache(maxsize=4096)
 def _note(kernel: KernelClass, spec: ArraySpec) -> Any:
-    words = kernel.array_fields[spec.name].shape
-    fixed: tuple[int, ...] = ()
-    if isinstance(words, str):
-        fixed = tuple(axis for axis, word in enumerate(words.split()) if _is_constant(kernel, word, spec))
     return ct.ArrayAnnotation(
         index_dtype=ct.int64 if spec.wide else ct.int32,
-        static_shape_dims=fixed,
+        static_shape_dims=_constant_axes(kernel, spec.name),  # type: ignore[arg-type]
         static_stride_dims=(unit_axis(len(spec.shape), spec.column),) if spec.shape else (),
     )
 
 
-def _is_constant(kernel: KernelClass, word: str, spec: ArraySpec) -> bool:
-    """Whether a size is made of numbers and constant dims alone; sizes of a workspace may also be made of knobs."""
+@functools.cache
+def _constant_axes(kernel: KernelClass, name: str) -> tuple[int, ...]:
+    """The axes of an array whose sizes are made of numbers and constant dims alone; those of a workspace may also be made of
+    knobs."""
+    field = kernel.array_fields[name]
     constant = {name for name, each in kernel.fields.items() if isinstance(each, Dim) and each.constant}
-    return shape_names(word) <= constant | (set(kernel.knobs) if spec.role == "workspace" else set())
+    constant |= set(kernel.knobs) if field.role == "workspace" else set()
+    words = field.shape.split() if isinstance(field.shape, str) else []
+    return tuple(axis for axis, word in enumerate(words) if shape_names(word) <= constant)
 
 
 def assumed(kernel: KernelClass, inferred: Any, step: Step) -> Any:
     """The signature that machine code is built for where a launch infers the signature `inferred` from its arguments.
 
     It assumes what :func:`signature` assumes, so that the machine code launched is the machine code built and measured. A launch
-    also infers what sizes, and the strides of workspaces, are multiples of. From the strides of workspaces the compiler (13.4 on
-    sm_90) makes other machine code for split keys, which is wrong: it loads four maxima at addresses of one.
+    also infers what sizes, and the strides of workspaces, are multiples of, and that an axis of one element is constant. From the
+    strides of workspaces the compiler (13.4 on sm_90) makes other machine code for split keys, which is wrong: it loads four
+    maxima at addresses of one.
     """
     from cuda.tile.compilation import ArrayConstraint, KernelSignature
 
     found = list(inferred.parameters)
-    for place, (argument, each) in enumerate(zip(step.arguments, found, strict=True)):
+    notes = (note for _, _, note in parameters(step.function))
+    for place, (argument, note, each) in enumerate(zip(step.arguments, notes, found, strict=True)):
         if isinstance(each, ArrayConstraint):
             field = kernel.array_fields[argument.name]
+            axes = note.static_shape_dims if note else _constant_axes(kernel, argument.name)  # type: ignore[arg-type]
+            fixed = {axis % each.ndim for axis in axes}
+            sizes = tuple(size if axis in fixed else None for axis, size in enumerate(each.shape_constant))
             scratch = field.role == "workspace" or argument.name in _sometimes(kernel)  # type: ignore[arg-type]
             strides = 1 if scratch and not field.aligned else each.stride_divisible_by
-            found[place] = replace(each, shape_divisible_by=1, stride_divisible_by=strides)
+            found[place] = replace(each, shape_constant=sizes, shape_divisible_by=1, stride_divisible_by=strides)
     return KernelSignature(found, inferred.calling_convention, inferred.symbol)
 
 

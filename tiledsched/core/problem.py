@@ -339,6 +339,10 @@ class Declaration:
         """Why machine code must not run, where the compiler is known to make it wrong; None where it may run."""
         return None
 
+    spill_class: ClassVar[Any] = None
+    """`spill_class(p, s)`: JSON values that decide whether the program of a schedule spills registers, so that one build answers
+    for all problems that agree in them. The default is everything that the machine code depends on."""
+
     @classmethod
     def describe(cls, p: Any) -> str:
         """The problem in one line, for people."""
@@ -357,6 +361,10 @@ class Declaration:
         before it is timed, and returns the call on them: `bind` reads what must be known of their values.
         """
         return {}
+
+    stand_in: ClassVar[Any] = None
+    """`stand_in(p, numbers)`: the function from the inputs to the outputs, as torch has it, that serves while the program of a
+    problem is compiled; `numbers` are the scalars by name. Unless declared, a rival that compiles nothing stands in."""
 
     variants: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Ways in which a program's problems may differ from the tuned ones -> what each means; `warmup --also` takes them."""
@@ -382,7 +390,7 @@ class Declaration:
             found = {name: each.read(name, values.get(name, each.default)) for name, each in cls.fields.items()}
         except ValueError as error:
             raise ProblemError(str(error)) from error
-        found = cls.canonical(found)
+        found = cls.canonical(found | _vector_layouts(cls, found))
         omitted = frozenset(
             name for name, each in cls.fields.items() if each.omit_default and found[name] == each.default
         )
@@ -537,6 +545,31 @@ class Declaration:
 
 
 KernelClass = type[Declaration]
+
+
+def _vector_layouts(kernel: KernelClass, values: Mapping[str, Value]) -> dict[str, Value]:
+    """The layouts of input arrays that have one row or one column: both layouts lay such an array out alike, and the one counts
+    whose neighbours are those of the longer axis."""
+    found: dict[str, Value] = {}
+    for layout, shapes in _input_shapes(kernel).items():  # type: ignore[arg-type]  # a class is hashable
+        sides = [tuple(values.get(word, word) for word in shape) for shape in shapes]
+        usual = {"column" if rows != 1 else "row" for rows, columns in sides if 1 in (rows, columns)}
+        if len(usual) == 1 and all(1 in each for each in sides) and usual <= set(kernel.fields[layout].words):  # type: ignore[union-attr]
+            found[layout] = usual.pop()
+    return found
+
+
+@functools.cache
+def _input_shapes(kernel: KernelClass) -> dict[str, list[tuple[str, ...]]]:
+    """By the field of a layout, the words of the last two axes of the arrays that have it, where all of them are inputs."""
+    found: dict[str, list[tuple[str, ...]]] = {}
+    others = set()
+    for each in kernel.array_fields.values():
+        words = tuple(each.shape.split()[-2:]) if isinstance(each.shape, str) else ()
+        found.setdefault(each.layout, []).append(words)
+        if each.role != "in" or len(words) < 2 or each.layout not in kernel.fields:
+            others.add(each.layout)
+    return {layout: shapes for layout, shapes in found.items() if layout not in others}
 
 
 @functools.lru_cache(maxsize=4096)

@@ -347,8 +347,23 @@ class SearchSpace:
         Knobs that it lacks are at their defaults, which is what the kernel did before it had them. Values that were renamed have
         today's names, and knobs that are gone are left out where they made no difference.
         """
+        found = self._completed.get(schedule)
+        if found is None:
+            found = self._completed[schedule] = self._complete(schedule)
+        return found
+
+    @cached_property
+    def _completed(self) -> dict[Schedule, Schedule]:
+        """Schedules and what :meth:`complete` makes of them: a table holds the same few hundred many times."""
+        return {}
+
+    def _complete(self, schedule: Schedule) -> Schedule:
         kernel = kernel_named(self.kernel)
         values, gone = kernel.former_values, kernel.former_knobs
+        if schedule.keys() == self.knobs.keys() and not any(
+            name in schedule and type(schedule[name]) is bool for name, _ in values
+        ):
+            return schedule
         known = {
             name: values.get((name, value), value) if type(value) is bool else value
             for name, value in schedule.items()

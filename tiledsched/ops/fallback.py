@@ -16,6 +16,8 @@ from tiledsched.ops.arguments import heads_grouped
 from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
 from tiledsched.serve.process import log, settings
 
+MOST_SCORES = 1 << 28
+"""Scores, of 4 bytes each, that may be kept in full for a call that could wait instead."""
 torch_attention = functional.scaled_dot_product_attention
 """torch's own function, even after something replaced it in torch."""
 
@@ -79,6 +81,25 @@ def attend_in_torch(
         out = _attend_plain(q, k, v, attn_mask, dropout_p, causal, scale)
         lse = _plain_lse(q, k, v, attn_mask, causal, scale).expand(out.shape[:-1]) if return_lse else None
     return (out, lse) if return_lse else out
+
+
+def computes_at_once(q: Any, k: Any, causal: str | None, lse: bool, features: AttentionFeatures) -> bool:
+    """Whether :func:`attend_in_torch` may stand in while a program is compiled: by torch's own function, or with scores in full
+    that take a gigabyte at most, and without reading lengths from the device.
+
+    Args:
+        q, k, causal, features: as there.
+        lse: whether the log-sum-exp is wanted.
+    """
+    batch, heads, rows, _ = q.shape
+    keys = k.shape[2]
+    if features.is_varlen:
+        if features.cu_seqlens_q is not None:
+            batch, rows = features.cu_seqlens_q.shape[0] - 1, features.max_seqlen_q
+        keys = features.max_seqlen_k if features.block_table is None else keys * features.block_table.shape[1]
+        return 0 < batch * heads * rows * keys <= MOST_SCORES
+    in_full = any(features.key) or lse or (causal == "bottom_right" and rows > keys)
+    return not in_full or batch * heads * rows * keys <= MOST_SCORES
 
 
 def attend_nested(

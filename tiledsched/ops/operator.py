@@ -13,7 +13,7 @@ import torch
 
 from tiledsched.kernels.attention.rivals import empty_output
 from tiledsched.ops.arguments import needs_gradients, odd_scale, unserved
-from tiledsched.ops.fallback import attend_in_torch, report
+from tiledsched.ops.fallback import attend_in_torch, computes_at_once, report
 from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
 from tiledsched.ops.plans import AttentionCall, cache, launch_attention, plan_key
 from tiledsched.serve.launch import has_tangent, is_plain_call, launch_first
@@ -45,12 +45,19 @@ def attend(
         return launch_attention(plan, q, k, v, lse, features)
     call = AttentionCall(q, k, v, causal, scale, lse, features)
     found = cache.find(key, call.make_plan)
+
+    def by_torch(_: Any = None) -> Any:
+        result = attend_in_torch(q, k, v, None, 0.0, causal, scale, lse, features)
+        out, made = empty_output(q, v.shape[3]), result[0] if lse else result
+        out = made if made.dtype == out.dtype and made.stride() == out.stride() else out.copy_(made)
+        return (out, result[1]) if lse else out
+
     if not isinstance(found, str):
-        return launch_first(cache, key, found, lambda plan: call.launch(plan, first=True), call.make_plan)
+        at_once = computes_at_once(q, k, causal, lse, features)
+        launch = lambda plan: call.launch(plan, first=True)  # noqa: E731
+        return launch_first(cache, key, found, launch, call.make_plan, by_torch if at_once else None)
     report(found)
-    result = attend_in_torch(q, k, v, None, 0.0, causal, scale, lse, features)
-    out = empty_output(q, v.shape[3]).copy_(result[0] if lse else result)
-    return (out, result[1]) if lse else out
+    return by_torch()
 
 
 def serve_checked(

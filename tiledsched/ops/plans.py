@@ -186,7 +186,7 @@ class AttentionCall(NamedTuple):
             plan = self._plan_of(decision, numbers)
             cache.last_of_kind[kind] = (follows_from, plan)
             return plan
-        return replace(plan, served=decision.served, problem=problem)
+        return replace(plan, served=decision.served, problem=problem, calls=decision.calls)
 
     def launch(self, plan: Plan, *, first: bool = False, keep_zeros: bool = False) -> Any:
         """Launch a plan of the call; see :func:`launch_attention`."""

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from tiledsched.core.errors import ProblemError
+from tiledsched.kernels.attention.problem import hiding_mask
 from tiledsched.ops.arguments import CAUSAL, check_array, check_tensors, read_causal, read_scale
-from tiledsched.ops.features import AttentionFeatures, Window, read_features
+from tiledsched.ops.features import ALL_KEYS, AttentionFeatures, Window, read_features
 from tiledsched.ops.operator import cast_for_autocast, serve_checked
 
 VARLEN_CAUSAL: dict[Any, str | None] = {**CAUSAL, True: "bottom_right"}
@@ -48,8 +49,9 @@ def sdpa_varlen(
         cu_seqlens_q: `[sequences + 1]` integers on q's device: where each sequence begins in q, and where the last one ends. It
             begins with 0 and does not fall. Sequences may be empty.
         cu_seqlens_k: where each sequence begins in k and v; cu_seqlens_q unless given.
-        max_seqlen_q, max_seqlen_k: rows and keys of the longest sequence, at least. The kernel does not need them; a rival serves
-            only where they are given, and torch's attention reads them from the device where they are missing.
+        max_seqlen_q, max_seqlen_k: rows and keys of the longest sequence, at least. The kernel does not need them, and goes
+            without a mask that hides nothing of sequences that long; a rival serves only where they are given, and torch's
+            attention reads them from the device where they are missing.
         causal: False; True or "bottom_right", where each sequence's last row sees its last key; or "top_left".
         scale, window, softcap, sinks, dropout_p: as for `sdpa`.
         return_lse: return the log-sum-exp, too: float32 `[heads, total_q]`.
@@ -83,6 +85,12 @@ def sdpa_varlen(
         check_array("seqused_k", seqused_k, f"{sequences} sequences", (sequences,), q)
     alignment = read_causal(causal, allowed=VARLEN_CAUSAL)
     alignment, features = read_features(q.transpose(0, 1)[None], k, alignment, window, softcap, sinks, None, None)
+    if alignment is not None and max_seqlen_q and isinstance(max_seqlen_q, int):  # more may be known than of all rows
+        keys = max_seqlen_k if block_table is None and isinstance(max_seqlen_k, int) else None
+        alignment, visible, right = hiding_mask(
+            alignment, features.window, features.window_right, max_seqlen_q, keys or ALL_KEYS
+        )
+        features = features._replace(window=visible, window_right=right)
     features = features._replace(
         key_lengths=seqused_k,
         cu_seqlens_q=cu_seqlens_q,

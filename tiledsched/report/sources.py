@@ -36,11 +36,20 @@ class WithShipped:
         kernel: what is reported.
         arch: e.g. sm_90.
         entries: what is served, of every layer.
+        only: the problems that are reported; None for all.
     """
 
-    def __init__(self, db: TuningDB, kernel: KernelClass, arch: str, entries: Iterable[Entry]) -> None:
-        self._db, self._kernel, self._arch = db, kernel, arch
-        self._entries = [entry for entry in entries if (entry.kernel, entry.arch) == (kernel.name, arch)]
+    def __init__(
+        self,
+        db: TuningDB,
+        kernel: KernelClass,
+        arch: str,
+        entries: Iterable[Entry],
+        only: Collection[Problem] | None = None,
+    ) -> None:
+        self._db, self._kernel, self._arch, self._only = db, kernel, arch, only
+        mine = (entry for entry in entries if (entry.kernel, entry.arch) == (kernel.name, arch))
+        self._entries = [entry for entry in mine if self._is_reported(entry.problem)]
         folder = data_files.tuning_db()
         recorded = sorted((folder / "landscapes" / kernel.name).rglob("*.json.xz"))
         elsewhere = {path for path, of in _archs_of_landscapes().items() if of != arch}
@@ -57,12 +66,19 @@ class WithShipped:
                 except DatabaseError as error:
                     log.warning("%s; it is left out", error)
                     continue
-                found = [stored for stored in table.measurements if stored.measurement.device.arch == arch]
+                found = [
+                    stored
+                    for stored in table.measurements
+                    if stored.measurement.device.arch == arch and self._is_reported(stored.measurement.problem)
+                ]
                 self._leave_out_other_runs(found)
                 self._shipped |= {stored.uid: stored for stored in found}
                 self._artifacts |= {
                     (each.arch, each.fingerprint): each for each in table.artifacts if each.arch == arch
                 }
+
+    def _is_reported(self, problem: Problem) -> bool:
+        return self._only is None or problem in self._only
 
     def _leave_out_other_runs(self, landscape: Sequence[StoredMeasurement]) -> None:
         """Leave out what an earlier file has of a landscape's problems under its compiler.
@@ -79,7 +95,9 @@ class WithShipped:
 
     def measured_problems(self, arch: str, kernel: KernelClass) -> dict[Problem, int]:
         """The problems that were measured, with at least as many measurements as there are of each."""
-        own = Counter(self._db.measured_problems(arch, kernel))
+        own = Counter(
+            {each: n for each, n in self._db.measured_problems(arch, kernel).items() if self._is_reported(each)}
+        )
         return own + Counter(stored.measurement.problem for stored in self._shipped.values())
 
     def measurements_by_problem(
@@ -96,6 +114,8 @@ class WithShipped:
             return choose(problem, rows) if choose and problem not in shipped else None
 
         for problem, own in self._db.measurements_by_problem(arch, kernel, choose_own, above=above):
+            if not self._is_reported(problem):
+                continue
             known = {stored.uid for stored in own}
             yield problem, _newest_first([*own, *(each for each in shipped.pop(problem, ()) if each.uid not in known)])
         for problem, found in shipped.items():

@@ -11,19 +11,17 @@ import hashlib
 import io
 import json
 import os
-import re
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from tiledsched.build.artifacts import default_cache_folder
 from tiledsched.build.cubin import Artifact, read_artifact
-from tiledsched.build.host_code import REFERENCE, host_arch, host_folder
-from tiledsched.core.config import Settings
+from tiledsched.build.host_code import REFERENCE, host_folder
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ConfigError, TiledschedError
 from tiledsched.core.files import MOST_BYTES, TooLargeError, kind_of_file, write_whole
@@ -32,11 +30,12 @@ from tiledsched.core.registry import problem_from_json
 from tiledsched.core.schedule import Schedule
 from tiledsched.store.codec import decode
 from tiledsched.store.records import Entry
+from tiledsched.store.spills import Spills
 
 SCHEMA_VERSION = 2
 """The version of `bundle.json`."""
 VARIABLE = "TILEDSCHED_BUNDLE"
-"""The environment variable that names a bundle, used in addition to those that `tiledsched warmup` wrote to the cache folder."""
+"""The environment variable that names a bundle."""
 INDEX = "bundle.json"
 EPOCH = (1980, 1, 1, 0, 0, 0)
 """The date of every file in the zip: the earliest it can hold, so that contents alone decide the bytes."""
@@ -92,6 +91,9 @@ class Bundle:
     """The programs it holds."""
     table: Sequence[Any] = field(repr=False)
     """The tuned table it was made from, undecoded: a process that only needs a program does not read the evidence."""
+    spills: Mapping[str, Mapping[str, Spills]] = field(repr=False)
+    """By kernel name and arch, what its maker knew of programs that spill registers or do not build: a machine without a compiler
+    makes the choices that its maker made."""
     hashes: Mapping[str, str] = field(repr=False)
     """The SHA-256 of each cubin by its name in the file. A fingerprint leaves out names and some of what a launch reads."""
 
@@ -172,23 +174,6 @@ def _member(file: zipfile.ZipFile, name: str) -> bytes:
     return file.read(name)
 
 
-def warm_path(arch: str, settings: Settings, kernel: str) -> Path:
-    """Where `tiledsched warmup` writes a kernel's bundle for `arch`, and every process with these settings finds it."""
-    word = re.sub(r"\W", "_", kernel)
-    return _bundle_folder(settings) / f"{word}-{arch}.zip"
-
-
-def bundle_paths(settings: Settings) -> list[Path]:
-    """The bundles that a process uses: the one that `TILEDSCHED_BUNDLE` names, then those that `warmup` wrote.
-
-    Raises:
-        ConfigError: the variable names a file that is not there.
-    """
-    warm = sorted(_bundle_folder(settings).glob("*.zip"))
-    named = named_bundle()
-    return [named, *warm] if named else warm
-
-
 def named_bundle() -> Path | None:
     """The bundle that `TILEDSCHED_BUNDLE` names.
 
@@ -203,11 +188,6 @@ def named_bundle() -> Path | None:
     return Path(text)
 
 
-def _bundle_folder(settings: Settings) -> Path:
-    cache = Path(settings.cache) if settings.cache else default_cache_folder()
-    return host_folder(cache / "bundles", host_arch())
-
-
 def write_bundle(
     path: Path,
     programs: Sequence[BundledProgram],
@@ -215,6 +195,7 @@ def write_bundle(
     entries: Sequence[Entry],
     source_hashes: Mapping[str, str],
     compiler: str,
+    spills: Mapping[str, Mapping[str, Spills]] = MappingProxyType({}),
 ) -> int:
     """Write a bundle; the file appears whole or not at all. Returns its bytes.
 
@@ -225,6 +206,7 @@ def write_bundle(
         entries: the tuned table that they come from.
         source_hashes: by kernel name, the hash of its tile code.
         compiler: the compiler that built them.
+        spills: by kernel name and arch, what is known of programs that spill registers or do not build.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -235,6 +217,7 @@ def write_bundle(
         "compiler": compiler,
         "programs": [program.to_json() for program in programs],
         "entries": [entry.to_json() for entry in entries],
+        "spills": {name: dict(archs) for name, archs in spills.items()},
     }
     cubins = {program.cubin_name: artifacts[program.arch, program.fingerprint].cubin for program in programs}
     index["hashes"] = {name: hashlib.sha256(cubin).hexdigest() for name, cubin in cubins.items()}
@@ -291,6 +274,7 @@ def read_bundle(path: Path) -> Bundle:
             compiler=str(index["compiler"]),
             programs=programs,
             table=list(index["entries"]),
+            spills=dict(index.get("spills", {})),  # earlier ones know of none
             hashes=dict(index["hashes"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError, TiledschedError) as error:

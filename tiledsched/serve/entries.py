@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tiledsched import __version__
+from tiledsched.build.artifacts import default_cache_folder
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core import data_files
+from tiledsched.core.canonical import stable_id
 from tiledsched.core.config import Settings
 from tiledsched.core.errors import DatabaseError
 from tiledsched.core.problem import KernelClass
@@ -18,14 +24,20 @@ from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import known_knobs
 from tiledsched.serve.bundle import named_bundle, read_bundle
 from tiledsched.serve.lookup import LookupTable
+from tiledsched.serve.sealed import read_sealed, write_sealed
 from tiledsched.store.evidence import clocks_of, of_kernel, precedence
 from tiledsched.store.location import database_exists, location, site_location
 from tiledsched.store.records import Entry, Place
+from tiledsched.store.serving_copy import read_copy, write_copy
 from tiledsched.store.shipped import read_shipped_entries
+from tiledsched.store.spills import Spills, joined, shipped_spills
 
 log = logging.getLogger("tiledsched")
 TABLES = (".json", ".json.xz")
 """Endings of the names of table files."""
+SETTLED_NS = 2_000_000_000
+"""Nanoseconds for which a database has to stay as it is before it is copied: file systems tell times in steps, so that a change
+may leave size and time as they were."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +79,9 @@ def layers(settings: Settings, archs: Collection[str] | None = None, kernel: Ker
         found.append(Layer(name="bundle", where=str(bundle), entries=mine))
     site = site_location(settings.site)
     if site is not None:
-        found.append(_site(site, kernel))
+        found.append(_site(site, kernel, settings))
     if database_exists(settings.db):
-        found.append(_stored("user", settings.db, kernel))
+        found.append(_stored("user", settings.db, kernel, settings))
     for layer in found:
         if layer.error and layer.name == "user" and settings.sources.get("db") == "--db":
             raise DatabaseError(layer.error)
@@ -101,7 +113,7 @@ def _read(paths: Sequence[Path], read: Callable[[Path], Sequence[Entry]], kernel
     return entries, errors
 
 
-def _site(where: str, kernel: str) -> Layer:
+def _site(where: str, kernel: str, settings: Settings) -> Layer:
     """The site's layer, which may be a database, a table, or a folder of tables."""
     path = Path(os.path.expanduser(where))
     if os.path.isdir(path):
@@ -109,7 +121,7 @@ def _site(where: str, kernel: str) -> Layer:
     elif where.endswith(TABLES):
         paths = [path]
     else:
-        return _stored("site", where, kernel)
+        return _stored("site", where, kernel, settings)
     from tiledsched.store.exchange import read_table
 
     entries, errors = _read(paths, lambda table: read_table(table).entries, kernel)
@@ -119,9 +131,14 @@ def _site(where: str, kernel: str) -> Layer:
     return Layer(name="site", where=where, entries=entries, error=error)
 
 
-def _stored(name: str, url: str | None, kernel: str) -> Layer:
-    """A layer in a database."""
+def _stored(name: str, url: str | None, kernel: str, settings: Settings) -> Layer:
+    """A layer in a database. If it is a file, its entries of a kernel are copied to the cache folder, and the first call of a
+    process reads the copy, in a tenth of the time, while the file stays as it is."""
     where = location(url)
+    copy, state = _copy_path(name, where, kernel, settings), _state(where) if kernel else None
+    known = read_sealed(copy) if state else None
+    if known is not None and known[0]["state"] == state:
+        return Layer(name=name, where=where, entries=read_copy(known[1]))
     entries: Sequence[Entry] = ()
     error = ""
     try:
@@ -133,7 +150,33 @@ def _stored(name: str, url: str | None, kernel: str) -> Layer:
     except DatabaseError as raised:
         where = where.rpartition("@")[2] if "://" in where else where
         error = f"the {name}'s layer ({where}) cannot be read: {raised}"
+    if not error and _is_settled(state):
+        write_sealed(copy, {"state": state}, write_copy(entries, "").encode())
     return Layer(name=name, where=where, entries=entries, error=error)
+
+
+def _copy_path(name: str, where: str, kernel: str, settings: Settings) -> Path:
+    """The file that keeps a copy of a layer's entries of a kernel."""
+    cache = Path(settings.cache) if settings.cache else default_cache_folder()
+    return cache / "entries" / stable_id([name, os.path.abspath(where), kernel, __version__], 40)
+
+
+def _state(where: str) -> list[list[int]] | None:
+    """Sizes and times of the files of a database; None where it is none in a file. A change of the database changes them."""
+    if "://" in where:
+        return None
+    found = []
+    for path in (where, f"{where}-wal"):
+        with contextlib.suppress(OSError, ValueError):
+            status = os.stat(os.path.expanduser(path))
+            if status.st_size:  # a log that was written back is empty, or gone
+                found.append([status.st_ino, status.st_size, status.st_mtime_ns])
+    return found or None
+
+
+def _is_settled(state: list[list[int]] | None) -> bool:
+    """Whether a database in a file has been as it is for long enough to be copied."""
+    return bool(state) and time.time_ns() - max(each[-1] for each in state or ()) > SETTLED_NS
 
 
 def load_entries(
@@ -185,17 +228,53 @@ def table_of(
         spaces=spaces,
         rivals=settings.rivals == "serve",
         compiler=compiler_at_hand(),
-        at_hand=lambda: _bundled(kernel, settings),
+        at_hand=lambda: _bundled(kernel),
+        spills=lambda arch: known_spills(kernel, settings, arch),
     )
 
 
-def _bundled(kernel: KernelClass, settings: Settings) -> set[str]:
-    """Fingerprints of the kernel's programs that bundles hold."""
-    from tiledsched.serve.prebuilt import usable_bundles
+def known_spills(kernel: KernelClass, settings: Settings, arch: str) -> Spills:
+    """What is known of the kernel's programs that spill registers or do not build under the compiler of this machine: what
+    ships, and what `tune`, `refresh` and `warmup` stored in the user's database. Without a compiler, what the bundle in use says.
+    """
+    compiler = compiler_at_hand()
+    if not compiler:
+        from tiledsched.serve.prebuilt import usable_bundle
 
-    return {
-        program.fingerprint
-        for each in usable_bundles(kernel, settings)
-        for program in each.programs
-        if program.kernel == kernel.name
-    }
+        bundle = usable_bundle(kernel)
+        if bundle is not None and bundle.programs_of(kernel, arch):  # what was chosen when it was made is what it holds
+            return bundle.spills.get(kernel.name, {}).get(arch, {})
+    learnt = stored_spills(settings, kernel=kernel.name, source_hash=kernel.source_hash(), arch=arch)
+    return joined(shipped_spills(kernel.name, arch, compiler), learnt)
+
+
+def stored_spills(settings: Settings, **of: str) -> Spills:
+    """What the user's database knows of programs that spill or do not build under the compiler of this machine; `of` is as for
+    :meth:`tiledsched.store.db.TuningDB.spills`. It is copied to the cache folder, as entries are."""
+    compiler = compiler_at_hand()
+    if not (compiler and database_exists(settings.db)):
+        return {}
+    where = location(settings.db)
+    copy, state = _copy_path("spills", where, f"{compiler} {sorted(of.items())}", settings), _state(where)
+    known = read_sealed(copy) if state else None
+    if known is not None and known[0]["state"] == state:
+        copied: Spills = json.loads(known[1])
+        return copied
+    from tiledsched.store.db import TuningDB  # imports SQLAlchemy, which takes half a second
+
+    try:
+        with TuningDB.open(settings.db, read_only=True) as db:
+            found = db.spills(compiler, **of)
+    except DatabaseError:  # which a warning has said, when its entries were read
+        return {}
+    if _is_settled(state):
+        write_sealed(copy, {"state": state}, json.dumps(found).encode())
+    return found
+
+
+def _bundled(kernel: KernelClass) -> set[str]:
+    """Fingerprints of the kernel's programs that the bundle in use holds."""
+    from tiledsched.serve.prebuilt import usable_bundle
+
+    bundle = usable_bundle(kernel)
+    return {each.fingerprint for each in (bundle.programs if bundle else ()) if each.kernel == kernel.name}

@@ -31,6 +31,8 @@ class Explanation:
     """The rival that a CUDA graph captures instead; empty where none is, or where that depends on what is installed."""
     launched_fingerprint: str = ""
     """Fingerprint of the machine code that a launch with these very tensors runs; empty unless it was compiled to know it."""
+    compiling: bool = False
+    """Whether the program is being compiled by another process, so that torch, or a rival, computes meanwhile."""
     controls: Mapping[str, str] = field(default_factory=dict)
     """By setting or knob, where its value was read; all others have their defaults."""
 
@@ -116,10 +118,8 @@ class Explanation:
             f"  schedule    {served.schedule.short()}",
             f"  provenance  {served.provenance}: {served.reason}",
         ]
-        if served.alternatives:
-            lines.append(
-                f"  if spilled  {served.alternatives[0].short()}, where the program of the first spills registers"
-            )
+        if self.compiling:
+            lines.append("  compiling   torch serves until the program is built")
         if self.stale:
             lines.append(f"  stale       {served.stale}")
         lines += self._rival_lines()

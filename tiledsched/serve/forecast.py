@@ -1,20 +1,22 @@
 """What rivals and our own choice are expected to take on a problem on which neither was timed.
 
 `tuning_db/model/KERNEL/timed_ARCH.json` has times of problems that were drawn at random: of every rival, and of our kernel as it
-was served untuned (`python -m docs.studies.untuned`). Entries of tuned tables add their times of rivals, and of our kernel with
-what an untuned choice is slower on average.
+was served untuned (`python -m docs.studies.untuned`). It also has the times of rivals in the tables that ship. Entries of other
+layers add theirs.
 
-Times are told as logarithms of their ratio to one rival's, the reference, because much of what makes a problem slow makes it
-slow for all. The ratio on another problem is interpolated from the nearest timed ones by kriging: the best linear unbiased
-estimate where values agree the more the nearer two problems are. Its standard error is the spread. No problem is fitted alone.
+Times are told as logarithms of their ratio to an estimate: ours to what the performance model gives for the schedule, a rival's
+to the mean of what the GPU's rates allow and what the model gives for our default schedule. The ratio on another problem is
+interpolated from the nearest timed ones by kriging: the best linear unbiased estimate where values agree the more the nearer two
+problems are. Its standard error is the spread. No problem is fitted alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -29,8 +31,6 @@ OURS = "ours"
 """Stands for our kernel among the methods."""
 NEAREST = 64
 """Number of the nearest timed problems that say something."""
-UNTUNED = 1.03
-"""Time of an untuned choice over that of a tuned one, on average (docs/results/serving.md)."""
 NOISE = 0.01
 """Variance of what nearness does not explain, over the variance of what it does."""
 
@@ -42,7 +42,7 @@ class Forecast:
     us: float
     """On the GPU, in microseconds."""
     spread: float
-    """Standard error of the logarithm of its ratio to the reference."""
+    """Standard error of the logarithm of its ratio to the estimate."""
     host_us: float
     """Time until a call returns, in microseconds."""
     cases: int
@@ -55,53 +55,80 @@ class Forecast:
         return self.us if captured else max(self.us, self.host_us + dispatch_us)
 
 
+@dataclass(frozen=True, kw_only=True)
+class TimedProblem:
+    """What methods took on one problem. A file has hundreds of them, so that a problem is read only where it is named."""
+
+    problem: Mapping[str, Any]
+    """The problem, as JSON."""
+    place: Sequence[float]
+    """Where the kernel places it among others; see `Similarity.timing_features`."""
+    us: Mapping[str, float]
+    """Microseconds by method; of ours, with the schedule that was served untuned."""
+    base_us: float
+    """The estimate that rivals' times are told beside; see :func:`base_us`."""
+    ours_us: float | None = None
+    """What the model gives for the schedule of ours that was timed; None where none was."""
+
+    @classmethod
+    def of(
+        cls, p: Problem, us: Mapping[str, float], spec: ArchSpec, default_us: float, ours_us: float | None = None
+    ) -> TimedProblem:
+        """What methods took on `p`, for whose default schedule the model gives `default_us`."""
+        base = base_us(p, default_us, spec)
+        return cls(problem=p.to_json(), place=_features(p), us=us, base_us=base, ours_us=ours_us)
+
+
 class TimedProblems:
     """Problems of one kernel and arch on which methods were timed.
 
     Args:
-        rows: for each problem the microseconds of methods, by name.
+        rows: what methods took on each problem.
         host_us: for each method the time until a call returns.
         spec: the arch.
     """
 
-    def __init__(
-        self, rows: Mapping[Problem, Mapping[str, float]], host_us: Mapping[str, float], spec: ArchSpec
-    ) -> None:
-        self._problems, self._host_us, self._spec = list(rows), host_us, spec
-        self._places = np.array([_features(p) for p in rows])
-        counts = {name: sum(name in times for times in rows.values()) for name in host_us}
-        self.reference = max(counts, key=lambda name: (name != OURS, counts[name]), default="")
-        self._logs = {
-            name: np.array([math.log(times[name]) if name in times else math.nan for times in rows.values()])
+    def __init__(self, rows: Sequence[TimedProblem], host_us: Mapping[str, float], spec: ArchSpec) -> None:
+        self._rows, self._host_us, self._spec = rows, host_us, spec
+        self._places = np.array([each.place for each in rows])
+        self._above = {
+            name: np.array(
+                [
+                    math.log(us / ((name == OURS and each.ours_us) or each.base_us))
+                    if (us := each.us.get(name))
+                    else math.nan
+                    for each in rows
+                ]
+            )
             for name in host_us
-            if counts[name]
         }
 
-    def forecast(self, p: Problem) -> dict[str, Forecast]:
+    def forecast(self, p: Problem, ours_us: float, default_us: float) -> dict[str, Forecast]:
         """What each method is expected to take on a problem; nothing where the kernel does not place it among those timed.
 
         Far from all of them it is what the methods take on average, and the spread says so.
+
+        Args:
+            p: the problem.
+            ours_us: what the model gives for the schedule that is served.
+            default_us: what it gives for the default schedule.
         """
         place = _features(p)
-        if not place or self.reference not in self._logs:
+        if not place or not self._rows:
             return {}
         apart = np.sqrt(((self._places - place) ** 2).sum(axis=1))
-        base = self._logs[self.reference]
-        near = self._nearest(base, apart)
-        above = np.array([base[each] - log_floor_us(self._problems[each], self._spec) for each in near])
-        reference_us = math.exp(self._interpolated(above, near, apart)[0] + log_floor_us(p, self._spec))
+        base = base_us(p, default_us, self._spec)
         found = {}
-        for name, logs in self._logs.items():
-            near = self._nearest(logs + base, apart)
+        for name, above in self._above.items():
+            near = self._nearest(above, apart)
             if len(near):
-                values = logs[near] - base[near]
-                ratio, spread = (0.0, 0.0) if name == self.reference else self._interpolated(values, near, apart)
+                value, spread = self._interpolated(above[near], near, apart)
                 found[name] = Forecast(
-                    us=reference_us * math.exp(ratio),
+                    us=math.exp(value) * (ours_us if name == OURS else base),
                     spread=spread,
                     host_us=self._host_us[name],
                     cases=len(near),
-                    nearest=self._problems[near[0]],
+                    nearest=problem_from_json(self._rows[near[0]].problem),
                 )
         return found
 
@@ -137,48 +164,60 @@ def _features(p: Problem) -> tuple[float, ...]:
     return found
 
 
-def log_floor_us(p: Problem, spec: ArchSpec) -> float:
-    """Logarithm of the microseconds that the GPU's rates allow: of a launch, and of arithmetic or memory, whichever is longer."""
+def base_us(p: Problem, default_us: float, spec: ArchSpec) -> float:
+    """The geometric mean of what the GPU's rates allow, of a launch and of arithmetic or memory, whichever is longer, and of
+    what the model gives for our default schedule."""
     compute_us = p.flops / (spec.tensor_flops * spec.sm_count * spec.clock_ghz * 1e3)
-    return math.log(LAUNCH_US + max(compute_us, p.min_bytes / (spec.dram_gbps * 1e3)))
+    return math.sqrt((LAUNCH_US + max(compute_us, p.min_bytes / (spec.dram_gbps * 1e3))) * default_us)
 
 
 @lru_cache(maxsize=16)
-def _shipped(kernel: KernelClass, arch: str) -> tuple[Mapping[Problem, Mapping[str, float]], Mapping[str, float]]:
-    """What `tuning_db/model/KERNEL/timed_ARCH.json` says: times by problem and method, and what calls cost the host."""
-    found = model_file(kernel.name, f"timed_{arch}.json")
+def _shipped(kernel: str, arch: str) -> tuple[Sequence[TimedProblem], Mapping[str, float]]:
+    """What `tuning_db/model/KERNEL/timed_ARCH.json` says: what methods took, and what calls cost the host."""
+    found = model_file(kernel, f"timed_{arch}.json")
     if not found:
-        return {}, {}
+        return (), {}
     names: Sequence[str] = found["methods"]
-    rows = {
-        problem_from_json(row["problem"]): {
-            name: us for name, us in zip(names, row["us"], strict=True) if us is not None
-        }
+    rows = [
+        TimedProblem(
+            problem=row["problem"],
+            place=row["place"],
+            us={name: us for name, us in zip(names, row["us"], strict=True) if us is not None},
+            base_us=row["base_us"],
+            ours_us=row["ours_us"],
+        )
         for row in found["rows"]
-    }
+    ]
     return rows, found["host_us"]
 
 
 def timed_problems(
-    kernel: KernelClass, arch: str, entries: Iterable[Entry], hidden: Container[Problem] = ()
+    kernel: KernelClass,
+    arch: str,
+    entries: Iterable[Entry],
+    modelled_us: Callable[[Problem], float],
+    hidden: Problem | None = None,
 ) -> TimedProblems | None:
-    """The timed problems of a kernel: those that ship, and the times of races in entries; None where no times ship.
+    """The timed problems of a kernel: those that ship, and the times of rivals in entries of other layers; None where no times
+    ship.
 
     Args:
         kernel: the kernel.
         arch: of the GPU.
         entries: measured entries of the arch.
-        hidden: problems to leave out, whose times are to be predicted.
+        modelled_us: what the model gives for the default schedule of a problem.
+        hidden: a problem to leave out, whose times are to be predicted.
     """
-    shipped, host_us = _shipped(kernel, arch)  # type: ignore[arg-type]  # a class is hashable
-    if not shipped:
+    rows, host_us = _shipped(kernel.name, arch)
+    if not rows:
         return None
-    rows = dict(shipped)
+    spec, found = arch_spec(arch), list(rows)
     for entry in entries:
-        times = {each.name: each.median_us for each in entry.rivals or () if each.median_us and each.name in host_us}
-        ours = [each.ours_us for each in entry.rivals or () if each.ours_us]
-        if times and ours:
-            times[OURS] = min(ours) * UNTUNED
-        if times and entry.arch == arch and entry.problem not in rows and _features(entry.problem):
-            rows[entry.problem] = times
-    return TimedProblems({p: times for p, times in rows.items() if p not in hidden}, host_us, arch_spec(arch))
+        if entry.layer != "shipped" and entry.arch == arch and _features(entry.problem):
+            times = {
+                each.name: each.median_us for each in entry.rivals or () if each.median_us and each.name in host_us
+            }
+            if times:
+                found.append(TimedProblem.of(entry.problem, times, spec, modelled_us(entry.problem)))
+    left_out = hidden and hidden.to_json()
+    return TimedProblems([each for each in found if each.problem != left_out], host_us, spec)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from tiledsched.serve.explain import Explanation, launched_fingerprint
 from tiledsched.serve.lookup import Served
 from tiledsched.serve.plan import Plan, ScratchArray, next_choice
 from tiledsched.serve.plan_cache import PlanCache
-from tiledsched.serve.prebuilt import SpillsError, refusing_spills
+from tiledsched.serve.prebuilt import BuildingError, not_waiting
 from tiledsched.serve.rivals import ELSEWHERE, Rival
 
 log = logging.getLogger("tiledsched")
@@ -33,6 +33,10 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _autocast = torch.is_autocast_enabled
 _transform_level = torch._C._functorch.maybe_current_level
 _trace_state = torch._C._get_tracing_state
+
+
+class NotLoadedError(LaunchError):
+    """A program has not run in this process, and a CUDA graph is being captured."""
 
 
 def is_plain_call() -> bool:
@@ -84,9 +88,19 @@ def launch_plan(
     runtime, index = process.runtime, plan.launch_on
     if index != runtime.current_device():  # cuTile launches on the current device, whatever the tensors say
         if index == ELSEWHERE:
+            if plan.direct is not None and not first and numbers is None and rival_extras == ():
+                with suppress(Exception):  # whatever fails is tried again, and told, by the long way
+                    if plan.device == runtime.current_device():
+                        out = plan.direct.call(*tensors)
+                        _, strides, dtype = plan.outputs[0]
+                        if plan.calls is not None:
+                            next(plan.calls)
+                        return out if out.stride() == strides and out.dtype == dtype else in_layout(plan, out)
             return _launch_elsewhere(plan, tensors, numbers, first, keep_zeros, rival_extras)
         with runtime.on_device(index):
             return launch_plan(plan, tensors, numbers, first=first, keep_zeros=keep_zeros)
+    if plan.calls is not None:
+        next(plan.calls)
     stream = runtime.current_stream(index)
     if plan.is_simple and numbers is None and not first:  # the common case: everything else would cost the host time
         out = torch.empty_like(tensors[0])
@@ -104,7 +118,7 @@ def launch_plan(
     if first:
         program = (plan.program, index, *map(_traits, arrays))
         if runtime.is_capturing() and program not in runtime.loaded:
-            raise LaunchError(
+            raise NotLoadedError(
                 f"{plan.problem} has not run in this process yet and a CUDA graph is being captured, in which its "
                 f"program cannot be compiled and loaded; call {plan.name} once with these shapes and strides before "
                 "the capture (`tiledsched warmup` makes that call short)"
@@ -131,11 +145,13 @@ def launch_first(
     plan: Plan,
     launch: Callable[[Plan], Any],
     make: Callable[[Served], Plan | str],
+    stand_in: Callable[[Plan], Any] | None = None,
 ) -> Any:
     """Launch a plan for the first time and note in its cache that it was launched; returns the result of the launch.
 
     Tables hold schedules that compile for arrays as they are measured. Where one does not compile for the layouts of this call,
-    or was not measured and its program spills registers, or a rival refuses the call, the next choice is launched and kept.
+    or a rival refuses the call, the next choice is launched and kept. While the program is compiled by another process, the call
+    goes to the rival that serves the plan, or else to `stand_in`, and so do later ones.
 
     Args:
         cache: holds the plan.
@@ -143,14 +159,37 @@ def launch_first(
         plan: never launched before.
         launch: launches a plan.
         make: makes a plan of another choice.
+        stand_in: computes what a plan computes, by torch and without a wait for a compiler; None where nothing does, so that the
+            call waits.
 
     Raises:
         LaunchError: every choice failed.
     """
+    stand_in = None if _is_strict() else stand_in
+    # On a stream other than the default one, torch has a capture warmed up, which is to hold our kernel.
+    waits = stand_in is None or bool(process.runtime.current_stream(plan.device))
+    building = cache.building.get(key, ())
+    capturing, served = process.runtime.is_capturing(), plan.rival is not None
+    if not (waits or capturing or served or all(each.is_done for each in building)):
+        if plan.calls is not None:
+            next(plan.calls)
+        return _stand_in(plan, stand_in, launch)
     try:
-        with refusing_spills(bool(plan.served.alternatives)):
+        with not_waiting(waits) as missed:
             result = launch(plan)
     except LaunchError as error:
+        if isinstance(error, NotLoadedError) and stand_in and _stand_in_key(plan) in process.runtime.loaded:
+            process.warn_once(
+                f"{plan.problem}: its program is still being compiled, and a CUDA graph is being captured, which holds torch's "
+                "from now on; warm up on another stream than the default one, as torch.cuda.graph's documentation does, or run "
+                "`tiledsched warmup` before, or set TILEDSCHED_COMPILE=wait"
+            )
+            return stand_in(plan)
+        if isinstance(error.__cause__, BuildingError):
+            if not building:
+                log.info("%s: %s: compiling; torch serves until the program is built", plan.name, plan.problem)
+            cache.building[key] = tuple(missed)
+            return _stand_in(plan, stand_in, launch)
         refused, other = isinstance(error, RivalError), None
         if refused:
             other = plan.without_first_rival()
@@ -158,13 +197,54 @@ def launch_first(
             other = next_choice(plan, make)
         if other is None:
             raise
-        level = logging.INFO if isinstance(error.__cause__, SpillsError) else logging.WARNING
-        log.log(level, "%s; %s is served instead", error, "our own kernel" if refused else "the next choice")
+        log.warning("%s; %s is served instead", error, "our own kernel" if refused else "the next choice")
         cache.plans[key] = other
-        return launch_first(cache, key, other, launch, make)
-    if not process.runtime.is_capturing():  # what a capture does without is left to the next eager call
+        cache.building.pop(key, None)
+        return launch_first(cache, key, other, launch, make, stand_in)
+    if missed:  # the rival served
+        cache.building[key] = tuple(missed)
+    elif not capturing:  # what a capture does without is left to the next eager call
+        if cache.building.pop(key, None):
+            log.info("%s: %s: the program is built, and serves from now on", plan.name, plan.problem)
         cache.keep_ready(key, plan)
     return result
+
+
+def _is_strict() -> bool:
+    """Whether settings say that nothing but our kernel computes, or that calls wait."""
+    settings = process.settings()
+    return settings.compile == "wait" or settings.fallback == "error" or settings.rivals == "off"
+
+
+def _stand_in(plan: Plan, stand_in: Callable[[Plan], Any] | None, launch: Callable[[Plan], Any]) -> Any:
+    """The result of a plan by its stand-in; where that fails, by the plan after all, whose program is waited for."""
+    assert stand_in is not None
+    try:
+        result = stand_in(plan)
+    except Exception as error:
+        process.warn_once(
+            f"{plan.problem}: torch was to compute it while its program is compiled, and failed: {type(error).__name__}: "
+            f"{error}; the call waits for the program instead"
+        )
+        return launch(plan)
+    process.runtime.loaded.add(_stand_in_key(plan))
+    return result
+
+
+def _stand_in_key(plan: Plan) -> tuple[Any, ...]:
+    return "stand-in", plan.problem, plan.device
+
+
+def in_layout(plan: Plan, made: Any) -> Any:
+    """Outputs that something else computed, laid out like those of a plan."""
+    found = made if isinstance(made, (tuple, list)) else (made,)
+    outputs = []
+    for each, (shape, strides, dtype) in zip(found, plan.outputs, strict=False):
+        fits = each.dtype == dtype and each.stride() == strides
+        outputs.append(
+            each if fits else torch.empty_strided(shape, strides, dtype=dtype, device=each.device).copy_(each)
+        )
+    return outputs[0] if plan.is_single else in_lists(outputs, plan.lists)
 
 
 def explain_plan(plan: Plan, tensors: tuple[Any, ...], *, verify: bool) -> Explanation:
@@ -189,6 +269,7 @@ def explain_plan(plan: Plan, tensors: tuple[Any, ...], *, verify: bool) -> Expla
         rival=plan.rival.name if plan.rival else "",
         in_graphs=plan.in_graphs.name if plan.in_graphs else "",
         launched_fingerprint=fingerprint,
+        compiling=any(not each.is_done for kernel, _, _ in plan.steps for each in getattr(kernel, "builds", ())),
         controls=process.settings().sources,
     )
 
@@ -232,7 +313,11 @@ def _launch_elsewhere(
         first = first or given is None  # the first call may have been the rival's
         return launch_plan(plan.own, tensors, numbers, first=first, keep_zeros=keep_zeros)
     if first and plan.in_graphs is None:  # so that a capture finds our own program loaded
-        launch_plan(plan.own, tensors, first=True)
+        try:
+            launch_plan(plan.own, tensors, first=True)
+        except LaunchError as error:  # it may be compiled by and by
+            if not isinstance(error.__cause__, BuildingError):
+                raise
     try:
         out = _call_rival(rival, given, plan, first=first)
     except LaunchError as error:  # it may refuse tensors that are not like the first ones
@@ -240,12 +325,9 @@ def _launch_elsewhere(
             raise
         process.warn_once(f"{error}; our own kernel is served instead")
         return launch_plan(plan.own, tensors, first=True)
-    found = out if isinstance(out, (tuple, list)) else (out,)
-    made = []
-    for each, (shape, strides, dtype) in zip(found, plan.outputs, strict=False):
-        fits = each.dtype == dtype and each.stride() == strides
-        made.append(each if fits else torch.empty_strided(shape, strides, dtype=dtype, device=each.device).copy_(each))
-    return made[0] if plan.is_single else in_lists(made, plan.lists)
+    if plan.calls is not None and not (first and plan.in_graphs is None):
+        next(plan.calls)
+    return in_layout(plan, out)
 
 
 def _serving_rival(plan: Plan, given: Sequence[Any], first: bool, capturing: bool) -> Rival | None:

@@ -4,16 +4,20 @@ The first of these that exists is served:
 
 1. the schedule that was measured for this very problem on this device;
 2. the one measured for it on another device of the same arch, or of one whose machine code is the same;
-3. a schedule that won on the nearest measured problems of the same kind (see `tiledsched.serve.transfer`), if one of them is in
+3. the one measured for a problem of its bucket: of about its lengths, and equal in all else;
+4. a schedule that won on the nearest measured problems of the same kind (see `tiledsched.serve.transfer`), if one of them is in
    the neighbourhood or nearer than what the performance model chose for;
-4. the entry that the performance model chose for this problem or the nearest one of its kind;
-5. a schedule that won on problems of the same kind, however far, or else of other kinds;
-6. the kernel's own choice where nothing was measured, else its default.
+5. the entry that the performance model chose for this problem or the nearest one of its kind;
+6. a schedule that won on problems of the same kind, however far, or else of other kinds;
+7. the kernel's own choice where nothing was measured, else its default.
 
 The kernel declares what a kind is. The model predicts a problem better than winners of another kind do.
 
 An entry that was measured with another compiler is served and called stale: this compiler may make other machine code of the
 schedule, which takes another time. Without a compiler it is stale where bundles hold programs, but not the one measured.
+
+Of choices that were not measured the first is served whose program is not known to spill registers, nor to fail to build
+(:mod:`tiledsched.store.spills`). Nothing that a launch finds changes a choice, so that all processes make the same one.
 
 A problem that was not measured in the requested regime or accuracy class is served by its measurement in the other regime, or in
 the exact class, and the reason says so. A less exact class never takes the place of the exact one.
@@ -21,6 +25,8 @@ the exact class, and the reason says so. A less exact class never takes the plac
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -41,6 +47,7 @@ from tiledsched.serve.transfer import (
     NEAR_KIND,
     OTHER_KIND,
     ExpectedLoss,
+    Transfer,
     TransferParameters,
     expected_loss,
     log_us,
@@ -48,6 +55,7 @@ from tiledsched.serve.transfer import (
 )
 from tiledsched.store.evidence import clocks_of, edited, for_compiler, leaders, precedence, throttled
 from tiledsched.store.records import Entry
+from tiledsched.store.spills import DOES_NOT_BUILD, Spills, classes_of, joined
 
 MEASURED_PROVENANCES = ("measured", "transferred")
 """Provenances of entries that were measured on some device."""
@@ -87,7 +95,8 @@ class Served:
     rivals: tuple[RivalOffer, ...] = ()
     """Rivals that are faster, the fastest first: the first that is installed is called in place of the schedule."""
     alternatives: tuple[Schedule, ...] = ()
-    """The next choices, of a schedule that was not measured: each is served where the program of the one before spills."""
+    """The next choices, of a schedule that was not measured: each is served where the one before does not compile for the layouts
+    of a call."""
 
 
 @dataclass(kw_only=True)
@@ -127,6 +136,7 @@ class LookupTable:
         compiler: version of the installed compiler; empty where none is installed.
         at_hand: gives the fingerprints of machine code that needs no compiler; called for entries of another compiler, or where
             none is installed.
+        spills: gives what is known, for an arch, of programs that spill registers or do not build.
         policy: how problems that were not measured are served from others of their kind.
     """
 
@@ -142,12 +152,14 @@ class LookupTable:
         rivals: bool = False,
         compiler: str = "",
         at_hand: Callable[[], Collection[str]] = frozenset,
+        spills: Callable[[str], Spills] = lambda arch: {},
         policy: TransferParameters = NEAR_KIND,
     ) -> None:
         self.kernel, self.regime, self.accum_mode = kernel, regime, accum_mode
         self._policy = policy
         self.compiler, self._at_hand, self._rivals = compiler, at_hand, rivals
         self.forced = dict(forced or {})
+        self._spills = functools.cache(spills)
         self._by_arch: dict[str, list[Entry]] = {}
         entries = list(entries)
         self._seen_mhz = clocks_of(entries)
@@ -166,7 +178,7 @@ class LookupTable:
                     covered.add(place)
         self._spaces = {space.arch: space for space in spaces}
         self._indexes: dict[str, _Index] = {}
-        self._answers: dict[tuple[Problem, str], Served] = {}
+        self._answers: dict[tuple[Problem, str, str], Served] = {}
         self._timed: dict[str, TimedProblems | None] = {}
 
     def _mismatch(self, entry: Entry) -> int:
@@ -199,7 +211,7 @@ class LookupTable:
         space = self._space(arch)
         served = (
             self._exact(problem, device_name, space)
-            or self._shared(problem, space)
+            or self._shared(problem, device_name, space)
             or self._from_others(problem, space)
         )
         if self._rivals and not served.rivals and served.provenance not in MEASURED_PROVENANCES and arch in ARCHS:
@@ -217,9 +229,20 @@ class LookupTable:
             served = replace(served, reason=served.reason + note, held_down=slowed)
         return self._with_forced(served, problem, space) if self.forced else served
 
+    def knowing(self, arch: str, spills: Spills) -> LookupTable:
+        """This table, with more known of programs of an arch that spill registers or do not build."""
+        before, other = self._spills, copy.copy(self)
+        other._spills = functools.cache(lambda each: joined(before(each), spills) if each == arch else before(each))
+        other._answers = {}
+        return other
+
+    def spills(self, arch: str) -> Spills:
+        """What is known of programs of an arch that spill registers or do not build."""
+        return self._spills(arch)
+
     def fallback_for(self, served: Served, problem: Problem, arch: str) -> Served | None:
-        """What is served in place of a schedule whose program spills registers or does not compile for the layouts of a call: its
-        next alternative, and after the last one the default. None where the default failed, or the schedule is forced.
+        """What is served in place of a schedule that does not compile for the layouts of a call: its next alternative, and after
+        the last one the default. None where the default failed, or the schedule is forced.
         """
         if served.alternatives:
             following, *rest = served.alternatives
@@ -227,7 +250,7 @@ class LookupTable:
                 served,
                 schedule=following,
                 alternatives=tuple(rest),
-                reason=f"{served.schedule.short()} spills registers here or does not compile; the next choice: "
+                reason=f"{served.schedule.short()} does not compile for arrays laid out like these; the next choice: "
                 + served.reason.rpartition("the next choice: ")[2],
             )
         default = self._default(self._space(arch), problem)
@@ -317,16 +340,40 @@ class LookupTable:
         """The entries that were measured for problems of the same kind."""
         return self._index(space).by_kind.get(self.kernel.similarity.kind(problem), ())
 
-    def _shared(self, problem: Problem, space: SearchSpace) -> Served | None:
+    def _shared(self, problem: Problem, device_name: str, space: SearchSpace) -> Served | None:
         """The answer that all problems of about this size share; None where its schedule is not valid for this one."""
         about = self.kernel.similarity.bucketed(problem)
-        key = (about, space.arch)
+        key = (about, space.arch, device_name)
         if key not in self._answers:
             if len(self._answers) >= MAX_ANSWERS:
                 self._answers.clear()
-            self._answers[key] = self._from_others(about, space)
+            self._answers[key] = self._of_bucket(about, device_name, space) or self._from_others(about, space)
         served = self._answers[key]
         return None if space.unworkable(served.schedule, problem) else served
+
+    def _of_bucket(self, about: Problem, device_name: str, space: SearchSpace) -> Served | None:
+        """The schedule measured for the problem that stands for a bucket, or for the nearest other one in it; None where none of
+        them was measured."""
+        similarity = self.kernel.similarity
+        near = sorted(
+            {entry.problem for entry in self._alike(about, space) if similarity.bucketed(entry.problem) == about},
+            key=lambda problem: (similarity.distance(problem, about), problem),
+        )
+        found = next((each for problem in near if (each := self._exact(problem, device_name, space))), None)
+        if found is None or found.entry is None:
+            return None
+        entry = found.entry
+        apart = Transfer(
+            schedule=found.schedule, entry=entry, distance=similarity.distance(entry.problem, about), neighbours=1
+        )
+        return replace(
+            found,
+            provenance="transferred",
+            reason=f"{entry.problem}, which is of about this size, was measured on {_measured_on(entry, space)}",
+            stale="",
+            expected_loss=expected_loss(apart, about),
+            rivals=self._offers(entry, space, "") if self._rivals else (),
+        )
 
     def _from_others(self, problem: Problem, space: SearchSpace) -> Served:
         """What is served for a problem that was not measured."""
@@ -340,25 +387,57 @@ class LookupTable:
             or self._transferred(index.measured, problem, space, " of another kind")
             or self._unmeasured(problem, space)
         )
+        found = self._sound(found, problem, space)
         if not self._rivals:
             return found
         raced = _apart([each for each in alike if each.rivals], problem)
-        forecasts = {} if raced <= NEAR_ENOUGH else self._forecasts(problem, space)
+        forecasts = {} if raced <= NEAR_ENOUGH else self._forecasts(problem, found.schedule, space)
         if forecasts:
             return replace(found, rivals=forecast_offers(self.kernel, forecasts))
         known = found.expected_loss
         loss = known.mean if known and known.arch == space.arch else 0.0
         return replace(found, rivals=expected_offers(problem, alike, loss))
 
-    def _forecasts(self, problem: Problem, space: SearchSpace) -> Mapping[str, Forecast]:
-        """What rivals and our own choice are expected to take, by name; nothing where no times like these ship."""
+    def _sound(self, served: Served, problem: Problem, space: SearchSpace) -> Served:
+        """What is served where nothing was measured: the first choice that is not known to spill registers or to fail to build.
+        Where all are, the one that spills least."""
+        choices, known = (served.schedule, *served.alternatives), self.spills(space.arch)
+        if len(choices) == 1 or served.schedule.id not in known:
+            return served
+
+        def spilled(schedule: Schedule) -> int:
+            classes = known.get(schedule.id)
+            found = classes_of(problem, schedule, space.arch) if classes else []
+            return max((classes.get(each, 0) for each in found), default=0) if classes else 0
+
+        lost = [spilled(each) for each in choices]
+        place = lost.index(min(lost))
+        if not place:
+            return served
+        passed = "; ".join(
+            f"{each.short()} {_lost_text(size)}" for each, size in zip(choices[:place], lost, strict=False)
+        )
+        return replace(
+            served,
+            schedule=choices[place],
+            alternatives=choices[place + 1 :],
+            reason=f"{served.reason}; of its choices {passed}, so that the next one is served",
+        )
+
+    def _forecasts(self, problem: Problem, schedule: Schedule, space: SearchSpace) -> Mapping[str, Forecast]:
+        """What rivals and our choice are expected to take, by name; nothing where no times like these ship."""
+        if space.arch not in ARCHS:
+            return {}
+        spec = arch_spec(space.arch)
+
+        def default_us(p: Problem) -> float:
+            return math.exp(log_us(p, self._default(space, p), spec))
+
         if space.arch not in self._timed:
-            ready = space.arch in ARCHS
-            self._timed[space.arch] = (
-                timed_problems(self.kernel, space.arch, self._index(space).measured) if ready else None
-            )
+            measured = self._index(space).measured
+            self._timed[space.arch] = timed_problems(self.kernel, space.arch, measured, default_us)
         timed = self._timed[space.arch]
-        return timed.forecast(problem) if timed else {}
+        return timed.forecast(problem, math.exp(log_us(problem, schedule, spec)), default_us(problem)) if timed else {}
 
     def _default(self, space: SearchSpace, problem: Problem) -> Schedule:
         """The default schedule, in the requested accuracy class where the problem has it (bfloat16 has no fp16 accumulators)."""
@@ -465,6 +544,11 @@ class LookupTable:
         except SpaceError:
             return False
         return True
+
+
+def _lost_text(spilled: int) -> str:
+    """Why a program is not served, in words."""
+    return "does not build" if spilled == DOES_NOT_BUILD else f"spills {spilled} bytes of registers a thread"
 
 
 def _is_wide(problem: Problem) -> bool:

@@ -26,6 +26,7 @@ from tiledsched.serve.explain import Explanation
 from tiledsched.serve.launch import (
     explain_plan,
     has_tangent,
+    in_layout,
     in_lists,
     is_plain_call,
     is_transformed,
@@ -35,6 +36,7 @@ from tiledsched.serve.launch import (
 from tiledsched.serve.lookup import Served
 from tiledsched.serve.plan import Plan, beyond_int32, choose, make_plan, overlaps_itself, torch_type
 from tiledsched.serve.plan_cache import PlanCache, are_ordinary
+from tiledsched.serve.rivals import stand_in
 from tiledsched.serve.schema import NO_DEFAULT, OpSchema
 
 _NAME = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*")
@@ -216,6 +218,16 @@ class Operator:
         flat = tuple([each for array in in_lists for each in array])
         return flat, (*[tuple(each) if isinstance(each, list) else each for each in options], counts)
 
+    @property
+    def _has_rivals(self) -> bool:
+        """Whether something else may compute: it takes single arrays and changes none of them."""
+        schema = self.schema
+        return not (schema.changed or any(each.kind == "list" for each in schema.parameters))
+
+    def _named_numbers(self, plan: Plan, given: Sequence[Any]) -> dict[str, float]:
+        """The run-time numbers of a call that has all its arguments, by name."""
+        return dict(zip(plan.numbers, self._numbers(plan, given), strict=True))
+
     def _numbers(self, plan: Plan, given: Sequence[Any]) -> tuple[float, ...]:
         """The run-time numbers of a call, in the plan's order and of the declared types."""
         numbers = plan.numbers
@@ -246,8 +258,7 @@ class Operator:
             results = schema.results(given)
         except ProblemError as error:
             raise ProblemError(f"{self.name}: {error}") from error
-        plain = not schema.changed and not any(each.kind == "list" for each in schema.parameters)
-        plain = plain and not any(each.listed for each in results)
+        plain = self._has_rivals and not any(each.listed for each in results)
         for name, each in zip(schema.inputs, given, strict=False):
             if beyond_int32(_listed(each)) and not self.kernel.array_spec(name, p).wide:
                 return f"{name} is not contiguous and spans more than 2**31 elements; call .contiguous() on it"
@@ -289,7 +300,15 @@ class Operator:
         if p is not None:
             return self._compute_empty(p, given)
         plan = self._find(key, given, tensors)
-        return launch_first(self.cache, key, plan, launch, lambda served: self._make_plan(given, tensors, served))
+        computes = stand_in(plan.problem, self._named_numbers(plan, given)) if self._has_rivals else None
+        return launch_first(
+            self.cache,
+            key,
+            plan,
+            launch,
+            lambda served: self._make_plan(given, tensors, served),
+            computes and (lambda plan: in_layout(plan, computes(*tensors))),
+        )
 
     def _compute_empty(self, p: Problem, given: Sequence[Any]) -> Any:
         """The outputs of a call with a size of 0; where they have elements, those that the reference makes of the inputs.

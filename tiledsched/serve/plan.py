@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from tiledsched.core.arrays import LARGEST_INT32, ArraySpec
 from tiledsched.core.launch import Step, scratch, steps
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.storage import strides_of
-from tiledsched.serve import process
+from tiledsched.serve import capture, process
 from tiledsched.serve.lookup import Served
 from tiledsched.serve.rivals import ELSEWHERE, Rival, choose_rivals
 from tiledsched.serve.schema import Output
@@ -45,6 +45,8 @@ class Decision:
     """The rival that eager calls run; None for our own kernel."""
     in_graphs: Rival | None = None
     """The rival that a CUDA graph captures; None for our own kernel."""
+    calls: Iterator[int] | None = field(default=None, compare=False, repr=False)
+    """Counts the calls of problems of about this size; None where calls are not captured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +87,13 @@ class Plan(Decision):
     """The device's index, or `ELSEWHERE` where a rival may be called, so that other launches need not check for rivals."""
     sync: bool
     """Whether each call waits for the GPU."""
+    direct: Rival | None
+    """The rival that computes the one output of every call but the first, eager or captured; None where calls may differ."""
 
     @functools.cached_property
     def own(self) -> Plan:
         """This plan, but with our own kernel in place of any rival."""
-        return replace(self, launch_on=self.device, rival=None, in_graphs=None)
+        return replace(self, launch_on=self.device, rival=None, in_graphs=None, direct=None)
 
     def without_first_rival(self) -> Plan:
         """The plan without the rival that is called first, which refused its first call. Where graphs have a rival of their own
@@ -122,7 +126,12 @@ def choose(
     served = served or table.resolve(problem, facts.arch, facts.name)
     rival, in_graphs = choose_rivals(served, make_rivals) if make_rivals else (None, None)
     process.log_choice(name, problem, facts, served, rival, in_graphs)
-    return Decision(name=name, problem=problem, device=index, served=served, rival=rival, in_graphs=in_graphs)
+    calls, settings = None, process.settings()
+    if settings.capture:
+        calls = capture.note(settings, problem, tensors, facts, served, rival.name if rival else "")
+    return Decision(
+        name=name, problem=problem, device=index, served=served, rival=rival, in_graphs=in_graphs, calls=calls
+    )
 
 
 def make_plan(
@@ -153,6 +162,9 @@ def make_plan(
     counts |= dict(zip(outputs, lists, strict=True)) | dict.fromkeys((*(each.name for each in extra), *numbers))
     places, end = _places(counts)
     picks, constants = _picks(launches, places, end)
+    vectors = _vectors(kernel, problem, inputs, places)
+    if vectors:
+        picks = [_restriding(pick, vectors) for pick in picks]
     flat = [
         (shape, strides, torch_type(each.dtype))
         for each in outputs.values()
@@ -180,6 +192,7 @@ def make_plan(
         spans=_spans(inputs) if changed else (),
         launch_on=decision.device if decision.rival is None and decision.in_graphs is None else ELSEWHERE,
         sync=sync,
+        direct=decision.rival if is_single and not sync and decision.rival is decision.in_graphs else None,
     )
 
 
@@ -271,6 +284,32 @@ def _picks(
                 wanted[-1].append(places[each.name])
     whole = list(range(end + len(constants)))
     return [None if each == whole else _picker(each) for each in wanted], tuple(constants)
+
+
+def _vectors(
+    kernel: KernelClass, problem: Problem, inputs: Mapping[str, Any], places: Mapping[str, int | slice]
+) -> dict[int, tuple[int, ...]]:
+    """By its place in the row, the strides of each array with a single column that lies as the kernel's column layout has it.
+    torch gives the strides of an axis of one element any value, from which cuTile would infer another program."""
+    found = {}
+    for name, each in inputs.items():
+        place, spec = places[name], kernel.array_spec(name, problem)
+        if isinstance(place, int) and spec.column and each.is_contiguous() and each.ndim > 1 and each.shape[-1] == 1:
+            found[place] = strides_of(spec.shape, True)
+    return found
+
+
+def _restriding(pick: Pick | None, vectors: Mapping[int, tuple[int, ...]]) -> Pick:
+    """A pick of the same arguments, in which some arrays have the strides given."""
+
+    def restrided(row: tuple[Any, ...]) -> tuple[Any, ...]:
+        arrays = list(row)
+        for place, strides in vectors.items():
+            if arrays[place].stride() != strides:
+                arrays[place] = arrays[place].as_strided(arrays[place].shape, strides)
+        return tuple(arrays) if pick is None else pick(tuple(arrays))
+
+    return restrided
 
 
 def _picker(places: Sequence[int | slice]) -> Pick:

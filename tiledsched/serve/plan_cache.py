@@ -10,10 +10,12 @@ import functools
 import importlib
 import operator
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
+
+from tiledsched.serve.background import Build
 
 MAX_PLANS = 4096
 """Plans in a cache. A model that decodes poses a new problem with every token, so all are forgotten when there are more."""
@@ -58,7 +60,7 @@ def are_ordinary(tensors: Iterable[Any]) -> bool:
 class PlanCache(Generic[P]):
     """The plans of one operator, for any number of threads."""
 
-    __slots__ = ("_found_last", "_key_of", "last_of_kind", "plans", "ready", "recent")
+    __slots__ = ("_found_last", "_key_of", "building", "last_of_kind", "plans", "ready", "recent")
     every: list[PlanCache[Any]] = []  # noqa: RUF012
 
     def __init__(self, key_of: Callable[..., tuple[Any, ...]]) -> None:
@@ -70,6 +72,8 @@ class PlanCache(Generic[P]):
         """For each kind of call the plan made last, and what its launches follow from: another call may have the same."""
         self.ready: dict[tuple[Any, ...], P] = {}
         """Plans that have been launched: their programs are compiled and loaded."""
+        self.building: dict[tuple[Any, ...], Sequence[Build]] = {}
+        """The programs that plans were launched without, because they were being compiled."""
         self.recent: tuple[tuple[Options, Callable[..., bool], P], ...] = ()
         """Plans in `ready` and the calls they are for: options, and torch's comparison with the tensors of such a call, in
         type, sizes, strides, dtype, device, layout, requires_grad and the state of torch's dispatcher. Plain tuples, which
@@ -127,6 +131,7 @@ class PlanCache(Generic[P]):
         with lock:
             self.plans.clear()
             self.ready.clear()
+            self.building.clear()
             self.last_of_kind.clear()
             self.recent, self._found_last = (), None
 

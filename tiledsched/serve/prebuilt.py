@@ -1,8 +1,9 @@
-"""Kernel objects that launch what was measured: machine code from bundles, else compiled on the same assumptions.
+"""Kernel objects that launch what was measured: machine code from a bundle, from the programs on disk, or else compiled on the
+same assumptions.
 
 cuTile asks a kernel object for machine code when it is first launched with arguments of a new kind. Its own answer
 starts the compiler twice even when its disk cache holds the program (for its version, and for the bytecode it reads)
-and translates the kernel's Python; a prebuilt program is read from a file instead.
+and translates the kernel's Python; a program that was built before is read from a file instead.
 """
 
 from __future__ import annotations
@@ -18,18 +19,27 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tiledsched.build.compiler import pass_on_worker_warps
-from tiledsched.build.cubin import parts, read_artifact
+from tiledsched.build.compiler import DEFAULT_TIMEOUT_S, pass_on_worker_warps
+from tiledsched.build.cubin import is_whole, parts, strip_debug
 from tiledsched.build.host_code import check_host, for_host, host_arch, host_of
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core import launch as launches
 from tiledsched.core.config import Settings
 from tiledsched.core.device import arch_spec
-from tiledsched.core.errors import CompilerError, ConfigError, TiledschedError
+from tiledsched.core.errors import CompilerError, ConfigError, DeclarationError
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import HINT_KNOBS, Schedule
-from tiledsched.serve.bundle import Bundle, BundledProgram, bundle_paths, named_bundle, read_bundle
+from tiledsched.serve.background import BUILDER, Build, Builder
+from tiledsched.serve.bundle import Bundle, BundledProgram, named_bundle, read_bundle
+from tiledsched.serve.programs import (
+    BuildRequest,
+    Program,
+    captured_values,
+    program_key,
+    programs_folder,
+    read_program,
+    write_program,
+)
 
 log = logging.getLogger("tiledsched")
 _thread = threading.local()
@@ -43,33 +53,43 @@ Prebuilt = tuple[Bundle, BundledProgram]
 
 
 def make_kernel(
-    kernel: KernelClass, schedule: Schedule, problem: Problem, settings: Settings, device: Any
+    kernel: KernelClass,
+    schedule: Schedule,
+    problem: Problem,
+    settings: Settings,
+    device: Any,
+    builder: Builder = BUILDER,
 ) -> list[Any]:
-    """The cuTile kernel objects of a schedule, one for each launch, that take their machine code from bundles where these hold
-    it, and else have it compiled as it was for measuring.
+    """The cuTile kernel objects of a schedule, one for each launch, that take their machine code from a bundle or the programs on
+    disk where these hold it, and else have it compiled as it was for measuring.
 
     Args:
         kernel: the kernel.
         schedule: the schedule.
         problem: decides which functions are launched.
-        settings: say where bundles lie.
+        settings: say where the cache folder is.
         device: where they are launched: anything with `sm_count` and `arch`, which the kernel's launches may read.
+        builder: compiles programs for launches that do not wait.
 
     Raises:
         ConfigError: `TILEDSCHED_BUNDLE` names something that is no bundle.
     """
-    objects = launches.tile_kernels(kernel, {device.arch: schedule}, problem, device)
+    objects, folder = (
+        launches.tile_kernels(kernel, {device.arch: schedule}, problem, device),
+        programs_folder(settings, device.arch),
+    )
     wanted = launches.steps(kernel, problem, schedule, device)
+    bundle = usable_bundle(kernel)
     candidates = [  # the signature of a launch decides which of them fits
         (bundle, program)
-        for bundle in usable_bundles(kernel, settings)
-        for program in bundle.programs_of(kernel, device.arch)
+        for program in (bundle.programs_of(kernel, device.arch) if bundle else ())
         if _hints(program.schedule) == _hints(schedule)
     ]
     for place, (made, step) in enumerate(zip(objects, wanted, strict=True)):
         made.__class__ = ServedKernel  # the same object otherwise, with the hints it was given
         made.prebuilt, made.declaration, made.step, made.place = candidates, kernel, step, place
-        made.arch, made.refused = device.arch, {}
+        made.arch, made.schedule, made.problem = device.arch, schedule, problem
+        made.folder, made.builder, made.siblings, made.builds = folder, builder, objects, []
     return objects
 
 
@@ -77,30 +97,23 @@ def _hints(schedule: Schedule) -> tuple[Any, ...]:
     return tuple(schedule.get(knob) for knob in HINT_KNOBS)
 
 
-def usable_bundles(kernel: KernelClass, settings: Settings) -> list[Bundle]:
-    """The bundles that were built from this source of `kernel`: programs of other source may take other arguments.
+def usable_bundle(kernel: KernelClass) -> Bundle | None:
+    """The bundle in use, where it was built from this source of `kernel`: programs of other source may take other arguments.
 
     Raises:
         ConfigError: `TILEDSCHED_BUNDLE` names something that is no bundle.
     """
-    named = named_bundle()
-    usable = []
-    for path in bundle_paths(settings):
-        try:
-            bundle = _read(path, path.stat().st_mtime_ns)
-        except (TiledschedError, OSError) as error:
-            if path == named:
-                raise
-            log.warning("left out: %s", error)
-            continue
-        built_from = bundle.source_hashes.get(kernel.name)
-        if built_from == _source_hash(kernel):  # type: ignore[arg-type]  # a class is hashable
-            usable.append(bundle)
-        elif built_from is not None:
-            level = logging.WARNING if path == named else logging.INFO
-            words = "%s is left out: built from another version of the %s kernel; make it again: tiledsched warmup"
-            log.log(level, words, path, kernel.name)
-    return usable
+    path = named_bundle()
+    if path is None:
+        return None
+    bundle = _read(path, path.stat().st_mtime_ns)
+    built_from = bundle.source_hashes.get(kernel.name)
+    if built_from == _source_hash(kernel):  # type: ignore[arg-type]  # a class is hashable
+        return bundle
+    if built_from is not None:
+        words = "%s is left out: built from another version of the %s kernel; make it again: tiledsched warmup"
+        log.warning(words, path, kernel.name)
+    return None
 
 
 @functools.cache
@@ -186,59 +199,156 @@ def _holds(built: Any, wanted: Any) -> bool:
     )
 
 
+class BuildingError(ct.TileError):
+    """A program is being compiled by another process; cuTile treats it as a failed compilation."""
+
+
 @contextmanager
-def refusing_spills(refuses: bool) -> Iterator[None]:
-    """Have launches of this thread raise `TileError`, or not, where a program that they would load spills registers."""
-    before = getattr(_thread, "refuses_spills", False)
-    _thread.refuses_spills = refuses
+def not_waiting(waits: bool = False) -> Iterator[list[Build]]:
+    """Have launches of this thread raise :class:`BuildingError` where their program has yet to be compiled, which another process
+    then does. Yields the list of the builds that launches missed.
+
+    Args:
+        waits: have launches wait for their programs after all; the list stays empty.
+    """
+    missed: list[Build] = []
+    before = getattr(_thread, "missed", None)
+    _thread.missed = None if waits else missed
     try:
-        yield
+        yield missed
     finally:
-        _thread.refuses_spills = before
-
-
-class SpillsError(ct.TileError):
-    """A program spills registers where another schedule may be served; cuTile treats it as a failed compilation."""
+        _thread.missed = before
 
 
 class ServedKernel(ct.kernel):
-    """A cuTile kernel object that looks for its machine code in bundles first. `_compile` is not public; a test pins it."""
+    """A cuTile kernel object that looks for its machine code in bundles and among the programs on disk before it is compiled.
+    `_compile` is not public; a test pins it.
+    """
 
     prebuilt: list[Prebuilt]
     arch: str
     declaration: KernelClass
     step: Any
     place: int
-    refused: dict[str, str]
+    schedule: Schedule
+    problem: Problem
+    folder: Path
+    builder: Builder
+    siblings: list[ServedKernel]
+    """The kernel objects of all launches of the schedule, this one among them."""
+    builds: list[Build]
+    """Builds that launches of it missed."""
 
     def _compile(
         self, signature: Any, context: Any, compute_capability: tuple[int, int] | None = None, *more: Any
     ) -> Any:
-        # Without a compiler a spilling program of a bundle is all there is.
-        refuses = getattr(_thread, "refuses_spills", False) and bool(compiler_at_hand())
-        launch = str(signature) if refuses else ""
-        if launch in self.refused:
-            raise SpillsError(self.refused[launch])
-        found = self._found(signature, context, compute_capability, *more)
-        if refuses and (bytes_each := spilled(read_artifact(found[0], self.arch).facts.spill_bytes)):
-            self.refused[launch] = f"its program spills {bytes_each} bytes of registers a thread"
-            raise SpillsError(self.refused[launch])
-        return found
+        wanted = launches.assumed(self.declaration, signature, self.step)
+        code = self._bundled(wanted)
+        if code:
+            return code, launches.symbol(self.declaration), None, ()
+        path, missed = self.program_path(wanted), getattr(_thread, "missed", None)
+        program = None if path is None else self._program(path, wanted, missed)
+        if program is not None and program.error:
+            raise ct.TileError(program.error)
+        if program is not None:
+            return parts(program.cubin)[0], program.symbol, None, ()
+        made = self._compiled_here(wanted, context, compute_capability, *more)
+        if (
+            path is not None and made[2:] == (None, ()) and is_whole(made[0])
+        ):  # else it needs more than its machine code
+            write_program(path, Program(cubin=strip_debug(made[0]), symbol=made[1]))
+        return made
 
-    def _found(self, signature: Any, *target: Any) -> Any:
+    def program_path(self, wanted: Any) -> Path | None:
+        """The file of the program that is compiled for a signature; None where no file can hold it."""
+        kernel, hints = self.declaration, self._compiler_options.hints_by_target()
+        mine = {**hints["default"], **hints.get(self.arch, {})}
+        source = _source_hash(kernel)  # type: ignore[arg-type]  # a class is hashable
+        key = program_key(source, captured_values(self._pyfunc), mine, wanted, self.arch)
+        return self.folder / key if key else None
+
+    def _bundled(self, signature: Any) -> bytes:
+        """Machine code from a bundle; empty where none holds it."""
         found = find_program(self.prebuilt, self.declaration, self.place, self.step.function, signature)
-        if found is not None:
-            bundle, program = found
-            try:
-                code = bundle.artifact(program).cubin
-            except ConfigError as error:  # what is damaged never runs
-                log.warning("%s; its program is compiled instead", error)
-            else:
-                log.info("%s from %s", program.fingerprint, bundle.path)
-                return parts(code)[self.place], launches.symbol(self.declaration), None, ()
+        if found is None:
+            return b""
+        bundle, program = found
+        try:
+            code = bundle.artifact(program).cubin
+        except ConfigError as error:  # what is damaged never runs
+            log.warning("%s; its program is compiled instead", error)
+            return b""
+        log.info("%s from %s", program.fingerprint, bundle.path)
+        return parts(code)[self.place]
+
+    def _program(self, path: Path, wanted: Any, missed: list[Build] | None) -> Program | None:
+        """The program in a file, or that of a build; None where it has to be compiled here.
+
+        Raises:
+            BuildingError: it is being compiled, and this thread does not wait.
+        """
+        build, program = self.builder.builds.get(path), read_program(path)
+        if program is None and build is None and missed is not None:
+            build = self._submit(path, wanted)
+            for each in self.siblings if build else ():  # whose launches come after it
+                each._submit_declared()
+        if program is None and build is not None:
+            if missed is not None and not build.is_done:
+                self.builds.append(build)
+                missed.append(build)
+                raise BuildingError(f"{self.declaration.name}: its program is being compiled")
+            build.wait()
+            program = build.program
+            if build.failure:
+                log.warning("%s; the program is compiled by the call instead", build.failure)
+        self.builder.builds.pop(path, None)
+        return program
+
+    def _submit(self, path: Path, wanted: Any) -> Build | None:
+        """Have another process compile a program; None where none can."""
+        from cuda.tile.compilation import CallingConvention
+
+        kernel = self.declaration
+        convention = CallingConvention.cutile_python_v2()
+        if (
+            kernel.__module__ == "__main__"
+            or wanted.calling_convention.code != convention.code
+            or not compiler_at_hand()
+        ):
+            return None  # another process would run the user's script
+        try:
+            where = kernel.locator()
+        except DeclarationError:
+            return None
+        return self.builder.submit(
+            BuildRequest(
+                path=path,
+                kernel=where,
+                schedule=self.schedule,
+                problem=self.problem,
+                wide=bool(getattr(self.problem, "wide", False)),
+                place=self.place,
+                parameters=tuple(wanted.parameters),
+                arch=self.arch,
+                timeout_s=DEFAULT_TIMEOUT_S,
+            )
+        )
+
+    def _submit_declared(self) -> None:
+        """Have the program compiled that launches on contiguous arrays run, unless it is there."""
+        wanted = launches.signature(self.declaration, self.problem, self.schedule, self.step)
+        path = self.program_path(wanted)
+        if path is not None and not path.exists():
+            self._submit(path, wanted)
+
+    def _compiled_here(self, wanted: Any, *target: Any) -> Any:
+        """What cuTile compiles, in this process.
+
+        Raises:
+            CompilerError: there is no compiler, or the program is for hosts of another architecture.
+        """
         pass_on_worker_warps()  # the schedule measured may have hints that cuTile does not pass on
         try:
-            wanted = launches.assumed(self.declaration, signature, self.step)
             made = super()._compile(wanted, *target)
             if host_of(made[0]) not in ("", host_arch()):  # out of cuTile's cache, which hosts of both kinds share
                 with for_host(host_arch()):

@@ -19,6 +19,7 @@ from tiledsched.core.launch import Step, annotated
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import HINT_KNOBS, Schedule
 from tiledsched.measure.runner import Device
+from tiledsched.serve.background import BUILDER, Builder
 from tiledsched.serve.entries import load_table
 from tiledsched.serve.lookup import LookupTable, Served
 from tiledsched.serve.plan_cache import PlanCache, lock
@@ -66,6 +67,8 @@ class Runtime:
     """The properties of a device."""
     load_table: Callable[..., LookupTable] = load_table
     """Reads the tuned table of a kernel."""
+    builder: Builder = BUILDER
+    """Compiles programs for calls that do not wait for them."""
     loaded: set[tuple[Any, ...]] = field(default_factory=set)
     """Programs and rivals that have run, so that a CUDA graph may hold them."""
     refused: set[tuple[Any, ...]] = field(default_factory=set)
@@ -98,6 +101,12 @@ def settings() -> Settings:
         if not log.hasHandlers():
             log.addHandler(logging.StreamHandler(sys.stderr))
     return found
+
+
+def wait_for_programs() -> None:
+    """Have calls of this process wait for their programs: what is timed is not to be torch, which serves meanwhile."""
+    if settings().compile != "wait":
+        config.configure(compile="wait")
 
 
 @functools.cache
@@ -141,7 +150,7 @@ def kernel_objects(
     key = (kernel, functions, device.arch, *(s.get(knob) for knob in HINT_KNOBS))
     with lock:
         if key not in _kernels:
-            _kernels[key] = tuple(make_kernel(kernel, s, p, settings(), device))
+            _kernels[key] = tuple(make_kernel(kernel, s, p, settings(), device, runtime.builder))
         return _kernels[key]
 
 

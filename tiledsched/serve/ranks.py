@@ -13,25 +13,33 @@ from tiledsched.core.canonical import stable_id
 from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.files import read_bounded
-from tiledsched.serve.bundle import bundle_paths
-from tiledsched.serve.entries import load_entries
+from tiledsched.serve.bundle import named_bundle
+from tiledsched.serve.entries import load_entries, stored_spills
+from tiledsched.store.manifest import listed_files, manifest_path
+from tiledsched.store.spills import FILE
 
 MAX_NAMED = 8
 """Ranks that a message names."""
 
 
 def choice_digest(settings: Settings | None = None) -> str:
-    """A hash of everything that decides what this process serves: entries of every layer, machine code in bundles, forced knobs,
-    regime, accuracy class, compiler and version. Processes with equal digests serve the same schedules.
+    """A hash of everything that decides what this process serves: entries of every layer, machine code in bundles, what is known
+    of programs that spill, forced knobs, regime, accuracy class, compiler and version. Processes with equal digests serve the
+    same schedules.
 
     Raises:
         TiledschedError: a table or bundle cannot be read.
     """
     settings = settings or load_settings()
-    bundles = sorted(hashlib.sha256(read_bounded(path)).hexdigest() for path in bundle_paths(settings))
+    bundle = named_bundle()
+    bundles = [] if bundle is None else [hashlib.sha256(read_bounded(bundle)).hexdigest()]
     entries = sorted(
         [*entry.key, entry.provenance, entry.schedule.id, entry.fingerprint or ""] for entry in load_entries(settings)
     )
+    spills = [
+        {name: each["sha256"] for name, each in listed_files(manifest_path()).items() if name.endswith(FILE)},
+        stored_spills(settings),
+    ]
     decides = [
         __version__,
         compiler_at_hand(),
@@ -40,6 +48,7 @@ def choice_digest(settings: Settings | None = None) -> str:
         dict(settings.knobs),
         bundles,
         entries,
+        spills,
     ]
     return stable_id(decides, 24)
 

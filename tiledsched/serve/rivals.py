@@ -38,7 +38,8 @@ PLANNED_WORTH_US = 1000.0
 """Smallest gain of a call, in microseconds, from a rival that plans each new problem for tens of milliseconds: the layers of one
 model, which share a plan, earn it back."""
 CAUTION = 0.5
-"""Share of its spread by which an expected time counts as longer."""
+"""Share of its spread by which a rival's expected time counts as longer. Ours counts as longer by all of its spread: our kernel
+serves where it is surely about as fast."""
 DISPATCH_US = 4.0
 """Microseconds that calling a rival through one of our functions adds to what the rival's own call takes the host."""
 NEAR_MARGIN = 0.01
@@ -170,14 +171,14 @@ def expected_offers(problem: Problem, entries: Iterable[Entry], loss: float) -> 
 def forecast_offers(kernel: KernelClass, forecasts: Mapping[str, Forecast]) -> tuple[RivalOffer, ...]:
     """The rivals that are expected to be faster than our untuned choice for a caller, the fastest first.
 
-    Each expected time counts as longer by :data:`CAUTION` of its spread, so that of two about equal ones the surer one serves.
+    Expected times count as longer by their spread, ours by all of it and a rival's by :data:`CAUTION` of it.
     A rival that plans each new problem for tens of milliseconds serves in captured graphs, which are made for one problem and
     replayed, and in eager calls only where one call gains enough.
     """
     ours = forecasts.get(OURS)
     if ours is None:
         return ()
-    offers, own_cautious = [], math.exp(CAUTION * ours.spread)
+    offers, own_cautious = [], math.exp(ours.spread)
     for name, each in forecasts.items():
         cautious, gain_us = math.exp(CAUTION * each.spread), ours.us - each.us
         ratio = each.us * cautious / (ours.us * own_cautious)
@@ -268,3 +269,25 @@ def choose_rivals(
         next((each for each in there if not each.offer.only_captured), None),
         next((each for each in there if each.offer.capturable), None),
     )
+
+
+def stand_in(p: Problem, numbers: Mapping[str, float]) -> Callable[..., Any] | None:
+    """What computes a problem while its program is compiled: what its kernel declares for that, or the first of its rivals that
+    compiles nothing. None where nothing does.
+
+    Args:
+        p: the problem.
+        numbers: the run-time numbers of the call. Rivals are made for those declared.
+    """
+    kernel = p.declaration
+    found: Callable[..., Any] | None = None
+    try:
+        if kernel.stand_in is not None:
+            found = kernel.stand_in(p, numbers)
+        elif numbers.items() <= kernel.scalar_values(p).items():
+            slow = (*kernel.compiled_rivals, *kernel.planning_rivals)
+            ready = (call for name, call in kernel.rivals(p).items() if name not in slow and not hasattr(call, "bind"))
+            found = next(ready, None)
+    except Exception as error:  # of a declaration: it costs the wait for the program
+        log.warning("nothing stands in for %s while it is compiled: %s: %s", kernel.name, type(error).__name__, error)
+    return found

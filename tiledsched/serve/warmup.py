@@ -1,7 +1,7 @@
 """Builds the programs that the tuned table serves, so that no process has to compile them later.
 
-Machine code is taken from the artifact store where the store has it, and compiled where not. It is written to a bundle: in the
-cache folder of this machine, or to a file for machines without a compiler.
+Machine code is taken from the artifact store where the store has it, and compiled where not. It is written to the programs in the
+cache folder of this machine, or to a bundle: a file for machines without a compiler.
 """
 
 from __future__ import annotations
@@ -17,20 +17,25 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched.build.artifacts import ArtifactStore
-from tiledsched.build.compiler import BuildTask
-from tiledsched.build.cubin import Artifact
+from tiledsched.build.compiler import BuildTask, Built
+from tiledsched.build.cubin import Artifact, join, parts_with_host_code, read_artifact
+from tiledsched.build.host_code import host_arch
 from tiledsched.build.pool import BuildPool
+from tiledsched.core import launch as launches
+from tiledsched.core.config import Settings
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ConfigError, Failure, TiledschedError
 from tiledsched.core.files import read_bounded
 from tiledsched.core.launch import problem_class
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import source_part
 from tiledsched.serve.bundle import BundledProgram, read_bundle, write_bundle
 from tiledsched.serve.lookup import LookupTable
+from tiledsched.serve.prebuilt import make_kernel
+from tiledsched.serve.programs import Program, programs_folder, read_program, write_program
 from tiledsched.store.records import Entry
+from tiledsched.store.spills import lost_bytes
 
 Key = tuple[str, str]
 """(schedule id, problem class id): what a build depends on, within one arch, kernel source and compiler."""
@@ -38,26 +43,28 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """The result of writing a bundle."""
+    """The result of building ahead."""
 
     arch: str
     """The GPU's arch."""
     host_arch: str
     """The architecture of the hosts that launch it."""
     path: Path
-    """The bundle."""
+    """The bundle, or the folder of programs."""
     programs: int
     """Number of programs in it."""
     problems: int
     """Number of problems that they serve."""
     reused: int
-    """Number of programs taken from the artifact store or an earlier bundle."""
+    """Number of programs that were there: in the artifact store, in an earlier bundle, or in the cache folder."""
     compiled: int
     """Number of programs compiled for it."""
     failures: tuple[tuple[Schedule, Failure], ...]
     """Schedules that did not build, and why."""
+    lost: tuple[Built, ...]
+    """Builds of choices that were not measured and turned out to spill registers or to fail, so that the next choices serve."""
     size_bytes: int
-    """Size of the file."""
+    """Size of the file, or of the programs."""
     seconds: float
     """Wall time."""
 
@@ -91,56 +98,71 @@ class Prepared:
 
 def prepare(
     arch: str,
-    path: Path,
+    path: Path | None,
     entries: Sequence[Entry],
     table: LookupTable,
     kernel: KernelClass,
     artifacts: ArtifactStore,
     pool: BuildPool,
     compiler: str,
+    settings: Settings,
     *,
+    problems: Iterable[Problem] = (),
+    device: str = "",
     likely: Callable[[Problem], Iterable[Problem]] = lambda problem: (),
-    others: Sequence[Path] = (),
     progress: Callable[[str], None] = lambda text: None,
 ) -> Prepared:
-    """Write a bundle with every program that `table` serves on `arch` for the problems of its entries and for similar ones.
+    """Build every program that `table` serves on `arch` for some problems and for similar ones, transferred schedules included.
 
     Args:
         arch: for example sm_90; no GPU of it is needed.
-        path: the bundle to write; programs of an earlier one there are used again.
+        path: the bundle to write; programs of an earlier one there are used again. None: the programs go to the cache folder,
+            where every process on this machine finds them.
         entries: the tuned table; only entries of `arch` and this kernel count.
         table: says which schedule a problem is served with.
         kernel: the kernel.
         artifacts: the store of builds for the hosts that launch them, where new ones are kept, too.
         pool: the compile processes, which start with the first program that has to be built.
         compiler: the compiler that builds, for people.
+        settings: say where the cache folder is.
+        problems: what is to be computed; the problems of the entries unless given.
+        device: name of the GPU that the programs are for; that of the first entry unless given.
         likely: gives further problems that are to be expected where there is this one.
-        others: further bundles that may have some of the programs.
         progress: called with a line of text now and then.
 
     Raises:
-        ConfigError: the table has no entry for `arch`, or the file cannot be written.
+        ConfigError: the table has no entry for `arch`, and no problems are given, or the file cannot be written.
         DeclarationError: the kernel was declared at a prompt, where compile processes do not find it.
     """
     started = time.perf_counter()
     mine = [entry for entry in entries if entry.arch == arch and entry.kernel == kernel.name]
-    if not mine:
+    asked = list(problems) or [entry.problem for entry in mine]
+    if not asked:
         where = kernel.locator() if ":" in kernel.name else kernel.name
         raise ConfigError(f"nothing is tuned for {arch}; run: tiledsched tune {where} --arch {arch}")
-    device = mine[0].device_name
-    problems = list(dict.fromkeys(each for entry in mine for each in (entry.problem, *likely(entry.problem))))
-    found = _at_hand(arch, [path, *others], mine, kernel, artifacts)
+    device = device or next((entry.device_name for entry in mine), "")
+    wanted = list(dict.fromkeys(each for problem in asked for each in (problem, *likely(problem))))
+    files = _ProgramFiles(kernel, arch, settings, artifacts.host_arch)
+    found = _at_hand(arch, path, mine, kernel, artifacts)
     had = set(found)
     needed: dict[Key, tuple[Schedule, Problem]] = {}
+    failed: dict[Key, str] = {}
     failures: list[tuple[Schedule, Failure]] = []
-    waiting = [(problem, table.resolve(problem, arch, device)) for problem in problems]
+    outcomes: dict[Key, Built] = {}
+    lost: dict[Key, Built] = {}
+    waiting = [(problem, table.resolve(problem, arch, device)) for problem in wanted]
     while waiting:
         keys = [_key(kernel, arch, problem, served.schedule) for problem, served in waiting]
         fresh = {
             key: (served.schedule, problem)
             for key, (problem, served) in zip(keys, waiting, strict=True)
-            if key not in needed
+            if key not in needed and key not in failed
         }
+        for key in [each for each in fresh if each not in found]:
+            known = files.read(*fresh[key])
+            if isinstance(known, Artifact):
+                found[key] = known
+                had.add(key)
         needed |= fresh
         tasks = [
             BuildTask(
@@ -151,54 +173,106 @@ def prepare(
         ]
         progress(f"{arch}: {len(needed)} programs, {len(tasks)} to build")
         for done, built in enumerate(pool.build(tasks), start=1):
+            outcomes[key := _key(kernel, arch, built.task.problem, built.task.schedule)] = built
             if built.artifact is not None:
                 artifacts.put(built.artifact)
-                found[_key(kernel, arch, built.task.problem, built.task.schedule)] = built.artifact
+                found[key] = built.artifact
             elif built.failure is not None:
                 failures.append((built.task.schedule, built.failure))
+                failed[key] = built.failure.message
             if done % max(1, len(tasks) // 4) == 0:
                 progress(f"built {done}/{len(tasks)}")
-        # As in a call, a schedule that was not measured and spills registers gives way to the next choice.
-        spilling = [
-            pair
-            for key, pair in zip(keys, waiting, strict=True)
-            if pair[1].alternatives and key in found and spilled(found[key].facts.spill_bytes)
+        # What turns out to spill and was not measured gives way to the next choice, as what fails does in a call, too.
+        bad = {key: built for key, built in outcomes.items() if _lost(built)}
+        given_up = [
+            (*pair, key) for key, pair in zip(keys, waiting, strict=True) if pair[1].alternatives and key in bad
         ]
-        following = ((problem, table.fallback_for(served, problem, arch)) for problem, served in spilling)
-        waiting = [(problem, served) for problem, served in following if served is not None]
-    reused = len(needed.keys() & had)
-    programs = [
-        BundledProgram(
-            kernel=kernel.name,
-            arch=arch,
-            schedule=schedule,
-            problem=problem,
-            fingerprint=found[key].fingerprint,
-            host_arch=artifacts.host_arch,
+        for key in {key for _, _, key in given_up}:
+            lost[key] = bad[key]
+            table = table.knowing(arch, {key[0]: {key[1]: _lost(bad[key])}})
+        again = [(problem, served, table.resolve(problem, arch, device)) for problem, served, _ in given_up]
+        following = [(problem, now) for problem, served, now in again if now.schedule != served.schedule]
+        for key, (problem, served) in zip(keys, waiting, strict=True):
+            if key in failed and not served.alternatives and (default := table.fallback_for(served, problem, arch)):
+                following.append((problem, default))
+        waiting = following
+    built_pairs = {key: pair for key, pair in needed.items() if key in found}
+    if path is None:
+        path, size = files.folder, sum(files.write(*pair, found[key]) for key, pair in built_pairs.items())
+    else:
+        programs = [
+            BundledProgram(
+                kernel=kernel.name,
+                arch=arch,
+                schedule=schedule,
+                problem=problem,
+                fingerprint=found[key].fingerprint,
+                host_arch=artifacts.host_arch,
+            )
+            for key, (schedule, problem) in built_pairs.items()
+        ]
+        size = write_bundle(
+            path,
+            programs,
+            {(arch, each.fingerprint): each for each in found.values()},
+            mine,
+            {kernel.name: kernel.source_hash()},
+            compiler,
+            {kernel.name: {arch: table.spills(arch)}},
         )
-        for key, (schedule, problem) in needed.items()
-        if key in found
-    ]
-    size = write_bundle(
-        path,
-        programs,
-        {(arch, each.fingerprint): each for each in found.values()},
-        mine,
-        {kernel.name: kernel.source_hash()},
-        compiler,
-    )
+    reused = len(built_pairs.keys() & had)
     return Prepared(
         arch=arch,
         host_arch=artifacts.host_arch,
         path=path,
-        programs=len(programs),
-        problems=len(problems),
+        programs=len(built_pairs),
+        problems=len(wanted),
         reused=reused,
-        compiled=len(programs) - reused,
+        compiled=len(built_pairs) - reused,
         failures=tuple(failures),
+        lost=tuple(lost.values()),
         size_bytes=size,
         seconds=time.perf_counter() - started,
     )
+
+
+class _ProgramFiles:
+    """The files of a kernel's programs in the cache folder, by schedule and problem.
+
+    Args:
+        kernel: the kernel.
+        arch: the GPU's.
+        settings: say where the cache folder is.
+        host: the architecture of the hosts; of other hosts than this one, nothing is there.
+    """
+
+    def __init__(self, kernel: KernelClass, arch: str, settings: Settings, host: str) -> None:
+        self._kernel, self._arch, self._settings, self._mine = kernel, arch, settings, host == host_arch()
+        self.folder = programs_folder(settings, arch)
+
+    def _paths(self, schedule: Schedule, problem: Problem) -> list[Path | None]:
+        """The file of each launch on contiguous arrays."""
+        objects = make_kernel(self._kernel, schedule, problem, self._settings, arch_spec(self._arch))
+        signatures = (launches.signature(self._kernel, problem, schedule, each.step) for each in objects)
+        return [made.program_path(each) for made, each in zip(objects, signatures, strict=True)] if self._mine else []
+
+    def read(self, schedule: Schedule, problem: Problem) -> Artifact | None:
+        """The machine code of all launches; None where some have to be compiled."""
+        paths = self._paths(schedule, problem)
+        programs = [read_program(path) if path else None for path in paths]
+        if not programs or not all(each is not None and each.cubin for each in programs):
+            return None
+        with suppress(TiledschedError):
+            return join([read_artifact(each.cubin, self._arch) for each in programs if each is not None])
+        return None
+
+    def write(self, schedule: Schedule, problem: Problem, artifact: Artifact) -> int:
+        """Keep the machine code of all launches; returns its bytes."""
+        symbol = launches.symbol(self._kernel)
+        for path, cubin in zip(self._paths(schedule, problem), parts_with_host_code(artifact.cubin), strict=True):
+            if path is not None and not path.exists():
+                write_program(path, Program(cubin=cubin, symbol=symbol))
+        return len(artifact.cubin)
 
 
 def renamed_by_contents(done: Prepared, name: str) -> Prepared:
@@ -209,14 +283,20 @@ def renamed_by_contents(done: Prepared, name: str) -> Prepared:
     return replace(done, path=path)
 
 
+def _lost(built: Built) -> int:
+    """What a build says against its program; see :func:`tiledsched.store.spills.lost_bytes`."""
+    outcome = built.artifact.facts if built.artifact is not None else built.failure
+    return 0 if outcome is None else lost_bytes(outcome)
+
+
 def _key(kernel: KernelClass, arch: str, problem: Problem, schedule: Schedule) -> Key:
     return schedule.id, problem_class(kernel, problem, schedule, arch_spec(arch)).id
 
 
 def _at_hand(
-    arch: str, paths: Iterable[Path], entries: Iterable[Entry], kernel: KernelClass, artifacts: ArtifactStore
+    arch: str, path: Path | None, entries: Iterable[Entry], kernel: KernelClass, artifacts: ArtifactStore
 ) -> dict[Key, Artifact]:
-    """Machine code of this kernel source that need not be built: that of the entries, and that of earlier bundles."""
+    """Machine code of this kernel source that need not be built: that of the entries, and that of an earlier bundle."""
     source_hash = kernel.source_hash()
     found: dict[Key, Artifact] = {}
     for entry in entries:
@@ -224,13 +304,13 @@ def _at_hand(
             artifact = artifacts.get(arch, entry.fingerprint)
             if artifact is not None:
                 found[_key(kernel, arch, entry.problem, entry.schedule)] = artifact
-    for path in paths:
-        with suppress(TiledschedError):  # what an unusable bundle holds is built anew
-            bundle = read_bundle(path)
-            usable = bundle.source_hashes.get(kernel.name) == source_hash
-            for program in bundle.programs_of(kernel, arch) if usable else ():
-                key = _key(kernel, arch, program.problem, program.schedule)
-                if key not in found and program.host_arch == artifacts.host_arch:
-                    with suppress(ConfigError):  # as is a damaged program
-                        found[key] = bundle.artifact(program)
+    with suppress(TiledschedError):  # what an unusable bundle holds is built anew
+        bundle = read_bundle(path) if path is not None else None
+        if bundle is None or bundle.source_hashes.get(kernel.name) != source_hash:
+            return found
+        for program in bundle.programs_of(kernel, arch):
+            key = _key(kernel, arch, program.problem, program.schedule)
+            if key not in found and program.host_arch == artifacts.host_arch:
+                with suppress(ConfigError):  # as is a damaged program
+                    found[key] = bundle.artifact(program)
     return found

@@ -11,19 +11,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import delete, select, update
+from sqlalchemy import JSON, delete, select, type_coerce, update
 from sqlalchemy.engine import CursorResult
 from sqlalchemy.orm import Session
 
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import DatabaseError, Failure
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.resources import MAX_SPILL_BYTES
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Device, Measurement
 from tiledsched.store import host
 from tiledsched.store.codec import encode
 from tiledsched.store.database import DAMAGE, Database
-from tiledsched.store.evidence import contradictions
+from tiledsched.store.evidence import contradictions, standing
 from tiledsched.store.models import (
     ArtifactRow,
     BuildRow,
@@ -33,6 +34,7 @@ from tiledsched.store.models import (
     MeasurementRow,
     ProblemRow,
     RunRow,
+    ToolchainRow,
 )
 from tiledsched.store.reading import (
     UNDISTURBED,
@@ -40,6 +42,7 @@ from tiledsched.store.reading import (
     WithoutSamples,
     build_of,
     entry_of,
+    ids_of,
     matching,
     measurement_of,
     of_known_kernels,
@@ -64,6 +67,7 @@ from tiledsched.store.records import (
     Toolchain,
     record_of,
 )
+from tiledsched.store.spills import DOES_NOT_BUILD, OF_THE_PROGRAM, Spills
 from tiledsched.store.writing import Parents, insert_row, now, put_artifacts, put_builds, put_entry, put_measurements
 
 
@@ -93,6 +97,32 @@ class TuningDB(Database):
         with self.reading(*DAMAGE) as session:
             builds = [build_of(*row, toolchain=toolchain) for row in session.execute(wanted)]
             return {build.key: build for build in builds}
+
+    def spills(
+        self, compiler: str, *, kernel: str | None = None, source_hash: str | None = None, arch: str | None = None
+    ) -> Spills:
+        """The programs that spill registers or did not build under a compiler's version, and that match all other arguments that
+        are not None. Of a program that several toolchains of that version built, the newest build counts.
+        """
+        spill_bytes = type_coerce(ArtifactRow.facts, JSON)["spill_bytes"].as_integer()
+        wanted = (
+            select(BuildRow.schedule_id, BuildRow.problem_class_id, spill_bytes)
+            .join(ToolchainRow, ToolchainRow.id == BuildRow.toolchain_id)
+            .outerjoin(
+                ArtifactRow, (ArtifactRow.arch == BuildRow.arch) & (ArtifactRow.fingerprint == BuildRow.fingerprint)
+            )
+            .where(
+                *matching({BuildRow.kernel: kernel, BuildRow.source_hash: source_hash, BuildRow.arch: arch}),
+                ToolchainRow.tileiras == compiler,
+                (spill_bytes > MAX_SPILL_BYTES) | BuildRow.failure_kind.in_(OF_THE_PROGRAM),
+            )
+            .order_by(BuildRow.created_at, BuildRow.id)
+        )
+        found: dict[str, dict[str, int]] = {}
+        with self.reading(*DAMAGE) as session:
+            for schedule, problem_class, spilled in session.execute(wanted):
+                found.setdefault(schedule, {})[problem_class] = DOES_NOT_BUILD if spilled is None else spilled
+        return found
 
     def artifacts(self, arch: str | None = None) -> dict[tuple[str, str], ArtifactRecord]:
         """Every artifact, by (arch, fingerprint)."""
@@ -202,7 +232,6 @@ class TuningDB(Database):
         of = problem.declaration if problem and problem.known else None if isinstance(kernel, str) else kernel
         wanted = matching(
             {
-                MeasurementRow.problem_id: problem.id if problem else None,
                 MeasurementRow.arch: arch,
                 DeviceRow.name: device_name,
                 MeasurementRow.regime: regime,
@@ -217,6 +246,8 @@ class TuningDB(Database):
         if served:
             wanted.append(MeasurementRow.id.in_(select(EntryRow.measurement_id)))
         with self.reading(*DAMAGE) as session:
+            if problem:
+                wanted.append(MeasurementRow.problem_id.in_(ids_of(session, problem)))
             if not disturbed:
                 wanted.append(of_known_kernels(session, wanted, of))
             if latest:
@@ -324,15 +355,10 @@ class TuningDB(Database):
         run_id: int | None = None,
     ) -> list[FailureRecord]:
         """The failures that match all arguments that are not None, the newest first."""
-        wanted = matching(
-            {
-                FailureRow.arch: arch,
-                FailureRow.problem_id: problem.id if problem else None,
-                FailureRow.stage: stage,
-                FailureRow.run_id: run_id,
-            }
-        )
+        wanted = matching({FailureRow.arch: arch, FailureRow.stage: stage, FailureRow.run_id: run_id})
         with self.reading(*DAMAGE) as session:
+            if problem:
+                wanted.append(FailureRow.problem_id.in_(ids_of(session, problem)))
             return [
                 record_of(
                     FailureRecord,
@@ -396,7 +422,6 @@ class TuningDB(Database):
         given = {
             "arch": arch,
             "kernel": kernel,
-            "problem_id": problem.id if problem else None,
             "device_name": device_name,
             "regime": regime,
             "accum_mode": accum_mode,
@@ -404,8 +429,14 @@ class TuningDB(Database):
         }
         wanted = {name: value for name, value in given.items() if value is not None}
         with self.reading(*DAMAGE) as session:
-            records = [entry_of(*parts) for parts in session.execute(select_entries(*wanted), wanted)]
-            return sorted(records, key=lambda each: (each.place, each.compiler))
+            ids = [{"problem_id": each} for each in ids_of(session, problem)] if problem else [{}]
+            rows = (row for each in ids for row in session.execute(select_entries(*wanted, *each), wanted | each))
+            found: dict[tuple[Any, ...], Entry] = {}
+            for entry in (entry_of(*row) for row in rows):
+                if entry.key in found:  # their problems had two names once
+                    entry = min(found[entry.key], entry, key=standing)
+                found[entry.key] = entry
+            return sorted(found.values(), key=lambda each: (each.place, each.compiler))
 
     def merge(
         self,

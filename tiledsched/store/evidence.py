@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,6 +44,23 @@ def for_compiler(entries: Iterable[Entry], compiler: str) -> list[Entry]:
         known = found.get(entry.place)
         found[entry.place] = entry if known is None else min(known, entry, key=order)
     return list(found.values())
+
+
+def standing(record: Entry) -> tuple[int, bool, float, str, float]:
+    """A sort key: of two entries with one key, the one that sorts first is served, from whatever databases they come.
+
+    The stronger provenance comes first, then what was measured at a clock that its maker gives, then the shorter time, measured
+    or modelled. Between equal times the contents decide, and between equal contents the date.
+    """
+    us = record.median_us if record.median_us is not None else record.model_us
+    contents = {
+        key: value
+        for key, value in record.to_json().items()
+        if key not in ("measurement_id", "run_id", "updated_at", "measurement", "layer")
+    }
+    contents["measurement"] = record.measurement.uid if record.measurement else None
+    date = record.updated_at.timestamp() if record.updated_at else 0.0
+    return *precedence(record, {}), math.inf if us is None else us, json.dumps(contents, sort_keys=True), -date
 
 
 def clocks_of(entries: Iterable[Entry]) -> dict[str, int]:

@@ -22,6 +22,7 @@ from tiledsched.core.fields import Value
 from tiledsched.core.files import read_bounded, unpacked, write_whole
 from tiledsched.core.problem import Problem
 from tiledsched.store.codec import decode, encode
+from tiledsched.store.evidence import standing
 from tiledsched.store.foreign import of_csv, of_json, to_csv
 from tiledsched.store.manifest import check_shipped
 from tiledsched.store.records import ArtifactRecord, Entry, MergeResult, StoredMeasurement
@@ -207,10 +208,13 @@ def parse_table(text: str, name: str) -> TableFile:
             raise DatabaseError(f"{name}: measurements[{i}].uid: {one.uid} appears twice; remove one")
         stored[one.uid] = one
     entries: dict[tuple[str, ...], Entry] = {}
+    named: dict[tuple[str, ...], Any] = {}
     for i, row in enumerate(data["entries"]):
         entry = _entry(row, stored, f"{name}: entries[{i}]")
-        if entry.key in entries:
+        if named.setdefault(entry.key, row["problem"]) == row["problem"] and entry.key in entries:
             raise DatabaseError(f"{name}: entries[{i}]: a second entry for {entry.problem} on {entry.arch}; remove one")
+        if entry.key in entries:  # their problems had two names once
+            entry = min(entries[entry.key], entry, key=standing)
         entries[entry.key] = entry
     artifacts = _rows(ArtifactRecord, data["artifacts"], f"{name}: artifacts")
     return TableFile(entries=tuple(entries.values()), measurements=tuple(stored.values()), artifacts=tuple(artifacts))

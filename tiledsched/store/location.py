@@ -25,18 +25,25 @@ def site_location(site: str | None) -> str | None:
     return next((text for folder in folders if os.path.isfile(text := os.path.join(folder, "tuning.db"))), None)
 
 
+def database_file(url: str | os.PathLike[str] | None) -> str:
+    """The path of the SQLite file at `url` (as for `TuningDB.open`); empty for a database on a server or in memory."""
+    scheme, found, path = location(url).rpartition("://")
+    if found:
+        path = path.partition("?")[0].removeprefix("/") if scheme.startswith("sqlite") else ""  # sqlite:///PATH
+    return "" if path == ":memory:" else os.path.expanduser(path)
+
+
 def database_exists(url: str | os.PathLike[str] | None) -> bool:
     """Whether there may be a database at `url` (as for `TuningDB.open`): of an SQLite file whether it is there, else true."""
-    scheme, found, path = location(url).rpartition("://")
+    scheme, found, _ = location(url).rpartition("://")
     if found and not scheme.startswith("sqlite"):
         return True
-    if found:
-        path = path.partition("?")[0].removeprefix("/")  # sqlite:///PATH
-    if path in ("", ":memory:"):
+    path = database_file(url)
+    if not path:
         return False
     from tiledsched.core.files import kind_of_file
 
     try:
-        return bool(kind_of_file(os.path.expanduser(path)))
+        return bool(kind_of_file(path))
     except OSError:  # `open` says why, as it does of what is no file
         return True

@@ -5,8 +5,6 @@ Rows that others refer to are inserted first, and only where they are missing: t
 
 from __future__ import annotations
 
-import json
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
@@ -24,7 +22,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import of_one_kernel, source_part
 from tiledsched.measure.clocks import describe_throttling
 from tiledsched.measure.runner import Device
-from tiledsched.store.evidence import precedence
+from tiledsched.store.evidence import standing
 from tiledsched.store.models import (
     ArtifactRow,
     Base,
@@ -199,23 +197,6 @@ def put_entry(session: Session, record: Entry, *, merging: bool) -> str:
         return "kept"
     session.execute(update(EntryRow).where(*same).values(row))
     return "replaced"
-
-
-def standing(record: Entry) -> tuple[int, bool, float, str, float]:
-    """A sort key: of two entries with one key, the one that sorts first is served, from whatever databases they come.
-
-    The stronger provenance comes first, then what was measured at a clock that its maker gives, then the shorter time, measured
-    or modelled. Between equal times the contents decide, and between equal contents the date.
-    """
-    us = record.median_us if record.median_us is not None else record.model_us
-    contents = {
-        key: value
-        for key, value in record.to_json().items()
-        if key not in ("measurement_id", "run_id", "updated_at", "measurement", "layer")
-    }
-    contents["measurement"] = record.measurement.uid if record.measurement else None
-    date = record.updated_at.timestamp() if record.updated_at else 0.0
-    return *precedence(record, {}), math.inf if us is None else us, json.dumps(contents, sort_keys=True), -date
 
 
 def _slower_clock(session: Session, new: int | None, old: int | None) -> bool:

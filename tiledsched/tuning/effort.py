@@ -11,7 +11,7 @@ class Effort:
     """One level of effort."""
 
     programs: int
-    """Distinct programs to measure per problem, at most; those measured before count."""
+    """Distinct programs to measure per problem, at most; those measured before count. 0 for no search."""
     batch: int
     """Programs measured before the search uses what they showed."""
     builds: int
@@ -27,8 +27,10 @@ class Effort:
 
 
 EFFORTS: Mapping[str, Effort] = {
+    "race": Effort(programs=0, batch=8, builds=2, finalists=2, both_regimes=False, least_gain=0.0, modelled=2),
     "quick": Effort(programs=16, batch=8, builds=2, finalists=8, both_regimes=False, least_gain=2e-3, modelled=16),
     "default": Effort(programs=64, batch=8, builds=2, finalists=16, both_regimes=True, least_gain=5e-4, modelled=64),
     "thorough": Effort(programs=192, batch=8, builds=2, finalists=24, both_regimes=True, least_gain=0.0, modelled=None),
 }
-"""The levels by name, the one that does least first."""
+"""The levels by name, the one that does least first. `race` searches nothing: what is served today races the default schedule,
+and rivals are timed next to the winner."""

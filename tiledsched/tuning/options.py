@@ -155,7 +155,8 @@ class TuneOptions(Options):
     effort: str = option(
         "default",
         choices=tuple(EFFORTS),
-        help="how many programs are measured and race for the decision, or, without a GPU, how many schedules are built",
+        help="how many programs are measured and race for the decision, or, without a GPU, how many schedules are built; race "
+        "searches nothing, and only races what is served today against rivals",
     )
     trials: int | None = option(
         None,

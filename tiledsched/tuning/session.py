@@ -37,6 +37,7 @@ class Session(Resources):
         *,
         watcher: Watcher | None = None,
         command: Mapping[str, Any] | None = None,
+        worths: Sequence[float] | None = None,
     ) -> TuneReport:
         """Find the best schedule of each problem and serve it from now on.
 
@@ -49,6 +50,7 @@ class Session(Resources):
             options: how much to do and what decides.
             watcher: who is told of progress.
             command: what to note as the run's command.
+            worths: what tuning each of the problems, which are distinct then, is worth; see `Tuner.tune`.
 
         Raises:
             TiledschedError: of a wrong argument, a missing compiler, or a problem that no schedule works for. What was found
@@ -98,12 +100,18 @@ class Session(Resources):
                     rivals=rivals.race if rivals else None,
                     storage=storage,
                 )
-                results = tuner.tune(wanted)
+                results = tuner.tune(wanted, worths)
             known = for_compiler(load_entries(settings, {self.arch}, kernel), compiler)
             now = {entry.place: entry for entry in known}
             entries = [now.get(result.entry.place, result.entry) for result in results]
         return TuneReport(
-            kernel=kernel, arch=self.arch, run_id=run_id, results=results, entries=entries, measured=gpu is not None
+            kernel=kernel,
+            arch=self.arch,
+            run_id=run_id,
+            results=results,
+            entries=entries,
+            measured=gpu is not None,
+            left=tuner.left,
         )
 
     def record(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING, Any, Protocol
@@ -54,6 +54,15 @@ have changed since; none where this space knows nothing.
 """
 Rivals = Callable[[Problem, Candidate], "list[RivalTime] | None"]
 """Times a kernel's rivals next to a winner, on the problem it won; None where they cannot be timed."""
+OUT_OF_TIME = "the budget ended first"
+"""Why a problem has no result that the budget did not reach."""
+NO_SEARCH = "no search"
+"""What the source of an entry says that stands on a race of what was served, without a search."""
+LEAST_S, LEAST_SEARCH_S = 2.0, 15.0
+"""Where problems share a budget by what they are worth: none is begun with less than so many seconds left, and a search gets so
+many where they are left: in less time hardly anything is built."""
+MOST_IN_A_ROW = 3
+"""So many problems that fail one after the other end such a tune: the problems are not the cause."""
 LOOKS = {
     regime: replace(rules, most_rounds=rules.opening_rounds + rules.heat_rounds) for regime, rules in RULES.items()
 }
@@ -108,6 +117,8 @@ class TuneReport:
     """What is served for each problem now; the entry that was there where it is stronger than what was found."""
     measured: bool
     """Whether a GPU measured; otherwise the performance model ranked what was built."""
+    left: Mapping[Problem, str] = field(default_factory=dict)
+    """The problems that have no result, and why: the budget ended first, or no schedule works."""
 
     @property
     def winners(self) -> dict[Problem, Schedule]:
@@ -236,14 +247,22 @@ class Tuner:
         self.leave = max(0, builder.pool.jobs - 4) // 2
         self.inert = InertChanges(space.knobs)
         self.elsewhere = Elsewhere(builder.db, space, self.regime, self.accum_mode, self.shipped)
+        self.left: dict[Problem, str] = {}
+        """Problems without a result, and why."""
 
     @cached_property
     def clocks(self) -> dict[str, int]:
         """By the name of each GPU, the highest clock at which it was measured for what is stored, in MHz."""
         return clocks_of(self.builder.db.entries(self.space.arch, self.builder.kernel.name))
 
-    def tune(self, problems: Sequence[Problem]) -> list[TuneResult]:
+    def tune(self, problems: Sequence[Problem], worths: Sequence[float] | None = None) -> list[TuneResult]:
         """Tune every problem in turn.
+
+        Args:
+            problems: what is tuned.
+            worths: what tuning each of them is worth. What is left of the budget is shared by worth then, and a problem that it
+                does not reach, or of which nothing is decided, has no result and is in `left`. Without it, all problems get the
+                same part.
 
         Raises:
             NoValidScheduleError: for some problem no schedule is valid, or none of them works; the problems before it
@@ -256,13 +275,50 @@ class Tuner:
                 f"neighbours of the fastest schedule are known only where it is measured, and no GPU of "
                 f"{self.space.arch} is used here; leave out --neighbours"
             )
-        results = []
-        for deadline_s, problem in zip(deadlines(self.options.budget_s, len(problems)), problems, strict=True):
-            if self.runner is None:
-                results.append(_Ranking(self, problem, deadline_s).run())
-            else:
-                results.append(_Search(self, self.runner, problem, deadline_s).run())
+        if worths is not None:
+            return self._tune_by_worth(problems, worths)
+        pairs = zip(problems, deadlines(self.options.budget_s, len(problems)), strict=True)
+        return [self._run(problem, deadline_s) for problem, deadline_s in pairs]
+
+    def _tune_by_worth(self, problems: Sequence[Problem], worths: Sequence[float]) -> list[TuneResult]:
+        ends = math.inf if self.options.budget_s is None else time.monotonic() + self.options.budget_s
+        if self.runner is not None and not self.most_programs:
+            self._build_served(problems, self.runner, ends)
+        results: list[TuneResult] = []
+        in_a_row = 0
+        for place, problem in enumerate(problems):
+            now = time.monotonic()
+            if (results or self.left) and ends - now < LEAST_S:
+                self.left[problem] = OUT_OF_TIME
+                continue
+            all_left = sum(worths[place:])
+            part_s = (ends - now) * (worths[place] / all_left) if worths[place] else 0.0
+            deadline_s = min(ends, now + max(LEAST_SEARCH_S, part_s)) if ends < math.inf else ends
+            try:
+                results.append(self._run(problem, deadline_s))
+                in_a_row = 0
+            except (NoValidScheduleError, MeasureError) as error:
+                self.left[problem], in_a_row = str(error), in_a_row + 1
+                if in_a_row >= MOST_IN_A_ROW:
+                    self.left |= dict.fromkeys(problems[place + 1 :], str(error))
+                    break
         return results
+
+    def _run(self, problem: Problem, deadline_s: float) -> TuneResult:
+        if self.runner is None:
+            return _Ranking(self, problem, deadline_s).run()
+        return _Search(self, self.runner, problem, deadline_s).run()
+
+    def _build_served(self, problems: Sequence[Problem], runner: Runner, deadline_s: float) -> None:
+        """Build what is to race on all problems at once, so that every compile process has something to do."""
+        searches = [_Search(self, runner, problem, deadline_s) for problem in problems]
+        pairs = [
+            (schedule, each.problem)
+            for each in searches
+            for schedule in (*each.find_incumbents(runner.device_name), each.default)
+        ]
+        self.watcher.stage(problems[0], "building what is served", len(pairs))
+        self.builder.build_for_each(pairs, progress=lambda done, _: self.watcher.step(done), deadline_s=deadline_s)
 
 
 class _ProblemTune:
@@ -320,6 +376,9 @@ class _ProblemTune:
     def entry(self, schedule: Schedule, fingerprint: str, programs: int, **more: Any) -> Entry:
         """The entry that this tune writes for a winner among so many programs."""
         run, listed = f"tune run {self.tuner.run_id}", self.space.listed_in
+        how = "neighbours" if self.tuner.options.neighbours else ""
+        if not self.tuner.most_programs and not self.was_searched(more.get("device_name", "")):
+            how = NO_SEARCH
         return Entry(
             kernel=self.kernel.name,
             arch=self.space.arch,
@@ -328,11 +387,20 @@ class _ProblemTune:
             fingerprint=fingerprint,
             accum_mode=self.tuner.accum_mode,
             candidates=programs,
-            source=", ".join(filter(None, [run, listed, "neighbours" if self.tuner.options.neighbours else ""])),
+            source=", ".join(filter(None, [run, listed, how])),
             toolchain=self.builder.toolchain,
             source_hash=self.builder.evidence_source,
             run_id=self.tuner.run_id,
             **more,
+        )
+
+    def was_searched(self, device_name: str) -> bool:
+        """Whether what the database holds for the problem on a device, of this compiler and source, was found by a search."""
+        now = self.builder.toolchain.tileiras, self.builder.evidence_source
+        return any(
+            NO_SEARCH not in each.source
+            for each in self.entries(device_name)
+            if each.provenance == "measured" and (each.compiler, each.source_hash) == now
         )
 
     def nothing_works(self, schedules: Sequence[Schedule]) -> NoValidScheduleError:
@@ -344,7 +412,7 @@ class _ProblemTune:
         records = [self.builder.record(schedule, self.problem) for schedule in schedules]
         failures = [record.failure for record in records if record and record.failure]
         failures += [each.failure for each in self.db.failures(self.space.arch, self.problem)]
-        why = ", ".join(sorted({str(failure.kind) for failure in failures})) or "the budget ended first"
+        why = ", ".join(sorted({str(failure.kind) for failure in failures})) or OUT_OF_TIME
         return NoValidScheduleError(
             f"no schedule of {len(schedules)} works for {self.problem} on {self.space.arch}: {why}; run: tiledsched doctor"
         )
@@ -424,7 +492,7 @@ class _Ranking(_ProblemTune):
 
     def ranked(self, programs: Sequence[Program]) -> list[Program]:
         """Programs by the model's estimate; of equal estimates, what is served first, then fewest knobs off their default,
-        then by id. What spills registers is left out where anything does not: serving would give it up.
+        then by id. What spills registers is left out where anything does not.
         """
 
         def order(program: Program) -> tuple[float, bool, int, str]:
@@ -470,7 +538,8 @@ class _Search(_ProblemTune):
         """Look up what is known, and begin a study with it."""
         tuner, problem, space = self.tuner, self.problem, self.space
         estimate, among = estimator(problem, self.spec), None
-        partly = tuner.guided and not space.candidates
+        searches = tuner.most_programs > 0
+        partly = searches and tuner.guided and not space.candidates
         plain = plain_schedules(space, problem, tuner.pinned, estimate) if partly else []
         evidence = self.evidence()
         self.rebuild(evidence)
@@ -481,15 +550,17 @@ class _Search(_ProblemTune):
         }
         # Times of other machine code are no verdict; they tell where to look.
         elsewhere: list[Known] = []
-        if tuner.guided:
+        if tuner.guided and searches:
             elsewhere = tuner.elsewhere.known(problem, self.runner.device_name, self.spec, itself=not known_us)
         self.incumbents = self.find_incumbents(self.runner.device_name)
-        first = [self.default, *self.incumbents, *([] if elsewhere else self.winners_elsewhere())]
+        first = [self.default, *self.incumbents, *(self.winners_elsewhere() if searches and not elsewhere else [])]
         if partly:  # what is tried first is built while the rest is judged
             early = [each for each in first if each in self.incumbents or not space.violations(each, problem)]
             self.compiled += self.builder.build(early, problem, leave=len(early))
             leaders = [Schedule(known.candidates[0]) for known in elsewhere]
             among = promising_part(space, problem, tuner.pinned, plain, [*first, *leaders]) + self.incumbents
+        elif not searches:
+            among = first
         # What is served was perhaps never a candidate here; it is not replaced by what it would beat.
         self.study = ScheduleStudy(
             space.including(self.incumbents),
@@ -637,6 +708,7 @@ class _Search(_ProblemTune):
         programs = self.builder.programs(ordered, problem, self.runner.device)
         finalists = programs[:finalists_wanted]
         finalists += [each for each in programs[finalists_wanted:] if set(preferred) & set(each.schedules)]
+        tried = tried or list(dict.fromkeys(preferred))
         if not finalists:
             raise self.nothing_works(tried)
         self.watcher.stage(problem, "deciding", len(finalists))

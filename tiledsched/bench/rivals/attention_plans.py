@@ -116,7 +116,7 @@ def launched_plan(
 ) -> Any:
     """The plan of a method on an `AttentionArrays`. The first time, it is made and launched.
 
-    As in `sdpa`, a schedule that was not measured and spills registers gives way to the next choice.
+    As in `sdpa`, a schedule that does not compile gives way to the next choice.
 
     Args:
         name: the method; each has its own plan of a problem.

@@ -19,14 +19,13 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention import likely, problem
 from tiledsched.kernels.attention.model import AttentionCost
 from tiledsched.kernels.attention.scales import DEFAULT_CAP, default_scale, scales
-from tiledsched.kernels.attention.similarity import AttentionSimilarity
+from tiledsched.kernels.attention.similarity import AttentionSimilarity, copies_rows
 from tiledsched.kernels.attention.suites import STANDARD, SUITES
 from tiledsched.kernels.attention.tiling import (
     column_widths,
     combined_rows,
     combines_later,
     flat_steps,
-    needs_mask,
     pack_width,
     rows_per_tile,
     slots,
@@ -199,7 +198,6 @@ class Attention(Kernel):
         """The compile-time constants, as the kernels name them."""
         step_n = s.number("tile_n") * s.number("kv_subtiles") * steps_per_turn(s)
         tile_n = tile_keys(p, s)
-        causal = needs_mask(p)
         tile_d, rest_d = column_widths(p.tile_d, p.parts_d, s)
         tile_v, rest_v = column_widths(p.tile_v, p.parts_v, s)
         found = {
@@ -207,7 +205,7 @@ class Attention(Kernel):
             "TILE_N": tile_n,
             "TILE_D": tile_d,
             "GROUP": p.group,
-            "CAUSAL": causal,
+            "CAUSAL": p.causal,
             "EVEN": p.seq_k % step_n == 0 and not (p.starts or p.lengths or p.packed),
             "FP16_ACCUM": s["accum_mode"] == "fp16",
             "LATENCY_K": s.number("latency_k"),
@@ -224,7 +222,7 @@ class Attention(Kernel):
             "CHECK_BOUNDS": bool(s["check_bounds"]),
             "IEEE_DIVISION": s["division"] == "ieee",
             "LAZY_RESCALE": bool(s["lazy_rescale"]),
-            "BOTTOM_RIGHT": causal and p.alignment == "bottom_right",
+            "BOTTOM_RIGHT": p.alignment == "bottom_right",
             "REST_D": rest_d,
             "TILE_V": tile_v,
             "REST_V": rest_v,
@@ -254,6 +252,17 @@ class Attention(Kernel):
                 "TILE_HEADS": tile_heads(p, s),
             }
         return found
+
+    @staticmethod
+    def spill_class(p: Problem, s: Schedule) -> list[Any]:
+        """All but what only computes places in memory: element type, alignment of the mask, the heads of a group that no tile
+        packs, and the length of a page. In 41 classes of more than one program all of them spilled, or none.
+        """
+        places = {"BOTTOM_RIGHT", "PAGE", "COMBINE_ROWS", "TILE_ROWS", "TILE_HEADS"} | (
+            set() if s.get("pack_gqa", False) else {"GROUP"}
+        )
+        rest = {name: value for name, value in Attention.constants(p, s).items() if name not in places}
+        return [Attention.entry(p, s).__name__, p.page > 0, copies_rows(p), rest]
 
     @staticmethod
     def grid(p: Problem, s: Schedule, device: Any) -> tuple[int]:

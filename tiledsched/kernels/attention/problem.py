@@ -22,8 +22,13 @@ LARGEST_INT32 = 2**31 - 1
 def canonical(values: dict[str, Value]) -> dict[str, Value]:
     """The values that stand for all equivalent ways to state a problem.
 
-    value_dim = head_dim is stored as 0. An alignment that makes no difference (no causal mask, or seq_q = seq_k) is stored as
-    top_left. A window that hides nothing is stored as 0, and a mask that hides nothing as no mask.
+    value_dim = head_dim is stored as 0. What hides nothing is stored as no mask: a window of as many keys as there are, and a
+    causal mask where the first row sees the last key, as a single row does that is aligned at the bottom right. Keys that a
+    row could see beyond the last one do not count in window_right. Of two alignments that say the same, as where seq_q = seq_k,
+    the one is stored that needs no window_right, top_left before bottom_right; without a causal mask it is top_left.
+
+    Of packed sequences and pages only the device knows the lengths, which are at most all rows and all keys. That alone is used,
+    so that one packed sequence, or one page for each sequence, is a problem of its own.
 
     Raises:
         ProblemError: heads is not a multiple of kv_heads, a window has no causal mask, or packed sequences or pages contradict
@@ -36,8 +41,7 @@ def canonical(values: dict[str, Value]) -> dict[str, Value]:
     if values["value_dim"] == values["head_dim"]:
         changed["value_dim"] = 0
     _check_places(values)
-    one_length = values["seq_q"] == values["seq_k"] and not values["packed"] and not values["page"]
-    if not values["causal"] or one_length:
+    if not values["causal"]:
         changed["alignment"] = "top_left"
     if values["window"] and not values["causal"]:
         raise ProblemError(f"window = {values['window']} needs causal: row i sees the last keys up to its own")
@@ -45,15 +49,50 @@ def canonical(values: dict[str, Value]) -> dict[str, Value]:
         raise ProblemError(
             f"window_right = {values['window_right']} needs causal: row i sees so many keys after its own"
         )
-    bottom_right = {**values, **changed}["alignment"] == "bottom_right"
-    if int(values["window"]) >= int(values["seq_k" if bottom_right else "seq_q"]):  # type: ignore[arg-type]
-        changed["window"] = 0
-    most_right = int(values["seq_q" if bottom_right else "seq_k"]) - 1  # type: ignore[arg-type]
-    if values["window_right"] and int(values["window_right"]) >= most_right and not values["packed"]:  # type: ignore[arg-type]
-        changed["window_right"] = most_right
-        if not {**values, **changed}["window"]:  # every row sees every key
-            changed |= {"window_right": 0, "causal": False, "alignment": "top_left"}
+    if values["causal"]:
+        rows, keys, window, right = (int(values[name]) for name in ("seq_q", "seq_k", "window", "window_right"))  # type: ignore[arg-type]
+        alignment, window, right = hiding_mask(str(values["alignment"]), window, right, rows, keys)
+        if alignment and not (values["packed"] or values["page"]):
+            alignment, window, right = _usual_alignment(alignment, window, right, keys - rows)
+        changed |= {
+            "causal": alignment is not None,
+            "alignment": alignment or "top_left",
+            "window": window,
+            "window_right": right,
+        }
     return {**values, **changed}
+
+
+def hiding_mask(alignment: str, window: int, window_right: int, rows: int, keys: int) -> tuple[str | None, int, int]:
+    """What a causal mask hides of so many rows and keys, or fewer: its alignment, or None where it hides nothing; its window, 0
+    where that hides nothing; and the keys after its own that a row sees.
+    """
+    bottom_right = alignment == "bottom_right"
+    window = 0 if window >= (keys if bottom_right else rows) else window
+    all_after = (rows if bottom_right else keys) - 1  # with which the first row sees the last key
+    if window or window_right < all_after:
+        return alignment, window, min(window_right, all_after)
+    return None, 0, 0
+
+
+def _usual_alignment(alignment: str, window: int, window_right: int, offset: int) -> tuple[str, int, int]:
+    """The usual one of the two ways to state a mask, whose diagonals lie `offset` keys apart: that in which a row sees no keys
+    after its own, at the top left if both are, else that of FlashAttention's windows, at the bottom right.
+    """
+    shift = offset if alignment == "bottom_right" else -offset
+    stated = {alignment: (window, window_right)}
+    if window_right + shift >= 0 and (not window or window - shift > 0):
+        other = "top_left" if alignment == "bottom_right" else "bottom_right"
+        stated[other] = (window and window - shift, window_right + shift)
+    plain = [each for each in ALIGNMENTS if each in stated and not stated[each][1]]
+    usual = (
+        plain[0]
+        if plain
+        else "bottom_right"
+        if "bottom_right" in stated and offset
+        else min(stated, key=ALIGNMENTS.index)
+    )
+    return usual, *stated[usual]
 
 
 def _check_places(values: dict[str, Value]) -> None:

@@ -150,11 +150,6 @@ def _aligned_below(p: Problem) -> bool:
     return bool(p.alignment == "bottom_right" or (p.seq_q == p.seq_k and not p.page))
 
 
-def _last_row_sees_all(p: Problem) -> bool:
-    """Whether the causal mask hides nothing, because there is one row, aligned at the end of the keys."""
-    return bool(p.causal and p.alignment == "bottom_right" and p.seq_q == 1 and not p.window)
-
-
 def torch_backend(p: Problem, name: str, scale: float | None = None) -> Function:
     """One backend of torch's attention, called by its own operator.
 
@@ -168,7 +163,7 @@ def torch_backend(p: Problem, name: str, scale: float | None = None) -> Function
         raise UnsupportedError(
             "torch's backends take no windows, softcap, sinks, starts and lengths, but as a mask of all scores"
         )
-    causal = p.causal and not _last_row_sees_all(p)
+    causal = p.causal
     if causal and p.seq_q != p.seq_k:
         if (name == "torch_flash") != (p.alignment == "bottom_right"):
             raise UnsupportedError(f"{name} aligns the causal mask elsewhere")
@@ -260,7 +255,7 @@ def flash_4_options(p: Problem, scale: float | None = None, cap: float | None = 
     """
     if p.starts:
         raise UnsupportedError("FlashAttention-4 takes no first keys; it packs such batches")
-    causal = p.causal and not _last_row_sees_all(p)
+    causal = p.causal
     if causal and not _aligned_below(p):
         raise UnsupportedError("FlashAttention-4 aligns the mask at the bottom right")
     if causal and p.lengths and not p.page:

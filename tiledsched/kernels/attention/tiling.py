@@ -46,11 +46,6 @@ def slots(p: Problem, s: Schedule) -> int:
     return work_tiles(p, s) * s.number("q_subtiles") * splits(s)
 
 
-def needs_mask(p: Problem) -> bool:
-    """Whether the causal mask hides anything. It hides nothing from a single row at the end of the keys without a window."""
-    return bool(p.causal and (p.window or not (p.alignment == "bottom_right" and p.seq_q == 1)))
-
-
 def splits(s: Schedule) -> int:
     """Blocks that share the keys of one work tile."""
     return int(s.get("kv_splits", 1))

@@ -160,7 +160,8 @@ class Matmul(Kernel):
         """Sizes that no tile divides, every layout, and rows that TMA cannot load."""
         layouts = [(a, b) for a in ("row", "column") for b in ("row", "column")]
         sizes = ((150, 130, 100), (64, 128, 64), (3, 5, 1), (130, 72, 200))
-        return [Matmul.problem(m=m, n=n, k=k, a_layout=a, b_layout=b) for m, n, k in sizes for a, b in layouts]
+        made = (Matmul.problem(m=m, n=n, k=k, a_layout=a, b_layout=b) for m, n, k in sizes for a, b in layouts)
+        return list(dict.fromkeys(made))
 
 
 def padded(size: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tiledsched.core.fields as ts
@@ -65,6 +65,19 @@ class RmsNorm(Kernel):
         x = X if R is None else X + R
         out = x / xp.sqrt((x * x).mean(-1, keepdims=True) + eps) * W
         return out if R is None else (out, x)
+
+    @staticmethod
+    def stand_in(p: Problem, numbers: Mapping[str, float]) -> Callable[..., Any]:
+        """torch's own."""
+        from torch.nn.functional import rms_norm
+
+        def call(X: Any, *more: Any) -> Any:
+            *residual, W = more
+            total = X + residual[0] if residual else X
+            out = rms_norm(total, (p.columns,), W, numbers["eps"])
+            return (out, total) if residual else out
+
+        return call
 
     @staticmethod
     def small() -> list[Problem]:

@@ -28,7 +28,9 @@ def main(*arguments: str) -> int:
     from tiledsched.bench.case import make_case
     from tiledsched.bench.methods import choose_methods
     from tiledsched.core.registry import load_kernel
+    from tiledsched.serve.process import wait_for_programs
 
+    wait_for_programs()
     kernel = load_kernel(options.kernel)
     problem = problem_from_json(json.loads(options.problem))
     (method,) = choose_methods(kernel, [options.method], [problem])

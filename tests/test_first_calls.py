@@ -1,0 +1,644 @@
+"""First calls: torch serves while a program is compiled by another process, and later calls and processes find it by its name."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import cuda.tile as ct
+import op_kernels
+from serve_on_cpu import TOLERANCE, Launches, capturing, expected, on_another_stream, runtime_on_cpu, tensors, using
+from store_samples import entry
+
+import tiledsched as ts
+from tiledsched.core import launch as launches
+from tiledsched.core.config import Settings
+from tiledsched.core.device import arch_spec
+from tiledsched.core.errors import LaunchError
+from tiledsched.core.registry import kernel_named
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.space_files import space_for
+from tiledsched.kernels.attention import Attention
+from tiledsched.ops import sdpa as serve
+from tiledsched.ops.fallback import MOST_SCORES, computes_at_once
+from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
+from tiledsched.ops.functions import matmul, rms_norm, softmax
+from tiledsched.serve import background, prebuilt, process, programs
+from tiledsched.serve.background import Build, Builder
+from tiledsched.serve.entries import layers
+from tiledsched.serve.programs import BuildRequest, Program, captured_values, program_key, read_program, write_program
+from tiledsched.serve.rivals import Rival, RivalOffer
+from tiledsched.store.db import TuningDB
+
+CODE = Program(cubin=b"machine code", symbol="attention")
+
+
+class AwaitedBuild(Build):
+    """Is done as soon as somebody waits for it."""
+
+    awaited = 0
+
+    def wait(self) -> None:
+        if not self.is_done:
+            AwaitedBuild.awaited += 1
+            self.end(CODE)
+
+
+class Builds:
+    """Stands in for the compiling processes: what is submitted is done when a test says so."""
+
+    def __init__(self) -> None:
+        self.builds: dict[Path, Build] = {}
+        self.requests: list[BuildRequest] = []
+
+    def submit(self, request: BuildRequest) -> Build:
+        if request.path not in self.builds:
+            self.requests.append(request)
+            self.builds[request.path] = AwaitedBuild(request)
+        return self.builds[request.path]
+
+    def finish(self, outcome: Program | str = CODE) -> None:
+        for each in self.builds.values():
+            if not each.is_done:
+                each.end(outcome)
+
+
+class Serving:
+    """A GPU whose programs have to be compiled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.builds, self.launches, self.loaded = Builds(), Launches(), set()
+        self.compiled_here: list[object] = []
+        self.runtime = runtime_on_cpu(self.launch)
+        self.runtime.builder = self.builds
+        self.folder = folder
+
+    def launch(self, stream, grid, kernel, arguments) -> None:
+        """As cuTile does: a kernel object is asked for its program with the first arguments of a kind."""
+        signature = launches.signature(kernel.declaration, kernel.problem, kernel.schedule, kernel.step)
+        if (kernel, str(signature)) not in self.loaded:
+            kernel._compile(signature, None, (9, 0))
+            self.loaded.add((kernel, str(signature)))
+        self.launches(stream, grid, kernel, arguments)
+
+
+@pytest.fixture
+def serving(monkeypatch, tmp_path, fresh):
+    """Serve on it, in the background by default."""
+    for name, value in (("DB", tmp_path / "none.db"), ("CACHE", tmp_path / "cache"), ("COMPILE", "background")):
+        monkeypatch.setenv(f"TILEDSCHED_{name}", str(value))
+    for module in (prebuilt, programs):
+        monkeypatch.setattr(module, "compiler_at_hand", lambda: "13.5.37")
+    found = Serving(tmp_path / "cache")
+    AwaitedBuild.awaited = 0
+    process.forget_plans()
+
+    def compiles(self, *given):
+        found.compiled_here.append(self)
+        return b"compiled here", "attention", None, ()
+
+    monkeypatch.setattr(ct.kernel, "_compile", compiles)
+    with using(found.runtime):
+        yield found
+
+
+def agrees(out, q, k, v) -> bool:
+    torch.testing.assert_close(out, expected(q, k, v), **TOLERANCE[q.dtype])
+    return True
+
+
+def test_torch_serves_until_the_program_is_built(serving, caplog) -> None:
+    caplog.set_level("INFO")
+    q, k, v = tensors()
+    for _ in range(3):
+        assert agrees(serve.sdpa(q, k, v), q, k, v)
+    assert (len(serving.builds.requests), serving.launches) == (1, [])
+    assert caplog.text.count("compiling; torch serves until the program is built") == 1
+    assert "  compiling   torch serves until the program is built" in str(serve.explain(q, k, v))
+    serving.builds.finish()
+    assert "compiling" not in str(serve.explain(q, k, v))
+    for _ in range(2):
+        assert agrees(serve.sdpa(q, k, v), q, k, v)
+    assert (len(serving.launches), serving.compiled_here, serving.builds.builds) == (2, [], {})
+    assert caplog.text.count("the program is built, and serves from now on") == 1
+    assert plans_ready() == 1
+
+
+def plans_ready() -> int:
+    from tiledsched.ops.plans import cache
+
+    return len(cache.ready)
+
+
+def test_compiled_code_is_served_alike(serving) -> None:
+    q, k, v = tensors()
+    compiled = torch.compile(lambda *given: serve.sdpa(*given), fullgraph=True, backend="aot_eager")
+    assert agrees(compiled(q, k, v), q, k, v)
+    assert (len(serving.builds.requests), serving.launches) == (1, [])
+    serving.builds.finish()
+    assert agrees(compiled(q, k, v), q, k, v)
+    assert (len(serving.launches), serving.compiled_here) == (1, [])
+
+
+@pytest.mark.parametrize("change", [{"compile": "wait"}, {"fallback": "error"}, {"rivals": "off"}])
+def test_a_call_waits_where_settings_say_that_only_our_kernel_computes(serving, change) -> None:
+    q, k, v = tensors()
+    with ts.configure(**change):
+        assert agrees(serve.sdpa(q, k, v), q, k, v)
+    assert (len(serving.launches), len(serving.compiled_here), serving.builds.requests) == (1, 1, [])
+
+
+def test_a_call_that_warms_up_for_a_capture_waits_for_the_build_under_way(serving) -> None:
+    q, k, v = tensors()
+    serve.sdpa(q, k, v)
+    assert serving.launches == []
+    with on_another_stream():
+        assert agrees(serve.sdpa(q, k, v), q, k, v)
+    assert (len(serving.launches), AwaitedBuild.awaited, serving.compiled_here) == (1, 1, [])
+    with capturing():
+        serve.sdpa(q, k, v)
+    assert len(serving.launches) == 2
+
+
+def test_a_capture_holds_torchs_only_where_torch_has_run(serving, caplog) -> None:
+    q, k, v = tensors()
+    with capturing(), pytest.raises(LaunchError, match="has not run in this process yet"):
+        serve.sdpa(q, k, v)
+    serve.sdpa(q, k, v)
+    with capturing():
+        for _ in range(2):
+            assert agrees(serve.sdpa(q, k, v), q, k, v)
+        with ts.configure(fallback="error"), pytest.raises(LaunchError, match="has not run in this process yet"):
+            serve.sdpa(q, k, v)
+    warned = [each for each in caplog.records if "a CUDA graph is being captured, which holds torch's" in each.message]
+    assert [(each.levelname, "TILEDSCHED_COMPILE=wait" in each.message) for each in warned] == [("WARNING", True)]
+    assert serving.launches == []
+
+
+def test_what_the_compiler_refuses_gives_way_to_the_next_choice(serving, caplog) -> None:
+    q, k, v = tensors(rows=200, columns=64)
+    serve.sdpa(q, k, v)
+    first = serve.plan_for(q, k, v).served
+    serving.builds.finish(Program(error="Return code 5"))
+    serve.sdpa(q, k, v)
+    assert "Return code 5" in caplog.text
+    second = serve.plan_for(q, k, v).served.schedule
+    assert second != first.schedule
+    assert [each.schedule for each in serving.builds.requests] == [first.schedule, second]
+    serving.builds.finish()
+    assert agrees(serve.sdpa(q, k, v), q, k, v)
+    assert (len(serving.launches), serving.compiled_here) == (1, [])
+
+
+def test_what_no_process_could_compile_is_compiled_by_the_call(serving, caplog) -> None:
+    q, k, v = tensors()
+    serve.sdpa(q, k, v)
+    serving.builds.finish("compile process ended with code 7")
+    assert agrees(serve.sdpa(q, k, v), q, k, v)
+    assert (len(serving.launches), len(serving.compiled_here)) == (1, 1)
+    assert "ended with code 7; the program is compiled by the call instead" in caplog.text
+
+
+def test_where_torch_fails_the_call_waits(serving, monkeypatch, caplog) -> None:
+    def fails(*given, **more):
+        raise torch.OutOfMemoryError("no memory for all scores")
+
+    monkeypatch.setattr("tiledsched.ops.operator.attend_in_torch", fails)
+    q, k, v = tensors()
+    assert agrees(serve.sdpa(q, k, v), q, k, v)
+    assert (len(serving.launches), AwaitedBuild.awaited) == (1, 1)
+    assert "no memory for all scores; the call waits for the program instead" in caplog.text
+
+
+@pytest.mark.parametrize("where", ["__main__", "no compiler"])
+def test_where_no_process_can_compile_the_call_does(serving, monkeypatch, where) -> None:
+    """Another process would run a script once more to find what it declares."""
+    if where == "__main__":
+        monkeypatch.setattr(Attention, "__module__", where)
+        monkeypatch.setattr(prebuilt, "_source_hash", lambda kernel: "abc")
+    else:
+        for module in (prebuilt, programs):
+            monkeypatch.setattr(module, "compiler_at_hand", lambda: "")
+    serve.sdpa(*tensors())
+    assert (len(serving.compiled_here), serving.builds.requests) == (1, [])
+
+
+def test_a_program_on_disk_is_launched_at_once_by_any_process(serving) -> None:
+    q, k, v = tensors()
+    serve.sdpa(q, k, v)
+    (request,) = serving.builds.requests
+    write_program(request.path, CODE)  # another rank has compiled it
+    serving.builds.builds.clear()
+    serve.reload()
+    assert agrees(serve.sdpa(q, k, v), q, k, v)
+    assert (len(serving.launches), serving.builds.builds) == (1, {})
+
+
+def test_all_launches_of_a_schedule_are_compiled_at_a_time(serving) -> None:
+    q, k, v = tensors(rows=1, keys=2048, columns=64)
+    with ts.configure(kv_splits=4, kv_combine="launch"):
+        serve.sdpa(q, k, v)
+        assert [each.place for each in serving.builds.requests] == [0, 1]
+        serving.builds.finish()
+        assert agrees(serve.sdpa(q, k, v), q, k, v)
+    assert (len(serving.launches), serving.compiled_here) == (2, [])
+
+
+def test_a_rival_serves_while_our_program_is_compiled_and_is_kept_afterwards(serving, monkeypatch) -> None:
+    """A rival that no graph holds: our program is loaded for graphs as soon as it is there."""
+    called = []
+
+    def rival(q, k, v):
+        called.append(q)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    offer = RivalOffer(name="other", ratio=0.5, capturable=False, reason="it is faster")
+    monkeypatch.setattr(
+        "tiledsched.serve.plan.choose_rivals", lambda served, make: (Rival(offer=offer, call=rival), None)
+    )
+    q, k, v = tensors()
+    for calls in (1, 2):
+        assert agrees(serve.sdpa(q, k, v), q, k, v)
+        assert (len(called), len(serving.builds.requests), serving.launches, plans_ready()) == (calls, 1, [], 0)
+    serving.builds.finish()
+    serve.sdpa(q, k, v)
+    assert (len(called), len(serving.launches), serving.compiled_here, plans_ready()) == (3, 1, [], 1)
+
+
+@pytest.mark.parametrize(
+    ("problem", "names"),
+    [
+        (Attention.standard(seq_len=256, head_dim=64, batch=1).replace(lengths=True), ("Lengths", "Sinks")),
+        (kernel_named("matmul").problem(m=1, n=256, k=256), ("A", "C")),
+    ],
+)
+def test_an_axis_of_one_element_is_no_program_of_its_own(problem, names) -> None:
+    """cuTile infers that it is constant, which no machine code reads; programs built ahead would not be found."""
+    from dataclasses import replace
+
+    from cuda.tile.compilation import KernelSignature
+
+    kernel = problem.declaration
+    schedule = space_for("sm_90", kernel).default(problem)
+    (step,) = launches.steps(kernel, problem, schedule, arch_spec("sm_90"))
+    built = launches.signature(kernel, problem, schedule, step)
+    inferred = list(built.parameters)
+    for place, argument in enumerate(step.arguments):
+        if argument.name in names:
+            each = inferred[place]
+            inferred[place] = replace(each, shape_constant=(1, *each.shape_constant[1:]))
+    assert inferred != list(built.parameters)
+    asked = launches.assumed(kernel, KernelSignature(inferred, built.calling_convention), step)
+    assert asked.parameters == built.parameters
+
+
+FEATURES = AttentionFeatures(softcap=30.0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "causal", "lse", "features", "at_once"),
+    [
+        (1 << 14, 1 << 14, "top_left", False, NO_FEATURES, True),
+        (1 << 10, 1 << 14, "bottom_right", False, NO_FEATURES, True),
+        (1 << 14, 1 << 13, "bottom_right", False, NO_FEATURES, False),
+        (1 << 14, 1 << 14, None, True, NO_FEATURES, False),
+        (1 << 14, 1 << 14, None, False, FEATURES, False),
+        (MOST_SCORES >> 13, 1 << 11, None, False, FEATURES, True),
+    ],
+)
+def test_torch_stands_in_where_it_needs_no_gigabytes(rows, keys, causal, lse, features, at_once) -> None:
+    q, k = (torch.empty(1, 4, each, 64, device="meta") for each in (rows, keys))
+    assert computes_at_once(q, k, causal, lse, features) == at_once
+
+
+def test_torch_stands_in_for_packed_sequences_whose_lengths_are_said() -> None:
+    q, offsets = torch.empty(1, 4, 300, 64, device="meta"), torch.empty(4, device="meta")
+    packed = AttentionFeatures(cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    assert not computes_at_once(q, q, None, False, packed)
+    assert computes_at_once(q, q, None, False, packed._replace(max_seqlen_q=100, max_seqlen_k=100))
+    pages = AttentionFeatures(block_table=torch.empty(2, 8, device="meta"), key_lengths=offsets[:2])
+    assert computes_at_once(torch.empty(2, 4, 1, 64, device="meta"), q, None, False, pages)
+
+
+@pytest.mark.parametrize("lse", [False, True])
+def test_what_stands_in_is_laid_out_like_our_own_output(serving, lse) -> None:
+    q, k, v = (each.transpose(1, 2).contiguous().transpose(1, 2) for each in tensors(value_columns=32))
+    theirs = serve.sdpa(q, k, v, return_lse=lse)
+    serving.builds.finish()
+    ours = serve.sdpa(q, k, v, return_lse=lse)
+    assert len(serving.launches) == 1
+    for one, other in zip(theirs if lse else [theirs], ours if lse else [ours], strict=True):
+        assert (one.stride(), one.dtype) == (other.stride(), other.dtype)
+        torch.testing.assert_close(one, other, **TOLERANCE[q.dtype])
+
+
+X, W = torch.randn(8, 64).half(), torch.randn(64).half()
+
+
+@pytest.mark.parametrize(
+    ("call", "want"),
+    [
+        (lambda: matmul(X, X.t()), X @ X.t()),
+        (lambda: softmax(X), torch.softmax(X, -1)),
+        (lambda: rms_norm(X, W, 1e-3), torch.nn.functional.rms_norm(X, (64,), W, 1e-3)),
+        (lambda: rms_norm(X, W, residual=X)[0], torch.nn.functional.rms_norm(2 * X, (64,), W, 1e-5)),
+        (lambda: rms_norm(X, W, residual=X)[1], 2 * X),
+    ],
+    ids=["matmul", "softmax", "rms_norm", "residual", "sum"],
+)
+def test_torch_serves_for_the_operators_that_ship(serving, monkeypatch, call, want) -> None:
+    monkeypatch.setenv("TILEDSCHED_RIVALS", "record")  # else cuBLAS serves so small a product
+    torch.testing.assert_close(call(), want, **TOLERANCE[torch.float16])
+    assert (len(serving.builds.requests), serving.launches) == (1, [])
+    serving.builds.finish()
+    torch.testing.assert_close(call(), want, **TOLERANCE[torch.float16])
+    assert (len(serving.launches), serving.compiled_here) == (1, [])
+
+
+class ProductWithRivals(op_kernels.Product):
+    """A rival that compiles itself for seconds does not stand in; the next one does."""
+
+    name = "product_with_rivals"
+    compiled_rivals = ("slow",)
+
+    def rivals(p):
+        return {"slow": None, "torch": lambda a, b: a.float() @ b.float()}
+
+
+def test_a_declared_operator_is_served_by_its_rival_or_waits(serving) -> None:
+    a = torch.randn(16, 32).half()
+    rival = ts.op("first_calls::product", ProductWithRivals)
+    torch.testing.assert_close(rival(a, a.t()), a.float() @ a.t().float(), rtol=1e-3, atol=1e-3)
+    assert (len(serving.builds.requests), serving.launches) == (1, [])
+    ts.op("first_calls::none", op_kernels.Product)(a, a.t())
+    ts.op("first_calls::scale", op_kernels.Scale)(torch.ones(8))
+    assert (len(serving.builds.requests), len(serving.launches), len(serving.compiled_here)) == (1, 2, 2)
+
+
+# Programs on disk
+
+
+def test_a_program_is_read_as_it_was_written_and_damage_is_never_run(tmp_path, caplog) -> None:
+    path = tmp_path / "sm_90" / "ab12"
+    assert read_program(path) is None
+    for each in (CODE, Program(error="no")):
+        write_program(path, each)
+        assert read_program(path) == each
+    write_program(path, CODE)
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 7):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        assert read_program(path) is None
+        assert not path.exists()
+    path.write_bytes(whole[:-1])
+    assert read_program(path) is None
+    (path.parent / "cd34").write_bytes(whole)
+    assert read_program(path.parent / "cd34") is None
+    assert "is damaged (its checksum is wrong), and is made anew" in caplog.text
+    (tmp_path / "file").touch()
+    write_program(tmp_path / "file" / "ab12", CODE)  # there is no room for it, and it is compiled again
+
+
+PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
+SCHEDULE = space_for("sm_90", Attention).default(PROBLEM)
+
+
+def key(problem=PROBLEM, schedule=SCHEDULE, source="abc", captured=(), hints=(("occupancy", 2),), arch="sm_90") -> str:
+    (step,) = launches.steps(Attention, problem, schedule, arch_spec("sm_90"))
+    signature = launches.signature(Attention, problem, schedule, step)
+    return program_key(source, list(captured), dict(hints), signature, arch)
+
+
+def test_a_programs_name_tells_everything_that_it_depends_on(monkeypatch) -> None:
+    monkeypatch.setattr(programs, "compiler_at_hand", lambda: "13.5.37")
+    keys = [
+        key(),
+        key(source="abd"),
+        key(captured=["TILE", "1"]),
+        key(hints=(("occupancy", 3),)),
+        key(arch="sm_121"),
+        key(PROBLEM.replace(causal=True)),
+        key(schedule=SCHEDULE.replace(tile_m=128)),
+    ]
+    assert key(PROBLEM.replace(seq_q=2048, seq_k=2048)) == keys[0]  # another length of the same class
+    monkeypatch.setattr(programs, "host_arch", lambda: "aarch64")
+    keys.append(key())
+    monkeypatch.setattr(programs, "compiler_at_hand", lambda: "13.4.92")
+    keys.append(key())
+    assert len({*keys}) == len(keys)
+    monkeypatch.setattr(programs, "compiler_at_hand", lambda: "")
+    assert key() == ""  # nothing is compiled here
+
+
+def test_what_a_function_captures_is_part_of_its_programs_name() -> None:
+    def made(tile):
+        def inner():
+            return tile
+
+        def outer():
+            return inner()
+
+        return outer
+
+    assert captured_values(made(2)) != captured_values(made(3))
+    assert captured_values(made(2)) == captured_values(made(2))
+    assert captured_values(made([2])) is None  # a list may change
+
+
+# The user's database
+
+
+def test_a_first_call_reads_a_copy_of_the_database_while_that_stays_as_it_is(tmp_path, monkeypatch) -> None:
+    """Opening the database imports SQLAlchemy, for half a second."""
+    path, settings = tmp_path / "x.db", Settings(db=str(tmp_path / "x.db"), cache=str(tmp_path / "cache"))
+    opened = []
+    open_db = TuningDB.open
+
+    def counted(*given, **named):
+        opened.append(given)
+        return open_db(*given, **named)
+
+    def tune(occupancy) -> None:
+        with open_db(path) as db:
+            db.put_entry(entry("modelled", problem=PROBLEM, schedule=SCHEDULE.replace(occupancy=occupancy)))
+        os.utime(path, ns=(0, occupancy * 10**9))
+
+    def read() -> list[object]:
+        (layer,) = [each for each in layers(settings, ["sm_90"], Attention) if each.name == "user"]
+        return [(each.schedule["occupancy"], each.problem, each.provenance, each.layer) for each in layer.entries]
+
+    monkeypatch.setattr(TuningDB, "open", counted)
+    tune(2)
+    assert read() == read() == [(2, PROBLEM, "modelled", "")]
+    assert len(opened) == 1
+    tune(3)
+    assert read() == read() == [(3, PROBLEM, "modelled", "")]
+    assert len(opened) == 2
+    (copy,) = (tmp_path / "cache" / "entries").iterdir()
+    copy.write_bytes(copy.read_bytes()[:-2])
+    assert read() == [(3, PROBLEM, "modelled", "")]
+    assert len(opened) == 3
+    os.utime(path)  # just changed: perhaps once more, within the same tick of the clock
+    read(), read()
+    assert len(opened) == 5
+
+
+# The processes
+
+
+@pytest.fixture
+def builder():
+    made = Builder((sys.executable, str(Path(__file__).parent / "fake_build_worker.py")), processes=1)
+    yield made
+    made.close()
+
+
+def request(path: Path, do: str = "fine") -> BuildRequest:
+    return BuildRequest(
+        path=path,
+        kernel="attention",
+        schedule=Schedule({"do": do}),
+        problem=PROBLEM,
+        wide=False,
+        place=0,
+        parameters=(),
+        arch="sm_90",
+        timeout_s=60.0,
+    )
+
+
+def built(builder, path, do="fine") -> Build:
+    found = builder.submit(request(path, do))
+    found.wait()
+    return found
+
+
+def test_one_process_compiles_one_program_after_the_other(builder, tmp_path) -> None:
+    first, second = (builder.submit(request(tmp_path / name)) for name in "ab")
+    assert builder.submit(request(tmp_path / "a")) is first
+    for each in (first, second):
+        each.wait()
+    assert first.program.cubin == second.program.cubin != str(os.getpid()).encode()
+    assert built(builder, tmp_path / "c", "refuse").program.error == "no such tile"
+    assert built(builder, tmp_path / "d", "fail").failure == "OSError: no space"
+
+
+def test_a_process_that_dies_is_started_once_more(builder, tmp_path) -> None:
+    assert built(builder, tmp_path / "a", "die_once").program.symbol == "made"
+    assert "ended with code 7" in built(builder, tmp_path / "b", "die").failure
+    assert built(builder, tmp_path / "c").program.symbol == "made"
+
+
+def test_a_process_that_hangs_is_ended_with_its_compiler(builder, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(background, "ANSWER_S", 0.0)
+    assert "no answer to build within 0 s" in built(builder, tmp_path / "a", "hang").failure
+    assert builder._workers == []
+
+
+def test_processes_end_when_there_is_nothing_to_do(tmp_path) -> None:
+    builder = Builder((sys.executable, str(Path(__file__).parent / "fake_build_worker.py")), idle_s=0.0)
+    assert built(builder, tmp_path / "a").program.symbol == "made"
+    for thread in [each for each in threading.enumerate() if each.name == "tiledsched-build"]:
+        thread.join()  # of others, which were closed, too
+    assert builder._workers == []
+    assert built(builder, tmp_path / "b").program.symbol == "made"
+    builder.close()
+
+
+def test_where_no_process_starts_the_build_says_so(tmp_path) -> None:
+    builder = Builder((str(tmp_path / "no such program"),))
+    assert "No such file" in built(builder, tmp_path / "a").failure
+    builder.close()
+
+
+def test_a_forked_process_starts_anew(builder, tmp_path) -> None:
+    waiting = builder.submit(request(tmp_path / "a", "hang"))
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            fine = waiting.is_done and built(builder, tmp_path / "b").program.symbol == "made"
+            builder.close()
+            os.write(write, b"y" if fine else b"n")
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 1) == b"y"
+    assert not waiting.is_done
+    builder.close()
+    assert waiting.failure == "this process is ending"
+
+
+PROGRAM = f"""
+import sys
+from pathlib import Path
+from tiledsched.core.schedule import Schedule
+from tiledsched.serve.background import Builder
+from tiledsched.serve.programs import BuildRequest
+builder = Builder((sys.executable, {str(Path(__file__).parent / "fake_build_worker.py")!r}))
+path = Path(sys.argv[1])
+what = dict(path=path, kernel="", schedule=Schedule({{"do": "hang"}}), problem=None, wide=False, place=0, parameters=())
+builder.submit(BuildRequest(**what, arch="sm_90", timeout_s=60.0))
+tried = path.with_suffix(".tried")
+while not (tried.exists() and tried.read_text()):
+    pass
+"""
+
+
+def test_a_program_ends_at_once_and_takes_its_processes_along(tmp_path) -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path / "a")], timeout=60, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+    worker, compiler = map(int, (tmp_path / "a.tried").read_text().split())
+    for pid in (worker, compiler):
+        state = Path(f"/proc/{pid}/stat")
+        assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+@pytest.mark.compiler
+def test_the_process_compiles_what_a_launch_would(tmp_path) -> None:
+    """The machine code is that of a build; a second process, and a second schedule's failure, are found on disk."""
+    from tiledsched.build.compiler import compile_schedule
+    from tiledsched.build.cubin import read_artifact
+
+    problem, schedule = PROBLEM.replace(head_dim=32), SCHEDULE.replace(tile_m=64, tile_n=32)
+    (step,) = launches.steps(Attention, problem, schedule, arch_spec("sm_90"))
+    asked = BuildRequest(
+        path=tmp_path / "abcdef0",
+        kernel=Attention.locator(),
+        schedule=schedule,
+        problem=problem,
+        wide=False,
+        place=0,
+        parameters=tuple(launches.signature(Attention, problem, schedule, step).parameters),
+        arch="sm_90",
+        timeout_s=60.0,
+    )
+    builder = Builder()
+    build = builder.submit(asked)
+    build.wait()
+    builder.close()
+    assert build.failure == ""
+    want = compile_schedule(Attention, problem, schedule, "sm_90")
+    assert read_artifact(build.program.cubin, "sm_90").fingerprint == want.fingerprint
+    assert read_program(asked.path) == build.program
+
+
+def test_calls_that_torch_serves_meanwhile_are_captured_and_counted(serving, tmp_path) -> None:
+    from tiledsched.store.seen import read_seen
+
+    q, k, v = tensors()
+    with ts.capture(tmp_path / "notes"):
+        for _ in range(3):
+            ts.sdpa(q, k, v)
+        serving.builds.finish()
+        for _ in range(3):
+            ts.sdpa(q, k, v)
+    assert serving.launches
+    assert [each.calls for each in read_seen(tmp_path / "notes").problems] == [6]

@@ -1,0 +1,93 @@
+"""The process that compiles programs for calls that do not wait: one at a time, until the process that started it ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+
+from tiledsched.build.compiler import export, says_nothing_of_program
+from tiledsched.build.pool import start_process
+from tiledsched.core.device import arch_spec
+from tiledsched.core.problem import KernelClass
+from tiledsched.core.registry import load_kernel
+from tiledsched.serve.programs import BuildRequest, Program, only_builder, read_program, write_program
+
+
+def main(descriptor: str, folder: str, parent: str) -> None:
+    """Say that this process is ready, and then compile what is asked for, until the other side closes.
+
+    Args:
+        descriptor: of the connection.
+        folder: for temporary files.
+        parent: id of the process that started this one. When that is gone this process ends, and with it its compiler.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when we end
+    start_process(folder)
+    _end_with_parent(int(parent))
+    with Connection(int(descriptor)) as connection:
+        try:
+            connection.send((None, False))
+            while True:
+                _, request = connection.recv()
+                connection.send((build(request), False))
+        except (EOFError, ConnectionError):  # nobody is left to ask, or to be told
+            return
+
+
+def _end_with_parent(parent: int) -> None:
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def build(request: BuildRequest) -> Program | str:
+    """The program of a request, from its file or compiled and kept there; or why it cannot be compiled by this process."""
+    with only_builder(request.path):
+        program = read_program(request.path)
+        if program is None:
+            try:
+                program = _compile(request)
+            except Exception as error:  # whatever a compiler trips over must cost one program, not the process
+                return f"{type(error).__name__}: {error}"[:500]
+            write_program(request.path, program)
+    return program
+
+
+def _load(where: str) -> KernelClass:
+    """The kernel at a place. Compiling needs no torch, whose import takes seconds; a kernel's file may."""
+    try:
+        return load_kernel(where)
+    except Exception:
+        if sys.modules.get("torch", where) is not None:
+            raise
+        del sys.modules["torch"]
+        return load_kernel(where)
+
+
+def _compile(request: BuildRequest) -> Program:
+    import cuda.tile as ct
+    from cuda.tile.compilation import CallingConvention, KernelSignature
+
+    from tiledsched.core import launch as launches
+
+    if request.wide:
+        vars(request.problem)["wide"] = True
+    kernel = _load(request.kernel)
+    objects = launches.tile_kernels(kernel, {request.arch: request.schedule}, request.problem, arch_spec(request.arch))
+    symbol = launches.symbol(kernel)
+    signature = KernelSignature(request.parameters, CallingConvention.cutile_python_v2(), symbol=symbol)
+    try:
+        with ct.compiler_timeout(request.timeout_s):
+            made = export([objects[request.place]], [signature], request.arch)
+    except ct.TileError as error:
+        if isinstance(error, ct.TileCompilerTimeoutError) or says_nothing_of_program(error):
+            raise
+        return Program(error=str(error).replace("\nUnknown location", "")[:2000])
+    return Program(cubin=made.cubin, symbol=symbol)
