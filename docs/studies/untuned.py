@@ -437,7 +437,7 @@ def drawn_losses(rows: Iterable[Row], kernel: str, arch: str = "sm_90") -> dict[
     for row in rows:
         if row.kernel == kernel and row.us is not None:
             fastest[row.problem] = min(row.us, fastest.get(row.problem, math.inf))
-    for text, times in drawn_times(rows, kernel):
+    for text, times, _ in drawn_times(rows, kernel):
         p = problem_from_json(json.loads(text))
         alike = [similarity.distance(each, p) for each in known if similarity.kind(each) == similarity.kind(p)]
         if OURS in times:
