@@ -61,6 +61,8 @@ from tiledsched.store.shipped import read_shipped_entries
 
 ROUNDS = 9
 """Samples of each method."""
+HOST_CALLS = 20
+"""Calls in a row whose time on the host is taken: few enough that none waits for the GPU."""
 GAP_S = 0.004
 """Seconds from the beginning of one launch to the next, at least."""
 WRONG = 0.02
@@ -526,6 +528,10 @@ class Builds:
         """The result of one build; waits for it."""
         return self._futures[self._key(p, s)].result()
 
+    def finish(self) -> None:
+        """Wait until everything is built: builds would disturb the times that calls take the host."""
+        concurrent.futures.wait(self._futures.values())
+
     def write(self, each: Choices, path: Path) -> dict[Schedule, Built]:
         """Write the programs of a problem as a bundle; returns the builds."""
         found = {schedule: self.built(each.problem, schedule) for schedule in each.schedules}
@@ -721,15 +727,16 @@ class Timer:
             return replace(row, note=f"{type(error).__name__}: {error}"[:200])
 
     def _host_us(self, call: Callable[[], Any]) -> float:
-        """Microseconds until a call returns, the GPU idle: the middle of five, of which builds beside it disturb few."""
+        """Microseconds that a call takes the host in a row of calls: the least of five rows, on an idle GPU."""
         found = []
         for _ in range(5):
             self.torch.cuda.synchronize()
             began = time.perf_counter()
-            call()
-            found.append((time.perf_counter() - began) * 1e6)
+            for _ in range(HOST_CALLS):
+                call()
+            found.append((time.perf_counter() - began) / HOST_CALLS * 1e6)
         self.torch.cuda.synchronize()
-        return round(statistics.median(found), 1)
+        return round(min(found), 1)
 
     def _sampled(
         self, calls: Mapping[str, Callable[[], Any]], found: Mapping[str, Row], p: Problem
@@ -832,6 +839,7 @@ def main() -> None:
     builds = Builds(work, timer.arch, asked.jobs or max(1, (os.cpu_count() or 4) - 3))
     try:
         warm_all(problems)
+        builds.finish()
         until = math.inf if asked.seconds is None else began + asked.seconds
         for found in timed(work, timer, builds, seeds, until):
             rows += found

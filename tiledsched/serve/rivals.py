@@ -37,8 +37,8 @@ back."""
 PLANNED_WORTH_US = 1000.0
 """Smallest gain of a call, in microseconds, from a rival that plans each new problem for tens of milliseconds: the layers of one
 model, which share a plan, earn it back."""
-CAUTION = 0.5
-"""Share of its spread by which a rival's expected time counts as longer. Ours counts as longer by all of its spread: our kernel
+CAUTION = 2.0
+"""Spreads by which the expected time of our untuned choice counts as longer, where a rival's counts as longer by one: our kernel
 serves where it is surely about as fast."""
 DISPATCH_US = 4.0
 """Microseconds that calling a rival through one of our functions adds to what the rival's own call takes the host."""
@@ -171,16 +171,16 @@ def expected_offers(problem: Problem, entries: Iterable[Entry], loss: float) -> 
 def forecast_offers(kernel: KernelClass, forecasts: Mapping[str, Forecast]) -> tuple[RivalOffer, ...]:
     """The rivals that are expected to be faster than our untuned choice for a caller, the fastest first.
 
-    Expected times count as longer by their spread, ours by all of it and a rival's by :data:`CAUTION` of it.
+    Expected times count as longer by their spread, ours by :data:`CAUTION` spreads.
     A rival that plans each new problem for tens of milliseconds serves in captured graphs, which are made for one problem and
     replayed, and in eager calls only where one call gains enough.
     """
     ours = forecasts.get(OURS)
     if ours is None:
         return ()
-    offers, own_cautious = [], math.exp(ours.spread)
+    offers, own_cautious = [], math.exp(CAUTION * ours.spread)
     for name, each in forecasts.items():
-        cautious, gain_us = math.exp(CAUTION * each.spread), ours.us - each.us
+        cautious, gain_us = math.exp(each.spread), ours.us - each.us
         ratio = each.us * cautious / (ours.us * own_cautious)
         if name == OURS or ratio >= 1 or (name in kernel.compiled_rivals and gain_us < WORTH_US):
             continue
