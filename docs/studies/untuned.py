@@ -384,14 +384,14 @@ def drawn_times(rows: Iterable[Row], kernel: str) -> list[tuple[str, dict[str, f
 
 
 def shipped_times(rows: Sequence[Row], kernel: str, arch: str = "sm_90") -> dict[str, Any]:
-    """What `tuning_db/model/KERNEL/timed_ARCH.json` holds: times from rows, and those of rivals in the table that ships; what the
-    model gives for our schedule that was timed and for the default one; and for each method the time on the host that its
-    quickest 2% of calls take, because builds beside them slow the others."""
+    """What `tuning_db/model/KERNEL/timed_ARCH.json` holds: times from rows, and those of rivals in the table that ships; the
+    model's estimates that they are told beside; and for each method what its calls take the host in the last draw."""
     declared, spec = kernel_named(kernel), arch_spec(arch)
     space = space_for(arch, declared)
     hosts: dict[str, list[float]] = defaultdict(list)
+    last = [row.seed for row in rows if row.kernel == kernel][-1:]
     for row in rows:
-        if row.kernel == kernel and row.us is not None:
+        if row.kernel == kernel and row.us is not None and [row.seed] == last:
             hosts[OURS if row.method.startswith("ours") else row.method].append(row.host_us or 0.0)
     names = sorted(hosts)
     told = {
@@ -419,7 +419,7 @@ def shipped_times(rows: Sequence[Row], kernel: str, arch: str = "sm_90") -> dict
         "versions": next((row.versions for row in rows if row.kernel == kernel and row.versions), ""),
         "seeds": sorted({row.seed for row in rows if row.kernel == kernel}),
         "methods": names,
-        "host_us": {name: round(sorted(hosts[name])[len(hosts[name]) // 50], 1) for name in names},
+        "host_us": {name: round(statistics.median(hosts[name]), 1) for name in names},
         "rows": lines,
     }
 
