@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sqlite3
+import threading
 
 import pytest
 import store_samples
@@ -281,6 +282,35 @@ def test_the_rival_is_called_and_our_kernel_is_not(attention) -> None:
     plan = attention.serve.plan_for(q, k, v)
     assert attention.plans.find_ready(q, k, v, None, None, False) is plan
     assert (plan.rival.name, plan.own.rival, plan.own.launch_on) == ("torch_flash", None, plan.device)
+
+
+def test_a_rival_that_compiles_itself_does_so_in_a_thread_while_torch_serves(attention, monkeypatch) -> None:
+    for name, value in (("COMPILE", "background"), ("FALLBACK", "torch")):
+        monkeypatch.setenv(f"TILEDSCHED_{name}", value)
+    may_end, threads = threading.Event(), []
+
+    def call(q, k, v):
+        threads.append(threading.current_thread())
+        if threads[-1] is not threading.main_thread():
+            assert may_end.wait(60)
+            assert (q.shape, q.stride(), q.dtype) == (attention.q.shape, attention.q.stride(), attention.q.dtype)
+        return attention.want
+
+    attention.rivals = {"flash_attention_4": call}
+    attention.known(name="flash_attention_4")
+    for _ in range(2):
+        torch.testing.assert_close(
+            attention.sdpa(attention.q, attention.k, attention.v), attention.want, rtol=2e-3, atol=2e-3
+        )
+    (builds,) = attention.plans.cache.building.values()
+    (each,) = [each for each in threading.enumerate() if each.name == "tiledsched-rival"]
+    may_end.set()
+    each.join(60)
+    assert (threads, [build.is_done for build in builds]) == ([each], [True])
+    for count in (2, 3):
+        assert attention.sdpa(attention.q, attention.k, attention.v) is attention.want
+        assert (len(threads), threads[-1]) == (count, threading.main_thread())
+    assert attention.launches == []
 
 
 @pytest.mark.parametrize("setting", ["record", "off"])

@@ -38,7 +38,7 @@ TRIES = 2
 class Build:
     """A program that is being compiled."""
 
-    def __init__(self, request: BuildRequest) -> None:
+    def __init__(self, request: BuildRequest | None = None) -> None:
         self.request = request
         self.program: Program | None = None
         """The program, or what the compiler said against it; None while it is compiled, and where no process can."""

@@ -6,6 +6,7 @@ programs it ran.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -18,17 +19,20 @@ from torch.autograd import forward_ad
 
 from tiledsched.core.errors import LaunchError, ProblemError, RivalError
 from tiledsched.serve import process
+from tiledsched.serve.background import Build
 from tiledsched.serve.explain import Explanation, launched_fingerprint
 from tiledsched.serve.lookup import Served
 from tiledsched.serve.plan import Plan, ScratchArray, next_choice
 from tiledsched.serve.plan_cache import PlanCache
-from tiledsched.serve.prebuilt import BuildingError, not_waiting
+from tiledsched.serve.prebuilt import BuildingError, missed_builds, not_waiting
 from tiledsched.serve.rivals import ELSEWHERE, Rival
 
 log = logging.getLogger("tiledsched")
 MAX_SHARED_BYTES, MAX_SHARED = 1 << 20, 64
 """Scratch arrays of a launch up to so many bytes are kept for the next launch, of so many launches: making them costs the host
 more than everything else but the launch."""
+RELAXED = 2
+"""CUDA's mode of a thread whose calls do not end the captures of other threads."""
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _autocast = torch.is_autocast_enabled
 _transform_level = torch._C._functorch.maybe_current_level
@@ -318,6 +322,8 @@ def _launch_elsewhere(
         except LaunchError as error:  # it may be compiled by and by
             if not isinstance(error.__cause__, BuildingError):
                 raise
+    if first and not capturing:
+        _prepare_rival(rival, given, plan)
     try:
         out = _call_rival(rival, given, plan, first=first)
     except LaunchError as error:  # it may refuse tensors that are not like the first ones
@@ -364,6 +370,53 @@ def _prepares_capture(plan: Plan) -> bool:
         return False
     key = _rival_key(rival, plan)
     return key not in runtime.loaded and key not in runtime.refused
+
+
+def _prepare_rival(rival: Rival, given: Sequence[Any], plan: Plan) -> None:
+    """Have a rival that compiles itself for seconds do so in a thread, on tensors like those of the call, unless the call waits.
+
+    Raises:
+        LaunchError: it is being compiled.
+    """
+    runtime, key, missed = process.runtime, _rival_key(rival, plan), missed_builds()
+    if rival.name not in plan.problem.declaration.compiled_rivals or key in runtime.loaded or missed is None:
+        return
+    build = runtime.preparing.get(key)
+    if build is None:
+        build = runtime.preparing[key] = Build()
+        like = [(each.shape, each.stride(), each.dtype) if isinstance(each, torch.Tensor) else each for each in given]
+        thread = threading.Thread(
+            target=_compile_rival, args=(rival, like, plan.device, build), name="tiledsched-rival"
+        )
+        thread.start()
+    if not build.is_done:
+        missed.append(build)
+        text = f"{plan.problem}: {rival.name} is being compiled"
+        raise LaunchError(text) from BuildingError(text)
+    del runtime.preparing[key]
+
+
+def _compile_rival(rival: Rival, like: Sequence[Any], device: int, build: Build) -> None:
+    """Call a rival once, on a stream of its own. Whatever fails is left to the call to come."""
+    place = torch.device("cuda", device) if device >= 0 else torch.device("cpu")
+    try:
+        with torch.cuda.stream(torch.cuda.Stream(place)) if device >= 0 else nullcontext(), torch.no_grad():
+            if device >= 0:  # so that what it allocates and loads does not end a capture in another thread
+                ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(RELAXED)))
+            rival.call(*[_blank(each, place) if isinstance(each, tuple) else each for each in like])
+            if device >= 0:
+                torch.cuda.current_stream(place).synchronize()
+    except Exception as error:
+        log.info("%s, compiled ahead: %s: %s", rival.name, type(error).__name__, error)
+    finally:
+        build.end("")
+
+
+def _blank(like: tuple[Any, ...], place: torch.device) -> torch.Tensor:
+    """A tensor of a shape, strides and type. Integers are zero: they tell where others lie."""
+    shape, strides, dtype = like
+    made = torch.empty_strided(shape, strides, dtype=dtype, device=place)
+    return made if dtype.is_floating_point else made.zero_()
 
 
 def _rival_key(rival: Rival, plan: Plan) -> tuple[Any, ...]:

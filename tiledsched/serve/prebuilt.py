@@ -220,6 +220,12 @@ def not_waiting(waits: bool = False) -> Iterator[list[Build]]:
         _thread.missed = before
 
 
+def missed_builds() -> list[Build] | None:
+    """The builds that launches of this thread missed, to add to; None where they wait."""
+    missed: list[Build] | None = getattr(_thread, "missed", None)
+    return missed
+
+
 class ServedKernel(ct.kernel):
     """A cuTile kernel object that looks for its machine code in bundles and among the programs on disk before it is compiled.
     `_compile` is not public; a test pins it.
@@ -246,7 +252,7 @@ class ServedKernel(ct.kernel):
         code = self._bundled(wanted)
         if code:
             return code, launches.symbol(self.declaration), None, ()
-        path, missed = self.program_path(wanted), getattr(_thread, "missed", None)
+        path, missed = self.program_path(wanted), missed_builds()
         program = None if path is None else self._program(path, wanted, missed)
         if program is not None and program.error:
             raise ct.TileError(program.error)

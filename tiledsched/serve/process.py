@@ -19,7 +19,7 @@ from tiledsched.core.launch import Step, annotated
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import HINT_KNOBS, Schedule
 from tiledsched.measure.runner import Device
-from tiledsched.serve.background import BUILDER, Builder
+from tiledsched.serve.background import BUILDER, Build, Builder
 from tiledsched.serve.entries import load_table
 from tiledsched.serve.lookup import LookupTable, Served
 from tiledsched.serve.plan_cache import PlanCache, lock
@@ -71,6 +71,8 @@ class Runtime:
     """Compiles programs for calls that do not wait for them."""
     loaded: set[tuple[Any, ...]] = field(default_factory=set)
     """Programs and rivals that have run, so that a CUDA graph may hold them."""
+    preparing: dict[tuple[Any, ...], Build] = field(default_factory=dict)
+    """Rivals that compile themselves in a thread, for calls that do not wait for them."""
     refused: set[tuple[Any, ...]] = field(default_factory=set)
     """Rivals that failed when they were prepared for a capture."""
     zeros: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict)
