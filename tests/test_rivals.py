@@ -78,6 +78,7 @@ def of(seq_len, **more):
         ({"median_us": None, "ratio_high": None}, False),
         ({"host_us": 361.0}, False),  # four times its 90 us: calls in a row wait for the host
         ({"host_us": 359.0}, True),
+        ({"host_us": 900.0, "ours_us": 901.0}, True),  # ours would take longer still
         ({"name": "flash_attention_4"}, True),
         (
             {"name": "flash_attention_4", "ours_us": 9.9, "median_us": 8.91},

@@ -29,8 +29,8 @@ SAME = 0.003
 """Share of the time by which a rival must be faster, beyond doubt: as in a race of schedules."""
 HOST_ROOM = 4.0
 """Largest ratio of a rival's time on the host to its time on the GPU. A call is seldom more than a quarter of a model's step;
-above this ratio calls in a row wait for the host, and the gain on the GPU is lost. A captured graph costs the host nothing, so
-that a rival above the ratio is served there, and only there."""
+above this ratio calls in a row wait for the host, and the gain on the GPU is lost, unless our own kernel takes longer still. A
+captured graph costs the host nothing, so that a rival above the ratio is served there, and only there."""
 WORTH_US = 1.0
 """Smallest gain of a call, in microseconds, from a rival whose first call takes seconds: with less a process hardly earns them
 back."""
@@ -99,7 +99,9 @@ def _worth(time: RivalTime, kernel: KernelClass) -> bool:
 
 
 def _host_keeps_up(time: RivalTime) -> bool:
-    return time.median_us is not None and time.host_us <= HOST_ROOM * time.median_us
+    """Whether the host queues eager calls of a rival as fast as the GPU runs them, or at least as fast as ours would run."""
+    room = max(HOST_ROOM * (time.median_us or 0.0), time.ours_us or 0.0)
+    return time.median_us is not None and time.host_us <= room
 
 
 def measured_offers(entry: Entry, where: str) -> tuple[RivalOffer, ...]:

@@ -14,7 +14,7 @@ from tiledsched.core.files import csv_text
 from tiledsched.kernels.matmul import Matmul
 
 RESULTS = data_files.tuning_db().parent / "docs" / "results" / "h200"
-DRAWN = [RESULTS / f"untuned_{seed}.csv.xz" for seed in (4901, 4902, 20261127, 2)]
+DRAWN = [RESULTS / f"untuned_{seed}.csv.xz" for seed in (4901, 4902, 20261127, 2, 20261128)]
 
 
 def rows(served="torch", graph=None, problem=None, **times):
