@@ -29,7 +29,7 @@ from tiledsched.store.db import TuningDB
 from tiledsched.store.seen import SeenProblem
 from tiledsched.tuning.options import TuneOptions
 from tiledsched.tuning.resources import Tools
-from tiledsched.tuning.seen import ASSUMED_LOSSES, SeenWorth, rank, tune_by_worth, worth_of
+from tiledsched.tuning.seen import ASSUMED_LOSSES, RIVAL_LOSS, SeenWorth, rank, tune_by_worth, worth_of
 from tiledsched.tuning.session import Session
 from tiledsched.tuning.tuner import LEAST_SEARCH_S, NO_SEARCH, Tuner
 
@@ -187,7 +187,8 @@ def made_up(rng) -> tuple[SeenProblem, Served, float]:
     seen = seen_problem(problem, calls)
     found = worth_of(seen, SimpleNamespace(resolve=lambda *given: served))
     now = (us if measured else found.us) * (rival or 1.0)
-    best = min(now, (us if measured else found.us) / (1 + taken))
+    ours = us / (1 + taken) if measured else now / (1 + RIVAL_LOSS) if rival else found.us / (1 + taken)
+    best = min(now, ours)
     return seen, served, calls * (now - best)
 
 

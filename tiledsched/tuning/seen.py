@@ -24,6 +24,8 @@ from tiledsched.tuning.tuner import NO_SEARCH, OUT_OF_TIME, TuneReport, Watcher
 ASSUMED_LOSSES = {"measured": 0.05, "transferred": 0.1, "modelled": 0.25, "default": 0.25, "forced": 0.1}
 """By provenance, how much slower than the best schedule what is served is taken to be where that is unknown. What a search found,
 of the machine code here, loses nothing."""
+RIVAL_LOSS = 0.05
+"""How much slower than our best schedule a rival is taken to be that serves a problem on which nothing was timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +138,8 @@ def worth_of(seen: SeenProblem, table: LookupTable) -> SeenWorth:
         searched = served.provenance == "measured" and not served.stale and NO_SEARCH not in entry.source
     expected = served.expected_loss if us is None else None
     loss = 0.0 if searched else expected.mean if expected else ASSUMED_LOSSES[served.provenance]
+    if offer and us is None:  # what ours would lose does not matter
+        expected, loss = None, (1 + RIVAL_LOSS) / offer.ratio - 1
     return SeenWorth(
         seen=seen,
         served=served,
