@@ -78,6 +78,17 @@ def programs_are_awaited(request, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
+def settings_as_before():
+    """What commands configure for their process does not reach the next test."""
+    from tiledsched.core import config
+
+    before = dict(config._configured)
+    yield
+    if config._configured != before:
+        config._replace_configured(before)
+
+
+@pytest.fixture(autouse=True)
 def loggers_as_before():
     """The levels of the root's and of our logger, and the handlers of ours, which settings and `--verbose` change for a process."""
     root, ours = logging.getLogger(), logging.getLogger("tiledsched")

@@ -286,7 +286,7 @@ def test_the_rival_is_called_and_our_kernel_is_not(attention) -> None:
 
 
 def test_a_rival_that_compiles_itself_does_so_in_a_thread_while_torch_serves(attention, monkeypatch) -> None:
-    for name, value in (("COMPILE", "background"), ("FALLBACK", "torch")):
+    for name, value in (("COMPILE", "background"), ("FALLBACK", "torch"), ("RIVALS", "serve")):
         monkeypatch.setenv(f"TILEDSCHED_{name}", value)
     may_end, threads = threading.Event(), []
 

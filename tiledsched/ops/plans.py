@@ -17,7 +17,7 @@ from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
 from tiledsched.serve import process
 from tiledsched.serve.launch import launch_plan
 from tiledsched.serve.lookup import Served
-from tiledsched.serve.plan import Decision, Plan, beyond_int32, choose, make_plan
+from tiledsched.serve.plan import Decision, Plan, beyond_int32, choose, make_plan, rival_fields
 from tiledsched.serve.plan_cache import PlanCache
 from tiledsched.serve.schema import Output
 
@@ -149,7 +149,7 @@ class AttentionCall(NamedTuple):
         decision = choose("sdpa", problem, (q, k, v), lambda: late_rivals(problem, scale, cap), served)
         if isinstance(decision, str):
             return decision
-        decodes = q.shape[2] <= FEW_ROWS and features is NO_FEATURES and not (decision.rival or decision.in_graphs)
+        decodes = q.shape[2] <= FEW_ROWS and features is NO_FEATURES
         return self._plan_like_last(decision, numbers) if decodes else self._plan_of(decision, numbers)
 
     def _plan_of(self, decision: Decision, numbers: dict[str, float]) -> Plan:
@@ -186,7 +186,7 @@ class AttentionCall(NamedTuple):
             plan = self._plan_of(decision, numbers)
             cache.last_of_kind[kind] = (follows_from, plan)
             return plan
-        return replace(plan, served=decision.served, problem=problem, calls=decision.calls)
+        return replace(plan, **vars(decision), **rival_fields(decision, plan.is_single, plan.sync))
 
     def launch(self, plan: Plan, *, first: bool = False, keep_zeros: bool = False) -> Any:
         """Launch a plan of the call; see :func:`launch_attention`."""

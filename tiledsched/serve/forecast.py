@@ -117,14 +117,14 @@ class TimedProblems:
         if not place or not self._rows:
             return {}
         apart = np.sqrt(((self._places - place) ** 2).sum(axis=1))
-        base = base_us(p, default_us, self._spec)
+        floor, base = floor_us(p, self._spec), base_us(p, default_us, self._spec)
         found = {}
         for name, above in self._above.items():
             near = self._nearest(above, apart)
             if len(near):
                 value, spread = self._interpolated(above[near], near, apart)
                 found[name] = Forecast(
-                    us=math.exp(value) * (ours_us if name == OURS else base),
+                    us=max(floor, math.exp(value) * (ours_us if name == OURS else base)),
                     spread=spread,
                     host_us=self._host_us[name],
                     cases=len(near),
@@ -164,11 +164,15 @@ def _features(p: Problem) -> tuple[float, ...]:
     return found
 
 
-def base_us(p: Problem, default_us: float, spec: ArchSpec) -> float:
-    """The geometric mean of what the GPU's rates allow, of a launch and of arithmetic or memory, whichever is longer, and of
-    what the model gives for our default schedule."""
+def floor_us(p: Problem, spec: ArchSpec) -> float:
+    """What the GPU's rates allow, in microseconds: of a launch, and of arithmetic or memory, whichever is longer."""
     compute_us = p.flops / (spec.tensor_flops * spec.sm_count * spec.clock_ghz * 1e3)
-    return math.sqrt((LAUNCH_US + max(compute_us, p.min_bytes / (spec.dram_gbps * 1e3))) * default_us)
+    return LAUNCH_US + max(compute_us, p.min_bytes / (spec.dram_gbps * 1e3))
+
+
+def base_us(p: Problem, default_us: float, spec: ArchSpec) -> float:
+    """The geometric mean of what the GPU's rates allow and of what the model gives for our default schedule."""
+    return math.sqrt(floor_us(p, spec) * default_us)
 
 
 @lru_cache(maxsize=16)

@@ -190,10 +190,16 @@ def make_plan(
         program=(objects, *fixed),
         changed=tuple(place for name in changed if isinstance(place := places[name], int)),
         spans=_spans(inputs) if changed else (),
-        launch_on=decision.device if decision.rival is None and decision.in_graphs is None else ELSEWHERE,
         sync=sync,
-        direct=decision.rival if is_single and not sync and decision.rival is decision.in_graphs else None,
+        **rival_fields(decision, is_single, sync),
     )
+
+
+def rival_fields(decision: Decision, is_single: bool, sync: bool) -> dict[str, Any]:
+    """The fields of a plan that follow from its rivals."""
+    alone = decision.rival is None and decision.in_graphs is None
+    always = is_single and not sync and decision.rival is decision.in_graphs
+    return {"launch_on": decision.device if alone else ELSEWHERE, "direct": decision.rival if always else None}
 
 
 def next_choice(plan: Plan, make: Callable[[Served], Plan | str]) -> Plan | None:
