@@ -8,10 +8,10 @@ import sys
 import time
 from multiprocessing.connection import Connection
 
-from tiledsched.serve.programs import BuildRequest, Program
+from tiledsched.serve.programs import BuildRequest, StoredProgram
 
 
-def answer(request: BuildRequest) -> Program | str:
+def answer(request: BuildRequest) -> StoredProgram | str:
     """`do` is fine, refuse, fail, die, die_once or hang."""
     what = request.schedule["do"]
     tried = request.path.with_suffix(".tried")
@@ -23,10 +23,10 @@ def answer(request: BuildRequest) -> Program | str:
         tried.write_text(f"{os.getpid()} {compiler.pid}")
         time.sleep(600)
     if what == "refuse":
-        return Program(error="no such tile")
+        return StoredProgram(error="no such tile")
     if what == "fail":
         return "OSError: no space"
-    return Program(cubin=str(os.getpid()).encode(), symbol="made")
+    return StoredProgram(cubin=str(os.getpid()).encode(), symbol="made")
 
 
 def main(descriptor: str, folder: str, parent: str) -> None:

@@ -31,13 +31,20 @@ from tiledsched.ops.fallback import MOST_SCORES, computes_at_once
 from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
 from tiledsched.ops.functions import matmul, rms_norm, softmax
 from tiledsched.serve import background, prebuilt, process, programs
-from tiledsched.serve.background import Build, Builder
+from tiledsched.serve.background import BackgroundBuilder, Build
 from tiledsched.serve.entries import layers
-from tiledsched.serve.programs import BuildRequest, Program, captured_values, program_key, read_program, write_program
+from tiledsched.serve.programs import (
+    BuildRequest,
+    StoredProgram,
+    captured_values,
+    program_key,
+    read_program,
+    write_program,
+)
 from tiledsched.serve.rivals import Rival, RivalOffer
 from tiledsched.store.db import TuningDB
 
-CODE = Program(cubin=b"machine code", symbol="attention")
+CODE = StoredProgram(cubin=b"machine code", symbol="attention")
 
 
 class AwaitedBuild(Build):
@@ -64,7 +71,7 @@ class Builds:
             self.builds[request.path] = AwaitedBuild(request)
         return self.builds[request.path]
 
-    def finish(self, outcome: Program | str = CODE) -> None:
+    def finish(self, outcome: StoredProgram | str = CODE) -> None:
         for each in self.builds.values():
             if not each.is_done:
                 each.end(outcome)
@@ -186,7 +193,7 @@ def test_what_the_compiler_refuses_gives_way_to_the_next_choice(serving, caplog)
     q, k, v = tensors(rows=200, columns=64)
     serve.sdpa(q, k, v)
     first = serve.plan_for(q, k, v).served
-    serving.builds.finish(Program(error="Return code 5"))
+    serving.builds.finish(StoredProgram(error="Return code 5"))
     serve.sdpa(q, k, v)
     assert "Return code 5" in caplog.text
     second = serve.plan_for(q, k, v).served.schedule
@@ -388,7 +395,7 @@ def test_a_declared_operator_is_served_by_its_rival_or_waits(serving) -> None:
 def test_a_program_is_read_as_it_was_written_and_damage_is_never_run(tmp_path, caplog) -> None:
     path = tmp_path / "sm_90" / "ab12"
     assert read_program(path) is None
-    for each in (CODE, Program(error="no")):
+    for each in (CODE, StoredProgram(error="no")):
         write_program(path, each)
         assert read_program(path) == each
     write_program(path, CODE)
@@ -495,7 +502,7 @@ def test_a_first_call_reads_a_copy_of_the_database_while_that_stays_as_it_is(tmp
 
 @pytest.fixture
 def builder():
-    made = Builder((sys.executable, str(Path(__file__).parent / "fake_build_worker.py")), processes=1)
+    made = BackgroundBuilder((sys.executable, str(Path(__file__).parent / "fake_build_worker.py")), processes=1)
     yield made
     made.close()
 
@@ -543,7 +550,7 @@ def test_a_process_that_hangs_is_ended_with_its_compiler(builder, tmp_path, monk
 
 
 def test_processes_end_when_there_is_nothing_to_do(tmp_path) -> None:
-    builder = Builder((sys.executable, str(Path(__file__).parent / "fake_build_worker.py")), idle_s=0.0)
+    builder = BackgroundBuilder((sys.executable, str(Path(__file__).parent / "fake_build_worker.py")), idle_s=0.0)
     assert built(builder, tmp_path / "a").program.symbol == "made"
     for thread in [each for each in threading.enumerate() if each.name == "tiledsched-build"]:
         thread.join()  # of others, which were closed, too
@@ -553,7 +560,7 @@ def test_processes_end_when_there_is_nothing_to_do(tmp_path) -> None:
 
 
 def test_where_no_process_starts_the_build_says_so(tmp_path) -> None:
-    builder = Builder((str(tmp_path / "no such program"),))
+    builder = BackgroundBuilder((str(tmp_path / "no such program"),))
     assert "No such file" in built(builder, tmp_path / "a").failure
     builder.close()
 
@@ -580,9 +587,9 @@ PROGRAM = f"""
 import sys
 from pathlib import Path
 from tiledsched.core.schedule import Schedule
-from tiledsched.serve.background import Builder
+from tiledsched.serve.background import BackgroundBuilder
 from tiledsched.serve.programs import BuildRequest
-builder = Builder((sys.executable, {str(Path(__file__).parent / "fake_build_worker.py")!r}))
+builder = BackgroundBuilder((sys.executable, {str(Path(__file__).parent / "fake_build_worker.py")!r}))
 path = Path(sys.argv[1])
 what = dict(path=path, kernel="", schedule=Schedule({{"do": "hang"}}), problem=None, wide=False, place=0, parameters=())
 builder.submit(BuildRequest(**what, arch="sm_90", timeout_s=60.0))
@@ -620,7 +627,7 @@ def test_the_process_compiles_what_a_launch_would(tmp_path) -> None:
         arch="sm_90",
         timeout_s=60.0,
     )
-    builder = Builder()
+    builder = BackgroundBuilder()
     build = builder.submit(asked)
     build.wait()
     builder.close()

@@ -518,9 +518,9 @@ def pool(monkeypatch, named_code):
     return Pool
 
 
-def prepare(path, entries, **more):
+def prepare(path, entries, arch=ARCH, **more):
     return warmup.prepare(
-        ARCH,
+        arch,
         path,
         entries,
         LookupTable(entries, Attention),
@@ -621,17 +621,7 @@ def test_what_does_not_build_is_told_and_the_rest_is_written(tmp_path, pool) -> 
     assert made.to_json()["failures"][0]["message"] == "too big"
     assert "1 would not build (too big)" in str(made)
     with pytest.raises(ConfigError, match="tiledsched tune attention --arch sm_121"):
-        warmup.prepare(
-            "sm_121",
-            tmp_path / "c.zip",
-            entries,
-            LookupTable(entries, Attention),
-            Attention,
-            ArtifactStore(),
-            Pool(),
-            "a compiler",
-            SETTINGS,
-        )
+        prepare(tmp_path / "c.zip", entries, "sm_121")
 
 
 def spilling(build):

@@ -16,9 +16,9 @@ from tiledsched.core.files import read_bounded, unpacked, user_folder, write_who
 CACHE_VARIABLE = "TILEDSCHED_CACHE"
 
 
-def default_cache_folder() -> Path:
-    """`$TILEDSCHED_CACHE`, or the user's cache directory."""
-    return Path(os.environ.get(CACHE_VARIABLE) or user_folder("cache"))
+def default_cache_folder(chosen: str | None = None) -> Path:
+    """The folder that the setting `cache` chose; else `$TILEDSCHED_CACHE`, or the user's cache directory."""
+    return Path(chosen or os.environ.get(CACHE_VARIABLE) or user_folder("cache"))
 
 
 class ArtifactStore:

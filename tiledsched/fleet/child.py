@@ -89,7 +89,7 @@ class Child:
         self._kernel = kernel_of_data(setup.campaign.kernel, "the campaign")
         check_sampler(setup.campaign.options.get("sampler"), "the campaign")
         self._local: LocalStore | None = None
-        self._cache = Path(load_settings().cache or default_cache_folder())
+        self._cache = default_cache_folder(load_settings().cache)
         self._session: Session | None = None
 
     def interrupt(self, *_: object) -> None:

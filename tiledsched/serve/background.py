@@ -19,7 +19,7 @@ from typing import Any
 from tiledsched.build.compiler import DEFAULT_TIMEOUT_S
 from tiledsched.core.errors import TiledschedError
 from tiledsched.core.processes import python_command
-from tiledsched.serve.programs import BuildRequest, Program
+from tiledsched.serve.programs import BuildRequest, StoredProgram
 
 WORKER_COMMAND = python_command("tiledsched.serve.build_worker")
 START_S = 60.0
@@ -40,7 +40,7 @@ class Build:
 
     def __init__(self, request: BuildRequest | None = None) -> None:
         self.request = request
-        self.program: Program | None = None
+        self.program: StoredProgram | None = None
         """The program, or what the compiler said against it; None while it is compiled, and where no process can."""
         self.failure = ""
         """Why no process can compile it."""
@@ -51,9 +51,9 @@ class Build:
         """Whether there is a program, or none will come."""
         return self._ended.is_set()
 
-    def end(self, outcome: Program | str) -> None:
+    def end(self, outcome: StoredProgram | str) -> None:
         """Note what became of it: a program, or why there is none."""
-        if isinstance(outcome, Program):
+        if isinstance(outcome, StoredProgram):
             self.program = outcome
         else:
             self.failure = outcome
@@ -69,7 +69,7 @@ class Build:
         self.end("the process was forked while its program was compiled")
 
 
-class Builder:
+class BackgroundBuilder:
     """Compiles programs in the background. Any thread may use it, and so may processes that are forked.
 
     Args:
@@ -164,7 +164,7 @@ class Builder:
 
     def _compile(self, build: Build, worker: Any) -> Any:
         """Have a process compile one program; returns the process, or None where it is gone."""
-        outcome: Program | str = ""
+        outcome: StoredProgram | str = ""
         for _ in range(TRIES):
             if self._closed:
                 break
@@ -180,7 +180,7 @@ class Builder:
         self._end(build, ENDING if self._closed else outcome)
         return worker
 
-    def _end(self, build: Build, outcome: Program | str) -> None:
+    def _end(self, build: Build, outcome: StoredProgram | str) -> None:
         with self._lock:
             self._unfinished -= 1
         build.end(outcome)
@@ -208,5 +208,5 @@ class Builder:
             worker.kill()
 
 
-BUILDER = Builder()
+BUILDER = BackgroundBuilder()
 """Compiles for all operators of this process."""

@@ -14,7 +14,7 @@ from tiledsched.build.pool import start_process
 from tiledsched.core.device import arch_spec
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.registry import load_kernel
-from tiledsched.serve.programs import BuildRequest, Program, only_builder, read_program, write_program
+from tiledsched.serve.programs import BuildRequest, StoredProgram, only_builder, read_program, write_program
 
 
 def main(descriptor: str, folder: str, parent: str) -> None:
@@ -47,7 +47,7 @@ def _end_with_parent(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def build(request: BuildRequest) -> Program | str:
+def build(request: BuildRequest) -> StoredProgram | str:
     """The program of a request, from its file or compiled and kept there; or why it cannot be compiled by this process."""
     with only_builder(request.path):
         program = read_program(request.path)
@@ -71,7 +71,7 @@ def _load(where: str) -> KernelClass:
         return load_kernel(where)
 
 
-def _compile(request: BuildRequest) -> Program:
+def _compile(request: BuildRequest) -> StoredProgram:
     import cuda.tile as ct
     from cuda.tile.compilation import CallingConvention, KernelSignature
 
@@ -89,5 +89,5 @@ def _compile(request: BuildRequest) -> Program:
     except ct.TileError as error:
         if isinstance(error, ct.TileCompilerTimeoutError) or says_nothing_of_program(error):
             raise
-        return Program(error=str(error).replace("\nUnknown location", "")[:2000])
-    return Program(cubin=made.cubin, symbol=symbol)
+        return StoredProgram(error=str(error).replace("\nUnknown location", "")[:2000])
+    return StoredProgram(cubin=made.cubin, symbol=symbol)

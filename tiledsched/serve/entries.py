@@ -157,8 +157,8 @@ def _stored(name: str, url: str | None, kernel: str, settings: Settings) -> Laye
 
 def _copy_path(name: str, where: str, kernel: str, settings: Settings) -> Path:
     """The file that keeps a copy of a layer's entries of a kernel."""
-    cache = Path(settings.cache) if settings.cache else default_cache_folder()
-    return cache / "entries" / stable_id([name, os.path.abspath(where), kernel, __version__], 40)
+    key = stable_id([name, os.path.abspath(where), kernel, __version__], 40)
+    return default_cache_folder(settings.cache) / "entries" / key
 
 
 def _state(where: str) -> list[list[int]] | None:

@@ -141,8 +141,8 @@ class TimedProblems:
     def _interpolated(self, values: np.ndarray, near: np.ndarray, apart: np.ndarray) -> tuple[float, float]:
         """The value at a distance `apart` from each timed problem, and its spread, from the values of those at places `near`."""
         steps = self._places[near][:, None] - self._places[near][None]
-        among, ones = _likeness(np.sqrt((steps**2).sum(axis=-1))) + NOISE * np.eye(len(near)), np.ones(len(near))
-        to_new = _likeness(apart[near])
+        among, ones = _correlation(np.sqrt((steps**2).sum(axis=-1))) + NOISE * np.eye(len(near)), np.ones(len(near))
+        to_new = _correlation(apart[near])
         solved = np.linalg.solve(among, np.stack([ones, values, to_new], axis=1))
         total = ones @ solved[:, 0]
         mean = ones @ solved[:, 1] / total
@@ -152,11 +152,11 @@ class TimedProblems:
         return float(mean + to_new @ rest), math.sqrt(variance * max(float(unknown), 0.0))
 
 
-def _likeness(apart: np.ndarray) -> np.ndarray:
+def _correlation(apart: np.ndarray) -> np.ndarray:
     """How much values agree at a distance: 1 at none, 0.48 at 1 (Matern's function of order 3/2)."""
     scaled = math.sqrt(3) * apart
-    likeness: np.ndarray = (1 + scaled) * np.exp(-scaled)
-    return likeness
+    correlation: np.ndarray = (1 + scaled) * np.exp(-scaled)
+    return correlation
 
 
 def _features(p: Problem) -> tuple[float, ...]:

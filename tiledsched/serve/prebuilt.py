@@ -29,11 +29,11 @@ from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import CompilerError, ConfigError, DeclarationError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import HINT_KNOBS, Schedule
-from tiledsched.serve.background import BUILDER, Build, Builder
+from tiledsched.serve.background import BUILDER, BackgroundBuilder, Build
 from tiledsched.serve.bundle import Bundle, BundledProgram, named_bundle, read_bundle
 from tiledsched.serve.programs import (
     BuildRequest,
-    Program,
+    StoredProgram,
     captured_values,
     program_key,
     programs_folder,
@@ -58,7 +58,7 @@ def make_kernel(
     problem: Problem,
     settings: Settings,
     device: Any,
-    builder: Builder = BUILDER,
+    builder: BackgroundBuilder = BUILDER,
 ) -> list[Any]:
     """The cuTile kernel objects of a schedule, one for each launch, that take their machine code from a bundle or the programs on
     disk where these hold it, and else have it compiled as it was for measuring.
@@ -239,7 +239,7 @@ class ServedKernel(ct.kernel):
     schedule: Schedule
     problem: Problem
     folder: Path
-    builder: Builder
+    builder: BackgroundBuilder
     siblings: list[ServedKernel]
     """The kernel objects of all launches of the schedule, this one among them."""
     builds: list[Build]
@@ -262,7 +262,7 @@ class ServedKernel(ct.kernel):
         if (
             path is not None and made[2:] == (None, ()) and is_whole(made[0])
         ):  # else it needs more than its machine code
-            write_program(path, Program(cubin=strip_debug(made[0]), symbol=made[1]))
+            write_program(path, StoredProgram(cubin=strip_debug(made[0]), symbol=made[1]))
         return made
 
     def program_path(self, wanted: Any) -> Path | None:
@@ -287,7 +287,7 @@ class ServedKernel(ct.kernel):
         log.info("%s from %s", program.fingerprint, bundle.path)
         return parts(code)[self.place]
 
-    def _program(self, path: Path, wanted: Any, missed: list[Build] | None) -> Program | None:
+    def _program(self, path: Path, wanted: Any, missed: list[Build] | None) -> StoredProgram | None:
         """The program in a file, or that of a build; None where it has to be compiled here.
 
         Raises:

@@ -19,7 +19,7 @@ from tiledsched.core.launch import Step, annotated
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import HINT_KNOBS, Schedule
 from tiledsched.measure.runner import Device
-from tiledsched.serve.background import BUILDER, Build, Builder
+from tiledsched.serve.background import BUILDER, BackgroundBuilder, Build
 from tiledsched.serve.entries import load_table
 from tiledsched.serve.lookup import LookupTable, Served
 from tiledsched.serve.plan_cache import PlanCache, lock
@@ -67,7 +67,7 @@ class Runtime:
     """The properties of a device."""
     load_table: Callable[..., LookupTable] = load_table
     """Reads the tuned table of a kernel."""
-    builder: Builder = BUILDER
+    builder: BackgroundBuilder = BUILDER
     """Compiles programs for calls that do not wait for them."""
     loaded: set[tuple[Any, ...]] = field(default_factory=set)
     """Programs and rivals that have run, so that a CUDA graph may hold them."""

@@ -35,7 +35,7 @@ PLAIN = ("bool", "int", "float", "str", "bytes", "tuple", "NoneType", "DType", "
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class StoredProgram:
     """The machine code of one launch, or why the compiler makes none."""
 
     cubin: bytes = b""
@@ -72,8 +72,7 @@ class BuildRequest:
 
 def programs_folder(settings: Settings, arch: str) -> Path:
     """The folder of programs for an arch, launched by hosts like this one."""
-    cache = Path(settings.cache) if settings.cache else default_cache_folder()
-    return host_folder(cache / "programs", host_arch()) / arch
+    return host_folder(default_cache_folder(settings.cache) / "programs", host_arch()) / arch
 
 
 def compiler_version() -> str:
@@ -142,7 +141,7 @@ def _names(code: Any) -> list[str]:
     return [*code.co_names, *(name for each in inner for name in _names(each))]
 
 
-def read_program(path: Path) -> Program | None:
+def read_program(path: Path) -> StoredProgram | None:
     """The program in a file; None where there is none, or the file is damaged (then it is removed)."""
     found = read_sealed(path)
     if found is None:
@@ -151,13 +150,13 @@ def read_program(path: Path) -> Program | None:
     try:
         if cubin:
             check_host(carried(cubin)[0])
-        return Program(cubin=cubin, symbol=told["symbol"], error=told["error"])
+        return StoredProgram(cubin=cubin, symbol=told["symbol"], error=told["error"])
     except (KeyError, CompilerError) as error:
         discard(path, str(error))
         return None
 
 
-def write_program(path: Path, program: Program) -> None:
+def write_program(path: Path, program: StoredProgram) -> None:
     """Keep a program. Where the folder cannot be written to, it is compiled again."""
     write_sealed(path, {"symbol": program.symbol, "error": program.error}, program.cubin)
 

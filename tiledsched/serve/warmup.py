@@ -33,7 +33,7 @@ from tiledsched.core.sources import source_part
 from tiledsched.serve.bundle import BundledProgram, read_bundle, write_bundle
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.prebuilt import make_kernel
-from tiledsched.serve.programs import Program, programs_folder, read_program, write_program
+from tiledsched.serve.programs import StoredProgram, programs_folder, read_program, write_program
 from tiledsched.store.records import Entry
 from tiledsched.store.spills import lost_bytes
 
@@ -271,7 +271,7 @@ class _ProgramFiles:
         symbol = launches.symbol(self._kernel)
         for path, cubin in zip(self._paths(schedule, problem), parts_with_host_code(artifact.cubin), strict=True):
             if path is not None and not path.exists():
-                write_program(path, Program(cubin=cubin, symbol=symbol))
+                write_program(path, StoredProgram(cubin=cubin, symbol=symbol))
         return len(artifact.cubin)
 
 
