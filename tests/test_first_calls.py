@@ -228,6 +228,7 @@ def test_where_torch_fails_the_call_waits(serving, monkeypatch, caplog) -> None:
 def test_where_no_process_can_compile_the_call_does(serving, monkeypatch, where) -> None:
     """Another process would run a script once more to find what it declares."""
     if where == "__main__":
+        Attention.source_hash()  # which is remembered: the `__main__` of a test is not where the kernel is
         monkeypatch.setattr(Attention, "__module__", where)
         monkeypatch.setattr(prebuilt, "_source_hash", lambda kernel: "abc")
     else:
