@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection
 
+from tiledsched.core.blame import did_you_mean
 from tiledsched.core.errors import SpaceError
 from tiledsched.core.fields import Dim, Flag
 from tiledsched.core.problem import KernelClass
@@ -93,7 +94,9 @@ def names_read(text: object, known: Collection[str], words: Collection[str] = ()
             raise SpaceError("divides by 0")
     unknown = sorted(names - set(known))
     if unknown:
-        raise SpaceError(f"reads unknown name {unknown[0]!r}; known are {', '.join(sorted(known))}")
+        raise SpaceError(
+            f"reads unknown name {unknown[0]!r}{did_you_mean(unknown[0], known)}; known are {', '.join(sorted(known))}"
+        )
     return frozenset(names)
 
 

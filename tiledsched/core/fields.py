@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tiledsched.core.blame import did_you_mean
 from tiledsched.core.errors import DeclarationError
 
 Value = int | bool | str | tuple[int, ...]
@@ -97,7 +98,9 @@ class Choice:
     def read(self, name: str, value: Any) -> Value:
         """`value`, if the field `name` may have it; raises ValueError with the reason otherwise."""
         if value not in self.words:
-            raise ValueError(f"{name} must be one of {', '.join(self.words)}, got {value!r}")
+            raise ValueError(
+                f"{name} must be one of {', '.join(self.words)}, got {value!r}{did_you_mean(value, self.words)}"
+            )
         return str(value)
 
 
@@ -194,14 +197,16 @@ def dtype(*allowed: str) -> Any:
     """
     wrong = [each for each in allowed if each not in DTYPES]
     if wrong or not allowed:
-        raise DeclarationError(f"dtype{allowed!r}: name one or more of {', '.join(DTYPES)}")
+        meant = did_you_mean(getattr(wrong[0], "name", wrong[0]), DTYPES) if wrong else ""
+        said = f"{wrong[0]!r} is no name of a type{meant}; " if wrong else ""
+        raise DeclarationError(f"ts.dtype: {said}name one or more of {', '.join(DTYPES)}")
     return Choice(words=allowed, default=allowed[0], omit_default=False, is_dtype=True)
 
 
 def choice(*words: str, omit_default: bool = False) -> Any:
     """One of several words, known when the kernel is compiled. The first word is the default."""
-    if not words:
-        raise DeclarationError("choice(): name the words to choose from")
+    if not words or not all(isinstance(word, str) for word in words):
+        raise DeclarationError(f"ts.choice: name the words to choose from, each as text; got {words!r}")
     return Choice(words=words, default=words[0], omit_default=omit_default)
 
 

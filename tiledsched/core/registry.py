@@ -17,8 +17,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
+from tiledsched.core.blame import describe, did_you_mean, nearest
 from tiledsched.core.canonical import stable_id
-from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError
+from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError, TiledschedError
 from tiledsched.core.fields import Value
 from tiledsched.core.files import real_path
 from tiledsched.core.problem import FILE_PREFIX, Declaration, KernelClass, Problem, unknown_kernel
@@ -60,7 +61,8 @@ def kernel_named(name: str) -> KernelClass:
     if name not in _known:
         where = SHIPPED.get(name) or _installed(name)
         if where is None:
-            raise unknown_kernel(name)
+            known = {*SHIPPED, *_known, *(each.name for each in installed_entry_points())}
+            raise unknown_kernel(name, did_you_mean(name, known))
         _known.setdefault(name, load_kernel(where))
     return _known[name]
 
@@ -87,14 +89,40 @@ def load_kernel(where: str) -> KernelClass:
     """
     place, colon, class_name = where.rpartition(":")
     if not colon:
+        _check_complete(where)
         return kernel_named(where)
     path = Path(place if place.endswith(".py") else f"{place}.py")
     module = _load_file(path) if place.endswith(".py") or os.path.isfile(path) else _load_module(place)
     found = getattr(module, class_name, None)
     if not _is_kernel(found):
-        made = [name for name, each in vars(module).items() if _is_kernel(each)]
-        raise ConfigError(f"{place} declares no kernel {class_name!r}; it declares {', '.join(made) or 'none'}")
+        made = kernels_in(module)
+        wrong = f"{place} declares no kernel {class_name!r}{did_you_mean(class_name, made)}"
+        if found is not None:
+            wrong += " (that is an object: leave out the line that makes it)" if _is_kernel(type(found)) else ""
+        raise ConfigError(f"{wrong}; it declares {', '.join(made) or 'none: a kernel is a subclass of ts.Kernel'}")
     return found
+
+
+def kernels_in(module: Any) -> list[str]:
+    """The names of the kernels in a module."""
+    return [name for name, each in vars(module).items() if _is_kernel(each)]
+
+
+def _check_complete(where: str) -> None:
+    """Make sure that a word is no file or module whose class was left out, or stands behind another mark than a colon.
+
+    Raises:
+        ConfigError: it is; the message has the word that was meant.
+    """
+    file, _, name = where.rpartition(".")
+    if where.endswith(".py") or os.path.isfile(f"{where}.py"):
+        path = where if where.endswith(".py") else f"{where}.py"
+        made = kernels_in(_load_file(Path(path)))
+        meant = " or ".join(f"{path}:{each}" for each in made) or f"{path}:Class; it declares none"
+        raise ConfigError(f"{where} is a file; name its class, too: {meant}")
+    file = file.removesuffix(".py")
+    if name.isidentifier() and os.path.isfile(f"{file}.py"):
+        raise ConfigError(f"a colon stands between a file and its class: {file}.py:{name}")
 
 
 def allow(*places: str) -> None:
@@ -161,9 +189,20 @@ def _load_module(name: str) -> Any:
     try:
         return import_kernel_module(lambda: importlib.import_module(name))
     except ImportError as error:
-        raise ConfigError(
-            f"cannot import {name}: {error}; install it, or name the file (path/file.py:Class)"
-        ) from error
+        missing = str(error.name or "")
+        if name == missing or name.startswith(f"{missing}."):
+            known = [
+                each.partition(":")[0] for each in (*SHIPPED.values(), *(e.value for e in installed_entry_points()))
+            ]
+            meant = did_you_mean(name, (*SHIPPED, *known))
+            raise ConfigError(
+                f"cannot import {name}{meant}: {error}; install it, or name the file (path/file.py:Class)"
+            ) from error
+        raise ConfigError(f"cannot import {name}: {describe(error)}; install what it imports") from error
+    except TiledschedError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"cannot import {name}: {describe(error)}; correct the module") from error
 
 
 def _load_file(path: Path) -> Any:
@@ -175,7 +214,11 @@ def _load_file(path: Path) -> Any:
     if name in sys.modules:
         return sys.modules[name]
     if not os.path.isfile(path):
-        raise ConfigError(f"there is no file {path}; name it as path/file.py:Class")
+        if not path.parent.is_dir():
+            raise ConfigError(f"there is no folder {path.parent}; name a file as path/file.py:Class")
+        meant = nearest(path.name, (each.name for each in path.parent.glob("*.py")))
+        there = f" (did you mean {meant}?)" if meant else ""
+        raise ConfigError(f"there is no file {path}{there}; name it as path/file.py:Class")
 
     def run() -> Any:
         spec = importlib.util.spec_from_file_location(name, path)
@@ -192,8 +235,14 @@ def _load_file(path: Path) -> Any:
 
     try:
         return import_kernel_module(run)
-    except (ImportError, SyntaxError) as error:
-        raise ConfigError(f"cannot import {path}: {error}; correct the file") from error
+    except TiledschedError:
+        raise
+    except SystemExit as error:
+        raise ConfigError(
+            f"{path} ends the program as it is imported: {describe(error)}; put what it runs under if __name__ == '__main__':"
+        ) from error
+    except Exception as error:
+        raise ConfigError(f"cannot import {path}: {describe(error)}; correct the file") from error
 
 
 def import_kernel_module(run: Callable[[], Any]) -> Any:

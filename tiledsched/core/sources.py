@@ -81,7 +81,7 @@ def _files(kernel: type) -> frozenset[str]:
             path = getattr(other, "__file__", None)
             if other is None or other.__name__ in found or not path or not path.endswith(".py"):
                 continue
-            if _is_library(other.__name__):
+            if is_library(other.__name__):
                 continue
             beside = os.path.dirname(path) == folder
             if module is declared or beside or other.__name__.split(".")[0] == module.__name__.split(".")[0]:
@@ -106,6 +106,7 @@ def _imported(module: ModuleType) -> list[ModuleType]:
     return [sys.modules[name] for name in names if name in sys.modules]
 
 
-def _is_library(name: str) -> bool:
+def is_library(name: str) -> bool:
+    """Whether a module of this name is part of Python or of a package whose source is not part of a kernel."""
     top = name.split(".")[0]
     return (top in LIBRARIES and not name.startswith(SHIPPED_KERNELS)) or top in sys.stdlib_module_names
