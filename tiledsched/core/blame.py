@@ -8,14 +8,16 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import CodeType, FrameType
 from typing import Any
 
 from tiledsched.core.sources import is_library
 
-CUTOFF = 0.6
-"""Least likeness, from 0 to 1, of a name that is suggested."""
+CUTOFF, NAMED = 0.6, 0.75
+"""Least likeness, from 0 to 1, of a name that is suggested: of few names, and of all that Python code may use."""
+IMPORTS = {"ct": "import cuda.tile as ct", "ts": "import tiledsched as ts"}
+"""Names that are missing where a file lacks an import."""
 SHORT_TYPES = {
     "half": "float16",
     "fp16": "float16",
@@ -36,16 +38,16 @@ SHORT_TYPES = {
 def nearest(word: object, known: Iterable[str], cutoff: float = CUTOFF) -> str | None:
     """The name among `known` that `word` most likely stands for, whatever its case; None where none is near."""
     wanted = str(word).casefold()
-    names = {name.casefold(): name for name in known if name != word}
+    names = {name.casefold(): name for name in known}
     if (usual := SHORT_TYPES.get(wanted, wanted)) in names:
         return names[usual]
     found = difflib.get_close_matches(wanted, names, n=1, cutoff=cutoff)
     return names[found[0]] if found else None
 
 
-def did_you_mean(word: object, known: Iterable[str]) -> str:
+def did_you_mean(word: object, known: Iterable[str], cutoff: float = CUTOFF) -> str:
     """` (did you mean 'columns'?)`, which stands behind a misspelt name; nothing where no known name is near."""
-    found = nearest(word, known)
+    found = nearest(word, known, cutoff)
     return f" (did you mean {found!r}?)" if found else ""
 
 
@@ -54,20 +56,29 @@ def describe(error: BaseException) -> str:
     words = error.msg if isinstance(error, SyntaxError) else str(error)
     words = next((line.strip() for line in words.splitlines() if line.strip()), "")
     place = author_line(error)
-    return f"{type(error).__name__}{': ' if words else ''}{words}{_meant(error)}{f' ({place})' if place else ''}"
+    return f"{type(error).__name__}: {words or 'no message'}{_meant(error)}{f' ({place})' if place else ''}"
 
 
 def _meant(error: BaseException) -> str:
     """Which name was meant where Python, or a function that declares a field, did not know one."""
-    name = getattr(error, "name", None)
+    name = str(getattr(error, "name", None) or "")
+    frame = next((frame for frame, _ in reversed(list(_author_frames(error)))), None)
+    if "did you mean" in str(error):
+        return ""
     if isinstance(error, AttributeError) and name and error.obj is not None:
-        return did_you_mean(name, (each for each in dir(error.obj) if not each.startswith("_")))
-    frame = _author_frame(error)
+        if isinstance(error.obj, Mapping) and (key := nearest(name, error.obj)):
+            return f" (did you mean [{key!r}]?)"
+        names = getattr(error.obj, "__all__", None) or [each for each in dir(error.obj) if not each.startswith("_")]
+        return did_you_mean(name, names, NAMED)
     if isinstance(error, NameError) and name and frame is not None:
-        return did_you_mean(name, {**frame.f_builtins, **frame.f_globals, **frame.f_locals})
-    if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str) and frame is not None:
-        schedule = frame.f_locals.get("s")
-        return did_you_mean(error.args[0], schedule) if isinstance(schedule, dict) or hasattr(schedule, "keys") else ""
+        if name in IMPORTS:
+            return f" (the file lacks: {IMPORTS[name]})"
+        known = {**frame.f_globals, **frame.f_locals}
+        return (
+            " (did you mean 'xp'?)" if name in ("np", "numpy") and "xp" in known else did_you_mean(name, known, NAMED)
+        )
+    if isinstance(error, KeyError) and frame is not None and isinstance(frame.f_locals.get("s"), Mapping):
+        return did_you_mean(error.args[0], frame.f_locals["s"]) if error.args else ""
     found = re.match(r"(\w+)\(\) got an unexpected keyword argument '(\w+)'", str(error))
     function = getattr(sys.modules.get("tiledsched"), found[1], None) if found else None
     return did_you_mean(found[2], inspect.signature(function).parameters) if found and callable(function) else ""
@@ -84,6 +95,11 @@ def author_line(error: BaseException) -> str:
         return line_text(where.filename, where.line)
     lines = list(_author_frames(error))
     return line_text(lines[-1][0].f_code.co_filename, lines[-1][1]) if lines else ""
+
+
+def says_line(message: str) -> bool:
+    """Whether a message ends with a line of the author's code, as :func:`describe` writes it."""
+    return bool(re.search(r", line \d+\)$", message))
 
 
 def author_function(error: BaseException, names: Iterable[str]) -> str | None:
@@ -122,10 +138,6 @@ def _names_set(node: ast.stmt) -> list[str]:
         return [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
     return [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
-
-
-def _author_frame(error: BaseException) -> FrameType | None:
-    return next((frame for frame, _ in reversed(list(_author_frames(error)))), None)
 
 
 def _author_frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:

@@ -5,18 +5,20 @@ An error names the field that is wrong, and what is allowed.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import sys
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy
 
 from tiledsched.core import registry
-from tiledsched.core.blame import author_function, class_line, describe, did_you_mean, nearest
+from tiledsched.core.arrays import Tolerance
+from tiledsched.core.blame import class_line, describe, did_you_mean, nearest, says_line
 from tiledsched.core.cases import expected_outputs, output_specs, random_inputs, shrunk
 from tiledsched.core.cost import Cost
 from tiledsched.core.device import ARCHS
@@ -30,6 +32,7 @@ from tiledsched.core.fields import (
     Knob,
     ProblemField,
     Scalar,
+    dim,
     read_shape,
     shape_names,
 )
@@ -147,7 +150,9 @@ def _check_declaration(kernel: KernelClass) -> None:
     except DeclarationError as error:
         named = re.match(r"(?:the declaration of \S+: |\w+\.)(\w+)", str(error))
         place = class_line(kernel, named[1] if named else "")
-        raise DeclarationError(f"{error} ({place})" if place else str(error)) from error
+        if not place or says_line(str(error)):
+            raise
+        raise DeclarationError(f"{error} ({place})") from error
 
 
 def _check_attributes(kernel: KernelClass) -> None:
@@ -163,6 +168,8 @@ def _check_attributes(kernel: KernelClass) -> None:
         elif name in INTERNAL:
             meant = nearest(name, (*FUNCTIONS, *DATA))
             _fail(kernel, name, f"the name is taken; {f'did you mean {meant}?' if meant else 'choose another one'}")
+        elif getattr(value, "__module__", "") == dim.__module__ and isinstance(value, FunctionType):
+            _fail(kernel, name, f"ts.{value.__name__} is not called; write {name} = ts.{value.__name__}()")
         elif not name.startswith("_") and not isinstance(value, (ProblemField, ArrayField, Scalar)):
             meant = nearest(name, (*FUNCTIONS, *DATA, "function"), MISSPELT)
             if meant and meant not in own and name not in dir(Declaration):
@@ -300,7 +307,7 @@ def _check_knobs(kernel: KernelClass) -> None:
         wrong = [choice for choice in each.choices if name in HINT_KNOBS and choice not in HINT_KNOBS[name]]
         if wrong:
             _fail(kernel, f"knobs[{name!r}]", f"{wrong[0]!r} is no such hint; allowed are {allowed_hints(name)}")
-        if name in kernel.fields:
+        if name in {*kernel.fields, *kernel.array_fields, *kernel.scalar_fields, *kernel.derived}:
             _fail(kernel, f"knobs[{name!r}]", "there is a field of that name; call one something else")
     if kernel.knobs:
         try:
@@ -324,19 +331,17 @@ class _RecordingSchedule(Schedule):
         return int(self[name])
 
 
+_RecordingSchedule.__name__ = "Schedule"  # which the errors of an author's code name
+
+
 def _check_launches(kernel: KernelClass, example: Problem) -> None:
     """Check that every parameter has an argument, that the grid is integers, and that every knob and array has an effect."""
     from tiledsched.core.launch import steps
 
     knobs = kernel.knob_fields()
     schedule = _RecordingSchedule({name: each.default for name, each in knobs.items()})
-    try:
-        found = steps(kernel, example, schedule, ARCHS["sm_90"])
-    except DeclarationError:
-        raise
-    except Exception as error:
-        field = author_function(error, FUNCTIONS) or "grid"
-        _fail(kernel, field, f"for {example} and {dict(schedule)} it raises {describe(error)}")
+    _check_results(kernel, example, schedule)
+    found = steps(kernel, example, schedule, ARCHS["sm_90"])
     _check_constants(kernel, found)
     taken = {argument.name for step in found for argument in step.arguments}
     chosen = kernel.entry is not None or kernel.launches is not None
@@ -352,6 +357,33 @@ def _check_launches(kernel: KernelClass, example: Problem) -> None:
             )
     if not chosen:
         _check_taken(kernel, example, schedule, found)
+
+
+def _check_results(kernel: KernelClass, example: Problem, schedule: Schedule) -> None:
+    """Check what the simple functions of a declaration return for one problem and schedule."""
+    number = (int, float)
+    wanted: list[tuple[str, Callable[[], Any], Any, str]] = [
+        *((f"derived[{name!r}]", functools.partial(getattr, example, name), object, "") for name in kernel.derived),
+        ("constants", lambda: kernel.constants(example, schedule), Mapping, "a dict of a parameter and its value"),
+        ("flops", lambda: kernel.flops(example), number, "a number"),
+        (
+            "tolerance",
+            lambda: kernel.tolerance(example, schedule),
+            Tolerance,
+            "a ts.Tolerance, as in ts.Tolerance(relative=0.01)",
+        ),
+        ("check_tile", lambda: kernel.check_tile(example, schedule), tuple | list, "rows and columns, as in (64, 256)"),
+        ("rivals", lambda: kernel.rivals(example), Mapping, "a dict of a name and a function"),
+    ]
+    for field, call, kind, words in wanted:
+        try:
+            found = call()
+        except DeclarationError:
+            raise
+        except Exception as error:
+            _fail(kernel, field, f"for {example} it raises {describe(error)}")
+        if not isinstance(found, kind):
+            _fail(kernel, field, f"must return {words}, got {found!r}")
 
 
 def _check_taken(kernel: KernelClass, example: Problem, schedule: Schedule, found: Iterable[Step]) -> None:
@@ -450,13 +482,7 @@ def _check_reference(kernel: KernelClass, example: Problem) -> None:
     if any(each.bytes > 8 * MOST_CHECKED for each in kernel.arrays(small)):
         return
     rng = numpy.random.default_rng(0)
-    try:
-        results = expected_outputs(kernel, numpy, small, random_inputs(kernel, numpy, rng, small))
-    except DeclarationError:
-        raise
-    except Exception as error:
-        field = author_function(error, FUNCTIONS) or "reference"
-        _fail(kernel, field, f"for {small} it raises {describe(error)}")
+    results = expected_outputs(kernel, numpy, small, random_inputs(kernel, numpy, rng, small))
     wanted = output_specs(kernel, small)
     if len(results) < len(wanted):
         _fail(

@@ -17,9 +17,9 @@ from typing import Any
 import cuda.tile as ct
 
 from tiledsched.core.arrays import ArraySpec
-from tiledsched.core.blame import did_you_mean, function_line
+from tiledsched.core.blame import author_function, describe, did_you_mean, function_line
 from tiledsched.core.canonical import stable_id
-from tiledsched.core.errors import DeclarationError, ProblemError
+from tiledsched.core.errors import DeclarationError, ProblemError, TiledschedError
 from tiledsched.core.fields import ITEM_BYTES, Choice, Dim, Flag, shape_names
 from tiledsched.core.problem import KernelClass, Problem, ProblemClass
 from tiledsched.core.schedule import HINT_KNOBS, Schedule
@@ -71,13 +71,30 @@ def steps(kernel: KernelClass, p: Problem, s: Schedule, device: Any) -> tuple[St
         device: anything with `sm_count` and `arch`, which only grids read.
 
     Raises:
-        DeclarationError: something that is no function, a grid that is not integers, or a parameter without an argument.
+        DeclarationError: something that is no function, a grid that is not integers, a parameter without an argument, or a
+            function of the declaration raises.
     """
+    try:
+        return _steps(kernel, p, s, device)
+    except (TiledschedError, MemoryError):
+        raise
+    except Exception as error:
+        field = author_function(error, ("grid", "entry", "launches", "constants")) or "grid"
+        raise DeclarationError(
+            f"{kernel.__name__}.{field}: for {p} and {dict(s)} it raises {describe(error)}"
+        ) from error
+
+
+def _steps(kernel: KernelClass, p: Problem, s: Schedule, device: Any) -> tuple[Step, ...]:
     if kernel.launches is not None:
         wanted = list(kernel.launches(p, s, device))
     else:
         function = kernel.entry(p, s) if kernel.entry is not None else kernel.function
         wanted = [(function, kernel.grid(p, s, device))]
+    if not wanted or not all(isinstance(each, (tuple, list)) and len(each) == 2 for each in wanted):
+        raise DeclarationError(
+            f"{kernel.__name__}.launches: must return a list of pairs of function and grid, got {wanted!r}"
+        )
     constants = kernel.constants(p, s)
     found = []
     for entry, grid in wanted:
@@ -102,7 +119,7 @@ def undecorated(entry: Any) -> tuple[FunctionType, Mapping[str, Any]]:
     if isinstance(entry, ct.kernel):
         options = vars(entry._compiler_options) if hasattr(entry, "_compiler_options") else {}
         return entry._pyfunc, {name: options[name] for name in HINT_KNOBS if options.get(name) is not None}
-    if not isinstance(entry, FunctionType):
+    if not isinstance(entry, FunctionType) or entry.__name__ == "<lambda>" or hasattr(entry, "__wrapped__"):
         raise DeclarationError(f"expected a cuTile kernel or a function, got {entry!r}; decorate one with @ct.kernel")
     return entry, {}
 

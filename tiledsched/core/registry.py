@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
-from tiledsched.core.blame import describe, did_you_mean, nearest
+from tiledsched.core.blame import author_line, describe, did_you_mean, nearest, says_line
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError, TiledschedError
 from tiledsched.core.fields import Value
@@ -88,9 +88,13 @@ def load_kernel(where: str) -> KernelClass:
         DeclarationError: the declaration is wrong.
     """
     place, colon, class_name = where.rpartition(":")
+    place = place.removesuffix(":")  # as pytest has it
     if not colon:
-        _check_complete(where)
-        return kernel_named(where)
+        try:
+            return kernel_named(where)
+        except ConfigError:
+            _check_complete(where)
+            raise
     path = Path(place if place.endswith(".py") else f"{place}.py")
     module = _load_file(path) if place.endswith(".py") or os.path.isfile(path) else _load_module(place)
     found = getattr(module, class_name, None)
@@ -199,8 +203,8 @@ def _load_module(name: str) -> Any:
                 f"cannot import {name}{meant}: {error}; install it, or name the file (path/file.py:Class)"
             ) from error
         raise ConfigError(f"cannot import {name}: {describe(error)}; install what it imports") from error
-    except TiledschedError:
-        raise
+    except TiledschedError as error:
+        raise _with_line(error) from error
     except (Exception, SystemExit) as error:
         raise ConfigError(f"cannot import {name}: {describe(error)}; correct the module") from error
 
@@ -235,14 +239,22 @@ def _load_file(path: Path) -> Any:
 
     try:
         return import_kernel_module(run)
-    except TiledschedError:
-        raise
+    except TiledschedError as error:
+        raise _with_line(error) from error
     except SystemExit as error:
         raise ConfigError(
             f"{path} ends the program as it is imported: {describe(error)}; put what it runs under if __name__ == '__main__':"
         ) from error
     except Exception as error:
         raise ConfigError(f"cannot import {path}: {describe(error)}; correct the file") from error
+
+
+def _with_line(error: TiledschedError) -> TiledschedError:
+    """The error of a field or a class in a module that is imported, with the line of it."""
+    place = author_line(error)
+    if not isinstance(error, DeclarationError) or not place or says_line(str(error)):
+        return error
+    return DeclarationError(f"{error} ({place})")
 
 
 def import_kernel_module(run: Callable[[], Any]) -> Any:
