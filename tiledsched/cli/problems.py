@@ -74,7 +74,7 @@ def read_values(kernel: KernelClass, text: str) -> dict[tuple[str, ...], list[tu
         names = fields_called(kernel, key, "/" in words)
         if names is None:
             raise ConfigError(
-                f"--problem {part!r}{_meant(kernel, part)}: write key=value; the keys of {kernel.name} are "
+                f"--problem {part!r}: write key=value{_meant(kernel, part)}; the keys of {kernel.name} are "
                 f"{', '.join(keys(kernel))}"
             )
         either = ":" if isinstance(kernel.fields[names[0]], Sizes) else "[:,]"

@@ -28,10 +28,12 @@ from tiledsched.core.fields import (
     LAYOUTS,
     ArrayField,
     Choice,
+    Dim,
     Flag,
     Knob,
     ProblemField,
     Scalar,
+    Sizes,
     dim,
     read_shape,
     shape_names,
@@ -390,8 +392,8 @@ def _check_taken(kernel: KernelClass, example: Problem, schedule: Schedule, foun
     """Check that the function takes every array, and a parameter every constant that the declaration returns."""
     parameters = {argument.name: step.function for step in found for argument in step.arguments}
     functions = ", ".join(dict.fromkeys(function.__name__ for function in parameters.values()))
-    for name in kernel.array_fields:
-        if name not in parameters:
+    for name, field in kernel.array_fields.items():
+        if name not in parameters and field.role != "workspace":
             _fail(
                 kernel,
                 name,
@@ -421,7 +423,7 @@ def _check_constants(kernel: KernelClass, found: Iterable[Step]) -> None:
 
 
 def _check_use(kernel: KernelClass, example: Problem) -> None:
-    """Check that something uses every size, flag, choice and scalar. Whatever a function of the author's mentions counts."""
+    """Check that something uses every size and scalar. Whatever a function of the author's mentions counts."""
     used = _words_of_functions(kernel)
     for each in kernel.array_fields.values():
         used |= {each.layout, each.when, each.below} | (
@@ -432,7 +434,7 @@ def _check_use(kernel: KernelClass, example: Problem) -> None:
     if "values" in used or "names" in used:  # they may read any of them
         return
     for name, each in {**kernel.fields, **kernel.scalar_fields}.items():
-        if name not in used and not (isinstance(each, Choice) and each.is_dtype):
+        if name not in used and isinstance(each, (Dim, Sizes, Scalar)):
             _fail(kernel, name, "nothing uses it, no array, function or constraint; use it, or leave it out")
 
 

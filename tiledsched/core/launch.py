@@ -23,6 +23,7 @@ from tiledsched.core.errors import DeclarationError, ProblemError, TiledschedErr
 from tiledsched.core.fields import ITEM_BYTES, Choice, Dim, Flag, shape_names
 from tiledsched.core.problem import KernelClass, Problem, ProblemClass
 from tiledsched.core.schedule import HINT_KNOBS, Schedule
+from tiledsched.core.sources import is_shipped
 from tiledsched.core.storage import ALIGNMENT, strides_of
 
 
@@ -79,6 +80,8 @@ def steps(kernel: KernelClass, p: Problem, s: Schedule, device: Any) -> tuple[St
     except (TiledschedError, MemoryError):
         raise
     except Exception as error:
+        if is_shipped(kernel):  # which asks for programs that a problem cannot have
+            raise
         field = author_function(error, ("grid", "entry", "launches", "constants")) or "grid"
         raise DeclarationError(
             f"{kernel.__name__}.{field}: for {p} and {dict(s)} it raises {describe(error)}"
