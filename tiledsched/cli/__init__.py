@@ -147,7 +147,7 @@ def _with_meant(message: str) -> str:
     """What click says of a value that is not one of some words, with the word that is near it."""
     found = re.search(r"'([^']*)' is not one of ('.*')", message)
     words = re.findall(r"'([^']*)'", found[2]) if found else ()
-    return message.replace(f"'{found[1]}'", f"'{found[1]}'{did_you_mean(found[1], words)}", 1) if found else message
+    return f"{message}{did_you_mean(found[1], words)}" if found else message
 
 
 def _run(root: Any, words: Sequence[str], called: Any) -> int:

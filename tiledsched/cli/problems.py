@@ -74,8 +74,8 @@ def read_values(kernel: KernelClass, text: str) -> dict[tuple[str, ...], list[tu
         names = fields_called(kernel, key, "/" in words)
         if names is None:
             raise ConfigError(
-                f"--problem {part!r}: write key=value{_meant(kernel, part)}; the keys of {kernel.name} are "
-                f"{', '.join(keys(kernel))}"
+                f"--problem {part!r}: write key=value; the keys of {kernel.name} are "
+                f"{', '.join(keys(kernel))}{_meant(kernel, part)}"
             )
         either = ":" if isinstance(kernel.fields[names[0]], Sizes) else "[:,]"
         values[names] = [_read_each(kernel, names, key, word.strip()) for word in re.split(either, words)]
@@ -192,7 +192,7 @@ def read_variants(kernel: KernelClass, text: str) -> dict[str, list[str]]:
         if name not in kernel.variants:
             known = ", ".join(kernel.variants) or "none"
             raise ConfigError(
-                f"--also {part}{did_you_mean(name, kernel.variants)}: the problems of {kernel.name} vary by {known}"
+                f"--also {part}: the problems of {kernel.name} vary by {known}{did_you_mean(name, kernel.variants)}"
             )
         found[name] = values.split(":") if values else []
     return found

@@ -143,7 +143,7 @@ def show(
         arch = arch or ",".join(sorted(here_archs)) or None
         words = f"{kernel + ' ' if kernel else ''}--arch {arch or 'ARCH'}"
         ships = (
-            f"{did_you_mean(kernel, SHIPPED)}; kernels that ship: {', '.join(SHIPPED)}"
+            f"; kernels that ship: {', '.join(SHIPPED)}{did_you_mean(kernel, SHIPPED)}"
             if kernel and kernel not in SHIPPED
             else ""
         )

@@ -116,8 +116,8 @@ def own_inputs(kernel: KernelClass, xp: Any, rng: Any, p: Problem) -> Mapping[st
     for name, value in own.items():
         if name not in inputs:
             raise DeclarationError(
-                f"{kernel.__name__}.inputs: {name!r} is no input{did_you_mean(name, inputs)}; the inputs are "
-                f"{', '.join(inputs)}"
+                f"{kernel.__name__}.inputs: {name!r} is no input; the inputs are "
+                f"{', '.join(inputs)}{did_you_mean(name, inputs)}"
             )
         if name not in specs:  # this problem does without it
             continue
@@ -207,8 +207,8 @@ def call_reference(kernel: KernelClass, xp: Any, p: Problem, inputs: dict[str, A
             meant = did_you_mean(name, [*known, *kernel.fields])
             meant = "; a reference is written without self" if name == "self" else meant
             raise DeclarationError(
-                f"{kernel.__name__}.reference: its parameter {name!r} is called like nothing declared{meant}; known "
-                f"are {', '.join([*known, *kernel.fields])}"
+                f"{kernel.__name__}.reference: its parameter {name!r} is called like nothing declared; known "
+                f"are {', '.join([*known, *kernel.fields])}{meant}"
             )
     with _blaming(kernel, "reference", xp, p):
         found = kernel.reference(**given)

@@ -223,7 +223,7 @@ def arch_spec(arch: str, device_name: str = "") -> ArchSpec:
     if arch not in ARCHS:
         names = [name for listed in PRODUCTS.values() for name in listed]
         raise ConfigError(
-            f"unknown arch {arch!r}{did_you_mean(arch, (*ARCHS, *names), 0.75)}; known are {', '.join(ARCHS)}"
+            f"unknown arch {arch!r}; known are {', '.join(ARCHS)}{did_you_mean(arch, (*ARCHS, *names), 0.75)}"
         )
     own = DEVICES.get(device_name)
     return own if own is not None and own.arch == arch else ARCHS[arch]

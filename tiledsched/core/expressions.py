@@ -105,7 +105,7 @@ def names_read(text: object, known: Collection[str], words: Collection[str] = ()
     unknown = sorted(names - set(known))
     if unknown:
         raise SpaceError(
-            f"reads unknown name {unknown[0]!r}{did_you_mean(unknown[0], known)}; known are {', '.join(sorted(known))}"
+            f"reads unknown name {unknown[0]!r}; known are {', '.join(sorted(known))}{did_you_mean(unknown[0], known)}"
         )
     return frozenset(names)
 

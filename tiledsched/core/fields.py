@@ -205,8 +205,8 @@ def dtype(*allowed: str) -> Any:
     wrong = [each for each in allowed if each not in DTYPES]
     if wrong or not allowed:
         meant = did_you_mean(getattr(wrong[0], "name", wrong[0]), DTYPES) if wrong else ""
-        said = f"{wrong[0]!r} is not the name of a type, as text{meant}; " if wrong else ""
-        raise DeclarationError(f"ts.dtype: {said}name one or more of {', '.join(DTYPES)}")
+        said = f"{wrong[0]!r} is not the name of a type, as text; " if wrong else ""
+        raise DeclarationError(f"ts.dtype: {said}name one or more of {', '.join(DTYPES)}{meant}")
     return Choice(words=allowed, default=allowed[0], omit_default=False, is_dtype=True)
 
 
@@ -304,7 +304,7 @@ def scalar(value: float | int | Callable[[Any], float | int], *, dtype: str | No
         raise DeclarationError(f"ts.scalar: must be a number or a function of the problem, got {value!r}")
     if found not in DTYPES:
         raise DeclarationError(
-            f"ts.scalar: {found!r} is no type{did_you_mean(found, DTYPES)}; known are {', '.join(DTYPES)}"
+            f"ts.scalar: {found!r} is no type; known are {', '.join(DTYPES)}{did_you_mean(found, DTYPES)}"
         )
     return Scalar(value=value, dtype=found)
 

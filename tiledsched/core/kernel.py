@@ -212,8 +212,8 @@ def _suite_problems(kernel: KernelClass) -> list[Problem]:
         _fail(
             kernel,
             "default_suite",
-            f"there is no suite {kernel.default_suite!r}{did_you_mean(kernel.default_suite, kernel.suites)}; known are "
-            f"{', '.join(kernel.suites) or 'none'}",
+            f"there is no suite {kernel.default_suite!r}; known are "
+            f"{', '.join(kernel.suites) or 'none'}{did_you_mean(kernel.default_suite, kernel.suites)}",
         )
     return found
 
@@ -264,7 +264,7 @@ def _check_fields(kernel: KernelClass) -> None:
     for where, name in [*named, *(("axes", axis) for axis in kernel.axes)]:
         if name not in sizes:
             _fail(
-                kernel, where, f"{name!r} is no field{did_you_mean(name, sizes)}; known are {', '.join(sorted(sizes))}"
+                kernel, where, f"{name!r} is no field; known are {', '.join(sorted(sizes))}{did_you_mean(name, sizes)}"
             )
 
 
@@ -274,9 +274,10 @@ def _check_array(kernel: KernelClass, name: str, each: ArrayField) -> None:
         unknown: list[str] = []
         read_shape(each.shape, lambda word: 1 if word in allowed else unknown.append(word) or 1)
         if unknown or not each.shape.split():
-            said = f"{unknown[0]!r} is no size{did_you_mean(unknown[0], allowed)}" if unknown else "the shape is empty"
+            said = f"{unknown[0]!r} is no size" if unknown else "the shape is empty"
+            meant = did_you_mean(unknown[0], allowed) if unknown else ""
             comma = "; sizes stand with spaces between them" if unknown and unknown[0].endswith(",") else ""
-            _fail(kernel, name, f"{said}; known are {', '.join(sorted(allowed))} and numbers{comma}")
+            _fail(kernel, name, f"{said}; known are {', '.join(sorted(allowed))} and numbers{comma}{meant}")
     elif not callable(each.shape):
         _fail(kernel, name, f'its shape must be text, as in "rows columns", or a function of p, got {each.shape!r}')
     dtypes = [field for field, kind in kernel.fields.items() if isinstance(kind, Choice) and kind.is_dtype]
@@ -284,18 +285,18 @@ def _check_array(kernel: KernelClass, name: str, each: ArrayField) -> None:
         known = ", ".join([*dtypes, *DTYPES])
         word = each.dtype or "dtype"
         meant = did_you_mean(word, (*dtypes, *DTYPES))
-        _fail(kernel, name, f"its type {word!r} is neither a dtype field nor a type{meant}; known are {known}")
+        _fail(kernel, name, f"its type {word!r} is neither a dtype field nor a type; known are {known}{meant}")
     layout = kernel.fields.get(each.layout)
     if each.layout not in LAYOUTS and not (isinstance(layout, Choice) and set(layout.words) <= set(LAYOUTS)):
         _fail(
             kernel,
             name,
-            f"layout {each.layout!r}{did_you_mean(each.layout, LAYOUTS)} is neither row, column nor a choice of the two",
+            f"layout {each.layout!r} is neither row, column nor a choice of the two{did_you_mean(each.layout, LAYOUTS)}",
         )
     if each.when is not None and not isinstance(kernel.fields.get(each.when), Flag) and each.when not in kernel.derived:
         flags = [flag for flag, kind in kernel.fields.items() if isinstance(kind, Flag)]
         _fail(
-            kernel, name, f"when = {each.when!r} is no flag{did_you_mean(each.when, flags)}; declare it with ts.flag()"
+            kernel, name, f"when = {each.when!r} is no flag; declare it with ts.flag(){did_you_mean(each.when, flags)}"
         )
     if isinstance(each.below, str) and each.below not in (*kernel.fields, *kernel.derived):
         _fail(kernel, name, f"below = {each.below!r} is no field{did_you_mean(each.below, kernel.fields)}")

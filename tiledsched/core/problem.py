@@ -79,7 +79,7 @@ class Problem:
         if name not in derived:
             meant = did_you_mean(name, [*self.values, *derived])
             raise AttributeError(
-                f"{self.kernel} has no field {name!r}{meant}; it has {', '.join([*self.values, *derived])}"
+                f"{self.kernel} has no field {name!r}; it has {', '.join([*self.values, *derived])}{meant}"
             )
         found = self.__dict__[name] = derived[name](self)
         return found
@@ -178,7 +178,7 @@ _OWN = frozenset(dir(Problem))
 def unknown_kernel(name: str, meant: str = "") -> ConfigError:
     """The error for a kernel that this process does not know, and what may have been meant."""
     return ConfigError(
-        f"kernel {name!r}{meant} is not known here; name the file or module that declares it (file.py:Class)"
+        f"kernel {name!r} is not known here{meant}; name the file or module that declares it (file.py:Class)"
     )
 
 
@@ -389,7 +389,7 @@ class Declaration:
         unknown = sorted(set(values) - set(cls.fields))
         if unknown:
             meant = did_you_mean(unknown[0], cls.fields)
-            raise ProblemError(f"unknown problem keys {unknown}{meant}; known are {sorted(cls.fields)}")
+            raise ProblemError(f"unknown problem keys {unknown}; known are {sorted(cls.fields)}{meant}")
         missing = [name for name, each in cls.fields.items() if name not in values and each.default is None]
         if missing:
             raise ProblemError(f"a problem of {cls.name} needs {missing}")
@@ -412,7 +412,7 @@ class Declaration:
         """
         if name not in cls.suites:
             raise ConfigError(
-                f"{cls.name} has no suite {name!r}{did_you_mean(name, cls.suites)}; known are {', '.join(cls.suites) or 'none'}"
+                f"{cls.name} has no suite {name!r}; known are {', '.join(cls.suites) or 'none'}{did_you_mean(name, cls.suites)}"
             )
         return list(dict.fromkeys(cls.as_problem(each) for each in cls.suites[name]))
 

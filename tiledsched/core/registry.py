@@ -100,10 +100,11 @@ def load_kernel(where: str) -> KernelClass:
     found = getattr(module, class_name, None)
     if not _is_kernel(found):
         made = kernels_in(module)
-        wrong = f"{place} declares no kernel {class_name!r}{did_you_mean(class_name, made)}"
+        wrong = f"{place} declares no kernel {class_name!r}"
         if found is not None:
             wrong += " (that is an object: leave out the line that makes it)" if _is_kernel(type(found)) else ""
-        raise ConfigError(f"{wrong}; it declares {', '.join(made) or 'none: a kernel is a subclass of ts.Kernel'}")
+        there = ", ".join(made) or "none: a kernel is a subclass of ts.Kernel"
+        raise ConfigError(f"{wrong}; it declares {there}{did_you_mean(class_name, made)}")
     return found
 
 
@@ -200,7 +201,7 @@ def _load_module(name: str) -> Any:
             ]
             meant = did_you_mean(name, (*SHIPPED, *known))
             raise ConfigError(
-                f"cannot import {name}{meant}: {error}; install it, or name the file (path/file.py:Class)"
+                f"cannot import {name}: {error}{meant}; install it, or name the file (path/file.py:Class)"
             ) from error
         raise ConfigError(f"cannot import {name}: {describe(error)}; install what it imports") from error
     except TiledschedError as error:

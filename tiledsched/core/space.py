@@ -341,7 +341,7 @@ class SearchSpace:
             if few and not _allowed(*_bound(each, read, self.constraint_values(problem))):
                 return SpaceError(
                     f"{self.source or self.arch} holds no valid schedule for {problem}: no choice of "
-                    f"{' and '.join(read) or 'any knob'} meets {each.require!r} ({each.because}); relax that constraint"
+                    f"{' and '.join(read) or 'any knob'} meets {each.require!r} ({each.because}); relax its constraints"
                 )
         return SpaceError(f"{self.source or self.arch} holds no valid schedule for {problem}; relax its constraints")
 

@@ -117,7 +117,7 @@ def _space(path: Path, merged: Mapping[str, Any], kernel: KernelClass) -> Search
     for name in merged["knobs"]:
         if taken and name not in taken:
             raise SpaceError(
-                f"{path}: {kernel.name} has no knob {name!r}{did_you_mean(name, taken)}; it has {', '.join(taken)}"
+                f"{path}: {kernel.name} has no knob {name!r}; it has {', '.join(taken)}{did_you_mean(name, taken)}"
             )
     knobs = {name: _knob(path, name, table) for name, table in merged["knobs"].items()}
     if not knobs:
@@ -164,7 +164,7 @@ def _merged_tables(path: Path, seen: tuple[str, ...], kernel: KernelClass | None
     unknown = sorted(set(own) - set(TOP_KEYS))
     if unknown:
         raise SpaceError(
-            f"{path}: unknown key {unknown[0]!r}{did_you_mean(unknown[0], TOP_KEYS)}; allowed are {', '.join(TOP_KEYS)}"
+            f"{path}: unknown key {unknown[0]!r}; allowed are {', '.join(TOP_KEYS)}{did_you_mean(unknown[0], TOP_KEYS)}"
         )
     for key, kind in (("limits", dict), ("knobs", dict), ("constraints", list)):
         if not isinstance(own.get(key, kind()), kind):
@@ -205,7 +205,7 @@ def _knob(path: Path, name: str, table: Mapping[str, Any]) -> Knob:
     if unknown:
         meant = did_you_mean(unknown[0], KNOB_KEYS)
         raise SpaceError(
-            f"{path}: knobs.{name} has unknown key {unknown[0]!r}{meant}; allowed are {', '.join(KNOB_KEYS)}"
+            f"{path}: knobs.{name} has unknown key {unknown[0]!r}; allowed are {', '.join(KNOB_KEYS)}{meant}"
         )
     choices = table.get("choices")
     if not isinstance(choices, list) or not choices:

@@ -58,7 +58,7 @@ def make_sampler(name: str, seed: int) -> BaseSampler | None:
         return None
     if name not in OPTUNAS and ":" not in name:
         raise ConfigError(
-            f"unknown sampler {name!r}{did_you_mean(name, SAMPLERS)}; known are {', '.join(SAMPLERS)}, and module:Class"
+            f"unknown sampler {name!r}; known are {', '.join(SAMPLERS)}, and module:Class{did_you_mean(name, SAMPLERS)}"
         )
     module_name, _, word = name.rpartition(":") if ":" in name else (OPTUNA_MODULE, "", OPTUNAS[name])
     try:
