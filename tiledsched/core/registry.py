@@ -10,10 +10,11 @@ import copyreg
 import functools
 import importlib
 import importlib.util
+import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
@@ -23,10 +24,12 @@ from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError, 
 from tiledsched.core.fields import Value
 from tiledsched.core.files import real_path
 from tiledsched.core.problem import FILE_PREFIX, Declaration, KernelClass, Problem, unknown_kernel
+from tiledsched.core.sources import BESIDE
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
+log = logging.getLogger(__name__)
 ENTRY_POINTS = "tiledsched.kernels"
 """The entry-point group under which a package ships kernels: a name, and `module:Class`."""
 SHIPPED = {
@@ -68,8 +71,33 @@ def kernel_named(name: str) -> KernelClass:
 
 
 def _installed(name: str) -> str | None:
-    """Where an installed package declares the kernel of this name."""
-    return next((each.value for each in installed_entry_points() if name in (each.name, each.value)), None)
+    """Where an installed package declares the kernel of this name.
+
+    Raises:
+        ConfigError: several packages say so, and mean different kernels.
+    """
+    found = {each.value: each for each in installed_entry_points() if name in (each.name, each.value)}
+    if len(found) > 1:
+        places = ", ".join(f"{value} ({_package(each)})" for value, each in sorted(found.items()))
+        raise ConfigError(
+            f"installed packages register different kernels as {name!r}; name the one that you mean: {places}"
+        )
+    return next(iter(found), None)
+
+
+def _package(entry_point: EntryPoint) -> str:
+    """The installed package that an entry point is of."""
+    return f"of {entry_point.dist.name}" if entry_point.dist else "of an unknown package"
+
+
+def _warn_of_shadowed(name: str) -> None:
+    """Say that a kernel that ships is meant where an installed package registers another one under its name."""
+    for each in installed_entry_points():
+        if each.name == name and each.value != SHIPPED.get(name):
+            log.warning(
+                "%s is the kernel that ships; the package %s registers another one under that name: name that one %s",
+                *(name, _package(each).removeprefix("of "), each.value),
+            )
 
 
 @functools.cache
@@ -90,6 +118,8 @@ def load_kernel(where: str) -> KernelClass:
     place, colon, class_name = where.rpartition(":")
     place = place.removesuffix(":")  # as pytest has it
     if not colon:
+        if where in SHIPPED:
+            _warn_of_shadowed(where)
         try:
             return kernel_named(where)
         except ConfigError:
@@ -232,7 +262,8 @@ def _load_file(path: Path) -> Any:
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         try:
-            spec.loader.exec_module(module)
+            with _neighbours(str(path.parent)):
+                spec.loader.exec_module(module)
         except BaseException:
             del sys.modules[name]
             raise
@@ -247,7 +278,39 @@ def _load_file(path: Path) -> Any:
             f"{path} ends the program as it is imported: {describe(error)}; put what it runs under if __name__ == '__main__':"
         ) from error
     except Exception as error:
-        raise ConfigError(f"cannot import {path}: {describe(error)}; correct the file") from error
+        todo = "correct the file"
+        if "relative import" in str(error):
+            package = next(each for each in path.parents if not (each / "__init__.py").is_file())
+            dotted = ".".join(path.relative_to(package).with_suffix("").parts)
+            todo = f"name it as a module of its package, from {package}: {dotted}:Class"
+        raise ConfigError(f"cannot import {path}: {describe(error)}; {todo}") from error
+
+
+@contextlib.contextmanager
+def _neighbours(folder: str) -> Iterator[None]:
+    """Within the block, modules in a folder are imported as where Python runs a file of that folder.
+
+    Each folder has modules of its own, also where another folder has some of the same names. Afterwards a name means what it
+    meant before, and the folder is the last one searched, for what functions import as they are called.
+    """
+    mine = BESIDE.setdefault(folder, {})
+    others = {name for each, known in BESIDE.items() if each != folder for name in known}
+    before = {name: sys.modules.pop(name) for name in others if name in sys.modules}
+    sys.modules.update(mine)
+    there = set(sys.modules) - set(mine)
+    sys.path.insert(0, folder)
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+        if folder not in sys.path:
+            sys.path.append(folder)
+        for name in set(sys.modules) - there:
+            path = getattr(sys.modules[name], "__file__", None)
+            if path and real_path(path).startswith(folder + os.sep) and not name.startswith(FILE_PREFIX):
+                mine[name] = sys.modules[name]
+        sys.modules.update(before)
 
 
 def _with_line(error: TiledschedError) -> TiledschedError:
