@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import tiledsched as ts
-from tiledsched.core.cases import make_cases, random_inputs
+from tiledsched.cli.problems import read_problems
+from tiledsched.core.cases import make_cases, random_inputs, shrunk
 from tiledsched.core.errors import DeclarationError, ProblemError
 from tiledsched.core.shapes import is_solvable, read_shape, shape_names, solve, split_shape
 from tiledsched.interpreter.checking import check_schedule
@@ -256,3 +257,71 @@ def test_an_operator_solves_for_the_sizes() -> None:
         doubled.problem([Tensor(7, 3, dtype="int32")])
     halved = OpSchema(declared(shape="count//2"), {})
     assert halved.problem([Tensor(8, dtype="int32")]).count == 16
+
+
+class Scaled(ts.Kernel):
+    """Groups of columns share a scale."""
+
+    function = group_sums
+    rows, columns, group = ts.dim(), ts.dim(), ts.dim(32)
+    X = ts.array("rows columns", dtype="float32")
+    Scales = ts.array("rows columns/group", dtype="float32")
+    Out = ts.out("rows columns", dtype="float32")
+    derived = {"groups": lambda p: p.columns // p.group}
+    requires = {"columns % group == 0": "a row is made of whole groups", "groups < 1000": "at most 999 groups fit"}
+
+    def reference(xp, X, Scales, group):
+        return X * xp.repeat(Scales, group, axis=1)
+
+
+REFUSED = "a row is made of whole groups: columns % group == 0 is false for columns=40, group=32"
+
+
+def test_what_a_kernel_requires_is_said_where_it_is_not_met() -> None:
+    assert Scaled.problem(rows=3, columns=64).groups == 2
+    schema = OpSchema(Scaled, {"group": 32})
+    for refused in (
+        lambda: Scaled.problem(rows=3, columns=40),
+        lambda: Scaled.problem(rows=3, columns=64).replace(columns=40),
+        lambda: read_problems(Scaled, "rows=3,columns=64:40"),
+        lambda: schema.problem([Tensor(3, 40), Tensor(3, 2)]),
+        lambda: schema.empty_problem([Tensor(0, 40), Tensor(0, 2)]),
+    ):
+        with pytest.raises(ProblemError) as caught:
+            refused()
+        assert str(caught.value) == REFUSED
+    with pytest.raises(ProblemError, match="at most 999 groups fit: groups < 1000 is false for groups=1000"):
+        Scaled.problem(rows=3, columns=32000)
+    with pytest.raises(ProblemError, match=r"columns % group == 0 cannot be evaluated \(.* by zero\) for columns=32"):
+        type("Any", (Scaled,), {"group": ts.dim(32, least=0), "__module__": __name__}).problem(
+            rows=3, columns=32, group=0
+        )
+    assert schema.empty_problem([Tensor(3, 0), Tensor(3, 0)]).values == {"rows": 3, "columns": 0, "group": 32}
+
+
+def test_small_problems_meet_what_a_kernel_requires() -> None:
+    assert shrunk(Scaled, Scaled.problem(rows=100, columns=4096, group=128)).values == {
+        "rows": 3,
+        "columns": 128,
+        "group": 4,
+    }
+    square = {"requires": {"rows == columns": "it is square"}, "__module__": __name__}
+    kernel = type("Square", (Scaled,), square)
+    assert shrunk(kernel, kernel.problem(rows=4096, columns=4096)).rows == 3
+
+
+@pytest.mark.parametrize(
+    ("requires", "words"),
+    [
+        (
+            {"columns % TILE == 0": "x"},
+            "requires: 'columns % TILE == 0' reads unknown name 'TILE'; known are columns, group",
+        ),
+        ({"columns %": "x"}, "requires: 'columns %' is not an expression"),
+        ({"columns > 1": ""}, "requires['columns > 1']: say why"),
+    ],
+)
+def test_requirements_that_say_nothing_are_refused(requires, words) -> None:
+    with pytest.raises(DeclarationError) as caught:
+        type("Wrong", (Scaled,), {"requires": requires, "knobs": {"TILE": [16]}, "__module__": __name__})
+    assert words in str(caught.value)

@@ -9,6 +9,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -248,17 +249,31 @@ def _representable(kernel: KernelClass, xp: Any, p: Problem, outputs: Sequence[A
 
 SMALL = (3, 4, 1, 2, 8, 16, 64)
 """Sizes that are tried for run-time dims, in this order."""
+LARGER = (32, 128, 256, 512, 1024, 2048, 4096)
+"""Sizes that are tried next, where a kernel requires multiples of something."""
 
 
 def shrunk(kernel: KernelClass, p: Problem, sizes: tuple[int, ...] = SMALL, *, only_largest: bool = False) -> Problem:
-    """The problem with run-time sizes as small as its kernel allows. With `only_largest`, only the largest is one of `sizes`."""
+    """The problem with run-time sizes as small as its kernel allows. With `only_largest`, only the largest is one of `sizes`.
+
+    Dims that can only change together, such as the sides of a square, shrink by one factor.
+    """
     dims = [name for name, each in kernel.fields.items() if isinstance(each, Dim) and not each.constant]
     largest = max(dims, key=lambda name: p.values[name], default=None)
+    stuck = []
     for name in dims:
-        for size in SMALL if only_largest and name != largest else sizes:
+        wanted = SMALL if only_largest and name != largest else sizes
+        for size in (*wanted, *(size for size in LARGER if size < p.values[name])):
             try:
                 p = p.replace(**{name: size})
             except TiledschedError:
                 continue
             break
+        else:
+            stuck.append(name)
+    longest = max((p.values[name] for name in stuck), default=0)
+    for size in (*sizes, *LARGER) if len(stuck) > 1 else ():
+        if size < longest:
+            with suppress(TiledschedError):
+                return p.replace(**{name: max(1, p.values[name] * size // longest) for name in stuck})
     return p

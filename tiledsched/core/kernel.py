@@ -16,13 +16,15 @@ from tiledsched.core.cases import expected_outputs, output_specs, random_inputs,
 from tiledsched.core.cost import Cost
 from tiledsched.core.device import ARCHS
 from tiledsched.core.errors import DeclarationError, SpaceError, TiledschedError
+from tiledsched.core.expressions import names_read, words_of
 from tiledsched.core.fields import DTYPES, LAYOUTS, ArrayField, Choice, Flag, ProblemField, Scalar
 from tiledsched.core.labels import labels_of
-from tiledsched.core.problem import Declaration, KernelClass, Problem
+from tiledsched.core.problem import Declaration, KernelClass, Problem, Requirement
 from tiledsched.core.schedule import HINT_KNOBS, PLAIN, Schedule, allowed_hints
 from tiledsched.core.shapes import shape_names, split_shape
 from tiledsched.core.similarity import Similarity
 from tiledsched.core.sources import SHIPPED_KERNELS
+from tiledsched.core.space import function_of
 from tiledsched.core.space_files import declared_space
 from tiledsched.core.storage import is_float
 
@@ -77,6 +79,7 @@ class Kernel(Declaration):
         if "name" not in own:
             cls.name = f"{registry.module_word(cls)}:{cls.__name__}"
         PLAIN.update({name: value for name, value in cls.plain.items() if name not in PLAIN})
+        cls.requirements = _read_requirements(cls)
         _check_declaration(cls)
         registry.register(cls)
 
@@ -102,6 +105,20 @@ def _suite_problems(kernel: KernelClass) -> list[Problem]:
         except TiledschedError as error:
             raise DeclarationError(f"{kernel.__name__}.suites[{name!r}]: {error}") from error
     return found
+
+
+def _read_requirements(kernel: KernelClass) -> tuple[Requirement, ...]:
+    found = []
+    for text, because in kernel.requires.items():
+        try:
+            names = tuple(sorted(names_read(text, {*kernel.fields, *kernel.derived}, words_of(kernel))))
+        except SpaceError as error:
+            hint = "; conditions on knobs are constraints" if any(name in str(text) for name in kernel.knobs) else ""
+            raise DeclarationError(f"{kernel.__name__}.requires: {text!r} {error}{hint}") from error
+        if not isinstance(because, str) or not because:
+            _fail(kernel, f"requires[{text!r}]", "say why, in words that a caller reads")
+        found.append(Requirement(require=text, because=because, names=names, holds=function_of(text, names)))
+    return tuple(found)
 
 
 def _fail(kernel: KernelClass, field: str, why: str) -> None:

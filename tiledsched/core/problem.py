@@ -234,6 +234,20 @@ def describe_values(values: Mapping[str, Value]) -> str:
     return " ".join(parts)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Requirement:
+    """A condition that every problem of a kernel meets."""
+
+    require: str
+    """The expression, as it is written."""
+    because: str
+    """The reason, for people whose problem was refused."""
+    names: tuple[str, ...]
+    """The names that the expression reads, in the order of `holds`."""
+    holds: Callable[..., Any]
+    """The expression as a function of the values of `names`."""
+
+
 class Declaration:
     """What is declared of a kernel, and the questions that the rest of the package asks about it.
 
@@ -252,6 +266,8 @@ class Declaration:
     """Expression -> why a schedule that breaks it cannot work."""
     exploring: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Expression -> why a schedule that breaks it works, but is not searched."""
+    requires: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Expression over a problem's fields -> why a problem that breaks it is none of this kernel's."""
     suites: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = MappingProxyType({})
     """Name -> problems that are tuned and benched together."""
     default_suite: ClassVar[str] = ""
@@ -286,6 +302,7 @@ class Declaration:
     fields: ClassVar[Mapping[str, ProblemField]] = MappingProxyType({})
     array_fields: ClassVar[Mapping[str, ArrayField]] = MappingProxyType({})
     scalar_fields: ClassVar[Mapping[str, Scalar]] = MappingProxyType({})
+    requirements: ClassVar[Sequence[Requirement]] = ()
 
     # What an author may override. `p` is the problem, `s` the schedule.
 
@@ -380,6 +397,39 @@ class Declaration:
         """The problem with these values. Fields that are not named take their defaults.
 
         Raises:
+            ProblemError: a value is missing, unknown or not allowed, or a requirement of the kernel is not met.
+        """
+        found = cls.read_values(values)
+        omitted = frozenset(
+            name for name, each in cls.fields.items() if each.omit_default and found[name] == each.default
+        )
+        p = Problem(cls, found, omitted=omitted)
+        cls.check_requirements(p)
+        return p
+
+    @classmethod
+    def check_requirements(cls, p: Problem) -> None:
+        """Raise where a problem does not meet what the kernel requires.
+
+        Raises:
+            ProblemError: the reason that the kernel gives, the expression and the values that it reads.
+        """
+        for each in cls.requirements:
+            values = [getattr(p, name) for name in each.names]
+            try:
+                if each.holds(*values):
+                    continue
+                said = "is false"
+            except (ArithmeticError, TypeError) as error:
+                said = f"cannot be evaluated ({error})"
+            given = ", ".join(f"{name}={value}" for name, value in zip(each.names, values, strict=True))
+            raise ProblemError(f"{each.because}: {each.require} {said} for {given}")
+
+    @classmethod
+    def read_values(cls, values: Mapping[str, Any]) -> dict[str, Value]:
+        """A value for each field, in canonical form; fields that are not named take their defaults.
+
+        Raises:
             ProblemError: a value is missing, unknown or not allowed.
         """
         unknown = sorted(set(values) - set(cls.fields))
@@ -392,11 +442,7 @@ class Declaration:
             found = {name: each.read(name, values.get(name, each.default)) for name, each in cls.fields.items()}
         except ValueError as error:
             raise ProblemError(str(error)) from error
-        found = cls.canonical(found | _vector_layouts(cls, found))
-        omitted = frozenset(
-            name for name, each in cls.fields.items() if each.omit_default and found[name] == each.default
-        )
-        return Problem(cls, found, omitted=omitted)
+        return cls.canonical(found | _vector_layouts(cls, found))
 
     @classmethod
     def suite(cls, name: str) -> list[Problem]:

@@ -278,8 +278,8 @@ class OpSchema:
         # Every other value is checked as usual, beside some allowed size in place of each that is 0.
         allowed = {name: max(1, getattr(fields[name], "least", 1)) for name in empty}
         allowed |= {name: (1,) for name in empty if isinstance(fields[name], Sizes)}
-        values = self.kernel.problem(**found | allowed).values
-        p = Problem(self.kernel, {**values, **empty})
+        p = Problem(self.kernel, self.kernel.read_values(found | allowed) | empty)
+        self.kernel.check_requirements(p)
         self._check_arrays(p, given)
         return p
 
