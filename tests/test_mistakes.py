@@ -122,7 +122,7 @@ DECLARATIONS = [
     ([('X = ts.array("rows columns")', 'X = ts.array("rows colums")')], "Softmax.X: 'colums' is no size; known are"),
     (
         [('X = ts.array("rows columns")', 'X = ts.array("rows, columns")')],
-        "sizes stand with spaces between them (did you mean 'rows'?)",
+        "Softmax.X: 'rows,' is no size; axes are parted by spaces",
     ),
     ([('X = ts.array("rows columns")', 'X = ts.array(("rows", "columns"))')], "Softmax.X: its shape must be text"),
     ([('"bfloat16"', '"bf16"')], "ts.dtype: 'bf16' is not the name of a type"),

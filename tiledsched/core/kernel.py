@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import re
 import sys
 import typing
@@ -23,6 +24,7 @@ from tiledsched.core.cases import expected_outputs, output_specs, random_inputs,
 from tiledsched.core.cost import Cost
 from tiledsched.core.device import ARCHS
 from tiledsched.core.errors import DeclarationError, SpaceError, TiledschedError
+from tiledsched.core.expressions import names_read, words_of
 from tiledsched.core.fields import (
     DTYPES,
     LAYOUTS,
@@ -35,15 +37,16 @@ from tiledsched.core.fields import (
     Scalar,
     Sizes,
     dim,
-    read_shape,
-    shape_names,
 )
 from tiledsched.core.labels import labels_of
-from tiledsched.core.problem import Declaration, KernelClass, Problem
+from tiledsched.core.problem import Declaration, KernelClass, Problem, Requirement
 from tiledsched.core.schedule import HINT_KNOBS, PLAIN, Schedule, allowed_hints
+from tiledsched.core.shapes import shape_names, split_shape
 from tiledsched.core.similarity import Similarity
 from tiledsched.core.sources import SHIPPED_KERNELS, is_library
+from tiledsched.core.space import function_of
 from tiledsched.core.space_files import declared_space
+from tiledsched.core.storage import is_float
 
 if TYPE_CHECKING:
     from tiledsched.core.launch import Step
@@ -74,6 +77,7 @@ DATA: dict[str, tuple[Any, str]] = {
     "name": (str, "text"),
     "knobs": (Mapping, 'a dict of a knob and its choices, as in {"TILE": [64, 128]}'),
     "constraints": (Mapping, 'a dict of an expression and its reason, as in {"TILE >= columns": "a row is one tile"}'),
+    "requires": (Mapping, 'a dict of an expression and its reason, as in {"k % group == 0": "groups are whole"}'),
     "exploring": (Mapping, 'a dict of an expression and its reason, as in {"TILE <= 4096": "larger ones never won"}'),
     "suites": (Mapping, 'a dict of a name and a list of problems, as in {"small": [dict(rows=64)]}'),
     "default_suite": (str, "the name of a suite"),
@@ -97,11 +101,12 @@ MISSPELT = 0.8
 INTERNAL = frozenset(name for name in dir(Declaration) if not name.startswith("_")) - {
     *FUNCTIONS,
     *DATA,
-    *("function", "fields", "array_fields", "scalar_fields"),  # the last three are set when the class is made
+    *("function", "fields", "array_fields", "scalar_fields", "requirements"),  # of which all but the first are set here
 }
 """What the rest of the package asks of a kernel, which no kernel may declare anew."""
 RESERVED = frozenset(dir(Declaration)) | {"kernel", "values", "id", "xp", "p", "s"}
 """Names that no field of a kernel may have."""
+INTEGER_WORDS = "least, below, sentinel, sorted, distinct, first and last"
 MOST_CHECKED = 1 << 20
 """Elements of the largest array on which a reference is tried."""
 
@@ -128,6 +133,7 @@ class Kernel(Declaration):
         if "name" not in own:
             cls.name = f"{registry.module_word(cls)}:{cls.__name__}"
         PLAIN.update({name: value for name, value in cls.plain.items() if name not in PLAIN})
+        cls.requirements = _read_requirements(cls)
         _check_declaration(cls)
         registry.register(cls)
 
@@ -218,6 +224,22 @@ def _suite_problems(kernel: KernelClass) -> list[Problem]:
     return found
 
 
+def _read_requirements(kernel: KernelClass) -> tuple[Requirement, ...]:
+    found = []
+    if not isinstance(kernel.requires, Mapping):
+        _fail(kernel, "requires", f"must be {DATA['requires'][1]}, got {kernel.requires!r}")
+    for text, because in kernel.requires.items():
+        try:
+            names = tuple(sorted(names_read(text, {*kernel.fields, *kernel.derived}, words_of(kernel))))
+        except SpaceError as error:
+            hint = "; conditions on knobs are constraints" if any(name in str(text) for name in kernel.knobs) else ""
+            raise DeclarationError(f"{kernel.__name__}.requires: {text!r} {error}{hint}") from error
+        if not isinstance(because, str) or not because:
+            _fail(kernel, f"requires[{text!r}]", "say why, in words that a caller reads")
+        found.append(Requirement(require=text, because=because, names=names, holds=function_of(text, names)))
+    return tuple(found)
+
+
 def _fail(kernel: KernelClass, field: str, why: str) -> NoReturn:
     raise DeclarationError(f"{kernel.__name__}.{field}: {why}")
 
@@ -271,13 +293,11 @@ def _check_fields(kernel: KernelClass) -> None:
 def _check_array(kernel: KernelClass, name: str, each: ArrayField) -> None:
     if isinstance(each.shape, str):
         allowed = {*kernel.fields, *kernel.derived, *(kernel.knobs if each.role == "workspace" else ())}
-        unknown: list[str] = []
-        read_shape(each.shape, lambda word: 1 if word in allowed else unknown.append(word) or 1)
-        if unknown or not each.shape.split():
+        unknown = sorted(_names(kernel, name, each.shape) - allowed)
+        if unknown or not split_shape(each.shape):
             said = f"{unknown[0]!r} is no size" if unknown else "the shape is empty"
             meant = did_you_mean(unknown[0], allowed) if unknown else ""
-            comma = "; sizes stand with spaces between them" if unknown and unknown[0].endswith(",") else ""
-            _fail(kernel, name, f"{said}; known are {', '.join(sorted(allowed))} and numbers{comma}{meant}")
+            _fail(kernel, name, f"{said}; known are {', '.join(sorted(allowed))} and numbers{meant}")
     elif not callable(each.shape):
         _fail(kernel, name, f'its shape must be text, as in "rows columns", or a function of p, got {each.shape!r}')
     dtypes = [field for field, kind in kernel.fields.items() if isinstance(kind, Choice) and kind.is_dtype]
@@ -298,8 +318,21 @@ def _check_array(kernel: KernelClass, name: str, each: ArrayField) -> None:
         _fail(
             kernel, name, f"when = {each.when!r} is no flag; declare it with ts.flag(){did_you_mean(each.when, flags)}"
         )
-    if isinstance(each.below, str) and each.below not in (*kernel.fields, *kernel.derived):
-        _fail(kernel, name, f"below = {each.below!r} is no field{did_you_mean(each.below, kernel.fields)}")
+    for limit, value in each.limits.items():
+        if isinstance(value, str) and _names(kernel, name, value) - {*kernel.fields, *kernel.derived}:
+            _fail(kernel, name, f"{limit} = {value!r} is no field{did_you_mean(value, kernel.fields)}")
+    types = kernel.fields[each.dtype or "dtype"].words if (each.dtype or "dtype") in dtypes else (each.dtype,)  # type: ignore[union-attr]
+    if each.speaks_of_integers and any(map(is_float, types)):
+        _fail(kernel, name, f"{INTEGER_WORDS} are said of integers, and {name} holds floating-point numbers")
+    if each.sorted and each.sentinels:
+        _fail(kernel, name, "sorted values have no sentinels; give one of the two")
+
+
+def _names(kernel: KernelClass, name: str, text: str) -> frozenset[str]:
+    try:
+        return shape_names(text)
+    except ValueError as error:
+        raise DeclarationError(f"{kernel.__name__}.{name}: {error}") from error
 
 
 def _check_knobs(kernel: KernelClass) -> None:
@@ -427,10 +460,9 @@ def _check_use(kernel: KernelClass, example: Problem) -> None:
     """Check that something uses every size and scalar. Whatever a function of the author's mentions counts."""
     used = _words_of_functions(kernel)
     for each in kernel.array_fields.values():
-        used |= {each.layout, each.when, each.below} | (
-            shape_names(each.shape) if isinstance(each.shape, str) else set()
-        )
-    for text in (*kernel.constraints, *kernel.exploring):
+        texts = [text for text in (each.shape, *each.limits.values()) if isinstance(text, str)]
+        used |= {each.layout, each.when, *itertools.chain(*map(shape_names, texts))}
+    for text in (*kernel.constraints, *kernel.exploring, *kernel.requires):
         used |= set(re.findall(r"\w+", text))
     if "values" in used or "names" in used:  # they may read any of them
         return
