@@ -107,6 +107,12 @@ def test_another_process_compiles_a_kernel_of_a_file(file):
     from tiledsched.build.compiler import BuildTask
     from tiledsched.build.pool import BuildPool
 
+    (file.parent / "beside_it.py").write_text("BY = 2\n")
+    file.write_text(
+        FILE.replace("import tiledsched as ts", "import tiledsched as ts\nfrom beside_it import BY").replace(
+            "* 2)", "* BY)"
+        )
+    )
     kernel = load_kernel(f"{file}:Doubled")
     task = BuildTask(
         kernel=kernel.locator(), schedule=Schedule(TILE=64), problem=kernel.problem(size=1000), arch="sm_90"

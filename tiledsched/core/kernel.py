@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import os
 import re
 import sys
 import typing
@@ -43,7 +44,7 @@ from tiledsched.core.problem import Declaration, KernelClass, Problem, Requireme
 from tiledsched.core.schedule import HINT_KNOBS, PLAIN, Schedule, allowed_hints
 from tiledsched.core.shapes import shape_names, split_shape
 from tiledsched.core.similarity import Similarity
-from tiledsched.core.sources import SHIPPED_KERNELS, is_library
+from tiledsched.core.sources import SHIPPED_KERNELS
 from tiledsched.core.space import function_of
 from tiledsched.core.space_files import declared_space
 from tiledsched.core.storage import is_float
@@ -176,7 +177,7 @@ def _check_attributes(kernel: KernelClass) -> None:
         elif name in INTERNAL:
             meant = nearest(name, (*FUNCTIONS, *DATA))
             _fail(kernel, name, f"the name is taken; {f'did you mean {meant}?' if meant else 'choose another one'}")
-        elif getattr(value, "__module__", "") == dim.__module__ and isinstance(value, FunctionType):
+        elif isinstance(value, FunctionType) and value.__module__ == dim.__module__:
             _fail(kernel, name, f"ts.{value.__name__} is not called; write {name} = ts.{value.__name__}()")
         elif not name.startswith("_") and not isinstance(value, (ProblemField, ArrayField, Scalar)):
             meant = nearest(name, (*FUNCTIONS, *DATA, "function"), MISSPELT)
@@ -473,21 +474,29 @@ def _check_use(kernel: KernelClass, example: Problem) -> None:
 
 def _words_of_functions(kernel: KernelClass) -> set[str]:
     """Every name, attribute and text in the functions of the class and of its module, and of modules that it imports."""
+    import cuda.tile as ct
+
     found: set[str] = set()
     left: list[Any] = [value for base in kernel.__mro__ if base not in Kernel.__mro__ for value in vars(base).values()]
     left += [*kernel.derived.values(), *(each.shape for each in kernel.array_fields.values())]
     left += [each.value for each in kernel.scalar_fields.values()]
     modules = [sys.modules[kernel.__module__]]
-    for module in modules:  # which grows
+    folder, package = os.path.dirname(str(getattr(modules[0], "__file__", ""))), kernel.__module__.partition(".")[0]
+    for module in modules:  # which grows by those of its own package or folder
         for value in vars(module).values():
-            other = value if isinstance(value, ModuleType) else None
-            if other is not None and not is_library(other.__name__) and other not in modules:
-                modules.append(other)
+            path = (
+                str(getattr(value, "__file__", None)) if isinstance(value, ModuleType) and value not in modules else ""
+            )
+            if path and (value.__name__.partition(".")[0] == package or os.path.dirname(path) == folder):
+                modules.append(value)
             left.append(value)
     seen: set[int] = set()
     while left:
         value = left.pop()
-        value = getattr(value, "_pyfunc", getattr(value, "__func__", value))
+        if isinstance(value, ct.kernel):
+            value = value._pyfunc
+        elif isinstance(value, (staticmethod, classmethod)):
+            value = value.__func__
         if id(value) in seen:
             continue
         seen.add(id(value))
@@ -501,6 +510,8 @@ def _words_of_functions(kernel: KernelClass) -> set[str]:
             found.add(value)
         elif isinstance(value, (tuple, frozenset)):
             left += value
+        elif isinstance(value, type) and value.__module__ == kernel.__module__:
+            left += vars(value).values()
     return found
 
 

@@ -559,9 +559,10 @@ class Declaration:
             DeclarationError: the grid is not 1 to 3 positive integers.
         """
         axes = (grid,) if isinstance(grid, int) else tuple(grid) if isinstance(grid, Sequence) else ()
-        if any(type(axis) is not int for axis in axes):  # integers of NumPy are integers, too
-            axes = tuple(int(axis) if hasattr(axis, "dtype") and axis.dtype.kind in "iu" else axis for axis in axes)
         whole = all(type(axis) is int and axis > 0 for axis in axes)
+        if not whole:  # integers of NumPy are integers, too
+            axes = tuple(int(axis) if hasattr(axis, "dtype") and axis.dtype.kind in "iu" else axis for axis in axes)
+            whole = all(type(axis) is int and axis > 0 for axis in axes)
         if not 1 <= len(axes) <= 3 or not whole:
             raise DeclarationError(
                 f"{cls.__name__}.grid: must be 1 to 3 positive integers, got {grid!r}; -(-a // b) rounds up"
