@@ -20,7 +20,7 @@ from tiledsched.core.errors import DeclarationError, TiledschedError
 from tiledsched.core.fields import Dim
 from tiledsched.core.integers import INTEGER_KINDS
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.core.storage import LARGEST, is_float, to_float, to_storage
+from tiledsched.core.storage import LARGEST, POWERS_OF_TWO, is_float, shape_of_values, to_float, to_storage
 
 KINDS = ("edges", "large", "offset")
 """Kinds of inputs, in addition to random ones, for a kernel that declares no `adversarial` cases of its own."""
@@ -116,8 +116,10 @@ def output_specs(kernel: KernelClass, p: Problem) -> list[ArraySpec]:
 
 
 def _drawn(xp: Any, rng: Any, spec: ArraySpec, shape: tuple[int, ...]) -> Any:
+    if spec.dtype == POWERS_OF_TWO:
+        return 2.0 ** rng.integers(-2, 3, size=shape)
     if is_float(spec.dtype):
-        return rng.standard_normal(shape, dtype=numpy.float32)
+        return rng.standard_normal(shape_of_values(shape, spec.dtype), dtype=numpy.float32)
     if spec.integers is None:
         return rng.integers(0, 2, size=shape)
     spec.integers.check(spec.name, spec.dtype, shape)

@@ -10,21 +10,6 @@ from tiledsched.core.errors import DeclarationError
 
 Value = int | bool | str | tuple[int, ...]
 """The value of a problem's field: a size, a flag, a word (or the name of a type), or several sizes."""
-DTYPES = (
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "int8",
-    "uint8",
-    "int16",
-    "int32",
-    "int64",
-    "bool_",
-)
-"""Element types an array may have, by cuTile's names."""
 ITEM_BYTES = {
     "float16": 2,
     "bfloat16": 2,
@@ -38,7 +23,19 @@ ITEM_BYTES = {
     "int32": 4,
     "int64": 8,
     "bool_": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "tfloat32": 4,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn": 1,
 }
+"""Bytes of an element of an array, by cuTile's name of its type. A byte holds two numbers of float4_e2m1fn, so that the sizes of
+such an array count bytes, as those of torch's float4_e2m1fn_x2 do."""
+DTYPES = tuple(ITEM_BYTES)
+"""Element types an array may have, by cuTile's names."""
+ALSO_CALLED = {"bool": "bool_", "tf32": "tfloat32", "float4_e2m1fn_x2": "float4_e2m1fn"}
+"""Other names of types, as torch and people call them."""
 LAYOUTS = ("row", "column")
 
 
@@ -94,6 +91,8 @@ class Choice:
 
     def read(self, name: str, value: Any) -> Value:
         """`value`, if the field `name` may have it; raises ValueError with the reason otherwise."""
+        if self.is_dtype and isinstance(value, str):
+            value = ALSO_CALLED.get(value, value)
         if value not in self.words:
             raise ValueError(f"{name} must be one of {', '.join(self.words)}, got {value!r}")
         return str(value)
@@ -140,6 +139,9 @@ class ArrayField:
     """For outputs: whether the gate bounds the absolute error, not the error relative to the norm of the tile."""
     aligned: bool = False
     """For scratch memory: whether machine code may count on rows that start at multiples of 16 bytes, as it does for inputs."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", ALSO_CALLED.get(self.dtype or "", self.dtype))
 
     @property
     def limits(self) -> dict[str, str | int]:
@@ -207,6 +209,7 @@ def dtype(*allowed: str) -> Any:
     Raises:
         DeclarationError: no type is named, or one that cuTile does not have.
     """
+    allowed = tuple(ALSO_CALLED.get(each, each) for each in allowed)
     wrong = [each for each in allowed if each not in DTYPES]
     if wrong or not allowed:
         raise DeclarationError(f"dtype{allowed!r}: name one or more of {', '.join(DTYPES)}")

@@ -26,7 +26,7 @@ from tiledsched.core.similarity import Similarity
 from tiledsched.core.sources import SHIPPED_KERNELS
 from tiledsched.core.space import function_of
 from tiledsched.core.space_files import declared_space
-from tiledsched.core.storage import is_float
+from tiledsched.core.storage import PACKED, is_float
 
 FUNCTIONS = (
     "grid",
@@ -190,6 +190,10 @@ def _check_array(kernel: KernelClass, name: str, each: ArrayField) -> None:
     types = kernel.fields[each.dtype or "dtype"].words if (each.dtype or "dtype") in dtypes else (each.dtype,)  # type: ignore[union-attr]
     if each.speaks_of_integers and any(map(is_float, types)):
         _fail(kernel, name, f"{INTEGER_WORDS} are said of integers, and {name} holds floating-point numbers")
+    if PACKED in types and (each.layout != "row" or each.listed):
+        _fail(
+            kernel, name, f"two numbers of {PACKED} share a byte along the last axis; declare one array of layout row"
+        )
     if each.sorted and each.sentinels:
         _fail(kernel, name, "sorted values have no sentinels; give one of the two")
 
@@ -276,9 +280,9 @@ def _check_reference(kernel: KernelClass, example: Problem) -> None:
         )
     for each, result in zip(wanted, results, strict=False):
         shapes = tuple(numpy.shape(one) for one in result) if each.listed else (numpy.shape(result),)
-        if shapes != each.shapes:
+        if shapes != each.value_shapes:
             _fail(
                 kernel,
                 "reference",
-                f"returns {each.name} of shape {shapes[0]} for {small}; declared is {each.shapes[0]}",
+                f"returns {each.name} of shape {shapes[0]} for {small}; declared is {each.value_shapes[0]}",
             )

@@ -23,7 +23,7 @@ from tiledsched.core.fields import ITEM_BYTES, Choice, Dim, Flag
 from tiledsched.core.problem import KernelClass, Problem, ProblemClass
 from tiledsched.core.schedule import HINT_KNOBS, Schedule
 from tiledsched.core.shapes import shape_names, split_shape
-from tiledsched.core.storage import ALIGNMENT, strides_of
+from tiledsched.core.storage import ALIGNMENT, strides_of, tile_type
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +204,7 @@ def _array_constraint(spec: ArraySpec, note: Any) -> Any:
     known = spec.role != "workspace" or spec.aligned
     aligned = ALIGNMENT // item if run % ALIGNMENT == 0 and known and same else 1
     return ArrayConstraint(
-        getattr(ct, spec.dtype),
+        getattr(ct, tile_type(spec.dtype)),
         ndim,
         index_dtype=note.index_dtype,
         stride_lower_bound_incl=0,

@@ -17,7 +17,7 @@ import numpy as np
 
 from tiledsched.core.errors import ProblemError
 from tiledsched.core.launch import annotated, scratch, steps
-from tiledsched.core.storage import poison, storage_type
+from tiledsched.core.storage import poison, storage_type, tile_type
 from tiledsched.interpreter import arithmetic, memory, products, reductions, shapes  # noqa: F401
 from tiledsched.interpreter.arrays import Array, check_hints
 from tiledsched.interpreter.builtins_in_tiles import with_tile_builtins
@@ -221,7 +221,8 @@ def run_schedule(
 
 
 def element_type(dtype: str) -> np.dtype[Any]:
-    """NumPy's type for an element type of cuTile, through ml_dtypes where NumPy has none."""
+    """NumPy's type for the elements of an array of this type in tile code, through ml_dtypes where NumPy has none."""
+    dtype = tile_type(dtype)
     return np.dtype(getattr(ml_dtypes, dtype)) if hasattr(ml_dtypes, dtype) else np.dtype(dtype.rstrip("_"))
 
 

@@ -21,6 +21,7 @@ from torch.nn import Parameter as TorchParameter
 from tiledsched.core.cases import call_reference, output_specs
 from tiledsched.core.errors import ConfigError, LaunchError, ProblemError, UnsupportedError
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.storage import PACKED, to_float
 from tiledsched.serve import process
 from tiledsched.serve.explain import Explanation
 from tiledsched.serve.launch import (
@@ -333,7 +334,7 @@ class Operator:
         read: dict[str, Any] = {}
         for name, value in zip((each.name for each in schema.parameters), given, strict=True):
             if name in schema.inputs and value is not None:
-                on_host = [_on_host(each) for each in _listed(value)]
+                on_host = [_on_host(each, self.kernel.array_spec(name, p).dtype) for each in _listed(value)]
                 read[name] = on_host if isinstance(value, (list, tuple)) else on_host[0]
             elif name in self.kernel.scalar_fields and value is not None:
                 read[name] = value
@@ -444,9 +445,12 @@ def _listed(each: Any) -> Sequence[Any]:
     return () if each is None else each if isinstance(each, (list, tuple)) else (each,)
 
 
-def _on_host(tensor: Tensor) -> Any:
+def _on_host(tensor: Tensor, dtype: str) -> Any:
     """The tensor as the reference takes it: a NumPy array, of float64 where it holds floating-point numbers."""
-    return (tensor.double() if tensor.is_floating_point() else tensor).detach().cpu().numpy()
+    tensor = tensor.detach().cpu()
+    if dtype == PACKED:
+        return to_float(numpy, tensor.view(torch.uint8).numpy(), dtype, "float64")
+    return (tensor.double() if tensor.is_floating_point() else tensor).numpy()
 
 
 def _plan_key(*call: Any) -> tuple[Any, ...]:

@@ -12,10 +12,10 @@ from typing import Any
 
 from tiledsched.core.arrays import ArraySpec
 from tiledsched.core.errors import ConfigError, ProblemError
-from tiledsched.core.fields import LAYOUTS, ArrayField, Choice, Dim, Flag, Sizes
+from tiledsched.core.fields import ALSO_CALLED, LAYOUTS, ArrayField, Choice, Dim, Flag, Sizes
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.shapes import is_solvable, read_shape, shape_names, solve, split_shape
-from tiledsched.core.storage import strides_of
+from tiledsched.core.storage import strides_of, tile_type
 
 NO_DEFAULT = object()
 
@@ -237,7 +237,9 @@ class OpSchema:
         for word, axis in self._sizes(each):
             found.setdefault(word, tensor.shape[axis])
         if _dtype_of(each) in self.kernel.fields:
-            found.setdefault(_dtype_of(each), dtype_name(tensor))
+            found.setdefault(
+                _dtype_of(each), _dtype_among(self.kernel.fields[_dtype_of(each)].words, dtype_name(tensor))
+            )  # type: ignore[union-attr]
         if each.layout in self.kernel.fields and tensor.ndim > 1:
             strides = tensor.stride()
             found.setdefault(each.layout, "column" if strides[-2] == 1 and strides[-1] != 1 else "row")
@@ -308,7 +310,7 @@ class OpSchema:
                     f"{name}, axis {wrong}{what}: must be {shape[wrong]}, as the other arrays say, got "
                     f"{tensor.shape[wrong]}"
                 )
-            if dtype_name(tensor) != spec.dtype:
+            if dtype_name(tensor) not in (spec.dtype, tile_type(spec.dtype)):
                 raise ProblemError(f"{name} must be {spec.dtype}, got {dtype_name(tensor)}; cast it")
 
     def results(self, given: Sequence[Any]) -> list[Output]:
@@ -347,4 +349,9 @@ def _dtype_of(each: ArrayField) -> str:
 def dtype_name(tensor: Any) -> str:
     """cuTile's name of a tensor's element type."""
     name = str(tensor.dtype).removeprefix("torch.")
-    return "bool_" if name == "bool" else name
+    return ALSO_CALLED.get(name, name)
+
+
+def _dtype_among(words: Sequence[str], name: str) -> str:
+    """The type out of `words` of a tensor of the type `name`: torch has types that hold another type's bits."""
+    return name if name in words else next((word for word in words if tile_type(word) == name), name)
