@@ -53,7 +53,7 @@ POISON = {
 """Type -> the bits of the NaN that unwritten elements hold. No arithmetic makes these bits, except in the 8-bit types, which have
 too few NaNs.
 """
-SMALLEST = {"float16": 2.0**-24, "float8_e4m3fn": 2.0**-9, "float8_e5m2": 2.0**-16, PACKED: 0.5}
+SMALLEST = {"float16": 2.0**-24, "float8_e4m3fn": 2.0**-9, "float8_e5m2": 2.0**-16}
 """Type -> the smallest step between its values, where that is not negligible."""
 
 
