@@ -132,6 +132,10 @@ class ArrayField:
     distinct: bool = False
     first: str | int | None = None
     last: str | int | None = None
+    cleared: bool = False
+    """For outputs: whether every call begins by setting them to zero."""
+    copy_of: str | None = None
+    """For scratch memory: the input of which every call begins by making a copy."""
     listed: bool = False
     """Whether the field is a list of arrays."""
     zeroed: bool = False
@@ -153,6 +157,20 @@ class ArrayField:
     def speaks_of_integers(self) -> bool:
         """Whether anything is said of the values of integers."""
         return bool(self.limits.keys() - {"least"} or self.least or self.sentinels or self.sorted or self.distinct)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """A launch that needs no tile code of the author's; see :func:`zero` and :func:`copy`."""
+
+    kind: str
+    """zero or copy."""
+    target: str
+    """The array that is written."""
+    source: str = ""
+    """The array that is copied."""
+    swapped: bool = False
+    """Whether the last two axes of the source are those of the target the other way round."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,6 +307,7 @@ def out(
     when: str | None = None,
     absolute: bool = False,
     aligned: bool = False,
+    zeroed: bool = False,
 ) -> Any:
     """An output array.
 
@@ -297,9 +316,17 @@ def out(
         when: the name of a flag; without the flag, the array is scratch memory.
         absolute: whether the accuracy gate bounds the absolute error instead of the relative one.
         aligned: see :func:`workspace`. Outputs without `when` are always aligned.
+        zeroed: whether every call begins by setting the output to zero, for kernels that add to it.
     """
     return ArrayField(
-        shape=shape, role="out", dtype=dtype, layout=layout, when=when, absolute=absolute, aligned=aligned
+        shape=shape,
+        role="out",
+        dtype=dtype,
+        layout=layout,
+        when=when,
+        absolute=absolute,
+        aligned=aligned,
+        cleared=zeroed,
     )
 
 
@@ -314,7 +341,13 @@ def inout(shape: str | Callable[..., Any], *, dtype: str | None = None, layout: 
 
 
 def workspace(
-    shape: str | Callable[..., Any], *, dtype: str = "float32", zeroed: bool = False, aligned: bool = False
+    shape: str | Callable[..., Any],
+    *,
+    dtype: str = "float32",
+    zeroed: bool = False,
+    aligned: bool = False,
+    layout: str = "row",
+    copy_of: str | None = None,
 ) -> Any:
     """Scratch memory.
 
@@ -324,8 +357,28 @@ def workspace(
         zeroed: whether the memory is zero before the first launch. Every launch must leave it zero.
         aligned: whether the compiler may assume that rows start at multiples of 16 bytes, if they do. TMA needs that, and so do
             loads of more than one element.
+        layout: see :func:`array`.
+        copy_of: the name of an input of the same shape, or of one whose last two axes are swapped. Every call begins by making
+            the copy, in the type and layout of the scratch memory.
     """
-    return ArrayField(shape=shape, role="workspace", dtype=dtype, zeroed=zeroed, aligned=aligned)
+    return ArrayField(
+        shape=shape, role="workspace", dtype=dtype, zeroed=zeroed, aligned=aligned, layout=layout, copy_of=copy_of
+    )
+
+
+def zero(target: str) -> Any:
+    """For `launches`: a launch that sets the array of this name to zero."""
+    return Preparation(kind="zero", target=target)
+
+
+def copy(source: str, target: str, *, swapped: bool = False) -> Any:
+    """For `launches`: a launch that copies one array to another, in the type and layout of the latter.
+
+    Args:
+        source, target: names of arrays.
+        swapped: whether the last two axes of the source are those of the target the other way round.
+    """
+    return Preparation(kind="copy", target=target, source=source, swapped=swapped)
 
 
 def scalar(value: float | int | Callable[[Any], float | int], *, dtype: str | None = None) -> Any:

@@ -26,7 +26,7 @@ from tiledsched.core.similarity import Similarity
 from tiledsched.core.sources import SHIPPED_KERNELS
 from tiledsched.core.space import function_of
 from tiledsched.core.space_files import declared_space
-from tiledsched.core.storage import PACKED, is_float
+from tiledsched.core.storage import PACKED, POWERS_OF_TWO, is_float
 
 FUNCTIONS = (
     "grid",
@@ -194,8 +194,27 @@ def _check_array(kernel: KernelClass, name: str, each: ArrayField) -> None:
         _fail(
             kernel, name, f"two numbers of {PACKED} share a byte along the last axis; declare one array of layout row"
         )
+    if each.copy_of is not None:
+        _check_copy(kernel, name, each)
+    if each.cleared and POWERS_OF_TWO in types:
+        _fail(kernel, name, f"{POWERS_OF_TWO} has no 0; leave zeroed out")
     if each.sorted and each.sentinels:
         _fail(kernel, name, "sorted values have no sentinels; give one of the two")
+
+
+def _check_copy(kernel: KernelClass, name: str, each: ArrayField) -> None:
+    source = kernel.array_fields.get(str(each.copy_of))
+    if source is None or source.role != "in" or source.listed:
+        inputs = [other for other, field in kernel.array_fields.items() if field.role == "in"]
+        _fail(kernel, name, f"copy_of = {each.copy_of!r} is no input; known are {', '.join(inputs)}")
+    elif isinstance(source.shape, str) and isinstance(each.shape, str):
+        have, wanted = split_shape(source.shape), split_shape(each.shape)
+        if wanted not in (have, have[:-2] + have[-2:][::-1]):
+            _fail(
+                kernel, name, f"a copy of {each.copy_of} has its shape, {source.shape!r}, or its last two axes swapped"
+            )
+    if each.zeroed:
+        _fail(kernel, name, "a copy is not zero; give one of copy_of and zeroed")
 
 
 def _names(kernel: KernelClass, name: str, text: str) -> frozenset[str]:

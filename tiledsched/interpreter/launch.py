@@ -235,11 +235,12 @@ def _checked(spec: ArraySpec, shape: tuple[int, ...], array: Any) -> Any:
 def _unwritten(spec: ArraySpec, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     """A scratch array as a launch gets it: zeros where the kernel needs them, or else values that show a read before a write."""
     dtype = element_type(spec.dtype)
-    order = (*shape[:-2], shape[-1], shape[-2]) if spec.column else shape
+    swapped = spec.column and len(shape) > 1
+    order = (*shape[:-2], shape[-1], shape[-2]) if swapped else shape
     made = np.zeros(order, dtype)
     if not spec.zeroed:
         poison(made.view(storage_type(spec.dtype)), spec.dtype)
-    return made.swapaxes(-1, -2) if spec.column else made
+    return made.swapaxes(-1, -2) if swapped else made
 
 
 def _arguments(function: FunctionType, args: Sequence[Any], launch: InterpretedLaunch) -> list[Any]:
