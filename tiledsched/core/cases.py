@@ -17,7 +17,7 @@ import numpy
 
 from tiledsched.core.arrays import RELATIVE_ERRORS, ArraySpec, Tolerance
 from tiledsched.core.errors import DeclarationError, TiledschedError
-from tiledsched.core.fields import Dim
+from tiledsched.core.fields import Dim, total
 from tiledsched.core.integers import INTEGER_KINDS
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.storage import LARGEST, POWERS_OF_TWO, is_float, shape_of_values, to_float, to_storage
@@ -262,20 +262,20 @@ def shrunk(kernel: KernelClass, p: Problem, sizes: tuple[int, ...] = SMALL, *, o
     """
     dims = [name for name, each in kernel.fields.items() if isinstance(each, Dim) and not each.constant]
     largest = max(dims, key=lambda name: p.values[name], default=None)
-    stuck = []
+    stuck: dict[str, int] = {}
     for name in dims:
-        wanted = SMALL if only_largest and name != largest else sizes
-        for size in (*wanted, *(size for size in LARGER if size < p.values[name])):
+        wanted, before = SMALL if only_largest and name != largest else sizes, total(p.values[name])
+        for size in (*wanted, *(size for size in LARGER if size < before)):
             try:
                 p = p.replace(**{name: size})
             except TiledschedError:
                 continue
             break
         else:
-            stuck.append(name)
-    longest = max((p.values[name] for name in stuck), default=0)
+            stuck[name] = before
+    longest = max(stuck.values(), default=0)
     for size in (*sizes, *LARGER) if len(stuck) > 1 else ():
         if size < longest:
             with suppress(TiledschedError):
-                return p.replace(**{name: max(1, p.values[name] * size // longest) for name in stuck})
+                return p.replace(**{name: max(1, before * size // longest) for name, before in stuck.items()})
     return p

@@ -550,7 +550,7 @@ class Declaration:
         for name, each in cls.array_fields.items():
             if each.copy_of is not None:
                 shapes = each.shape, cls.array_fields[each.copy_of].shape
-                swapped = all(isinstance(one, str) for one in shapes) and len({*map(split_shape, shapes)}) > 1  # type: ignore[arg-type]
+                swapped = all(isinstance(one, str) for one in shapes) and len({*map(split_shape, shapes)}) > 1
                 found.append(Preparation(kind="copy", target=name, source=each.copy_of, swapped=swapped))
             elif each.cleared:
                 found.append(Preparation(kind="zero", target=name))

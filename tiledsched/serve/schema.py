@@ -240,10 +240,9 @@ class OpSchema:
             )
         for word, axis in self._sizes(each):
             found.setdefault(word, tensor.shape[axis])
-        if _dtype_of(each) in self.kernel.fields:
-            found.setdefault(
-                _dtype_of(each), _dtype_among(self.kernel.fields[_dtype_of(each)].words, dtype_name(tensor))
-            )  # type: ignore[union-attr]
+        field = self.kernel.fields.get(_dtype_of(each))
+        if isinstance(field, Choice):
+            found.setdefault(_dtype_of(each), _dtype_among(field.words, dtype_name(tensor)))
         if each.layout in self.kernel.fields and tensor.ndim > 1:
             strides = tensor.stride()
             found.setdefault(each.layout, "column" if strides[-2] == 1 and strides[-1] != 1 else "row")
