@@ -128,8 +128,12 @@ def _verdict(result: TuneResult, entry: Entry, how: str) -> str:
     if us is None:
         us, how = entry.model_us, "modelled"
     words = [] if us is None else [f"{us:.1f} us {how}, {rate_text(entry.problem, us)}"]
-    if not result.stored or entry.layer not in ("", "user"):
-        return "; ".join([*words, f"kept: a {entry.provenance} entry stands above what this run found"])
+    if not result.is_served(entry):
+        if entry.fingerprint or entry.measurement:
+            why = f"kept: a {entry.provenance} entry stands above what this run found"
+        else:  # no entry of this problem
+            why = f"served in place of what this run found ({result.entry.schedule.short()}): {entry.source}"
+        return "; ".join([*words, why])
     for what, over in (("the default", result.over_default), ("the runner-up", result.over_runner_up)):
         if over is not None:
             words.append(f"{what} takes {over:.1%} longer" if over >= NO_DIFFERENCE else f"{what} takes as long")

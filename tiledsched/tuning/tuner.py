@@ -100,6 +100,15 @@ class TuneResult:
     candidates: Mapping[str, int] | None = None
     """What became of the rows of the file of candidates: `raced` or why not, with the number of rows; None without a file."""
 
+    def is_served(self, now: Entry) -> bool:
+        """Whether what was found is what is served, given the entry that is served for the problem now."""
+        found = self.entry
+        return self.stored and (now.provenance, now.schedule, now.source) == (
+            found.provenance,
+            found.schedule,
+            found.source,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class TuneReport:
@@ -422,15 +431,17 @@ class _Ranking(_ProblemTune):
     """Tunes a problem without a GPU: the model ranks the programs of the schedules it likes best."""
 
     def run(self) -> TuneResult:
-        """Build, rank, and store the best unless what is served now could not be compared with it."""
+        """Build, rank, and store the best. The default and what is served now are among what is ranked, however little time
+        there is: a winner that was not compared with them would be no reason to serve something else.
+        """
         problem, builder = self.problem, self.builder
         self.incumbents = self.find_incumbents("")
-        first = [*self.incumbents, self.default]
+        first = list(dict.fromkeys([*self.incumbents, self.default]))
         # The model cannot tell what such knobs do: they stay as they are until something is measured.
         pinned = self.tuner.pinned | self.space.modelled_pins()
         # What is served comes first, so that a program is known by it where others build to the same.
         schedules = list(dict.fromkeys([*first, *self.space.schedules(problem, pinned=pinned)]))
-        self.build(expected_order(schedules, problem, self.spec, first=first))
+        self.build(expected_order(schedules, problem, self.spec, first=first), first)
         reached = {each: record for each in schedules if (record := builder.record(each, problem))}
         programs = builder.programs(list(reached), problem, self.spec)
         if not programs:
@@ -447,10 +458,9 @@ class _Ranking(_ProblemTune):
             model_us=least_us,
             runner_up=second.schedule if second else None,
         )
-        unknown = set(self.incumbents) - set(reached)  # what it is compared with was not reached in time
         return TuneResult(
             entry=entry,
-            stored=not unknown and self.db.put_entry(entry),
+            stored=self.db.put_entry(entry),
             schedules=len(reached),
             programs=len(programs),
             compiled=self.compiled,
@@ -463,10 +473,14 @@ class _Ranking(_ProblemTune):
             candidates=self.candidates(reached, {each for one in programs for each in one.schedules}, pinned),
         )
 
-    def build(self, order: Sequence[Schedule]) -> None:
-        """Build the first of `order`, as many as the effort says; what is likely to be a program built already is put off."""
+    def build(self, order: Sequence[Schedule], first: Sequence[Schedule]) -> None:
+        """Build the first of `order`, as many as the effort says; what is likely to be a program built already is put off.
+        Neither the effort nor the deadline leaves out the schedules that `order` begins with, `first`.
+        """
         left, done, least = dict.fromkeys(order), 0, (True, math.inf)
-        most = len(order) if self.tuner.most_builds is None else min(self.tuner.most_builds, len(order))
+        most = (
+            len(order) if self.tuner.most_builds is None else min(max(self.tuner.most_builds, len(first)), len(order))
+        )
 
         def built(count: int, record: BuildRecord) -> None:
             nonlocal least
@@ -480,11 +494,15 @@ class _Ranking(_ProblemTune):
         while done < most and not (self.compiled and time.monotonic() > self.deadline_s):
             chosen = order
             if most < len(order):
-                batch = min(max(LEARNT_AT_ONCE, self.builder.pool.jobs), most - done)
-                chosen = self.tuner.inert.put_off(self.problem, list(left), batch)
+                batch = min(max(LEARNT_AT_ONCE, self.builder.pool.jobs, len(first)), most - done)
+                begin = [] if done else list(first)
+                others = [each for each in left if each not in begin]
+                chosen = [*begin, *self.tuner.inert.put_off(self.problem, others, batch - len(begin))]
             if not self.compiled and self.builder.missing(chosen, self.problem):
                 self.watcher.stage(self.problem, "compiling", most)
-            self.compiled += self.builder.build(chosen, self.problem, progress=built, deadline_s=self.deadline_s)
+            self.compiled += self.builder.build(
+                chosen, self.problem, progress=built, deadline_s=self.deadline_s, needed=first
+            )
             learn(self.tuner.inert, self.problem, self.builder.programs(chosen, self.problem, self.spec))
             for schedule in chosen:
                 del left[schedule]
