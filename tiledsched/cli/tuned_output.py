@@ -39,6 +39,7 @@ def tune_result_json(result: TuneResult) -> dict[str, Any]:
         "seconds": round(result.seconds, 3),
         **({} if result.candidates is None else {"candidates": dict(result.candidates)}),
         **({"held_down": result.held_down} if result.held_down else {}),
+        **({"numbers": result.numbers.to_json()} if result.numbers else {}),
     }
 
 
@@ -65,6 +66,8 @@ def print_tuned(report: TuneReport, replayed: str = "") -> None:
         print_wrapped(f"{entry.problem} on {entry.device_name or entry.arch}")
         print_wrapped(entry.schedule.short(), "  ")
         print_wrapped(_verdict(result, entry, how), "  ")
+        if result.numbers:
+            print_wrapped(str(result.numbers), "  ")
         if entry.rivals:
             print_wrapped(_rivals(entry.rivals, entry.problem.declaration), "  ")
         of = f" of {result.schedules + result.left}" if not report.measured else ""

@@ -108,10 +108,14 @@ class Accuracy:
     """Whether two launches, and launches in a row, gave the same bits."""
     adversarial_tile_error: float = 0.0
     """Largest error on the adversarial inputs, likewise; 0 in records from before there were any."""
+    outputs: str = field(default="", metadata=OMIT_DEFAULT)
+    """A digest of the inputs of all cases, a point, and one of all outputs, in hexadecimal digits: it is the same for programs
+    whose outputs have the same bits. Empty in records from before it was taken.
+    """
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict; pass it to the constructor to invert."""
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "outputs" or value}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,8 +29,8 @@ from tiledsched.store.records import BuildRecord
 
 Key = tuple[str, tuple[tuple[int, int, int], ...]]
 """(fingerprint, grids): what makes a program distinct."""
-RETRIED = (FailureKind.WORKER_KILLED, FailureKind.GPU_LOST, FailureKind.OUT_OF_MEMORY)
-"""Failures by which no program is judged, because they have causes outside it: it is tried again."""
+RETRIED = (FailureKind.WORKER_KILLED, FailureKind.GPU_LOST, FailureKind.OUT_OF_MEMORY, FailureKind.OTHER_NUMBERS)
+"""Failures by which no program is judged, because they have causes outside it, as what is served is: it is tried again."""
 ALL_FAIL = 8
 """A run ends when this many builds have failed, all of them alike and none succeeded."""
 Progress = Callable[[int, BuildRecord], None]
@@ -246,8 +246,8 @@ class Builder:
     def broken(self, problem: Problem, device_name: str) -> list[tuple[Schedule, str]]:
         """Schedules and fingerprints of what failed on a device, the latest first.
 
-        Failures that say more of the day than of the program (a lost GPU, a killed worker, memory taken by others) do not
-        count: such programs are tried again.
+        Failures that say more of the day than of the program (a lost GPU, a killed worker, memory taken by others, other numbers
+        than those served then) do not count: such programs are tried again.
         """
         return [
             (failed.schedule, failed.fingerprint)

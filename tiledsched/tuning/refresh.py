@@ -251,6 +251,7 @@ class Refresh:
                 budget_s=left_s,
                 neighbours=self._options.neighbours,
                 runner="gpu",
+                numerics=self._options.numerics,
                 seed=self._options.seed,
                 compile_timeout_s=self._options.compile_timeout_s,
             )

@@ -81,7 +81,8 @@ class Session(Resources):
         from tiledsched.tuning.study_storage import open_storage
         from tiledsched.tuning.tuner import Tuner, TuneReport
 
-        rivals = self.open_rivals(kernel, settings.regime) if settings.rivals != "off" else None
+        timed = settings.rivals != "off" and options.numerics != "same"  # a rival's numbers are its own
+        rivals = self.open_rivals(kernel, settings.regime) if timed else None
         storage = open_storage(options.storage) if options.storage else None
         with serving_anew():
             incumbents = Incumbents(self, kernel, settings)

@@ -19,21 +19,21 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tiledsched.core.config import Settings
 from tiledsched.core.device import ArchSpec, arch_spec
-from tiledsched.core.errors import ConfigError, MeasureError, NoValidScheduleError
+from tiledsched.core.errors import ConfigError, Failure, FailureKind, MeasureError, NoValidScheduleError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import RACED, SearchSpace, accuracy_class
 from tiledsched.measure.clocks import describe_throttling, summarise_throttling
-from tiledsched.measure.runner import REGIMES, Candidate, Failed, Measurement, RivalTime, Runner
+from tiledsched.measure.runner import REGIMES, Accuracy, Candidate, Checked, Failed, Measurement, RivalTime, Runner
 from tiledsched.store.evidence import clocks_of, for_compiler, of_kernel, throttled, timed_as_now
-from tiledsched.store.records import BuildRecord, Entry
+from tiledsched.store.records import SAME_NUMBERS, BuildRecord, Entry
 from tiledsched.tuning.effort import EFFORTS
 from tiledsched.tuning.inert import SURE, InertChanges
 from tiledsched.tuning.options import TuneOptions
 from tiledsched.tuning.prior import Elsewhere, Shipped, estimator, plain_schedules, promising_part, winners_nearby
 from tiledsched.tuning.programs import Builder, Program, deadlines
-from tiledsched.tuning.race import RULES, Outcome, RaceResult, near, race, settle
+from tiledsched.tuning.race import RULES, Outcome, RaceResult, near, race, settle, time_ratio
 from tiledsched.tuning.samplers import OURS
 from tiledsched.tuning.study import ScheduleStudy, Trials, learn
 from tiledsched.tuning.study_storage import LiveStudy
@@ -70,6 +70,39 @@ LOOKS = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class NumbersKept:
+    """That only what is served, and what computes the same bits, could win; and what that cost."""
+
+    incumbent: Schedule
+    """The schedule whose outputs all others' had to equal: what was served, or the default where nothing was."""
+    repeatable: bool
+    """Whether it gives the same bits each time. Where it does not, nothing equals it, and only itself could win."""
+    refused: int
+    """Programs that computed right results, and not these."""
+    fastest: Schedule | None = None
+    """The fastest of the refused, where one is faster than the winner."""
+    gain: float | None = None
+    """By what part of the winner's time that one takes less; 0 where none does; None where they were not timed."""
+
+    def __str__(self) -> str:
+        """In words, as an entry's source has it."""
+        text = f"{SAME_NUMBERS}{self.incumbent.short()}"
+        if not self.repeatable:
+            text += ", which differ from run to run so that nothing else could win"
+        if not self.refused:
+            return f"{text}: no program that was checked has others"
+        text += f": {self.refused} with others refused"
+        if self.fastest is not None and self.gain is not None:
+            return f"{text}, the fastest, {self.fastest.short()}, takes {self.gain:.1%} less time"
+        return text + (", none of them faster" if self.gain is not None else ", and not timed: the budget ended first")
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict."""
+        fastest = self.fastest.to_json() if self.fastest else None
+        return {**vars(self), "incumbent": self.incumbent.to_json(), "fastest": fastest}
+
+
+@dataclass(frozen=True, kw_only=True)
 class TuneResult:
     """What tuning one problem found."""
 
@@ -99,6 +132,9 @@ class TuneResult:
     """In words, how far below its clock the GPU was held in how many of this run's measurements; empty where it was in none."""
     candidates: Mapping[str, int] | None = None
     """What became of the rows of the file of candidates: `raced` or why not, with the number of rows; None without a file."""
+
+    numbers: NumbersKept | None = None
+    """What it cost that only the same numbers could win; None where any right ones could."""
 
     def is_served(self, now: Entry) -> bool:
         """Whether what was found is what is served, given the entry that is served for the problem now."""
@@ -277,12 +313,18 @@ class Tuner:
             NoValidScheduleError: for some problem no schedule is valid, or none of them works; the problems before it
                 are stored.
             MeasureError: the GPU cannot be used, or was never alone long enough; the problems before are stored.
-            ConfigError: neighbours are wanted, and nothing is measured that would say of what.
+            ConfigError: neighbours or the same numbers are wanted, and nothing is measured that would tell them; or the runner
+                does not tell whether outputs are the same.
         """
         if self.options.neighbours and self.runner is None:
             raise ConfigError(
                 f"neighbours of the fastest schedule are known only where it is measured, and no GPU of "
                 f"{self.space.arch} is used here; leave out --neighbours"
+            )
+        if self.options.numerics == "same" and self.runner is None:
+            raise ConfigError(
+                f"only a GPU tells whether results are the same bit for bit, and no GPU of {self.space.arch} is used here; "
+                "leave out --numerics same"
             )
         if worths is not None:
             return self._tune_by_worth(problems, worths)
@@ -338,6 +380,8 @@ class _ProblemTune:
         self.builder, self.space, self.watcher = tuner.builder, tuner.space, tuner.watcher
         self.db, self.kernel, self.spec = tuner.builder.db, tuner.builder.kernel, arch_spec(tuner.space.arch)
         self.compiled = self.measured = self.failed = 0
+        self._refused: dict[Schedule, None] = {}
+        """What computes right, and not the numbers that are wanted."""
 
     @cached_property
     def default(self) -> Schedule:
@@ -380,12 +424,13 @@ class _ProblemTune:
     def _failure(self, schedule: Schedule) -> str:
         record = self.builder.record(schedule, self.problem)
         kind = record.failure.kind if record is not None and record.failure is not None else "failed on the GPU"
-        return str(kind).replace("_", " ")
+        return "differs from the incumbent's numbers" if schedule in self._refused else str(kind).replace("_", " ")
 
     def entry(self, schedule: Schedule, fingerprint: str, programs: int, **more: Any) -> Entry:
         """The entry that this tune writes for a winner among so many programs."""
         run, listed = f"tune run {self.tuner.run_id}", self.space.listed_in
         how = "neighbours" if self.tuner.options.neighbours else ""
+        numbers = more.pop("numbers", None)
         if not self.tuner.most_programs and not self.was_searched(more.get("device_name", "")):
             how = NO_SEARCH
         return Entry(
@@ -396,7 +441,7 @@ class _ProblemTune:
             fingerprint=fingerprint,
             accum_mode=self.tuner.accum_mode,
             candidates=programs,
-            source=", ".join(filter(None, [run, listed, how])),
+            source=", ".join(filter(None, [run, listed, how])) + (f"; {numbers}" if numbers else ""),
             toolchain=self.builder.toolchain,
             source_hash=self.builder.evidence_source,
             run_id=self.tuner.run_id,
@@ -527,6 +572,45 @@ class _Ranking(_ProblemTune):
         return min(model(self.problem, schedule, program.facts, self.spec) for schedule in program.schedules)
 
 
+@dataclass(frozen=True, kw_only=True)
+class WantedNumbers:
+    """The numbers that a schedule must give to win, and the program that gives them."""
+
+    program: Program
+    """Wins whatever the bits are: they are its own."""
+    accuracy: Accuracy
+    """What the check of it told."""
+    grids: Callable[[Schedule], tuple[tuple[int, int, int], ...]]
+    """Gives the grids of a schedule's launches."""
+
+    def __post_init__(self) -> None:
+        if not self.accuracy.outputs:
+            raise ConfigError(
+                "these measurements do not tell whether outputs are the same bit for bit: they were recorded before that was "
+                "noted; record them again, or leave out --numerics same"
+            )
+
+    def why_not(self, candidate: Candidate, accuracy: Accuracy) -> Failure | None:
+        """Why a candidate that computes right must not win; None where its numbers are the wanted ones."""
+        if (candidate.artifact.fingerprint, self.grids(candidate.schedule)) == self.program.key:
+            return None
+        same = accuracy.repeatable and self.accuracy.repeatable and accuracy.outputs == self.accuracy.outputs
+        how = "" if accuracy.repeatable else ": it gives other bits from run to run"
+        message = f"differs from the incumbent's numbers ({self.program.schedule.short()}){how}"
+        return None if same else Failure(kind=FailureKind.OTHER_NUMBERS, message=message)
+
+    def known(self, taken: Measurement) -> bool | None:
+        """Whether a measurement in the store is of the wanted numbers; None where it does not tell. What was never checked, as it
+        was far too slow, counts: it is checked before it may win.
+        """
+        accuracy = taken.accuracy
+        if accuracy is None or taken.fingerprint == self.program.fingerprint:
+            return True
+        if accuracy.outputs.partition(".")[0] != self.accuracy.outputs.partition(".")[0]:  # other inputs, or none noted
+            return None
+        return accuracy.repeatable and self.accuracy.repeatable and accuracy.outputs == self.accuracy.outputs
+
+
 class _Search(_ProblemTune):
     """Tunes a problem with a GPU: proposes, builds and measures in batches, and lets the leaders race for the decision."""
 
@@ -536,6 +620,7 @@ class _Search(_ProblemTune):
         self._live: LiveStudy | None = None
         self._measurement_ids: dict[tuple[Schedule, str], int] = {}
         self._taken: list[Measurement] = []
+        self.wanted: WantedNumbers | None = None
         self.seen_mhz = 0
         """The highest clock of the GPU in earlier measurements."""
 
@@ -559,6 +644,8 @@ class _Search(_ProblemTune):
         searches = tuner.most_programs > 0
         partly = searches and tuner.guided and not space.candidates
         plain = plain_schedules(space, problem, tuner.pinned, estimate) if partly else []
+        self.incumbents = self.find_incumbents(self.runner.device_name)
+        self.wanted = self.find_wanted() if tuner.options.numerics == "same" else None
         evidence = self.evidence()
         self.rebuild(evidence)
         known_us = {
@@ -570,7 +657,6 @@ class _Search(_ProblemTune):
         elsewhere: list[Known] = []
         if tuner.guided and searches:
             elsewhere = tuner.elsewhere.known(problem, self.runner.device_name, self.spec, itself=not known_us)
-        self.incumbents = self.find_incumbents(self.runner.device_name)
         first = [self.default, *self.incumbents, *(self.winners_elsewhere() if searches and not elsewhere else [])]
         if partly:  # what is tried first is built while the rest is judged
             early = [each for each in first if each in self.incumbents or not space.violations(each, problem)]
@@ -598,7 +684,8 @@ class _Search(_ProblemTune):
     def evidence(self) -> dict[tuple[Schedule, str], float | None]:
         """Times in the store by schedule and machine code, on this device, at its clock and timed as now; the newest first.
 
-        None, last, for what failed on this device and never ran since.
+        None, last, for what failed on this device and never ran since. Where the same numbers are wanted, None also for what is
+        known to compute others, and nothing for what is not known to compute the same: it is measured again.
         """
         found: dict[tuple[Schedule, str], float | None] = {}
         device_name = self.runner.device_name
@@ -610,7 +697,11 @@ class _Search(_ProblemTune):
             slowed = describe_throttling(taken.conditions, taken.device, taken.regime, self.seen_mhz)
             if timed_as_now(taken.regime, taken.conditions) and not slowed:
                 key = self.space.complete(stored.measurement.schedule), stored.measurement.fingerprint
-                found.setdefault(key, stored.measurement.median_us)
+                wanted = True if self.wanted is None else self.wanted.known(taken)
+                if wanted is not None:
+                    found.setdefault(key, taken.median_us if wanted else None)
+                if wanted is False:
+                    self._refused[key[0]] = None
         for key in self.builder.broken(self.problem, device_name):
             found.setdefault(key, None)
         return {key: us for key, us in found.items() if self.workable(key[0])}
@@ -680,13 +771,16 @@ class _Search(_ProblemTune):
                 break
             result = self.race(
                 self.builder.programs(chosen, problem, self.runner.device),
-                rules=LOOKS[tuner.regime],
+                rules=replace(LOOKS[tuner.regime], check_all=self.wanted is not None),
                 known_us=best_us,
                 deadline_s=deadline_s,
             )
             trials.note_outcomes(chosen, result.outcomes)
             self.measured += len(result.outcomes)
-            self.failed += sum(isinstance(outcome, Failed) for outcome in result.outcomes)
+            self.failed += sum(
+                isinstance(outcome, Failed) and outcome.failure.kind is not FailureKind.OTHER_NUMBERS
+                for outcome in result.outcomes
+            )
             self.watcher.step(trials.programs)
             best, best_us = trials.best
             if best is not None:
@@ -699,11 +793,15 @@ class _Search(_ProblemTune):
         """Race programs in the regime that is tuned, or another; every outcome is stored at once."""
         candidates = self.builder.candidates(programs)
         regime = regime or self.tuner.regime
+        if self.wanted is not None:
+            how.setdefault("requires", self.wanted.why_not)
         return race(self.runner, self.problem, candidates, regime=regime, on_outcome=self.keep, **how)
 
     def keep(self, outcome: Outcome) -> None:
         """Store one outcome, at once."""
         number = self.builder.keep(outcome, self.tuner.run_id, self.problem, self.runner.device)
+        if isinstance(outcome, Failed) and outcome.failure.kind is FailureKind.OTHER_NUMBERS:
+            self._refused[outcome.schedule] = None
         if isinstance(outcome, Measurement):
             self._taken.append(outcome)
             if number is not None:
@@ -744,6 +842,8 @@ class _Search(_ProblemTune):
         result = self.settled(result, finalists)
         winner = result.winner
         assert winner is not None
+        measurement_id = self._measurement_ids[winner.schedule, self.tuner.regime]
+        numbers = self.numbers_kept(winner, finalists)
         times_us = {each.schedule: each.median_us for each in result.outcomes if isinstance(each, Measurement)}
         plain_us = next((times_us.get(each.schedule) for each in finalists if self.default in each.schedules), None)
         entry = self.entry(
@@ -753,11 +853,12 @@ class _Search(_ProblemTune):
             provenance="measured",
             device_name=self.runner.device.name,
             regime=self.tuner.regime,
-            measurement_id=self._measurement_ids[winner.schedule, self.tuner.regime],
+            measurement_id=measurement_id,
             runner_up=result.runner_up.schedule if result.runner_up else None,
             margin=result.margin,
             ties=result.ties,
             rivals=self.rival_times(winner, finalists),
+            numbers=numbers,
         )
         return TuneResult(
             entry=entry,
@@ -772,7 +873,52 @@ class _Search(_ProblemTune):
             over_runner_up=result.margin,
             held_down=summarise_throttling(self._taken, self.seen_mhz),
             candidates=self.candidates(trials.times, trials.ranked, self.tuner.pinned),
+            numbers=numbers,
         )
+
+    def find_wanted(self) -> WantedNumbers | None:
+        """The numbers that a schedule must give to win: those of what is served, or else of the first that works of what could
+        be, the default last; None where nothing of that works, so that any right numbers are the first.
+        """
+        served = self.tuner.served(self.problem, self.runner.device_name)[:1] if self.tuner.served is not None else []
+        first = [each for each in map(self.space.complete, served) if each in self.incumbents]
+        for schedule in dict.fromkeys([*first, *self.incumbents, self.default]):
+            self.compiled += self.builder.build([schedule], self.problem)
+            for program in self.builder.programs([schedule], self.problem, self.runner.device):
+                for candidate in self.builder.candidates([program]):
+                    checked = self.runner.check(candidate)
+                    if isinstance(checked, Checked):
+                        return WantedNumbers(program=program, accuracy=checked.accuracy, grids=self.grids_of)
+        return None
+
+    def grids_of(self, schedule: Schedule) -> tuple[tuple[int, int, int], ...]:
+        """The grids of the launches of a schedule for the problem on this device."""
+        return self.kernel.grids(self.problem, schedule, self.runner.device)
+
+    def numbers_kept(self, winner: Measurement, finalists: Sequence[Program]) -> NumbersKept | None:
+        """What it costs that only the same numbers could win: the winner races what was refused for its numbers."""
+        if self.wanted is None:
+            return None
+        own = next(each for each in finalists if winner.schedule in each.schedules)
+        refused = self.builder.programs(list(self._refused), self.problem, self.runner.device)
+        refused = [each for each in refused if each.key not in (own.key, self.wanted.program.key)]
+        found = NumbersKept(
+            incumbent=self.wanted.program.schedule,
+            repeatable=self.wanted.accuracy.repeatable,
+            refused=len(refused),
+            gain=None,
+        )
+        if not refused or time.monotonic() > self.deadline_s:
+            return found
+        self.watcher.stage(self.problem, "what other numbers would win", len(refused))
+        result = self.race([own, *refused], preference=[winner.schedule], requires=None, deadline_s=self.deadline_s)
+        self.watcher.step(len(refused))
+        ours = next((each for each in result.outcomes if each.schedule == own.schedule), None)
+        if not isinstance(ours, Measurement) or result.winner is None or len(result.outcomes) < 2:
+            return found
+        if result.winner.schedule == own.schedule:
+            return replace(found, gain=0.0)
+        return replace(found, fastest=result.winner.schedule, gain=1 - time_ratio(result.winner, ours))
 
     def settled(self, result: RaceResult, finalists: Sequence[Program]) -> RaceResult:
         """The verdict of the burst race, those near its winner timed in the sustained regime, too."""
