@@ -162,7 +162,8 @@ class Refresh:
         here = self._resources.device_names() if self._options.runner != "none" else set()
         raced = self._race([each for each in others if changed[each.key] and each.device_name in here], tune)
         standing = [*(entry for entry in measured if entry.key not in changed), *kept.values()]
-        timed = self._time_rivals([entry for entry in standing if entry.device_name in here])
+        stays = self._options.numerics == "same"  # a rival that begins to serve has other numbers
+        timed = self._time_rivals([entry for entry in standing if entry.device_name in here and not stays])
         rows = []
         for entry in others:
             served = kept.get(entry.key) or raced.get(entry.place)
