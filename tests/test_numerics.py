@@ -11,6 +11,7 @@ from test_seen import Machine
 from test_tuned_served import kernel as kernel  # a fixture
 
 from tiledsched.cli import main
+from tiledsched.cli.tuned_output import print_refreshed
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import ConfigError, FailureKind
 from tiledsched.measure.arrays import digest
@@ -136,7 +137,7 @@ def test_no_numbers_to_keep_where_nothing_served_works(kernel) -> None:
     assert (found.entry.schedule["TILE"], found.numbers) == (32, None)
 
 
-def test_a_refresh_keeps_the_numbers_that_the_new_machine_code_of_what_is_served_gives(kernel) -> None:
+def test_a_refresh_keeps_the_numbers_that_the_new_machine_code_of_what_is_served_gives(kernel, capsys) -> None:
     tune(kernel, Numbered(), numerics="same")
     newer = Numbered()
     newer.version = "99.0"
@@ -146,6 +147,9 @@ def test_a_refresh_keeps_the_numbers_that_the_new_machine_code_of_what_is_served
     assert row.outcome == "raced"
     assert row.now.schedule["TILE"] == 16
     assert "TILE=32" in row.now.same_numbers
+    assert (row.same_numbers, row.to_json()["same_numbers"]) == (True, True)
+    print_refreshed(report)
+    assert "its results are the same, bit for bit" in capsys.readouterr().out
 
 
 def test_what_cannot_tell_bits_is_refused(kernel) -> None:

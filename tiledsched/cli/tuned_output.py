@@ -181,6 +181,12 @@ def print_refreshed(report: RefreshReport) -> None:
         )
         if row.now is not None and row.now.median_us is not None and row.change is not None:
             print_wrapped(f"now  {row.now.median_us:.1f} us ({row.change:+.1%}): {row.now.schedule.short()}", "  ")
+            if row.same_numbers is not None:
+                print_wrapped(
+                    f"its results are {'the same' if row.same_numbers else 'not the same'}, bit for bit", "  "
+                )
+            if row.now.same_numbers:
+                print_wrapped(row.now.same_numbers, "  ")
             if slowed := throttled(row.now, {}):
                 print_wrapped(f"clock held down {slowed}", "  ")
         for schedule in row.leaders[1:] if row.now is None else ():

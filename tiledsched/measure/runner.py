@@ -113,6 +113,15 @@ class Accuracy:
     whose outputs have the same bits. Empty in records from before it was taken.
     """
 
+    def same_numbers(self, other: Accuracy) -> bool | None:
+        """Whether the outputs of both have the same bits each time; None where that is not known, because they are of
+        other inputs or from before digests were taken.
+        """
+        inputs = {each.outputs.partition(".")[0] for each in (self, other)}
+        if len(inputs) > 1 or "" in inputs:
+            return None
+        return self.repeatable and other.repeatable and self.outputs == other.outputs
+
     def to_json(self) -> dict[str, Any]:
         """A plain dict; pass it to the constructor to invert."""
         return {name: value for name, value in asdict(self).items() if name != "outputs" or value}

@@ -105,7 +105,10 @@ def recorded(db: TuningDB, problem: Problem, device_name: str, regime: str) -> R
     fingerprints = {build.schedule: build.fingerprint for build in builds}
     for failure in db.failures(device.arch, problem, stage="measure"):
         its, right = failure.failure, failure.failure.kind is FailureKind.OTHER_NUMBERS
-        if not right and (failure.device_name, failure.fingerprint) == (device_name, fingerprints.get(failure.schedule)):
+        if not right and (failure.device_name, failure.fingerprint) == (
+            device_name,
+            fingerprints.get(failure.schedule),
+        ):
             failed.setdefault(failure.schedule, its)
     return Recorded(
         measurements=tuple(sorted(by_schedule.values(), key=lambda one: (one.measurement.median_us, one.uid))),

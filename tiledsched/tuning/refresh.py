@@ -54,6 +54,13 @@ class Refreshed:
         now, was = self.now.median_us if self.now else None, self.was.median_us
         return now / was - 1 if now and was else None
 
+    @property
+    def same_numbers(self) -> bool | None:
+        """Whether what is served now gives the bits that were measured before; None where that is not known."""
+        taken = [each.measurement for each in (self.was, self.now) if each is not None]
+        before, after = [each.accuracy if each else None for each in (*taken, None)][:2]
+        return before.same_numbers(after) if before and after else None
+
     def to_json(self) -> dict[str, Any]:
         """A plain dict."""
         return {
@@ -65,6 +72,7 @@ class Refreshed:
             "was": _summarise(self.was),
             "now": _summarise(self.now) if self.now else None,
             "change": self.change,
+            "same_numbers": self.same_numbers,
             "leaders": [schedule.to_json() for schedule in self.leaders],
         }
 

@@ -594,10 +594,11 @@ class WantedNumbers:
         """Why a candidate that computes right must not win; None where its numbers are the wanted ones."""
         if (candidate.artifact.fingerprint, self.grids(candidate.schedule)) == self.program.key:
             return None
-        same = accuracy.repeatable and self.accuracy.repeatable and accuracy.outputs == self.accuracy.outputs
         how = "" if accuracy.repeatable else ": it gives other bits from run to run"
         message = f"differs from the incumbent's numbers ({self.program.schedule.short()}){how}"
-        return None if same else Failure(kind=FailureKind.OTHER_NUMBERS, message=message)
+        return (
+            None if accuracy.same_numbers(self.accuracy) else Failure(kind=FailureKind.OTHER_NUMBERS, message=message)
+        )
 
     def known(self, taken: Measurement) -> bool | None:
         """Whether a measurement in the store is of the wanted numbers; None where it does not tell. What was never checked, as it
@@ -606,9 +607,7 @@ class WantedNumbers:
         accuracy = taken.accuracy
         if accuracy is None or taken.fingerprint == self.program.fingerprint:
             return True
-        if accuracy.outputs.partition(".")[0] != self.accuracy.outputs.partition(".")[0]:  # other inputs, or none noted
-            return None
-        return accuracy.repeatable and self.accuracy.repeatable and accuracy.outputs == self.accuracy.outputs
+        return accuracy.same_numbers(self.accuracy)
 
 
 class _Search(_ProblemTune):
