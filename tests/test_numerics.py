@@ -14,6 +14,7 @@ from tiledsched.cli import main
 from tiledsched.cli.tuned_output import print_refreshed
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import ConfigError, FailureKind
+from tiledsched.fleet.jobs import find_job
 from tiledsched.measure.arrays import digest
 from tiledsched.measure.runner import Checked
 from tiledsched.store.db import TuningDB
@@ -171,6 +172,15 @@ def test_candidates_of_a_file_say_why_they_lost(kernel, tmp_path) -> None:
     listed.write_text(json.dumps([{"TILE": tile, "occupancy": 1} for tile in (32, 64)]))
     found = tune(kernel, Numbered(), numerics="same", candidates=str(listed))
     assert found.candidates["differs from the incumbent's numbers"] == 1
+
+
+@pytest.mark.parametrize("options", [TuneOptions, RefreshOptions])
+def test_a_fleet_carries_it_as_any_other_option(options) -> None:
+    written = json.loads(json.dumps(options(numerics="same").to_json()))
+    assert options.from_mapping(written, "tune").numerics == "same"
+    assert find_job("tune" if options is TuneOptions else "refresh").unknown(written) == []
+    with pytest.raises(ConfigError, match="numerics must be one of any, same, not 'equal'"):
+        options(numerics="equal")
 
 
 # The digest
