@@ -227,3 +227,6 @@ def test_the_comparison_of_five_tuners_shows_what_its_script_counts():
     page = (ROOT / "docs" / "results" / "layer_norm.md").read_text(encoding="utf-8")
     assert counted in page
     assert len(counted.splitlines()) == 2 + len(list(folder.glob("with_*.py")))
+    texts = [(folder / f"with_{name}.py").read_text(encoding="utf-8") for name in ("tiledsched", "cuda_tile_tune")]
+    ours, theirs = (re.search(r"@ct.kernel\n.*?\n\n\n", text, re.DOTALL)[0] for text in texts)
+    assert ours == theirs

@@ -128,6 +128,17 @@ def test_a_budget_of_nothing_says_that_what_was_refused_was_not_timed(kernel) ->
     assert "no program that was checked has others" in found.entry.source or "not timed" in found.entry.source
 
 
+def test_whether_a_rival_serves_stays_as_the_numbers_do(kernel) -> None:
+    first = Numbered()
+    found = tune(kernel, first, effort="race", rivals="serve")
+    assert [each.name for each in found.entry.rivals] == ["other"]
+    again = Numbered()
+    again.us = lambda candidate: candidate.schedule["TILE"] * 1.0 / candidate.schedule["occupancy"]  # another one wins
+    kept = tune(kernel, again, numerics="same", rivals="serve")
+    assert kept.entry.schedule != found.entry.schedule
+    assert (kept.entry.rivals, again.raced) == (found.entry.rivals, [])
+
+
 def test_no_numbers_to_keep_where_nothing_served_works(kernel) -> None:
     class Broken(Numbered):
         def check(self, candidate):

@@ -937,7 +937,7 @@ class _Search(_ProblemTune):
 
     def rival_times(self, winner: Measurement, finalists: Sequence[Program]) -> tuple[RivalTime, ...] | None:
         """What rivals take next to the winner. Where they are not timed, what was stored with an entry of the same machine
-        code.
+        code. Where the numbers must stay, what is known of them next to what was served: whether one serves stays, too.
         """
         if self.tuner.rivals is not None:
             self.watcher.stage(self.problem, "rivals", 1)
@@ -946,8 +946,12 @@ class _Search(_ProblemTune):
             self.watcher.step(1)
             if found is not None:
                 return tuple(found)
-        known = self.entries(self.runner.device.name)
-        return next((each.rivals for each in known if each.fingerprint == winner.fingerprint and each.rivals), None)
+        device, known, codes = self.runner.device.name, self.entries(self.runner.device.name), [winner.fingerprint]
+        if self.wanted is not None:
+            place = self.kernel.name, self.space.arch, self.problem, device, self.tuner.regime, self.tuner.accum_mode
+            known += [each for each in self.tuner.shipped.winners if each.place == place]
+            codes.insert(0, self.wanted.program.fingerprint)
+        return next((each.rivals for code in codes for each in known if each.fingerprint == code and each.rivals), None)
 
 
 def expected_order(
