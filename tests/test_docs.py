@@ -219,3 +219,14 @@ def test_the_page_on_search_spaces_lists_every_knob_of_attention():
     listed = re.findall(r"`(\w+)`", " ".join(first_cells))
     knobs = (ROOT / "search_spaces" / "attention" / "base.toml").read_text(encoding="utf-8")
     assert sorted(listed) == sorted(re.findall(r"^\[knobs\.(\w+)\]", knobs, re.MULTILINE))
+
+
+def test_the_comparison_of_five_tuners_shows_what_its_script_counts():
+    folder = ROOT / "docs" / "examples" / "layer_norm"
+    counted = subprocess.run([sys.executable, folder / "count.py"], capture_output=True, text=True, check=True).stdout
+    page = (ROOT / "docs" / "results" / "layer_norm.md").read_text(encoding="utf-8")
+    assert counted in page
+    assert len(counted.splitlines()) == 2 + len(list(folder.glob("with_*.py")))
+    texts = [(folder / f"with_{name}.py").read_text(encoding="utf-8") for name in ("tiledsched", "cuda_tile_tune")]
+    ours, theirs = (re.search(r"@ct.kernel\n.*?\n\n\n", text, re.DOTALL)[0] for text in texts)
+    assert ours == theirs
