@@ -75,6 +75,14 @@ def schema_at_hand(request, monkeypatch):
     monkeypatch.setattr(Database, "upgrade", upgrade)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def one_compile_process():
+    """Commands called here compile in one process where they do not say in how many: each takes a second of CPU to start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tiledsched.build.pool.default_jobs", lambda: 1)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def programs_are_awaited(request, monkeypatch):
     """On a GPU, and in processes that such tests start, our own kernel computes each call, also the first."""

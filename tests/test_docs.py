@@ -160,7 +160,14 @@ def test_a_page_shows_what_its_commands_print(path, tmp_path):
         elif language == "sh":
             command = ["bash", "-ec", code]
             ran = subprocess.run(
-                command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+                command,
+                cwd=tmp_path,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=300,
+                check=False,
+                preexec_fn=on_one_cpu,
             )
             assert ran.returncode == 0, f"{code}\n{ran.stdout[-1000:]}\n{ran.stderr[-2000:]}"
             printed = ran.stdout.replace(str(tmp_path), "~")
@@ -173,6 +180,12 @@ def test_a_page_shows_what_its_commands_print(path, tmp_path):
     page = BLOCK.sub(run, path.read_text(encoding="utf-8"))
     if WRITE:
         path.write_text(page, encoding="utf-8")
+
+
+def on_one_cpu():
+    """Run this process on one CPU, another for each of pytest's workers: each compile process takes a second to start."""
+    worker, cpus = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]), sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cpus[worker % len(cpus)]})
 
 
 def draws_nothing(folder):
