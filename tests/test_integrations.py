@@ -341,7 +341,7 @@ ENDS = PADDED.clone()
 ENDS[1, 15:] = 0
 
 
-@pytest.mark.parametrize("family", sorted(ASKING))
+@pytest.mark.parametrize("family", sorted(ASKING.keys() - {"Mistral"}))  # whose windows Gemma2 has, too
 def test_windows_softcap_and_sinks_stay_what_they_are_in_compiled_code(
     family, registered, not_theirs, transformers, monkeypatch
 ) -> None:
