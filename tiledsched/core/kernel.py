@@ -82,7 +82,7 @@ DATA: dict[str, tuple[Any, str]] = {
     "suites": (Mapping, 'a dict of a name and a list of problems, as in {"small": [dict(rows=64)]}'),
     "default_suite": (str, "the name of a suite"),
     "derived": (Mapping, 'a dict of a name and a function of the problem, as in {"half": lambda p: p.rows // 2}'),
-    "label": (Mapping, 'a dict of a short name and a dim, as in {"S": "seq_q"}'),
+    "label": (Mapping, 'a dict of a short name and a dim, as in {"N": "columns"}'),
     "written": (Mapping, "a dict of a short name and a dim"),
     "axes": (tuple | list, 'a tuple of dims, as in ("rows", "columns")'),
     "plain": (Mapping, "a dict of a knob and the value that is left out"),
