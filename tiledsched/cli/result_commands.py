@@ -214,7 +214,12 @@ def _modelled_landscapes(kernel: str | None, arch: str | None) -> list[dict[str,
 @problem_options
 @target_option
 @generated_options(TuneOptions, "accum_mode", "regime", "rivals", "space")
-@option("--device", default="", metavar="NAME", help="name of the GPU, to tell its measurements from another's")
+@option(
+    "--device",
+    default="",
+    metavar="NAME",
+    help="name of the GPU, to tell its measurements from another's (default: that of the GPU here, if it is of the arch)",
+)
 def explain(
     run: Invocation,
     kernel: KernelClass,
@@ -236,6 +241,7 @@ def explain(
     from tiledsched.serve.explain import explain_problem
 
     arch, chosen = run.arch(arch), run.settings(**settings)
+    device = device or next((each.name for each in run.gpus() if each.arch == arch), "")
     spaces = [chosen_space(arch, kernel, space)] if space else []
     table = load_table(chosen, kernel=kernel, archs={arch}, spaces=spaces)
     found = [

@@ -19,10 +19,10 @@ import numpy
 from tiledsched.core.arrays import RELATIVE_ERRORS, ArraySpec, Tolerance
 from tiledsched.core.blame import describe, did_you_mean
 from tiledsched.core.errors import DeclarationError, TiledschedError
-from tiledsched.core.fields import Dim
+from tiledsched.core.fields import Dim, total
 from tiledsched.core.integers import INTEGER_KINDS
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.core.storage import LARGEST, is_float, to_float, to_storage
+from tiledsched.core.storage import LARGEST, POWERS_OF_TWO, is_float, shape_of_values, to_float, to_storage
 
 KINDS = ("edges", "large", "offset")
 """Kinds of inputs, in addition to random ones, for a kernel that declares no `adversarial` cases of its own."""
@@ -163,8 +163,10 @@ def output_specs(kernel: KernelClass, p: Problem) -> list[ArraySpec]:
 
 
 def _drawn(xp: Any, rng: Any, spec: ArraySpec, shape: tuple[int, ...]) -> Any:
+    if spec.dtype == POWERS_OF_TWO:
+        return 2.0 ** rng.integers(-2, 3, size=shape)
     if is_float(spec.dtype):
-        return rng.standard_normal(shape, dtype=numpy.float32)
+        return rng.standard_normal(shape_of_values(shape, spec.dtype), dtype=numpy.float32)
     if spec.integers is None:
         return rng.integers(0, 2, size=shape)
     spec.integers.check(spec.name, spec.dtype, shape)
@@ -321,20 +323,20 @@ def shrunk(kernel: KernelClass, p: Problem, sizes: tuple[int, ...] = SMALL, *, o
     """
     dims = [name for name, each in kernel.fields.items() if isinstance(each, Dim) and not each.constant]
     largest = max(dims, key=lambda name: p.values[name], default=None)
-    stuck = []
+    stuck: dict[str, int] = {}
     for name in dims:
-        wanted = SMALL if only_largest and name != largest else sizes
-        for size in (*wanted, *(size for size in LARGER if size < p.values[name])):
+        wanted, before = SMALL if only_largest and name != largest else sizes, total(p.values[name])
+        for size in (*wanted, *(size for size in LARGER if size < before)):
             try:
                 p = p.replace(**{name: size})
             except TiledschedError:
                 continue
             break
         else:
-            stuck.append(name)
-    longest = max((p.values[name] for name in stuck), default=0)
+            stuck[name] = before
+    longest = max(stuck.values(), default=0)
     for size in (*sizes, *LARGER) if len(stuck) > 1 else ():
         if size < longest:
             with suppress(TiledschedError):
-                return p.replace(**{name: max(1, p.values[name] * size // longest) for name in stuck})
+                return p.replace(**{name: max(1, before * size // longest) for name, before in stuck.items()})
     return p

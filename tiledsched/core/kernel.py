@@ -47,7 +47,7 @@ from tiledsched.core.similarity import Similarity
 from tiledsched.core.sources import SHIPPED_KERNELS
 from tiledsched.core.space import function_of
 from tiledsched.core.space_files import declared_space
-from tiledsched.core.storage import is_float
+from tiledsched.core.storage import PACKED, POWERS_OF_TWO, is_float
 
 if TYPE_CHECKING:
     from tiledsched.core.launch import Step
@@ -83,7 +83,7 @@ DATA: dict[str, tuple[Any, str]] = {
     "suites": (Mapping, 'a dict of a name and a list of problems, as in {"small": [dict(rows=64)]}'),
     "default_suite": (str, "the name of a suite"),
     "derived": (Mapping, 'a dict of a name and a function of the problem, as in {"half": lambda p: p.rows // 2}'),
-    "label": (Mapping, 'a dict of a short name and a dim, as in {"R": "rows"}'),
+    "label": (Mapping, 'a dict of a short name and a dim, as in {"N": "columns"}'),
     "written": (Mapping, "a dict of a short name and a dim"),
     "axes": (tuple | list, 'a tuple of dims, as in ("rows", "columns")'),
     "plain": (Mapping, "a dict of a knob and the value that is left out"),
@@ -325,8 +325,31 @@ def _check_array(kernel: KernelClass, name: str, each: ArrayField) -> None:
     types = kernel.fields[each.dtype or "dtype"].words if (each.dtype or "dtype") in dtypes else (each.dtype,)  # type: ignore[union-attr]
     if each.speaks_of_integers and any(map(is_float, types)):
         _fail(kernel, name, f"{INTEGER_WORDS} are said of integers, and {name} holds floating-point numbers")
+    if PACKED in types and (each.layout != "row" or each.listed):
+        _fail(
+            kernel, name, f"two numbers of {PACKED} share a byte along the last axis; declare one array of layout row"
+        )
+    if each.copy_of is not None:
+        _check_copy(kernel, name, each)
+    if each.cleared and POWERS_OF_TWO in types:
+        _fail(kernel, name, f"{POWERS_OF_TWO} has no 0; leave zeroed out")
     if each.sorted and each.sentinels:
         _fail(kernel, name, "sorted values have no sentinels; give one of the two")
+
+
+def _check_copy(kernel: KernelClass, name: str, each: ArrayField) -> None:
+    source = kernel.array_fields.get(str(each.copy_of))
+    if source is None or source.role != "in" or source.listed:
+        inputs = [other for other, field in kernel.array_fields.items() if field.role == "in"]
+        _fail(kernel, name, f"copy_of = {each.copy_of!r} is no input; known are {', '.join(inputs)}")
+    elif isinstance(source.shape, str) and isinstance(each.shape, str):
+        have, wanted = split_shape(source.shape), split_shape(each.shape)
+        if wanted not in (have, have[:-2] + have[-2:][::-1]):
+            _fail(
+                kernel, name, f"a copy of {each.copy_of} has its shape, {source.shape!r}, or its last two axes swapped"
+            )
+    if each.zeroed:
+        _fail(kernel, name, "a copy is not zero; give one of copy_of and zeroed")
 
 
 def _names(kernel: KernelClass, name: str, text: str) -> frozenset[str]:
@@ -546,11 +569,11 @@ def _check_reference(kernel: KernelClass, example: Problem) -> None:
                 f"returns {each.name} of {_said(odd[0])} for {small}; return an array of real numbers",
             )
         shapes = tuple(numpy.shape(one) for one in result) if each.listed else (numpy.shape(result),)
-        if shapes != each.shapes:
+        if shapes != each.value_shapes:
             _fail(
                 kernel,
                 "reference",
-                f"returns {each.name} of shape {shapes[0]} for {small}; declared is {each.shapes[0]}",
+                f"returns {each.name} of shape {shapes[0]} for {small}; declared is {each.value_shapes[0]}",
             )
 
 

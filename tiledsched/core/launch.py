@@ -20,12 +20,13 @@ from tiledsched.core.arrays import ArraySpec
 from tiledsched.core.blame import author_function, describe, did_you_mean, function_line
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import DeclarationError, ProblemError, TiledschedError
-from tiledsched.core.fields import ITEM_BYTES, Choice, Dim, Flag
+from tiledsched.core.fields import ITEM_BYTES, Choice, Dim, Flag, Preparation
+from tiledsched.core.preparations import MOST_AXES, launch_of
 from tiledsched.core.problem import KernelClass, Problem, ProblemClass
 from tiledsched.core.schedule import HINT_KNOBS, Schedule
 from tiledsched.core.shapes import shape_names, split_shape
 from tiledsched.core.sources import is_shipped
-from tiledsched.core.storage import ALIGNMENT, strides_of
+from tiledsched.core.storage import ALIGNMENT, strides_of, tile_type
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,8 @@ class Step:
     """One argument for each parameter."""
     grid: tuple[int, int, int]
     """Blocks along three axes."""
+    prepares: bool = False
+    """Whether it is one of :mod:`tiledsched.core.preparations`, which take no hints of a schedule."""
 
     @property
     def tail(self) -> tuple[Any, ...]:
@@ -101,7 +104,11 @@ def _steps(kernel: KernelClass, p: Problem, s: Schedule, device: Any) -> tuple[S
         )
     constants = kernel.constants(p, s)
     found = []
-    for entry, grid in wanted:
+    for each in (*kernel.preparations(), *wanted):
+        if isinstance(each, Preparation):
+            found.append(_prepare(kernel, each, p, s))
+            continue
+        entry, grid = each
         function, hints = undecorated(entry)
         found.append(
             Step(
@@ -112,6 +119,31 @@ def _steps(kernel: KernelClass, p: Problem, s: Schedule, device: Any) -> tuple[S
             )
         )
     return tuple(found)
+
+
+def _prepare(kernel: KernelClass, each: Preparation, p: Problem, s: Schedule) -> Step:
+    for name in (each.target, *([each.source] if each.source else [])):
+        if name not in kernel.array_fields:
+            known = ", ".join(kernel.array_fields)
+            raise DeclarationError(
+                f"{kernel.__name__}: a {each.kind} of {name!r}, which is no array; known are {known}"
+            )
+    target = kernel.array_spec(each.target, p, s)
+    source = kernel.array_spec(each.source, p, s) if each.source else None
+    if len(target.shape) not in range(1, MOST_AXES + 1):
+        raise DeclarationError(
+            f"{kernel.__name__}.{each.target}: {len(target.shape)} axes; a {each.kind} takes 1 to {MOST_AXES}"
+        )
+    shape = target.shape if source is None else source.shape
+    if (shape[:-2] + shape[-2:][::-1] if each.swapped else shape) != target.shape:
+        raise DeclarationError(
+            f"{kernel.__name__}.{each.target}: a copy of {each.source}, {shape}, must have its shape, got {target.shape}"
+        )
+    function, blocks, constants = launch_of(each, target, source)
+    arrays = [spec for spec in (source, target) if spec is not None]
+    arguments = [KernelArgument(name=spec.name, kind="array", wide=spec.wide) for spec in arrays]
+    arguments += [_constant(name, value) for name, value in constants.items()]
+    return Step(function=function, hints={}, arguments=tuple(arguments), grid=(blocks, 1, 1), prepares=True)
 
 
 def undecorated(entry: Any) -> tuple[FunctionType, Mapping[str, Any]]:
@@ -251,7 +283,7 @@ def _array_constraint(spec: ArraySpec, note: Any) -> Any:
     known = spec.role != "workspace" or spec.aligned
     aligned = ALIGNMENT // item if run % ALIGNMENT == 0 and known and same else 1
     return ArrayConstraint(
-        getattr(ct, spec.dtype),
+        getattr(ct, tile_type(spec.dtype)),
         ndim,
         index_dtype=note.index_dtype,
         stride_lower_bound_incl=0,
@@ -277,15 +309,11 @@ def annotated(kernel: KernelClass, step: Step, p: Problem, s: Schedule) -> Funct
     With them, a launch infers the assumptions of a build: cuTile tells launches apart by constant sizes, among others, and an
     axis of one element does not become a constant by chance.
     """
-    plain = [
-        each
-        for each in step.arguments
-        if each.kind == "array"
-        and next(note for name, _, note in parameters(step.function) if name == each.name) is None
-    ]
+    pairs = zip(parameters(step.function), step.arguments, strict=True)
+    plain = [(name, each.name) for (name, _, note), each in pairs if each.kind == "array" and note is None]
     if not plain:
         return step.function
-    notes = tuple((each.name, _note(kernel, kernel.array_spec(each.name, p, s))) for each in plain)  # type: ignore[arg-type]
+    notes = tuple((name, _note(kernel, kernel.array_spec(array, p, s))) for name, array in plain)  # type: ignore[arg-type]
     return _with_notes(step.function, notes)
 
 
@@ -400,7 +428,7 @@ def tile_kernels(kernel: KernelClass, schedules: Mapping[str, Schedule], p: Prob
 
 def _hints(step: Step, schedules: Mapping[str, Schedule]) -> dict[str, Any]:
     hints = dict(step.hints)
-    for knob in HINT_KNOBS:
+    for knob in () if step.prepares else HINT_KNOBS:
         values = {arch: s.number(knob) for arch, s in schedules.items() if knob in s}
         if values:
             by_arch = {arch: value if value or knob == "opt_level" else None for arch, value in values.items()}

@@ -19,7 +19,7 @@ from tiledsched.core.blame import did_you_mean
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.cost import Cost
 from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError
-from tiledsched.core.fields import ArrayField, Dim, Knob, ProblemField, Scalar, Value, knob
+from tiledsched.core.fields import ArrayField, Dim, Knob, Preparation, ProblemField, Scalar, Value, knob
 from tiledsched.core.integers import Integers
 from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
@@ -548,8 +548,22 @@ class Declaration:
     def grids(cls, p: Problem, s: Schedule, device: Any) -> tuple[tuple[int, int, int], ...]:
         """The grid of each launch. Together with the machine code, grids tell which program a schedule is."""
         if cls.launches is not None:
-            return tuple(cls.read_grid(grid) for _, grid in cls.launches(p, s, device))
+            launches = cls.launches(p, s, device)
+            return tuple(cls.read_grid(1 if isinstance(each, Preparation) else each[1]) for each in launches)
         return (cls.read_grid(cls.grid(p, s, device)),)
+
+    @classmethod
+    def preparations(cls) -> tuple[Preparation, ...]:
+        """The launches with which every call begins: copies of inputs, and outputs set to zero."""
+        found = []
+        for name, each in cls.array_fields.items():
+            if each.copy_of is not None:
+                shapes = each.shape, cls.array_fields[each.copy_of].shape
+                swapped = all(isinstance(one, str) for one in shapes) and len({*map(split_shape, shapes)}) > 1
+                found.append(Preparation(kind="copy", target=name, source=each.copy_of, swapped=swapped))
+            elif each.cleared:
+                found.append(Preparation(kind="zero", target=name))
+        return tuple(found)
 
     @classmethod
     def read_grid(cls, grid: Any) -> tuple[int, int, int]:

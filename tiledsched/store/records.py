@@ -22,6 +22,8 @@ from tiledsched.store.validation import PROVENANCES as PROVENANCES
 
 RUN_STATUSES = ("running", "done", "interrupted", "failed")
 STAGES = ("build", "measure")
+SAME_NUMBERS = "bit for bit the numbers of "
+"""How the part of an entry's source begins that says whose numbers a schedule had to have to win."""
 Place = tuple[str, str, Problem, str, str, str]
 """What an entry answers; see :attr:`Entry.place`."""
 Made = TypeVar("Made")
@@ -286,6 +288,11 @@ class Entry:
     def rank(self) -> int:
         """0 for the strongest provenance. One that is none, as in a row that somebody changed, is weaker than all."""
         return PROVENANCES.index(self.provenance) if self.provenance in PROVENANCES else len(PROVENANCES)
+
+    @property
+    def same_numbers(self) -> str:
+        """Whose numbers a schedule had to have to win, and what that cost, for people; empty where any right ones could win."""
+        return next((part for part in self.source.split("; ") if part.startswith(SAME_NUMBERS)), "")
 
     def replace(self, **changes: Any) -> Entry:
         """A copy with `changes` applied."""
