@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched.core import data_files
+from tiledsched.core.blame import did_you_mean
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.files import kind_of_file, read_toml, user_folder
 from tiledsched.core.schedule import KnobValue
@@ -218,11 +219,12 @@ def check_setting(name: str, value: Any, where: str) -> Any:
     """
     allowed = SETTINGS.get(name) or knob_kinds().get(name)
     if allowed is None:
-        raise ConfigError(f"{where}: unknown setting {name!r}; known are {', '.join([*SETTINGS, *knob_kinds()])}")
+        known = [*SETTINGS, *knob_kinds()]
+        raise ConfigError(f"{where}: unknown setting {name!r}; known are {', '.join(known)}{did_you_mean(name, known)}")
     if isinstance(allowed, type):
         return _read_value(name, value, allowed, where)
     if value not in allowed:
-        raise ConfigError(f"{where}: {name} = {value!r}; allowed: {', '.join(allowed)}")
+        raise ConfigError(f"{where}: {name} = {value!r}; allowed: {', '.join(allowed)}{did_you_mean(value, allowed)}")
     return value
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tiledsched.core.arrays import ArraySpec
+from tiledsched.core.blame import did_you_mean
 from tiledsched.core.errors import ConfigError, ProblemError
 from tiledsched.core.fields import ALSO_CALLED, LAYOUTS, ArrayField, Choice, Dim, Flag, ProblemField, Sizes
 from tiledsched.core.problem import KernelClass, Problem
@@ -85,7 +86,8 @@ class OpSchema:
         self.kernel = kernel
         unknown = sorted(set(pinned) - set(kernel.fields))
         if unknown:
-            raise ConfigError(f"{kernel.name} has no field {unknown[0]!r}; known are {', '.join(kernel.fields)}")
+            meant = did_you_mean(unknown[0], kernel.fields)
+            raise ConfigError(f"{kernel.name} has no field {unknown[0]!r}; known are {', '.join(kernel.fields)}{meant}")
         self.given = dict(pinned)
         """What the caller fixed. `pinned` are also the flags that decide which outputs there are."""
         self.pinned = dict(pinned)

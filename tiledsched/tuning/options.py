@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tiledsched.build.compiler import DEFAULT_TIMEOUT_S
+from tiledsched.core.blame import did_you_mean
 from tiledsched.core.config import SETTINGS
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.files import real_path
@@ -98,7 +99,8 @@ class Options:
         known = [each.name for each in options_of(cls)]
         unknown = sorted(set(values) - set(known))
         if unknown:
-            raise ConfigError(f"{of} has no option {', '.join(unknown)}; its options are {', '.join(known)}")
+            meant = did_you_mean(unknown[0], known)
+            raise ConfigError(f"{of} has no option {', '.join(unknown)}; its options are {', '.join(known)}{meant}")
         return cls(**{name: str(value) if isinstance(value, Path) else value for name, value in values.items()})
 
     def to_json(self) -> dict[str, Any]:
