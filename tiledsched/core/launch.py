@@ -124,9 +124,9 @@ def _steps(kernel: KernelClass, p: Problem, s: Schedule, device: Any) -> tuple[S
 def _prepare(kernel: KernelClass, each: Preparation, p: Problem, s: Schedule) -> Step:
     for name in (each.target, *([each.source] if each.source else [])):
         if name not in kernel.array_fields:
-            known = ", ".join(kernel.array_fields)
+            known, meant = ", ".join(kernel.array_fields), did_you_mean(name, kernel.array_fields)
             raise DeclarationError(
-                f"{kernel.__name__}: a {each.kind} of {name!r}, which is no array; known are {known}"
+                f"{kernel.__name__}: a {each.kind} of {name!r}, which is no array; known are {known}{meant}"
             )
     target = kernel.array_spec(each.target, p, s)
     source = kernel.array_spec(each.source, p, s) if each.source else None
@@ -142,7 +142,7 @@ def _prepare(kernel: KernelClass, each: Preparation, p: Problem, s: Schedule) ->
     function, blocks, constants = launch_of(each, target, source)
     arrays = [spec for spec in (source, target) if spec is not None]
     arguments = [KernelArgument(name=spec.name, kind="array", wide=spec.wide) for spec in arrays]
-    arguments += [_constant(name, value) for name, value in constants.items()]
+    arguments += [_constant(kernel, function, name, value) for name, value in constants.items()]
     return Step(function=function, hints={}, arguments=tuple(arguments), grid=(blocks, 1, 1), prepares=True)
 
 
