@@ -98,7 +98,9 @@ def _steps(kernel: KernelClass, p: Problem, s: Schedule, device: Any) -> tuple[S
     else:
         function = kernel.entry(p, s) if kernel.entry is not None else kernel.function
         wanted = [(function, kernel.grid(p, s, device))]
-    if not wanted or not all(isinstance(each, (tuple, list)) and len(each) == 2 for each in wanted):
+    if not wanted or not all(
+        isinstance(each, Preparation) or (isinstance(each, (tuple, list)) and len(each) == 2) for each in wanted
+    ):
         raise DeclarationError(
             f"{kernel.__name__}.launches: must return a list of pairs of function and grid, got {wanted!r}"
         )
