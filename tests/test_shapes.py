@@ -7,14 +7,21 @@ from __future__ import annotations
 import cuda.tile as ct
 import numpy as np
 import pytest
+from store_samples import entry
 
 import tiledsched as ts
 from tiledsched.cli.problems import read_problems
 from tiledsched.core.cases import make_cases, random_inputs, shrunk
+from tiledsched.core.config import Settings
 from tiledsched.core.errors import DeclarationError, ProblemError
+from tiledsched.core.problem import Requirement
 from tiledsched.core.shapes import is_solvable, read_shape, shape_names, solve, split_shape
 from tiledsched.interpreter.checking import check_schedule
+from tiledsched.serve.entries import load_entries
 from tiledsched.serve.schema import OpSchema
+from tiledsched.store.db import TuningDB
+from tiledsched.store.evidence import of_kernel
+from tiledsched.store.serving_copy import read_copy, write_copy
 
 SIZES = {"rows": 7, "columns": 48, "experts": 5}
 
@@ -325,3 +332,21 @@ def test_requirements_that_say_nothing_are_refused(requires, words) -> None:
     with pytest.raises(DeclarationError) as caught:
         type("Wrong", (Scaled,), {"requires": requires, "knobs": {"TILE": [16]}, "__module__": __name__})
     assert words in str(caught.value)
+
+
+def test_what_was_stored_before_a_kernel_required_more_stops_nothing(tmp_path, monkeypatch) -> None:
+    problem = GroupSums.problem(rows=9, columns=20, groups=4)
+    kept = entry("modelled", kernel=GroupSums.name, problem=problem, schedule=ts.Schedule({"TILE": 16}))
+    kept = kept.replace(source_hash=GroupSums.evidence_source())
+    settings = Settings(db=str(tmp_path / "x.db"), cache=str(tmp_path / "cache"))
+    with TuningDB.open(settings.db) as db:
+        db.put_entry(kept)
+    assert [each.problem for each in load_entries(settings, {"sm_90"}, GroupSums)] == [problem]
+    before = read_copy(write_copy([kept], "").encode())
+    assert [each.problem for each in of_kernel(before, GroupSums)] == [problem]
+    stricter = (Requirement(require="rows > 9", because="x", names=("rows",), holds=lambda rows: rows > 9),)
+    monkeypatch.setattr(GroupSums, "requirements", stricter)
+    assert not of_kernel(read_copy(write_copy([kept], "").encode()), GroupSums)
+    for _ in range(2):  # from the database, and from its copy
+        assert not [each for each in load_entries(settings, {"sm_90"}, GroupSums) if each.layer == "user"]
+    assert [each.problem.known for each in load_entries(settings, {"sm_90"}) if each.layer == "user"] == [False]
