@@ -132,6 +132,42 @@ class LabelLosses(ts.Kernel):
         return xp.where(Labels == -100, 0, total - X[xp.arange(len(X)), xp.maximum(Labels, 0)])
 
 
+@ct.kernel
+def gather_pages(Cache, Table, Out, TILE: ct.Constant[int], NONE: ct.Constant[int]):
+    row, place = ct.bid(0), ct.bid(1)
+    page = ct.gather(Table, (row, place))
+    found = ct.load(Cache, (ct.maximum(page, 0), 0), (1, TILE), padding_mode=ct.PaddingMode.ZERO)
+    ct.store(Out, (row, place, 0), ct.where(page == NONE, 0.0, found).reshape((1, 1, TILE)))
+
+
+class GatherPages(ts.Kernel):
+    """The pages of each sequence; -1 is no page."""
+
+    function = gather_pages
+    batch, places, blocks, columns = ts.dim(), ts.dim(), ts.dim(), ts.dim()
+    Cache = ts.array("blocks columns", dtype="float32")
+    Table = ts.array("batch places", dtype="int32", below="blocks", sentinel=-1)
+    Out = ts.out("batch places columns", dtype="float32")
+    knobs = {"TILE": [32]}
+    suites = {"small": [{"batch": 3, "places": 5, "blocks": 4, "columns": 20}]}
+
+    def constants(p, s):
+        return {"NONE": -1}
+
+    def grid(p, s, device):
+        return p.batch, p.places
+
+    def reference(xp, Cache, Table):
+        return xp.where(Table[..., None] < 0, 0, Cache[xp.maximum(Table, 0)])
+
+
+class GatherPagesWithoutSentinels(GatherPages):
+    """A page of -1 is taken to be the first."""
+
+    def constants(p, s):
+        return {"NONE": -2}
+
+
 class LabelLossesIgnoringNothing(LabelLosses):
     """A label of -100 is taken to be 0."""
 
@@ -146,10 +182,12 @@ def checked(kernel):
 
 def test_kernels_are_checked_on_sentinels_and_offsets() -> None:
     assert checked(GroupSums)[0], checked(GroupSums)
-    assert checked(LabelLosses)[0], checked(LabelLosses)
-    passed, _, message = checked(LabelLossesIgnoringNothing)
-    assert not passed
-    assert "Out" in message
+    for kernel in (LabelLosses, GatherPages):
+        assert checked(kernel)[0], checked(kernel)
+    for kernel in (LabelLossesIgnoringNothing, GatherPagesWithoutSentinels):
+        passed, _, message = checked(kernel)
+        assert not passed
+        assert "Out" in message
 
 
 def test_every_kind_of_integers_is_among_the_inputs() -> None:
