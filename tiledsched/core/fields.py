@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tiledsched.core.blame import did_you_mean
 from tiledsched.core.errors import DeclarationError
 
 Value = int | bool | str | tuple[int, ...]
@@ -94,7 +95,9 @@ class Choice:
         if self.is_dtype and isinstance(value, str):
             value = ALSO_CALLED.get(value, value)
         if value not in self.words:
-            raise ValueError(f"{name} must be one of {', '.join(self.words)}, got {value!r}")
+            raise ValueError(
+                f"{name} must be one of {', '.join(self.words)}, got {value!r}{did_you_mean(value, self.words)}"
+            )
         return str(value)
 
 
@@ -213,6 +216,13 @@ def dim(
         least, most: the range of allowed sizes.
         omit_default: leave the default out of the problem's JSON, so that adding the field to a kernel changes no stored id.
     """
+    for name, value in (("default", default), ("least", least), ("most", most)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise DeclarationError(f"ts.dim: {name} must be an integer, got {value!r}")
+    if most is not None and most < least:
+        raise DeclarationError(f"ts.dim: the most, {most}, is less than the least, {least}")
+    if default is not None and not least <= default <= (default if most is None else most):
+        raise DeclarationError(f"ts.dim: the default {default} is not from {least} to {most or 'any number'}")
     return Dim(default=default, constant=constant, least=least, most=most, omit_default=omit_default)
 
 
@@ -230,19 +240,23 @@ def dtype(*allowed: str) -> Any:
     allowed = tuple(ALSO_CALLED.get(each, each) for each in allowed)
     wrong = [each for each in allowed if each not in DTYPES]
     if wrong or not allowed:
-        raise DeclarationError(f"dtype{allowed!r}: name one or more of {', '.join(DTYPES)}")
+        meant = did_you_mean(getattr(wrong[0], "name", wrong[0]), DTYPES) if wrong else ""
+        said = f"{wrong[0]!r} is not the name of a type, as text; " if wrong else ""
+        raise DeclarationError(f"ts.dtype: {said}name one or more of {', '.join(DTYPES)}{meant}")
     return Choice(words=allowed, default=allowed[0], omit_default=False, is_dtype=True)
 
 
 def choice(*words: str, omit_default: bool = False) -> Any:
     """One of several words, known when the kernel is compiled. The first word is the default."""
-    if not words:
-        raise DeclarationError("choice(): name the words to choose from")
+    if not words or not all(isinstance(word, str) for word in words) or len(set(words)) < len(words):
+        raise DeclarationError(f"ts.choice: name the words to choose from, each as text and once; got {words!r}")
     return Choice(words=words, default=words[0], omit_default=omit_default)
 
 
 def flag(default: bool = False, *, omit_default: bool = False) -> Any:
     """A flag, known when the kernel is compiled."""
+    if not isinstance(default, bool):
+        raise DeclarationError(f"ts.flag: the default must be True or False, got {default!r}")
     return Flag(default=default, omit_default=omit_default)
 
 
@@ -384,6 +398,12 @@ def copy(source: str, target: str, *, swapped: bool = False) -> Any:
 def scalar(value: float | int | Callable[[Any], float | int], *, dtype: str | None = None) -> Any:
     """A run-time number: a value, or a function of the problem. Its type is float32 unless given; int32 for an integer."""
     found = dtype or ("int32" if isinstance(value, int) and not isinstance(value, bool) else "float32")
+    if not callable(value) and (isinstance(value, bool) or not isinstance(value, (int, float))):
+        raise DeclarationError(f"ts.scalar: must be a number or a function of the problem, got {value!r}")
+    if found not in DTYPES:
+        raise DeclarationError(
+            f"ts.scalar: {found!r} is no type; known are {', '.join(DTYPES)}{did_you_mean(found, DTYPES)}"
+        )
     return Scalar(value=value, dtype=found)
 
 

@@ -15,6 +15,7 @@ import cuda.tile as ct
 import ml_dtypes
 import numpy as np
 
+from tiledsched.core.blame import author_line, describe
 from tiledsched.core.errors import ProblemError
 from tiledsched.core.launch import annotated, scratch, steps
 from tiledsched.core.storage import poison, storage_type, tile_type
@@ -146,7 +147,9 @@ def run(
             try:
                 body(*values)
             except InterpreterError as error:
-                raise error.located(f"{function.__name__}, block {block}") from error
+                raise error.located(f"{function.__name__}, block {block}", author_line(error)) from error
+            except Exception as error:  # an error of Python's in tile code
+                raise InterpreterError(f"{function.__name__}, block {block}: {describe(error)}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
