@@ -21,7 +21,7 @@ from torch.nn import Parameter as TorchParameter
 
 from tiledsched.core.arrays import ArraySpec
 from tiledsched.core.cases import call_reference, output_specs
-from tiledsched.core.errors import ConfigError, LaunchError, ProblemError, UnsupportedError
+from tiledsched.core.errors import ConfigError, DeclarationError, LaunchError, ProblemError, UnsupportedError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import load_kernel
 from tiledsched.core.storage import PACKED, POWERS_OF_TWO, to_float, to_storage
