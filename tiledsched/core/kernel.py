@@ -484,13 +484,13 @@ def _check_use(kernel: KernelClass, example: Problem) -> None:
     used = _words_of_functions(kernel)
     for each in kernel.array_fields.values():
         texts = [text for text in (each.shape, *each.limits.values()) if isinstance(text, str)]
-        used |= {each.layout, each.when, *itertools.chain(*map(shape_names, texts))}
+        used |= {each.layout, each.when or "", *itertools.chain(*map(shape_names, texts))}
     for text in (*kernel.constraints, *kernel.exploring, *kernel.requires):
         used |= set(re.findall(r"\w+", text))
     if "values" in used or "names" in used:  # they may read any of them
         return
-    for name, each in {**kernel.fields, **kernel.scalar_fields}.items():
-        if name not in used and isinstance(each, (Dim, Sizes, Scalar)):
+    for name, field in {**kernel.fields, **kernel.scalar_fields}.items():
+        if name not in used and isinstance(field, (Dim, Sizes, Scalar)):
             _fail(kernel, name, "nothing uses it, no array, function or constraint; use it, or leave it out")
 
 

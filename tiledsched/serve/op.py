@@ -381,10 +381,8 @@ class Operator:
         try:
             with numpy.errstate(all="ignore"):
                 found = call_reference(self.kernel, numpy, p, read)
-        except (ArithmeticError, IndexError, ValueError) as error:
-            raise UnsupportedError(
-                f"{self.name}: for {p} its reference raises {type(error).__name__}: {error}"
-            ) from error
+        except DeclarationError as error:
+            raise UnsupportedError(f"{self.name}: {error}") from error
         for (spec, listed), values in zip(self._outputs_of(p, given, made), found, strict=False):
             for each, value in zip(listed, _listed(values), strict=True):
                 if not numpy.any(value):  # NaN is something, too
