@@ -7,14 +7,22 @@ from __future__ import annotations
 import cuda.tile as ct
 import numpy as np
 import pytest
+from store_samples import entry
 
 import tiledsched as ts
 from tiledsched.cli.problems import read_problems
+from tiledsched.core import registry
 from tiledsched.core.cases import make_cases, random_inputs, shrunk
+from tiledsched.core.config import Settings
 from tiledsched.core.errors import DeclarationError, ProblemError
+from tiledsched.core.problem import Requirement
 from tiledsched.core.shapes import is_solvable, read_shape, shape_names, solve, split_shape
 from tiledsched.interpreter.checking import check_schedule
+from tiledsched.serve.entries import load_entries
 from tiledsched.serve.schema import OpSchema
+from tiledsched.store.db import TuningDB
+from tiledsched.store.evidence import of_kernel
+from tiledsched.store.serving_copy import read_copy, write_copy
 
 SIZES = {"rows": 7, "columns": 48, "experts": 5}
 
@@ -125,6 +133,42 @@ class LabelLosses(ts.Kernel):
         return xp.where(Labels == -100, 0, total - X[xp.arange(len(X)), xp.maximum(Labels, 0)])
 
 
+@ct.kernel
+def gather_pages(Cache, Table, Out, TILE: ct.Constant[int], NONE: ct.Constant[int]):
+    row, place = ct.bid(0), ct.bid(1)
+    page = ct.gather(Table, (row, place))
+    found = ct.load(Cache, (ct.maximum(page, 0), 0), (1, TILE), padding_mode=ct.PaddingMode.ZERO)
+    ct.store(Out, (row, place, 0), ct.where(page == NONE, 0.0, found).reshape((1, 1, TILE)))
+
+
+class GatherPages(ts.Kernel):
+    """The pages of each sequence; -1 is no page."""
+
+    function = gather_pages
+    batch, places, blocks, columns = ts.dim(), ts.dim(), ts.dim(), ts.dim()
+    Cache = ts.array("blocks columns", dtype="float32")
+    Table = ts.array("batch places", dtype="int32", below="blocks", sentinel=-1)
+    Out = ts.out("batch places columns", dtype="float32")
+    knobs = {"TILE": [32]}
+    suites = {"small": [{"batch": 3, "places": 5, "blocks": 4, "columns": 20}]}
+
+    def constants(p, s):
+        return {"NONE": -1}
+
+    def grid(p, s, device):
+        return p.batch, p.places
+
+    def reference(xp, Cache, Table):
+        return xp.where(Table[..., None] < 0, 0, Cache[xp.maximum(Table, 0)])
+
+
+class GatherPagesWithoutSentinels(GatherPages):
+    """A page of -1 is taken to be the first."""
+
+    def constants(p, s):
+        return {"NONE": -2}
+
+
 class LabelLossesIgnoringNothing(LabelLosses):
     """A label of -100 is taken to be 0."""
 
@@ -139,10 +183,12 @@ def checked(kernel):
 
 def test_kernels_are_checked_on_sentinels_and_offsets() -> None:
     assert checked(GroupSums)[0], checked(GroupSums)
-    assert checked(LabelLosses)[0], checked(LabelLosses)
-    passed, _, message = checked(LabelLossesIgnoringNothing)
-    assert not passed
-    assert "Out" in message
+    for kernel in (LabelLosses, GatherPages):
+        assert checked(kernel)[0], checked(kernel)
+    for kernel in (LabelLossesIgnoringNothing, GatherPagesWithoutSentinels):
+        passed, _, message = checked(kernel)
+        assert not passed
+        assert "Out" in message
 
 
 def test_every_kind_of_integers_is_among_the_inputs() -> None:
@@ -325,3 +371,22 @@ def test_requirements_that_say_nothing_are_refused(requires, words) -> None:
     with pytest.raises(DeclarationError) as caught:
         type("Wrong", (Scaled,), {"requires": requires, "knobs": {"TILE": [16]}, "__module__": __name__})
     assert words in str(caught.value)
+
+
+def test_what_was_stored_before_a_kernel_required_more_stops_nothing(tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(registry._known, GroupSums.name, GroupSums)  # another test may have loaded this file once more
+    problem = GroupSums.problem(rows=9, columns=20, groups=4)
+    kept = entry("modelled", kernel=GroupSums.name, problem=problem, schedule=ts.Schedule({"TILE": 16}))
+    kept = kept.replace(source_hash=GroupSums.evidence_source())
+    settings = Settings(db=str(tmp_path / "x.db"), cache=str(tmp_path / "cache"))
+    with TuningDB.open(settings.db) as db:
+        db.put_entry(kept)
+    assert [each.problem for each in load_entries(settings, {"sm_90"}, GroupSums)] == [problem]
+    before = read_copy(write_copy([kept], "").encode())
+    assert [each.problem for each in of_kernel(before, GroupSums)] == [problem]
+    stricter = (Requirement(require="rows > 9", because="x", names=("rows",), holds=lambda rows: rows > 9),)
+    monkeypatch.setattr(GroupSums, "requirements", stricter)
+    assert not of_kernel(read_copy(write_copy([kept], "").encode()), GroupSums)
+    for _ in range(2):  # from the database, and from its copy
+        assert not [each for each in load_entries(settings, {"sm_90"}, GroupSums) if each.layer == "user"]
+    assert [each.problem.known for each in load_entries(settings, {"sm_90"}) if each.layer == "user"] == [False]

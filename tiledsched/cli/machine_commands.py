@@ -81,6 +81,7 @@ def warmup(
     prepare_process()  # before cuTile is imported, which else makes a folder that is left behind where this is killed
     from tiledsched.serve.entries import load_entries, load_table
     from tiledsched.serve.warmup import prepare, renamed_by_contents
+    from tiledsched.store.evidence import of_kernel
 
     variants, settings = read_variants(kernel, also), run.settings()
     device_names = {device.arch: device.name for device in run.gpus()}
@@ -122,7 +123,7 @@ def warmup(
             done = prepare(
                 each,
                 path / f".{os.getpid()}.zip" if path is not None and in_folder else path,
-                entries,
+                of_kernel(entries, kernel),
                 load_table(settings, kernel=kernel),
                 kernel,
                 session.artifacts.for_host(host) if host else session.artifacts,

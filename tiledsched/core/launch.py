@@ -98,9 +98,8 @@ def _steps(kernel: KernelClass, p: Problem, s: Schedule, device: Any) -> tuple[S
     else:
         function = kernel.entry(p, s) if kernel.entry is not None else kernel.function
         wanted = [(function, kernel.grid(p, s, device))]
-    if not wanted or not all(
-        isinstance(each, Preparation) or (isinstance(each, (tuple, list)) and len(each) == 2) for each in wanted
-    ):
+    pairs = [each for each in wanted if not isinstance(each, Preparation)]
+    if not wanted or not all(isinstance(each, (tuple, list)) and len(each) == 2 for each in pairs):
         raise DeclarationError(
             f"{kernel.__name__}.launches: must return a list of pairs of function and grid, got {wanted!r}"
         )
@@ -144,7 +143,7 @@ def _prepare(kernel: KernelClass, each: Preparation, p: Problem, s: Schedule) ->
     function, blocks, constants = launch_of(each, target, source)
     arrays = [spec for spec in (source, target) if spec is not None]
     arguments = [KernelArgument(name=spec.name, kind="array", wide=spec.wide) for spec in arrays]
-    arguments += [_constant(kernel, function, name, value) for name, value in constants.items()]
+    arguments += [_plain_constant(name, value) for name, value in constants.items()]
     return Step(function=function, hints={}, arguments=tuple(arguments), grid=(blocks, 1, 1), prepares=True)
 
 

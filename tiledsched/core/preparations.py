@@ -8,8 +8,11 @@ They are launches like any other, so that they are built, timed, bundled and cap
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import cuda.tile as ct
@@ -93,6 +96,12 @@ def launch_of(each: Preparation, target: ArraySpec, source: ArraySpec | None) ->
     if source is not None and len(shape) > 1:
         constants["SWAPPED"] = each.swapped
     return FUNCTIONS[each.kind, len(shape)], max(1, blocks), constants
+
+
+@functools.cache
+def source_hash() -> str:
+    """Hash of this file, from which the programs of preparations come, whatever kernel they are of."""
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 def _power_of_two(size: int) -> int:

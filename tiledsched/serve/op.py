@@ -20,9 +20,8 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.nn import Parameter as TorchParameter
 
 from tiledsched.core.arrays import ArraySpec
-from tiledsched.core.blame import describe
 from tiledsched.core.cases import call_reference, output_specs
-from tiledsched.core.errors import ConfigError, LaunchError, ProblemError, UnsupportedError
+from tiledsched.core.errors import ConfigError, DeclarationError, LaunchError, ProblemError, UnsupportedError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import load_kernel
 from tiledsched.core.storage import PACKED, POWERS_OF_TWO, to_float, to_storage
@@ -382,9 +381,8 @@ class Operator:
         try:
             with numpy.errstate(all="ignore"):
                 found = call_reference(self.kernel, numpy, p, read)
-        except (ArithmeticError, IndexError, ValueError) as error:
-            why = error.__cause__ or error  # which names the line of the reference, too
-            raise UnsupportedError(f"{self.name}: for {p} its reference raises {describe(why)}") from error
+        except DeclarationError as error:
+            raise UnsupportedError(f"{self.name}: {error}") from error
         for (spec, listed), values in zip(self._outputs_of(p, given, made), found, strict=False):
             for each, value in zip(listed, _listed(values), strict=True):
                 if not numpy.any(value):  # NaN is something, too

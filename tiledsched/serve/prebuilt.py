@@ -24,6 +24,7 @@ from tiledsched.build.cubin import is_whole, parts, strip_debug
 from tiledsched.build.host_code import check_host, for_host, host_arch, host_of
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core import launch as launches
+from tiledsched.core import preparations
 from tiledsched.core.config import Settings
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import CompilerError, ConfigError, DeclarationError
@@ -269,7 +270,7 @@ class ServedKernel(ct.kernel):
         """The file of the program that is compiled for a signature; None where no file can hold it."""
         kernel, hints = self.declaration, self._compiler_options.hints_by_target()
         mine = {**hints["default"], **hints.get(self.arch, {})}
-        source = _source_hash(kernel)  # type: ignore[arg-type]  # a class is hashable
+        source = preparations.source_hash() if self.step.prepares else _source_hash(kernel)  # type: ignore[arg-type]
         key = program_key(source, captured_values(self._pyfunc), mine, wanted, self.arch)
         return self.folder / key if key else None
 

@@ -149,7 +149,8 @@ def kernel_objects(
 ) -> tuple[Any, ...]:
     """The cuTile kernel object of each of a schedule's launches; plans with the same functions and hints share them."""
     functions = tuple(annotated(kernel, step, p, s) for step in steps)
-    key = (kernel, functions, device.arch, *(s.get(knob) for knob in HINT_KNOBS))
+    prepared = tuple(each.name for step in steps if step.prepares for each in step.arguments)
+    key = (kernel, functions, prepared, device.arch, *(s.get(knob) for knob in HINT_KNOBS))
     with lock:
         if key not in _kernels:
             _kernels[key] = tuple(make_kernel(kernel, s, p, settings(), device, runtime.builder))

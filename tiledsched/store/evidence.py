@@ -201,7 +201,8 @@ def edited(entry: Entry, kernel: KernelClass) -> bool:
 
 
 def of_kernel(entries: Iterable[Entry], kernel: KernelClass | None = None) -> list[Entry]:
-    """The entries without those of another kernel that has the same name, such as one in a file of the same name.
+    """The entries without those of another kernel that has the same name, such as one in a file of the same name; and without
+    those of problems that were stored when the kernel had other fields, or required less.
 
     Args:
         entries: of any kernels.
@@ -213,6 +214,8 @@ def of_kernel(entries: Iterable[Entry], kernel: KernelClass | None = None) -> li
         return may_be_of(note, of)
 
     def belongs(entry: Entry) -> bool:
+        if kernel is not None and not entry.problem.known:
+            return False
         of = kernel or (entry.problem.declaration if entry.problem.known else None)
         return of is None or of.name != entry.kernel or mine(entry.source_hash, of)  # type: ignore[arg-type]  # a class is hashable
 

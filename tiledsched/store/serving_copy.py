@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from tiledsched.core.errors import ConfigError, ProblemError
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.schedule import Schedule
@@ -62,8 +63,17 @@ def _values(problem: Problem) -> tuple[str, dict[str, Any], list[str]]:
 
 
 def _problem(kernel: str, values: dict[str, Any], omitted: frozenset[str]) -> Problem:
+    """A problem; of no kernel known here where its kernel has other fields by now, or requires what it does not meet."""
     plain = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    return Problem(kernel_named(kernel), plain, omitted=omitted)
+    try:
+        declared = kernel_named(kernel)
+        if plain.keys() == declared.fields.keys():
+            found = Problem(declared, plain, omitted=omitted)
+            declared.check_requirements(found)
+            return found
+    except (ConfigError, ProblemError):
+        pass
+    return Problem(kernel, plain, omitted=omitted)
 
 
 def read_copy(data: bytes) -> list[Entry]:
