@@ -18,10 +18,16 @@ from tiledsched.core.arrays import RELATIVE_ERRORS, ArraySpec, Tolerance
 from tiledsched.core.errors import DeclarationError, TiledschedError
 from tiledsched.core.fields import Dim
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.space import Constraint
+from tiledsched.core.space_files import declared_space
 from tiledsched.core.storage import LARGEST, is_float, to_float, to_storage
 
 KINDS = ("edges", "large", "offset")
 """Kinds of inputs, in addition to random ones, for a kernel that declares no `adversarial` cases of its own."""
+CHECK_KINDS = (*KINDS, "negative", "tiny")
+"""Those of a check on the CPU, which looks for mistakes in the kernel; a GPU is asked whether the machine code is right."""
+INFINITE = ("float16", "bfloat16", "float32", "float64")
+"""Types that hold infinities and NaN, as a kernel that overflows stores them."""
 BORDERS = (16, 32, 64, 128, 256)
 EDGE_FACTOR = 4.0
 LARGE_FACTORS = (96.0, 16.0)
@@ -31,6 +37,8 @@ ROUNDING = RELATIVE_ERRORS | {"float32": 2.0**-21}
 """Type -> what rounding to it may cost, as a share of a value: the usual limit, and for float32 without its room for tf32."""
 OFFSET = 1.0
 SPREAD = 0.05
+TINY_FACTOR = 2.0**-8
+"""Squares are then about 1e-5, as large as what is added to keep a divisor from being zero."""
 
 Shape = Callable[[Any, Any], Any]
 """Makes other values from random ones, given numpy or cupy and the values."""
@@ -54,7 +62,16 @@ class Case:
         return self.kinds if isinstance(self.kinds, str) else self.kinds[outer]
 
 
-def make_cases(kernel: KernelClass, xp: Any, rng: Any, p: Problem, precision: str = "float64") -> Iterator[Case]:
+def make_cases(
+    kernel: KernelClass,
+    xp: Any,
+    rng: Any,
+    p: Problem,
+    precision: str = "float64",
+    *,
+    kinds: Sequence[str] = KINDS,
+    overflow: bool = False,
+) -> Iterator[Case]:
     """Yield the random case, then the adversarial cases.
 
     Args:
@@ -63,6 +80,8 @@ def make_cases(kernel: KernelClass, xp: Any, rng: Any, p: Problem, precision: st
         rng: a Generator of that module.
         p: the problem.
         precision: the type in which the reference computes; float32 where the GPU's float64 is slow.
+        kinds: of the adversarial cases, for a kernel that declares none of its own.
+        overflow: whether some of the right outputs may be infinite in their types, or NaN: the same is then right.
     """
     own = kernel.inputs(xp, rng, p)
     random = random_inputs(kernel, xp, rng, p, own)
@@ -74,11 +93,11 @@ def make_cases(kernel: KernelClass, xp: Any, rng: Any, p: Problem, precision: st
     if kernel.adversarial is not None:
         yield from kernel.adversarial(xp, rng, p, right)
         return
-    for kind in KINDS if any(is_float(spec.dtype) for spec in input_specs(kernel, p)) else ():
+    for kind in kinds if any(is_float(spec.dtype) for spec in input_specs(kernel, p)) else ():
         for shape in SHAPES[kind]:
             inputs = _shaped(kernel, xp, p, random, shape, own)
             outputs = right(inputs)
-            if _representable(kernel, xp, p, outputs, tame=shape is not SHAPES[kind][-1]):
+            if _representable(kernel, xp, p, outputs, tame=shape is not SHAPES[kind][-1], overflow=overflow):
                 yield Case(kind, inputs, outputs)
                 break
 
@@ -195,27 +214,37 @@ def _large(factor: float, xp: Any, values: Any) -> Any:
     return values * factor
 
 
-def _offset(xp: Any, values: Any) -> Any:
-    """Values near one, so that sums grow and what a narrow accumulator loses does not cancel by chance."""
-    return values * SPREAD + OFFSET
+def _offset(offset: float, xp: Any, values: Any) -> Any:
+    """Values near one, so that sums grow and what a narrow accumulator loses does not cancel by chance. Near minus one, padding of
+    zeros is the largest value."""
+    return values * SPREAD + offset
 
 
 SHAPES: Mapping[str, Sequence[Shape]] = {
     "edges": (_edges,),
     "large": [functools.partial(_large, factor) for factor in LARGE_FACTORS],
-    "offset": (_offset,),
+    "offset": (functools.partial(_offset, OFFSET),),
+    "negative": (functools.partial(_offset, -OFFSET),),
+    "tiny": (functools.partial(_large, TINY_FACTOR),),
 }
 """Kind -> the changes of the random inputs that make it. The first whose right outputs can be judged is taken."""
 
 
-def _representable(kernel: KernelClass, xp: Any, p: Problem, outputs: Sequence[Any], *, tame: bool = False) -> bool:
-    """Whether the right outputs are finite in their types. Results that are not cannot be judged.
+def _representable(
+    kernel: KernelClass, xp: Any, p: Problem, outputs: Sequence[Any], *, tame: bool = False, overflow: bool = False
+) -> bool:
+    """Whether the right outputs are finite in their types; with `overflow`, in a type with infinities, whether any is.
 
     With `tame`, outputs that are judged by their difference must also be so small that rounding stays within the usual limit.
     """
     for spec, output in zip(output_specs(kernel, p), outputs, strict=True):
         for each in output if spec.listed else [output]:
-            largest = float(xp.abs(each).max()) if each.size else 0.0
+            sizes = xp.abs(each)
+            if overflow and spec.dtype in INFINITE:
+                sizes = sizes[sizes <= LARGEST[spec.dtype] / 2]
+                if each.size and not sizes.size:
+                    return False
+            largest = float(sizes.max()) if sizes.size else 0.0
             if not math.isfinite(largest) or largest > LARGEST.get(spec.dtype, math.inf) / 2:
                 return False
             if tame and spec.absolute and largest * ROUNDING.get(spec.dtype, 0.0) > Tolerance.absolute:
@@ -233,9 +262,27 @@ def shrunk(kernel: KernelClass, p: Problem, sizes: tuple[int, ...] = SMALL, *, o
     largest = max(dims, key=lambda name: p.values[name], default=None)
     for name in dims:
         for size in SMALL if only_largest and name != largest else sizes:
-            try:
-                p = p.replace(**{name: size})
-            except TiledschedError:
-                continue
-            break
+            found = replaced(kernel, p, {name: size})
+            if found is not None:
+                p = found
+                break
     return p
+
+
+def replaced(kernel: KernelClass, p: Problem, values: Mapping[str, Any]) -> Problem | None:
+    """The problem with other values; None where the kernel allows no such problem, or a constraint that reads no knob none."""
+    try:
+        found = p.replace(**values)
+        for spec in kernel.arrays(found):
+            if not all(size > 0 for shape in spec.shapes for size in shape):
+                return None
+        return found if all(each.holds(found.names) for each in _problem_constraints(kernel)) else None
+    except (TiledschedError, ArithmeticError):
+        return None
+
+
+@functools.cache
+def _problem_constraints(kernel: KernelClass) -> tuple[Constraint, ...]:
+    """The declared constraints that read the problem and no knob."""
+    declared = declared_space("sm_90", kernel).needed if kernel.knobs else ()
+    return tuple(each for each in declared if each.names <= {*kernel.fields, *kernel.derived})

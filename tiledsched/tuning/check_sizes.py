@@ -1,0 +1,236 @@
+"""Sizes for a check on the CPU: so many tiles of each size of a problem that loops, masks and offsets show their mistakes.
+
+Nothing is read off names. A run on a small problem shows how long the tiles are that a kernel takes of each axis of its arrays,
+and the declared shapes say how much longer an axis gets with each size of the problem.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tiledsched.core.cases import replaced, shrunk
+from tiledsched.core.fields import Dim, Sizes
+from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.space import SearchSpace
+from tiledsched.interpreter.uses import TileUses
+
+MULTIPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""A size is a multiple of the first of these for which the kernel allows it."""
+MOST_ELEMENTS = 1 << 21
+"""Elements of all arrays of a problem."""
+FEW_ELEMENTS = 1 << 18
+"""Elements of the problem with the smallest run-time sizes, beyond which compile-time sizes are made smaller, too."""
+CROSSED = 3
+"""Tiles that every size should come to: two, and the rest of a third."""
+LIST_PARTS = (1.0, 0.1, 0.4, 0.7)
+"""Sizes of a list, as shares of the longest; a fifth is like the first again."""
+
+
+@dataclass(kw_only=True)
+class SizeFinder:
+    """Finds sizes for the schedules of one kind of problem."""
+
+    kernel: KernelClass
+    space: SearchSpace
+    base: Problem
+    """A problem as its author names it."""
+    small: Problem = field(init=False)
+    """The smallest of its kind."""
+    stretch: dict[str, int] = field(default_factory=dict)
+    """Size -> what to multiply it by, because an array is taken in parts, each of which is cut into tiles."""
+    first: dict[str, int] = field(default_factory=dict)
+    """Size -> the first of its candidates that the reference and the compiler take."""
+
+    kept: set[str] = field(default_factory=set)
+    """Sizes known when the kernel is compiled that its tiles are as long as, so that they never come to more tiles."""
+
+    def __post_init__(self) -> None:
+        self.small = _smallest(self.kernel, self.base)
+
+    def dims(self) -> list[str]:
+        """The sizes of the problem: those that are run-time numbers first."""
+        fields = self.kernel.fields
+        names = [name for name, each in fields.items() if isinstance(each, (Dim, Sizes))]
+        return sorted(names, key=lambda name: isinstance(fields[name], Dim) and fields[name].constant)
+
+    def sized(self, s: Schedule, uses: TileUses, *, whole: bool = False, long: str = "", tiles: int = 0) -> Problem:
+        """The problem in which every size comes to two tiles or more and the rest of one.
+
+        Args:
+            s: the schedule.
+            uses: the tiles that the schedule took of a problem of this kind.
+            whole: whether every size comes to two tiles and no rest instead.
+            long: the size that comes to more tiles.
+            tiles: how many.
+        """
+        found = self.small
+        for turn, name in enumerate(self.dims()):
+            for value in self.values(found, name, turn, s, uses, whole=whole, tiles=tiles if name == long else 0):
+                made = self._made(found, name, value, s)
+                if made is not None:
+                    found = made
+                    break
+        return found
+
+    def values(
+        self, p: Problem, name: str, turn: int, s: Schedule, uses: TileUses, *, whole: bool = False, tiles: int = 0
+    ) -> Iterator[Any]:
+        """Values of one size, the best first."""
+        axes = self.axes(p, name, s, uses)
+        if not axes:
+            return
+        kept, base = _number(p.values[name]), _number(self.base.values[name])
+
+        def size(times: float, rest: bool) -> int:
+            return max(math.ceil(_elements(side, times, turn, rest) / per) for side, per in axes)
+
+        wanted = size(tiles or 2 + turn % 2, not whole) * self.stretch.get(name, 1)
+        halves = [base >> shift for shift in range(base.bit_length()) if base % (1 << shift) == 0]
+        halves = [each for each in halves if each >= wanted][-1:]
+        part = max(math.ceil((side - side // 4 - 1) / per) for side, per in axes) if not whole else size(1, False)
+        least = max(math.ceil(side / per) for side, per in axes)
+        multiples = [-(-wanted // each) * each for each in MULTIPLES]
+        larger = [*multiples, 1 << (wanted - 1).bit_length(), *halves, size(1, not whole)]
+        found = list(
+            dict.fromkeys([*larger, *([max(1, part)] if kept % least == 0 or kept < least // 2 else []), kept])
+        )
+        if name in self.kept:
+            found = found[-1:]
+        for value in found[self.first.get(name, 0) if not whole and name not in self.kept else 0 :]:
+            yield _listed(self.small.values[name], value)
+
+    def axes(self, p: Problem, name: str, s: Schedule, uses: TileUses) -> list[tuple[int, float]]:
+        """(elements of a tile, elements of the axis for each unit of the size) of the axes that grow with a size."""
+        known = _number(self.base.values[name])
+        for value in (known, known // 2, 4096, 256, 16, 4, 1):
+            one, two = (self._made(p, name, _listed(p.values[name], each), None) for each in (value, 2 * value))
+            if value > 0 and one is not None and two is not None:
+                break
+        else:
+            return []
+        found = []
+        for array, axis in uses.places:
+            if array in self.kernel.array_fields:
+                low, high = (
+                    sum(shape[axis] for shape in self.kernel.array_spec(array, each, s).shapes) for each in (one, two)
+                )
+                grown = sum(map(_sum, [two.values[name]])) - sum(map(_sum, [one.values[name]]))
+                if high > low:
+                    found.append((uses.side(array, axis), (high - low) / grown))
+        return found
+
+    def crossed(self, p: Problem, s: Schedule, uses: TileUses) -> dict[str, int]:
+        """Size -> how many tiles of it were taken."""
+        found: dict[str, int] = {}
+        for name in self.dims():
+            known = self.base.values[name]
+            other = next(
+                (
+                    each
+                    for value in (2 * _number(p.values[name]), _number(known), 2 * _number(known), 1)
+                    if value != _number(p.values[name])
+                    and (each := self._made(p, name, _listed(known, value), None)) is not None
+                ),
+                None,
+            )
+            counts = [
+                uses.count(array, axis)
+                for array, axis in uses.places
+                if other is not None
+                and array in self.kernel.array_fields
+                and any(
+                    (one[axis] - two[axis]) * (_number(p.values[name]) - _number(other.values[name])) > 0
+                    for one, two in zip(
+                        self.kernel.array_spec(array, p, s).shapes,
+                        self.kernel.array_spec(array, other, s).shapes,
+                        strict=False,
+                    )
+                )
+            ]
+            if counts:
+                found[name] = max(counts)
+        return found
+
+    def note_tiles_that_follow(self, before: Mapping[str, int], after: Mapping[str, int], p: Problem) -> None:
+        """Keep the sizes that came to as many tiles `before`, in the smallest problem, as `after`, in the larger problem `p`."""
+        for name, each in self.kernel.fields.items():
+            if isinstance(each, Dim) and each.constant and p.values[name] != self.small.values[name]:
+                if before.get(name) == after.get(name):
+                    self.kept.add(name)
+
+    def blame(self, s: Schedule, uses: TileUses, works: Any) -> Problem:
+        """The problem as :meth:`sized` makes it, with other values of the sizes for which it does not work.
+
+        Args:
+            s: the schedule.
+            uses: the tiles taken so far.
+            works: tells whether a problem works.
+        """
+        found = self.small
+        for turn, name in enumerate(self.dims()):
+            self.first.pop(name, None)
+            for place, value in enumerate(self.values(found, name, turn, s, uses)):
+                made = self._made(found, name, value, s)
+                if made is not None and works(made):
+                    found, self.first[name] = made, place
+                    break
+        return found
+
+    def _made(self, p: Problem, name: str, value: Any, s: Schedule | None) -> Problem | None:
+        """The problem with another value of one size; None where it is not allowed, too large, or `s` cannot work for it."""
+        made = replaced(self.kernel, p, {name: value})
+        if made is None or s is None:
+            return made
+        large = _size_of(self.kernel, made) > max(MOST_ELEMENTS, _size_of(self.kernel, p))
+        return None if large or self.space.unworkable(s, made) else made
+
+
+def _smallest(kernel: KernelClass, base: Problem) -> Problem:
+    """The problem with the smallest sizes that the kernel allows; those known when it is compiled are halved if they are large."""
+    found = shrunk(kernel, base)
+    for name, each in kernel.fields.items():
+        if isinstance(each, Sizes):
+            found = replaced(kernel, found, {name: tuple(2 + i % 3 for i in range(len(found.values[name])))}) or found  # type: ignore[arg-type]
+    constant = [name for name, each in kernel.fields.items() if isinstance(each, Dim) and each.constant]
+    while _size_of(kernel, found) > FEW_ELEMENTS:
+        for name in sorted(constant, key=lambda name: -int(found.values[name])):  # type: ignore[arg-type]
+            halved = replaced(kernel, found, {name: int(found.values[name]) // 2})  # type: ignore[arg-type]
+            if halved is not None and _size_of(kernel, halved) < _size_of(kernel, found):
+                found = halved
+                break
+        else:
+            break
+    return found
+
+
+def _elements(side: int, times: float, turn: int, rest: bool) -> int:
+    """Elements of an axis of `times` tiles, with the rest of one more: another rest at each turn, so that no two sizes agree."""
+    if side == 1:
+        return int(times) + (1 + turn % 2 if rest else 0)
+    return int(times) * side + (min(side // 2 + 1 + 2 * turn, side - 1) if rest else 0)
+
+
+def _size_of(kernel: KernelClass, p: Problem) -> int:
+    """Elements of all arrays of a problem."""
+    return sum(math.prod(shape) for spec in kernel.arrays(p) for shape in spec.shapes)
+
+
+def _number(value: Any) -> int:
+    """A size as one number: of a list, the largest."""
+    return max(value) if isinstance(value, tuple) else int(value)
+
+
+def _sum(value: Any) -> int:
+    return sum(value) if isinstance(value, tuple) else int(value)
+
+
+def _listed(like: Any, value: int) -> Any:
+    """A size; for a list of sizes as many, of which `value` is the largest."""
+    if not isinstance(like, tuple):
+        return value
+    return tuple(max(1, int(value * part)) for part, _ in zip(itertools.cycle(LIST_PARTS), like, strict=False))
