@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+from thirteen.mistakes import MISTAKES
 
 import tiledsched as ts
-from thirteen.mistakes import MISTAKES
 
 FOLDER = Path(__file__).parent / "thirteen"
 

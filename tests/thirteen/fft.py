@@ -1,7 +1,6 @@
 """Fourier transforms of rows whose length is a power of two, real and imaginary parts in arrays of their own."""
 
 import cuda.tile as ct
-import numpy as np
 
 import tiledsched as ts
 

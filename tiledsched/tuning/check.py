@@ -124,7 +124,7 @@ class _Check:
                     yield from self.schedule(finder, drawn[place], first=place == 0)
 
     def schedule(self, finder: SizeFinder, s: Schedule, *, first: bool) -> Iterator[CheckRow]:
-        """One schedule: on a problem smaller than its tiles, on one of some tiles, on one of many, and the first on whole tiles."""
+        """One schedule: on a problem smaller than its tiles, on some tiles, on many, and the first also on whole tiles."""
         new = self.structure(s) not in self.structures
         self.structures.add(self.structure(s))
         if self.space.unworkable(s, finder.small):

@@ -159,9 +159,9 @@ class SizeFinder:
     def note_tiles_that_follow(self, before: Mapping[str, int], after: Mapping[str, int], p: Problem) -> None:
         """Keep the sizes that came to as many tiles `before`, in the smallest problem, as `after`, in the larger problem `p`."""
         for name, each in self.kernel.fields.items():
-            if isinstance(each, Dim) and each.constant and p.values[name] != self.small.values[name]:
-                if before.get(name) == after.get(name):
-                    self.kept.add(name)
+            constant = isinstance(each, Dim) and each.constant
+            if constant and p.values[name] != self.small.values[name] and before.get(name) == after.get(name):
+                self.kept.add(name)
 
     def blame(self, s: Schedule, uses: TileUses, works: Any) -> Problem:
         """The problem as :meth:`sized` makes it, with other values of the sizes for which it does not work.
@@ -191,7 +191,7 @@ class SizeFinder:
 
 
 def _smallest(kernel: KernelClass, base: Problem) -> Problem:
-    """The problem with the smallest sizes that the kernel allows; those known when it is compiled are halved if they are large."""
+    """The problem with the smallest sizes that the kernel allows; large ones known when it is compiled are halved."""
     found = shrunk(kernel, base)
     for name, each in kernel.fields.items():
         if isinstance(each, Sizes):
