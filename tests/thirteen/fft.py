@@ -41,7 +41,7 @@ class Fft(ts.Kernel):
     Re, Im, OutRe, OutIm = ts.array("batch n"), ts.array("batch n"), ts.out("batch n"), ts.out("batch n")
     knobs = {"A": [16, 32, 8], "occupancy": [2, 1, 4], "num_worker_warps": [4, 8]}
     constraints = {"n >= A * 8": "both factors have eight points"}
-    suites = {"signals": [dict(batch=16384, n=1024), dict(batch=65536, n=256)]}
+    suites = {"signals": [dict(batch=65536, n=256), dict(batch=65536, n=128)]}
 
     def grid(p, s, device):
         return (min(p.batch, device.sm_count * s["occupancy"]),)

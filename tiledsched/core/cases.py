@@ -215,8 +215,8 @@ def _large(factor: float, xp: Any, values: Any) -> Any:
 
 
 def _offset(offset: float, xp: Any, values: Any) -> Any:
-    """Values near one, so that sums grow and what a narrow accumulator loses does not cancel by chance. Near minus one, padding of
-    zeros is the largest value."""
+    """Values near one, so that sums grow and what a narrow accumulator loses does not cancel by chance. Values near minus one are
+    all smaller than padding of zeros."""
     return values * SPREAD + offset
 
 

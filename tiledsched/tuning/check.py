@@ -37,7 +37,7 @@ WORK = 100_000
 """Work after which no more schedules are checked that only repeat what was covered; a unit is one call of a `ct.*` function on
 a small tile, about 12 microseconds."""
 CASE_ELEMENTS = 300
-"""Elements of the arrays that cost one unit of work for each kind of inputs: they are drawn, computed by the reference, compared."""
+"""Elements of the arrays that cost one unit of work for each kind of inputs: they are drawn, computed and compared."""
 LONGEST_LOOP = 16
 """The most blocks that share a size for which it is made twice as many tiles long."""
 
