@@ -24,19 +24,21 @@ from tiledsched.core.storage import LARGEST, is_float, to_float, to_storage
 
 KINDS = ("edges", "large", "offset")
 """Kinds of inputs, in addition to random ones, for a kernel that declares no `adversarial` cases of its own."""
-CHECK_KINDS = (*KINDS, "negative", "tiny")
+CHECK_KINDS = (*KINDS, "negative", "tiny", "cancelling", "last")
 """Those of a check on the CPU, which looks for mistakes in the kernel; a GPU is asked whether the machine code is right."""
-INFINITE = ("float16", "bfloat16", "float32", "float64")
-"""Types that hold infinities and NaN, as a kernel that overflows stores them."""
 BORDERS = (16, 32, 64, 128, 256)
 EDGE_FACTOR = 4.0
-LARGE_FACTORS = (96.0, 16.0)
-"""The first whose right outputs can be judged is taken. With 96, exponentials overflow in float32 (above e^88) and do not in
-the float64 (e^709) of a reference."""
+LARGE_FACTORS = (96.0, 30.0, 16.0)
+"""The first whose right outputs can be judged is taken. With 96 and 30, exponentials overflow in float32 (above e^88) and do not
+in the float64 (e^709) of a reference."""
+HALVES = ("float16", "float8_e4m3fn", "float8_e5m2")
+"""Types whose products may be summed in float16, which is a mistake wherever sums leave its range."""
 ROUNDING = RELATIVE_ERRORS | {"float32": 2.0**-21}
 """Type -> what rounding to it may cost, as a share of a value: the usual limit, and for float32 without its room for tf32."""
 OFFSET = 1.0
 SPREAD = 0.05
+CANCELLING_SPREAD = 0.1
+"""So wide that what is left of a sum is large beside what rounding its terms costs."""
 TINY_FACTOR = 2.0**-8
 """Squares are then about 1e-5, as large as what is added to keep a divisor from being zero."""
 
@@ -70,7 +72,7 @@ def make_cases(
     precision: str = "float64",
     *,
     kinds: Sequence[str] = KINDS,
-    overflow: bool = False,
+    undefined: bool = False,
 ) -> Iterator[Case]:
     """Yield the random case, then the adversarial cases.
 
@@ -81,7 +83,7 @@ def make_cases(
         p: the problem.
         precision: the type in which the reference computes; float32 where the GPU's float64 is slow.
         kinds: of the adversarial cases, for a kernel that declares none of its own.
-        overflow: whether some of the right outputs may be infinite in their types, or NaN: the same is then right.
+        undefined: whether some of the reference's outputs may be infinite or NaN on adversarial inputs: the same is then right.
     """
     own = kernel.inputs(xp, rng, p)
     random = random_inputs(kernel, xp, rng, p, own)
@@ -93,11 +95,17 @@ def make_cases(
     if kernel.adversarial is not None:
         yield from kernel.adversarial(xp, rng, p, right)
         return
-    for kind in kinds if any(is_float(spec.dtype) for spec in input_specs(kernel, p)) else ():
-        for shape in SHAPES[kind]:
+    types = {spec.dtype for spec in input_specs(kernel, p) if spec.name not in own}
+    if "last" in kinds and not all(map(is_float, types)):
+        inputs = _last(kernel, xp, p, random, own)
+        yield Case("last", inputs, right(inputs))
+    if "cancelling" in kinds and not types.isdisjoint(HALVES):
+        yield from _cancelling(kernel, xp, p, _last(kernel, xp, p, random, own), own, right)
+    for kind in kinds if any(map(is_float, types)) else ():
+        for shape in SHAPES.get(kind, ()):
             inputs = _shaped(kernel, xp, p, random, shape, own)
             outputs = right(inputs)
-            if _representable(kernel, xp, p, outputs, tame=shape is not SHAPES[kind][-1], overflow=overflow):
+            if _representable(kernel, xp, p, outputs, tame=shape is not SHAPES[kind][-1], undefined=undefined):
                 yield Case(kind, inputs, outputs)
                 break
 
@@ -220,6 +228,62 @@ def _offset(offset: float, xp: Any, values: Any) -> Any:
     return values * SPREAD + offset
 
 
+def _last(kernel: KernelClass, xp: Any, p: Problem, random: Arrays, own: Mapping[str, Any]) -> Arrays:
+    """The random inputs with every integer as large as it may be."""
+    found = dict(random)
+    for spec in input_specs(kernel, p):
+        if not is_float(spec.dtype) and spec.name not in own:
+            values = random[spec.name] if spec.listed else [random[spec.name]]
+            filled = [xp.full_like(each, 1 if spec.below is None else spec.below - 1) for each in values]
+            found[spec.name] = filled if spec.listed else filled[0]
+    return found
+
+
+def _cancelling(
+    kernel: KernelClass,
+    xp: Any,
+    p: Problem,
+    random: Arrays,
+    own: Mapping[str, Any],
+    right: Callable[[Arrays], tuple[Any, ...]],
+) -> Iterator[Case]:
+    """Values near a number, and in the second half of the first input near its negative, so that sums leave the range of float16
+    and come back to it. The halves are those of the axis for which the number may be larger."""
+    first = next(spec for spec in input_specs(kernel, p) if is_float(spec.dtype) and spec.name not in own)
+    best: tuple[float, Case] | None = None
+    for axis in range(-min(2, len(first.shape)), 0):
+
+        def made(factor: float, axis: int = axis) -> tuple[Arrays, tuple[Any, ...], float]:
+            inputs = _shaped(
+                kernel, xp, p, random, lambda xp, values: (values * CANCELLING_SPREAD + OFFSET) * factor, own
+            )
+            values = inputs[first.name] if first.listed else [inputs[first.name]]
+            turned = [to_float(xp, each, first.dtype) for each in values]
+            for each in turned:
+                each[(..., slice(each.shape[axis] // 2, None), *(slice(None),) * (-axis - 1))] *= -1
+            stored = [_laid_out(xp, to_storage(xp, each, first.dtype), first) for each in turned]
+            inputs[first.name] = stored if first.listed else stored[0]
+            outputs = right(inputs)
+            sizes = [
+                float(xp.abs(each).max()) / LARGEST.get(spec.dtype, math.inf)
+                for spec, output in zip(output_specs(kernel, p), outputs, strict=True)
+                for each in (output if spec.listed else [output])
+                if each.size
+            ]
+            return inputs, outputs, max(sizes, default=0.0)
+
+        factor = LARGE_FACTORS[0]
+        inputs, outputs, share = made(factor)
+        if share > 0.4:  # outputs grow by a power of the factor, which a second try tells
+            power = math.log2(share / max(made(factor / 2)[2], 1e-30))
+            factor *= (0.4 / share) ** (1 / max(power, 1.0)) if math.isfinite(share) else 0.0
+            inputs, outputs, share = made(factor)
+        if (best is None or factor > best[0]) and _representable(kernel, xp, p, outputs):
+            best = factor, Case("cancelling", inputs, outputs)
+    if best is not None:
+        yield best[1]
+
+
 SHAPES: Mapping[str, Sequence[Shape]] = {
     "edges": (_edges,),
     "large": [functools.partial(_large, factor) for factor in LARGE_FACTORS],
@@ -231,17 +295,17 @@ SHAPES: Mapping[str, Sequence[Shape]] = {
 
 
 def _representable(
-    kernel: KernelClass, xp: Any, p: Problem, outputs: Sequence[Any], *, tame: bool = False, overflow: bool = False
+    kernel: KernelClass, xp: Any, p: Problem, outputs: Sequence[Any], *, tame: bool = False, undefined: bool = False
 ) -> bool:
-    """Whether the right outputs are finite in their types; with `overflow`, in a type with infinities, whether any is.
+    """Whether the right outputs are finite in their types; with `undefined`, those that the reference gives as numbers.
 
     With `tame`, outputs that are judged by their difference must also be so small that rounding stays within the usual limit.
     """
     for spec, output in zip(output_specs(kernel, p), outputs, strict=True):
         for each in output if spec.listed else [output]:
             sizes = xp.abs(each)
-            if overflow and spec.dtype in INFINITE:
-                sizes = sizes[sizes <= LARGEST[spec.dtype] / 2]
+            if undefined:
+                sizes = sizes[xp.isfinite(sizes)]
                 if each.size and not sizes.size:
                     return False
             largest = float(sizes.max()) if sizes.size else 0.0
@@ -252,20 +316,15 @@ def _representable(
     return True
 
 
-SMALL = (3, 4, 1, 2, 8, 16, 64)
+SMALL = (3, 4, 1, 2, 8, 16, 32, 64, 128, 256)
 """Sizes that are tried for run-time dims, in this order."""
 
 
-def shrunk(kernel: KernelClass, p: Problem, sizes: tuple[int, ...] = SMALL, *, only_largest: bool = False) -> Problem:
-    """The problem with run-time sizes as small as its kernel allows. With `only_largest`, only the largest is one of `sizes`."""
-    dims = [name for name, each in kernel.fields.items() if isinstance(each, Dim) and not each.constant]
-    largest = max(dims, key=lambda name: p.values[name], default=None)
-    for name in dims:
-        for size in SMALL if only_largest and name != largest else sizes:
-            found = replaced(kernel, p, {name: size})
-            if found is not None:
-                p = found
-                break
+def shrunk(kernel: KernelClass, p: Problem) -> Problem:
+    """The problem with run-time sizes as small as its kernel allows."""
+    for name, each in kernel.fields.items():
+        if isinstance(each, Dim) and not each.constant:
+            p = next(filter(None, (replaced(kernel, p, {name: size}) for size in SMALL)), p)
     return p
 
 

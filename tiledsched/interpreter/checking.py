@@ -64,7 +64,7 @@ def check_schedule(
         stored = {name: _as_stored(value, types[name]) for name, value in outputs.items()}
         return case_errors(np, output_specs(kernel, p), stored, case, tolerance, tile)
 
-    cases = make_cases(kernel, np, np.random.default_rng(seed), p, kinds=kinds, overflow=True)
+    cases = make_cases(kernel, np, np.random.default_rng(seed), p, kinds=kinds, undefined=True)
     for turn, case in enumerate(cases):
         order = (FORWARD, "reversed")[turn] if turn < 2 else turn
         try:

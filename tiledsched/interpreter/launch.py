@@ -105,7 +105,10 @@ class InterpretedLaunch(DispatchMode):
             if kwargs and not kwargs.keys() <= KEYWORDS.get(target, kwargs.keys()):
                 raise TypeError(f"unknown arguments {sorted(kwargs.keys() - KEYWORDS[target])}")
             check_hints(kwargs.get("latency"))
-            return implementation(*args, **kwargs)
+            result = implementation(*args, **kwargs)
+            if self.uses is not None and isinstance(result, Tile):
+                self.uses.elements += result.array.size
+            return result
         except (TypeError, ValueError, OverflowError, AttributeError) as error:
             raise ShapeError(f"{_name(target)}: {error}") from error
 

@@ -197,6 +197,11 @@ def atomically(
         np.broadcast_to(implicit_cast(operand, array.dtype, f"ct.{name}"), followed.shape) for operand in operands
     ]
     old = np.full(followed.shape, poison(array.dtype), array.data.dtype)
+    chosen = tuple(positions[followed] for positions in where)
+    if array.ndim and np.unique(np.ravel_multi_index(chosen, array.data.shape)).size == chosen[0].size:
+        old[followed] = array.data[chosen]  # no element is meant twice, so that their order does not matter
+        array.data[chosen] = change(old[followed], *(value[followed] for value in values))
+        return Tile(old, array.dtype)
     for position in np.argwhere(followed):
         one = tuple(position)
         element = tuple(positions[one] for positions in where)
@@ -226,7 +231,7 @@ def atomic_cas(
         array,
         indices,
         (expected, desired),
-        lambda old, want, new: new if old == want else old,
+        lambda old, want, new: np.where(old == want, new, old),
         check_bounds,
         "atomic_cas",
     )

@@ -19,6 +19,8 @@ class TileUses:
     """
     calls: int = 0
     """Calls of `ct.*` functions so far: a measure of the work that does not depend on the machine."""
+    elements: int = 0
+    """Elements of the tiles that these calls made."""
     most_calls: int | None = None
     """Calls after which a run is given up."""
 

@@ -20,8 +20,6 @@ from tiledsched.measure.runner import Accuracy
 
 ELEMENTS_AT_ONCE = 1 << 26
 """Elements of an output that are compared at a time, or one row of tiles if that is more: it bounds the memory needed."""
-OVERFLOWING = 0.98
-"""Share of a type's largest value from which an infinity is right: what an output may be off by can carry it over."""
 SUBNORMAL_UNITS = 256
 """Tiles whose elements are on average below this many of the type's smallest steps are judged as if they were that large."""
 RELATIVE, ABSOLUTE, UNEQUAL = "relative error", "error", "unequal elements"
@@ -149,9 +147,7 @@ def _difference(xp: Any, stored: Any, expected: Any, dtype: str, precision: str)
         difference = values - expected
         if bool(xp.isfinite(difference).all()):
             return difference, expected
-        overflowed = (
-            xp.isinf(values) & (xp.abs(expected) > OVERFLOWING * LARGEST[dtype]) & ((values > 0) == (expected > 0))
-        )
+        overflowed = xp.isinf(values) & (xp.abs(expected) > LARGEST[dtype]) & ((values > 0) == (expected > 0))
         right = overflowed | (xp.isnan(values) & xp.isnan(expected) & ~unwritten(stored, dtype))
         return xp.where(right, 0.0, difference), xp.where(right, 0.0, expected)
 

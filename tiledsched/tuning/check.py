@@ -36,6 +36,10 @@ MOST_KINDS = 6
 WORK = 100_000
 """Work after which no more schedules are checked that only repeat what was covered; a unit is one call of a `ct.*` function on
 a small tile, about 12 microseconds."""
+LONG_KINDS = ("cancelling",)
+"""Kinds of inputs, beside random ones, on sizes of many tiles: those whose sums are the larger the longer they are."""
+CALL_ELEMENTS = 5000
+"""Elements of tiles that cost as much as one call."""
 CASE_ELEMENTS = 300
 """Elements of the arrays that cost one unit of work for each kind of inputs: they are drawn, computed and compared."""
 LONGEST_LOOP = 16
@@ -156,7 +160,7 @@ class _Check:
             others += [self.long(finder, s, more, name) for name in row.tiles]
         for other in others:
             if (other, s) not in self.done and self.fits(other, s):
-                yield self.row(other, s, (), finder)[0]
+                yield self.row(other, s, LONG_KINDS, finder)[0]
 
     def long(self, finder: SizeFinder, s: Schedule, uses: TileUses, name: str) -> Problem:
         """The problem with one size so long that each of the blocks which share it has a loop of some steps.
@@ -208,7 +212,7 @@ class _Check:
             self.kernel, p, s, seed=self.options.seed, kinds=kinds, device=self.device, uses=uses
         )
         elements = sum(math.prod(shape) for spec in self.kernel.arrays(p) for shape in spec.shapes)
-        self.work += uses.calls + (1 + len(kinds)) * elements / CASE_ELEMENTS
+        self.work += uses.calls + uses.elements / CALL_ELEMENTS + (1 + len(kinds)) * elements / CASE_ELEMENTS
         tiles = finder.crossed(p, s, uses)
         return CheckRow(problem=p, schedule=s, passed=passed, worst_error=worst, message=message, tiles=tiles), uses
 
