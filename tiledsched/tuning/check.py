@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tiledsched.interpreter.uses import TileUses
     from tiledsched.tuning.check_sizes import SizeFinder
 
-MAX_DRAWS = 8
+MAX_DRAWS = 3
 """Draws from the space for each schedule wanted: those that cover most are taken."""
 MULTIPROCESSORS = 2
 """Of the device that grids are made for: so few that persistent blocks take several work tiles."""
@@ -113,14 +113,15 @@ class _Check:
     def given(self, problems: Sequence[Problem]) -> Iterator[CheckRow]:
         """Problems of given sizes."""
         for problem in problems:
-            drawn, _ = self.drawn([problem])
+            drawn, _ = self.drawn([problem], every_value=False)
             for place, schedule in enumerate(drawn):
                 self.progress(f"{problem}: schedule {place + 1} of {len(drawn)}")
-                yield self.row(problem, schedule, CHECK_KINDS, _finder(self.kernel, self.space, problem))[0]
+                kinds = CHECK_KINDS if self.is_new(schedule) or place == 0 else self.some_kinds()
+                yield self.row(problem, schedule, kinds, _finder(self.kernel, self.space, problem))[0]
 
     def found(self, kinds: Sequence[list[Problem]]) -> Iterator[CheckRow]:
         """Problems whose sizes follow from the tiles that schedules take of them."""
-        plans = [(_finder(self.kernel, self.space, bases[0]), *self.drawn(bases)) for bases in kinds]
+        plans = [(_finder(self.kernel, self.space, bases[0]), *self.drawn(bases, every_value=True)) for bases in kinds]
         for place in range(max((len(drawn) for _, drawn, _ in plans), default=0)):
             for finder, drawn, needed in plans:
                 if place < len(drawn) and (place < needed or self.work < WORK):
@@ -129,8 +130,7 @@ class _Check:
 
     def schedule(self, finder: SizeFinder, s: Schedule, *, first: bool) -> Iterator[CheckRow]:
         """One schedule: on a problem smaller than its tiles, on some tiles, on many, and the first also on whole tiles."""
-        new = self.structure(s) not in self.structures
-        self.structures.add(self.structure(s))
+        new = self.is_new(s)
         if self.space.unworkable(s, finder.small):
             return
         row, uses = self.row(finder.small, s, CHECK_KINDS if first else (), finder)
@@ -221,15 +221,18 @@ class _Check:
         self.turn += KINDS_IN_TURN
         return tuple(CHECK_KINDS[(self.turn + place) % len(CHECK_KINDS)] for place in range(KINDS_IN_TURN))
 
-    def structure(self, s: Schedule) -> Any:
-        """What makes a schedule other code: words and flags, and whether a number is 0, 1 or more."""
-        return tuple(
+    def is_new(self, s: Schedule) -> bool:
+        """Whether no schedule before was the same code: the same words and flags, and numbers alike in being 0, 1 or more."""
+        structure = tuple(
             (name, min(value, 2) if type(value) is int else value)
             for name, value in sorted(s.items())
             if name not in HINT_KNOBS
         )
+        before = len(self.structures)
+        self.structures.add(structure)
+        return len(self.structures) > before
 
-    def drawn(self, problems: Sequence[Problem]) -> tuple[list[Schedule], int]:
+    def drawn(self, problems: Sequence[Problem], *, every_value: bool) -> tuple[list[Schedule], int]:
         """Schedules that compute in different ways, the default first, and how many it takes to have every value of every knob.
 
         Each is the one that adds most values of knobs, then most pairs of values, to those before it. Schedules that differ in
@@ -238,14 +241,13 @@ class _Check:
         rng, count = random.Random(self.options.seed), self.options.schedules
         pool = [self.space.default(problems[0])]
         for problem in problems:
-            for name, knob in self.space.knobs.items():
-                pinned = ({name: choice} for choice in knob.choices if name not in HINT_KNOBS)
-                pool += filter(
-                    None, (next(self.space.schedules(problem, pinned=each, rng=rng), None) for each in pinned)
-                )
             for _ in range(MAX_DRAWS * count):
                 with suppress(TiledschedError):
                     pool.append(self.space.sample(problem, rng))
+            for name, knob in self.space.knobs.items() if every_value else ():
+                missing = [choice for choice in knob.choices if all(each[name] != choice for each in pool)]
+                found = (next(self.space.schedules(problem, pinned={name: each}, rng=rng), None) for each in missing)
+                pool += filter(None, found if name not in HINT_KNOBS else ())
         distinct: dict[Any, Schedule] = {}
         for schedule in pool:
             distinct.setdefault(self.launched(problems[0], schedule), schedule)
