@@ -257,7 +257,7 @@ def print_checks(rows: Sequence[CheckRow], *, by_kind: bool) -> None:
             name: min(max(row.tiles.get(name, 0) for row in some if row.schedule == schedule) for schedule in drawn)
             for name in dict.fromkeys(name for row in some for name in row.tiles)
         }
-        if tiles:
+        if tiles and right:
             counts = (f"{count} of {name}" for name, count in tiles.items())
             print(f"  tiles that every schedule took, at least: {', '.join(counts)}")
     if not rows:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiledsched.core.cases import CHECK_KINDS, replaced
 from tiledsched.core.errors import TiledschedError
-from tiledsched.core.fields import Choice, Flag
+from tiledsched.core.fields import Choice, Dim, Flag, Sizes
 from tiledsched.core.launch import steps
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import HINT_KNOBS, Schedule
@@ -36,6 +36,8 @@ MOST_KINDS = 6
 WORK = 100_000
 """Work after which no more schedules are checked that only repeat what was covered; a unit is one call of a `ct.*` function on
 a small tile, about 12 microseconds."""
+SIZES = (1024, 4096, 128, 16, 2)
+"""Values of the sizes of a kernel that names no problem: the first that it allows."""
 LONG_KINDS = ("cancelling",)
 """Kinds of inputs, beside random ones, on sizes of many tiles: those whose sums are the larger the longer they are."""
 CALL_ELEMENTS = 5000
@@ -300,10 +302,10 @@ def _kinds(kernel: KernelClass) -> list[list[Problem]]:
     """The suites' problems by kind: those that agree in all that is known when a kernel is compiled. Of a kind the smallest and
     the largest are kept beside the first, since constraints may allow them other schedules.
 
-    A type, word or flag that no suite has is tried on the first problem.
+    A type, word or flag that no suite has is tried on the first problem. A kernel without suites has one problem of its own sizes.
     """
     by_kind: dict[Any, list[Problem]] = {}
-    for each in problems_of(kernel, None):
+    for each in problems_of(kernel, None if kernel.suites else _without_suites(kernel)):
         by_kind.setdefault(kernel.problem_kind(each), []).append(each)
     kinds = [
         list(dict.fromkeys([some[0], min(some, key=_min_bytes), max(some, key=_min_bytes)]))
@@ -317,6 +319,19 @@ def _kinds(kernel: KernelClass) -> list[list[Problem]]:
                 made = replaced(kernel, kinds[0][0], {name: word})
                 kinds += [[made]] if made is not None else []
     return kinds
+
+
+def _without_suites(kernel: KernelClass) -> list[Problem]:
+    """A problem of a kernel that names none; empty where it takes none of the sizes tried."""
+    for size in SIZES:
+        values: dict[str, Any] = {
+            name: (size, size // 2) if isinstance(each, Sizes) else size
+            for name, each in kernel.fields.items()
+            if isinstance(each, (Dim, Sizes)) and each.default is None
+        }
+        with suppress(TiledschedError):
+            return [found] if (found := replaced(kernel, kernel.problem(**values), {})) is not None else []
+    return []
 
 
 def _min_bytes(p: Problem) -> int:
