@@ -302,7 +302,7 @@ def _kinds(kernel: KernelClass) -> list[list[Problem]]:
     """The suites' problems by kind: those that agree in all that is known when a kernel is compiled. Of a kind the smallest and
     the largest are kept beside the first, since constraints may allow them other schedules.
 
-    A type, word or flag that no suite has is tried on the first problem. A kernel without suites has one problem of its own sizes.
+    A type, word or flag that no suite has is tried on the first problem. A kernel without suites gets a problem.
     """
     by_kind: dict[Any, list[Problem]] = {}
     for each in problems_of(kernel, None if kernel.suites else _without_suites(kernel)):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,8 +70,9 @@ class SizeFinder:
         """
         found = self.small
         for turn, name in enumerate(self.dims()):
-            for value in self.values(found, name, turn, s, uses, whole=whole, tiles=tiles if name == long else 0):
-                made = self._made(found, name, value, s)
+            values = self.values(found, name, turn, s, uses, whole=whole, tiles=tiles if name == long else 0)
+            for value in dict.fromkeys(values[0 if whole else self.first.get(name, 0) :]):
+                made = self._made(found, name, _listed(found.values[name], value), s)
                 if made is not None:
                     found = made
                     break
@@ -79,30 +80,26 @@ class SizeFinder:
 
     def values(
         self, p: Problem, name: str, turn: int, s: Schedule, uses: TileUses, *, whole: bool = False, tiles: int = 0
-    ) -> Iterator[Any]:
-        """Values of one size, the best first."""
+    ) -> list[int]:
+        """Values of one size, the best first. A value that is good for two reasons stands there twice."""
         axes = self.axes(p, name, s, uses)
-        if not axes:
-            return
         kept, base = _number(p.values[name]), _number(self.base.values[name])
+        if not axes or name in self.kept:
+            return []
 
         def size(times: float, rest: bool) -> int:
             return max(math.ceil(_elements(side, times, turn, rest) / per) for side, per in axes)
 
+        one = size(1, False)
         wanted = size(tiles or 2 + turn % 2, not whole) * self.stretch.get(name, 1)
+        found = [-(-wanted // each) * each for each in MULTIPLES]
+        found.append(1 << (wanted - 1).bit_length())
         halves = [base >> shift for shift in range(base.bit_length()) if base % (1 << shift) == 0]
-        halves = [each for each in halves if each >= wanted][-1:]
-        part = max(math.ceil((side - side // 4 - 1) / per) for side, per in axes) if not whole else size(1, False)
-        least = max(math.ceil(side / per) for side, per in axes)
-        multiples = [-(-wanted // each) * each for each in MULTIPLES]
-        larger = [*multiples, 1 << (wanted - 1).bit_length(), *halves, size(1, not whole)]
-        found = list(
-            dict.fromkeys([*larger, *([max(1, part)] if kept % least == 0 or kept < least // 2 else []), kept])
-        )
-        if name in self.kept:
-            found = found[-1:]
-        for value in found[self.first.get(name, 0) if not whole and name not in self.kept else 0 :]:
-            yield _listed(self.small.values[name], value)
+        found += [half for half in halves if half >= wanted][-1:]
+        found += [size(1, not whole), *([base] if base > one else []), one + 1]
+        if kept % one == 0 or kept < one // 2:  # else some of a tile is padding already
+            found.append(one if whole else max(math.ceil((side - side // 4 - 1) / per) for side, per in axes))
+        return [*(max(1, each) for each in found), kept]
 
     def axes(self, p: Problem, name: str, s: Schedule, uses: TileUses) -> list[tuple[int, float]]:
         """(elements of a tile, elements of the axis for each unit of the size) of the axes that grow with a size."""
@@ -163,7 +160,7 @@ class SizeFinder:
             if constant and p.values[name] != self.small.values[name] and before.get(name) == after.get(name):
                 self.kept.add(name)
 
-    def blame(self, s: Schedule, uses: TileUses, works: Any) -> Problem:
+    def blame(self, s: Schedule, uses: TileUses, works: Callable[[Problem], bool]) -> Problem:
         """The problem as :meth:`sized` makes it, with other values of the sizes for which it does not work.
 
         Args:
@@ -174,8 +171,10 @@ class SizeFinder:
         found = self.small
         for turn, name in enumerate(self.dims()):
             self.first.pop(name, None)
+            tried = set()
             for place, value in enumerate(self.values(found, name, turn, s, uses)):
-                made = self._made(found, name, value, s)
+                made = None if value in tried else self._made(found, name, _listed(found.values[name], value), s)
+                tried.add(value)
                 if made is not None and works(made):
                     found, self.first[name] = made, place
                     break
