@@ -5,6 +5,7 @@ The code runs with NumPy and with CuPy: the interpreter and the measuring proces
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -15,16 +16,18 @@ from typing import Any
 import numpy
 
 from tiledsched.core.arrays import RELATIVE_ERRORS, ArraySpec, Tolerance
+from tiledsched.core.blame import describe, did_you_mean
 from tiledsched.core.errors import DeclarationError, TiledschedError
-from tiledsched.core.fields import Dim
+from tiledsched.core.fields import Dim, total
+from tiledsched.core.integers import INTEGER_KINDS
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.space import Constraint
 from tiledsched.core.space_files import declared_space
-from tiledsched.core.storage import LARGEST, is_float, to_float, to_storage
+from tiledsched.core.storage import LARGEST, POWERS_OF_TWO, is_float, shape_of_values, to_float, to_storage
 
 KINDS = ("edges", "large", "offset")
 """Kinds of inputs, in addition to random ones, for a kernel that declares no `adversarial` cases of its own."""
-CHECK_KINDS = (*KINDS, "negative", "tiny", "cancelling", "last")
+CHECK_KINDS = (*INTEGER_KINDS, *KINDS, "negative", "tiny", "cancelling")
 """Those of a check on the CPU, which looks for mistakes in the kernel; a GPU is asked whether the machine code is right."""
 BORDERS = (16, 32, 64, 128, 256)
 EDGE_FACTOR = 4.0
@@ -71,7 +74,7 @@ def make_cases(
     p: Problem,
     precision: str = "float64",
     *,
-    kinds: Sequence[str] = KINDS,
+    kinds: Sequence[str] = (*INTEGER_KINDS, *KINDS),
     undefined: bool = False,
 ) -> Iterator[Case]:
     """Yield the random case, then the adversarial cases.
@@ -85,7 +88,7 @@ def make_cases(
         kinds: of the adversarial cases, for a kernel that declares none of its own.
         undefined: whether some of the reference's outputs may be infinite or NaN on adversarial inputs: the same is then right.
     """
-    own = kernel.inputs(xp, rng, p)
+    own = own_inputs(kernel, xp, rng, p)
     random = random_inputs(kernel, xp, rng, p, own)
 
     def right(inputs: Arrays) -> tuple[Any, ...]:
@@ -96,11 +99,15 @@ def make_cases(
         yield from kernel.adversarial(xp, rng, p, right)
         return
     types = {spec.dtype for spec in input_specs(kernel, p) if spec.name not in own}
-    if "last" in kinds and not all(map(is_float, types)):
-        inputs = _last(kernel, xp, p, random, own)
-        yield Case("last", inputs, right(inputs))
+    for kind in kinds:
+        inputs = _with_extremes(kernel, xp, p, random, kind, own) if kind in INTEGER_KINDS else None
+        if inputs is not None:
+            outputs = right(inputs)
+            if _representable(kernel, xp, p, outputs, undefined=undefined):
+                yield Case(kind, inputs, outputs)
     if "cancelling" in kinds and not types.isdisjoint(HALVES):
-        yield from _cancelling(kernel, xp, p, _last(kernel, xp, p, random, own), own, right)
+        largest = _with_extremes(kernel, xp, p, random, "largest", own) or random
+        yield from _cancelling(kernel, xp, p, largest, own, right)
     for kind in kinds if any(map(is_float, types)) else ():
         for shape in SHAPES.get(kind, ()):
             inputs = _shaped(kernel, xp, p, random, shape, own)
@@ -112,7 +119,7 @@ def make_cases(
 
 def random_inputs(kernel: KernelClass, xp: Any, rng: Any, p: Problem, own: Mapping[str, Any] | None = None) -> Arrays:
     """Inputs as they lie in memory: standard normal numbers, uniform integers, or the kernel's `own` inputs."""
-    own = kernel.inputs(xp, rng, p) if own is None else own
+    own = own_inputs(kernel, xp, rng, p) if own is None else own
     found: Arrays = {}
     for spec in input_specs(kernel, p):
         given = own.get(spec.name)
@@ -122,6 +129,51 @@ def random_inputs(kernel: KernelClass, xp: Any, rng: Any, p: Problem, own: Mappi
         stored = [_laid_out(xp, to_storage(xp, xp.asarray(each), spec.dtype), spec) for each in made]
         found[spec.name] = stored if spec.listed else stored[0]
     return found
+
+
+def own_inputs(kernel: KernelClass, xp: Any, rng: Any, p: Problem) -> Mapping[str, Any]:
+    """What `inputs(xp, rng, p)` returns, after checking that these are inputs of the problem, of their shapes.
+
+    Raises:
+        DeclarationError: the name of an input is wrong, or its shape, or it is no array of numbers.
+    """
+    with _blaming(kernel, "inputs", xp, p):
+        own = kernel.inputs(xp, rng, p)
+    if not isinstance(own, Mapping):
+        raise DeclarationError(
+            f"{kernel.__name__}.inputs: must return a dict of inputs by name, got {type(own).__name__}"
+        )
+    specs = {spec.name: spec for spec in input_specs(kernel, p)}
+    inputs = [name for name, each in kernel.array_fields.items() if each.role in ("in", "inout")]
+    for name, value in own.items():
+        if name not in inputs:
+            raise DeclarationError(
+                f"{kernel.__name__}.inputs: {name!r} is no input; the inputs are "
+                f"{', '.join(inputs)}{did_you_mean(name, inputs)}"
+            )
+        if name not in specs:  # this problem does without it
+            continue
+        made = list(value) if specs[name].listed else [value]
+        shapes = tuple(tuple(numpy.shape(each)) for each in made)
+        if shapes != specs[name].shapes:
+            found, wanted = (shapes, specs[name].shapes) if specs[name].listed else (shapes[0], specs[name].shapes[0])
+            raise DeclarationError(f"{kernel.__name__}.inputs: {name} has shape {found} for {p}; declared is {wanted}")
+        if any(getattr(each, "dtype", numpy.dtype(float)).kind in "OUSc" for each in map(xp.asarray, made)):
+            raise DeclarationError(f"{kernel.__name__}.inputs: {name} holds no real numbers for {p}")
+    return own
+
+
+@contextlib.contextmanager
+def _blaming(kernel: KernelClass, field: str, xp: Any, p: Problem) -> Iterator[None]:
+    """Within the block an error of NumPy's is one of the declaration. Errors on a GPU say what became of the GPU, and stay."""
+    try:
+        yield
+    except (TiledschedError, MemoryError):
+        raise
+    except Exception as error:
+        if xp is not numpy:
+            raise
+        raise DeclarationError(f"{kernel.__name__}.{field}: for {p} it raises {describe(error)}") from error
 
 
 def input_specs(kernel: KernelClass, p: Problem) -> list[ArraySpec]:
@@ -135,9 +187,14 @@ def output_specs(kernel: KernelClass, p: Problem) -> list[ArraySpec]:
 
 
 def _drawn(xp: Any, rng: Any, spec: ArraySpec, shape: tuple[int, ...]) -> Any:
+    if spec.dtype == POWERS_OF_TWO:
+        return 2.0 ** rng.integers(-2, 3, size=shape)
     if is_float(spec.dtype):
-        return rng.standard_normal(shape, dtype=numpy.float32)
-    return rng.integers(0, 2 if spec.below is None else spec.below, size=shape)
+        return rng.standard_normal(shape_of_values(shape, spec.dtype), dtype=numpy.float32)
+    if spec.integers is None:
+        return rng.integers(0, 2, size=shape)
+    spec.integers.check(spec.name, spec.dtype, shape)
+    return spec.integers.random(xp, rng, shape)
 
 
 def _laid_out(xp: Any, array: Any, spec: ArraySpec) -> Any:
@@ -184,12 +241,39 @@ def call_reference(kernel: KernelClass, xp: Any, p: Problem, inputs: dict[str, A
         elif name in kernel.array_fields:
             given[name] = None  # an input that this problem does not have
         else:
+            meant = did_you_mean(name, [*known, *kernel.fields])
+            meant = "; a reference is written without self" if name == "self" else meant
             raise DeclarationError(
                 f"{kernel.__name__}.reference: its parameter {name!r} is called like nothing declared; known "
-                f"are {', '.join([*known, *kernel.fields])}"
+                f"are {', '.join([*known, *kernel.fields])}{meant}"
             )
-    found = kernel.reference(**given)
-    return tuple(found) if isinstance(found, tuple) else (found,)
+    with _blaming(kernel, "reference", xp, p):
+        found = kernel.reference(**given)
+    outputs = [name for name, each in kernel.array_fields.items() if each.role in ("out", "inout")]
+    if found is None or isinstance(found, Mapping):
+        raise DeclarationError(
+            f"{kernel.__name__}.reference: returns {'nothing' if found is None else 'a dict'}; return the array, or a tuple "
+            f"of the arrays, of {', '.join(outputs)}"
+        )
+    results = tuple(found) if isinstance(found, tuple) else (found,)
+    if len(results) > len(outputs):
+        raise DeclarationError(
+            f"{kernel.__name__}.reference: returns {len(results)} arrays; the outputs are {', '.join(outputs)}"
+        )
+    return results
+
+
+def _with_extremes(
+    kernel: KernelClass, xp: Any, p: Problem, random: Arrays, kind: str, own: Mapping[str, Any]
+) -> Arrays | None:
+    """The random inputs, but with every array of integers of which a range is declared at its limit; None where none changes."""
+    found: Arrays = {}
+    for spec in input_specs(kernel, p):
+        if spec.integers is not None and spec.name not in own and not spec.listed:
+            values = spec.integers.extreme(xp, kind, spec.shape)
+            if values is not None:
+                found[spec.name] = _laid_out(xp, to_storage(xp, values, spec.dtype), spec)
+    return random | found if found else None
 
 
 def _shaped(kernel: KernelClass, xp: Any, p: Problem, random: Arrays, shape: Shape, own: Mapping[str, Any]) -> Arrays:
@@ -226,17 +310,6 @@ def _offset(offset: float, xp: Any, values: Any) -> Any:
     """Values near one, so that sums grow and what a narrow accumulator loses does not cancel by chance. Values near minus one are
     all smaller than padding of zeros."""
     return values * SPREAD + offset
-
-
-def _last(kernel: KernelClass, xp: Any, p: Problem, random: Arrays, own: Mapping[str, Any]) -> Arrays:
-    """The random inputs with every integer as large as it may be."""
-    found = dict(random)
-    for spec in input_specs(kernel, p):
-        if not is_float(spec.dtype) and spec.name not in own:
-            values = random[spec.name] if spec.listed else [random[spec.name]]
-            filled = [xp.full_like(each, 1 if spec.below is None else spec.below - 1) for each in values]
-            found[spec.name] = filled if spec.listed else filled[0]
-    return found
 
 
 def _cancelling(
@@ -316,15 +389,31 @@ def _representable(
     return True
 
 
-SMALL = (3, 4, 1, 2, 8, 16, 32, 64, 128, 256)
+SMALL = (3, 4, 1, 2, 8, 16, 64)
 """Sizes that are tried for run-time dims, in this order."""
+LARGER = (32, 128, 256, 512, 1024, 2048, 4096)
+"""Sizes that are tried next, where a kernel requires multiples of something."""
 
 
 def shrunk(kernel: KernelClass, p: Problem) -> Problem:
-    """The problem with run-time sizes as small as its kernel allows."""
-    for name, each in kernel.fields.items():
-        if isinstance(each, Dim) and not each.constant:
-            p = next(filter(None, (replaced(kernel, p, {name: size}) for size in SMALL)), p)
+    """The problem with run-time sizes as small as its kernel allows.
+
+    Dims that can only change together, such as the sides of a square, shrink by one factor.
+    """
+    dims = [name for name, each in kernel.fields.items() if isinstance(each, Dim) and not each.constant]
+    stuck: dict[str, int] = {}
+    for name in dims:
+        before = total(p.values[name])
+        sizes = (*SMALL, *(size for size in LARGER if size < before))
+        found = next(filter(None, (replaced(kernel, p, {name: size}) for size in sizes)), None)
+        if found is None:
+            stuck[name] = before
+        p = found or p
+    longest = max(stuck.values(), default=0)
+    for size in (*SMALL, *LARGER) if len(stuck) > 1 else ():
+        values = {name: max(1, before * size // longest) for name, before in stuck.items()}
+        if size < longest and (found := replaced(kernel, p, values)) is not None:
+            return found
     return p
 
 

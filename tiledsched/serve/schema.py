@@ -6,15 +6,18 @@ these do not determine is a parameter of its own. When the problem is known, all
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tiledsched.core.arrays import ArraySpec
 from tiledsched.core.errors import ConfigError, ProblemError
-from tiledsched.core.fields import LAYOUTS, ArrayField, Choice, Dim, Flag, Sizes, read_shape
+from tiledsched.core.fields import ALSO_CALLED, LAYOUTS, ArrayField, Choice, Dim, Flag, ProblemField, Sizes
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.core.storage import strides_of
+from tiledsched.core.shapes import is_solvable, read_shape, shape_names, solve, split_shape
+from tiledsched.core.storage import strides_of, tile_type
 
 NO_DEFAULT = object()
 
@@ -53,6 +56,20 @@ class Output:
     """Whether it is a list."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Equation:
+    """A size of an input that tells a dim."""
+
+    array: str
+    """The input."""
+    axis: int
+    """The axis whose size it is."""
+    word: str
+    """The size as it is declared."""
+    dim: str
+    """The dim, the only one in it that is not known before."""
+
+
 class OpSchema:
     """The parameters of an operator made of `kernel`, and the meaning of its calls. `str()` gives it in torch's schema language.
 
@@ -69,6 +86,8 @@ class OpSchema:
         unknown = sorted(set(pinned) - set(kernel.fields))
         if unknown:
             raise ConfigError(f"{kernel.name} has no field {unknown[0]!r}; known are {', '.join(kernel.fields)}")
+        self.given = dict(pinned)
+        """What the caller fixed. `pinned` are also the flags that decide which outputs there are."""
         self.pinned = dict(pinned)
         arrays = kernel.array_fields
         for name, each in arrays.items():
@@ -88,6 +107,7 @@ class OpSchema:
             raise ConfigError(
                 f"{kernel.name} has no input array, which would say where it runs; call its kernel yourself"
             )
+        self.equations: list[Equation] = []
         self.parameters = self._parameters()
 
     def __str__(self) -> str:
@@ -148,12 +168,37 @@ class OpSchema:
                 found.add(str(each.when))
             else:
                 found |= {_dtype_of(each), each.layout, *(word for word, _ in self._sizes(each))}
-        return found & set(self.kernel.fields)
+        found &= set(self.kernel.fields)
+        self.equations = self._equations(found | set(self.pinned))
+        return found | {each.dim for each in self.equations}
 
     def _sizes(self, each: ArrayField) -> list[tuple[str, int]]:
         """Dims that stand alone in a shape, and their axes."""
-        words = each.shape.split() if isinstance(each.shape, str) else []
+        words = split_shape(each.shape) if isinstance(each.shape, str) else ()
         return [(word, axis) for axis, word in enumerate(words) if isinstance(self.kernel.fields.get(word), Dim)]
+
+    def _equations(self, known: set[str]) -> list[Equation]:
+        """How dims follow, one after the other, from sizes such as "experts+1" of inputs that every call gives.
+
+        Args:
+            known: the fields that are known without them.
+        """
+        sizes = [
+            (name, axis, word, shape_names(word))
+            for name in self.inputs
+            if not self.is_optional(name) and isinstance(self.kernel.array_fields[name].shape, str)
+            for axis, word in enumerate(split_shape(self.kernel.array_fields[name].shape))
+        ]
+        found: list[Equation] = []
+        known = set(known)
+        for _ in self.kernel.fields:
+            for name, axis, word, names in sizes:
+                open_names = names - known
+                dim = next(iter(open_names), "")
+                if len(open_names) == 1 and isinstance(self.kernel.fields.get(dim), Dim) and is_solvable(word, dim):
+                    found.append(Equation(array=name, axis=axis, word=word, dim=dim))
+                    known.add(dim)
+        return found
 
     def read(self, given: Sequence[Any]) -> dict[str, Any]:
         """The problem's fields, as far as the arguments of a call determine them; sizes stay symbolic where it is traced.
@@ -177,19 +222,27 @@ class OpSchema:
             for tensor in [value] if not each.listed else value:
                 if tensor is not None:
                     self._read_array(name, each, tensor, found)
+        for equation in self.equations:
+            if equation.dim not in found:
+                size = given[self.inputs.index(equation.array)].shape[equation.axis]
+                try:
+                    found[equation.dim] = solve(equation.word, equation.dim, size, found.__getitem__)
+                except ValueError as error:
+                    raise ProblemError(f"{equation.array}, axis {equation.axis}: {error}") from error
         return found
 
     def _read_array(self, name: str, each: ArrayField, tensor: Any, found: dict[str, Any]) -> None:
         """Add the fields that one tensor determines to `found`."""
-        if isinstance(each.shape, str) and tensor.ndim != len(each.shape.split()):
+        if isinstance(each.shape, str) and tensor.ndim != len(split_shape(each.shape)):
             raise ProblemError(
-                f"{name} must have {len(each.shape.split())} axes ({each.shape}), got shape "
+                f"{name} must have {len(split_shape(each.shape))} axes ({each.shape}), got shape "
                 f"{tuple(tensor.shape)}; reshape it"
             )
         for word, axis in self._sizes(each):
             found.setdefault(word, tensor.shape[axis])
-        if _dtype_of(each) in self.kernel.fields:
-            found.setdefault(_dtype_of(each), dtype_name(tensor))
+        field = self.kernel.fields.get(_dtype_of(each))
+        if isinstance(field, Choice):
+            found.setdefault(_dtype_of(each), _dtype_among(field.words, dtype_name(tensor)))
         if each.layout in self.kernel.fields and tensor.ndim > 1:
             strides = tensor.stride()
             found.setdefault(each.layout, "column" if strides[-2] == 1 and strides[-1] != 1 else "row")
@@ -230,8 +283,8 @@ class OpSchema:
         # Every other value is checked as usual, beside some allowed size in place of each that is 0.
         allowed = {name: max(1, getattr(fields[name], "least", 1)) for name in empty}
         allowed |= {name: (1,) for name in empty if isinstance(fields[name], Sizes)}
-        values = self.kernel.problem(**found | allowed).values
-        p = Problem(self.kernel, {**values, **empty})
+        p = Problem(self.kernel, self.kernel.read_values(found | allowed) | empty)
+        self.kernel.check_requirements(p)
         self._check_arrays(p, given)
         return p
 
@@ -251,17 +304,36 @@ class OpSchema:
         words = self.kernel.array_fields[spec.name].shape
         for place, (tensor, shape) in enumerate(zip(tensors, spec.shapes, strict=True)):
             name = f"{spec.name}[{place}]" if spec.listed else spec.name
-            if tuple(tensor.shape) != shape:
-                if len(shape) != tensor.ndim:
-                    raise ProblemError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}; reshape it")
-                wrong = next(axis for axis in range(tensor.ndim) if tensor.shape[axis] != shape[axis])
-                what = f" ({words.split()[wrong]})" if isinstance(words, str) else ""
-                raise ProblemError(
-                    f"{name}, axis {wrong}{what}: must be {shape[wrong]}, as the other arrays say, got "
-                    f"{tensor.shape[wrong]}"
-                )
-            if dtype_name(tensor) != spec.dtype:
-                raise ProblemError(f"{name} must be {spec.dtype}, got {dtype_name(tensor)}; cast it")
+            _check_tensor(name, words, tensor, shape, spec.dtype, operator.ne)
+
+    def checked_results(self, given: Sequence[Any], is_true: Callable[[Any], bool]) -> list[Output]:
+        """The outputs of a call, after the checks that :meth:`problem` makes. Where it is traced, sizes are compared as far as
+        the tracer can tell, and what the kernel requires of them is left to the call.
+
+        Args:
+            given: the arguments.
+            is_true: whether a comparison of symbolic sizes is known to be true.
+
+        Raises:
+            ProblemError: as :meth:`problem`.
+        """
+        found, fields = self.read(given), self.kernel.fields
+        sizes = [value for name, value in found.items() if isinstance(fields[name], Dim)]
+        if all(isinstance(size, int) for size in sizes):
+            if self.empty_problem(given) is None:
+                self.problem(given)
+            return self.results(given)
+        for name, value in found.items():
+            if not isinstance(fields[name], (Dim, Sizes)):
+                _read(fields[name], name, value)
+        for name, value in zip(self.inputs, given, strict=False):
+            each = self.kernel.array_fields[name]
+            dtype = str(found.get(_dtype_of(each), self._default(_dtype_of(each))))
+            for tensor in [value] if isinstance(each.shape, str) and value is not None else ():
+                with suppress(KeyError):  # a size that is derived from the problem
+                    shape = read_shape(each.shape, found.__getitem__)  # type: ignore[arg-type]
+                    _check_tensor(name, each.shape, tensor, shape, dtype, lambda one, other: is_true(one != other))
+        return self.results(given)
 
     def results(self, given: Sequence[Any]) -> list[Output]:
         """The outputs of a call. Where it is traced their sizes are symbolic, if the names of sizes determine them."""
@@ -292,6 +364,28 @@ class OpSchema:
         return self.kernel.fields[name].default if name in self.kernel.fields else name
 
 
+def _check_tensor(
+    name: str, words: Any, tensor: Any, shape: Sequence[Any], dtype: str, differ: Callable[[Any, Any], bool]
+) -> None:
+    """Raise where a tensor is not of this shape and type. `words` is the shape as it is declared, `differ` compares sizes."""
+    if len(shape) != tensor.ndim:
+        raise ProblemError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}; reshape it")
+    for axis, (size, wanted) in enumerate(zip(tensor.shape, shape, strict=True)):
+        if differ(size, wanted):
+            what = f" ({split_shape(words)[axis]})" if isinstance(words, str) else ""
+            raise ProblemError(f"{name}, axis {axis}{what}: must be {wanted}, as the other arrays say, got {size}")
+    if dtype_name(tensor) not in (dtype, tile_type(dtype)):
+        raise ProblemError(f"{name} must be {dtype}, got {dtype_name(tensor)}; cast it")
+
+
+def _read(field: ProblemField, name: str, value: Any) -> None:
+    """Raise where a field may not have this value."""
+    try:
+        field.read(name, value)
+    except ValueError as error:
+        raise ProblemError(str(error)) from error
+
+
 def _dtype_of(each: ArrayField) -> str:
     return each.dtype or "dtype"
 
@@ -299,4 +393,9 @@ def _dtype_of(each: ArrayField) -> str:
 def dtype_name(tensor: Any) -> str:
     """cuTile's name of a tensor's element type."""
     name = str(tensor.dtype).removeprefix("torch.")
-    return "bool_" if name == "bool" else name
+    return ALSO_CALLED.get(name, name)
+
+
+def _dtype_among(words: Sequence[str], name: str) -> str:
+    """The type out of `words` of a tensor of the type `name`: torch has types that hold another type's bits."""
+    return name if name in words else next((word for word in words if tile_type(word) == name), name)

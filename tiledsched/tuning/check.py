@@ -89,9 +89,8 @@ def check_problems(
     Without `problems`, and where the kernel names no small ones, sizes follow from the tiles that each schedule takes.
     """
     kernel = kernel_of(kernel)
-    given = (
-        problems_of(kernel, problems) if problems is not None else kernel.small() if kernel.small is not None else None
-    )
+    small = [kernel.as_problem(each) for each in kernel.small()] if kernel.small is not None else None
+    given = problems_of(kernel, problems) if problems is not None else small
     space = load_space(options.space, kernel) if options.space else space_for(arch, kernel)
     check = _Check(kernel, space, arch, options, progress or (lambda text: None))
     yield from check.given(list(given)) if given is not None else check.found(_kinds(kernel))
