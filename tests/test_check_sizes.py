@@ -67,6 +67,13 @@ class Multiples(Copied):
     suites = {"one": [{"rows": 8192, "columns": 48 * 64}]}
 
 
+class Square(Copied):
+    """Sizes that change only together."""
+
+    requires = {"rows == columns": "it is square"}
+    suites = {"one": [{"rows": 8192, "columns": 8192}]}
+
+
 class Few(Copied):
     """A size with a largest value."""
 
@@ -82,6 +89,7 @@ class Few(Copied):
         (Whole, {"TM": 16, "TN": 64}, {"rows": 41, "columns": 47}),  # less than a tile, so that something is padded
         (Whole, {"TM": 16, "TN": 128}, {"rows": 41, "columns": 64}),
         (Multiples, {"TM": 16, "TN": 64}, {"rows": 41, "columns": 240}),
+        (Square, {"TM": 16, "TN": 64}, {"rows": 227, "columns": 227}),
         (Few, {"TM": 16, "TN": 64}, {"rows": 20, "columns": 227}),
     ],
 )

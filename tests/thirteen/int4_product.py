@@ -31,7 +31,8 @@ class Int4Product(ts.Kernel):
     Scale = ts.array("k/group n", dtype="float16")
     Out = ts.out("m n", dtype="float16")
     knobs = {"TM": [16, 32], "TN": [64, 128], "TK": [64, 128], "num_worker_warps": [4, 8]}
-    constraints = {"k % group == 0": "groups are whole", "TK % group == 0": "a step takes whole groups"}
+    requires = {"k % group == 0": "groups are whole"}
+    constraints = {"TK % group == 0": "a step takes whole groups"}
     suites = {"decode": [dict(m=16, n=14336, k=4096)]}
 
     def grid(p, s, device):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiledsched.core.cases import replaced, shrunk
+from tiledsched.core.errors import TiledschedError
 from tiledsched.core.fields import Dim, Sizes
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
@@ -27,6 +28,8 @@ FEW_ELEMENTS = 1 << 18
 """Elements of the problem with the smallest run-time sizes, beyond which compile-time sizes are made smaller, too."""
 CROSSED = 3
 """Tiles that every size should come to: two, and the rest of a third."""
+LONG = 4096
+"""Times that a size is made longer to see which axes grow with it, however much the shape divides it."""
 LIST_PARTS = (1.0, 0.1, 0.4, 0.7)
 """Sizes of a list, as shares of the longest; a fifth is like the first again."""
 
@@ -68,14 +71,20 @@ class SizeFinder:
             long: the size that comes to more tiles.
             tiles: how many.
         """
-        found = self.small
+        found, stuck = self.small, dict[str, list[int]]()
         for turn, name in enumerate(self.dims()):
             values = self.values(found, name, turn, s, uses, whole=whole, tiles=tiles if name == long else 0)
             for value in dict.fromkeys(values[0 if whole else self.first.get(name, 0) :]):
-                made = self._made(found, name, _listed(found.values[name], value), s)
+                made = self._made(found, {name: _listed(found.values[name], value)}, s)
                 if made is not None:
                     found = made
                     break
+            if values and found.values[name] == self.small.values[name]:
+                stuck[name] = values
+        for values in zip(*stuck.values(), strict=False) if len(stuck) > 1 else ():  # sizes that must be equal
+            made = self._made(found, dict.fromkeys(stuck, max(values)), s)
+            if made is not None:
+                return made
         return found
 
     def values(
@@ -104,53 +113,44 @@ class SizeFinder:
     def axes(self, p: Problem, name: str, s: Schedule, uses: TileUses) -> list[tuple[int, float]]:
         """(elements of a tile, elements of the axis for each unit of the size) of the axes that grow with a size."""
         known = _number(self.base.values[name])
-        for value in (known, known // 2, 4096, 256, 16, 4, 1):
-            one, two = (self._made(p, name, _listed(p.values[name], each), None) for each in (value, 2 * value))
-            if value > 0 and one is not None and two is not None:
-                break
-        else:
-            return []
-        found = []
-        for array, axis in uses.places:
-            if array in self.kernel.array_fields:
-                low, high = (
-                    sum(shape[axis] for shape in self.kernel.array_spec(array, each, s).shapes) for each in (one, two)
-                )
-                grown = sum(map(_sum, [two.values[name]])) - sum(map(_sum, [one.values[name]]))
-                if high > low:
-                    found.append((uses.side(array, axis), (high - low) / grown))
-        return found
+        one, two = (
+            Problem(self.kernel, {**p.values, name: _listed(p.values[name], each)}) for each in (known, 2 * known)
+        )
+        grown = _sum(two.values[name]) - _sum(one.values[name])
+        return [
+            (uses.side(array, axis), (high - low) / grown)
+            for (array, axis), low, high in self._lengths(one, two, s, uses)
+            if high > low
+        ]
 
     def crossed(self, p: Problem, s: Schedule, uses: TileUses) -> dict[str, int]:
         """Size -> how many tiles of it were taken."""
         found: dict[str, int] = {}
         for name in self.dims():
-            known = self.base.values[name]
-            other = next(
-                (
-                    each
-                    for value in (2 * _number(p.values[name]), _number(known), 2 * _number(known), 1)
-                    if value != _number(p.values[name])
-                    and (each := self._made(p, name, _listed(known, value), None)) is not None
-                ),
-                None,
-            )
-            counts = [
-                uses.count(array, axis)
-                for array, axis in uses.places
-                if other is not None
-                and array in self.kernel.array_fields
-                and any(
-                    (one[axis] - two[axis]) * (_number(p.values[name]) - _number(other.values[name])) > 0
-                    for one, two in zip(
-                        self.kernel.array_spec(array, p, s).shapes,
-                        self.kernel.array_spec(array, other, s).shapes,
-                        strict=False,
-                    )
-                )
-            ]
+            doubled = _listed(p.values[name], LONG * _number(p.values[name]))
+            other = Problem(self.kernel, {**p.values, name: doubled})
+            lengths = self._lengths(p, other, s, uses)
+            counts = [uses.count(array, axis) for (array, axis), low, high in lengths if high > low]
             if counts:
                 found[name] = max(counts)
+        return found
+
+    def _lengths(
+        self, one: Problem, two: Problem, s: Schedule, uses: TileUses
+    ) -> list[tuple[tuple[str, int], int, int]]:
+        """(array and axis, its length in one problem, its length in another one) of what was cut into tiles.
+
+        The problems need not be allowed; where shapes cannot be told of them, there is nothing.
+        """
+        found = []
+        for array, axis in uses.places:
+            if array in self.kernel.array_fields:
+                try:
+                    shapes = [self.kernel.array_spec(array, each, s).shapes for each in (one, two)]
+                except (TiledschedError, ArithmeticError):
+                    continue
+                low, high = (sum(shape[axis] for shape in some if axis < len(shape)) for some in shapes)
+                found.append(((array, axis), low, high))
         return found
 
     def note_tiles_that_follow(self, before: Mapping[str, int], after: Mapping[str, int], p: Problem) -> None:
@@ -173,18 +173,18 @@ class SizeFinder:
             self.first.pop(name, None)
             tried = set()
             for place, value in enumerate(self.values(found, name, turn, s, uses)):
-                made = None if value in tried else self._made(found, name, _listed(found.values[name], value), s)
+                made = None if value in tried else self._made(found, {name: _listed(found.values[name], value)}, s)
                 tried.add(value)
                 if made is not None and works(made):
                     found, self.first[name] = made, place
                     break
         return found
 
-    def _made(self, p: Problem, name: str, value: Any, s: Schedule | None) -> Problem | None:
-        """The problem with another value of one size; None where it is not allowed, too large, or `s` cannot work for it."""
-        made = replaced(self.kernel, p, {name: value})
-        if made is None or s is None:
-            return made
+    def _made(self, p: Problem, values: Mapping[str, Any], s: Schedule) -> Problem | None:
+        """The problem with other values of sizes; None where they are not allowed, too large, or `s` cannot work for them."""
+        made = replaced(self.kernel, p, values)
+        if made is None:
+            return None
         large = _size_of(self.kernel, made) > max(MOST_ELEMENTS, _size_of(self.kernel, p))
         return None if large or self.space.unworkable(s, made) else made
 
