@@ -333,7 +333,8 @@ def _cancelling(
             values = inputs[first.name] if first.listed else [inputs[first.name]]
             turned = [to_float(xp, each, first.dtype) for each in values]
             for each in turned:
-                each[(..., slice(each.shape[axis] // 2, None), *(slice(None),) * (-axis - 1))] *= -1
+                half = (..., slice(each.shape[axis] // 2, None), *(slice(None),) * (-axis - 1))
+                each[half] *= -1
             stored = [_laid_out(xp, to_storage(xp, each, first.dtype), first) for each in turned]
             inputs[first.name] = stored if first.listed else stored[0]
             outputs = right(inputs)
@@ -424,7 +425,7 @@ def replaced(kernel: KernelClass, p: Problem, values: Mapping[str, Any]) -> Prob
         for spec in kernel.arrays(found):
             if not all(size > 0 for shape in spec.shapes for size in shape):
                 return None
-        return found if all(each.holds(found.names) for each in _problem_constraints(kernel)) else None
+        return found if all(each.holds(found.names) for each in _problem_constraints(kernel)) else None  # type: ignore[arg-type]  # a class is hashable
     except (TiledschedError, ArithmeticError):
         return None
 

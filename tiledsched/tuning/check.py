@@ -311,8 +311,8 @@ def _kinds(kernel: KernelClass) -> list[list[Problem]]:
         for some in by_kind.values()
     ]
     kinds = kinds[:: max(1, math.ceil(len(kinds) / MOST_KINDS))]
-    for name, each in kernel.fields.items():
-        words = each.words if isinstance(each, Choice) else (False, True) if isinstance(each, Flag) else ()
+    for name, declared in kernel.fields.items():
+        words = declared.words if isinstance(declared, Choice) else (False, True) if isinstance(declared, Flag) else ()
         for word in words:
             if all(problem.values[name] != word for some in kinds for problem in some):
                 made = replaced(kernel, kinds[0][0], {name: word})

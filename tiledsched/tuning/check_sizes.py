@@ -59,7 +59,7 @@ class SizeFinder:
         """The sizes of the problem: those that are run-time numbers first."""
         fields = self.kernel.fields
         names = [name for name, each in fields.items() if isinstance(each, (Dim, Sizes))]
-        return sorted(names, key=lambda name: isinstance(fields[name], Dim) and fields[name].constant)
+        return sorted(names, key=lambda name: bool(getattr(fields[name], "constant", False)))
 
     def sized(self, s: Schedule, uses: TileUses, *, whole: bool = False, long: str = "", tiles: int = 0) -> Problem:
         """The problem in which every size comes to two tiles or more and the rest of one.
@@ -81,8 +81,8 @@ class SizeFinder:
                     break
             if values and found.values[name] == self.small.values[name]:
                 stuck[name] = values
-        for values in zip(*stuck.values(), strict=False) if len(stuck) > 1 else ():  # sizes that must be equal
-            made = self._made(found, dict.fromkeys(stuck, max(values)), s)
+        for equal in zip(*stuck.values(), strict=False) if len(stuck) > 1 else ():  # sizes that must be equal
+            made = self._made(found, dict.fromkeys(stuck, max(equal)), s)
             if made is not None:
                 return made
         return found
