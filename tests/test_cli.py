@@ -424,7 +424,11 @@ def test_a_wrong_kernel_or_problem_says_what_is_allowed(added, capsys, line, wor
 
 def test_check_tells_right_from_wrong(added, capsys) -> None:
     assert main(["check", added, "--schedules", "3", "--problem", "rows=3,columns=67"]) == 0
-    assert "rows=3 columns=67 float32: 3 of 3 schedules right" in capsys.readouterr().out
+    said, progress = capsys.readouterr()
+    assert re.match(
+        r"rows=3 columns=67 float32: 3 of 3 .*\n  tiles that every schedule took, at least: \d+ of rows, ", said
+    )
+    assert progress.startswith("rows=3 columns=67 float32: schedule 1 of 3")
     assert main(["check", "wrong.py:Add", "--schedules", "2", "--json"]) == 1
     said = json.loads(capsys.readouterr().out)
     assert said["schema_version"] == 1

@@ -300,7 +300,7 @@ def test_a_right_kernel_passes_and_one_that_overflows_or_loses_nan_does_not(kern
 
 
 def test_large_inputs_are_as_large_as_what_is_judged_allows():
-    """Where float16 ends, or a difference is judged, they are sixteen times as large as random ones, as far as that can be."""
+    """Where float16 ends, or a difference is judged, they are 30 or 16 times as large as random ones, as far as that can be."""
 
     def scale(kernel):
         p = kernel.problem(rows=16, COLUMNS=64)
@@ -320,4 +320,4 @@ def test_large_inputs_are_as_large_as_what_is_judged_allows():
         def reference(xp, X):
             return X * 64.0
 
-    assert (scale(Exponentials), scale(Squares), scale(Sums)) == ([96], [16], [16])
+    assert (scale(Exponentials), scale(Squares), scale(Sums)) == ([96], [30], [16])

@@ -17,6 +17,8 @@ from tiledsched.core.files import printable
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 
+LINE_EVERY_S = 2.0
+"""Seconds between two lines of progress off a terminal."""
 MODELLED_STAGE = "compiling"
 """The stage in which the best schedule is the model's estimate, because no GPU takes part in it."""
 
@@ -93,3 +95,27 @@ class TuneProgress:
         seconds = (now - self._started) / done * (self._total - done) if done else math.inf
         seconds = min(seconds, max(0.0, self._ends - now))
         return f"{timedelta(seconds=round(seconds))} left" if 0 < seconds < math.inf else ""
+
+
+class Status:
+    """Shows what a command does at the moment: one line that changes; off a terminal a line now and then, the first at once."""
+
+    def __init__(self, *, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._clock, self._said = console or Console(stderr=True), clock, -math.inf
+        self._status = self._console.status("")
+
+    def __enter__(self) -> Status:
+        if self._console.is_terminal:
+            self._status.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._status.stop()
+
+    def __call__(self, text: str) -> None:
+        """Show a line."""
+        if self._console.is_terminal:
+            self._status.update(Text(printable(text)))
+        elif self._clock() - self._said >= LINE_EVERY_S:
+            self._said = self._clock()
+            note(text)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tiledsched.cli.output import plural, print_wrapped
 from tiledsched.core.extras import installing
 from tiledsched.core.labels import format_problem
-from tiledsched.core.problem import KernelClass, rate_text
+from tiledsched.core.problem import KernelClass, Problem, describe_values, rate_text
 from tiledsched.core.space import RACED, UNKNOWN
 
 if TYPE_CHECKING:
@@ -258,15 +258,48 @@ def print_checked(row: CheckRow) -> None:
         print(f"wrong: {row.problem}: {row.schedule.short()}: {row.message}", flush=True)
 
 
-def print_checks(rows: Sequence[CheckRow]) -> None:
-    """Print for each problem how many schedules computed right results."""
-    for problem in dict.fromkeys(row.problem for row in rows):
-        found = [row for row in rows if row.problem == problem]
-        right = [row.worst_error for row in found if row.passed]
+def print_checks(rows: Sequence[CheckRow], *, by_kind: bool) -> None:
+    """Print for each problem, or for the problems of each kind, how many schedules computed right results on how many tiles."""
+    groups: dict[Any, list[CheckRow]] = {}
+    for row in rows:
+        groups.setdefault(_kind(row.problem) if by_kind else row.problem, []).append(row)
+    for some in groups.values():
+        drawn = dict.fromkeys(row.schedule for row in some)
+        wrong = {row.schedule for row in some if not row.passed}
+        right = [row.worst_error for row in some if row.schedule not in wrong]
         worst = f", worst error {max(right):.2g}" if right else ""
-        print(f"{problem}: {len(right)} of {len(found)} schedules right{worst}")
+        print(f"{_range_text(some)}: {len(drawn) - len(wrong)} of {len(drawn)} schedules right{worst}")
+        tiles = {
+            name: min(max(row.tiles.get(name, 0) for row in some if row.schedule == schedule) for schedule in drawn)
+            for name in dict.fromkeys(name for row in some for name in row.tiles)
+        }
+        if tiles and right:
+            counts = (f"{count} of {name}" for name, count in tiles.items())
+            print(f"  tiles that every schedule took, at least: {', '.join(counts)}")
     if not rows:
         print("nothing was checked: no schedule of the space is valid for these problems")
+
+
+def _kind(p: Problem) -> tuple[Any, ...]:
+    """What problems of one line share: all but their sizes."""
+    return tuple(value for value in p.values.values() if isinstance(value, (str, bool)))
+
+
+def _range_text(rows: Sequence[CheckRow]) -> str:
+    """The problems of some rows in one line: `rows=2..10 columns=3..3587 float16`."""
+    first = rows[0].problem
+    if all(row.problem == first for row in rows):
+        return str(first)
+    found: dict[str, Any] = {}
+    for name, value in first.values.items():
+        values = [row.problem.values[name] for row in rows]
+        numbers = [size for each in values for size in (each if isinstance(each, tuple) else (each,))]
+        found[name] = (
+            value
+            if isinstance(value, (str, bool)) or min(numbers) == max(numbers)
+            else f"{min(numbers)}..{max(numbers)}"
+        )
+    return describe_values(found)
 
 
 def print_merged(result: MergeResult) -> None:

@@ -210,20 +210,24 @@ def check(
     """Compute on the CPU, and compare with the kernel's reference.
 
     Every output of every schedule is compared, on random and on adversarial inputs. No GPU and no compiler is needed.
-    Without -p and --suite, small problems are computed. Exit code 1 if a result is wrong.
+    Without -p and --suite, sizes follow from the tiles that each schedule takes: some tiles and the rest of one. Exit code
+    1 if a result is wrong.
 
     \b
     tiledsched check my_kernel.py:MyKernel
     tiledsched check softmax -p rows=3,columns=4000 --schedules 5
     """
+    from tiledsched.cli.progress import Status
+
     named = named_problems(kernel, problem, suite) if problem or suite else None
-    found = run.session(arch).check(kernel, named, CheckOptions.from_mapping(options, "check"))
+    by_kind = named is None and kernel.small is None
     rows = []
-    for row in found:
-        rows.append(row)
-        if not run.json:
-            tuned_output.print_checked(row)
-    run.print({"rows": rows}, lambda: tuned_output.print_checks(rows))
+    with Status() as progress:
+        for row in run.session(arch).check(kernel, named, CheckOptions.from_mapping(options, "check"), progress):
+            rows.append(row)
+            if not run.json:
+                tuned_output.print_checked(row)
+    run.print({"rows": rows}, lambda: tuned_output.print_checks(rows, by_kind=by_kind))
     return 0 if rows and all(row.passed for row in rows) else 1
 
 

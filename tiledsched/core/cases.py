@@ -10,7 +10,6 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,19 +21,29 @@ from tiledsched.core.errors import DeclarationError, TiledschedError
 from tiledsched.core.fields import Dim, total
 from tiledsched.core.integers import INTEGER_KINDS
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.space import Constraint
+from tiledsched.core.space_files import declared_space
 from tiledsched.core.storage import LARGEST, POWERS_OF_TWO, is_float, shape_of_values, to_float, to_storage
 
 KINDS = ("edges", "large", "offset")
 """Kinds of inputs, in addition to random ones, for a kernel that declares no `adversarial` cases of its own."""
+CHECK_KINDS = (*INTEGER_KINDS, *KINDS, "negative", "tiny", "cancelling")
+"""Those of a check on the CPU, which looks for mistakes in the kernel; a GPU is asked whether the machine code is right."""
 BORDERS = (16, 32, 64, 128, 256)
 EDGE_FACTOR = 4.0
-LARGE_FACTORS = (96.0, 16.0)
-"""The first whose right outputs can be judged is taken. With 96, exponentials overflow in float32 (above e^88) and do not in
-the float64 (e^709) of a reference."""
+LARGE_FACTORS = (96.0, 30.0, 16.0)
+"""The first whose right outputs can be judged is taken. With 96 and 30, exponentials overflow in float32 (above e^88) and do not
+in the float64 (e^709) of a reference."""
+HALVES = ("float16", "float8_e4m3fn", "float8_e5m2")
+"""Types whose products may be summed in float16, which is a mistake wherever sums leave its range."""
 ROUNDING = RELATIVE_ERRORS | {"float32": 2.0**-21}
 """Type -> what rounding to it may cost, as a share of a value: the usual limit, and for float32 without its room for tf32."""
 OFFSET = 1.0
 SPREAD = 0.05
+CANCELLING_SPREAD = 0.1
+"""So wide that what is left of a sum is large beside what rounding its terms costs."""
+TINY_FACTOR = 2.0**-8
+"""Squares are then about 1e-5, as large as what is added to keep a divisor from being zero."""
 
 Shape = Callable[[Any, Any], Any]
 """Makes other values from random ones, given numpy or cupy and the values."""
@@ -58,7 +67,16 @@ class Case:
         return self.kinds if isinstance(self.kinds, str) else self.kinds[outer]
 
 
-def make_cases(kernel: KernelClass, xp: Any, rng: Any, p: Problem, precision: str = "float64") -> Iterator[Case]:
+def make_cases(
+    kernel: KernelClass,
+    xp: Any,
+    rng: Any,
+    p: Problem,
+    precision: str = "float64",
+    *,
+    kinds: Sequence[str] = (*INTEGER_KINDS, *KINDS),
+    undefined: bool = False,
+) -> Iterator[Case]:
     """Yield the random case, then the adversarial cases.
 
     Args:
@@ -67,6 +85,8 @@ def make_cases(kernel: KernelClass, xp: Any, rng: Any, p: Problem, precision: st
         rng: a Generator of that module.
         p: the problem.
         precision: the type in which the reference computes; float32 where the GPU's float64 is slow.
+        kinds: of the adversarial cases, for a kernel that declares none of its own.
+        undefined: whether some of the reference's outputs may be infinite or NaN on adversarial inputs: the same is then right.
     """
     own = own_inputs(kernel, xp, rng, p)
     random = random_inputs(kernel, xp, rng, p, own)
@@ -78,17 +98,21 @@ def make_cases(kernel: KernelClass, xp: Any, rng: Any, p: Problem, precision: st
     if kernel.adversarial is not None:
         yield from kernel.adversarial(xp, rng, p, right)
         return
-    for kind in INTEGER_KINDS:
-        inputs = _with_extremes(kernel, xp, p, random, kind, own)
+    types = {spec.dtype for spec in input_specs(kernel, p) if spec.name not in own}
+    for kind in kinds:
+        inputs = _with_extremes(kernel, xp, p, random, kind, own) if kind in INTEGER_KINDS else None
         if inputs is not None:
             outputs = right(inputs)
-            if _representable(kernel, xp, p, outputs):
+            if _representable(kernel, xp, p, outputs, undefined=undefined):
                 yield Case(kind, inputs, outputs)
-    for kind in KINDS if any(is_float(spec.dtype) for spec in input_specs(kernel, p)) else ():
-        for shape in SHAPES[kind]:
+    if "cancelling" in kinds and not types.isdisjoint(HALVES):
+        largest = _with_extremes(kernel, xp, p, random, "largest", own) or random
+        yield from _cancelling(kernel, xp, p, largest, own, right)
+    for kind in kinds if any(map(is_float, types)) else ():
+        for shape in SHAPES.get(kind, ()):
             inputs = _shaped(kernel, xp, p, random, shape, own)
             outputs = right(inputs)
-            if _representable(kernel, xp, p, outputs, tame=shape is not SHAPES[kind][-1]):
+            if _representable(kernel, xp, p, outputs, tame=shape is not SHAPES[kind][-1], undefined=undefined):
                 yield Case(kind, inputs, outputs)
                 break
 
@@ -282,27 +306,83 @@ def _large(factor: float, xp: Any, values: Any) -> Any:
     return values * factor
 
 
-def _offset(xp: Any, values: Any) -> Any:
-    """Values near one, so that sums grow and what a narrow accumulator loses does not cancel by chance."""
-    return values * SPREAD + OFFSET
+def _offset(offset: float, xp: Any, values: Any) -> Any:
+    """Values near one, so that sums grow and what a narrow accumulator loses does not cancel by chance. Values near minus one are
+    all smaller than padding of zeros."""
+    return values * SPREAD + offset
+
+
+def _cancelling(
+    kernel: KernelClass,
+    xp: Any,
+    p: Problem,
+    random: Arrays,
+    own: Mapping[str, Any],
+    right: Callable[[Arrays], tuple[Any, ...]],
+) -> Iterator[Case]:
+    """Values near a number, and in the second half of the first input near its negative, so that sums leave the range of float16
+    and come back to it. The halves are those of the axis for which the number may be larger."""
+    first = next(spec for spec in input_specs(kernel, p) if is_float(spec.dtype) and spec.name not in own)
+    best: tuple[float, Case] | None = None
+    for axis in range(-min(2, len(first.shape)), 0):
+
+        def made(factor: float, axis: int = axis) -> tuple[Arrays, tuple[Any, ...], float]:
+            inputs = _shaped(
+                kernel, xp, p, random, lambda xp, values: (values * CANCELLING_SPREAD + OFFSET) * factor, own
+            )
+            values = inputs[first.name] if first.listed else [inputs[first.name]]
+            turned = [to_float(xp, each, first.dtype) for each in values]
+            for each in turned:
+                half = (..., slice(each.shape[axis] // 2, None), *(slice(None),) * (-axis - 1))
+                each[half] *= -1
+            stored = [_laid_out(xp, to_storage(xp, each, first.dtype), first) for each in turned]
+            inputs[first.name] = stored if first.listed else stored[0]
+            outputs = right(inputs)
+            sizes = [
+                float(xp.abs(each).max()) / LARGEST.get(spec.dtype, math.inf)
+                for spec, output in zip(output_specs(kernel, p), outputs, strict=True)
+                for each in (output if spec.listed else [output])
+                if each.size
+            ]
+            return inputs, outputs, max(sizes, default=0.0)
+
+        factor = LARGE_FACTORS[0]
+        inputs, outputs, share = made(factor)
+        if share > 0.4:  # outputs grow by a power of the factor, which a second try tells
+            power = math.log2(share / max(made(factor / 2)[2], 1e-30))
+            factor *= (0.4 / share) ** (1 / max(power, 1.0)) if math.isfinite(share) else 0.0
+            inputs, outputs, share = made(factor)
+        if (best is None or factor > best[0]) and _representable(kernel, xp, p, outputs):
+            best = factor, Case("cancelling", inputs, outputs)
+    if best is not None:
+        yield best[1]
 
 
 SHAPES: Mapping[str, Sequence[Shape]] = {
     "edges": (_edges,),
     "large": [functools.partial(_large, factor) for factor in LARGE_FACTORS],
-    "offset": (_offset,),
+    "offset": (functools.partial(_offset, OFFSET),),
+    "negative": (functools.partial(_offset, -OFFSET),),
+    "tiny": (functools.partial(_large, TINY_FACTOR),),
 }
 """Kind -> the changes of the random inputs that make it. The first whose right outputs can be judged is taken."""
 
 
-def _representable(kernel: KernelClass, xp: Any, p: Problem, outputs: Sequence[Any], *, tame: bool = False) -> bool:
-    """Whether the right outputs are finite in their types. Results that are not cannot be judged.
+def _representable(
+    kernel: KernelClass, xp: Any, p: Problem, outputs: Sequence[Any], *, tame: bool = False, undefined: bool = False
+) -> bool:
+    """Whether the right outputs are finite in their types; with `undefined`, those that the reference gives as numbers.
 
     With `tame`, outputs that are judged by their difference must also be so small that rounding stays within the usual limit.
     """
     for spec, output in zip(output_specs(kernel, p), outputs, strict=True):
         for each in output if spec.listed else [output]:
-            largest = float(xp.abs(each).max()) if each.size else 0.0
+            sizes = xp.abs(each)
+            if undefined:
+                sizes = sizes[xp.isfinite(sizes)]
+                if each.size and not sizes.size:
+                    return False
+            largest = float(sizes.max()) if sizes.size else 0.0
             if not math.isfinite(largest) or largest > LARGEST.get(spec.dtype, math.inf) / 2:
                 return False
             if tame and spec.absolute and largest * ROUNDING.get(spec.dtype, 0.0) > Tolerance.absolute:
@@ -316,27 +396,42 @@ LARGER = (32, 128, 256, 512, 1024, 2048, 4096)
 """Sizes that are tried next, where a kernel requires multiples of something."""
 
 
-def shrunk(kernel: KernelClass, p: Problem, sizes: tuple[int, ...] = SMALL, *, only_largest: bool = False) -> Problem:
-    """The problem with run-time sizes as small as its kernel allows. With `only_largest`, only the largest is one of `sizes`.
+def shrunk(kernel: KernelClass, p: Problem) -> Problem:
+    """The problem with run-time sizes as small as its kernel allows.
 
     Dims that can only change together, such as the sides of a square, shrink by one factor.
     """
     dims = [name for name, each in kernel.fields.items() if isinstance(each, Dim) and not each.constant]
-    largest = max(dims, key=lambda name: p.values[name], default=None)
     stuck: dict[str, int] = {}
     for name in dims:
-        wanted, before = SMALL if only_largest and name != largest else sizes, total(p.values[name])
-        for size in (*wanted, *(size for size in LARGER if size < before)):
-            try:
-                p = p.replace(**{name: size})
-            except TiledschedError:
-                continue
-            break
-        else:
+        before = total(p.values[name])
+        sizes = (*SMALL, *(size for size in LARGER if size < before))
+        found = next(filter(None, (replaced(kernel, p, {name: size}) for size in sizes)), None)
+        if found is None:
             stuck[name] = before
+        p = found or p
     longest = max(stuck.values(), default=0)
-    for size in (*sizes, *LARGER) if len(stuck) > 1 else ():
-        if size < longest:
-            with suppress(TiledschedError):
-                return p.replace(**{name: max(1, before * size // longest) for name, before in stuck.items()})
+    for size in (*SMALL, *LARGER) if len(stuck) > 1 else ():
+        values = {name: max(1, before * size // longest) for name, before in stuck.items()}
+        if size < longest and (found := replaced(kernel, p, values)) is not None:
+            return found
     return p
+
+
+def replaced(kernel: KernelClass, p: Problem, values: Mapping[str, Any]) -> Problem | None:
+    """The problem with other values; None where the kernel allows no such problem, or a constraint that reads no knob none."""
+    try:
+        found = p.replace(**values)
+        for spec in kernel.arrays(found):
+            if not all(size > 0 for shape in spec.shapes for size in shape):
+                return None
+        return found if all(each.holds(found.names) for each in _problem_constraints(kernel)) else None  # type: ignore[arg-type]  # a class is hashable
+    except (TiledschedError, ArithmeticError):
+        return None
+
+
+@functools.cache
+def _problem_constraints(kernel: KernelClass) -> tuple[Constraint, ...]:
+    """The declared constraints that read the problem and no knob."""
+    declared = declared_space("sm_90", kernel).needed if kernel.knobs else ()
+    return tuple(each for each in declared if each.names <= {*kernel.fields, *kernel.derived})

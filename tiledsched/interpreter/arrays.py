@@ -227,7 +227,7 @@ def place(
     axes = tuple(range(rank)) if order == "C" else tuple(range(rank))[::-1] if order == "F" else tuple(order)
     if sorted(axes) != list(range(rank)):
         raise InterpreterError(f"{array.name}: order {order} is not a permutation of its {rank} axes")
-    outer, inner, whole = [], [], True
+    outer, inner, whole, uses = [], [], True, array.launch.uses
     for item, side, step, axis in zip(items, shape, steps or shape, axes, strict=True):
         size = array.data.shape[axis]
         start = int(item.__index__()) * step
@@ -236,6 +236,8 @@ def place(
                 f"{array.name}: the tile at index {tuple(map(int, items))} of shape {shape} lies entirely outside "
                 f"the array of shape {array.data.shape} (order {order}); cuTile leaves that undefined"
             )
+        if uses is not None:
+            uses.note(array.name, axis, step, start // step)
         stop = min(start + side, size)
         outer.append(slice(start, stop))
         inner.append(slice(0, stop - start))

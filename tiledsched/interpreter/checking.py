@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from tiledsched.core.cases import make_cases, output_specs
+from tiledsched.core.cases import CHECK_KINDS, Case, make_cases, output_specs
+from tiledsched.core.errors import DeclarationError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.storage import storage_type
-from tiledsched.interpreter.launch import SmallDevice, element_type, run_schedule
-from tiledsched.interpreter.values import InterpreterError
-from tiledsched.measure.accuracy import case_errors, worst_error, wrong_result
+from tiledsched.interpreter.launch import BlockOrder, SmallDevice, element_type, run_schedule
+from tiledsched.interpreter.uses import TileUses
+from tiledsched.interpreter.values import EndlessError, InterpreterError, ShapeError
+from tiledsched.measure.accuracy import OutputErrors, case_errors, worst_error, wrong_result
+
+FORWARD: BlockOrder = "forward"
+MOST_CALLS = 3_000_000
+"""Calls of `ct.*` functions in one run, after which a kernel is said not to end: about a minute."""
 
 
 def check_schedule(
-    kernel: KernelClass, p: Problem, s: Schedule, *, arch: str = "sm_90", seed: int = 0
+    kernel: KernelClass,
+    p: Problem,
+    s: Schedule,
+    *,
+    arch: str = "sm_90",
+    seed: int = 0,
+    kinds: Sequence[str] = CHECK_KINDS,
+    device: SmallDevice | None = None,
+    uses: TileUses | None = None,
+    shapes_may_fail: bool = False,
 ) -> tuple[bool, float, str]:
     """Whether every output is right on every kind of inputs, the largest error of a tile, and what is wrong.
+
+    Blocks run in another order for each kind of inputs.
 
     Args:
         kernel: what is run.
@@ -27,22 +45,47 @@ def check_schedule(
         s: the schedule.
         arch: of the device that grids are made for.
         seed: of the inputs.
+        kinds: of the inputs, in addition to random ones.
+        device: that grids are made for, if not the interpreter's own.
+        uses: notes the tiles taken, if given.
+        shapes_may_fail: raise ShapeError where cuTile would not compile the kernel for such sizes.
     """
     worst = 0.0
     tolerance, tile = kernel.tolerance(p, s), kernel.check_tile(p, s)
     types = {spec.name: spec.dtype for spec in kernel.arrays(p)}
-    for case in make_cases(kernel, np, np.random.default_rng(seed), p):
+    device = device or SmallDevice(arch=arch)
+    uses = TileUses() if uses is None else uses
+
+    def errors_of(case: Case, order: BlockOrder) -> list[OutputErrors]:
         inputs = {name: _as_elements(value, types[name]) for name, value in case.inputs.items()}
-        try:
-            outputs = run_schedule(kernel, p, s, inputs, device=SmallDevice(arch=arch))
-        except InterpreterError as error:
-            return False, math.inf, str(error)
+        assert uses is not None
+        uses.most_calls = uses.calls + MOST_CALLS
+        outputs = run_schedule(kernel, p, s, inputs, device=device, order=order, uses=uses)
         stored = {name: _as_stored(value, types[name]) for name, value in outputs.items()}
-        found = case_errors(np, output_specs(kernel, p), stored, case, tolerance, tile)
-        worst = max([worst, *(worst_error(each) for each in found)])
-        failure = wrong_result(found, case)
-        if failure is not None:
-            return False, worst, failure.message
+        return case_errors(np, output_specs(kernel, p), stored, case, tolerance, tile)
+
+    cases = make_cases(kernel, np, np.random.default_rng(seed), p, kinds=kinds, undefined=True)
+    for turn, case in enumerate(cases):
+        order = (FORWARD, "reversed")[turn] if turn < 2 else turn
+        try:
+            try:
+                found = errors_of(case, order)
+            except EndlessError:
+                if order == FORWARD:
+                    raise
+                order = FORWARD  # blocks that wait for those before them, which run at the same time on a GPU
+                found = errors_of(case, order)
+            failure = wrong_result(found, case)
+            worst = max([worst, *(worst_error(each) for each in found)])
+            if failure is not None:
+                alone = order != FORWARD and wrong_result(errors_of(case, FORWARD), case) is None
+                return False, worst, failure.message + ("; right where blocks run in turn" if alone else "")
+        except ShapeError as error:
+            if shapes_may_fail:
+                raise
+            return False, math.inf, str(error)
+        except (InterpreterError, DeclarationError) as error:
+            return False, math.inf, str(error)
     return True, worst, ""
 
 

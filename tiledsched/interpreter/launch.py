@@ -24,7 +24,15 @@ from tiledsched.interpreter.arrays import Array, check_hints
 from tiledsched.interpreter.builtins_in_tiles import with_tile_builtins
 from tiledsched.interpreter.private import load_dispatch_mode, undecorated
 from tiledsched.interpreter.registry import IMPLEMENTATIONS, KEYWORDS, innermost
-from tiledsched.interpreter.values import TILE_TYPE, InterpreterError, Tile, UnsupportedOperationError, in_range
+from tiledsched.interpreter.uses import TileUses
+from tiledsched.interpreter.values import (
+    TILE_TYPE,
+    InterpreterError,
+    ShapeError,
+    Tile,
+    UnsupportedOperationError,
+    in_range,
+)
 
 if TYPE_CHECKING:
     from tiledsched.core.arrays import ArraySpec
@@ -49,8 +57,10 @@ class InterpretedLaunch(DispatchMode):
         check_overlap: bool,
         order: BlockOrder = "forward",
         undetermined: Undetermined = "nan",
+        uses: TileUses | None = None,
     ) -> None:
         self.grid = grid
+        self.uses = uses
         self.undetermined = undetermined
         self.order = order
         self.check_overlap = check_overlap
@@ -81,6 +91,8 @@ class InterpretedLaunch(DispatchMode):
 
     def call_tile_function_from_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call of a `ct.*` function, or of a user's @ct.function."""
+        if self.uses is not None:
+            self.uses.count_call()
         target = innermost(func)
         implementation = self._own.get(target) or IMPLEMENTATIONS.get(target)
         if implementation is None:
@@ -94,9 +106,12 @@ class InterpretedLaunch(DispatchMode):
             if kwargs and not kwargs.keys() <= KEYWORDS.get(target, kwargs.keys()):
                 raise TypeError(f"unknown arguments {sorted(kwargs.keys() - KEYWORDS[target])}")
             check_hints(kwargs.get("latency"))
-            return implementation(*args, **kwargs)
+            result = implementation(*args, **kwargs)
+            if self.uses is not None and isinstance(result, Tile):
+                self.uses.elements += result.array.size
+            return result
         except (TypeError, ValueError, OverflowError, AttributeError) as error:
-            raise InterpreterError(f"{_name(target)}: {error}") from error
+            raise ShapeError(f"{_name(target)}: {error}") from error
 
 
 def _name(target: Any) -> str:
@@ -117,6 +132,7 @@ def run(
     check_overlap: bool = True,
     order: BlockOrder = "forward",
     undetermined: Undetermined = "nan",
+    uses: TileUses | None = None,
 ) -> None:
     """Run a cuTile kernel on the CPU; arrays among `args` are changed in place.
 
@@ -128,6 +144,7 @@ def run(
         check_overlap: whether a store to an element that another block stored to is an error.
         order: in which blocks run; see `BlockOrder`.
         undetermined: what padding of that mode holds; see `Undetermined`.
+        uses: notes the tiles taken, if given.
 
     Raises:
         InterpreterError: the kernel did what cuTile forbids or leaves undefined.
@@ -139,7 +156,7 @@ def run(
         raise InterpreterError(f"a grid has one to three axes of at least one block, got {grid}")
     if undetermined not in typing.get_args(Undetermined):
         raise InterpreterError(f'undetermined padding holds "nan" or "zero" here, got {undetermined!r}')
-    launch = InterpretedLaunch((*sides, 1, 1)[:3], check_overlap, order, undetermined)  # type: ignore[arg-type]
+    launch = InterpretedLaunch((*sides, 1, 1)[:3], check_overlap, order, undetermined, uses)  # type: ignore[arg-type]
     values = _arguments(function, args, launch)
     body = with_tile_builtins(function)
     with np.errstate(all="ignore"), launch.as_current():
@@ -171,6 +188,7 @@ def run_schedule(
     scalars: Mapping[str, float] | None = None,
     device: SmallDevice | None = None,
     order: BlockOrder = "forward",
+    uses: TileUses | None = None,
 ) -> dict[str, Any]:
     """Every output of a kernel with one schedule, run on the CPU.
 
@@ -183,6 +201,7 @@ def run_schedule(
         scalars: run-time numbers other than the declared ones.
         device: what the grid is made for.
         order: in which blocks run.
+        uses: notes the tiles taken, if given.
 
     Returns:
         Outputs and changed arrays by name; NaN where the kernel wrote nothing.
@@ -212,7 +231,7 @@ def run_schedule(
             np.dtype(each.dtype).type(value) if each.kind == "scalar" else value
             for each, value in zip(step.arguments, args, strict=True)
         ]
-        run(annotated(kernel, step, p, s), step.grid, args, order=order)
+        run(annotated(kernel, step, p, s), step.grid, args, order=order, uses=uses)
     for spec in extras:
         if spec.zeroed and np.any(arrays[spec.name]):
             left = np.count_nonzero(arrays[spec.name])

@@ -75,6 +75,8 @@ def locate(array: Array, indices: Any, mask: Any, check_bounds: bool) -> tuple[l
         if CATEGORY[type_of(item)] != INTEGER:
             raise InterpreterError(f"indices into {array.name} must be integers, got {type_of(item)}")
     where = np.broadcast_arrays(*(np.asarray(i.array if isinstance(i, Tile) else i, np.int64) for i in items))
+    if array.launch.uses is not None:
+        _note(array, items)
     inside = np.ones(where[0].shape, bool)
     for positions, size in zip(where, array.data.shape, strict=True):
         inside &= (positions >= 0) & (positions < size)
@@ -89,6 +91,16 @@ def locate(array: Array, indices: Any, mask: Any, check_bounds: bool) -> tuple[l
         )
     followed = wanted & inside
     return [np.where(followed, positions, 0) for positions in where], followed
+
+
+def _note(array: Array, items: tuple[Any, ...]) -> None:
+    """Note the tiles that the indices of a gather or scatter stand for: as long as they are many, or lie close together."""
+    for axis, (item, size) in enumerate(zip(items, array.data.shape, strict=True)):
+        positions = np.asarray(item.array if isinstance(item, Tile) else item)
+        if positions.size and size:
+            first, last = int(positions.min()), int(positions.max())
+            side = min(positions.size, last - first + 1)
+            array.launch.uses.note(array.name, axis, side, min(max(first, 0), size - 1) // side)
 
 
 @implements("gather")
@@ -185,6 +197,11 @@ def atomically(
         np.broadcast_to(implicit_cast(operand, array.dtype, f"ct.{name}"), followed.shape) for operand in operands
     ]
     old = np.full(followed.shape, poison(array.dtype), array.data.dtype)
+    chosen = tuple(positions[followed] for positions in where)
+    if array.ndim and np.unique(np.ravel_multi_index(chosen, array.data.shape)).size == chosen[0].size:
+        old[followed] = array.data[chosen]  # no element is meant twice, so that their order does not matter
+        array.data[chosen] = change(old[followed], *(value[followed] for value in values))
+        return Tile(old, array.dtype)
     for position in np.argwhere(followed):
         one = tuple(position)
         element = tuple(positions[one] for positions in where)
@@ -214,7 +231,7 @@ def atomic_cas(
         array,
         indices,
         (expected, desired),
-        lambda old, want, new: new if old == want else old,
+        lambda old, want, new: np.where(old == want, new, old),
         check_bounds,
         "atomic_cas",
     )

@@ -15,6 +15,7 @@ from tiledsched.interpreter.values import (
     TILE_TYPE,
     InterpreterError,
     Scalar,
+    ShapeError,
     Tile,
     UnsupportedOperationError,
     cast,
@@ -257,7 +258,7 @@ def assume_divisible_by(x: Any, divisor: int) -> Any:
 def static_assert(condition: Any, message: Any = None, /) -> None:
     """Raise where the condition does not hold."""
     if not condition:
-        raise InterpreterError(f"static assertion failed: {'' if message is None else message}")
+        raise ShapeError(f"static assertion failed: {'' if message is None else message}")
 
 
 @implements("assert_")

@@ -21,7 +21,15 @@ class InterpreterError(TiledschedError, RuntimeError):
 
     def located(self, place: str, line: str = "") -> InterpreterError:
         """The error with `place` before its message, the function and the block, and behind it the line of the author's code."""
-        return InterpreterError(_located(self, place, line))
+        return type(self)(_located(self, place, line))
+
+
+class ShapeError(InterpreterError):
+    """Sides of tiles do not fit: cuTile would refuse to compile."""
+
+
+class EndlessError(InterpreterError):
+    """A run called more `ct.*` functions than it was allowed: a loop waits for what does not come."""
 
 
 class UnsupportedOperationError(InterpreterError):
@@ -258,7 +266,7 @@ def constant_shape(shape: Any) -> tuple[int, ...]:
         if isinstance(side, Tile):
             raise InterpreterError(f"a tile shape must be known at compile time, got {side!r}; annotate it ct.Constant")
         if not isinstance(side, int) or side < 1 or side & (side - 1):
-            raise InterpreterError(f"the sides of a tile must be powers of two, got {tuple(sides)}")
+            raise ShapeError(f"the sides of a tile must be powers of two, got {tuple(sides)}")
     return tuple(sides)
 
 

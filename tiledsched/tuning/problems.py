@@ -36,22 +36,3 @@ def problems_of(kernel: KernelClass, problems: Cases | str | None) -> list[Probl
             f"no problem of {kernel.name} is named, and it declares no suites; pass --problem, or a list of problems"
         )
     return list(dict.fromkeys(found))
-
-
-def small_problems(kernel: KernelClass) -> list[Problem]:
-    """Problems that the interpreter runs in a moment: those the kernel names for it, or else two of each kind in its suites:
-    one with all sizes as small as can be, and one whose largest size is a length that no tile divides.
-
-    Raises:
-        ConfigError: the kernel names no problem at all.
-    """
-    from tiledsched.core.cases import shrunk
-
-    if kernel.small is not None:
-        return [kernel.as_problem(each) for each in kernel.small()]
-    by_kind = {kernel.problem_kind(each): each for each in reversed(problems_of(kernel, None))}
-    pairs = (
-        (shrunk(kernel, each), shrunk(kernel, each, (67, 68, 72, 80, 128), only_largest=True))
-        for each in by_kind.values()
-    )
-    return list(dict.fromkeys(small for pair in pairs for small in pair))

@@ -195,10 +195,14 @@ class Session(Resources):
             )
 
     def check(
-        self, kernel: KernelClass | str, problems: Cases | str | None = None, options: CheckOptions | None = None
+        self,
+        kernel: KernelClass | str,
+        problems: Cases | str | None = None,
+        options: CheckOptions | None = None,
+        progress: Callable[[str], None] | None = None,
     ) -> Iterator[CheckRow]:
-        """Run schedules of a kernel on the CPU, in the interpreter; see :func:`check`."""
-        return check_problems(self.arch, kernel, problems, options or CheckOptions())
+        """Run schedules of a kernel on the CPU, in the interpreter; see :func:`check`. `progress` is told what runs."""
+        return check_problems(self.arch, kernel, problems, options or CheckOptions(), progress)
 
 
 def _described(kernel: KernelClass, problems: Sequence[Problem], options: Options) -> dict[str, Any]:
@@ -251,7 +255,8 @@ def check(
 
     Args:
         kernel: the class, or where it is declared.
-        problems: what to compute; None for small problems that the kernel names, or its suites' made small.
+        problems: what to compute; None for small problems that the kernel names, or else for the suites' with sizes of some
+            tiles of each schedule.
         arch: whose search space the schedules are drawn from.
         options: fields of :class:`tiledsched.tuning.options.CheckOptions`, e.g. `schedules=5`.
 

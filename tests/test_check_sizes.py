@@ -1,0 +1,271 @@
+"""How a check on the CPU chooses sizes: from the tiles that a kernel takes, whatever it calls its knobs."""
+
+from __future__ import annotations
+
+import cuda.tile as ct
+import numpy as np
+import pytest
+
+import tiledsched as ts
+from tiledsched.core.kernel import Kernel
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.space_files import space_for
+from tiledsched.interpreter import run
+from tiledsched.interpreter.checking import check_schedule
+from tiledsched.interpreter.uses import TileUses
+from tiledsched.tuning.check_sizes import SizeFinder
+
+Int = ct.Constant[int]
+ZERO = ct.PaddingMode.ZERO
+
+
+def found(kernel, schedule=None, **how):
+    """The sizes that a schedule gets, by name."""
+    space = space_for("sm_90", kernel)
+    base = kernel.problem(**next(iter(kernel.suites.values()))[0])
+    finder, uses = SizeFinder(kernel=kernel, space=space, base=base), TileUses()
+    s = Schedule(schedule) if schedule else space.default(base)
+    passed, _, message = check_schedule(kernel, finder.small, s, kinds=(), uses=uses)
+    assert passed, message
+    return finder.sized(s, uses, **how).values
+
+
+def copied(X, Out, TM: Int, TN: Int):
+    place = ct.bid(0), ct.bid(1)
+    ct.store(Out, place, ct.load(X, place, (TM, TN)))
+
+
+class Copied(Kernel):
+    """Two sizes, each cut by a knob."""
+
+    function = copied
+    rows, columns = ts.dim(), ts.dim()
+    dtype = ts.dtype("float16")
+    X, Out = ts.array("rows columns"), ts.out("rows columns")
+    knobs = {"TM": [16, 1], "TN": [64, 128]}
+    suites = {"one": [{"rows": 8192, "columns": 8192}]}
+
+    def grid(p, s, device):
+        return -(-p.rows // s["TM"]), -(-p.columns // s["TN"])
+
+    def reference(xp, X):
+        return X
+
+
+class Whole(Copied):
+    """Rows that are one tile, by a constraint."""
+
+    columns = ts.dim(constant=True)
+    constraints = {"TN >= columns": "a row is one tile"}
+    suites = {"one": [{"rows": 8192, "columns": 64}]}
+
+
+class Multiples(Copied):
+    """A size that must be a multiple, by a constraint that reads no knob."""
+
+    constraints = {"columns % 48 == 0": "whole groups"}
+    suites = {"one": [{"rows": 8192, "columns": 48 * 64}]}
+
+
+class Square(Copied):
+    """Sizes that change only together."""
+
+    requires = {"rows == columns": "it is square"}
+    suites = {"one": [{"rows": 8192, "columns": 8192}]}
+
+
+class Few(Copied):
+    """A size with a largest value."""
+
+    rows = ts.dim(most=20)
+    suites = {"one": [{"rows": 20, "columns": 8192}]}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "schedule", "sizes"),
+    [
+        (Copied, {"TM": 16, "TN": 64}, {"rows": 41, "columns": 227}),
+        (Copied, {"TM": 1, "TN": 128}, {"rows": 3, "columns": 451}),
+        (Whole, {"TM": 16, "TN": 64}, {"rows": 41, "columns": 47}),  # less than a tile, so that something is padded
+        (Whole, {"TM": 16, "TN": 128}, {"rows": 41, "columns": 64}),
+        (Multiples, {"TM": 16, "TN": 64}, {"rows": 41, "columns": 240}),
+        (Square, {"TM": 16, "TN": 64}, {"rows": 227, "columns": 227}),
+        (Few, {"TM": 16, "TN": 64}, {"rows": 20, "columns": 227}),
+    ],
+)
+def test_every_size_is_two_tiles_and_the_rest_of_one_or_what_is_allowed(kernel, schedule, sizes):
+    values = found(kernel, schedule)
+    assert {name: values[name] for name in sizes} == sizes
+
+
+def test_sizes_may_be_whole_tiles_or_one_of_them_long():
+    assert dict(found(Copied, whole=True)) == {"rows": 32, "columns": 192, "dtype": "float16"}
+    assert found(Copied, long="rows", tiles=17)["rows"] == 17 * 16 + 9
+
+
+def gathered(Table, Ids, Out, TILE: Int):
+    place = ct.bid(0) * TILE + ct.arange(TILE, dtype=ct.int32)
+    ids = ct.gather(Ids, place)
+    for j in range(Table.shape[1]):
+        ct.scatter(Out, (place, j), ct.gather(Table, (ids, j)))
+
+
+class Gathered(Kernel):
+    """A tile of indices; and an axis that is taken element by element."""
+
+    function = gathered
+    entries, count, width = ts.dim(), ts.dim(), ts.dim()
+    Table, Out = ts.array("entries width", dtype="float32"), ts.out("count width", dtype="float32")
+    Ids = ts.array("count", dtype="int32", below="entries")
+    knobs = {"TILE": [32, 64]}
+    suites = {"one": [{"entries": 1000, "count": 1000, "width": 1000}]}
+
+    def grid(p, s, device):
+        return -(-p.count // s["TILE"])
+
+    def reference(xp, Table, Ids):
+        return Table[Ids]
+
+
+def test_tiles_of_indices_count_as_tiles():
+    values = found(Gathered)
+    assert values["count"] >= 2 * 32 + 1
+    assert values["width"] >= 3
+
+
+def halved(X, Out, half: Int):
+    row = ct.bid(0)
+    first, second = ct.load(X, (row, 0), (1, half)), ct.load(X, (row, 1), (1, half))
+    ct.store(Out, (row, 0), first + second)
+
+
+class Halved(Kernel):
+    """A size that must be a power of two, which nothing says."""
+
+    function = halved
+    rows, width = ts.dim(), ts.dim(constant=True)
+    X, Out = ts.array("rows width", dtype="float32"), ts.out("rows width/2", dtype="float32")
+    knobs = {"num_worker_warps": [4, 8]}
+    suites = {"one": [{"rows": 1000, "width": 64}]}
+
+    def constants(p, s):
+        return {"half": p.width // 2}
+
+    def grid(p, s, device):
+        return p.rows
+
+    def reference(xp, X, p):
+        return X[:, : p.width // 2] + X[:, p.width // 2 :]
+
+
+class Grouped(Halved):
+    """A size that the reference takes only in groups, which nothing says."""
+
+    name = "grouped_in_check"
+    function = copied
+    width = ts.dim()
+    Out = ts.out("rows width", dtype="float32")
+    knobs = {"TM": [4, 8], "TN": [32, 64]}
+    constraints = {"width > 3": "no reference for less"}
+
+    def constants(p, s):
+        return {}
+
+    def grid(p, s, device):
+        return -(-p.rows // s["TM"]), -(-p.width // s["TN"])
+
+    def reference(xp, X, p):
+        return X.reshape(p.rows, -1, 4).reshape(p.rows, p.width)
+
+
+@pytest.mark.parametrize(("kernel", "multiple"), [(Halved, 64), (Grouped, 4)])
+def test_sizes_that_the_reference_or_the_compiler_refuses_are_not_taken_for_wrong(kernel, multiple):
+    rows = list(ts.check(kernel))
+    assert [row.message for row in rows if not row.passed] == []
+    assert {row.problem.width % multiple for row in rows} == {0}
+
+
+def test_a_kernel_without_suites_is_checked_too():
+    class Bare(Copied):
+        suites = {}
+
+    rows = list(ts.check(Bare))
+    assert all(row.passed for row in rows)
+    assert max(row.tiles["columns"] for row in rows) > 2
+
+
+def test_sizes_that_are_given_stay_as_they_are():
+    rows = list(ts.check(Copied, [{"rows": 5, "columns": 300}]))
+    assert {(row.problem.rows, row.problem.columns) for row in rows} == {(5, 300)}
+    assert {row.schedule["TN"]: row.tiles for row in rows if row.schedule["TM"] == 1} == {
+        64: {"rows": 5, "columns": 5},
+        128: {"rows": 5, "columns": 3},
+    }
+
+
+def test_every_value_of_every_knob_is_checked_and_schedules_with_other_hints_once():
+    class Many(Copied):
+        knobs = {"TM": [16, 1, 2, 4], "TN": [64, 128, 32], "num_worker_warps": [4, 8], "occupancy": [1, 2, 4]}
+
+    schedules = {row.schedule for row in ts.check(Many)}
+    assert {each["TM"] for each in schedules} == {16, 1, 2, 4}
+    assert {each["TN"] for each in schedules} == {64, 128, 32}
+    assert len(schedules) <= 12
+
+
+def neighbour(X, TILE: Int):
+    block = ct.bid(0)
+    here = ct.load(X, (block,), (TILE,))
+    beside = ct.load(X, (min(block + 1, ct.num_blocks(0) - 1),), (TILE,))
+    ct.store(X, (block,), here + beside)
+
+
+class Neighbour(Kernel):
+    """A block reads what another one changes: right only where blocks run in turn."""
+
+    function = neighbour
+    count = ts.dim()
+    X = ts.inout("count", dtype="float32")
+    knobs = {"TILE": [1, 2]}
+    constraints = {"count % TILE == 0": "whole tiles"}
+    suites = {"one": [{"count": 64}]}
+
+    def grid(p, s, device):
+        return p.count // s["TILE"]
+
+    def reference(xp, X):
+        return X + xp.concatenate([X[1:], X[-1:]])
+
+
+def test_blocks_that_read_what_others_change_are_found():
+    wrong = [row.message for row in ts.check(Neighbour, [{"count": 8}]) if not row.passed]
+    assert any("right where blocks run in turn" in message for message in wrong)
+
+
+def waiting(Turn, Out):
+    while ct.atomic_add(Turn, 0, 0) != ct.bid(0):
+        pass
+    ct.store(Out, (ct.bid(0),), ct.full((1,), 1.0, dtype=ct.float32))
+
+
+def test_a_loop_that_waits_for_ever_is_given_up():
+    uses = TileUses(most_calls=1000)
+    with pytest.raises(ts.TiledschedError, match="no end after 1,000 calls"):
+        run(waiting, 2, [np.full(1, 5, np.int32), np.zeros(2, np.float32)], uses=uses)
+
+
+def test_atomics_of_whole_tiles_are_those_of_single_elements():
+    def added(X, Index, Out, Before, TILE: Int):
+        index = ct.load(Index, (0,), (TILE,))
+        ct.store(Before, (0,), ct.atomic_add(Out, index, ct.load(X, (0,), (TILE,))))
+
+    for index in (np.arange(8)[::-1].copy(), np.array([0, 1, 1, 2, 9, 3, 1, 0])):
+        x, out, before = np.arange(8, dtype=np.float32), np.full(8, 10, np.float32), np.zeros(8, np.float32)
+        run(added, 1, [x, index.astype(np.int32), out, before, 8])
+        wanted, seen = np.full(8, 10, np.float32), []
+        for place, value in zip(index, x, strict=True):
+            seen.append(wanted[place] if place < 8 else np.nan)
+            if place < 8:
+                wanted[place] += value
+        np.testing.assert_array_equal(out, wanted)
+        np.testing.assert_array_equal(before, seen)
