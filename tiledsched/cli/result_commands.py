@@ -28,6 +28,7 @@ from tiledsched.cli.app import (
 )
 from tiledsched.cli.output import note, plural, print_next
 from tiledsched.cli.problems import matching, named_problems
+from tiledsched.core.blame import did_you_mean
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import SHIPPED
@@ -141,7 +142,11 @@ def show(
         what = f"of {kernel} " if kernel else ""
         arch = arch or ",".join(sorted(here_archs)) or None
         words = f"{kernel + ' ' if kernel else ''}--arch {arch or 'ARCH'}"
-        ships = f"; kernels that ship: {', '.join(SHIPPED)}" if kernel and kernel not in SHIPPED else ""
+        ships = (
+            f"; kernels that ship: {', '.join(SHIPPED)}{did_you_mean(kernel, SHIPPED)}"
+            if kernel and kernel not in SHIPPED
+            else ""
+        )
         note(f"nothing {what}is tuned for {arch or 'any arch'}; run: tiledsched tune {words}{ships}")
 
 

@@ -40,6 +40,7 @@ def tune_result_json(result: TuneResult) -> dict[str, Any]:
         **({} if result.candidates is None else {"candidates": dict(result.candidates)}),
         **({"held_down": result.held_down} if result.held_down else {}),
         **({"numbers": result.numbers.to_json()} if result.numbers else {}),
+        **({"why_failed": result.why_failed} if result.why_failed else {}),
     }
 
 
@@ -78,6 +79,8 @@ def print_tuned(report: TuneReport, replayed: str = "") -> None:
             f"{result.seconds:.1f} s",
             "  ",
         )
+        if result.why_failed:
+            print_wrapped(f"did not build: {result.why_failed}", "  ")
         if result.candidates is not None:
             print_wrapped(_candidates(result.candidates), "  ")
         if result.held_down:

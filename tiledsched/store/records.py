@@ -14,6 +14,7 @@ from tiledsched.build.toolchain import Toolchain as Toolchain
 from tiledsched.core.errors import Failure
 from tiledsched.core.problem import Problem, ProblemClass
 from tiledsched.core.schedule import Schedule
+from tiledsched.core.sources import place_part
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import OMIT_DEFAULT, Accuracy, Conditions, Device, Measurement, RivalTime
 from tiledsched.store.codec import encode
@@ -276,9 +277,12 @@ class Entry:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What the entry is unique on: its place, with the problem's id, and its compiler."""
+        """What the entry is unique on: its place, with the problem's id, its compiler, and where its kernel is declared.
+
+        The last part tells apart kernels of one name in different files; it is empty for kernels that ship.
+        """
         kernel, arch, problem, *others = self.place
-        return kernel, arch, problem.id, *others, self.compiler
+        return kernel, arch, problem.id, *others, self.compiler, place_part(self.source_hash)
 
     @property
     def rank(self) -> int:

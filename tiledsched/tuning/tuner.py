@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tiledsched.core.blame import says_line
 from tiledsched.core.config import Settings
 from tiledsched.core.device import ArchSpec, arch_spec
 from tiledsched.core.errors import ConfigError, FailureKind, MeasureError, NoValidScheduleError
@@ -100,6 +102,8 @@ class TuneResult:
     """In words, how far below its clock the GPU was held in how many of this run's measurements; empty where it was in none."""
     candidates: Mapping[str, int] | None = None
     """What became of the rows of the file of candidates: `raced` or why not, with the number of rows; None without a file."""
+    why_failed: str = ""
+    """The commonest message of the schedules that did not build; empty where all did."""
 
     numbers: NumbersKept | None = None
     """What it cost that only the same numbers could win; None where any right ones could."""
@@ -435,9 +439,18 @@ class _ProblemTune:
         failures = [record.failure for record in records if record and record.failure]
         failures += [each.failure for each in self.db.failures(self.space.arch, self.problem)]
         why = ", ".join(sorted({str(failure.kind) for failure in failures})) or OUT_OF_TIME
+        first = Counter(failure.message for failure in failures).most_common(1)
+        said, ours = f": {first[0][0]}" if first else "", bool(first) and says_line(first[0][0])
+        todo = "correct that line, and check the kernel: tiledsched check" if ours else "run: tiledsched doctor"
         return NoValidScheduleError(
-            f"no schedule of {len(schedules)} works for {self.problem} on {self.space.arch}: {why}; run: tiledsched doctor"
+            f"no schedule of {len(schedules)} works for {self.problem} on {self.space.arch}: {why}{said}; {todo}"
         )
+
+    def why_failed(self, schedules: Iterable[Schedule]) -> str:
+        """The commonest message of the schedules that did not build; empty where all did."""
+        records = (self.builder.record(schedule, self.problem) for schedule in schedules)
+        found = Counter(record.failure.message for record in records if record and record.failure).most_common(1)
+        return found[0][0] if found else ""
 
 
 class _Ranking(_ProblemTune):
@@ -484,6 +497,7 @@ class _Ranking(_ProblemTune):
             over_default=self.estimate(plain) / least_us - 1 if plain else None,
             over_runner_up=self.estimate(second) / least_us - 1 if second else None,
             candidates=self.candidates(reached, {each for one in programs for each in one.schedules}, pinned),
+            why_failed=self.why_failed(reached),
         )
 
     def build(self, order: Sequence[Schedule], first: Sequence[Schedule]) -> None:
@@ -803,6 +817,7 @@ class _Search(_ProblemTune):
             held_down=summarise_throttling(self._taken, self.seen_mhz),
             candidates=self.candidates(trials.times, trials.ranked, self.tuner.pinned),
             numbers=numbers,
+            why_failed=self.why_failed(tried),
         )
 
     def find_wanted(self) -> WantedNumbers | None:
