@@ -58,7 +58,7 @@ def tune(kernel, machine, rows=(4096,), **options):
     return report.results[0]
 
 
-def test_only_the_numbers_of_the_default_win_where_nothing_was_served(kernel, capsys) -> None:
+def test_only_the_numbers_of_the_default_win_where_nothing_was_served(kernel, tmp_path, capsys) -> None:
     found = tune(kernel, Numbered(), numerics="same")
     numbers = found.numbers
     assert (found.entry.schedule["TILE"], found.entry.provenance, found.failed) == (16, "measured", 0)
@@ -78,6 +78,11 @@ def test_only_the_numbers_of_the_default_win_where_nothing_was_served(kernel, ca
     assert all(words in explained for words in told)
     assert main(["show", kernel.locator(), "--arch", "sm_90"]) == 0
     assert "measured, same numbers" in capsys.readouterr().out
+    assert main(["report", kernel.locator(), "--arch", "sm_90", "-o", str(tmp_path / "report")]) == 0
+    page = next((tmp_path / "report").glob("*.md")).read_text()
+    assert "Tuned with --numerics same" in page
+    assert all(words in page for words in told)
+    capsys.readouterr()
     assert main(["show", kernel.locator(), "--arch", "sm_90", "--json"]) == 0
     (entry,) = json.loads(capsys.readouterr().out)["entries"]
     assert all(words in entry["evidence"]["source"] for words in told)

@@ -252,7 +252,13 @@ def _figures(report: Report, after: str) -> list[Block]:
     for section in (report.measured, report.modelled):
         if section.problems:
             blocks += _section(section, report, f", {section.provenance}{after}")
-    blocks += [*_regimes(report, after), *_inert(report, after), *_unmeasured(report, after), *_failures(report, after)]
+    blocks += [
+        *_regimes(report, after),
+        *_inert(report, after),
+        *_unmeasured(report, after),
+        *_same_numbers(report, after),
+        *_failures(report, after),
+    ]
     return blocks + _conditions(report, after)
 
 
@@ -499,6 +505,17 @@ def _unmeasured(report: Report, after: str) -> list[Block]:
     ]
     title = f"Served without a measurement or an estimate{after}"
     return [Heading(text=title, folded=True), _table(("problem", "how it is known", "schedule", "source"), rows)]
+
+
+def _same_numbers(report: Report, after: str) -> list[Block]:
+    """The problems for which only what computes the bits of what was served could win, and what that cost."""
+    rows = [
+        (str(one.problem), _short(one.served.schedule), one.served.same_numbers)
+        for one in report.measured.problems
+        if one.served is not None and one.served.same_numbers
+    ]
+    title = f"Tuned with --numerics same{after}"
+    return [Heading(text=title, folded=True), _table(("problem", "schedule", "whose numbers"), rows)] if rows else []
 
 
 def _failures(report: Report, after: str) -> list[Block]:
