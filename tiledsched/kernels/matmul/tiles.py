@@ -123,10 +123,16 @@ def copy_tile(array, Padded, ROWS, COLUMNS):
 def combine(Partial, C, SPLIT_K: Int, COMBINE_M: Int, COMBINE_N: Int, COMBINE_EVEN: Bool):
     """C = the sum of Partial `[SPLIT_K, m, n]` over its first axis, always in the same order. COMBINE_EVEN: tiles divide C."""
     rows, columns = elements_of(ct.bid(0), ct.bid(1), COMBINE_M, COMBINE_N)
-    total = ct.zeros((COMBINE_M, COMBINE_N), ct.float32)
-    for share in ct.static_iter(range(SPLIT_K)):
-        total = total + ct.gather(Partial, (share, rows, columns), check_bounds=not COMBINE_EVEN)
+    total = sum_of_shares(Partial, rows, columns, SPLIT_K, COMBINE_EVEN)
     ct.scatter(C, (rows, columns), total.astype(C.dtype), check_bounds=not COMBINE_EVEN)
+
+
+def sum_of_shares(Partial, rows, columns, SPLIT_K, EVEN):
+    """The sum of the partial products at these elements, in float32. EVEN: none of them lies beyond the edge."""
+    total = ct.zeros((rows.shape[0], columns.shape[1]), ct.float32)
+    for share in ct.static_iter(range(SPLIT_K)):
+        total = total + ct.gather(Partial, (share, rows, columns), check_bounds=not EVEN)
+    return total
 
 
 def elements_of(row, column, ROWS, COLUMNS):
