@@ -69,7 +69,9 @@ class ScaledMatmul(Kernel):
         "TILE_M": ts.knob((128, 64, 256, 16, 32), about="rows of a work tile", weight=1.0),
         "TILE_N": ts.knob((256, 128, 64), about="columns of a work tile", weight=1.0),
         "TILE_K": ts.knob((128, 256, 64), about="columns of A that a step of the main loop takes", weight=0.4),
-        "SWAP": ts.knob((False, True), about="whether columns of B take the rows of the tensor core's tile", weight=1.0),
+        "SWAP": ts.knob(
+            (False, True), about="whether columns of B take the rows of the tensor core's tile", weight=1.0
+        ),
         "num_worker_warps": ts.knob((8, 4), about="warps that multiply", weight=1.0),
         "num_ctas": ts.knob((1, 2), about="blocks of a cluster, which share their operands", weight=1.0),
         "GROUP_M": ts.knob((8, 4, 16), about="rows of work tiles that are taken together", weight=0.1),
@@ -142,10 +144,7 @@ class ScaledMatmul(Kernel):
         if s.number("SPLIT_K") == 1:
             return [(tiles.scaled_matmul, (blocks,))]
         rows, columns, _ = combine_tile(p)
-        return [
-            (tiles.scaled_matmul_partial, (blocks,)),
-            (tiles.combine_scaled, (-(-p.m // rows), -(-p.n // columns))),
-        ]
+        return [(tiles.scaled_matmul_partial, (blocks,)), (tiles.combine_scaled, (-(-p.m // rows), -(-p.n // columns)))]
 
     @staticmethod
     def inputs(xp: Any, rng: Any, p: Problem) -> Mapping[str, Any]:

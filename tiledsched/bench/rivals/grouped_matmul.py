@@ -1,0 +1,12 @@
+"""Rivals of grouped products: torch's own kernels, and Inductor's templates."""
+
+from __future__ import annotations
+
+from tiledsched.bench.rivals import Rivals, compiled
+from tiledsched.core.problem import Problem
+
+
+def rivals(p: Problem) -> Rivals:
+    """Each takes A, B and Offsets, and returns C."""
+    found = dict(p.declaration.rivals(p))
+    return found | {"torch_compile": compiled(call, mode="default") for call in found.values()}
