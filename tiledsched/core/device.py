@@ -38,7 +38,7 @@ class ArchSpec:
     fp16_accumulate_speedup: int = 1
     """How much faster fp16 accumulation is than fp32."""
     fp8_speedup: int = 2
-    """How much faster products of 8-bit floats are than those of 16-bit ones; 1 before sm_89, which has none (the same sources)."""
+    """How much faster products of 8-bit floats are than those of 16-bit ones; 1 before sm_89, which has no such products."""
     host_arch: str = ""
     """Architecture of the only hosts that such GPUs have; empty where there are several kinds."""
 

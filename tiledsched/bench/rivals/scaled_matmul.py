@@ -9,4 +9,6 @@ from tiledsched.core.problem import Problem
 def rivals(p: Problem) -> Rivals:
     """Each takes A, B, ScaleA, ScaleB and perhaps Bias, and returns C."""
     found = dict(p.declaration.rivals(p))
-    return found | {"torch_compile": compiled(call, mode="default") for call in found.values()}
+    for call in tuple(found.values()):
+        found["torch_compile"] = compiled(call, mode="default")
+    return found

@@ -13,8 +13,8 @@ MODELS = {
     "gpt_oss_20b": (32, 4, ((5760, 2880), (2880, 2880))),
     "llama4_scout": (16, 1, ((16384, 5120), (5120, 8192))),
 }
-"""Model -> experts, experts of each token, and (n, k) of the two halves of an expert's feed-forward network, gate and up together;
-from the models' published configurations. DeepSeek-V3's 256 experts, eight for each token, are spread over eight GPUs.
+"""Model -> experts, experts of each token, and (n, k) of the two halves of an expert's feed-forward network, gate and up
+together; from the models' published configurations. DeepSeek-V3's 256 experts, eight for each token, are spread over eight GPUs.
 """
 
 SUITES: dict[str, list[dict[str, Any]]] = {

@@ -28,7 +28,7 @@ ROW_BYTES = 16
 SCALE_DECADES = 1.5
 """Scales of the test inputs are powers of ten between minus and plus this, so that neighbours differ by up to a thousand."""
 FAST_SUM_BITS = 13
-"""Fraction bits of the sums in the tensor cores of sm_90: products are cut off below the last bit of the sum that they are added to
+"""Fraction bits of the sums in the tensor cores of sm_90. A product is cut off below the last bit of the sum that it is added to
 (DeepSeek-V3 technical report, section 3.3.2).
 """
 SUMMED_ALIKE = "offset"

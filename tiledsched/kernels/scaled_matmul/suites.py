@@ -11,9 +11,7 @@ SHAPES = {
     **{name: MODELS[name] for name in ("llama_8b", "llama_70b", "qwen_7b")},
     "qwen_32b": ((7168, 5120), (5120, 5120), (55296, 5120), (5120, 27648)),
 }
-"""(n, k) of the projections of each model; those that the plain product does not have are from the model's published configuration
-(Qwen 2.5).
-"""
+"""(n, k) of the projections of each model; those of Qwen 2.5 32B are from its published configuration."""
 
 SUITES: dict[str, list[dict[str, Any]]] = {
     name: [
