@@ -72,12 +72,9 @@ def scaled_matmul(
     Raises:
         ProblemError, UnsupportedError: shapes or types that do not go together, or no CUDA tensors.
     """
-    out: Tensor = _operator("scaled_matmul")(
-        a,
-        b,
-        scale_a.reshape(-1),
-        scale_b.reshape(-1),
-        bias,
+    scales = scale_a.reshape(-1), scale_b.reshape(-1)
+    out: Tensor = _operator("scaled_matmul", bias=bias is not None)(
+        *((a, b, *scales) if bias is None else (a, b, *scales, bias)),
         out_dtype=str(out_dtype or "bfloat16").removeprefix("torch."),
         scales="tensor" if scale_b.numel() == 1 else "row",
         fast_accum=use_fast_accum,

@@ -13,8 +13,6 @@ import numpy
 
 import tiledsched.core.fields as ts
 from tiledsched.core.arrays import RELATIVE_ERRORS, Tolerance
-from tiledsched.core.errors import ProblemError
-from tiledsched.core.fields import Value
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
@@ -23,8 +21,6 @@ from tiledsched.kernels.scaled_matmul.model import ScaledMatmulCost
 from tiledsched.kernels.scaled_matmul.similarity import ScaledMatmulSimilarity
 from tiledsched.kernels.scaled_matmul.suites import SUITES
 
-ROW_BYTES = 16
-"""n and k are multiples of this number, as TMA and torch._scaled_mm want it."""
 SCALE_DECADES = 1.5
 """Scales of the test inputs are powers of ten between minus and plus this, so that neighbours differ by up to a thousand."""
 FAST_SUM_BITS = 13
@@ -80,6 +76,10 @@ class ScaledMatmul(Kernel):
         "occupancy": ts.knob((0, 2), about="blocks an SM should hold; 0 leaves it to the compiler", weight=0.4),
         "LATENCY": ts.knob((0, 6), about="latency hint of the main loop's loads", measured_only=True),
     }
+    requires = {
+        "n % 16 == 0": "rows of C are stored 16 elements at a time, as torch._scaled_mm wants it, too; pad B with zeros",
+        "k % 16 == 0": "rows of A and columns of B start at multiples of 16 bytes; pad both with zeros",
+    }
     constraints = {
         "TILE_M * TILE_N <= 32768 * num_ctas": "two groups of warps hold 128 x 256 sums in registers, and no more",
         "TILE_M >= 64 * num_ctas or num_ctas == 1": "a cluster divides the rows of a tile",
@@ -114,17 +114,6 @@ class ScaledMatmul(Kernel):
     similarity = ScaledMatmulSimilarity()
     axes = ("m", "n", "k", "scales", "fast_accum", "dtype")
     plain = {"LATENCY": 0, "SPLIT_K": 1, "SWAP": False}
-
-    @staticmethod
-    def canonical(values: dict[str, Value]) -> dict[str, Value]:
-        """Refuse rows that the TMA unit cannot load."""
-        for name in ("n", "k"):
-            if int(values[name]) % ROW_BYTES:  # type: ignore[arg-type]
-                raise ProblemError(
-                    f"{name} must be a multiple of {ROW_BYTES}, as for torch._scaled_mm, got {values[name]}; pad the "
-                    "operands with zeros"
-                )
-        return values
 
     @staticmethod
     def constants(p: Problem, s: Schedule) -> Mapping[str, Any]:
