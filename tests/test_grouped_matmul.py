@@ -107,7 +107,7 @@ def test_the_battery_passes_the_kernel():
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutations_are_noticed(name):
-    modules = ["tiledsched.kernels.grouped_matmul.tiles"]
+    modules = ["tiledsched.kernels.products", "tiledsched.kernels.grouped_matmul.tiles"]
     with mutated(modules, *MUTATIONS[name]), pytest.raises((AssertionError, InterpreterError)):
         battery()
 

@@ -18,7 +18,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.grouped_matmul.model import GroupedMatmulCost
 from tiledsched.kernels.grouped_matmul.similarity import GroupedMatmulSimilarity
 from tiledsched.kernels.grouped_matmul.suites import SUITES
-from tiledsched.kernels.matmul.declaration import row_bytes
+from tiledsched.kernels.product_schedules import row_bytes
 
 LISTED = 16
 """Tiles that a block of the first launch writes down."""

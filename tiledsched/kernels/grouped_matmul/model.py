@@ -6,10 +6,10 @@ from tiledsched.core.device import ArchSpec
 from tiledsched.core.problem import Problem
 from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
-from tiledsched.kernels.matmul.model import ELEMENT_BYTES, SECOND_LAUNCH_US, MatmulCost, dram_bytes, step_cycles
+from tiledsched.kernels.product_model import ELEMENT_BYTES, SECOND_LAUNCH_US, ProductCost, dram_bytes, step_cycles
 
 
-class GroupedMatmulCost(MatmulCost):
+class GroupedMatmulCost(ProductCost):
     """The time of a grouped product whose groups are of about one size."""
 
     def row_tiles(self, p: Problem, s: Schedule) -> int:

@@ -2,7 +2,7 @@
 
 How many rows a group has is known on the device alone. A first launch, `list_tiles`, writes down where each tile of rows begins
 and to which group it belongs: a table as long as it may have to be, and how much of it is used. The second launch,
-`grouped_matmul`, walks over the table's tiles and the columns of C, in the order of the plain product (`kernels.matmul.tiles`).
+`grouped_matmul`, walks over the table's tiles and the columns of C, in the order of the plain product (`kernels.products`).
 
 A tile begins at any row. A is loaded through a view whose tiles begin at every row, so that a tile may hold rows of the next
 group; what becomes of these must not be stored. STORE says how the last tile of a group is kept from its neighbour: `view`, by
@@ -23,7 +23,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tiledsched.kernels.matmul.tiles import Bool, Int, elements_of, place_of
+from tiledsched.kernels.products import Bool, Int, elements_of, place_of
 
 ALIGNED_ELEMENTS = 8
 """Elements of which rows of C are multiples where they start at multiples of 16 bytes."""

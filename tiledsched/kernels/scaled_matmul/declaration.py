@@ -16,7 +16,7 @@ from tiledsched.core.arrays import RELATIVE_ERRORS, Tolerance
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.kernels.matmul.declaration import combine_tile, work_tiles
+from tiledsched.kernels.product_schedules import combine_tile, work_tiles
 from tiledsched.kernels.scaled_matmul.model import ScaledMatmulCost
 from tiledsched.kernels.scaled_matmul.similarity import ScaledMatmulSimilarity
 from tiledsched.kernels.scaled_matmul.suites import SUITES

@@ -6,7 +6,7 @@ from tiledsched.core.device import ArchSpec
 from tiledsched.core.problem import Problem
 from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
-from tiledsched.kernels.matmul.model import MatmulCost, step_cycles
+from tiledsched.kernels.product_model import ProductCost, step_cycles
 
 CONVERTED_SPEEDUP = 0.5
 """Rate, as a share of that of 16-bit products, where warps convert 8-bit operands because the tile is too narrow for wgmma."""
@@ -14,7 +14,7 @@ PROMOTED_K = 128
 """Elements of k after which sums of products are added to float32 ones: four wgmma instructions (QGMMA and FADD in the code)."""
 
 
-class ScaledMatmulCost(MatmulCost):
+class ScaledMatmulCost(ProductCost):
     """The time of a product of 8-bit floats."""
 
     item_bytes = 1

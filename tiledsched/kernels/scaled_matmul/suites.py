@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiledsched.kernels.matmul.suites import MODELS
+from tiledsched.kernels.product_schedules import MODELS
 
 TOKENS = (16, 512, 2048, 8192)
 SHAPES = {

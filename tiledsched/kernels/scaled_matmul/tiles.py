@@ -1,6 +1,6 @@
 """The tile code of products of 8-bit floats: C = (A @ B) * scales + bias, with its schedule left open.
 
-The order of the work tiles, and the shares of a split, are those of the plain product (`kernels.matmul.tiles`). Three things
+The order of the work tiles, and the shares of a split, are those of the plain product (`kernels.products`). Three things
 differ. The tensor cores of sm_90 take 8-bit operands only with k contiguous in memory, for both. Few rows of A take the side
 of the tensor core's tile that may be narrow (SWAP): the instruction has at least 64 rows, but may have 8 columns; B's columns
 take its rows then, and the sums are transposed before they are stored. And C is stored by the TMA unit, which the compiler
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import cuda.tile as ct
 
-from tiledsched.kernels.matmul.tiles import Bool, Int, elements_of, place_of, sum_of_shares
+from tiledsched.kernels.products import Bool, Int, elements_of, place_of, sum_of_shares
 
 ROW_ELEMENTS = 16
 """Rows of A, B and C are multiples of this many elements."""

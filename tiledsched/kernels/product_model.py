@@ -48,8 +48,8 @@ COPY_SHARE = 0.88
 """Share of the published bandwidth of device memory that a copy reaches."""
 
 
-class MatmulCost(Cost):
-    """The time of a matrix product. Other products of two matrices override what is different about them."""
+class ProductCost(Cost):
+    """The time of a plain product. Other products override what is different about them."""
 
     item_bytes = ELEMENT_BYTES
     """Bytes of an element of A and B."""
