@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from tile_checks import check, make_inputs, mutated, run_schedule, sample, searched
 
+import tiledsched as ts
 from tiledsched.build.compiler import compile_schedule
+from tiledsched.core.errors import ProblemError
 from tiledsched.core.schedule import Schedule
 from tiledsched.interpreter import InterpreterError
 from tiledsched.kernels.grouped_matmul import GroupedMatmul
@@ -110,6 +112,19 @@ def test_mutations_are_noticed(name):
     modules = ["tiledsched.kernels.products", "tiledsched.kernels.grouped_matmul.tiles"]
     with mutated(modules, *MUTATIONS[name]), pytest.raises((AssertionError, InterpreterError)):
         battery()
+
+
+@pytest.mark.parametrize("column", [False, True])
+def test_the_function_takes_what_torchs_takes(launches, quiet, column):
+    torch = pytest.importorskip("torch")
+    a, w = torch.randn(70, 48).bfloat16(), torch.randn(3, 48, 32).bfloat16()
+    b = w.transpose(1, 2).contiguous().transpose(1, 2) if column else w
+    offsets = torch.tensor([20, 20, 70], dtype=torch.int32)
+    wanted = torch.cat([a[:20].float() @ w[0].float(), a[20:].float() @ w[2].float()])
+    torch.testing.assert_close(ts.grouped_matmul(a, b, offsets).float(), wanted, rtol=2e-2, atol=2e-1)
+    assert ts.grouped_matmul(a[:0], b, offsets * 0).shape == (0, 32)
+    with pytest.raises(ProblemError, match="Offsets must be int32, got int64"):
+        ts.grouped_matmul(a, b, offsets.long())
 
 
 @pytest.mark.compiler

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from tile_checks import check, make_inputs, mutated, sample, searched
 
+import tiledsched as ts
 from tiledsched.build.compiler import compile_schedule
 from tiledsched.core.errors import ProblemError
 from tiledsched.core.schedule import Schedule
@@ -116,6 +117,28 @@ def test_scales_are_those_of_their_rows_whatever_their_size():
     inputs["ScaleB"] = (1e3 * 1e-6 ** (np.arange(p.n) % 2)).astype(np.float32)
     for s in (schedule(**NARROW), schedule(**SMALL | {"SPLIT_K": 2, "TILE_K": 64})):
         check(ScaledMatmul, p, s, inputs)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("by_row", [False, True])
+def test_the_function_takes_what_torchs_takes(launches, quiet, by_row, dtype):
+    torch = pytest.importorskip("torch")
+    kind, generator = getattr(torch, dtype), torch.Generator().manual_seed(0)
+    a, w = (torch.randn(size, 48, generator=generator).to(torch.float8_e4m3fn) for size in (20, 32))
+    scales = (torch.rand(20, 1), torch.rand(1, 32)) if by_row else (torch.tensor(0.3), torch.tensor([0.2]))
+    for bias in (None, torch.randn(32, generator=generator).to(kind)):
+        wanted = (a.float() @ w.float().t()) * scales[0] * scales[1] + (0.0 if bias is None else bias.float())
+        out = ts.scaled_matmul(a, w.t(), *scales, bias, out_dtype=kind)
+        assert out.dtype == kind
+        torch.testing.assert_close(out.float(), wanted, rtol=2e-2, atol=2e-2)
+        assert torch.equal(
+            ts.scaled_matmul(a[:0], w.t(), *((scales[0][:0], scales[1]) if by_row else scales)),
+            out.new_empty(0, 32).bfloat16(),
+        )
+    with pytest.raises(ProblemError, match="bias must be of the output's type"):
+        ts.scaled_matmul(a, w.t(), *scales, torch.randn(32), out_dtype=kind)
+    with pytest.raises(ProblemError, match="ScaleA, axis 0"):
+        ts.scaled_matmul(a, w.t(), torch.rand(7, 1), torch.rand(1, 32))
 
 
 @pytest.mark.compiler

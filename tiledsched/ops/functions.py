@@ -6,6 +6,7 @@ import functools
 import math
 from typing import TYPE_CHECKING, Any
 
+from tiledsched.core.errors import ProblemError
 from tiledsched.core.registry import kernel_named
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def scaled_matmul(
         scale_a: one float32 number for all of a, or one for each row, `[m, 1]`.
         scale_b: one float32 number for all of b, or one for each column, `[1, n]`; of both or neither there is one.
         bias: `[n]`, of the output's type.
-        out_dtype: bfloat16 (the default), float16 or float32.
+        out_dtype: bfloat16, float16 or float32; the type of the bias unless given, or else bfloat16.
         use_fast_accum: whether sums may stay in the tensor cores of sm_90, which keep 13 fraction bits; otherwise sums of 128
             products are added in float32. It changes nothing on other GPUs.
 
@@ -72,13 +73,15 @@ def scaled_matmul(
     Raises:
         ProblemError, UnsupportedError: shapes or types that do not go together, or no CUDA tensors.
     """
-    scales = scale_a.reshape(-1), scale_b.reshape(-1)
-    out: Tensor = _operator("scaled_matmul", bias=bias is not None)(
-        *((a, b, *scales) if bias is None else (a, b, *scales, bias)),
-        out_dtype=str(out_dtype or "bfloat16").removeprefix("torch."),
-        scales="tensor" if scale_b.numel() == 1 else "row",
-        fast_accum=use_fast_accum,
-    )
+    operands = a, b, scale_a.reshape(-1), scale_b.reshape(-1)
+    kind = "tensor" if scale_b.numel() == 1 else "row"
+    if bias is None:
+        wanted = str(out_dtype or "bfloat16").removeprefix("torch.")
+        out: Tensor = _operator("scaled_matmul", bias=False)(*operands, wanted, kind, use_fast_accum)
+        return out
+    if out_dtype not in (None, bias.dtype):
+        raise ProblemError(f"bias must be of the output's type, {out_dtype}, got {bias.dtype}; cast it")
+    out = _operator("scaled_matmul", bias=True)(*operands, bias, kind, use_fast_accum)
     return out
 
 
