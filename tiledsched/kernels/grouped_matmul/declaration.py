@@ -165,7 +165,7 @@ class GroupedMatmul(Kernel):
     @staticmethod
     def small() -> list[Problem]:
         """Sizes that no tile divides, both layouts, rows that TMA cannot load, and more groups than rows."""
-        made = [
+        made: list[dict[str, Any]] = [
             {"tokens": 200, "experts": 5, "n": 136, "k": 72},
             {"tokens": 30, "experts": 40, "n": 80, "k": 136, "b_layout": "column"},
             {"tokens": 130, "experts": 3, "n": 75, "k": 101, "dtype": "float16"},

@@ -186,7 +186,7 @@ class ScaledMatmul(Kernel):
     @staticmethod
     def small() -> list[Problem]:
         """Sizes that no tile divides, both kinds of scales, sums and outputs, with and without a bias."""
-        made = [
+        made: list[dict[str, Any]] = [
             {"m": 150, "n": 144, "k": 304},
             {"m": 5, "n": 80, "k": 1040, "bias": True},
             {"m": 1, "n": 16, "k": 16, "out_dtype": "float16"},
