@@ -64,6 +64,15 @@ def test_rows_behind_the_last_group_are_left_alone():
         assert np.isnan(out[70:]).all()
 
 
+@pytest.mark.parametrize("ends", [[50, 900, 2000], [90, 10, 10], [-70, 20, 64], [0, 100, -5]], ids=str)
+def test_no_offsets_make_it_touch_what_is_not_there(ends):
+    """The interpreter refuses accesses beyond the arrays; blocks in both orders see the same list."""
+    p = GroupedMatmul.problem(tokens=100, experts=3, n=64, k=64)
+    inputs = make_inputs(GroupedMatmul, p) | {"Offsets": np.array(ends, np.int32)}
+    for pinned in (NARROW, VIEW):
+        run_schedule(GroupedMatmul, p, schedule(**pinned), inputs)
+
+
 @pytest.mark.parametrize(("tokens", "experts"), [(512, 128), (8192, 32), (65536, 8)])
 def test_as_many_schedules_are_searched_as_a_tune_can_learn_from(tokens, experts):
     found = searched(GroupedMatmul, GroupedMatmul.problem(tokens=tokens, experts=experts, n=4096, k=4096))
@@ -75,13 +84,13 @@ MUTATIONS = {
     "columns beyond the edge": ("mask=(rows < group.end) & (columns < width)", "mask=rows < group.end"),
     "the view goes on": (".slice(0, 0, group.end), group", ", group"),
     "whole tiles beyond the group": ("if group.row + const.TILE_M <= group.end:", "if group.row < group.end:"),
-    "every group from row 0": ("begins - before * TILE_M", "0 - before * TILE_M"),
+    "every group from row 0": ("begins + (slot - before) * TILE_M", "(slot - before) * TILE_M"),
     "a group begins where it ends": ("ct.maximum(groups - 1, 0)", "groups"),
-    "the first group begins late": ("ct.where(groups > 0, ct.gather", "ct.where(groups >= 0, ct.gather"),
-    "tiles rounded down": ("(ends - begins + (TILE_M - 1)) // TILE_M", "(ends - begins) // TILE_M"),
+    "the first group begins late": ("begins = ct.where(groups > 0, begins, 0)", "begins = begins"),
+    "tiles rounded down": ("(ct.maximum(ends - begins, 0) + (TILE_M - 1)) // TILE_M", "(ends - begins) // TILE_M"),
     "the next group's matrix": ("columns.load((group.index, step", "columns.load((group.index * 0, step"),
-    "a group too many": ("(slots < before + tiles)", "(slots <= before + tiles)"),
-    "the list begins anew in each block": ("slots = ct.bid(0) * LISTED +", "slots = 0 * ct.bid(0) +"),
+    "a group too many": ("(slot < before + tiles)", "(slot <= before + tiles)"),
+    "tiles counted from the end of their group": ("ct.cumsum(tiles, axis=0) - tiles", "ct.cumsum(tiles, axis=0)"),
     "sum not transposed back": ("ct.transpose(acc) if const.SWAP else acc", "acc"),
     "steps rounded down": ("range(ct.cdiv(A.shape[1], const.TILE_K))", "range(A.shape[1] // const.TILE_K)"),
     "k not padded": ("padding_mode=ct.PaddingMode.ZERO, traversal_steps=steps", "traversal_steps=steps"),

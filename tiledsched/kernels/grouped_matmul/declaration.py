@@ -20,8 +20,6 @@ from tiledsched.kernels.grouped_matmul.similarity import GroupedMatmulSimilarity
 from tiledsched.kernels.grouped_matmul.suites import SUITES
 from tiledsched.kernels.product_schedules import row_bytes
 
-LISTED = 16
-"""Tiles that a block of the first launch writes down."""
 FEWEST_GROUPS = 32
 """Least width of the vectors over all groups: a warp."""
 SKEW = 1.0
@@ -104,7 +102,6 @@ class GroupedMatmul(Kernel):
         """Sizes of the first launch's vectors, what is known of rows of C, and how they are stored."""
         return {
             "GROUPS": max(FEWEST_GROUPS, 1 << (p.experts - 1).bit_length()),
-            "LISTED": LISTED,
             "ALIGNED": not row_bytes(p.n),
             "STORE_VIEW": s["STORE"] == "view",
             "STORE_EDGE": s["STORE"] == "edge",
@@ -120,7 +117,7 @@ class GroupedMatmul(Kernel):
         if s["PERSISTENT"]:
             resident = device.sm_count * max(1, s.number("occupancy")) // s.number("num_ctas")
             blocks = min(blocks, max(1, resident))
-        return [(tiles.list_tiles, (-(-slots // LISTED),)), (tiles.grouped_matmul, (blocks,))]
+        return [(tiles.list_tiles, (slots,)), (tiles.grouped_matmul, (blocks,))]
 
     @staticmethod
     def inputs(xp: Any, rng: Any, p: Problem) -> Mapping[str, Any]:

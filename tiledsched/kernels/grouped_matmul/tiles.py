@@ -71,31 +71,24 @@ class Group:
     """End of the group's rows."""
 
 
-def list_tiles(Offsets, Tiles, TILE_M: Int, GROUPS: Int, LISTED: Int):
-    """Fill the current block's LISTED columns of Tiles, int32 `[4, slots]`, from Offsets `[groups]`, the ends of the groups.
+def list_tiles(Offsets, Tiles, tokens, TILE_M: Int, GROUPS: Int):
+    """Fill the current block's column of Tiles, int32 `[4, slots]`, from Offsets `[groups]`, the ends of the groups.
 
-    GROUPS is a power of two, at least the number of groups.
+    GROUPS is a power of two, at least the number of groups. Whatever the offsets hold, no tile lies beyond the last of the
+    `tokens` rows.
     """
-    groups = ct.arange(GROUPS, dtype=ct.int32)[None, :]
-    last = Offsets.shape[0] - 1
-    ends = ct.gather(Offsets, ct.minimum(groups, last))
-    begins = ct.where(groups > 0, ct.gather(Offsets, ct.minimum(ct.maximum(groups - 1, 0), last)), 0)
+    groups, last = ct.arange(GROUPS, dtype=ct.int32), Offsets.shape[0] - 1
+    ends = ct.minimum(ct.gather(Offsets, ct.minimum(groups, last)), tokens)
+    begins = ct.maximum(ct.gather(Offsets, ct.minimum(ct.maximum(groups - 1, 0), last)), 0)
+    begins = ct.where(groups > 0, begins, 0)
     # Beyond the last group, ends and begins are alike.
-    tiles = (ends - begins + (TILE_M - 1)) // TILE_M
-    before = ct.cumsum(tiles, axis=1) - tiles
-    slots = ct.bid(0) * LISTED + ct.arange(LISTED, dtype=ct.int32)[:, None]
-    mine = (before <= slots) & (slots < before + tiles)
-    first = ct.sum(ct.where(mine, begins - before * TILE_M, 0), axis=1, keepdims=True)
-    put(Tiles, GROUP, slots, ct.sum(ct.where(mine, groups, 0), axis=1, keepdims=True))
-    put(Tiles, ROW, slots, first + slots * TILE_M)
-    put(Tiles, END, slots, ct.sum(ct.where(mine, ends, 0), axis=1, keepdims=True))
-    used = ct.sum(tiles, axis=1, keepdims=True)
-    put(Tiles, USED, slots, ct.broadcast_to(used, (LISTED, 1)))
-
-
-def put(Tiles, row, slots, values):
-    """Store values for these slots in one row of the table; slots beyond its end are dropped."""
-    ct.scatter(Tiles, (row, slots), values)
+    tiles = (ct.maximum(ends - begins, 0) + (TILE_M - 1)) // TILE_M
+    before, slot = ct.cumsum(tiles, axis=0) - tiles, ct.bid(0)
+    mine = (before <= slot) & (slot < before + tiles)
+    ct.scatter(Tiles, (GROUP, slot), ct.sum(ct.where(mine, groups, 0)))
+    ct.scatter(Tiles, (ROW, slot), ct.sum(ct.where(mine, begins + (slot - before) * TILE_M, 0)))
+    ct.scatter(Tiles, (END, slot), ct.sum(ct.where(mine, ends, 0)))
+    ct.scatter(Tiles, (USED, slot), min(ct.sum(tiles), Tiles.shape[1]))
 
 
 def grouped_matmul(
