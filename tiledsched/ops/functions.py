@@ -64,8 +64,8 @@ def scaled_matmul(
         scale_b: one float32 number for all of b, or one for each column, `[1, n]`; of both or neither there is one.
         bias: `[n]`, of the output's type.
         out_dtype: bfloat16, float16 or float32; the type of the bias unless given, or else bfloat16.
-        use_fast_accum: whether sums may stay in the tensor cores of sm_90, which keep 13 fraction bits; otherwise sums of 128
-            products are added in float32. It changes nothing on other GPUs.
+        use_fast_accum: whether sums may stay in the tensor cores of sm_90, which keep fewer bits than float32; otherwise sums of
+            128 products are added in float32. It changes nothing on other GPUs.
 
     Returns:
         `[m, n]` of the type `out_dtype`.

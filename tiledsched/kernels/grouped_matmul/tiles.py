@@ -5,9 +5,9 @@ and to which group it belongs: a table as long as it may have to be, and how muc
 `grouped_matmul`, walks over the table's tiles and the columns of C, in the order of the plain product (`kernels.products`).
 
 A tile begins at any row. A is loaded through a view whose tiles begin at every row, so that a tile may hold rows of the next
-group; what becomes of these must not be stored. STORE says how the last tile of a group is kept from its neighbour: `view`, by
-the TMA unit through a view of C that ends with the group; `edge`, the same for whole tiles, and single elements of the last
-tile; `rows`, single elements, sixteen bytes at a time, always.
+group; what becomes of these must not be stored. STORE says how: `view`, by the TMA unit through a view of C that ends with the
+group, or `rows`, by threads, sixteen bytes of a row of the group at a time. The TMA unit for whole tiles and threads for the
+last tile of a group was slower than either on an H200.
 
 The groups are not looked up in the product itself: the search takes vectors over all groups, and the compiler (13.5 on sm_90)
 then refuses loops over work tiles, or gives warps to the search that the product needs.
@@ -51,8 +51,6 @@ class GroupedConstants:
     """Whether the tensor cores multiply the transposed operands in exchanged order."""
     STORE_VIEW: bool
     """Whether the TMA unit stores through a view that ends with the group; see the top of this file."""
-    STORE_EDGE: bool
-    """Whether it stores whole tiles, and threads the last tile of a group."""
     ALIGNED: bool
     """Whether rows of C start at multiples of 16 bytes."""
     SPLIT_K: int = 1
@@ -104,11 +102,10 @@ def grouped_matmul(
     LATENCY: Int,
     SWAP: Bool,
     STORE_VIEW: Bool,
-    STORE_EDGE: Bool,
     ALIGNED: Bool,
 ):
     """C[rows of group g] = A[rows of group g] @ B[g] for A `[tokens, k]`, B `[groups, k, n]` and C `[tokens, n]`."""
-    const = GroupedConstants(TILE_M, TILE_N, TILE_K, GROUP_M, LATENCY, SWAP, STORE_VIEW, STORE_EDGE, ALIGNED)
+    const = GroupedConstants(TILE_M, TILE_N, TILE_K, GROUP_M, LATENCY, SWAP, STORE_VIEW, ALIGNED)
     used, tiles_n = ct.load(Tiles, (USED, 0), (1, 1)).item(), ct.cdiv(C.shape[1], TILE_N)
     if PERSISTENT:
         for index in range(ct.bid(0), used * tiles_n, ct.num_blocks(0)):
@@ -122,12 +119,7 @@ def multiply(A, B, Tiles, C, work, const):
     group = Group(get(Tiles, GROUP, work.row), get(Tiles, ROW, work.row), get(Tiles, END, work.row))
     tile = main_loop(A, B, group, work.column, const).astype(C.dtype)
     if const.STORE_VIEW:
-        store_view(columns_of(C, const).slice(0, 0, group.end), group, work.column, tile, const)
-    elif const.STORE_EDGE:
-        if group.row + const.TILE_M <= group.end:
-            store_view(columns_of(C, const), group, work.column, tile, const)
-        else:
-            store_rows(C, group, work.column, tile, const)
+        store_view(C, group, work.column, tile, const)
     else:
         store_rows(C, group, work.column, tile, const)
 
@@ -151,15 +143,16 @@ def main_loop(A, B, group, column, const):
     return ct.transpose(acc) if const.SWAP else acc
 
 
-def columns_of(C, const):
-    """C, with what is known of its columns: the compiler stores by TMA only where rows are known to be whole groups of them."""
-    return C.slice(1, 0, ct.assume_divisible_by(C.shape[1], ALIGNED_ELEMENTS)) if const.ALIGNED else C
-
-
 def store_view(C, group, column, tile, const):
-    """Store a tile through a view of C whose tiles begin at every row."""
+    """Store a tile through a view of C that ends with the group, whose tiles begin at every row.
+
+    The compiler takes the TMA unit only where it knows that rows are whole groups of elements.
+    """
+    mine = C.slice(0, 0, group.end)
+    if const.ALIGNED:
+        mine = mine.slice(1, 0, ct.assume_divisible_by(C.shape[1], ALIGNED_ELEMENTS))
     steps = (1, const.TILE_N)
-    C.tiled_view((const.TILE_M, const.TILE_N), traversal_steps=steps).store((group.row, column), tile)
+    mine.tiled_view((const.TILE_M, const.TILE_N), traversal_steps=steps).store((group.row, column), tile)
 
 
 def store_rows(C, group, column, tile, const):

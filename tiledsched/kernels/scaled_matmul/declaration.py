@@ -23,9 +23,9 @@ from tiledsched.kernels.scaled_matmul.suites import SUITES
 
 SCALE_DECADES = 1.5
 """Scales of the test inputs are powers of ten between minus and plus this, so that neighbours differ by up to a thousand."""
-FAST_SUM_BITS = 13
-"""Fraction bits of the sums in the tensor cores of sm_90. A product is cut off below the last bit of the sum that it is added to
-(DeepSeek-V3 technical report, section 3.3.2).
+FAST_SUM_ERROR = 2.0**-15
+"""Relative error of sums of k random products in the tensor cores of sm_90, over the square root of k. On an H200 that of cuBLAS
+was 2**-15.2 for k = 28672, and ours 2**-17.1.
 """
 SUMMED_ALIKE = "offset"
 """The kind of test inputs whose products all have one sign."""
@@ -34,8 +34,8 @@ SUMMED_ALIKE = "offset"
 class ScaledMatmul(Kernel):
     """C `[m, n]` = (A `[m, k]` @ B `[k, n]`) * scales + bias, for 8-bit floats A, row-major, and B, column-major.
 
-    The conventions are those of `torch._scaled_mm`. Sums are in float32. With `fast_accum` they stay in the tensor cores, whose
-    sums have 13 fraction bits on sm_90; without, sums of 128 products are added in float32. Other archs make no difference.
+    The conventions are those of `torch._scaled_mm`. With `fast_accum`, sums stay in the tensor cores, which on sm_90 keep fewer
+    bits than float32; without, sums of 128 products are added in float32. Other archs make no difference.
     """
 
     name = "scaled_matmul"
@@ -74,7 +74,7 @@ class ScaledMatmul(Kernel):
         "PERSISTENT": ts.knob((True, False), about="whether a block takes several work tiles", weight=0.4),
         "SPLIT_K": ts.knob((1, 2, 4, 8), about="blocks that share the walk over k of a work tile", weight=1.0),
         "occupancy": ts.knob((0, 2), about="blocks an SM should hold; 0 leaves it to the compiler", weight=0.4),
-        "LATENCY": ts.knob((0, 6), about="latency hint of the main loop's loads", measured_only=True),
+        "LATENCY": ts.knob((6, 0), about="latency hint of the main loop's loads", measured_only=True),
     }
     requires = {
         "n % 16 == 0": "rows of C are stored 16 elements at a time, as torch._scaled_mm wants it, too; pad B with zeros",
@@ -94,7 +94,7 @@ class ScaledMatmul(Kernel):
         "TILE_M <= 128 or TILE_N >= 128": "tall and narrow tiles read more than they multiply",
         "TILE_M < 128 or TILE_N >= 128": "tall and narrow tiles read more than they multiply",
         "TILE_M <= 128 or num_ctas == 2 or TILE_N == 128": "beyond what registers hold",
-        "fast_accum or TILE_M * TILE_N <= 16384 * num_ctas or TILE_K == 128": "sums of larger tiles spill",
+        "fast_accum or TILE_M * TILE_N <= 2048 * num_worker_warps * num_ctas": "sums in two places spill",
         "not large or TILE_M * TILE_N >= 16384": "small tiles read their operands too often",
         "m <= 256 or TILE_M >= 64": "small tiles read their operands too often",
         "m > 16 or TILE_M <= 16": "rows beyond the last are multiplied for nothing",
@@ -107,7 +107,7 @@ class ScaledMatmul(Kernel):
         "num_ctas == 1 or (TILE_M >= 128 and SPLIT_K == 1 and TILE_K == 128)": "clusters are for large work tiles",
         "GROUP_M == 8 or (m > 1024 and TILE_M * TILE_N >= 16384)": "the order is tried on large tiles",
         "occupancy == 0 or (TILE_M * TILE_N <= 16384 and num_worker_warps == 4)": "of larger tiles an SM holds one in any case",
-        "LATENCY == 0 or TILE_M * TILE_N >= 16384": "the hint is tried on large tiles",
+        "LATENCY == 6 or TILE_M * TILE_N >= 16384": "without the hint large tiles are tried",
     }
     suites = SUITES
     cost = ScaledMatmulCost()
@@ -153,14 +153,14 @@ class ScaledMatmul(Kernel):
     def tolerance(p: Problem, s: Schedule) -> Tolerance:
         """That of the output's type, and with `fast_accum` what the tensor cores cut off.
 
-        A product loses up to one unit of the last of 13 bits of the sum that it is added to. Over k random products, whose sum is
-        about sqrt(k), these losses add up to sqrt(k) such units of the result. Products of one sign lose k units, which may be
-        everything, and are not judged.
+        Each product loses what is below the last bit of the sum so far. That sum grows as sqrt(k) where products are random, and
+        as k where they have one sign. In the second case the losses add up, too: 4% of the result for k = 28672 on an H200, 42%
+        with cuBLAS. Such inputs are not judged.
         """
         relative = RELATIVE_ERRORS[str(p.out_dtype)]
         if not p.fast_accum:
             return Tolerance(relative=relative)
-        return Tolerance(relative=relative + math.sqrt(p.k) * 2.0**-FAST_SUM_BITS, except_kinds=(SUMMED_ALIKE,))
+        return Tolerance(relative=relative + math.sqrt(p.k) * FAST_SUM_ERROR, except_kinds=(SUMMED_ALIKE,))
 
     @staticmethod
     def rivals(p: Problem) -> Mapping[str, Callable[..., Any]]:
