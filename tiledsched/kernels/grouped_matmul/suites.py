@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-TOKENS = (64, 1024, 8192)
+TOKENS = (64, 1024, 4096)
 """Tokens before each goes to several experts."""
 MODELS = {
     "mixtral_8x7b": (8, 2, ((28672, 4096), (4096, 14336))),
