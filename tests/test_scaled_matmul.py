@@ -9,6 +9,7 @@ from tile_checks import check, make_inputs, mutated, sample, searched
 
 import tiledsched as ts
 from tiledsched.build.compiler import compile_schedule
+from tiledsched.core.device import ARCHS
 from tiledsched.core.errors import ProblemError
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.storage import LARGEST, to_storage
@@ -139,6 +140,24 @@ def test_the_function_takes_what_torchs_takes(launches, quiet, by_row, dtype):
         ts.scaled_matmul(a, w.t(), *scales, torch.randn(32), out_dtype=kind)
     with pytest.raises(ProblemError, match="ScaleA, axis 0"):
         ts.scaled_matmul(a, w.t(), torch.rand(7, 1), torch.rand(1, 32))
+
+
+def test_the_model_prefers_what_was_faster_on_the_h200():
+    """Wide tiles, unless sums are in two places, which spill then; and for few rows the exchanged operands."""
+    spec = ARCHS["sm_90"]
+
+    def us(p, **pinned):
+        s = schedule(**pinned)
+        return ScaledMatmul.cost.model(p, s, ScaledMatmul.cost.expected(p, s, spec), spec)
+
+    fast, slow = (ScaledMatmul.problem(m=8192, n=8192, k=8192, fast_accum=flag) for flag in (True, False))
+    assert us(fast, TILE_N=256) < us(fast, TILE_N=128)
+    assert us(slow, TILE_N=128) < us(slow, TILE_N=256)
+    assert us(slow, TILE_N=128) < us(slow, TILE_N=128, num_worker_warps=4)
+    few = ScaledMatmul.problem(m=16, n=4096, k=4096, fast_accum=True)
+    assert us(few, TILE_M=16, TILE_N=64, SWAP=True, num_worker_warps=4) < us(
+        few, TILE_M=16, TILE_N=64, num_worker_warps=4
+    )
 
 
 @pytest.mark.compiler
