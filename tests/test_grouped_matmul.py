@@ -76,7 +76,7 @@ def test_no_offsets_make_it_touch_what_is_not_there(ends):
 @pytest.mark.parametrize(("tokens", "experts"), [(512, 128), (8192, 32), (65536, 8)])
 def test_as_many_schedules_are_searched_as_a_tune_can_learn_from(tokens, experts):
     found = searched(GroupedMatmul, GroupedMatmul.problem(tokens=tokens, experts=experts, n=4096, k=4096))
-    assert 80 <= len(found) <= 600
+    assert 80 <= len(found) <= 400
 
 
 MUTATIONS = {

@@ -77,7 +77,7 @@ class GroupedMatmul(Kernel):
     }
     exploring = {
         "SWAP or TILE_M >= 64": "the tensor core's tile has 64 rows",
-        "not SWAP or (TILE_M <= 64 and num_ctas == 1)": "tiles of 128 rows fill the tensor core's tile",
+        "not SWAP or TILE_M <= 64 or STORE == 'rows'": "tiles of 128 rows fill the tensor core's, and are tried with one store",
         "TILE_M * TILE_N <= 16384 * num_ctas or num_worker_warps == 8": "one group of warps spills more than 128 x 128 sums",
         "TILE_M * TILE_N >= 16384 or num_worker_warps == 4": "small tiles leave a second group of warps no work",
         "TILE_M < 128 or TILE_N >= 128": "tall and narrow tiles read more than they multiply",
@@ -87,7 +87,7 @@ class GroupedMatmul(Kernel):
         "group_rows > 192 or TILE_M <= 128": "rows beyond the group's last are multiplied for nothing",
         "group_rows <= 64 or TILE_M >= 64": "small tiles read their operands too often",
         "TILE_K <= 64 or TILE_M * TILE_N <= 16384": "long steps leave room for two of them, where tiles are large",
-        "num_ctas == 1 or (TILE_M >= 128 and TILE_K == 64)": "clusters are for large work tiles",
+        "num_ctas == 1": "clusters spill registers where threads store rows (688 bytes of 256 x 256 sums under 13.5 on sm_90)",
         "GROUP_M == 8 or (tokens > 1024 and TILE_M * TILE_N >= 32768)": "the order is tried on large tiles",
         "occupancy == 0 or (TILE_M * TILE_N <= 16384 and num_worker_warps == 4)": "of larger tiles an SM holds one in any case",
         "LATENCY == 6 or TILE_M * TILE_N >= 16384": "without the hint large tiles are tried",
