@@ -136,8 +136,16 @@ def test_the_function_takes_what_torchs_takes(launches, quiet, column):
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("store", ["view", "rows"])
-def test_hopper_spills_nothing(store):
+@pytest.mark.parametrize(("store", "persistent"), [("view", True), ("rows", False)])
+def test_hopper_spills_nothing(store, persistent):
     p = GroupedMatmul.problem(tokens=8192, experts=8, n=4096, k=4096, b_layout="column")
-    facts = compile_schedule(GroupedMatmul, p, schedule(STORE=store), "sm_90").facts
+    facts = compile_schedule(GroupedMatmul, p, schedule(STORE=store, PERSISTENT=persistent), "sm_90").facts
     assert (facts.threads, facts.spill_bytes) == (384, 0)
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("arch", ["sm_80", "sm_100"])
+def test_compiles_for_other_archs(arch):
+    p = GroupedMatmul.problem(tokens=512, experts=128, n=1536, k=2048)
+    facts = compile_schedule(GroupedMatmul, p, schedule(**SMALL), arch).facts
+    assert facts.spill_bytes <= 48

@@ -169,3 +169,11 @@ def test_hopper_multiplies_eight_bits_and_spills_nothing(fast):
     assert facts.shared_bytes >= 4 * 128 * (
         128 + 256 if fast else 256
     )  # operands that were converted would take twice that
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("arch", ["sm_100", "sm_121"])
+def test_compiles_for_blackwell(arch):
+    p = ScaledMatmul.problem(m=512, n=4096, k=4096, scales="tensor", bias=True)
+    facts = compile_schedule(ScaledMatmul, p, schedule(TILE_N=128, SPLIT_K=2, PERSISTENT=False), arch).facts
+    assert facts.spill_bytes <= 48
