@@ -351,6 +351,8 @@ def test_the_rivals_of_kernels_that_ship_compute_what_the_kernels_do(cuda, monke
     )
     problems = [
         ("matmul", {"m": 20, "n": 30, "k": 40, "b_layout": "column"}),
+        *(("scaled_matmul", {"m": 20, "n": 32, "k": 48, "scales": words, "bias": True}) for words in ("row", "tensor")),
+        ("grouped_matmul", {"tokens": 40, "experts": 3, "n": 32, "k": 48, "b_layout": "column"}),
         ("rms_norm", {"rows": 5, "columns": 64}),
         ("rms_norm", {"rows": 5, "columns": 64, "residual": True}),
         ("softmax", {"rows": 5, "columns": 70}),

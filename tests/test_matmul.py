@@ -12,7 +12,7 @@ from tiledsched.core.device import ARCHS
 from tiledsched.core.schedule import Schedule
 from tiledsched.interpreter import InterpreterError
 from tiledsched.kernels.matmul import Matmul
-from tiledsched.kernels.matmul.declaration import combine_tile
+from tiledsched.kernels.product_schedules import combine_tile
 
 DEFAULT = {name: each.default for name, each in Matmul.knob_fields().items()}
 SMALL = {"TILE_M": 64, "TILE_N": 64, "TILE_K": 32, "num_worker_warps": 4, "GROUP_M": 4}
@@ -138,7 +138,7 @@ def test_the_battery_passes_the_kernel():
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutations_are_noticed(name):
     with (
-        mutated(["tiledsched.kernels.matmul.tiles"], *MUTATIONS[name]),
+        mutated(["tiledsched.kernels.products", "tiledsched.kernels.matmul.tiles"], *MUTATIONS[name]),
         pytest.raises((AssertionError, InterpreterError)),
     ):
         battery()

@@ -21,8 +21,11 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.interpreter import run
 
-NUMPY = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
-ROUNDING = {"float16": 1e-3, "bfloat16": 8e-3}
+NUMPY = {
+    name: np.dtype(getattr(ml_dtypes, name, None) or name)
+    for name in ("float16", "bfloat16", "float32", "int32", "float8_e4m3fn", "float8_e5m2")
+}
+ROUNDING = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 2e-6}
 """Largest relative Frobenius error of an output: about twice what rounding to it makes."""
 
 
@@ -51,12 +54,13 @@ def sample(kernel, p, count, seed=0, arch="sm_90"):
 
 
 def make_inputs(kernel, p, seed=0):
-    """Normal numbers as they lie in memory, by name."""
+    """Normal numbers, or what the kernel draws itself, as they lie in memory, by name."""
     rng = np.random.default_rng(seed)
-    found = {}
+    own, found = kernel.inputs(np, rng, p), {}
     for spec in kernel.arrays(p):
         if spec.role == "in":
-            array = rng.standard_normal(spec.shape).astype(NUMPY[spec.dtype])
+            array = own[spec.name] if spec.name in own else rng.standard_normal(spec.shape)
+            array = array.astype(NUMPY[spec.dtype])
             found[spec.name] = np.asfortranarray(array) if spec.column else array
     return found
 
@@ -66,16 +70,21 @@ def run_schedule(kernel, p, s, inputs, order="forward"):
     arrays = dict(inputs)
     for spec in kernel.arrays(p):
         if spec.role == "out":
-            arrays[spec.name] = np.full(spec.shape, np.nan, NUMPY[spec.dtype])
+            arrays[spec.name] = unwritten(spec)
     for step in steps(kernel, p, s, Device):
         args = []
         for each in step.arguments:
             if each.kind == "array" and each.name not in arrays:
-                spec = kernel.array_spec(each.name, p, s)
-                arrays[each.name] = np.full(spec.shape, np.nan, NUMPY[spec.dtype])
+                arrays[each.name] = unwritten(kernel.array_spec(each.name, p, s))
             args.append(arrays[each.name] if each.kind == "array" else each.value)
         run(step.function, step.grid, args, order=order)
     return {spec.name: arrays[spec.name] for spec in kernel.arrays(p) if spec.role == "out"}
+
+
+def unwritten(spec):
+    """An array of NaN, or of the largest integer."""
+    kind = NUMPY[spec.dtype]
+    return np.full(spec.shape, np.iinfo(kind).max if kind.kind == "i" else np.nan, kind)
 
 
 def check(kernel, p, s, inputs=None, order="forward"):
@@ -83,12 +92,12 @@ def check(kernel, p, s, inputs=None, order="forward"):
     inputs = make_inputs(kernel, p) if inputs is None else inputs
     exact = call_reference(kernel, np, p, {name: np.asarray(array, dtype=np.float64) for name, array in inputs.items()})
     for (name, out), right in zip(run_schedule(kernel, p, s, inputs, order).items(), exact, strict=True):
-        found = out.astype(np.float64)
+        found, rounding = out.astype(np.float64), ROUNDING[str(out.dtype)]
         assert np.isfinite(found).all(), f"{name}: unwritten elements, or padding that was used"
         error = np.linalg.norm(found - right) / max(np.linalg.norm(right), 1e-30)
-        assert error <= ROUNDING[p.dtype], f"{name}: relative error {error:.2g} of {p} with {dict(s)}"
+        assert error <= rounding, f"{name}: relative error {error:.2g} of {p} with {dict(s)}"
         worst = np.abs(found - right).max() / max(np.abs(right).max(), 1e-30)
-        assert worst <= 4 * ROUNDING[p.dtype], f"{name}: an element is off by {worst:.2g} of {p} with {dict(s)}"
+        assert worst <= 4 * rounding, f"{name}: an element is off by {worst:.2g} of {p} with {dict(s)}"
 
 
 @lru_cache

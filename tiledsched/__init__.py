@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from tiledsched.core.space import SearchSpace as SearchSpace
     from tiledsched.core.space_files import load_space as load_space
     from tiledsched.core.space_files import space_for as space_for
+    from tiledsched.ops.functions import grouped_matmul as grouped_matmul
+    from tiledsched.ops.functions import scaled_matmul as scaled_matmul
     from tiledsched.ops.sdpa import explain as explain
     from tiledsched.ops.sdpa import sdpa as sdpa
     from tiledsched.ops.varlen import sdpa_paged as sdpa_paged
@@ -56,6 +58,7 @@ _PUBLIC = {
     "core.similarity": "Similarity",
     "core.space": "SearchSpace",
     "core.space_files": "load_space space_for",
+    "ops.functions": "grouped_matmul scaled_matmul",
     "ops.sdpa": "explain sdpa",
     "ops.varlen": "sdpa_paged sdpa_varlen",
     "serve.capture": "capture",

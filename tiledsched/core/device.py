@@ -38,6 +38,8 @@ class ArchSpec:
     """Warps that cuTile sets aside for moving data (TMA); 0 before sm_90, where there is no TMA."""
     fp16_accumulate_speedup: int = 1
     """How much faster fp16 accumulation is than fp32."""
+    fp8_speedup: int = 2
+    """How much faster products of 8-bit floats are than those of 16-bit ones; 1 before sm_89, which has no such products."""
     host_arch: str = ""
     """Architecture of the only hosts that such GPUs have; empty where there are several kinds."""
 
@@ -62,6 +64,7 @@ ARCHS = {
             dram_gbps=2039,
             l2_bytes=40 * MB,
             producer_warps=0,
+            fp8_speedup=1,
         ),
         ArchSpec(
             arch="sm_86",
@@ -75,6 +78,7 @@ ARCHS = {
             dram_gbps=600,
             l2_bytes=6 * MB,
             producer_warps=0,
+            fp8_speedup=1,
         ),
         ArchSpec(
             arch="sm_89",

@@ -34,8 +34,10 @@ ENTRY_POINTS = "tiledsched.kernels"
 """The entry-point group under which a package ships kernels: a name, and `module:Class`."""
 SHIPPED = {
     "attention": "tiledsched.kernels.attention:Attention",
+    "grouped_matmul": "tiledsched.kernels.grouped_matmul:GroupedMatmul",
     "matmul": "tiledsched.kernels.matmul:Matmul",
     "rms_norm": "tiledsched.kernels.rms_norm:RmsNorm",
+    "scaled_matmul": "tiledsched.kernels.scaled_matmul:ScaledMatmul",
     "softmax": "tiledsched.kernels.softmax:Softmax",
 }
 """The kernels that ship: name -> where each is declared."""

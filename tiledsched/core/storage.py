@@ -55,6 +55,8 @@ too few NaNs.
 """
 SMALLEST = {"float16": 2.0**-24, "float8_e4m3fn": 2.0**-9, "float8_e5m2": 2.0**-16}
 """Type -> the smallest step between its values, where that is not negligible."""
+MANTISSA_BITS = {"float8_e4m3fn": 3, "float8_e5m2": 2}
+"""8-bit type -> the bits of its mantissa."""
 
 
 def is_float(dtype: str) -> bool:
@@ -93,6 +95,8 @@ def to_storage(xp: Any, values: Any, dtype: str) -> Any:
     if dtype == "bfloat16":
         bits = values.astype(numpy.float32).view(numpy.uint32)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(numpy.uint16)
+    if dtype in MANTISSA_BITS:
+        return _eight_bits(xp, values, dtype)
     if dtype == "tfloat32":
         bits = values.astype(numpy.float32).view(numpy.uint32)
         return ((bits + 0xFFF + ((bits >> 13) & 1)) & 0xFFFFE000).astype(numpy.uint32).view(numpy.float32)
@@ -106,6 +110,20 @@ def to_storage(xp: Any, values: Any, dtype: str) -> Any:
         codes = on_host.clip(-largest, largest).astype(getattr(ml_dtypes, dtype)).view(numpy.uint8)
         return xp.asarray(codes[..., ::2] & 15 | codes[..., 1::2] << 4 if dtype == PACKED else codes)
     return values.astype(storage_type(dtype))
+
+
+def _eight_bits(xp: Any, values: Any, dtype: str) -> Any:
+    """Values rounded to an 8-bit float, as bits, where they are: millions of them would take seconds on the host."""
+    largest, mantissa = LARGEST[dtype], MANTISSA_BITS[dtype]
+    values = values.astype(numpy.float32).clip(-largest, largest)
+    bits, dropped = values.view(numpy.uint32), 23 - mantissa
+    sign, bits = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
+    rounded = (bits + ((1 << (dropped - 1)) - 1) + ((bits >> dropped) & 1)) >> dropped
+    bias = 127 - (1 << (6 - mantissa)) + 1  # float32's less the type's own, whose exponent has 7 - mantissa bits
+    unknown, normal = xp.isnan(values), 1 << mantissa
+    steps = xp.rint(xp.abs(xp.where(unknown, 0.0, values)) / SMALLEST[dtype])  # exact up to the first normal number
+    code = xp.where(steps <= normal, steps.clip(0, normal).astype(numpy.uint32), rounded - (bias << mantissa))
+    return xp.where(unknown, POISON[dtype], code | sign).astype(numpy.uint8)
 
 
 def codes_of(xp: Any, stored: Any, dtype: str) -> Any:

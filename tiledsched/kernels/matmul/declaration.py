@@ -12,18 +12,13 @@ import tiledsched.core.fields as ts
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.kernels.matmul import model
 from tiledsched.kernels.matmul.similarity import MatmulSimilarity
 from tiledsched.kernels.matmul.suites import SUITES
+from tiledsched.kernels.product_model import ProductCost
+from tiledsched.kernels.product_schedules import combine_tile, row_bytes, work_tiles
 
 PAD_TILE = 64
 """Sides of the tiles in which operands are copied; the copies' sizes are multiples of it."""
-COMBINE_ELEMENTS = 2048
-"""Elements of a tile of `combine`: 16 a thread, four loads of 16 bytes for each share."""
-FEWEST_COMBINED_COLUMNS = 32
-"""Fewest columns of a combining tile that divides C: a row is then 128 bytes of partial sums."""
-TMA_BYTES = 16
-"""Rows must start at multiples of this many bytes for the TMA unit."""
 
 
 class Matmul(Kernel):
@@ -101,7 +96,7 @@ class Matmul(Kernel):
         "LATENCY == 0 or TILE_M * TILE_N >= 16384": "the hint is tried on large tiles",
     }
     suites = SUITES
-    cost = model.MatmulCost()
+    cost = ProductCost()
     similarity = MatmulSimilarity()
     axes = ("m", "n", "k", "dtype")
     plain = {"LATENCY": 0, "PAD": False, "REST_N": 0, "SPLIT_K": 1}
@@ -167,22 +162,3 @@ class Matmul(Kernel):
 def padded(size: int) -> int:
     """`size` rounded up to whole tiles of a copy."""
     return -(-size // PAD_TILE) * PAD_TILE
-
-
-def row_bytes(run: int, item: int = 2) -> bool:
-    """Whether rows of `run` elements start where TMA cannot load them."""
-    return run * item % TMA_BYTES != 0
-
-
-def work_tiles(p: Problem, s: Schedule) -> int:
-    """Work tiles of a product."""
-    return -(-p.m // s.number("TILE_M")) * -(-p.n // model.tile_columns(s)) * s.number("SPLIT_K")
-
-
-def combine_tile(p: Problem) -> tuple[int, int, bool]:
-    """(rows, columns, whether they divide C) of the tiles that sum partial products."""
-    columns = min(p.n & -p.n, COMBINE_ELEMENTS)
-    rows = min(p.m & -p.m, COMBINE_ELEMENTS // columns)
-    if columns < FEWEST_COMBINED_COLUMNS or rows * columns < COMBINE_ELEMENTS // 16:
-        return 8, COMBINE_ELEMENTS // 8, False
-    return rows, columns, True

@@ -7,7 +7,7 @@ from typing import Any
 
 from tiledsched.core.similarity import Similarity, about
 from tiledsched.core.storage import ALIGNMENT
-from tiledsched.kernels.matmul.model import ELEMENT_BYTES
+from tiledsched.kernels.product_model import ELEMENT_BYTES
 
 
 class MatmulSimilarity(Similarity):

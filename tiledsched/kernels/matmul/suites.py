@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from tiledsched.kernels.product_schedules import MODELS
+
 TOKENS = (16, 512, 4096, 16384)
 DTYPES = ("bfloat16", "float16")
-MODELS = {
-    "llama_8b": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
-    "llama_70b": ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)),
-    "qwen_7b": ((4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944)),
-}
-"""(n, k) of the projections of queries, keys and values together, of the attention's output, and of the two halves of the
-feed-forward network; from the models' published configurations (Llama 3.1, Qwen 2.5).
-"""
 ODD = (
     (3000, 5000, 4096),
     (4097, 4097, 4097),

@@ -21,12 +21,10 @@ These functions run on the GPU through cuTile and, unmodified, on the CPU throug
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cuda.tile as ct
 
-Int = ct.Constant[int]
-Bool = ct.Constant[bool]
+from tiledsched.kernels.products import Bool, Int, elements_of, place_of, sum_of_shares
 
 
 @dataclass(frozen=True)
@@ -49,18 +47,6 @@ class MatmulConstants:
     """Latency hint of the main loop's loads; 0 for none. It decides how shared memory is divided, too."""
     SPLIT_K: int
     """Blocks that share the walk over k of one tile of C."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """A work tile: which tile of C, and which share of k."""
-
-    row: Any
-    """Index of the tile along the rows of C."""
-    column: Any
-    """And along its columns."""
-    share: Any
-    """Which of the SPLIT_K shares."""
 
 
 def matmul(A, B, C, TILE_M: Int, TILE_N: Int, REST_N: Int, TILE_K: Int, GROUP_M: Int, PERSISTENT: Bool, LATENCY: Int):
@@ -123,18 +109,8 @@ def copy_tile(array, Padded, ROWS, COLUMNS):
 def combine(Partial, C, SPLIT_K: Int, COMBINE_M: Int, COMBINE_N: Int, COMBINE_EVEN: Bool):
     """C = the sum of Partial `[SPLIT_K, m, n]` over its first axis, always in the same order. COMBINE_EVEN: tiles divide C."""
     rows, columns = elements_of(ct.bid(0), ct.bid(1), COMBINE_M, COMBINE_N)
-    total = ct.zeros((COMBINE_M, COMBINE_N), ct.float32)
-    for share in ct.static_iter(range(SPLIT_K)):
-        total = total + ct.gather(Partial, (share, rows, columns), check_bounds=not COMBINE_EVEN)
+    total = sum_of_shares(Partial, rows, columns, SPLIT_K, COMBINE_EVEN)
     ct.scatter(C, (rows, columns), total.astype(C.dtype), check_bounds=not COMBINE_EVEN)
-
-
-def elements_of(row, column, ROWS, COLUMNS):
-    """Indices of a tile's elements, `[ROWS, 1]` and `[1, COLUMNS]`: gathers and scatters without bounds move 16 bytes at a
-    time, which loads and stores do only where the compiler knows what the sizes are multiples of.
-    """
-    rows = row * ROWS + ct.arange(ROWS, dtype=ct.int32)[:, None]
-    return rows, column * COLUMNS + ct.arange(COLUMNS, dtype=ct.int32)[None, :]
 
 
 def schedule_tiles(A, B, Out, const):
@@ -147,20 +123,6 @@ def schedule_tiles(A, B, Out, const):
             multiply(A, B, Out, place_of(index, tiles_m, tiles_n, const), const)
     else:
         multiply(A, B, Out, place_of(ct.bid(0), tiles_m, tiles_n, const), const)
-
-
-def place_of(index, tiles_m, tiles_n, const):
-    """The `index`-th work tile: groups of GROUP_M rows of tiles, within a group column after column; shares slowest."""
-    share = 0
-    if const.SPLIT_K > 1:
-        share = index // (tiles_m * tiles_n)
-        index = index % (tiles_m * tiles_n)
-    if const.GROUP_M == 1:
-        return Work(index // tiles_n, index % tiles_n, share)
-    first = index // (const.GROUP_M * tiles_n) * const.GROUP_M
-    rows = min(const.GROUP_M, tiles_m - first)
-    within = index % (const.GROUP_M * tiles_n)
-    return Work(first + within % rows, within // rows, share)
 
 
 def multiply(A, B, Out, work, const):

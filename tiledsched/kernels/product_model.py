@@ -48,13 +48,33 @@ COPY_SHARE = 0.88
 """Share of the published bandwidth of device memory that a copy reaches."""
 
 
-class MatmulCost(Cost):
-    """The time of a matrix product."""
+class ProductCost(Cost):
+    """The time of a plain product. Other products override what is different about them."""
+
+    item_bytes = ELEMENT_BYTES
+    """Bytes of an element of A and B."""
+
+    def row_tiles(self, p: Problem, s: Schedule) -> int:
+        """Tiles along the rows of C."""
+        return -(-p.m // s.number("TILE_M"))
+
+    def step_cycles(self, p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec, resident: int) -> float:
+        """Cycles in which each of `resident` blocks on an SM gets through one step of its main loop."""
+        by_tma = spec.producer_warps > 0 and (not p.odd or bool(s["PAD"]))
+        return step_cycles(s, facts, spec, resident, by_tma=by_tma)
+
+    def dram_bytes(self, p: Problem, s: Schedule, spec: ArchSpec, slots: int) -> float:
+        """Device-memory traffic while `slots` blocks run at once."""
+        return dram_bytes(p, s, spec, slots, self.item_bytes)
+
+    def other_launches_us(self, p: Problem, s: Schedule, spec: ArchSpec) -> float:
+        """Time of the launches beside the product."""
+        return other_launches_us(p, s, spec)
 
     def model(self, p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
         """Estimated time in microseconds. Only the order of estimates counts."""
-        splits, ctas = s.number("SPLIT_K"), max(1, facts.num_ctas)
-        rows, columns = -(-p.m // s.number("TILE_M")), -(-p.n // tile_columns(s))
+        splits, ctas = int(s.get("SPLIT_K", 1)), max(1, facts.num_ctas)
+        rows, columns = self.row_tiles(p, s), -(-p.n // tile_columns(s))
         steps = math.ceil(-(-p.k // s.number("TILE_K")) / splits)
         resident = facts.resident(spec.arch)
         slots = max(1, spec.sm_count * resident // ctas)
@@ -62,27 +82,45 @@ class MatmulCost(Cost):
 
         full, left = divmod(blocks, slots)
         edge = block_cycles(s, facts)
-        per_wave = steps * step_cycles(p, s, facts, spec, resident) + edge
+        per_wave = steps * self.step_cycles(p, s, facts, spec, resident) + edge
         if s["PERSISTENT"]:
             per_wave -= edge * (1.0 - AHEAD_SHARE)
         cycles = full * per_wave
         if left:  # blocks that share no SM are faster
             alone = max(1, math.ceil(left * ctas / spec.sm_count))
-            cycles += steps * step_cycles(p, s, facts, spec, min(alone, resident)) + edge
+            cycles += steps * self.step_cycles(p, s, facts, spec, min(alone, resident)) + edge
         compute_us = cycles / (spec.clock_ghz * 1e3)
-        memory_us = dram_bytes(p, s, spec, slots) / (spec.dram_gbps * COPY_SHARE * 1e3)
-        return LAUNCH_US + smooth_max(compute_us, memory_us) + other_launches_us(p, s, spec)
+        memory_us = self.dram_bytes(p, s, spec, slots) / (spec.dram_gbps * COPY_SHARE * 1e3)
+        return LAUNCH_US + smooth_max(compute_us, memory_us) + self.other_launches_us(p, s, spec)
 
 
-def step_cycles(p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec, resident: int) -> float:
-    """Cycles in which each of `resident` blocks on an SM gets through one step of its main loop."""
+def step_cycles(
+    s: Schedule,
+    facts: ResourceFacts,
+    spec: ArchSpec,
+    resident: int,
+    *,
+    by_tma: bool,
+    item_bytes: int = ELEMENT_BYTES,
+    speedup: float = 1.0,
+) -> float:
+    """Cycles in which each of `resident` blocks on an SM gets through one step of its main loop.
+
+    Args:
+        s: the schedule.
+        facts: the resources that its machine code takes.
+        spec: describes the GPU.
+        resident: blocks on an SM.
+        by_tma: whether the TMA unit loads the operands.
+        item_bytes: bytes of an element of A and B.
+        speedup: how much faster such products are than those of 16-bit types.
+    """
     ctas = max(1, facts.num_ctas)
     tile_m, tile_n, tile_k = s.number("TILE_M") / ctas, tile_columns(s), s.number("TILE_K")
-    loaded_by_tma = spec.producer_warps > 0 and (not p.odd or bool(s["PAD"]))
-    warps = facts.threads // 32 - (spec.producer_warps if loaded_by_tma else 0)
+    warps = facts.threads // 32 - (spec.producer_warps if by_tma else 0)
     groups = max(1, warps // WARPS_PER_GROUP)
 
-    rate = float(spec.tensor_flops)
+    rate = float(spec.tensor_flops) * speedup
     if spec.product_rows > 16 and tile_m < min(64, spec.product_rows):
         rate *= WARP_PRODUCT_SHARE
     elif tile_m < spec.product_rows:
@@ -91,13 +129,13 @@ def step_cycles(p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec, r
     # Each product instruction reads its rows of A and its columns of B from shared memory.
     chunks = max(1.0, tile_m / max(spec.product_rows, 16))
     wide = tile_n if tile_m >= groups * spec.product_rows else tile_n / groups
-    operands = chunks * (min(tile_m, spec.product_rows) * tile_n / wide + tile_n) * tile_k * ELEMENT_BYTES
-    loaded = (tile_m + tile_n / ctas) * tile_k * ELEMENT_BYTES
-    arrival = loaded / (L2_BYTES_PER_CYCLE if loaded_by_tma or not spec.producer_warps else COPIED_BYTES_PER_CYCLE)
+    operands = chunks * (min(tile_m, spec.product_rows) * tile_n / wide + tile_n) * tile_k * item_bytes
+    loaded = (tile_m + tile_n / ctas) * tile_k * item_bytes
+    arrival = loaded / (L2_BYTES_PER_CYCLE if by_tma or not spec.producer_warps else COPIED_BYTES_PER_CYCLE)
     spilled = 2.0 * max(0, facts.spill_bytes - FREE_SPILL_BYTES) * warps * 32 / SPILL_BYTES_PER_CYCLE
     busy = smooth_max(smooth_max(tensor, operands / spec.shared_bytes), arrival) + spilled
     # Shared memory holds so many tiles ahead; one that is asked for must arrive while those are used up.
-    ahead = max(0.0, facts.shared_bytes / ((tile_m + tile_n) * tile_k * ELEMENT_BYTES) - 1.0)
+    ahead = max(0.0, facts.shared_bytes / ((tile_m + tile_n) * tile_k * item_bytes) - 1.0)
     alone = busy + STEP_CYCLES
     alone += max(0.0, LOAD_LATENCY - ahead * alone) if ahead else LOAD_LATENCY
     return max(alone, resident * busy)
@@ -106,15 +144,15 @@ def step_cycles(p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec, r
 def block_cycles(s: Schedule, facts: ResourceFacts) -> float:
     """Cycles of a work tile outside its main loop."""
     elements = s.number("TILE_M") * tile_columns(s) / max(1, facts.num_ctas)
-    item = ELEMENT_BYTES if s.number("SPLIT_K") == 1 else PARTIAL_BYTES
+    item = ELEMENT_BYTES if int(s.get("SPLIT_K", 1)) == 1 else PARTIAL_BYTES
     return BLOCK_CYCLES + elements * item / STORE_BYTES_PER_CYCLE
 
 
-def dram_bytes(p: Problem, s: Schedule, spec: ArchSpec, slots: int) -> float:
+def dram_bytes(p: Problem, s: Schedule, spec: ArchSpec, slots: int, item_bytes: int = ELEMENT_BYTES) -> float:
     """Device-memory traffic: operands once where the L2 cache holds them, or else once for every wave that reads them."""
     a, b, c = p.m * p.k, p.k * p.n, p.m * p.n
-    least = float(ELEMENT_BYTES * (a + b + c))
-    if ELEMENT_BYTES * (a + b) <= spec.l2_bytes / 2:
+    least = float(item_bytes * (a + b) + ELEMENT_BYTES * c)
+    if item_bytes * (a + b) <= spec.l2_bytes / 2:
         return least
     tile_m, tile_n = s.number("TILE_M"), tile_columns(s)
     rows, columns = -(-p.m // tile_m), -(-p.n // tile_n)
@@ -123,16 +161,16 @@ def dram_bytes(p: Problem, s: Schedule, spec: ArchSpec, slots: int) -> float:
     if tall * columns < slots:  # more than one group at once
         tall, wide = min(rows, slots / columns), columns
     waves = max(1.0, rows * columns / slots)
-    read = ELEMENT_BYTES * p.k * waves * (tall * tile_m + wide * tile_n)
+    read = item_bytes * p.k * waves * (tall * tile_m + wide * tile_n)
     return max(least, read + ELEMENT_BYTES * c)
 
 
 def other_launches_us(p: Problem, s: Schedule, spec: ArchSpec) -> float:
     """Copies before the product, or the sum of the shares behind it."""
     rate = spec.dram_gbps * COPY_SHARE * 1e3
-    if s["PAD"]:
+    if s.get("PAD"):
         return 2.0 * SECOND_LAUNCH_US + 2.0 * ELEMENT_BYTES * p.k * (p.m + p.n) / rate
-    splits = s.number("SPLIT_K")
+    splits = int(s.get("SPLIT_K", 1))
     if splits == 1:
         return 0.0
     moved = 2.0 * PARTIAL_BYTES * splits * p.m * p.n
@@ -142,4 +180,4 @@ def other_launches_us(p: Problem, s: Schedule, spec: ArchSpec) -> float:
 
 def tile_columns(s: Schedule) -> int:
     """Columns of a work tile, both parts."""
-    return s.number("TILE_N") + s.number("REST_N")
+    return s.number("TILE_N") + int(s.get("REST_N", 0))

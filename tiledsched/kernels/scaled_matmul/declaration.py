@@ -1,0 +1,196 @@
+"""The declaration of products of 8-bit floats: sizes, scales, knobs, and which launches a schedule comes to.
+
+What runs on the GPU is in `tiles` beside it; cuTile is imported where a launch is asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy
+
+import tiledsched.core.fields as ts
+from tiledsched.core.arrays import RELATIVE_ERRORS, Tolerance
+from tiledsched.core.kernel import Kernel
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
+from tiledsched.kernels.product_schedules import combine_tile, work_tiles
+from tiledsched.kernels.scaled_matmul.model import ScaledMatmulCost
+from tiledsched.kernels.scaled_matmul.similarity import ScaledMatmulSimilarity
+from tiledsched.kernels.scaled_matmul.suites import SUITES
+
+SCALE_DECADES = 1.5
+"""Scales of the test inputs are powers of ten between minus and plus this, so that neighbours differ by up to a thousand."""
+FAST_SUM_ERROR = 2.0**-15
+"""Relative error of sums of k random products in the tensor cores of sm_90, over the square root of k. On an H200 that of cuBLAS
+was 2**-15.2 for k = 28672, and ours 2**-17.1.
+"""
+SUMMED_ALIKE = "offset"
+"""The kind of test inputs whose products all have one sign."""
+
+
+class ScaledMatmul(Kernel):
+    """C `[m, n]` = (A `[m, k]` @ B `[k, n]`) * scales + bias, for 8-bit floats A, row-major, and B, column-major.
+
+    The conventions are those of `torch._scaled_mm`. With `fast_accum`, sums stay in the tensor cores, which on sm_90 keep fewer
+    bits than float32; without, sums of 128 products are added in float32. Other archs make no difference.
+    """
+
+    name = "scaled_matmul"
+    m = ts.dim()
+    n = ts.dim()
+    k = ts.dim()
+    dtype = ts.dtype("float8_e4m3fn", "float8_e5m2")
+    out_dtype = ts.dtype("bfloat16", "float16", "float32")
+    scales = ts.choice("row", "tensor")
+    fast_accum = ts.flag()
+    bias = ts.flag()
+    derived = {
+        "scales_a": lambda p: p.m if p.scales == "row" else 1,
+        "scales_b": lambda p: p.n if p.scales == "row" else 1,
+        "large": lambda p: p.m * p.n >= 2048 * 2048,
+    }
+
+    A = ts.array("m k")
+    B = ts.array("k n", layout="column")
+    ScaleA = ts.array("scales_a", dtype="float32")
+    ScaleB = ts.array("scales_b", dtype="float32")
+    Bias = ts.array("n", dtype="out_dtype", when="bias")
+    C = ts.out("m n", dtype="out_dtype")
+    Partial = ts.workspace("SPLIT_K m n", aligned=True)
+
+    knobs = {
+        "TILE_M": ts.knob((128, 64, 256, 16, 32), about="rows of a work tile", weight=1.0),
+        "TILE_N": ts.knob((256, 128, 64), about="columns of a work tile", weight=1.0),
+        "TILE_K": ts.knob((128, 256, 64), about="columns of A that a step of the main loop takes", weight=0.4),
+        "SWAP": ts.knob(
+            (False, True), about="whether columns of B take the rows of the tensor core's tile", weight=1.0
+        ),
+        "num_worker_warps": ts.knob((8, 4), about="warps that multiply", weight=1.0),
+        "num_ctas": ts.knob((1, 2), about="blocks of a cluster, which share their operands", weight=1.0),
+        "GROUP_M": ts.knob((8, 4, 16), about="rows of work tiles that are taken together", weight=0.1),
+        "PERSISTENT": ts.knob((True, False), about="whether a block takes several work tiles", weight=0.4),
+        "SPLIT_K": ts.knob((1, 2, 4, 8), about="blocks that share the walk over k of a work tile", weight=1.0),
+        "occupancy": ts.knob((0, 2), about="blocks an SM should hold; 0 leaves it to the compiler", weight=0.4),
+        "LATENCY": ts.knob((6, 0), about="latency hint of the main loop's loads", measured_only=True),
+    }
+    requires = {
+        "n % 16 == 0": "rows of C are stored 16 elements at a time, as torch._scaled_mm wants it, too; pad B with zeros",
+        "k % 16 == 0": "rows of A and columns of B start at multiples of 16 bytes; pad both with zeros",
+    }
+    constraints = {
+        "TILE_M * TILE_N <= 32768 * num_ctas": "two groups of warps hold 128 x 256 sums in registers, and no more",
+        "TILE_M >= 64 * num_ctas or num_ctas == 1": "a cluster divides the rows of a tile",
+        "num_ctas == 1 or shared_memory_bytes > 200000": "clusters share loads on the data-center archs since sm_90",
+        "SPLIT_K == 1 or not PERSISTENT": "a split makes as many blocks as fit, or few more",
+    }
+    exploring = {
+        "SWAP or TILE_M >= 64": "narrower tiles are converted to 16 bits first",
+        "not SWAP or (TILE_M <= 64 and num_ctas == 1)": "tiles of 128 rows fill the tensor core's tile",
+        "TILE_M * TILE_N <= 16384 * num_ctas or num_worker_warps == 8": "one group of warps spills more than 128 x 128 sums",
+        "TILE_M * TILE_N >= 16384 or num_worker_warps == 4": "small tiles leave a second group of warps no work",
+        "TILE_M <= 128 or TILE_N >= 128": "tall and narrow tiles read more than they multiply",
+        "TILE_M < 128 or TILE_N >= 128": "tall and narrow tiles read more than they multiply",
+        "TILE_M <= 128 or num_ctas == 2 or TILE_N == 128": "beyond what registers hold",
+        "fast_accum or TILE_M * TILE_N <= 2048 * num_worker_warps * num_ctas": "sums in two places spill",
+        "not large or TILE_M * TILE_N >= 16384": "small tiles read their operands too often",
+        "m <= 256 or TILE_M >= 64": "small tiles read their operands too often",
+        "m > 16 or TILE_M <= 16": "rows beyond the last are multiplied for nothing",
+        "m > 32 or TILE_M <= 32": "rows beyond the last are multiplied for nothing",
+        "m > 64 or TILE_M <= 64": "rows beyond the last are multiplied for nothing",
+        "m > 128 or TILE_M <= 128": "rows beyond the last are multiplied for nothing",
+        "SPLIT_K == 1 or (k >= 1024 and m * n * SPLIT_K <= 512 * TILE_M * TILE_N)": "enough work tiles without a split",
+        "TILE_K >= 128 or shared_memory_bytes <= 166912": "short steps are for little shared memory",
+        "TILE_K <= 128 or TILE_M * TILE_N <= 16384": "long steps leave room for two of them, where tiles are large",
+        "num_ctas == 1 or (TILE_M >= 128 and SPLIT_K == 1 and TILE_K == 128)": "clusters are for large work tiles",
+        "GROUP_M == 8 or (m > 1024 and TILE_M * TILE_N >= 16384)": "the order is tried on large tiles",
+        "occupancy == 0 or (TILE_M * TILE_N <= 16384 and num_worker_warps == 4)": "of larger tiles an SM holds one in any case",
+        "LATENCY == 6 or TILE_M * TILE_N >= 16384": "without the hint large tiles are tried",
+    }
+    suites = SUITES
+    cost = ScaledMatmulCost()
+    similarity = ScaledMatmulSimilarity()
+    axes = ("m", "n", "k", "scales", "fast_accum", "dtype")
+    plain = {"LATENCY": 0, "SPLIT_K": 1, "SWAP": False}
+
+    @staticmethod
+    def constants(p: Problem, s: Schedule) -> Mapping[str, Any]:
+        """Whether rows have scales, and the tiles of the last sum."""
+        rows, columns, even = combine_tile(p)
+        return {"ROW_SCALES": p.scales == "row", "COMBINE_M": rows, "COMBINE_N": columns, "COMBINE_EVEN": even}
+
+    @staticmethod
+    def launches(p: Problem, s: Schedule, device: Any) -> list[Any]:
+        """The product, with a sum behind it where blocks share the walk over k."""
+        from tiledsched.kernels.scaled_matmul import tiles
+
+        blocks = work_tiles(p, s)
+        if s["PERSISTENT"]:
+            resident = device.sm_count * max(1, s.number("occupancy")) // s.number("num_ctas")
+            blocks = min(blocks, max(1, resident))
+        if s.number("SPLIT_K") == 1:
+            return [(tiles.scaled_matmul, (blocks,))]
+        rows, columns, _ = combine_tile(p)
+        return [(tiles.scaled_matmul_partial, (blocks,)), (tiles.combine_scaled, (-(-p.m // rows), -(-p.n // columns)))]
+
+    @staticmethod
+    def inputs(xp: Any, rng: Any, p: Problem) -> Mapping[str, Any]:
+        """Scales that differ by up to a thousand from one row to the next."""
+        found = {}
+        for name, count in (("ScaleA", p.scales_a), ("ScaleB", p.scales_b)):
+            found[name] = 10.0 ** (SCALE_DECADES * (2.0 * rng.random(count, dtype=numpy.float32) - 1.0))
+        return found
+
+    @staticmethod
+    def reference(xp: Any, A: Any, B: Any, ScaleA: Any, ScaleB: Any, Bias: Any) -> Any:
+        """The scaled product."""
+        product = (A @ B) * ScaleA[:, None] * ScaleB[None, :]
+        return product if Bias is None else product + Bias
+
+    @staticmethod
+    def tolerance(p: Problem, s: Schedule) -> Tolerance:
+        """That of the output's type, and with `fast_accum` what the tensor cores cut off.
+
+        Each product loses what is below the last bit of the sum so far. That sum grows as sqrt(k) where products are random, and
+        as k where they have one sign. In the second case the losses add up, too: 4% of the result for k = 28672 on an H200, 42%
+        with cuBLAS. Such inputs are not judged.
+        """
+        relative = RELATIVE_ERRORS[str(p.out_dtype)]
+        if not p.fast_accum:
+            return Tolerance(relative=relative)
+        return Tolerance(relative=relative + math.sqrt(p.k) * FAST_SUM_ERROR, except_kinds=(SUMMED_ALIKE,))
+
+    @staticmethod
+    def rivals(p: Problem) -> Mapping[str, Callable[..., Any]]:
+        """cuBLAS, through torch; torch has no products of two operands in e5m2."""
+        if p.dtype != "float8_e4m3fn":
+            return {}
+        import torch
+
+        kind = getattr(torch, str(p.out_dtype))
+
+        def call(A: Any, B: Any, ScaleA: Any, ScaleB: Any, Bias: Any = None) -> Any:
+            if p.scales == "row":
+                ScaleA, ScaleB = ScaleA[:, None], ScaleB[None, :]
+            return torch._scaled_mm(A, B, ScaleA, ScaleB, Bias, out_dtype=kind, use_fast_accum=p.fast_accum)
+
+        return {"cublas_scaled": call}
+
+    @staticmethod
+    def flops(p: Problem) -> float:
+        """A multiply-add is two."""
+        return 2.0 * p.m * p.n * p.k
+
+    @staticmethod
+    def small() -> list[Problem]:
+        """Sizes that no tile divides, both kinds of scales, sums and outputs, with and without a bias."""
+        made: list[dict[str, Any]] = [
+            {"m": 150, "n": 144, "k": 304},
+            {"m": 5, "n": 80, "k": 1040, "bias": True},
+            {"m": 1, "n": 16, "k": 16, "out_dtype": "float16"},
+            {"m": 70, "n": 272, "k": 160, "scales": "tensor", "bias": True, "out_dtype": "float32"},
+            {"m": 33, "n": 128, "k": 144, "scales": "tensor", "dtype": "float8_e5m2", "fast_accum": True},
+        ]
+        return [ScaledMatmul.problem(**values) for values in made]
