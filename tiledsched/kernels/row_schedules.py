@@ -12,6 +12,7 @@ from tiledsched.core.device import ArchSpec
 from tiledsched.core.problem import Problem
 from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
+from tiledsched.core.similarity import Similarity
 
 LOADS = ("plain", "tma", "gather")
 """How rows move; the kernel sees the index."""
@@ -91,20 +92,58 @@ class RowCost(Cost):
             again = float(p.rows * p.columns * 2 * read)
             fits = slots * tile_rows * p.columns * 2 * read <= spec.l2_bytes / 2
             bytes_total += again * (0.25 if fits else 1.0)
-        under_way = 1.0 * resident * tile_rows * (covered if one_pass else tile) * 2 * read
-        under_way *= DUTY_AHEAD if s["PERSISTENT"] and s["loads"] == "tma" else DUTY
-        per_cycle = spec.dram_gbps * COPY_SHARE / spec.sm_count / spec.clock_ghz
-        needed = LATENCY_CYCLES * per_cycle
-        memory_us = (
-            bytes_total / (spec.dram_gbps * COPY_SHARE * 1e3) * (1.0 + (needed / max(1.0, under_way)) ** 2) ** 0.5
+        return streaming_us(
+            spec,
+            facts,
+            bytes_total=bytes_total,
+            blocks=blocks,
+            block_bytes=tile_rows * (covered if one_pass else tile) * 2 * read,
+            block_work=tile_rows * covered * (1.0 if one_pass else 1.6) * FP32_PER_ELEMENT,
+            ahead=bool(s["PERSISTENT"]) and s["loads"] == "tma",
         )
 
-        elements = tile_rows * covered * (1.0 if one_pass else 1.6)
-        cycles = elements * FP32_PER_ELEMENT / spec.fp32_ops
-        cycles += 2.0 * max(0, facts.spill_bytes - 32) * facts.threads / SPILL_BYTES_PER_CYCLE
-        alone = elements * FP32_PER_ELEMENT / min(spec.fp32_ops, facts.threads) + BLOCK_CYCLES + LATENCY_CYCLES
-        if s["PERSISTENT"] and s["loads"] == "tma":
-            alone -= LATENCY_CYCLES
-        waves = float(math.ceil(blocks / slots)) if blocks <= 4 * slots else blocks / slots
-        compute_us = waves * max(alone, resident * cycles) / (spec.clock_ghz * 1e3)
-        return LAUNCH_US + smooth_max(memory_us, compute_us)
+
+def streaming_us(
+    spec: ArchSpec,
+    facts: ResourceFacts,
+    *,
+    bytes_total: float,
+    blocks: int,
+    block_bytes: float,
+    block_work: float,
+    ahead: bool = False,
+) -> float:
+    """Estimated time in microseconds of a kernel that streams arrays through its blocks.
+
+    Args:
+        spec: describes the GPU.
+        facts: the resources of the machine code.
+        bytes_total: traffic with device memory.
+        blocks: work tiles, whether each is a block of its own or blocks are persistent.
+        block_bytes: what a block has asked of memory before it waits for an answer.
+        block_work: float32 instructions of a work tile.
+        ahead: whether other warps load a block's next work tile while it computes.
+    """
+    resident = facts.resident(spec.arch)
+    under_way = 1.0 * resident * block_bytes * (DUTY_AHEAD if ahead else DUTY)
+    per_cycle = spec.dram_gbps * COPY_SHARE / spec.sm_count / spec.clock_ghz
+    needed = LATENCY_CYCLES * per_cycle
+    memory_us = bytes_total / (spec.dram_gbps * COPY_SHARE * 1e3) * (1.0 + (needed / max(1.0, under_way)) ** 2) ** 0.5
+
+    cycles = block_work / spec.fp32_ops
+    cycles += 2.0 * max(0, facts.spill_bytes - 32) * facts.threads / SPILL_BYTES_PER_CYCLE
+    alone = block_work / min(spec.fp32_ops, facts.threads) + BLOCK_CYCLES + LATENCY_CYCLES
+    if ahead:
+        alone -= LATENCY_CYCLES
+    slots = spec.sm_count * resident
+    waves = float(math.ceil(blocks / slots)) if blocks <= 4 * slots else blocks / slots
+    compute_us = waves * max(alone, resident * cycles) / (spec.clock_ghz * 1e3)
+    return LAUNCH_US + smooth_max(memory_us, compute_us)
+
+
+class RowSimilarity(Similarity):
+    """Problems whose flags and types differ move their rows alike: the winner of one is good for the others."""
+
+    def kind(self, p: Problem) -> tuple[Any, ...]:
+        """Nothing but sizes tells problems apart."""
+        return ()

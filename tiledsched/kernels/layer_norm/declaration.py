@@ -1,0 +1,104 @@
+"""The declaration of layer normalisation. What runs on the GPU is in `tiles` beside it and `kernels.rows`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tiledsched.core.fields as ts
+from tiledsched.core.kernel import Kernel
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
+from tiledsched.kernels import row_schedules
+from tiledsched.kernels.row_schedules import ELEMENTS
+
+WIDTHS = (768, 1024, 1280, 4096, 5120, 8192)
+"""Columns of the suites: of ViT and BERT, SDXL, diffusion transformers, and language models up to Falcon 40B."""
+
+
+class LayerNorm(Kernel):
+    """Out = (X - mean) / sqrt(variance + eps) * W + B by rows; without `weighted` there is no W, without `biased` no B."""
+
+    name = "layer_norm"
+    rows = ts.dim()
+    columns = ts.dim(constant=True, most=65536)
+    dtype = ts.dtype("bfloat16", "float16")
+    weighted = ts.flag(True)
+    biased = ts.flag(True)
+    X = ts.array("rows columns")
+    W = ts.array("columns", when="weighted")
+    B = ts.array("columns", when="biased")
+    Out = ts.out("rows columns")
+    eps = ts.scalar(1e-5)
+
+    knobs = row_schedules.KNOBS
+    constraints = row_schedules.CONSTRAINTS
+    exploring = row_schedules.EXPLORING
+    derived = row_schedules.DERIVED
+    axes = ("columns", "rows", "dtype")
+    plain = {"HOLD": True, "PERSISTENT": False}
+    suites = {
+        "widths": [{"rows": ELEMENTS // columns, "columns": columns} for columns in WIDTHS],
+        "models": [
+            {"rows": tokens, "columns": columns} for columns in (768, 1280, 5120) for tokens in (16, 512, 4096, 16384)
+        ],
+    }
+
+    cost = row_schedules.RowCost()
+    similarity = row_schedules.RowSimilarity()
+    constants = staticmethod(row_schedules.constants)
+    grid = staticmethod(row_schedules.grid)
+
+    @staticmethod
+    def entry(p: Problem, s: Schedule) -> Callable[..., None]:
+        """The only one."""
+        from tiledsched.kernels.layer_norm import tiles
+
+        return tiles.layer_norm
+
+    @staticmethod
+    def reference(xp: Any, X: Any, W: Any, B: Any, eps: float) -> Any:
+        """The normalised rows."""
+        far = X - X.mean(-1, keepdims=True)
+        out = far / xp.sqrt((far * far).mean(-1, keepdims=True) + eps)
+        out = out if W is None else out * W
+        return out if B is None else out + B
+
+    @staticmethod
+    def rivals(p: Problem) -> Mapping[str, Callable[..., Any]]:
+        """torch's own."""
+        from torch.nn.functional import layer_norm
+
+        eps = float(p.declaration.scalar_values(p)["eps"])
+
+        def call(X: Any, *more: Any) -> Any:
+            return layer_norm(X, (p.columns,), *affine(p, more), eps)
+
+        return {"torch": call}
+
+    @staticmethod
+    def stand_in(p: Problem, numbers: Mapping[str, float]) -> Callable[..., Any]:
+        """torch's own, with the eps of the call."""
+        from torch.nn.functional import layer_norm
+
+        return lambda X, *more: layer_norm(X, (p.columns,), *affine(p, more), numbers["eps"])
+
+    @staticmethod
+    def small() -> list[Problem]:
+        """Rows that no tile divides, narrow and wide, with and without a weight and a bias."""
+        return [
+            LayerNorm.problem(rows=rows, columns=columns, weighted=weighted, biased=biased, dtype=dtype)
+            for dtype, weighted, biased in (
+                ("bfloat16", True, True),
+                ("float16", True, False),
+                ("float16", False, False),
+            )
+            for rows, columns in ((5, 1000), (7, 512), (3, 5120), (1, 24))
+        ]
+
+
+def affine(p: Problem, given: tuple[Any, ...]) -> tuple[Any, Any]:
+    """(weight, bias) of a problem's inputs after the first; None for what the problem does not have."""
+    left = list(given)
+    weight = left.pop(0) if p.weighted else None
+    return weight, left.pop(0) if p.biased else None

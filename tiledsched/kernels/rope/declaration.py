@@ -1,0 +1,203 @@
+"""The declarations of rotary position embedding: into new arrays, and in place. What runs on the GPU is in `tiles` beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tiledsched.core.fields as ts
+from tiledsched.core.cost import Cost
+from tiledsched.core.device import ArchSpec
+from tiledsched.core.errors import ProblemError
+from tiledsched.core.kernel import Kernel
+from tiledsched.core.problem import Problem
+from tiledsched.core.resources import ResourceFacts
+from tiledsched.core.schedule import Schedule
+from tiledsched.kernels import row_schedules
+
+FP32_PER_ELEMENT = 8.0
+"""Instructions per element: conversions, and two products."""
+MODELS = ((32, 8, 64), (28, 4, 64), (64, 8, 64), (32, 32, 64), (16, 8, 128))
+"""(query heads, key heads, pairs of a head): Llama 3 8B, Qwen2.5 7B, Llama 3 70B, Llama 2 7B, and Gemma 2 9B."""
+
+
+class RopeCost(Cost):
+    """The time of a kernel that reads and writes some heads of some positions in each block."""
+
+    def model(self, p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
+        """Estimated time in microseconds. Only the order of estimates counts."""
+        elements = s.number("TILE_SEQ") * s.number("TILE_HEADS") * 2 * tile_half(p)
+        return row_schedules.streaming_us(
+            spec,
+            facts,
+            bytes_total=float(p.min_bytes),
+            blocks=blocks_of(p, s),
+            block_bytes=2.0 * elements,
+            block_work=elements * FP32_PER_ELEMENT,
+        )
+
+
+class Rope(Kernel):
+    """Queries and keys, each pair of elements of a head rotated by the angle of its position."""
+
+    name = "rope"
+    batch = ts.dim()
+    seq = ts.dim()
+    q_heads = ts.dim()
+    k_heads = ts.dim()
+    half = ts.dim(64, constant=True, most=512)
+    """Pairs of elements of a head."""
+    tables = ts.dim(1)
+    """1 where all sequences have the same angles; else the batch."""
+    dtype = ts.dtype("bfloat16", "float16")
+    angle_dtype = ts.dtype("bfloat16", "float16", "float32")
+    interleaved = ts.flag()
+    """Whether a pair is two neighbours; else its elements are half a head apart."""
+    derived = {"parts": lambda p: 1 if p.interleaved else 2, "width": lambda p: 2 * p.half if p.interleaved else p.half}
+    Q = ts.array("batch seq q_heads parts width")
+    K = ts.array("batch seq k_heads parts width")
+    Cos = ts.array("tables seq half", dtype="angle_dtype")
+    Sin = ts.array("tables seq half", dtype="angle_dtype")
+    OutQ = ts.out("batch seq q_heads parts width")
+    OutK = ts.out("batch seq k_heads parts width")
+
+    knobs = {
+        "TILE_SEQ": ts.knob((1, 2, 4, 8), about="positions of a tile", weight=0.4),
+        "TILE_HEADS": ts.knob((8, 4, 16, 32), about="heads of a tile", weight=0.4),
+        "loads": ts.knob(("plain", "tma"), about="how tiles move", weight=1.0),
+        "num_worker_warps": ts.knob((4, 8), about="warps that compute", weight=0.4),
+        "occupancy": ts.knob((0, 8), about="blocks an SM should hold; 0 leaves it to the compiler", weight=0.4),
+    }
+    exploring = {
+        "TILE_SEQ * TILE_HEADS * half <= 8192": "registers hold no more pairs",
+        "TILE_SEQ * TILE_HEADS * half >= 256": "threads would load less than 16 bytes",
+        "TILE_HEADS < 2 * q_heads or TILE_HEADS == 4": "less than half of the tile would be used",
+        "num_worker_warps == 4 or TILE_SEQ * TILE_HEADS * half >= 1024": "not enough pairs for eight warps",
+        "loads == 'tma' or occupancy == 0": "a plain grid fills the SMs",
+    }
+    axes = ("seq", "batch", "q_heads", "dtype")
+    label = {"B": "batch", "S": "seq"}
+    suites = {
+        "models": [
+            {"batch": batch, "seq": seq, "q_heads": q_heads, "k_heads": k_heads, "half": half}
+            for q_heads, k_heads, half in MODELS
+            for batch, seq in ((16, 1), (1, 512), (1, 4096), (4, 4096))
+        ],
+        "interleaved": [
+            {"batch": 1, "seq": seq, "q_heads": 16, "k_heads": 16, "half": 32, "interleaved": True}
+            for seq in (512, 4096, 16384)
+        ],
+    }
+    cost = RopeCost()
+
+    @staticmethod
+    def canonical(values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The values as they are.
+
+        Raises:
+            ProblemError: there are neither one table of angles nor one for each sequence.
+        """
+        if values["tables"] not in (1, values["batch"]):
+            raise ProblemError(f"tables must be 1 or the batch, {values['batch']}, got {values['tables']}")
+        return values
+
+    @staticmethod
+    def constants(p: Problem, s: Schedule) -> Mapping[str, Any]:
+        """Parameters that are called like no knob."""
+        return {"TILE_HALF": tile_half(p), "TMA": s["loads"] == "tma"}
+
+    @staticmethod
+    def grid(p: Problem, s: Schedule, device: Any) -> tuple[int]:
+        """One block per tile."""
+        return (blocks_of(p, s),)
+
+    @staticmethod
+    def entry(p: Problem, s: Schedule) -> Callable[..., None]:
+        """The only one."""
+        from tiledsched.kernels.rope import tiles
+
+        return tiles.rope
+
+    @staticmethod
+    def reference(xp: Any, Q: Any, K: Any, Cos: Any, Sin: Any, interleaved: bool) -> Any:
+        """The rotated queries and keys."""
+        return tuple(rotated(xp.stack, each, Cos, Sin, interleaved) for each in (Q, K))
+
+    @staticmethod
+    def inputs(xp: Any, rng: Any, p: Problem) -> Mapping[str, Any]:
+        """Cosines and sines of angles all around the circle."""
+        angle = rng.uniform(0.0, 6.283185307179586, (p.tables, p.seq, p.half))
+        return {"Cos": xp.cos(angle), "Sin": xp.sin(angle)}
+
+    @staticmethod
+    def stand_in(p: Problem, numbers: Mapping[str, float]) -> Callable[..., Any]:
+        """torch's products and sums."""
+        return of_torch(p.interleaved)
+
+    @staticmethod
+    def small() -> list[Problem]:
+        """Positions and heads that no tile divides, halves that are no power of two, and angles for each sequence."""
+        sizes = {"batch": 2, "seq": 5, "q_heads": 6, "k_heads": 2, "half": 32}
+        return [
+            Rope.problem(**sizes | more, interleaved=interleaved, dtype=dtype)
+            for dtype, interleaved in (("bfloat16", False), ("float16", True))
+            for more in (
+                {"angle_dtype": "float32"},
+                {"half": 40, "tables": 2},
+                {"batch": 1, "seq": 1, "q_heads": 1, "k_heads": 1, "angle_dtype": dtype},
+            )
+        ]
+
+
+class RopeInPlace(Rope):
+    """The same, where queries and keys lie."""
+
+    name = "rope_in_place"
+    Q = ts.inout("batch seq q_heads parts width")
+    K = ts.inout("batch seq k_heads parts width")
+    OutQ = OutK = None
+
+    @staticmethod
+    def entry(p: Problem, s: Schedule) -> Callable[..., None]:
+        """The only one."""
+        from tiledsched.kernels.rope import tiles
+
+        return tiles.rope_in_place
+
+    @staticmethod
+    def small() -> list[Problem]:
+        """Those of :class:`Rope`."""
+        return [RopeInPlace.problem(**p.values) for p in Rope.small()]
+
+
+def tile_half(p: Problem) -> int:
+    """Pairs of a head, rounded up to a power of two."""
+    return 1 << (int(p.half) - 1).bit_length()
+
+
+def blocks_of(p: Problem, s: Schedule) -> int:
+    """Tiles that cover queries and keys."""
+    head_tiles = sum(-(-heads // s.number("TILE_HEADS")) for heads in (p.q_heads, p.k_heads))
+    return int(p.batch) * -(-p.seq // s.number("TILE_SEQ")) * head_tiles
+
+
+def rotated(stack: Callable[..., Any], x: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
+    """`x` as the kernel has it, rotated, by the `stack` of NumPy, CuPy or torch."""
+    shape = x.shape
+    cos, sin = cos[:, :, None, :], sin[:, :, None, :]
+    if interleaved:
+        a, b = x[..., 0, 0::2], x[..., 0, 1::2]
+        return stack((a * cos - b * sin, b * cos + a * sin), -1).reshape(shape)
+    a, b = x[..., 0, :], x[..., 1, :]
+    return stack((a * cos - b * sin, b * cos + a * sin), -2)
+
+
+def of_torch(interleaved: bool) -> Callable[..., Any]:
+    """The kernel in torch's functions, computed in float32 and rounded once."""
+    import torch
+
+    def call(Q: Any, K: Any, Cos: Any, Sin: Any) -> Any:
+        found = (rotated(torch.stack, each.float(), Cos.float(), Sin.float(), interleaved) for each in (Q, K))
+        return tuple(out.to(Q.dtype) for out in found)
+
+    return call
