@@ -75,7 +75,7 @@ class CrossEntropy(Kernel):
         "SPLITS": ts.knob((1, 2, 4, 8, 16), about="blocks that share a row", weight=1.0),
         "loads": ts.knob(LOADS, about="how rows move", weight=1.0),
         "num_worker_warps": ts.knob((4, 8), about="warps that compute", weight=0.4),
-        "occupancy": ts.knob((0, 4, 8), about="blocks an SM should hold; 0 leaves it to the compiler", weight=0.4),
+        "occupancy": ts.knob((8, 4, 2, 0), about="blocks an SM should hold; 0 leaves it to the compiler", weight=0.4),
     }
     constraints = {
         "SPLITS * GROUP * TILE_COLUMNS <= columns or SPLITS == 1": "every part of a row has a group of its own"
@@ -92,8 +92,10 @@ class CrossEntropy(Kernel):
         "num_worker_warps == 4 or TILE_ROWS * TILE_COLUMNS >= 2048": "not enough lanes for eight warps",
         "SPLITS == 1 or (rows <= 4096 and TILE_ROWS == 1)": "enough rows without a split",
         "SPLITS == 1 or rows * SPLITS <= 8192": "enough blocks with fewer",
-        "occupancy == 0 or loads == 'tma'": "a plain grid fills the SMs",
+        "occupancy > 0 or TILE_ROWS * TILE_COLUMNS * GROUP >= 4096": "the compiler takes more registers than it needs",
+        "occupancy in (0, 4) or loads == 'plain'": "gathers and TMA are tried with fewer choices",
         "occupancy < 8 or num_worker_warps == 4": "an SM holds no more threads",
+        "occupancy != 2 or num_worker_warps == 8": "of blocks of four warps an SM holds more",
     }
     axes = ("columns", "rows", "dtype")
     plain = {"SPLITS": 1}

@@ -20,6 +20,7 @@ Bool = ct.Constant[bool]
 SILU, GELU, GELU_TANH = range(3)
 """Activations, by the index into `declaration.ACTIVATIONS`."""
 LOG2_E = 1.0 / math.log(2.0)
+SQRT_HALF = math.sqrt(0.5)
 ERFC = (
     -1.26551223,
     1.00002368,
@@ -32,8 +33,8 @@ ERFC = (
     -0.82215223,
     0.17087277,
 )
-"""Coefficients of erfc(z) = t * exp(-z * z + polynomial(t)) with t = 1 / (1 + z / 2), for z of at least 0; the relative error is at
-most 1.2e-7. From Press et al., Numerical Recipes, section on the error function."""
+"""Coefficients of erfc(z) = t * exp(-z * z + polynomial(t)) with t = 1 / (1 + z / 2), for z of at least 0; the relative error is
+at most 1.2e-7. From Press et al., Numerical Recipes, section on the error function."""
 
 
 def glu(Gate, Up, Out, columns: Int, TILE_ROWS: Int, TILE_COLUMNS: Int, PERSISTENT: Bool, LOADS: Int, ACTIVATION: Int):
@@ -71,7 +72,7 @@ def logistic(x):
 
 def gelu(x):
     """x times the share of normal numbers below x, which is erfc(-x / sqrt(2)) / 2."""
-    z = ct.abs(x) * (1.0 / math.sqrt(2.0))
+    z = ct.abs(x) * SQRT_HALF
     t = inverse(1.0 + 0.5 * z)
     polynomial = t * ERFC[9] + ERFC[8]
     for i in ct.static_iter(range(7, -1, -1)):

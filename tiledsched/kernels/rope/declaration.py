@@ -18,7 +18,7 @@ from tiledsched.kernels import row_schedules
 FP32_PER_ELEMENT = 8.0
 """Instructions per element: conversions, and two products."""
 MODELS = ((32, 8, 64), (28, 4, 64), (64, 8, 64), (32, 32, 64), (16, 8, 128))
-"""(query heads, key heads, pairs of a head): Llama 3 8B, Qwen2.5 7B, Llama 3 70B, Llama 2 7B, and Gemma 2 9B."""
+"""(query heads, key heads, half a head): Llama 3 8B, Qwen2.5 7B, Llama 3 70B, Llama 2 7B, and Gemma 2 9B."""
 
 
 class RopeCost(Cost):
@@ -41,50 +41,47 @@ class Rope(Kernel):
     """Queries and keys, each pair of elements of a head rotated by the angle of its position."""
 
     name = "rope"
-    batch = ts.dim()
+    batch = ts.dim(most=65535)
     seq = ts.dim()
     q_heads = ts.dim()
     k_heads = ts.dim()
-    half = ts.dim(64, constant=True, most=512)
-    """Pairs of elements of a head."""
+    parts = ts.dim(2, constant=True, most=2)
+    """2: the elements of a pair are half a head apart. 1: they are neighbours."""
+    width = ts.dim(64, constant=True, most=1024)
+    """Elements of a part. A head has parts * width elements."""
     tables = ts.dim(1)
     """1 where all sequences have the same angles; else the batch."""
     dtype = ts.dtype("bfloat16", "float16")
     angle_dtype = ts.dtype("bfloat16", "float16", "float32")
-    interleaved = ts.flag()
-    """Whether a pair is two neighbours; else its elements are half a head apart."""
-    derived = {"parts": lambda p: 1 if p.interleaved else 2, "width": lambda p: 2 * p.half if p.interleaved else p.half}
+    derived = {"half": lambda p: p.parts * p.width // 2}
     Q = ts.array("batch seq q_heads parts width")
     K = ts.array("batch seq k_heads parts width")
-    Cos = ts.array("tables seq half", dtype="angle_dtype")
-    Sin = ts.array("tables seq half", dtype="angle_dtype")
+    Cos = ts.array("tables seq parts*width/2", dtype="angle_dtype")
+    Sin = ts.array("tables seq parts*width/2", dtype="angle_dtype")
     OutQ = ts.out("batch seq q_heads parts width")
     OutK = ts.out("batch seq k_heads parts width")
 
     knobs = {
         "TILE_SEQ": ts.knob((1, 2, 4, 8), about="positions of a tile", weight=0.4),
         "TILE_HEADS": ts.knob((8, 4, 16, 32), about="heads of a tile", weight=0.4),
-        "loads": ts.knob(("plain", "tma"), about="how tiles move", weight=1.0),
         "num_worker_warps": ts.knob((4, 8), about="warps that compute", weight=0.4),
-        "occupancy": ts.knob((0, 8), about="blocks an SM should hold; 0 leaves it to the compiler", weight=0.4),
     }
     exploring = {
         "TILE_SEQ * TILE_HEADS * half <= 8192": "registers hold no more pairs",
         "TILE_SEQ * TILE_HEADS * half >= 256": "threads would load less than 16 bytes",
         "TILE_HEADS < 2 * q_heads or TILE_HEADS == 4": "less than half of the tile would be used",
         "num_worker_warps == 4 or TILE_SEQ * TILE_HEADS * half >= 1024": "not enough pairs for eight warps",
-        "loads == 'tma' or occupancy == 0": "a plain grid fills the SMs",
     }
     axes = ("seq", "batch", "q_heads", "dtype")
     label = {"B": "batch", "S": "seq"}
     suites = {
         "models": [
-            {"batch": batch, "seq": seq, "q_heads": q_heads, "k_heads": k_heads, "half": half}
-            for q_heads, k_heads, half in MODELS
+            {"batch": batch, "seq": seq, "q_heads": q_heads, "k_heads": k_heads, "width": width}
+            for q_heads, k_heads, width in MODELS
             for batch, seq in ((16, 1), (1, 512), (1, 4096), (4, 4096))
         ],
         "interleaved": [
-            {"batch": 1, "seq": seq, "q_heads": 16, "k_heads": 16, "half": 32, "interleaved": True}
+            {"batch": 1, "seq": seq, "q_heads": 16, "k_heads": 16, "parts": 1, "width": 64}
             for seq in (512, 4096, 16384)
         ],
     }
@@ -95,8 +92,10 @@ class Rope(Kernel):
         """The values as they are.
 
         Raises:
-            ProblemError: there are neither one table of angles nor one for each sequence.
+            ProblemError: a head is no pairs, or there are neither one table of angles nor one for each sequence.
         """
+        if values["parts"] * values["width"] % 2:
+            raise ProblemError(f"width = {values['width']} in one part is no pairs; make it even")
         if values["tables"] not in (1, values["batch"]):
             raise ProblemError(f"tables must be 1 or the batch, {values['batch']}, got {values['tables']}")
         return values
@@ -104,12 +103,12 @@ class Rope(Kernel):
     @staticmethod
     def constants(p: Problem, s: Schedule) -> Mapping[str, Any]:
         """Parameters that are called like no knob."""
-        return {"TILE_HALF": tile_half(p), "TMA": s["loads"] == "tma"}
+        return {"TILE_HALF": tile_half(p)}
 
     @staticmethod
-    def grid(p: Problem, s: Schedule, device: Any) -> tuple[int]:
-        """One block per tile."""
-        return (blocks_of(p, s),)
+    def grid(p: Problem, s: Schedule, device: Any) -> tuple[int, int]:
+        """One block per tile: those of a sequence along the first axis."""
+        return blocks_of(p, s) // p.batch, p.batch
 
     @staticmethod
     def entry(p: Problem, s: Schedule) -> Callable[..., None]:
@@ -119,9 +118,9 @@ class Rope(Kernel):
         return tiles.rope
 
     @staticmethod
-    def reference(xp: Any, Q: Any, K: Any, Cos: Any, Sin: Any, interleaved: bool) -> Any:
+    def reference(xp: Any, Q: Any, K: Any, Cos: Any, Sin: Any) -> Any:
         """The rotated queries and keys."""
-        return tuple(rotated(xp.stack, each, Cos, Sin, interleaved) for each in (Q, K))
+        return tuple(rotated(xp.stack, each, Cos, Sin) for each in (Q, K))
 
     @staticmethod
     def inputs(xp: Any, rng: Any, p: Problem) -> Mapping[str, Any]:
@@ -132,18 +131,18 @@ class Rope(Kernel):
     @staticmethod
     def stand_in(p: Problem, numbers: Mapping[str, float]) -> Callable[..., Any]:
         """torch's products and sums."""
-        return of_torch(p.interleaved)
+        return of_torch()
 
     @staticmethod
     def small() -> list[Problem]:
         """Positions and heads that no tile divides, halves that are no power of two, and angles for each sequence."""
-        sizes = {"batch": 2, "seq": 5, "q_heads": 6, "k_heads": 2, "half": 32}
+        sizes = {"batch": 2, "seq": 5, "q_heads": 6, "k_heads": 2}
         return [
-            Rope.problem(**sizes | more, interleaved=interleaved, dtype=dtype)
-            for dtype, interleaved in (("bfloat16", False), ("float16", True))
+            Rope.problem(**sizes | more, parts=parts, dtype=dtype)
+            for dtype, parts in (("bfloat16", 2), ("float16", 1))
             for more in (
-                {"angle_dtype": "float32"},
-                {"half": 40, "tables": 2},
+                {"width": 32, "angle_dtype": "float32"},
+                {"width": 40, "tables": 2},
                 {"batch": 1, "seq": 1, "q_heads": 1, "k_heads": 1, "angle_dtype": dtype},
             )
         ]
@@ -172,7 +171,7 @@ class RopeInPlace(Rope):
 
 def tile_half(p: Problem) -> int:
     """Pairs of a head, rounded up to a power of two."""
-    return 1 << (int(p.half) - 1).bit_length()
+    return 1 << (p.half - 1).bit_length()
 
 
 def blocks_of(p: Problem, s: Schedule) -> int:
@@ -181,23 +180,23 @@ def blocks_of(p: Problem, s: Schedule) -> int:
     return int(p.batch) * -(-p.seq // s.number("TILE_SEQ")) * head_tiles
 
 
-def rotated(stack: Callable[..., Any], x: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
+def rotated(stack: Callable[..., Any], x: Any, cos: Any, sin: Any) -> Any:
     """`x` as the kernel has it, rotated, by the `stack` of NumPy, CuPy or torch."""
     shape = x.shape
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
-    if interleaved:
+    if shape[-2] == 1:
         a, b = x[..., 0, 0::2], x[..., 0, 1::2]
         return stack((a * cos - b * sin, b * cos + a * sin), -1).reshape(shape)
     a, b = x[..., 0, :], x[..., 1, :]
     return stack((a * cos - b * sin, b * cos + a * sin), -2)
 
 
-def of_torch(interleaved: bool) -> Callable[..., Any]:
+def of_torch() -> Callable[..., Any]:
     """The kernel in torch's functions, computed in float32 and rounded once."""
     import torch
 
     def call(Q: Any, K: Any, Cos: Any, Sin: Any) -> Any:
-        found = (rotated(torch.stack, each.float(), Cos.float(), Sin.float(), interleaved) for each in (Q, K))
+        found = (rotated(torch.stack, each.float(), Cos.float(), Sin.float()) for each in (Q, K))
         return tuple(out.to(Q.dtype) for out in found)
 
     return call

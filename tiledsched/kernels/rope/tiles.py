@@ -29,33 +29,27 @@ class RopeConstants:
     """Heads of a tile."""
     TILE_HALF: int
     """Pairs of a head, rounded up to a power of two."""
-    TMA: bool
-    """Whether tiles move through the TMA unit."""
 
 
-def rope(
-    Q, K, Cos, Sin, OutQ, OutK, tables, interleaved: Bool, TILE_SEQ: Int, TILE_HEADS: Int, TILE_HALF: Int, TMA: Bool
-):
-    """OutQ and OutK = rotated Q and K. Q is `[batch, seq, q_heads, 2, half]`, or `[..., 1, 2 * half]` where pairs are interleaved;
-    K alike. Cos and Sin are `[tables, seq, half]`, where `tables` is 1 or the batch.
+def rope(Q, K, Cos, Sin, OutQ, OutK, tables, parts: Int, TILE_SEQ: Int, TILE_HEADS: Int, TILE_HALF: Int):
+    """OutQ and OutK = rotated Q and K. Q is `[batch, seq, q_heads, 2, half]`, or `[..., 1, 2 * half]` where pairs are neighbours;
+    K has other heads. Cos and Sin are `[tables, seq, half]`, where `tables` is 1 or the batch.
     """
-    rotate_tile(Q, K, Cos, Sin, OutQ, OutK, tables, RopeConstants(interleaved, TILE_SEQ, TILE_HEADS, TILE_HALF, TMA))
+    rotate_tile(Q, K, Cos, Sin, OutQ, OutK, tables, RopeConstants(parts == 1, TILE_SEQ, TILE_HEADS, TILE_HALF))
 
 
-def rope_in_place(Q, K, Cos, Sin, tables, interleaved: Bool, TILE_SEQ: Int, TILE_HEADS: Int, TILE_HALF: Int, TMA: Bool):
+def rope_in_place(Q, K, Cos, Sin, tables, parts: Int, TILE_SEQ: Int, TILE_HEADS: Int, TILE_HALF: Int):
     """Rotate Q and K where they lie."""
-    rotate_tile(Q, K, Cos, Sin, Q, K, tables, RopeConstants(interleaved, TILE_SEQ, TILE_HEADS, TILE_HALF, TMA))
+    rotate_tile(Q, K, Cos, Sin, Q, K, tables, RopeConstants(parts == 1, TILE_SEQ, TILE_HEADS, TILE_HALF))
 
 
 def rotate_tile(Q, K, Cos, Sin, OutQ, OutK, tables, const):
     """The work of a block: some heads of some positions. Those of K follow those of Q, and then come other positions."""
     q_tiles = ct.cdiv(Q.shape[2], const.TILE_HEADS)
     head_tiles = q_tiles + ct.cdiv(K.shape[2], const.TILE_HEADS)
-    seq_tiles = ct.cdiv(Q.shape[1], const.TILE_SEQ)
-    head, place = ct.bid(0) % head_tiles, ct.bid(0) // head_tiles
-    seq, batch = place % seq_tiles, place // seq_tiles
-    cos = angles(Cos, batch % tables, seq, const)
-    sin = angles(Sin, batch % tables, seq, const)
+    head, seq, batch = ct.bid(0) % head_tiles, ct.bid(0) // head_tiles, ct.bid(1)
+    table = min(batch, tables - 1)
+    cos, sin = angles(Cos, table, seq, const), angles(Sin, table, seq, const)
     if head < q_tiles:
         rotate(Q, OutQ, (batch, seq, head), cos, sin, const)
     else:
@@ -97,7 +91,6 @@ def load_part(array, place, part, width, const):
         (batch, seq, head, part, 0),
         (1, const.TILE_SEQ, const.TILE_HEADS, 1, width),
         padding_mode=ct.PaddingMode.ZERO,
-        allow_tma=None if const.TMA else False,
     )
     return tile.astype(ct.float32)
 
@@ -106,4 +99,4 @@ def store_part(array, place, part, tile, width, const):
     """Store what `load_part` loads, rounded to the type of `array`."""
     batch, seq, head = place
     tile = tile.astype(array.dtype).reshape((1, const.TILE_SEQ, const.TILE_HEADS, 1, width))
-    ct.store(array, (batch, seq, head, part, 0), tile, allow_tma=None if const.TMA else False)
+    ct.store(array, (batch, seq, head, part, 0), tile)
