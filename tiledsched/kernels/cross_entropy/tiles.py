@@ -128,11 +128,8 @@ def read_rows(Logits, row, split, const):
         highest, total, logits = add_group(
             Logits, row, group * const.GROUP, const.GROUP, False, highest, total, logits, const
         )
-    if rest > 0:
-        if const.SPLITS == 1 or split == const.SPLITS - 1:
-            highest, total, logits = add_group(
-                Logits, row, whole * const.GROUP, rest, True, highest, total, logits, const
-            )
+    if rest > 0 and (const.SPLITS == 1 or split == const.SPLITS - 1):
+        highest, total, logits = add_group(Logits, row, whole * const.GROUP, rest, True, highest, total, logits, const)
     row_max = ct.max(highest, axis=1, keepdims=True)
     total = ct.sum(total * ct.exp2((highest - row_max) * LOG2_E, flush_to_zero=True), axis=1)
     return row_max.reshape((const.TILE_ROWS,)), total, ct.sum(logits, axis=1)

@@ -68,7 +68,7 @@ class Rope(Kernel):
     }
     exploring = {
         "TILE_SEQ * TILE_HEADS * half <= 8192": "registers hold no more pairs",
-        "TILE_SEQ * TILE_HEADS * half >= 256": "threads would load less than 16 bytes",
+        "TILE_SEQ * TILE_HEADS * half >= 256 or half < 8": "threads would load less than 16 bytes",
         "TILE_HEADS < 2 * q_heads or TILE_HEADS == 4": "less than half of the tile would be used",
         "num_worker_warps == 4 or TILE_SEQ * TILE_HEADS * half >= 1024": "not enough pairs for eight warps",
     }
