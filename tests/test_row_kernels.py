@@ -245,9 +245,9 @@ def test_the_complementary_error_function_is_that_of_the_standard_library():
 
 def test_tables_of_angles_are_one_or_one_for_each_sequence():
     sizes = {"seq": 5, "q_heads": 2, "k_heads": 1}
-    with pytest.raises(ProblemError, match="tables must be 1 or the batch, 3, got 2"):
+    with pytest.raises(ProblemError, match="all sequences have the same angles, or each has its own"):
         Rope.problem(batch=3, tables=2, **sizes)
-    with pytest.raises(ProblemError, match="make it even"):
+    with pytest.raises(ProblemError, match="a head is pairs of elements"):
         Rope.problem(batch=3, parts=1, width=7, **sizes)
 
 

@@ -100,7 +100,7 @@ def test_what_rope_does_not_take():
         ((q, k, angle.double(), angle.double()), "float64"),
         (
             (made(3, 2, 5, 16), made(3, 2, 5, 16), torch.rand(2, 5, 8), torch.rand(2, 5, 8)),
-            "tables must be 1 or the batch",
+            "all sequences have the same angles, or each has its own",
         ),
     ):
         with pytest.raises(ProblemError, match=why):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import tiledsched.core.fields as ts
-from tiledsched.core.cost import LAUNCH_US, Cost, smooth_max
+from tiledsched.core.cost import LAUNCH_US, WARPS_PER_GROUP, Cost, smooth_max
 from tiledsched.core.device import ArchSpec
 from tiledsched.core.problem import Problem
-from tiledsched.core.resources import ResourceFacts
+from tiledsched.core.resources import REGISTERS_PER_SM, ResourceFacts, ctas_per_sm
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.similarity import Similarity
 
@@ -61,6 +62,8 @@ BLOCK_CYCLES = 1200.0
 FP32_PER_ELEMENT = 12.0
 """Instructions per element: conversions, sums, scales; exponentials count as some of them."""
 SPILL_BYTES_PER_CYCLE = 32.0
+OTHER_REGISTERS = 24
+"""Registers of a thread for addresses and what is passed to it."""
 
 
 def constants(p: Problem, s: Schedule) -> Mapping[str, Any]:
@@ -139,6 +142,62 @@ def streaming_us(
     waves = float(math.ceil(blocks / slots)) if blocks <= 4 * slots else blocks / slots
     compute_us = waves * max(alone, resident * cycles) / (spec.clock_ghz * 1e3)
     return LAUNCH_US + smooth_max(memory_us, compute_us)
+
+
+def expected_facts(s: Schedule, spec: ArchSpec, live: float) -> ResourceFacts:
+    """The resources of machine code that holds `live` float32 values of a block in registers; those that do not fit spill."""
+    threads = 32 * (s.number("num_worker_warps") or WARPS_PER_GROUP)
+    needed = math.ceil(OTHER_REGISTERS + live / threads)
+    allowed = REGISTERS_PER_SM // (threads * max(1, int(s.get("occupancy", 0)))) // 8 * 8
+    registers = min(255, needed, allowed)
+    return ResourceFacts(
+        registers=registers,
+        threads=threads,
+        shared_bytes=0,
+        spill_bytes=4 * max(0, needed - registers),
+        num_ctas=1,
+        code_bytes=0,
+        ctas_per_sm=ctas_per_sm(spec.arch, registers, threads, 0),
+    )
+
+
+class StreamingCost(Cost):
+    """The time of a kernel that streams arrays through its blocks; a subclass says what a work tile takes."""
+
+    def work(self, p: Problem, s: Schedule) -> WorkTile:
+        """What a work tile of a schedule takes."""
+        raise NotImplementedError
+
+    def expected(self, p: Problem, s: Schedule, spec: ArchSpec) -> ResourceFacts:
+        """The resources of machine code that holds the values of a work tile in registers."""
+        return expected_facts(s, spec, self.work(p, s).live)
+
+    def model(self, p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
+        """Estimated time in microseconds. Only the order of estimates counts."""
+        work = self.work(p, s)
+        return streaming_us(
+            spec,
+            facts,
+            bytes_total=float(p.min_bytes),
+            blocks=work.count,
+            block_bytes=work.bytes,
+            block_work=work.instructions,
+            ahead=bool(s.get("PERSISTENT", False)) and s.get("loads") == "tma",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkTile:
+    """What a work tile takes."""
+
+    count: int
+    """Work tiles of the problem."""
+    bytes: float
+    """What it asks of memory before it waits for an answer."""
+    instructions: float
+    """Its float32 instructions, of all threads together."""
+    live: float
+    """Float32 values that it holds in registers at once."""
 
 
 class RowSimilarity(Similarity):

@@ -7,14 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import tiledsched.core.fields as ts
-from tiledsched.core.cost import Cost
-from tiledsched.core.device import ArchSpec
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
-from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
-from tiledsched.kernels import row_schedules
-from tiledsched.kernels.row_schedules import LOADS
+from tiledsched.kernels.row_schedules import LOADS, RowSimilarity, StreamingCost, WorkTile
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 """The kernel sees the index."""
@@ -22,20 +18,14 @@ FP32_PER_ELEMENT = 24.0
 """Instructions per element: conversions, an exponential and an inverse, which count as several, and the products."""
 
 
-class GluCost(Cost):
+class GluCost(StreamingCost):
     """The time of a kernel that reads two tiles and writes one."""
 
-    def model(self, p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
-        """Estimated time in microseconds. Only the order of estimates counts."""
+    def work(self, p: Problem, s: Schedule) -> WorkTile:
+        """Gate and Up are asked for together."""
         elements = s.number("TILE_ROWS") * s.number("TILE_COLUMNS")
-        return row_schedules.streaming_us(
-            spec,
-            facts,
-            bytes_total=float(p.min_bytes),
-            blocks=tiles_of(p, s),
-            block_bytes=4.0 * elements,
-            block_work=elements * FP32_PER_ELEMENT,
-            ahead=bool(s["PERSISTENT"]) and s["loads"] == "tma",
+        return WorkTile(
+            count=tiles_of(p, s), bytes=4.0 * elements, instructions=elements * FP32_PER_ELEMENT, live=2.0 * elements
         )
 
 
@@ -82,7 +72,7 @@ class Glu(Kernel):
     """Llama 3 8B and 70B, Qwen2.5 7B, an expert of Qwen3 30B-A3B, and Gemma 2 9B and 3 27B."""
 
     cost = GluCost()
-    similarity = row_schedules.RowSimilarity()
+    similarity = RowSimilarity()
 
     @staticmethod
     def constants(p: Problem, s: Schedule) -> Mapping[str, Any]:

@@ -6,14 +6,28 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import tiledsched.core.fields as ts
+from tiledsched.core.device import ArchSpec
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
+from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels import row_schedules
 from tiledsched.kernels.row_schedules import ELEMENTS
 
 WIDTHS = (768, 1024, 1280, 4096, 5120, 8192)
 """Columns of the suites: of ViT and BERT, SDXL, diffusion transformers, and language models up to Falcon 40B."""
+LIVE_PER_ELEMENT = 2.0
+"""Float32 values in registers for each element of a row that a block holds: the element, its weight and its bias in 16 bits."""
+
+
+class LayerNormCost(row_schedules.RowCost):
+    """The time of a kernel over rows, whose resources are those of the values that it holds."""
+
+    def expected(self, p: Problem, s: Schedule, spec: ArchSpec) -> ResourceFacts:
+        """The resources of machine code that holds rows, or two sums of a tile, in registers."""
+        tile = s.number("TILE_COLUMNS")
+        held = -(-p.columns // tile) * tile if s["HOLD"] else 2 * tile
+        return row_schedules.expected_facts(s, spec, s.number("TILE_ROWS") * held * LIVE_PER_ELEMENT)
 
 
 class LayerNorm(Kernel):
@@ -44,7 +58,7 @@ class LayerNorm(Kernel):
         ],
     }
 
-    cost = row_schedules.RowCost()
+    cost = LayerNormCost()
     similarity = row_schedules.RowSimilarity()
     constants = staticmethod(row_schedules.constants)
     grid = staticmethod(row_schedules.grid)

@@ -6,14 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import tiledsched.core.fields as ts
-from tiledsched.core.cost import Cost
-from tiledsched.core.device import ArchSpec
-from tiledsched.core.errors import ProblemError
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
-from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
-from tiledsched.kernels import row_schedules
+from tiledsched.kernels.row_schedules import StreamingCost, WorkTile
 
 FP32_PER_ELEMENT = 8.0
 """Instructions per element: conversions, and two products."""
@@ -21,19 +17,18 @@ MODELS = ((32, 8, 64), (28, 4, 64), (64, 8, 64), (32, 32, 64), (16, 8, 128))
 """(query heads, key heads, half a head): Llama 3 8B, Qwen2.5 7B, Llama 3 70B, Llama 2 7B, and Gemma 2 9B."""
 
 
-class RopeCost(Cost):
+class RopeCost(StreamingCost):
     """The time of a kernel that reads and writes some heads of some positions in each block."""
 
-    def model(self, p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
-        """Estimated time in microseconds. Only the order of estimates counts."""
-        elements = s.number("TILE_SEQ") * s.number("TILE_HEADS") * 2 * tile_half(p)
-        return row_schedules.streaming_us(
-            spec,
-            facts,
-            bytes_total=float(p.min_bytes),
-            blocks=blocks_of(p, s),
-            block_bytes=2.0 * elements,
-            block_work=elements * FP32_PER_ELEMENT,
+    def work(self, p: Problem, s: Schedule) -> WorkTile:
+        """Heads are asked for together; angles come from a cache."""
+        elements = s.number("TILE_SEQ") * s.number("TILE_HEADS") * 2.0 * tile_half(p)
+        share = p.half / tile_half(p)  # of the tile that a head fills
+        return WorkTile(
+            count=blocks_of(p, s),
+            bytes=2.0 * elements * share,
+            instructions=elements * FP32_PER_ELEMENT,
+            live=2.0 * elements,
         )
 
 
@@ -53,6 +48,10 @@ class Rope(Kernel):
     """1 where all sequences have the same angles; else the batch."""
     dtype = ts.dtype("bfloat16", "float16")
     angle_dtype = ts.dtype("bfloat16", "float16", "float32")
+    requires = {
+        "parts * width % 2 == 0": "a head is pairs of elements",
+        "tables in (1, batch)": "all sequences have the same angles, or each has its own",
+    }
     derived = {"half": lambda p: p.parts * p.width // 2}
     Q = ts.array("batch seq q_heads parts width")
     K = ts.array("batch seq k_heads parts width")
@@ -86,19 +85,6 @@ class Rope(Kernel):
         ],
     }
     cost = RopeCost()
-
-    @staticmethod
-    def canonical(values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The values as they are.
-
-        Raises:
-            ProblemError: a head is no pairs, or there are neither one table of angles nor one for each sequence.
-        """
-        if values["parts"] * values["width"] % 2:
-            raise ProblemError(f"width = {values['width']} in one part is no pairs; make it even")
-        if values["tables"] not in (1, values["batch"]):
-            raise ProblemError(f"tables must be 1 or the batch, {values['batch']}, got {values['tables']}")
-        return values
 
     @staticmethod
     def constants(p: Problem, s: Schedule) -> Mapping[str, Any]:
