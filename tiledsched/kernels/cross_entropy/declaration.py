@@ -101,9 +101,8 @@ class CrossEntropy(Kernel):
     plain = {"SPLITS": 1}
     suites = {
         "models": [
-            {"rows": rows, "columns": columns}
-            for columns in (32000, 50304, 128256, 151936, 256000)
-            for rows in (512, 4096, 8192)
+            *({"rows": 4096, "columns": columns} for columns in (32000, 50304, 128256, 151936, 256000)),
+            *({"rows": rows, "columns": columns} for rows, columns in ((512, 128256), (8192, 32000), (16384, 50304))),
         ]
     }
     """Vocabularies of Llama 2, GPT-2 (padded), Llama 3, Qwen2.5 and Gemma 2."""

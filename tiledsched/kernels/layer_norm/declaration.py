@@ -53,9 +53,7 @@ class LayerNorm(Kernel):
     plain = {"HOLD": True, "PERSISTENT": False}
     suites = {
         "widths": [{"rows": ELEMENTS // columns, "columns": columns} for columns in WIDTHS],
-        "models": [
-            {"rows": tokens, "columns": columns} for columns in (768, 1280, 5120) for tokens in (16, 512, 4096, 16384)
-        ],
+        "models": [{"rows": tokens, "columns": columns} for columns in (768, 1280, 5120) for tokens in (512, 4096)],
     }
 
     cost = LayerNormCost()

@@ -13,8 +13,14 @@ from tiledsched.kernels.row_schedules import StreamingCost, WorkTile
 
 FP32_PER_ELEMENT = 8.0
 """Instructions per element: conversions, and two products."""
-MODELS = ((32, 8, 64), (28, 4, 64), (64, 8, 64), (32, 32, 64), (16, 8, 128))
-"""(query heads, key heads, half a head): Llama 3 8B, Qwen2.5 7B, Llama 3 70B, Llama 2 7B, and Gemma 2 9B."""
+LLAMA = {"q_heads": 32, "k_heads": 8, "width": 64}
+"""Llama 3 8B: the heads of queries and of keys, and half of a head's elements."""
+OTHERS = (
+    {"q_heads": 28, "k_heads": 4, "width": 64},
+    {"q_heads": 64, "k_heads": 8, "width": 64},
+    {"q_heads": 16, "k_heads": 8, "width": 128},
+)
+"""Qwen2.5 7B, Llama 3 70B and Gemma 2 9B."""
 
 
 class RopeCost(StreamingCost):
@@ -75,13 +81,11 @@ class Rope(Kernel):
     label = {"B": "batch", "S": "seq"}
     suites = {
         "models": [
-            {"batch": batch, "seq": seq, "q_heads": q_heads, "k_heads": k_heads, "width": width}
-            for q_heads, k_heads, width in MODELS
-            for batch, seq in ((16, 1), (1, 512), (1, 4096), (4, 4096))
+            *({"batch": batch, "seq": seq} | LLAMA for batch, seq in ((16, 1), (1, 512), (1, 4096), (4, 4096))),
+            *({"batch": 1, "seq": 4096} | heads for heads in OTHERS),
         ],
         "interleaved": [
-            {"batch": 1, "seq": seq, "q_heads": 16, "k_heads": 16, "parts": 1, "width": 64}
-            for seq in (512, 4096, 16384)
+            {"batch": 1, "seq": seq, "q_heads": 16, "k_heads": 16, "parts": 1, "width": 64} for seq in (4096, 16384)
         ],
     }
     cost = RopeCost()
@@ -141,6 +145,7 @@ class RopeInPlace(Rope):
     Q = ts.inout("batch seq q_heads parts width")
     K = ts.inout("batch seq k_heads parts width")
     OutQ = OutK = None
+    suites = {"models": [{"batch": batch, "seq": seq} | LLAMA for batch, seq in ((16, 1), (1, 4096), (4, 4096))]}
 
     @staticmethod
     def entry(p: Problem, s: Schedule) -> Callable[..., None]:
