@@ -92,6 +92,7 @@ class CrossEntropy(Kernel):
         "num_worker_warps == 4 or TILE_ROWS * TILE_COLUMNS >= 2048": "not enough lanes for eight warps",
         "SPLITS == 1 or (rows <= 4096 and TILE_ROWS == 1)": "enough rows without a split",
         "SPLITS == 1 or rows * SPLITS <= 8192": "enough blocks with fewer",
+        "SPLITS == 1 or loads == 'plain'": "how rows move was found without a split",
         "occupancy > 0 or TILE_ROWS * TILE_COLUMNS * GROUP >= 4096": "the compiler takes more registers than it needs",
         "occupancy in (0, 4) or loads == 'plain'": "gathers and TMA are tried with fewer choices",
         "occupancy < 8 or num_worker_warps == 4": "an SM holds no more threads",
