@@ -14,8 +14,8 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.kernels import row_schedules
 from tiledsched.kernels.row_schedules import ELEMENTS
 
-WIDTHS = (768, 1024, 1280, 4096, 5120, 8192)
-"""Columns of the suites: of ViT and BERT, SDXL, diffusion transformers, and language models up to Falcon 40B."""
+WIDTHS = (768, 1024, 1280, 3072, 5120, 8192)
+"""Columns of a suite: as in BERT and ViT (base and large), Whisper large, FLUX, Wan 14B, and Falcon 40B."""
 LIVE_PER_ELEMENT = 2.0
 """Float32 values in registers for each element of a row that a block holds: the element, its weight and its bias in 16 bits."""
 
