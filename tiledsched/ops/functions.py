@@ -105,7 +105,9 @@ def layer_norm(input: Tensor, weight: Tensor | None = None, bias: Tensor | None 
     Raises:
         ProblemError, UnsupportedError: shapes or types that do not go together, or no CUDA tensors.
     """
-    out: Tensor = _operator("layer_norm")(_rows(input), weight, bias, eps)
+    given = [each for each in (weight, bias) if each is not None]
+    norm = _operator("layer_norm", weighted=weight is not None, biased=bias is not None)
+    out: Tensor = norm(_rows(input), *given, eps)
     return out.reshape(input.shape)
 
 
