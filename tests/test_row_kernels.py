@@ -38,7 +38,7 @@ def passes(p, **knobs):
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_schedules_are_right(kernel):
     for p in kernel.small():
-        for s in sample(kernel, p, 4, seed=str(p)):
+        for s in sample(kernel, p, 3, seed=str(p)):
             passes(p, **s)
 
 
@@ -252,7 +252,7 @@ def test_tables_of_angles_are_one_or_one_for_each_sequence():
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_121"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_121"])
 def test_compiles_without_spills(arch):
     from tiledsched.core.space_files import space_for
 
