@@ -107,9 +107,9 @@ def battery_of_rope():
     """Cases that between them notice every mutation of rotary embedding."""
     for kernel in (Rope, RopeInPlace):
         for parts in (1, 2):
-            p = kernel.problem(batch=2, seq=5, q_heads=6, k_heads=5, parts=parts, width=24, tables=2, dtype="float16")
+            p = kernel.problem(batch=2, seq=5, q_heads=6, k_heads=4, parts=parts, width=24, tables=2, dtype="float16")
             passes(p, TILE_SEQ=2, TILE_HEADS=4)
-            passes(p.replace(tables=1), TILE_SEQ=1, TILE_HEADS=4)
+            passes(p.replace(tables=1, k_heads=4, q_heads=9), TILE_SEQ=1, TILE_HEADS=4)
 
 
 def battery_of_cross_entropy():
@@ -191,13 +191,20 @@ MUTATIONS = {
         "persistent blocks end early": ("column_tiles(const)\n        for", "1\n        for"),
     },
     "rope": {
-        "turned the other way": ("a * cos - b * sin, const.TILE_HALF", "a * cos + b * sin, const.TILE_HALF"),
-        "neighbours turned the other way": ("ct.cat((a * cos - b * sin,", "ct.cat((a * cos + b * sin,"),
-        "the second half from the first": ("load_part(array, place, 1,", "load_part(array, place, 0,"),
-        "the second half stored as the first": ("store_part(out, place, 1,", "store_part(out, place, 0,"),
-        "neighbours exchanged": ("(0, 0, 0, 1), shape", "(0, 0, 0, 0), shape"),
-        "keys of query heads": ("head - q_tiles)", "head)"),
-        "keys left out": ("if head < q_tiles:", "if head < q_tiles + 1:"),
+        "turned the other way": ("pairs[0] * cos - pairs[1] * sin", "pairs[0] * cos + pairs[1] * sin"),
+        "the second elements kept": ("pairs[1] * cos + pairs[0] * sin", "pairs[1]"),
+        "the second half from the first": (
+            "array, place, heads, 1, const.TILE_HALF",
+            "array, place, heads, 0, const.TILE_HALF",
+        ),
+        "the second half stored as the first": ("store_part(out, place, heads, 1,", "store_part(out, place, heads, 0,"),
+        "neighbours exchanged": ("(0, 0, 0, 0, 1), shape", "(0, 0, 0, 0, 0), shape"),
+        "keys of the first tile": (
+            "load_part(array, place, heads, 0, const.TILE_HALF",
+            "load_part(array, (place[0], place[1], 0), heads, 0, const.TILE_HALF",
+        ),
+        "keys left out": ("if head * keys[1] < keys[0]:", "if head * keys[1] < 0:"),
+        "keys stored as queries": ("store_rotated(OutK, place, keys[1], k,", "store_rotated(OutK, place, keys[1], q,"),
         "angles of the first sequence": ("min(batch, tables - 1)", "0"),
         "angles of the first positions": ("(batch, seq, 0),", "(batch, 0, 0),"),
         "angles not of the batch": ("min(batch, tables - 1)", "batch"),

@@ -70,39 +70,40 @@ class CrossEntropy(Kernel):
 
     knobs = {
         "TILE_ROWS": ts.knob((1, 2, 4, 8), about="rows of a tile", weight=0.4),
-        "TILE_COLUMNS": ts.knob((1024, 512, 2048, 4096), about="columns of a tile", weight=0.4),
+        "TILE_COLUMNS": ts.knob((1024, 256, 512, 2048), about="columns of a tile", weight=0.4),
         "GROUP": ts.knob((4, 1, 2, 8), about="tiles that are read before any of them is used", weight=0.4),
         "SPLITS": ts.knob((1, 2, 4, 8, 16), about="blocks that share a row", weight=1.0),
         "loads": ts.knob(LOADS, about="how rows move", weight=1.0),
-        "num_worker_warps": ts.knob((4, 8), about="warps that compute", weight=0.4),
-        "occupancy": ts.knob((8, 4, 2, 0), about="blocks an SM should hold; 0 leaves it to the compiler", weight=0.4),
+        "num_worker_warps": ts.knob((4, 1, 2, 8), about="warps that compute", weight=0.4),
+        "occupancy": ts.knob(
+            (8, 0, 4, 16, 32), about="blocks an SM should hold; 0 leaves it to the compiler", weight=0.4
+        ),
     }
     constraints = {
         "SPLITS * GROUP * TILE_COLUMNS <= columns or SPLITS == 1": "every part of a row has a group of its own"
     }
     exploring = {
-        "TILE_COLUMNS < 2 * columns or TILE_COLUMNS == 512": "less than half of the tile would be used",
+        "TILE_COLUMNS < 2 * columns or TILE_COLUMNS == 256": "less than half of the tile would be used",
         "GROUP == 1 or GROUP * TILE_COLUMNS < 2 * columns": "less than half of the group would be used",
-        "TILE_ROWS * TILE_COLUMNS * GROUP <= 16384": "registers hold no more logits",
-        "TILE_ROWS * TILE_COLUMNS * GROUP <= 8192 or num_worker_warps == 8": "registers of four warps hold no more",
-        "TILE_ROWS * TILE_COLUMNS <= 4096": "a lane has a maximum and a sum in registers",
-        "TILE_ROWS * TILE_COLUMNS >= 1024 or columns <= 512": "threads would load less than 16 bytes",
+        "TILE_ROWS * TILE_COLUMNS == 256 * num_worker_warps or loads != 'plain' or rows <= 1024": "a thread has 8 lanes",
+        "TILE_ROWS * TILE_COLUMNS <= 512 * num_worker_warps": "a lane has a maximum and a sum in registers",
+        "TILE_ROWS * TILE_COLUMNS >= 256 * num_worker_warps or columns <= 256": "threads would load less than 16 bytes",
         "TILE_ROWS == 1 or columns <= 16384": "several rows are for rows that are short",
-        "GROUP * TILE_COLUMNS >= 2048 or columns <= 2048": "more bytes under way",
-        "num_worker_warps == 4 or TILE_ROWS * TILE_COLUMNS >= 2048": "not enough lanes for eight warps",
-        "SPLITS == 1 or (rows <= 4096 and TILE_ROWS == 1)": "enough rows without a split",
-        "SPLITS == 1 or rows * SPLITS <= 8192": "enough blocks with fewer",
-        "SPLITS == 1 or loads == 'plain'": "how rows move was found without a split",
-        "occupancy > 0 or TILE_ROWS * TILE_COLUMNS * GROUP >= 4096": "the compiler takes more registers than it needs",
-        "occupancy in (0, 4) or loads == 'plain'": "gathers and TMA are tried with fewer choices",
-        "occupancy < 8 or num_worker_warps == 4": "an SM holds no more threads",
-        "occupancy != 2 or num_worker_warps == 8": "of blocks of four warps an SM holds more",
+        "GROUP >= 4 or columns <= 8192": "more bytes under way",
+        "GROUP < 8 or loads == 'tma'": "registers hold no more, beside as many blocks",
+        "SPLITS == 1 or (rows <= 1024 and TILE_ROWS == 1)": "enough rows without a split",
+        "SPLITS == 1 or (loads == 'plain' and num_worker_warps == 4)": "how rows move was found without a split",
+        "num_worker_warps >= 4 or loads != 'tma'": "TMA takes warps of its own",
+        "occupancy * num_worker_warps <= 32": "registers of an SM hold no more groups",
+        "occupancy * num_worker_warps >= 16 or (occupancy == 0 and rows <= 1024)": "more bytes under way",
+        "occupancy * num_worker_warps == 32 or loads != 'plain' or rows <= 1024": "more blocks were faster on the H200",
+        "occupancy * num_worker_warps == 16 or loads == 'plain'": "gathers and TMA take more registers",
     }
     axes = ("columns", "rows", "dtype")
     plain = {"SPLITS": 1}
     suites = {
         "models": [
-            *({"rows": 4096, "columns": columns} for columns in (32000, 50304, 128256, 151936, 256000)),
+            *({"rows": 4096, "columns": columns} for columns in (50304, 128256, 151936, 256000)),
             *({"rows": rows, "columns": columns} for rows, columns in ((512, 128256), (8192, 32000), (16384, 50304))),
         ]
     }

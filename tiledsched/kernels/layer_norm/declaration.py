@@ -45,9 +45,29 @@ class LayerNorm(Kernel):
     Out = ts.out("rows columns")
     eps = ts.scalar(1e-5)
 
-    knobs = row_schedules.KNOBS
+    knobs = row_schedules.KNOBS | {
+        "TILE_COLUMNS": ts.knob((2048, 256, 512, 1024, 4096, 8192, 16384), about="columns of a tile", weight=0.4),
+        "loads": ts.knob(("gather", "plain", "tma"), about="how rows move", weight=1.0),
+        "num_worker_warps": ts.knob((4, 1, 2, 8), about="warps that compute", weight=0.4),
+        "occupancy": ts.knob((0, 4, 8, 16), about="blocks an SM should hold; 0 leaves it to the compiler", weight=0.4),
+    }
     constraints = row_schedules.CONSTRAINTS
-    exploring = row_schedules.EXPLORING
+    exploring = {
+        "TILE_COLUMNS < 2 * columns or TILE_COLUMNS == 256": "less than half of the tile would be used",
+        "HOLD or TILE_COLUMNS < columns": "a row of one tile is held in any case",
+        "TILE_COLUMNS >= columns or 8 * TILE_COLUMNS >= columns": "more tiles of a row were not faster on the H200",
+        "not HOLD or TILE_ROWS == 1 or TILE_ROWS * width <= 8192": "registers hold no more rows",
+        "HOLD or (TILE_ROWS == 1 and columns > 8192)": "of shorter rows registers hold all",
+        "TILE_COLUMNS >= 256 * num_worker_warps or TILE_ROWS > 1": "threads would load less than 16 bytes",
+        "not HOLD or TILE_ROWS * width <= 2048 * num_worker_warps": "registers hold no more of a row",
+        "num_worker_warps >= 4 or (loads != 'tma' and columns <= 4096)": "few warps are for short rows",
+        "num_worker_warps < 8 or width >= 4096": "not enough elements for eight warps",
+        "PERSISTENT or occupancy == 0 or loads == 'plain'": "a plain grid fills the SMs; plain loads take too many registers",
+        "not PERSISTENT or (loads == 'tma' and occupancy > 0)": "blocks stay where others load their next rows",
+        "loads != 'tma' or (PERSISTENT and TILE_COLUMNS >= columns)": "TMA is tried where a row is one tile",
+        "occupancy < 16 or num_worker_warps == 2": "an SM holds no more registers",
+        "occupancy != 8 or num_worker_warps == 4": "of eight warps an SM holds fewer blocks, and of two more",
+    }
     derived = row_schedules.DERIVED
     axes = ("columns", "rows", "dtype")
     plain = {"HOLD": True, "PERSISTENT": False}

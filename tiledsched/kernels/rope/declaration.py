@@ -28,7 +28,7 @@ class RopeCost(StreamingCost):
 
     def work(self, p: Problem, s: Schedule) -> WorkTile:
         """Heads are asked for together; angles come from a cache."""
-        elements = s.number("TILE_SEQ") * s.number("TILE_HEADS") * 2.0 * tile_half(p)
+        elements = s.number("TILE_SEQ") * (s.number("TILE_HEADS") + tile_keys(p, s)) * 2.0 * tile_half(p)
         share = p.half / tile_half(p)  # of the tile that a head fills
         return WorkTile(
             count=blocks_of(p, s),
@@ -44,8 +44,8 @@ class Rope(Kernel):
     name = "rope"
     batch = ts.dim(most=65535)
     seq = ts.dim()
-    q_heads = ts.dim()
-    k_heads = ts.dim()
+    q_heads = ts.dim(constant=True, most=65536)
+    k_heads = ts.dim(constant=True, most=65536)
     parts = ts.dim(2, constant=True, most=2)
     """2: the elements of a pair are half a head apart. 1: they are neighbours."""
     width = ts.dim(64, constant=True, most=1024)
@@ -68,8 +68,8 @@ class Rope(Kernel):
 
     knobs = {
         "TILE_SEQ": ts.knob((1, 2, 4, 8), about="positions of a tile", weight=0.4),
-        "TILE_HEADS": ts.knob((8, 4, 16, 32), about="heads of a tile", weight=0.4),
-        "num_worker_warps": ts.knob((4, 8), about="warps that compute", weight=0.4),
+        "TILE_HEADS": ts.knob((32, 8, 4, 16, 64), about="heads of queries in a tile", weight=0.4),
+        "num_worker_warps": ts.knob((4, 8, 2), about="warps that compute", weight=0.4),
     }
     exploring = {
         "TILE_SEQ * TILE_HEADS * half <= 8192": "registers hold no more pairs",
@@ -93,7 +93,7 @@ class Rope(Kernel):
     @staticmethod
     def constants(p: Problem, s: Schedule) -> Mapping[str, Any]:
         """Parameters that are called like no knob."""
-        return {"TILE_HALF": tile_half(p)}
+        return {"TILE_HALF": tile_half(p), "TILE_K": tile_keys(p, s)}
 
     @staticmethod
     def grid(p: Problem, s: Schedule, device: Any) -> tuple[int, int]:
@@ -165,10 +165,19 @@ def tile_half(p: Problem) -> int:
     return 1 << (p.half - 1).bit_length()
 
 
+def head_tiles(p: Problem, s: Schedule) -> int:
+    """Tiles that cover the heads of queries."""
+    return -(-p.q_heads // s.number("TILE_HEADS"))
+
+
+def tile_keys(p: Problem, s: Schedule) -> int:
+    """Heads of keys in a tile: their share, rounded up to a power of two."""
+    return 1 << (-(-p.k_heads // head_tiles(p, s)) - 1).bit_length()
+
+
 def blocks_of(p: Problem, s: Schedule) -> int:
     """Tiles that cover queries and keys."""
-    head_tiles = sum(-(-heads // s.number("TILE_HEADS")) for heads in (p.q_heads, p.k_heads))
-    return int(p.batch) * -(-p.seq // s.number("TILE_SEQ")) * head_tiles
+    return int(p.batch) * -(-p.seq // s.number("TILE_SEQ")) * head_tiles(p, s)
 
 
 def rotated(stack: Callable[..., Any], x: Any, cos: Any, sin: Any) -> Any:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import cuda.tile as ct
 
 Int = ct.Constant[int]
-Bool = ct.Constant[bool]
 
 
 @dataclass(frozen=True)
@@ -25,54 +24,97 @@ class RopeConstants:
     """Whether pairs are neighbours."""
     TILE_SEQ: int
     """Positions of a tile."""
-    TILE_HEADS: int
-    """Heads of a tile."""
     TILE_HALF: int
     """Pairs of a head, rounded up to a power of two."""
 
 
-def rope(Q, K, Cos, Sin, OutQ, OutK, tables, parts: Int, TILE_SEQ: Int, TILE_HEADS: Int, TILE_HALF: Int):
+def rope(
+    Q,
+    K,
+    Cos,
+    Sin,
+    OutQ,
+    OutK,
+    tables,
+    q_heads: Int,
+    k_heads: Int,
+    parts: Int,
+    TILE_SEQ: Int,
+    TILE_HEADS: Int,
+    TILE_K: Int,
+    TILE_HALF: Int,
+):
     """OutQ and OutK = rotated Q and K. Q is `[batch, seq, q_heads, 2, half]`, or `[..., 1, 2 * half]` where pairs are neighbours;
-    K has other heads. Cos and Sin are `[tables, seq, half]`, where `tables` is 1 or the batch.
+    K has `k_heads`. Cos and Sin are `[tables, seq, half]`, where `tables` is 1 or the batch.
     """
-    rotate_tile(Q, K, Cos, Sin, OutQ, OutK, tables, RopeConstants(parts == 1, TILE_SEQ, TILE_HEADS, TILE_HALF))
+    const = RopeConstants(parts == 1, TILE_SEQ, TILE_HALF)
+    rotate_tile(Q, K, Cos, Sin, OutQ, OutK, tables, (q_heads, TILE_HEADS), (k_heads, TILE_K), const)
 
 
-def rope_in_place(Q, K, Cos, Sin, tables, parts: Int, TILE_SEQ: Int, TILE_HEADS: Int, TILE_HALF: Int):
+def rope_in_place(
+    Q,
+    K,
+    Cos,
+    Sin,
+    tables,
+    q_heads: Int,
+    k_heads: Int,
+    parts: Int,
+    TILE_SEQ: Int,
+    TILE_HEADS: Int,
+    TILE_K: Int,
+    TILE_HALF: Int,
+):
     """Rotate Q and K where they lie."""
-    rotate_tile(Q, K, Cos, Sin, Q, K, tables, RopeConstants(parts == 1, TILE_SEQ, TILE_HEADS, TILE_HALF))
+    const = RopeConstants(parts == 1, TILE_SEQ, TILE_HALF)
+    rotate_tile(Q, K, Cos, Sin, Q, K, tables, (q_heads, TILE_HEADS), (k_heads, TILE_K), const)
 
 
-def rotate_tile(Q, K, Cos, Sin, OutQ, OutK, tables, const):
-    """The work of a block: some heads of some positions. Those of K follow those of Q, and then come other positions."""
-    q_tiles = ct.cdiv(Q.shape[2], const.TILE_HEADS)
-    head_tiles = q_tiles + ct.cdiv(K.shape[2], const.TILE_HEADS)
+def rotate_tile(Q, K, Cos, Sin, OutQ, OutK, tables, queries, keys, const):
+    """The work of a block: a tile of heads of queries and one of keys, at some positions. `queries` and `keys` are numbers of
+    heads in all and in a tile. There are as many tiles of keys, of which the last may be empty.
+    """
+    head_tiles = (queries[0] + queries[1] - 1) // queries[1]
     head, seq, batch = ct.bid(0) % head_tiles, ct.bid(0) // head_tiles, ct.bid(1)
     table = min(batch, tables - 1)
     cos, sin = angles(Cos, table, seq, const), angles(Sin, table, seq, const)
-    if head < q_tiles:
-        rotate(Q, OutQ, (batch, seq, head), cos, sin, const)
+    place = (batch, seq, head)
+    q = load_pairs(Q, place, queries[1], const)
+    if (head_tiles - 1) * keys[1] < keys[0]:
+        k = load_pairs(K, place, keys[1], const)
+        store_rotated(OutQ, place, queries[1], q, cos, sin, const)
+        store_rotated(OutK, place, keys[1], k, cos, sin, const)
     else:
-        rotate(K, OutK, (batch, seq, head - q_tiles), cos, sin, const)
+        store_rotated(OutQ, place, queries[1], q, cos, sin, const)
+        if head * keys[1] < keys[0]:
+            store_rotated(OutK, place, keys[1], load_pairs(K, place, keys[1], const), cos, sin, const)
 
 
-def rotate(array, out, place, cos, sin, const):
-    """Rotate the heads of one tile."""
+def load_pairs(array, place, heads, const):
+    """The first and the second elements of the pairs of a tile of heads, each `[1, TILE_SEQ, heads, 1, TILE_HALF]`, or with the
+    last two axes swapped where pairs are neighbours.
+    """
     if const.INTERLEAVED:
-        pairs = load_part(array, place, 0, 2 * const.TILE_HALF, const)
-        pairs = pairs.reshape((const.TILE_SEQ, const.TILE_HEADS, const.TILE_HALF, 2))
-        shape = (const.TILE_SEQ, const.TILE_HEADS, const.TILE_HALF, 1)
-        a, b = ct.extract(pairs, (0, 0, 0, 0), shape), ct.extract(pairs, (0, 0, 0, 1), shape)
-        cos, sin = (
-            cos.reshape((const.TILE_SEQ, 1, const.TILE_HALF, 1)),
-            sin.reshape((const.TILE_SEQ, 1, const.TILE_HALF, 1)),
-        )
-        store_part(out, place, 0, ct.cat((a * cos - b * sin, b * cos + a * sin), 3), 2 * const.TILE_HALF, const)
+        pairs = load_part(array, place, heads, 0, 2 * const.TILE_HALF, const)
+        pairs = pairs.reshape((1, const.TILE_SEQ, heads, const.TILE_HALF, 2))
+        shape = (1, const.TILE_SEQ, heads, const.TILE_HALF, 1)
+        return ct.extract(pairs, (0, 0, 0, 0, 0), shape), ct.extract(pairs, (0, 0, 0, 0, 1), shape)
+    first = load_part(array, place, heads, 0, const.TILE_HALF, const)
+    return first, load_part(array, place, heads, 1, const.TILE_HALF, const)
+
+
+def store_rotated(out, place, heads, pairs, cos, sin, const):
+    """Store the rotated pairs of a tile of heads."""
+    if const.INTERLEAVED:
+        cos = cos.reshape((1, const.TILE_SEQ, 1, const.TILE_HALF, 1))
+        sin = sin.reshape((1, const.TILE_SEQ, 1, const.TILE_HALF, 1))
+    a = pairs[0] * cos - pairs[1] * sin
+    b = pairs[1] * cos + pairs[0] * sin
+    if const.INTERLEAVED:
+        store_part(out, place, heads, 0, ct.cat((a, b), 4), 2 * const.TILE_HALF, const)
     else:
-        a = load_part(array, place, 0, const.TILE_HALF, const)
-        b = load_part(array, place, 1, const.TILE_HALF, const)
-        store_part(out, place, 0, a * cos - b * sin, const.TILE_HALF, const)
-        store_part(out, place, 1, b * cos + a * sin, const.TILE_HALF, const)
+        store_part(out, place, heads, 0, a, const.TILE_HALF, const)
+        store_part(out, place, heads, 1, b, const.TILE_HALF, const)
 
 
 def angles(table, batch, seq, const):
@@ -83,20 +125,16 @@ def angles(table, batch, seq, const):
     return tile.astype(ct.float32).reshape((1, const.TILE_SEQ, 1, 1, const.TILE_HALF))
 
 
-def load_part(array, place, part, width, const):
+def load_part(array, place, heads, part, width, const):
     """Elements of one half of the heads, or of all of them, in float32."""
     batch, seq, head = place
-    tile = ct.load(
-        array,
-        (batch, seq, head, part, 0),
-        (1, const.TILE_SEQ, const.TILE_HEADS, 1, width),
-        padding_mode=ct.PaddingMode.ZERO,
-    )
+    shape = (1, const.TILE_SEQ, heads, 1, width)
+    tile = ct.load(array, (batch, seq, head, part, 0), shape, padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
     return tile.astype(ct.float32)
 
 
-def store_part(array, place, part, tile, width, const):
+def store_part(array, place, heads, part, tile, width, const):
     """Store what `load_part` loads, rounded to the type of `array`."""
     batch, seq, head = place
-    tile = tile.astype(array.dtype).reshape((1, const.TILE_SEQ, const.TILE_HEADS, 1, width))
-    ct.store(array, (batch, seq, head, part, 0), tile)
+    tile = tile.astype(array.dtype).reshape((1, const.TILE_SEQ, heads, 1, width))
+    ct.store(array, (batch, seq, head, part, 0), tile, allow_tma=False)
