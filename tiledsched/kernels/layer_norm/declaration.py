@@ -73,7 +73,7 @@ class LayerNorm(Kernel):
     plain = {"HOLD": True, "PERSISTENT": False}
     suites = {
         "widths": [{"rows": ELEMENTS // columns, "columns": columns} for columns in WIDTHS],
-        "models": [{"rows": tokens, "columns": columns} for columns in (768, 1280, 5120) for tokens in (512, 4096)],
+        "models": [{"rows": 8192, "columns": 5000}, *({"rows": 512, "columns": columns} for columns in (768, 5120))],
     }
 
     cost = LayerNormCost()

@@ -81,12 +81,10 @@ class Rope(Kernel):
     label = {"B": "batch", "S": "seq"}
     suites = {
         "models": [
-            *({"batch": batch, "seq": seq} | LLAMA for batch, seq in ((16, 1), (1, 512), (1, 4096), (4, 4096))),
+            *({"batch": batch, "seq": seq} | LLAMA for batch, seq in ((16, 1), (1, 4096), (4, 4096))),
             *({"batch": 1, "seq": 4096} | heads for heads in OTHERS),
         ],
-        "interleaved": [
-            {"batch": 1, "seq": seq, "q_heads": 16, "k_heads": 16, "parts": 1, "width": 64} for seq in (4096, 16384)
-        ],
+        "interleaved": [{"batch": 1, "seq": 4096, "q_heads": 16, "k_heads": 16, "parts": 1, "width": 64}],
     }
     cost = RopeCost()
 
@@ -145,7 +143,7 @@ class RopeInPlace(Rope):
     Q = ts.inout("batch seq q_heads parts width")
     K = ts.inout("batch seq k_heads parts width")
     OutQ = OutK = None
-    suites = {"models": [{"batch": batch, "seq": seq} | LLAMA for batch, seq in ((16, 1), (1, 4096), (4, 4096))]}
+    suites = {"models": [{"batch": batch, "seq": seq} | LLAMA for batch, seq in ((1, 4096), (4, 4096))]}
 
     @staticmethod
     def entry(p: Problem, s: Schedule) -> Callable[..., None]:
