@@ -59,8 +59,13 @@ def cross_entropy(
     """Loss and Lse `[rows]` of Logits `[rows, columns]` and Labels `[rows]`."""
     const = EntropyConstants(columns, TILE_ROWS, TILE_COLUMNS, LOADS, GROUP, 1, smoothed)
     row = ct.bid(0)
-    highest, total, logits = read_rows(Logits, row, 0, const)
-    store_losses(Logits, Labels, Loss, Lse, ignore_index, smoothing, row, highest, total, logits, const)
+    label = load_labels(
+        Labels, row, const
+    )  # first, and targets before the last tiles: so nobody waits for them at the end
+    lanes = read_groups(Logits, row, 0, const)
+    target = targets(Logits, label, row, const)
+    highest, total, logits = read_rest(Logits, row, 0, lanes, const)
+    store_losses(Loss, Lse, ignore_index, smoothing, row, label, target, highest, total, logits, const)
 
 
 def cross_entropy_part(
@@ -79,7 +84,7 @@ def cross_entropy_part(
     """The maximum of one part of each row, its sum of exponentials and its sum of logits, each `[SPLITS, rows]`."""
     const = EntropyConstants(columns, TILE_ROWS, TILE_COLUMNS, LOADS, GROUP, SPLITS, smoothed)
     row, split = ct.bid(0) // SPLITS, ct.bid(0) % SPLITS
-    highest, total, logits = read_rows(Logits, row, split, const)
+    highest, total, logits = read_rest(Logits, row, split, read_groups(Logits, row, split, const), const)
     ct.store(Highest, (split, row), highest.reshape((1, TILE_ROWS)))
     ct.store(Total, (split, row), total.reshape((1, TILE_ROWS)))
     if smoothed:
@@ -104,11 +109,13 @@ def cross_entropy_combine(
     """Loss and Lse from what the parts of each row found."""
     const = EntropyConstants(columns, COMBINE_ROWS, 1, 0, 1, SPLITS, smoothed)
     row = ct.bid(0)
+    label = load_labels(Labels, row, const)
+    target = targets(Logits, label, row, const)
     parts = load_parts(Highest, row, const)
     highest = ct.max(parts, axis=0)
     total = ct.sum(load_parts(Total, row, const) * ct.exp2((parts - highest) * LOG2_E, flush_to_zero=True), axis=0)
     logits = ct.sum(load_parts(Sum, row, const), axis=0) if smoothed else total
-    store_losses(Logits, Labels, Loss, Lse, ignore_index, smoothing, row, highest, total, logits, const)
+    store_losses(Loss, Lse, ignore_index, smoothing, row, label, target, highest, total, logits, const)
 
 
 def load_parts(array, row, const):
@@ -116,20 +123,33 @@ def load_parts(array, row, const):
     return ct.load(array, (0, row), (const.SPLITS, const.TILE_ROWS), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
 
 
-def read_rows(Logits, row, split, const):
-    """(maximum, sum of exponentials above it, sum of logits) of one part of a tile of rows, each `[TILE_ROWS]`."""
-    whole = const.COLUMNS // (const.GROUP * const.TILE_COLUMNS)  # groups that lie within a row
-    rest = column_tiles(const) - whole * const.GROUP  # tiles behind them
-    share = (whole + const.SPLITS - 1) // const.SPLITS
+def whole_groups(const):
+    """Groups of tiles that lie within a row."""
+    return const.COLUMNS // (const.GROUP * const.TILE_COLUMNS)
+
+
+def read_groups(Logits, row, split, const):
+    """The lanes (maximum, sum of exponentials above it, sum of logits) of the whole groups of one part of a tile of rows."""
+    share = (whole_groups(const) + const.SPLITS - 1) // const.SPLITS
     highest = ct.full((const.TILE_ROWS, const.TILE_COLUMNS), LOWEST, ct.float32)
     total = ct.zeros((const.TILE_ROWS, const.TILE_COLUMNS), ct.float32)
     logits = ct.zeros((const.TILE_ROWS, const.TILE_COLUMNS), ct.float32)
-    for group in range(split * share, min(split * share + share, whole)):
+    for group in range(split * share, min(split * share + share, whole_groups(const))):
         highest, total, logits = add_group(
             Logits, row, group * const.GROUP, const.GROUP, False, highest, total, logits, const
         )
+    return highest, total, logits
+
+
+def read_rest(Logits, row, split, lanes, const):
+    """(maximum, sum of exponentials above it, sum of logits), each `[TILE_ROWS]`, of `lanes` and of the tiles behind whole groups,
+    which are the last part's.
+    """
+    highest, total, logits = lanes
+    first = whole_groups(const) * const.GROUP
+    rest = column_tiles(const) - first
     if rest > 0 and (const.SPLITS == 1 or split == const.SPLITS - 1):
-        highest, total, logits = add_group(Logits, row, whole * const.GROUP, rest, True, highest, total, logits, const)
+        highest, total, logits = add_group(Logits, row, first, rest, True, highest, total, logits, const)
     row_max = ct.max(highest, axis=1, keepdims=True)
     total = ct.sum(total * ct.exp2((highest - row_max) * LOG2_E, flush_to_zero=True), axis=1)
     return row_max.reshape((const.TILE_ROWS,)), total, ct.sum(logits, axis=1)
@@ -160,18 +180,26 @@ def within(x, j, const):
     return x
 
 
-def store_losses(Logits, Labels, Loss, Lse, ignore_index, smoothing, row, highest, total, logits, const):
+def load_labels(Labels, row, const):
+    """The labels of a tile of rows, `[TILE_ROWS]`."""
+    return ct.load(Labels, (row,), (const.TILE_ROWS,), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
+
+
+def targets(Logits, label, row, const):
+    """The logits at the labels of a tile of rows, `[TILE_ROWS]`, and NaN where a label is no column."""
+    rows = row * const.TILE_ROWS + ct.arange(const.TILE_ROWS, dtype=ct.int32)
+    known = (label >= 0) & (label < const.COLUMNS)
+    column = ct.where(known, label, 0).astype(ct.int32)
+    return ct.where(known, ct.gather(Logits, (rows, column)).astype(ct.float32), math.nan)
+
+
+def store_losses(Loss, Lse, ignore_index, smoothing, row, label, target, highest, total, logits, const):
     """Store the loss and the logarithm of the sum of exponentials of a tile of rows. An ignored row has the loss 0, and one whose
     label is no column NaN.
     """
     lse = highest + ct.log2(total) * LN_2
-    label = ct.load(Labels, (row,), (const.TILE_ROWS,), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
-    rows = row * const.TILE_ROWS + ct.arange(const.TILE_ROWS, dtype=ct.int32)
-    known = (label >= 0) & (label < const.COLUMNS)
-    column = ct.where(known, label, 0).astype(ct.int32)
-    loss = lse - (1.0 - smoothing) * ct.gather(Logits, (rows, column)).astype(ct.float32)
+    loss = lse - (1.0 - smoothing) * target
     if const.SMOOTHED:
         loss = loss - smoothing * (logits / const.COLUMNS)
-    loss = ct.where(known, loss, math.nan)
     ct.store(Loss, (row,), ct.where(label == ignore_index, 0.0, loss), allow_tma=False)
     ct.store(Lse, (row,), lse, allow_tma=False)
