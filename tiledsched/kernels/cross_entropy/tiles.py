@@ -142,8 +142,8 @@ def read_groups(Logits, row, split, const):
 
 
 def read_rest(Logits, row, split, lanes, const):
-    """(maximum, sum of exponentials above it, sum of logits), each `[TILE_ROWS]`, of `lanes` and of the tiles behind whole groups,
-    which are the last part's.
+    """(maximum, sum of exponentials above it, sum of logits) of a part of a tile of rows, each `[TILE_ROWS]`: from its lanes, and
+    for the last part also from the tiles behind whole groups.
     """
     highest, total, logits = lanes
     first = whole_groups(const) * const.GROUP
