@@ -13,8 +13,11 @@ from tile_checks import mutated, run_schedule, sample, searched
 
 from tiledsched.build.compiler import compile_schedule
 from tiledsched.core.cases import call_reference
+from tiledsched.core.device import ARCHS
 from tiledsched.core.errors import ProblemError
+from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
+from tiledsched.core.space_files import space_for
 from tiledsched.interpreter import InterpreterError
 from tiledsched.interpreter.checking import check_schedule
 from tiledsched.kernels.cross_entropy import CrossEntropy
@@ -250,6 +253,63 @@ def test_the_complementary_error_function_is_that_of_the_standard_library():
     np.testing.assert_allclose(erfc(np, x), [math.erfc(each) for each in x], rtol=1e-13, atol=1e-300)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "sizes", "faster", "slower"),
+    [
+        # (knobs, registers, threads, shared memory, bytes spilled), as compiled; times on an H200
+        (
+            CrossEntropy,
+            {"rows": 4096, "columns": 128256},
+            (LOGITS | {"TILE_COLUMNS": 1024, "GROUP": 4}, 64, 128, 1040, 0),  # 254 us
+            (LOGITS | {"TILE_COLUMNS": 1024, "GROUP": 8}, 64, 128, 1040, 224),  # 652 us
+        ),
+        (
+            Glu,
+            {"rows": 4096, "columns": 14336},
+            (ROWS | {"TILE_COLUMNS": 1024}, 28, 128, 0, 0),  # 86 us
+            (ROWS | {"TILE_COLUMNS": 4096, "PERSISTENT": True, "loads": "tma"}, 64, 128, 0, 48),  # 108 us
+        ),
+        (
+            LayerNorm,
+            {"rows": 8192, "columns": 5000},
+            (ROWS | {"TILE_COLUMNS": 2048, "loads": "gather"}, 70, 128, 1040, 0),  # 46 us
+            (ROWS | {"TILE_COLUMNS": 2048}, 130, 128, 1040, 0),  # 61 us
+        ),
+    ],
+    ids=["cross_entropy", "glu", "layer_norm"],
+)
+def test_the_model_orders_programs_as_they_were_measured(kernel, sizes, faster, slower):
+    def us(knobs, registers, threads, shared, spilled):
+        facts = ResourceFacts(
+            registers=registers,
+            threads=threads,
+            shared_bytes=shared,
+            spill_bytes=spilled,
+            num_ctas=1,
+            code_bytes=0,
+            ctas_per_sm=1,
+        )
+        return kernel.cost.model(p, Schedule(knobs), facts, ARCHS["sm_90"])
+
+    p = kernel.problem(**sizes)
+    assert p.min_bytes / 4.8e6 < us(*faster) < 0.9 * us(*slower)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_what_nobody_measured_gets_the_default_or_what_is_surely_faster(kernel):
+    spec = ARCHS["sm_121"]
+    for p in kernel.suite("models"):
+        space = space_for("sm_121", kernel)
+
+        def estimate(s, p=p):
+            return kernel.cost.model(p, s, kernel.cost.expected(p, s, spec), spec)
+
+        default = space.default(p)
+        found = kernel.similarity.cold_start(p, default, space, estimate)
+        assert found == default or estimate(found) < 0.85 * estimate(default)
+        assert not kernel.cost.expected(p, found, spec).spill_bytes
+
+
 def test_tables_of_angles_are_one_or_one_for_each_sequence():
     sizes = {"seq": 5, "q_heads": 2, "k_heads": 1}
     with pytest.raises(ProblemError, match="all sequences have the same angles, or each has its own"):
@@ -261,8 +321,6 @@ def test_tables_of_angles_are_one_or_one_for_each_sequence():
 @pytest.mark.compiler
 @pytest.mark.parametrize("arch", ["sm_80", "sm_121"])
 def test_compiles_without_spills(arch):
-    from tiledsched.core.space_files import space_for
-
     for p in (
         LayerNorm.problem(rows=8192, columns=5000),
         Glu.problem(rows=4096, columns=14336, activation="gelu"),

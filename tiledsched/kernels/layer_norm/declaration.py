@@ -6,28 +6,38 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import tiledsched.core.fields as ts
-from tiledsched.core.device import ArchSpec
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
-from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels import row_schedules
-from tiledsched.kernels.row_schedules import ELEMENTS
+from tiledsched.kernels.row_schedules import ELEMENTS, RowSimilarity, StreamingCost, WorkTile
 
 WIDTHS = (768, 1024, 1280, 3072, 5120, 8192)
 """Columns of a suite: as in BERT and ViT (base and large), Whisper large, FLUX, Wan 14B, and Falcon 40B."""
 LIVE_PER_ELEMENT = 2.0
 """Float32 values in registers for each element of a row that a block holds: the element, its weight and its bias in 16 bits."""
+FP32_PER_ELEMENT = 12.0
+"""Instructions per element: conversions, sums, and products."""
+ENOUGH = 5.0
+"""Blocks that reduce rows twice pause for long; see `WorkTile.enough`."""
 
 
-class LayerNormCost(row_schedules.RowCost):
-    """The time of a kernel over rows, whose resources are those of the values that it holds."""
+class LayerNormCost(StreamingCost):
+    """The time of a kernel that reads rows, once or twice, and writes them."""
 
-    def expected(self, p: Problem, s: Schedule, spec: ArchSpec) -> ResourceFacts:
-        """The resources of machine code that holds rows, or two sums of a tile, in registers."""
-        tile = s.number("TILE_COLUMNS")
-        held = -(-p.columns // tile) * tile if s["HOLD"] else 2 * tile
-        return row_schedules.expected_facts(s, spec, s.number("TILE_ROWS") * held * LIVE_PER_ELEMENT)
+    def work(self, p: Problem, s: Schedule) -> WorkTile:
+        """A row that is not held is read again, from the L2 cache for the most part."""
+        rows, tile = s.number("TILE_ROWS"), s.number("TILE_COLUMNS")
+        covered = -(-p.columns // tile) * tile
+        held = bool(s["HOLD"]) or covered == tile
+        return WorkTile(
+            count=-(-p.rows // rows),
+            bytes=2.0 * rows * min(covered if held else tile, p.columns),
+            instructions=rows * covered * FP32_PER_ELEMENT * (1.0 if held else 1.6),
+            live=rows * (covered if held else tile) * LIVE_PER_ELEMENT,
+            enough=ENOUGH,
+            again=0.0 if held else 0.5 * p.rows * p.columns,
+        )
 
 
 class LayerNorm(Kernel):
@@ -77,7 +87,7 @@ class LayerNorm(Kernel):
     }
 
     cost = LayerNormCost()
-    similarity = row_schedules.RowSimilarity()
+    similarity = RowSimilarity()
     constants = staticmethod(row_schedules.constants)
     grid = staticmethod(row_schedules.grid)
 

@@ -9,7 +9,7 @@ import tiledsched.core.fields as ts
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.kernels.row_schedules import StreamingCost, WorkTile
+from tiledsched.kernels.row_schedules import RowSimilarity, StreamingCost, WorkTile
 
 FP32_PER_ELEMENT = 8.0
 """Instructions per element: conversions, and two products."""
@@ -87,6 +87,7 @@ class Rope(Kernel):
         "interleaved": [{"batch": 1, "seq": 4096, "q_heads": 16, "k_heads": 16, "parts": 1, "width": 64}],
     }
     cost = RopeCost()
+    similarity = RowSimilarity()
 
     @staticmethod
     def constants(p: Problem, s: Schedule) -> Mapping[str, Any]:
