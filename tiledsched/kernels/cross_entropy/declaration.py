@@ -29,7 +29,7 @@ class CrossEntropyCost(StreamingCost):
     """The time of a kernel that streams rows of logits, in groups of tiles."""
 
     def work(self, p: Problem, s: Schedule) -> WorkTile:
-        """A block waits for each group. What it asks of memory in its life is a share of some rows."""
+        """A block waits for each group, and holds it in the type of the logits beside the lanes."""
         lanes = s.number("TILE_ROWS") * s.number("TILE_COLUMNS")
         share = s.number("TILE_ROWS") * p.columns / s.number("SPLITS")
         group = lanes * min(float(s.number("GROUP")), -(-share // lanes))
@@ -37,7 +37,7 @@ class CrossEntropyCost(StreamingCost):
             count=-(-p.rows // s.number("TILE_ROWS")) * s.number("SPLITS"),
             bytes=group * ITEM_BYTES[p.dtype],
             instructions=share * (FP32_PER_ELEMENT + FP32_PER_RESCALE / s.number("GROUP")),
-            live=group + 2.0 * lanes,
+            live=group * ITEM_BYTES[p.dtype] / 4.0 + 2.0 * lanes,
         )
 
     def model(self, p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
