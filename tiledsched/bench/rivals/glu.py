@@ -17,7 +17,15 @@ def rivals(p: Problem) -> Rivals:
     found: dict[str, Callable[..., Any]] = {"torch": gate, "torch_compile": compiled(gate)}
     if p.activation != "gelu" and importlib.util.find_spec("liger_kernel") is not None:
         found["liger"] = _liger if p.activation == "silu" else _liger_gelu
+    if p.activation == "silu" and importlib.util.find_spec("tilegym") is not None:
+        found["tilegym"] = _tilegym
     return found
+
+
+def _tilegym(gate: Any, up: Any) -> Any:
+    from tilegym.ops import get_swiglu
+
+    return get_swiglu()(gate, up)
 
 
 def _liger(gate: Any, up: Any) -> Any:
