@@ -19,11 +19,12 @@ from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import DatabaseError
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.core.sources import of_one_kernel, source_part
+from tiledsched.core.sources import of_one_kernel, place_part, source_part
 from tiledsched.measure.clocks import describe_throttling
 from tiledsched.measure.runner import Device
 from tiledsched.store.evidence import standing
 from tiledsched.store.models import (
+    NAMESAKE,
     ArtifactRow,
     Base,
     BuildRow,
@@ -181,8 +182,10 @@ def put_entry(session: Session, record: Entry, *, merging: bool) -> str:
     row = entry_values(record, measurement_id, parents)
     parents.insert(session)
     # A writer that inserts the same key at this moment is waited for. After that the row is there, and locked until the commit.
-    if insert_row(session, EntryRow, row) is not None:
+    keyed = _keyed(session, row)
+    if keyed is None:
         return "added"
+    row = keyed
     same = [getattr(EntryRow, name) == row[name] for name in ENTRY_KEY]
     if merging:
         there = entry_of(*session.execute(select_entries().where(*same).with_for_update(of=EntryRow)).one())
@@ -197,6 +200,28 @@ def put_entry(session: Session, record: Entry, *, merging: bool) -> str:
         return "kept"
     session.execute(update(EntryRow).where(*same).values(row))
     return "replaced"
+
+
+def _keyed(session: Session, row: dict[str, Any]) -> dict[str, Any] | None:
+    """The row of an entry with the key under which evidence of its kernel lies; None where there was none, and it is inserted.
+
+    The key has the kernel's name. Where that holds evidence of another kernel, one in a file of the same name, the place of
+    the kernel's own file stands behind the name, so that neither takes the place of the other.
+    """
+    place = place_part(row["source_hash"])
+    own = {**row, "kernel": f"{row['kernel']}{NAMESAKE}{place}"}
+
+    def noted(each: dict[str, Any]) -> str | None:
+        same = [getattr(EntryRow, name) == each[name] for name in ENTRY_KEY]
+        return session.scalars(select(EntryRow.source_hash).where(*same).with_for_update()).first()
+
+    if place and noted(own) is not None:
+        return own
+    if insert_row(session, EntryRow, row) is not None:
+        return None
+    if of_one_kernel(noted(row) or "", row["source_hash"]):
+        return row
+    return None if insert_row(session, EntryRow, own) is not None else own
 
 
 def _slower_clock(session: Session, new: int | None, old: int | None) -> bool:
