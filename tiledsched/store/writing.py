@@ -52,30 +52,44 @@ def now() -> datetime:
 def insert_missing(session: Session, model: type[Base], rows: list[dict[str, Any]]) -> None:
     """Insert the `rows` whose key no row has yet."""
     if rows:
-        session.execute(_insert(session, model).on_conflict_do_nothing().inline(), rows)
+        session.execute(_insert_missing(_dialect(session), model).inline(), rows)
 
 
 def upsert(session: Session, model: type[Base], rows: list[dict[str, Any]], key: tuple[str, ...]) -> None:
     """Insert `rows`. Each replaces the row with the same `key`."""
     if rows:
-        statement = _insert(session, model)
-        changed = {name: statement.excluded[name] for name in rows[0] if name not in key}
-        session.execute(statement.on_conflict_do_update(index_elements=key, set_=changed).inline(), rows)
+        session.execute(_upsert(_dialect(session), model, tuple(rows[0]), key), rows)
 
 
 def insert_row(session: Session, model: type[Base], row: dict[str, Any]) -> Any:
     """Insert a row, and return its number; None where another row has its key."""
-    statement = _insert(session, model).on_conflict_do_nothing()
-    if session.get_bind().dialect.name == "postgresql":  # where the count of rows is not known if a key is made
+    statement = _insert_missing(_dialect(session), model)
+    if _dialect(session) == "postgresql":  # where the count of rows is not known if a key is made
         return session.scalar(statement.returning(literal_column("id")), row)
     result: Any = session.execute(statement.inline(), row)  # SQLite knows RETURNING since 3.35, and RHEL 9 has 3.34
     return result.lastrowid if result.rowcount == 1 else None
 
 
-def _insert(session: Session, model: type[Base]) -> Any:
+def _dialect(session: Session) -> str:
+    return session.get_bind().dialect.name
+
+
+# SQLAlchemy takes about 2 ms to make such a statement, so each is made once.
+@cache
+def _insert_missing(dialect: str, model: type[Base]) -> Any:
+    return _insert(dialect, model).on_conflict_do_nothing()
+
+
+@cache
+def _upsert(dialect: str, model: type[Base], names: tuple[str, ...], key: tuple[str, ...]) -> Any:
+    statement = _insert(dialect, model)
+    changed = {name: statement.excluded[name] for name in names if name not in key}
+    return statement.on_conflict_do_update(index_elements=key, set_=changed).inline()
+
+
+def _insert(dialect: str, model: type[Base]) -> Any:
     """An insert statement of the dialect: SQLite and PostgreSQL have ON CONFLICT, SQLAlchemy's own statement has not."""
-    dialect = import_module(f"sqlalchemy.dialects.{session.get_bind().dialect.name}")
-    return dialect.insert(model.__table__)
+    return import_module(f"sqlalchemy.dialects.{dialect}").insert(model.__table__)
 
 
 class Parents:
