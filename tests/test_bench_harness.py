@@ -356,6 +356,10 @@ def test_the_rivals_of_kernels_that_ship_compute_what_the_kernels_do(cuda, monke
         ("rms_norm", {"rows": 5, "columns": 64}),
         ("rms_norm", {"rows": 5, "columns": 64, "residual": True}),
         ("softmax", {"rows": 5, "columns": 70}),
+        *(("layer_norm", {"rows": 5, "columns": 70, "weighted": flag, "biased": flag}) for flag in (True, False)),
+        *(("glu", {"rows": 5, "columns": 70, "activation": word}) for word in ("silu", "gelu", "gelu_tanh")),
+        *(("rope", {"batch": 2, "seq": 5, "q_heads": 3, "k_heads": 1, "width": 16, "parts": n}) for n in (1, 2)),
+        *(("cross_entropy", {"rows": 40, "columns": 70, "smoothed": flag}) for flag in (True, False)),
     ]
     for name, sizes in problems:
         problem = kernel_named(name).problem(**sizes)

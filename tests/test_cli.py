@@ -25,7 +25,7 @@ from tiledsched.core import data_files
 from tiledsched.core.device import ARCHS, PRODUCTS, arch_named
 from tiledsched.core.errors import MeasureError, TiledschedError
 from tiledsched.core.labels import format_problem
-from tiledsched.core.registry import kernel_named
+from tiledsched.core.registry import SHIPPED, kernel_named
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import load_space, space_for
 from tiledsched.kernels.attention import Attention
@@ -776,7 +776,7 @@ def test_show_hides_no_schedule_at_80_columns(home, capsys, monkeypatch) -> None
     assert all(" ".join(shown(entry)) in flat for entry in entries)
 
 
-@pytest.mark.parametrize("name", ["attention", "matmul", "rms_norm", "softmax"])
+@pytest.mark.parametrize("name", SHIPPED)
 def test_what_a_problem_is_told_as_is_read_as_that_problem(name) -> None:
     kernel = kernel_named(name)
     for problem in dict.fromkeys(each for suite in kernel.suites for each in kernel.suite(suite)):

@@ -29,7 +29,7 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.ops import sdpa as serve
 from tiledsched.ops.fallback import MOST_SCORES, computes_at_once
 from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
-from tiledsched.ops.functions import matmul, rms_norm, softmax
+from tiledsched.ops.functions import cross_entropy, geglu, layer_norm, matmul, rms_norm, rope, softmax, swiglu
 from tiledsched.serve import background, prebuilt, process, programs
 from tiledsched.serve.background import BackgroundBuilder, Build
 from tiledsched.serve.entries import layers
@@ -348,6 +348,9 @@ def test_what_stands_in_is_laid_out_like_our_own_output(serving, lse) -> None:
 
 
 X, W = torch.randn(8, 64).half(), torch.randn(64).half()
+ANGLES, LABELS = torch.ones(8, 32), torch.tensor([3, 63, 0, -100, 7, 1, 2, 5])
+TURNED = torch.stack((X[:, ::2] - X[:, 1::2], X[:, 1::2] + X[:, ::2]), -1).reshape(1, 8, 64)
+LOSS = torch.nn.functional.cross_entropy(X.float(), LABELS, label_smoothing=0.1, reduction="sum")
 
 
 @pytest.mark.parametrize(
@@ -358,8 +361,26 @@ X, W = torch.randn(8, 64).half(), torch.randn(64).half()
         (lambda: rms_norm(X, W, 1e-3), torch.nn.functional.rms_norm(X, (64,), W, 1e-3)),
         (lambda: rms_norm(X, W, residual=X)[0], torch.nn.functional.rms_norm(2 * X, (64,), W, 1e-5)),
         (lambda: rms_norm(X, W, residual=X)[1], 2 * X),
+        (lambda: layer_norm(X, W, W, 1e-3), torch.nn.functional.layer_norm(X, (64,), W, W, 1e-3)),
+        (lambda: layer_norm(X), torch.nn.functional.layer_norm(X, (64,))),
+        (lambda: swiglu(X), torch.nn.functional.silu(X[:, :32]) * X[:, 32:]),
+        (lambda: geglu(X, X, approximate="tanh"), torch.nn.functional.gelu(X, approximate="tanh") * X),
+        (lambda: rope(X[None], X[None], ANGLES, ANGLES, interleaved=True)[1], TURNED),
+        (lambda: cross_entropy(X, LABELS, label_smoothing=0.1, reduction="sum"), LOSS),
     ],
-    ids=["matmul", "softmax", "rms_norm", "residual", "sum"],
+    ids=[
+        "matmul",
+        "softmax",
+        "rms_norm",
+        "residual",
+        "sum",
+        "layer_norm",
+        "plain_norm",
+        "swiglu",
+        "geglu",
+        "rope",
+        "cross_entropy",
+    ],
 )
 def test_torch_serves_for_the_operators_that_ship(serving, monkeypatch, call, want) -> None:
     monkeypatch.setenv("TILEDSCHED_RIVALS", "record")  # else cuBLAS serves so small a product

@@ -53,10 +53,10 @@ MUTATIONS = {
     "no epsilon": ("/ const.COLUMNS + eps)", "/ const.COLUMNS)"),
     "root for its inverse": ("ct.rsqrt(", "ct.sqrt("),
     "not weighed": ("scale_of(x * x, eps, const) * weight", "scale_of(x * x, eps, const)"),
-    "weights of the first tile": ("weight = ct.load(W, (j,)", "weight = ct.load(W, (0,)"),
+    "weights of the first tile": ("tile = ct.load(array, (column,)", "tile = ct.load(array, (0 * column,)"),
     "weights of another tile, held": (
-        "tiles[j] * scale * weights(W, j, const)",
-        "tiles[j] * scale * weights(W, 0, const)",
+        "tiles[j] * scale * load_vector(W, j, const)",
+        "tiles[j] * scale * load_vector(W, 0, const)",
     ),
     "squares of the first tile": ("squares = squares + tiles[j] * tiles[j]", "squares = squares"),
     "squares not squared": ("squares = squares + x * x", "squares = squares + x"),

@@ -32,8 +32,16 @@ if TYPE_CHECKING:
     from tiledsched.core.space import SearchSpace as SearchSpace
     from tiledsched.core.space_files import load_space as load_space
     from tiledsched.core.space_files import space_for as space_for
+    from tiledsched.ops.functions import cross_entropy as cross_entropy
+    from tiledsched.ops.functions import geglu as geglu
     from tiledsched.ops.functions import grouped_matmul as grouped_matmul
+    from tiledsched.ops.functions import layer_norm as layer_norm
+    from tiledsched.ops.functions import matmul as matmul
+    from tiledsched.ops.functions import rms_norm as rms_norm
+    from tiledsched.ops.functions import rope as rope
     from tiledsched.ops.functions import scaled_matmul as scaled_matmul
+    from tiledsched.ops.functions import softmax as softmax
+    from tiledsched.ops.functions import swiglu as swiglu
     from tiledsched.ops.sdpa import explain as explain
     from tiledsched.ops.sdpa import sdpa as sdpa
     from tiledsched.ops.varlen import sdpa_paged as sdpa_paged
@@ -58,7 +66,7 @@ _PUBLIC = {
     "core.similarity": "Similarity",
     "core.space": "SearchSpace",
     "core.space_files": "load_space space_for",
-    "ops.functions": "grouped_matmul scaled_matmul",
+    "ops.functions": "cross_entropy geglu grouped_matmul layer_norm matmul rms_norm rope scaled_matmul softmax swiglu",
     "ops.sdpa": "explain sdpa",
     "ops.varlen": "sdpa_paged sdpa_varlen",
     "serve.capture": "capture",

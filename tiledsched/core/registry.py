@@ -39,6 +39,11 @@ SHIPPED = {
     "rms_norm": "tiledsched.kernels.rms_norm:RmsNorm",
     "scaled_matmul": "tiledsched.kernels.scaled_matmul:ScaledMatmul",
     "softmax": "tiledsched.kernels.softmax:Softmax",
+    "layer_norm": "tiledsched.kernels.layer_norm:LayerNorm",
+    "glu": "tiledsched.kernels.glu:Glu",
+    "rope": "tiledsched.kernels.rope:Rope",
+    "rope_in_place": "tiledsched.kernels.rope:RopeInPlace",
+    "cross_entropy": "tiledsched.kernels.cross_entropy:CrossEntropy",
 }
 """The kernels that ship: name -> where each is declared."""
 ALLOWED_VARIABLE = "TILEDSCHED_FLEET_JOBS"

@@ -1,4 +1,4 @@
-"""How kernels that work on whole rows read, hold and write them: tile code that rms_norm and softmax share.
+"""How kernels that work on whole rows read, hold and write them: tile code that several kernels share.
 
 A block takes TILE_ROWS rows at a time. A row is walked in tiles of TILE_COLUMNS: one tile where that is enough; else several,
 which are either held in registers between the two passes (HOLD) or read again, from the L2 cache as a rule. What is memory-bound
@@ -62,6 +62,12 @@ def store_rows(array, row, column, tile, const):
         ct.scatter(array, elements_of(row, column, const), tile.astype(array.dtype))
     else:
         ct.store(array, (row, column), tile.astype(array.dtype), allow_tma=None if const.LOADS == TMA else False)
+
+
+def load_vector(array, column, const):
+    """A tile of an array `[columns]` that all rows share, `[1, TILE_COLUMNS]` in float32, with zeros beyond the edge."""
+    tile = ct.load(array, (column,), (const.TILE_COLUMNS,), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
+    return tile.astype(ct.float32).reshape((1, const.TILE_COLUMNS))
 
 
 def elements_of(row, column, const):

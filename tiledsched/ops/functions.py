@@ -1,25 +1,39 @@
-"""Matrix products, RMSNorm and softmax on tuned schedules, as functions like torch's."""
+"""The kernels that ship beside attention, on tuned schedules, as functions like torch's."""
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from tiledsched.core.errors import ProblemError
 from tiledsched.core.registry import kernel_named
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @functools.cache
 def _operator(kernel: str, **pinned: Any) -> Any:
     """The operator of a kernel, made at its first call."""
+    if (
+        torch.compiler.is_dynamo_compiling()
+    ):  # which traces this in spite of the cache, and cannot trace how one is made
+        return getattr(torch.ops.tiledsched, _registered(kernel, **pinned))
     from tiledsched.serve.op import op
 
-    suffix = "".join(f"_{name}" for name, value in pinned.items() if value)
-    return op(f"tiledsched::{kernel}{suffix}", kernel_named(kernel), **pinned)
+    return op(f"tiledsched::{_word(kernel, pinned)}", kernel_named(kernel), **pinned)
+
+
+@torch.compiler.assume_constant_result
+def _registered(kernel: str, **pinned: Any) -> str:
+    """The name under which torch knows the operator of a kernel, which is made first where need be."""
+    _operator(kernel, **pinned)
+    return _word(kernel, pinned)
+
+
+def _word(kernel: str, pinned: dict[str, Any]) -> str:
+    return kernel + "".join(f"_{name}" for name, value in pinned.items() if value)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -135,3 +149,178 @@ def softmax(input: Tensor) -> Tensor:
     """
     out: Tensor = _operator("softmax")(_rows(input))
     return out.reshape(input.shape)
+
+
+def layer_norm(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """`(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias` over the last axis, as `torch.nn.functional.layer_norm`.
+
+    Args:
+        input: `[..., columns]` CUDA tensor, float16 or bfloat16.
+        weight, bias: `[columns]`, of the same type; either may be None.
+        eps: added to the variance.
+
+    Returns:
+        The normalised rows, of the shape and type of `input`.
+
+    Raises:
+        ProblemError, UnsupportedError: shapes or types that do not go together, or no CUDA tensors.
+    """
+    given = [each for each in (weight, bias) if each is not None]
+    norm = _operator("layer_norm", weighted=weight is not None, biased=bias is not None)
+    out: Tensor = norm(_rows(input), *given, eps)
+    return out.reshape(input.shape)
+
+
+def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """`silu(gate) * up`, computed in float32 and rounded once.
+
+    Args:
+        gate: `[..., columns]` CUDA tensor, float16 or bfloat16; without `up`, `[..., 2 * columns]`: gate and up side by side.
+        up: of the same shape and type. Both may be strided, such as two parts of one projection.
+
+    Returns:
+        `[..., columns]`, of the type of the inputs.
+
+    Raises:
+        ProblemError, UnsupportedError: shapes or types that do not go together, or no CUDA tensors.
+    """
+    return _gated(gate, up, "silu")
+
+
+def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") -> Tensor:
+    """`gelu(gate) * up`, computed in float32 and rounded once.
+
+    Args:
+        gate, up: see :func:`swiglu`.
+        approximate: `"none"`, or `"tanh"` for the approximation of gelu by tanh, as in `torch.nn.functional.gelu`.
+
+    Returns:
+        `[..., columns]`, of the type of the inputs.
+
+    Raises:
+        ProblemError, UnsupportedError: as :func:`swiglu`, or another word for `approximate`.
+    """
+    if approximate not in ("none", "tanh"):
+        raise ProblemError(f"approximate = {approximate!r}; allowed are 'none' and 'tanh'")
+    return _gated(gate, up, "gelu" if approximate == "none" else "gelu_tanh")
+
+
+def _gated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    if up is None:
+        if gate.shape[-1] % 2:
+            raise ProblemError(f"gate and up side by side have an even number of columns, got {gate.shape[-1]}")
+        gate, up = gate.chunk(2, -1)
+    out: Tensor = _operator("glu")(_rows(gate), _rows(up), activation)
+    return out.reshape(gate.shape)
+
+
+def rope(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Rotary position embedding: each pair (a, b) of a head's elements becomes (a cos - b sin, b cos + a sin).
+
+    It is computed in float32 and rounded once.
+
+    Args:
+        q: `[batch, heads, seq, head_dim]` CUDA tensor, float16 or bfloat16, or without batch. Elements of a head are neighbours
+            in memory; else strides are free, so that q may be a part of a projection of q, k and v.
+        k: of the same type, with the same axes except for the number of heads.
+        cos, sin: `[seq, rotary_dim / 2]`, or `[batch, seq, rotary_dim / 2]` where positions differ, of float16, bfloat16 or
+            float32. Tables `rotary_dim` wide, which hold each angle twice, are allowed, too.
+        interleaved: whether a pair is two neighbours (GPT-J); else its elements are half of `rotary_dim` apart (Llama).
+        rotary_dim: the first elements of a head, which are rotated; by default all of them.
+        inplace: rotate q and k where they lie. Without gradients.
+
+    Returns:
+        The rotated q and k: new tensors, in which the heads of a position are neighbours; or q and k themselves.
+
+    Raises:
+        ProblemError, UnsupportedError: shapes or types that do not go together, or no CUDA tensors.
+    """
+    head_dim = q.shape[-1]
+    rotated = head_dim if rotary_dim is None else rotary_dim
+    if rotated % 2 or not 0 < rotated <= head_dim or k.shape[-1] != head_dim:
+        raise ProblemError(
+            f"rope rotates an even number of elements of each head of q and k, got {rotated} of {head_dim} and {k.shape[-1]}"
+        )
+    if rotated < head_dim and not inplace:  # what is not rotated is copied
+        q, k, inplace = q.clone(), k.clone(), True
+    parts = 1 if interleaved else 2
+    given = [_by_position(x[..., :rotated] if rotated < head_dim else x, parts) for x in (q, k)]
+    tables = [_angles(x, rotated, interleaved) for x in (cos, sin)]
+    if inplace:
+        _operator("rope_in_place")(*given, *tables)
+        return q, k
+    out_q, out_k = (x.flatten(-2).transpose(1, 2) for x in _operator("rope")(*given, *tables))
+    return (out_q, out_k) if q.ndim == 4 else (out_q[0], out_k[0])
+
+
+def _by_position(x: Tensor, parts: int) -> Tensor:
+    """`[batch, seq, heads, parts, width]`, a view of `[batch, heads, seq, head_dim]`."""
+    if x.ndim not in (3, 4):
+        raise ProblemError(
+            f"q and k must be [batch, heads, seq, head_dim] or [heads, seq, head_dim], got {tuple(x.shape)}"
+        )
+    return (x if x.ndim == 4 else x[None]).transpose(1, 2).unflatten(-1, (parts, x.shape[-1] // parts))
+
+
+def _angles(table: Tensor, rotated: int, interleaved: bool) -> Tensor:
+    """`[1 or batch, seq, rotated / 2]` of a table of cosines or sines."""
+    if table.shape[-1] == rotated:  # each angle is there twice
+        table = table[..., ::2].contiguous() if interleaved else table[..., : rotated // 2]
+    elif table.shape[-1] != rotated // 2:
+        raise ProblemError(
+            f"cos and sin must have {rotated // 2} or {rotated} columns where {rotated} elements are rotated, "
+            f"got {table.shape[-1]}"
+        )
+    return table if table.ndim == 3 else table[None]
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    return_lse: bool = False,
+) -> Any:
+    """The cross entropy of each row of logits with its label, `logsumexp(row) - row[label]`, in float32.
+
+    Args:
+        logits: `[..., columns]` CUDA tensor, float16, bfloat16 or float32: classes are on the last axis.
+        labels: `[...]`, int64 or int32. A label that is neither a column nor `ignore_index` makes its row's loss NaN.
+        ignore_index: the label of rows that do not count; their loss is 0.
+        label_smoothing: the share of the target that all columns have alike; the label has the rest.
+        reduction: `"none"` for the losses; `"sum"`, or `"mean"` over the rows that count, as in torch.
+        return_lse: also return the logarithm of the sum of exponentials of each row.
+
+    Returns:
+        The loss or losses in float32; with `return_lse` also `[...]` float32.
+
+    Raises:
+        ProblemError, UnsupportedError: shapes or types that do not go together, another word for `reduction`, or no CUDA tensors.
+    """
+    if reduction not in ("none", "mean", "sum"):
+        raise ProblemError(f"reduction = {reduction!r}; allowed are 'none', 'mean' and 'sum'")
+    if labels.shape != logits.shape[:-1]:
+        raise ProblemError(
+            f"labels must have the shape of logits without its last axis, {tuple(logits.shape[:-1])}, got {tuple(labels.shape)}"
+        )
+    loss, lse = _operator("cross_entropy")(
+        _rows(logits), labels.reshape(-1), label_smoothing != 0, ignore_index, label_smoothing
+    )
+    if reduction == "none":
+        loss = loss.reshape(labels.shape)
+    else:
+        loss = loss.sum()
+        if reduction == "mean":
+            loss = loss / (labels != ignore_index).sum()
+    return (loss, lse.reshape(labels.shape)) if return_lse else loss

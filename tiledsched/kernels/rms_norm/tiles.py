@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import cuda.tile as ct
 
-from tiledsched.kernels.rows import RowConstants, column_tiles, load_rows, store_rows
+from tiledsched.kernels.rows import RowConstants, column_tiles, load_rows, load_vector, store_rows
 
 Int = ct.Constant[int]
 Bool = ct.Constant[bool]
@@ -33,7 +33,7 @@ def rms_norm_residual(
 
 def normalise(X, R, W, Sum, Out, eps, const):
     """All rows of the current block. `R` and `Sum` are None without a residual."""
-    weight = weights(W, 0, const) if column_tiles(const) == 1 else None
+    weight = load_vector(W, 0, const) if column_tiles(const) == 1 else None
     if const.PERSISTENT:
         for row in range(ct.bid(0), ct.cdiv(X.shape[0], const.TILE_ROWS), ct.num_blocks(0)):
             normalise_rows(X, R, W, Sum, Out, eps, row, weight, const)
@@ -53,7 +53,7 @@ def normalise_rows(X, R, W, Sum, Out, eps, row, weight, const):
             squares = squares + tiles[j] * tiles[j]
         scale = scale_of(squares, eps, const)
         for j in ct.static_iter(range(column_tiles(const))):
-            store_rows(Out, row, j, tiles[j] * scale * weights(W, j, const), const)
+            store_rows(Out, row, j, tiles[j] * scale * load_vector(W, j, const), const)
     else:
         squares = ct.zeros((const.TILE_ROWS, const.TILE_COLUMNS), ct.float32)
         for j in range(column_tiles(const)):
@@ -62,7 +62,7 @@ def normalise_rows(X, R, W, Sum, Out, eps, row, weight, const):
         scale = scale_of(squares, eps, const)
         for j in range(column_tiles(const)):
             x = summed(X, R, None, row, j, const)
-            store_rows(Out, row, j, x * scale * weights(W, j, const), const)
+            store_rows(Out, row, j, x * scale * load_vector(W, j, const), const)
 
 
 def scale_of(squares, eps, const):
@@ -78,9 +78,3 @@ def summed(X, R, Sum, row, j, const):
         if Sum is not None:
             store_rows(Sum, row, j, x, const)
     return x
-
-
-def weights(W, j, const):
-    """The `j`-th tile of W, `[1, TILE_COLUMNS]` in float32."""
-    weight = ct.load(W, (j,), (const.TILE_COLUMNS,), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
-    return weight.astype(ct.float32).reshape((1, const.TILE_COLUMNS))

@@ -1,0 +1,161 @@
+"""The torch-shaped functions of layer normalisation, gated linear units, rotary embedding and cross entropy, run on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tiledsched as ts
+from tiledsched.core.errors import ProblemError
+from tiledsched.ops import functions
+
+pytestmark = pytest.mark.usefixtures("launches", "quiet")
+CLOSE = {"rtol": 2e-2, "atol": 2e-2}
+
+
+def made(*shape, dtype=torch.bfloat16, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def test_layer_norm_is_torchs():
+    x, w, b = made(2, 5, 72), made(72, seed=1), made(72, seed=2)
+    for weight, bias in ((w, b), (w, None), (None, b), (None, None)):
+        torch.testing.assert_close(
+            ts.layer_norm(x, weight, bias, 1e-3), torch.nn.functional.layer_norm(x, (72,), weight, bias, 1e-3), **CLOSE
+        )
+    torch.testing.assert_close(
+        ts.layer_norm(x.half()), torch.nn.functional.layer_norm(x.half(), (72,)), rtol=2e-3, atol=2e-3
+    )
+    with pytest.raises(ProblemError, match="W, axis 0"):
+        ts.layer_norm(x, w[:7])
+
+
+@pytest.mark.parametrize("unit", ["silu", "gelu", "gelu_tanh"])
+def test_gated_units_are_torchs_and_read_both_halves_of_a_projection(unit):
+    packed = made(2, 7, 2 * 80)
+    gate, up = packed.chunk(2, -1)
+    mine = {"silu": ts.swiglu, "gelu": ts.geglu, "gelu_tanh": lambda *given: ts.geglu(*given, approximate="tanh")}[unit]
+    activation = {
+        "silu": torch.nn.functional.silu,
+        "gelu": torch.nn.functional.gelu,
+        "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    }[unit]
+    right = activation(gate.float()) * up.float()
+    for found in (mine(packed), mine(gate, up), mine(gate.contiguous(), up.contiguous())):
+        torch.testing.assert_close(found.float(), right, **CLOSE)
+    with pytest.raises(ProblemError, match="Up, axis 1"):
+        mine(gate, up[..., :8])
+    with pytest.raises(ProblemError, match="even number of columns"):
+        mine(packed[..., :7])
+    with pytest.raises(ProblemError, match="'none' and 'tanh'"):
+        ts.geglu(gate, up, approximate="erf")
+
+
+def rotated(x, cos, sin, interleaved):
+    """As models write it: of tables that hold each angle twice."""
+    x = x.float()
+    if interleaved:
+        cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
+        turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    else:
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+        turned = torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1)
+    return x * cos.unsqueeze(-3) + turned * sin.unsqueeze(-3)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_rope_is_what_models_write(interleaved, inplace):
+    """q and k are parts of one projection, with other numbers of heads; angles are those of all sequences, or of each."""
+    projection = made(2, 5, (4 + 2 + 2) * 16)
+    angle = 6.3 * torch.rand(2, 5, 8, generator=torch.Generator().manual_seed(1))
+    for tables, twice in ((angle[0], False), (angle, False), (angle[:1], True)):
+        q, k, _ = (x.unflatten(-1, (-1, 16)).transpose(1, 2) for x in projection.clone().split((64, 32, 32), -1))
+        right = [rotated(x, tables.cos(), tables.sin(), interleaved) for x in (q, k)]
+        given = tables.repeat_interleave(2, -1) if interleaved else torch.cat((tables, tables), -1)
+        given = given if twice else tables
+        found = ts.rope(q, k, given.cos(), given.sin(), interleaved=interleaved, inplace=inplace)
+        assert [x is y for x, y in zip(found, (q, k), strict=True)] == [inplace, inplace]
+        for one, wanted in zip(found, right, strict=True):
+            torch.testing.assert_close(one.float(), wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_rope_of_part_of_a_head(inplace):
+    q, k, angle = made(3, 5, 16), made(1, 5, 16, seed=1), torch.rand(5, 4)
+    before = q.clone()
+    right = torch.cat((rotated(q[..., :8], angle.cos(), angle.sin(), False), q[..., 8:].float()), -1)
+    found, _ = ts.rope(q, k, angle.cos(), angle.sin(), rotary_dim=8, inplace=inplace)
+    torch.testing.assert_close(found.float(), right, **CLOSE)
+    assert torch.equal(q, before) != inplace
+
+
+def test_what_rope_does_not_take():
+    q, k, angle = made(1, 2, 5, 16), made(1, 2, 5, 16), torch.rand(5, 8)
+    for given, why in (
+        ((q, k, angle[:, :3], angle), "must have 8 or 16 columns"),
+        ((q, made(1, 2, 5, 8), angle, angle), "of each head of q and k"),
+        ((q[0, 0], k[0, 0], angle, angle), r"q and k must be \[batch, heads, seq, head_dim\]"),
+        ((q, k, angle[:4], angle), "Cos, axis 1"),
+        ((q, k, angle.double(), angle.double()), "float64"),
+        (
+            (made(3, 2, 5, 16), made(3, 2, 5, 16), torch.rand(2, 5, 8), torch.rand(2, 5, 8)),
+            "all sequences have the same angles, or each has its own",
+        ),
+    ):
+        with pytest.raises(ProblemError, match=why):
+            ts.rope(*given)
+    with pytest.raises(ProblemError, match="an even number"):
+        ts.rope(q, k, angle, angle, rotary_dim=5)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_cross_entropy_is_torchs(smoothing, reduction):
+    logits, labels = made(2, 4, 700), torch.randint(0, 700, (2, 4), generator=torch.Generator().manual_seed(0))
+    labels[0, 1] = labels[1, 3] = -1
+    more = {"ignore_index": -1, "label_smoothing": smoothing, "reduction": reduction}
+    right = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), **more)
+    right = right.reshape(labels.shape) if reduction == "none" else right
+    for given in (labels, labels.int()):
+        found, lse = ts.cross_entropy(logits, given, return_lse=True, **more)
+        torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse, logits.float().logsumexp(-1), rtol=1e-5, atol=1e-5)
+
+
+def test_labels_that_are_no_column_make_nan():
+    logits = made(4, 24)
+    found = ts.cross_entropy(logits, torch.tensor([0, 24, -1, -100]), reduction="none")
+    assert found.isnan().tolist() == [False, True, True, False]
+    assert found[3] == 0
+    with pytest.raises(ProblemError, match="labels must have the shape"):
+        ts.cross_entropy(logits, torch.zeros(5, dtype=torch.int64))
+    with pytest.raises(ProblemError, match="'none', 'mean' and 'sum'"):
+        ts.cross_entropy(logits, torch.zeros(4, dtype=torch.int64), reduction="average")
+
+
+def test_nothing_is_launched_for_empty_inputs(launches):
+    x = torch.ones(2, 0, 8).half()
+    assert ts.layer_norm(x).shape == ts.swiglu(x, x).shape == x.shape
+    assert ts.layer_norm(torch.ones(3, 0).half()).shape == (3, 0)
+    found = ts.rope(x[:, None], x[:, None], torch.ones(0, 4), torch.ones(0, 4))
+    assert [each.shape for each in found] == [(2, 1, 0, 8)] * 2
+    assert ts.cross_entropy(x, torch.ones(2, 0, dtype=torch.int64), reduction="sum") == 0
+    assert ts.cross_entropy(torch.ones(3, 0), torch.ones(3, dtype=torch.int64), reduction="none").isnan().all()
+    assert not launches
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "swiglu", "rope", "rope_in_place", "cross_entropy"])
+def test_one_graph_under_torch_compile(name):
+    """Also where the first call is the one that is traced."""
+    functions._operator.cache_clear()
+    x, angle = made(2, 4, 6, 16), torch.rand(6, 8)
+    call = {
+        "rms_norm": lambda x: ts.rms_norm(x, x[0, 0, 0], residual=x)[0],
+        "layer_norm": lambda x: ts.layer_norm(x, x[0, 0, 0], None),
+        "swiglu": ts.swiglu,
+        "rope": lambda x: ts.rope(x, x[:, :2], angle, angle)[1],
+        "rope_in_place": lambda x: ts.rope(x + 0, x + 1, angle, angle, inplace=True)[1],
+        "cross_entropy": lambda x: ts.cross_entropy(x, torch.zeros(2, 4, 6, dtype=torch.int64)),
+    }[name]
+    torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="aot_eager")(x), call(x))
