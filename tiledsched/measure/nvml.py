@@ -7,8 +7,10 @@ import os
 import re
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +238,9 @@ def current_gpu() -> tuple[str, str]:
 
 def _current_bus() -> str:
     """Where the current CUDA device of this thread is on the PCI bus; empty where CUDA does not say."""
+    with suppress(Exception):  # a process that has torch need not import CuPy, which takes a second
+        found = _torch_properties()
+        return f"{found.pci_domain_id:08x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
     try:
         import cupy
 
@@ -275,13 +280,29 @@ def own_processes(before: Collection[int]) -> frozenset[int]:
     return frozenset({os.getpid(), os.getppid()}) if os.getpid() in now or len(came) != 1 else came
 
 
+def _torch_properties() -> Any:
+    """What torch knows of its current CUDA device, in a process that has imported torch and not CuPy; else an AttributeError."""
+    torch = None if "cupy" in sys.modules else sys.modules.get("torch")
+    return torch.cuda.get_device_properties(torch.cuda.current_device())  # type: ignore[union-attr]
+
+
 def current_device() -> Device:
-    """The current CUDA device, described by the runtime (through CuPy) and by NVML where it answers."""
+    """The current CUDA device, described by the runtime (through torch or CuPy) and by NVML where it answers."""
+    nvml = _binding()
+    driver = nvml and _text(_tell(nvml.nvmlSystemGetDriverVersion))
+    with suppress(AttributeError):
+        found = _torch_properties()
+        return Device(
+            name=_labelled(found.name),
+            arch=f"sm_{found.major}{found.minor}",
+            sm_count=found.multi_processor_count,
+            memory_bytes=found.total_memory,
+            l2_bytes=found.L2_cache_size,
+            driver=driver or f"CUDA {sys.modules['torch'].version.cuda}",
+        )
     import cupy
 
     properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
-    nvml = _binding()
-    driver = nvml and _text(_tell(nvml.nvmlSystemGetDriverVersion))
     return Device(
         name=_labelled(_text(properties["name"])),
         arch=f"sm_{properties['major']}{properties['minor']}",

@@ -1,0 +1,312 @@
+"""What a function is: the text of its code and of the code that it calls, and the values that it captured.
+
+Both can be told without calling the function and without compiling it, in well below a millisecond once it was read. Code is
+told by its source text, so that another version of Python reads the same; captured arrays by type, shape, strides and alignment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import dis
+import enum
+import functools
+import hashlib
+import inspect
+import sys
+import textwrap
+from collections.abc import Mapping, Set
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+from tiledsched.core.canonical import canonical_json
+from tiledsched.core.sources import DIGITS, LIBRARIES
+
+PLAIN = (bool, int, str, type(None))
+MOST_PARTS = 5000
+"""Values that are read of one function at most."""
+FULL_ALIGNMENT = 16
+"""Bytes: cuTile tells alignments up to this one apart."""
+
+
+class OpaqueError(Exception):
+    """A value that cannot be told from others of its type. The message names it."""
+
+
+def digest(value: Any, digits: int = DIGITS) -> str:
+    """Hex digits that stand for plain data."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()[:digits]
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is an array of some library."""
+    ways = ("data_ptr", "__cuda_array_interface__", "__dlpack__", "__array_interface__")
+    return hasattr(value, "shape") and hasattr(value, "dtype") and any(hasattr(type(value), way) for way in ways)
+
+
+def address(array: Any) -> int:
+    """Where the first element of an array lies; 0 where it lies nowhere."""
+    if hasattr(array, "data_ptr"):
+        return int(array.data_ptr())
+    for way in ("__cuda_array_interface__", "__array_interface__"):
+        if hasattr(array, way):
+            return int(getattr(array, way)["data"][0])
+    return 0
+
+
+def describe_array(array: Any) -> str:
+    """`float16[4096,1024]`, and the strides in elements unless rows follow each other, and the alignment below 16 bytes."""
+    shape = [int(side) for side in array.shape]
+    words = f"{str(array.dtype).rpartition('.')[2]}[{','.join(map(str, shape))}]"
+    if hasattr(array, "stride"):
+        strides = [int(step) for step in array.stride()]
+    elif getattr(array, "strides", None):
+        strides = [int(step) // int(array.dtype.itemsize) for step in array.strides]
+    else:
+        strides = []
+    usual, step = [], 1
+    for side in reversed(shape):
+        usual.insert(0, step)
+        step *= side
+    if strides and any(mine != theirs and side != 1 for mine, theirs, side in zip(strides, usual, shape, strict=True)):
+        words += f" strides {','.join(map(str, strides))}"
+    lowest = (where := address(array)) & -where
+    return words + (f" align {lowest}" if 0 < lowest < FULL_ALIGNMENT else "")
+
+
+def is_library(module: str | None) -> bool:
+    """Whether a module belongs to Python or to a library whose version, not whose source, tells what its functions do."""
+    top = (module or "").partition(".")[0]
+    return top in LIBRARIES or top in sys.stdlib_module_names or top in ("", "builtins")
+
+
+@functools.lru_cache(maxsize=4096)
+def _text_of(code: CodeType) -> str:
+    """The text of the code of a function; where there is none, as of one made by `exec`, its instructions."""
+    try:
+        text = textwrap.dedent(inspect.getsource(code))
+    except (OSError, TypeError, IndentationError):
+        text = code.co_code.hex()
+    # Two functions may stand in one line, and a file may have changed since it was imported.
+    constants = [repr(each) for each in code.co_consts if not isinstance(each, CodeType)]
+    return "\n".join([text, *code.co_names, *code.co_varnames, *constants])
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The global names that code reads, and all names that it reads as attributes; functions inside it included."""
+    loads, attributes = set(), set()
+    for each in dis.get_instructions(code):
+        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            loads.add(each.argval)
+    attributes.update(code.co_names)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            more, also = _names_in(inner)
+            loads |= more
+            attributes |= also
+    return frozenset(loads), frozenset(attributes)
+
+
+class Reader:
+    """Reads functions and what they captured. `code` collects the text of every function met.
+
+    Args:
+        tile: whether the functions are tile code. The globals of tile code are constants. Those of a function that another one
+            calls may be caches that grow with every call, so that of them only values count that cannot change in place.
+    """
+
+    def __init__(self, *, tile: bool) -> None:
+        self.tile, self.code = tile, dict[str, str]()
+        self._parts = self._depth = 0
+        self._met: set[int] = set()
+
+    def function(self, function: Any) -> dict[str, Any]:
+        """The values that a function captured, by name, as plain data; the text of its code joins `code`.
+
+        Raises:
+            OpaqueError: it captured a value that cannot be told from others.
+        """
+        while isinstance(function, functools.partial) or not isinstance(function, FunctionType):
+            if isinstance(function, functools.partial):
+                bound = self.value([function.args, function.keywords], "partial", frozenset())
+                return {"partial": bound, **self.function(function.func)}
+            if isinstance(function, MethodType):
+                names = _names_in(function.__func__.__code__)[1]
+                return {"self": self.value(function.__self__, "self", names), **self.function(function.__func__)}
+            if hasattr(function, "__wrapped__"):
+                function = function.__wrapped__
+            elif isinstance(function, BuiltinFunctionType) or isinstance(function, type):
+                return {"function": self.value(function, "function", frozenset())}
+            elif isinstance(getattr(type(function), "__call__", None), FunctionType):
+                function = MethodType(type(function).__call__, function)
+            else:
+                raise OpaqueError(f"a {type(function).__name__} that is called as a function")
+        self._depth += 1
+        try:
+            return self._captured(function)
+        finally:
+            self._depth -= 1
+
+    def _captured(self, function: FunctionType) -> dict[str, Any]:
+        code = function.__code__
+        self._met.add(id(function))
+        self.code[f"{function.__module__}:{function.__qualname__}"] = _text_of(code)
+        loads, attributes = _names_in(code)
+        found: dict[str, Any] = {}
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+            found[name] = self.value(value, name, attributes)
+        for name, value in _defaults(function).items():
+            found[name] = self.value(value, name, attributes)
+        for name in sorted(loads & function.__globals__.keys() - found.keys()):
+            value = function.__globals__[name]
+            if self._counts(value):
+                described = self.value(value, name, attributes)
+                if not isinstance(described, str) or not described.startswith("name "):
+                    found[name] = described
+        return {name: value for name, value in found.items() if value != _CODE}
+
+    def value(self, value: Any, name: str, attributes: Set[str]) -> Any:
+        """A value as plain data.
+
+        Args:
+            value: it.
+            name: what it is called, for errors.
+            attributes: names that the code reads of objects.
+
+        Raises:
+            OpaqueError: it cannot be told from others.
+        """
+        self._parts += 1
+        if self._parts > MOST_PARTS:
+            raise OpaqueError(f"{name}, which holds more than {MOST_PARTS} values")
+        if isinstance(value, enum.Enum):
+            return f"{type(value).__qualname__}.{value.name}"
+        if isinstance(value, PLAIN):
+            return value
+        if isinstance(value, float):
+            return f"float {value!r}"
+        if is_array(value):
+            return describe_array(value)
+        if _is_kernel(value):
+            captured = self.function(value._pyfunc)
+            return {"kernel": f"{value._pyfunc.__module__}:{value._pyfunc.__qualname__}", "captured": captured} | {
+                "hints": repr(value._compiler_options)
+            }
+        if isinstance(value, ModuleType):
+            return self._module(value, attributes)
+        if isinstance(value, (FunctionType, MethodType, functools.partial)) or hasattr(value, "__wrapped__"):
+            return self._function(value)
+        if isinstance(value, (type, BuiltinFunctionType)):
+            return f"name {value.__module__}.{value.__qualname__}"
+        return self._compound(value, name, attributes)
+
+    def _counts(self, value: Any) -> bool:
+        """Whether a global value is part of what a function is."""
+        return self.tile or self._depth == 1 or not _may_change(value)
+
+    def _module(self, module: ModuleType, attributes: Set[str]) -> Any:
+        """A module: of one that is no library, what the code may read of it."""
+        if is_library(module.__name__):
+            return f"name {module.__name__}"
+        read = {name: value for name, value in vars(module).items() if name in attributes}
+        plain = {
+            name: self.value(value, name, attributes)
+            for name, value in sorted(read.items())
+            if not isinstance(value, ModuleType) and self._counts(value)
+        }
+        return {"module": module.__name__, **plain}
+
+    def _function(self, function: Any) -> Any:
+        """A function among captured values: a library's by name, another by its code and what it captured in turn."""
+        inner = getattr(function, "__wrapped__", function)
+        if is_library(getattr(inner, "__module__", None)) and not isinstance(inner, (MethodType, functools.partial)):
+            return f"name {inner.__module__}.{getattr(inner, '__qualname__', inner)}"
+        if id(inner) in self._met:
+            return _CODE
+        return self.function(function) or _CODE
+
+    def _compound(self, value: Any, name: str, attributes: Set[str]) -> Any:
+        kind = type(value)
+        if isinstance(value, Mapping):
+            pairs = [
+                [self.value(key, name, attributes), self.value(each, name, attributes)] for key, each in value.items()
+            ]
+            return sorted(pairs, key=canonical_json)
+        if isinstance(value, (list, tuple)):
+            return [self.value(each, name, attributes) for each in value]
+        if isinstance(value, (set, frozenset)):
+            return sorted((self.value(each, name, attributes) for each in value), key=canonical_json)
+        if "Stream" in kind.__name__:
+            return "name stream"
+        if is_library(kind.__module__) and not isinstance(value, SimpleNamespace):
+            text = repr(value)
+            if " at 0x" not in text and "=0x" not in text:
+                return f"{kind.__name__} {text}"
+        if id(value) in self._met:
+            return f"name {kind.__qualname__}"
+        self._met.add(id(value))
+        held = fields_of(value)
+        if held is None or not (isinstance(value, SimpleNamespace) or dataclasses.is_dataclass(value)):
+            held = {each: getattr(value, each) for each in sorted(attributes) if _is_read(value, each)}
+            if not held and not hasattr(value, "__dict__"):
+                raise OpaqueError(f"{name}, of the type {kind.__module__}.{kind.__qualname__}")
+        return {"type": kind.__qualname__, **{each: self.value(one, each, attributes) for each, one in held.items()}}
+
+
+_CODE = "name code"
+"""Stands for a function of which nothing but its code is to be told."""
+
+
+def _is_read(value: Any, name: str) -> bool:
+    """Whether an object has this attribute. A property that raises is none."""
+    try:
+        getattr(value, name)
+    except Exception:
+        return False
+    return True
+
+
+def _is_kernel(value: Any) -> bool:
+    return hasattr(value, "_pyfunc") and hasattr(value, "replace_hints")
+
+
+def _may_change(value: Any) -> bool:
+    """Whether a value may change in place from one call to the next."""
+    fixed = (
+        *PLAIN,
+        float,
+        enum.Enum,
+        ModuleType,
+        type,
+        FunctionType,
+        BuiltinFunctionType,
+        functools.partial,
+        MethodType,
+    )
+    if isinstance(value, tuple):
+        return any(map(_may_change, value))
+    return not (isinstance(value, fixed) or is_array(value) or hasattr(value, "__wrapped__") or _is_kernel(value))
+
+
+def _defaults(function: FunctionType) -> dict[str, Any]:
+    """The default values of a function's parameters."""
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    given = function.__defaults__ or ()
+    return dict(zip(names[len(names) - len(given) :], given, strict=True)) | (function.__kwdefaults__ or {})
+
+
+def fields_of(value: Any) -> dict[str, Any] | None:
+    """The public fields of an object; None for one without any."""
+    if hasattr(value, "_asdict"):
+        return dict(value._asdict())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+    if hasattr(value, "__dict__"):
+        return {name: each for name, each in vars(value).items() if not name.startswith("_")}
+    slots = [name for base in type(value).__mro__ for name in getattr(base, "__slots__", ())]
+    found = {name: getattr(value, name) for name in slots if not name.startswith("_") and hasattr(value, name)}
+    return found or None

@@ -1,0 +1,378 @@
+"""`exhaustive_search` of cuTile, with a memory."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tiledsched.core.config import load_settings
+from tiledsched.core.errors import Failure, MeasureError
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
+from tiledsched.measure.estimate import Timing
+from tiledsched.measure.runner import Accuracy, Candidate, Device, Measurement
+from tiledsched.remember import machine as machines
+from tiledsched.remember.answers import (
+    PASSING,
+    Answers,
+    AnswerStore,
+    Findings,
+    Known,
+    class_of,
+    stored_places,
+    warn_once,
+)
+from tiledsched.remember.description import Call, Request, describe_call
+from tiledsched.remember.identity import OpaqueError
+from tiledsched.remember.machine import Machine, Program
+from tiledsched.remember.results import result_types
+
+NOT_NAMED = "a call that cannot be named"
+
+
+def exhaustive_search(
+    search_space: Iterable[Any],
+    stream: Any,
+    grid_fn: Callable[[Any], Any],
+    kernel: Any,
+    args_fn: Callable[[Any], tuple[Any, ...]],
+    hints_fn: Callable[[Any], Mapping[str, Any]] | None = None,
+    *,
+    quiet: bool = False,
+    single_run_timeout_sec: float | None = None,
+    flush_l2: bool = True,
+    check: bool = False,
+) -> Any:
+    """Find the fastest configuration of a cuTile kernel, or read the answer where it was found before.
+
+    It takes what `cuda.tile.tune.exhaustive_search` takes and returns what that returns. The answer is stored with the identity
+    of the kernel, of the problem and of the space; the next call with the same, in this process or another, is answered from the
+    database without compiling or launching anything. Of a space that was extended only what is new is measured.
+
+    Args:
+        search_space: configurations: namespaces, dicts, dataclasses, tuples or plain values.
+        stream: the CUDA stream to launch on.
+        grid_fn: from a configuration to the grid.
+        kernel: the kernel, or a function from a configuration to its kernel.
+        args_fn: from a configuration to the arguments. It is called anew for every launch, so that it may clone arrays which the
+            kernel changes; it is not called for what is answered from the database.
+        hints_fn: from a configuration to compiler hints.
+        quiet: print nothing.
+        single_run_timeout_sec: limit of the first launch of each configuration, in seconds; None for no limit.
+        flush_l2: whether the L2 cache is flushed before each timed launch.
+        check: whether the arrays that each configuration changes are compared with those of the first one. A configuration that
+            computes something else is a failure, whose message says by how much.
+
+    Returns:
+        A `cuda.tile.tune.TuningResult`. Its `mean_us` are medians.
+
+    Raises:
+        ValueError: the space is empty, or no configuration works.
+        MeasureError: something has to be measured and cannot be: there is no GPU, or a CUDA graph is being captured.
+    """
+    request = Request(
+        configs=tuple(search_space),
+        stream=stream,
+        grid_fn=grid_fn,
+        kernel=kernel,
+        args_fn=args_fn,
+        hints_fn=hints_fn,
+        timeout_s=single_run_timeout_sec,
+        flush_l2=flush_l2,
+        check=check,
+    )
+    if not request.configs:
+        raise ValueError("Search space is empty.")
+    result = Search(machines.current(), request).result()
+    if not quiet:
+        print(result)
+    return result
+
+
+class Search:
+    """One call.
+
+    Args:
+        machine: builds, launches and times.
+        request: the call.
+    """
+
+    def __init__(self, machine: Machine, request: Request) -> None:
+        self._machine, self._request = machine, request
+        self._settings = load_settings()
+        self.errors: dict[str, Exception] = {}
+        """What configurations raised in this process, by the id of their schedule."""
+
+    def result(self) -> Any:
+        """The answer, from the database or from a race."""
+        device = self._machine.device()
+        call, store = self._open(device)
+        known = Answers()
+        if store is not None:
+            known = self._counted(store.read())
+            if known.covers(call):
+                return self._answer(call, known)
+        if device is None:
+            raise MeasureError(
+                f"no result is stored for {call.kernel} with these arguments, and there is no GPU to measure on; run this "
+                "once on a machine with the GPU, or name its database with TILEDSCHED_DB"
+            )
+        if self._machine.capturing():
+            raise MeasureError(
+                f"no result is stored for {call.kernel} with these arguments, and nothing can be measured while a CUDA graph is "
+                "captured; call it once before the capture"
+            )
+        with self._machine.measuring(self._request):
+            if store is not None:  # another process may have measured while we waited
+                known = self._counted(store.read())
+                if known.covers(call):
+                    return self._answer(call, known)
+            found = self._measure(call, device, known)
+        if store is not None and found.alone:
+            stored = self._counted(store.write(found.findings, known))
+            if stored.covers(call):
+                return self._answer(call, stored)
+        return self._answer(call, found.answers)
+
+    def _open(self, device: Device | None) -> tuple[Call, AnswerStore | None]:
+        """The description of the call, and where its answers are stored; None where they are not."""
+        arch, name = (device.arch, device.name) if device else ("", "")
+        if self._settings.remember == "off":
+            return self._unnamed(), None
+        try:
+            call = describe_call(self._request, arch)
+        except OpaqueError as error:
+            name = getattr(getattr(self._request.kernel, "_pyfunc", self._request.kernel), "__qualname__", "a kernel")
+            warn_once(f"results for {name} are not stored: the call depends on {error}, which has no lasting identity")
+            return self._unnamed(), None
+        if device is None:
+            places = stored_places(self._settings, call)
+            if len(places) == 1:
+                (arch, name) = places[0]
+                call = describe_call(self._request, arch)
+        return call, AnswerStore(self._settings, call, arch, name, self._machine.compiler())
+
+    def _unnamed(self) -> Call:
+        """A call of which nothing is stored: its schedules are numbers."""
+        count = len(self._request.configs)
+        return Call(
+            kernel=NOT_NAMED,
+            problem=Problem(NOT_NAMED, {}),
+            source="",
+            schedules=tuple(Schedule(config=number) for number in range(count)),
+            grids=tuple((0,) for _ in range(count)),
+        )
+
+    def _counted(self, known: Answers) -> Answers:
+        return known.unchecked() if self._request.check else known
+
+    def _measure(self, call: Call, device: Device, known: Answers) -> Measured:
+        """Build what is not known, and race it with the fastest that is known."""
+        from tiledsched.remember.comparing import Comparison
+        from tiledsched.remember.timing import RULES, CallRunner, first_line, kind_of
+        from tiledsched.tuning.race import race
+
+        request, machine = self._request, self._machine
+        order = list(dict.fromkeys(call.schedules))
+        done = known.times.keys() | known.failures.keys()
+        incumbent = self._best(call, known)
+        wanted = [each for each in order if each.id not in done or each == incumbent]
+        if request.check and order[0] not in wanted:
+            wanted.insert(0, order[0])  # what the others are compared with
+        programs = {each: self._program(call, each) for each in wanted}
+        machine.build(list(programs.values()), request)
+        toolchain = machine.toolchain()
+        failed: dict[Schedule, Failure] = {}
+        for each, program in programs.items():
+            if program.artifact is None:
+                error = program.error or RuntimeError("it was not compiled")
+                failed[each] = Failure(kind=kind_of(error), message=first_line(error))
+                self.errors[each.id] = error
+        built = [(each, programs[each].grid, programs[each].artifact or failed[each]) for each in wanted]
+        heads = self._distinct(call, known, programs, incumbent)
+        racing = [each for each, head in heads.items() if each == head]
+        runner = CallRunner(machine, device, programs, request)
+        accuracies: dict[Schedule, Accuracy | Failure] = {}
+        if request.check:
+            comparison = Comparison(machine, request)
+            for each in dict.fromkeys([order[0], *racing] if order[0] in heads else racing):
+                accuracies[each] = runner.compare(each, comparison)
+            racing = [each for each in racing if not isinstance(accuracies.get(each), Failure)]
+        new = [each for each in racing if each != incumbent]
+        outcomes: Sequence[Any] = ()
+        decided = None
+        if new:
+            candidates = [
+                Candidate(schedule=each, artifact=artifact)
+                for each in racing
+                if (artifact := programs[each].artifact) is not None
+            ]
+            preference = [*([incumbent] if incumbent else []), *order]
+            decided = race(runner, call.problem, candidates, preference=preference, rules=RULES)
+            outcomes = decided.outcomes
+        for each, error in runner.errors.items():
+            failed[each] = Failure(kind=kind_of(error), message=first_line(error))
+            self.errors[each.id] = error
+        for each, compared in accuracies.items():
+            if isinstance(compared, Failure):
+                failed[each] = compared
+                self.errors[each.id] = ValueError(compared.message)
+        measured = [
+            replace(each, accuracy=compared if isinstance(compared, Accuracy) else None)
+            for each in outcomes
+            if isinstance(each, Measurement)
+            for compared in [accuracies.get(each.schedule)]
+        ]
+        answers = Answers(
+            times=dict(known.times),
+            failures={**known.failures, **{each.id: failure for each, failure in failed.items()}},
+            programs=dict(known.programs),
+            winner=known.winner,
+            space=known.space,
+        )
+        for taken in measured:
+            answers.times[taken.schedule.id] = _known(taken)
+        equal: list[Measurement] = []
+        for each, head in heads.items():
+            if each != head and head.id in answers.times:
+                answers.times.setdefault(each.id, answers.times[head.id])
+                taken_of = next((taken for taken in measured if taken.schedule == head), None)
+                if taken_of is not None and programs[each].numbers:
+                    equal.append(replace(taken_of, schedule=each))
+            elif each != head and head in failed:
+                answers.failures[each.id] = failed[head]
+                self.errors[each.id] = self.errors[head.id]
+        winner = decided.winner.schedule if decided and decided.winner else None
+        if winner is not None:
+            answers.winner, answers.space = winner.id, call.space
+        stays = known.winner and known.winner not in {each.id for each in order} and _is_faster(known, answers, winner)
+        not_built = {each for each, _, outcome in built if isinstance(outcome, Failure)}
+        findings = Findings(
+            device=device,
+            toolchain=toolchain,
+            built=built,
+            measured=[*measured, *equal],
+            failed=[
+                (each, failure)
+                for each, failure in failed.items()
+                if each not in not_built and failure.kind not in PASSING
+            ],
+            winner=None if stays else winner,
+            ties=decided.ties if decided else (),
+            runner_up=decided.runner_up.schedule if decided and decided.runner_up else None,
+            margin=decided.margin if decided else None,
+            candidates=len(set(known.programs.values())) + len(new),
+        )
+        return Measured(answers=answers, findings=findings, alone=not runner.concurrent_pids)
+
+    def _program(self, call: Call, schedule: Schedule) -> Program:
+        """What is built for the first configuration with a schedule."""
+        place = call.schedules.index(schedule)
+        config = self._request.configs[place]
+        grid = self._request.grid_fn(config)
+        kernel = self._request.kernel_of(config).replace_hints(**self._request.hints_of(config))
+        return Program(config=config, schedule=schedule, grid=grid, kernel=kernel)
+
+    def _distinct(
+        self, call: Call, known: Answers, programs: Mapping[Schedule, Program], incumbent: Schedule | None
+    ) -> dict[Schedule, Schedule]:
+        """For each schedule that was built, the first one with the same program; one that is known already is left out, with its
+        time noted."""
+        first: dict[Any, Schedule] = {}
+        found: dict[Schedule, Schedule] = {}
+        stored = {program: each for each, program in known.programs.items() if each in known.times}
+        places = {each: place for place, each in reversed(list(enumerate(call.schedules)))}
+        listed = sorted(programs, key=lambda each: (each != incumbent, places[each]))
+        for each in listed:
+            program = programs[each]
+            if program.artifact is None:
+                continue
+            grid = tuple(program.grid) if isinstance(program.grid, (tuple, list)) else (program.grid,)
+            key = class_of(call, call.grids[places[each]]).id, program.artifact.fingerprint
+            if each != incumbent and not program.numbers and key in stored and each.id not in known.times:
+                known.times[each.id] = known.times[stored[key]]
+                known.programs[each.id] = key
+                continue
+            found[each] = first.setdefault((grid, program.artifact.fingerprint, program.numbers), each)
+        return found
+
+    def _best(self, call: Call, known: Answers) -> Schedule | None:
+        """The fastest of the call's schedules by what is stored: the one served, or of those that differ by no more than matters
+        the first in the caller's order."""
+        timed = [each for each in call.schedules if each.id in known.times]
+        served = [each for each in timed if each.id == known.winner]
+        if served or not timed:
+            return served[0] if served else None
+        from tiledsched.tuning.race import Rules
+
+        least = min(known.times[each.id].median_us for each in timed)
+        return next(each for each in timed if known.times[each.id].median_us <= (1 + Rules.same) * least)
+
+    def _answer(self, call: Call, known: Answers) -> Any:
+        """The result for the caller."""
+        measurement_type, result_type = result_types()
+        best = self._best(call, known)
+        successes, failures, winner = [], [], None
+        for config, schedule in zip(self._request.configs, call.schedules, strict=True):
+            if schedule.id in known.times:
+                time = known.times[schedule.id]
+                made = measurement_type(
+                    config=config,
+                    mean_us=time.median_us,
+                    num_samples=time.samples,
+                    error_margin_us=(time.ci_high_us - time.ci_low_us) / 2,
+                )
+                successes.append(made)
+                winner = made if winner is None and schedule == best else winner
+            elif schedule.id in known.failures:
+                failures.append((config, *self._error(schedule, known.failures[schedule.id])))
+        if winner is None:
+            config, kind, message = (
+                failures[0] if failures else (self._request.configs[0], RuntimeError, "not measured")
+            )
+            raise ValueError(f"No valid config found in search space.\nConfig: {config}\n{kind.__name__}: {message}")
+        return result_type(best=winner, successes=tuple(successes), failures=tuple(failures))
+
+    def _error(self, schedule: Schedule, failure: Failure) -> tuple[type[BaseException], str]:
+        """The type and the message of what a configuration raised, here or in the process that stored it."""
+        if schedule.id in self.errors:
+            error = self.errors[schedule.id]
+            return type(error), str(error)
+        name, _, message = failure.message.partition(": ")
+        return _exception_named(name), message or failure.message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a race brought."""
+
+    answers: Answers
+    """What is known of the call now."""
+    findings: Findings
+    """What is to be stored."""
+    alone: bool
+    """Whether no other process ran on the GPU meanwhile: else nothing is stored."""
+
+
+def _is_faster(known: Answers, now: Answers, winner: Schedule | None) -> bool:
+    """Whether the schedule served, which this call does not have, is faster than the call's winner."""
+    return (
+        winner is not None
+        and known.winner in known.times
+        and (known.times[known.winner].median_us < now.times[winner.id].median_us)
+    )
+
+
+def _known(taken: Measurement) -> Known:
+    timing = Timing(median_us=taken.median_us, ci_low_us=taken.ci_low_us, ci_high_us=taken.ci_high_us)
+    return Known(**vars(timing), samples=len(taken.samples_us), checked=taken.accuracy is not None)
+
+
+def _exception_named(name: str) -> type[BaseException]:
+    """The exception type of this name: Python's, cuTile's, or RuntimeError where neither has it."""
+    import cuda.tile
+
+    found = getattr(builtins, name, None) or getattr(cuda.tile, name, None)
+    return found if isinstance(found, type) and issubclass(found, BaseException) else RuntimeError
