@@ -23,20 +23,21 @@ class Comparison:
 
     def __init__(self, machine: Machine, request: Request) -> None:
         self._machine, self._request = machine, request
-        self._before: dict[int, Any] = {}
-        self._right: dict[int, Any] = {}
-        self._where: dict[int, int] = {}
+        self._before: dict[str, Any] = {}
+        self._right: dict[str, Any] = {}
+        self._where: dict[str, int] = {}
         self._name = ""
 
     def take(self, program: Program) -> None:
         """Run the program whose outputs are taken for right. Errors of the launch are raised."""
         args = self._request.args_fn(program.config)
-        before = {place: _copy(args[place]) for place in _arrays(args)}
+        arrays = _arrays(args)
+        before = {place: _copy(array) for place, array in arrays.items()}
         self._machine.run(program, args, self._request)
-        changed = {place for place, copy in before.items() if not _equal(args[place], copy)} or set(before)
+        changed = {place for place, copy in before.items() if not _equal(arrays[place], copy)} or set(before)
         self._before = {place: before[place] for place in changed}
-        self._right = {place: _copy(args[place]) for place in changed}
-        self._where = {place: address(args[place]) for place in changed}
+        self._right = {place: _copy(arrays[place]) for place in changed}
+        self._where = {place: address(arrays[place]) for place in changed}
         self._name = program.schedule.short() or "the first configuration"
 
     def compare(self, program: Program) -> Accuracy | Failure:
@@ -44,17 +45,16 @@ class Comparison:
         if not self._right:
             self.take(program)
         args = self._request.args_fn(program.config)
+        arrays = _arrays(args)
         for place, copy in self._before.items():
-            if address(args[place]) == self._where[place]:
-                args[place][...] = copy
+            if place in arrays and address(arrays[place]) == self._where[place]:
+                arrays[place][...] = copy
         self._machine.run(program, args, self._request)
         worst, largest = 0.0, 0.0
         for place, right in self._right.items():
-            found = args[place]
-            if tuple(found.shape) != tuple(right.shape):
-                words = (
-                    f"argument {place} has the shape {tuple(found.shape)}, and {tuple(right.shape)} with {self._name}"
-                )
+            found = arrays.get(place)
+            if found is None or tuple(found.shape) != tuple(right.shape):
+                words = f"argument {place} has another shape than with {self._name}"
                 return Failure(kind=FailureKind.WRONG_RESULT, message=words)
             relative, absolute = difference(found, right)
             limit = RELATIVE_ERRORS.get(str(right.dtype).rpartition(".")[2], 0.0)
@@ -68,8 +68,15 @@ class Comparison:
         return Accuracy(max_abs_error=largest, worst_tile_error=worst, worst_tile=(), repeatable=True)
 
 
-def _arrays(args: Sequence[Any]) -> list[int]:
-    return [place for place, each in enumerate(args) if is_array(each)]
+def _arrays(args: Sequence[Any], above: str = "") -> dict[str, Any]:
+    """The arrays among arguments, and in lists of these, by their places: `2`, or `2.0` for the first one in a list."""
+    found: dict[str, Any] = {}
+    for place, each in enumerate(args):
+        if is_array(each):
+            found[f"{above}{place}"] = each
+        elif isinstance(each, (list, tuple)):
+            found |= _arrays(each, f"{above}{place}.")
+    return found
 
 
 def _copy(array: Any) -> Any:
@@ -84,7 +91,7 @@ def _wide(array: Any) -> Any:
 def _equal(one: Any, other: Any) -> bool:
     """Whether two arrays hold the same numbers; NaN equals NaN."""
     one, other = _wide(one), _wide(other)
-    return bool(((one == other) | ((one != one) & (other != other))).all())  # noqa: PLR0124
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def difference(found: Any, right: Any) -> tuple[float, float]:
@@ -97,14 +104,14 @@ def difference(found: Any, right: Any) -> tuple[float, float]:
     found, right = _rows(found), _rows(right)
     if not math.prod(right.shape):
         return 0.0, 0.0
-    same = (found == right) | ((found != found) & (right != right))  # noqa: PLR0124
+    same = (found == right) | ((found != found) & (right != right))
     off = abs(found - right)
     off[same] = 0.0
     most = float(off.max())
     if not math.isfinite(most):
         return math.inf, math.inf
     right = right * 1.0
-    right[(right != right) | (abs(right) == math.inf)] = 0.0  # noqa: PLR0124
+    right[(right != right) | (abs(right) == math.inf)] = 0.0
     squares = (right * right).sum(1)
     squares = squares + (squares.mean() - squares) * (squares < squares.mean())
     errors = (off * off).sum(1)

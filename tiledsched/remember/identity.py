@@ -135,12 +135,13 @@ class Reader:
                 return {"self": self.value(function.__self__, "self", names), **self.function(function.__func__)}
             if hasattr(function, "__wrapped__"):
                 function = function.__wrapped__
-            elif isinstance(function, BuiltinFunctionType) or isinstance(function, type):
+            elif isinstance(function, (BuiltinFunctionType, type)):
                 return {"function": self.value(function, "function", frozenset())}
-            elif isinstance(getattr(type(function), "__call__", None), FunctionType):
-                function = MethodType(type(function).__call__, function)
             else:
-                raise OpaqueError(f"a {type(function).__name__} that is called as a function")
+                called = vars(type(function)).get("__call__")
+                if not isinstance(called, FunctionType):
+                    raise OpaqueError(f"a {type(function).__name__} that is called as a function")
+                function = MethodType(called, function)
         self._depth += 1
         try:
             return self._captured(function)

@@ -179,7 +179,7 @@ class GpuMachine:
             list(threads.map(lambda job: _compile(*job, arch), jobs))
 
     def _signature(self, program: Program, request: Request) -> _SignatureTold | None:
-        """What cuTile would compile for a program's arguments: the launch that asks is stopped there. None where it did not ask."""
+        """What cuTile would compile for a program's arguments: the launch that asks is stopped there. None if none asked."""
         import cuda.tile as ct
 
         def tell(*given: Any, **named: Any) -> Any:

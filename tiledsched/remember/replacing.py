@@ -58,7 +58,7 @@ def _replace(one: Callable[..., Any], other: Callable[..., Any]) -> None:
         for name, value in list(vars(module).items()):
             if value is one:
                 setattr(module, name, other)
-            elif isinstance(value, type) and value.__module__ == module.__name__:
+            elif type(value) is type and value.__module__ == module.__name__:
                 for inner, held in list(vars(value).items()):
                     if held is one or (isinstance(held, staticmethod) and held.__func__ is one):
                         setattr(value, inner, staticmethod(other))
