@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,11 @@ from typing import Any
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.core.config import Settings
 from tiledsched.core.errors import DatabaseError, Failure, FailureKind
-from tiledsched.core.problem import ProblemClass
+from tiledsched.core.problem import Problem, ProblemClass
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Device, Measurement
-from tiledsched.remember.description import Call, Grid
+from tiledsched.remember.description import MARK, Call, Grid
 from tiledsched.store.location import database_exists, database_file, location, site_location
 
 log = logging.getLogger("tiledsched")
@@ -53,6 +53,9 @@ SELECT e.schedule_id, e.source, e.source_hash, e.measurement_id FROM entries e
 WHERE e.problem_id = :problem AND e.kernel = :kernel AND e.arch = :arch AND e.device_name = :device
 AND e.compiler = :compiler AND e.regime = 'burst' AND e.provenance = 'measured'
 """
+PROBLEMS = """
+SELECT p.id, p.dims FROM problems p WHERE p.kernel = :kernel ORDER BY p.id
+"""
 PLACES = """
 SELECT DISTINCT e.arch, e.device_name FROM entries e WHERE e.kernel = :kernel AND e.provenance = 'measured'
 """
@@ -72,6 +75,8 @@ class Known(Timing):
 class Answers:
     """What is stored for one call, by the ids of schedules."""
 
+    problem: Problem | None = None
+    """The call's problem; None where it was never stored."""
     times: dict[str, Known] = field(default_factory=dict)
     """Times of the schedules that were measured, and of those with the same program."""
     failures: dict[str, Failure] = field(default_factory=dict)
@@ -102,15 +107,15 @@ class Answers:
 
     def covers(self, call: Call) -> bool:
         """Whether nothing need be measured to answer the call."""
-        ids = {each.id for each in call.schedules}
+        ids = call.places.keys()
         if self.winner in ids and self.space == call.space and self.winner in self.times:
             return True
         return bool(ids & self.times.keys()) and ids <= self.times.keys() | self.failures.keys()
 
 
-def class_of(call: Call, grid: Grid) -> ProblemClass:
+def class_of(problem: Problem, grid: Grid) -> ProblemClass:
     """What the program of a schedule depends on apart from the schedule: the problem and the grid."""
-    return ProblemClass({"problem": call.problem.id, "grid": "x".join(map(str, grid))})
+    return ProblemClass({"problem": problem.id, "grid": "x".join(map(str, grid))})
 
 
 Rows = Sequence[Sequence[Any]]
@@ -130,7 +135,6 @@ class AnswerStore:
     def __init__(self, settings: Settings, call: Call, arch: str, device_name: str, compiler: str) -> None:
         self._settings, self._call, self._arch, self._device_name = settings, call, arch, device_name
         self._words = {
-            "problem": call.problem.id,
             "kernel": call.kernel,
             "source": call.source,
             "arch": arch,
@@ -161,31 +165,63 @@ class AnswerStore:
             return Answers()
 
     def _read_rows(self, url: str | None) -> Answers:
-        found = Answers()
+        call = self._call
         with _queries(url) as rows:
-            for schedule, source, source_hash, number in rows(SERVED, self._words):
-                if source_hash == self._words["source"]:
+            dims = (
+                (number, json.loads(held) if isinstance(held, str) else held)
+                for number, held in rows(PROBLEMS, self._words)
+            )
+            problem = self._of_this_call((number, held) for number, held in dims)
+            if problem is None:
+                return Answers()
+            found, words = Answers(problem=problem), {**self._words, "problem": problem.id}
+            for schedule, source, source_hash, number in rows(SERVED, words):
+                if source_hash == call.source:
                     found.winner, found.entry = schedule, (schedule, source, source_hash, number)
                     found.space = source.rpartition(SPACE)[2]
-            for schedule, median, low, high, samples, checked in rows(MEASURED, self._words):
+                else:  # of other code: it is replaced
+                    found.entry = (schedule, source, source_hash, number)
+            for schedule, median, low, high, samples, checked in rows(MEASURED, words):
                 found.times[schedule] = Known(
                     median_us=median, ci_low_us=low, ci_high_us=high, samples=samples, checked=bool(checked)
                 )
-            mine = {class_of(self._call, grid).id for grid in set(self._call.grids)}
-            built = BUILT.format(classes=", ".join(f"'{each}'" for each in sorted(mine)))  # hex digits
-            for schedule, where, fingerprint, kind, message in rows(built, self._words):
+            classes = {grid: class_of(problem, grid).id for grid in set(call.grids)}
+            here = {each: classes[call.grids[place]] for each, place in call.places.items()}
+            built = BUILT.format(classes=", ".join(f"'{each}'" for each in sorted(classes.values())))  # hex digits
+            for schedule, where, fingerprint, kind, message in rows(built, words):
+                if here.get(schedule, where) != where:
+                    continue  # launched with another grid once
                 if fingerprint:
                     found.programs[schedule] = where, fingerprint
                     found.failures.pop(schedule, None)
                 elif kind not in PASSING:
                     found.failures[schedule] = Failure(kind=FailureKind(kind), message=message or "")
-            for schedule, kind, message, command in rows(FAILED, self._words):
+            for schedule, kind, message, command in rows(FAILED, words):
                 noted = json.loads(command) if isinstance(command, str) else command
-                same = all(noted.get(word) == self._words[word] for word in ("source", "compiler"))
+                same = all(noted.get(word) == words[word] for word in ("source", "compiler"))
                 if same and kind not in PASSING and schedule not in found.times:
                     found.failures[schedule] = Failure(kind=FailureKind(kind), message=message or "")
+        for schedule in found.times.keys() - found.programs.keys():  # of another grid
+            del found.times[schedule]
         found.spread()
         return found
+
+    def _of_this_call(self, stored: Iterable[tuple[str, Mapping[str, Any]]]) -> Problem | None:
+        """Of stored problems of the kernel that of this call: the arguments of the schedule that it names are the same."""
+        marks: dict[str, str] = {}
+        for number, dims in stored:
+            noted = dims.get(MARK)
+            example = noted.partition(" ")[0] if isinstance(noted, str) else ""
+            if example not in self._call.places:
+                continue
+            if example not in marks:
+                marks[example] = self._call.mark(example)
+            if marks[example] == noted:
+                values = {name: tuple(each) if isinstance(each, list) else each for name, each in sorted(dims.items())}
+                problem = Problem(self._call.kernel, values)
+                if problem.id == number:
+                    return problem
+        return None
 
     def _read_bundle(self) -> Answers:
         """What the bundle in use says."""
@@ -193,15 +229,25 @@ class AnswerStore:
             return Answers()
         from tiledsched.serve.bundle import named_bundle, read_bundle
 
-        bundle, found = named_bundle(), Answers()
-        for entry in read_bundle(bundle).entries if bundle else ():
-            key = (entry.kernel, entry.problem.id, entry.source_hash, entry.arch, entry.device_name, entry.compiler)
-            if key == tuple(
-                self._words[word] for word in ("kernel", "problem", "source", "arch", "device", "compiler")
-            ) and (taken := entry.measurement):
+        bundle, words = named_bundle(), self._words
+        key = tuple(words[word] for word in ("kernel", "source", "arch", "device", "compiler"))
+        mine = [
+            each
+            for each in (read_bundle(bundle).entries if bundle else ())
+            if key == (each.kernel, each.source_hash, each.arch, each.device_name, each.compiler) and each.measurement
+        ]
+        problem = self._of_this_call((each.problem.id, each.problem.to_json()) for each in mine) if mine else None
+        found = Answers(problem=problem)
+        for entry in mine:
+            if entry.problem == problem and (taken := entry.measurement):
                 found.winner, found.space = entry.schedule.id, entry.source.rpartition(SPACE)[2]
-                timing = Timing(median_us=taken.median_us, ci_low_us=taken.ci_low_us, ci_high_us=taken.ci_high_us)
-                known = Known(**vars(timing), samples=taken.samples, checked=taken.accuracy is not None)
+                known = Known(
+                    median_us=taken.median_us,
+                    ci_low_us=taken.ci_low_us,
+                    ci_high_us=taken.ci_high_us,
+                    samples=taken.samples,
+                    checked=taken.accuracy is not None,
+                )
                 found.times = {each.id: known for each in (entry.schedule, *entry.ties)}
         return found
 
@@ -238,7 +284,7 @@ class AnswerStore:
                     toolchain=found.toolchain,
                     arch=self._arch,
                     schedule=schedule,
-                    problem_class=class_of(call, grid),
+                    problem_class=class_of(found.problem, grid),
                     seconds=0.0,
                 )
                 for schedule, grid, outcome in found.built
@@ -253,7 +299,7 @@ class AnswerStore:
                 entry = Entry(
                     kernel=call.kernel,
                     arch=self._arch,
-                    problem=call.problem,
+                    problem=found.problem,
                     device_name=self._device_name,
                     regime=REGIME,
                     provenance="measured",
@@ -279,14 +325,14 @@ class AnswerStore:
                 same = {
                     EntryRow.kernel: call.kernel,
                     EntryRow.arch: self._arch,
-                    EntryRow.problem_id: call.problem.id,
+                    EntryRow.problem_id: found.problem.id,
                     EntryRow.device_name: self._device_name,
                     EntryRow.regime: REGIME,
                     EntryRow.compiler: entry.compiler,
                 }
                 query = select(*columns).where(*(column == value for column, value in same.items())).with_for_update()
                 there = session.execute(query).first()
-                if there is None or there[2] != call.source or tuple(there) == before.entry:
+                if there is None or tuple(there) == before.entry:
                     put_entry(session, entry, merging=False)
 
             db.write(put, call.kernel)
@@ -308,6 +354,7 @@ class AnswerStore:
 class Findings:
     """What a search found, as it is stored."""
 
+    problem: Problem
     device: Device
     toolchain: Toolchain
     built: Sequence[tuple[Schedule, Grid, Any]]

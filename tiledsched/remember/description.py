@@ -2,47 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
-import types
+import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 from tiledsched.core.canonical import canonical_json
 from tiledsched.core.fields import Value
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import KnobValue, Schedule
-from tiledsched.remember.identity import OpaqueError, Reader, digest, fields_of
+from tiledsched.remember.identity import OpaqueError, Reader, digest, fields_of, is_array, is_kernel, name_of
 
-MARK = "captured"
-"""The field of a problem that holds a digest of what the kernel captured. Every problem of this package has it."""
-RESERVED = ("kernel", "values", "declaration", "known", "names", "id", "omitted", MARK, "l2")
-"""Names that a captured value cannot have as the field of a problem; it gets an underscore at its end."""
-LONGEST = 80
+MARK = "call"
+"""The field of a problem that tells calls apart: the id of one schedule, and a digest of the arguments of that schedule. Every
+problem of this package has the field, and no other problem has."""
+RESERVED = frozenset(dir(Problem)) | {"kernel", "values", MARK, "l2"}
+"""Names that a parameter cannot have as the field of a problem; an underscore is added."""
+LONGEST = 100
 """Characters of a value that is stored as it is; of a longer one a digest is stored."""
 Grid = tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """One call, as far as it can be told without compiling or launching anything."""
-
-    kernel: str
-    """`package.module:function`, the name under which results are stored."""
-    problem: Problem
-    """What args_fn and grid_fn captured, by name: arrays by type and shape, numbers by value."""
-    source: str
-    """Digest of the code, and of the kernel's name."""
-    schedules: tuple[Schedule, ...]
-    """One for each configuration, in the caller's order: the public fields of the configuration, and the compiler's hints."""
-    grids: tuple[Grid, ...]
-    """The grid of each configuration."""
-
-    @property
-    def space(self) -> str:
-        """A digest of the set of schedules."""
-        return digest(sorted({each.id for each in self.schedules}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,39 +51,89 @@ class Request:
         return dict(self.hints_fn(config)) if self.hints_fn is not None else {}
 
 
-def is_kernel(value: Any) -> bool:
-    """Whether a value is a cuTile kernel, rather than a function that returns one."""
-    return hasattr(value, "_pyfunc") and hasattr(value, "replace_hints")
+@dataclass(eq=False, kw_only=True)
+class Call:
+    """One call, described without compiling or launching anything."""
+
+    request: Request
+    """The call's arguments."""
+    kernel: str
+    """`package.module:function`, the name under which results are stored."""
+    source: str
+    """Digest of the code of the kernel, of args_fn and of grid_fn, and of the kernel's name."""
+    captured: str
+    """Digest of the values that the kernel captured."""
+    schedules: tuple[Schedule, ...]
+    """One for each configuration, in the caller's order: the public fields of the configuration, and the compiler's hints."""
+    grids: tuple[Grid, ...]
+    """The grid of each configuration, without ones at its end."""
+    places: dict[str, int] = field(init=False)
+    """The place of the first configuration with each schedule, by the schedule's id."""
+
+    def __post_init__(self) -> None:
+        self.places = {each.id: place for place, each in reversed(list(enumerate(self.schedules)))}
+        self._args: dict[int, list[Any]] = {}
+
+    @functools.cached_property
+    def space(self) -> str:
+        """A digest of the set of schedules."""
+        return digest(sorted(self.places))
+
+    def mark(self, schedule_id: str) -> str:
+        """What tells this call from others of the kernel, by the arguments of one of its schedules. `args_fn` is called once.
+
+        Raises:
+            OpaqueError: an argument cannot be told from others.
+        """
+        told = [self._arguments(self.places[schedule_id]), self.captured, self.request.flush_l2]
+        return f"{schedule_id} {digest(told)}"
+
+    def _arguments(self, place: int) -> list[Any]:
+        """The arguments of a configuration, as plain data."""
+        if place not in self._args:
+            with _no_copies():
+                args = self.request.args_fn(self.request.configs[place])
+            reader = Reader()
+            self._args[place] = [reader.value(each, f"argument {number}") for number, each in enumerate(args)]
+        return self._args[place]
+
+    def new_problem(self) -> Problem:
+        """The problem of a call that was never seen: what is passed to every configuration alike, by the names of the kernel's
+        parameters. `args_fn` is called once for each configuration.
+
+        Raises:
+            OpaqueError: an argument cannot be told from others.
+        """
+        each = [self._arguments(place) for place in sorted(self.places.values())]
+        code = self.request.kernel_of(self.request.configs[0])._pyfunc.__code__
+        values: dict[str, Value] = {}
+        for number, value in enumerate(each[0]):
+            if all(len(other) > number and other[number] == value for other in each):
+                name = code.co_varnames[number] if number < code.co_argcount else f"argument{number}"
+                values[f"{name.lstrip('_') or name}_" if name in RESERVED or name[0] == "_" else name] = plain_value(
+                    value
+                )
+        if not self.request.flush_l2:
+            values["l2"] = "warm"
+        values[MARK] = self.mark(self.schedules[0].id)
+        return Problem(self.kernel, dict(sorted(values.items())))
 
 
 def describe_call(request: Request, arch: str) -> Call:
-    """Describe a call. `kernel`, `grid_fn` and `hints_fn` are called once for each configuration, `args_fn` never.
+    """Describe a call. `kernel`, `grid_fn` and `hints_fn` are called once for each configuration, `args_fn` not yet.
 
     Raises:
-        OpaqueError: a value cannot be told from others of its type. The message names it.
+        OpaqueError: a value that the kernel captured, or a field of a configuration, cannot be told from others of its type.
     """
     kernels = [request.kernel_of(config) for config in request.configs]
-    told = {id(each): _describe_kernel(each) for each in kernels}
+    told = {number: _describe_kernel(each) for number, each in {id(each): each for each in kernels}.items()}
     names = sorted({name for name, _, _ in told.values()})
-    reader = Reader(tile=False)
-    captured = reader.function(request.args_fn)
-    of_grid = reader.function(request.grid_fn)
     several = not is_kernel(request.kernel)
-    name = names[0] if len(names) == 1 else getattr(request.kernel, "__module__", "") + ":" + _qualname(request.kernel)
-    values: dict[str, Value] = {}
-    for label, value in [*captured.items(), *of_grid.items()]:
-        field = f"{label}_" if label in RESERVED or label.startswith("_") else label
-        field = field.lstrip("_") or "value_"
-        plain = plain_value(value)
-        if field in values and values[field] != plain:
-            field = f"grid_{field}"
-        values[field] = plain
-    values = dict(sorted(values.items()))
-    if not request.flush_l2:
-        values["l2"] = "warm"
+    name = names[0] if len(names) == 1 else name_of(request.kernel)
+    reader = Reader()
+    for function in (request.args_fn, request.grid_fn):
+        reader.code_of(function)
     first = told[id(kernels[0])]
-    values[MARK] = "" if several else first[2]
-    code = [reader.code, *([] if several else [first[1]])]
     schedules = []
     for config, kernel in zip(request.configs, kernels, strict=True):
         knobs = config_knobs(config)
@@ -111,9 +144,10 @@ def describe_call(request: Request, arch: str) -> Call:
             knobs["kernel"] = f"{told[id(kernel)][0].rpartition(':')[2]} {digest(told[id(kernel)][1:], 8)}"
         schedules.append(Schedule(knobs))
     return Call(
+        request=request,
         kernel=name,
-        problem=Problem(name, values),
-        source=digest(code) + digest(name),
+        source=digest([reader.code, *([] if several else [first[1]])]) + digest(name),
+        captured="" if several else first[2],
         schedules=tuple(schedules),
         grids=tuple(_grid(request.grid_fn(config)) for config in request.configs),
     )
@@ -129,28 +163,23 @@ def _grid(grid: Any) -> Grid:
 
 def _describe_kernel(kernel: Any) -> tuple[str, dict[str, str], str]:
     """The name of a kernel, the text of its code and of what it calls, and a digest of what it captured."""
-    function = kernel._pyfunc
-    reader = Reader(tile=True)
+    function, reader = kernel._pyfunc, Reader()
     captured = reader.function(function)
     annotations = {name: str(each) for name, each in getattr(function, "__annotations__", {}).items()}
     captured["annotations"] = {name: text for name, text in annotations.items() if " at 0x" not in text}
-    return f"{function.__module__}:{_qualname(function)}", reader.code, digest(captured, 8)
-
-
-def _qualname(function: Any) -> str:
-    return str(getattr(function, "__qualname__", type(function).__qualname__)).replace(".<locals>", "")
+    return name_of(function), reader.code, digest(captured, 8)
 
 
 def plain_value(value: Any) -> Value:
     """A described value as the field of a problem has it."""
-    if isinstance(value, (bool, int)) or (isinstance(value, str) and value.isprintable() and len(value) <= LONGEST):
-        return value.removeprefix("float ") if isinstance(value, str) else value
-    if value is None:
-        return "None"
-    if isinstance(value, list) and len(value) <= LONGEST // 4 and all(type(each) is int for each in value):
-        return ",".join(map(str, value))
-    text = canonical_json(value)
-    return text if len(text) <= LONGEST else f"{type(value).__name__} of {len(value)} #{digest(value, 8)}"
+    if isinstance(value, (bool, int)):
+        return value
+    text = (
+        value.removeprefix("float ") if isinstance(value, str) else "None" if value is None else canonical_json(value)
+    )
+    if text.isprintable() and len(text) <= LONGEST:
+        return text
+    return f"{type(value).__name__} of {len(value)}: {digest(value, 8)}"
 
 
 def config_knobs(config: Any) -> dict[str, KnobValue]:
@@ -161,28 +190,26 @@ def config_knobs(config: Any) -> dict[str, KnobValue]:
     """
     if isinstance(config, Mapping):
         held: Mapping[Any, Any] = config
-    elif isinstance(config, (str, int, float, enum.Enum, type(None))):
-        held = {"config": config}
     elif isinstance(config, (list, tuple)) and not hasattr(config, "_asdict"):
         held = {f"config{place}": each for place, each in enumerate(config)}
+    elif isinstance(config, (str, int, float, enum.Enum, type(None))) or is_array(config):
+        held = {"config": config}
     else:
         held = fields_of(config) or {"config": config}
-    reader = Reader(tile=False)
     found: dict[str, KnobValue] = {}
     for name, value in held.items():
-        if isinstance(value, (bool, int)) and not isinstance(value, enum.Enum):
-            found[str(name)] = value
-            continue
-        described = reader.value(value, f"the field {name} of a configuration", frozenset())
-        if isinstance(described, dict) and not described.keys() - {"type"}:
-            raise OpaqueError(f"the field {name} of a configuration, a {described.get('type')}")
-        if isinstance(value, types.FunctionType):
-            described = {"function": f"{value.__module__}:{_qualname(value)}", "code": digest(reader.code, 8)}
-        found[str(name)] = _text(described)
+        reader = Reader()
+        told = reader.value(value, f"the field {name} of a configuration")
+        if isinstance(told, dict) and told.keys() <= {"type"}:
+            raise OpaqueError(f"the field {name} of a configuration, a {type(value).__qualname__}")
+        if reader.code or isinstance(value, FunctionType):
+            told = [told, digest(reader.code, 8)]
+        found[str(name)] = told if isinstance(told, (bool, int)) else _printable(told)
     return found
 
 
-def _text(value: Any) -> str:
+def _printable(value: Any) -> str:
+    """A described value as text without control characters."""
     text = (
         value.removeprefix("float ") if isinstance(value, str) else "None" if value is None else canonical_json(value)
     )
@@ -208,3 +235,23 @@ def hints_for(kernel: Any, hints: Mapping[str, Any], arch: str) -> dict[str, int
         if value is not None and value != each.default:
             found[each.name] = value
     return found
+
+
+def _no_copies() -> contextlib.AbstractContextManager[Any]:
+    """A context in which torch copies and fills no tensor: arguments are looked at here, and never computed on."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return contextlib.nullcontext()
+    from torch.overrides import TorchFunctionMode
+
+    filled = {torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like}
+
+    class NoCopies(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function in (torch.clone, torch.Tensor.clone) and not kwargs:
+                return args[0]
+            if function in filled and not kwargs:
+                return torch.empty_like(args[0])
+            return function(*args, **(kwargs or {}))
+
+    return NoCopies()

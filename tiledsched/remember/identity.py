@@ -1,7 +1,7 @@
 """What a function is: the text of its code and of the code that it calls, and the values that it captured.
 
 Both can be told without calling the function and without compiling it, in well below a millisecond once it was read. Code is
-told by its source text, so that another version of Python reads the same; captured arrays by type, shape, strides and alignment.
+told by its source text, so that another version of Python reads the same; arrays by type, shape, strides and alignment.
 """
 
 from __future__ import annotations
@@ -108,69 +108,49 @@ def _names_in(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 
 class Reader:
-    """Reads functions and what they captured. `code` collects the text of every function met.
+    """Reads tile functions: `code` collects the text of every function met.
 
-    Args:
-        tile: whether the functions are tile code. The globals of tile code are constants. Those of a function that another one
-            calls may be caches that grow with every call, so that of them only values count that cannot change in place.
+    Of functions that run on the host only the code counts (:meth:`code_of`): what they make of their values is seen in what they
+    return, and they may keep caches and counters.
     """
 
-    def __init__(self, *, tile: bool) -> None:
-        self.tile, self.code = tile, dict[str, str]()
-        self._parts = self._depth = 0
+    def __init__(self) -> None:
+        self.code: dict[str, str] = {}
+        self._parts = 0
         self._met: set[int] = set()
 
+    def code_of(self, function: Any) -> None:
+        """Collect the code of a function that runs on the host, and of the functions that it calls."""
+        function = _plain_function(function)
+        if function is None or id(function) in self._met or is_library(function.__module__):
+            return
+        self._met.add(id(function))
+        self.code[f"{function.__module__}:{function.__qualname__}"] = _text_of(function.__code__)
+        held = [value for _, value in _cells(function)]
+        loads = _names_in(function.__code__)[0] & function.__globals__.keys()
+        for value in [*held, *(function.__globals__[name] for name in sorted(loads))]:
+            self.code_of(value)
+
     def function(self, function: Any) -> dict[str, Any]:
-        """The values that a function captured, by name, as plain data; the text of its code joins `code`.
+        """The values that a tile function captured, by name, as plain data; the text of its code joins `code`.
 
         Raises:
             OpaqueError: it captured a value that cannot be told from others.
         """
-        while isinstance(function, functools.partial) or not isinstance(function, FunctionType):
-            if isinstance(function, functools.partial):
-                bound = self.value([function.args, function.keywords], "partial", frozenset())
-                return {"partial": bound, **self.function(function.func)}
-            if isinstance(function, MethodType):
-                names = _names_in(function.__func__.__code__)[1]
-                return {"self": self.value(function.__self__, "self", names), **self.function(function.__func__)}
-            if hasattr(function, "__wrapped__"):
-                function = function.__wrapped__
-            elif isinstance(function, (BuiltinFunctionType, type)):
-                return {"function": self.value(function, "function", frozenset())}
-            else:
-                called = vars(type(function)).get("__call__")
-                if not isinstance(called, FunctionType):
-                    raise OpaqueError(f"a {type(function).__name__} that is called as a function")
-                function = MethodType(called, function)
-        self._depth += 1
-        try:
-            return self._captured(function)
-        finally:
-            self._depth -= 1
+        plain = _plain_function(function)
+        if plain is None:
+            raise OpaqueError(f"a {type(function).__name__} that is called as a function")
+        self._met.add(id(plain))
+        self.code[f"{plain.__module__}:{plain.__qualname__}"] = _text_of(plain.__code__)
+        loads, attributes = _names_in(plain.__code__)
+        found = {name: self.value(value, name, attributes) for name, value in [*_cells(plain), *_defaults(plain)]}
+        for name in sorted(loads & plain.__globals__.keys() - found.keys()):
+            found[name] = self.value(plain.__globals__[name], name, attributes)
+        return {
+            name: value for name, value in found.items() if not (isinstance(value, str) and value.startswith("name "))
+        }
 
-    def _captured(self, function: FunctionType) -> dict[str, Any]:
-        code = function.__code__
-        self._met.add(id(function))
-        self.code[f"{function.__module__}:{function.__qualname__}"] = _text_of(code)
-        loads, attributes = _names_in(code)
-        found: dict[str, Any] = {}
-        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            try:
-                value = cell.cell_contents
-            except ValueError:  # not assigned yet
-                continue
-            found[name] = self.value(value, name, attributes)
-        for name, value in _defaults(function).items():
-            found[name] = self.value(value, name, attributes)
-        for name in sorted(loads & function.__globals__.keys() - found.keys()):
-            value = function.__globals__[name]
-            if self._counts(value):
-                described = self.value(value, name, attributes)
-                if not isinstance(described, str) or not described.startswith("name "):
-                    found[name] = described
-        return {name: value for name, value in found.items() if value != _CODE}
-
-    def value(self, value: Any, name: str, attributes: Set[str]) -> Any:
+    def value(self, value: Any, name: str, attributes: Set[str] = frozenset()) -> Any:
         """A value as plain data.
 
         Args:
@@ -192,11 +172,9 @@ class Reader:
             return f"float {value!r}"
         if is_array(value):
             return describe_array(value)
-        if _is_kernel(value):
+        if is_kernel(value):
             captured = self.function(value._pyfunc)
-            return {"kernel": f"{value._pyfunc.__module__}:{value._pyfunc.__qualname__}", "captured": captured} | {
-                "hints": repr(value._compiler_options)
-            }
+            return {"kernel": name_of(value._pyfunc), "captured": captured, "hints": repr(value._compiler_options)}
         if isinstance(value, ModuleType):
             return self._module(value, attributes)
         if isinstance(value, (FunctionType, MethodType, functools.partial)) or hasattr(value, "__wrapped__"):
@@ -204,10 +182,6 @@ class Reader:
         if isinstance(value, (type, BuiltinFunctionType)):
             return f"name {value.__module__}.{value.__qualname__}"
         return self._compound(value, name, attributes)
-
-    def _counts(self, value: Any) -> bool:
-        """Whether a global value is part of what a function is."""
-        return self.tile or self._depth == 1 or not _may_change(value)
 
     def _module(self, module: ModuleType, attributes: Set[str]) -> Any:
         """A module: of one that is no library, what the code may read of it."""
@@ -217,32 +191,26 @@ class Reader:
         plain = {
             name: self.value(value, name, attributes)
             for name, value in sorted(read.items())
-            if not isinstance(value, ModuleType) and self._counts(value)
+            if not isinstance(value, ModuleType)
         }
         return {"module": module.__name__, **plain}
 
     def _function(self, function: Any) -> Any:
         """A function among captured values: a library's by name, another by its code and what it captured in turn."""
-        inner = getattr(function, "__wrapped__", function)
-        if is_library(getattr(inner, "__module__", None)) and not isinstance(inner, (MethodType, functools.partial)):
-            return f"name {inner.__module__}.{getattr(inner, '__qualname__', inner)}"
-        if id(inner) in self._met:
-            return _CODE
-        return self.function(function) or _CODE
+        plain = _plain_function(function)
+        if plain is None or is_library(plain.__module__):
+            return f"name {name_of(plain or function)}"
+        return f"name {name_of(plain)}" if id(plain) in self._met else self.function(plain) or f"name {name_of(plain)}"
 
     def _compound(self, value: Any, name: str, attributes: Set[str]) -> Any:
         kind = type(value)
         if isinstance(value, Mapping):
-            pairs = [
-                [self.value(key, name, attributes), self.value(each, name, attributes)] for key, each in value.items()
-            ]
+            pairs = [[self.value(key, name), self.value(each, name, attributes)] for key, each in value.items()]
             return sorted(pairs, key=canonical_json)
         if isinstance(value, (list, tuple)):
             return [self.value(each, name, attributes) for each in value]
         if isinstance(value, (set, frozenset)):
             return sorted((self.value(each, name, attributes) for each in value), key=canonical_json)
-        if "Stream" in kind.__name__:
-            return "name stream"
         if is_library(kind.__module__) and not isinstance(value, SimpleNamespace):
             text = repr(value)
             if " at 0x" not in text and "=0x" not in text:
@@ -251,53 +219,56 @@ class Reader:
             return f"name {kind.__qualname__}"
         self._met.add(id(value))
         held = fields_of(value)
-        if held is None or not (isinstance(value, SimpleNamespace) or dataclasses.is_dataclass(value)):
-            held = {each: getattr(value, each) for each in sorted(attributes) if _is_read(value, each)}
-            if not held and not hasattr(value, "__dict__"):
-                raise OpaqueError(f"{name}, of the type {kind.__module__}.{kind.__qualname__}")
+        if held is None:
+            raise OpaqueError(f"{name}, of the type {kind.__module__}.{kind.__qualname__}")
         return {"type": kind.__qualname__, **{each: self.value(one, each, attributes) for each, one in held.items()}}
 
 
-_CODE = "name code"
-"""Stands for a function of which nothing but its code is to be told."""
+def _plain_function(function: Any) -> FunctionType | None:
+    """The Python function behind wrappers, methods, partial functions and callable objects; None where there is none."""
+    for _ in range(20):
+        if isinstance(function, FunctionType) and not hasattr(function, "__wrapped__"):
+            return function
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif isinstance(function, MethodType):
+            function = function.__func__
+        elif isinstance(function, (type, ModuleType)) or function is None:
+            return None
+        elif hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        else:
+            function = vars(type(function)).get("__call__")
+    return None
 
 
-def _is_read(value: Any, name: str) -> bool:
-    """Whether an object has this attribute. A property that raises is none."""
-    try:
-        getattr(value, name)
-    except Exception:
-        return False
-    return True
+def _cells(function: FunctionType) -> list[tuple[str, Any]]:
+    """The values that a function took from the functions around it, by name."""
+    found = []
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            found.append((name, cell.cell_contents))
+        except ValueError:  # not assigned yet
+            continue
+    return found
 
 
-def _is_kernel(value: Any) -> bool:
+def name_of(function: Any) -> str:
+    """`package.module:function`; a function inside another one has the names of both."""
+    name = str(getattr(function, "__qualname__", type(function).__qualname__)).replace(".<locals>", "")
+    return f"{getattr(function, '__module__', None) or 'builtins'}:{name}"
+
+
+def is_kernel(value: Any) -> bool:
+    """Whether a value is a cuTile kernel, rather than a function that returns one."""
     return hasattr(value, "_pyfunc") and hasattr(value, "replace_hints")
 
 
-def _may_change(value: Any) -> bool:
-    """Whether a value may change in place from one call to the next."""
-    fixed = (
-        *PLAIN,
-        float,
-        enum.Enum,
-        ModuleType,
-        type,
-        FunctionType,
-        BuiltinFunctionType,
-        functools.partial,
-        MethodType,
-    )
-    if isinstance(value, tuple):
-        return any(map(_may_change, value))
-    return not (isinstance(value, fixed) or is_array(value) or hasattr(value, "__wrapped__") or _is_kernel(value))
-
-
-def _defaults(function: FunctionType) -> dict[str, Any]:
-    """The default values of a function's parameters."""
+def _defaults(function: FunctionType) -> list[tuple[str, Any]]:
+    """The default values of a function's parameters, by name."""
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     given = function.__defaults__ or ()
-    return dict(zip(names[len(names) - len(given) :], given, strict=True)) | (function.__kwdefaults__ or {})
+    return [*zip(names[len(names) - len(given) :], given, strict=True), *(function.__kwdefaults__ or {}).items()]
 
 
 def fields_of(value: Any) -> dict[str, Any] | None:

@@ -25,7 +25,7 @@ from tiledsched.remember.answers import (
     warn_once,
 )
 from tiledsched.remember.description import Call, Request, describe_call
-from tiledsched.remember.identity import OpaqueError
+from tiledsched.remember.identity import OpaqueError, name_of
 from tiledsched.remember.machine import Machine, Program
 from tiledsched.remember.results import result_types
 
@@ -109,11 +109,15 @@ class Search:
         """The answer, from the database or from a race."""
         device = self._machine.device()
         call, store = self._open(device)
-        known = Answers()
-        if store is not None:
-            known = self._counted(store.read())
-            if known.covers(call):
-                return self._answer(call, known)
+        known, problem = Answers(), Problem(NOT_NAMED, {})
+        try:
+            if store is not None:
+                known = self._counted(store.read())
+                if known.covers(call):
+                    return self._answer(call, known)
+                problem = known.problem or call.new_problem()
+        except OpaqueError as error:
+            call, store = self._not_stored(error), None
         if device is None:
             raise MeasureError(
                 f"no result is stored for {call.kernel} with these arguments, and there is no GPU to measure on; run this "
@@ -129,7 +133,7 @@ class Search:
                 known = self._counted(store.read())
                 if known.covers(call):
                     return self._answer(call, known)
-            found = self._measure(call, device, known)
+            found = self._measure(call, device, known, problem)
         if store is not None and found.alone:
             stored = self._counted(store.write(found.findings, known))
             if stored.covers(call):
@@ -144,9 +148,7 @@ class Search:
         try:
             call = describe_call(self._request, arch)
         except OpaqueError as error:
-            name = getattr(getattr(self._request.kernel, "_pyfunc", self._request.kernel), "__qualname__", "a kernel")
-            warn_once(f"results for {name} are not stored: the call depends on {error}, which has no lasting identity")
-            return self._unnamed(), None
+            return self._not_stored(error), None
         if device is None:
             places = stored_places(self._settings, call)
             if len(places) == 1:
@@ -154,13 +156,20 @@ class Search:
                 call = describe_call(self._request, arch)
         return call, AnswerStore(self._settings, call, arch, name, self._machine.compiler())
 
+    def _not_stored(self, error: OpaqueError) -> Call:
+        """The call, after a warning that nothing is stored of it, and why."""
+        name = name_of(getattr(self._request.kernel, "_pyfunc", self._request.kernel))
+        warn_once(f"results for {name} are not stored: the call depends on {error}, which has no lasting identity")
+        return self._unnamed()
+
     def _unnamed(self) -> Call:
         """A call of which nothing is stored: its schedules are numbers."""
         count = len(self._request.configs)
         return Call(
+            request=self._request,
             kernel=NOT_NAMED,
-            problem=Problem(NOT_NAMED, {}),
             source="",
+            captured="",
             schedules=tuple(Schedule(config=number) for number in range(count)),
             grids=tuple((0,) for _ in range(count)),
         )
@@ -168,7 +177,7 @@ class Search:
     def _counted(self, known: Answers) -> Answers:
         return known.unchecked() if self._request.check else known
 
-    def _measure(self, call: Call, device: Device, known: Answers) -> Measured:
+    def _measure(self, call: Call, device: Device, known: Answers, problem: Problem) -> Measured:
         """Build what is not known, and race it with the fastest that is known."""
         from tiledsched.remember.comparing import Comparison
         from tiledsched.remember.timing import RULES, CallRunner, first_line, kind_of
@@ -190,8 +199,8 @@ class Search:
                 error = program.error or RuntimeError("it was not compiled")
                 failed[each] = Failure(kind=kind_of(error), message=first_line(error))
                 self.errors[each.id] = error
-        built = [(each, programs[each].grid, programs[each].artifact or failed[each]) for each in wanted]
-        heads = self._distinct(call, known, programs, incumbent)
+        built = [(each, call.grids[call.places[each.id]], programs[each].artifact or failed[each]) for each in wanted]
+        heads = self._distinct(call, problem, known, programs, incumbent)
         racing = [each for each, head in heads.items() if each == head]
         runner = CallRunner(machine, device, programs, request)
         accuracies: dict[Schedule, Accuracy | Failure] = {}
@@ -210,7 +219,7 @@ class Search:
                 if (artifact := programs[each].artifact) is not None
             ]
             preference = [*([incumbent] if incumbent else []), *order]
-            decided = race(runner, call.problem, candidates, preference=preference, rules=RULES)
+            decided = race(runner, problem, candidates, preference=preference, rules=RULES)
             outcomes = decided.outcomes
         for each, error in runner.errors.items():
             failed[each] = Failure(kind=kind_of(error), message=first_line(error))
@@ -247,9 +256,10 @@ class Search:
         winner = decided.winner.schedule if decided and decided.winner else None
         if winner is not None:
             answers.winner, answers.space = winner.id, call.space
-        stays = known.winner and known.winner not in {each.id for each in order} and _is_faster(known, answers, winner)
+        stays = known.winner and known.winner not in call.places and _is_faster(known, answers, winner)
         not_built = {each for each, _, outcome in built if isinstance(outcome, Failure)}
         findings = Findings(
+            problem=problem,
             device=device,
             toolchain=toolchain,
             built=built,
@@ -269,28 +279,32 @@ class Search:
 
     def _program(self, call: Call, schedule: Schedule) -> Program:
         """What is built for the first configuration with a schedule."""
-        place = call.schedules.index(schedule)
+        place = call.places[schedule.id]
         config = self._request.configs[place]
         grid = self._request.grid_fn(config)
         kernel = self._request.kernel_of(config).replace_hints(**self._request.hints_of(config))
         return Program(config=config, schedule=schedule, grid=grid, kernel=kernel)
 
     def _distinct(
-        self, call: Call, known: Answers, programs: Mapping[Schedule, Program], incumbent: Schedule | None
+        self,
+        call: Call,
+        problem: Problem,
+        known: Answers,
+        programs: Mapping[Schedule, Program],
+        incumbent: Schedule | None,
     ) -> dict[Schedule, Schedule]:
         """For each schedule that was built, the first one with the same program; one that is known already is left out, with its
         time noted."""
         first: dict[Any, Schedule] = {}
         found: dict[Schedule, Schedule] = {}
         stored = {program: each for each, program in known.programs.items() if each in known.times}
-        places = {each: place for place, each in reversed(list(enumerate(call.schedules)))}
-        listed = sorted(programs, key=lambda each: (each != incumbent, places[each]))
+        listed = sorted(programs, key=lambda each: (each != incumbent, call.places[each.id]))
         for each in listed:
             program = programs[each]
             if program.artifact is None:
                 continue
             grid = tuple(program.grid) if isinstance(program.grid, (tuple, list)) else (program.grid,)
-            key = class_of(call, call.grids[places[each]]).id, program.artifact.fingerprint
+            key = class_of(problem, call.grids[call.places[each.id]]).id, program.artifact.fingerprint
             if each != incumbent and not program.numbers and key in stored and each.id not in known.times:
                 known.times[each.id] = known.times[stored[key]]
                 known.programs[each.id] = key
