@@ -54,9 +54,9 @@ def address(array: Any) -> int:
 
 
 def describe_array(array: Any) -> str:
-    """`float16[4096,1024]`, and the strides in elements unless rows follow each other, and the alignment below 16 bytes."""
+    """`float16[4096x1024]`, with the strides in elements unless rows follow each other, and the alignment below 16 bytes."""
     shape = [int(side) for side in array.shape]
-    words = f"{str(array.dtype).rpartition('.')[2]}[{','.join(map(str, shape))}]"
+    words = ["x".join(map(str, shape))]
     if hasattr(array, "stride"):
         strides = [int(step) for step in array.stride()]
     elif getattr(array, "strides", None):
@@ -68,9 +68,11 @@ def describe_array(array: Any) -> str:
         usual.insert(0, step)
         step *= side
     if strides and any(mine != theirs and side != 1 for mine, theirs, side in zip(strides, usual, shape, strict=True)):
-        words += f" strides {','.join(map(str, strides))}"
+        words.append(f"strides {'x'.join(map(str, strides))}")
     lowest = (where := address(array)) & -where
-    return words + (f" align {lowest}" if 0 < lowest < FULL_ALIGNMENT else "")
+    if 0 < lowest < FULL_ALIGNMENT:
+        words.append(f"align {lowest}")
+    return f"{str(array.dtype).rpartition('.')[2]}[{' '.join(words)}]"
 
 
 def is_library(module: str | None) -> bool:
