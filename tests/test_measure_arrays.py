@@ -65,7 +65,8 @@ def test_right_kernels_pass_every_case(kernel):
     p, s = first(kernel)
     cases = cases_of(kernel, p)
     floats = any(is_float(spec.dtype) for spec in input_specs(kernel, p))
-    assert [case.kinds for case in cases] == ["random", *(["edges", "large", "offset"] if floats else [])]
+    integers = ["smallest", "largest"] if any(spec.integers for spec in input_specs(kernel, p)) else []
+    assert [case.kinds for case in cases] == ["random", *integers, *(["edges", "large", "offset"] if floats else [])]
     for case in cases:
         assert all((one.errors <= one.limit / 3).all() for one in run_on_cpu(kernel, p, s, case))
 

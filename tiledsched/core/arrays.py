@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from tiledsched.core.fields import ITEM_BYTES
+from tiledsched.core.integers import Integers
 
 LARGEST_INT32 = 2**31 - 1
 RELATIVE_ERRORS = {
@@ -43,8 +44,8 @@ class ArraySpec:
     """Whether the array must hold zeros when the kernel starts. The kernel leaves zeros behind, so it is filled only once."""
     absolute: bool = False
     """For outputs: whether the gate bounds the absolute error instead of the relative one."""
-    below: int | None = None
-    """For integer inputs: values are at least 0 and less than this number."""
+    integers: Integers | None = None
+    """For integer inputs: what is declared of their values."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy
 from tiledsched.core.arrays import RELATIVE_ERRORS, ArraySpec, Tolerance
 from tiledsched.core.errors import DeclarationError, TiledschedError
 from tiledsched.core.fields import Dim
+from tiledsched.core.integers import INTEGER_KINDS
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.storage import LARGEST, is_float, to_float, to_storage
 
@@ -74,6 +76,12 @@ def make_cases(kernel: KernelClass, xp: Any, rng: Any, p: Problem, precision: st
     if kernel.adversarial is not None:
         yield from kernel.adversarial(xp, rng, p, right)
         return
+    for kind in INTEGER_KINDS:
+        inputs = _with_extremes(kernel, xp, p, random, kind, own)
+        if inputs is not None:
+            outputs = right(inputs)
+            if _representable(kernel, xp, p, outputs):
+                yield Case(kind, inputs, outputs)
     for kind in KINDS if any(is_float(spec.dtype) for spec in input_specs(kernel, p)) else ():
         for shape in SHAPES[kind]:
             inputs = _shaped(kernel, xp, p, random, shape, own)
@@ -110,7 +118,10 @@ def output_specs(kernel: KernelClass, p: Problem) -> list[ArraySpec]:
 def _drawn(xp: Any, rng: Any, spec: ArraySpec, shape: tuple[int, ...]) -> Any:
     if is_float(spec.dtype):
         return rng.standard_normal(shape, dtype=numpy.float32)
-    return rng.integers(0, 2 if spec.below is None else spec.below, size=shape)
+    if spec.integers is None:
+        return rng.integers(0, 2, size=shape)
+    spec.integers.check(spec.name, spec.dtype, shape)
+    return spec.integers.random(xp, rng, shape)
 
 
 def _laid_out(xp: Any, array: Any, spec: ArraySpec) -> Any:
@@ -163,6 +174,19 @@ def call_reference(kernel: KernelClass, xp: Any, p: Problem, inputs: dict[str, A
             )
     found = kernel.reference(**given)
     return tuple(found) if isinstance(found, tuple) else (found,)
+
+
+def _with_extremes(
+    kernel: KernelClass, xp: Any, p: Problem, random: Arrays, kind: str, own: Mapping[str, Any]
+) -> Arrays | None:
+    """The random inputs, but with every array of integers of which a range is declared at its limit; None where none changes."""
+    found: Arrays = {}
+    for spec in input_specs(kernel, p):
+        if spec.integers is not None and spec.name not in own and not spec.listed:
+            values = spec.integers.extreme(xp, kind, spec.shape)
+            if values is not None:
+                found[spec.name] = _laid_out(xp, to_storage(xp, values, spec.dtype), spec)
+    return random | found if found else None
 
 
 def _shaped(kernel: KernelClass, xp: Any, p: Problem, random: Arrays, shape: Shape, own: Mapping[str, Any]) -> Arrays:
@@ -225,17 +249,31 @@ def _representable(kernel: KernelClass, xp: Any, p: Problem, outputs: Sequence[A
 
 SMALL = (3, 4, 1, 2, 8, 16, 64)
 """Sizes that are tried for run-time dims, in this order."""
+LARGER = (32, 128, 256, 512, 1024, 2048, 4096)
+"""Sizes that are tried next, where a kernel requires multiples of something."""
 
 
 def shrunk(kernel: KernelClass, p: Problem, sizes: tuple[int, ...] = SMALL, *, only_largest: bool = False) -> Problem:
-    """The problem with run-time sizes as small as its kernel allows. With `only_largest`, only the largest is one of `sizes`."""
+    """The problem with run-time sizes as small as its kernel allows. With `only_largest`, only the largest is one of `sizes`.
+
+    Dims that can only change together, such as the sides of a square, shrink by one factor.
+    """
     dims = [name for name, each in kernel.fields.items() if isinstance(each, Dim) and not each.constant]
     largest = max(dims, key=lambda name: p.values[name], default=None)
+    stuck = []
     for name in dims:
-        for size in SMALL if only_largest and name != largest else sizes:
+        wanted = SMALL if only_largest and name != largest else sizes
+        for size in (*wanted, *(size for size in LARGER if size < p.values[name])):
             try:
                 p = p.replace(**{name: size})
             except TiledschedError:
                 continue
             break
+        else:
+            stuck.append(name)
+    longest = max((p.values[name] for name in stuck), default=0)
+    for size in (*sizes, *LARGER) if len(stuck) > 1 else ():
+        if size < longest:
+            with suppress(TiledschedError):
+                return p.replace(**{name: max(1, p.values[name] * size // longest) for name in stuck})
     return p

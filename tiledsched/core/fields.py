@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +40,6 @@ ITEM_BYTES = {
     "bool_": 1,
 }
 LAYOUTS = ("row", "column")
-_TERM = re.compile(r"[A-Za-z_]\w*|\d+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +126,13 @@ class ArrayField:
     dtype: str | None = None
     layout: str = "row"
     when: str | None = None
+    least: str | int = 0
     below: str | int | None = None
+    sentinels: tuple[int, ...] = ()
+    sorted: bool = False
+    distinct: bool = False
+    first: str | int | None = None
+    last: str | int | None = None
     listed: bool = False
     """Whether the field is a list of arrays."""
     zeroed: bool = False
@@ -136,6 +140,17 @@ class ArrayField:
     """For outputs: whether the gate bounds the absolute error, not the error relative to the norm of the tile."""
     aligned: bool = False
     """For scratch memory: whether machine code may count on rows that start at multiples of 16 bytes, as it does for inputs."""
+
+    @property
+    def limits(self) -> dict[str, str | int]:
+        """What is said of the values of integers, apart from sentinels: numbers and sizes by the name of the argument."""
+        found = {"least": self.least, "below": self.below, "first": self.first, "last": self.last}
+        return {name: value for name, value in found.items() if value is not None}
+
+    @property
+    def speaks_of_integers(self) -> bool:
+        """Whether anything is said of the values of integers."""
+        return bool(self.limits.keys() - {"least"} or self.least or self.sentinels or self.sorted or self.distinct)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,19 +231,46 @@ def array(
     dtype: str | None = None,
     layout: str = "row",
     when: str | None = None,
+    least: str | int = 0,
     below: str | int | None = None,
+    sentinel: int | tuple[int, ...] = (),
+    sorted: bool = False,
+    distinct: bool = False,
+    first: str | int | None = None,
+    last: str | int | None = None,
 ) -> Any:
     """An input array.
 
+    What is said of integers decides which values a kernel is checked and timed on; calls are not checked for it.
+
     Args:
-        shape: names of sizes, numbers, and products or quotients of them ("batch heads rows/2"); or a function of the
-            problem that returns sizes.
+        shape: a size for each axis, parted by spaces: names of sizes, numbers, and sums, products or quotients of them
+            ("batch experts+1 rows/2"); or a function of the problem that returns sizes.
         dtype: a type, or the name of a dtype field; None for the field called `dtype`.
         layout: row, column (the last two axes swapped in memory), or the name of a choice of the two.
         when: the name of a flag; without the flag, the function gets an array of one element.
-        below: for integers: values are at least 0 and below this number, or below the size of this name.
+        least, below: for integers: values are at least `least` and less than `below`, each a number or a size ("rows+1").
+            Without `below` they are 0 or 1, or go up to `last`.
+        sentinel: for integers: one or several values with a meaning of their own, such as -100 for labels to ignore.
+        sorted: for integers: whether no value is less than the one before it along the last axis.
+        distinct: for integers: whether no value but the sentinels occurs twice.
+        first, last: for integers: the first and the last value along the last axis, each a number or a size.
     """
-    return ArrayField(shape=shape, role="in", dtype=dtype, layout=layout, when=when, below=below)
+    sentinels = sentinel if isinstance(sentinel, tuple) else (sentinel,)
+    return ArrayField(
+        shape=shape,
+        role="in",
+        dtype=dtype,
+        layout=layout,
+        when=when,
+        least=least,
+        below=below,
+        sentinels=sentinels,
+        sorted=sorted,
+        distinct=distinct,
+        first=first,
+        last=last,
+    )
 
 
 def arrays(shape: Callable[..., Any], *, dtype: str | None = None) -> Any:
@@ -310,22 +352,3 @@ def knob(
 def total(value: Any) -> int:
     """A size as one number: of several sizes, their sum."""
     return sum(value) if isinstance(value, tuple) else int(value)
-
-
-def shape_names(shape: str) -> set[str]:
-    """The names that a shape written as text reads."""
-    return {term for term in _TERM.findall(shape) if not term.isdigit()}
-
-
-def read_shape(shape: str, value_of: Callable[[str], int]) -> tuple[int, ...]:
-    """The sizes of a shape written as text. Factors are joined by `*` and `/`, which rounds up, from left to right."""
-    return tuple(_size(word, value_of) for word in shape.split())
-
-
-def _size(word: str, value_of: Callable[[str], int]) -> int:
-    parts = re.split(r"([*/])", word)
-    numbers = [int(part) if part.isdigit() else value_of(part) for part in parts[::2]]
-    result = numbers[0]
-    for operation, number in zip(parts[1::2], numbers[1:], strict=True):
-        result = result * number if operation == "*" else -(-result // number)
-    return result

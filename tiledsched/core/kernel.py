@@ -16,13 +16,17 @@ from tiledsched.core.cases import expected_outputs, output_specs, random_inputs,
 from tiledsched.core.cost import Cost
 from tiledsched.core.device import ARCHS
 from tiledsched.core.errors import DeclarationError, SpaceError, TiledschedError
-from tiledsched.core.fields import DTYPES, LAYOUTS, ArrayField, Choice, Flag, ProblemField, Scalar, shape_names
+from tiledsched.core.expressions import names_read, words_of
+from tiledsched.core.fields import DTYPES, LAYOUTS, ArrayField, Choice, Flag, ProblemField, Scalar
 from tiledsched.core.labels import labels_of
-from tiledsched.core.problem import Declaration, KernelClass, Problem
+from tiledsched.core.problem import Declaration, KernelClass, Problem, Requirement
 from tiledsched.core.schedule import HINT_KNOBS, PLAIN, Schedule, allowed_hints
+from tiledsched.core.shapes import shape_names, split_shape
 from tiledsched.core.similarity import Similarity
 from tiledsched.core.sources import SHIPPED_KERNELS
+from tiledsched.core.space import function_of
 from tiledsched.core.space_files import declared_space
+from tiledsched.core.storage import is_float
 
 FUNCTIONS = (
     "grid",
@@ -48,6 +52,7 @@ FUNCTIONS = (
 """Functions that a kernel may declare."""
 RESERVED = frozenset(dir(Declaration)) | {"kernel", "values", "id", "xp", "p", "s"}
 """Names that no field of a kernel may have."""
+INTEGER_WORDS = "least, below, sentinel, sorted, distinct, first and last"
 MOST_CHECKED = 1 << 20
 """Elements of the largest array on which a reference is tried."""
 
@@ -74,6 +79,7 @@ class Kernel(Declaration):
         if "name" not in own:
             cls.name = f"{registry.module_word(cls)}:{cls.__name__}"
         PLAIN.update({name: value for name, value in cls.plain.items() if name not in PLAIN})
+        cls.requirements = _read_requirements(cls)
         _check_declaration(cls)
         registry.register(cls)
 
@@ -99,6 +105,20 @@ def _suite_problems(kernel: KernelClass) -> list[Problem]:
         except TiledschedError as error:
             raise DeclarationError(f"{kernel.__name__}.suites[{name!r}]: {error}") from error
     return found
+
+
+def _read_requirements(kernel: KernelClass) -> tuple[Requirement, ...]:
+    found = []
+    for text, because in kernel.requires.items():
+        try:
+            names = tuple(sorted(names_read(text, {*kernel.fields, *kernel.derived}, words_of(kernel))))
+        except SpaceError as error:
+            hint = "; conditions on knobs are constraints" if any(name in str(text) for name in kernel.knobs) else ""
+            raise DeclarationError(f"{kernel.__name__}.requires: {text!r} {error}{hint}") from error
+        if not isinstance(because, str) or not because:
+            _fail(kernel, f"requires[{text!r}]", "say why, in words that a caller reads")
+        found.append(Requirement(require=text, because=because, names=names, holds=function_of(text, names)))
+    return tuple(found)
 
 
 def _fail(kernel: KernelClass, field: str, why: str) -> None:
@@ -149,8 +169,8 @@ def _check_fields(kernel: KernelClass) -> None:
 def _check_array(kernel: KernelClass, name: str, each: ArrayField) -> None:
     if isinstance(each.shape, str):
         allowed = {*kernel.fields, *kernel.derived, *(kernel.knobs if each.role == "workspace" else ())}
-        unknown = sorted(shape_names(each.shape) - allowed)
-        if unknown or not each.shape.split():
+        unknown = sorted(_names(kernel, name, each.shape) - allowed)
+        if unknown or not split_shape(each.shape):
             said = f"{unknown[0]!r} is no size" if unknown else "the shape is empty"
             _fail(kernel, name, f"{said}; known are {', '.join(sorted(allowed))} and numbers")
     dtypes = [field for field, kind in kernel.fields.items() if isinstance(kind, Choice) and kind.is_dtype]
@@ -164,8 +184,21 @@ def _check_array(kernel: KernelClass, name: str, each: ArrayField) -> None:
         _fail(kernel, name, f"layout {each.layout!r} is neither row, column nor a choice of the two")
     if each.when is not None and not isinstance(kernel.fields.get(each.when), Flag) and each.when not in kernel.derived:
         _fail(kernel, name, f"when = {each.when!r} is no flag; declare it with ts.flag()")
-    if isinstance(each.below, str) and each.below not in (*kernel.fields, *kernel.derived):
-        _fail(kernel, name, f"below = {each.below!r} is no field")
+    for limit, value in each.limits.items():
+        if isinstance(value, str) and _names(kernel, name, value) - {*kernel.fields, *kernel.derived}:
+            _fail(kernel, name, f"{limit} = {value!r} is no field")
+    types = kernel.fields[each.dtype or "dtype"].words if (each.dtype or "dtype") in dtypes else (each.dtype,)  # type: ignore[union-attr]
+    if each.speaks_of_integers and any(map(is_float, types)):
+        _fail(kernel, name, f"{INTEGER_WORDS} are said of integers, and {name} holds floating-point numbers")
+    if each.sorted and each.sentinels:
+        _fail(kernel, name, "sorted values have no sentinels; give one of the two")
+
+
+def _names(kernel: KernelClass, name: str, text: str) -> frozenset[str]:
+    try:
+        return shape_names(text)
+    except ValueError as error:
+        raise DeclarationError(f"{kernel.__name__}.{name}: {error}") from error
 
 
 def _check_knobs(kernel: KernelClass) -> None:

@@ -19,9 +19,10 @@ import cuda.tile as ct
 from tiledsched.core.arrays import ArraySpec
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import DeclarationError, ProblemError
-from tiledsched.core.fields import ITEM_BYTES, Choice, Dim, Flag, shape_names
+from tiledsched.core.fields import ITEM_BYTES, Choice, Dim, Flag
 from tiledsched.core.problem import KernelClass, Problem, ProblemClass
 from tiledsched.core.schedule import HINT_KNOBS, Schedule
+from tiledsched.core.shapes import shape_names, split_shape
 from tiledsched.core.storage import ALIGNMENT, strides_of
 
 
@@ -271,7 +272,7 @@ def _constant_axes(kernel: KernelClass, name: str) -> tuple[int, ...]:
     field = kernel.array_fields[name]
     constant = {name for name, each in kernel.fields.items() if isinstance(each, Dim) and each.constant}
     constant |= set(kernel.knobs) if field.role == "workspace" else set()
-    words = field.shape.split() if isinstance(field.shape, str) else []
+    words = split_shape(field.shape) if isinstance(field.shape, str) else ()
     return tuple(axis for axis, word in enumerate(words) if shape_names(word) <= constant)
 
 

@@ -18,9 +18,11 @@ from tiledsched.core.arrays import RELATIVE_ERRORS, ArraySpec, Tolerance
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.cost import Cost
 from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError
-from tiledsched.core.fields import ArrayField, Dim, Knob, ProblemField, Scalar, Value, knob, read_shape
+from tiledsched.core.fields import ArrayField, Dim, Knob, ProblemField, Scalar, Value, knob
+from tiledsched.core.integers import Integers
 from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
+from tiledsched.core.shapes import read_shape, read_size, split_shape
 from tiledsched.core.similarity import Similarity
 from tiledsched.core.sources import evidence_source, is_shipped, source_hash
 
@@ -232,6 +234,20 @@ def describe_values(values: Mapping[str, Value]) -> str:
     return " ".join(parts)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Requirement:
+    """A condition that every problem of a kernel meets."""
+
+    require: str
+    """The expression, as it is written."""
+    because: str
+    """The reason, for people whose problem was refused."""
+    names: tuple[str, ...]
+    """The names that the expression reads, in the order of `holds`."""
+    holds: Callable[..., Any]
+    """The expression as a function of the values of `names`."""
+
+
 class Declaration:
     """What is declared of a kernel, and the questions that the rest of the package asks about it.
 
@@ -250,6 +266,8 @@ class Declaration:
     """Expression -> why a schedule that breaks it cannot work."""
     exploring: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Expression -> why a schedule that breaks it works, but is not searched."""
+    requires: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Expression over a problem's fields -> why a problem that breaks it is none of this kernel's."""
     suites: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = MappingProxyType({})
     """Name -> problems that are tuned and benched together."""
     default_suite: ClassVar[str] = ""
@@ -284,6 +302,7 @@ class Declaration:
     fields: ClassVar[Mapping[str, ProblemField]] = MappingProxyType({})
     array_fields: ClassVar[Mapping[str, ArrayField]] = MappingProxyType({})
     scalar_fields: ClassVar[Mapping[str, Scalar]] = MappingProxyType({})
+    requirements: ClassVar[Sequence[Requirement]] = ()
 
     # What an author may override. `p` is the problem, `s` the schedule.
 
@@ -378,6 +397,39 @@ class Declaration:
         """The problem with these values. Fields that are not named take their defaults.
 
         Raises:
+            ProblemError: a value is missing, unknown or not allowed, or a requirement of the kernel is not met.
+        """
+        found = cls.read_values(values)
+        omitted = frozenset(
+            name for name, each in cls.fields.items() if each.omit_default and found[name] == each.default
+        )
+        p = Problem(cls, found, omitted=omitted)
+        cls.check_requirements(p)
+        return p
+
+    @classmethod
+    def check_requirements(cls, p: Problem) -> None:
+        """Raise where a problem does not meet what the kernel requires.
+
+        Raises:
+            ProblemError: the reason that the kernel gives, the expression and the values that it reads.
+        """
+        for each in cls.requirements:
+            values = [getattr(p, name) for name in each.names]
+            try:
+                if each.holds(*values):
+                    continue
+                said = "is false"
+            except (ArithmeticError, TypeError) as error:
+                said = f"cannot be evaluated ({error})"
+            given = ", ".join(f"{name}={value}" for name, value in zip(each.names, values, strict=True))
+            raise ProblemError(f"{each.because}: {each.require} {said} for {given}")
+
+    @classmethod
+    def read_values(cls, values: Mapping[str, Any]) -> dict[str, Value]:
+        """A value for each field, in canonical form; fields that are not named take their defaults.
+
+        Raises:
             ProblemError: a value is missing, unknown or not allowed.
         """
         unknown = sorted(set(values) - set(cls.fields))
@@ -390,11 +442,7 @@ class Declaration:
             found = {name: each.read(name, values.get(name, each.default)) for name, each in cls.fields.items()}
         except ValueError as error:
             raise ProblemError(str(error)) from error
-        found = cls.canonical(found | _vector_layouts(cls, found))
-        omitted = frozenset(
-            name for name, each in cls.fields.items() if each.omit_default and found[name] == each.default
-        )
-        return Problem(cls, found, omitted=omitted)
+        return cls.canonical(found | _vector_layouts(cls, found))
 
     @classmethod
     def suite(cls, name: str) -> list[Problem]:
@@ -450,7 +498,6 @@ class Declaration:
         shapes = cls._shapes(each, p, s)
         if absent and each.role == "in":
             shapes = tuple((1,) * len(shape) for shape in shapes)
-        below = each.below if each.below is None or isinstance(each.below, int) else int(getattr(p, each.below))
         return ArraySpec(
             name=name,
             role="workspace" if absent else each.role,
@@ -461,15 +508,30 @@ class Declaration:
             aligned=each.aligned,
             zeroed=each.zeroed,
             absolute=each.absolute,
-            below=below,
+            integers=cls._integers(each, p),
         )
+
+    @classmethod
+    def _integers(cls, each: ArrayField, p: Problem) -> Integers | None:
+        if not each.speaks_of_integers:
+            return None
+        limits = {
+            name: value if isinstance(value, int) else int(read_size(value, lambda name: getattr(p, name)))
+            for name, value in each.limits.items()
+        }
+        below = limits.pop("below", limits.get("last", limits["least"] + 1) + 1)
+        return Integers(below=below, sentinels=each.sentinels, sorted=each.sorted, distinct=each.distinct, **limits)
 
     @classmethod
     def _shapes(cls, each: ArrayField, p: Problem, s: Schedule | None) -> tuple[tuple[int, ...], ...]:
         if isinstance(each.shape, str):
-            return (
-                read_shape(each.shape, lambda name: int(s[name] if s is not None and name in s else getattr(p, name))),
-            )
+            try:
+                shape = read_shape(each.shape, lambda name: int(s[name] if s and name in s else getattr(p, name)))
+            except ZeroDivisionError as error:
+                raise ProblemError(f"the shape {each.shape!r} divides by 0 for {p}") from error
+            if any(size < 0 for size in shape):
+                raise ProblemError(f"the shape {each.shape!r} is {shape} for {p}; no size may be negative")
+            return (shape,)
         found = each.shape(p, s) if each.role == "workspace" else each.shape(p)
         return tuple(map(tuple, found)) if each.listed else (tuple(found),)
 
@@ -552,11 +614,19 @@ def _vector_layouts(kernel: KernelClass, values: Mapping[str, Value]) -> dict[st
     whose neighbours are those of the longer axis."""
     found: dict[str, Value] = {}
     for layout, shapes in _input_shapes(kernel).items():  # type: ignore[arg-type]  # a class is hashable
-        sides = [tuple(values.get(word, word) for word in shape) for shape in shapes]
+        sides = [tuple(_side(word, values) for word in shape) for shape in shapes]
         usual = {"column" if rows != 1 else "row" for rows, columns in sides if 1 in (rows, columns)}
         if len(usual) == 1 and all(1 in each for each in sides) and usual <= set(kernel.fields[layout].words):  # type: ignore[union-attr]
             found[layout] = usual.pop()
     return found
+
+
+def _side(word: str, values: Mapping[str, Any]) -> Any:
+    """The value of a size; the size as it is written where it reads what is derived from a problem, which is not made yet."""
+    try:
+        return read_size(word, values.__getitem__)
+    except (KeyError, ZeroDivisionError):
+        return word
 
 
 @functools.cache
@@ -565,7 +635,7 @@ def _input_shapes(kernel: KernelClass) -> dict[str, list[tuple[str, ...]]]:
     found: dict[str, list[tuple[str, ...]]] = {}
     others = set()
     for each in kernel.array_fields.values():
-        words = tuple(each.shape.split()[-2:]) if isinstance(each.shape, str) else ()
+        words = split_shape(each.shape)[-2:] if isinstance(each.shape, str) else ()
         found.setdefault(each.layout, []).append(words)
         if each.role != "in" or len(words) < 2 or each.layout not in kernel.fields:
             others.add(each.layout)

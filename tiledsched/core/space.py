@@ -50,7 +50,7 @@ class Constraint:
         """Whether the condition is met. `values` must have a value for every name that the expression reads."""
         names = tuple(self.names)
         try:
-            return bool(_function(self.require, names)(*[values[name] for name in names]))
+            return bool(function_of(self.require, names)(*[values[name] for name in names]))
         except (ArithmeticError, TypeError) as error:
             raise self.failed(error) from error
 
@@ -184,7 +184,7 @@ class SearchSpace:
     def _works(self) -> Callable[[Mapping[str, Any]], bool]:
         """One function that tells whether all of :attr:`needed` hold. A constraint that cannot be evaluated does not hold."""
         names = tuple(sorted(frozenset().union(*(each.names for each in self.needed))))
-        joined = _function(" and ".join(f"({each.require})" for each in self.needed) or "True", names)
+        joined = function_of(" and ".join(f"({each.require})" for each in self.needed) or "True", names)
 
         def works(values: Mapping[str, Any]) -> bool:
             try:
@@ -399,8 +399,8 @@ class SearchSpace:
 
 
 @lru_cache(maxsize=4096)
-def _function(expression: str, names: tuple[str, ...]) -> Callable[..., bool]:
-    """A constraint's expression, which was checked when it was read, as a function of the names it reads."""
+def function_of(expression: str, names: tuple[str, ...]) -> Callable[..., bool]:
+    """An expression that was checked when it was read, as a function of the names it reads."""
     function: Callable[..., bool] = eval(f"lambda {', '.join(names)}: ({expression}\n)", {"__builtins__": {}})
     return function
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from tiledsched.core.arrays import ArraySpec
 from tiledsched.core.errors import ConfigError, ProblemError
-from tiledsched.core.fields import LAYOUTS, ArrayField, Choice, Dim, Flag, Sizes, read_shape
+from tiledsched.core.fields import LAYOUTS, ArrayField, Choice, Dim, Flag, Sizes
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.shapes import is_solvable, read_shape, shape_names, solve, split_shape
 from tiledsched.core.storage import strides_of
 
 NO_DEFAULT = object()
@@ -53,6 +54,20 @@ class Output:
     """Whether it is a list."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Equation:
+    """A size of an input that tells a dim."""
+
+    array: str
+    """The input."""
+    axis: int
+    """The axis whose size it is."""
+    word: str
+    """The size as it is declared."""
+    dim: str
+    """The dim, the only one in it that is not known before."""
+
+
 class OpSchema:
     """The parameters of an operator made of `kernel`, and the meaning of its calls. `str()` gives it in torch's schema language.
 
@@ -88,6 +103,7 @@ class OpSchema:
             raise ConfigError(
                 f"{kernel.name} has no input array, which would say where it runs; call its kernel yourself"
             )
+        self.equations: list[Equation] = []
         self.parameters = self._parameters()
 
     def __str__(self) -> str:
@@ -148,12 +164,37 @@ class OpSchema:
                 found.add(str(each.when))
             else:
                 found |= {_dtype_of(each), each.layout, *(word for word, _ in self._sizes(each))}
-        return found & set(self.kernel.fields)
+        found &= set(self.kernel.fields)
+        self.equations = self._equations(found | set(self.pinned))
+        return found | {each.dim for each in self.equations}
 
     def _sizes(self, each: ArrayField) -> list[tuple[str, int]]:
         """Dims that stand alone in a shape, and their axes."""
-        words = each.shape.split() if isinstance(each.shape, str) else []
+        words = split_shape(each.shape) if isinstance(each.shape, str) else ()
         return [(word, axis) for axis, word in enumerate(words) if isinstance(self.kernel.fields.get(word), Dim)]
+
+    def _equations(self, known: set[str]) -> list[Equation]:
+        """How dims follow, one after the other, from sizes such as "experts+1" of inputs that every call gives.
+
+        Args:
+            known: the fields that are known without them.
+        """
+        sizes = [
+            (name, axis, word, shape_names(word))
+            for name in self.inputs
+            if not self.is_optional(name) and isinstance(self.kernel.array_fields[name].shape, str)
+            for axis, word in enumerate(split_shape(self.kernel.array_fields[name].shape))
+        ]
+        found: list[Equation] = []
+        known = set(known)
+        for _ in self.kernel.fields:
+            for name, axis, word, names in sizes:
+                open_names = names - known
+                dim = next(iter(open_names), "")
+                if len(open_names) == 1 and isinstance(self.kernel.fields.get(dim), Dim) and is_solvable(word, dim):
+                    found.append(Equation(array=name, axis=axis, word=word, dim=dim))
+                    known.add(dim)
+        return found
 
     def read(self, given: Sequence[Any]) -> dict[str, Any]:
         """The problem's fields, as far as the arguments of a call determine them; sizes stay symbolic where it is traced.
@@ -177,13 +218,20 @@ class OpSchema:
             for tensor in [value] if not each.listed else value:
                 if tensor is not None:
                     self._read_array(name, each, tensor, found)
+        for equation in self.equations:
+            if equation.dim not in found:
+                size = given[self.inputs.index(equation.array)].shape[equation.axis]
+                try:
+                    found[equation.dim] = solve(equation.word, equation.dim, size, found.__getitem__)
+                except ValueError as error:
+                    raise ProblemError(f"{equation.array}, axis {equation.axis}: {error}") from error
         return found
 
     def _read_array(self, name: str, each: ArrayField, tensor: Any, found: dict[str, Any]) -> None:
         """Add the fields that one tensor determines to `found`."""
-        if isinstance(each.shape, str) and tensor.ndim != len(each.shape.split()):
+        if isinstance(each.shape, str) and tensor.ndim != len(split_shape(each.shape)):
             raise ProblemError(
-                f"{name} must have {len(each.shape.split())} axes ({each.shape}), got shape "
+                f"{name} must have {len(split_shape(each.shape))} axes ({each.shape}), got shape "
                 f"{tuple(tensor.shape)}; reshape it"
             )
         for word, axis in self._sizes(each):
@@ -230,8 +278,8 @@ class OpSchema:
         # Every other value is checked as usual, beside some allowed size in place of each that is 0.
         allowed = {name: max(1, getattr(fields[name], "least", 1)) for name in empty}
         allowed |= {name: (1,) for name in empty if isinstance(fields[name], Sizes)}
-        values = self.kernel.problem(**found | allowed).values
-        p = Problem(self.kernel, {**values, **empty})
+        p = Problem(self.kernel, self.kernel.read_values(found | allowed) | empty)
+        self.kernel.check_requirements(p)
         self._check_arrays(p, given)
         return p
 
@@ -255,7 +303,7 @@ class OpSchema:
                 if len(shape) != tensor.ndim:
                     raise ProblemError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}; reshape it")
                 wrong = next(axis for axis in range(tensor.ndim) if tensor.shape[axis] != shape[axis])
-                what = f" ({words.split()[wrong]})" if isinstance(words, str) else ""
+                what = f" ({split_shape(words)[wrong]})" if isinstance(words, str) else ""
                 raise ProblemError(
                     f"{name}, axis {wrong}{what}: must be {shape[wrong]}, as the other arrays say, got "
                     f"{tensor.shape[wrong]}"
