@@ -28,11 +28,12 @@ log = logging.getLogger("tiledsched")
 REGIME = "burst"
 SPACE = "space "
 """Stands before the digest of the space in what an entry says of its source."""
+WRONG = FailureKind.WRONG_RESULT
 PASSING = (FailureKind.COMPILER_KILLED, FailureKind.GPU_LOST, FailureKind.WORKER_KILLED)
 """Failures that say nothing of the program, so that it is tried again."""
 
 MEASURED = """
-SELECT m.schedule_id, m.median_us, m.ci_low_us, m.ci_high_us, m.sample_count, m.accuracy IS NOT NULL
+SELECT m.schedule_id, m.median_us, m.ci_low_us, m.ci_high_us, m.sample_count, m.accuracy IS NOT NULL, m.run_id
 FROM measurements m JOIN devices d ON d.id = m.device_id JOIN toolchains t ON t.id = m.toolchain_id
 WHERE m.problem_id = :problem AND m.kernel = :kernel AND m.source_hash = :source AND m.regime = 'burst'
 AND m.arch = :arch AND d.name = :device AND t.tileiras = :compiler ORDER BY m.id
@@ -69,6 +70,8 @@ class Known(Timing):
     """Number of timed launches."""
     checked: bool
     """Whether its outputs were compared."""
+    imported: bool = False
+    """Whether it comes from another database, which holds the builds."""
 
 
 @dataclass(kw_only=True)
@@ -108,7 +111,8 @@ class Answers:
     def covers(self, call: Call) -> bool:
         """Whether nothing need be measured to answer the call."""
         ids = call.places.keys()
-        if self.winner in ids and self.space == call.space and self.winner in self.times:
+        winner = self.times.get(self.winner)
+        if winner is not None and winner.imported and self.winner in ids and self.space == call.space:
             return True
         return bool(ids & self.times.keys()) and ids <= self.times.keys() | self.failures.keys()
 
@@ -181,9 +185,14 @@ class AnswerStore:
                     found.space = source.rpartition(SPACE)[2]
                 else:  # of other code: it is replaced
                     found.entry = (schedule, source, source_hash, number)
-            for schedule, median, low, high, samples, checked in rows(MEASURED, words):
+            for schedule, median, low, high, samples, checked, run in rows(MEASURED, words):
                 found.times[schedule] = Known(
-                    median_us=median, ci_low_us=low, ci_high_us=high, samples=samples, checked=bool(checked)
+                    median_us=median,
+                    ci_low_us=low,
+                    ci_high_us=high,
+                    samples=samples,
+                    checked=bool(checked),
+                    imported=run is None,
                 )
             classes = {grid: class_of(problem, grid).id for grid in set(call.grids)}
             here = {each: classes[call.grids[place]] for each, place in call.places.items()}
@@ -199,24 +208,21 @@ class AnswerStore:
             for schedule, kind, message, command in rows(FAILED, words):
                 noted = json.loads(command) if isinstance(command, str) else command
                 same = all(noted.get(word) == words[word] for word in ("source", "compiler"))
-                if same and kind not in PASSING and schedule not in found.times:
+                time = found.times.get(schedule)
+                if same and kind not in PASSING and (time is None or (kind == WRONG and not time.checked)):
+                    found.times.pop(schedule, None)
                     found.failures[schedule] = Failure(kind=FailureKind(kind), message=message or "")
-        for schedule in found.times.keys() - found.programs.keys():  # of another grid
-            del found.times[schedule]
+        for schedule in found.times.keys() - found.programs.keys():
+            if not found.times[schedule].imported:  # launched with another grid
+                del found.times[schedule]
         found.spread()
         return found
 
     def _of_this_call(self, stored: Iterable[tuple[str, Mapping[str, Any]]]) -> Problem | None:
-        """Of stored problems of the kernel that of this call: the arguments of the schedule that it names are the same."""
-        marks: dict[str, str] = {}
+        """Of stored problems of the kernel that of this call."""
         for number, dims in stored:
             noted = dims.get(MARK)
-            example = noted.partition(" ")[0] if isinstance(noted, str) else ""
-            if example not in self._call.places:
-                continue
-            if example not in marks:
-                marks[example] = self._call.mark(example)
-            if marks[example] == noted:
+            if isinstance(noted, str) and self._call.has_mark(noted):
                 values = {name: tuple(each) if isinstance(each, list) else each for name, each in sorted(dims.items())}
                 problem = Problem(self._call.kernel, values)
                 if problem.id == number:
@@ -247,6 +253,7 @@ class AnswerStore:
                     ci_high_us=taken.ci_high_us,
                     samples=taken.samples,
                     checked=taken.accuracy is not None,
+                    imported=True,
                 )
                 found.times = {each.id: known for each in (entry.schedule, *entry.ties)}
         return found
@@ -344,7 +351,7 @@ class AnswerStore:
                     "measure",
                     schedule,
                     failure,
-                    problem=call.problem,
+                    problem=found.problem,
                     device=found.device,
                 )
             db.finish_run(run_id)

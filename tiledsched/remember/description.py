@@ -19,8 +19,8 @@ from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.remember.identity import OpaqueError, Reader, digest, fields_of, is_array, is_kernel, name_of
 
 MARK = "call"
-"""The field of a problem that tells calls apart: the id of one schedule, and a digest of the arguments of that schedule. Every
-problem of this package has the field, and no other problem has."""
+"""The field of a problem that tells calls apart; see :meth:`Call.mark`. Every problem of this package has the field, and no other
+problem has."""
 RESERVED = frozenset(dir(Problem)) | {"kernel", "values", MARK, "l2"}
 """Names that a parameter cannot have as the field of a problem; an underscore is added."""
 LONGEST = 100
@@ -79,14 +79,32 @@ class Call:
         """A digest of the set of schedules."""
         return digest(sorted(self.places))
 
-    def mark(self, schedule_id: str) -> str:
-        """What tells this call from others of the kernel, by the arguments of one of its schedules. `args_fn` is called once.
+    def mark(self, varying: Sequence[int]) -> str:
+        """What tells this call from others of the kernel: a digest of the arguments that all configurations have in common, the
+        places of those that vary, the first schedule, and a digest of its arguments, those that vary included.
+        """
+        places = ".".join(map(str, varying))
+        return f"{self._shared(0, varying)} {places} {self.schedules[0].id} {self._shared(0, ())}"
+
+    def has_mark(self, mark: str) -> bool:
+        """Whether a stored mark is of this call. `args_fn` is called once.
 
         Raises:
             OpaqueError: an argument cannot be told from others.
         """
-        told = [self._arguments(self.places[schedule_id]), self.captured, self.request.flush_l2]
-        return f"{schedule_id} {digest(told)}"
+        shared, _, rest = mark.partition(" ")
+        places, _, example = rest.partition(" ")
+        schedule, _, whole = example.partition(" ")
+        varying = [int(each) for each in places.split(".") if each.isdigit()]
+        here = self.places.get(schedule)
+        if here is None:
+            return self._shared(0, varying) == shared
+        return self._shared(here, ()) == whole
+
+    def _shared(self, place: int, varying: Sequence[int]) -> str:
+        """A digest of a configuration's arguments without those that vary, and of what the kernel captured."""
+        kept = [None if number in varying else each for number, each in enumerate(self._arguments(place))]
+        return digest([kept, self.captured, self.request.flush_l2])
 
     def _arguments(self, place: int) -> list[Any]:
         """The arguments of a configuration, as plain data."""
@@ -105,17 +123,22 @@ class Call:
             OpaqueError: an argument cannot be told from others.
         """
         each = [self._arguments(place) for place in sorted(self.places.values())]
+        varying = [
+            number
+            for number, value in enumerate(each[0])
+            if not all(len(other) > number and other[number] == value for other in each)
+        ]
         code = self.request.kernel_of(self.request.configs[0])._pyfunc.__code__
         values: dict[str, Value] = {}
         for number, value in enumerate(each[0]):
-            if all(len(other) > number and other[number] == value for other in each):
+            if number not in varying:
                 name = code.co_varnames[number] if number < code.co_argcount else f"argument{number}"
                 values[f"{name.lstrip('_') or name}_" if name in RESERVED or name[0] == "_" else name] = plain_value(
                     value
                 )
         if not self.request.flush_l2:
             values["l2"] = "warm"
-        values[MARK] = self.mark(self.schedules[0].id)
+        values[MARK] = self.mark(varying)
         return Problem(self.kernel, dict(sorted(values.items())))
 
 
@@ -161,7 +184,7 @@ def _grid(grid: Any) -> Grid:
     return tuple(axes)
 
 
-def _describe_kernel(kernel: Any) -> tuple[str, dict[str, str], str]:
+def _describe_kernel(kernel: Any) -> tuple[str, list[str], str]:
     """The name of a kernel, the text of its code and of what it calls, and a digest of what it captured."""
     function, reader = kernel._pyfunc, Reader()
     captured = reader.function(function)

@@ -117,7 +117,7 @@ class Reader:
     """
 
     def __init__(self) -> None:
-        self.code: dict[str, str] = {}
+        self.code: list[str] = []
         self._parts = 0
         self._met: set[int] = set()
 
@@ -127,7 +127,7 @@ class Reader:
         if function is None or id(function) in self._met or is_library(function.__module__):
             return
         self._met.add(id(function))
-        self.code[f"{function.__module__}:{function.__qualname__}"] = _text_of(function.__code__)
+        self.code.append(_text_of(function.__code__))
         held = [value for _, value in _cells(function)]
         loads = _names_in(function.__code__)[0] & function.__globals__.keys()
         for value in [*held, *(function.__globals__[name] for name in sorted(loads))]:
@@ -143,7 +143,7 @@ class Reader:
         if plain is None:
             raise OpaqueError(f"a {type(function).__name__} that is called as a function")
         self._met.add(id(plain))
-        self.code[f"{plain.__module__}:{plain.__qualname__}"] = _text_of(plain.__code__)
+        self.code.append(_text_of(plain.__code__))
         loads, attributes = _names_in(plain.__code__)
         found = {name: self.value(value, name, attributes) for name, value in [*_cells(plain), *_defaults(plain)]}
         for name in sorted(loads & plain.__globals__.keys() - found.keys()):

@@ -185,6 +185,8 @@ class Search:
 
         request, machine = self._request, self._machine
         order = list(dict.fromkeys(call.schedules))
+        if not known.times:
+            known = replace(known, failures={})  # where nothing worked, all is tried again
         done = known.times.keys() | known.failures.keys()
         incumbent = self._best(call, known)
         wanted = [each for each in order if each.id not in done or each == incumbent]
@@ -218,7 +220,7 @@ class Search:
                 for each in racing
                 if (artifact := programs[each].artifact) is not None
             ]
-            preference = [*([incumbent] if incumbent else []), *order]
+            preference = list(dict.fromkeys([*([incumbent] if incumbent else []), *order]))
             decided = race(runner, problem, candidates, preference=preference, rules=RULES)
             outcomes = decided.outcomes
         for each, error in runner.errors.items():
