@@ -7,11 +7,10 @@ told by its source text, so that another version of Python reads the same; array
 from __future__ import annotations
 
 import dataclasses
-import dis
 import enum
 import functools
 import hashlib
-import inspect
+import linecache
 import sys
 import textwrap
 from collections.abc import Mapping, Set
@@ -84,29 +83,28 @@ def is_library(module: str | None) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _text_of(code: CodeType) -> str:
     """The text of the code of a function; where there is none, as of one made by `exec`, its instructions."""
-    try:
-        text = textwrap.dedent(inspect.getsource(code))
-    except (OSError, TypeError, IndentationError):
-        text = code.co_code.hex()
+    lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 : _last_line(code)]
+    text = textwrap.dedent("".join(lines)) or code.co_code.hex()
     # Two functions may stand in one line, and a file may have changed since it was imported.
-    constants = [repr(each) for each in code.co_consts if not isinstance(each, CodeType)]
+    constants = [repr(each) for each in code.co_consts if not isinstance(each, (CodeType, frozenset))]
     return "\n".join([text, *code.co_names, *code.co_varnames, *constants])
 
 
+def _last_line(code: CodeType) -> int:
+    """The number of the last line of a function. `inspect.getsource` takes milliseconds to tell."""
+    if sys.version_info >= (3, 11):
+        lines = (last for _, last, _, _ in code.co_positions() if last)
+    else:
+        lines = (line for _, _, line in code.co_lines() if line)
+    inner = [_last_line(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return max([code.co_firstlineno, *inner, *lines])
+
+
 @functools.lru_cache(maxsize=4096)
-def _names_in(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """The global names that code reads, and all names that it reads as attributes; functions inside it included."""
-    loads, attributes = set(), set()
-    for each in dis.get_instructions(code):
-        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            loads.add(each.argval)
-    attributes.update(code.co_names)
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            more, also = _names_in(inner)
-            loads |= more
-            attributes |= also
-    return frozenset(loads), frozenset(attributes)
+def _names_in(code: CodeType) -> frozenset[str]:
+    """The names that code reads as globals or as attributes, functions inside it included."""
+    inner = (_names_in(each) for each in code.co_consts if isinstance(each, CodeType))
+    return frozenset(code.co_names).union(*inner)
 
 
 class Reader:
@@ -129,7 +127,7 @@ class Reader:
         self._met.add(id(function))
         self.code.append(_text_of(function.__code__))
         held = [value for _, value in _cells(function)]
-        loads = _names_in(function.__code__)[0] & function.__globals__.keys()
+        loads = _names_in(function.__code__) & function.__globals__.keys()
         for value in [*held, *(function.__globals__[name] for name in sorted(loads))]:
             self.code_of(value)
 
@@ -144,10 +142,10 @@ class Reader:
             raise OpaqueError(f"a {type(function).__name__} that is called as a function")
         self._met.add(id(plain))
         self.code.append(_text_of(plain.__code__))
-        loads, attributes = _names_in(plain.__code__)
-        found = {name: self.value(value, name, attributes) for name, value in [*_cells(plain), *_defaults(plain)]}
-        for name in sorted(loads & plain.__globals__.keys() - found.keys()):
-            found[name] = self.value(plain.__globals__[name], name, attributes)
+        names = _names_in(plain.__code__)
+        found = {name: self.value(value, name, names) for name, value in [*_cells(plain), *_defaults(plain)]}
+        for name in sorted(names & plain.__globals__.keys() - found.keys()):
+            found[name] = self.value(plain.__globals__[name], name, names)
         return {
             name: value for name, value in found.items() if not (isinstance(value, str) and value.startswith("name "))
         }
