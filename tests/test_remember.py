@@ -437,12 +437,19 @@ def test_results_are_shown_as_any_other_without_the_code(machine, tmp_path, caps
     tell("db", "check")
 
 
-def test_an_imported_table_answers(machine, monkeypatch, tmp_path):
+@pytest.mark.parametrize("way", ["table", "bundle", "site"])
+def test_what_is_shipped_elsewhere_answers(machine, monkeypatch, tmp_path, way):
     best = search().best
     name = f"{scale._pyfunc.__module__}:scale"
+    if way == "bundle":
+        assert main(["warmup", name, "--arch", "sm_90", "-o", str(tmp_path / "scale.zip")]) == 0
+        monkeypatch.setenv("TILEDSCHED_BUNDLE", str(tmp_path / "scale.zip"))
+    elif way == "site":
+        monkeypatch.setenv("TILEDSCHED_SITE", str(tmp_path / "tuning.db"))
     assert main(["db", "export", name, "-o", str(tmp_path / "table.json")]) == 0
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "other.db"))
-    assert main(["db", "import", str(tmp_path / "table.json")]) == 0
+    if way == "table":
+        assert main(["db", "import", str(tmp_path / "table.json")]) == 0
     found, compiled, launches = again(machine)
     assert (found.best, compiled, launches) == (best, [], 0)
 

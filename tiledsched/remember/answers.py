@@ -242,7 +242,7 @@ class AnswerStore:
             for each in (read_bundle(bundle).entries if bundle else ())
             if key == (each.kernel, each.source_hash, each.arch, each.device_name, each.compiler) and each.measurement
         ]
-        problem = self._of_this_call((each.problem.id, each.problem.to_json()) for each in mine) if mine else None
+        problem = self._of_this_call((each.problem.id, each.problem.values) for each in mine) if mine else None
         found = Answers(problem=problem)
         for entry in mine:
             if entry.problem == problem and (taken := entry.measurement):

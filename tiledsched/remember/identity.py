@@ -62,7 +62,8 @@ def describe_array(array: Any) -> str:
         strides = [int(step) // int(array.dtype.itemsize) for step in array.strides]
     else:
         strides = []
-    usual, step = [], 1
+    usual: list[int] = []
+    step = 1
     for side in reversed(shape):
         usual.insert(0, step)
         step *= side
