@@ -19,6 +19,7 @@ from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Device
 from tiledsched.measure.timing import Log, Stopwatch
+from tiledsched.measure.torch_timing import TorchStopwatch
 from tiledsched.remember.description import Grid, Request
 
 COMPILE_TIMEOUT_S = 120.0
@@ -231,8 +232,6 @@ class GpuMachine:
             device = self.device()
             most = max(FLUSH_TIMES_L2 * (device.l2_bytes if device else 0), LEAST_FLUSH_BYTES)
             self._flush = torch.empty(most if request.flush_l2 else 1, dtype=torch.uint8, device="cuda")
-        from tiledsched.remember.timing import CallStopwatch
-
         return CallStopwatch(torch, programs, request, self._flush)
 
     def log(self) -> Log:
@@ -253,6 +252,30 @@ class GpuMachine:
                 f"a configuration broke the CUDA context of this process ({type(error).__name__}: {error}); take it out of the "
                 "search space and run again"
             ) from broken
+
+
+class CallStopwatch(TorchStopwatch):
+    """Times launches between torch events. `args_fn` is called anew before each launch, and what it does is not timed."""
+
+    def __init__(self, torch: Any, programs: Sequence[Program], request: Request, flush: Any) -> None:
+        super().__init__(torch, [_nothing] * len(programs), flush)
+        self._programs, self._request = programs, request
+
+    def queue(self, index: int, *, paced: bool) -> tuple[int, Any, Any]:
+        """As of `TorchStopwatch`, with new arguments."""
+        import cuda.tile as ct
+
+        program, request = self._programs[index], self._request
+        args = request.args_fn(program.config)
+        self._calls[index] = functools.partial(ct.launch, request.stream, program.grid, program.kernel, args)
+        try:
+            return super().queue(index, paced=paced)
+        finally:
+            self._calls[index] = _nothing
+
+
+def _nothing() -> None:
+    """What is timed between two launches."""
 
 
 class BenchmarkStopwatch:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from tiledsched.core.errors import Failure, FailureKind, MeasureError
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Accuracy, Batch, Candidate, Checked, Device
 from tiledsched.measure.timing import LEAST_REST, SHORT_US, sample_rounds
-from tiledsched.measure.torch_timing import TorchStopwatch
 from tiledsched.remember.comparing import Comparison
 from tiledsched.remember.description import Request
 from tiledsched.remember.machine import Machine, Program
@@ -25,30 +22,6 @@ SHORT_GAP_S, GAP_S = 0.002, 0.005
 """From one timed launch to the next, below and above `SHORT_US`."""
 LOOKS = 2
 """Launches of a first look, of which the faster counts."""
-
-
-class CallStopwatch(TorchStopwatch):
-    """Times launches between torch events. `args_fn` is called anew before each launch, and what it does is not timed."""
-
-    def __init__(self, torch: Any, programs: Sequence[Program], request: Request, flush: Any) -> None:
-        super().__init__(torch, [_nothing] * len(programs), flush)
-        self._programs, self._request = programs, request
-
-    def queue(self, index: int, *, paced: bool) -> tuple[int, Any, Any]:
-        """As of `TorchStopwatch`, with new arguments."""
-        import cuda.tile as ct
-
-        program, request = self._programs[index], self._request
-        args = request.args_fn(program.config)
-        self._calls[index] = functools.partial(ct.launch, request.stream, program.grid, program.kernel, args)
-        try:
-            return super().queue(index, paced=paced)
-        finally:
-            self._calls[index] = _nothing
-
-
-def _nothing() -> None:
-    """What is timed between two launches."""
 
 
 class CallRunner:
