@@ -52,14 +52,17 @@ class FakeMachine:
         compiler: str = "13.5.37",
         noise: float = 0.0,
     ) -> None:
-        self.time_us, self.code, self.compute, self.gpu, self.version = time_us, code, compute, gpu, compiler
+        self.time_us, self.code, self.compute, self.there, self.version = time_us, code, compute, gpu, compiler
         self.noise, self.done, self.graph = noise, Counter[str](), False
         self.others: tuple[int, ...] = ()
         self.compiled: list[Any] = []
         self.launched: list[Any] = []
 
-    def device(self) -> Device | None:
-        return self.gpu
+    def gpu(self) -> tuple[str, str] | None:
+        return (self.there.arch, self.there.name) if self.there else None
+
+    def device(self) -> Device:
+        return self.there
 
     def compiler(self) -> str:
         return self.version

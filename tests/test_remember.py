@@ -352,7 +352,7 @@ def test_a_value_without_identity_is_measured_each_time_with_a_warning(machine, 
 
 def test_without_a_gpu_what_is_stored_is_answered(machine):
     first = search()
-    machine.gpu = None
+    machine.there = None
     assert search() == first
     with pytest.raises(MeasureError, match="there is no GPU to measure on"):
         search(factor=9.0)
@@ -370,9 +370,9 @@ def test_other_compilers_and_gpus_have_answers_of_their_own(machine):
     search()
     machine.version = "13.6.1"
     assert len(again(machine)[1]) == 6
-    machine.gpu = dataclasses.replace(H200, name="NVIDIA H100")
+    machine.there = dataclasses.replace(H200, name="NVIDIA H100")
     assert len(again(machine)[1]) == 6
-    machine.gpu, machine.version = H200, "13.5.37"
+    machine.there, machine.version = H200, "13.5.37"
     assert again(machine)[1] == []
 
 

@@ -68,7 +68,8 @@ def _tell(question: Callable[..., Any], *about: Any) -> Any:
         return None
 
 
-def _labelled(name: str) -> str:
+def labelled(name: str) -> str:
+    """The name of a GPU, with the label that an environment variable gives it."""
     label = os.environ.get(LABEL_VARIABLE, "")
     return f"{name} ({label})" if label else name
 
@@ -112,7 +113,7 @@ def _list_gpus() -> list[tuple[str, Device]]:
             continue  # listed, but lost or in a mode that computes nothing
         memory = _tell(nvml.nvmlDeviceGetMemoryInfo, handle)
         device = Device(
-            name=_labelled(_text(_tell(nvml.nvmlDeviceGetName, handle)) or "unnamed GPU"),
+            name=labelled(_text(_tell(nvml.nvmlDeviceGetName, handle)) or "unnamed GPU"),
             arch=f"sm_{capability[0]}{capability[1]}",
             sm_count=0,
             memory_bytes=int(memory.total) if memory else 0,
@@ -171,7 +172,7 @@ def expected_name() -> str:
         MeasureError: the driver does not answer.
     """
     names = asked(_list_names, LISTED_S)
-    return _labelled(names.pop()) if len(names) == 1 and "" not in names else ""
+    return labelled(names.pop()) if len(names) == 1 and "" not in names else ""
 
 
 def _list_names() -> set[str]:
@@ -293,7 +294,7 @@ def current_device() -> Device:
     with suppress(AttributeError):
         found = _torch_properties()
         return Device(
-            name=_labelled(found.name),
+            name=labelled(found.name),
             arch=f"sm_{found.major}{found.minor}",
             sm_count=found.multi_processor_count,
             memory_bytes=found.total_memory,
@@ -304,7 +305,7 @@ def current_device() -> Device:
 
     properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
     return Device(
-        name=_labelled(_text(properties["name"])),
+        name=labelled(_text(properties["name"])),
         arch=f"sm_{properties['major']}{properties['minor']}",
         sm_count=int(properties["multiProcessorCount"]),
         memory_bytes=int(properties["totalGlobalMem"]),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tiledsched.build.cubin import Artifact
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.core.config import Settings
 from tiledsched.core.errors import DatabaseError, Failure, FailureKind
@@ -285,16 +286,16 @@ class AnswerStore:
             run_id = db.start_run({**command, "configurations": len(call.schedules)}, self._arch)
             builds = [
                 BuildRecord.of(
-                    outcome,
+                    each.outcome,
                     kernel=call.kernel,
                     source_hash=call.source,
                     toolchain=found.toolchain,
                     arch=self._arch,
-                    schedule=schedule,
-                    problem_class=class_of(found.problem, grid),
-                    seconds=0.0,
+                    schedule=each.schedule,
+                    problem_class=class_of(found.problem, each.grid),
+                    seconds=each.seconds,
                 )
-                for schedule, grid, outcome in found.built
+                for each in found.built
             ]
             stored = {
                 taken.schedule: new_measurement(run_id, call.kernel, call.source, found.toolchain, taken)
@@ -358,14 +359,23 @@ class AnswerStore:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Build:
+    """What became of the build of one schedule."""
+
+    schedule: Schedule
+    grid: Grid
+    outcome: Artifact | Failure
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Findings:
     """What a search found, as it is stored."""
 
     problem: Problem
     device: Device
     toolchain: Toolchain
-    built: Sequence[tuple[Schedule, Grid, Any]]
-    """Schedule, grid, and the artifact or the failure of each build."""
+    built: Sequence[Build]
     measured: Sequence[Measurement]
     failed: Sequence[tuple[Schedule, Failure]]
     """What built and did not run, or computed something else."""

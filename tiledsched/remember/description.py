@@ -262,9 +262,9 @@ def hints_for(kernel: Any, hints: Mapping[str, Any], arch: str) -> dict[str, int
 
 def _no_copies() -> contextlib.AbstractContextManager[Any]:
     """A context in which torch copies and fills no tensor: arguments are looked at here, and never computed on."""
-    torch = sys.modules.get("torch")
-    if torch is None:
+    if sys.modules.get("torch") is None:
         return contextlib.nullcontext()
+    import torch
     from torch.overrides import TorchFunctionMode
 
     filled = {torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like}

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -24,8 +25,8 @@ from tiledsched.remember.description import Grid, Request
 
 COMPILE_TIMEOUT_S = 120.0
 """For a program, where the caller sets no limit."""
-PATIENCE = 2.0
-"""Programs compile side by side, and each takes longer than it would alone: a limit that the caller set is multiplied by this."""
+PATIENCE = 1.1
+"""Programs that compile side by side each take somewhat longer than alone: a limit that the caller set is multiplied by this."""
 FLUSH_TIMES_L2 = 2
 LEAST_FLUSH_BYTES = 1 << 26
 
@@ -43,6 +44,8 @@ class Program:
     """Its machine code; None until it is built, and where it does not build."""
     error: Exception | None = None
     """Why it does not build or run."""
+    seconds: float = 0.0
+    """How long the compile took."""
     numbers: tuple[Any, ...] = ()
     """Run-time numbers of its launch, which tell programs of equal machine code apart."""
 
@@ -50,8 +53,12 @@ class Program:
 class Machine(Protocol):
     """What builds and launches. `GpuMachine` is the real one."""
 
-    def device(self) -> Device | None:
-        """The current GPU; None where there is none."""
+    def gpu(self) -> tuple[str, str] | None:
+        """The arch and the name of the current GPU; None where there is none."""
+        ...
+
+    def device(self) -> Device:
+        """All that is known of the current GPU."""
         ...
 
     def compiler(self) -> str:
@@ -115,16 +122,24 @@ class GpuMachine:
         torch = sys.modules.get("torch")
         return torch if torch is not None and torch.cuda.is_available() else None
 
-    def device(self) -> Device | None:
+    def gpu(self) -> tuple[str, str] | None:
+        """See `Machine`. The driver is not asked for more, which takes longer than the rest of a stored answer."""
+        from tiledsched.measure.nvml import labelled
+
+        if self._torch is not None:
+            found = self._torch.cuda.get_device_properties(self._torch.cuda.current_device())
+            return f"sm_{found.major}{found.minor}", labelled(found.name)
+        try:
+            device = self.device()
+        except Exception:
+            return None
+        return device.arch, device.name
+
+    def device(self) -> Device:
         """See `Machine`."""
         from tiledsched.measure.nvml import current_device
 
-        if self._torch is not None:
-            return _device_of_torch(self._torch.cuda.current_device())
-        try:
-            return current_device()
-        except Exception:
-            return None
+        return current_device()
 
     def compiler(self) -> str:
         """See `Machine`."""
@@ -174,10 +189,9 @@ class GpuMachine:
                 program.artifact = _unknown_program(program.schedule.id * 2)
             else:
                 jobs.append((program, told))
-        device = self.device()
-        arch = device.arch if device else ""
+        arch = (self.gpu() or ("", ""))[0]
         with _limit(), _side_by_side(), ThreadPoolExecutor(min(default_jobs(), max(1, len(jobs)))) as threads:
-            list(threads.map(lambda job: _compile(*job, arch), jobs))
+            list(threads.map(lambda job: _compile_told(*job, arch), jobs))
 
     def _signature(self, program: Program, request: Request) -> _SignatureTold | None:
         """What cuTile would compile for a program's arguments: the launch that asks is stopped there. None if none asked."""
@@ -229,8 +243,7 @@ class GpuMachine:
         if torch is None:
             return BenchmarkStopwatch(programs, request)
         if self._flush is None:
-            device = self.device()
-            most = max(FLUSH_TIMES_L2 * (device.l2_bytes if device else 0), LEAST_FLUSH_BYTES)
+            most = max(FLUSH_TIMES_L2 * self.device().l2_bytes, LEAST_FLUSH_BYTES)
             self._flush = torch.empty(most if request.flush_l2 else 1, dtype=torch.uint8, device="cuda")
         return CallStopwatch(torch, programs, request, self._flush)
 
@@ -298,15 +311,6 @@ class BenchmarkStopwatch:
 
 
 @functools.cache
-def _device_of_torch(index: int) -> Device:
-    """A GPU by torch's number: its description never changes, and asking takes a millisecond."""
-    from tiledsched.measure.nvml import current_device
-
-    del index
-    return current_device()
-
-
-@functools.cache
 def _compiler() -> str:
     return compiler_at_hand()
 
@@ -321,16 +325,19 @@ def run_time_numbers(kernel: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(value if isinstance(value, (bool, int, float, str)) else repr(type(value)) for value in kept)
 
 
-def _compile(program: Program, told: _SignatureTold, arch: str) -> None:
+def _compile_told(program: Program, told: _SignatureTold, arch: str) -> None:
     """Compile what cuTile asked for. The launch that asks again is given the same."""
     kernel = program.kernel
     original = type(kernel)._compile
+    began = time.perf_counter()
     try:
         made = original(kernel, *told.given, **told.named)
         program.artifact = _read(made[0], arch)
     except Exception as error:
         program.error = error
         return
+    finally:
+        program.seconds = time.perf_counter() - began
 
     def compiled(*given: Any, **named: Any) -> Any:
         same = given[:1] == told.given[:1]  # the signature
@@ -380,7 +387,8 @@ def _side_by_side() -> Iterator[None]:
     """
     from cuda.tile import _compile
 
-    lock, wait = getattr(_compile, "_compiler_lock", None), getattr(_compile, "compile_cubin", None)
+    lock: Any = getattr(_compile, "_compiler_lock", None)
+    wait = getattr(_compile, "compile_cubin", None)
     if not (hasattr(lock, "_release_save") and hasattr(lock, "_acquire_restore") and wait is not None):
         with nullcontext():
             yield

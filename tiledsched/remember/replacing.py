@@ -31,9 +31,9 @@ class remember:  # noqa: N801
             from cuda.tile import tune
         except ImportError as error:
             raise ConfigError(f"cuTile's tuner cannot be imported: {error}; run: pip install cuda-tile") from error
-        self._before = getattr(tune, NAME, None)
-        if self._before is None:
+        if not hasattr(tune, NAME):
             raise ConfigError(f"this cuda-tile has no cuda.tile.tune.{NAME}; install cuda-tile 1.5 or later")
+        self._before: Callable[..., Any] = tune.exhaustive_search
         self._ours = functools.wraps(self._before)(functools.partial(exhaustive_search, check=check))
         _replace(self._before, self._ours)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +14,7 @@ from tiledsched.core.errors import Failure, MeasureError
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.estimate import Timing
-from tiledsched.measure.runner import Accuracy, Candidate, Device, Measurement
+from tiledsched.measure.runner import Accuracy, Candidate, Measurement
 from tiledsched.remember import machine as machines
 from tiledsched.remember.answers import (
     PASSING,
@@ -107,8 +109,8 @@ class Search:
 
     def result(self) -> Any:
         """The answer, from the database or from a race."""
-        device = self._machine.device()
-        call, store = self._open(device)
+        gpu = self._machine.gpu()
+        call, store = self._open(gpu)
         known, problem = Answers(), Problem(NOT_NAMED, {})
         try:
             if store is not None:
@@ -118,7 +120,7 @@ class Search:
                 problem = known.problem or call.new_problem()
         except OpaqueError as error:
             call, store = self._not_stored(error), None
-        if device is None:
+        if gpu is None:
             raise MeasureError(
                 f"no result is stored for {call.kernel} with these arguments, and there is no GPU to measure on; run this "
                 "once on a machine with the GPU, or name its database with TILEDSCHED_DB"
@@ -133,23 +135,23 @@ class Search:
                 known = self._counted(store.read())
                 if known.covers(call):
                     return self._answer(call, known)
-            found = self._measure(call, device, known, problem)
+            found = self._measure(call, known, problem)
         if store is not None and found.alone:
             stored = self._counted(store.write(found.findings, known))
             if stored.covers(call):
                 return self._answer(call, stored)
         return self._answer(call, found.answers)
 
-    def _open(self, device: Device | None) -> tuple[Call, AnswerStore | None]:
+    def _open(self, gpu: tuple[str, str] | None) -> tuple[Call, AnswerStore | None]:
         """The description of the call, and where its answers are stored; None where they are not."""
-        arch, name = (device.arch, device.name) if device else ("", "")
+        arch, name = gpu or ("", "")
         if self._settings.remember == "off":
             return self._unnamed(), None
         try:
             call = describe_call(self._request, arch)
         except OpaqueError as error:
             return self._not_stored(error), None
-        if device is None:
+        if gpu is None:
             places = stored_places(self._settings, call)
             if len(places) == 1:
                 (arch, name) = places[0]
@@ -177,13 +179,11 @@ class Search:
     def _counted(self, known: Answers) -> Answers:
         return known.unchecked() if self._request.check else known
 
-    def _measure(self, call: Call, device: Device, known: Answers, problem: Problem) -> Measured:
+    def _measure(self, call: Call, known: Answers, problem: Problem) -> Measured:
         """Build what is not known, and race it with the fastest that is known."""
-        from tiledsched.remember.comparing import Comparison
-        from tiledsched.remember.timing import RULES, CallRunner, first_line, kind_of
-        from tiledsched.tuning.race import race
-
         request, machine = self._request, self._machine
+        needed = threading.Thread(target=_import_what_is_needed, args=[self._settings.db], daemon=True)
+        needed.start()  # while the compiler runs
         order = list(dict.fromkeys(call.schedules))
         if not known.times:
             known = replace(known, failures={})  # where nothing worked, all is tried again
@@ -194,6 +194,12 @@ class Search:
             wanted.insert(0, order[0])  # what the others are compared with
         programs = {each: self._program(call, each) for each in wanted}
         machine.build(list(programs.values()), request)
+        needed.join()
+        from tiledsched.remember.comparing import Comparison
+        from tiledsched.remember.timing import RULES, CallRunner, first_line, kind_of
+        from tiledsched.tuning.race import race
+
+        device = machine.device()
         toolchain = machine.toolchain()
         failed: dict[Schedule, Failure] = {}
         for each, program in programs.items():
@@ -201,7 +207,15 @@ class Search:
                 error = program.error or RuntimeError("it was not compiled")
                 failed[each] = Failure(kind=kind_of(error), message=first_line(error))
                 self.errors[each.id] = error
-        built = [(each, call.grids[call.places[each.id]], programs[each].artifact or failed[each]) for each in wanted]
+        built = [
+            Build(
+                schedule=each,
+                grid=call.grids[call.places[each.id]],
+                outcome=program.artifact or failed[each],
+                seconds=program.seconds,
+            )
+            for each, program in programs.items()
+        ]
         heads = self._distinct(call, problem, known, programs, incumbent)
         racing = [each for each, head in heads.items() if each == head]
         runner = CallRunner(machine, device, programs, request)
@@ -259,7 +273,7 @@ class Search:
         if winner is not None:
             answers.winner, answers.space = winner.id, call.space
         stays = known.winner and known.winner not in call.places and _is_faster(known, answers, winner)
-        not_built = {each for each, _, outcome in built if isinstance(outcome, Failure)}
+        not_built = {each.schedule for each in built if isinstance(each.outcome, Failure)}
         findings = Findings(
             problem=problem,
             device=device,
@@ -370,6 +384,17 @@ class Measured:
     """What is to be stored."""
     alone: bool
     """Whether no other process ran on the GPU meanwhile: else nothing is stored."""
+
+
+def _import_what_is_needed(url: str | None) -> None:
+    """Import what measuring and storing take, and make the database where there is none: seconds of work, the first time."""
+    with contextlib.suppress(Exception):  # who needs it says what is wrong with it
+        import scipy.stats  # noqa: F401
+
+        import tiledsched.tuning.race  # noqa: F401
+        from tiledsched.store.db import TuningDB
+
+        TuningDB.open(url).close()
 
 
 def _is_faster(known: Answers, now: Answers, winner: Schedule | None) -> bool:

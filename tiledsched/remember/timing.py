@@ -16,9 +16,9 @@ from tiledsched.remember.description import Request
 from tiledsched.remember.machine import Machine, Program
 from tiledsched.tuning.race import Rules
 
-RULES = Rules(most_rounds=38, short_factor=2, precision=0.003)
+RULES = Rules(most_rounds=23, short_factor=2, precision=0.005)
 """Fewer rounds than a tune takes: a caller waits for the answer. Programs that differ by less than the rules tell are ties."""
-SHORT_GAP_S, GAP_S = 0.002, 0.005
+SHORT_GAP_S, GAP_S = 0.001, 0.003
 """From one timed launch to the next, below and above `SHORT_US`."""
 LOOKS = 2
 """Launches of a first look, of which the faster counts."""
