@@ -191,7 +191,7 @@ class GpuMachine:
                 jobs.append((program, told))
         arch = (self.gpu() or ("", ""))[0]
         with _limit(), _side_by_side(), ThreadPoolExecutor(min(default_jobs(), max(1, len(jobs)))) as threads:
-            list(threads.map(lambda job: _compile_told(*job, arch), jobs))
+            list(threads.map(lambda job: _compile_told(job[0], job[1], arch), jobs))
 
     def _signature(self, program: Program, request: Request) -> _SignatureTold | None:
         """What cuTile would compile for a program's arguments: the launch that asks is stopped there. None if none asked."""

@@ -20,6 +20,7 @@ from tiledsched.remember.answers import (
     PASSING,
     Answers,
     AnswerStore,
+    Build,
     Findings,
     Known,
     class_of,
