@@ -147,6 +147,49 @@ def test_a_global_that_the_kernel_reads_counts(machine, monkeypatch):
     assert len(again(machine)[1]) == 6
 
 
+class Numbers:
+    BIAS = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Shift:
+    by: int
+
+    def __call__(self, tile):
+        return tile + self.by
+
+
+def use(other):
+    """A kernel that calls a function, an object and a class's constant, all handed in."""
+
+    @ct.kernel
+    def used(X, Out, factor, TILE: ct.Constant[int]):
+        ct.store(Out, (ct.bid(0),), other(ct.load(X, (ct.bid(0),), (TILE,))) + Numbers.BIAS)
+
+    return used
+
+
+def functions_of_text(text):
+    """Functions of a module that has no file, as of a notebook's."""
+    names = {"__name__": "notebook"}
+    exec(text, names)
+    return names["double"]
+
+
+def test_what_a_kernel_calls_counts(machine, monkeypatch):
+    double, triple = (functions_of_text(f"def double(x):\n    return x * {number}") for number in (2, 3))
+    kernels = [use(double), use(triple), use(Shift(1)), use(Shift(2))]
+    for kernel in kernels:
+        search(kernel=kernel)
+        assert again(machine, kernel=kernel)[1] == []
+    assert machine.done["compiles"] == 0
+    monkeypatch.setattr(Numbers, "BIAS", 2)
+    assert len(again(machine, kernel=kernels[0])[1]) == 6
+    before = again(machine, kernel=kernels[2])[1]
+    monkeypatch.setattr(Shift, "__call__", lambda self, tile: tile - self.by)
+    assert (len(before), len(again(machine, kernel=kernels[2])[1])) == (6, 6)
+
+
 def test_another_grid_is_another_program(machine):
     def ask(factor):
         machine.compiled.clear()

@@ -73,6 +73,7 @@ class Call:
     def __post_init__(self) -> None:
         self.places = {each.id: place for place, each in reversed(list(enumerate(self.schedules)))}
         self._args: dict[int, list[Any]] = {}
+        self._digests: dict[tuple[int, tuple[int, ...]], str] = {}
 
     @functools.cached_property
     def space(self) -> str:
@@ -103,8 +104,11 @@ class Call:
 
     def _shared(self, place: int, varying: Sequence[int]) -> str:
         """A digest of a configuration's arguments without those that vary, and of what the kernel captured."""
-        kept = [None if number in varying else each for number, each in enumerate(self._arguments(place))]
-        return digest([kept, self.captured, self.request.flush_l2])
+        key = place, tuple(varying)
+        if key not in self._digests:
+            kept = [None if number in varying else each for number, each in enumerate(self._arguments(place))]
+            self._digests[key] = digest([kept, self.captured, self.request.flush_l2])
+        return self._digests[key]
 
     def _arguments(self, place: int) -> list[Any]:
         """The arguments of a configuration, as plain data."""
@@ -223,7 +227,7 @@ def config_knobs(config: Any) -> dict[str, KnobValue]:
     for name, value in held.items():
         reader = Reader()
         told = reader.value(value, f"the field {name} of a configuration")
-        if isinstance(told, dict) and told.keys() <= {"type"}:
+        if isinstance(told, dict) and told.keys() == {"type", "class"}:
             raise OpaqueError(f"the field {name} of a configuration, a {type(value).__qualname__}")
         if reader.code or isinstance(value, FunctionType):
             told = [told, digest(reader.code, 8)]

@@ -11,6 +11,7 @@ import enum
 import functools
 import hashlib
 import linecache
+import os
 import sys
 import textwrap
 from collections.abc import Mapping, Set
@@ -23,6 +24,8 @@ from tiledsched.core.sources import DIGITS, LIBRARIES
 PLAIN = (bool, int, str, type(None))
 MOST_PARTS = 5000
 """Values that are read of one function at most."""
+PYTHON = os.path.dirname(os.__file__) + os.sep
+"""Where Python's own modules lie."""
 FULL_ALIGNMENT = 16
 """Bytes: cuTile tells alignments up to this one apart."""
 
@@ -75,10 +78,22 @@ def describe_array(array: Any) -> str:
     return f"{str(array.dtype).rpartition('.')[2]}[{' '.join(words)}]"
 
 
-def is_library(module: str | None) -> bool:
-    """Whether a module belongs to Python or to a library whose version, not whose source, tells what its functions do."""
+def is_library(module: str | None, file: str | None) -> bool:
+    """Whether code belongs to Python or to a library whose version, not whose source, tells what it does.
+
+    Args:
+        module: name of its module.
+        file: where its source lies; None for what has none. A user's module may have the name of one of Python's.
+    """
     top = (module or "").partition(".")[0]
-    return top in LIBRARIES or top in sys.stdlib_module_names or top in ("", "builtins")
+    if top in LIBRARIES:
+        return True
+    own = file is None or (file.startswith(PYTHON) and "site-packages" not in file) or file.startswith("<frozen")
+    return top in sys.stdlib_module_names and own
+
+
+def _is_library_function(function: FunctionType) -> bool:
+    return is_library(function.__module__, function.__code__.co_filename)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -123,7 +138,7 @@ class Reader:
     def code_of(self, function: Any) -> None:
         """Collect the code of a function that runs on the host, and of the functions that it calls."""
         function = _plain_function(function)
-        if function is None or id(function) in self._met or is_library(function.__module__):
+        if function is None or id(function) in self._met or _is_library_function(function):
             return
         self._met.add(id(function))
         self.code.append(_text_of(function.__code__))
@@ -180,13 +195,15 @@ class Reader:
             return self._module(value, attributes)
         if isinstance(value, (FunctionType, MethodType, functools.partial)) or hasattr(value, "__wrapped__"):
             return self._function(value)
-        if isinstance(value, (type, BuiltinFunctionType)):
+        if isinstance(value, type):
+            return self._class(value, attributes)
+        if isinstance(value, BuiltinFunctionType):
             return f"name {value.__module__}.{value.__qualname__}"
         return self._compound(value, name, attributes)
 
     def _module(self, module: ModuleType, attributes: Set[str]) -> Any:
         """A module: of one that is no library, what the code may read of it."""
-        if is_library(module.__name__):
+        if is_library(module.__name__, getattr(module, "__file__", None)):
             return f"name {module.__name__}"
         read = {name: value for name, value in vars(module).items() if name in attributes}
         plain = {
@@ -196,10 +213,21 @@ class Reader:
         }
         return {"module": module.__name__, **plain}
 
+    def _class(self, kind: type, attributes: Set[str]) -> Any:
+        """A class: of one that is no library's, the values and the functions that it holds."""
+        name = f"name {kind.__module__}.{kind.__qualname__}"
+        module = sys.modules.get(kind.__module__)
+        if is_library(kind.__module__, getattr(module, "__file__", None)) or id(kind) in self._met:
+            return name
+        self._met.add(id(kind))
+        held = {each: one for each, one in vars(kind).items() if each in attributes or isinstance(one, FunctionType)}
+        read = {each: self.value(one, each, attributes) for each, one in sorted(held.items()) if not _is_made(one)}
+        return {"class": name, **read} if read else name
+
     def _function(self, function: Any) -> Any:
         """A function among captured values: a library's by name, another by its code and what it captured in turn."""
         plain = _plain_function(function)
-        if plain is None or is_library(plain.__module__):
+        if plain is None or _is_library_function(plain):
             return f"name {name_of(plain or function)}"
         return f"name {name_of(plain)}" if id(plain) in self._met else self.function(plain) or f"name {name_of(plain)}"
 
@@ -212,7 +240,8 @@ class Reader:
             return [self.value(each, name, attributes) for each in value]
         if isinstance(value, (set, frozenset)):
             return sorted((self.value(each, name, attributes) for each in value), key=canonical_json)
-        if is_library(kind.__module__) and not isinstance(value, SimpleNamespace):
+        module = sys.modules.get(kind.__module__)
+        if is_library(kind.__module__, getattr(module, "__file__", None)) and not isinstance(value, SimpleNamespace):
             text = repr(value)
             if " at 0x" not in text and "=0x" not in text:
                 return f"{kind.__name__} {text}"
@@ -222,7 +251,8 @@ class Reader:
         held = fields_of(value)
         if held is None:
             raise OpaqueError(f"{name}, of the type {kind.__module__}.{kind.__qualname__}")
-        return {"type": kind.__qualname__, **{each: self.value(one, each, attributes) for each, one in held.items()}}
+        told = {each: self.value(one, each, attributes) for each, one in held.items()}
+        return {"type": kind.__qualname__, "class": self._class(kind, attributes), **told}
 
 
 def _plain_function(function: Any) -> FunctionType | None:
@@ -241,6 +271,11 @@ def _plain_function(function: Any) -> FunctionType | None:
         else:
             function = vars(type(function)).get("__call__")
     return None
+
+
+def _is_made(value: Any) -> bool:
+    """Whether a function was made by the standard library, as those of dataclasses are."""
+    return isinstance(value, FunctionType) and value.__code__.co_filename.startswith("<")
 
 
 def _cells(function: FunctionType) -> list[tuple[str, Any]]:

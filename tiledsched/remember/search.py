@@ -33,6 +33,8 @@ from tiledsched.remember.machine import Machine, Program
 from tiledsched.remember.results import result_types
 
 NOT_NAMED = "a call that cannot be named"
+_one_at_a_time = threading.RLock()
+"""Held while a thread of this process measures."""
 
 
 def exhaustive_search(
@@ -131,7 +133,7 @@ class Search:
                 f"no result is stored for {call.kernel} with these arguments, and nothing can be measured while a CUDA graph is "
                 "captured; call it once before the capture"
             )
-        with self._machine.measuring(self._request):
+        with _one_at_a_time, self._machine.measuring(self._request):
             if store is not None:  # another process may have measured while we waited
                 known = self._counted(store.read())
                 if known.covers(call):
