@@ -119,6 +119,7 @@ OTHER = {
     "strides": {"x": np.zeros(8192, np.float32)[::2]},
     "alignment": {"x": np.zeros(4097, np.float32)[1:]},
     "number": {"factor": 0.25},
+    "NumPy's number": {"factor": np.float32(0.125)},
     "word": {"factor": None},
     "kernel": {"kernel": make_kernel(1)},
     "captured": {"kernel": make_kernel(2)},

@@ -236,7 +236,7 @@ def config_knobs(config: Any) -> dict[str, KnobValue]:
 
 
 def _printable(value: Any) -> str:
-    """A described value as text without control characters."""
+    """A described value as text that can be printed; a long one is cut, and has a digest."""
     text = (
         value.removeprefix("float ") if isinstance(value, str) else "None" if value is None else canonical_json(value)
     )

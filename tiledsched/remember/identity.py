@@ -39,8 +39,16 @@ def digest(value: Any, digits: int = DIGITS) -> str:
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()[:digits]
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value is a single number of NumPy's, which looks like an array."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.generic)
+
+
 def is_array(value: Any) -> bool:
     """Whether a value is an array of some library."""
+    if is_number(value):
+        return False
     ways = ("data_ptr", "__cuda_array_interface__", "__dlpack__", "__array_interface__")
     return hasattr(value, "shape") and hasattr(value, "dtype") and any(hasattr(type(value), way) for way in ways)
 
@@ -182,6 +190,8 @@ class Reader:
             raise OpaqueError(f"{name}, which holds more than {MOST_PARTS} values")
         if isinstance(value, enum.Enum):
             return f"{type(value).__qualname__}.{value.name}"
+        if is_number(value):
+            return self.value(value.item(), name)
         if isinstance(value, PLAIN):
             return value
         if isinstance(value, float):
