@@ -28,14 +28,15 @@ def main(words: list[str]) -> int:
         if len(words) < 2:
             raise ConfigError("-m needs the name of a module, as in: python -m tiledsched.remember -m package.module")
         sys.argv = words[1:]
-        if not getattr(sys.flags, "safe_path", False):
-            sys.path.insert(0, os.getcwd())
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         return 0
     if not os.path.exists(words[0]):
         raise ConfigError(f"there is no program {words[0]}; name a Python file, or a module with -m")
     sys.argv = words
-    sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.path.dirname(
+            os.path.abspath(words[0])
+        )  # in place of the current folder, as `python PROGRAM.py` has it
     runpy.run_path(words[0], run_name="__main__")
     return 0
 

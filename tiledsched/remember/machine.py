@@ -219,11 +219,7 @@ class GpuMachine:
             return
         from cuda.tile.tune._tune_utils import benchmark_with_timeout
 
-        words = (request.stream, program.grid, program.kernel, args, request.timeout_s)
-        try:
-            benchmark_with_timeout(*words, request.flush_l2)
-        except TypeError:  # of cuTile 1.6, which always flushes
-            benchmark_with_timeout(*words)
+        benchmark_with_timeout(request.stream, program.grid, program.kernel, args, request.timeout_s, request.flush_l2)
 
     def run(self, program: Program, args: tuple[Any, ...], request: Request) -> None:
         """See `Machine`."""

@@ -8,10 +8,7 @@ from collections.abc import Callable
 from types import ModuleType, TracebackType
 from typing import Any
 
-from tiledsched.core.errors import ConfigError
 from tiledsched.remember.search import exhaustive_search
-
-NAME = "exhaustive_search"
 
 
 class remember:  # noqa: N801
@@ -21,18 +18,11 @@ class remember:  # noqa: N801
 
     Args:
         check: whether the arrays that configurations change are compared; see :func:`tiledsched.exhaustive_search`.
-
-    Raises:
-        ConfigError: the installed cuTile has no such function.
     """
 
     def __init__(self, *, check: bool = False) -> None:
-        try:
-            from cuda.tile import tune
-        except ImportError as error:
-            raise ConfigError(f"cuTile's tuner cannot be imported: {error}; run: pip install cuda-tile") from error
-        if not hasattr(tune, NAME):
-            raise ConfigError(f"this cuda-tile has no cuda.tile.tune.{NAME}; install cuda-tile 1.5 or later")
+        from cuda.tile import tune
+
         self._before: Callable[..., Any] = tune.exhaustive_search
         self._ours = functools.wraps(self._before)(functools.partial(exhaustive_search, check=check))
         _replace(self._before, self._ours)

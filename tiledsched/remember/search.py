@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,24 +13,11 @@ from tiledsched.core.config import load_settings
 from tiledsched.core.errors import Failure, MeasureError
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.measure.estimate import Timing
-from tiledsched.measure.runner import Accuracy, Candidate, Measurement
 from tiledsched.remember import machine as machines
-from tiledsched.remember.answers import (
-    PASSING,
-    Answers,
-    AnswerStore,
-    Build,
-    Findings,
-    Known,
-    class_of,
-    stored_places,
-    warn_once,
-)
+from tiledsched.remember.answers import Answers, AnswerStore, Findings, stored_places, warn_once
 from tiledsched.remember.description import Call, Request, describe_call
 from tiledsched.remember.identity import OpaqueError, name_of
 from tiledsched.remember.machine import Machine, Program
-from tiledsched.remember.results import result_types
 
 NOT_NAMED = "a call that cannot be named"
 _one_at_a_time = threading.RLock()
@@ -184,152 +171,32 @@ class Search:
 
     def _measure(self, call: Call, known: Answers, problem: Problem) -> Measured:
         """Build what is not known, and race it with the fastest that is known."""
-        request, machine = self._request, self._machine
         needed = threading.Thread(target=_import_what_is_needed, args=[self._settings.db], daemon=True)
         needed.start()  # while the compiler runs
-        order = list(dict.fromkeys(call.schedules))
         if not known.times:
             known = replace(known, failures={})  # where nothing worked, all is tried again
         done = known.times.keys() | known.failures.keys()
         incumbent = self._best(call, known)
-        wanted = [each for each in order if each.id not in done or each == incumbent]
-        if request.check and order[0] not in wanted:
-            wanted.insert(0, order[0])  # what the others are compared with
-        programs = {each: self._program(call, each) for each in wanted}
-        machine.build(list(programs.values()), request)
+        first = call.schedules[0] if self._request.check else None  # what the others are compared with
+        programs = {
+            each: self._program(call, each)
+            for each in dict.fromkeys(call.schedules)
+            if each.id not in done or each in (incumbent, first)
+        }
+        self._machine.build(list(programs.values()), self._request)
         needed.join()
-        from tiledsched.remember.comparing import Comparison
-        from tiledsched.remember.timing import RULES, CallRunner, first_line, kind_of
-        from tiledsched.tuning.race import race
+        from tiledsched.remember.measuring import Measuring
 
-        device = machine.device()
-        toolchain = machine.toolchain()
-        failed: dict[Schedule, Failure] = {}
-        for each, program in programs.items():
-            if program.artifact is None:
-                error = program.error or RuntimeError("it was not compiled")
-                failed[each] = Failure(kind=kind_of(error), message=first_line(error))
-                self.errors[each.id] = error
-        built = [
-            Build(
-                schedule=each,
-                grid=call.grids[call.places[each.id]],
-                outcome=program.artifact or failed[each],
-                seconds=program.seconds,
-            )
-            for each, program in programs.items()
-        ]
-        heads = self._distinct(call, problem, known, programs, incumbent)
-        racing = [each for each, head in heads.items() if each == head]
-        runner = CallRunner(machine, device, programs, request)
-        accuracies: dict[Schedule, Accuracy | Failure] = {}
-        if request.check:
-            comparison = Comparison(machine, request)
-            for each in dict.fromkeys([order[0], *racing] if order[0] in heads else racing):
-                accuracies[each] = runner.compare(each, comparison)
-            racing = [each for each in racing if not isinstance(accuracies.get(each), Failure)]
-        new = [each for each in racing if each != incumbent]
-        outcomes: Sequence[Any] = ()
-        decided = None
-        if new:
-            candidates = [
-                Candidate(schedule=each, artifact=artifact)
-                for each in racing
-                if (artifact := programs[each].artifact) is not None
-            ]
-            preference = list(dict.fromkeys([*([incumbent] if incumbent else []), *order]))
-            decided = race(runner, problem, candidates, preference=preference, rules=RULES)
-            outcomes = decided.outcomes
-        for each, error in runner.errors.items():
-            failed[each] = Failure(kind=kind_of(error), message=first_line(error))
-            self.errors[each.id] = error
-        for each, compared in accuracies.items():
-            if isinstance(compared, Failure):
-                failed[each] = compared
-                self.errors[each.id] = ValueError(compared.message)
-        measured = [
-            replace(each, accuracy=compared if isinstance(compared, Accuracy) else None)
-            for each in outcomes
-            if isinstance(each, Measurement)
-            for compared in [accuracies.get(each.schedule)]
-        ]
-        answers = Answers(
-            times=dict(known.times),
-            failures={**known.failures, **{each.id: failure for each, failure in failed.items()}},
-            programs=dict(known.programs),
-            winner=known.winner,
-            space=known.space,
-        )
-        for taken in measured:
-            answers.times[taken.schedule.id] = _known(taken)
-        equal: list[Measurement] = []
-        for each, head in heads.items():
-            if each != head and head.id in answers.times:
-                answers.times.setdefault(each.id, answers.times[head.id])
-                taken_of = next((taken for taken in measured if taken.schedule == head), None)
-                if taken_of is not None and programs[each].numbers:
-                    equal.append(replace(taken_of, schedule=each))
-            elif each != head and head in failed:
-                answers.failures[each.id] = failed[head]
-                self.errors[each.id] = self.errors[head.id]
-        winner = decided.winner.schedule if decided and decided.winner else None
-        if winner is not None:
-            answers.winner, answers.space = winner.id, call.space
-        stays = known.winner and known.winner not in call.places and _is_faster(known, answers, winner)
-        not_built = {each.schedule for each in built if isinstance(each.outcome, Failure)}
-        findings = Findings(
-            problem=problem,
-            device=device,
-            toolchain=toolchain,
-            built=built,
-            measured=[*measured, *equal],
-            failed=[
-                (each, failure)
-                for each, failure in failed.items()
-                if each not in not_built and failure.kind not in PASSING
-            ],
-            winner=None if stays else winner,
-            ties=decided.ties if decided else (),
-            runner_up=decided.runner_up.schedule if decided and decided.runner_up else None,
-            margin=decided.margin if decided else None,
-            candidates=len(set(known.programs.values())) + len(new),
-        )
-        return Measured(answers=answers, findings=findings, alone=not runner.concurrent_pids)
+        measuring = Measuring(self._machine, call, problem, known, incumbent, programs)
+        findings = measuring.measure()
+        self.errors |= {each.id: error for each, error in measuring.errors.items()}
+        return Measured(answers=measuring.answers, findings=findings, alone=measuring.alone)
 
     def _program(self, call: Call, schedule: Schedule) -> Program:
         """What is built for the first configuration with a schedule."""
-        place = call.places[schedule.id]
-        config = self._request.configs[place]
-        grid = self._request.grid_fn(config)
+        config = self._request.configs[call.places[schedule.id]]
         kernel = self._request.kernel_of(config).replace_hints(**self._request.hints_of(config))
-        return Program(config=config, schedule=schedule, grid=grid, kernel=kernel)
-
-    def _distinct(
-        self,
-        call: Call,
-        problem: Problem,
-        known: Answers,
-        programs: Mapping[Schedule, Program],
-        incumbent: Schedule | None,
-    ) -> dict[Schedule, Schedule]:
-        """For each schedule that was built, the first one with the same program; one that is known already is left out, with its
-        time noted."""
-        first: dict[Any, Schedule] = {}
-        found: dict[Schedule, Schedule] = {}
-        stored = {program: each for each, program in known.programs.items() if each in known.times}
-        listed = sorted(programs, key=lambda each: (each != incumbent, call.places[each.id]))
-        for each in listed:
-            program = programs[each]
-            if program.artifact is None:
-                continue
-            grid = tuple(program.grid) if isinstance(program.grid, (tuple, list)) else (program.grid,)
-            key = class_of(problem, call.grids[call.places[each.id]]).id, program.artifact.fingerprint
-            if each != incumbent and not program.numbers and key in stored and each.id not in known.times:
-                known.times[each.id] = known.times[stored[key]]
-                known.programs[each.id] = key
-                continue
-            found[each] = first.setdefault((grid, program.artifact.fingerprint, program.numbers), each)
-        return found
+        return Program(config=config, schedule=schedule, grid=self._request.grid_fn(config), kernel=kernel)
 
     def _best(self, call: Call, known: Answers) -> Schedule | None:
         """The fastest of the call's schedules by what is stored: the one served, or of those that differ by no more than matters
@@ -345,13 +212,14 @@ class Search:
 
     def _answer(self, call: Call, known: Answers) -> Any:
         """The result for the caller."""
-        measurement_type, result_type = result_types()
+        from cuda.tile.tune import Measurement, TuningResult
+
         best = self._best(call, known)
         successes, failures, winner = [], [], None
         for config, schedule in zip(self._request.configs, call.schedules, strict=True):
             if schedule.id in known.times:
                 time = known.times[schedule.id]
-                made = measurement_type(
+                made = Measurement(
                     config=config,
                     mean_us=time.median_us,
                     num_samples=time.samples,
@@ -366,7 +234,7 @@ class Search:
                 failures[0] if failures else (self._request.configs[0], RuntimeError, "not measured")
             )
             raise ValueError(f"No valid config found in search space.\nConfig: {config}\n{kind.__name__}: {message}")
-        return result_type(best=winner, successes=tuple(successes), failures=tuple(failures))
+        return TuningResult(best=winner, successes=tuple(successes), failures=tuple(failures))
 
     def _error(self, schedule: Schedule, failure: Failure) -> tuple[type[BaseException], str]:
         """The type and the message of what a configuration raised, here or in the process that stored it."""
@@ -394,24 +262,10 @@ def _import_what_is_needed(url: str | None) -> None:
     with contextlib.suppress(Exception):  # who needs it says what is wrong with it
         import scipy.stats  # noqa: F401
 
-        import tiledsched.tuning.race  # noqa: F401
+        import tiledsched.remember.measuring  # noqa: F401
         from tiledsched.store.db import TuningDB
 
         TuningDB.open(url).close()
-
-
-def _is_faster(known: Answers, now: Answers, winner: Schedule | None) -> bool:
-    """Whether the schedule served, which this call does not have, is faster than the call's winner."""
-    return (
-        winner is not None
-        and known.winner in known.times
-        and (known.times[known.winner].median_us < now.times[winner.id].median_us)
-    )
-
-
-def _known(taken: Measurement) -> Known:
-    timing = Timing(median_us=taken.median_us, ci_low_us=taken.ci_low_us, ci_high_us=taken.ci_high_us)
-    return Known(**vars(timing), samples=len(taken.samples_us), checked=taken.accuracy is not None)
 
 
 def _exception_named(name: str) -> type[BaseException]:
