@@ -282,7 +282,7 @@ def own_processes(before: Collection[int]) -> frozenset[int]:
 
 
 def _torch_properties() -> Any:
-    """What torch knows of its current CUDA device, in a process that has imported torch and not CuPy; else an AttributeError."""
+    """What torch knows of its current CUDA device, in a process that uses torch and not CuPy; in any other, an exception."""
     torch = None if "cupy" in sys.modules else sys.modules.get("torch")
     return torch.cuda.get_device_properties(torch.cuda.current_device())  # type: ignore[union-attr]
 
@@ -291,8 +291,10 @@ def current_device() -> Device:
     """The current CUDA device, described by the runtime (through torch or CuPy) and by NVML where it answers."""
     nvml = _binding()
     driver = nvml and _text(_tell(nvml.nvmlSystemGetDriverVersion))
-    with suppress(AttributeError):
+    found: Any = None
+    with suppress(Exception):
         found = _torch_properties()
+    if found is not None:
         return Device(
             name=labelled(found.name),
             arch=f"sm_{found.major}{found.minor}",

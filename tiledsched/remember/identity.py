@@ -15,6 +15,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Mapping, Set
+from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -300,9 +301,16 @@ def _cells(function: FunctionType) -> list[tuple[str, Any]]:
 
 
 def name_of(function: Any) -> str:
-    """`package.module:function`; a function inside another one has the names of both."""
+    """`package.module:function`; a function inside another one has the names of both. A program that was started has the name under
+    which others import it.
+    """
     name = str(getattr(function, "__qualname__", type(function).__qualname__)).replace(".<locals>", "")
-    return f"{getattr(function, '__module__', None) or 'builtins'}:{name}"
+    module = getattr(function, "__module__", None) or "builtins"
+    if module == "__main__":
+        main = sys.modules[module]
+        spec, path = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+        module = spec.name if spec is not None else Path(path).stem if path else module
+    return f"{module}:{name}"
 
 
 def is_kernel(value: Any) -> bool:

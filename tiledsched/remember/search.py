@@ -171,7 +171,7 @@ class Search:
 
     def _measure(self, call: Call, known: Answers, problem: Problem) -> Measured:
         """Build what is not known, and race it with the fastest that is known."""
-        needed = threading.Thread(target=_import_what_is_needed, args=[self._settings.db], daemon=True)
+        needed = threading.Thread(target=_import_what_is_needed, args=[self._machine, self._settings.db], daemon=True)
         needed.start()  # while the compiler runs
         if not known.times:
             known = replace(known, failures={})  # where nothing worked, all is tried again
@@ -257,9 +257,12 @@ class Measured:
     """Whether no other process ran on the GPU meanwhile: else nothing is stored."""
 
 
-def _import_what_is_needed(url: str | None) -> None:
-    """Import what measuring and storing take, and make the database where there is none: seconds of work, the first time."""
+def _import_what_is_needed(machine: Machine, url: str | None) -> None:
+    """Import what measuring and storing take, ask for versions, and make the database where there is none: seconds of work, the
+    first time in a process.
+    """
     with contextlib.suppress(Exception):  # who needs it says what is wrong with it
+        machine.toolchain()
         import scipy.stats  # noqa: F401
 
         import tiledsched.remember.measuring  # noqa: F401
