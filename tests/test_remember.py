@@ -589,6 +589,8 @@ def test_an_edited_kernel_is_another_and_a_program_runs_under_remember(tmp_path)
     assert first.startswith("['a', '-b']")
     assert first.endswith("True")
     assert run("2.0", "--check", "-m", "prog", "a", "-b") == [first]
+    with TuningDB.open(tmp_path / "t.db") as db:
+        assert {entry.kernel for entry in db.entries()} == {"prog:copy"}, "a program and a module have one name"
 
 
 def test_a_session_of_tilegym_is_answered_in_the_next_process(tmp_path):

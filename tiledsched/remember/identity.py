@@ -301,8 +301,8 @@ def _cells(function: FunctionType) -> list[tuple[str, Any]]:
 
 
 def name_of(function: Any) -> str:
-    """`package.module:function`; a function inside another one has the names of both. A program that was started has the name under
-    which others import it.
+    """`package.module:function`; a function inside another one has the names of both. A program that was started has the name
+    under which others import it.
     """
     name = str(getattr(function, "__qualname__", type(function).__qualname__)).replace(".<locals>", "")
     module = getattr(function, "__module__", None) or "builtins"
