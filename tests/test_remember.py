@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 from collections import namedtuple
 from enum import Enum
 from types import SimpleNamespace
@@ -16,12 +17,15 @@ from types import SimpleNamespace
 import cuda.tile as ct
 import numpy as np
 import pytest
+from cuda.tile import _compile
 from fake_machine import H200, FakeMachine
 
 import tiledsched
 from tiledsched.cli import main
 from tiledsched.core.errors import MeasureError
+from tiledsched.core.schedule import Schedule
 from tiledsched.remember import machine as machines
+from tiledsched.remember.description import Request
 from tiledsched.store.db import TuningDB
 
 SCALE = 2.0
@@ -527,6 +531,88 @@ def test_a_function_with_wrappers_and_partials_is_read(machine):
             assert len(machine.compiled) == count
 
 
+class Kernel:
+    """A kernel whose machine code is made under cuTile's lock, as cuTile makes it."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def _compile(self, signature, context):
+        with _compile._compiler_lock:
+            if self.number < 0:
+                raise ValueError("too small")
+            return f"{signature} {_compile.compile_cubin(self.number)}".encode(), "symbol", None, ()
+
+
+def test_compilers_run_side_by_side_and_launches_use_what_they_made(monkeypatch):
+    together = threading.Barrier(2, timeout=60)
+
+    def compiler(number):
+        together.wait()  # breaks unless another one runs meanwhile
+        return number
+
+    monkeypatch.setattr(_compile, "compile_cubin", compiler)
+    monkeypatch.setattr("tiledsched.build.pool.default_jobs", lambda: 4)
+    monkeypatch.setattr(machines.GpuMachine, "gpu", lambda self: ("sm_90", "a GPU"))
+    monkeypatch.setattr(ct, "launch", lambda stream, grid, kernel, args: kernel._compile(f"types of {args}", "context"))
+    request = Request(
+        configs=(1, 2, -1),
+        stream=0,
+        grid_fn=lambda c: (1,),
+        kernel=None,
+        args_fn=lambda c: (c * c,),
+        hints_fn=None,
+        timeout_s=None,
+        flush_l2=True,
+        check=False,
+    )
+    programs = [
+        machines.Program(config=c, schedule=Schedule(c=c), grid=(1,), kernel=Kernel(c)) for c in request.configs
+    ]
+    machines.GpuMachine().build(programs, request)
+    assert [type(each.error) for each in programs] == [type(None), type(None), ValueError]
+    assert len({each.artifact.fingerprint for each in programs[:2]}) == 2
+    assert ct.launch(0, (1,), programs[1].kernel, (4,))[0] == b"types of (4,) 2", "nothing is compiled again"
+    assert _compile.compile_cubin is compiler
+
+
+def test_arguments_are_made_before_a_launch_is_timed(monkeypatch):
+    told = []
+    late = iter([True, False])
+
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self):
+            told.append("event")
+
+        def query(self):
+            return next(late)
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, other):
+            return 0.02
+
+    cuda = SimpleNamespace(Event=Event, _sleep=lambda cycles: told.append("spin"))
+    flush = SimpleNamespace(zero_=lambda: told.append("flush"))
+    monkeypatch.setattr(ct, "launch", lambda stream, grid, kernel, args: told.append(f"launch {args}"))
+
+    def args(config):
+        told.append("arguments")
+        return (config, told.count("arguments"))
+
+    program = machines.Program(config="c", schedule=Schedule(c=1), grid=(1,), kernel=None)
+    request = SimpleNamespace(args_fn=args, stream=0)
+    watch = machines.CallStopwatch(SimpleNamespace(cuda=cuda), [program], request, flush)
+    assert watch.read(watch.queue(0, paced=True)) == 20.0
+    once = ["arguments", "flush", "spin", "event", "launch ('c', 1)", "event"]
+    again = [word.replace("1)", "2)") for word in once]
+    assert told == once + again, "the spin was over too soon, so that it is launched again, on new arguments"
+
+
 def test_remember_puts_it_in_place_and_takes_it_away():
     import cuda.tile.tune as tune
 
@@ -561,7 +647,9 @@ def test_an_edited_kernel_is_another_and_a_program_runs_under_remember(tmp_path)
         import cuda.tile as ct
         from cuda.tile.tune import exhaustive_search
         from fake_machine import FakeMachine
-        from tiledsched.remember import machine as machines
+        from tiledsched.core.schedule import Schedule
+from tiledsched.remember import machine as machines
+from tiledsched.remember.description import Request
 
         @ct.kernel
         def copy(X, Out, TILE: ct.Constant[int]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import sys
 import threading
 import time
@@ -236,7 +237,7 @@ class GpuMachine:
     def stopwatch(self, programs: Sequence[Program], request: Request) -> Stopwatch:
         """See `Machine`."""
         torch = self._torch
-        if torch is None:
+        if torch is None or os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":  # no launch can be queued behind another one
             return BenchmarkStopwatch(programs, request)
         if self._flush is None:
             most = max(FLUSH_TIMES_L2 * self.device().l2_bytes, LEAST_FLUSH_BYTES)
@@ -270,17 +271,18 @@ class CallStopwatch(TorchStopwatch):
         super().__init__(torch, [_nothing] * len(programs), flush)
         self._programs, self._request = programs, request
 
-    def queue(self, index: int, *, paced: bool) -> tuple[int, Any, Any]:
-        """As of `TorchStopwatch`, with new arguments."""
+    def prepare(self, index: int) -> None:
+        """Ask for new arguments."""
         import cuda.tile as ct
 
         program, request = self._programs[index], self._request
         args = request.args_fn(program.config)
         self._calls[index] = functools.partial(ct.launch, request.stream, program.grid, program.kernel, args)
-        try:
-            return super().queue(index, paced=paced)
-        finally:
-            self._calls[index] = _nothing
+
+    def read(self, queued: tuple[int, Any, Any]) -> float:
+        """As of `TorchStopwatch`; the arguments are let go."""
+        self._calls[queued[0]] = _nothing
+        return super().read(queued)
 
 
 def _nothing() -> None:
