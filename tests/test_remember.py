@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import cuda.tile as ct
 import numpy as np
+import postgres
 import pytest
 from cuda.tile import _compile
 from fake_machine import H200, FakeMachine
@@ -91,7 +92,13 @@ def again(machine, **more):
     return result, list(machine.compiled), machine.done["launches"]
 
 
-def test_the_second_call_measures_nothing(machine):
+@pytest.mark.parametrize("database", ["sqlite", "postgresql"])
+def test_the_second_call_measures_nothing(machine, monkeypatch, database):
+    if database == "postgresql":
+        monkeypatch.setenv("TILEDSCHED_DB", postgres.server())
+        machine.there = dataclasses.replace(
+            H200, name=f"a GPU of process {os.getpid()}"
+        )  # others may use the server, too
     first = search()
     assert (first.best.config.tile, first.best.config.occupancy) == (128, 2)
     assert [each.config for each in first.successes] == SPACE
