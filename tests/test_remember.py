@@ -163,6 +163,20 @@ class Numbers:
     BIAS = 1
 
 
+dtype = object()
+"""Has no lasting identity. Tile code reads attributes of this name, and no such global."""
+
+
+@ct.kernel
+def cast(X, Out, factor, TILE: ct.Constant[int]):
+    ct.store(Out, (ct.bid(0),), ct.load(X, (ct.bid(0),), (TILE,)).astype(Out.dtype))
+
+
+def test_the_name_of_an_attribute_is_no_global(machine):
+    search(kernel=cast)
+    assert again(machine, kernel=cast)[1] == []
+
+
 @dataclasses.dataclass(frozen=True)
 class Shift:
     by: int

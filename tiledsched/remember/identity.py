@@ -7,6 +7,7 @@ told by its source text, so that another version of Python reads the same; array
 from __future__ import annotations
 
 import dataclasses
+import dis
 import enum
 import functools
 import hashlib
@@ -132,6 +133,12 @@ def _names_in(code: CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*inner)
 
 
+def _globals_in(code: CodeType) -> set[str]:
+    """The names that code reads as globals. It takes milliseconds to tell."""
+    found = {str(each.argval) for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return found.union(*(_globals_in(each) for each in code.co_consts if isinstance(each, CodeType)))
+
+
 class Reader:
     """Reads tile functions: `code` collects the text of every function met.
 
@@ -170,7 +177,11 @@ class Reader:
         names = _names_in(plain.__code__)
         found = {name: self.value(value, name, names) for name, value in [*_cells(plain), *_defaults(plain)]}
         for name in sorted(names & plain.__globals__.keys() - found.keys()):
-            found[name] = self.value(plain.__globals__[name], name, names)
+            try:
+                found[name] = self.value(plain.__globals__[name], name, names)
+            except OpaqueError:
+                if name in _globals_in(plain.__code__):  # else it is the name of an attribute only
+                    raise
         return {
             name: value for name, value in found.items() if not (isinstance(value, str) and value.startswith("name "))
         }
