@@ -668,9 +668,7 @@ def test_an_edited_kernel_is_another_and_a_program_runs_under_remember(tmp_path)
         import cuda.tile as ct
         from cuda.tile.tune import exhaustive_search
         from fake_machine import FakeMachine
-        from tiledsched.core.schedule import Schedule
-from tiledsched.remember import machine as machines
-from tiledsched.remember.description import Request
+        from tiledsched.remember import machine as machines
 
         @ct.kernel
         def copy(X, Out, TILE: ct.Constant[int]):
@@ -692,7 +690,8 @@ from tiledsched.remember.description import Request
             cwd=tmp_path,
             env={**os.environ, "TILEDSCHED_DB": str(tmp_path / "t.db")},
         )
-        return done.stdout.strip().splitlines()[-1:] or done.stderr
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip().splitlines()[-1:]
 
     (first,) = run("1.0", "prog.py", "a", "-b")
     assert first.startswith("['a', '-b']")
