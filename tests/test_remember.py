@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -63,9 +64,17 @@ def tile_time(program):
     return 60 + abs(config.tile - 128) + 5 * (2 - config.occupancy)
 
 
+@pytest.fixture(scope="module")
+def empty_database(tmp_path_factory):
+    """Making one takes longer than most of these tests."""
+    path = tmp_path_factory.mktemp("empty") / "tuning.db"
+    TuningDB.open(path).close()
+    return path
+
+
 @pytest.fixture
-def machine(tmp_path, monkeypatch):
-    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "tuning.db"))
+def machine(tmp_path, monkeypatch, empty_database):
+    monkeypatch.setenv("TILEDSCHED_DB", str(shutil.copy(empty_database, tmp_path)))
     made = FakeMachine(tile_time)
     with machines.using(made):
         yield made
