@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -20,11 +21,21 @@ if TYPE_CHECKING:
 for threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(threads, "1")
 
+# Tests make and drop many small objects beside hundreds of thousands that stay: looking at these less often saves much time.
+gc.set_threshold(50_000, 20, 20)
+
 os.environ.pop("COLUMNS", None)  # tables are as wide as tests expect, whatever the terminal
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # in the background of a script; processes that tests start inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported by now stays to the end, so that the garbage collector need not look at it again."""
+    gc.collect()
+    gc.freeze()
+
 
 MIGRATING = {"test_kills", "test_store_schema", "test_store_views"}
 """The tests whose databases go through the migrations, every one."""
@@ -62,6 +73,14 @@ def schema_at_hand(request, monkeypatch):
         return migrate(self)
 
     monkeypatch.setattr(Database, "upgrade", upgrade)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_compile_process():
+    """Commands called here compile in one process where they do not say in how many: each takes a second of CPU to start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tiledsched.build.pool.default_jobs", lambda: 1)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -253,6 +253,8 @@ def compute(named, what: str) -> None:
         if mine == "unrepeatable" and is_float(spec.dtype):
             out.view(numpy.uint16)[(0,) * out.ndim] ^= 1 if gpu.rng.random() < 0.5 else 0
             gpu.rng.random()
+        if mine == "other-bits" and is_float(spec.dtype):  # right, and other than the rest are
+            out.view(numpy.uint16)[(0,) * out.ndim] ^= 1
     if what == "unzeroed":
         for spec in gpu.launch.scratch:
             if spec.zeroed:

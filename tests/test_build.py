@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
-import random
 import subprocess
 import sys
 from functools import lru_cache
@@ -19,7 +18,7 @@ from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.compiler import BuildTask, Built, compile_task, pass_on_worker_warps
 from tiledsched.build.cubin import Artifact, is_whole, read_artifact, strip_debug
 from tiledsched.build.toolchain import Toolchain, check_arch, installed_toolchain, release
-from tiledsched.core.config import Settings, load_settings
+from tiledsched.core.config import load_settings
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import CompilerError, FailureKind
 from tiledsched.core.launch import assumed, problem_class, signature, steps, tile_kernels
@@ -27,7 +26,6 @@ from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
-from tiledsched.serve.entries import load_entries
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
 REPRODUCIBLE = ("sm_90", "sm_121")
@@ -337,37 +335,6 @@ def test_sixteen_worker_warps_reach_a_compiler_that_takes_them(monkeypatch, tmp_
     else:
         assert made.failure is not None
         assert "requires tileiras 13.5" in made.failure.message
-
-
-@pytest.mark.compiler
-def test_shipped_machine_code_is_what_was_measured() -> None:
-    """Two kinds of schedule that ship, of this compiler: what was added since left no trace in them.
-
-    `test_shipped_machine_code_is_made_again` builds one program of each tile function.
-    """
-    here = installed_toolchain().compiler
-    entries = [
-        each
-        for each in load_entries(Settings(db="/nonexistent/x.db"), {"sm_90"}, "attention")
-        if each.fingerprint and each.toolchain.compiler == here
-    ]
-    if not entries:
-        pytest.skip(f"nothing that ships was built by {here}")
-    structure = (
-        "persistent",
-        "flat_steps",
-        "kv_splits",
-        "pack_gqa",
-        "loop_split",
-        "kv_direction",
-        "unroll",
-        "store_late",
-        "column_parts",
-        "q_subtiles",
-    )
-    kinds = {(*(each.schedule.get(name) for name in structure), each.problem.causal): each for each in entries}
-    for each in random.Random(0).sample([*kinds.values()], min(2, len(kinds))):
-        assert artifact(each.schedule, each.problem).fingerprint == each.fingerprint, (each.problem, each.schedule)
 
 
 @pytest.mark.compiler

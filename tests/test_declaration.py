@@ -234,7 +234,11 @@ def test_annotations_tell_constants_from_scalars():
 
     function.__annotations__ = {"factor": ct.Constant[float], "columns": ct.Constant[int]}
     kernel = declare(
-        function=function, turned=ts.flag(), mode=ts.choice("a", "b"), derived={"MORE": lambda p: p.rows * 2}
+        function=function,
+        turned=ts.flag(),
+        mode=ts.choice("a", "b"),
+        derived={"MORE": lambda p: p.rows * 2},
+        constants=lambda p, s: {"mode": ("b", "a").index(p.mode)},
     )
     (step,) = steps_of(kernel, kernel.problem(rows=5, columns=40), Schedule(TILE=64, occupancy=1))
     assert {name for name, kind in kinds(step).items() if kind == "constant"} == {
@@ -245,7 +249,7 @@ def test_annotations_tell_constants_from_scalars():
         "TILE",
     }
     assert {name for name, kind in kinds(step).items() if kind == "scalar"} == {"rows", "MORE"}
-    assert step.tail == (2.0, 5, 40, False, "a", 64, 10)
+    assert step.tail == (2.0, 5, 40, False, 1, 64, 10)
 
 
 def test_hints_of_a_decorated_kernel_stay_unless_they_are_knobs():

@@ -54,7 +54,7 @@ from tiledsched.tuning import resources
 MANY = os.environ.get("FUZZ_EXAMPLES")
 pytestmark = pytest.mark.timeout(0 if MANY else 120)
 FUZZ = settings(
-    max_examples=int(MANY or 25),
+    max_examples=int(MANY or 15),
     deadline=None,
     derandomize=not MANY,
     database=None,

@@ -67,7 +67,7 @@ ALL_KINDS = {
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
-@settings(DRAWN, max_examples=40)
+@settings(DRAWN, max_examples=25)
 @given(data=st.data(), seed=st.integers(0, 1000), sm_count=st.integers(1, 8), order=ORDERS)
 def test_output_matches_the_reference(kind, data, seed, sm_count, order):
     """Blocks run in whatever order."""
@@ -77,7 +77,7 @@ def test_output_matches_the_reference(kind, data, seed, sm_count, order):
 
 
 @pytest.mark.parametrize("kind", ["plain", "features"])
-@settings(DRAWN, max_examples=28)
+@settings(DRAWN, max_examples=14)
 @given(
     data=st.data(),
     kv_splits=st.sampled_from([2, 4, 8]),
@@ -166,19 +166,28 @@ SWEPT += [
 ]
 
 
-@pytest.mark.parametrize(
-    ("arch", "knob", "value"),
-    [(arch, name, value) for arch in ARCHS for name, knob in SPACES[arch].knobs.items() for value in knob.choices],
-)
-def test_every_value_of_every_knob(arch, knob, value):
-    """Each is taken by some schedule of the space, and that schedule is right."""
-    rng = random.Random(zlib.crc32(f"{arch} {knob} {value}".encode()))
-    for problem in rng.sample(SWEPT, len(SWEPT)):
-        schedule = next(SPACES[arch].schedules(problem, pinned={knob: value}, rng=rng), None)
-        if schedule is not None:
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_value_of_every_knob(arch):
+    """Each is taken by some schedule of the space, and that schedule is right. One drawn schedule stands for many values."""
+    space, rng = SPACES[arch], random.Random(zlib.crc32(arch.encode()))
+    missing = [(name, value) for name, knob in space.knobs.items() for value in knob.choices]
+
+    def try_out(problem, schedule):
+        new = [(name, value) for name, value in missing if schedule[name] == value]
+        if new:
             check(problem, schedule)
-            return
-    pytest.fail(f"no schedule on {arch} has {knob} = {value!r}; the choice is dead")
+            missing[:] = [each for each in missing if each not in new]
+
+    for problem in rng.sample(SWEPT, 12):
+        for _ in range(4):
+            try_out(problem, next(space.schedules(problem, rng=rng)))
+    for knob, value in tuple(missing):
+        for problem in SWEPT if (knob, value) in missing else ():
+            schedule = next(space.schedules(problem, pinned={knob: value}, rng=rng), None)
+            if schedule is not None:
+                try_out(problem, schedule)
+                break
+    assert not missing, "no schedule has these; the choices are dead"
 
 
 # ---- edges -----------------------------------------------------------------------------------------------------------
@@ -204,9 +213,9 @@ def test_head_dims_that_are_padded(head_dim):
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4), (8, 1)])
 @pytest.mark.parametrize("mode", ["strided", "snake"])
 def test_persistent_blocks_cover_the_work(order, sm_count, heads, kv_heads, mode):
-    problem = Attention.problem(seq_q=200, seq_k=70, head_dim=16, causal=True, batch=2, heads=heads, kv_heads=kv_heads)
+    problem = Attention.problem(seq_q=130, seq_k=70, head_dim=16, causal=True, batch=2, heads=heads, kv_heads=kv_heads)
     schedule = schedule_for(problem, tile_m=64, persistent=mode, block_order=order)
-    work = 4 * heads * 2
+    work = 3 * heads * 2
     blocks = Attention.grid(problem, schedule, SmallDevice(sm_count=sm_count))[0]
     assert blocks == min(work, sm_count * schedule.number("occupancy"))
     check(problem, schedule, sm_count=sm_count)
@@ -333,7 +342,7 @@ def test_columns_in_one_part_and_in_two(head_dim, value_dim, knobs):
 def test_packed_heads(seq_q, group, tile_m, causal, kv_splits, kv_combine):
     problem = Attention.problem(
         seq_q=seq_q,
-        seq_k=300,
+        seq_k=170,
         head_dim=32,
         causal=causal,
         alignment="bottom_right",

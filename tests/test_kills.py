@@ -118,7 +118,7 @@ def test_a_killed_refresh_and_its_races_lose_nothing_committed(backend, tmp_path
     pause, promised = random.Random(4), set[tuple[str, str]]()
     with new_url(backend, tmp_path) as url:
         for number in range((TRIES + 1) // 2):
-            done = killed(REFRESHING, url, 1000 * number, after_s=pause.uniform(0, 2), lines=(number + 1) % 2)
+            done = killed(REFRESHING, url, 1000 * number, after_s=pause.uniform(0, 1), lines=(number + 1) % 2)
             promised |= {tuple(line.split()) for line in done}
             with TuningDB.open(url) as db:
                 assert db.check() == []

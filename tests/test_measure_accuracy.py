@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -129,6 +130,7 @@ def test_any_shape_has_inputs_that_float16_holds(head_dim, seq_k):
     assert np.isfinite(exact.astype(np.float16)).all()
 
 
+@lru_cache
 def drawn(seq_q, seq_k, head_dim, dtype):
     """One head of each kind as stored, `[kinds, rows, head_dim]`: q, k, v."""
     problem = Attention.problem(seq_q=seq_q, seq_k=seq_k, head_dim=head_dim, batch=len(KINDS))
@@ -360,14 +362,23 @@ def test_the_kernel_passes_every_kind_of_other_problems(seq_q, accum_mode):
 @pytest.mark.parametrize("accum_mode", ["fp32", "fp16"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_kernel_passes_every_kind(causal, accum_mode):
-    """The attention kernel itself, in the interpreter, with each value of each knob that the problem allows."""
+    """The attention kernel itself, in the interpreter, with each value of each knob that the problem allows.
+
+    Hints to the compiler, of which the interpreter knows nothing, stay as they are.
+    """
     problem = Attention.problem(seq_q=128, seq_k=128, head_dim=32, causal=causal, batch=2, heads=4, kv_heads=4)
     space = space_for("sm_90", Attention)
     plain = space.default(problem).replace(accum_mode=accum_mode, tile_m=64, tile_n=32)
     _, case = make_cases(Attention, np, np.random.default_rng(2), problem)
-    variants = [plain.replace(**{name: choice}) for name, knob in space.knobs.items() for choice in knob.choices]
+    hints = {"occupancy", "num_ctas", "num_worker_warps", "latency_k", "latency_v", "opt_level"}
+    variants = [
+        plain.replace(**{name: choice})
+        for name, knob in space.knobs.items()
+        if name not in hints
+        for choice in knob.choices
+    ]
     allowed = [each for each in dict.fromkeys(variants) if not space.violations(each, problem)]
-    assert len(allowed) > 20
+    assert len(allowed) > 15
     for schedule in allowed:
         (errors,) = run_on_cpu(problem, schedule, case)
         assert errors.errors.max() < errors.limit / 3, schedule.short()

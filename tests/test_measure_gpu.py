@@ -98,6 +98,12 @@ def test_right_candidate(runner, problem):
     assert 0 < checked.accuracy.worst_tile_error < 1e-2
     assert 0 < checked.accuracy.max_abs_error < 0.05
     assert not runner.check(candidate(50.0, check="unrepeatable")).accuracy.repeatable
+    other = runner.check(candidate(50.0, check="other-bits")).accuracy
+    again = runner.check(candidate(99.0)).accuracy
+    assert (again.same_numbers(checked.accuracy), again.same_numbers(other), other.repeatable) == (True, False, True)
+    inputs, outputs = again.outputs.split(".")
+    assert len(inputs) == len(outputs) == 16
+    assert other.outputs.startswith(inputs)
 
 
 def test_a_race_that_shows_only_in_launches_in_a_row(runner):

@@ -35,8 +35,9 @@ def test_autocast_casts_as_torch_does(launches) -> None:
     assert len(launches) == 3
 
 
-@pytest.mark.parametrize("operator", [sdpa_operator, sdpa_lse_operator])
-@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize(
+    ("operator", "gradients"), [(sdpa_operator, False), (sdpa_operator, True), (sdpa_lse_operator, True)]
+)
 def test_the_operators_are_well_made(launches, quiet, operator, gradients) -> None:
     with configure(fallback="torch"):
         q, k, v = tensors(rows=8, keys=12, value_columns=24)

@@ -250,9 +250,13 @@ def test_what_cannot_be_captured_is_told(process) -> None:
     assert (found.failure, found.capturable) == ("", False)
 
 
-def test_no_rival_of_what_works_in_place(process) -> None:
-    process.state.arrays.changed = ["X"]
-    assert "in place" in process.race({"torch": torch.add}).message
+def test_rivals_of_what_works_in_place_work_on_copies(process) -> None:
+    arrays = process.state.arrays
+    arrays.changed = [arrays.specs["X"]]
+    before = arrays.cases[0].inputs["X"].copy()
+    (found,) = process.race({"torch": lambda X, Y: X.add_(Y)})
+    assert (found.failure, len(found.samples_us)) == ("", 8)
+    assert (arrays.cases[0].inputs["X"] == before).all()
 
 
 @pytest.fixture

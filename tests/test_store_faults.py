@@ -55,12 +55,13 @@ def test_a_torn_page_is_an_error_that_says_what_to_do(page, tmp_path, capsys, mo
     path.write_bytes(raw)
     mine = users(path)
     assert len(mine.entries) == 2 or (str(path) in mine.error and "db check" in mine.error)
-    for command in (
+    commands = (
         ["show", "attention", "--arch", "sm_90"],
         ["db", "check"],
         ["db", "export"],
         ["db", "import", str(SAMPLE)],
-    ):
+    )
+    for command in commands[page % 2 :: 2]:
         said_by(command, path, capsys, monkeypatch)
 
 

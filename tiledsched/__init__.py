@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tiledsched.core.fields import array as array
     from tiledsched.core.fields import arrays as arrays
     from tiledsched.core.fields import choice as choice
+    from tiledsched.core.fields import copy as copy
     from tiledsched.core.fields import dim as dim
     from tiledsched.core.fields import dtype as dtype
     from tiledsched.core.fields import flag as flag
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from tiledsched.core.fields import scalar as scalar
     from tiledsched.core.fields import sizes as sizes
     from tiledsched.core.fields import workspace as workspace
+    from tiledsched.core.fields import zero as zero
     from tiledsched.core.kernel import Kernel as Kernel
     from tiledsched.core.problem import Problem as Problem
     from tiledsched.core.registry import load_kernel as load_kernel
@@ -48,7 +50,7 @@ _PUBLIC = {
     "core.config": "configure",
     "core.cost": "Cost",
     "core.errors": "TiledschedError",
-    "core.fields": "array arrays choice dim dtype flag inout knob out outs scalar sizes workspace",
+    "core.fields": "array arrays choice copy dim dtype flag inout knob out outs scalar sizes workspace zero",
     "core.kernel": "Kernel",
     "core.problem": "Problem",
     "core.registry": "load_kernel",

@@ -125,15 +125,21 @@ def operator_call(arrays: Arrays) -> tuple[Any, list[Any]]:
     return operator, given
 
 
+def _copies(arrays: Arrays) -> tuple[Any, ...]:
+    """The inputs, with copies of those that the kernel changes in place: every method sees them unchanged."""
+    specs = input_specs(arrays.problem.declaration, arrays.problem)
+    return tuple(
+        tensor.clone() if spec.role == "inout" else tensor for spec, tensor in zip(specs, arrays.tensors, strict=True)
+    )
+
+
 def _operator(arrays: Arrays, *, own: bool) -> Call:
     """The operator, whatever it runs, or our own kernel as it launches that, even where a rival is served.
 
     It gets copies of the arrays that it changes, so that other methods see them unchanged.
     """
     specs = input_specs(arrays.problem.declaration, arrays.problem)
-    copies = tuple(
-        tensor.clone() if spec.role == "inout" else tensor for spec, tensor in zip(specs, arrays.tensors, strict=True)
-    )
+    copies = _copies(arrays)
     operator, given = operator_call(replace(arrays, tensors=copies))
     operator = operator.own if own else operator
     changed = {spec.name: tensor for spec, tensor in zip(specs, copies, strict=True) if spec.role == "inout"}
@@ -153,7 +159,7 @@ def _rival(arrays: Arrays, *, name: str) -> Call:
     rivals = rivals_of(arrays.problem.declaration, arrays.problem)
     if name not in rivals:
         raise UnsupportedError(f"the kernel names no {name} for this problem")
-    return call_on(rivals[name], arrays.tensors)
+    return call_on(rivals[name], _copies(arrays))
 
 
 def _matmul(arrays: Arrays) -> Call:

@@ -18,6 +18,7 @@ from tiledsched.build.artifacts import default_cache_folder
 from tiledsched.build.cubin import Artifact, join, read_artifact
 from tiledsched.build.host_code import for_host, host_arch
 from tiledsched.build.toolchain import ANY_WORKER_WARPS, compiler_at_hand, release
+from tiledsched.core.blame import describe
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import Failure, FailureKind, NoRoomError
 from tiledsched.core.files import PREFIX, has_room, is_full
@@ -26,6 +27,8 @@ from tiledsched.core.registry import load_kernel
 from tiledsched.core.schedule import Schedule
 
 DEFAULT_TIMEOUT_S = 120.0
+LONGEST = 500
+"""Most characters of the message of a failure."""
 MISLEADING_VARIABLES = ("CUDA_HOME", "CUDA_PATH")
 """tileiras would mix in the parts of whatever toolkit these name, and fail."""
 
@@ -102,9 +105,9 @@ def compile_task(task: BuildTask) -> Built:
         failure = Failure(kind=FailureKind.COMPILE_TIMEOUT, message=f"compiler stopped after {task.timeout_s:g} s")
     except Exception as error:  # whatever a compiler trips over must cost one candidate, not the run
         if is_full(error) or FULL.search(str(error)) or not has_room(tempfile.gettempdir()):
-            raise no_room(tempfile.gettempdir(), _first_line(error)) from error
+            raise no_room(tempfile.gettempdir(), describe(error)[:LONGEST]) from error
         kind = FailureKind.COMPILER_KILLED if says_nothing_of_program(error) else FailureKind.COMPILE_ERROR
-        failure = Failure(kind=kind, message=_first_line(error))
+        failure = Failure(kind=kind, message=describe(error)[:LONGEST])
     return Built(task=task, artifact=artifact, failure=failure, seconds=time.perf_counter() - started)
 
 
@@ -166,8 +169,3 @@ def no_room(folder: str, why: str) -> NoRoomError:
         f"no room to compile in {where} of {socket.gethostname()}: {why}; free some space there, or name another "
         "folder with TMPDIR, and run again: what was built and measured is kept"
     )
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:500]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any, TextIO
 
+from tiledsched.core.blame import did_you_mean
 from tiledsched.core.errors import ConfigError, TiledschedError
 from tiledsched.core.files import printable
 
@@ -122,10 +124,11 @@ def _answer(words: list[str], fakes: dict[str, Any]) -> int:
             return code
     except click.UsageError as error:
         where = f"; see {error.ctx.command_path} --help" if error.ctx else ""
-        note(f"tiledsched: {error.format_message().rstrip('.')}{where}".replace("?; see", "? see"))
+        note(f"tiledsched: {_with_meant(error.format_message().rstrip('.'))}{where}".replace("?; see", "? see"))
         return 2
     except TiledschedError as error:
         note(f"tiledsched: {error}")
+        logging.getLogger("tiledsched").info("where it was raised:", exc_info=error)
         if isinstance(error, OutputError):
             _drop(sys.stdout)
         return error.exit_code
@@ -138,6 +141,13 @@ def _answer(words: list[str], fakes: dict[str, Any]) -> int:
             f"tiledsched: {where}{error.strerror or error}; see that it is there, that you may use it and that it has room"
         )
         return 2
+
+
+def _with_meant(message: str) -> str:
+    """What click says of a value that is not one of some words, with the word that is near it."""
+    found = re.search(r"'([^']*)' is not one of ('.*')", message)
+    words = re.findall(r"'([^']*)'", found[2]) if found else ()
+    return f"{message}{did_you_mean(found[1], words)}" if found else message
 
 
 def _run(root: Any, words: Sequence[str], called: Any) -> int:

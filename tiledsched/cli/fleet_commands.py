@@ -29,6 +29,7 @@ from tiledsched.cli.result_commands import written_report
 from tiledsched.cli.seen import choose as choose_seen
 from tiledsched.cli.seen import ranked
 from tiledsched.cli.tuning_commands import measured_problems, needs_folder, record, refresh, tune
+from tiledsched.core.blame import did_you_mean
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.fleet.campaign import DEADLINE_S, LEASE_S, MOST_ATTEMPTS
@@ -135,7 +136,10 @@ def run_fleet(
 
     name, *rest = words or ("",)
     if name not in SINGLE:
-        raise ConfigError(f"a fleet runs {', '.join(SINGLE)}, not {name or 'nothing'}; see tiledsched fleet run --help")
+        raise ConfigError(
+            f"a fleet runs {', '.join(SINGLE)}, not {name or 'nothing'}{did_you_mean(name, SINGLE)}; "
+            "see tiledsched fleet run --help"
+        )
     with SINGLE[name].make_context(
         f"fleet run {name}", rest, parent=click.get_current_context().find_root()
     ) as context:

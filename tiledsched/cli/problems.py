@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from tiledsched.core.blame import did_you_mean
 from tiledsched.core.errors import ConfigError, TiledschedError
 from tiledsched.core.fields import Choice, Flag, ProblemField, Sizes
 from tiledsched.core.labels import fields_called, format_problem, short_names
@@ -73,11 +74,23 @@ def read_values(kernel: KernelClass, text: str) -> dict[tuple[str, ...], list[tu
         names = fields_called(kernel, key, "/" in words)
         if names is None:
             raise ConfigError(
-                f"--problem {part!r}: write key=value; the keys of {kernel.name} are {', '.join(keys(kernel))}"
+                f"--problem {part!r}: write key=value; the keys of {kernel.name} are "
+                f"{', '.join(keys(kernel))}{_meant(kernel, part)}"
             )
         either = ":" if isinstance(kernel.fields[names[0]], Sizes) else "[:,]"
         values[names] = [_read_each(kernel, names, key, word.strip()) for word in re.split(either, words)]
     return values
+
+
+def _meant(kernel: KernelClass, part: str) -> str:
+    """Which part of a problem was meant by one that has no known key: `head_dims=64`, `casual`, `S4096` or `S:4096`."""
+    key, equals, _ = part.partition("=")
+    joined = re.fullmatch(r"([A-Za-z_]+):?(\d+)", part)
+    if joined and joined[1] in keys(kernel):
+        return f" (did you mean '{joined[1]}={joined[2]}'?)"
+    words = [word for field in kernel.fields.values() if isinstance(field, Choice) for word in field.words]
+    flags = [name for name, field in kernel.fields.items() if isinstance(field, Flag)]
+    return did_you_mean(key, keys(kernel) if equals else (*words, *flags))
 
 
 def _parts(text: str) -> list[str]:
@@ -145,7 +158,7 @@ def _read(field: ProblemField, key: str, word: str) -> Any:
     try:
         if isinstance(field, Flag):
             if word not in FLAGS:
-                raise ValueError(f"{key} must be {', '.join(FLAGS)}, got {word!r}")
+                raise ValueError(f"{key} must be {', '.join(FLAGS)}, got {word!r}{did_you_mean(word, FLAGS)}")
             return FLAGS[word]
         if isinstance(field, Choice):
             return field.read(key, word)
@@ -155,7 +168,16 @@ def _read(field: ProblemField, key: str, word: str) -> Any:
     except ValueError as error:
         if isinstance(error, TiledschedError):
             raise
-        raise ConfigError(f"--problem: {error}") from error
+        raise ConfigError(f"--problem: {error}{_number_meant(word)}") from error
+
+
+def _number_meant(word: str) -> str:
+    """Which whole number was meant by one with a unit or a letter behind it: 4k means 4096."""
+    found = re.fullmatch(r"(\d+)([a-zA-Z]+)", word)
+    if not found:
+        return ""
+    number = int(found[1]) * {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}.get(found[2].lower(), 1)
+    return f" (did you mean {number}?)"
 
 
 def read_variants(kernel: KernelClass, text: str) -> dict[str, list[str]]:
@@ -169,7 +191,9 @@ def read_variants(kernel: KernelClass, text: str) -> dict[str, list[str]]:
         name, _, values = part.strip().partition("=")
         if name not in kernel.variants:
             known = ", ".join(kernel.variants) or "none"
-            raise ConfigError(f"--also {part}: the problems of {kernel.name} vary by {known}")
+            raise ConfigError(
+                f"--also {part}: the problems of {kernel.name} vary by {known}{did_you_mean(name, kernel.variants)}"
+            )
         found[name] = values.split(":") if values else []
     return found
 

@@ -28,6 +28,7 @@ from tiledsched.cli.app import (
 )
 from tiledsched.cli.output import note, plural, print_next
 from tiledsched.cli.problems import matching, named_problems
+from tiledsched.core.blame import did_you_mean
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import SHIPPED
@@ -141,7 +142,11 @@ def show(
         what = f"of {kernel} " if kernel else ""
         arch = arch or ",".join(sorted(here_archs)) or None
         words = f"{kernel + ' ' if kernel else ''}--arch {arch or 'ARCH'}"
-        ships = f"; kernels that ship: {', '.join(SHIPPED)}" if kernel and kernel not in SHIPPED else ""
+        ships = (
+            f"; kernels that ship: {', '.join(SHIPPED)}{did_you_mean(kernel, SHIPPED)}"
+            if kernel and kernel not in SHIPPED
+            else ""
+        )
         note(f"nothing {what}is tuned for {arch or 'any arch'}; run: tiledsched tune {words}{ships}")
 
 
@@ -209,7 +214,12 @@ def _modelled_landscapes(kernel: str | None, arch: str | None) -> list[dict[str,
 @problem_options
 @target_option
 @generated_options(TuneOptions, "accum_mode", "regime", "rivals", "space")
-@option("--device", default="", metavar="NAME", help="name of the GPU, to tell its measurements from another's")
+@option(
+    "--device",
+    default="",
+    metavar="NAME",
+    help="name of the GPU, to tell its measurements from another's (default: that of the GPU here, if it is of the arch)",
+)
 def explain(
     run: Invocation,
     kernel: KernelClass,
@@ -231,6 +241,7 @@ def explain(
     from tiledsched.serve.explain import explain_problem
 
     arch, chosen = run.arch(arch), run.settings(**settings)
+    device = device or next((each.name for each in run.gpus() if each.arch == arch), "")
     spaces = [chosen_space(arch, kernel, space)] if space else []
     table = load_table(chosen, kernel=kernel, archs={arch}, spaces=spaces)
     found = [

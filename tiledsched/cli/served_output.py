@@ -153,10 +153,11 @@ def _print_narrow(entries: Sequence[Entry], compiler: str) -> None:
 
 
 def _provenance(entry: Entry, compiler: str) -> str:
-    """The provenance, `held down` where the GPU's clock was, and `stale` where another compiler or other source made what was
-    measured.
+    """The provenance, `held down` where the GPU's clock was, `stale` where another compiler or other source made what was
+    measured, and `same numbers` where only results that stayed the same could win.
     """
-    marks = "held down" * bool(throttled(entry, {})), "stale" * stale(entry, compiler)
+    slowed, kept = bool(throttled(entry, {})), bool(entry.same_numbers)
+    marks = "held down" * slowed, "stale" * stale(entry, compiler), "same numbers" * kept
     return ", ".join(filter(None, (entry.provenance, *marks)))
 
 

@@ -39,6 +39,8 @@ def tune_result_json(result: TuneResult) -> dict[str, Any]:
         "seconds": round(result.seconds, 3),
         **({} if result.candidates is None else {"candidates": dict(result.candidates)}),
         **({"held_down": result.held_down} if result.held_down else {}),
+        **({"numbers": result.numbers.to_json()} if result.numbers else {}),
+        **({"why_failed": result.why_failed} if result.why_failed else {}),
     }
 
 
@@ -65,6 +67,8 @@ def print_tuned(report: TuneReport, replayed: str = "") -> None:
         print_wrapped(f"{entry.problem} on {entry.device_name or entry.arch}")
         print_wrapped(entry.schedule.short(), "  ")
         print_wrapped(_verdict(result, entry, how), "  ")
+        if result.numbers:
+            print_wrapped(str(result.numbers), "  ")
         if entry.rivals:
             print_wrapped(_rivals(entry.rivals, entry.problem.declaration), "  ")
         of = f" of {result.schedules + result.left}" if not report.measured else ""
@@ -75,6 +79,8 @@ def print_tuned(report: TuneReport, replayed: str = "") -> None:
             f"{result.seconds:.1f} s",
             "  ",
         )
+        if result.why_failed:
+            print_wrapped(f"did not build: {result.why_failed}", "  ")
         if result.candidates is not None:
             print_wrapped(_candidates(result.candidates), "  ")
         if result.held_down:
@@ -128,8 +134,12 @@ def _verdict(result: TuneResult, entry: Entry, how: str) -> str:
     if us is None:
         us, how = entry.model_us, "modelled"
     words = [] if us is None else [f"{us:.1f} us {how}, {rate_text(entry.problem, us)}"]
-    if not result.stored or entry.layer not in ("", "user"):
-        return "; ".join([*words, f"kept: a {entry.provenance} entry stands above what this run found"])
+    if not result.is_served(entry):
+        if entry.fingerprint or entry.measurement:
+            why = f"kept: a {entry.provenance} entry stands above what this run found"
+        else:  # no entry of this problem
+            why = f"served in place of what this run found ({result.entry.schedule.short()}): {entry.source}"
+        return "; ".join([*words, why])
     for what, over in (("the default", result.over_default), ("the runner-up", result.over_runner_up)):
         if over is not None:
             words.append(f"{what} takes {over:.1%} longer" if over >= NO_DIFFERENCE else f"{what} takes as long")
@@ -174,6 +184,12 @@ def print_refreshed(report: RefreshReport) -> None:
         )
         if row.now is not None and row.now.median_us is not None and row.change is not None:
             print_wrapped(f"now  {row.now.median_us:.1f} us ({row.change:+.1%}): {row.now.schedule.short()}", "  ")
+            if row.same_numbers is not None:
+                print_wrapped(
+                    f"its results are {'the same' if row.same_numbers else 'not the same'}, bit for bit", "  "
+                )
+            if row.now.same_numbers:
+                print_wrapped(row.now.same_numbers, "  ")
             if slowed := throttled(row.now, {}):
                 print_wrapped(f"clock held down {slowed}", "  ")
         for schedule in row.leaders[1:] if row.now is None else ():

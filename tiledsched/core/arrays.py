@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tiledsched.core.fields import ITEM_BYTES
 from tiledsched.core.integers import Integers
+from tiledsched.core.storage import shape_of_values
 
 LARGEST_INT32 = 2**31 - 1
 RELATIVE_ERRORS = {
@@ -16,9 +17,13 @@ RELATIVE_ERRORS = {
     "float64": 1e-6,
     "float8_e4m3fn": 1e-1,
     "float8_e5m2": 2e-1,
+    "tfloat32": 2e-3,
+    "float8_e8m0fnu": 6e-1,
+    "float4_e2m1fn": 3e-1,
 }
 """Largest relative error by output type: eight times the largest error of one rounding for float16, five times for bfloat16, 1.6
-times for the 8-bit types. The bound of float32 leaves room for matrix products in tf32.
+times for the 8-bit types with a sign, and about twice for float8_e8m0fnu and float4_e2m1fn. The bound of float32 leaves room for
+matrix products in tf32.
 """
 
 
@@ -51,6 +56,11 @@ class ArraySpec:
     def shape(self) -> tuple[int, ...]:
         """Shape of the array; of a list of arrays, the shape of the first."""
         return self.shapes[0]
+
+    @property
+    def value_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of the numbers in each array: two of float4_e2m1fn share an element."""
+        return tuple(shape_of_values(shape, self.dtype) for shape in self.shapes)
 
     @property
     def bytes(self) -> int:

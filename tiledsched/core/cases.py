@@ -5,6 +5,7 @@ The code runs with NumPy and with CuPy: the interpreter and the measuring proces
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -16,11 +17,12 @@ from typing import Any
 import numpy
 
 from tiledsched.core.arrays import RELATIVE_ERRORS, ArraySpec, Tolerance
+from tiledsched.core.blame import describe, did_you_mean
 from tiledsched.core.errors import DeclarationError, TiledschedError
-from tiledsched.core.fields import Dim
+from tiledsched.core.fields import Dim, total
 from tiledsched.core.integers import INTEGER_KINDS
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.core.storage import LARGEST, is_float, to_float, to_storage
+from tiledsched.core.storage import LARGEST, POWERS_OF_TWO, is_float, shape_of_values, to_float, to_storage
 
 KINDS = ("edges", "large", "offset")
 """Kinds of inputs, in addition to random ones, for a kernel that declares no `adversarial` cases of its own."""
@@ -66,7 +68,7 @@ def make_cases(kernel: KernelClass, xp: Any, rng: Any, p: Problem, precision: st
         p: the problem.
         precision: the type in which the reference computes; float32 where the GPU's float64 is slow.
     """
-    own = kernel.inputs(xp, rng, p)
+    own = own_inputs(kernel, xp, rng, p)
     random = random_inputs(kernel, xp, rng, p, own)
 
     def right(inputs: Arrays) -> tuple[Any, ...]:
@@ -93,7 +95,7 @@ def make_cases(kernel: KernelClass, xp: Any, rng: Any, p: Problem, precision: st
 
 def random_inputs(kernel: KernelClass, xp: Any, rng: Any, p: Problem, own: Mapping[str, Any] | None = None) -> Arrays:
     """Inputs as they lie in memory: standard normal numbers, uniform integers, or the kernel's `own` inputs."""
-    own = kernel.inputs(xp, rng, p) if own is None else own
+    own = own_inputs(kernel, xp, rng, p) if own is None else own
     found: Arrays = {}
     for spec in input_specs(kernel, p):
         given = own.get(spec.name)
@@ -103,6 +105,51 @@ def random_inputs(kernel: KernelClass, xp: Any, rng: Any, p: Problem, own: Mappi
         stored = [_laid_out(xp, to_storage(xp, xp.asarray(each), spec.dtype), spec) for each in made]
         found[spec.name] = stored if spec.listed else stored[0]
     return found
+
+
+def own_inputs(kernel: KernelClass, xp: Any, rng: Any, p: Problem) -> Mapping[str, Any]:
+    """What `inputs(xp, rng, p)` returns, after checking that these are inputs of the problem, of their shapes.
+
+    Raises:
+        DeclarationError: the name of an input is wrong, or its shape, or it is no array of numbers.
+    """
+    with _blaming(kernel, "inputs", xp, p):
+        own = kernel.inputs(xp, rng, p)
+    if not isinstance(own, Mapping):
+        raise DeclarationError(
+            f"{kernel.__name__}.inputs: must return a dict of inputs by name, got {type(own).__name__}"
+        )
+    specs = {spec.name: spec for spec in input_specs(kernel, p)}
+    inputs = [name for name, each in kernel.array_fields.items() if each.role in ("in", "inout")]
+    for name, value in own.items():
+        if name not in inputs:
+            raise DeclarationError(
+                f"{kernel.__name__}.inputs: {name!r} is no input; the inputs are "
+                f"{', '.join(inputs)}{did_you_mean(name, inputs)}"
+            )
+        if name not in specs:  # this problem does without it
+            continue
+        made = list(value) if specs[name].listed else [value]
+        shapes = tuple(tuple(numpy.shape(each)) for each in made)
+        if shapes != specs[name].shapes:
+            found, wanted = (shapes, specs[name].shapes) if specs[name].listed else (shapes[0], specs[name].shapes[0])
+            raise DeclarationError(f"{kernel.__name__}.inputs: {name} has shape {found} for {p}; declared is {wanted}")
+        if any(getattr(each, "dtype", numpy.dtype(float)).kind in "OUSc" for each in map(xp.asarray, made)):
+            raise DeclarationError(f"{kernel.__name__}.inputs: {name} holds no real numbers for {p}")
+    return own
+
+
+@contextlib.contextmanager
+def _blaming(kernel: KernelClass, field: str, xp: Any, p: Problem) -> Iterator[None]:
+    """Within the block an error of NumPy's is one of the declaration. Errors on a GPU say what became of the GPU, and stay."""
+    try:
+        yield
+    except (TiledschedError, MemoryError):
+        raise
+    except Exception as error:
+        if xp is not numpy:
+            raise
+        raise DeclarationError(f"{kernel.__name__}.{field}: for {p} it raises {describe(error)}") from error
 
 
 def input_specs(kernel: KernelClass, p: Problem) -> list[ArraySpec]:
@@ -116,8 +163,10 @@ def output_specs(kernel: KernelClass, p: Problem) -> list[ArraySpec]:
 
 
 def _drawn(xp: Any, rng: Any, spec: ArraySpec, shape: tuple[int, ...]) -> Any:
+    if spec.dtype == POWERS_OF_TWO:
+        return 2.0 ** rng.integers(-2, 3, size=shape)
     if is_float(spec.dtype):
-        return rng.standard_normal(shape, dtype=numpy.float32)
+        return rng.standard_normal(shape_of_values(shape, spec.dtype), dtype=numpy.float32)
     if spec.integers is None:
         return rng.integers(0, 2, size=shape)
     spec.integers.check(spec.name, spec.dtype, shape)
@@ -168,12 +217,26 @@ def call_reference(kernel: KernelClass, xp: Any, p: Problem, inputs: dict[str, A
         elif name in kernel.array_fields:
             given[name] = None  # an input that this problem does not have
         else:
+            meant = did_you_mean(name, [*known, *kernel.fields])
+            meant = "; a reference is written without self" if name == "self" else meant
             raise DeclarationError(
                 f"{kernel.__name__}.reference: its parameter {name!r} is called like nothing declared; known "
-                f"are {', '.join([*known, *kernel.fields])}"
+                f"are {', '.join([*known, *kernel.fields])}{meant}"
             )
-    found = kernel.reference(**given)
-    return tuple(found) if isinstance(found, tuple) else (found,)
+    with _blaming(kernel, "reference", xp, p):
+        found = kernel.reference(**given)
+    outputs = [name for name, each in kernel.array_fields.items() if each.role in ("out", "inout")]
+    if found is None or isinstance(found, Mapping):
+        raise DeclarationError(
+            f"{kernel.__name__}.reference: returns {'nothing' if found is None else 'a dict'}; return the array, or a tuple "
+            f"of the arrays, of {', '.join(outputs)}"
+        )
+    results = tuple(found) if isinstance(found, tuple) else (found,)
+    if len(results) > len(outputs):
+        raise DeclarationError(
+            f"{kernel.__name__}.reference: returns {len(results)} arrays; the outputs are {', '.join(outputs)}"
+        )
+    return results
 
 
 def _with_extremes(
@@ -260,20 +323,20 @@ def shrunk(kernel: KernelClass, p: Problem, sizes: tuple[int, ...] = SMALL, *, o
     """
     dims = [name for name, each in kernel.fields.items() if isinstance(each, Dim) and not each.constant]
     largest = max(dims, key=lambda name: p.values[name], default=None)
-    stuck = []
+    stuck: dict[str, int] = {}
     for name in dims:
-        wanted = SMALL if only_largest and name != largest else sizes
-        for size in (*wanted, *(size for size in LARGER if size < p.values[name])):
+        wanted, before = SMALL if only_largest and name != largest else sizes, total(p.values[name])
+        for size in (*wanted, *(size for size in LARGER if size < before)):
             try:
                 p = p.replace(**{name: size})
             except TiledschedError:
                 continue
             break
         else:
-            stuck.append(name)
-    longest = max((p.values[name] for name in stuck), default=0)
+            stuck[name] = before
+    longest = max(stuck.values(), default=0)
     for size in (*sizes, *LARGER) if len(stuck) > 1 else ():
         if size < longest:
             with suppress(TiledschedError):
-                return p.replace(**{name: max(1, p.values[name] * size // longest) for name in stuck})
+                return p.replace(**{name: max(1, before * size // longest) for name, before in stuck.items()})
     return p

@@ -33,8 +33,19 @@ SHARPNESS = 4.0
 """Exponent of the smooth maximum of two times. Chosen, not fitted."""
 WARPS_PER_GROUP = 4
 """One warp per SM partition: what wgmma and tcgen05 call a warpgroup."""
-NARROW_TYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
-"""Element types whose matrix products run on tensor cores."""
+TENSOR_RATES = {
+    "tfloat32": 0.5,
+    "float16": 1,
+    "bfloat16": 1,
+    "float8_e4m3fn": 2,
+    "float8_e5m2": 2,
+    "int8": 2,
+    "float4_e2m1fn": 4,
+}
+"""Element type whose matrix products run on tensor cores -> their rate by that of float16. NVIDIA's white papers of Ampere,
+Hopper and Blackwell; FP4 has that rate from sm_100 on, and runs nowhere before."""
+SMALL_INPUT = 1 / 4
+"""An input with a smaller share of the bytes of the largest one is no operand of a product, but a scale or an offset."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +98,7 @@ class Cost:
         idle = math.ceil(waves) / waves if waves > 1 else max(1.0, spec.sm_count / max(grids))
         warps = resident * facts.threads / 32
         hidden = max(1.0, ENOUGH_WARPS / warps) ** 0.5
-        flops_per_cycle = spec.tensor_flops if uses_tensor_cores(p) else 2 * spec.fp32_ops
+        flops_per_cycle = spec.tensor_flops * tensor_rate(p) if uses_tensor_cores(p) else 2 * spec.fp32_ops
         peak = spec.sm_count * spec.clock_ghz * 1e3 * flops_per_cycle
         arithmetic = p.flops / (peak * EFFICIENCY)
         traffic = p.min_bytes / (spec.dram_gbps * 1e3 * EFFICIENCY) * hidden
@@ -117,5 +128,13 @@ def smooth_max(first: float, second: float) -> float:
 
 def uses_tensor_cores(p: Any) -> bool:
     """Whether the arithmetic is probably that of matrix products: of narrow types, and over 16 operations per byte."""
-    narrow = any(each.dtype in NARROW_TYPES for each in p.declaration.arrays(p))
+    narrow = any(each.dtype in TENSOR_RATES for each in p.declaration.arrays(p))
     return narrow and p.flops > 16 * p.min_bytes
+
+
+def tensor_rate(p: Any) -> float:
+    """The rate of the problem's matrix products by that of float16: the one of the slowest operand."""
+    inputs = [each for each in p.declaration.arrays(p) if each.role == "in"]
+    largest = max((each.bytes for each in inputs), default=0)
+    operands = [each.dtype for each in inputs if each.bytes >= SMALL_INPUT * largest]
+    return min((TENSOR_RATES[each] for each in operands if each in TENSOR_RATES), default=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from tiledsched.core.blame import did_you_mean
 from tiledsched.core.errors import ConfigError
 
 
@@ -220,7 +221,10 @@ def arch_spec(arch: str, device_name: str = "") -> ArchSpec:
         ConfigError: an arch this package does not know.
     """
     if arch not in ARCHS:
-        raise ConfigError(f"unknown arch {arch!r}; known are {', '.join(ARCHS)}")
+        names = [name for listed in PRODUCTS.values() for name in listed]
+        raise ConfigError(
+            f"unknown arch {arch!r}; known are {', '.join(ARCHS)}{did_you_mean(arch, (*ARCHS, *names), 0.75)}"
+        )
     own = DEVICES.get(device_name)
     return own if own is not None and own.arch == arch else ARCHS[arch]
 

@@ -81,6 +81,8 @@ class FailureKind(str, Enum):
     GPU_LOST = "gpu_lost"
     DRIVER_MISMATCH = "driver_mismatch"
     WRONG_RESULT = "wrong_result"
+    OTHER_NUMBERS = "other_numbers"
+    """Right, and not bit for bit what was wanted: it says nothing against the program where any right numbers will do."""
 
     def __str__(self) -> str:
         return self.value

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Collection
 
+from tiledsched.core.blame import did_you_mean
 from tiledsched.core.errors import SpaceError
 from tiledsched.core.fields import Dim, Flag
 from tiledsched.core.problem import KernelClass
@@ -38,6 +40,13 @@ ALLOWED_NODES = (
     ast.Constant,
     ast.IfExp,
 )
+INSTEAD = {
+    ast.Div: "; // divides",
+    ast.Attribute: "; sizes and knobs stand alone: rows, not p.rows",
+    ast.Subscript: "; knobs stand alone: TILE, not s['TILE']",
+    ast.Call: "; derived may hold functions of the problem",
+}
+"""What to write in place of a part that is not allowed."""
 LONGEST = 1000
 """Most characters of an expression."""
 DEEPEST = 50
@@ -71,8 +80,9 @@ def names_read(text: object, known: Collection[str], words: Collection[str] = ()
     try:
         tree = ast.parse(text, mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        compares = "; == compares" if re.search(r"[^=<>!]=[^=]", text) else ""
         raise SpaceError(
-            f"is not an expression: {getattr(error, 'msg', None) or error or type(error).__name__}"
+            f"is not an expression: {getattr(error, 'msg', None) or error or type(error).__name__}{compares}"
         ) from error
     _check_depth(tree)
     names = set()
@@ -80,6 +90,7 @@ def names_read(text: object, known: Collection[str], words: Collection[str] = ()
         if not isinstance(node, ALLOWED_NODES):
             raise SpaceError(
                 f"uses {type(node).__name__}; only names, numbers, comparisons, arithmetic and and/or/not are allowed"
+                f"{INSTEAD.get(type(node), '')}"
             )
         if isinstance(node, ast.Name):
             names.add(node.id)
@@ -93,7 +104,9 @@ def names_read(text: object, known: Collection[str], words: Collection[str] = ()
             raise SpaceError("divides by 0")
     unknown = sorted(names - set(known))
     if unknown:
-        raise SpaceError(f"reads unknown name {unknown[0]!r}; known are {', '.join(sorted(known))}")
+        raise SpaceError(
+            f"reads unknown name {unknown[0]!r}; known are {', '.join(sorted(known))}{did_you_mean(unknown[0], known)}"
+        )
     return frozenset(names)
 
 

@@ -6,25 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tiledsched.core.blame import did_you_mean
 from tiledsched.core.errors import DeclarationError
 
 Value = int | bool | str | tuple[int, ...]
 """The value of a problem's field: a size, a flag, a word (or the name of a type), or several sizes."""
-DTYPES = (
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "int8",
-    "uint8",
-    "int16",
-    "int32",
-    "int64",
-    "bool_",
-)
-"""Element types an array may have, by cuTile's names."""
 ITEM_BYTES = {
     "float16": 2,
     "bfloat16": 2,
@@ -38,7 +24,19 @@ ITEM_BYTES = {
     "int32": 4,
     "int64": 8,
     "bool_": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "tfloat32": 4,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn": 1,
 }
+"""Bytes of an element of an array, by cuTile's name of its type. A byte holds two numbers of float4_e2m1fn, so that the sizes of
+such an array count bytes, as those of torch's float4_e2m1fn_x2 do."""
+DTYPES = tuple(ITEM_BYTES)
+"""Element types an array may have, by cuTile's names."""
+ALSO_CALLED = {"bool": "bool_", "tf32": "tfloat32", "float4_e2m1fn_x2": "float4_e2m1fn"}
+"""Other names of types, as torch and people call them."""
 LAYOUTS = ("row", "column")
 
 
@@ -94,8 +92,12 @@ class Choice:
 
     def read(self, name: str, value: Any) -> Value:
         """`value`, if the field `name` may have it; raises ValueError with the reason otherwise."""
+        if self.is_dtype and isinstance(value, str):
+            value = ALSO_CALLED.get(value, value)
         if value not in self.words:
-            raise ValueError(f"{name} must be one of {', '.join(self.words)}, got {value!r}")
+            raise ValueError(
+                f"{name} must be one of {', '.join(self.words)}, got {value!r}{did_you_mean(value, self.words)}"
+            )
         return str(value)
 
 
@@ -133,6 +135,10 @@ class ArrayField:
     distinct: bool = False
     first: str | int | None = None
     last: str | int | None = None
+    cleared: bool = False
+    """For outputs: whether every call begins by setting them to zero."""
+    copy_of: str | None = None
+    """For scratch memory: the input of which every call begins by making a copy."""
     listed: bool = False
     """Whether the field is a list of arrays."""
     zeroed: bool = False
@@ -140,6 +146,9 @@ class ArrayField:
     """For outputs: whether the gate bounds the absolute error, not the error relative to the norm of the tile."""
     aligned: bool = False
     """For scratch memory: whether machine code may count on rows that start at multiples of 16 bytes, as it does for inputs."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", ALSO_CALLED.get(self.dtype or "", self.dtype))
 
     @property
     def limits(self) -> dict[str, str | int]:
@@ -151,6 +160,20 @@ class ArrayField:
     def speaks_of_integers(self) -> bool:
         """Whether anything is said of the values of integers."""
         return bool(self.limits.keys() - {"least"} or self.least or self.sentinels or self.sorted or self.distinct)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """A launch that needs no tile code of the author's; see :func:`zero` and :func:`copy`."""
+
+    kind: str
+    """zero or copy."""
+    target: str
+    """The array that is written."""
+    source: str = ""
+    """The array that is copied."""
+    swapped: bool = False
+    """Whether the last two axes of the source are those of the target the other way round."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +216,13 @@ def dim(
         least, most: the range of allowed sizes.
         omit_default: leave the default out of the problem's JSON, so that adding the field to a kernel changes no stored id.
     """
+    for name, value in (("default", default), ("least", least), ("most", most)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise DeclarationError(f"ts.dim: {name} must be an integer, got {value!r}")
+    if most is not None and most < least:
+        raise DeclarationError(f"ts.dim: the most, {most}, is less than the least, {least}")
+    if default is not None and not least <= default <= (default if most is None else most):
+        raise DeclarationError(f"ts.dim: the default {default} is not from {least} to {most or 'any number'}")
     return Dim(default=default, constant=constant, least=least, most=most, omit_default=omit_default)
 
 
@@ -207,21 +237,26 @@ def dtype(*allowed: str) -> Any:
     Raises:
         DeclarationError: no type is named, or one that cuTile does not have.
     """
+    allowed = tuple(ALSO_CALLED.get(each, each) for each in allowed)
     wrong = [each for each in allowed if each not in DTYPES]
     if wrong or not allowed:
-        raise DeclarationError(f"dtype{allowed!r}: name one or more of {', '.join(DTYPES)}")
+        meant = did_you_mean(getattr(wrong[0], "name", wrong[0]), DTYPES) if wrong else ""
+        said = f"{wrong[0]!r} is not the name of a type, as text; " if wrong else ""
+        raise DeclarationError(f"ts.dtype: {said}name one or more of {', '.join(DTYPES)}{meant}")
     return Choice(words=allowed, default=allowed[0], omit_default=False, is_dtype=True)
 
 
 def choice(*words: str, omit_default: bool = False) -> Any:
     """One of several words, known when the kernel is compiled. The first word is the default."""
-    if not words:
-        raise DeclarationError("choice(): name the words to choose from")
+    if not words or not all(isinstance(word, str) for word in words) or len(set(words)) < len(words):
+        raise DeclarationError(f"ts.choice: name the words to choose from, each as text and once; got {words!r}")
     return Choice(words=words, default=words[0], omit_default=omit_default)
 
 
 def flag(default: bool = False, *, omit_default: bool = False) -> Any:
     """A flag, known when the kernel is compiled."""
+    if not isinstance(default, bool):
+        raise DeclarationError(f"ts.flag: the default must be True or False, got {default!r}")
     return Flag(default=default, omit_default=omit_default)
 
 
@@ -286,6 +321,7 @@ def out(
     when: str | None = None,
     absolute: bool = False,
     aligned: bool = False,
+    zeroed: bool = False,
 ) -> Any:
     """An output array.
 
@@ -294,9 +330,17 @@ def out(
         when: the name of a flag; without the flag, the array is scratch memory.
         absolute: whether the accuracy gate bounds the absolute error instead of the relative one.
         aligned: see :func:`workspace`. Outputs without `when` are always aligned.
+        zeroed: whether every call begins by setting the output to zero, for kernels that add to it.
     """
     return ArrayField(
-        shape=shape, role="out", dtype=dtype, layout=layout, when=when, absolute=absolute, aligned=aligned
+        shape=shape,
+        role="out",
+        dtype=dtype,
+        layout=layout,
+        when=when,
+        absolute=absolute,
+        aligned=aligned,
+        cleared=zeroed,
     )
 
 
@@ -311,7 +355,13 @@ def inout(shape: str | Callable[..., Any], *, dtype: str | None = None, layout: 
 
 
 def workspace(
-    shape: str | Callable[..., Any], *, dtype: str = "float32", zeroed: bool = False, aligned: bool = False
+    shape: str | Callable[..., Any],
+    *,
+    dtype: str = "float32",
+    zeroed: bool = False,
+    aligned: bool = False,
+    layout: str = "row",
+    copy_of: str | None = None,
 ) -> Any:
     """Scratch memory.
 
@@ -321,13 +371,39 @@ def workspace(
         zeroed: whether the memory is zero before the first launch. Every launch must leave it zero.
         aligned: whether the compiler may assume that rows start at multiples of 16 bytes, if they do. TMA needs that, and so do
             loads of more than one element.
+        layout: see :func:`array`.
+        copy_of: the name of an input of the same shape, or of one whose last two axes are swapped. Every call begins by making
+            the copy, in the type and layout of the scratch memory.
     """
-    return ArrayField(shape=shape, role="workspace", dtype=dtype, zeroed=zeroed, aligned=aligned)
+    return ArrayField(
+        shape=shape, role="workspace", dtype=dtype, zeroed=zeroed, aligned=aligned, layout=layout, copy_of=copy_of
+    )
+
+
+def zero(target: str) -> Any:
+    """For `launches`: a launch that sets the array of this name to zero."""
+    return Preparation(kind="zero", target=target)
+
+
+def copy(source: str, target: str, *, swapped: bool = False) -> Any:
+    """For `launches`: a launch that copies one array to another, in the type and layout of the latter.
+
+    Args:
+        source, target: names of arrays.
+        swapped: whether the last two axes of the source are those of the target the other way round.
+    """
+    return Preparation(kind="copy", target=target, source=source, swapped=swapped)
 
 
 def scalar(value: float | int | Callable[[Any], float | int], *, dtype: str | None = None) -> Any:
     """A run-time number: a value, or a function of the problem. Its type is float32 unless given; int32 for an integer."""
     found = dtype or ("int32" if isinstance(value, int) and not isinstance(value, bool) else "float32")
+    if not callable(value) and (isinstance(value, bool) or not isinstance(value, (int, float))):
+        raise DeclarationError(f"ts.scalar: must be a number or a function of the problem, got {value!r}")
+    if found not in DTYPES:
+        raise DeclarationError(
+            f"ts.scalar: {found!r} is no type; known are {', '.join(DTYPES)}{did_you_mean(found, DTYPES)}"
+        )
     return Scalar(value=value, dtype=found)
 
 

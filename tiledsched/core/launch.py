@@ -17,13 +17,16 @@ from typing import Any
 import cuda.tile as ct
 
 from tiledsched.core.arrays import ArraySpec
+from tiledsched.core.blame import author_function, describe, did_you_mean, function_line
 from tiledsched.core.canonical import stable_id
-from tiledsched.core.errors import DeclarationError, ProblemError
-from tiledsched.core.fields import ITEM_BYTES, Choice, Dim, Flag
+from tiledsched.core.errors import DeclarationError, ProblemError, TiledschedError
+from tiledsched.core.fields import ITEM_BYTES, Choice, Dim, Flag, Preparation
+from tiledsched.core.preparations import MOST_AXES, launch_of
 from tiledsched.core.problem import KernelClass, Problem, ProblemClass
 from tiledsched.core.schedule import HINT_KNOBS, Schedule
 from tiledsched.core.shapes import shape_names, split_shape
-from tiledsched.core.storage import ALIGNMENT, strides_of
+from tiledsched.core.sources import is_shipped
+from tiledsched.core.storage import ALIGNMENT, strides_of, tile_type
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,8 @@ class Step:
     """One argument for each parameter."""
     grid: tuple[int, int, int]
     """Blocks along three axes."""
+    prepares: bool = False
+    """Whether it is one of :mod:`tiledsched.core.preparations`, which take no hints of a schedule."""
 
     @property
     def tail(self) -> tuple[Any, ...]:
@@ -71,16 +76,39 @@ def steps(kernel: KernelClass, p: Problem, s: Schedule, device: Any) -> tuple[St
         device: anything with `sm_count` and `arch`, which only grids read.
 
     Raises:
-        DeclarationError: something that is no function, a grid that is not integers, or a parameter without an argument.
+        DeclarationError: something that is no function, a grid that is not integers, a parameter without an argument, or a
+            function of the declaration raises.
     """
+    try:
+        return _steps(kernel, p, s, device)
+    except (TiledschedError, MemoryError):
+        raise
+    except Exception as error:
+        if is_shipped(kernel):  # which asks for programs that a problem cannot have
+            raise
+        field = author_function(error, ("grid", "entry", "launches", "constants")) or "grid"
+        raise DeclarationError(
+            f"{kernel.__name__}.{field}: for {p} and {dict(s)} it raises {describe(error)}"
+        ) from error
+
+
+def _steps(kernel: KernelClass, p: Problem, s: Schedule, device: Any) -> tuple[Step, ...]:
     if kernel.launches is not None:
         wanted = list(kernel.launches(p, s, device))
     else:
         function = kernel.entry(p, s) if kernel.entry is not None else kernel.function
         wanted = [(function, kernel.grid(p, s, device))]
+    if not wanted or not all(isinstance(each, (tuple, list)) and len(each) == 2 for each in wanted):
+        raise DeclarationError(
+            f"{kernel.__name__}.launches: must return a list of pairs of function and grid, got {wanted!r}"
+        )
     constants = kernel.constants(p, s)
     found = []
-    for entry, grid in wanted:
+    for each in (*kernel.preparations(), *wanted):
+        if isinstance(each, Preparation):
+            found.append(_prepare(kernel, each, p, s))
+            continue
+        entry, grid = each
         function, hints = undecorated(entry)
         found.append(
             Step(
@@ -93,6 +121,31 @@ def steps(kernel: KernelClass, p: Problem, s: Schedule, device: Any) -> tuple[St
     return tuple(found)
 
 
+def _prepare(kernel: KernelClass, each: Preparation, p: Problem, s: Schedule) -> Step:
+    for name in (each.target, *([each.source] if each.source else [])):
+        if name not in kernel.array_fields:
+            known = ", ".join(kernel.array_fields)
+            raise DeclarationError(
+                f"{kernel.__name__}: a {each.kind} of {name!r}, which is no array; known are {known}"
+            )
+    target = kernel.array_spec(each.target, p, s)
+    source = kernel.array_spec(each.source, p, s) if each.source else None
+    if len(target.shape) not in range(1, MOST_AXES + 1):
+        raise DeclarationError(
+            f"{kernel.__name__}.{each.target}: {len(target.shape)} axes; a {each.kind} takes 1 to {MOST_AXES}"
+        )
+    shape = target.shape if source is None else source.shape
+    if (shape[:-2] + shape[-2:][::-1] if each.swapped else shape) != target.shape:
+        raise DeclarationError(
+            f"{kernel.__name__}.{each.target}: a copy of {each.source}, {shape}, must have its shape, got {target.shape}"
+        )
+    function, blocks, constants = launch_of(each, target, source)
+    arrays = [spec for spec in (source, target) if spec is not None]
+    arguments = [KernelArgument(name=spec.name, kind="array", wide=spec.wide) for spec in arrays]
+    arguments += [_constant(name, value) for name, value in constants.items()]
+    return Step(function=function, hints={}, arguments=tuple(arguments), grid=(blocks, 1, 1), prepares=True)
+
+
 def undecorated(entry: Any) -> tuple[FunctionType, Mapping[str, Any]]:
     """(function, hints) of a cuTile kernel; a plain function has no hints.
 
@@ -102,7 +155,7 @@ def undecorated(entry: Any) -> tuple[FunctionType, Mapping[str, Any]]:
     if isinstance(entry, ct.kernel):
         options = vars(entry._compiler_options) if hasattr(entry, "_compiler_options") else {}
         return entry._pyfunc, {name: options[name] for name in HINT_KNOBS if options.get(name) is not None}
-    if not isinstance(entry, FunctionType):
+    if not isinstance(entry, FunctionType) or entry.__name__ == "<lambda>" or hasattr(entry, "__wrapped__"):
         raise DeclarationError(f"expected a cuTile kernel or a function, got {entry!r}; decorate one with @ct.kernel")
     return entry, {}
 
@@ -134,35 +187,61 @@ def bind(
             spec = kernel.array_spec(name, p, s)
             found.append(KernelArgument(name=name, kind="list" if spec.listed else "array", wide=spec.wide))
         elif name in constants:
-            found.append(_constant(name, constants[name]))
+            found.append(_constant(kernel, function, name, constants[name]))
         elif name in scalars:
             found.append(_number(name, scalars[name], constant, kernel.scalar_fields[name].dtype))
         elif name in s:
-            found.append(_constant(name, s[name]))
+            found.append(_constant(kernel, function, name, s[name]))
         elif name in kernel.fields or name in kernel.derived:
-            found.append(_number(name, getattr(p, name), constant, "int32"))
+            value = getattr(p, name)
+            if isinstance(value, str):
+                found.append(_constant(kernel, function, name, value))
+            else:
+                found.append(_number(name, value, constant, "int32"))
         else:
             known = [*kernel.array_fields, *scalars, *s, *kernel.fields, *kernel.derived]
             raise DeclarationError(
                 f"{kernel.name}: parameter {name!r} of {function.__name__} is called like nothing declared "
-                f"({', '.join(known)}); declare it, or return it from constants(p, s)"
+                f"({', '.join(known)}){did_you_mean(name, known)}; declare it, or return it from constants(p, s) "
+                f"({function_line(function)})"
             )
     return tuple(found)
 
 
-def _constant(name: str, value: Any) -> KernelArgument:
-    plain = type(value) in (int, bool, str)
-    return _plain_constant(name, value) if plain else KernelArgument(name=name, kind="constant", value=value)
+def _constant(kernel: KernelClass, function: FunctionType, name: str, value: Any) -> KernelArgument:
+    if type(value) in (int, bool):
+        return _plain_constant(name, value)
+    if value is None or isinstance(value, str):
+        raise _no_constant(kernel, function, name, value)
+    return KernelArgument(name=name, kind="constant", value=value)
+
+
+def _no_constant(kernel: KernelClass, function: FunctionType, name: str, value: Any) -> DeclarationError:
+    """The error for a parameter that would get a word, which tile code has not, and how to give it a number."""
+    field, blamed = kernel.fields.get(name), name
+    how = "constants(p, s) may return its number for it, as in {{{0!r}: {1!r}.index({2})}}"
+    if isinstance(field, Choice):
+        how = how.format(name, field.words, f"p.{name}")
+        if field.is_dtype:
+            how = "arrays have it as their dtype, as in X.dtype: leave the parameter out"
+    elif name in kernel.knobs:
+        how, blamed = how.format(name, kernel.knob_fields()[name].choices, f"s[{name!r}]"), f"knobs[{name!r}]"
+    else:
+        how, blamed = "return a number for it", "constants"
+    return DeclarationError(
+        f"{kernel.__name__}.{blamed}: parameter {name!r} of {function.__name__} would get {value!r}, and constants of tile "
+        f"code are numbers, true and false; {how} ({function_line(function)})"
+    )
 
 
 @functools.lru_cache(maxsize=16384, typed=True)  # 1 is not True
-def _plain_constant(name: str, value: int | bool | str) -> KernelArgument:
+def _plain_constant(name: str, value: int | bool) -> KernelArgument:
     """A constant argument; cached, because a search binds the same few values with every schedule."""
     return KernelArgument(name=name, kind="constant", value=value)
 
 
 def _number(name: str, value: Any, constant: bool, dtype: str) -> KernelArgument:
-    kind = "constant" if constant or isinstance(value, (bool, str)) else "scalar"
+    kind = "constant" if constant or isinstance(value, bool) else "scalar"
     return KernelArgument(name=name, kind=kind, value=value, dtype=dtype)
 
 
@@ -204,7 +283,7 @@ def _array_constraint(spec: ArraySpec, note: Any) -> Any:
     known = spec.role != "workspace" or spec.aligned
     aligned = ALIGNMENT // item if run % ALIGNMENT == 0 and known and same else 1
     return ArrayConstraint(
-        getattr(ct, spec.dtype),
+        getattr(ct, tile_type(spec.dtype)),
         ndim,
         index_dtype=note.index_dtype,
         stride_lower_bound_incl=0,
@@ -230,15 +309,11 @@ def annotated(kernel: KernelClass, step: Step, p: Problem, s: Schedule) -> Funct
     With them, a launch infers the assumptions of a build: cuTile tells launches apart by constant sizes, among others, and an
     axis of one element does not become a constant by chance.
     """
-    plain = [
-        each
-        for each in step.arguments
-        if each.kind == "array"
-        and next(note for name, _, note in parameters(step.function) if name == each.name) is None
-    ]
+    pairs = zip(parameters(step.function), step.arguments, strict=True)
+    plain = [(name, each.name) for (name, _, note), each in pairs if each.kind == "array" and note is None]
     if not plain:
         return step.function
-    notes = tuple((each.name, _note(kernel, kernel.array_spec(each.name, p, s))) for each in plain)  # type: ignore[arg-type]
+    notes = tuple((name, _note(kernel, kernel.array_spec(array, p, s))) for name, array in plain)  # type: ignore[arg-type]
     return _with_notes(step.function, notes)
 
 
@@ -353,7 +428,7 @@ def tile_kernels(kernel: KernelClass, schedules: Mapping[str, Schedule], p: Prob
 
 def _hints(step: Step, schedules: Mapping[str, Schedule]) -> dict[str, Any]:
     hints = dict(step.hints)
-    for knob in HINT_KNOBS:
+    for knob in () if step.prepares else HINT_KNOBS:
         values = {arch: s.number(knob) for arch, s in schedules.items() if knob in s}
         if values:
             by_arch = {arch: value if value or knob == "opt_level" else None for arch, value in values.items()}

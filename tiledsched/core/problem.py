@@ -15,10 +15,11 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from tiledsched.core.arrays import RELATIVE_ERRORS, ArraySpec, Tolerance
+from tiledsched.core.blame import did_you_mean
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.cost import Cost
 from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError
-from tiledsched.core.fields import ArrayField, Dim, Knob, ProblemField, Scalar, Value, knob
+from tiledsched.core.fields import ArrayField, Dim, Knob, Preparation, ProblemField, Scalar, Value, knob
 from tiledsched.core.integers import Integers
 from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
@@ -78,7 +79,10 @@ class Problem:
             raise AttributeError(name)
         derived = self.declaration.derived
         if name not in derived:
-            raise AttributeError(f"{self.kernel} has no field {name!r}; it has {', '.join([*self.values, *derived])}")
+            meant = did_you_mean(name, [*self.values, *derived])
+            raise AttributeError(
+                f"{self.kernel} has no field {name!r}; it has {', '.join([*self.values, *derived])}{meant}"
+            )
         found = self.__dict__[name] = derived[name](self)
         return found
 
@@ -173,9 +177,11 @@ _OWN = frozenset(dir(Problem))
 """Attributes that every problem has, whatever its kernel calls its fields."""
 
 
-def unknown_kernel(name: str) -> ConfigError:
-    """The error for a kernel that this process does not know."""
-    return ConfigError(f"kernel {name!r} is not known here; name the file or module that declares it (file.py:Class)")
+def unknown_kernel(name: str, meant: str = "") -> ConfigError:
+    """The error for a kernel that this process does not know, and what may have been meant."""
+    return ConfigError(
+        f"kernel {name!r} is not known here{meant}; name the file or module that declares it (file.py:Class)"
+    )
 
 
 @dataclass(frozen=True)
@@ -434,7 +440,8 @@ class Declaration:
         """
         unknown = sorted(set(values) - set(cls.fields))
         if unknown:
-            raise ProblemError(f"unknown problem keys {unknown}; known are {sorted(cls.fields)}")
+            meant = did_you_mean(unknown[0], cls.fields)
+            raise ProblemError(f"unknown problem keys {unknown}; known are {sorted(cls.fields)}{meant}")
         missing = [name for name, each in cls.fields.items() if name not in values and each.default is None]
         if missing:
             raise ProblemError(f"a problem of {cls.name} needs {missing}")
@@ -452,7 +459,9 @@ class Declaration:
             ConfigError: there is no such suite.
         """
         if name not in cls.suites:
-            raise ConfigError(f"{cls.name} has no suite {name!r}; known are {', '.join(cls.suites) or 'none'}")
+            raise ConfigError(
+                f"{cls.name} has no suite {name!r}; known are {', '.join(cls.suites) or 'none'}{did_you_mean(name, cls.suites)}"
+            )
         return list(dict.fromkeys(cls.as_problem(each) for each in cls.suites[name]))
 
     @classmethod
@@ -539,8 +548,22 @@ class Declaration:
     def grids(cls, p: Problem, s: Schedule, device: Any) -> tuple[tuple[int, int, int], ...]:
         """The grid of each launch. Together with the machine code, grids tell which program a schedule is."""
         if cls.launches is not None:
-            return tuple(cls.read_grid(grid) for _, grid in cls.launches(p, s, device))
+            launches = cls.launches(p, s, device)
+            return tuple(cls.read_grid(1 if isinstance(each, Preparation) else each[1]) for each in launches)
         return (cls.read_grid(cls.grid(p, s, device)),)
+
+    @classmethod
+    def preparations(cls) -> tuple[Preparation, ...]:
+        """The launches with which every call begins: copies of inputs, and outputs set to zero."""
+        found = []
+        for name, each in cls.array_fields.items():
+            if each.copy_of is not None:
+                shapes = each.shape, cls.array_fields[each.copy_of].shape
+                swapped = all(isinstance(one, str) for one in shapes) and len({*map(split_shape, shapes)}) > 1
+                found.append(Preparation(kind="copy", target=name, source=each.copy_of, swapped=swapped))
+            elif each.cleared:
+                found.append(Preparation(kind="zero", target=name))
+        return tuple(found)
 
     @classmethod
     def read_grid(cls, grid: Any) -> tuple[int, int, int]:
@@ -550,6 +573,8 @@ class Declaration:
             DeclarationError: the grid is not 1 to 3 positive integers.
         """
         axes = (grid,) if isinstance(grid, int) else tuple(grid) if isinstance(grid, Sequence) else ()
+        if any(type(axis) is not int for axis in axes):  # integers of NumPy are integers, too
+            axes = tuple(int(axis) if hasattr(axis, "dtype") and axis.dtype.kind in "iu" else axis for axis in axes)
         whole = all(type(axis) is int and axis > 0 for axis in axes)
         if not 1 <= len(axes) <= 3 or not whole:
             raise DeclarationError(

@@ -10,22 +10,26 @@ import copyreg
 import functools
 import importlib
 import importlib.util
+import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
+from tiledsched.core.blame import author_line, describe, did_you_mean, nearest, says_line
 from tiledsched.core.canonical import stable_id
-from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError
+from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError, TiledschedError
 from tiledsched.core.fields import Value
 from tiledsched.core.files import real_path
 from tiledsched.core.problem import FILE_PREFIX, Declaration, KernelClass, Problem, unknown_kernel
+from tiledsched.core.sources import BESIDE
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
+log = logging.getLogger(__name__)
 ENTRY_POINTS = "tiledsched.kernels"
 """The entry-point group under which a package ships kernels: a name, and `module:Class`."""
 SHIPPED = {
@@ -60,14 +64,40 @@ def kernel_named(name: str) -> KernelClass:
     if name not in _known:
         where = SHIPPED.get(name) or _installed(name)
         if where is None:
-            raise unknown_kernel(name)
+            known = {*SHIPPED, *_known, *(each.name for each in installed_entry_points())}
+            raise unknown_kernel(name, did_you_mean(name, known))
         _known.setdefault(name, load_kernel(where))
     return _known[name]
 
 
 def _installed(name: str) -> str | None:
-    """Where an installed package declares the kernel of this name."""
-    return next((each.value for each in installed_entry_points() if name in (each.name, each.value)), None)
+    """Where an installed package declares the kernel of this name.
+
+    Raises:
+        ConfigError: several packages say so, and mean different kernels.
+    """
+    found = {each.value: each for each in installed_entry_points() if name in (each.name, each.value)}
+    if len(found) > 1:
+        places = ", ".join(f"{value} ({_package(each)})" for value, each in sorted(found.items()))
+        raise ConfigError(
+            f"installed packages register different kernels as {name!r}; name the one that you mean: {places}"
+        )
+    return next(iter(found), None)
+
+
+def _package(entry_point: EntryPoint) -> str:
+    """The installed package that an entry point is of."""
+    return f"of {entry_point.dist.name}" if entry_point.dist else "of an unknown package"
+
+
+def _warn_of_shadowed(name: str) -> None:
+    """Say that a kernel that ships is meant where an installed package registers another one under its name."""
+    for each in installed_entry_points():
+        if each.name == name and each.value != SHIPPED.get(name):
+            log.warning(
+                "%s is the kernel that ships; the package %s registers another one under that name: name that one %s",
+                *(name, _package(each).removeprefix("of "), each.value),
+            )
 
 
 @functools.cache
@@ -86,15 +116,48 @@ def load_kernel(where: str) -> KernelClass:
         DeclarationError: the declaration is wrong.
     """
     place, colon, class_name = where.rpartition(":")
+    place = place.removesuffix(":")  # as pytest has it
     if not colon:
-        return kernel_named(where)
+        if where in SHIPPED:
+            _warn_of_shadowed(where)
+        try:
+            return kernel_named(where)
+        except ConfigError:
+            _check_complete(where)
+            raise
     path = Path(place if place.endswith(".py") else f"{place}.py")
     module = _load_file(path) if place.endswith(".py") or os.path.isfile(path) else _load_module(place)
     found = getattr(module, class_name, None)
     if not _is_kernel(found):
-        made = [name for name, each in vars(module).items() if _is_kernel(each)]
-        raise ConfigError(f"{place} declares no kernel {class_name!r}; it declares {', '.join(made) or 'none'}")
+        made = kernels_in(module)
+        wrong = f"{place} declares no kernel {class_name!r}"
+        if found is not None:
+            wrong += " (that is an object: leave out the line that makes it)" if _is_kernel(type(found)) else ""
+        there = ", ".join(made) or "none: a kernel is a subclass of ts.Kernel"
+        raise ConfigError(f"{wrong}; it declares {there}{did_you_mean(class_name, made)}")
     return found
+
+
+def kernels_in(module: Any) -> list[str]:
+    """The names of the kernels in a module."""
+    return [name for name, each in vars(module).items() if _is_kernel(each)]
+
+
+def _check_complete(where: str) -> None:
+    """Make sure that a word is no file or module whose class was left out, or stands behind another mark than a colon.
+
+    Raises:
+        ConfigError: it is; the message has the word that was meant.
+    """
+    file, _, name = where.rpartition(".")
+    if where.endswith(".py") or os.path.isfile(f"{where}.py"):
+        path = where if where.endswith(".py") else f"{where}.py"
+        made = kernels_in(_load_file(Path(path)))
+        meant = " or ".join(f"{path}:{each}" for each in made) or f"{path}:Class; it declares none"
+        raise ConfigError(f"{where} is a file; name its class, too: {meant}")
+    file = file.removesuffix(".py")
+    if name.isidentifier() and os.path.isfile(f"{file}.py"):
+        raise ConfigError(f"a colon stands between a file and its class: {file}.py:{name}")
 
 
 def allow(*places: str) -> None:
@@ -161,9 +224,20 @@ def _load_module(name: str) -> Any:
     try:
         return import_kernel_module(lambda: importlib.import_module(name))
     except ImportError as error:
-        raise ConfigError(
-            f"cannot import {name}: {error}; install it, or name the file (path/file.py:Class)"
-        ) from error
+        missing = str(error.name or "")
+        if name == missing or name.startswith(f"{missing}."):
+            known = [
+                each.partition(":")[0] for each in (*SHIPPED.values(), *(e.value for e in installed_entry_points()))
+            ]
+            meant = did_you_mean(name, (*SHIPPED, *known))
+            raise ConfigError(
+                f"cannot import {name}: {error}{meant}; install it, or name the file (path/file.py:Class)"
+            ) from error
+        raise ConfigError(f"cannot import {name}: {describe(error)}; install what it imports") from error
+    except TiledschedError as error:
+        raise _with_line(error) from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"cannot import {name}: {describe(error)}; correct the module") from error
 
 
 def _load_file(path: Path) -> Any:
@@ -175,7 +249,11 @@ def _load_file(path: Path) -> Any:
     if name in sys.modules:
         return sys.modules[name]
     if not os.path.isfile(path):
-        raise ConfigError(f"there is no file {path}; name it as path/file.py:Class")
+        if not path.parent.is_dir():
+            raise ConfigError(f"there is no folder {path.parent}; name a file as path/file.py:Class")
+        meant = nearest(path.name, (each.name for each in path.parent.glob("*.py")))
+        there = f" (did you mean {meant}?)" if meant else ""
+        raise ConfigError(f"there is no file {path}{there}; name it as path/file.py:Class")
 
     def run() -> Any:
         spec = importlib.util.spec_from_file_location(name, path)
@@ -184,7 +262,8 @@ def _load_file(path: Path) -> Any:
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         try:
-            spec.loader.exec_module(module)
+            with _neighbours(str(path.parent)):
+                spec.loader.exec_module(module)
         except BaseException:
             del sys.modules[name]
             raise
@@ -192,8 +271,54 @@ def _load_file(path: Path) -> Any:
 
     try:
         return import_kernel_module(run)
-    except (ImportError, SyntaxError) as error:
-        raise ConfigError(f"cannot import {path}: {error}; correct the file") from error
+    except TiledschedError as error:
+        raise _with_line(error) from error
+    except SystemExit as error:
+        raise ConfigError(
+            f"{path} ends the program as it is imported: {describe(error)}; put what it runs under if __name__ == '__main__':"
+        ) from error
+    except Exception as error:
+        todo = "correct the file"
+        if "relative import" in str(error):
+            package = next(each for each in path.parents if not (each / "__init__.py").is_file())
+            dotted = ".".join(path.relative_to(package).with_suffix("").parts)
+            todo = f"name it as a module of its package, from {package}: {dotted}:Class"
+        raise ConfigError(f"cannot import {path}: {describe(error)}; {todo}") from error
+
+
+@contextlib.contextmanager
+def _neighbours(folder: str) -> Iterator[None]:
+    """Within the block, modules in a folder are imported as where Python runs a file of that folder.
+
+    Each folder has modules of its own, also where another folder has some of the same names. Afterwards a name means what it
+    meant before, and the folder is the last one searched, for what functions import as they are called.
+    """
+    mine = BESIDE.setdefault(folder, {})
+    others = {name for each, known in BESIDE.items() if each != folder for name in known}
+    before = {name: sys.modules.pop(name) for name in others if name in sys.modules}
+    sys.modules.update(mine)
+    there = set(sys.modules) - set(mine)
+    sys.path.insert(0, folder)
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+        if folder not in sys.path:
+            sys.path.append(folder)
+        for name in set(sys.modules) - there:
+            path = getattr(sys.modules[name], "__file__", None)
+            if path and real_path(path).startswith(folder + os.sep) and not name.startswith(FILE_PREFIX):
+                mine[name] = sys.modules[name]
+        sys.modules.update(before)
+
+
+def _with_line(error: TiledschedError) -> TiledschedError:
+    """The error of a field or a class in a module that is imported, with the line of it."""
+    place = author_line(error)
+    if not isinstance(error, DeclarationError) or not place or says_line(str(error)):
+        return error
+    return DeclarationError(f"{error} ({place})")
 
 
 def import_kernel_module(run: Callable[[], Any]) -> Any:

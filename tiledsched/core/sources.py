@@ -52,12 +52,26 @@ def source_part(noted: str) -> str:
     return noted[:DIGITS] if len(noted) == 2 * DIGITS else noted
 
 
+def place_part(noted: str) -> str:
+    """The hash of where the kernel is declared in what an entry notes of its source; empty where it notes no place."""
+    return noted[DIGITS:] if len(noted) == 2 * DIGITS else ""
+
+
 def of_one_kernel(one: str, other: str) -> bool:
     """Whether two notes of :func:`evidence_source` may be of one kernel: of the same source, of the same place, or one names no
     place.
     """
-    places = [noted[DIGITS:] for noted in (one, other) if len(noted) == 2 * DIGITS]
+    places = [place for noted in (one, other) if (place := place_part(noted))]
     return len(places) < 2 or places[0] == places[1] or source_part(one) == source_part(other)
+
+
+BESIDE: dict[str, dict[str, ModuleType]] = {}
+"""Folder -> the modules in it that files of kernels there import, by name. Two folders may each have a module `helpers`."""
+
+
+def module_beside(folder: str, name: str) -> ModuleType | None:
+    """The module that a file in a folder means by a name: one beside it, or else the one that this process has."""
+    return BESIDE.get(folder, {}).get(name) or sys.modules.get(name)
 
 
 @functools.cache
@@ -74,14 +88,16 @@ def _files(kernel: type) -> frozenset[str]:
     while left:
         module = left.pop()
         own = os.path.dirname(str(module.__file__)) == folder and not is_shipped(kernel)
-        for value in [*vars(module).values(), *(_imported(module) if own else ())]:
+        for value in [*vars(module).values(), *(_imported(module, folder) if own else ())]:
             function = value._pyfunc if isinstance(value, ct.kernel) else value
             name = getattr(function, "__module__", None) or getattr(value, "__name__", "")
-            other = value if isinstance(value, ModuleType) else sys.modules.get(name if isinstance(name, str) else "")
+            other = (
+                value if isinstance(value, ModuleType) else module_beside(folder, name if isinstance(name, str) else "")
+            )
             path = getattr(other, "__file__", None)
             if other is None or other.__name__ in found or not path or not path.endswith(".py"):
                 continue
-            if _is_library(other.__name__):
+            if is_library(other.__name__):
                 continue
             beside = os.path.dirname(path) == folder
             if module is declared or beside or other.__name__.split(".")[0] == module.__name__.split(".")[0]:
@@ -90,7 +106,7 @@ def _files(kernel: type) -> frozenset[str]:
     return frozenset(found.values())
 
 
-def _imported(module: ModuleType) -> list[ModuleType]:
+def _imported(module: ModuleType, folder: str) -> list[ModuleType]:
     """The modules that a module imports as it is loaded: a number taken from one leaves no trace of where it came from."""
     try:
         tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
@@ -103,9 +119,10 @@ def _imported(module: ModuleType) -> list[ModuleType]:
         elif isinstance(node, ast.ImportFrom):
             before = (module.__package__ or "").split(".")[: -node.level + 1 or None] if node.level else []
             names.append(".".join([*before, *filter(None, [node.module])]))
-    return [sys.modules[name] for name in names if name in sys.modules]
+    return [found for name in names if (found := module_beside(folder, name)) is not None]
 
 
-def _is_library(name: str) -> bool:
+def is_library(name: str) -> bool:
+    """Whether a module of this name is part of Python or of a package whose source is not part of a kernel."""
     top = name.split(".")[0]
     return (top in LIBRARIES and not name.startswith(SHIPPED_KERNELS)) or top in sys.stdlib_module_names

@@ -335,6 +335,14 @@ class SearchSpace:
         raise self._nothing_valid(problem)
 
     def _nothing_valid(self, problem: Problem) -> SpaceError:
+        for each in self.constraints:  # one that alone excludes everything is to blame
+            read = {name: knob.choices for name, knob in self.knobs.items() if name in each.names}
+            few = math.prod(map(len, read.values())) <= MOST_COMBINATIONS
+            if few and not _allowed(*_bound(each, read, self.constraint_values(problem))):
+                return SpaceError(
+                    f"{self.source or self.arch} holds no valid schedule for {problem}: no choice of "
+                    f"{' and '.join(read) or 'any knob'} meets {each.require!r} ({each.because}); relax its constraints"
+                )
         return SpaceError(f"{self.source or self.arch} holds no valid schedule for {problem}; relax its constraints")
 
     def modelled_pins(self) -> dict[str, KnobValue]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched.core import data_files
+from tiledsched.core.blame import did_you_mean
 from tiledsched.core.device import ARCHS, LIMITS, arch_limits
 from tiledsched.core.errors import ConfigError, SpaceError
 from tiledsched.core.expressions import names_read, words_of
@@ -115,7 +116,9 @@ def _space(path: Path, merged: Mapping[str, Any], kernel: KernelClass) -> Search
     taken = known_knobs(kernel)
     for name in merged["knobs"]:
         if taken and name not in taken:
-            raise SpaceError(f"{path}: {kernel.name} has no knob {name!r}; it has {', '.join(taken)}")
+            raise SpaceError(
+                f"{path}: {kernel.name} has no knob {name!r}; it has {', '.join(taken)}{did_you_mean(name, taken)}"
+            )
     knobs = {name: _knob(path, name, table) for name, table in merged["knobs"].items()}
     if not knobs:
         raise SpaceError(f"{path}: no knobs; add a table such as [knobs.tile_m]")
@@ -160,7 +163,9 @@ def _merged_tables(path: Path, seen: tuple[str, ...], kernel: KernelClass | None
         raise SpaceError(f"{path} is not valid TOML: {error}") from error
     unknown = sorted(set(own) - set(TOP_KEYS))
     if unknown:
-        raise SpaceError(f"{path}: unknown key {unknown[0]!r}; allowed are {', '.join(TOP_KEYS)}")
+        raise SpaceError(
+            f"{path}: unknown key {unknown[0]!r}; allowed are {', '.join(TOP_KEYS)}{did_you_mean(unknown[0], TOP_KEYS)}"
+        )
     for key, kind in (("limits", dict), ("knobs", dict), ("constraints", list)):
         if not isinstance(own.get(key, kind()), kind):
             raise SpaceError(f"{path}: {key!r} must be {'a table' if kind is dict else 'an array of tables'}")
@@ -198,7 +203,10 @@ def _extended_path(path: Path, extends: object) -> Path:
 def _knob(path: Path, name: str, table: Mapping[str, Any]) -> Knob:
     unknown = sorted(set(table) - set(KNOB_KEYS))
     if unknown:
-        raise SpaceError(f"{path}: knobs.{name} has unknown key {unknown[0]!r}; allowed are {', '.join(KNOB_KEYS)}")
+        meant = did_you_mean(unknown[0], KNOB_KEYS)
+        raise SpaceError(
+            f"{path}: knobs.{name} has unknown key {unknown[0]!r}; allowed are {', '.join(KNOB_KEYS)}{meant}"
+        )
     choices = table.get("choices")
     if not isinstance(choices, list) or not choices:
         raise SpaceError(f"{path}: knobs.{name}.choices must be a list with at least one value, got {choices!r}")
@@ -210,6 +218,9 @@ def _knob(path: Path, name: str, table: Mapping[str, Any]) -> Knob:
             )
         if isinstance(choice, str) and not choice.isprintable():
             raise SpaceError(f"{path}: knobs.{name}.choices has text that cannot be printed, {choice!r}; correct it")
+    twice = next((choice for place, choice in enumerate(choices) if choice in choices[:place]), None)
+    if twice is not None:
+        raise SpaceError(f"{path}: knobs.{name}.choices has {twice!r} twice, got {choices!r}")
     default = table.get("default", choices[0])
     if not contains(choices, default):
         raise SpaceError(f"{path}: knobs.{name}.default = {default!r} is not one of its choices {choices}")

@@ -24,7 +24,7 @@ from tiledsched.core.problem import Problem
 from tiledsched.measure.runner import Device
 from tiledsched.store.db import TuningDB
 from tiledsched.store.host import lives, own_word
-from tiledsched.store.models import BuildRow, DeviceRow, EntryRow, MeasurementRow, ToolchainRow
+from tiledsched.store.models import BuildRow, DeviceRow, EntryRow, MeasurementRow, ToolchainRow, of_name
 from tiledsched.store.reading import (
     build_of,
     entry_of,
@@ -110,7 +110,7 @@ def what_is_known(home: TuningDB, problem: Problem, arch: str) -> tuple[list[Sto
     with home.reading() as session:
         newest = (
             sa.select(EntryRow.id)
-            .where(EntryRow.kernel == problem.kernel, EntryRow.arch == arch, EntryRow.provenance == "measured")
+            .where(of_name(problem.kernel), EntryRow.arch == arch, EntryRow.provenance == "measured")
             .order_by(EntryRow.id.desc())
             .limit(MOST_ALIKE)
         )

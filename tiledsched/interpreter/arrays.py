@@ -35,6 +35,10 @@ PADDING = {
 }
 
 
+SMALLEST_SCALE = 2.0**-127
+"""What bits of zero are in float8_e8m0fnu, which has no 0."""
+
+
 class Array(ct.Array):
     """A global array: a view of the caller's NumPy array, and who wrote each of its elements."""
 
@@ -207,6 +211,8 @@ def padding_value(array: Array, padding_mode: Any) -> Any:
         return poison(array.dtype) if array.launch.undetermined == "nan" else 0
     if CATEGORY[array.dtype] < FLOAT and padding_mode != ct.PaddingMode.ZERO:
         raise InterpreterError(f"{array.name}: {padding_mode} needs a float array, got {array.dtype}")
+    if array.dtype == ct.float8_e8m0fnu and padding_mode in (ct.PaddingMode.ZERO, ct.PaddingMode.NEG_ZERO):
+        return SMALLEST_SCALE
     return PADDING[padding_mode]
 
 

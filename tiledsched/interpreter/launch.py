@@ -15,9 +15,10 @@ import cuda.tile as ct
 import ml_dtypes
 import numpy as np
 
+from tiledsched.core.blame import author_line, describe
 from tiledsched.core.errors import ProblemError
 from tiledsched.core.launch import annotated, scratch, steps
-from tiledsched.core.storage import poison, storage_type
+from tiledsched.core.storage import poison, storage_type, tile_type
 from tiledsched.interpreter import arithmetic, memory, products, reductions, shapes  # noqa: F401
 from tiledsched.interpreter.arrays import Array, check_hints
 from tiledsched.interpreter.builtins_in_tiles import with_tile_builtins
@@ -146,7 +147,9 @@ def run(
             try:
                 body(*values)
             except InterpreterError as error:
-                raise error.located(f"{function.__name__}, block {block}") from error
+                raise error.located(f"{function.__name__}, block {block}", author_line(error)) from error
+            except Exception as error:  # an error of Python's in tile code
+                raise InterpreterError(f"{function.__name__}, block {block}: {describe(error)}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +224,8 @@ def run_schedule(
 
 
 def element_type(dtype: str) -> np.dtype[Any]:
-    """NumPy's type for an element type of cuTile, through ml_dtypes where NumPy has none."""
+    """NumPy's type for the elements of an array of this type in tile code, through ml_dtypes where NumPy has none."""
+    dtype = tile_type(dtype)
     return np.dtype(getattr(ml_dtypes, dtype)) if hasattr(ml_dtypes, dtype) else np.dtype(dtype.rstrip("_"))
 
 
@@ -234,11 +238,12 @@ def _checked(spec: ArraySpec, shape: tuple[int, ...], array: Any) -> Any:
 def _unwritten(spec: ArraySpec, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     """A scratch array as a launch gets it: zeros where the kernel needs them, or else values that show a read before a write."""
     dtype = element_type(spec.dtype)
-    order = (*shape[:-2], shape[-1], shape[-2]) if spec.column else shape
+    swapped = spec.column and len(shape) > 1
+    order = (*shape[:-2], shape[-1], shape[-2]) if swapped else shape
     made = np.zeros(order, dtype)
     if not spec.zeroed:
         poison(made.view(storage_type(spec.dtype)), spec.dtype)
-    return made.swapaxes(-1, -2) if spec.column else made
+    return made.swapaxes(-1, -2) if swapped else made
 
 
 def _arguments(function: FunctionType, args: Sequence[Any], launch: InterpretedLaunch) -> list[Any]:

@@ -19,9 +19,9 @@ from tiledsched.core.errors import TiledschedError
 class InterpreterError(TiledschedError, RuntimeError):
     """Tile code did what cuTile forbids or leaves undefined, or used what the interpreter does not support."""
 
-    def located(self, place: str) -> InterpreterError:
-        """The error with `place` before its message: the function, the kernel and the block it came from."""
-        return InterpreterError(f"{place}: {self}")
+    def located(self, place: str, line: str = "") -> InterpreterError:
+        """The error with `place` before its message, the function and the block, and behind it the line of the author's code."""
+        return InterpreterError(_located(self, place, line))
 
 
 class UnsupportedOperationError(InterpreterError):
@@ -32,9 +32,13 @@ class UnsupportedOperationError(InterpreterError):
         self.operation = operation
         """The operation as tile code names it, such as `ct.mma_scaled`."""
 
-    def located(self, place: str) -> UnsupportedOperationError:
-        """The error with `place` before its message."""
-        return UnsupportedOperationError(f"{place}: {self}", operation=self.operation)
+    def located(self, place: str, line: str = "") -> UnsupportedOperationError:
+        """The error with `place` before its message, and behind it the line of the author's code."""
+        return UnsupportedOperationError(_located(self, place, line), operation=self.operation)
+
+
+def _located(error: InterpreterError, place: str, line: str) -> str:
+    return f"{place}: {error}{f' ({line})' if line else ''}"
 
 
 Scalar: TypeAlias = bool | int | float

@@ -15,7 +15,7 @@ import numpy
 from tiledsched.core.arrays import ArraySpec, Tolerance
 from tiledsched.core.cases import Case
 from tiledsched.core.errors import DeclarationError, Failure, FailureKind
-from tiledsched.core.storage import LARGEST, SMALLEST, is_float, to_float, unwritten
+from tiledsched.core.storage import LARGEST, SMALLEST, codes_of, decoded, is_float, unwritten
 from tiledsched.measure.runner import Accuracy
 
 ELEMENTS_AT_ONCE = 1 << 26
@@ -109,6 +109,7 @@ def output_errors(
         tolerance: what is asked.
         tile: rows and columns per tile; the last of either may have fewer.
     """
+    stored = codes_of(xp, stored, spec.dtype)
     shape = tuple(stored.shape)
     if tuple(expected.shape) != shape:
         raise DeclarationError(
@@ -143,7 +144,7 @@ def _chunks(outer: int, rows: int, columns: int, tile_rows: int) -> Iterator[tup
 def _difference(xp: Any, stored: Any, expected: Any, dtype: str, precision: str) -> tuple[Any, Any]:
     """`stored - expected` and `expected`, both 0 where the right value is NaN or an infinity in this type, and was stored."""
     with numpy.errstate(invalid="ignore"):
-        values = to_float(xp, stored, dtype, precision)
+        values = decoded(xp, stored, dtype, precision)
         difference = values - expected
         if bool(xp.isfinite(difference).all()):
             return difference, expected

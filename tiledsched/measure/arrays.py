@@ -23,6 +23,10 @@ from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.storage import is_float, poison, same_bits, storage_type, strides_of, to_storage
 from tiledsched.measure.launch import Launch, LaunchStep
 
+WORDS_AT_ONCE = 1 << 24
+"""Words of 8 bytes of which a digest is taken at a time: it bounds the memory needed."""
+MIX = tuple(map(numpy.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)))
+"""Multipliers of the generator SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014)."""
 Packed = list[tuple[Any, ...]]
 """The arguments of each step."""
 
@@ -94,6 +98,15 @@ class ProblemArrays:
             for one, other in zip(each(value), kept[name], strict=True)
         )
 
+    def digest(self, of: Arrays) -> int:
+        """A number of 64 bits that arrays with other bits have by chance only. It is computed where the arrays are."""
+        place, found = 0, 0
+        for name in sorted(of):
+            for array in each(of[name]):
+                found = (found + digest(self.xp, array, place)) % (1 << 64)
+                place += array.nbytes // 8 + 1
+        return found
+
     def arguments(self, launch: Launch, case: Case) -> Packed:
         """The arguments of every step of a launch on the inputs of `case`."""
         specs = {**self.specs, **{spec.name: spec for spec in launch.scratch}}
@@ -109,6 +122,24 @@ class ProblemArrays:
             ]
             found[name] = made if self.specs[name].listed else made[0]
         return found
+
+
+def digest(xp: Any, array: Any, place: int) -> int:
+    """The sum over an array's words of 8 bytes, in the order of its elements, of a number that each word and its place, counted
+    from `place`, make. Words that differ in a bit make numbers that have nothing in common.
+    """
+    words = xp.ascontiguousarray(array).reshape(-1).view(numpy.uint8)
+    if len(words) % 8:
+        words = xp.concatenate([words, xp.zeros(8 - len(words) % 8, dtype=numpy.uint8)])
+    words, total = words.view(numpy.uint64), 0
+    for start in range(0, len(words), WORDS_AT_ONCE):
+        some = words[start : start + WORDS_AT_ONCE]
+        first = place + start + 1
+        mixed = (xp.arange(first, first + len(some), dtype=numpy.uint64) * MIX[0]) ^ some
+        mixed = (mixed ^ (mixed >> numpy.uint64(30))) * MIX[1]
+        mixed = (mixed ^ (mixed >> numpy.uint64(27))) * MIX[2]
+        total += int((mixed ^ (mixed >> numpy.uint64(31))).sum(dtype=numpy.uint64))
+    return total % (1 << 64)
 
 
 def each(value: Any) -> list[Any]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiledsched.core.cases import Case
-from tiledsched.core.errors import Failure, FailureKind
+from tiledsched.core.errors import Failure
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import load_kernel
 from tiledsched.measure import timing
@@ -63,8 +63,6 @@ class Rivals:
         self, state: Any, rounds: int, regime: str, seed: int, gap_ms: float, launch: Launch
     ) -> list[RivalSamples] | Failure:
         """Samples of every rival of the current problem whose result is right, with our winner's of the same rounds."""
-        if state.arrays.changed:
-            return Failure(kind=FailureKind.LAUNCH_FAILURE, message="it changes arrays in place, which rivals do not")
         torch = self._torch
         named = state.arrays.kernel.rivals(state.arrays.problem)
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -89,10 +87,9 @@ class Rivals:
         """
         torch = self._torch
         try:
-            call = call_on(function, as_tensors(torch, arrays.problem, arrays.cases[0].inputs))
+            call = call_on(function, self._inputs(arrays, arrays.cases[0]))
             for case in arrays.cases if hasattr(function, "bind") else arrays.cases[:1]:
-                inputs = as_tensors(torch, arrays.problem, case.inputs)
-                out = call() if case is arrays.cases[0] else call_on(function, inputs)()
+                out = call() if case is arrays.cases[0] else call_on(function, self._inputs(arrays, case))()
                 torch.cuda.synchronize()
                 wrong = self._wrong(out, arrays, launch, case)
                 del out
@@ -107,6 +104,17 @@ class Rivals:
             text = str(error).strip() or type(error).__name__
             return RivalSamples(name=name, failure=f"{type(error).__name__}: {text.splitlines()[0]}"[:200])
         return Tried(name=name, call=call, host_us=host_us, version=self._version(function))
+
+    def _inputs(self, arrays: ProblemArrays, case: Case) -> tuple[Any, ...]:
+        """The inputs of a case as tensors; copies of those that the kernel changes, since a rival may change them, too."""
+        changed = {spec.name for spec in arrays.changed}
+        stored = {
+            name: ([one.copy() for one in value] if isinstance(value, list) else value.copy())
+            if name in changed
+            else value
+            for name, value in case.inputs.items()
+        }
+        return as_tensors(self._torch, arrays.problem, stored)
 
     def _version(self, function: Callable[..., Any]) -> str:
         return getattr(function, "version", "") or f"torch {self._torch.__version__}"

@@ -9,6 +9,7 @@ process to end with; `measure.gpu` starts it.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import os
 import random
@@ -87,6 +88,8 @@ class State:
     """Fingerprint -> the loaded functions of the artifact, in the order of its launches."""
     arrays: ProblemArrays | None = None
     """Inputs, outputs and references of the current problem."""
+    inputs: str = ""
+    """Digest of the inputs of all its cases."""
     flush: Any = None
     spin: Any = None
     device: Any = None
@@ -125,6 +128,7 @@ def begin(state: State, locator: str, problem: Problem, seed: int) -> None:
     precision = "float64" if state.device.arch in FAST_FLOAT64 else "float32"
     cases = make_cases(kernel, cupy, cupy.random.default_rng(seed), problem, precision)
     state.arrays = ProblemArrays(kernel, cupy, problem, list(cases))
+    state.inputs = _written([state.arrays.digest(case.inputs) for case in state.arrays.cases])
     _rehearse(state, state.arrays)
     cupy.cuda.Device().synchronize()
     cupy.get_default_memory_pool().free_all_blocks()
@@ -198,15 +202,23 @@ def check(state: State, launch: Launch) -> Checked | Failure:
                 return failure
             repeatable = False
     accuracy = summary(errors, repeatable=repeatable)
+    outputs = [arrays.digest(first)]
     for case in adversarial:
         _poisoned_launch(state, launch, case)
+        outputs.append(arrays.digest(arrays.outputs))
         errors = _errors(arrays, case, launch.tolerance, launch.tile)
         failure = wrong_result(errors, case)
         if failure is not None:
             return failure
         largest = max(accuracy.adversarial_tile_error, summary(errors, repeatable=repeatable).worst_tile_error)
         accuracy = dataclasses.replace(accuracy, adversarial_tile_error=largest)
+    accuracy = dataclasses.replace(accuracy, outputs=f"{state.inputs}.{_written(outputs)}")
     return Checked(accuracy=accuracy, first_look_us=elapsed_us)
+
+
+def _written(digests: Sequence[int]) -> str:
+    """One digest of several, in hexadecimal digits."""
+    return hashlib.blake2b(repr(list(digests)).encode(), digest_size=8).hexdigest()
 
 
 def _errors(arrays: ProblemArrays, case: Case, tolerance: Tolerance, tile: tuple[int, int]) -> list[OutputErrors]:

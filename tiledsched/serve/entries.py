@@ -215,9 +215,16 @@ def load_table(
 
 
 def table_of(
-    entries: Sequence[Entry], settings: Settings, *, kernel: KernelClass, spaces: Sequence[SearchSpace] = ()
+    entries: Sequence[Entry],
+    settings: Settings,
+    *,
+    kernel: KernelClass,
+    spaces: Sequence[SearchSpace] = (),
+    compiler: str | None = None,
 ) -> LookupTable:
-    """The lookup table of a kernel over some entries. The other arguments are those of :func:`load_table`."""
+    """The lookup table of a kernel over some entries. The other arguments are those of :func:`load_table`; `compiler` is the
+    version that builds what is served, None for the one of this machine.
+    """
     forced = {name: value for name, value in settings.knobs.items() if name in known_knobs(kernel)}
     return LookupTable(
         entries,
@@ -227,7 +234,7 @@ def table_of(
         forced=forced,
         spaces=spaces,
         rivals=settings.rivals == "serve",
-        compiler=compiler_at_hand(),
+        compiler=compiler_at_hand() if compiler is None else compiler,
         at_hand=lambda: _bundled(kernel),
         spills=lambda arch: known_spills(kernel, settings, arch),
     )

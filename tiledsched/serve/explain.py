@@ -145,8 +145,11 @@ class Explanation:
                 lines.append(f"  tied with   {'; '.join(tie.short() for tie in entry.ties)}")
             if entry.rivals:
                 lines.append(f"  raced       {'; '.join(map(rival_text, entry.rivals))}")
+            if entry.same_numbers:
+                lines.append(f"  numbers     {entry.same_numbers}")
             layer = f" ({entry.layer} layer)" if entry.layer else ""
-            lines.append(f"  evidence    {entry.source}, {entry.candidates} distinct programs compared{layer}")
+            source = entry.source.removesuffix(f"; {entry.same_numbers}")
+            lines.append(f"  evidence    {source}, {entry.candidates} distinct programs compared{layer}")
         if self.controls:
             lines.append(f"  settings    {', '.join(f'{name} from {where}' for name, where in self.controls.items())}")
         if self.launched_fingerprint:

@@ -16,11 +16,15 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.nn import Parameter as TorchParameter
 
+from tiledsched.core.arrays import ArraySpec
 from tiledsched.core.cases import call_reference, output_specs
 from tiledsched.core.errors import ConfigError, LaunchError, ProblemError, UnsupportedError
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.registry import load_kernel
+from tiledsched.core.storage import PACKED, POWERS_OF_TWO, to_float, to_storage
 from tiledsched.serve import process
 from tiledsched.serve.explain import Explanation
 from tiledsched.serve.launch import (
@@ -110,6 +114,17 @@ class Operator:
             or any(each.type == "SymInt[]" for each in schema.parameters)
         )
         self.cache.forget()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By name: another process makes the operator anew, with its gradient, from the file or module of the kernel."""
+        where = (self.name, self.kernel.name, self.kernel.locator(), self.schema.given)
+        return _unpickled, (*where, self._backward, self._setup)
+
+    def __copy__(self) -> Operator:
+        return self  # as torch keeps one operator of a name
+
+    def __deepcopy__(self, memo: Any) -> Operator:
+        return self
 
     def __repr__(self) -> str:
         return f"<operator {self.name} of {self.kernel.name}>"
@@ -245,19 +260,12 @@ class Operator:
     def _make_plan(self, given: Sequence[Any], tensors: Sequence[Any], served: Served | None = None) -> Plan | str:
         """The plan of a call on what is `served`, by default the table's answer; or why the kernel cannot serve it."""
         device = self._device_of(tensors)
-        for name, each in zip(self.schema.inputs, given, strict=False):
-            if name in self.schema.changed and any(map(overlaps_itself, _listed(each))):
-                raise ProblemError(
-                    f"{self.name}: {name} is changed in place, and several of its elements lie in one place of memory; clone it"
-                )
+        self._refuse_overlaps(given)
         if device.type != process.runtime.device_type:
             return f"its tensors are on {device} and the kernel needs a CUDA device; move them there"
         schema = self.schema
-        try:
-            p = schema.problem(given)
-            results = schema.results(given)
-        except ProblemError as error:
-            raise ProblemError(f"{self.name}: {error}") from error
+        p = self._named_errors(schema.problem, given)
+        results = schema.results(given)
         plain = self._has_rivals and not any(each.listed for each in results)
         for name, each in zip(schema.inputs, given, strict=False):
             if beyond_int32(_listed(each)) and not self.kernel.array_spec(name, p).wide:
@@ -268,6 +276,13 @@ class Operator:
         inputs = {name: each for name, each in zip(schema.inputs, given, strict=False) if each is not None}
         outputs = dict(zip(schema.outputs, results, strict=True))
         return make_plan(decision, inputs, outputs, self.kernel.scalar_values(p), schema.changed)
+
+    def _refuse_overlaps(self, given: Sequence[Any]) -> None:
+        for name, each in zip(self.schema.inputs, given, strict=False):
+            if name in self.schema.changed and any(map(overlaps_itself, _listed(each))):
+                raise ProblemError(
+                    f"{self.name}: {name} is changed in place, and several of its elements lie in one place of memory; clone it"
+                )
 
     def _device_of(self, tensors: Sequence[Any]) -> Any:
         """The one device of all tensors.
@@ -296,9 +311,11 @@ class Operator:
         ready = self.cache.ready.get(key)
         if ready is not None:
             return launch(ready, first=False)
-        p = self.schema.empty_problem(given)
+        p = self._named_errors(self.schema.empty_problem, given)
         if p is not None:
             return self._compute_empty(p, given)
+        if self._stays_on_host(tensors):
+            return self._by_reference(self._named_errors(self.schema.problem, given), given, self._fake(*given))
         plan = self._find(key, given, tensors)
         computes = stand_in(plan.problem, self._named_numbers(plan, given)) if self._has_rivals else None
         return launch_first(
@@ -317,42 +334,79 @@ class Operator:
             LaunchError: inputs have elements that had to be read, and a CUDA graph is being captured.
         """
         schema, made = self.schema, self._fake(*given)
-        arrays = dict(zip(schema.inputs, given, strict=False))
-        results = made if isinstance(made, tuple) else (made,)
-        arrays |= dict(zip(schema.outputs, results, strict=False))
-        wanted = [(spec.name, _listed(arrays.get(spec.name))) for spec in output_specs(self.kernel, p)]
-        if not any(each.numel() for _, listed in wanted for each in listed):
+        if not any(each.numel() for _, listed in self._outputs_of(p, given, made) for each in listed):
             return made
-        if any(each.numel() for name in schema.inputs for each in _listed(arrays[name])):
+        if any(each.numel() for _, value in zip(schema.inputs, given, strict=False) for each in _listed(value)):
             if process.runtime.is_capturing():
                 raise LaunchError(
                     f"{self.name}: an array is empty, so that the others are read on the host, which no CUDA graph holds; leave "
                     "the call out of the graph"
                 )
             process.warn_once(f"{self.name}: an array is empty; such calls are computed on the host, by the reference")
+        return self._by_reference(p, given, made)
+
+    def _stays_on_host(self, tensors: Sequence[Any]) -> bool:
+        """Whether a call is computed on the host by the reference: its tensors are there, and settings allow something else than
+        our kernel."""
+        on_host = process.runtime.device_type != "cpu" and self._device_of(tensors).type == "cpu"
+        if not on_host or process.settings().fallback == "error":
+            return False
+        process.warn_once(
+            f"{self.name}: its tensors are on the CPU, where the kernel's reference computes, slowly; move them to a CUDA device"
+        )
+        return True
+
+    def _outputs_of(self, p: Problem, given: Sequence[Any], made: Any) -> list[tuple[ArraySpec, Sequence[Tensor]]]:
+        """The tensors of each output: those that the call changes in place, and those that were `made` for it."""
+        results = made if isinstance(made, tuple) else (made,)
+        arrays = dict(
+            zip((*self.schema.inputs, *self.schema.outputs), (*given[: self._arrays], *results), strict=False)
+        )
+        return [(spec, _listed(arrays.get(spec.name))) for spec in output_specs(self.kernel, p)]
+
+    def _by_reference(self, p: Problem, given: Sequence[Any], made: Any) -> Any:
+        """`made`, and what the call changes in place, filled with what the reference computes on the host.
+
+        Raises:
+            UnsupportedError: the reference raises, such as for the largest of no elements.
+        """
+        schema = self.schema
         read: dict[str, Any] = {}
         for name, value in zip((each.name for each in schema.parameters), given, strict=True):
             if name in schema.inputs and value is not None:
-                on_host = [_on_host(each) for each in _listed(value)]
+                on_host = [_on_host(each, self.kernel.array_spec(name, p).dtype) for each in _listed(value)]
                 read[name] = on_host if isinstance(value, (list, tuple)) else on_host[0]
             elif name in self.kernel.scalar_fields and value is not None:
                 read[name] = value
-        for (_, listed), values in zip(wanted, call_reference(self.kernel, numpy, p, read), strict=False):
+        try:
+            with numpy.errstate(all="ignore"):
+                found = call_reference(self.kernel, numpy, p, read)
+        except (ArithmeticError, IndexError, ValueError) as error:
+            raise UnsupportedError(
+                f"{self.name}: for {p} its reference raises {type(error).__name__}: {error}"
+            ) from error
+        for (spec, listed), values in zip(self._outputs_of(p, given, made), found, strict=False):
             for each, value in zip(listed, _listed(values), strict=True):
-                if numpy.any(value):  # NaN, too
-                    each.copy_(torch.from_numpy(numpy.asarray(value)))
-                else:
+                if not numpy.any(value):  # NaN is something, too
                     each.zero_()  # which a CUDA graph may hold
+                elif spec.dtype in (PACKED, POWERS_OF_TWO):
+                    each.view(torch.uint8).copy_(torch.from_numpy(to_storage(numpy, numpy.asarray(value), spec.dtype)))
+                else:
+                    each.copy_(torch.from_numpy(numpy.asarray(value)))
         return made
+
+    def _named_errors(self, read: Callable[..., Any], *given: Any) -> Any:
+        """What `read` returns; its errors name the operator."""
+        try:
+            return read(*given)
+        except ProblemError as error:
+            raise ProblemError(f"{self.name}: {error}") from error
 
     def _fake(self, *given: Any) -> Any:
         """The implementation for tensors without contents."""
         given += self._tails[len(given)]  # torch's dispatcher leaves defaults out at the end
         device = self._device_of(self._split(given)[0])
-        try:
-            results = self.schema.results(given)
-        except ProblemError as error:
-            raise ProblemError(f"{self.name}: {error}") from error
+        results = self._named_errors(self.schema.checked_results, given, guard_or_false)
         made = [
             torch.empty_strided(shape, strides, dtype=torch_type(each.dtype), device=device)
             for each in results
@@ -379,19 +433,27 @@ class Operator:
         found = found if isinstance(found, tuple) else (found,)
         return (*found, *(None,) * (len(self.schema.parameters) - len(found)))
 
-    def _refuse_tangents(self, kernel: Callable[..., Any], keys: Any, *given: Any) -> Any:
-        """What torch calls under autograd: `kernel`, where no tensor carries a forward-mode derivative, which launches drop."""
+    def _refuse_transforms(self, kernel: Callable[..., Any], keys: Any, *given: Any) -> Any:
+        """What torch calls under autograd: `kernel`, unless a forward-mode derivative is asked for, which launches drop, or a
+        gradient by torch.func, which torch takes of no operator."""
         if has_tangent(each for argument in given for each in _listed(argument)):
             raise UnsupportedError(
-                f"forward-mode derivatives are asked for and {self.name} has none; use reverse mode, such as torch.func.vjp"
+                f"forward-mode derivatives are asked for and {self.name} has none; use reverse mode: tensors that require "
+                "gradients, and backward()"
+            )
+        if torch._C._are_functorch_transforms_active() and self._needs_gradients(given):
+            raise UnsupportedError(
+                f"{self.name}: torch.func takes no gradients of operators; use tensors that require gradients, and backward()"
             )
         return kernel(keys, *given)
 
+    def _needs_gradients(self, given: tuple[Any, ...]) -> bool:
+        tensors = self._split(given + self._tails[len(given)])[0]
+        return torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+
     def _refuse_gradients(self, keys: Any, *given: Any) -> Any:
         """The implementation under autograd of an operator that works in place: go on where nothing requires gradients."""
-        if torch.is_grad_enabled() and any(
-            each.requires_grad for each in self._split(given + self._tails[len(given)])[0]
-        ):
+        if self._needs_gradients(given):
             raise UnsupportedError(
                 f"gradients are required and {self.name} works in place; call it under torch.no_grad()"
             )
@@ -403,10 +465,28 @@ class Operator:
         pending = [(old, new) for old, new in zip(given, resolved, strict=True) if old is not new]
         if not pending:
             return self._overload.redispatch(keys & torch._C._after_autograd_keyset, *given)
+        self._refuse_overlaps(given)
         self._overload(*resolved)
         for old, new in pending:
             old.copy_(new)
         return None
+
+
+def _unpickled(
+    name: str,
+    kernel: str,
+    where: str,
+    pinned: dict[str, Any],
+    backward: Callable[..., Any] | None,
+    setup: Callable[..., Any] | None,
+) -> Operator:
+    """The operator of this name: the one that this process has, if it is of that kernel."""
+    known = _operators.get(name)
+    if known is not None and known.kernel.name == kernel and known.schema.given == pinned:
+        return known
+    made = op(name, load_kernel(where), **pinned)
+    made._backward, made._setup = backward, setup
+    return made
 
 
 def _register(made: Operator) -> Any:
@@ -426,7 +506,7 @@ def _register(made: Operator) -> Any:
     overload = getattr(getattr(torch.ops, namespace), word).default
 
     def register_guarded(word: str, kernel: Callable[..., Any], key: str, *, with_keyset: bool) -> None:
-        library.impl(word, functools.partial(made._refuse_tangents, kernel), key, with_keyset=with_keyset)
+        library.impl(word, functools.partial(made._refuse_transforms, kernel), key, with_keyset=with_keyset)
 
     for key in ("CUDA", "CPU"):
         library.impl(word, made._dispatched, key)
@@ -444,9 +524,12 @@ def _listed(each: Any) -> Sequence[Any]:
     return () if each is None else each if isinstance(each, (list, tuple)) else (each,)
 
 
-def _on_host(tensor: Tensor) -> Any:
+def _on_host(tensor: Tensor, dtype: str) -> Any:
     """The tensor as the reference takes it: a NumPy array, of float64 where it holds floating-point numbers."""
-    return (tensor.double() if tensor.is_floating_point() else tensor).detach().cpu().numpy()
+    tensor = tensor.detach().cpu()
+    if dtype == PACKED:
+        return to_float(numpy, tensor.view(torch.uint8).numpy(), dtype, "float64")
+    return (tensor.double() if tensor.is_floating_point() else tensor).numpy()
 
 
 def _plan_key(*call: Any) -> tuple[Any, ...]:

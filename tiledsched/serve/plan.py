@@ -17,7 +17,7 @@ import torch
 from tiledsched.core.arrays import LARGEST_INT32, ArraySpec
 from tiledsched.core.launch import Step, scratch, steps
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.core.storage import strides_of
+from tiledsched.core.storage import strides_of, tile_type
 from tiledsched.serve import capture, process
 from tiledsched.serve.lookup import Served
 from tiledsched.serve.rivals import ELSEWHERE, Rival, choose_rivals
@@ -165,6 +165,11 @@ def make_plan(
     vectors = _vectors(kernel, problem, inputs, places)
     if vectors:
         picks = [_restriding(pick, vectors) for pick in picks]
+    pairs = [
+        places[name] for name, each in inputs.items() if str(getattr(each, "dtype", "")) == "torch.float4_e2m1fn_x2"
+    ]
+    if pairs:  # cuTile has no arrays of this type
+        picks = [_as_bytes(pick, pairs) for pick in picks]
     flat = [
         (shape, strides, torch_type(each.dtype))
         for each in outputs.values()
@@ -220,8 +225,8 @@ def next_choice(plan: Plan, make: Callable[[Served], Plan | str]) -> Plan | None
 
 
 def torch_type(dtype: str) -> Any:
-    """torch's element type for cuTile's name of one."""
-    return getattr(torch, dtype.rstrip("_"))
+    """torch's element type of an array, by cuTile's name of its type."""
+    return getattr(torch, tile_type(dtype).rstrip("_"))
 
 
 def scratch_of(specs: Iterable[ArraySpec]) -> tuple[ScratchArray, ...]:
@@ -316,6 +321,16 @@ def _restriding(pick: Pick | None, vectors: Mapping[int, tuple[int, ...]]) -> Pi
         return tuple(arrays) if pick is None else pick(tuple(arrays))
 
     return restrided
+
+
+def _as_bytes(pick: Pick | None, places: Sequence[int | slice]) -> Pick:
+    """A pick of the same arguments, in which some arrays are seen as bytes."""
+
+    def viewed(row: tuple[Any, ...]) -> tuple[Any, ...]:
+        arrays = [each.view(torch.uint8) if place in places else each for place, each in enumerate(row)]
+        return tuple(arrays) if pick is None else pick(tuple(arrays))
+
+    return viewed
 
 
 def _picker(places: Sequence[int | slice]) -> Pick:

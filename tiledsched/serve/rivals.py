@@ -89,6 +89,8 @@ def pays(time: RivalTime, kernel: KernelClass, *, captured: bool = False) -> boo
         kernel: the kernel.
         captured: ask about calls in a CUDA graph, which must be able to hold the rival, and where the host does not matter.
     """
+    if any(each.role == "inout" for each in kernel.array_fields.values()):
+        return False  # it returns what our kernel writes in place
     faster = not time.failure and time.ratio_high is not None and time.ratio_high < 1 - SAME
     return faster and _worth(time, kernel) and (time.capturable if captured else _host_keeps_up(time))
 

@@ -6,16 +6,18 @@ these do not determine is a parameter of its own. When the problem is known, all
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tiledsched.core.arrays import ArraySpec
 from tiledsched.core.errors import ConfigError, ProblemError
-from tiledsched.core.fields import LAYOUTS, ArrayField, Choice, Dim, Flag, Sizes
+from tiledsched.core.fields import ALSO_CALLED, LAYOUTS, ArrayField, Choice, Dim, Flag, ProblemField, Sizes
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.shapes import is_solvable, read_shape, shape_names, solve, split_shape
-from tiledsched.core.storage import strides_of
+from tiledsched.core.storage import strides_of, tile_type
 
 NO_DEFAULT = object()
 
@@ -84,6 +86,8 @@ class OpSchema:
         unknown = sorted(set(pinned) - set(kernel.fields))
         if unknown:
             raise ConfigError(f"{kernel.name} has no field {unknown[0]!r}; known are {', '.join(kernel.fields)}")
+        self.given = dict(pinned)
+        """What the caller fixed. `pinned` are also the flags that decide which outputs there are."""
         self.pinned = dict(pinned)
         arrays = kernel.array_fields
         for name, each in arrays.items():
@@ -236,8 +240,9 @@ class OpSchema:
             )
         for word, axis in self._sizes(each):
             found.setdefault(word, tensor.shape[axis])
-        if _dtype_of(each) in self.kernel.fields:
-            found.setdefault(_dtype_of(each), dtype_name(tensor))
+        field = self.kernel.fields.get(_dtype_of(each))
+        if isinstance(field, Choice):
+            found.setdefault(_dtype_of(each), _dtype_among(field.words, dtype_name(tensor)))
         if each.layout in self.kernel.fields and tensor.ndim > 1:
             strides = tensor.stride()
             found.setdefault(each.layout, "column" if strides[-2] == 1 and strides[-1] != 1 else "row")
@@ -299,17 +304,36 @@ class OpSchema:
         words = self.kernel.array_fields[spec.name].shape
         for place, (tensor, shape) in enumerate(zip(tensors, spec.shapes, strict=True)):
             name = f"{spec.name}[{place}]" if spec.listed else spec.name
-            if tuple(tensor.shape) != shape:
-                if len(shape) != tensor.ndim:
-                    raise ProblemError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}; reshape it")
-                wrong = next(axis for axis in range(tensor.ndim) if tensor.shape[axis] != shape[axis])
-                what = f" ({split_shape(words)[wrong]})" if isinstance(words, str) else ""
-                raise ProblemError(
-                    f"{name}, axis {wrong}{what}: must be {shape[wrong]}, as the other arrays say, got "
-                    f"{tensor.shape[wrong]}"
-                )
-            if dtype_name(tensor) != spec.dtype:
-                raise ProblemError(f"{name} must be {spec.dtype}, got {dtype_name(tensor)}; cast it")
+            _check_tensor(name, words, tensor, shape, spec.dtype, operator.ne)
+
+    def checked_results(self, given: Sequence[Any], is_true: Callable[[Any], bool]) -> list[Output]:
+        """The outputs of a call, after the checks that :meth:`problem` makes. Where it is traced, sizes are compared as far as
+        the tracer can tell, and what the kernel requires of them is left to the call.
+
+        Args:
+            given: the arguments.
+            is_true: whether a comparison of symbolic sizes is known to be true.
+
+        Raises:
+            ProblemError: as :meth:`problem`.
+        """
+        found, fields = self.read(given), self.kernel.fields
+        sizes = [value for name, value in found.items() if isinstance(fields[name], Dim)]
+        if all(isinstance(size, int) for size in sizes):
+            if self.empty_problem(given) is None:
+                self.problem(given)
+            return self.results(given)
+        for name, value in found.items():
+            if not isinstance(fields[name], (Dim, Sizes)):
+                _read(fields[name], name, value)
+        for name, value in zip(self.inputs, given, strict=False):
+            each = self.kernel.array_fields[name]
+            dtype = str(found.get(_dtype_of(each), self._default(_dtype_of(each))))
+            for tensor in [value] if isinstance(each.shape, str) and value is not None else ():
+                with suppress(KeyError):  # a size that is derived from the problem
+                    shape = read_shape(each.shape, found.__getitem__)  # type: ignore[arg-type]
+                    _check_tensor(name, each.shape, tensor, shape, dtype, lambda one, other: is_true(one != other))
+        return self.results(given)
 
     def results(self, given: Sequence[Any]) -> list[Output]:
         """The outputs of a call. Where it is traced their sizes are symbolic, if the names of sizes determine them."""
@@ -340,6 +364,28 @@ class OpSchema:
         return self.kernel.fields[name].default if name in self.kernel.fields else name
 
 
+def _check_tensor(
+    name: str, words: Any, tensor: Any, shape: Sequence[Any], dtype: str, differ: Callable[[Any, Any], bool]
+) -> None:
+    """Raise where a tensor is not of this shape and type. `words` is the shape as it is declared, `differ` compares sizes."""
+    if len(shape) != tensor.ndim:
+        raise ProblemError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}; reshape it")
+    for axis, (size, wanted) in enumerate(zip(tensor.shape, shape, strict=True)):
+        if differ(size, wanted):
+            what = f" ({split_shape(words)[axis]})" if isinstance(words, str) else ""
+            raise ProblemError(f"{name}, axis {axis}{what}: must be {wanted}, as the other arrays say, got {size}")
+    if dtype_name(tensor) not in (dtype, tile_type(dtype)):
+        raise ProblemError(f"{name} must be {dtype}, got {dtype_name(tensor)}; cast it")
+
+
+def _read(field: ProblemField, name: str, value: Any) -> None:
+    """Raise where a field may not have this value."""
+    try:
+        field.read(name, value)
+    except ValueError as error:
+        raise ProblemError(str(error)) from error
+
+
 def _dtype_of(each: ArrayField) -> str:
     return each.dtype or "dtype"
 
@@ -347,4 +393,9 @@ def _dtype_of(each: ArrayField) -> str:
 def dtype_name(tensor: Any) -> str:
     """cuTile's name of a tensor's element type."""
     name = str(tensor.dtype).removeprefix("torch.")
-    return "bool_" if name == "bool" else name
+    return ALSO_CALLED.get(name, name)
+
+
+def _dtype_among(words: Sequence[str], name: str) -> str:
+    """The type out of `words` of a tensor of the type `name`: torch has types that hold another type's bits."""
+    return name if name in words else next((word for word in words if tile_type(word) == name), name)

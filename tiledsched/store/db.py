@@ -18,6 +18,7 @@ from sqlalchemy.orm import Session
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import DatabaseError, Failure
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.registry import SHIPPED
 from tiledsched.core.resources import MAX_SPILL_BYTES
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Device, Measurement
@@ -35,6 +36,7 @@ from tiledsched.store.models import (
     ProblemRow,
     RunRow,
     ToolchainRow,
+    of_name,
 )
 from tiledsched.store.reading import (
     UNDISTURBED,
@@ -437,7 +439,10 @@ class TuningDB(Database):
         wanted = {name: value for name, value in given.items() if value is not None}
         with self.reading(*DAMAGE) as session:
             ids = [{"problem_id": each} for each in ids_of(session, problem)] if problem else [{}]
-            rows = (row for each in ids for row in session.execute(select_entries(*wanted, *each), wanted | each))
+            if kernel is not None and kernel not in SHIPPED:  # kernels of its name in other files
+                names = session.scalars(select(EntryRow.kernel).where(of_name(kernel)).distinct()).all()
+                ids = [{**each, "kernel": name} for each in ids for name in names]
+            rows = (row for each in ids for row in session.execute(select_entries(*(wanted | each)), wanted | each))
             found: dict[tuple[Any, ...], Entry] = {}
             for entry in (entry_of(*row) for row in rows):
                 if entry.key in found:  # their problems had two names once

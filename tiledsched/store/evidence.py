@@ -264,7 +264,8 @@ def contradictions(
 
 def _comparable(stored: StoredMeasurement, entry: Entry, mine: MeasurementSummary) -> bool:
     """Whether a measurement can contradict the entry: of the same kernel, built by the same compiler, timed in the same way and
-    at no lower clock, of the same accuracy class, and with a checked output. A program that was never checked cannot win.
+    at no lower clock, of the same accuracy class, and with a checked output. A program that was never checked cannot win, nor one
+    with other numbers where only the same could.
     """
     taken = stored.measurement
     clock = mine.conditions.sm_clock_mhz
@@ -273,6 +274,7 @@ def _comparable(stored: StoredMeasurement, entry: Entry, mine: MeasurementSummar
         built
         and of_one_kernel(stored.source_hash, entry.source_hash)
         and taken.accuracy is not None
+        and not (entry.same_numbers and mine.accuracy and taken.accuracy.outputs != mine.accuracy.outputs)
         and taken.schedule.get("accum_mode", entry.accum_mode) == entry.accum_mode
         and bool(taken.conditions.graph_launches) == bool(mine.conditions.graph_launches)
         and not describe_throttling(taken.conditions, taken.device, taken.regime, clock)

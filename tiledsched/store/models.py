@@ -15,6 +15,7 @@ from typing import Any
 from sqlalchemy import (
     JSON,
     CheckConstraint,
+    ColumnElement,
     DateTime,
     Float,
     ForeignKey,
@@ -25,6 +26,7 @@ from sqlalchemy import (
     Text,
     TypeDecorator,
     UniqueConstraint,
+    or_,
 )
 from sqlalchemy.engine import Dialect
 from sqlalchemy.orm import DeclarativeBase, Mapped, composite, mapped_column
@@ -301,6 +303,15 @@ class FailureRow(Base):
     kind: Mapped[str] = mapped_column(String(32))
     message: Mapped[str] = mapped_column(Text)
     created_at: Mapped[datetime]
+
+
+NAMESAKE = "@"
+"""In the key of an entry, what parts the name of a kernel from the place of its file, where another kernel has the name alone."""
+
+
+def of_name(kernel: str) -> ColumnElement[bool]:
+    """A condition on entries: that they are of kernels of this name, in whatever files."""
+    return or_(EntryRow.kernel == kernel, EntryRow.kernel.startswith(f"{kernel}{NAMESAKE}", autoescape=True))
 
 
 class EntryRow(Base):

@@ -21,6 +21,7 @@ from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement
 from tiledsched.store.codec import REMEMBERED, decode
 from tiledsched.store.evidence import may_be_of
 from tiledsched.store.models import (
+    NAMESAKE,
     ArtifactRow,
     BuildRow,
     DeviceRow,
@@ -433,6 +434,7 @@ def entry_of(
     return record_of(
         Entry,
         row,
+        kernel=row.kernel.partition(NAMESAKE)[0],
         problem=problem.problem,
         schedule=schedule.knobs,
         fingerprint=row.fingerprint or "",

@@ -14,6 +14,7 @@ from tiledsched.build.toolchain import Toolchain as Toolchain
 from tiledsched.core.errors import Failure
 from tiledsched.core.problem import Problem, ProblemClass
 from tiledsched.core.schedule import Schedule
+from tiledsched.core.sources import place_part
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import OMIT_DEFAULT, Accuracy, Conditions, Device, Measurement, RivalTime
 from tiledsched.store.codec import encode
@@ -21,6 +22,8 @@ from tiledsched.store.validation import PROVENANCES as PROVENANCES
 
 RUN_STATUSES = ("running", "done", "interrupted", "failed")
 STAGES = ("build", "measure")
+SAME_NUMBERS = "bit for bit the numbers of "
+"""How the part of an entry's source begins that says whose numbers a schedule had to have to win."""
 Place = tuple[str, str, Problem, str, str, str]
 """What an entry answers; see :attr:`Entry.place`."""
 Made = TypeVar("Made")
@@ -274,14 +277,22 @@ class Entry:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What the entry is unique on: its place, with the problem's id, and its compiler."""
+        """What the entry is unique on: its place, with the problem's id, its compiler, and where its kernel is declared.
+
+        The last part tells apart kernels of one name in different files; it is empty for kernels that ship.
+        """
         kernel, arch, problem, *others = self.place
-        return kernel, arch, problem.id, *others, self.compiler
+        return kernel, arch, problem.id, *others, self.compiler, place_part(self.source_hash)
 
     @property
     def rank(self) -> int:
         """0 for the strongest provenance. One that is none, as in a row that somebody changed, is weaker than all."""
         return PROVENANCES.index(self.provenance) if self.provenance in PROVENANCES else len(PROVENANCES)
+
+    @property
+    def same_numbers(self) -> str:
+        """Whose numbers a schedule had to have to win, and what that cost, for people; empty where any right ones could win."""
+        return next((part for part in self.source.split("; ") if part.startswith(SAME_NUMBERS)), "")
 
     def replace(self, **changes: Any) -> Entry:
         """A copy with `changes` applied."""

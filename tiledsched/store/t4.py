@@ -104,8 +104,12 @@ def recorded(db: TuningDB, problem: Problem, device_name: str, regime: str) -> R
     failed = {build.schedule: build.failure for build in builds if build.failure}
     fingerprints = {build.schedule: build.fingerprint for build in builds}
     for failure in db.failures(device.arch, problem, stage="measure"):
-        if failure.device_name == device_name and fingerprints.get(failure.schedule) == failure.fingerprint:
-            failed.setdefault(failure.schedule, failure.failure)
+        its, right = failure.failure, failure.failure.kind is FailureKind.OTHER_NUMBERS
+        if not right and (failure.device_name, failure.fingerprint) == (
+            device_name,
+            fingerprints.get(failure.schedule),
+        ):
+            failed.setdefault(failure.schedule, its)
     return Recorded(
         measurements=tuple(sorted(by_schedule.values(), key=lambda one: (one.measurement.median_us, one.uid))),
         failures=tuple(

@@ -16,7 +16,8 @@ from tiledsched.core.canonical import stable_id
 from tiledsched.core.fields import Dim, Flag
 from tiledsched.core.labels import labels_of
 from tiledsched.core.problem import KernelClass
-from tiledsched.store.models import EntryRow, MeasurementRow, ProblemRow, ScheduleRow, ViewRow
+from tiledsched.core.registry import SHIPPED
+from tiledsched.store.models import EntryRow, MeasurementRow, ProblemRow, ScheduleRow, ViewRow, of_name
 
 LONGEST_NAME = 63
 """The most characters of a name: PostgreSQL cuts longer ones."""
@@ -109,7 +110,8 @@ def _query(kernel: KernelClass) -> sa.Select[Any]:
         .join(ProblemRow, ProblemRow.id == EntryRow.problem_id)
         .join(ScheduleRow, ScheduleRow.id == EntryRow.schedule_id)
         .outerjoin(MeasurementRow, MeasurementRow.id == EntryRow.measurement_id)
-        .where(EntryRow.kernel == kernel.name, ProblemRow.kernel == kernel.name)
+        .where(EntryRow.kernel == kernel.name if kernel.name in SHIPPED else of_name(kernel.name))
+        .where(ProblemRow.kernel == kernel.name)
     )
 
 

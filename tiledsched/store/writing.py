@@ -19,11 +19,12 @@ from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import DatabaseError
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.core.sources import of_one_kernel, source_part
+from tiledsched.core.sources import of_one_kernel, place_part, source_part
 from tiledsched.measure.clocks import describe_throttling
 from tiledsched.measure.runner import Device
 from tiledsched.store.evidence import standing
 from tiledsched.store.models import (
+    NAMESAKE,
     ArtifactRow,
     Base,
     BuildRow,
@@ -51,30 +52,44 @@ def now() -> datetime:
 def insert_missing(session: Session, model: type[Base], rows: list[dict[str, Any]]) -> None:
     """Insert the `rows` whose key no row has yet."""
     if rows:
-        session.execute(_insert(session, model).on_conflict_do_nothing().inline(), rows)
+        session.execute(_insert_missing(_dialect(session), model).inline(), rows)
 
 
 def upsert(session: Session, model: type[Base], rows: list[dict[str, Any]], key: tuple[str, ...]) -> None:
     """Insert `rows`. Each replaces the row with the same `key`."""
     if rows:
-        statement = _insert(session, model)
-        changed = {name: statement.excluded[name] for name in rows[0] if name not in key}
-        session.execute(statement.on_conflict_do_update(index_elements=key, set_=changed).inline(), rows)
+        session.execute(_upsert(_dialect(session), model, tuple(rows[0]), key), rows)
 
 
 def insert_row(session: Session, model: type[Base], row: dict[str, Any]) -> Any:
     """Insert a row, and return its number; None where another row has its key."""
-    statement = _insert(session, model).on_conflict_do_nothing()
-    if session.get_bind().dialect.name == "postgresql":  # where the count of rows is not known if a key is made
+    statement = _insert_missing(_dialect(session), model)
+    if _dialect(session) == "postgresql":  # where the count of rows is not known if a key is made
         return session.scalar(statement.returning(literal_column("id")), row)
     result: Any = session.execute(statement.inline(), row)  # SQLite knows RETURNING since 3.35, and RHEL 9 has 3.34
     return result.lastrowid if result.rowcount == 1 else None
 
 
-def _insert(session: Session, model: type[Base]) -> Any:
+def _dialect(session: Session) -> str:
+    return session.get_bind().dialect.name
+
+
+# SQLAlchemy takes about 2 ms to make such a statement, so each is made once.
+@cache
+def _insert_missing(dialect: str, model: type[Base]) -> Any:
+    return _insert(dialect, model).on_conflict_do_nothing()
+
+
+@cache
+def _upsert(dialect: str, model: type[Base], names: tuple[str, ...], key: tuple[str, ...]) -> Any:
+    statement = _insert(dialect, model)
+    changed = {name: statement.excluded[name] for name in names if name not in key}
+    return statement.on_conflict_do_update(index_elements=key, set_=changed).inline()
+
+
+def _insert(dialect: str, model: type[Base]) -> Any:
     """An insert statement of the dialect: SQLite and PostgreSQL have ON CONFLICT, SQLAlchemy's own statement has not."""
-    dialect = import_module(f"sqlalchemy.dialects.{session.get_bind().dialect.name}")
-    return dialect.insert(model.__table__)
+    return import_module(f"sqlalchemy.dialects.{dialect}").insert(model.__table__)
 
 
 class Parents:
@@ -181,8 +196,10 @@ def put_entry(session: Session, record: Entry, *, merging: bool) -> str:
     row = entry_values(record, measurement_id, parents)
     parents.insert(session)
     # A writer that inserts the same key at this moment is waited for. After that the row is there, and locked until the commit.
-    if insert_row(session, EntryRow, row) is not None:
+    keyed = _keyed(session, row)
+    if keyed is None:
         return "added"
+    row = keyed
     same = [getattr(EntryRow, name) == row[name] for name in ENTRY_KEY]
     if merging:
         there = entry_of(*session.execute(select_entries().where(*same).with_for_update(of=EntryRow)).one())
@@ -197,6 +214,28 @@ def put_entry(session: Session, record: Entry, *, merging: bool) -> str:
         return "kept"
     session.execute(update(EntryRow).where(*same).values(row))
     return "replaced"
+
+
+def _keyed(session: Session, row: dict[str, Any]) -> dict[str, Any] | None:
+    """The row of an entry with the key under which evidence of its kernel lies; None where there was none, and it is inserted.
+
+    The key has the kernel's name. Where that holds evidence of another kernel, one in a file of the same name, the place of
+    the kernel's own file stands behind the name, so that neither takes the place of the other.
+    """
+    place = place_part(row["source_hash"])
+    own = {**row, "kernel": f"{row['kernel']}{NAMESAKE}{place}"}
+
+    def noted(each: dict[str, Any]) -> str | None:
+        same = [getattr(EntryRow, name) == each[name] for name in ENTRY_KEY]
+        return session.scalars(select(EntryRow.source_hash).where(*same).with_for_update()).first()
+
+    if place and noted(own) is not None:
+        return own
+    if insert_row(session, EntryRow, row) is not None:
+        return None
+    if of_one_kernel(noted(row) or "", row["source_hash"]):
+        return row
+    return None if insert_row(session, EntryRow, own) is not None else own
 
 
 def _slower_clock(session: Session, new: int | None, old: int | None) -> bool:

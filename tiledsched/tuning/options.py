@@ -136,6 +136,19 @@ def _accum_mode() -> Any:
     )
 
 
+NUMERICS = ("any", "same")
+"""Which results a schedule may give to win: any right ones, or bit for bit those of what is served."""
+
+
+def _numerics() -> Any:
+    return option(
+        "any",
+        choices=NUMERICS,
+        help="which results may win: any that are right (any), or only those that equal what is served today bit for bit on "
+        "every checked input (same), which needs a GPU and times no rivals",
+    )
+
+
 def _space() -> Any:
     return option(
         None, metavar="FILE", is_file=True, help="your own search space (TOML)", default_help="the kernel's own"
@@ -182,6 +195,7 @@ class TuneOptions(Options):
         "faster serve (serve)",
         default_help="as the settings say: serve",
     )
+    numerics: str = _numerics()
     sampler: str = option(
         OURS,
         metavar="NAME",
@@ -247,6 +261,7 @@ class RefreshOptions(Options):
         choices=("auto", "none"),
         help="race where a GPU of the arch is present (auto), or only say what would be raced (none)",
     )
+    numerics: str = _numerics()
     seed: int = option(0, metavar="N", help="seed of the sampler, the inputs and the order of launches")
     compile_timeout_s: float = _compile_timeout()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import SearchSpace
 from tiledsched.measure.clocks import describe_throttling
 from tiledsched.measure.runner import Measurement
-from tiledsched.serve.entries import load_entries
+from tiledsched.serve.entries import load_entries, table_of
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.store.db import TuningDB
 from tiledsched.store.evidence import leaders, timed_as_now
@@ -160,6 +161,48 @@ class Incumbents:
             if (each.provenance, each.device_name, each.regime, each.compiler) == measured_alike
         ]
         return [answer.schedule, *leaders(answer.entry), *winners_nearby(problem, now)[:NEARBY]]
+
+
+def served_now(
+    resources: Resources,
+    kernel: KernelClass,
+    settings: Settings,
+    found: Sequence[Entry],
+    device_name: str,
+    space_file: str | None = None,
+) -> list[Entry]:
+    """For each entry that a tune found, the one that is served for its problem from now on, as `explain` says it, without the
+    knobs that settings force. Where the answer rests on no entry of the problem itself, or on another schedule than its
+    entry's, it is an entry with that schedule whose source is the reason.
+    """
+    spaces = [resources.space(kernel, space_file)] if space_file else []
+    table = table_of(
+        load_entries(settings, {resources.arch}, kernel),
+        replace(settings, knobs={}),
+        kernel=kernel,
+        spaces=spaces,
+        compiler=resources.toolchain.tileiras,
+    )
+    if not (spaces or table.known_arch(resources.arch)):
+        return list(found)
+    now = []
+    for each in found:
+        served = table.resolve(each.problem, resources.arch, device_name)
+        entry = served.entry
+        if entry is None or (entry.problem, entry.schedule) != (each.problem, served.schedule):
+            entry = Entry(
+                kernel=each.kernel,
+                arch=each.arch,
+                problem=each.problem,
+                device_name=each.device_name,
+                regime=each.regime,
+                accum_mode=each.accum_mode,
+                provenance=served.provenance,
+                schedule=served.schedule,
+                source=served.reason,
+            )
+        now.append(entry.replace(provenance=served.provenance))
+    return now
 
 
 class Shipped:

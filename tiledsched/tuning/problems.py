@@ -48,7 +48,7 @@ def small_problems(kernel: KernelClass) -> list[Problem]:
     from tiledsched.core.cases import shrunk
 
     if kernel.small is not None:
-        return list(kernel.small())
+        return [kernel.as_problem(each) for each in kernel.small()]
     by_kind = {kernel.problem_kind(each): each for each in reversed(problems_of(kernel, None))}
     pairs = (
         (shrunk(kernel, each), shrunk(kernel, each, (67, 68, 72, 80, 128), only_largest=True))

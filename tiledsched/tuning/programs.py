@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +29,8 @@ from tiledsched.store.records import BuildRecord
 
 Key = tuple[str, tuple[tuple[int, int, int], ...]]
 """(fingerprint, grids): what makes a program distinct."""
-RETRIED = (FailureKind.WORKER_KILLED, FailureKind.GPU_LOST, FailureKind.OUT_OF_MEMORY)
-"""Failures by which no program is judged, because they have causes outside it: it is tried again."""
+RETRIED = (FailureKind.WORKER_KILLED, FailureKind.GPU_LOST, FailureKind.OUT_OF_MEMORY, FailureKind.OTHER_NUMBERS)
+"""Failures by which no program is judged, because they have causes outside it, as what is served is: it is tried again."""
 ALL_FAIL = 8
 """A run ends when this many builds have failed, all of them alike and none succeeded."""
 Progress = Callable[[int, BuildRecord], None]
@@ -139,10 +139,14 @@ class Builder:
         progress: Progress | None = None,
         deadline_s: float = math.inf,
         leave: int = 0,
+        needed: Iterable[Schedule] = (),
     ) -> int:
-        """Build for one problem what is missing; see `build_for_each`."""
+        """Build for one problem what is missing; see `build_for_each`. After `deadline_s`, too, it goes on until the schedules
+        that are `needed` are built.
+        """
         wanted = [(schedule, problem) for schedule in schedules]
-        return self.build_for_each(wanted, progress=progress, deadline_s=deadline_s, leave=leave)
+        lacking = {schedule.id for schedule in self.missing(needed, problem)}
+        return self.build_for_each(wanted, progress=progress, deadline_s=deadline_s, leave=leave, lacking=lacking)
 
     def build_for_each(
         self,
@@ -151,11 +155,12 @@ class Builder:
         progress: Progress | None = None,
         deadline_s: float = math.inf,
         leave: int = 0,
+        lacking: Collection[str] = (),
     ) -> int:
         """Build what is missing; each outcome is stored as it is known. Returns how many were compiled.
 
-        After `deadline_s` (`time.monotonic()`) the rest is left for the next run. With `leave`, up to that many may go on being
-        built; a later call stores them.
+        After `deadline_s` (`time.monotonic()`) the rest is left for the next run, once the schedules are built whose ids are in
+        `lacking`. With `leave`, up to that many may go on being built; a later call stores them.
 
         Raises:
             CompilerError: all builds fail alike, with another error than the compiler's: the schedules are not the cause.
@@ -175,7 +180,7 @@ class Builder:
             )
             for schedule, problem in missing.values()
         ]
-        count = 0
+        count, lacking = 0, set(lacking)
         for count, built in enumerate(self.pool.build(tasks, leave=leave), start=1):
             outcome: Artifact | Failure | None = built.artifact or built.failure
             assert outcome is not None
@@ -196,7 +201,8 @@ class Builder:
             if progress:
                 progress(count, record)
             self._stop_where_all_fail_alike(record)
-            if time.monotonic() > deadline_s:
+            lacking.discard(built.task.schedule.id)
+            if not lacking and time.monotonic() > deadline_s:
                 break
         return count
 
@@ -240,8 +246,8 @@ class Builder:
     def broken(self, problem: Problem, device_name: str) -> list[tuple[Schedule, str]]:
         """Schedules and fingerprints of what failed on a device, the latest first.
 
-        Failures that say more of the day than of the program (a lost GPU, a killed worker, memory taken by others) do not
-        count: such programs are tried again.
+        Failures that say more of the day than of the program (a lost GPU, a killed worker, memory taken by others, other numbers
+        than those served then) do not count: such programs are tried again.
         """
         return [
             (failed.schedule, failed.fingerprint)

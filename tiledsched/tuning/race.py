@@ -32,6 +32,8 @@ faster by more than that at the power cap. Schedules that tie in the burst regim
 MOST_NEAR = 8
 """Programs that race in both regimes."""
 Outcome = Measurement | Failed
+Requirement = Callable[[Candidate, Accuracy], "Failure | None"]
+"""Says of a candidate that computes right why it must not win all the same; None where it may."""
 CHEAP_LOOK_US = 1000.0
 """A candidate whose first launch took less than this is launched a second time before it counts as hopeless: a delay of 0.1 ms
 makes a short kernel seem hopeless, and a second launch costs nothing."""
@@ -139,6 +141,7 @@ def race(
     known_us: float = math.inf,
     deadline_s: float = math.inf,
     on_outcome: Callable[[Outcome], None] | None = None,
+    requires: Requirement | None = None,
 ) -> RaceResult:
     """Find the fastest of `candidates` for the problem `runner.begin` was given.
 
@@ -156,11 +159,12 @@ def race(
         known_us: time of the fastest program known already; what is hopeless against it is not raced.
         deadline_s: `time.monotonic()` after which no new work starts. The default schedule should come first.
         on_outcome: called once per candidate and race as its outcome is final, also when the race is interrupted.
+        requires: why a candidate that computes right must not win; it then counts as failed. None where any may win.
     """
     report, failed = on_outcome or (lambda outcome: None), list[Outcome]()
     patient_until = min(time.monotonic() + PATIENCE_S, deadline_s)
     while True:
-        state = RaceState(runner, problem, rules or RULES[regime], regime, report, deadline_s)
+        state = RaceState(runner, problem, rules or RULES[regime], regime, report, deadline_s, requires)
         state.race(candidates, known_us)
         if not state.disturbance:
             return _decide(state, preference, failed)
@@ -185,10 +189,11 @@ class RaceState:
         regime: str,
         report: Callable[[Outcome], None],
         deadline_s: float,
+        requires: Requirement | None = None,
     ) -> None:
         self.runner, self.problem, self.rules, self.regime = runner, problem, rules, regime
         self._rules_of_short = rules.of_short()
-        self._report, self._deadline_s = report, deadline_s
+        self._report, self._deadline_s, self._requires = report, deadline_s, requires
         self.racers: list[Racer] = []
         self.alive: list[Racer] = []
         self.outcomes: list[Outcome] = []
@@ -264,9 +269,11 @@ class RaceState:
             checked = self.runner.check(racer.candidate)
             if isinstance(checked, Failure):
                 racer.failure = checked
-                self.finish(racer)
             else:
                 racer.accuracy = checked.accuracy
+                racer.failure = self._requires(racer.candidate, checked.accuracy) if self._requires else None
+            if racer.failure is not None:
+                self.finish(racer)
         return racer.failure is None
 
     def open(self) -> None:
@@ -385,8 +392,8 @@ def near(result: RaceResult) -> list[Measurement]:
         return []
     winner = result.winner
     checked = [each for each in result.outcomes if isinstance(each, Measurement) and each.accuracy is not None]
-    close = [each for each in checked if each.schedule != winner.schedule and _ratio(each, winner) <= 1 + NEAR]
-    close.sort(key=lambda each: (_ratio(each, winner), each.schedule.id))
+    close = [each for each in checked if each.schedule != winner.schedule and time_ratio(each, winner) <= 1 + NEAR]
+    close.sort(key=lambda each: (time_ratio(each, winner), each.schedule.id))
     return [winner, *close[: MOST_NEAR - 1]]
 
 
@@ -409,7 +416,7 @@ def settle(result: RaceResult, sustained: RaceResult, same: float = Rules.same) 
         return result
     first = both[0]
     loss = {
-        each.schedule: math.sqrt(_ratio(each, first) * _ratio(capped[each.schedule], capped[first.schedule]))
+        each.schedule: math.sqrt(time_ratio(each, first) * time_ratio(capped[each.schedule], capped[first.schedule]))
         for each in both
     }
     best = min(both, key=lambda each: (loss[each.schedule], each.schedule.id))
@@ -428,11 +435,11 @@ def settle(result: RaceResult, sustained: RaceResult, same: float = Rules.same) 
             each for each in result.outcomes if isinstance(each, Measurement) and each.schedule not in {*loss, *ties}
         ]
         behind = min(others, key=lambda each: (-len(each.samples_us), each.median_us, each.schedule.id), default=None)
-        margin = _ratio(behind, best) - 1 if behind is not None else None
+        margin = time_ratio(behind, best) - 1 if behind is not None else None
     return replace(result, winner=best, ties=tuple(ties), runner_up=behind, margin=margin)
 
 
-def _ratio(mine: Measurement, theirs: Measurement) -> float:
+def time_ratio(mine: Measurement, theirs: Measurement) -> float:
     """The median of their times against each other, round by round, over the rounds they have in common."""
     return statistics.median(_ratios(mine, theirs))
 

@@ -284,7 +284,11 @@ class _Recording:
             say(f"{self.problem}: built {len(planned)} schedules, {len(programs)} of {wanted} programs")
         if not programs:
             why = f"none of {len(self.planned)} schedules builds" if self.planned else "no schedule is valid"
-            raise NoValidScheduleError(f"{why} for {self.problem} on {self.space.arch}; run: tiledsched doctor")
+            records = (self.builder.record(schedule, self.problem) for schedule in self.planned)
+            message = next((f": {record.failure.message}" for record in records if record and record.failure), "")
+            raise NoValidScheduleError(
+                f"{why} for {self.problem} on {self.space.arch}{message}; run: tiledsched doctor"
+            )
         if len(programs) < wanted:
             say(f"{self.problem}: only {len(programs)} distinct programs could be had, {wanted} were asked for")
         self.programs = {program.key: program for program in programs[:wanted]}

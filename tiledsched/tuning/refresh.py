@@ -54,6 +54,13 @@ class Refreshed:
         now, was = self.now.median_us if self.now else None, self.was.median_us
         return now / was - 1 if now and was else None
 
+    @property
+    def same_numbers(self) -> bool | None:
+        """Whether what is served now gives the bits that were measured before; None where that is not known."""
+        taken = [each.measurement for each in (self.was, self.now) if each is not None]
+        before, after = [each.accuracy if each else None for each in (*taken, None)][:2]
+        return before.same_numbers(after) if before and after else None
+
     def to_json(self) -> dict[str, Any]:
         """A plain dict."""
         return {
@@ -65,6 +72,7 @@ class Refreshed:
             "was": _summarise(self.was),
             "now": _summarise(self.now) if self.now else None,
             "change": self.change,
+            "same_numbers": self.same_numbers,
             "leaders": [schedule.to_json() for schedule in self.leaders],
         }
 
@@ -162,7 +170,8 @@ class Refresh:
         here = self._resources.device_names() if self._options.runner != "none" else set()
         raced = self._race([each for each in others if changed[each.key] and each.device_name in here], tune)
         standing = [*(entry for entry in measured if entry.key not in changed), *kept.values()]
-        timed = self._time_rivals([entry for entry in standing if entry.device_name in here])
+        stays = self._options.numerics == "same"  # a rival that begins to serve has other numbers
+        timed = self._time_rivals([entry for entry in standing if entry.device_name in here and not stays])
         rows = []
         for entry in others:
             served = kept.get(entry.key) or raced.get(entry.place)
@@ -251,6 +260,7 @@ class Refresh:
                 budget_s=left_s,
                 neighbours=self._options.neighbours,
                 runner="gpu",
+                numerics=self._options.numerics,
                 seed=self._options.seed,
                 compile_timeout_s=self._options.compile_timeout_s,
             )

@@ -191,6 +191,14 @@ class Resources:
             raise MeasureError(f"{why}, or use {without}")
         return names
 
+    @property
+    def device_here(self) -> str:
+        """Name of the first GPU of the arch that this machine has, whether or not it is measured on; empty where it has none."""
+        try:
+            return next((device.name for device in self._tools.devices() if device.arch == self.arch), "")
+        except MeasureError:
+            return ""
+
     def space(self, kernel: KernelClass, file: str | None = None, candidates: str | None = None) -> SearchSpace:
         """The search space of a kernel: its own or that of a file, limited to the schedules of another file where one is given.
 

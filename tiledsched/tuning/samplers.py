@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from tiledsched.core.blame import did_you_mean
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.registry import check_allowed
 
@@ -56,7 +57,9 @@ def make_sampler(name: str, seed: int) -> BaseSampler | None:
     if name in (OURS, *IN_ORDER):
         return None
     if name not in OPTUNAS and ":" not in name:
-        raise ConfigError(f"unknown sampler {name!r}; known are {', '.join(SAMPLERS)}, and module:Class")
+        raise ConfigError(
+            f"unknown sampler {name!r}; known are {', '.join(SAMPLERS)}, and module:Class{did_you_mean(name, SAMPLERS)}"
+        )
     module_name, _, word = name.rpartition(":") if ":" in name else (OPTUNA_MODULE, "", OPTUNAS[name])
     try:
         if word in NEEDS:

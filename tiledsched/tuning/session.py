@@ -68,7 +68,7 @@ class Session(Resources):
         settings = replace(self.settings, **{name: value for name, value in given.items() if value is not None})
         options = replace(options, regime=settings.regime, accum_mode=settings.accum_mode)
         space = self.space(kernel, options.space, options.candidates)
-        compiler = self.toolchain.tileiras
+        _ = self.toolchain  # a missing compiler is found first
         _ = self.artifacts  # a folder that cannot be written to is found before the GPU is taken
         make_sampler(options.sampler, options.seed)  # one that cannot be made is found, too
         gpu = self.open_runner(kernel, options.runner, seed=options.seed)  # its process starts while we import the rest
@@ -77,13 +77,12 @@ class Session(Resources):
                 f"no GPU of {self.arch} measures here, and without one nothing is searched: the model ranks what is "
                 "built; leave out --sampler and --storage"
             )
-        from tiledsched.serve.entries import load_entries
-        from tiledsched.store.evidence import for_compiler
-        from tiledsched.tuning.prior import Incumbents, Shipped
+        from tiledsched.tuning.prior import Incumbents, Shipped, served_now
         from tiledsched.tuning.study_storage import open_storage
         from tiledsched.tuning.tuner import Tuner, TuneReport
 
-        rivals = self.open_rivals(kernel, settings.regime) if settings.rivals != "off" else None
+        timed = settings.rivals != "off" and options.numerics != "same"  # a rival's numbers are its own
+        rivals = self.open_rivals(kernel, settings.regime) if timed else None
         storage = open_storage(options.storage) if options.storage else None
         with serving_anew():
             incumbents = Incumbents(self, kernel, settings)
@@ -101,9 +100,8 @@ class Session(Resources):
                     storage=storage,
                 )
                 results = tuner.tune(wanted, worths)
-            known = for_compiler(load_entries(settings, {self.arch}, kernel), compiler)
-            now = {entry.place: entry for entry in known}
-            entries = [now.get(result.entry.place, result.entry) for result in results]
+            device = gpu.device_name if gpu else self.device_here
+            entries = served_now(self, kernel, settings, [each.entry for each in results], device, options.space)
         return TuneReport(
             kernel=kernel,
             arch=self.arch,

@@ -11,29 +11,32 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tiledsched.core.blame import says_line
 from tiledsched.core.config import Settings
 from tiledsched.core.device import ArchSpec, arch_spec
-from tiledsched.core.errors import ConfigError, MeasureError, NoValidScheduleError
+from tiledsched.core.errors import ConfigError, FailureKind, MeasureError, NoValidScheduleError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import RACED, SearchSpace, accuracy_class
 from tiledsched.measure.clocks import describe_throttling, summarise_throttling
-from tiledsched.measure.runner import REGIMES, Candidate, Failed, Measurement, RivalTime, Runner
+from tiledsched.measure.runner import REGIMES, Candidate, Checked, Failed, Measurement, RivalTime, Runner
 from tiledsched.store.evidence import clocks_of, for_compiler, of_kernel, throttled, timed_as_now
 from tiledsched.store.records import BuildRecord, Entry
 from tiledsched.tuning.effort import EFFORTS
 from tiledsched.tuning.inert import SURE, InertChanges
+from tiledsched.tuning.numbers import NumbersKept, WantedNumbers
 from tiledsched.tuning.options import TuneOptions
 from tiledsched.tuning.prior import Elsewhere, Shipped, estimator, plain_schedules, promising_part, winners_nearby
 from tiledsched.tuning.programs import Builder, Program, deadlines
-from tiledsched.tuning.race import RULES, Outcome, RaceResult, near, race, settle
+from tiledsched.tuning.race import RULES, Outcome, RaceResult, near, race, settle, time_ratio
 from tiledsched.tuning.samplers import OURS
 from tiledsched.tuning.study import ScheduleStudy, Trials, learn
 from tiledsched.tuning.study_storage import LiveStudy
@@ -99,6 +102,20 @@ class TuneResult:
     """In words, how far below its clock the GPU was held in how many of this run's measurements; empty where it was in none."""
     candidates: Mapping[str, int] | None = None
     """What became of the rows of the file of candidates: `raced` or why not, with the number of rows; None without a file."""
+    why_failed: str = ""
+    """The commonest message of the schedules that did not build; empty where all did."""
+
+    numbers: NumbersKept | None = None
+    """What it cost that only the same numbers could win; None where any right ones could."""
+
+    def is_served(self, now: Entry) -> bool:
+        """Whether what was found is what is served, given the entry that is served for the problem now."""
+        found = self.entry
+        return self.stored and (now.provenance, now.schedule, now.source) == (
+            found.provenance,
+            found.schedule,
+            found.source,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,12 +285,18 @@ class Tuner:
             NoValidScheduleError: for some problem no schedule is valid, or none of them works; the problems before it
                 are stored.
             MeasureError: the GPU cannot be used, or was never alone long enough; the problems before are stored.
-            ConfigError: neighbours are wanted, and nothing is measured that would say of what.
+            ConfigError: neighbours or the same numbers are wanted, and nothing is measured that would tell them; or the runner
+                does not tell whether outputs are the same.
         """
         if self.options.neighbours and self.runner is None:
             raise ConfigError(
                 f"neighbours of the fastest schedule are known only where it is measured, and no GPU of "
                 f"{self.space.arch} is used here; leave out --neighbours"
+            )
+        if self.options.numerics == "same" and self.runner is None:
+            raise ConfigError(
+                f"only a GPU tells whether results are the same bit for bit, and no GPU of {self.space.arch} is used here; "
+                "leave out --numerics same"
             )
         if worths is not None:
             return self._tune_by_worth(problems, worths)
@@ -329,6 +352,8 @@ class _ProblemTune:
         self.builder, self.space, self.watcher = tuner.builder, tuner.space, tuner.watcher
         self.db, self.kernel, self.spec = tuner.builder.db, tuner.builder.kernel, arch_spec(tuner.space.arch)
         self.compiled = self.measured = self.failed = 0
+        self._refused: dict[Schedule, None] = {}
+        """What computes right, and not the numbers that are wanted."""
 
     @cached_property
     def default(self) -> Schedule:
@@ -371,12 +396,13 @@ class _ProblemTune:
     def _failure(self, schedule: Schedule) -> str:
         record = self.builder.record(schedule, self.problem)
         kind = record.failure.kind if record is not None and record.failure is not None else "failed on the GPU"
-        return str(kind).replace("_", " ")
+        return "differs from the incumbent's numbers" if schedule in self._refused else str(kind).replace("_", " ")
 
     def entry(self, schedule: Schedule, fingerprint: str, programs: int, **more: Any) -> Entry:
         """The entry that this tune writes for a winner among so many programs."""
         run, listed = f"tune run {self.tuner.run_id}", self.space.listed_in
         how = "neighbours" if self.tuner.options.neighbours else ""
+        numbers = more.pop("numbers", None)
         if not self.tuner.most_programs and not self.was_searched(more.get("device_name", "")):
             how = NO_SEARCH
         return Entry(
@@ -387,7 +413,7 @@ class _ProblemTune:
             fingerprint=fingerprint,
             accum_mode=self.tuner.accum_mode,
             candidates=programs,
-            source=", ".join(filter(None, [run, listed, how])),
+            source=", ".join(filter(None, [run, listed, how])) + (f"; {numbers}" if numbers else ""),
             toolchain=self.builder.toolchain,
             source_hash=self.builder.evidence_source,
             run_id=self.tuner.run_id,
@@ -413,24 +439,35 @@ class _ProblemTune:
         failures = [record.failure for record in records if record and record.failure]
         failures += [each.failure for each in self.db.failures(self.space.arch, self.problem)]
         why = ", ".join(sorted({str(failure.kind) for failure in failures})) or OUT_OF_TIME
+        first = Counter(failure.message for failure in failures).most_common(1)
+        said, ours = f": {first[0][0]}" if first else "", bool(first) and says_line(first[0][0])
+        todo = "correct that line, and check the kernel: tiledsched check" if ours else "run: tiledsched doctor"
         return NoValidScheduleError(
-            f"no schedule of {len(schedules)} works for {self.problem} on {self.space.arch}: {why}; run: tiledsched doctor"
+            f"no schedule of {len(schedules)} works for {self.problem} on {self.space.arch}: {why}{said}; {todo}"
         )
+
+    def why_failed(self, schedules: Iterable[Schedule]) -> str:
+        """The commonest message of the schedules that did not build; empty where all did."""
+        records = (self.builder.record(schedule, self.problem) for schedule in schedules)
+        found = Counter(record.failure.message for record in records if record and record.failure).most_common(1)
+        return found[0][0] if found else ""
 
 
 class _Ranking(_ProblemTune):
     """Tunes a problem without a GPU: the model ranks the programs of the schedules it likes best."""
 
     def run(self) -> TuneResult:
-        """Build, rank, and store the best unless what is served now could not be compared with it."""
+        """Build, rank, and store the best. The default and what is served now are among what is ranked, however little time
+        there is: a winner that was not compared with them would be no reason to serve something else.
+        """
         problem, builder = self.problem, self.builder
         self.incumbents = self.find_incumbents("")
-        first = [*self.incumbents, self.default]
+        first = list(dict.fromkeys([*self.incumbents, self.default]))
         # The model cannot tell what such knobs do: they stay as they are until something is measured.
         pinned = self.tuner.pinned | self.space.modelled_pins()
         # What is served comes first, so that a program is known by it where others build to the same.
         schedules = list(dict.fromkeys([*first, *self.space.schedules(problem, pinned=pinned)]))
-        self.build(expected_order(schedules, problem, self.spec, first=first))
+        self.build(expected_order(schedules, problem, self.spec, first=first), first)
         reached = {each: record for each in schedules if (record := builder.record(each, problem))}
         programs = builder.programs(list(reached), problem, self.spec)
         if not programs:
@@ -447,10 +484,9 @@ class _Ranking(_ProblemTune):
             model_us=least_us,
             runner_up=second.schedule if second else None,
         )
-        unknown = set(self.incumbents) - set(reached)  # what it is compared with was not reached in time
         return TuneResult(
             entry=entry,
-            stored=not unknown and self.db.put_entry(entry),
+            stored=self.db.put_entry(entry),
             schedules=len(reached),
             programs=len(programs),
             compiled=self.compiled,
@@ -461,12 +497,17 @@ class _Ranking(_ProblemTune):
             over_default=self.estimate(plain) / least_us - 1 if plain else None,
             over_runner_up=self.estimate(second) / least_us - 1 if second else None,
             candidates=self.candidates(reached, {each for one in programs for each in one.schedules}, pinned),
+            why_failed=self.why_failed(reached),
         )
 
-    def build(self, order: Sequence[Schedule]) -> None:
-        """Build the first of `order`, as many as the effort says; what is likely to be a program built already is put off."""
+    def build(self, order: Sequence[Schedule], first: Sequence[Schedule]) -> None:
+        """Build the first of `order`, as many as the effort says; what is likely to be a program built already is put off.
+        Neither the effort nor the deadline leaves out the schedules that `order` begins with, `first`.
+        """
         left, done, least = dict.fromkeys(order), 0, (True, math.inf)
-        most = len(order) if self.tuner.most_builds is None else min(self.tuner.most_builds, len(order))
+        most = (
+            len(order) if self.tuner.most_builds is None else min(max(self.tuner.most_builds, len(first)), len(order))
+        )
 
         def built(count: int, record: BuildRecord) -> None:
             nonlocal least
@@ -480,11 +521,15 @@ class _Ranking(_ProblemTune):
         while done < most and not (self.compiled and time.monotonic() > self.deadline_s):
             chosen = order
             if most < len(order):
-                batch = min(max(LEARNT_AT_ONCE, self.builder.pool.jobs), most - done)
-                chosen = self.tuner.inert.put_off(self.problem, list(left), batch)
+                batch = min(max(LEARNT_AT_ONCE, self.builder.pool.jobs, len(first)), most - done)
+                begin = [] if done else list(first)
+                others = [each for each in left if each not in begin]
+                chosen = [*begin, *self.tuner.inert.put_off(self.problem, others, batch - len(begin))]
             if not self.compiled and self.builder.missing(chosen, self.problem):
                 self.watcher.stage(self.problem, "compiling", most)
-            self.compiled += self.builder.build(chosen, self.problem, progress=built, deadline_s=self.deadline_s)
+            self.compiled += self.builder.build(
+                chosen, self.problem, progress=built, deadline_s=self.deadline_s, needed=first
+            )
             learn(self.tuner.inert, self.problem, self.builder.programs(chosen, self.problem, self.spec))
             for schedule in chosen:
                 del left[schedule]
@@ -518,6 +563,7 @@ class _Search(_ProblemTune):
         self._live: LiveStudy | None = None
         self._measurement_ids: dict[tuple[Schedule, str], int] = {}
         self._taken: list[Measurement] = []
+        self.wanted: WantedNumbers | None = None
         self.seen_mhz = 0
         """The highest clock of the GPU in earlier measurements."""
 
@@ -541,6 +587,8 @@ class _Search(_ProblemTune):
         searches = tuner.most_programs > 0
         partly = searches and tuner.guided and not space.candidates
         plain = plain_schedules(space, problem, tuner.pinned, estimate) if partly else []
+        self.incumbents = self.find_incumbents(self.runner.device_name)
+        self.wanted = self.find_wanted() if tuner.options.numerics == "same" else None
         evidence = self.evidence()
         self.rebuild(evidence)
         known_us = {
@@ -552,7 +600,6 @@ class _Search(_ProblemTune):
         elsewhere: list[Known] = []
         if tuner.guided and searches:
             elsewhere = tuner.elsewhere.known(problem, self.runner.device_name, self.spec, itself=not known_us)
-        self.incumbents = self.find_incumbents(self.runner.device_name)
         first = [self.default, *self.incumbents, *(self.winners_elsewhere() if searches and not elsewhere else [])]
         if partly:  # what is tried first is built while the rest is judged
             early = [each for each in first if each in self.incumbents or not space.violations(each, problem)]
@@ -580,7 +627,8 @@ class _Search(_ProblemTune):
     def evidence(self) -> dict[tuple[Schedule, str], float | None]:
         """Times in the store by schedule and machine code, on this device, at its clock and timed as now; the newest first.
 
-        None, last, for what failed on this device and never ran since.
+        None, last, for what failed on this device and never ran since. Where the same numbers are wanted, None also for what is
+        known to compute others, and nothing for what is not known to compute the same: it is measured again.
         """
         found: dict[tuple[Schedule, str], float | None] = {}
         device_name = self.runner.device_name
@@ -592,7 +640,11 @@ class _Search(_ProblemTune):
             slowed = describe_throttling(taken.conditions, taken.device, taken.regime, self.seen_mhz)
             if timed_as_now(taken.regime, taken.conditions) and not slowed:
                 key = self.space.complete(stored.measurement.schedule), stored.measurement.fingerprint
-                found.setdefault(key, stored.measurement.median_us)
+                wanted = True if self.wanted is None else self.wanted.known(taken)
+                if wanted is not None:
+                    found.setdefault(key, taken.median_us if wanted else None)
+                if wanted is False:
+                    self._refused[key[0]] = None
         for key in self.builder.broken(self.problem, device_name):
             found.setdefault(key, None)
         return {key: us for key, us in found.items() if self.workable(key[0])}
@@ -662,13 +714,16 @@ class _Search(_ProblemTune):
                 break
             result = self.race(
                 self.builder.programs(chosen, problem, self.runner.device),
-                rules=LOOKS[tuner.regime],
+                rules=replace(LOOKS[tuner.regime], check_all=self.wanted is not None),
                 known_us=best_us,
                 deadline_s=deadline_s,
             )
             trials.note_outcomes(chosen, result.outcomes)
             self.measured += len(result.outcomes)
-            self.failed += sum(isinstance(outcome, Failed) for outcome in result.outcomes)
+            self.failed += sum(
+                isinstance(outcome, Failed) and outcome.failure.kind is not FailureKind.OTHER_NUMBERS
+                for outcome in result.outcomes
+            )
             self.watcher.step(trials.programs)
             best, best_us = trials.best
             if best is not None:
@@ -681,11 +736,15 @@ class _Search(_ProblemTune):
         """Race programs in the regime that is tuned, or another; every outcome is stored at once."""
         candidates = self.builder.candidates(programs)
         regime = regime or self.tuner.regime
+        if self.wanted is not None:
+            how.setdefault("requires", self.wanted.why_not)
         return race(self.runner, self.problem, candidates, regime=regime, on_outcome=self.keep, **how)
 
     def keep(self, outcome: Outcome) -> None:
         """Store one outcome, at once."""
         number = self.builder.keep(outcome, self.tuner.run_id, self.problem, self.runner.device)
+        if isinstance(outcome, Failed) and outcome.failure.kind is FailureKind.OTHER_NUMBERS:
+            self._refused[outcome.schedule] = None
         if isinstance(outcome, Measurement):
             self._taken.append(outcome)
             if number is not None:
@@ -726,6 +785,8 @@ class _Search(_ProblemTune):
         result = self.settled(result, finalists)
         winner = result.winner
         assert winner is not None
+        measurement_id = self._measurement_ids[winner.schedule, self.tuner.regime]
+        numbers = self.numbers_kept(winner, finalists)
         times_us = {each.schedule: each.median_us for each in result.outcomes if isinstance(each, Measurement)}
         plain_us = next((times_us.get(each.schedule) for each in finalists if self.default in each.schedules), None)
         entry = self.entry(
@@ -735,11 +796,12 @@ class _Search(_ProblemTune):
             provenance="measured",
             device_name=self.runner.device.name,
             regime=self.tuner.regime,
-            measurement_id=self._measurement_ids[winner.schedule, self.tuner.regime],
+            measurement_id=measurement_id,
             runner_up=result.runner_up.schedule if result.runner_up else None,
             margin=result.margin,
             ties=result.ties,
             rivals=self.rival_times(winner, finalists),
+            numbers=numbers,
         )
         return TuneResult(
             entry=entry,
@@ -754,7 +816,53 @@ class _Search(_ProblemTune):
             over_runner_up=result.margin,
             held_down=summarise_throttling(self._taken, self.seen_mhz),
             candidates=self.candidates(trials.times, trials.ranked, self.tuner.pinned),
+            numbers=numbers,
+            why_failed=self.why_failed(tried),
         )
+
+    def find_wanted(self) -> WantedNumbers | None:
+        """The numbers that a schedule must give to win: those of what is served, or else of the first that works of what could
+        be, the default last; None where nothing of that works, so that any right numbers are the first.
+        """
+        served = self.tuner.served(self.problem, self.runner.device_name)[:1] if self.tuner.served is not None else []
+        first = [each for each in map(self.space.complete, served) if each in self.incumbents]
+        for schedule in dict.fromkeys([*first, *self.incumbents, self.default]):
+            self.compiled += self.builder.build([schedule], self.problem)
+            for program in self.builder.programs([schedule], self.problem, self.runner.device):
+                for candidate in self.builder.candidates([program]):
+                    checked = self.runner.check(candidate)
+                    if isinstance(checked, Checked):
+                        return WantedNumbers(program=program, accuracy=checked.accuracy, grids=self.grids_of)
+        return None
+
+    def grids_of(self, schedule: Schedule) -> tuple[tuple[int, int, int], ...]:
+        """The grids of the launches of a schedule for the problem on this device."""
+        return self.kernel.grids(self.problem, schedule, self.runner.device)
+
+    def numbers_kept(self, winner: Measurement, finalists: Sequence[Program]) -> NumbersKept | None:
+        """What it costs that only the same numbers could win: the winner races what was refused for its numbers."""
+        if self.wanted is None:
+            return None
+        own = next(each for each in finalists if winner.schedule in each.schedules)
+        refused = self.builder.programs(list(self._refused), self.problem, self.runner.device)
+        refused = [each for each in refused if each.key not in (own.key, self.wanted.program.key)]
+        found = NumbersKept(
+            incumbent=self.wanted.program.schedule,
+            repeatable=self.wanted.accuracy.repeatable,
+            refused=len(refused),
+            gain=None,
+        )
+        if not refused or time.monotonic() > self.deadline_s:
+            return found
+        self.watcher.stage(self.problem, "what other numbers would win", len(refused))
+        result = self.race([own, *refused], preference=[winner.schedule], requires=None, deadline_s=self.deadline_s)
+        self.watcher.step(len(refused))
+        ours = next((each for each in result.outcomes if each.schedule == own.schedule), None)
+        if not isinstance(ours, Measurement) or result.winner is None or len(result.outcomes) < 2:
+            return found
+        if result.winner.schedule == own.schedule:
+            return replace(found, gain=0.0)
+        return replace(found, fastest=result.winner.schedule, gain=1 - time_ratio(result.winner, ours))
 
     def settled(self, result: RaceResult, finalists: Sequence[Program]) -> RaceResult:
         """The verdict of the burst race, those near its winner timed in the sustained regime, too."""
@@ -774,7 +882,7 @@ class _Search(_ProblemTune):
 
     def rival_times(self, winner: Measurement, finalists: Sequence[Program]) -> tuple[RivalTime, ...] | None:
         """What rivals take next to the winner. Where they are not timed, what was stored with an entry of the same machine
-        code.
+        code. Where the numbers must stay, what is known of them next to what was served: whether one serves stays, too.
         """
         if self.tuner.rivals is not None:
             self.watcher.stage(self.problem, "rivals", 1)
@@ -783,8 +891,12 @@ class _Search(_ProblemTune):
             self.watcher.step(1)
             if found is not None:
                 return tuple(found)
-        known = self.entries(self.runner.device.name)
-        return next((each.rivals for each in known if each.fingerprint == winner.fingerprint and each.rivals), None)
+        device, known, codes = self.runner.device.name, self.entries(self.runner.device.name), [winner.fingerprint]
+        if self.wanted is not None:
+            place = self.kernel.name, self.space.arch, self.problem, device, self.tuner.regime, self.tuner.accum_mode
+            known += [each for each in self.tuner.shipped.winners if each.place == place]
+            codes.insert(0, self.wanted.program.fingerprint)
+        return next((each.rivals for code in codes for each in known if each.fingerprint == code and each.rivals), None)
 
 
 def expected_order(

@@ -1,0 +1,414 @@
+"""Mistakes that newcomers make, in a declaration, in tile code and on the command line: each is answered by the name that is wrong,
+by what was meant, and, where it stands in a file, by the line."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+from test_declaration import own_names  # noqa: F401  # what a test declares is known to that test alone
+
+from tiledsched.build.compiler import compile_schedule
+from tiledsched.cli import main
+from tiledsched.core import registry
+from tiledsched.core.blame import describe, nearest
+from tiledsched.core.errors import ConfigError, TiledschedError
+from tiledsched.core.registry import load_kernel
+from tiledsched.core.schedule import Schedule
+from tiledsched.interpreter.checking import check_schedule
+
+FILE = """import cuda.tile as ct
+import tiledsched as ts
+
+
+@ct.kernel
+def softmax(X, Out, columns: ct.Constant[int], TILE: ct.Constant[int]):
+    row = ct.bid(0)
+    x = ct.load(X, (row, 0), (1, TILE), padding_mode=ct.PaddingMode.NEG_INF).astype(ct.float32)
+    e = ct.exp(x - ct.max(x, axis=1, keepdims=True))
+    ct.store(Out, (row, 0), (e / ct.sum(e, axis=1, keepdims=True)).astype(Out.dtype))
+
+
+class Softmax(ts.Kernel):
+    function = softmax
+    rows, columns = ts.dim(), ts.dim(constant=True)
+    dtype = ts.dtype("float16", "bfloat16")
+    X = ts.array("rows columns")
+    Out = ts.out("rows columns")
+    knobs = {"TILE": [64, 128], "occupancy": [1, 2], "num_worker_warps": [4, 8]}
+    constraints = {"TILE >= columns": "a row is one tile"}
+    suites = {"rows": [dict(rows=16384, columns=60), dict(rows=8192, columns=100)]}
+
+    def grid(p, s, device):
+        return (p.rows,)
+
+    def reference(xp, X):
+        e = xp.exp(X - X.max(axis=1, keepdims=True))
+        return e / e.sum(axis=1, keepdims=True)
+"""
+TAKES = "TILE: ct.Constant[int])"
+RETURNS = "return e / e.sum(axis=1, keepdims=True)"
+OUT = "    Out = ts.out"
+
+
+def more(*lines: str) -> tuple[str, str]:
+    """An edit that adds a function to the class."""
+    return RETURNS, RETURNS + "\n\n    " + "\n        ".join(lines)
+
+
+def written(folder: Path, *edits: tuple[str, str], name: str = "softmax.py") -> str:
+    """The kernel in a file with the edits made, as it is named."""
+    text = FILE
+    for old, new in edits:
+        assert old in text
+        text = text.replace(old, new, 1)
+    (folder / name).write_text(text)
+    return f"{folder / name}:Softmax"
+
+
+DECLARATIONS = [
+    # names of attributes
+    (
+        [("knobs =", "knob =")],
+        "Softmax.knob: a kernel has no such attribute; did you mean knobs? (softmax.py, line 19)",
+    ),
+    ([("constraints =", "constraint =")], "did you mean constraints? (softmax.py, line 20)"),
+    ([("suites =", "suite =")], "Softmax.suite: the name is taken; did you mean suites? (softmax.py, line 21)"),
+    ([("function =", "fuction =")], "Softmax.fuction: a kernel has no such attribute; did you mean function?"),
+    ([("def reference", "def refrence")], "did you mean reference? (softmax.py, line 26)"),
+    ([more("def tolerence(p, s):", "return 1")], "Softmax.tolerence: a kernel has no such attribute"),
+    ([more("def flop(p):", "return p.rows")], "did you mean flops? (softmax.py, line 30)"),
+    ([(OUT, "    default_suite = 'row'\n" + OUT)], "there is no suite 'row'; known are rows (did you mean 'rows'?)"),
+    # types of attributes
+    (
+        [("[dict(rows=16384, columns=60), dict(rows=8192, columns=100)]", "dict(rows=1)")],
+        "suites['rows']: must be a list",
+    ),
+    (
+        [("dict(rows=8192, columns=100)", "(8192, 100)")],
+        "a problem is a dict of sizes, as in dict(rows=64), got (8192, 100)",
+    ),
+    ([('{"TILE >= columns": "a row is one tile"}', '["TILE >= columns"]')], "Softmax.constraints: must be a dict"),
+    (
+        [('"occupancy": [1, 2]', '"occupancy": 2')],
+        "knobs['occupancy']: must be a list of choices, as in [64, 128], got 2",
+    ),
+    ([('"TILE": [64, 128]', '"TILE": [64, 64]')], "knobs.TILE.choices has 64 twice"),
+    ([(OUT, "    flops = 100\n" + OUT)], "Softmax.flops: must be a function, as in def flops(p): ..., got 100"),
+    ([(OUT, "    axes = 'rows'\n" + OUT)], "Softmax.axes: must be a tuple of dims"),
+    ([(OUT, "    derived = {'half': 4}\n" + OUT)], "Softmax.derived['half']: must be a function of the problem"),
+    ([(OUT, "    name = 3\n" + OUT)], "Softmax.name: must be text, got 3"),
+    (
+        [(OUT, "    name = 'softmax'\n" + OUT)],
+        "'softmax' is a kernel that ships; give yours another name, or leave the name out",
+    ),
+    (
+        [("rows, columns = ts.dim(), ", "rows, columns = ts.dim, ")],
+        "Softmax.rows: ts.dim is not called; write rows = ts.dim()",
+    ),
+    ([("ts.dim(),", "ts.dim('rows'),")], "ts.dim: default must be an integer, got 'rows' (softmax.py, line 15)"),
+    ([("ts.dim(),", "ts.dim(5, most=4),")], "ts.dim: the default 5 is not from 1 to 4"),
+    ([("constant=True", "constnat=True")], "'constnat' (did you mean 'constant'?) (softmax.py, line 15)"),
+    # sizes, types and problems
+    (
+        [("columns=100", "colums=100")],
+        "unknown problem keys ['colums']; known are ['columns', 'dtype', 'rows'] (did you mean 'columns'?)",
+    ),
+    (
+        [("columns=100", "columns=100, dtype='flaot16'")],
+        "got 'flaot16' (did you mean 'float16'?) (softmax.py, line 21)",
+    ),
+    ([('X = ts.array("rows columns")', 'X = ts.array("rows colums")')], "Softmax.X: 'colums' is no size; known are"),
+    (
+        [('X = ts.array("rows columns")', 'X = ts.array("rows, columns")')],
+        "Softmax.X: 'rows,' is no size; axes are parted by spaces",
+    ),
+    ([('X = ts.array("rows columns")', 'X = ts.array(("rows", "columns"))')], "Softmax.X: its shape must be text"),
+    ([('"bfloat16"', '"bf16"')], "ts.dtype: 'bf16' is not the name of a type"),
+    ([('X = ts.array("rows columns")', 'X = ts.array("rows columns", dtype="fp32")')], "(did you mean 'float32'?)"),
+    # what nothing uses
+    (
+        [(OUT, '    W = ts.array("columns")\n' + OUT)],
+        "Softmax.W: softmax takes no array of that name; take it, or leave it out (softmax.py, line 18)",
+    ),
+    ([(OUT, "    depth = ts.dim(1)\n" + OUT)], "Softmax.depth: nothing uses it, no array, function or constraint"),
+    ([(OUT, "    eps = ts.scalar(1e-5)\n" + OUT)], "Softmax.eps: nothing uses it"),
+    (
+        [more("def constants(p, s):", "return {'TIEL': 4}")],
+        "no parameter of softmax is called 'TIEL' (did you mean 'TILE'?)",
+    ),
+    ([('"occupancy"', '"ocupancy"')], "(did you mean 'occupancy'?), and read by neither grid nor constants"),
+    (
+        [("def softmax(X, Out", "def softmax(x, Out")],
+        "(did you mean 'X'?); declare it, or return it from constants(p, s) (softmax.py, line 5)",
+    ),
+    # words where tile code takes numbers
+    (
+        [('"occupancy"', '"order": ["rows", "swizzled"], "occupancy"'), (TAKES, "TILE: ct.Constant[int], order)")],
+        "Softmax.knobs['order']: parameter 'order' of softmax would get 'rows', and constants of tile code are numbers, true and "
+        "false; constants(p, s) may return its number for it, as in {'order': ('rows', 'swizzled').index(s['order'])}",
+    ),
+    (
+        [(OUT, "    mode = ts.choice('a', 'b')\n" + OUT), (TAKES, "TILE: ct.Constant[int], mode)")],
+        "{'mode': ('a', 'b').index(p.mode)}",
+    ),
+    (
+        [(TAKES, "TILE: ct.Constant[int], dtype)")],
+        "arrays have it as their dtype, as in X.dtype: leave the parameter out",
+    ),
+    (
+        [
+            (TAKES, "TILE: ct.Constant[int], half: ct.Constant[int])"),
+            more("def constants(p, s):", "return {'half': None}"),
+        ],
+        "would get None",
+    ),
+    (
+        [
+            (TAKES, "TILE: ct.Constant[int], half: ct.Constant[int])"),
+            more("def constants(p, s):", "return {'half': p.rows / 2}"),
+        ],
+        "half is annotated as a constant integer and gets 8192.0; // divides without a rest",
+    ),
+    # functions
+    (
+        [("def grid(p, s, device)", "def grid(self, p, s, device)")],
+        "functions of a declaration are written without self",
+    ),
+    (
+        [("def grid(p, s, device)", "def grid(p, s)")],
+        "Softmax.grid: takes (p, s), and must take (p, s, device) (softmax.py, line 23)",
+    ),
+    (
+        [("(p.rows,)", "(p.row,)")],
+        "has no field 'row'; it has rows, columns, dtype (did you mean 'rows'?) (softmax.py, line 24)",
+    ),
+    ([("(p.rows,)", "(p.rows // s['TIEL'],)")], "KeyError: 'TIEL' (did you mean 'TILE'?) (softmax.py, line 24)"),
+    ([("(p.rows,)", "(s.TILE,)")], "has no attribute 'TILE' (did you mean ['TILE']?)"),
+    ([more("def flops(p):", "return 'many'")], "Softmax.flops: must return a number, got 'many'"),
+    ([more("def tolerance(p, s):", "return 0.01")], "must return a ts.Tolerance, as in"),
+    (
+        [more("def inputs(xp, rng, p):", "return {'x': rng.standard_normal((p.rows, p.columns))}")],
+        "'x' is no input; the inputs are X (did you mean 'X'?)",
+    ),
+    (
+        [more("def inputs(xp, rng, p):", "return {'X': rng.standard_normal(p.rows * p.columns)}")],
+        "Softmax.inputs: X has shape (180,) for",
+    ),
+    ([more("def inputs(xp, rng, p):", "return [1]")], "Softmax.inputs: must return a dict of inputs by name, got list"),
+    (
+        [more("def inputs(xp, rng, p):", "return {'X': rng.normals(3)}")],
+        "Softmax.inputs: for rows=3 columns=60 float16 it raises Attr",
+    ),
+    ([("def reference(xp, X)", "def reference(self, xp, X)")], "a reference is written without self"),
+    ([(RETURNS, "e / e.sum()")], "Softmax.reference: returns nothing; return the array"),
+    ([(RETURNS, "return e, e")], "Softmax.reference: returns 2 arrays; the outputs are Out"),
+    ([(RETURNS, "return {'Out': e}")], "Softmax.reference: returns a dict; return the array"),
+    ([(RETURNS, "return e + 1j")], "Softmax.reference: returns Out of complex numbers"),
+    ([(RETURNS, "return e / total")], "NameError: name 'total' is not defined (softmax.py, line 28)"),
+    ([("xp.exp(", "np.exp(")], "NameError: name 'np' is not defined (did you mean 'xp'?) (softmax.py, line 27)"),
+    (
+        [("    function = softmax", "    function = lambda X, Out, columns, TILE: None")],
+        "expected a cuTile kernel or a function",
+    ),
+    (
+        [("    function = softmax", "    def launches(p, s, device):\n        return softmax, (p.rows,)\n")],
+        "must return a list of pairs",
+    ),
+    # constraints
+    ([('"TILE >= columns"', '"TIEL >= columns"')], "reads unknown name 'TIEL'; known are"),
+    ([('"TILE >= columns"', '"TILE = columns"')], "is not an expression: invalid syntax"),
+    ([('"TILE >= columns"', '"TILE / 2 >= columns"')], "; // divides (softmax.py, line 20)"),
+    ([('"TILE >= columns"', '"TILE >= p.columns"')], "; sizes and knobs stand alone: rows, not p.rows"),
+    # files
+    (
+        [("import cuda.tile as ct\n", "")],
+        "name 'ct' is not defined (the file lacks: import cuda.tile as ct) (softmax.py, line 4)",
+    ),
+    (
+        [("import tiledsched as ts\n", "import tiledsched as ts\nimport numpyy\n")],
+        "No module named 'numpyy' (softmax.py, line 3); correct",
+    ),
+    (
+        [("class Softmax(ts.Kernel):", "class Softmax(ts.Kernel)")],
+        "SyntaxError: expected ':' (softmax.py, line 13); correct the file",
+    ),
+    (
+        [("class Softmax", "import sys\nsys.exit(3)\n\n\nclass Softmax")],
+        "ends the program as it is imported: SystemExit: 3 (softmax.py, line 14)",
+    ),
+    (
+        [("TILE: ct.Constant[int]", "TILE: ct.Const[int]")],
+        "has no attribute 'Const' (did you mean 'Constant'?) (softmax.py, line 6)",
+    ),
+    ([("class Softmax(ts.Kernel)", "class Softmax")], "it declares none: a kernel is a subclass of ts.Kernel"),
+    ([(RETURNS, RETURNS + "\n\n\nSoftmax = Softmax()")], "(that is an object: leave out the line that makes it)"),
+]
+
+
+@pytest.mark.parametrize(("edits", "words"), DECLARATIONS, ids=[words[:50] for _, words in DECLARATIONS])
+def test_a_mistake_in_a_file_is_answered_by_name_and_line(tmp_path, edits, words) -> None:
+    with pytest.raises(TiledschedError) as error:
+        load_kernel(written(tmp_path, *edits))
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        [],
+        [(OUT, "    BLOCKS = 4\n" + OUT), more("def half(p):", "return p.rows // 2")],  # the author's own
+        [more("def grid_of_half(p):", "return p.rows // 2"), more("def grid2(p):", "return 1")],
+        [(OUT, "    depth = ts.dim(1)\n" + OUT), more("def flops(p):", "return getattr(p, 'depth')")],
+        [(OUT, "    causal = ts.flag()\n    mode = ts.choice('a', 'b')\n    W = ts.workspace('rows')\n" + OUT)],
+        [("(p.rows,)", "[__import__('numpy').int64(p.rows)]")],
+        [
+            ('"occupancy"', '"order": ["rows", "swizzled"], "occupancy"'),
+            (TAKES, "TILE: ct.Constant[int], order: ct.Constant[int])"),
+            more("def constants(p, s):", "return {'order': ('rows', 'swizzled').index(s['order'])}"),
+        ],
+    ],
+    ids=["as it is", "helpers", "like a function", "read by name", "flags and scratch", "numpy", "words mapped"],
+)
+def test_what_is_right_is_taken(tmp_path, edits) -> None:
+    kernel = load_kernel(written(tmp_path, *edits))
+    p, s = kernel.problem(rows=3, columns=60), {name: each.default for name, each in kernel.knob_fields().items()}
+    assert check_schedule(kernel, p, Schedule(s))[0]
+
+
+BODIES = [
+    (("ct.exp(", "ct.expp("), "no attribute 'expp'", "(softmax.py, line 9)"),
+    (("row = ct.bid(0)", "row = ct.bid(0) + offset"), "offset", "(softmax.py, line 7)"),
+    (("(1, TILE), padding", "(TILE,), padding"), "shape", "(softmax.py, line 8)"),
+    (("(1, TILE), padding", "(1, TILE + 1), padding"), "power", "(softmax.py, line 8)"),
+    (("Out.dtype", "Out.dype"), "'dype'", "(softmax.py, line 10)"),
+    (("row = ct.bid(0)", "row = ct.bid(0) + 1 // (TILE - TILE)"), "by zero", "(softmax.py, line 7)"),
+]
+
+
+@pytest.mark.parametrize(("edit", "words", "line"), BODIES, ids=[words for _, words, _ in BODIES])
+def test_a_mistake_in_tile_code_is_told_with_its_line(tmp_path, edit, words, line) -> None:
+    kernel = load_kernel(written(tmp_path, edit))
+    p, s = kernel.problem(rows=3, columns=60), Schedule(TILE=64, occupancy=1, num_worker_warps=4)
+    passed, _, message = check_schedule(kernel, p, s)
+    assert (passed, message.startswith("softmax, block (0, 0, 0): ")) == (False, True)
+    assert words in message
+    assert message.endswith(line)
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize(("edit", "words", "line"), BODIES[:4], ids=[words for _, words, _ in BODIES[:4]])
+def test_what_the_compiler_says_is_told_with_its_line(tmp_path, edit, words, line) -> None:
+    kernel = load_kernel(written(tmp_path, edit))
+    p, s = kernel.problem(rows=3, columns=60), Schedule(TILE=64, occupancy=1, num_worker_warps=4)
+    with pytest.raises(Exception) as error:  # noqa: PT011  # of cuTile's several
+        compile_schedule(kernel, p, s, "sm_90")
+    message = describe(error.value)
+    assert words in message
+    assert message.endswith(line)
+
+
+LINES = [
+    ("tune atention", "kernel 'atention' is not known here (did you mean 'attention'?); name the file or module"),
+    ("check softmax.py", "softmax.py is a file; name its class, too: softmax.py:Softmax"),
+    ("check softmax.Softmax", "a colon stands between a file and its class: softmax.py:Softmax"),
+    ("check softmax.py:Sofmax", "declares no kernel 'Sofmax'; it declares Softmax (did you mean 'Softmax'?)"),
+    ("check sofmax.py:Softmax", "sofmax.py (did you mean softmax.py?); name it as path/file.py:Class"),
+    ("check none/softmax.py:Softmax", "there is no folder"),
+    ("check tiledsched.kernels.matmull:Matmul", "(did you mean 'tiledsched.kernels.matmul'?)"),
+    (
+        "check softmax.py:Softmax -p rows=3,columns=4k",
+        "columns must be a positive integer, got '4k' (did you mean 4096?)",
+    ),
+    ("check softmax.py:Softmax -p row=3,columns=40", "(did you mean 'rows'?)"),
+    ("explain attention --arch sm_90 -p S=4096,D=128x", "got '128x' (did you mean 128?)"),
+    ("explain attention --arch sm_90 -p S4096", "(did you mean 'S=4096'?)"),
+    ("explain attention --arch sm_90 -p S=64,casual", "(did you mean 'causal'?)"),
+    ("explain attention --arch sm_90 -p S=64,dtype=bf16", "got 'bf16' (did you mean 'bfloat16'?)"),
+    ("tune --suite lama --arch sm_90", "attention has no suite 'lama'; known are"),
+    ("tune --arch h10", "unknown arch 'h10'; known are"),
+    ("tune --effort quik", "'quik' is not one of 'race', 'quick', 'default', 'thorough' (did you mean 'quick'?)"),
+    ("tune --sampler surogate --arch sm_90", "(did you mean 'surrogate'?)"),
+    ("show --provenance mesured", "(did you mean 'measured'?)"),
+    ("show atention", "(did you mean 'attention'?)"),
+    ("fleet run tun", "not tun (did you mean 'tune'?)"),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), LINES, ids=[line for line, _ in LINES])
+def test_a_misspelt_word_of_a_command_is_answered_by_the_one_that_was_meant(
+    line, words, tmp_path, monkeypatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "x.db"))
+    written(tmp_path)
+    assert main(line.split()) == (0 if line == "show atention" else 2)
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "known", "found"),
+    [
+        ("columns", ["rows", "columns"], "columns"),
+        ("x", ["X", "Out"], "X"),
+        ("fp16", ["float16", "bfloat16"], "float16"),
+        ("fp16", ["bfloat16"], None),
+        ("depth", ["rows", "columns"], None),
+        (3, ["rows"], None),
+    ],
+)
+def test_the_nearest_name(word, known, found) -> None:
+    assert nearest(word, known) == found
+
+
+# ---- a kernel's identity is its own ----------------------------------------------------------------------------------
+
+
+def test_files_import_their_neighbours_and_each_its_own(tmp_path) -> None:
+    kernels, helpers = {}, "def less(x, y):\n    return x - y + {0} - {0}\n"
+    for number in (1, 2):
+        folder = tmp_path / f"folder{number}"
+        folder.mkdir()
+        (folder / "my_helpers.py").write_text(helpers.format(number))
+        edits = (
+            ("import tiledsched as ts", "import tiledsched as ts\nfrom my_helpers import less"),
+            ("ct.exp(x -", "ct.exp(less(x,"),
+        )
+        closed = ("keepdims=True))\n    ct.store", "keepdims=True)))\n    ct.store")
+        kernels[number] = load_kernel(written(folder, *edits, closed))
+    p = kernels[1].problem(rows=3, columns=60)
+    for number, kernel in kernels.items():
+        assert check_schedule(kernel, kernel.problem(rows=3, columns=60), Schedule(TILE=64, occupancy=1))[0]
+        assert kernel.function._pyfunc.__globals__["less"](0, 0) == 0
+        assert f"folder{number}" in kernel.function._pyfunc.__globals__["less"].__code__.co_filename
+    assert kernels[1].source_hash() != kernels[2].source_hash()
+    before = {number: kernel.source_hash() for number, kernel in kernels.items()}
+    (tmp_path / "folder2" / "my_helpers.py").write_text(helpers.format(3))
+    assert kernels[1].source_hash() == before[1]
+    assert kernels[2].source_hash() != before[2]
+    assert p.kernel == "softmax:Softmax"
+
+
+def test_a_file_of_a_package_is_named_as_a_module(tmp_path) -> None:
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "__init__.py").touch()
+    where = written(
+        tmp_path / "made", ("import tiledsched as ts", "import tiledsched as ts\nfrom .helpers import less")
+    )
+    with pytest.raises(ConfigError, match=rf"name it as a module of its package, from {tmp_path}: made.softmax:Class"):
+        load_kernel(where)
+
+
+def test_an_entry_point_shadows_nothing_in_silence(monkeypatch, caplog) -> None:
+    def point(name, value):
+        return importlib.metadata.EntryPoint(name=name, value=value, group=registry.ENTRY_POINTS)
+
+    points = [point("softmax", "other.softmax:Softmax"), point("norm", "one:Norm"), point("norm", "two:Norm")]
+    monkeypatch.setattr(registry, "installed_entry_points", lambda: tuple(points))
+    assert load_kernel("softmax").locator() == "tiledsched.kernels.softmax.declaration:Softmax"
+    assert "registers another one under that name: name that one other.softmax:Softmax" in caplog.text
+    with pytest.raises(
+        ConfigError, match=r"different kernels as 'norm'; name the one that you mean: one:Norm .*, two:Norm"
+    ):
+        load_kernel("norm")
