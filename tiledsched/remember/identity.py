@@ -28,6 +28,8 @@ MOST_PARTS = 5000
 """Values that are read of one function at most."""
 PYTHON = os.path.dirname(os.__file__) + os.sep
 """Where Python's own modules lie."""
+NAME = "name"
+"""The key under which something stands of which only the name counts."""
 FULL_ALIGNMENT = 16
 """Bytes: cuTile tells alignments up to this one apart."""
 
@@ -183,7 +185,7 @@ class Reader:
                 if name in _globals_in(plain.__code__):  # else it is the name of an attribute only
                     raise
         return {
-            name: value for name, value in found.items() if not (isinstance(value, str) and value.startswith("name "))
+            name: value for name, value in found.items() if not (isinstance(value, dict) and value.keys() == {NAME})
         }
 
     def value(self, value: Any, name: str, attributes: Set[str] = frozenset()) -> Any:
@@ -220,13 +222,13 @@ class Reader:
         if isinstance(value, type):
             return self._class(value, attributes)
         if isinstance(value, BuiltinFunctionType):
-            return f"name {value.__module__}.{value.__qualname__}"
+            return {NAME: f"{value.__module__}.{value.__qualname__}"}
         return self._compound(value, name, attributes)
 
     def _module(self, module: ModuleType, attributes: Set[str]) -> Any:
         """A module: of one that is no library, what the code may read of it."""
         if is_library(module.__name__, getattr(module, "__file__", None)):
-            return f"name {module.__name__}"
+            return {NAME: module.__name__}
         read = {name: value for name, value in vars(module).items() if name in attributes}
         plain = {
             name: self.value(value, name, attributes)
@@ -237,21 +239,21 @@ class Reader:
 
     def _class(self, kind: type, attributes: Set[str]) -> Any:
         """A class: of one that is no library's, the values and the functions that it holds."""
-        name = f"name {kind.__module__}.{kind.__qualname__}"
+        name = {NAME: f"{kind.__module__}.{kind.__qualname__}"}
         module = sys.modules.get(kind.__module__)
         if is_library(kind.__module__, getattr(module, "__file__", None)) or id(kind) in self._met:
             return name
         self._met.add(id(kind))
         held = {each: one for each, one in vars(kind).items() if each in attributes or isinstance(one, FunctionType)}
         read = {each: self.value(one, each, attributes) for each, one in sorted(held.items()) if not _is_made(one)}
-        return {"class": name, **read} if read else name
+        return {"class": name[NAME], **read} if read else name
 
     def _function(self, function: Any) -> Any:
         """A function among captured values: a library's by name, another by its code and what it captured in turn."""
         plain = _plain_function(function)
         if plain is None or _is_library_function(plain):
-            return f"name {name_of(plain or function)}"
-        return f"name {name_of(plain)}" if id(plain) in self._met else self.function(plain) or f"name {name_of(plain)}"
+            return {NAME: name_of(plain or function)}
+        return {NAME: name_of(plain)} if id(plain) in self._met else self.function(plain) or {NAME: name_of(plain)}
 
     def _compound(self, value: Any, name: str, attributes: Set[str]) -> Any:
         kind = type(value)
@@ -268,7 +270,7 @@ class Reader:
             if " at 0x" not in text and "=0x" not in text:
                 return f"{kind.__name__} {text}"
         if id(value) in self._met:
-            return f"name {kind.__qualname__}"
+            return {NAME: kind.__qualname__}
         self._met.add(id(value))
         held = fields_of(value)
         if held is None:
