@@ -268,7 +268,7 @@ class Reader:
         if is_library(kind.__module__, getattr(module, "__file__", None)) and not isinstance(value, SimpleNamespace):
             text = repr(value)
             if " at 0x" not in text and "=0x" not in text:
-                return f"{kind.__name__} {text}"
+                return text
         if id(value) in self._met:
             return {NAME: kind.__qualname__}
         self._met.add(id(value))
