@@ -19,7 +19,8 @@ from tiledsched.remember.description import Call, Request, describe_call
 from tiledsched.remember.identity import OpaqueError, name_of
 from tiledsched.remember.machine import Machine, Program
 
-NOT_NAMED = "a call that cannot be named"
+NOT_STORED = "not stored"
+"""The kernel of problems that are in no database."""
 _one_at_a_time = threading.RLock()
 """Held while a thread of this process measures."""
 
@@ -101,7 +102,7 @@ class Search:
         """The answer, from the database or from a race."""
         gpu = self._machine.gpu()
         call, store = self._open(gpu)
-        known, problem = Answers(), Problem(NOT_NAMED, {})
+        known, problem = Answers(), Problem(NOT_STORED, {})
         try:
             if store is not None:
                 known = self._counted(store.read())
@@ -150,16 +151,18 @@ class Search:
 
     def _not_stored(self, error: OpaqueError) -> Call:
         """The call, after a warning that nothing is stored of it, and why."""
-        name = name_of(getattr(self._request.kernel, "_pyfunc", self._request.kernel))
-        warn_once(f"results for {name} are not stored: the call depends on {error}, which has no lasting identity")
-        return self._unnamed()
+        call = self._unnamed()
+        warn_once(
+            f"results for {call.kernel} are not stored: the call depends on {error}, which has no lasting identity"
+        )
+        return call
 
     def _unnamed(self) -> Call:
         """A call of which nothing is stored: its schedules are numbers."""
         count = len(self._request.configs)
         return Call(
             request=self._request,
-            kernel=NOT_NAMED,
+            kernel=name_of(getattr(self._request.kernel, "_pyfunc", self._request.kernel)),
             source="",
             captured="",
             schedules=tuple(Schedule(config=number) for number in range(count)),
