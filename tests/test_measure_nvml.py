@@ -357,3 +357,27 @@ def test_an_answer_in_time_is_cheap():
     assert time.process_time() - began < 1.0
     with pytest.raises(ZeroDivisionError):
         ask(lambda: 1 // 0, 10.0)
+
+
+def test_a_process_that_has_torch_need_not_import_cupy(monkeypatch):
+    found = types.SimpleNamespace(
+        name="NVIDIA H200",
+        major=9,
+        minor=0,
+        multi_processor_count=132,
+        total_memory=1 << 37,
+        L2_cache_size=1 << 25,
+        pci_domain_id=0,
+        pci_bus_id=0x1B,
+        pci_device_id=0,
+    )
+    cuda = types.SimpleNamespace(current_device=lambda: 0, get_device_properties=lambda index: found)
+    monkeypatch.setitem(
+        sys.modules, "torch", types.SimpleNamespace(cuda=cuda, version=types.SimpleNamespace(cuda="13.0"))
+    )
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setattr(nvml, "_binding", lambda: None)
+    assert nvml._current_bus() == "00000000:1b:00.0"
+    device = nvml.current_device()
+    assert (device.name, device.arch, device.sm_count, device.driver) == ("NVIDIA H200", "sm_90", 132, "CUDA 13.0")
+    assert "cupy" not in sys.modules

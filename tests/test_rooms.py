@@ -28,7 +28,7 @@ FLOORS = (
     {"store", "interpreter"},
     {"serve", "report"},
     {"tuning", "ops"},
-    {"bench"},
+    {"bench", "remember"},
     {"studies", "fleet"},
     {"doctor"},
     {"cli"},

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from tiledsched.ops.sdpa import sdpa as sdpa
     from tiledsched.ops.varlen import sdpa_paged as sdpa_paged
     from tiledsched.ops.varlen import sdpa_varlen as sdpa_varlen
+    from tiledsched.remember.replacing import remember as remember
+    from tiledsched.remember.search import exhaustive_search as exhaustive_search
     from tiledsched.serve.capture import capture as capture
     from tiledsched.serve.op import op as op
     from tiledsched.serve.ranks import check_ranks as check_ranks
@@ -69,6 +71,8 @@ _PUBLIC = {
     "ops.functions": "cross_entropy geglu grouped_matmul layer_norm matmul rms_norm rope scaled_matmul softmax swiglu",
     "ops.sdpa": "explain sdpa",
     "ops.varlen": "sdpa_paged sdpa_varlen",
+    "remember.replacing": "remember",
+    "remember.search": "exhaustive_search",
     "serve.capture": "capture",
     "serve.op": "op",
     "serve.ranks": "check_ranks",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +21,7 @@ from tiledsched.cli.output import note
 from tiledsched.cli.problems import describe_kernel
 from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.device import ARCHS, arch_named, arch_spec
-from tiledsched.core.errors import ConfigError, MeasureError
+from tiledsched.core.errors import ConfigError, DatabaseError, MeasureError
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.registry import SHIPPED, load_kernel
 from tiledsched.measure import nvml
@@ -209,7 +211,28 @@ class Command(_Explained):
 
 def _named_kernel(words: Iterable[str]) -> KernelClass:
     """The kernel that a command's words name, as far as it can be told without parsing them; else the usual one."""
+    words = list(words)
     named = next((word for word in words if word in SHIPPED or (":" in word and "=" not in word)), USUAL_KERNEL)
+    return _find_kernel(named, words)
+
+
+def _find_kernel(named: str, words: Sequence[str]) -> KernelClass:
+    """The kernel of a name. One that is known from calls of exhaustive_search in the database is taken from there: its module is
+    not imported.
+
+    Args:
+        named: the name.
+        words: what was typed, which may name the database.
+    """
+    if ":" in named and not os.path.isfile(named.partition(":")[0]):
+        from tiledsched.remember.declaration import stored_kernel
+
+        places = [after for word, after in itertools.pairwise(words) if word == "--db"]
+        places += [word.removeprefix("--db=") for word in words if word.startswith("--db=")]
+        with contextlib.suppress(DatabaseError):  # whoever needs the database says what is wrong with it
+            stored = stored_kernel(named, places[-1] if places else load_settings().db)
+            if stored is not None:
+                return stored
     return load_kernel(named)
 
 
@@ -272,7 +295,7 @@ def _kernel(ctx: click.Context, param: click.Parameter, value: str) -> KernelCla
     """The kernel of a name. A user's file is imported only where it is named."""
     ctx.ensure_object(Invocation).kernel_word = value
     try:
-        return load_kernel(value)
+        return _find_kernel(value, ctx.meta["tiledsched.words"])
     except ConfigError:
         check_word(value)
         raise
@@ -281,7 +304,7 @@ def _kernel(ctx: click.Context, param: click.Parameter, value: str) -> KernelCla
 def _kernel_name(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
     """The name under which tables list a kernel. One that is not known here is taken at its word."""
     try:
-        return value and load_kernel(value).name
+        return value and _find_kernel(value, ctx.meta["tiledsched.words"]).name
     except ConfigError:
         check_word(value or "")
         return value

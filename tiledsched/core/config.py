@@ -35,6 +35,7 @@ SETTINGS: dict[str, tuple[str, ...] | type] = {
     "sync": bool,
     "gpu_wait": int,
     "capture": str,
+    "remember": ("on", "new", "off"),
     "log_level": ("debug", "info", "warning", "error"),
 }
 """Every setting and its allowed values, or their type where any will do. docs/serving.md has the same list."""
@@ -76,6 +77,9 @@ class Settings:
     """Seconds to wait for a GPU on which another process measures; None for as long as it takes, 0 for not at all."""
     capture: str = ""
     """Where the problems that are served are noted: a folder, 1 for the folder `seen` beside the database, or nowhere."""
+    remember: str = "on"
+    """What :func:`tiledsched.exhaustive_search` does with stored results. on: it answers from them and adds to them; new: it
+    measures again and replaces them; off: it neither reads nor stores any."""
     log_level: str | None = None
     """Least level of messages that the logger `tiledsched` prints to stderr; None leaves logging to the program."""
     knobs: Mapping[str, KnobValue] = field(default_factory=dict)

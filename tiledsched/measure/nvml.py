@@ -7,8 +7,10 @@ import os
 import re
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +68,8 @@ def _tell(question: Callable[..., Any], *about: Any) -> Any:
         return None
 
 
-def _labelled(name: str) -> str:
+def labelled(name: str) -> str:
+    """The name of a GPU, with the label that an environment variable gives it."""
     label = os.environ.get(LABEL_VARIABLE, "")
     return f"{name} ({label})" if label else name
 
@@ -110,7 +113,7 @@ def _list_gpus() -> list[tuple[str, Device]]:
             continue  # listed, but lost or in a mode that computes nothing
         memory = _tell(nvml.nvmlDeviceGetMemoryInfo, handle)
         device = Device(
-            name=_labelled(_text(_tell(nvml.nvmlDeviceGetName, handle)) or "unnamed GPU"),
+            name=labelled(_text(_tell(nvml.nvmlDeviceGetName, handle)) or "unnamed GPU"),
             arch=f"sm_{capability[0]}{capability[1]}",
             sm_count=0,
             memory_bytes=int(memory.total) if memory else 0,
@@ -169,7 +172,7 @@ def expected_name() -> str:
         MeasureError: the driver does not answer.
     """
     names = asked(_list_names, LISTED_S)
-    return _labelled(names.pop()) if len(names) == 1 and "" not in names else ""
+    return labelled(names.pop()) if len(names) == 1 and "" not in names else ""
 
 
 def _list_names() -> set[str]:
@@ -236,6 +239,9 @@ def current_gpu() -> tuple[str, str]:
 
 def _current_bus() -> str:
     """Where the current CUDA device of this thread is on the PCI bus; empty where CUDA does not say."""
+    with suppress(Exception):  # a process that has torch need not import CuPy, which takes a second
+        found = _torch_properties()
+        return f"{found.pci_domain_id:08x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
     try:
         import cupy
 
@@ -275,15 +281,33 @@ def own_processes(before: Collection[int]) -> frozenset[int]:
     return frozenset({os.getpid(), os.getppid()}) if os.getpid() in now or len(came) != 1 else came
 
 
+def _torch_properties() -> Any:
+    """What torch knows of its current CUDA device, in a process that uses torch and not CuPy; in any other, an exception."""
+    torch = None if "cupy" in sys.modules else sys.modules.get("torch")
+    return torch.cuda.get_device_properties(torch.cuda.current_device())  # type: ignore[union-attr]
+
+
 def current_device() -> Device:
-    """The current CUDA device, described by the runtime (through CuPy) and by NVML where it answers."""
+    """The current CUDA device, described by the runtime (through torch or CuPy) and by NVML where it answers."""
+    nvml = _binding()
+    driver = nvml and _text(_tell(nvml.nvmlSystemGetDriverVersion))
+    found: Any = None
+    with suppress(Exception):
+        found = _torch_properties()
+    if found is not None:
+        return Device(
+            name=labelled(found.name),
+            arch=f"sm_{found.major}{found.minor}",
+            sm_count=found.multi_processor_count,
+            memory_bytes=found.total_memory,
+            l2_bytes=found.L2_cache_size,
+            driver=driver or f"CUDA {sys.modules['torch'].version.cuda}",
+        )
     import cupy
 
     properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
-    nvml = _binding()
-    driver = nvml and _text(_tell(nvml.nvmlSystemGetDriverVersion))
     return Device(
-        name=_labelled(_text(properties["name"])),
+        name=labelled(_text(properties["name"])),
         arch=f"sm_{properties['major']}{properties['minor']}",
         sm_count=int(properties["multiProcessorCount"]),
         memory_bytes=int(properties["totalGlobalMem"]),

@@ -141,8 +141,8 @@ class Candidate:
 class Checked:
     """A candidate that loaded, ran and gave the right answer."""
 
-    accuracy: Accuracy
-    """Its error over the whole output."""
+    accuracy: Accuracy | None
+    """Its error over the whole output; None where nothing was compared, because nobody asked for it."""
     first_look_us: float
     """Time of one launch, cold: good enough to tell a hopeless candidate, never reported."""
 

@@ -71,6 +71,9 @@ class TorchStopwatch:
         self._calls[index], self._launches[index] = graph.replay, launches
         return True
 
+    def prepare(self, index: int) -> None:
+        """Do what a call needs before it is timed: nothing, unless a subclass does something."""
+
     def queue(self, index: int, *, paced: bool) -> tuple[int, Any, Any]:
         """Events around one call, or one graph; when paced, behind an L2 flush and a spin kernel.
 
@@ -81,6 +84,7 @@ class TorchStopwatch:
             MeasureError: no spin is long enough.
         """
         for _ in range(MOST_DOUBLINGS + 1):
+            self.prepare(index)
             before, after = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
             if paced:
                 self._flush.zero_()

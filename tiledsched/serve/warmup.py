@@ -143,14 +143,16 @@ def prepare(
     device = device or next((entry.device_name for entry in mine), "")
     wanted = list(dict.fromkeys(each for problem in asked for each in (problem, *likely(problem))))
     files = _ProgramFiles(kernel, arch, settings, artifacts.host_arch)
-    found = _at_hand(arch, path, mine, kernel, artifacts)
+    # Of a kernel that is known from its results only, the results go along: its programs are those of its own caller.
+    has_code = any(each is not None for each in (kernel.function, kernel.entry, kernel.launches))
+    found = _at_hand(arch, path, mine, kernel, artifacts) if has_code else {}
     had = set(found)
     needed: dict[Key, tuple[Schedule, Problem]] = {}
     failed: dict[Key, str] = {}
     failures: list[tuple[Schedule, Failure]] = []
     outcomes: dict[Key, Built] = {}
     lost: dict[Key, Built] = {}
-    waiting = [(problem, table.resolve(problem, arch, device)) for problem in wanted]
+    waiting = [(problem, table.resolve(problem, arch, device)) for problem in wanted] if has_code else []
     while waiting:
         keys = [_key(kernel, arch, problem, served.schedule) for problem, served in waiting]
         fresh = {

@@ -73,6 +73,24 @@ from tiledsched.store.spills import DOES_NOT_BUILD, OF_THE_PROGRAM, Spills
 from tiledsched.store.writing import Parents, insert_row, now, put_artifacts, put_builds, put_entry, put_measurements
 
 
+def new_measurement(
+    run_id: int | None, kernel: str, source_hash: str, toolchain: Toolchain, measurement: Measurement
+) -> StoredMeasurement:
+    """A measurement as it is stored for the first time, now."""
+    created = now()
+    content = [kernel, source_hash, encode(toolchain), encode(measurement), encode(created)]
+    return StoredMeasurement(
+        id=0,
+        uid=stable_id(content, 24),
+        run_id=run_id,
+        kernel=kernel,
+        source_hash=source_hash,
+        toolchain=toolchain,
+        measurement=measurement,
+        created_at=created,
+    )
+
+
 class TuningDB(Database):
     """An open tuning database. :meth:`open` makes one; use it in a `with` statement, or call :meth:`close`."""
 
@@ -176,18 +194,7 @@ class TuningDB(Database):
         self, run_id: int | None, kernel: str, source_hash: str, toolchain: Toolchain, measurement: Measurement
     ) -> int:
         """Store one measurement, and return its number, which an entry takes as `measurement_id`."""
-        created = now()
-        content = [kernel, source_hash, encode(toolchain), encode(measurement), encode(created)]
-        record = StoredMeasurement(
-            id=0,
-            uid=stable_id(content, 24),
-            run_id=run_id,
-            kernel=kernel,
-            source_hash=source_hash,
-            toolchain=toolchain,
-            measurement=measurement,
-            created_at=created,
-        )
+        record = new_measurement(run_id, kernel, source_hash, toolchain, measurement)
 
         def put(session: Session) -> int:
             put_measurements(session, [record])

@@ -271,7 +271,8 @@ class RaceState:
                 racer.failure = checked
             else:
                 racer.accuracy = checked.accuracy
-                racer.failure = self._requires(racer.candidate, checked.accuracy) if self._requires else None
+                if self._requires and checked.accuracy is not None:
+                    racer.failure = self._requires(racer.candidate, checked.accuracy)
             if racer.failure is not None:
                 self.finish(racer)
         return racer.failure is None

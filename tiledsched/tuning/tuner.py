@@ -831,7 +831,7 @@ class _Search(_ProblemTune):
             for program in self.builder.programs([schedule], self.problem, self.runner.device):
                 for candidate in self.builder.candidates([program]):
                     checked = self.runner.check(candidate)
-                    if isinstance(checked, Checked):
+                    if isinstance(checked, Checked) and checked.accuracy is not None:
                         return WantedNumbers(program=program, accuracy=checked.accuracy, grids=self.grids_of)
         return None
 

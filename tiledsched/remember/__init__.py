@@ -1,0 +1,25 @@
+"""`tiledsched.remember()`: cuTile's own `exhaustive_search` with a memory, for code that cannot be edited.
+
+The name is that of this package and of the function: the package can be called.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tiledsched.remember.replacing import remember
+
+
+class _Callable(ModuleType):
+    """A module that can be called: `import tiledsched.remember` leaves `tiledsched.remember()` what it is."""
+
+    def __call__(self, *, check: bool = False) -> remember:
+        from tiledsched.remember.replacing import remember
+
+        return remember(check=check)
+
+
+sys.modules[__name__].__class__ = _Callable

@@ -1,0 +1,434 @@
+"""Stored answers: read in a millisecond without SQLAlchemy where the database is a file, written through the same records as
+every other result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tiledsched.build.cubin import Artifact
+from tiledsched.build.toolchain import Toolchain
+from tiledsched.core.config import Settings
+from tiledsched.core.errors import DatabaseError, Failure, FailureKind
+from tiledsched.core.problem import Problem, ProblemClass
+from tiledsched.core.schedule import Schedule
+from tiledsched.measure.estimate import Timing
+from tiledsched.measure.runner import Device, Measurement
+from tiledsched.remember.description import MARK, Call, Grid
+from tiledsched.store.location import database_exists, database_file, location, site_location
+
+log = logging.getLogger("tiledsched")
+REGIME = "burst"
+SPACE = "space "
+"""Stands before the digest of the space in what an entry says of its source."""
+WRONG = FailureKind.WRONG_RESULT
+PASSING = (FailureKind.COMPILER_KILLED, FailureKind.GPU_LOST, FailureKind.WORKER_KILLED)
+"""Failures that say nothing of the program, so that it is tried again."""
+
+MEASURED = """
+SELECT m.schedule_id, m.median_us, m.ci_low_us, m.ci_high_us, m.sample_count, m.accuracy IS NOT NULL, m.run_id
+FROM measurements m JOIN devices d ON d.id = m.device_id JOIN toolchains t ON t.id = m.toolchain_id
+WHERE m.problem_id = :problem AND m.kernel = :kernel AND m.source_hash = :source AND m.regime = 'burst'
+AND m.arch = :arch AND d.name = :device AND t.tileiras = :compiler ORDER BY m.id
+"""
+BUILT = """
+SELECT b.schedule_id, b.problem_class_id, b.fingerprint, b.failure_kind, b.failure_message
+FROM builds b JOIN toolchains t ON t.id = b.toolchain_id
+WHERE b.kernel = :kernel AND b.source_hash = :source AND b.arch = :arch AND t.tileiras = :compiler
+AND b.problem_class_id IN ({classes}) ORDER BY b.id
+"""
+FAILED = """
+SELECT f.schedule_id, f.kind, f.message, r.command
+FROM failures f JOIN devices d ON d.id = f.device_id JOIN runs r ON r.id = f.run_id
+WHERE f.problem_id = :problem AND f.kernel = :kernel AND f.arch = :arch AND d.name = :device ORDER BY f.id
+"""
+SERVED = """
+SELECT e.schedule_id, e.source, e.source_hash, e.measurement_id FROM entries e
+WHERE e.problem_id = :problem AND e.kernel = :kernel AND e.arch = :arch AND e.device_name = :device
+AND e.compiler = :compiler AND e.regime = 'burst' AND e.provenance = 'measured'
+"""
+PROBLEMS = """
+SELECT p.id, p.dims FROM problems p WHERE p.kernel = :kernel ORDER BY p.id
+"""
+PLACES = """
+SELECT DISTINCT e.arch, e.device_name FROM entries e WHERE e.kernel = :kernel AND e.provenance = 'measured'
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known(Timing):
+    """A stored time of one schedule."""
+
+    samples: int
+    """Number of timed launches."""
+    checked: bool
+    """Whether its outputs were compared."""
+    imported: bool = False
+    """Whether it comes from another database, which holds the builds."""
+
+
+@dataclass(kw_only=True)
+class Answers:
+    """What is stored for one call, by the ids of schedules."""
+
+    problem: Problem | None = None
+    """The call's problem; None where it was never stored."""
+    times: dict[str, Known] = field(default_factory=dict)
+    """Times of the schedules that were measured, and of those with the same program."""
+    failures: dict[str, Failure] = field(default_factory=dict)
+    """Why others gave no time."""
+    programs: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """The class (see `class_of`) and the fingerprint of what was built."""
+    winner: str = ""
+    """The schedule that is served; empty for none."""
+    space: str = ""
+    """Digest of the space over which it was found."""
+    entry: tuple[Any, ...] = ()
+    """The row of the entry, which changes with every race."""
+
+    def unchecked(self) -> Answers:
+        """What counts where outputs must have been compared."""
+        times = {schedule: known for schedule, known in self.times.items() if known.checked}
+        return replace(self, times=times, winner=self.winner if self.winner in times else "")
+
+    def spread(self) -> None:
+        """Give schedules that were not measured the times, or the failures, of those with the same program."""
+        of_program = {self.programs[each]: known for each, known in self.times.items() if each in self.programs}
+        broken = {self.programs[each]: failure for each, failure in self.failures.items() if each in self.programs}
+        for schedule, program in self.programs.items():
+            if program in of_program:
+                self.times.setdefault(schedule, of_program[program])
+            elif program in broken:
+                self.failures.setdefault(schedule, broken[program])
+
+    def covers(self, call: Call) -> bool:
+        """Whether nothing need be measured to answer the call."""
+        ids = call.places.keys()
+        winner = self.times.get(self.winner)
+        if winner is not None and winner.imported and self.winner in ids and self.space == call.space:
+            return True
+        return bool(ids & self.times.keys()) and ids <= self.times.keys() | self.failures.keys()
+
+
+def class_of(problem: Problem, grid: Grid) -> ProblemClass:
+    """What the program of a schedule depends on apart from the schedule: the problem and the grid."""
+    return ProblemClass({"problem": problem.id, "grid": "x".join(map(str, grid))})
+
+
+Rows = Sequence[Sequence[Any]]
+
+
+class AnswerStore:
+    """The stored answers of one call on one GPU.
+
+    Args:
+        settings: name the database, and the site's beneath it.
+        call: the call.
+        arch: e.g. sm_90.
+        device_name: the GPU's name.
+        compiler: its version.
+    """
+
+    def __init__(self, settings: Settings, call: Call, arch: str, device_name: str, compiler: str) -> None:
+        self._settings, self._call, self._arch, self._device_name = settings, call, arch, device_name
+        self._words = {
+            "kernel": call.kernel,
+            "source": call.source,
+            "arch": arch,
+            "device": device_name,
+            "compiler": compiler,
+        }
+
+    def read(self) -> Answers:
+        """What is stored: in the user's database; where that has no answer, in the site's or in a bundle. Where results are to be
+        measured anew, nothing counts."""
+        mine = self._read_database(self._settings.db)
+        if self._settings.remember == "new":
+            return Answers(entry=mine.entry)
+        if mine.covers(self._call):
+            return mine
+        site = site_location(self._settings.site)
+        for other in (lambda: self._read_database(site) if site else Answers(), self._read_bundle):
+            found = other()
+            if found.covers(self._call):
+                return found
+        return mine
+
+    def _read_database(self, url: str | None) -> Answers:
+        try:
+            return self._read_rows(url) if database_exists(url) else Answers()
+        except (DatabaseError, sqlite3.Error, ValueError) as error:
+            warn_once(f"the stored results of {location(url)} cannot be read: {error}; they are measured again")
+            return Answers()
+
+    def _read_rows(self, url: str | None) -> Answers:
+        call = self._call
+        with _queries(url) as rows:
+            dims = (
+                (number, json.loads(held) if isinstance(held, str) else held)
+                for number, held in rows(PROBLEMS, self._words)
+            )
+            problem = self._of_this_call((number, held) for number, held in dims)
+            if problem is None:
+                return Answers()
+            found, words = Answers(problem=problem), {**self._words, "problem": problem.id}
+            for schedule, source, source_hash, number in rows(SERVED, words):
+                if source_hash == call.source:
+                    found.winner, found.entry = schedule, (schedule, source, source_hash, number)
+                    found.space = source.rpartition(SPACE)[2]
+                else:  # of other code: it is replaced
+                    found.entry = (schedule, source, source_hash, number)
+            for schedule, median, low, high, samples, checked, run in rows(MEASURED, words):
+                found.times[schedule] = Known(
+                    median_us=median,
+                    ci_low_us=low,
+                    ci_high_us=high,
+                    samples=samples,
+                    checked=bool(checked),
+                    imported=run is None,
+                )
+            classes = {grid: class_of(problem, grid).id for grid in set(call.grids)}
+            here = {each: classes[call.grids[place]] for each, place in call.places.items()}
+            built = BUILT.format(classes=", ".join(f"'{each}'" for each in sorted(classes.values())))  # hex digits
+            for schedule, where, fingerprint, kind, message in rows(built, words):
+                if here.get(schedule, where) != where:
+                    continue  # launched with another grid once
+                if fingerprint:
+                    found.programs[schedule] = where, fingerprint
+                    found.failures.pop(schedule, None)
+                elif kind not in PASSING:
+                    found.failures[schedule] = Failure(kind=FailureKind(kind), message=message or "")
+            for schedule, kind, message, command in rows(FAILED, words):
+                noted = json.loads(command) if isinstance(command, str) else command
+                same = all(noted.get(word) == words[word] for word in ("source", "compiler"))
+                time = found.times.get(schedule)
+                if same and kind not in PASSING and (time is None or (kind == WRONG and not time.checked)):
+                    found.times.pop(schedule, None)
+                    found.failures[schedule] = Failure(kind=FailureKind(kind), message=message or "")
+        for schedule in found.times.keys() - found.programs.keys():
+            if not found.times[schedule].imported:  # launched with another grid
+                del found.times[schedule]
+        found.spread()
+        return found
+
+    def _of_this_call(self, stored: Iterable[tuple[str, Mapping[str, Any]]]) -> Problem | None:
+        """Of stored problems of the kernel that of this call."""
+        for number, dims in stored:
+            noted = dims.get(MARK)
+            if isinstance(noted, str) and self._call.has_mark(noted):
+                values = {name: tuple(each) if isinstance(each, list) else each for name, each in sorted(dims.items())}
+                problem = Problem(self._call.kernel, values)
+                if problem.id == number:
+                    return problem
+        return None
+
+    def _read_bundle(self) -> Answers:
+        """What the bundle in use says."""
+        if not os.environ.get("TILEDSCHED_BUNDLE"):
+            return Answers()
+        from tiledsched.serve.bundle import named_bundle, read_bundle
+
+        bundle, words = named_bundle(), self._words
+        key = tuple(words[word] for word in ("kernel", "source", "arch", "device", "compiler"))
+        mine = [
+            each
+            for each in (read_bundle(bundle).entries if bundle else ())
+            if key == (each.kernel, each.source_hash, each.arch, each.device_name, each.compiler) and each.measurement
+        ]
+        problem = self._of_this_call((each.problem.id, each.problem.values) for each in mine) if mine else None
+        found = Answers(problem=problem)
+        for entry in mine:
+            if entry.problem == problem and (taken := entry.measurement):
+                found.winner, found.space = entry.schedule.id, entry.source.rpartition(SPACE)[2]
+                known = Known(
+                    median_us=taken.median_us,
+                    ci_low_us=taken.ci_low_us,
+                    ci_high_us=taken.ci_high_us,
+                    samples=taken.samples,
+                    checked=taken.accuracy is not None,
+                    imported=True,
+                )
+                found.times = {each.id: known for each in (entry.schedule, *entry.ties)}
+        return found
+
+    def write(self, found: Findings, before: Answers) -> Answers:
+        """Store what a search found, and return what is stored now.
+
+        Where another process stored an answer since `before` was read, that answer stays, and both processes give it.
+        """
+        try:
+            self._write(found, before)
+        except (DatabaseError, OSError) as error:
+            warn_once(f"the results cannot be stored, and will be measured again: {error}")
+            return Answers()
+        return self._read_database(self._settings.db)
+
+    def _write(self, found: Findings, before: Answers) -> None:
+        from sqlalchemy import select
+        from sqlalchemy.orm import Session
+
+        from tiledsched.store.db import TuningDB, new_measurement
+        from tiledsched.store.models import EntryRow
+        from tiledsched.store.records import BuildRecord, Entry
+        from tiledsched.store.writing import put_builds, put_entry, put_measurements
+
+        call, words = self._call, self._words
+        command = {"command": "exhaustive_search", **{word: words[word] for word in ("kernel", "source", "compiler")}}
+        with TuningDB.open(self._settings.db) as db:
+            run_id = db.start_run({**command, "configurations": len(call.schedules)}, self._arch)
+            builds = [
+                BuildRecord.of(
+                    each.outcome,
+                    kernel=call.kernel,
+                    source_hash=call.source,
+                    toolchain=found.toolchain,
+                    arch=self._arch,
+                    schedule=each.schedule,
+                    problem_class=class_of(found.problem, each.grid),
+                    seconds=each.seconds,
+                )
+                for each in found.built
+            ]
+            stored = {
+                taken.schedule: new_measurement(run_id, call.kernel, call.source, found.toolchain, taken)
+                for taken in found.measured
+            }
+            winner = stored.get(found.winner) if found.winner is not None else None
+            entry = None
+            if winner is not None:
+                entry = Entry(
+                    kernel=call.kernel,
+                    arch=self._arch,
+                    problem=found.problem,
+                    device_name=self._device_name,
+                    regime=REGIME,
+                    provenance="measured",
+                    schedule=winner.measurement.schedule,
+                    fingerprint=winner.measurement.fingerprint,
+                    measurement=winner.summary,
+                    runner_up=found.runner_up,
+                    margin=found.margin,
+                    ties=found.ties,
+                    candidates=found.candidates,
+                    source=f"exhaustive_search of {len(call.schedules)} configurations, {SPACE}{call.space}",
+                    toolchain=found.toolchain,
+                    source_hash=call.source,
+                    run_id=run_id,
+                )
+
+            def put(session: Session) -> None:
+                put_builds(session, builds)
+                put_measurements(session, list(stored.values()))
+                if entry is None:
+                    return
+                columns = (EntryRow.schedule_id, EntryRow.source, EntryRow.source_hash, EntryRow.measurement_id)
+                same = {
+                    EntryRow.kernel: call.kernel,
+                    EntryRow.arch: self._arch,
+                    EntryRow.problem_id: found.problem.id,
+                    EntryRow.device_name: self._device_name,
+                    EntryRow.regime: REGIME,
+                    EntryRow.compiler: entry.compiler,
+                }
+                query = select(*columns).where(*(column == value for column, value in same.items())).with_for_update()
+                there = session.execute(query).first()
+                if there is None or tuple(there) == before.entry:
+                    put_entry(session, entry, merging=False)
+
+            db.write(put, call.kernel)
+            for schedule, failure in found.failed:
+                db.record_failure(
+                    run_id,
+                    call.kernel,
+                    self._arch,
+                    "measure",
+                    schedule,
+                    failure,
+                    problem=found.problem,
+                    device=found.device,
+                )
+            db.finish_run(run_id)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """What became of the build of one schedule."""
+
+    schedule: Schedule
+    grid: Grid
+    outcome: Artifact | Failure
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What a search found, as it is stored."""
+
+    problem: Problem
+    device: Device
+    toolchain: Toolchain
+    built: Sequence[Build]
+    measured: Sequence[Measurement]
+    failed: Sequence[tuple[Schedule, Failure]]
+    """What built and did not run, or computed something else."""
+    winner: Schedule | None
+    """What is served from now on; None where what is served stays."""
+    ties: tuple[Schedule, ...]
+    runner_up: Schedule | None
+    margin: float | None
+    candidates: int
+
+
+def stored_places(settings: Settings, call: Call) -> list[tuple[str, str]]:
+    """The archs and GPUs for which something is stored of a call's kernel, for processes without a GPU."""
+    if not database_exists(settings.db):
+        return []
+    try:
+        with _queries(settings.db) as rows:
+            return sorted((arch, device) for arch, device in rows(PLACES, {"kernel": call.kernel}))
+    except (DatabaseError, sqlite3.Error):
+        return []
+
+
+@contextlib.contextmanager
+def _queries(url: str | None) -> Iterator[Any]:
+    """A function that runs a query with named values on the database at `url`."""
+    path = database_file(url)
+    if not path:
+        from sqlalchemy import text
+
+        from tiledsched.store.db import TuningDB
+
+        with TuningDB.open(url, read_only=True) as db, db.reading() as session:
+
+            def run(query: str, words: Mapping[str, Any]) -> Rows:
+                used = {word: value for word, value in words.items() if f":{word}" in query}
+                return session.execute(text(query), used).all()
+
+            yield run
+        return
+    file = Path(path).absolute()
+    sealed = not os.access(file.parent, os.W_OK) and not os.path.exists(f"{file}-wal")
+    connection = sqlite3.connect(f"{file.as_uri()}?{'immutable=1' if sealed else 'mode=ro'}", uri=True, timeout=5)
+    try:
+        yield lambda query, words: connection.execute(query, dict(words)).fetchall()
+    finally:
+        connection.close()
+
+
+_warned: set[str] = set()
+
+
+def warn_once(message: str) -> None:
+    """Warn of something once in the life of this process."""
+    if message not in _warned:
+        _warned.add(message)
+        log.warning(message)

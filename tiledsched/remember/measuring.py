@@ -1,0 +1,185 @@
+"""Measures what is not known of a call: builds the programs, compares their outputs where asked, and races them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from tiledsched.core.errors import Failure
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
+from tiledsched.measure.estimate import Timing
+from tiledsched.measure.runner import Accuracy, Candidate, Measurement
+from tiledsched.remember.answers import PASSING, Answers, Build, Findings, Known, class_of
+from tiledsched.remember.comparing import Comparison
+from tiledsched.remember.description import Call
+from tiledsched.remember.machine import Machine, Program
+from tiledsched.remember.timing import RULES, CallRunner, first_line, kind_of
+from tiledsched.tuning.race import RaceResult, race
+
+
+class Measuring:
+    """The measurements of one call.
+
+    Args:
+        machine: builds, launches and times.
+        call: the call.
+        problem: its problem.
+        known: what is stored of it, which is added to.
+        incumbent: the fastest of the call's schedules by what is stored; None where nothing is.
+        programs: what was built: every schedule that is not known, the incumbent, and the first one where outputs are compared.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        call: Call,
+        problem: Problem,
+        known: Answers,
+        incumbent: Schedule | None,
+        programs: dict[Schedule, Program],
+    ) -> None:
+        self._machine, self._call, self._problem, self._programs = machine, call, problem, programs
+        self._incumbent, self.answers = incumbent, known
+        self._before = replace(known, times=dict(known.times))
+        self.errors: dict[Schedule, Exception] = {}
+        """What went wrong, by schedule."""
+        self._failures: dict[Schedule, Failure] = {}
+        self._accuracies: dict[Schedule, Accuracy] = {}
+        self._runner = CallRunner(machine, machine.device(), programs, call.request)
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other process ran on the GPU meanwhile."""
+        return not self._runner.concurrent_pids
+
+    def measure(self) -> Findings:
+        """Measure, add to `answers`, and return what is to be stored."""
+        for schedule, program in self._programs.items():
+            if program.artifact is None:
+                self._fail(schedule, program.error or RuntimeError("it was not compiled"))
+        not_built = set(self._failures)
+        heads = self._heads()
+        racing = [each for each, head in heads.items() if each == head]
+        if self._call.request.check:
+            self._compare(racing if self._call.schedules[0] not in heads else [self._call.schedules[0], *racing])
+            racing = [each for each in racing if each not in self._failures]
+        new = [each for each in racing if each != self._incumbent]
+        result = self._race(racing) if new else None
+        measured = [
+            replace(each, accuracy=self._accuracies.get(each.schedule))
+            for each in (result.outcomes if result else ())
+            if isinstance(each, Measurement)
+        ]
+        for taken in measured:
+            timing = Timing(median_us=taken.median_us, ci_low_us=taken.ci_low_us, ci_high_us=taken.ci_high_us)
+            self.answers.times[taken.schedule.id] = Known(
+                **vars(timing), samples=len(taken.samples_us), checked=taken.accuracy is not None
+            )
+        measured += self._equals(heads, measured)
+        winner = result.winner.schedule if result and result.winner else None
+        if winner is not None:
+            self.answers.winner, self.answers.space = winner.id, self._call.space
+        self.answers.failures |= {each.id: failure for each, failure in self._failures.items()}
+        return Findings(
+            problem=self._problem,
+            device=self._runner.device,
+            toolchain=self._machine.toolchain(),
+            built=[self._build(each) for each in self._programs],
+            measured=measured,
+            failed=[
+                (each, failure)
+                for each, failure in self._failures.items()
+                if each not in not_built and failure.kind not in PASSING
+            ],
+            winner=None if self._other_stays(winner) else winner,
+            ties=result.ties if result else (),
+            runner_up=result.runner_up.schedule if result and result.runner_up else None,
+            margin=result.margin if result else None,
+            candidates=len(set(self.answers.programs.values())) + len(new),
+        )
+
+    def _fail(self, schedule: Schedule, error: Exception) -> None:
+        self.errors[schedule] = error
+        self._failures[schedule] = Failure(kind=kind_of(error), message=first_line(error))
+
+    def _build(self, schedule: Schedule) -> Build:
+        program = self._programs[schedule]
+        return Build(
+            schedule=schedule,
+            grid=self._call.grids[self._call.places[schedule.id]],
+            outcome=program.artifact or self._failures[schedule],
+            seconds=program.seconds,
+        )
+
+    def _heads(self) -> dict[Schedule, Schedule]:
+        """For each schedule that was built, the first one with the same program. A new one whose program is stored is given the
+        stored time, and left out."""
+        call, answers = self._call, self.answers
+        first: dict[Any, Schedule] = {}
+        found: dict[Schedule, Schedule] = {}
+        stored = {program: each for each, program in answers.programs.items() if each in answers.times}
+        for each in sorted(self._programs, key=lambda each: (each != self._incumbent, call.places[each.id])):
+            program = self._programs[each]
+            if program.artifact is None:
+                continue
+            key = class_of(self._problem, call.grids[call.places[each.id]]).id, program.artifact.fingerprint
+            if each.id not in answers.times and key in stored and not program.numbers:
+                answers.times[each.id], answers.programs[each.id] = answers.times[stored[key]], key
+            else:
+                found[each] = first.setdefault((key, program.numbers), each)
+        return found
+
+    def _compare(self, schedules: Sequence[Schedule]) -> None:
+        """Compare outputs with those of the first of the schedules that runs."""
+        comparison = Comparison(self._machine, self._call.request)
+        for each in dict.fromkeys(schedules):
+            compared = self._runner.compare(each, comparison)
+            if isinstance(compared, Failure):
+                self._failures[each] = compared
+                self.errors[each] = self._runner.errors.get(each, ValueError(compared.message))
+            else:
+                self._accuracies[each] = compared
+
+    def _race(self, racing: Sequence[Schedule]) -> RaceResult:
+        """Race programs. Of a tie the incumbent wins, or else the first in the caller's order."""
+        candidates = [
+            Candidate(schedule=each, artifact=artifact)
+            for each in racing
+            if (artifact := self._programs[each].artifact) is not None
+        ]
+        order = [*([self._incumbent] if self._incumbent else []), *self._call.schedules]
+        result = race(self._runner, self._problem, candidates, preference=list(dict.fromkeys(order)), rules=RULES)
+        for each, error in self._runner.errors.items():
+            if each not in self._failures:
+                self._fail(each, error)
+        return result
+
+    def _equals(self, heads: dict[Schedule, Schedule], measured: Sequence[Measurement]) -> list[Measurement]:
+        """Give schedules the outcome of the first one with the same program. Returned are measurements to store: of schedules
+        whose machine code alone does not tell them from programs that are launched with other numbers."""
+        of_head = {taken.schedule: taken for taken in measured}
+        found = []
+        for each, head in heads.items():
+            if each == head:
+                continue
+            if head.id in self.answers.times:
+                self.answers.times.setdefault(each.id, self.answers.times[head.id])
+                if head in of_head and self._programs[each].numbers:
+                    found.append(replace(of_head[head], schedule=each))
+            elif head in self._failures:
+                self.answers.failures[each.id] = self._failures[head]
+                self.errors[each] = self.errors[head]
+        return found
+
+    def _other_stays(self, winner: Schedule | None) -> bool:
+        """Whether a schedule is served that this call does not have, and that is faster than the call's winner."""
+        served = self._before.times.get(self._before.winner)
+        there = served is not None and self._before.winner not in self._call.places
+        return (
+            there
+            and served is not None
+            and winner is not None
+            and served.median_us < self.answers.times[winner.id].median_us
+        )

@@ -1,0 +1,54 @@
+"""Puts `exhaustive_search` of this package in the place of cuTile's."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import ModuleType, TracebackType
+from typing import Any
+
+from tiledsched.remember.search import exhaustive_search
+
+
+class remember:  # noqa: N801
+    """Have `cuda.tile.tune.exhaustive_search` remember, from now on, also where modules imported it before.
+
+    `tiledsched.remember()` stays until `undo()`; `with tiledsched.remember(): ...` is undone at the end of the block.
+
+    Args:
+        check: whether the arrays that configurations change are compared; see :func:`tiledsched.exhaustive_search`.
+    """
+
+    def __init__(self, *, check: bool = False) -> None:
+        from cuda.tile import tune
+
+        self._before: Callable[..., Any] = tune.exhaustive_search
+        self._ours = functools.wraps(self._before)(functools.partial(exhaustive_search, check=check))
+        _replace(self._before, self._ours)
+
+    def undo(self) -> None:
+        """Put back what was there before. Safe to call twice."""
+        _replace(self._ours, self._before)
+
+    def __enter__(self) -> remember:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.undo()
+
+
+def _replace(one: Callable[..., Any], other: Callable[..., Any]) -> None:
+    """Put `other` wherever a module holds `one` under any name, and as an attribute of the classes of these modules."""
+    for module in list(sys.modules.values()):
+        if not isinstance(module, ModuleType) or module.__name__.partition(".")[0] == "tiledsched":
+            continue
+        for name, value in list(vars(module).items()):
+            if value is one:
+                setattr(module, name, other)
+            elif type(value) is type and value.__module__ == module.__name__:
+                for inner, held in list(vars(value).items()):
+                    if held is one or (isinstance(held, staticmethod) and held.__func__ is one):
+                        setattr(value, inner, staticmethod(other))
