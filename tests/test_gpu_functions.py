@@ -1,0 +1,153 @@
+"""The functions like torch's, and the search with a memory, on a real GPU beside torch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+import cuda.tile as ct
+
+import tiledsched as ts
+from tiledsched.serve import process
+
+F = torch.nn.functional
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch, tmp_path):
+    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "own.db"))
+    ts.configure(compile="wait")
+    process.forget_kernels()
+    yield
+    process.forget_kernels()
+
+
+def normal(*shape, dtype=torch.bfloat16):
+    generator = torch.Generator("cuda").manual_seed(math.prod(shape))
+    return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+
+
+def assert_near(got, wanted, error=0.01):
+    """The relative error of the whole output, against a reference in float64."""
+    assert got.shape == wanted.shape
+    assert ((got.double() - wanted).norm() / wanted.norm()).item() < error
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(3, 5000), (257, 768), (64, 16400)])
+def test_rows(rows, columns) -> None:
+    x, weight, bias = normal(rows, columns), normal(columns), normal(columns) + 1
+    assert_near(
+        ts.layer_norm(x, weight, bias), F.layer_norm(x.double(), (columns,), weight.double(), bias.double(), 1e-5)
+    )
+    assert_near(ts.softmax(x), x.double().softmax(-1))
+    both = normal(rows, 2 * columns)
+    gate, up = both.double().chunk(2, -1)
+    assert_near(ts.swiglu(both), F.silu(gate) * up)
+    for approximate in ("none", "tanh"):
+        wanted = F.gelu(gate, approximate=approximate) * up
+        assert_near(ts.geglu(*both.chunk(2, -1), approximate=approximate), wanted)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_rotary_embedding_of_parts_of_a_projection(interleaved, inplace) -> None:
+    packed = normal(2, 77, 6, 64)  # [batch, seq, heads of q, k and v, head_dim]
+    q, k = packed[:, :, :3].transpose(1, 2), packed[:, :, 3:5].transpose(1, 2)
+    angles = normal(77, 32, dtype=torch.float32).double()
+
+    def turned(x):
+        pairs = x.double().unflatten(-1, (32, 2) if interleaved else (2, 32))
+        axis = -1 if interleaved else -2
+        a, b = pairs.unbind(axis)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.stack((a * cos - b * sin, b * cos + a * sin), axis).flatten(-2)
+
+    wanted, values = [turned(x) for x in (q, k)], packed[:, :, 5].clone()
+    got = ts.rope(q, k, angles.cos().float(), angles.sin().float(), interleaved=interleaved, inplace=inplace)
+    for one, right in zip(got, wanted, strict=True):
+        assert_near(one, right)
+    assert torch.equal(packed[:, :, 5], values)
+    assert (got[0].data_ptr() == q.data_ptr()) == inplace
+
+
+@pytest.mark.parametrize("columns", [50257, 128256])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_cross_entropy(columns, smoothing) -> None:
+    logits = 5 * normal(33, columns)
+    labels = torch.randint(columns, (33,), device="cuda")
+    labels[::5] = -100
+    for reduction in ("none", "mean"):
+        wanted = F.cross_entropy(logits.double(), labels, reduction=reduction, label_smoothing=smoothing)
+        assert_near(ts.cross_entropy(logits, labels, reduction=reduction, label_smoothing=smoothing), wanted, 1e-3)
+
+
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+@pytest.mark.parametrize("m", [1, 16, 300])
+def test_products_of_8_bit_floats(m, scales) -> None:
+    a, b = (normal(*shape).to(torch.float8_e4m3fn) for shape in ((m, 512), (272, 512)))
+    sizes = ((m, 1), (1, 272)) if scales == "row" else ((1,), (1,))
+    scale_a, scale_b = (torch.rand(*size, device="cuda") + 0.5 for size in sizes)
+    wanted = (a.double() @ b.double().t()) * scale_a * scale_b
+    for fast in (False, True):
+        assert_near(ts.scaled_matmul(a, b.t(), scale_a, scale_b, use_fast_accum=fast), wanted)
+    bias = normal(272)
+    assert_near(ts.scaled_matmul(a, b.t(), scale_a, scale_b, bias), wanted + bias.double())
+
+
+@pytest.mark.parametrize("ends", [(0, 0, 5, 5, 133, 300), (50, 100, 150, 200, 250, 300), (300,) * 6])
+def test_products_of_groups(ends) -> None:
+    a, b = normal(300, 256), normal(6, 192, 256).transpose(1, 2)
+    offsets = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    begins = (0, *ends)
+    wanted = torch.cat([a[begins[i] : ends[i]].double() @ b[i].double() for i in range(6)])
+    assert_near(ts.grouped_matmul(a, b, offsets), wanted)
+
+
+def test_functions_in_a_graph_and_compiled_whole() -> None:
+    x, weight = normal(64, 4096), normal(4096)
+
+    def block(x):
+        return ts.swiglu(ts.layer_norm(x, weight))
+
+    wanted = block(x)
+    assert torch.equal(torch.compile(block, fullgraph=True)(x), wanted)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = block(x)
+    graph.replay()
+    assert torch.equal(out, wanted)
+
+
+@ct.kernel
+def double(x, out, TILE: ct.Constant[int]):
+    """Twice the input, tile by tile."""
+    ct.store(out, (ct.bid(0),), ct.load(x, (ct.bid(0),), (TILE,)) * 2)
+
+
+def test_a_search_is_answered_from_what_it_stored() -> None:
+    x = normal(1 << 20, dtype=torch.float32)
+    out = torch.zeros_like(x)
+    calls = []
+
+    def search():
+        return ts.exhaustive_search(
+            [256, 1024, 4096],
+            torch.cuda.current_stream(),
+            lambda tile: (x.numel() // tile,),
+            double,
+            lambda tile: calls.append(tile) or (x, out, tile),
+            quiet=True,
+            check=True,
+        )
+
+    first = search()
+    assert torch.equal(out, 2 * x)
+    assert len(first.successes) == 3
+    measured = len(calls)
+    again = search()
+    assert again == first
+    assert len(calls) <= measured + 1
