@@ -64,7 +64,7 @@ def test_every_command_of_a_page_is_one_that_there_is(path):
 
 def parse(words):
     """Read a command as the command line would, with attention in the place of kernels in files that are not here."""
-    known = [re.sub(r"^\S+\.py:\w+$|^[a-z_.]+:[A-Z]\w+$", "attention", word) for word in words]
+    known = [re.sub(r"^\S+\.py:\w+$|^[a-z_.]+:\w+$", "attention", word) for word in words]
     words, is_shipped, command = known, known == words, root
     while isinstance(command, Group) and not words[0].startswith("-"):
         command = command.commands[words.pop(0)]

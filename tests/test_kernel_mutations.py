@@ -412,7 +412,7 @@ def mutated(old, new):
 
     class Mutated(Attention):
         name = "attention with a fault"
-        suites = {}  # else each of their problems is made once more, for every mutation
+        suites, default_suite = {}, ""  # else each of their problems is made once more, for every mutation
 
         def launches(p, s, device):
             entries = copies[attention_entries.__name__]

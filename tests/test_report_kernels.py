@@ -33,10 +33,15 @@ ATTENTIONS_WORDS = re.compile(
 
 @ct.kernel
 def smooth(
-    X, Out, length, width: ct.Constant[int], SPAN: ct.Constant[int], LANES: ct.Constant[int], turn: ct.Constant[str]
+    X, Out, length, width: ct.Constant[int], SPAN: ct.Constant[int], LANES: ct.Constant[int], turn: ct.Constant[int]
 ):
     """Copies a part; nothing of it is run."""
     ct.store(Out, (ct.bid(0), 0), ct.load(X, (ct.bid(0), 0), (SPAN, LANES)))
+
+
+def numbered(p, s):
+    """The turn as tile code knows it."""
+    return {"turn": ("left", "right").index(s["turn"])}
 
 
 class Smooth(Kernel):
@@ -50,6 +55,7 @@ class Smooth(Kernel):
     X = ts.array("length width")
     Out = ts.out("length width")
     knobs = {"SPAN": [128, 256, 512], "LANES": [1, 2], "turn": ["left", "right"]}
+    constants = numbered
 
     def grid(p, s, device):
         return (-(-p.length // s["SPAN"]),)
@@ -73,6 +79,7 @@ class Product(Kernel):
     X = ts.array("length width")
     Out = ts.out("length width")
     knobs = {"BLOCK_M": [64, 128], "BLOCK_N": [64, 128], "threads": [1, 2], "SPAN": [1], "LANES": [1], "turn": ["left"]}
+    constants = numbered
     label = {"N": "width", "M": "length"}
     axes = ("width", "samples", "order")
 
@@ -381,6 +388,7 @@ class Ragged(Kernel):
     X = ts.array(lambda p: (sum(p.groups), 8), dtype="float16")
     Out = ts.out(lambda p: (sum(p.groups), 8), dtype="float16")
     knobs = {"SPAN": [1], "LANES": [1], "turn": ["left"]}
+    constants = numbered
 
     def grid(p, s, device):
         return (len(p.groups),)

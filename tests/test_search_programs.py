@@ -230,6 +230,9 @@ def test_a_full_disk_is_no_fault_of_what_was_compiled(monkeypatch, tmp_path, err
         compiler.compile_task(wanted)
     assert is_full(told.value)
     assert is_full(NoRoomError("as it comes from another process"))
+    one, other = ValueError("one"), ValueError("other")
+    one.__cause__, other.__cause__ = other, one  # a circle ends
+    assert not is_full(one)
 
 
 def test_a_full_disk_ends_a_run_and_loses_nothing(processes, builder):

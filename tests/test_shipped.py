@@ -57,7 +57,9 @@ def test_a_shipped_table_is_valid_and_served(path) -> None:
         if entry.provenance == "measured":
             assert entry.measurement.samples >= 8
             assert entry.measurement.ci_high_us - entry.measurement.ci_low_us < 0.03 * entry.measurement.median_us
-            assert entry.measurement.accuracy.worst_tile_error < 4e-3
+            limit = kernel.tolerance(entry.problem, entry.schedule).relative
+            fast = getattr(entry.problem, "fast_accum", False)  # of 8-bit floats, whose sums keep fewer bits
+            assert entry.measurement.accuracy.worst_tile_error < (limit if fast else 4e-3)
 
 
 @pytest.mark.parametrize("path", BLACKWELL, ids=lambda path: f"{path.parent.name}/{path.stem}")

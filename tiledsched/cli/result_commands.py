@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from tiledsched.core.blame import did_you_mean
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import SHIPPED
+from tiledsched.measure.nvml import UNNAMED
 from tiledsched.store.records import PROVENANCES
 from tiledsched.tuning.options import TuneOptions
 
@@ -241,15 +242,26 @@ def explain(
     from tiledsched.serve.explain import explain_problem
 
     arch, chosen = run.arch(arch), run.settings(**settings)
-    device = device or next((each.name for each in run.gpus() if each.arch == arch), "")
     spaces = [chosen_space(arch, kernel, space)] if space else []
     table = load_table(chosen, kernel=kernel, archs={arch}, spaces=spaces)
+    device = device or _device_here([each.name for each in run.gpus() if each.arch == arch], table.device_names(arch))
     found = [
         explain_problem(table, each, arch, device, chosen.sources) for each in named_problems(kernel, problem, suite)
     ]
     rows = [each.to_json() for each in found]
     # A single problem stands at the top, too, where scripts have always found it.
     run.print({**rows[0], "rows": rows}, "\n\n".join(map(str, found)))
+
+
+def _device_here(names: Sequence[str], measured: Collection[str]) -> str:
+    """The GPU of this machine by the name under which it measures; empty where that is not known. NVML may not name a GPU, and
+    gives a part of one (MIG) the name of the whole.
+    """
+    for name in names:
+        for known in measured:
+            if known == name or known.startswith(f"{name} MIG "):
+                return known
+    return next((name for name in names if name != UNNAMED), "")
 
 
 @command("report")

@@ -16,7 +16,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -239,13 +239,18 @@ def _runs(pid: int) -> bool:
     return True
 
 
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, what caused it, and so on, each once: Python does not keep causes from forming a circle."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        yield error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+
+
 def is_full(error: BaseException | None) -> bool:
     """Whether an error, or one of its causes, says that a disk or a quota was full."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return any(isinstance(each, OSError) and each.errno in (errno.ENOSPC, errno.EDQUOT) for each in causes(error))
 
 
 def has_room(folder: str | os.PathLike[str]) -> bool:

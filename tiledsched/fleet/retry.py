@@ -33,15 +33,10 @@ def is_away(error: BaseException) -> bool:
 
 def is_full(error: BaseException | None) -> bool:
     """Whether a disk of this host had no room."""
-    if files.is_full(error):
-        return True
-    while error is not None:
-        if isinstance(error, NoRoomError) or (
-            isinstance(error, sqlite3.OperationalError) and "disk is full" in str(error)
-        ):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return files.is_full(error) or any(
+        isinstance(each, NoRoomError) or (isinstance(each, sqlite3.OperationalError) and "disk is full" in str(each))
+        for each in files.causes(error)
+    )
 
 
 def retry_while_unavailable(

@@ -30,6 +30,8 @@ THROTTLE_REASONS = {
 }
 """Bits of nvmlDeviceGetCurrentClocksEventReasons, without 0x1 (idle), which pacing causes on purpose."""
 
+UNNAMED = "unnamed GPU"
+"""What a GPU is called that the driver does not name."""
 LABEL_VARIABLE = "TILEDSCHED_GPU_LABEL"
 """Environment variable whose value is added to the names of this process's GPUs: the evidence of a GPU that differs from others
 of its model is stored under a name of its own."""
@@ -113,7 +115,7 @@ def _list_gpus() -> list[tuple[str, Device]]:
             continue  # listed, but lost or in a mode that computes nothing
         memory = _tell(nvml.nvmlDeviceGetMemoryInfo, handle)
         device = Device(
-            name=labelled(_text(_tell(nvml.nvmlDeviceGetName, handle)) or "unnamed GPU"),
+            name=labelled(_text(_tell(nvml.nvmlDeviceGetName, handle)) or UNNAMED),
             arch=f"sm_{capability[0]}{capability[1]}",
             sm_count=0,
             memory_bytes=int(memory.total) if memory else 0,

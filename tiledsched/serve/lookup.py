@@ -181,6 +181,10 @@ class LookupTable:
         self._answers: dict[tuple[Problem, str, str], Served] = {}
         self._timed: dict[str, TimedProblems | None] = {}
 
+    def device_names(self, arch: str) -> list[str]:
+        """The GPUs of an arch on which something was measured."""
+        return sorted({entry.device_name for entry in self._by_arch.get(arch, ()) if entry.device_name})
+
     def _mismatch(self, entry: Entry) -> int:
         """0 for an entry of the requested regime and accuracy class, and more the worse it is in place of such an entry."""
         return (entry.regime not in ("", self.regime)) + 2 * (entry.accum_mode != self.accum_mode)

@@ -15,15 +15,13 @@ from tiledsched.core.cases import Case, random_inputs
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.kernels.grouped_matmul.model import GroupedMatmulCost
+from tiledsched.kernels.grouped_matmul.model import GroupedMatmulCost, skewed_ends
 from tiledsched.kernels.grouped_matmul.similarity import GroupedMatmulSimilarity
 from tiledsched.kernels.grouped_matmul.suites import SUITES
 from tiledsched.kernels.product_schedules import row_bytes
 
 FEWEST_GROUPS = 32
 """Least width of the vectors over all groups: a warp."""
-SKEW = 1.0
-"""Exponent by which the expected rows of a group fall with its rank in the random test inputs (Zipf's law)."""
 OFFSET_KINDS = ("even", "one", "alternate", "ends")
 """Kinds of offsets in the adversarial test inputs."""
 
@@ -122,10 +120,7 @@ class GroupedMatmul(Kernel):
     @staticmethod
     def inputs(xp: Any, rng: Any, p: Problem) -> Mapping[str, Any]:
         """Rows that go to groups by Zipf's law, in an order of their own: some groups have many, and some perhaps none."""
-        weights = 1.0 / numpy.arange(1, p.experts + 1) ** SKEW
-        order = numpy.random.default_rng(p.experts).permutation(p.experts)
-        ends = numpy.rint(numpy.cumsum(weights[order] / weights.sum()) * p.tokens)
-        return {"Offsets": xp.asarray(ends.astype(numpy.int32))}
+        return {"Offsets": xp.asarray(skewed_ends(p.tokens, p.experts))}
 
     @staticmethod
     def adversarial(xp: Any, rng: Any, p: Problem, reference: Callable[..., Any]) -> Iterator[Case]:
