@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -363,14 +363,13 @@ def _limit() -> Iterator[None]:
     """The time limit of each compile."""
     import cuda.tile as ct
 
+    set_s = None
     with suppress(ImportError):
         from cuda.tile._cext import default_tile_context
 
         set_s = default_tile_context.config.compiler_timeout_sec
-        with ct.compiler_timeout(PATIENCE * set_s if set_s else COMPILE_TIMEOUT_S):
-            yield
-        return
-    yield
+    with ct.compiler_timeout(PATIENCE * set_s if set_s else COMPILE_TIMEOUT_S):
+        yield
 
 
 _patching = threading.Lock()
@@ -388,8 +387,7 @@ def _side_by_side() -> Iterator[None]:
     lock: Any = getattr(_compile, "_compiler_lock", None)
     wait = getattr(_compile, "compile_cubin", None)
     if not (hasattr(lock, "_release_save") and hasattr(lock, "_acquire_restore") and wait is not None):
-        with nullcontext():
-            yield
+        yield
         return
 
     @functools.wraps(wait)

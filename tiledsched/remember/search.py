@@ -50,7 +50,7 @@ def exhaustive_search(
         grid_fn: from a configuration to the grid.
         kernel: the kernel, or a function from a configuration to its kernel.
         args_fn: from a configuration to the arguments. It is called anew for every launch, so that it may clone arrays which the
-            kernel changes; it is not called for what is answered from the database.
+            kernel changes. For an answer from the database it is called once, to see the arguments.
         hints_fn: from a configuration to compiler hints.
         quiet: print nothing.
         single_run_timeout_sec: limit of the first launch of each configuration, in seconds; None for no limit.
