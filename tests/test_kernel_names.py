@@ -376,3 +376,40 @@ def test_an_edit_of_whatever_a_kernel_is_made_of_changes_its_source(tmp_path, mo
 def test_what_ships_notes_the_hash_of_its_source_only() -> None:
     softmax = kernel_named("softmax")
     assert softmax.evidence_source() == softmax.source_hash()
+
+
+def test_a_process_without_torch_gets_it_where_a_declaration_needs_it(tmp_path, monkeypatch) -> None:
+    (tmp_path / "summed.py").write_text(
+        """
+import cuda.tile as ct
+import tiledsched as ts
+
+
+@ct.kernel
+def doubled(X, Out, TILE: ct.Constant[int]):
+    ct.store(Out, (ct.bid(0),), ct.load(X, (ct.bid(0),), (TILE,)) * 2)
+
+
+class Doubled(ts.Kernel):
+    function = doubled
+    rows, dtype = ts.dim(), ts.dtype("float32")
+    X, Out = ts.array("rows"), ts.out("rows")
+    knobs = {"TILE": [64, 128]}
+    suites = {"one": [dict(rows=256)]}
+
+    def grid(p, s, device):
+        return (-(-p.rows // s["TILE"]),)
+
+    def reference(xp, X):
+        import torch
+
+        return torch.twice(X)
+"""
+    )
+    (tmp_path / "torch.py").write_text("def twice(x):\n    return 2 * x\n")  # the real one can be imported only once
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as alone:
+        alone.syspath_prepend(str(tmp_path))
+        alone.setitem(sys.modules, "torch", None)  # as in processes that compile
+        assert load_kernel("summed.py:Doubled").__name__ == "Doubled"
+        assert sys.modules["torch"] is not None

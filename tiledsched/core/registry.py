@@ -331,11 +331,12 @@ def _with_line(error: TiledschedError) -> TiledschedError:
 def import_kernel_module(run: Callable[[], Any]) -> Any:
     """The result of `run()`, which imports a module.
 
-    Processes that compile or measure keep torch from being imported, which takes seconds; a module that needs torch gets it.
+    Processes that compile or measure keep torch from being imported, which takes seconds; a module that needs torch gets it, also
+    where a function of a declaration imports it, so that the declaration is refused without.
     """
     try:
         return run()
-    except ImportError:
+    except (ImportError, DeclarationError):
         if "torch" not in sys.modules or sys.modules["torch"] is not None:
             raise
         del sys.modules["torch"]
