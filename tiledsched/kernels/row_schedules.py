@@ -14,6 +14,7 @@ from tiledsched.core.problem import Problem
 from tiledsched.core.resources import REGISTERS_PER_SM, ResourceFacts, ctas_per_sm
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.similarity import Similarity
+from tiledsched.kernels.persistent import resident_blocks
 
 LOADS = ("plain", "tma", "gather")
 """How rows move; the kernel sees the index."""
@@ -86,7 +87,7 @@ def constants(p: Problem, s: Schedule) -> Mapping[str, Any]:
 def grid(p: Problem, s: Schedule, device: Any) -> tuple[int]:
     """One block per tile of rows; as many as fit at once where blocks are persistent."""
     tiles = -(-p.rows // s.number("TILE_ROWS"))
-    return (min(tiles, device.sm_count * max(1, s.number("occupancy"))) if s["PERSISTENT"] else tiles,)
+    return (resident_blocks(tiles, s, device) if s["PERSISTENT"] else tiles,)
 
 
 class RowCost(Cost):
@@ -127,7 +128,7 @@ class RowCost(Cost):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkTile:
+class TileDemand:
     """What a work tile of a stream takes."""
 
     count: int
@@ -147,7 +148,7 @@ class WorkTile:
 class StreamingCost(Cost):
     """The time of a kernel that streams arrays through its blocks; a subclass says what a work tile takes."""
 
-    def work(self, p: Problem, s: Schedule) -> WorkTile:
+    def work(self, p: Problem, s: Schedule) -> TileDemand:
         """What a work tile of a schedule takes."""
         raise NotImplementedError
 

@@ -37,6 +37,7 @@ from tiledsched.kernels.attention.tiling import (
     unroll,
     work_tiles,
 )
+from tiledsched.kernels.persistent import resident_blocks
 
 BLOCK_ORDERS = ("natural", "reversed", "heads_fastest", "swizzled")
 PERSISTENT_MODES = ("no", "strided", "snake")
@@ -272,8 +273,7 @@ class Attention(Kernel):
         """
         blocks = work_tiles(p, s) * splits(s)
         if s["persistent"] != "no":
-            resident = device.sm_count * max(1, s.number("occupancy")) // s.number("num_ctas")
-            blocks = min(blocks, max(1, resident))
+            blocks = resident_blocks(blocks, s, device)
         return (blocks,)
 
     @staticmethod

@@ -13,7 +13,7 @@ from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
-from tiledsched.kernels.row_schedules import LOADS, RowSimilarity, StreamingCost, WorkTile
+from tiledsched.kernels.row_schedules import LOADS, RowSimilarity, StreamingCost, TileDemand
 
 IGNORED = -100
 """torch's label of rows that do not count."""
@@ -28,12 +28,12 @@ FP32_PER_RESCALE = 8.0
 class CrossEntropyCost(StreamingCost):
     """The time of a kernel that streams rows of logits, in groups of tiles."""
 
-    def work(self, p: Problem, s: Schedule) -> WorkTile:
+    def work(self, p: Problem, s: Schedule) -> TileDemand:
         """A block waits for each group, and holds it in the type of the logits beside the lanes."""
         lanes = s.number("TILE_ROWS") * s.number("TILE_COLUMNS")
         share = s.number("TILE_ROWS") * p.columns / s.number("SPLITS")
         group = lanes * min(float(s.number("GROUP")), -(-share // lanes))
-        return WorkTile(
+        return TileDemand(
             count=-(-p.rows // s.number("TILE_ROWS")) * s.number("SPLITS"),
             bytes=group * ITEM_BYTES[p.dtype],
             instructions=share * (FP32_PER_ELEMENT + FP32_PER_RESCALE / s.number("GROUP")),

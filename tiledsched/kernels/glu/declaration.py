@@ -10,7 +10,8 @@ import tiledsched.core.fields as ts
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.kernels.row_schedules import LOADS, RowSimilarity, StreamingCost, WorkTile
+from tiledsched.kernels.persistent import resident_blocks
+from tiledsched.kernels.row_schedules import LOADS, RowSimilarity, StreamingCost, TileDemand
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 """The kernel sees the index."""
@@ -21,10 +22,10 @@ FP32_PER_ELEMENT = 24.0
 class GluCost(StreamingCost):
     """The time of a kernel that reads two tiles and writes one."""
 
-    def work(self, p: Problem, s: Schedule) -> WorkTile:
+    def work(self, p: Problem, s: Schedule) -> TileDemand:
         """Gate and Up are asked for together."""
         elements = s.number("TILE_ROWS") * s.number("TILE_COLUMNS")
-        return WorkTile(
+        return TileDemand(
             count=tiles_of(p, s), bytes=4.0 * elements, instructions=elements * FP32_PER_ELEMENT, live=2.0 * elements
         )
 
@@ -83,7 +84,7 @@ class Glu(Kernel):
     def grid(p: Problem, s: Schedule, device: Any) -> tuple[int]:
         """One block per tile; as many as fit at once where blocks are persistent."""
         tiles = tiles_of(p, s)
-        return (min(tiles, device.sm_count * max(1, s.number("occupancy"))) if s["PERSISTENT"] else tiles,)
+        return (resident_blocks(tiles, s, device) if s["PERSISTENT"] else tiles,)
 
     @staticmethod
     def entry(p: Problem, s: Schedule) -> Callable[..., None]:

@@ -18,6 +18,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.grouped_matmul.model import GroupedMatmulCost, skewed_ends
 from tiledsched.kernels.grouped_matmul.similarity import GroupedMatmulSimilarity
 from tiledsched.kernels.grouped_matmul.suites import SUITES
+from tiledsched.kernels.persistent import resident_blocks
 from tiledsched.kernels.product_schedules import row_bytes
 
 FEWEST_GROUPS = 32
@@ -113,8 +114,7 @@ class GroupedMatmul(Kernel):
         slots = most_tiles(p, s)
         blocks = slots * -(-p.n // s.number("TILE_N"))
         if s["PERSISTENT"]:
-            resident = device.sm_count * max(1, s.number("occupancy")) // s.number("num_ctas")
-            blocks = min(blocks, max(1, resident))
+            blocks = resident_blocks(blocks, s, device)
         return [(tiles.list_tiles, (slots,)), (tiles.grouped_matmul, (blocks,))]
 
     @staticmethod

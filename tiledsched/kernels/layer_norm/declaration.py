@@ -10,7 +10,7 @@ from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels import row_schedules
-from tiledsched.kernels.row_schedules import ELEMENTS, RowSimilarity, StreamingCost, WorkTile
+from tiledsched.kernels.row_schedules import ELEMENTS, RowSimilarity, StreamingCost, TileDemand
 
 WIDTHS = (768, 1024, 1280, 3072, 5120, 8192)
 """Columns of a suite: as in BERT and ViT (base and large), Whisper large, FLUX, Wan 14B, and Falcon 40B."""
@@ -19,18 +19,18 @@ LIVE_PER_ELEMENT = 2.0
 FP32_PER_ELEMENT = 12.0
 """Instructions per element: conversions, sums, and products."""
 ENOUGH = 5.0
-"""Blocks that reduce rows twice pause for long; see `WorkTile.enough`."""
+"""Blocks that reduce rows twice pause for long; see `TileDemand.enough`."""
 
 
 class LayerNormCost(StreamingCost):
     """The time of a kernel that reads rows, once or twice, and writes them."""
 
-    def work(self, p: Problem, s: Schedule) -> WorkTile:
+    def work(self, p: Problem, s: Schedule) -> TileDemand:
         """A row that is not held is read again, from the L2 cache for the most part."""
         rows, tile = s.number("TILE_ROWS"), s.number("TILE_COLUMNS")
         covered = -(-p.columns // tile) * tile
         held = bool(s["HOLD"]) or covered == tile
-        return WorkTile(
+        return TileDemand(
             count=-(-p.rows // rows),
             bytes=2.0 * rows * min(covered if held else tile, p.columns),
             instructions=rows * covered * FP32_PER_ELEMENT * (1.0 if held else 1.6),

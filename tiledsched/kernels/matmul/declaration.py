@@ -14,6 +14,7 @@ from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.matmul.similarity import MatmulSimilarity
 from tiledsched.kernels.matmul.suites import SUITES
+from tiledsched.kernels.persistent import resident_blocks
 from tiledsched.kernels.product_model import ProductCost
 from tiledsched.kernels.product_schedules import combine_tile, row_bytes, work_tiles
 
@@ -120,8 +121,7 @@ class Matmul(Kernel):
 
         blocks = work_tiles(p, s)
         if s["PERSISTENT"]:
-            resident = device.sm_count * max(1, s.number("occupancy")) // s.number("num_ctas")
-            blocks = min(blocks, max(1, resident))
+            blocks = resident_blocks(blocks, s, device)
         if s["PAD"]:
             return [
                 (tiles.pad_a, (p.padded_m // PAD_TILE, p.padded_k // PAD_TILE)),

@@ -9,7 +9,7 @@ import tiledsched.core.fields as ts
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.kernels.row_schedules import RowSimilarity, StreamingCost, WorkTile
+from tiledsched.kernels.row_schedules import RowSimilarity, StreamingCost, TileDemand
 
 FP32_PER_ELEMENT = 8.0
 """Instructions per element: conversions, and two products."""
@@ -26,11 +26,11 @@ OTHERS = (
 class RopeCost(StreamingCost):
     """The time of a kernel that reads and writes some heads of some positions in each block."""
 
-    def work(self, p: Problem, s: Schedule) -> WorkTile:
+    def work(self, p: Problem, s: Schedule) -> TileDemand:
         """Heads are asked for together; angles come from a cache."""
         elements = s.number("TILE_SEQ") * (s.number("TILE_HEADS") + tile_keys(p, s)) * 2.0 * tile_half(p)
         share = p.half / tile_half(p)  # of the tile that a head fills
-        return WorkTile(
+        return TileDemand(
             count=blocks_of(p, s),
             bytes=2.0 * elements * share,
             instructions=elements * FP32_PER_ELEMENT,

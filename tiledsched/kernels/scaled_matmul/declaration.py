@@ -16,6 +16,7 @@ from tiledsched.core.arrays import RELATIVE_ERRORS, Tolerance
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
+from tiledsched.kernels.persistent import resident_blocks
 from tiledsched.kernels.product_schedules import combine_tile, work_tiles
 from tiledsched.kernels.scaled_matmul.model import ScaledMatmulCost
 from tiledsched.kernels.scaled_matmul.similarity import ScaledMatmulSimilarity
@@ -128,8 +129,7 @@ class ScaledMatmul(Kernel):
 
         blocks = work_tiles(p, s)
         if s["PERSISTENT"]:
-            resident = device.sm_count * max(1, s.number("occupancy")) // s.number("num_ctas")
-            blocks = min(blocks, max(1, resident))
+            blocks = resident_blocks(blocks, s, device)
         if s.number("SPLIT_K") == 1:
             return [(tiles.scaled_matmul, (blocks,))]
         rows, columns, _ = combine_tile(p)
