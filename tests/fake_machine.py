@@ -14,7 +14,7 @@ from tiledsched.build.toolchain import Toolchain
 from tiledsched.core.resources import ResourceFacts
 from tiledsched.measure.runner import Conditions, Device
 from tiledsched.remember.description import Request
-from tiledsched.remember.machine import Program, run_time_numbers
+from tiledsched.remember.machine import CallProgram, run_time_numbers
 
 H200 = Device(name="NVIDIA H200", arch="sm_90", sm_count=132, memory_bytes=1 << 37, l2_bytes=1 << 25, driver="580.1")
 FACTS = ResourceFacts(
@@ -26,13 +26,13 @@ def toolchain(tileiras: str = "13.5.37") -> Toolchain:
     return Toolchain(cuda_tile="1.7.0", tileiras=tileiras, ptxas=tileiras, nvvm=tileiras)
 
 
-def time_of_text(program: Program) -> float:
+def time_of_text(program: CallProgram) -> float:
     """Microseconds that follow from a program's schedule: 50 to 150, the same in every process."""
     return 50 + int(hashlib.sha256(program.schedule.id.encode()).hexdigest()[:4], 16) % 100
 
 
 class FakeMachine:
-    """See `tiledsched.remember.machine.Machine`.
+    """See `tiledsched.remember.machine.SearchMachine`.
 
     Args:
         time_us: a program's time, in microseconds; an exception that it raises is the launch's.
@@ -45,9 +45,9 @@ class FakeMachine:
 
     def __init__(
         self,
-        time_us: Callable[[Program], float] = time_of_text,
-        code: Callable[[Program], object] = lambda program: program.schedule.id,
-        compute: Callable[[Program, tuple[Any, ...]], None] = lambda program, args: None,
+        time_us: Callable[[CallProgram], float] = time_of_text,
+        code: Callable[[CallProgram], object] = lambda program: program.schedule.id,
+        compute: Callable[[CallProgram, tuple[Any, ...]], None] = lambda program, args: None,
         gpu: Device | None = H200,
         compiler: str = "13.5.37",
         noise: float = 0.0,
@@ -78,7 +78,7 @@ class FakeMachine:
         self.done["measuring"] += 1
         yield
 
-    def build(self, programs: Sequence[Program], request: Request) -> None:
+    def build(self, programs: Sequence[CallProgram], request: Request) -> None:
         for program in programs:
             self.done["compiles"] += 1
             self.compiled.append(program.config)
@@ -90,15 +90,15 @@ class FakeMachine:
             else:
                 program.artifact = Artifact(arch="sm_90", fingerprint=made, facts=FACTS, cubin=b"")
 
-    def first_launch(self, program: Program, request: Request) -> None:
+    def first_launch(self, program: CallProgram, request: Request) -> None:
         self.run(program, request.args_fn(program.config), request)
 
-    def run(self, program: Program, args: tuple[Any, ...], request: Request) -> None:
+    def run(self, program: CallProgram, args: tuple[Any, ...], request: Request) -> None:
         self.done["launches"] += 1
         self.time_us(program)
         self.compute(program, args)
 
-    def stopwatch(self, programs: Sequence[Program], request: Request) -> FakeStopwatch:
+    def stopwatch(self, programs: Sequence[CallProgram], request: Request) -> FakeStopwatch:
         return FakeStopwatch(self, programs, request)
 
     def log(self) -> FakeLog:
@@ -109,7 +109,7 @@ class FakeMachine:
 
 
 class FakeStopwatch:
-    def __init__(self, machine: FakeMachine, programs: Sequence[Program], request: Request) -> None:
+    def __init__(self, machine: FakeMachine, programs: Sequence[CallProgram], request: Request) -> None:
         self._machine, self._programs, self._request = machine, programs, request
 
     def queue(self, index: int, *, paced: bool) -> int:

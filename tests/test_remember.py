@@ -597,7 +597,7 @@ def test_compilers_run_side_by_side_and_launches_use_what_they_made(monkeypatch)
         check=False,
     )
     programs = [
-        machines.Program(config=c, schedule=Schedule(c=c), grid=(1,), kernel=Kernel(c)) for c in request.configs
+        machines.CallProgram(config=c, schedule=Schedule(c=c), grid=(1,), kernel=Kernel(c)) for c in request.configs
     ]
     machines.GpuMachine().build(programs, request)
     assert [type(each.error) for each in programs] == [type(None), type(None), ValueError]
@@ -634,7 +634,7 @@ def test_arguments_are_made_before_a_launch_is_timed(monkeypatch):
         told.append("arguments")
         return (config, told.count("arguments"))
 
-    program = machines.Program(config="c", schedule=Schedule(c=1), grid=(1,), kernel=None)
+    program = machines.CallProgram(config="c", schedule=Schedule(c=1), grid=(1,), kernel=None)
     request = SimpleNamespace(args_fn=args, stream=0)
     watch = machines.CallStopwatch(SimpleNamespace(cuda=cuda), [program], request, flush)
     assert watch.read(watch.queue(0, paced=True)) == 20.0

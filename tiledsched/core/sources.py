@@ -69,7 +69,7 @@ BESIDE: dict[str, dict[str, ModuleType]] = {}
 """Folder -> the modules in it that files of kernels there import, by name. Two folders may each have a module `helpers`."""
 
 
-def module_beside(folder: str, name: str) -> ModuleType | None:
+def neighbour_module(folder: str, name: str) -> ModuleType | None:
     """The module that a file in a folder means by a name: one beside it, or else the one that this process has."""
     return BESIDE.get(folder, {}).get(name) or sys.modules.get(name)
 
@@ -92,7 +92,9 @@ def _files(kernel: type) -> frozenset[str]:
             function = value._pyfunc if isinstance(value, ct.kernel) else value
             name = getattr(function, "__module__", None) or getattr(value, "__name__", "")
             other = (
-                value if isinstance(value, ModuleType) else module_beside(folder, name if isinstance(name, str) else "")
+                value
+                if isinstance(value, ModuleType)
+                else neighbour_module(folder, name if isinstance(name, str) else "")
             )
             path = getattr(other, "__file__", None)
             if other is None or other.__name__ in found or not path or not path.endswith(".py"):
@@ -119,7 +121,7 @@ def _imported(module: ModuleType, folder: str) -> list[ModuleType]:
         elif isinstance(node, ast.ImportFrom):
             before = (module.__package__ or "").split(".")[: -node.level + 1 or None] if node.level else []
             names.append(".".join([*before, *filter(None, [node.module])]))
-    return [found for name in names if (found := module_beside(folder, name)) is not None]
+    return [found for name in names if (found := neighbour_module(folder, name)) is not None]
 
 
 def is_library(name: str) -> bool:

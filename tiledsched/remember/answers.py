@@ -64,7 +64,7 @@ SELECT DISTINCT e.arch, e.device_name FROM entries e WHERE e.kernel = :kernel AN
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known(Timing):
+class StoredTime(Timing):
     """A stored time of one schedule."""
 
     samples: int
@@ -81,7 +81,7 @@ class Answers:
 
     problem: Problem | None = None
     """The call's problem; None where it was never stored."""
-    times: dict[str, Known] = field(default_factory=dict)
+    times: dict[str, StoredTime] = field(default_factory=dict)
     """Times of the schedules that were measured, and of those with the same program."""
     failures: dict[str, Failure] = field(default_factory=dict)
     """Why others gave no time."""
@@ -187,7 +187,7 @@ class AnswerStore:
                 else:  # of other code: it is replaced
                     found.entry = (schedule, source, source_hash, number)
             for schedule, median, low, high, samples, checked, run in rows(MEASURED, words):
-                found.times[schedule] = Known(
+                found.times[schedule] = StoredTime(
                     median_us=median,
                     ci_low_us=low,
                     ci_high_us=high,
@@ -248,7 +248,7 @@ class AnswerStore:
         for entry in mine:
             if entry.problem == problem and (taken := entry.measurement):
                 found.winner, found.space = entry.schedule.id, entry.source.rpartition(SPACE)[2]
-                known = Known(
+                known = StoredTime(
                     median_us=taken.median_us,
                     ci_low_us=taken.ci_low_us,
                     ci_high_us=taken.ci_high_us,
@@ -359,7 +359,7 @@ class AnswerStore:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Build:
+class BuildOutcome:
     """What became of the build of one schedule."""
 
     schedule: Schedule
@@ -375,7 +375,7 @@ class Findings:
     problem: Problem
     device: Device
     toolchain: Toolchain
-    built: Sequence[Build]
+    built: Sequence[BuildOutcome]
     measured: Sequence[Measurement]
     failed: Sequence[tuple[Schedule, Failure]]
     """What built and did not run, or computed something else."""

@@ -11,24 +11,24 @@ from tiledsched.core.errors import Failure, FailureKind
 from tiledsched.measure.runner import Accuracy
 from tiledsched.remember.description import Request
 from tiledsched.remember.identity import address, is_array
-from tiledsched.remember.machine import Machine, Program
+from tiledsched.remember.machine import CallProgram, SearchMachine
 
 
-class Comparison:
+class OutputComparison:
     """Compares the outputs of programs with those of the first one that runs.
 
     Arrays that the first launch changes are outputs. Before each other launch they are given the values that they had before
     the first one, so that a program that writes nothing is found.
     """
 
-    def __init__(self, machine: Machine, request: Request) -> None:
+    def __init__(self, machine: SearchMachine, request: Request) -> None:
         self._machine, self._request = machine, request
         self._before: dict[str, Any] = {}
         self._right: dict[str, Any] = {}
         self._where: dict[str, int] = {}
         self._name = ""
 
-    def take(self, program: Program) -> None:
+    def take(self, program: CallProgram) -> None:
         """Run the program whose outputs are taken for right. Errors of the launch are raised."""
         args = self._request.args_fn(program.config)
         arrays = _arrays(args)
@@ -40,7 +40,7 @@ class Comparison:
         self._where = {place: address(arrays[place]) for place in changed}
         self._name = program.schedule.short() or "the first configuration"
 
-    def compare(self, program: Program) -> Accuracy | Failure:
+    def compare(self, program: CallProgram) -> Accuracy | Failure:
         """The largest difference of a program's outputs from the right ones; a failure where it is larger than rounding."""
         if not self._right:
             self.take(program)

@@ -33,7 +33,7 @@ LEAST_FLUSH_BYTES = 1 << 26
 
 
 @dataclass(eq=False)
-class Program:
+class CallProgram:
     """One configuration that is built and measured."""
 
     config: Any
@@ -51,7 +51,7 @@ class Program:
     """Run-time numbers of its launch, which tell programs of equal machine code apart."""
 
 
-class Machine(Protocol):
+class SearchMachine(Protocol):
     """What builds and launches. `GpuMachine` is the real one."""
 
     def gpu(self) -> tuple[str, str] | None:
@@ -78,15 +78,15 @@ class Machine(Protocol):
         """A context in which this process alone measures on the GPU, on the stream of the request."""
         ...
 
-    def build(self, programs: Sequence[Program], request: Request) -> None:
+    def build(self, programs: Sequence[CallProgram], request: Request) -> None:
         """Give each program its artifact or its error."""
         ...
 
-    def first_launch(self, program: Program, request: Request) -> None:
+    def first_launch(self, program: CallProgram, request: Request) -> None:
         """Launch once, for at most `request.timeout_s` seconds where that is set. Errors are raised."""
         ...
 
-    def stopwatch(self, programs: Sequence[Program], request: Request) -> Stopwatch:
+    def stopwatch(self, programs: Sequence[CallProgram], request: Request) -> Stopwatch:
         """Times launches of programs, each time with new arguments."""
         ...
 
@@ -98,12 +98,12 @@ class Machine(Protocol):
         """Make sure that the GPU can still be used after an error; raises MeasureError where it cannot."""
         ...
 
-    def run(self, program: Program, args: tuple[Any, ...], request: Request) -> None:
+    def run(self, program: CallProgram, args: tuple[Any, ...], request: Request) -> None:
         """Launch a program on arguments and wait for it."""
         ...
 
 
-class _SignatureTold(Exception):  # noqa: N818
+class _CompileRequested(Exception):  # noqa: N818
     """Carries what cuTile asks a kernel to compile, out of the launch that asked."""
 
     def __init__(self, given: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -124,7 +124,7 @@ class GpuMachine:
         return torch if torch is not None and torch.cuda.is_available() else None
 
     def gpu(self) -> tuple[str, str] | None:
-        """See `Machine`. The driver is not asked for more, which takes longer than the rest of a stored answer."""
+        """See `SearchMachine`. The driver is not asked for more, which takes longer than the rest of a stored answer."""
         from tiledsched.measure.nvml import labelled
 
         if self._torch is not None:
@@ -137,27 +137,27 @@ class GpuMachine:
         return device.arch, device.name
 
     def device(self) -> Device:
-        """See `Machine`."""
+        """See `SearchMachine`."""
         from tiledsched.measure.nvml import current_device
 
         return current_device()
 
     def compiler(self) -> str:
-        """See `Machine`."""
+        """See `SearchMachine`."""
         return _compiler()
 
     def toolchain(self) -> Toolchain:
-        """See `Machine`."""
+        """See `SearchMachine`."""
         return installed_toolchain()
 
     def capturing(self) -> bool:
-        """See `Machine`."""
+        """See `SearchMachine`."""
         torch = self._torch
         return torch is not None and torch.cuda.is_current_stream_capturing()
 
     @contextmanager
     def measuring(self, request: Request) -> Iterator[None]:
-        """See `Machine`."""
+        """See `SearchMachine`."""
         from tiledsched.measure.lock import holding_current_gpu
 
         torch, stream = self._torch, request.stream
@@ -175,11 +175,11 @@ class GpuMachine:
             finally:
                 self._flush = None
 
-    def build(self, programs: Sequence[Program], request: Request) -> None:
-        """See `Machine`. cuTile's frontend runs here, one kernel at a time; the compilers that it starts run side by side."""
+    def build(self, programs: Sequence[CallProgram], request: Request) -> None:
+        """See `SearchMachine`. cuTile's frontend runs here, one kernel at a time; the compilers that it starts run at once."""
         from tiledsched.build.pool import default_jobs
 
-        jobs: list[tuple[Program, _SignatureTold]] = []
+        jobs: list[tuple[CallProgram, _CompileRequested]] = []
         for program in programs:
             try:
                 told = self._signature(program, request)
@@ -192,28 +192,28 @@ class GpuMachine:
                 jobs.append((program, told))
         arch = (self.gpu() or ("", ""))[0]
         with _limit(), _side_by_side(), ThreadPoolExecutor(min(default_jobs(), max(1, len(jobs)))) as threads:
-            list(threads.map(lambda job: _compile_told(job[0], job[1], arch), jobs))
+            list(threads.map(lambda job: _compile_requested(job[0], job[1], arch), jobs))
 
-    def _signature(self, program: Program, request: Request) -> _SignatureTold | None:
+    def _signature(self, program: CallProgram, request: Request) -> _CompileRequested | None:
         """What cuTile would compile for a program's arguments: the launch that asks is stopped there. None if none asked."""
         import cuda.tile as ct
 
         def tell(*given: Any, **named: Any) -> Any:
-            raise _SignatureTold(given, named)
+            raise _CompileRequested(given, named)
 
         args = request.args_fn(program.config)
         program.numbers = run_time_numbers(program.kernel, args)
         program.kernel._compile = tell
         try:
             ct.launch(request.stream, program.grid, program.kernel, args)
-        except _SignatureTold as told:
+        except _CompileRequested as told:
             return told
         finally:
             del program.kernel._compile
         return None
 
-    def first_launch(self, program: Program, request: Request) -> None:
-        """See `Machine`."""
+    def first_launch(self, program: CallProgram, request: Request) -> None:
+        """See `SearchMachine`."""
         args = request.args_fn(program.config)
         if request.timeout_s is None:
             self.run(program, args, request)
@@ -222,8 +222,8 @@ class GpuMachine:
 
         benchmark_with_timeout(request.stream, program.grid, program.kernel, args, request.timeout_s, request.flush_l2)
 
-    def run(self, program: Program, args: tuple[Any, ...], request: Request) -> None:
-        """See `Machine`."""
+    def run(self, program: CallProgram, args: tuple[Any, ...], request: Request) -> None:
+        """See `SearchMachine`."""
         import cuda.tile as ct
 
         ct.launch(request.stream, program.grid, program.kernel, args)
@@ -234,8 +234,8 @@ class GpuMachine:
 
             _synchronize_context()
 
-    def stopwatch(self, programs: Sequence[Program], request: Request) -> Stopwatch:
-        """See `Machine`."""
+    def stopwatch(self, programs: Sequence[CallProgram], request: Request) -> Stopwatch:
+        """See `SearchMachine`."""
         torch = self._torch
         if torch is None or os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":  # no launch can be queued behind another one
             return BenchmarkStopwatch(programs, request)
@@ -245,14 +245,14 @@ class GpuMachine:
         return CallStopwatch(torch, programs, request, self._flush)
 
     def log(self) -> Log:
-        """See `Machine`."""
+        """See `SearchMachine`."""
         from tiledsched.measure.driver_timeout import asked
         from tiledsched.measure.nvml import ConditionsLog
 
         return ConditionsLog(ask=asked)
 
     def check_gpu(self, error: Exception) -> None:
-        """See `Machine`."""
+        """See `SearchMachine`."""
         if self._torch is None:
             return
         try:
@@ -267,7 +267,7 @@ class GpuMachine:
 class CallStopwatch(TorchStopwatch):
     """Times launches between torch events. `args_fn` is called anew before each launch, and what it does is not timed."""
 
-    def __init__(self, torch: Any, programs: Sequence[Program], request: Request, flush: Any) -> None:
+    def __init__(self, torch: Any, programs: Sequence[CallProgram], request: Request, flush: Any) -> None:
         super().__init__(torch, [_nothing] * len(programs), flush)
         self._programs, self._request = programs, request
 
@@ -292,7 +292,7 @@ def _nothing() -> None:
 class BenchmarkStopwatch:
     """Times launches with cuTile's own benchmark, for processes without torch; see `tiledsched.measure.timing.Stopwatch`."""
 
-    def __init__(self, programs: Sequence[Program], request: Request) -> None:
+    def __init__(self, programs: Sequence[CallProgram], request: Request) -> None:
         self._programs, self._request = programs, request
 
     def queue(self, index: int, *, paced: bool) -> float:
@@ -323,7 +323,7 @@ def run_time_numbers(kernel: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(value if isinstance(value, (bool, int, float, str)) else repr(type(value)) for value in kept)
 
 
-def _compile_told(program: Program, told: _SignatureTold, arch: str) -> None:
+def _compile_requested(program: CallProgram, told: _CompileRequested, arch: str) -> None:
     """Compile what cuTile asked for. The launch that asks again is given the same."""
     kernel = program.kernel
     original = type(kernel)._compile
@@ -408,12 +408,12 @@ def _side_by_side() -> Iterator[None]:
             _compile.compile_cubin = wait
 
 
-machine: Machine = GpuMachine()
+machine: SearchMachine = GpuMachine()
 """What every search uses."""
 
 
 @contextmanager
-def using(other: Machine) -> Iterator[None]:
+def using(other: SearchMachine) -> Iterator[None]:
     """Search with another machine, until the end of the block."""
     global machine
     before, machine = machine, other
@@ -423,6 +423,6 @@ def using(other: Machine) -> Iterator[None]:
         machine = before
 
 
-def current() -> Machine:
+def current() -> SearchMachine:
     """What every search uses."""
     return machine

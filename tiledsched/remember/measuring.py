@@ -11,10 +11,10 @@ from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Accuracy, Candidate, Measurement
-from tiledsched.remember.answers import PASSING, Answers, Build, Findings, Known, class_of
-from tiledsched.remember.comparing import Comparison
+from tiledsched.remember.answers import PASSING, Answers, BuildOutcome, Findings, StoredTime, class_of
+from tiledsched.remember.comparing import OutputComparison
 from tiledsched.remember.description import Call
-from tiledsched.remember.machine import Machine, Program
+from tiledsched.remember.machine import CallProgram, SearchMachine
 from tiledsched.remember.timing import RULES, CallRunner, first_line, kind_of
 from tiledsched.tuning.race import RaceResult, race
 
@@ -33,12 +33,12 @@ class Measuring:
 
     def __init__(
         self,
-        machine: Machine,
+        machine: SearchMachine,
         call: Call,
         problem: Problem,
         known: Answers,
         incumbent: Schedule | None,
-        programs: dict[Schedule, Program],
+        programs: dict[Schedule, CallProgram],
     ) -> None:
         self._machine, self._call, self._problem, self._programs = machine, call, problem, programs
         self._incumbent, self.answers = incumbent, known
@@ -74,7 +74,7 @@ class Measuring:
         ]
         for taken in measured:
             timing = Timing(median_us=taken.median_us, ci_low_us=taken.ci_low_us, ci_high_us=taken.ci_high_us)
-            self.answers.times[taken.schedule.id] = Known(
+            self.answers.times[taken.schedule.id] = StoredTime(
                 **vars(timing), samples=len(taken.samples_us), checked=taken.accuracy is not None
             )
         measured += self._equals(heads, measured)
@@ -104,9 +104,9 @@ class Measuring:
         self.errors[schedule] = error
         self._failures[schedule] = Failure(kind=kind_of(error), message=first_line(error))
 
-    def _build(self, schedule: Schedule) -> Build:
+    def _build(self, schedule: Schedule) -> BuildOutcome:
         program = self._programs[schedule]
-        return Build(
+        return BuildOutcome(
             schedule=schedule,
             grid=self._call.grids[self._call.places[schedule.id]],
             outcome=program.artifact or self._failures[schedule],
@@ -133,7 +133,7 @@ class Measuring:
 
     def _compare(self, schedules: Sequence[Schedule]) -> None:
         """Compare outputs with those of the first of the schedules that runs."""
-        comparison = Comparison(self._machine, self._call.request)
+        comparison = OutputComparison(self._machine, self._call.request)
         for each in dict.fromkeys(schedules):
             compared = self._runner.compare(each, comparison)
             if isinstance(compared, Failure):

@@ -17,7 +17,7 @@ from tiledsched.remember import machine as machines
 from tiledsched.remember.answers import Answers, AnswerStore, Findings, stored_places, warn_once
 from tiledsched.remember.description import Call, Request, describe_call
 from tiledsched.remember.identity import OpaqueError, name_of
-from tiledsched.remember.machine import Machine, Program
+from tiledsched.remember.machine import CallProgram, SearchMachine
 
 NOT_STORED = "not stored"
 """The kernel of problems that are in no database."""
@@ -92,7 +92,7 @@ class Search:
         request: the call.
     """
 
-    def __init__(self, machine: Machine, request: Request) -> None:
+    def __init__(self, machine: SearchMachine, request: Request) -> None:
         self._machine, self._request = machine, request
         self._settings = load_settings()
         self.errors: dict[str, Exception] = {}
@@ -195,11 +195,11 @@ class Search:
         self.errors |= {each.id: error for each, error in measuring.errors.items()}
         return Measured(answers=measuring.answers, findings=findings, alone=measuring.alone)
 
-    def _program(self, call: Call, schedule: Schedule) -> Program:
+    def _program(self, call: Call, schedule: Schedule) -> CallProgram:
         """What is built for the first configuration with a schedule."""
         config = self._request.configs[call.places[schedule.id]]
         kernel = self._request.kernel_of(config).replace_hints(**self._request.hints_of(config))
-        return Program(config=config, schedule=schedule, grid=self._request.grid_fn(config), kernel=kernel)
+        return CallProgram(config=config, schedule=schedule, grid=self._request.grid_fn(config), kernel=kernel)
 
     def _best(self, call: Call, known: Answers) -> Schedule | None:
         """The fastest of the call's schedules by what is stored: the one served, or of those that differ by no more than matters
@@ -260,7 +260,7 @@ class Measured:
     """Whether no other process ran on the GPU meanwhile: else nothing is stored."""
 
 
-def _import_what_is_needed(machine: Machine, url: str | None) -> None:
+def _import_what_is_needed(machine: SearchMachine, url: str | None) -> None:
     """Import what measuring and storing take, ask for versions, and make the database where there is none: seconds of work, the
     first time in a process.
     """

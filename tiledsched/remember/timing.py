@@ -11,9 +11,9 @@ from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Accuracy, Batch, Candidate, Checked, Device
 from tiledsched.measure.timing import LEAST_REST, SHORT_US, sample_rounds
-from tiledsched.remember.comparing import Comparison
+from tiledsched.remember.comparing import OutputComparison
 from tiledsched.remember.description import Request
-from tiledsched.remember.machine import Machine, Program
+from tiledsched.remember.machine import CallProgram, SearchMachine
 from tiledsched.tuning.race import Rules
 
 RULES = Rules(most_rounds=23, short_factor=2, precision=0.005)
@@ -38,7 +38,7 @@ class CallRunner:
     regimes = frozenset(["burst"])
 
     def __init__(
-        self, machine: Machine, device: Device, programs: Mapping[Schedule, Program], request: Request
+        self, machine: SearchMachine, device: Device, programs: Mapping[Schedule, CallProgram], request: Request
     ) -> None:
         self.device, self.device_name = device, device.name
         self.errors: dict[Schedule, Exception] = {}
@@ -77,7 +77,7 @@ class CallRunner:
         self._machine.check_gpu(error)
         return Failure(kind=kind_of(error), message=first_line(error))
 
-    def compare(self, schedule: Schedule, comparison: Comparison) -> Accuracy | Failure:
+    def compare(self, schedule: Schedule, comparison: OutputComparison) -> Accuracy | Failure:
         """Launch once more and compare the outputs with the right ones."""
         try:
             self._launch_first(schedule)

@@ -786,7 +786,7 @@ class _Search(_ProblemTune):
         winner = result.winner
         assert winner is not None
         measurement_id = self._measurement_ids[winner.schedule, self.tuner.regime]
-        numbers = self.numbers_kept(winner, finalists)
+        numbers = self.price_of_same_numbers(winner, finalists)
         times_us = {each.schedule: each.median_us for each in result.outcomes if isinstance(each, Measurement)}
         plain_us = next((times_us.get(each.schedule) for each in finalists if self.default in each.schedules), None)
         entry = self.entry(
@@ -839,7 +839,7 @@ class _Search(_ProblemTune):
         """The grids of the launches of a schedule for the problem on this device."""
         return self.kernel.grids(self.problem, schedule, self.runner.device)
 
-    def numbers_kept(self, winner: Measurement, finalists: Sequence[Program]) -> NumbersKept | None:
+    def price_of_same_numbers(self, winner: Measurement, finalists: Sequence[Program]) -> NumbersKept | None:
         """What it costs that only the same numbers could win: the winner races what was refused for its numbers."""
         if self.wanted is None:
             return None
