@@ -36,13 +36,13 @@ def attention_backward_rows(
     TILE_V_WHOLE: Int,
     DQ_COLUMNS: Int,
     DLSE: Bool,
-    SUMS_DQ: Bool,
+    DQ_ARRAYS: Int,
     DQ_TRANSPOSED: Bool,
 ):
-    """Delta and LseLog2 of the query rows, and zeros in dQSum where shares are added to it."""
+    """Delta and LseLog2 of the query rows, and zeros in the arrays of dQSum."""
     dlse = dLse if DLSE else None
     tiles.prepare_rows(
-        Out, dOut, Lse, dlse, LseLog2, Delta, dQSum, ROWS, TILE_V_WHOLE, DQ_COLUMNS, SUMS_DQ, DQ_TRANSPOSED
+        Out, dOut, Lse, dlse, LseLog2, Delta, dQSum, ROWS, TILE_V_WHOLE, DQ_COLUMNS, DQ_ARRAYS, DQ_TRANSPOSED
     )
 
 
@@ -90,13 +90,14 @@ def attention_backward_keys(
     TRANSPOSED: Bool,
     DQ_TRANSPOSED: Bool,
     AHEAD: Bool,
-    ADDS: Int,
+    ADDS: Bool,
+    SHARES: Int,
 ):
     """dK and dV, for which a block goes over all query heads of a group, and shares of dQ."""
     const = tiles.Constants(
         *(TILE_M, TILE_N, TILE_D, REST_D, TILE_V, REST_V, GROUP, EVEN, CAUSAL, BOTTOM_RIGHT, WINDOW, WINDOW_RIGHT),
         *(SOFTCAP, STARTS, LENGTHS, PACKED, LATENCY_Q, LATENCY_DO, TMA_LOADS, LOOP_SPLIT, BLOCK_ORDER, PERSISTENT),
-        *(TRANSPOSED, DQ_TRANSPOSED, AHEAD, True, ADDS),
+        *(TRANSPOSED, DQ_TRANSPOSED, AHEAD, True, ADDS, SHARES),
     )
     features = Features(None, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK)
     tiles.compute_keys(Q, K, V, dOut, LseLog2, Delta, dQSum, dK, dV, scale_log2, scale, features, const)
@@ -146,13 +147,14 @@ def attention_backward_heads(
     TRANSPOSED: Bool,
     DQ_TRANSPOSED: Bool,
     AHEAD: Bool,
-    ADDS: Int,
+    ADDS: Bool,
+    SHARES: Int,
 ):
     """The shares of every query head in dK and dV, and shares of dQ."""
     const = tiles.Constants(
         *(TILE_M, TILE_N, TILE_D, REST_D, TILE_V, REST_V, GROUP, EVEN, CAUSAL, BOTTOM_RIGHT, WINDOW, WINDOW_RIGHT),
         *(SOFTCAP, STARTS, LENGTHS, PACKED, LATENCY_Q, LATENCY_DO, TMA_LOADS, LOOP_SPLIT, BLOCK_ORDER, PERSISTENT),
-        *(TRANSPOSED, DQ_TRANSPOSED, AHEAD, False, ADDS),
+        *(TRANSPOSED, DQ_TRANSPOSED, AHEAD, False, ADDS, SHARES),
     )
     features = Features(None, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK)
     tiles.compute_keys(Q, K, V, dOut, LseLog2, Delta, dQSum, dKParts, dVParts, scale_log2, scale, features, const)
@@ -172,9 +174,11 @@ def attention_backward_groups(
     tiles.sum_groups(dKParts, dVParts, dK, dV, ROWS, TILE_D_WHOLE, TILE_V_WHOLE, GROUP)
 
 
-def attention_backward_store(dQSum: ct.Array, dQ: HeadArray, scale, ROWS: Int, DQ_COLUMNS: Int, DQ_TRANSPOSED: Bool):
+def attention_backward_store(
+    dQSum: ct.Array, dQ: HeadArray, scale, ROWS: Int, DQ_COLUMNS: Int, DQ_ARRAYS: Int, DQ_TRANSPOSED: Bool
+):
     """dQ from the sums of its shares."""
-    tiles.store_queries(dQSum, dQ, scale, ROWS, DQ_COLUMNS, DQ_TRANSPOSED)
+    tiles.store_queries(dQSum, dQ, scale, ROWS, DQ_COLUMNS, DQ_ARRAYS, DQ_TRANSPOSED)
 
 
 def attention_backward_queries(
