@@ -91,7 +91,7 @@ class AttentionBackward(Kernel):
     knobs = {
         "structure": ts.knob(
             STRUCTURES,
-            about="what makes dQ: adds to one array in any order, a launch of its own, or adds in order to an array for each share",
+            about="what makes dQ: adds to one array in any order, a launch of its own, or adds in order to arrays of shares",
             weight=5.0,
         ),
         "tile_m": ts.knob((64, 128, 32, 16), about="query rows per step of the launch for dK and dV", weight=1.0),
