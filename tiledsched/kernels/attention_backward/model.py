@@ -62,6 +62,11 @@ ORDERED_STEP = 300.0
 """Cycles of a step that wait for the turn of the block, where sums have a fixed order."""
 NEXT_LAUNCH_US = 2.0
 """Time that another launch in the same stream adds."""
+PERSISTENT_SHARE = 0.65
+"""Share of a block's cycles outside its steps that remains when a persistent block goes on to its next tile."""
+ORDERS = {(True, "natural"): "reversed", (True, "reversed"): "natural"}
+"""(whether blocks are tiles of keys, order) -> the order of forward in which blocks have these lengths, where that is another: the
+first keys are seen by most rows, and the first rows see fewest keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,38 +90,14 @@ class Pass:
 def passes_of(p: Problem, s: Schedule) -> list[Pass]:
     """The launches of a schedule that go over tiles of scores."""
     d, v = p.tile_d, p.tile_v
-    if s["structure"] == "two_pass":
-        return [
-            Pass(
-                block=s.number("tile_n"),
-                step=s.number("tile_m"),
-                over_keys=True,
-                products=2 * d + 2 * v,
-                held=d + v,
-                summed=0,
-            ),
-            Pass(block=dq_rows(s), step=dq_keys(s), over_keys=False, products=2 * d + v, held=d, summed=0),
-        ]
+    block, step = s.number("tile_n"), s.number("tile_m")
+    if s["structure"] != "two_pass":
+        return [Pass(block=block, step=step, over_keys=True, products=3 * d + 2 * v, held=d + v, summed=d)]
+    rows, keys = s.number("tile_m_dq"), s.number("tile_n_dq")
     return [
-        Pass(
-            block=s.number("tile_n"),
-            step=s.number("tile_m"),
-            over_keys=True,
-            products=3 * d + 2 * v,
-            held=d + v,
-            summed=d,
-        )
+        Pass(block=block, step=step, over_keys=True, products=2 * d + 2 * v, held=d + v, summed=0),
+        Pass(block=rows, step=keys, over_keys=False, products=2 * d + v, held=d, summed=0),
     ]
-
-
-def dq_rows(s: Schedule) -> int:
-    """Query rows of a block of the pass that makes only dQ."""
-    return int(s.get("tile_m_dq", 0)) or s.number("tile_n")
-
-
-def dq_keys(s: Schedule) -> int:
-    """Keys of a step of the pass that makes only dQ."""
-    return int(s.get("tile_n_dq", 0)) or s.number("tile_m")
 
 
 class AttentionBackwardCost(Cost):
@@ -157,50 +138,57 @@ class AttentionBackwardCost(Cost):
 
 def estimate_us(p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
     """Modelled microseconds of all launches of `s` on `p`, on the GPU that `spec` describes."""
-    rows = p.batch * p.heads * p.seq_q
+    rows, keys = p.batch * p.heads * p.seq_q, p.batch * p.heads * p.seq_k
     rate = DRAM_EFFICIENCY * spec.dram_gbps * 1e3
-    total = LAUNCH_US + 2 * rows * p.value_columns * p.element_bytes / rate  # the row sums of dO times O
+    total = LAUNCH_US + 2 * rows * p.value_columns * p.element_bytes / rate  # the row sums of dOut * Out
     for each in passes_of(p, s):
         total += NEXT_LAUNCH_US + _pass_us(p, s, each, facts, spec, rate)
-    if s["structure"] != "two_pass":  # zeros before the sums, and the cast behind them
-        moved = rows * p.head_dim * (2 * SUM_BYTES + p.element_bytes)
-        total += 2 * NEXT_LAUNCH_US + moved / rate
+        if each.summed:  # zeros before the sums, and what rounds them
+            total += NEXT_LAUNCH_US + rows * each.summed * (2 * SUM_BYTES + p.element_bytes) / rate
+    if s["group_heads"] == "apart":  # sums for every query head are written and read again
+        total += NEXT_LAUNCH_US + 2 * SUM_BYTES * keys * (p.tile_d + p.tile_v) / rate
     return total
 
 
 def _pass_us(p: Problem, s: Schedule, each: Pass, facts: ResourceFacts, spec: ArchSpec, rate: float) -> float:
     """Microseconds of one launch; `rate` is that of device memory in bytes a microsecond."""
     resident = facts.resident(spec.arch)
-    masked = bool(p.causal or p.spanned or p.seq_k % s.number("tile_n"))
-    cycles = [step_cycles(p, s, each, facts, spec, k, masked=masked) for k in range(resident + 1)]
+    masked, split = bool(p.causal or p.spanned or p.seq_k % s.number("tile_n")), bool(s["loop_split"])
+    cycles = [step_cycles(p, s, each, facts, spec, k, masked=masked and not split) for k in range(resident + 1)]
     epilogue = BLOCK_CYCLES + STORE_CYCLES_PER_ELEMENT * each.block * each.held
+    if s["persistent"]:
+        epilogue *= PERSISTENT_SHARE
     # A block of keys goes over the rows of all query heads that share its key head.
-    turns = p.group if each.over_keys else 1
-    lengths = (p.mean_keys, p.mean_rows) if each.over_keys else (p.mean_rows, p.mean_keys)
-    offset = p.mean_keys - p.mean_rows if p.alignment == "bottom_right" else 0
-    first = p.window_right + offset
-    if each.over_keys:  # key tile j sees rows from its own on: counted from the last tile, the same triangle
-        first += p.mean_rows - p.mean_keys
-    busy = turns * busy_steps(
+    turns = p.group if each.over_keys and s["group_heads"] == "together" else 1
+    heads = p.sequences * p.heads // turns
+    extra = epilogue / cycles[resident] / turns
+    if masked and split:  # the steps on the diagonal, in a loop of their own
+        dear = step_cycles(p, s, each, facts, spec, resident, masked=True)
+        extra += max(1, each.block // each.step) * (2 if p.window else 1) * (dear / cycles[resident] - 1.0)
+    first_key = p.window_right + (p.mean_keys - p.mean_rows if p.alignment == "bottom_right" else 0)
+    blocks = -(-(p.mean_keys if each.over_keys else p.mean_rows) // each.block) * heads
+    order = ORDERS.get((each.over_keys, str(s["block_order"])), str(s["block_order"]))
+    busy = busy_steps(
         rows=each.block,
         step_n=each.step,
-        seq_q=lengths[0],
-        seq_k=lengths[1],
+        seq_q=p.mean_keys if each.over_keys else p.mean_rows,
+        seq_k=p.mean_rows if each.over_keys else p.mean_keys,
         causal=p.causal,
-        first_key=first,
-        heads=p.sequences * (p.kv_heads if each.over_keys else p.heads),
-        order="reversed",
-        grid=0,
+        # Counted from the last key, the rows that see a tile of keys grow as the keys that a tile of rows sees.
+        first_key=first_key + (p.mean_rows - p.mean_keys if each.over_keys else 0),
+        heads=heads,
+        order=order,
+        grid=min(blocks, spec.sm_count * max(1, s.number("occupancy"))) if s["persistent"] else 0,
         sms=spec.sm_count,
         resident=resident,
-        extra=round(4.0 * epilogue / cycles[resident] / turns) / 4.0,
+        extra=round(4.0 * extra) / 4.0,
         window=p.window + p.window_right if p.window else 0,
     )
-    compute_us = float((busy @ np.array(cycles)).max()) / (spec.clock_ghz * 1e3)
+    compute_us = turns * float((busy @ np.array(cycles)).max()) / (spec.clock_ghz * 1e3)
     visits = p.batch * p.heads * p.visible_pairs / each.block  # rows of dQ that are added to
     sums_us = visits * each.summed * SUM_BYTES / (L2_SUM_BYTES_PER_CYCLE * spec.sm_count * spec.clock_ghz * 1e3)
-    sums_bytes = 2 * SUM_BYTES * p.batch * p.heads * p.seq_q * each.summed
-    return smooth_max(smooth_max(compute_us, sums_us), (p.min_bytes + sums_bytes) / rate)
+    moved = p.min_bytes + 2 * SUM_BYTES * p.batch * p.heads * p.seq_q * each.summed
+    return smooth_max(smooth_max(compute_us, sums_us), moved / rate)
 
 
 def step_cycles(
