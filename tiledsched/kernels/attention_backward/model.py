@@ -65,7 +65,7 @@ NEXT_LAUNCH_US = 2.0
 PERSISTENT_SHARE = 0.65
 """Share of a block's cycles outside its steps that remains when a persistent block goes on to its next tile."""
 ORDERS = {(True, "natural"): "reversed", (True, "reversed"): "natural"}
-"""(whether blocks are tiles of keys, order) -> the order of forward in which blocks have these lengths, where that is another: the
+"""(whether blocks are tiles of keys, order) -> forward's order in which blocks have these lengths, where that is another: the
 first keys are seen by most rows, and the first rows see fewest keys."""
 
 
