@@ -156,7 +156,7 @@ class AttentionBackward(Kernel):
         "element_bytes * (tile_m + tile_n) * (tile_d + tile_v) <= shared_memory_bytes": (
             "tiles of all four inputs must fit in shared memory"
         ),
-        "element_bytes * (tile_m_dq + tile_n_dq) * (tile_d + tile_v) <= shared_memory_bytes": (
+        "structure != 'two_pass' or element_bytes * (tile_m_dq + tile_n_dq) * (tile_d + tile_v) <= shared_memory_bytes": (
             "tiles of all four inputs must fit in shared memory"
         ),
         "(occupancy if occupancy > 0 else 1) * tile_n * (tile_d + tile_v) < registers_per_sm": (
@@ -172,7 +172,9 @@ class AttentionBackward(Kernel):
         "occupancy > 0 and occupancy * (tile_n * (tile_d + tile_v) + 2 * tile_m * tile_n) <= 53248": (
             "what every block on the SM holds spills registers beyond this"
         ),
-        "num_worker_warps == 4 or tile_m * tile_n >= 4096": "small tiles leave a second group of warps no work",
+        "num_worker_warps == 4 or tile_m * tile_n >= 4096 or tile_d + tile_v > 256": (
+            "small tiles leave a second group of warps no work"
+        ),
         "structure != 'two_pass' or (tile_m_dq >= tile_n and tile_m_dq >= 64 and tile_n_dq == tile_m)": (
             "the launch for dQ holds half as many sums: its blocks are at least as large, and its steps equal"
         ),
