@@ -173,6 +173,9 @@ class AttentionBackward(Kernel):
         "tma_loads": True,
     }
 
+    planning_rivals = ("torch_cudnn",)
+    compiled_rivals = ("flash_attention_4",)
+
     @staticmethod
     def canonical(values: dict[str, Value]) -> dict[str, Value]:
         """The values that stand for all equivalent ways to state a problem; see :func:`problem.canonical`.
@@ -336,6 +339,13 @@ class AttentionBackward(Kernel):
     def check_tile(p: Problem, s: Schedule) -> tuple[int, int]:
         """64 rows, and all columns."""
         return 64, problem.MAX_HEAD_DIM
+
+    @staticmethod
+    def rivals(p: Problem) -> Mapping[str, Callable[..., Any]]:
+        """torch's cuDNN and flash backends, and FlashAttention-4 if it is installed."""
+        from tiledsched.kernels.attention_backward.rivals import rivals
+
+        return rivals(p)
 
     @staticmethod
     def small() -> list[Problem]:
