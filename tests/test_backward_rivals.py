@@ -219,7 +219,7 @@ def test_scale_and_cap_are_those_of_the_call() -> None:
     found = rivals.rivals(p, 0.5, 3.0)[FLASH_4](*given)
     wanted = gradients(*given, 0.5, shift=0, causal=False, window=(None, None), cap=3.0)
     for made, right in zip(found, wanted, strict=True):
-        torch.testing.assert_close(made, right.to(made.dtype))
+        assert (made - right).abs().max() < 2e-3
 
 
 def test_what_is_not_there_is_no_rival(monkeypatch) -> None:
