@@ -202,6 +202,8 @@ class AttentionBackward(Kernel):
         "tma_loads": True,
     }
 
+    planning_rivals = ("torch_cudnn",)
+    compiled_rivals = ("flash_attention_4",)
     canonical = staticmethod(problem.canonical)
     flops = staticmethod(problem.flops)
     describe = staticmethod(problem.describe)
@@ -338,6 +340,13 @@ class AttentionBackward(Kernel):
     def check_tile(p: Problem, s: Schedule) -> tuple[int, int]:
         """64 rows, and all columns."""
         return 64, MAX_HEAD_DIM
+
+    @staticmethod
+    def rivals(p: Problem) -> Mapping[str, Callable[..., Any]]:
+        """torch's cuDNN and flash backends, and FlashAttention-4 if it is installed."""
+        from tiledsched.kernels.attention_backward.rivals import rivals
+
+        return rivals(p)
 
     @staticmethod
     def small() -> list[Problem]:
