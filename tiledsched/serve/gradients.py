@@ -40,10 +40,11 @@ class JoinedBackward:
 
     def __call__(self, ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         """The gradients of the first operator's inputs."""
+        saved = ctx.saved_tensors  # once: what is recomputed under checkpointing is there only once
         given = []
         for kind, source in self.sources:
             if kind == "saved":
-                given.append(ctx.saved_tensors[source])
+                given.append(saved[source])
             elif kind == "argument":
                 given.append(ctx.arguments[source])
             elif kind == "value":
@@ -136,6 +137,6 @@ def _refuse_unknown(name: str, names: Mapping[str, str], inputs: list[str], grad
 
 def _no_match(what: str, name: str, known: list[str], word: str, example: str) -> ConfigError:
     return ConfigError(
-        f"{what}: is called like nothing of {name}, whose arrays and gradients are {', '.join(known)}{did_you_mean(word, known)}; "
-        f"rename it, or say which it is: names={{{example!r}: ...}}"
+        f"{what}: is called like nothing of {name}, which has {', '.join(known)}{did_you_mean(word, known)}; rename it, or say "
+        f"which it is: names={{{example!r}: ...}}"
     )
