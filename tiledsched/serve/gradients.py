@@ -81,7 +81,7 @@ def join(name: str, first: OpSchema, backward: Any, names: Mapping[str, str]) ->
     arrays = (*first.inputs, *first.outputs)
     gradients = {f"d{each}": place for place, each in enumerate(first.outputs)}
     wanted = [names.get(f"d{each}", f"d{each}") for each in first.inputs]
-    _refuse_unknown(name, names, [each.name for each in second.parameters], [f"d{each}" for each in first.inputs])
+    _refuse_unknown(name, names, first, second)
     saved: list[int] = []
     sources = []
     for each in second.parameters:
@@ -125,13 +125,17 @@ def _argument(name: str, first: OpSchema, backward: Any, each: Parameter, word: 
     return "value", each.default
 
 
-def _refuse_unknown(name: str, names: Mapping[str, str], inputs: list[str], gradients: list[str]) -> None:
-    known = [*inputs, *gradients]
-    for word in names:
-        if word not in known:
+def _refuse_unknown(name: str, names: Mapping[str, str], first: OpSchema, second: OpSchema) -> None:
+    """Raise where `names` renames nothing, or says that a gradient is what the second operator does not return."""
+    inputs, gradients = [each.name for each in second.parameters], [f"d{each}" for each in first.inputs]
+    for word, other in names.items():
+        known, what = [*inputs, *gradients], word
+        if word in gradients and word not in inputs:
+            known, what = second.outputs, other
+        if what not in known:
             raise ConfigError(
-                f"names[{word!r}]: {name} and its backward have no such array; known are {', '.join(known)}"
-                f"{did_you_mean(word, known)}"
+                f"names={{{word!r}: {other!r}}}: {name} and its backward have no {what} there; known are {', '.join(known)}"
+                f"{did_you_mean(what, known)}"
             )
 
 
