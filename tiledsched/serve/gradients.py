@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from tiledsched.core.blame import did_you_mean
 from tiledsched.core.errors import ConfigError
 from tiledsched.serve.schema import NO_DEFAULT, OpSchema, Parameter
@@ -51,13 +49,18 @@ class JoinedBackward:
                 given.append(source)
             else:
                 gradient = gradients[source]
-                if gradient is None and kind == "gradient":
-                    shape, dtype, device = ctx.outputs[source]
-                    gradient = torch.zeros(shape, dtype=dtype, device=device)
-                given.append(gradient)
+                absent = gradient is None and kind == "gradient"
+                given.append(_zeros(*ctx.outputs[source]) if absent else gradient)
         found = self.backward(*given)
         found = found if isinstance(found, tuple) else (found,)
         return tuple(None if place is None else found[place] for place in self.results)
+
+
+def _zeros(shape: Any, dtype: Any, device: Any) -> Any:
+    """The gradient of an output that nothing depends on."""
+    import torch
+
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def join(name: str, first: OpSchema, backward: Any, names: Mapping[str, str]) -> JoinedBackward:
