@@ -34,6 +34,7 @@ ENTRY_POINTS = "tiledsched.kernels"
 """The entry-point group under which a package ships kernels: a name, and `module:Class`."""
 SHIPPED = {
     "attention": "tiledsched.kernels.attention:Attention",
+    "attention_backward": "tiledsched.kernels.attention_backward:AttentionBackward",
     "grouped_matmul": "tiledsched.kernels.grouped_matmul:GroupedMatmul",
     "matmul": "tiledsched.kernels.matmul:Matmul",
     "rms_norm": "tiledsched.kernels.rms_norm:RmsNorm",
