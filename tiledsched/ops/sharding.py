@@ -34,8 +34,6 @@ def register() -> None:
     from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 
     for name in OPERATORS:
-        if not hasattr(torch.ops.tiledsched, name):  # TEMPORARY
-            continue
         # All arguments belong to the key of torch's cache of strategies, because some tensors may be missing.
         DTensor._op_dispatcher.sharding_propagator.register_op_strategy(
             getattr(torch.ops.tiledsched, name).default, _strategies, RuntimeSchemaInfo(0)
