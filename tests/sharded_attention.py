@@ -1,13 +1,16 @@
-"""One of two ranks that attend to distributed tensors: `python sharded_attention.py RANK FILE`. The kernel runs on the CPU.
+"""Two ranks that attend to distributed tensors: `python sharded_attention.py FOLDER`. The kernels run on the CPU.
 
-It prints, for each case, the placements of the output and how far outputs and gradients are from those of whole tensors.
+Each rank writes `FOLDER/RANK.json`: for each case, how the output is placed, the shape of each rank's queries, and by name how far the output and the
+gradients are from those that torch computes of whole tensors in float32.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import sys
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,58 +19,74 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tiledsched import sdpa
+from tiledsched.ops.fallback import attend_in_torch
+from tiledsched.ops.features import AttentionFeatures
 
+BATCH, HEADS, ROWS, WHOLE = Shard(0), Shard(1), Shard(2), Replicate()
 CASES = {
-    "batch": (Shard(0), {}),
-    "heads": (Shard(1), {}),
-    "heads and sinks": (Shard(1), {"sinks": Shard(0)}),
-    "batch and lengths": (Shard(0), {"key_lengths": Shard(0)}),
-    "batch and sinks": (Shard(0), {"sinks": Replicate()}),
-    "rows": (Shard(2), {}),
-    "one head": (Shard(1), {"kv_heads": 1}),
+    "batch": ((2, 2, 1), (BATCH, BATCH, BATCH), {}),
+    "heads": ((1, 4, 2), (HEADS, HEADS, HEADS), {}),
+    "rows": ((1, 2, 1), (ROWS, ROWS, ROWS), {}),
+    "one head of keys": ((1, 2, 1), (HEADS, WHOLE, WHOLE), {}),
+    "three heads of keys": ((1, 6, 3), (HEADS, HEADS, HEADS), {}),
+    "batch and features": ((2, 2, 1), (BATCH, BATCH, BATCH), {"sinks": WHOLE, "key_lengths": BATCH}),
+    "heads and features": ((1, 4, 2), (HEADS, HEADS, HEADS), {"sinks": BATCH, "key_lengths": WHOLE}),
 }
-"""How q, k and v are split, and of the optional arguments which are given, and how they are split."""
+"""Batch, heads and heads of keys; the placements of q, k and v; and optional arguments with theirs. Of most cases each rank
+computes one sequence, two heads and one head of keys, so that there are three problems in all."""
 
 
-def run(launches: Launches, mesh, split, more):
-    """The output's placements, the largest error of output and gradients, and the shape of q in each launch."""
-    more = dict(more)
-    kv_heads = more.pop("kv_heads", 2)
+def run(launches: Launches, mesh, sizes, placements, more):
+    batch, heads, kv_heads = sizes
     generator = torch.Generator().manual_seed(0)
-    shapes = {"q": (2, 4, 8, 16), "k": (2, kv_heads, 8, 16), "v": (2, kv_heads, 8, 16)}
-    whole = {name: torch.randn(shape, generator=generator).half().requires_grad_() for name, shape in shapes.items()}
-    placed = {name: split if whole[name].shape[split.dim] > 1 else Replicate() for name in whole}
-    for name, placement in more.items():
-        whole[name] = torch.tensor([3, 8]) if name == "key_lengths" else torch.randn(4, generator=generator).half()
-        placed[name] = placement
-    parts = {
-        name: distribute_tensor(each.detach(), mesh, [placed[name]]).requires_grad_(each.requires_grad)
-        for name, each in whole.items()
+    shapes = {
+        "q": (batch, heads, 8, 16),
+        "k": (batch, kv_heads, 8, 16),
+        "v": (batch, kv_heads, 8, 16),
+        "sinks": (heads,),
     }
+    whole = {name: torch.randn(shape, generator=generator).half() for name, shape in shapes.items()}
+    whole["key_lengths"] = torch.tensor([5, 8][:batch])
     weights = torch.randn(shapes["q"], generator=generator).half()
-    wanted = sdpa(**whole, causal=True)
-    wanted.backward(weights)
+    placed = dict(zip("qkv", placements, strict=True)) | more
+    floats = {name: whole[name].float().requires_grad_() for name in placed if name != "key_lengths"}
+    features = AttentionFeatures(sinks=floats.get("sinks"), key_lengths=whole["key_lengths"] if more else None)
+    wanted = attend_in_torch(*(floats[name] for name in "qkv"), None, 0.0, "top_left", None, False, features)
+    wanted.backward(weights.float())
+    parts = {
+        name: distribute_tensor(whole[name], mesh, [each]).requires_grad_(name in floats)
+        for name, each in placed.items()
+    }
     launches.clear()
     found = sdpa(**parts, causal=True)
-    seen = [each.shape for *_, arguments in launches for each in arguments[:1]]
+    seen = launches[0][3][0].shape
     found.backward(distribute_tensor(weights, mesh, found.placements))
-    pairs = [(found, wanted), *((parts[name].grad, each.grad) for name, each in whole.items() if each.requires_grad)]
-    errors = [float((ours.full_tensor() - theirs).abs().max()) for ours, theirs in pairs]
-    return str(found.placements), errors, seen
+    pairs = {"out": (found, wanted), **{name: (parts[name].grad, each.grad) for name, each in floats.items()}}
+    errors = {name: float((ours.full_tensor() - theirs).abs().max()) for name, (ours, theirs) in pairs.items()}
+    return str(found.placements[0]), tuple(seen), errors
 
 
-def main() -> None:
-    rank, file = int(sys.argv[1]), sys.argv[2]
-    assert "torch.distributed.tensor" in sys.modules
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+def attend(rank: int, folder: Path) -> None:
+    """What one rank does."""
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     launches = Launches()
     warnings.simplefilter("ignore")
     with using(launches.runtime):
         found = {name: run(launches, mesh, *case) for name, case in CASES.items()}
-    print(json.dumps(found, default=str))
+    (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    import torch._dynamo  # which distributed tensors import: here it is once for both ranks
+
+    torch.set_num_threads(1)
+    ranks = [
+        multiprocessing.get_context("fork").Process(target=attend, args=(rank, Path(sys.argv[1]))) for rank in (0, 1)
+    ]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join()
+    sys.exit(any(each.exitcode for each in ranks))
