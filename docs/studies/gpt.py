@@ -34,6 +34,7 @@ from docs.studies.flags import count, positive, words
 from tiledsched.core.extras import package_version
 from tiledsched.core.files import csv_text, write_whole
 from tiledsched.measure.lock import holding_current_gpu
+from tiledsched.ops import backward, plans
 from tiledsched.report.document import Paragraph, Table, to_markdown
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -373,6 +374,14 @@ def to_text(rows: Sequence[Row], distances: tuple[float, float], same: bool | No
     return to_markdown([Table(head=head, rows=lines), *(Paragraph(text=text) for text in told)])
 
 
+def served() -> list[str]:
+    """What tiledsched served in this process, a line for each problem."""
+    found = [each for cache in (plans.cache, backward.cache) for each in cache.ready.values()]
+    return sorted(
+        {f"{each.problem.kernel} {each.problem}: {each.served.schedule.short()} ({each.served.provenance})" for each in found}
+    )
+
+
 def losses_csv(runs: Sequence[Run]) -> str:
     """The loss of every step, a column for each method."""
     curves = {run.name: torch.stack(run.losses).tolist() for run in runs}
@@ -395,6 +404,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=count, default=0, metavar="N", help="of weights and data; default: 0")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no more blocks after this long")
+    parser.add_argument(
+        "--warm", action="store_true", help="take one step of each method, which fills compilers' caches"
+    )
     parser.add_argument("--csv", metavar="FILE", help="where to write a row for each method")
     parser.add_argument("--losses", metavar="FILE", help="where to write the loss of every step")
     return parser
@@ -407,13 +419,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shape = SHAPES[options.shape]
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
     if options.device == "cuda":
-        ts.configure(compile="wait", fallback="error")  # nothing is left to torch, also while a program is compiled
+        ts.configure(compile="wait", fallback="error", rivals="record")  # our kernels alone, from the first call on
     data = tokens(shape, options.batch, options.steps, options.seed).to(options.device)
     runs = [start(name, METHODS[name], shape, options.device, options.seed) for name in options.methods]
 
     def left() -> bool:
         return options.budget is None or time.monotonic() < begun + options.budget
 
+    if options.warm:
+        take_turns(runs, data[:1], 1, options.device)
+        return 0
     with holding_current_gpu() if options.device == "cuda" else nullcontext():
         take_turns(runs, data, options.block, options.device, left)
     rows = summarise(runs, options.shape, options.batch, options.device)
@@ -422,6 +437,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.losses:
         write_whole(Path(options.losses), losses_csv(runs))
     print(to_text(rows, noise(runs), same_bits(runs)))
+    print("\n".join(["served:", *(f"  {each}" for each in served())]))
     return 0
 
 

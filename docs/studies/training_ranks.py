@@ -24,8 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tiledsched as ts
 from docs.studies.flags import positive
-from docs.studies.gpt import GPT, Shape, ours, tokens
-from tiledsched.ops import plans
+from docs.studies.gpt import GPT, Shape, ours, served, tokens
 
 FARTHEST = 0.02
 """How far gradients may be from those of one rank, as the norm of the difference over the norm: bf16 rounds to 0.004."""
@@ -90,12 +89,6 @@ def split_heads(device: torch.device, shape: Shape) -> float:
     return max(float((one - other).norm() / other.norm()) for one, other in pairs)
 
 
-def served() -> list[str]:
-    """What this process was served, a line for each problem."""
-    found = [each for each in plans.cache.ready.values() if not isinstance(each, str)]
-    return sorted({f"{each.problem}: {each.served.schedule} ({each.served.provenance})" for each in found})
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Take the steps, compare, and print on the first rank."""
     parser = argparse.ArgumentParser(description="One step of a small GPT under DDP and FSDP2, started by torchrun.")
@@ -106,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if options.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        ts.configure(compile="wait", fallback="error")  # nothing is left to torch
+        ts.configure(compile="wait", fallback="error", rivals="record")  # our kernels alone
     device = torch.device(options.device, torch.cuda.current_device() if options.device == "cuda" else None)
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
     shape = Shape(
