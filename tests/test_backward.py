@@ -7,18 +7,20 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from attention_gradients import errors, exact_gradients
-from serve_on_cpu import H200, changed, tensors
+from serve_on_cpu import tensors
 from torch.utils.checkpoint import checkpoint
 
 import tiledsched as ts
 from tiledsched import configure
 from tiledsched.core.errors import ProblemError, UnsupportedError
+from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention_backward import AttentionBackward
 from tiledsched.ops import backward
 from tiledsched.ops import sdpa as serve
 from tiledsched.ops.backward import sdpa_backward_operator
 from tiledsched.ops.operator import sdpa_lse_operator
 from tiledsched.ops.varlen import sdpa_paged, sdpa_varlen
+from tiledsched.serve.lookup import LookupTable
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -322,20 +324,21 @@ def test_torch_func_is_torchs_and_vmap_is_ours(launches, left_to_torch) -> None:
 # What torch computes instead, what is said and noted
 
 
-def test_calls_without_our_gradients_are_torchs_from_the_start(launches, left_to_torch) -> None:
-    q, k, v = leaves(heads=4)
-    with changed(read_device=lambda index: type(H200)(arch="sm_75", name="old", sm_count=1)):
-        serve.reload()
-        assert not launches
-    serve.reload()
+def test_calls_without_our_gradients_are_torchs_from_the_start(launches, left_to_torch, monkeypatch) -> None:
+    q, k, v = given = leaves()
+    with monkeypatch.context() as patch:
+        patch.setattr(LookupTable, "known_arch", lambda table, arch: table.kernel is Attention)
+        dout, found = taken(serve.sdpa(*given, causal=True), given)
+        right(found, exact_gradients(q, k, v, dout, causal=True))
+        with configure(fallback="error"), pytest.raises(UnsupportedError, match="has no search space for sm_90"):
+            serve.sdpa(*given)
     table, lengths = torch.tensor([[0, 1]]), torch.tensor([24])
-    pages = [torch.randn(2, 16, 4, 16).half().requires_grad_() for _ in "kv"]
-    out = sdpa_paged(torch.randn(1, 1, 4, 16).half().requires_grad_(), *pages, table, lengths)
-    out.sum().backward()
-    assert launches == []
+    pages = [torch.randn(2, 16, 2, 16).half().requires_grad_() for _ in "kv"]
+    sdpa_paged(torch.randn(1, 1, 2, 16).half(), *pages, table, lengths).sum().backward()
     assert pages[0].grad.any()
     with configure(fallback="error"), pytest.raises(UnsupportedError, match="keys lie in pages"):
-        sdpa_paged(torch.randn(1, 1, 4, 16).half(), *pages, table, lengths)
+        sdpa_paged(torch.randn(1, 1, 2, 16).half(), *pages, table, lengths)
+    assert launches == []
 
 
 def test_where_the_kernel_refuses_torch_computes_the_gradients_again(launches, left_to_torch, monkeypatch) -> None:
@@ -355,7 +358,7 @@ def test_results_that_are_not_of_the_call_are_refused(launches) -> None:
     q, k, v = tensors()
     out, lse = sdpa_lse_operator(q, k, v)
     for wrong in ((out.float(), out, lse), (out, out[..., :8], lse), (out, out, lse.half())):
-        with pytest.raises(ProblemError, match="must be torch.float"):
+        with pytest.raises(ProblemError, match=r"must be torch\.float"):
             sdpa_backward_operator(wrong[0], q, k, v, *wrong[1:])
 
 

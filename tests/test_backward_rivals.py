@@ -12,13 +12,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from test_bench_harness import cell, cuda  # noqa: F401
-from tiledsched.kernels.attention_backward.declaration import AttentionBackward
-from tiledsched.kernels.attention_backward.inputs import random_inputs
 
 from tiledsched.bench.case import make_case
 from tiledsched.bench.methods import DETERMINISTIC, OURS, SERVED, methods_of
 from tiledsched.core.errors import UnsupportedError
 from tiledsched.kernels.attention_backward import rivals
+from tiledsched.kernels.attention_backward.declaration import AttentionBackward
+from tiledsched.kernels.attention_backward.inputs import random_inputs
 from tiledsched.measure.rivals import call_on
 
 METHODS = methods_of(AttentionBackward)
