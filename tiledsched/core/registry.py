@@ -339,11 +339,18 @@ def import_kernel_module(run: Callable[[], Any]) -> Any:
     """
     try:
         return run()
-    except (ImportError, DeclarationError):
-        if "torch" not in sys.modules or sys.modules["torch"] is not None:
+    except Exception:  # a module that catches the ImportError fails in a way of its own
+        if not release_torch():
             raise
-        del sys.modules["torch"]
         return run()
+
+
+def release_torch() -> bool:
+    """Let torch be imported in a process that keeps it from being; False where nothing kept it."""
+    kept = sys.modules.get("torch", True) is None
+    if kept:
+        del sys.modules["torch"]
+    return kept
 
 
 def module_word(kernel: type) -> str:
