@@ -18,6 +18,9 @@ from tiledsched.kernels.attention.declaration import BLOCK_ORDERS
 from tiledsched.kernels.attention.problem import ALIGNMENTS, DTYPES, MAX_HEAD_DIM
 from tiledsched.kernels.attention.tiling import column_widths
 from tiledsched.kernels.attention_backward import problem
+from tiledsched.kernels.attention_backward.model import AttentionBackwardCost
+from tiledsched.kernels.attention_backward.similarity import AttentionBackwardSimilarity
+from tiledsched.kernels.attention_backward.suites import STANDARD, SUITES
 from tiledsched.kernels.persistent import resident_blocks
 
 LARGEST_ERROR = {"float16": 4e-3, "bfloat16": 2e-2}
@@ -106,9 +109,11 @@ class AttentionBackward(Kernel):
         "scores_transposed": ts.knob(
             (True, False),
             about="make scores with a row for each key, which dK and dV multiply from registers",
-            weight=1.0,
+            measured_only=True,
         ),
-        "dq_transposed": ts.knob((False, True), about="add up dQ with a row for each of its columns", weight=0.4),
+        "dq_transposed": ts.knob(
+            (False, True), about="add up dQ with a row for each of its columns", measured_only=True
+        ),
         "block_order": ts.knob(BLOCK_ORDERS, about="order in which blocks take tiles"),
         "persistent": ts.knob(
             (False, True), about="as many blocks as fit at once, each taking one tile after the other"
@@ -159,15 +164,41 @@ class AttentionBackward(Kernel):
         "element_bytes * (tile_m + tile_n) * (tile_d + tile_v) <= shared_memory_bytes": (
             "tiles of all four inputs must fit in shared memory"
         ),
-        "element_bytes * (tile_m_dq + tile_n_dq) * (tile_d + tile_v) <= shared_memory_bytes": (
+        "structure != 'two_pass' or element_bytes * (tile_m_dq + tile_n_dq) * (tile_d + tile_v) <= shared_memory_bytes": (
             "tiles of all four inputs must fit in shared memory"
         ),
         "(occupancy if occupancy > 0 else 1) * tile_n * (tile_d + tile_v) < registers_per_sm": (
             "the sums of dK and dV of every block on the SM must fit in registers"
         ),
     }
+    exploring = {
+        "tile_m >= 32 and tile_n >= 32": "smaller tiles read their operands too often",
+        "tile_n >= 64 or tile_d + tile_v > 256": "narrow blocks read every query row, and add to dQ, too often",
+        "tile_n * (tile_d + tile_v) + 2 * tile_m * tile_n <= 6656 * num_worker_warps": (
+            "the sums of dK and dV and two tiles of scores spill registers beyond this"
+        ),
+        "occupancy > 0 and occupancy * (tile_n * (tile_d + tile_v) + 2 * tile_m * tile_n) <= 53248": (
+            "what every block on the SM holds spills registers beyond this"
+        ),
+        "num_worker_warps == 4 or tile_m * tile_n >= 4096 or tile_d + tile_v > 256": (
+            "small tiles leave a second group of warps no work"
+        ),
+        "structure != 'two_pass' or (tile_m_dq >= tile_n and tile_m_dq >= 64 and tile_n_dq == tile_m)": (
+            "the launch for dQ holds half as many sums: its blocks are at least as large, and its steps equal"
+        ),
+        "block_order != 'reversed'": "the blocks with the longest loops start first",
+        "block_order == 'natural' or causal": "the order is tried where blocks differ in length",
+        "(latency_q == 0) == (latency_do == 0)": "the hints of both loads are tried together",
+        "tma_loads or (latency_q == 0 and not scores_ahead and not persistent)": (
+            "loads by threads are tried on the plain kernel only"
+        ),
+    }
     label = {"S": ("seq_q", "seq_k"), "D": "head_dim", "B": "batch", "H": ("heads", "kv_heads")}
     written = {"Sq": "seq_q", "Sk": "seq_k", "right": "window_right", "D": ("head_dim", "value_dim")}
+    suites = SUITES
+    default_suite = STANDARD
+    cost = AttentionBackwardCost()
+    similarity = AttentionBackwardSimilarity()
     axes = ("seq_k", "head_dim", "causal", "dtype")
     plain = {
         "structure": "atomic",
@@ -182,6 +213,8 @@ class AttentionBackward(Kernel):
         "tma_loads": True,
     }
 
+    planning_rivals = ("torch_cudnn",)
+    compiled_rivals = ("flash_attention_4",)
     canonical = staticmethod(problem.canonical)
     flops = staticmethod(problem.flops)
     describe = staticmethod(problem.describe)
@@ -321,6 +354,13 @@ class AttentionBackward(Kernel):
     def check_tile(p: Problem, s: Schedule) -> tuple[int, int]:
         """64 rows, and all columns."""
         return 64, MAX_HEAD_DIM
+
+    @staticmethod
+    def rivals(p: Problem) -> Mapping[str, Callable[..., Any]]:
+        """torch's cuDNN and flash backends, and FlashAttention-4 if it is installed."""
+        from tiledsched.kernels.attention_backward.rivals import rivals
+
+        return rivals(p)
 
     @staticmethod
     def small() -> list[Problem]:
