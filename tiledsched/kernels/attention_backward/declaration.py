@@ -111,9 +111,6 @@ class AttentionBackward(Kernel):
             about="make scores with a row for each key, which dK and dV multiply from registers",
             measured_only=True,
         ),
-        "dq_transposed": ts.knob(
-            (False, True), about="add up dQ with a row for each of its columns", measured_only=True
-        ),
         "block_order": ts.knob(BLOCK_ORDERS, about="order in which blocks take tiles"),
         "persistent": ts.knob(
             (False, True), about="as many blocks as fit at once, each taking one tile after the other"
@@ -151,9 +148,6 @@ class AttentionBackward(Kernel):
         "shares == 1 or shares // 2 * batch * heads < sm_count": "more blocks than fill the GPU twice only take memory",
         "structure != 'ordered' or shares * batch * heads * (seq_q + 255) * tile_d < 2147483648": (
             "an index into the arrays of dQ's shares has 32 bits"
-        ),
-        "not dq_transposed or (structure != 'two_pass' and packed == 0)": (
-            "what is not added up is not transposed, and a packed sequence may begin at any row"
         ),
         "group_heads == 'together' or group > 1": "a group of one head has nothing to sum up",
         "not loop_split or causal or starts or lengths or packed > 0 or seq_k % tile_n != 0": (
@@ -204,7 +198,6 @@ class AttentionBackward(Kernel):
         "structure": "atomic",
         "block_order": "natural",
         "column_parts": 1,
-        "dq_transposed": False,
         "group_heads": "together",
         "persistent": False,
         "scores_ahead": False,
@@ -258,7 +251,6 @@ class AttentionBackward(Kernel):
             "BLOCK_ORDER": BLOCK_ORDERS.index(str(s["block_order"])),
             "PERSISTENT": bool(s["persistent"]),
             "TRANSPOSED": bool(s["scores_transposed"]),
-            "DQ_TRANSPOSED": bool(s["dq_transposed"]),
             "AHEAD": bool(s["scores_ahead"]),
             "ADDS": s["structure"] != "two_pass",
             "SHARES": s.number("shares") if s["structure"] == "ordered" else 0,
@@ -406,8 +398,7 @@ def dq_sum_shape(p: Problem, s: Schedule) -> tuple[int, ...]:
     """Shape of the arrays that shares of dQ are added to, which for each entry of the batch lie one behind the other."""
     if s["structure"] == "two_pass":
         return (1, 1, 1, 1)
-    sizes = (padded_rows(p, s), int(p.tile_d))
-    return (p.batch * dq_arrays(s), p.heads, *(reversed(sizes) if s["dq_transposed"] else sizes))
+    return (p.batch * dq_arrays(s), p.heads, padded_rows(p, s), int(p.tile_d))
 
 
 def dq_arrays(s: Schedule) -> int:

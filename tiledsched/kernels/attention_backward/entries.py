@@ -31,19 +31,16 @@ def attention_backward_rows(
     dLse: ct.Array,
     LseLog2: RowArray,
     Delta: RowArray,
-    dQSum: ct.Array,
+    dQSum: HeadArray,
     ROWS: Int,
     TILE_V_WHOLE: Int,
     DQ_COLUMNS: Int,
     DLSE: Bool,
     DQ_ARRAYS: Int,
-    DQ_TRANSPOSED: Bool,
 ):
     """Delta and LseLog2 of the query rows, and zeros in the arrays of dQSum."""
     dlse = dLse if DLSE else None
-    tiles.prepare_rows(
-        Out, dOut, Lse, dlse, LseLog2, Delta, dQSum, ROWS, TILE_V_WHOLE, DQ_COLUMNS, DQ_ARRAYS, DQ_TRANSPOSED
-    )
+    tiles.prepare_rows(Out, dOut, Lse, dlse, LseLog2, Delta, dQSum, ROWS, TILE_V_WHOLE, DQ_COLUMNS, DQ_ARRAYS)
 
 
 def attention_backward_keys(
@@ -53,7 +50,7 @@ def attention_backward_keys(
     dOut: HeadArray,
     LseLog2: RowArray,
     Delta: RowArray,
-    dQSum: ct.Array,
+    dQSum: HeadArray,
     dK: HeadArray,
     dV: HeadArray,
     Starts: ct.Array,
@@ -88,7 +85,6 @@ def attention_backward_keys(
     BLOCK_ORDER: Int,
     PERSISTENT: Bool,
     TRANSPOSED: Bool,
-    DQ_TRANSPOSED: Bool,
     AHEAD: Bool,
     ADDS: Bool,
     SHARES: Int,
@@ -97,7 +93,7 @@ def attention_backward_keys(
     const = tiles.Constants(
         *(TILE_M, TILE_N, TILE_D, REST_D, TILE_V, REST_V, GROUP, EVEN, CAUSAL, BOTTOM_RIGHT, WINDOW, WINDOW_RIGHT),
         *(SOFTCAP, STARTS, LENGTHS, PACKED, LATENCY_Q, LATENCY_DO, TMA_LOADS, LOOP_SPLIT, BLOCK_ORDER, PERSISTENT),
-        *(TRANSPOSED, DQ_TRANSPOSED, AHEAD, True, ADDS, SHARES),
+        *(TRANSPOSED, AHEAD, True, ADDS, SHARES),
     )
     features = Features(None, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK)
     tiles.compute_keys(Q, K, V, dOut, LseLog2, Delta, dQSum, dK, dV, scale_log2, scale, features, const)
@@ -110,7 +106,7 @@ def attention_backward_heads(
     dOut: HeadArray,
     LseLog2: RowArray,
     Delta: RowArray,
-    dQSum: ct.Array,
+    dQSum: HeadArray,
     dKParts: HeadArray,
     dVParts: HeadArray,
     Starts: ct.Array,
@@ -145,7 +141,6 @@ def attention_backward_heads(
     BLOCK_ORDER: Int,
     PERSISTENT: Bool,
     TRANSPOSED: Bool,
-    DQ_TRANSPOSED: Bool,
     AHEAD: Bool,
     ADDS: Bool,
     SHARES: Int,
@@ -154,7 +149,7 @@ def attention_backward_heads(
     const = tiles.Constants(
         *(TILE_M, TILE_N, TILE_D, REST_D, TILE_V, REST_V, GROUP, EVEN, CAUSAL, BOTTOM_RIGHT, WINDOW, WINDOW_RIGHT),
         *(SOFTCAP, STARTS, LENGTHS, PACKED, LATENCY_Q, LATENCY_DO, TMA_LOADS, LOOP_SPLIT, BLOCK_ORDER, PERSISTENT),
-        *(TRANSPOSED, DQ_TRANSPOSED, AHEAD, False, ADDS, SHARES),
+        *(TRANSPOSED, AHEAD, False, ADDS, SHARES),
     )
     features = Features(None, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK)
     tiles.compute_keys(Q, K, V, dOut, LseLog2, Delta, dQSum, dKParts, dVParts, scale_log2, scale, features, const)
@@ -174,11 +169,9 @@ def attention_backward_groups(
     tiles.sum_groups(dKParts, dVParts, dK, dV, ROWS, TILE_D_WHOLE, TILE_V_WHOLE, GROUP)
 
 
-def attention_backward_store(
-    dQSum: ct.Array, dQ: HeadArray, scale, ROWS: Int, DQ_COLUMNS: Int, DQ_ARRAYS: Int, DQ_TRANSPOSED: Bool
-):
+def attention_backward_store(dQSum: HeadArray, dQ: HeadArray, scale, ROWS: Int, DQ_COLUMNS: Int, DQ_ARRAYS: Int):
     """dQ from the sums of its shares."""
-    tiles.store_queries(dQSum, dQ, scale, ROWS, DQ_COLUMNS, DQ_ARRAYS, DQ_TRANSPOSED)
+    tiles.store_queries(dQSum, dQ, scale, ROWS, DQ_COLUMNS, DQ_ARRAYS)
 
 
 def attention_backward_queries(

@@ -88,8 +88,6 @@ class Constants:
     # Only `compute_keys` knows the following.
     TRANSPOSED: bool = False
     """Whether a step's scores are `[TILE_N, TILE_M]`."""
-    DQ_TRANSPOSED: bool = False
-    """Whether the shares of dQ are `[columns, rows]`, in the product and in memory."""
     AHEAD: bool = False
     """Whether the scores of a step are made during the step before."""
     TOGETHER: bool = True
@@ -165,7 +163,7 @@ class KeySums:
     """A tuple of `[TILE_N, TILE_V]` and any second part."""
 
 
-def prepare_rows(Out, dOut, Lse, dLse, LseLog2, Delta, dQSum, ROWS, TILE_V, TILE_DQ, ARRAYS, DQ_TRANSPOSED):
+def prepare_rows(Out, dOut, Lse, dLse, LseLog2, Delta, dQSum, ROWS, TILE_V, TILE_DQ, ARRAYS):
     """Delta and LseLog2 of ROWS rows, and zeros in the ARRAYS arrays of dQSum, which may be none. `dLse` may be None.
 
     Rows that do not exist or see nothing have infinite LseLog2, so that their probabilities are 0.
@@ -193,13 +191,12 @@ def prepare_rows(Out, dOut, Lse, dLse, LseLog2, Delta, dQSum, ROWS, TILE_V, TILE
         ct.store(Delta, (batch, head, row), ct.zeros((1, 1, ROWS), ct.float32), allow_tma=False)
         ct.store(LseLog2, (batch, head, row), ct.full((1, 1, ROWS), math.inf, ct.float32), allow_tma=False)
     for share in ct.static_iter(range(ARRAYS)):
-        if DQ_TRANSPOSED:
-            ct.store(dQSum, (batch * ARRAYS + share, head, 0, row), ct.zeros((1, 1, TILE_DQ, ROWS), ct.float32))
-        else:
-            ct.store(dQSum, (batch * ARRAYS + share, head, row, 0), ct.zeros((1, 1, ROWS, TILE_DQ), ct.float32))
+        # A launch that stores by the TMA unit has warps for that, and an SM holds one block of it (13.5 on sm_90).
+        zeros = ct.zeros((1, 1, ROWS, TILE_DQ), ct.float32)
+        ct.store(dQSum, (batch * ARRAYS + share, head, row, 0), zeros, allow_tma=False)
 
 
-def store_queries(dQSum, dQ, scale, ROWS, TILE_DQ, ARRAYS, DQ_TRANSPOSED):
+def store_queries(dQSum, dQ, scale, ROWS, TILE_DQ, ARRAYS):
     """ROWS rows of dQ from the ARRAYS sums of their shares, which are added up in a fixed order."""
     row_tiles = ct.cdiv(dQ.shape[2], ROWS)
     row = ct.bid(0) % row_tiles
@@ -207,12 +204,8 @@ def store_queries(dQSum, dQ, scale, ROWS, TILE_DQ, ARRAYS, DQ_TRANSPOSED):
     batch = ct.bid(0) // row_tiles // dQ.shape[1]
     total = ct.zeros((1, 1, ROWS, TILE_DQ), ct.float32)
     for share in ct.static_iter(range(ARRAYS)):
-        if DQ_TRANSPOSED:
-            index, block = (batch * ARRAYS + share, head, 0, row), (1, 1, TILE_DQ, ROWS)
-            total = total + ct.permute(ct.load(dQSum, index, block, check_bounds=False), (0, 1, 3, 2))
-        else:
-            index, block = (batch * ARRAYS + share, head, row, 0), (1, 1, ROWS, TILE_DQ)
-            total = total + ct.load(dQSum, index, block, check_bounds=False)
+        index, block = (batch * ARRAYS + share, head, row, 0), (1, 1, ROWS, TILE_DQ)
+        total = total + ct.load(dQSum, index, block, check_bounds=False)
     ct.store(dQ, (batch, head, row, 0), (total * scale).astype(dQ.dtype))
 
 
@@ -513,16 +506,10 @@ def add_queries(rows, tile, i, ds, const):
     """Add the block's share of dQ to the sums of the `i`-th tile of query rows."""
     for part in ct.static_iter(range(len(tile.k))):
         width, column = part_of(part, const.TILE_D, const.REST_D)
-        if const.DQ_TRANSPOSED:
-            by_key = ds if const.TRANSPOSED else ct.transpose(ds)
-            share = ct.mma(ct.transpose(tile.k[part]), by_key, ct.zeros((width, const.TILE_M), ct.float32))
-            view = rows.dQSum.tiled_view((1, 1, width, const.TILE_M))
-            view.atomic_store_add((rows.sum_entry, rows.head, column, i), share.reshape((1, 1, width, const.TILE_M)))
-        else:
-            by_row = ct.transpose(ds) if const.TRANSPOSED else ds
-            share = ct.mma(by_row, tile.k[part], ct.zeros((const.TILE_M, width), ct.float32))
-            view = rows.dQSum.tiled_view((1, 1, const.TILE_M, width))
-            view.atomic_store_add((rows.sum_entry, rows.head, i, column), share.reshape((1, 1, const.TILE_M, width)))
+        by_row = ct.transpose(ds) if const.TRANSPOSED else ds
+        share = ct.mma(by_row, tile.k[part], ct.zeros((const.TILE_M, width), ct.float32))
+        view = rows.dQSum.tiled_view((1, 1, const.TILE_M, width))
+        view.atomic_store_add((rows.sum_entry, rows.head, i, column), share.reshape((1, 1, const.TILE_M, width)))
 
 
 def compute_queries(Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, features, const):
