@@ -24,7 +24,15 @@ from tiledsched.kernels.attention_backward.suites import STANDARD, SUITES
 from tiledsched.kernels.persistent import resident_blocks
 
 LARGEST_ERROR = {"float16": 4e-3, "bfloat16": 2e-2}
-"""Largest relative Frobenius error that a tile may have, by element type."""
+"""Largest relative Frobenius error that a tile of a gradient may have, by element type.
+
+Rounding P, dS and the gradient makes errors of 4e-4 in float16 and 3e-3 in bfloat16, in dQ, dK and dV alike and at any length;
+on adversarial inputs up to 8e-4 and 6e-3. Leaving out one of 512 keys makes an error of 4e-2 in dQ, and leaving out one of 512
+rows as much in dK and dV (tests/test_attention_backward.py).
+"""
+SMALLEST_GRADIENT = 1e-3
+"""Root mean square of a tile's elements below which it is judged as if it were that large. Where a row sees one key, dQ and dK
+are 0, and the kernel gives what rounding leaves of dP - delta: about 1e-6."""
 ROW_ELEMENTS = 8192
 """Elements of a tile of the launches that go over rows once."""
 SINK_ROWS = 1024
@@ -104,7 +112,7 @@ class AttentionBackward(Kernel):
         "num_worker_warps": ts.knob((8, 4), about="warps that compute", weight=1.0),
         "occupancy": ts.knob((1, 2, 0), about="blocks an SM should hold; 0 leaves it to the compiler", weight=0.4),
         "shares": ts.knob(
-            (1, 2, 4, 8, 16, 32), about="blocks that have the keys of a head in ordered sums of dQ", weight=0.4
+            (1, 2, 4, 8, 16), about="blocks that have the keys of a head in ordered sums of dQ", weight=0.4
         ),
         "scores_transposed": ts.knob(
             (True, False),
@@ -340,7 +348,7 @@ class AttentionBackward(Kernel):
     @staticmethod
     def tolerance(p: Problem, s: Schedule) -> Tolerance:
         """How exact the gradients must be, by element type."""
-        return Tolerance(relative=LARGEST_ERROR[p.dtype])
+        return Tolerance(relative=LARGEST_ERROR[p.dtype], floor=SMALLEST_GRADIENT)
 
     @staticmethod
     def check_tile(p: Problem, s: Schedule) -> tuple[int, int]:
