@@ -93,8 +93,8 @@ class AttentionBackward(Kernel):
     LseLog2 = ts.workspace(lambda p, s: (p.batch, p.heads, padded_rows(p, s)), aligned=True)
     Delta = ts.workspace(lambda p, s: (p.batch, p.heads, padded_rows(p, s)), aligned=True)
     dQSum = ts.workspace(lambda p, s: dq_sum_shape(p, s), aligned=True)
-    dKParts = ts.workspace("batch heads seq_k head_dim", aligned=True)
-    dVParts = ts.workspace("batch heads seq_k value_columns", aligned=True)
+    dKParts = ts.workspace(lambda p, s: part_shape(p, s, p.head_dim), aligned=True)
+    dVParts = ts.workspace(lambda p, s: part_shape(p, s, p.value_columns), aligned=True)
     scale_log2 = ts.scalar(lambda p: problem.gradient_scales(p)[0], dtype="float32")
     cap_scale = ts.scalar(lambda p: problem.gradient_scales(p)[1], dtype="float32")
     scale = ts.scalar(lambda p: problem.gradient_scales(p)[2], dtype="float32")
@@ -260,6 +260,7 @@ class AttentionBackward(Kernel):
             "PERSISTENT": bool(s["persistent"]),
             "TRANSPOSED": bool(s["scores_transposed"]),
             "AHEAD": bool(s["scores_ahead"]),
+            "TOGETHER": s["group_heads"] == "together",
             "ADDS": s["structure"] != "two_pass",
             "SHARES": s.number("shares") if s["structure"] == "ordered" else 0,
             "DLSE": p.dlse,
@@ -276,7 +277,7 @@ class AttentionBackward(Kernel):
         found = [
             (entries.attention_backward_rows, (p.batch * p.heads * (padded_rows(p, s) // rows),)),
             (
-                entries.attention_backward_heads if apart else entries.attention_backward_keys,
+                entries.attention_backward_keys,
                 (p.batch * heads * s.number("shares"),)
                 if s["structure"] == "ordered"
                 else blocks(p.seq_k, s.number("tile_n"), p.batch * heads, p, s, device),
@@ -407,6 +408,11 @@ def dq_sum_shape(p: Problem, s: Schedule) -> tuple[int, ...]:
     if s["structure"] == "two_pass":
         return (1, 1, 1, 1)
     return (p.batch * dq_arrays(s), p.heads, padded_rows(p, s), int(p.tile_d))
+
+
+def part_shape(p: Problem, s: Schedule, columns: int) -> tuple[int, ...]:
+    """Shape of the array that holds the shares of every query head in dK or dV, where a later launch adds them up."""
+    return (p.batch, p.heads, p.seq_k, columns) if s["group_heads"] == "apart" else (1, 1, 1, 1)
 
 
 def dq_arrays(s: Schedule) -> int:
