@@ -86,6 +86,9 @@ def attention_backward_keys(
     PERSISTENT: Bool,
     TRANSPOSED: Bool,
     AHEAD: Bool,
+    DQ_LATE: Bool,
+    DV_PLACE: Int,
+    DELTA_FIRST: Bool,
     ADDS: Bool,
     SHARES: Int,
 ):
@@ -93,7 +96,7 @@ def attention_backward_keys(
     const = tiles.Constants(
         *(TILE_M, TILE_N, TILE_D, REST_D, TILE_V, REST_V, GROUP, EVEN, CAUSAL, BOTTOM_RIGHT, WINDOW, WINDOW_RIGHT),
         *(SOFTCAP, STARTS, LENGTHS, PACKED, LATENCY_Q, LATENCY_DO, TMA_LOADS, LOOP_SPLIT, BLOCK_ORDER, PERSISTENT),
-        *(TRANSPOSED, AHEAD, True, ADDS, SHARES),
+        *(TRANSPOSED, AHEAD, DQ_LATE, DV_PLACE, DELTA_FIRST, True, ADDS, SHARES),
     )
     features = Features(None, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK)
     tiles.compute_keys(Q, K, V, dOut, LseLog2, Delta, dQSum, dK, dV, scale_log2, scale, features, const)
@@ -142,6 +145,9 @@ def attention_backward_heads(
     PERSISTENT: Bool,
     TRANSPOSED: Bool,
     AHEAD: Bool,
+    DQ_LATE: Bool,
+    DV_PLACE: Int,
+    DELTA_FIRST: Bool,
     ADDS: Bool,
     SHARES: Int,
 ):
@@ -149,7 +155,7 @@ def attention_backward_heads(
     const = tiles.Constants(
         *(TILE_M, TILE_N, TILE_D, REST_D, TILE_V, REST_V, GROUP, EVEN, CAUSAL, BOTTOM_RIGHT, WINDOW, WINDOW_RIGHT),
         *(SOFTCAP, STARTS, LENGTHS, PACKED, LATENCY_Q, LATENCY_DO, TMA_LOADS, LOOP_SPLIT, BLOCK_ORDER, PERSISTENT),
-        *(TRANSPOSED, AHEAD, False, ADDS, SHARES),
+        *(TRANSPOSED, AHEAD, DQ_LATE, DV_PLACE, DELTA_FIRST, False, ADDS, SHARES),
     )
     features = Features(None, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK)
     tiles.compute_keys(Q, K, V, dOut, LseLog2, Delta, dQSum, dKParts, dVParts, scale_log2, scale, features, const)
