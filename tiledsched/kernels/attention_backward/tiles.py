@@ -459,8 +459,9 @@ def across(of_keys, of_rows, product, const):
 def query_step(rows, tile, i, sums, carried, MASKED, scale_log2, const):
     """(sums, carried) after the `i`-th tile of query rows.
 
-    A step hands on the scores of the next tile if AHEAD; if DQ_LATE the gradients of its own scores, whose share of dQ is still to be
-    added, and its tile; and else nothing. The compiler (13.5 on sm_90) begins the products in the order in which they stand here.
+    A step hands on the scores of the next tile if AHEAD; if DQ_LATE the gradients of its own scores, whose share of dQ is still
+    to be added, and its tile; and else nothing. The compiler (13.5 on sm_90) begins the products in the order in which they stand
+    here.
     """
     handed_on = ()
     if const.DQ_LATE:
