@@ -37,6 +37,8 @@ ROW_ELEMENTS = 8192
 """Elements of a tile of the launches that go over rows once."""
 SINK_ROWS = 1024
 """Rows that a step of the sinks' launch takes."""
+PRODUCT_ORDERS = ("dv_dk_dq", "dk_dv_dq", "dk_dq_dv", "dq_late")
+"""The place of dV in the first three is the number that the kernel is given."""
 STRUCTURES = ("atomic", "two_pass", "ordered")
 """What makes dQ: see :mod:`tiles`."""
 
@@ -131,6 +133,14 @@ class AttentionBackward(Kernel):
         "scores_ahead": ts.knob(
             (False, True), about="make the scores of the next step before the gradients of this one", measured_only=True
         ),
+        "product_order": ts.knob(
+            PRODUCT_ORDERS,
+            about="order of a step's products for dV, dK and dQ; in the last, dQ's is that of the step before",
+            measured_only=True,
+        ),
+        "delta_first": ts.knob(
+            (False, True), about="take the row sums off dP before its product is made", measured_only=True
+        ),
         "latency_q": ts.knob(
             (0, 2),
             about="latency hint of the loop's loads of queries (of keys for dQ); 0: the compiler's",
@@ -157,6 +167,10 @@ class AttentionBackward(Kernel):
         "structure != 'ordered' or shares * batch * heads * (seq_q + 255) * tile_d < 2147483648": (
             "an index into the arrays of dQ's shares has 32 bits"
         ),
+        "product_order != 'dq_late' or (structure != 'two_pass' and not scores_ahead)": (
+            "a step hands on its own gradients or the next scores, and two passes add nothing"
+        ),
+        "product_order != 'dk_dq_dv' or structure != 'two_pass'": "without a product for dQ the order is that of dk_dv_dq",
         "group_heads == 'together' or group > 1": "a group of one head has nothing to sum up",
         "not loop_split or causal or starts or lengths or packed > 0 or seq_k % tile_n != 0": (
             "without a mask there is nothing to split"
@@ -207,7 +221,9 @@ class AttentionBackward(Kernel):
         "block_order": "natural",
         "column_parts": 1,
         "group_heads": "together",
+        "delta_first": False,
         "persistent": False,
+        "product_order": "dv_dk_dq",
         "scores_ahead": False,
         "scores_transposed": True,
         "shares": 1,
@@ -261,6 +277,9 @@ class AttentionBackward(Kernel):
             "TRANSPOSED": bool(s["scores_transposed"]),
             "AHEAD": bool(s["scores_ahead"]),
             "TOGETHER": s["group_heads"] == "together",
+            "DQ_LATE": s["product_order"] == "dq_late",
+            "DV_PLACE": PRODUCT_ORDERS.index(str(s["product_order"])) % 3,
+            "DELTA_FIRST": bool(s["delta_first"]),
             "ADDS": s["structure"] != "two_pass",
             "SHARES": s.number("shares") if s["structure"] == "ordered" else 0,
             "DLSE": p.dlse,

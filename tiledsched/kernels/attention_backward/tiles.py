@@ -90,6 +90,12 @@ class Constants:
     """Whether a step's scores are `[TILE_N, TILE_M]`."""
     AHEAD: bool = False
     """Whether the scores of a step are made during the step before."""
+    DQ_LATE: bool = False
+    """Whether a step adds the share of dQ of the step before."""
+    DV_PLACE: int = 0
+    """Where a step's product for dV stands: 0 before that for dK, 1 after it, 2 after that for dQ."""
+    DELTA_FIRST: bool = False
+    """Whether the sum of dP begins with minus delta, which is else taken off it."""
     TOGETHER: bool = True
     """Whether a block goes over all query heads of a group; else there is a block for each of them."""
     ADDS: bool = False
@@ -399,30 +405,40 @@ def query_tiles(first_key, offset, window, start, stop, seq_q, const):
 def over_queries(rows, tile, sums, scale_log2, const):
     """The sums after all query rows of one head, in one loop over their tiles, or in several of which one needs no masks."""
     begin, first, second, end = tile.tiles
-    scores = ()
+    carried = ()
     if const.AHEAD:
-        scores = score(rows, tile, min(begin, ct.cdiv(rows.Q.shape[2], const.TILE_M) - 1), const)
+        carried = score(rows, tile, min(begin, ct.cdiv(rows.Q.shape[2], const.TILE_M) - 1), const)
+    elif const.DQ_LATE:
+        carried = ct.zeros(score_shape(const), rows.Q.dtype), begin
     if const.LOOP_SPLIT and const.WINDOW:
         for i in range(begin, first):
-            sums, scores = query_step(rows, tile, i, sums, scores, True, scale_log2, const)
+            sums, carried = query_step(rows, tile, i, sums, carried, True, scale_log2, const)
         for i in range(first, second):
-            sums, scores = query_step(rows, tile, i, sums, scores, False, scale_log2, const)
+            sums, carried = query_step(rows, tile, i, sums, carried, False, scale_log2, const)
         for i in range(second, end):
-            sums, scores = query_step(rows, tile, i, sums, scores, True, scale_log2, const)
+            sums, carried = query_step(rows, tile, i, sums, carried, True, scale_log2, const)
     elif const.LOOP_SPLIT:
         for i in range(begin, first):
-            sums, scores = query_step(rows, tile, i, sums, scores, True, scale_log2, const)
+            sums, carried = query_step(rows, tile, i, sums, carried, True, scale_log2, const)
         for i in range(first, end):
-            sums, scores = query_step(rows, tile, i, sums, scores, False, scale_log2, const)
+            sums, carried = query_step(rows, tile, i, sums, carried, False, scale_log2, const)
     else:
         for i in range(begin, end):
-            sums, scores = query_step(rows, tile, i, sums, scores, True, scale_log2, const)
+            sums, carried = query_step(rows, tile, i, sums, carried, True, scale_log2, const)
+    if const.DQ_LATE and begin < end:
+        add_queries(rows, tile, carried[1], carried[0], const)
     return sums
 
 
 def score(rows, tile, i, const):
     """Products of the block's keys with the `i`-th tile of queries: `[TILE_N, TILE_M]` if TRANSPOSED, else `[TILE_M, TILE_N]`."""
-    return across(tile.k, load_queries(rows.Q, rows, i, const.TILE_D, const.REST_D, const.LATENCY_Q, const), const)
+    q = load_queries(rows.Q, rows, i, const.TILE_D, const.REST_D, const.LATENCY_Q, const)
+    return across(tile.k, q, ct.zeros(score_shape(const), ct.float32), const)
+
+
+def score_shape(const):
+    """Shape of the scores of a step."""
+    return (const.TILE_N, const.TILE_M) if const.TRANSPOSED else (const.TILE_M, const.TILE_N)
 
 
 def load_queries(array, rows, i, TILE, REST, LATENCY, const):
@@ -430,10 +446,8 @@ def load_queries(array, rows, i, TILE, REST, LATENCY, const):
     return load_parts(array, (rows.entry, rows.head, i), const.TILE_M, TILE, REST, LATENCY, const.TMA_LOADS)
 
 
-def across(of_keys, of_rows, const):
-    """The products of every key with every row, summed over the parts of their columns."""
-    shape = (const.TILE_N, const.TILE_M) if const.TRANSPOSED else (const.TILE_M, const.TILE_N)
-    product = ct.zeros(shape, ct.float32)
+def across(of_keys, of_rows, product, const):
+    """`product` plus the products of every key with every row, summed over the parts of their columns."""
     for part in ct.static_iter(range(len(of_keys))):
         if const.TRANSPOSED:
             product = ct.mma(of_keys[part], ct.transpose(of_rows[part]), product)
@@ -442,27 +456,47 @@ def across(of_keys, of_rows, const):
     return product
 
 
-def query_step(rows, tile, i, sums, scores, MASKED, scale_log2, const):
-    """(sums, scores) after the `i`-th tile of query rows. The scores are those of the next tile if AHEAD, else there are none."""
-    ahead = ()
+def query_step(rows, tile, i, sums, carried, MASKED, scale_log2, const):
+    """(sums, carried) after the `i`-th tile of query rows.
+
+    A step hands on the scores of the next tile if AHEAD; if DQ_LATE the gradients of its own scores, whose share of dQ is still
+    to be added, and its tile; and else nothing. The compiler (13.5 on sm_90) begins the products in the order in which they stand
+    here.
+    """
+    handed_on = ()
+    if const.DQ_LATE:
+        add_queries(rows, tile, carried[1], carried[0], const)
     if const.AHEAD:
-        ahead = score(rows, tile, min(i + 1, ct.cdiv(rows.Q.shape[2], const.TILE_M) - 1), const)
+        handed_on = score(rows, tile, min(i + 1, ct.cdiv(rows.Q.shape[2], const.TILE_M) - 1), const)
     q = load_queries(rows.Q, rows, i, const.TILE_D, const.REST_D, const.LATENCY_Q, const)
-    if not const.AHEAD:
-        scores = across(tile.k, q, const)
+    scores = carried if const.AHEAD else across(tile.k, q, ct.zeros(score_shape(const), ct.float32), const)
     gradient = load_queries(rows.dOut, rows, i, const.TILE_V, const.REST_V, const.LATENCY_DO, const)
     logits = capped(scores, tile, const)
     p = ct.exp2(logits * scale_log2 - row_values(rows.LseLog2, rows, i, const), flush_to_zero=True)
     p = masked(p, tile, i, MASKED, const)
-    dv = add_parts(sums.dv, p.astype(gradient[0].dtype), gradient, const)
-    ds = p * (across(tile.v, gradient, const) - row_values(rows.Delta, rows, i, const))
+    delta = row_values(rows.Delta, rows, i, const)
+    if const.DELTA_FIRST:  # less is left to do once the product is there
+        dp = across(tile.v, gradient, ct.broadcast_to(-delta, score_shape(const)), const)
+    else:
+        dp = across(tile.v, gradient, ct.zeros(score_shape(const), ct.float32), const) - delta
+    dk, dv = sums.dk, sums.dv
+    weights = p.astype(gradient[0].dtype)
+    if const.DV_PLACE == 0:
+        dv = add_parts(dv, weights, gradient, const)
+    ds = p * dp
     if const.SOFTCAP:
         ds = ds * (1.0 - logits * logits)
     ds = ds.astype(q[0].dtype)
-    dk = add_parts(sums.dk, ds, q, const)
-    if const.ADDS:
+    dk = add_parts(dk, ds, q, const)
+    if const.DV_PLACE == 1:
+        dv = add_parts(dv, weights, gradient, const)
+    if const.DQ_LATE:
+        handed_on = ds, i
+    elif const.ADDS:
         add_queries(rows, tile, i, ds, const)
-    return KeySums(dk, dv), ahead
+    if const.DV_PLACE == 2:
+        dv = add_parts(dv, weights, gradient, const)
+    return KeySums(dk, dv), handed_on
 
 
 def row_values(array, rows, i, const):
@@ -590,7 +624,8 @@ def key_step(keys, own, last, j, sums, MASKED, scale_log2, const):
     k = load_parts(keys.K, index, const.TILE_N, const.TILE_D, const.REST_D, const.LATENCY_Q, const.TMA_LOADS)
     v = load_parts(keys.V, index, const.TILE_N, const.TILE_V, const.REST_V, const.LATENCY_DO, const.TMA_LOADS)
     q, gradient, lse, delta = own
-    logits = capped(across(k, q, const), keys, const)
+    zeros = ct.zeros(score_shape(const), ct.float32)
+    logits = capped(across(k, q, zeros, const), keys, const)
     p = ct.exp2(logits * scale_log2 - lse, flush_to_zero=True)
     if MASKED and (const.CAUSAL or not const.EVEN):
         columns = j * const.TILE_N + ct.arange(const.TILE_N, dtype=ct.int32)[None, :]
@@ -603,7 +638,7 @@ def key_step(keys, own, last, j, sums, MASKED, scale_log2, const):
         else:
             visible = columns < keys.K.shape[2]
         p = ct.where(visible, p, 0.0)
-    ds = p * (across(v, gradient, const) - delta)
+    ds = p * (across(v, gradient, zeros, const) - delta)
     if const.SOFTCAP:
         ds = ds * (1.0 - logits * logits)
     ds = ds.astype(k[0].dtype)
