@@ -50,7 +50,7 @@ def ints(*values):
 
 
 CASES = {
-    "full": ({}, lambda: {}),
+    "full": ({}, dict),
     "causal, one key head, odd": ({"rows": 333, "kv_heads": 1}, lambda: {"causal": True}),
     "bottom right, wide": (
         {"rows": 130, "keys": 300, "columns": 128, "dtype": torch.float16},
@@ -142,7 +142,7 @@ def test_compiled_whole_they_are_the_same(serve, backend) -> None:
     def model(q, k, v):
         return serve.sdpa(q * 2, k, v, causal=True).float().square().mean((1, 3))
 
-    q, k, v = given = leaves()
+    given = leaves()
     wanted = torch.autograd.grad(model(*given).sum(), given)
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     for _ in range(3):
@@ -176,7 +176,7 @@ def test_a_cuda_graph_holds_forward_and_backward(serve) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_under_autocast(serve, reentrant) -> None:
-    q, k, v = given = leaves(dtype=torch.float32)
+    given = leaves(dtype=torch.float32)
 
     def model(q, k, v):
         return serve.sdpa(q, k, v, causal=True).float()
