@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tiledsched.kernels.attention.rivals import empty_output
+from tiledsched.ops import sharding
 from tiledsched.ops.arguments import needs_gradients, odd_scale, unserved
 from tiledsched.ops.backward import gradients, undifferentiable
 from tiledsched.ops.fallback import attend_in_torch, computes_at_once, report
@@ -91,6 +92,8 @@ def serve_checked(
     The arguments are those of :func:`tiledsched.ops.fallback.attend_in_torch`, and have been checked; and whether gradients must
     be the same in every call, None for what torch's setting says when they are computed.
     """
+    if type(q) is not torch.Tensor:
+        sharding.register()
     sample = (q, k, v) if features.block_table is None else (q[:1], k[:1], v[:1])  # of pages there is any number
     reason = odd_scale(scale) or unserved(*sample, attn_mask, dropout_p)
     if reason:
