@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from attention_gradients import errors, exact_gradients
 from serve_on_cpu import tensors
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import tiledsched as ts
 from tiledsched import configure
@@ -176,6 +178,14 @@ def test_three_axes_and_the_log_sum_exp_alone(launches) -> None:
     assert not found[2].any()
 
 
+def test_a_scale_whose_gradient_is_required_is_refused(launches) -> None:
+    scale = torch.tensor(0.3, requires_grad=True)
+    with pytest.raises(ProblemError, match="scale requires gradients, and attention has none of it; multiply q by it"):
+        serve.sdpa(*tensors(), scale=scale)
+    with torch.no_grad():
+        serve.sdpa(*tensors(), scale=scale)
+
+
 @pytest.mark.parametrize("shapes", [((1, 2, 0, 16), (1, 2, 5, 16)), ((1, 2, 5, 16), (1, 2, 0, 16))])
 def test_empty_tensors_have_gradients(launches, left_to_torch, shapes) -> None:
     q, k, v = (torch.randn(shape).half().requires_grad_() for shape in (shapes[0], shapes[1], shapes[1]))
@@ -255,6 +265,26 @@ def test_checkpointed_they_are_the_same(launches, reentrant) -> None:
     out = checkpoint(lambda *x: serve.sdpa(*x, causal=True) * 2, *given, use_reentrant=reentrant)
     out.sum().backward()
     right([each.grad for each in given], exact_gradients(q, k, v, torch.full_like(q, 2.0), causal=True))
+
+
+def test_checkpoints_may_save_the_operator_and_not_what_it_reads(launches) -> None:
+    given = leaves()
+    saves = functools.partial(create_selective_checkpoint_contexts, [sdpa_lse_operator])
+    out = checkpoint(lambda *x: serve.sdpa(*x) * 2, *given, use_reentrant=False, context_fn=saves)
+    forward = [each[2] for each in launches]
+    dout, found = taken(out, given)
+    right(found, exact_gradients(*given, 2 * dout))
+    assert not {id(each) for each in forward} & {id(each[2]) for each in launches[len(forward) :]}
+
+
+def test_the_backward_pass_may_be_compiled_by_itself(launches) -> None:
+    given = leaves()
+    out = serve.sdpa(*given, causal=True)
+    counter = torch._dynamo.testing.CompileCounter()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend=counter, fullgraph=True)):
+        out.sum().backward()
+    assert counter.frame_count == 1
+    right([each.grad for each in given], exact_gradients(*given, torch.ones_like(out), causal=True))
 
 
 def test_nothing_of_the_size_of_the_scores_is_saved(launches) -> None:

@@ -147,11 +147,15 @@ class DifferentiableAttention(torch.autograd.Function):
         """The output; with `lse` also the log-sum-exp. A `plan` is one that was launched before."""
         ctx.set_materialize_grads(False)
         arrays = features[2:8]
-        if plan is not None:
-            out, sums = launch_attention(plan, q, k, v, True, features, keep_zeros=True)
-        elif is_plain_call() and are_ordinary(each for each in (q, k, v, *arrays) if each is not None):
-            out, sums = attend(q, k, v, causal, scale, True, features, deterministic)
-            _keep_trained(plan_key(q, k, v, causal, scale, True, features))
+        if plan is not None or (
+            is_plain_call() and are_ordinary(each for each in (q, k, v, *arrays) if each is not None)
+        ):
+            if plan is not None:
+                out, sums = launch_attention(plan, q, k, v, True, features, keep_zeros=True)
+            else:
+                out, sums = attend(q, k, v, causal, scale, True, features, deterministic)
+                _keep_trained(plan_key(q, k, v, causal, scale, True, features))
+            sums = sums.data  # no view: among several results torch allows no change of one in place
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 out, sums = sdpa_lse_operator(q, k, v, causal, scale, *features, deterministic)
