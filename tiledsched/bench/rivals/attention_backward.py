@@ -34,7 +34,7 @@ from tiledsched.kernels.attention.rivals import (
     torch_operator,
 )
 from tiledsched.kernels.attention_backward import rivals
-from tiledsched.kernels.attention_backward.declaration import mask_of
+from tiledsched.kernels.attention_backward.problem import mask_of
 from tiledsched.kernels.attention_backward.reference import attention_gradients
 from tiledsched.measure.rivals import call_on
 
