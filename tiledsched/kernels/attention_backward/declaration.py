@@ -29,7 +29,8 @@ ROW_ELEMENTS = 8192
 """Elements of a tile of the launches that go over rows once."""
 SINK_ROWS = 1024
 """Rows that a step of the sinks' launch takes."""
-STRUCTURES = ("atomic", "two_pass")
+STRUCTURES = ("atomic", "two_pass", "ordered")
+"""What makes dQ: see :mod:`tiles`."""
 
 
 class AttentionBackward(Kernel):
@@ -93,7 +94,7 @@ class AttentionBackward(Kernel):
     knobs = {
         "structure": ts.knob(
             STRUCTURES,
-            about="what makes dQ: atomic adds of the launch for dK and dV, or a launch of its own",
+            about="what makes dQ: adds to one array in any order, a launch of its own, or adds in order to arrays of shares",
             weight=5.0,
         ),
         "tile_m": ts.knob((64, 128, 32, 16), about="query rows per step of the launch for dK and dV", weight=1.0),
@@ -102,13 +103,13 @@ class AttentionBackward(Kernel):
         "tile_n_dq": ts.knob((64, 128, 32, 16), about="keys per step of the launch for dQ", weight=0.4),
         "num_worker_warps": ts.knob((8, 4), about="warps that compute", weight=1.0),
         "occupancy": ts.knob((1, 2, 0), about="blocks an SM should hold; 0 leaves it to the compiler", weight=0.4),
+        "shares": ts.knob(
+            (1, 2, 4, 8, 16, 32), about="blocks that have the keys of a head in ordered sums of dQ", weight=0.4
+        ),
         "scores_transposed": ts.knob(
             (True, False),
             about="make scores with a row for each key, which dK and dV multiply from registers",
             measured_only=True,
-        ),
-        "dq_transposed": ts.knob(
-            (False, True), about="add up dQ with a row for each of its columns", measured_only=True
         ),
         "block_order": ts.knob(BLOCK_ORDERS, about="order in which blocks take tiles"),
         "persistent": ts.knob(
@@ -142,8 +143,11 @@ class AttentionBackward(Kernel):
     constraints = {
         "not deterministic or structure != 'atomic'": "atomic adds arrive in any order, so that dQ differs in its last bits",
         "structure == 'two_pass' or (tile_m_dq == 64 and tile_n_dq == 64)": "only a launch of its own has tiles of its own",
-        "not dq_transposed or (structure != 'two_pass' and packed == 0)": (
-            "what is not added up is not transposed, and a packed sequence may begin at any row"
+        "structure == 'ordered' or shares == 1": "only ordered sums of dQ divide the keys among blocks",
+        "structure != 'ordered' or not persistent": "a block of ordered sums takes one tile after the other as it is",
+        "shares == 1 or shares // 2 * batch * heads < sm_count": "more blocks than fill the GPU twice only take memory",
+        "structure != 'ordered' or shares * batch * heads * (seq_q + 255) * tile_d < 2147483648": (
+            "an index into the arrays of dQ's shares has 32 bits"
         ),
         "group_heads == 'together' or group > 1": "a group of one head has nothing to sum up",
         "not loop_split or causal or starts or lengths or packed > 0 or seq_k % tile_n != 0": (
@@ -194,11 +198,11 @@ class AttentionBackward(Kernel):
         "structure": "atomic",
         "block_order": "natural",
         "column_parts": 1,
-        "dq_transposed": False,
         "group_heads": "together",
         "persistent": False,
         "scores_ahead": False,
         "scores_transposed": True,
+        "shares": 1,
         "tma_loads": True,
     }
 
@@ -247,11 +251,11 @@ class AttentionBackward(Kernel):
             "BLOCK_ORDER": BLOCK_ORDERS.index(str(s["block_order"])),
             "PERSISTENT": bool(s["persistent"]),
             "TRANSPOSED": bool(s["scores_transposed"]),
-            "DQ_TRANSPOSED": bool(s["dq_transposed"]),
             "AHEAD": bool(s["scores_ahead"]),
-            "ADDS": int(s["structure"] == "atomic"),
+            "ADDS": s["structure"] != "two_pass",
+            "SHARES": s.number("shares") if s["structure"] == "ordered" else 0,
             "DLSE": p.dlse,
-            "SUMS_DQ": s["structure"] == "atomic",
+            "DQ_ARRAYS": dq_arrays(s),
         }
 
     @staticmethod
@@ -265,7 +269,9 @@ class AttentionBackward(Kernel):
             (entries.attention_backward_rows, (p.batch * p.heads * (padded_rows(p, s) // rows),)),
             (
                 entries.attention_backward_heads if apart else entries.attention_backward_keys,
-                blocks(p.seq_k, s.number("tile_n"), p.batch * heads, p, s, device),
+                (p.batch * heads * s.number("shares"),)
+                if s["structure"] == "ordered"
+                else blocks(p.seq_k, s.number("tile_n"), p.batch * heads, p, s, device),
             ),
         ]
         if s["structure"] == "two_pass":
@@ -389,9 +395,15 @@ def rows_at_once(p: Problem, s: Schedule) -> int:
 
 
 def dq_sum_shape(p: Problem, s: Schedule) -> tuple[int, ...]:
-    """Shape of the array that shares of dQ are added to."""
-    sizes = (padded_rows(p, s), int(p.tile_d))
-    return (p.batch, p.heads, *(reversed(sizes) if s["dq_transposed"] else sizes))
+    """Shape of the arrays that shares of dQ are added to, which for each entry of the batch lie one behind the other."""
+    if s["structure"] == "two_pass":
+        return (1, 1, 1, 1)
+    return (p.batch * dq_arrays(s), p.heads, padded_rows(p, s), int(p.tile_d))
+
+
+def dq_arrays(s: Schedule) -> int:
+    """Arrays that shares of dQ are added to."""
+    return 0 if s["structure"] == "two_pass" else s.number("shares")
 
 
 def blocks(rows: int, tile: int, heads: int, p: Problem, s: Schedule, device: Any) -> tuple[int]:
