@@ -208,6 +208,8 @@ class AttentionBackward(Kernel):
         "scores_ahead": False,
         "scores_transposed": True,
         "shares": 1,
+        "tile_m_dq": 64,
+        "tile_n_dq": 64,
         "tma_loads": True,
     }
 
