@@ -42,18 +42,7 @@ def _places(q, k, cu_q, cu_k):
 
 
 def _attention(
-    q,
-    k,
-    v,
-    sinks=None,
-    *,
-    causal,
-    places,
-    scale=None,
-    window=None,
-    softcap=None,
-    key_starts=None,
-    key_lengths=None,
+    q, k, v, sinks=None, *, causal, places, scale=None, window=None, softcap=None, key_starts=None, key_lengths=None
 ):
     group = q.shape[1] // k.shape[1]
     k, v = (each.repeat_interleave(group, 1) for each in (k, v))
@@ -83,6 +72,6 @@ def _attention(
 def errors(found, wanted) -> list[float]:
     """Relative Frobenius error of each gradient."""
     return [
-        float((one.double() - other).norm() / other.norm().clamp(min=1e-6))
+        float((one.detach().double() - other.detach()).norm() / other.detach().norm().clamp(min=1e-6))
         for one, other in zip(found, wanted, strict=True)
     ]

@@ -38,8 +38,10 @@ SHIPPED = {
     "grouped_matmul": "tiledsched.kernels.grouped_matmul:GroupedMatmul",
     "matmul": "tiledsched.kernels.matmul:Matmul",
     "rms_norm": "tiledsched.kernels.rms_norm:RmsNorm",
+    "rms_norm_backward": "tiledsched.kernels.rms_norm_backward:RmsNormBackward",
     "scaled_matmul": "tiledsched.kernels.scaled_matmul:ScaledMatmul",
     "softmax": "tiledsched.kernels.softmax:Softmax",
+    "softmax_backward": "tiledsched.kernels.softmax_backward:SoftmaxBackward",
     "layer_norm": "tiledsched.kernels.layer_norm:LayerNorm",
     "glu": "tiledsched.kernels.glu:Glu",
     "rope": "tiledsched.kernels.rope:Rope",
@@ -337,11 +339,18 @@ def import_kernel_module(run: Callable[[], Any]) -> Any:
     """
     try:
         return run()
-    except (ImportError, DeclarationError):
-        if "torch" not in sys.modules or sys.modules["torch"] is not None:
+    except Exception:  # a module that catches the ImportError fails in a way of its own
+        if not release_torch():
             raise
-        del sys.modules["torch"]
         return run()
+
+
+def release_torch() -> bool:
+    """Let torch be imported in a process that keeps it from being; False where nothing kept it."""
+    kept = sys.modules.get("torch", True) is None
+    if kept:
+        del sys.modules["torch"]
+    return kept
 
 
 def module_word(kernel: type) -> str:

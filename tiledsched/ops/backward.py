@@ -45,8 +45,8 @@ cache: PlanCache[Plan] = PlanCache(call_key)
 
 
 def undifferentiable(call: AttentionCall) -> str:
-    """Why our kernels do not compute a call and its gradients; empty where they do. Of tensors that are traced, some of it is known
-    only when the graph runs.
+    """Why our kernels do not compute a call and its gradients; empty where they do, as far as it is known of tensors that are
+    traced.
 
     Args:
         call: with log-sum-exp.
@@ -62,7 +62,7 @@ def undifferentiable(call: AttentionCall) -> str:
     reason = odd_scale(scale) or unserved(q, k, v, None, 0.0)
     if reason:
         return reason
-    facts = process.device_facts(q.get_device())
+    facts = process.device_facts(-1 if q.device.index is None else q.device.index)
     if not process.table(AttentionBackward).known_arch(facts.arch):  # type: ignore[arg-type]  # a class is hashable
         return f"gradients are required and {AttentionBackward.name} has no search space for {facts.arch}"
     if not is_plain_call() or not are_ordinary((q, k, v)):

@@ -36,9 +36,18 @@ trained: PlanCache[Plan] = PlanCache(plan_key)
 
 
 def attend(
-    q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse: bool, features: AttentionFeatures
+    q: Any,
+    k: Any,
+    v: Any,
+    causal: str | None,
+    scale: float | None,
+    lse: bool,
+    features: AttentionFeatures,
+    deterministic: bool | None = None,
 ) -> Any:
     """Launch the kernel, or have torch do what it cannot serve; strides of the output are the same either way.
+
+    Where `deterministic` is true the first call waits for its program: torch's attention would give other bits.
 
     Raises:
         ProblemError, ConfigError: as :meth:`AttentionCall.find_plan`.
@@ -59,7 +68,7 @@ def attend(
         return (out, result[1]) if lse else out
 
     if not isinstance(found, str):
-        at_once = computes_at_once(q, k, causal, lse, features)
+        at_once = not deterministic and computes_at_once(q, k, causal, lse, features)
         launch = lambda plan: call.launch(plan, first=True)  # noqa: E731
         return launch_first(cache, key, found, launch, call.make_plan, by_torch if at_once else None)
     report(found)
@@ -141,12 +150,12 @@ class DifferentiableAttention(torch.autograd.Function):
         if plan is not None:
             out, sums = launch_attention(plan, q, k, v, True, keep_zeros=True)
         elif is_plain_call() and are_ordinary(each for each in (q, k, v, *arrays) if each is not None):
-            out, sums = attend(q, k, v, causal, scale, True, features)
+            out, sums = attend(q, k, v, causal, scale, True, features, deterministic)
             if features is NO_FEATURES:
                 _keep_trained(plan_key(q, k, v, causal, scale, True))
         else:
             with torch._C._AutoDispatchBelowAutograd():
-                out, sums = sdpa_lse_operator(q, k, v, causal, scale, *features)
+                out, sums = sdpa_lse_operator(q, k, v, causal, scale, *features, deterministic)
         ctx.save_for_backward(q, k, v, out, sums, *arrays)
         ctx.options = causal, scale, (*features[:2], *features[8:]), deterministic
         return (out, sums) if lse else out
@@ -179,7 +188,7 @@ def _register(name: str, result: str, lse: bool) -> Any:
         return features if any(features.key) else NO_FEATURES, given[FEATURES]
 
     def launch(q: Any, k: Any, v: Any, causal: str | None = None, scale: float | None = None, *given: Any) -> Any:
-        return attend(q, k, v, causal, scale, lse, read(given)[0] if given else NO_FEATURES)
+        return attend(q, k, v, causal, scale, lse, *(read(given) if given else (NO_FEATURES,)))
 
     def fake(q: Any, k: Any, v: Any, *given: Any) -> Any:
         out = empty_output(q, v.shape[3])
@@ -198,7 +207,7 @@ def _register(name: str, result: str, lse: bool) -> Any:
         if differentiable:
             return DifferentiableAttention.apply(q, k, v, features.sinks, causal, scale, features, deterministic, lse)
         if is_plain_call() and are_ordinary(tensors):
-            return attend(q, k, v, causal, scale, lse, features)
+            return attend(q, k, v, causal, scale, lse, features, deterministic)
         with torch._C._AutoDispatchBelowAutograd():
             return operator(q, k, v, causal, scale, *given)
 

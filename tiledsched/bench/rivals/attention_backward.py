@@ -34,7 +34,7 @@ from tiledsched.kernels.attention.rivals import (
     torch_operator,
 )
 from tiledsched.kernels.attention_backward import rivals
-from tiledsched.kernels.attention_backward.declaration import mask_of
+from tiledsched.kernels.attention_backward.problem import mask_of
 from tiledsched.kernels.attention_backward.reference import attention_gradients
 from tiledsched.measure.rivals import call_on
 
@@ -101,7 +101,8 @@ def make_case(torch: Any, cupy: Any, problem: Problem) -> GradientCase:
     dout = drawn_array(torch, problem, generator, shape, bool(problem.packed))
     given, features = drawn_features(torch, problem, generator, q.device)
     out, lse = _forward(torch, problem, [q, k, v, *features])
-    arrays = Arrays(torch=torch, problem=problem, tensors=(q, k, v, out, dout, lse, *features))
+    dlse = [torch.randn(lse.shape, generator=generator, device="cuda")] if problem.dlse else []
+    arrays = Arrays(torch=torch, problem=problem, tensors=(q, k, v, out, dout, lse, *features, *dlse))
     pairs, expected = compared_pairs(problem, problem.kv_heads), []
     for sequence, kv_head in pairs:
         heads = slice(kv_head * problem.group, (kv_head + 1) * problem.group)
@@ -115,6 +116,8 @@ def make_case(torch: Any, cupy: Any, problem: Problem) -> GradientCase:
         if problem.sinks:
             own["sinks"] = cupy.from_dlpack(features[0][heads].double())
         exact = attention_and_lse(cupy, wide_q, wide_k, wide_v, **own)
+        if dlse:
+            own["dlse"] = cupy.from_dlpack(of("dQ", dlse[0][..., None])[None, ..., 0].contiguous())
         dq, dk, dv, _ = attention_gradients(cupy, wide_q, wide_k, wide_v, exact[0], wide_dout, exact[1], **own)
         expected.append((dq[0], dk[0], dv[0]))
     torch.cuda.synchronize()
@@ -126,7 +129,7 @@ def _forward(torch: Any, problem: Problem, tensors: list[Any]) -> tuple[Any, Any
     q, k, v = tensors[:3]
     try:
         check_torch_mask(problem, "torch_flash")
-        if problem.value_dim or problem.head_dim % 8 or not q.is_cuda:
+        if problem.value_dim or problem.head_dim % 8:
             raise UnsupportedError("torch's flash backend takes one head dimension, a multiple of 8")
         out, lse, *_ = torch_operator(BACKENDS["torch_flash"])(q, k, v, 0.0, problem.causal)
         return out.contiguous(), lse
@@ -162,7 +165,7 @@ METHODS: Mapping[str, Method] = {
         ),
         Method(
             name=SERVED,
-            about="the operator, whatever it runs: our kernel, or a rival measured faster",
+            about="the operator, whatever it runs: our kernel, or a rival measured to be faster",
             make=lambda arrays: kernel_call(arrays, own=False),
         ),
         Method(

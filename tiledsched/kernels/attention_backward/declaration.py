@@ -11,15 +11,16 @@ from typing import Any
 
 import tiledsched.core.fields as ts
 from tiledsched.core.arrays import Tolerance
-from tiledsched.core.errors import ProblemError
-from tiledsched.core.fields import Value
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.kernels.attention import problem
 from tiledsched.kernels.attention.declaration import BLOCK_ORDERS
-from tiledsched.kernels.attention.scales import DEFAULT_CAP, default_scale, scales
+from tiledsched.kernels.attention.problem import ALIGNMENTS, DTYPES, MAX_HEAD_DIM
 from tiledsched.kernels.attention.tiling import column_widths
+from tiledsched.kernels.attention_backward import problem
+from tiledsched.kernels.attention_backward.model import AttentionBackwardCost
+from tiledsched.kernels.attention_backward.similarity import AttentionBackwardSimilarity
+from tiledsched.kernels.attention_backward.suites import STANDARD, SUITES
 from tiledsched.kernels.persistent import resident_blocks
 
 LARGEST_ERROR = {"float16": 4e-3, "bfloat16": 2e-2}
@@ -45,14 +46,14 @@ class AttentionBackward(Kernel):
     name = "attention_backward"
     seq_q = ts.dim()
     seq_k = ts.dim()
-    head_dim = ts.dim(constant=True, most=problem.MAX_HEAD_DIM)
-    dtype = ts.dtype(*problem.DTYPES)
+    head_dim = ts.dim(constant=True, most=MAX_HEAD_DIM)
+    dtype = ts.dtype(*DTYPES)
     causal = ts.flag()
     batch = ts.dim(1)
     heads = ts.dim(1)
     kv_heads = ts.dim(1)
-    alignment = ts.choice(*problem.ALIGNMENTS, omit_default=True)
-    value_dim = ts.dim(0, constant=True, least=0, most=problem.MAX_HEAD_DIM, omit_default=True)
+    alignment = ts.choice(*ALIGNMENTS, omit_default=True)
+    value_dim = ts.dim(0, constant=True, least=0, most=MAX_HEAD_DIM, omit_default=True)
     window = ts.dim(0, least=0, omit_default=True)
     window_right = ts.dim(0, least=0, omit_default=True)
     softcap = ts.flag(omit_default=True)
@@ -62,7 +63,7 @@ class AttentionBackward(Kernel):
     packed = ts.dim(0, least=0, omit_default=True)
     deterministic = ts.flag(omit_default=True)
     dlse = ts.flag(omit_default=True)
-    derived = problem.DERIVED | {"page": lambda p: 0, "lse": lambda p: False}
+    derived = problem.DERIVED
 
     Q = ts.array("batch heads seq_q head_dim")
     K = ts.array("batch kv_heads seq_k head_dim")
@@ -85,9 +86,9 @@ class AttentionBackward(Kernel):
     dQSum = ts.workspace(lambda p, s: dq_sum_shape(p, s), aligned=True)
     dKParts = ts.workspace("batch heads seq_k head_dim", aligned=True)
     dVParts = ts.workspace("batch heads seq_k value_columns", aligned=True)
-    scale_log2 = ts.scalar(lambda p: gradient_scales(p)[0], dtype="float32")
-    cap_scale = ts.scalar(lambda p: gradient_scales(p)[1], dtype="float32")
-    scale = ts.scalar(lambda p: gradient_scales(p)[2], dtype="float32")
+    scale_log2 = ts.scalar(lambda p: problem.gradient_scales(p)[0], dtype="float32")
+    cap_scale = ts.scalar(lambda p: problem.gradient_scales(p)[1], dtype="float32")
+    scale = ts.scalar(lambda p: problem.gradient_scales(p)[2], dtype="float32")
 
     knobs = {
         "structure": ts.knob(
@@ -104,9 +105,11 @@ class AttentionBackward(Kernel):
         "scores_transposed": ts.knob(
             (True, False),
             about="make scores with a row for each key, which dK and dV multiply from registers",
-            weight=1.0,
+            measured_only=True,
         ),
-        "dq_transposed": ts.knob((False, True), about="add up dQ with a row for each of its columns", weight=0.4),
+        "dq_transposed": ts.knob(
+            (False, True), about="add up dQ with a row for each of its columns", measured_only=True
+        ),
         "block_order": ts.knob(BLOCK_ORDERS, about="order in which blocks take tiles"),
         "persistent": ts.knob(
             (False, True), about="as many blocks as fit at once, each taking one tile after the other"
@@ -151,15 +154,41 @@ class AttentionBackward(Kernel):
         "element_bytes * (tile_m + tile_n) * (tile_d + tile_v) <= shared_memory_bytes": (
             "tiles of all four inputs must fit in shared memory"
         ),
-        "element_bytes * (tile_m_dq + tile_n_dq) * (tile_d + tile_v) <= shared_memory_bytes": (
+        "structure != 'two_pass' or element_bytes * (tile_m_dq + tile_n_dq) * (tile_d + tile_v) <= shared_memory_bytes": (
             "tiles of all four inputs must fit in shared memory"
         ),
         "(occupancy if occupancy > 0 else 1) * tile_n * (tile_d + tile_v) < registers_per_sm": (
             "the sums of dK and dV of every block on the SM must fit in registers"
         ),
     }
+    exploring = {
+        "tile_m >= 32 and tile_n >= 32": "smaller tiles read their operands too often",
+        "tile_n >= 64 or tile_d + tile_v > 256": "narrow blocks read every query row, and add to dQ, too often",
+        "tile_n * (tile_d + tile_v) + 2 * tile_m * tile_n <= 6656 * num_worker_warps": (
+            "the sums of dK and dV and two tiles of scores spill registers beyond this"
+        ),
+        "occupancy > 0 and occupancy * (tile_n * (tile_d + tile_v) + 2 * tile_m * tile_n) <= 53248": (
+            "what every block on the SM holds spills registers beyond this"
+        ),
+        "num_worker_warps == 4 or tile_m * tile_n >= 4096 or tile_d + tile_v > 256": (
+            "small tiles leave a second group of warps no work"
+        ),
+        "structure != 'two_pass' or (tile_m_dq >= tile_n and tile_m_dq >= 64 and tile_n_dq == tile_m)": (
+            "the launch for dQ holds half as many sums: its blocks are at least as large, and its steps equal"
+        ),
+        "block_order != 'reversed'": "the blocks with the longest loops start first",
+        "block_order == 'natural' or causal": "the order is tried where blocks differ in length",
+        "(latency_q == 0) == (latency_do == 0)": "the hints of both loads are tried together",
+        "tma_loads or (latency_q == 0 and not scores_ahead and not persistent)": (
+            "loads by threads are tried on the plain kernel only"
+        ),
+    }
     label = {"S": ("seq_q", "seq_k"), "D": "head_dim", "B": "batch", "H": ("heads", "kv_heads")}
     written = {"Sq": "seq_q", "Sk": "seq_k", "right": "window_right", "D": ("head_dim", "value_dim")}
+    suites = SUITES
+    default_suite = STANDARD
+    cost = AttentionBackwardCost()
+    similarity = AttentionBackwardSimilarity()
     axes = ("seq_k", "head_dim", "causal", "dtype")
     plain = {
         "structure": "atomic",
@@ -173,37 +202,12 @@ class AttentionBackward(Kernel):
         "tma_loads": True,
     }
 
-    @staticmethod
-    def canonical(values: dict[str, Value]) -> dict[str, Value]:
-        """The values that stand for all equivalent ways to state a problem; see :func:`problem.canonical`.
-
-        Raises:
-            ProblemError: fields contradict each other, or an array has elements beyond the reach of a 32-bit index.
-        """
-        found = {name: value for name, value in problem.canonical({**values, "page": 0}).items() if name != "page"}
-        batch, heads, rows, keys = (int(found[name]) for name in ("batch", "heads", "seq_q", "seq_k"))  # type: ignore[arg-type]
-        columns = problem.padded(max(int(found["head_dim"]), int(found["value_dim"])))  # type: ignore[arg-type]
-        if batch * heads * (max(rows, keys) + 255) * columns > problem.LARGEST_INT32:
-            raise ProblemError(
-                f"batch * heads * {max(rows, keys)} rows of {columns} columns have elements beyond the reach of a 32-bit index; "
-                "divide the batch or the heads among several calls"
-            )
-        return found
-
-    @staticmethod
-    def flops(p: Problem) -> float:
-        """Floating-point operations of the five products, 2.5 times those of forward; causal counts half."""
-        return float(2.0 * p.batch * p.heads * p.visible_pairs * (3 * p.head_dim + 2 * p.value_columns))
-
-    @staticmethod
-    def describe(p: Problem) -> str:
-        """The problem in one line, as that of forward."""
-        return problem.describe(p) + " +dlse" * p.dlse + " deterministic" * p.deterministic
-
-    @staticmethod
-    def file_words(p: Problem) -> str:
-        """The problem in the name of a file, as that of forward."""
-        return problem.file_words(p) + "_dlse" * p.dlse + "_deterministic" * p.deterministic
+    planning_rivals = ("torch_cudnn",)
+    compiled_rivals = ("flash_attention_4",)
+    canonical = staticmethod(problem.canonical)
+    flops = staticmethod(problem.flops)
+    describe = staticmethod(problem.describe)
+    file_words = staticmethod(problem.file_words)
 
     @staticmethod
     def constants(p: Problem, s: Schedule) -> Mapping[str, bool | int]:
@@ -317,7 +321,7 @@ class AttentionBackward(Kernel):
             lengths=Lengths,
             cu_q=CuQ,
             cu_k=CuK,
-            **mask_of(p),
+            **problem.mask_of(p),
         )[: 3 + p.sinks]
 
     @staticmethod
@@ -335,7 +339,14 @@ class AttentionBackward(Kernel):
     @staticmethod
     def check_tile(p: Problem, s: Schedule) -> tuple[int, int]:
         """64 rows, and all columns."""
-        return 64, problem.MAX_HEAD_DIM
+        return 64, MAX_HEAD_DIM
+
+    @staticmethod
+    def rivals(p: Problem) -> Mapping[str, Callable[..., Any]]:
+        """torch's cuDNN and flash backends, and FlashAttention-4 if it is installed."""
+        from tiledsched.kernels.attention_backward.rivals import rivals
+
+        return rivals(p)
 
     @staticmethod
     def small() -> list[Problem]:
@@ -346,33 +357,24 @@ class AttentionBackward(Kernel):
             make(seq_q=100, seq_k=100, head_dim=32, heads=2, causal=True, dtype="bfloat16"),
             make(seq_q=33, seq_k=130, head_dim=40, heads=4, kv_heads=2, causal=True, alignment="bottom_right"),
             make(seq_q=70, seq_k=50, head_dim=32, value_dim=16, heads=3, kv_heads=1, dlse=True, deterministic=True),
+            make(
+                seq_q=90, seq_k=150, head_dim=32, heads=2, causal=True, alignment="bottom_right", window=40, sinks=True
+            ),
+            make(seq_q=140, seq_k=140, head_dim=16, heads=2, causal=True, window=30, window_right=40, dtype="bfloat16"),
+            make(seq_q=70, seq_k=90, head_dim=16, batch=3, softcap=True, starts=True, lengths=True),
+            make(seq_q=150, seq_k=150, head_dim=32, heads=2, kv_heads=1, causal=True, packed=5, sinks=True),
+            make(seq_q=90, seq_k=120, head_dim=96, causal=True, alignment="bottom_right", packed=3, window=20),
+            make(
+                seq_q=90,
+                seq_k=40,
+                head_dim=16,
+                batch=2,
+                causal=True,
+                alignment="bottom_right",
+                lengths=True,
+                sinks=True,
+            ),
         ]
-
-
-def mask_of(p: Problem) -> dict[str, Any]:
-    """The arguments of the reference, of forward as of the gradients, that say what a row sees and how scores are made."""
-    return {
-        "causal": p.causal,
-        "scale": default_scale(p),
-        "alignment": p.alignment,
-        "window": p.window,
-        "window_right": p.window_right,
-        "cap": DEFAULT_CAP if p.softcap else 0.0,
-    }
-
-
-def gradient_scales(p: Problem, scale: float | None = None, cap: float | None = None) -> tuple[float, float, float]:
-    """The scalars of a launch: `scale_log2` and `cap_scale` of forward (:func:`attention.scales.scales`), and the softmax scale.
-
-    Args:
-        p: the problem.
-        scale: the softmax scale; 1 / sqrt(head_dim) if not given.
-        cap: the cap of the scores; 50 if not given.
-
-    Raises:
-        ProblemError: a scale or cap that is not positive or not a normal float32.
-    """
-    return *scales(p, scale, cap), default_scale(p) if scale is None else scale
 
 
 def padded_rows(p: Problem, s: Schedule) -> int:
