@@ -20,7 +20,9 @@ from tiledsched.ops import sdpa as serve
 from tiledsched.ops.backward import sdpa_backward_operator
 from tiledsched.ops.operator import sdpa_lse_operator
 from tiledsched.ops.varlen import sdpa_paged, sdpa_varlen
+from tiledsched.serve import plan as plan_module
 from tiledsched.serve.lookup import LookupTable
+from tiledsched.serve.rivals import Rival, RivalOffer
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -352,6 +354,40 @@ def test_where_the_kernel_refuses_torch_computes_the_gradients_again(launches, l
     dout, found = taken(out, every)
     assert len(launches) == launched
     right(found, exact_gradients(q, k, v, dout, **asked))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_rival_that_serves_takes_what_the_kernel_takes(launches, monkeypatch, packed) -> None:
+    calls = []
+
+    def compute(q, k, v, out, dout, lse, *more):
+        calls.append(more)
+        if packed:
+            return exact_gradients(q, k, v, dout, cu_q=more[0].long(), cu_k=more[1].long())
+        return [each.half().contiguous() for each in exact_gradients(q, k, v, dout)]
+
+    def choose(served, make):
+        offer = RivalOffer(name="other", ratio=0.5, capturable=False, reason="it is faster")
+        call = make().get("other")
+        return call and Rival(offer=offer, call=call), None
+
+    monkeypatch.setattr(plan_module, "choose_rivals", choose)
+    monkeypatch.setattr(backward, "late_rivals", lambda problem, scale, cap: {"other": compute})
+    q, k, v = given = [each.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for each in tensors()]
+    begins = torch.tensor([0, 10, 24], dtype=torch.int32)
+    for at in range(3):
+        if packed:
+            out = sdpa_varlen(*(each[0].transpose(0, 1) for each in given), begins, max_seqlen_q=14)
+            dout = torch.randn(24, 2, 16).half()
+            wanted = exact_gradients(q, k, v, dout.transpose(0, 1)[None], cu_q=begins.long(), cu_k=begins.long())
+        else:
+            out, dout = serve.sdpa(q, k, v), torch.randn(q.shape).half()
+            wanted = exact_gradients(q, k, v, dout)
+        found = torch.autograd.grad(out, given, dout)
+        right(found, wanted)
+        assert packed or all(each.stride() == q.stride() for each in found)
+        assert len(calls) == at + 1
+    assert not packed or calls[0][2:] == (14, 14)
 
 
 def test_results_that_are_not_of_the_call_are_refused(launches) -> None:
