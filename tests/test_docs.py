@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import re
 import shlex
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import click
 import pytest
+from serve_on_cpu import using
 
+import tiledsched as ts
 from tiledsched.cli.app import Group, Invocation
 from tiledsched.cli.commands import root
 from tiledsched.cli.problems import read_values
 from tiledsched.core.errors import TiledschedError
+from tiledsched.serve.process import Runtime
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -254,3 +259,23 @@ def test_the_comparison_of_five_tuners_shows_what_its_script_counts():
     texts = [(folder / f"with_{name}.py").read_text(encoding="utf-8") for name in ("tiledsched", "cuda_tile_tune")]
     ours, theirs = (re.search(r"@ct.kernel\n.*?\n\n\n", text, re.DOTALL)[0] for text in texts)
     assert ours == theirs
+
+
+def test_the_gradient_on_the_page_on_kernels_is_right(tmp_path, monkeypatch, launches):
+    """By its references on the CPU, as the page says, and by its kernels."""
+    import torch
+
+    (code,) = (each for each in blocks(ROOT / "docs" / "kernels.md", "python") if each.startswith("# swish.py"))
+    (tmp_path / "swish.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    swish = importlib.import_module("swish").swish
+    x = torch.linspace(-3, 3, 1500).requires_grad_()
+    swish(x).sum().backward()
+    assert len(launches) == 2
+    exact = x.detach().clone().requires_grad_()
+    torch.nn.functional.silu(exact).sum().backward()
+    torch.testing.assert_close(x.grad, exact.grad)
+    with using(Runtime()), ts.configure(fallback="torch"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.autograd.gradcheck(swish, x.detach()[::200].double().requires_grad_())
+    assert len(launches) == 2

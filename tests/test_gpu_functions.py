@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 import cuda.tile as ct
+from torch.utils.checkpoint import checkpoint
 
 import tiledsched as ts
 from tiledsched.serve import process
@@ -50,6 +51,81 @@ def test_rows(rows, columns) -> None:
     for approximate in ("none", "tanh"):
         wanted = F.gelu(gate, approximate=approximate) * up
         assert_near(ts.geglu(*both.chunk(2, -1), approximate=approximate), wanted)
+
+
+NORMS = {
+    "rms_norm": (lambda x, w, r: ts.rms_norm(x, w), lambda x, w, r: F.rms_norm(x, w.shape, w, 1e-5)),
+    "residual": (
+        lambda x, w, r: sum(ts.rms_norm(x, w, residual=r)),
+        lambda x, w, r: F.rms_norm(x + r, w.shape, w, 1e-5) + x + r,
+    ),
+    "softmax": (lambda x, w, r: ts.softmax(x) * w, lambda x, w, r: x.softmax(-1) * w),
+}
+"""Ours and torch's, each of rows, a weight and more rows."""
+
+
+def gradients_of(call, given, weights):
+    """The gradients of the rows, of the weight, and of the other rows where there are some."""
+    given = [each.detach().requires_grad_() for each in given]
+    return torch.autograd.grad(call(*given), given, weights, allow_unused=True)
+
+
+def exact_gradients(call, given, weights):
+    return gradients_of(call, [each.double() for each in given], weights.double())
+
+
+def assert_gradients(found, exact):
+    for one, right in zip(found, exact, strict=True):
+        assert (one is None) == (right is None)
+        if one is not None:
+            assert_near(one, right, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(3, 5000), (1031, 768), (2000, 4096), (300, 16384), (150, 20000), (140, 65536)]
+)
+@pytest.mark.parametrize("name", NORMS)
+def test_gradients_of_rows(name, rows, columns) -> None:
+    """Also of rows that are read twice, whose part of the weight's gradient lies in memory."""
+    ours, torchs = NORMS[name]
+    given = [normal(rows, columns), normal(columns), normal(rows + 1, columns)[:rows]]
+    weights = normal(rows, columns, dtype=torch.float32).to(torch.bfloat16)
+    exact = exact_gradients(torchs, given, weights)
+    for _ in range(2):
+        found = gradients_of(ours, given, weights)
+        assert_gradients(found, exact)
+    again = gradients_of(ours, given, weights)
+    assert all(one is other or torch.equal(one, other) for one, other in zip(found, again, strict=True))
+    wide = normal(rows, 2 * columns)
+    for strided in (wide[:, :columns], wide[:, 1::2], weights[:1].expand(rows, columns)):
+        assert_gradients(gradients_of(ours, given, strided), exact_gradients(torchs, given, strided))
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_gradients_compiled_whole_in_graphs_and_recomputed(name) -> None:
+    ours, torchs = NORMS[name]
+    given = [normal(500, 4096), normal(4096), normal(501, 4096)[:500]]
+    weights = normal(502, 4096)[:500]
+    exact = exact_gradients(torchs, given, weights)
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, fullgraph=True)
+    for _ in range(2):
+        assert_gradients(gradients_of(compiled, given, weights), exact)
+    with torch.autocast("cuda", dtype=torch.float16):
+        assert_gradients(gradients_of(lambda *g: checkpoint(ours, *g, use_reentrant=False), given, weights), exact)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            gradients_of(ours, given, weights)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gradients_of(ours, given, weights)
+    for each in (given[0], weights):
+        each.copy_(each.flip(0))
+    graph.replay()
+    assert_gradients(captured, exact_gradients(torchs, given, weights))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

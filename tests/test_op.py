@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -326,7 +327,7 @@ def test_an_ordinary_call_is_launched_without_the_dispatcher(launches, monkeypat
             norm(x, weight)
         monkeypatch.setattr(norm, "_overload", None)
         norm(x, weight)
-        monkeypatch.setattr("tiledsched.serve.op._plan_key", None)
+        monkeypatch.setattr("tiledsched.serve.op.call_key", None)
         norm(x, w)
         norm(x, weight)
     monkeypatch.undo()
@@ -464,6 +465,67 @@ def test_a_setup_context_of_ones_own(launches) -> None:
     other(x, w).sum().backward()
     assert torch.equal(x.grad, torch.ones_like(x))
     assert seen == [(3, (5, 100))]
+
+
+affine = ts.op("tiledsched_tests::affine", kernels.Affine)
+affine_backward = ts.op("tiledsched_tests::affine_backward", kernels.AffineBackward)
+affine.register_autograd(affine_backward, names={"dFactored": "dScaled"})
+
+
+def test_an_operator_is_the_backward_of_another(launches, quiet) -> None:
+    """Of two outputs either may be without a gradient; what nothing computes has none."""
+    given = [torch.randn(40, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+
+    def ours(x, a, b):
+        return affine(x, a, b, factor=0.5)
+
+    def torchs(x, a, b):
+        return x * a * 0.5 + b, x * 0.5
+
+    def found(call, use):
+        leaves = [each.clone().requires_grad_() for each in given]
+        use(*call(*leaves)).backward()
+        return [each.grad for each in leaves[:2]], leaves[2].grad
+
+    torch._dynamo.reset()
+    uses = (
+        lambda out, scaled: (out * scaled).sum(),
+        lambda out, scaled: out.sum(),
+        lambda out, scaled: scaled.sum(),
+        lambda out, scaled: (out.flip(0) - scaled.unfold(0, 2, 1).sum(1).sum()).mean(),
+    )
+    for use in uses:
+        (x, a), _ = found(torchs, use)
+        for call in (ours, torch.compile(ours, fullgraph=True, backend="aot_eager")):
+            (ours_x, ours_a), none = found(call, use)
+            assert none is None
+            torch.testing.assert_close(ours_x, x)
+            torch.testing.assert_close(ours_a, torch.zeros(40) if a is None else a)
+    copied = pickle.loads(pickle.dumps(affine))
+    assert copied is affine
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "names", "why"),
+    [
+        (
+            norm,
+            affine_backward,
+            {},
+            r"affine_backward, input Scaled: is called like nothing of .*rms_norm, which has X, W",
+        ),
+        (affine, affine, {}, r"affine, output Out: is called like nothing of .*affine, which has dX, dA, dB"),
+        (affine, affine_backward, {"dFactord": "dScaled"}, r"have no dFactord there; .*did you mean 'dFactored'"),
+        (affine, affine_backward, {"dB": "dOut"}, r"have no dOut there; known are dX, dA"),
+        (affine, affine_backward, {"Scaled": "Scales"}, r"input Scaled: .*did you mean 'Scaled'\?.*names=\{'Scaled'"),
+        (add_groups, affine_backward, {}, r"takes lists of arrays or works in place; register a function"),
+        (scale_, affine_backward, {}, r"changes X in place"),
+    ],
+    ids=["inputs", "outputs", "a name", "a gradient", "a meaning", "lists", "in place"],
+)
+def test_operators_that_do_not_go_together(first, second, names, why) -> None:
+    with pytest.raises((ConfigError, UnsupportedError), match=why):
+        first.register_autograd(second, names=names)
 
 
 # Making operators

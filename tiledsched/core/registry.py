@@ -34,11 +34,14 @@ ENTRY_POINTS = "tiledsched.kernels"
 """The entry-point group under which a package ships kernels: a name, and `module:Class`."""
 SHIPPED = {
     "attention": "tiledsched.kernels.attention:Attention",
+    "attention_backward": "tiledsched.kernels.attention_backward:AttentionBackward",
     "grouped_matmul": "tiledsched.kernels.grouped_matmul:GroupedMatmul",
     "matmul": "tiledsched.kernels.matmul:Matmul",
     "rms_norm": "tiledsched.kernels.rms_norm:RmsNorm",
+    "rms_norm_backward": "tiledsched.kernels.rms_norm_backward:RmsNormBackward",
     "scaled_matmul": "tiledsched.kernels.scaled_matmul:ScaledMatmul",
     "softmax": "tiledsched.kernels.softmax:Softmax",
+    "softmax_backward": "tiledsched.kernels.softmax_backward:SoftmaxBackward",
     "layer_norm": "tiledsched.kernels.layer_norm:LayerNorm",
     "glu": "tiledsched.kernels.glu:Glu",
     "rope": "tiledsched.kernels.rope:Rope",

@@ -43,17 +43,20 @@ def column_tiles(const):
 
 def load_rows(array, row, column, const):
     """The tile of `array` at (row, column), counted in tiles, in float32, with zeros beyond the edge."""
+    return load_tile(array, row, column, const).astype(ct.float32)
+
+
+def load_tile(array, row, column, const):
+    """The tile of `array` at (row, column), counted in tiles, in the type of `array`, with zeros beyond the edge."""
     if const.LOADS == GATHER:
-        tile = ct.gather(array, elements_of(row, column, const))
-    else:
-        tile = ct.load(
-            array,
-            (row, column),
-            (const.TILE_ROWS, const.TILE_COLUMNS),
-            padding_mode=ct.PaddingMode.ZERO,
-            allow_tma=None if const.LOADS == TMA else False,
-        )
-    return tile.astype(ct.float32)
+        return ct.gather(array, elements_of(row, column, const))
+    return ct.load(
+        array,
+        (row, column),
+        (const.TILE_ROWS, const.TILE_COLUMNS),
+        padding_mode=ct.PaddingMode.ZERO,
+        allow_tma=None if const.LOADS == TMA else False,
+    )
 
 
 def store_rows(array, row, column, tile, const):

@@ -12,6 +12,10 @@ from torch import Tensor
 from tiledsched.core.errors import ProblemError
 from tiledsched.core.registry import kernel_named
 
+_DIFFERENTIABLE = ("rms_norm", "softmax")
+_SUM_FOR_X = {"X": "Sum", "dR": "dX"}
+"""With a residual the sum is what is normalised, and both its terms have the same gradient."""
+
 
 @functools.cache
 def _operator(kernel: str, **pinned: Any) -> Any:
@@ -22,7 +26,10 @@ def _operator(kernel: str, **pinned: Any) -> Any:
         return getattr(torch.ops.tiledsched, _registered(kernel, **pinned))
     from tiledsched.serve.op import op
 
-    return op(f"tiledsched::{_word(kernel, pinned)}", kernel_named(kernel), **pinned)
+    made = op(f"tiledsched::{_word(kernel, pinned)}", kernel_named(kernel), **pinned)
+    if kernel in _DIFFERENTIABLE:
+        made.register_autograd(_operator(f"{kernel}_backward"), names=_SUM_FOR_X if pinned else None)
+    return made
 
 
 @torch.compiler.assume_constant_result

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +27,7 @@ from tiledsched.core.registry import load_kernel
 from tiledsched.core.storage import PACKED, POWERS_OF_TWO, to_float, to_storage
 from tiledsched.serve import process
 from tiledsched.serve.explain import Explanation
+from tiledsched.serve.gradients import join
 from tiledsched.serve.launch import (
     explain_plan,
     has_tangent,
@@ -39,7 +40,7 @@ from tiledsched.serve.launch import (
 )
 from tiledsched.serve.lookup import Served
 from tiledsched.serve.plan import Plan, beyond_int32, choose, make_plan, overlaps_itself, torch_type
-from tiledsched.serve.plan_cache import PlanCache, are_ordinary
+from tiledsched.serve.plan_cache import PlanCache, are_ordinary, call_key
 from tiledsched.serve.rivals import stand_in
 from tiledsched.serve.schema import NO_DEFAULT, OpSchema
 
@@ -90,7 +91,8 @@ class Operator:
         self.name = name
         self._backward: Callable[..., Any] | None = None
         self._setup: Callable[..., Any] | None = None
-        self.cache: PlanCache[Plan] = PlanCache(_plan_key)
+        self._first = ""  # the operator whose backward this one is
+        self.cache: PlanCache[Plan] = PlanCache(call_key)
         self.use(schema)
         self._overload = _register(self)
 
@@ -174,7 +176,7 @@ class Operator:
         """
         given = self._bind(given, named)
         tensors, options = self._split(given)
-        return self._find(_plan_key(*tensors, *options), given, tensors)
+        return self._find(call_key(*tensors, *options), given, tensors)
 
     def explain(self, *given: Any, verify: bool = False, **named: Any) -> Explanation:
         """What a call with these arguments would launch, and why.
@@ -191,24 +193,39 @@ class Operator:
         return explain_plan(self.plan_for(*given), self._split(given)[0], verify=verify)
 
     def register_autograd(
-        self, backward: Callable[..., Any], *, setup_context: Callable[..., Any] | None = None
+        self,
+        backward: Operator | Callable[..., Any],
+        *,
+        setup_context: Callable[..., Any] | None = None,
+        names: Mapping[str, str] | None = None,
     ) -> None:
-        """Give the operator a gradient: `norm.register_autograd(lambda ctx, dy: norm_backward(dy, *ctx.saved_tensors))`.
+        """Give the operator a gradient: `norm.register_autograd(norm_backward)`.
 
         Args:
-            backward: `backward(ctx, *gradients of the outputs)`, as for `torch.library.register_autograd`; the gradients it
-                returns are those of the first inputs, and None for all others.
-            setup_context: `setup_context(ctx, inputs, output)`; unless given, `ctx.saved_tensors` are the input arrays and
-                `ctx.others` is a tuple of all other arguments.
+            backward: a second operator. Its inputs are inputs or outputs of this one, by their names, and gradients of outputs:
+                `dOut` is that of `Out`. Its output `dX` is the gradient of the input `X`; inputs without one have none. What it
+                takes beside arrays is what this operator was called with. Only what it reads is saved.
+                Or a function: `backward(ctx, *gradients of the outputs)`, as for `torch.library.register_autograd`; the gradients
+                it returns are those of the first inputs, and None for all others.
+            setup_context: for a function: `setup_context(ctx, inputs, output)`; unless given, `ctx.saved_tensors` are the input
+                arrays and `ctx.others` is a tuple of all other arguments.
+            names: for an operator: what an input of it, or a gradient of this operator, is called at the other one, where that is
+                something else. With `{"X": "Sum", "dR": "dX"}` its input X is this operator's Sum, and its output dX is the
+                gradient of R, too.
 
         Raises:
             UnsupportedError: the operator works in place.
+            ConfigError: an array of the second operator is called like none of this one.
         """
         if self.schema.changed:
             raise UnsupportedError(
                 f"{self.name} changes {', '.join(self.schema.changed)} in place, and torch takes no gradient of "
                 "that; declare outputs in their stead"
             )
+        if isinstance(backward, Operator):
+            joined = join(self.name, self.schema, backward, names or {})
+            backward._first = self.name
+            backward, setup_context = joined, joined.save
         self._backward, self._setup = backward, setup_context
 
     def _bind(self, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
@@ -303,7 +320,7 @@ class Operator:
         """The implementation for tensors on a device."""
         given += self._tails[len(given)]  # torch's dispatcher leaves defaults out at the end
         tensors, options = self._split(given)
-        key = _plan_key(*tensors, *options)
+        key = call_key(*tensors, *options)
 
         def launch(plan: Plan, first: bool = True) -> Any:
             return launch_plan(plan, tensors, self._numbers(plan, given), first=first)
@@ -422,12 +439,17 @@ class Operator:
 
     def _differentiate(self, ctx: Any, *gradients: Any) -> Any:
         """The gradients of all inputs."""
+        if self._backward is None and self._first:
+            raise UnsupportedError(
+                f"second derivatives are required and {self._first} has none: its backward, {self.name}, has no backward of its "
+                "own; declare one and join them: op.register_autograd(backward), or detach the first derivatives"
+            )
         if self._backward is None:
             raise UnsupportedError(
                 f"gradients are required and {self.name} has no backward; declare one and join them: "
                 "op.register_autograd(backward), or call it under torch.no_grad()"
             )
-        found = self._backward(ctx, *gradients)
+        found = self._backward(ctx, *map(_spread, gradients))
         found = found if isinstance(found, tuple) else (found,)
         return (*found, *(None,) * (len(self.schema.parameters) - len(found)))
 
@@ -522,23 +544,19 @@ def _listed(each: Any) -> Sequence[Any]:
     return () if each is None else each if isinstance(each, (list, tuple)) else (each,)
 
 
+def _spread(gradient: Any) -> Any:
+    """A gradient whose elements each have a place in memory: of `sum` and the like torch makes one that is expanded, for which
+    kernels would be compiled anew. Other things than tensors stay as they are."""
+    if isinstance(gradient, Tensor) and any(
+        stride == 0 and size != 1 for size, stride in zip(gradient.shape, gradient.stride(), strict=True)
+    ):
+        return gradient.contiguous()
+    return gradient
+
+
 def _on_host(tensor: Tensor, dtype: str) -> Any:
     """The tensor as the reference takes it: a NumPy array, of float64 where it holds floating-point numbers."""
     tensor = tensor.detach().cpu()
     if dtype == PACKED:
         return to_float(numpy, tensor.view(torch.uint8).numpy(), dtype, "float64")
     return (tensor.double() if tensor.is_floating_point() else tensor).numpy()
-
-
-def _plan_key(*call: Any) -> tuple[Any, ...]:
-    """What a plan depends on. Strides count where a tensor is not contiguous: they tell its layout and how far it reaches."""
-    return tuple(
-        [
-            each
-            if not isinstance(each, Tensor)
-            else (each.shape, each.dtype, each.device)
-            if each.is_contiguous()
-            else (each.shape, each.dtype, each.device, each.stride())
-            for each in call
-        ]
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,31 @@ def compiled(function: Callable[..., Any], mode: str = "max-autotune-no-cudagrap
             torch.compiler.reset()  # else it gives up on a function that it has compiled for eight problems
             made.append(torch.compile(function, dynamic=False, mode=mode))
         return made[0](*tensors)
+
+    return call
+
+
+def gradients_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What computes the gradients of a function's tensors, and nothing else, from those of its outputs.
+
+    A call takes the latter in a tuple, then the tensors. The function itself runs only where these are others than before.
+    """
+    graph: list[Any] = []
+
+    def call(gradients: tuple[Any, ...], *tensors: Any) -> Any:
+        import torch
+        from torch._functorch import config
+
+        key = [(each.data_ptr(), each._version) for each in tensors]
+        new = graph[:1] != [key]
+        # Compiled code may otherwise use up what it saved, and then takes gradients once only.
+        with config.patch(donated_buffer=False) if new else nullcontext():
+            if new:
+                with torch.enable_grad():
+                    leaves = [each.detach().requires_grad_() for each in tensors]
+                    made = function(*leaves)
+                graph[:] = key, leaves, made if isinstance(made, tuple) else (made,)
+            return torch.autograd.grad(graph[2], graph[1], gradients, retain_graph=True)
 
     return call
 

@@ -1,0 +1,155 @@
+"""The declaration of the gradients of root-mean-square normalisation. What runs on the GPU is in `tiles` beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tiledsched.core.fields as ts
+from tiledsched.core.cost import LAUNCH_US
+from tiledsched.core.device import ArchSpec
+from tiledsched.core.kernel import Kernel
+from tiledsched.core.problem import Problem
+from tiledsched.core.resources import ResourceFacts
+from tiledsched.core.schedule import Schedule
+from tiledsched.kernels import row_schedules
+from tiledsched.kernels.rms_norm import RmsNorm
+from tiledsched.kernels.row_schedules import RowSimilarity, StreamingCost, TileDemand
+
+SUM_ROWS, SUM_COLUMNS = 64, 32
+"""The tile of a block that adds the parts of dW: a line of memory of each part. Of larger tiles registers spill."""
+FP32_PER_ELEMENT = 16.0
+"""Instructions per element: conversions, products, and three sums."""
+LIVE_PER_ELEMENT = 3.5
+"""Float32 values in registers for each element of a row: X, dOut and W in 16 bits, the sum of dW, and one on its way."""
+
+
+class RmsNormBackwardCost(StreamingCost):
+    """The time of blocks that read rows, write rows, and add up columns."""
+
+    def work(self, p: Problem, s: Schedule) -> TileDemand:
+        """A row that is not held is read again, and the part of dW with it, from the L2 cache for the most part."""
+        rows, tile = s.number("TILE_ROWS"), s.number("TILE_COLUMNS")
+        covered = -(-p.columns // tile) * tile
+        held = bool(s["HOLD"]) or covered == tile
+        parts = 8.0 * blocks(p, s) * p.columns
+        return TileDemand(
+            count=-(-p.rows // rows),
+            bytes=(4.0 if s["AHEAD"] else 2.0) * 2.0 * rows * min(covered if held else tile, p.columns),
+            instructions=rows * covered * FP32_PER_ELEMENT * (1.0 if held else 1.6),
+            live=rows * (covered if held else tile) * (LIVE_PER_ELEMENT + bool(s["AHEAD"])),
+            again=0.5 * parts if held else 0.5 * (parts + 6.0 * p.rows * p.columns),
+        )
+
+    def model(self, p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
+        """Estimated time in microseconds of both launches; longer where blocks leave slots empty, or some take more rows."""
+        slots = spec.sm_count * facts.resident(spec.arch)
+        turns = -(-blocks(p, s) // slots) * (-(-p.rows // s.number("TILE_ROWS")) / blocks(p, s))
+        best = p.rows / s.number("TILE_ROWS") / slots
+        return LAUNCH_US + super().model(p, s, facts, spec) * (0.5 + 0.5 * max(1.0, turns / best))
+
+
+class RmsNormBackward(Kernel):
+    """The gradients dX and dW of Out = X / sqrt(mean(X * X) + eps) * W, from dOut.
+
+    With `residual`, X is the sum that RmsNorm returns beside Out, dSum is the gradient of that sum, and dX is that of both its
+    terms. dW is summed up in float32, always in the same order.
+    """
+
+    name = "rms_norm_backward"
+    rows = ts.dim()
+    columns = ts.dim(constant=True, most=65536)
+    dtype = ts.dtype("bfloat16", "float16")
+    residual = ts.flag()
+    dOut = ts.array("rows columns")
+    X = ts.array("rows columns")
+    W = ts.array("columns")
+    dSum = ts.array("rows columns", when="residual")
+    dX = ts.out("rows columns")
+    dW = ts.out("columns")
+    Parts = ts.workspace(lambda p, s: (blocks(p, s), p.columns), aligned=True)
+    eps = ts.scalar(1e-5)
+
+    knobs = {
+        "TILE_ROWS": ts.knob((1, 2, 4), about="rows of a tile", weight=0.4),
+        "TILE_COLUMNS": ts.knob((4096, 512, 1024, 2048, 8192, 16384), about="columns of a tile", weight=0.4),
+        "HOLD": ts.knob((True, False), about="whether a row and its part of dW stay in registers"),
+        "AHEAD": ts.knob((False, True), about="whether a block reads its next row before it works on one"),
+        "loads": ts.knob(("tma", "plain", "gather"), about="how rows move", weight=1.0),
+        "num_worker_warps": ts.knob((8, 4, 16), about="warps that compute", weight=0.4),
+        "occupancy": ts.knob((2, 1, 3, 4, 6, 8), about="blocks an SM should hold", weight=0.4),
+        "BLOCKS": ts.knob(
+            (264, 132, 396, 528, 792, 1056, 16, 32, 64), about="most blocks, each of which has a part of dW", weight=0.4
+        ),
+    }
+    constraints = row_schedules.CONSTRAINTS
+    exploring = {
+        "TILE_COLUMNS < 2 * columns or TILE_COLUMNS == 512": "less than half of the tile would be used",
+        "HOLD or TILE_COLUMNS < columns": "a row of one tile is held in any case",
+        "TILE_COLUMNS >= columns or 8 * TILE_COLUMNS >= columns": "more tiles of a row were not faster on the H200",
+        "HOLD or width > 16384": "of shorter rows registers hold all",
+        "not HOLD or width <= 16384": "registers hold no more of a row",
+        "TILE_ROWS == 1 or width <= 2048": "several rows are for rows that are short",
+        "loads != 'tma' or (TILE_COLUMNS >= columns and not AHEAD)": "TMA reads ahead by itself, where a row is one tile",
+        "HOLD or not AHEAD": "rows that are read twice are not read ahead",
+        "TILE_ROWS * width >= 256 * num_worker_warps or width <= 512": "threads would load less than 16 bytes",
+        "occupancy * (4 * TILE_ROWS * width + 1280 * num_worker_warps) <= 80000 or occupancy == 1": "registers hold no more",
+        "occupancy * (4 * TILE_ROWS * width + 1280 * num_worker_warps) >= 30000 or rows < 16 * BLOCKS": "more bytes under way",
+        "BLOCKS <= sm_count * occupancy or BLOCKS == 16": "all blocks run at once",
+        "2 * BLOCKS > sm_count * occupancy or 2 * TILE_ROWS * BLOCKS > rows": "SMs would be idle",
+        "TILE_ROWS * BLOCKS <= rows or BLOCKS == 16": "blocks without rows",
+    }
+    derived = row_schedules.DERIVED
+    axes = RmsNorm.axes
+    plain = {"HOLD": True, "AHEAD": False}
+    suites = RmsNorm.suites
+    cost = RmsNormBackwardCost()
+    similarity = RowSimilarity()
+
+    @staticmethod
+    def constants(p: Problem, s: Schedule) -> Mapping[str, Any]:
+        """Parameters that are called like no knob."""
+        return row_schedules.constants(p, s) | {"SUM_ROWS": SUM_ROWS, "SUM_COLUMNS": SUM_COLUMNS}
+
+    @staticmethod
+    def launches(p: Problem, s: Schedule, device: Any) -> list[Any]:
+        """Rows, and the sum of each block's part of dW."""
+        from tiledsched.kernels.rms_norm_backward import tiles
+
+        return [(tiles.rms_norm_backward, (blocks(p, s),)), (tiles.sum_parts, (-(-p.columns // SUM_COLUMNS),))]
+
+    @staticmethod
+    def reference(xp: Any, dOut: Any, X: Any, W: Any, dSum: Any, eps: float) -> Any:
+        """The gradients of X and W."""
+        scale = 1.0 / xp.sqrt((X * X).mean(-1, keepdims=True) + eps)
+        gradient = dOut * W
+        dx = scale * (gradient - X * scale**2 * (gradient * X).mean(-1, keepdims=True))
+        return dx if dSum is None else dx + dSum, (dOut * X * scale).sum(0)
+
+    @staticmethod
+    def stand_in(p: Problem, numbers: Mapping[str, float]) -> Callable[..., Any]:
+        """The same by torch's functions."""
+
+        def call(dOut: Any, X: Any, W: Any, dSum: Any = None) -> Any:
+            x, gradient = X.float(), dOut.float()
+            scale = (x.square().mean(-1, keepdim=True) + numbers["eps"]).rsqrt()
+            weighed, x = gradient * W.float(), x * scale
+            dx = scale * (weighed - x * (weighed * x).mean(-1, keepdim=True))
+            return (dx if dSum is None else dx + dSum).to(X.dtype), (gradient * x).sum(0).to(W.dtype)
+
+        return call
+
+    @staticmethod
+    def small() -> list[Problem]:
+        """Rows that no tile divides, narrow and wide, and more rows than blocks."""
+        return [
+            RmsNormBackward.problem(rows=rows, columns=columns, residual=residual, dtype=dtype)
+            for dtype in ("bfloat16", "float16")
+            for residual in (False, True)
+            for rows, columns in ((37, 1000), (7, 512), (3, 5120), (1, 24))
+        ]
+
+
+def blocks(p: Problem, s: Schedule) -> int:
+    """Blocks of the launch over rows: no more than there are tiles of rows."""
+    return min(s.number("BLOCKS"), -(-p.rows // s.number("TILE_ROWS")))

@@ -1,0 +1,66 @@
+"""The declaration of the gradient of softmax. What runs on the GPU is in `tiles` beside it and `kernels.rows`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tiledsched.core.fields as ts
+from tiledsched.core.kernel import Kernel
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
+from tiledsched.kernels import row_schedules
+from tiledsched.kernels.softmax import Softmax
+
+
+class SoftmaxBackward(Kernel):
+    """dX = Out * (dOut - sum(dOut * Out)) by rows: the gradient of X where Out = softmax(X)."""
+
+    name = "softmax_backward"
+    rows = ts.dim()
+    columns = ts.dim(constant=True, most=65536)
+    dtype = ts.dtype("bfloat16", "float16")
+    dOut = ts.array("rows columns")
+    Out = ts.array("rows columns")
+    dX = ts.out("rows columns")
+
+    knobs = row_schedules.KNOBS
+    constraints = row_schedules.CONSTRAINTS
+    exploring = row_schedules.EXPLORING
+    derived = row_schedules.DERIVED
+    axes = Softmax.axes
+    plain = Softmax.plain
+    suites = Softmax.suites
+
+    cost = row_schedules.RowCost()
+    constants = staticmethod(row_schedules.constants)
+    grid = staticmethod(row_schedules.grid)
+
+    @staticmethod
+    def entry(p: Problem, s: Schedule) -> Callable[..., None]:
+        """The only one."""
+        from tiledsched.kernels.softmax_backward import tiles
+
+        return tiles.softmax_backward
+
+    @staticmethod
+    def inputs(xp: Any, rng: Any, p: Problem) -> Mapping[str, Any]:
+        """An output of softmax: shares that add up to 1 by rows, before they are rounded."""
+        return {"Out": Softmax.reference(xp, rng.standard_normal((p.rows, p.columns), dtype="float32"))}
+
+    @staticmethod
+    def reference(xp: Any, dOut: Any, Out: Any) -> Any:
+        """The gradient of each row."""
+        return Out * (dOut - (dOut * Out).sum(-1, keepdims=True))
+
+    @staticmethod
+    def stand_in(p: Problem, numbers: Mapping[str, float]) -> Callable[..., Any]:
+        """torch's own."""
+        import torch
+
+        return lambda dOut, Out: torch._softmax_backward_data(dOut, Out, -1, Out.dtype)
+
+    @staticmethod
+    def small() -> list[Problem]:
+        """Rows that no tile divides, narrow and wide."""
+        return [SoftmaxBackward.problem(**dict(p.values)) for p in Softmax.small()]

@@ -1,0 +1,149 @@
+"""The gradient of an operator that a second operator computes: which array of the one is which of the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tiledsched.core.blame import did_you_mean
+from tiledsched.core.errors import ConfigError
+from tiledsched.serve.schema import NO_DEFAULT, OpSchema, Parameter
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinedBackward:
+    """What torch calls for the gradients of an operator: a second operator, on what the first one saved."""
+
+    backward: Any
+    """The second operator."""
+    arrays: int
+    """Inputs of the first."""
+    saved: tuple[int, ...]
+    """The arrays that are saved, counted through the inputs and then the outputs of the first operator."""
+    sources: tuple[tuple[str, Any], ...]
+    """Where each argument of the second operator is from: (saved, place among these), (gradient, output of the first), the same
+    as optional, (argument, place among those of the first) or (value, itself)."""
+    results: tuple[int | None, ...]
+    """For each input of the first operator the output of the second that is its gradient; None where it has none."""
+
+    def save(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Save what the backward needs, and nothing else."""
+        outputs = output if isinstance(output, tuple) else (output,)
+        arrays = (*inputs[: self.arrays], *outputs)
+        ctx.save_for_backward(*(arrays[place] for place in self.saved))
+        ctx.arguments = {place: inputs[place] for kind, place in self.sources if kind == "argument"}
+        ctx.outputs = [(each.shape, each.dtype, each.device) for each in outputs]
+        ctx.set_materialize_grads(False)
+
+    def __call__(self, ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        """The gradients of the first operator's inputs."""
+        saved = ctx.saved_tensors  # once: what is recomputed under checkpointing is there only once
+        given = []
+        for kind, source in self.sources:
+            if kind == "saved":
+                given.append(saved[source])
+            elif kind == "argument":
+                given.append(ctx.arguments[source])
+            elif kind == "value":
+                given.append(source)
+            else:
+                gradient = gradients[source]
+                absent = gradient is None and kind == "gradient"
+                given.append(_zeros(*ctx.outputs[source]) if absent else gradient)
+        found = self.backward(*given)
+        found = found if isinstance(found, tuple) else (found,)
+        return tuple(None if place is None else found[place] for place in self.results)
+
+
+def _zeros(shape: Any, dtype: Any, device: Any) -> Any:
+    """The gradient of an output that nothing depends on."""
+    import torch
+
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def join(name: str, first: OpSchema, backward: Any, names: Mapping[str, str]) -> JoinedBackward:
+    """What computes the gradients of the operator called `name` by the operator `backward`.
+
+    Args:
+        name: the first operator's, for messages.
+        first: its schema.
+        backward: the second operator.
+        names: what an input of the second, or a gradient of the first, is called at the other one, where that is something else.
+
+    Raises:
+        ConfigError: an array of the second is called like none of the first, or an operator takes lists of arrays.
+    """
+    second: OpSchema = backward.schema
+    if any(each.kind == "list" for each in (*first.parameters, *second.parameters)) or second.changed:
+        raise ConfigError(
+            f"{backward.name} cannot be the backward of {name}: one of them takes lists of arrays or works in place; register a "
+            "function of (ctx, *gradients)"
+        )
+    arrays = (*first.inputs, *first.outputs)
+    gradients = {f"d{each}": place for place, each in enumerate(first.outputs)}
+    wanted = [names.get(f"d{each}", f"d{each}") for each in first.inputs]
+    _refuse_unknown(name, names, first, second)
+    saved: list[int] = []
+    sources = []
+    for each in second.parameters:
+        word = names.get(each.name, each.name)
+        if each.kind != "array":
+            sources.append(_argument(name, first, backward, each, word))
+        elif word in arrays:
+            if arrays.index(word) not in saved:
+                saved.append(arrays.index(word))
+            sources.append(("saved", saved.index(arrays.index(word))))
+        elif word in gradients:
+            sources.append(("gradient" if each.default is NO_DEFAULT else "optional", gradients[word]))
+        elif each.default is not NO_DEFAULT:
+            sources.append(("value", None))
+        else:
+            raise _no_match(f"{backward.name}, input {each.name}", name, [*arrays, *gradients], word, each.name)
+    for word in second.outputs:
+        if word not in wanted:
+            raise _no_match(f"{backward.name}, output {word}", name, [f"d{each}" for each in first.inputs], word, "dX")
+    return JoinedBackward(
+        backward=backward,
+        arrays=len(first.inputs),
+        saved=tuple(saved),
+        sources=tuple(sources),
+        results=tuple(second.outputs.index(word) if word in second.outputs else None for word in wanted),
+    )
+
+
+def _argument(name: str, first: OpSchema, backward: Any, each: Parameter, word: str) -> tuple[str, Any]:
+    """Where a field or a scalar of the second operator is from."""
+    known = [parameter.name for parameter in first.parameters]
+    if word in known[len(first.inputs) :]:
+        return "argument", known.index(word)
+    if word in first.pinned:
+        return "value", first.pinned[word]
+    if each.default is NO_DEFAULT:
+        raise ConfigError(
+            f"{backward.name} needs {each.name}, and {name} has no argument of that name; make the operator with it: "
+            f"op(name, kernel, {each.name}=...)"
+        )
+    return "value", each.default
+
+
+def _refuse_unknown(name: str, names: Mapping[str, str], first: OpSchema, second: OpSchema) -> None:
+    """Raise where `names` renames nothing, or says that a gradient is what the second operator does not return."""
+    inputs, gradients = [each.name for each in second.parameters], [f"d{each}" for each in first.inputs]
+    for word, other in names.items():
+        known, what = [*inputs, *gradients], word
+        if word in gradients and word not in inputs:
+            known, what = second.outputs, other
+        if what not in known:
+            raise ConfigError(
+                f"names={{{word!r}: {other!r}}}: {name} and its backward have no {what} there; known are {', '.join(known)}"
+                f"{did_you_mean(what, known)}"
+            )
+
+
+def _no_match(what: str, name: str, known: list[str], word: str, example: str) -> ConfigError:
+    return ConfigError(
+        f"{what}: is called like nothing of {name}, which has {', '.join(known)}{did_you_mean(word, known)}; rename it, or say "
+        f"which it is: names={{{example!r}: ...}}"
+    )
