@@ -163,7 +163,9 @@ class AttentionBackward(Kernel):
         "structure == 'two_pass' or (tile_m_dq == 64 and tile_n_dq == 64)": "only a launch of its own has tiles of its own",
         "structure == 'ordered' or shares == 1": "only ordered sums of dQ divide the keys among blocks",
         "structure != 'ordered' or not persistent": "a block of ordered sums takes one tile after the other as it is",
-        "shares == 1 or shares // 2 * batch * heads < sm_count": "more blocks than fill the GPU twice only take memory",
+        "shares == 1 or shares // 2 * batch * (heads if group_heads == 'apart' else kv_heads) < sm_count": (
+            "more blocks than fill the GPU twice only take memory"
+        ),
         "structure != 'ordered' or shares * batch * heads * (seq_q + 255) * tile_d < 2147483648": (
             "an index into the arrays of dQ's shares has 32 bits"
         ),
@@ -190,17 +192,20 @@ class AttentionBackward(Kernel):
     exploring = {
         "tile_m >= 32 and tile_n >= 32": "smaller tiles read their operands too often",
         "tile_n >= 64 or tile_d + tile_v > 256": "narrow blocks read every query row, and add to dQ, too often",
-        "tile_n * (tile_d + tile_v) + 2 * tile_m * tile_n <= 6656 * num_worker_warps": (
-            "the sums of dK and dV and two tiles of scores spill registers beyond this"
+        "tile_n * (tile_d + tile_v) + 2 * tile_m * tile_n <= 8192 * num_worker_warps": (
+            "the sums of dK and dV and two tiles of scores of a warp are more than its registers"
         ),
-        "occupancy > 0 and occupancy * (tile_n * (tile_d + tile_v) + 2 * tile_m * tile_n) <= 53248": (
-            "what every block on the SM holds spills registers beyond this"
+        "occupancy > 0 and occupancy * (tile_n * (tile_d + tile_v) + 2 * tile_m * tile_n) <= registers_per_sm": (
+            "the sums and scores of all blocks on the SM are more than its registers"
         ),
         "num_worker_warps == 4 or tile_m * tile_n >= 4096 or tile_d + tile_v > 256": (
             "small tiles leave a second group of warps no work"
         ),
         "structure != 'two_pass' or (tile_m_dq >= tile_n and tile_m_dq >= 64 and tile_n_dq == tile_m)": (
             "the launch for dQ holds half as many sums: its blocks are at least as large, and its steps equal"
+        ),
+        "structure != 'ordered' or (deterministic and block_order == 'natural')": (
+            "sums in order are tried where they are asked for, and all of their blocks have about the same work"
         ),
         "block_order != 'reversed'": "the blocks with the longest loops start first",
         "block_order == 'natural' or causal": "the order is tried where blocks differ in length",
@@ -227,6 +232,8 @@ class AttentionBackward(Kernel):
         "scores_ahead": False,
         "scores_transposed": True,
         "shares": 1,
+        "tile_m_dq": 64,
+        "tile_n_dq": 64,
         "tma_loads": True,
     }
 
