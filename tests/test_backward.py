@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from attention_gradients import errors, exact_gradients
 from serve_on_cpu import tensors
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import tiledsched as ts
 from tiledsched import configure
@@ -20,7 +22,9 @@ from tiledsched.ops import sdpa as serve
 from tiledsched.ops.backward import sdpa_backward_operator
 from tiledsched.ops.operator import sdpa_lse_operator
 from tiledsched.ops.varlen import sdpa_paged, sdpa_varlen
+from tiledsched.serve import plan as plan_module
 from tiledsched.serve.lookup import LookupTable
+from tiledsched.serve.rivals import Rival, RivalOffer
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -174,6 +178,14 @@ def test_three_axes_and_the_log_sum_exp_alone(launches) -> None:
     assert not found[2].any()
 
 
+def test_a_scale_whose_gradient_is_required_is_refused(launches) -> None:
+    scale = torch.tensor(0.3, requires_grad=True)
+    with pytest.raises(ProblemError, match="scale requires gradients, and attention has none of it; multiply q by it"):
+        serve.sdpa(*tensors(), scale=scale)
+    with torch.no_grad():
+        serve.sdpa(*tensors(), scale=scale)
+
+
 @pytest.mark.parametrize("shapes", [((1, 2, 0, 16), (1, 2, 5, 16)), ((1, 2, 5, 16), (1, 2, 0, 16))])
 def test_empty_tensors_have_gradients(launches, left_to_torch, shapes) -> None:
     q, k, v = (torch.randn(shape).half().requires_grad_() for shape in (shapes[0], shapes[1], shapes[1]))
@@ -253,6 +265,26 @@ def test_checkpointed_they_are_the_same(launches, reentrant) -> None:
     out = checkpoint(lambda *x: serve.sdpa(*x, causal=True) * 2, *given, use_reentrant=reentrant)
     out.sum().backward()
     right([each.grad for each in given], exact_gradients(q, k, v, torch.full_like(q, 2.0), causal=True))
+
+
+def test_checkpoints_may_save_the_operator_and_not_what_it_reads(launches) -> None:
+    given = leaves()
+    saves = functools.partial(create_selective_checkpoint_contexts, [sdpa_lse_operator])
+    out = checkpoint(lambda *x: serve.sdpa(*x) * 2, *given, use_reentrant=False, context_fn=saves)
+    forward = [each[2] for each in launches]
+    dout, found = taken(out, given)
+    right(found, exact_gradients(*given, 2 * dout))
+    assert not {id(each) for each in forward} & {id(each[2]) for each in launches[len(forward) :]}
+
+
+def test_the_backward_pass_may_be_compiled_by_itself(launches) -> None:
+    given = leaves()
+    out = serve.sdpa(*given, causal=True)
+    counter = torch._dynamo.testing.CompileCounter()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend=counter, fullgraph=True)):
+        out.sum().backward()
+    assert counter.frame_count == 1
+    right([each.grad for each in given], exact_gradients(*given, torch.ones_like(out), causal=True))
 
 
 def test_nothing_of_the_size_of_the_scores_is_saved(launches) -> None:
@@ -352,6 +384,40 @@ def test_where_the_kernel_refuses_torch_computes_the_gradients_again(launches, l
     dout, found = taken(out, every)
     assert len(launches) == launched
     right(found, exact_gradients(q, k, v, dout, **asked))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_rival_that_serves_takes_what_the_kernel_takes(launches, monkeypatch, packed) -> None:
+    calls = []
+
+    def compute(q, k, v, out, dout, lse, *more):
+        calls.append(more)
+        if packed:
+            return exact_gradients(q, k, v, dout, cu_q=more[0].long(), cu_k=more[1].long())
+        return [each.half().contiguous() for each in exact_gradients(q, k, v, dout)]
+
+    def choose(served, make):
+        offer = RivalOffer(name="other", ratio=0.5, capturable=False, reason="it is faster")
+        call = make().get("other")
+        return call and Rival(offer=offer, call=call), None
+
+    monkeypatch.setattr(plan_module, "choose_rivals", choose)
+    monkeypatch.setattr(backward, "late_rivals", lambda problem, scale, cap: {"other": compute})
+    q, k, v = given = [each.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for each in tensors()]
+    begins = torch.tensor([0, 10, 24], dtype=torch.int32)
+    for at in range(3):
+        if packed:
+            out = sdpa_varlen(*(each[0].transpose(0, 1) for each in given), begins, max_seqlen_q=14)
+            dout = torch.randn(24, 2, 16).half()
+            wanted = exact_gradients(q, k, v, dout.transpose(0, 1)[None], cu_q=begins.long(), cu_k=begins.long())
+        else:
+            out, dout = serve.sdpa(q, k, v), torch.randn(q.shape).half()
+            wanted = exact_gradients(q, k, v, dout)
+        found = torch.autograd.grad(out, given, dout)
+        right(found, wanted)
+        assert packed or all(each.stride() == q.stride() for each in found)
+        assert len(calls) == at + 1
+    assert not packed or calls[0][2:] == (14, 14)
 
 
 def test_results_that_are_not_of_the_call_are_refused(launches) -> None:

@@ -42,6 +42,7 @@ NO_SECOND = (
 Gradients = tuple[Any, Any, Any, Any]
 """Of q, k, v and sinks; the last is None where there are no sinks."""
 cache: PlanCache[Plan] = PlanCache(call_key)
+_traced = torch.compiler.is_dynamo_compiling
 
 
 def undifferentiable(call: AttentionCall) -> str:
@@ -63,7 +64,7 @@ def undifferentiable(call: AttentionCall) -> str:
     if reason:
         return reason
     facts = process.device_facts(-1 if q.device.index is None else q.device.index)
-    if not process.table(AttentionBackward).known_arch(facts.arch):  # type: ignore[arg-type]  # a class is hashable
+    if not process.table(AttentionBackward).known_arch(facts.arch):
         return f"gradients are required and {AttentionBackward.name} has no search space for {facts.arch}"
     if not is_plain_call() or not are_ordinary((q, k, v)):
         return ""
@@ -201,7 +202,7 @@ class BackwardCall(NamedTuple):
                 given.append(features.sinks.detach().float().requires_grad_())
                 features = features._replace(sinks=given[3])
             both = self.dlse is not None
-            made = attend_in_torch(*given[:3], None, 0.0, causal, scale, both, features)
+            made = attend_in_torch(given[0], given[1], given[2], None, 0.0, causal, scale, both, features)
             of = (self.dout, self.dlse) if both else (self.dout,)
             found = torch.autograd.grad(made, given, of)
         laid_out = [
@@ -289,7 +290,8 @@ def gradients(
     q, k, v, out, lse = saved
     dout = torch.zeros_like(out) if dout is None else dout
     tensors = [each for each in (dout, q, k, v, out, lse, dlse, *features[2:8]) if each is not None]
-    if not torch.is_grad_enabled() and is_plain_call() and are_ordinary(tensors):
+    at_once = not _traced() and not torch.is_grad_enabled() and is_plain_call()
+    if at_once and are_ordinary(tensors):
         call = _read_call(dout, q, k, v, out, lse, causal, scale, features, dlse, deterministic)
         return differentiate(call, keep_zeros=True)
     found = sdpa_backward_operator(dout, q, k, v, out, lse, causal, scale, *features, dlse, deterministic)
@@ -328,13 +330,14 @@ class _OnceDifferentiable(torch.autograd.Function):
 
 
 def _launch(*given: Any) -> Any:
-    (dout, q, k, v, out, lse), (causal, scale, *more) = given[:6], (*given[6:], *_DEFAULTS[len(given) - 6 :])
+    dout, q, k, v, out, lse, causal, scale, *more = given + _DEFAULTS[len(given) - 6 :]
     features, (dlse, deterministic) = AttentionFeatures(*more[:FEATURES]), more[FEATURES:]
     found = differentiate(_read_call(dout, q, k, v, out, lse, causal, scale, features, dlse, deterministic))
     return found if found[3] is not None else (*found[:3], _no_sinks(q))
 
 
 _DEFAULTS = (None, None, *AttentionFeatures(), None, None)
+"""What torch's dispatcher leaves out at the end of the arguments that follow the six tensors."""
 
 
 def _no_sinks(q: Any) -> Any:

@@ -53,63 +53,6 @@ def attention_backward_keys(
     dQSum: HeadArray,
     dK: HeadArray,
     dV: HeadArray,
-    Starts: ct.Array,
-    Lengths: ct.Array,
-    CuQ: ct.Array,
-    CuK: ct.Array,
-    scale_log2,
-    cap_scale,
-    scale,
-    window,
-    window_right,
-    TILE_M: Int,
-    TILE_N: Int,
-    TILE_D: Int,
-    REST_D: Int,
-    TILE_V: Int,
-    REST_V: Int,
-    GROUP: Int,
-    EVEN: Bool,
-    CAUSAL: Bool,
-    BOTTOM_RIGHT: Bool,
-    WINDOW: Bool,
-    WINDOW_RIGHT: Bool,
-    SOFTCAP: Bool,
-    STARTS: Bool,
-    LENGTHS: Bool,
-    PACKED: Bool,
-    LATENCY_Q: Int,
-    LATENCY_DO: Int,
-    TMA_LOADS: Bool,
-    LOOP_SPLIT: Bool,
-    BLOCK_ORDER: Int,
-    PERSISTENT: Bool,
-    TRANSPOSED: Bool,
-    AHEAD: Bool,
-    DQ_LATE: Bool,
-    DV_PLACE: Int,
-    DELTA_FIRST: Bool,
-    ADDS: Bool,
-    SHARES: Int,
-):
-    """dK and dV, for which a block goes over all query heads of a group, and shares of dQ."""
-    const = tiles.Constants(
-        *(TILE_M, TILE_N, TILE_D, REST_D, TILE_V, REST_V, GROUP, EVEN, CAUSAL, BOTTOM_RIGHT, WINDOW, WINDOW_RIGHT),
-        *(SOFTCAP, STARTS, LENGTHS, PACKED, LATENCY_Q, LATENCY_DO, TMA_LOADS, LOOP_SPLIT, BLOCK_ORDER, PERSISTENT),
-        *(TRANSPOSED, AHEAD, DQ_LATE, DV_PLACE, DELTA_FIRST, True, ADDS, SHARES),
-    )
-    features = Features(None, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK)
-    tiles.compute_keys(Q, K, V, dOut, LseLog2, Delta, dQSum, dK, dV, scale_log2, scale, features, const)
-
-
-def attention_backward_heads(
-    Q: HeadArray,
-    K: HeadArray,
-    V: HeadArray,
-    dOut: HeadArray,
-    LseLog2: RowArray,
-    Delta: RowArray,
-    dQSum: HeadArray,
     dKParts: HeadArray,
     dVParts: HeadArray,
     Starts: ct.Array,
@@ -148,17 +91,19 @@ def attention_backward_heads(
     DQ_LATE: Bool,
     DV_PLACE: Int,
     DELTA_FIRST: Bool,
+    TOGETHER: Bool,
     ADDS: Bool,
     SHARES: Int,
 ):
-    """The shares of every query head in dK and dV, and shares of dQ."""
+    """dK and dV, or the shares of every query head in them, and shares of dQ."""
     const = tiles.Constants(
         *(TILE_M, TILE_N, TILE_D, REST_D, TILE_V, REST_V, GROUP, EVEN, CAUSAL, BOTTOM_RIGHT, WINDOW, WINDOW_RIGHT),
         *(SOFTCAP, STARTS, LENGTHS, PACKED, LATENCY_Q, LATENCY_DO, TMA_LOADS, LOOP_SPLIT, BLOCK_ORDER, PERSISTENT),
-        *(TRANSPOSED, AHEAD, DQ_LATE, DV_PLACE, DELTA_FIRST, False, ADDS, SHARES),
+        *(TRANSPOSED, AHEAD, DQ_LATE, DV_PLACE, DELTA_FIRST, TOGETHER, ADDS, SHARES),
     )
     features = Features(None, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK)
-    tiles.compute_keys(Q, K, V, dOut, LseLog2, Delta, dQSum, dKParts, dVParts, scale_log2, scale, features, const)
+    dk, dv = (dK, dV) if TOGETHER else (dKParts, dVParts)
+    tiles.compute_keys(Q, K, V, dOut, LseLog2, Delta, dQSum, dk, dv, scale_log2, scale, features, const)
 
 
 def attention_backward_groups(
