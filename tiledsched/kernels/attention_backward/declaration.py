@@ -448,6 +448,6 @@ def dq_arrays(s: Schedule) -> int:
 
 def blocks(rows: int, tile: int, heads: int, p: Problem, s: Schedule, device: Any) -> tuple[int]:
     """The grid of a launch with a block for each tile of so many rows of all heads."""
-    places = rows // tile + p.packed if p.packed else -(-rows // tile)
+    places = rows // tile + p.packed + 1 if p.packed else -(-rows // tile)
     count = math.prod((places, heads))
     return (resident_blocks(count, s, device) if s["persistent"] else count,)
