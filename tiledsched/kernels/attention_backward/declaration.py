@@ -27,8 +27,8 @@ LARGEST_ERROR = {"float16": 4e-3, "bfloat16": 2e-2}
 """Largest relative Frobenius error that a tile of a gradient may have, by element type.
 
 Rounding P, dS and the gradient makes errors of 4e-4 in float16 and 3e-3 in bfloat16, in dQ, dK and dV alike and at any length;
-on adversarial inputs up to 8e-4 and 6e-3. Leaving out one of 512 keys makes an error of 4e-2 in dQ, and leaving out one of 512
-rows as much in dK and dV (tests/test_attention_backward.py).
+on adversarial inputs up to 8e-4 and 6e-3. Leaving out one of 1024 keys makes an error of 7e-2 in dQ, leaving out one of 1024 rows
+6e-2 in dK and 4e-2 in dV, and leaving out 32 of 16384 keys 4e-2 in dQ (docs/measuring.md).
 """
 SMALLEST_GRADIENT = 1e-3
 """Root mean square of a tile's elements below which it is judged as if it were that large. Where a row sees one key, dQ and dK
@@ -300,7 +300,7 @@ class AttentionBackward(Kernel):
 
         rows, apart = rows_at_once(p, s), s["group_heads"] == "apart"
         heads = p.heads if apart else p.kv_heads
-        found = [
+        found: list[tuple[Callable[..., None], tuple[int]]] = [
             (entries.attention_backward_rows, (p.batch * p.heads * (padded_rows(p, s) // rows),)),
             (
                 entries.attention_backward_keys,
