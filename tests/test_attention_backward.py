@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tile_checks import NUMPY, Device, check, make_inputs, mutated, run_schedule, sample
 
+from tiledsched.build.compiler import compile_schedule
 from tiledsched.core.cases import expected_outputs, make_cases, output_specs
 from tiledsched.core.errors import ProblemError
 from tiledsched.core.space_files import space_for
@@ -181,6 +182,12 @@ def test_deterministic_problems_admit_no_atomic_adds():
         "B=1 H=16 S=4096 D=128 float16 deterministic",
         "s4096_d128_float16_full_b1_h16_deterministic",
     }
+
+
+@pytest.mark.compiler
+def test_a_default_schedule_compiles_and_holds_its_sums_in_registers():
+    p = make(seq_q=4096, seq_k=4096, head_dim=64, heads=32, kv_heads=32, dtype="bfloat16")
+    assert compile_schedule(AttentionBackward, p, SPACE.default(p), "sm_90").facts.spill_bytes == 0
 
 
 def test_arrays_beyond_32_bits_are_refused():
