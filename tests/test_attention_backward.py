@@ -11,6 +11,7 @@ from tiledsched.core.cases import expected_outputs, make_cases, output_specs
 from tiledsched.core.errors import ProblemError
 from tiledsched.core.space_files import space_for
 from tiledsched.core.storage import to_storage
+from tiledsched.interpreter import run_schedule as interpret
 from tiledsched.interpreter.checking import check_schedule
 from tiledsched.kernels.attention.reference import attention_and_lse
 from tiledsched.kernels.attention_backward import AttentionBackward
@@ -199,6 +200,20 @@ def test_scales():
     p = make(seq_q=1, seq_k=1, head_dim=64)
     assert (gradient_scales(p)[2], gradient_scales(p, 0.5)[2]) == (0.125, 0.5)
     assert gradient_scales(p.replace(softcap=True), 0.5, 2.0)[1:] == (2 * 0.5 / np.log(2) / 2.0, 0.5)
+
+
+@pytest.mark.parametrize("structure", ["atomic", "two_pass"])
+def test_a_call_may_give_the_scale_and_the_cap(structure):
+    p = make(seq_q=40, seq_k=40, head_dim=16, softcap=True)
+    mask = mask_of(p) | {"scale": 0.4, "cap": 3.0}
+    inputs = make_inputs(AttentionBackward, p)
+    out, lse = attention_and_lse(np, inputs["Q"], inputs["K"], inputs["V"], **mask)
+    inputs |= {"Out": out.astype(np.float16), "Lse": lse.astype(np.float32)}
+    scalars = dict(zip(("scale_log2", "cap_scale", "scale"), gradient_scales(p, 0.4, 3.0), strict=True))
+    found = interpret(AttentionBackward, p, fitting(p, {"structure": structure}), inputs, scalars=scalars)
+    exact = attention_gradients(np, *inputs.values(), **mask)
+    for one, right in zip(found.values(), exact, strict=False):
+        assert np.linalg.norm(one - right) < 1e-3 * np.linalg.norm(right)
 
 
 # What a mistake costs, beside the limits of the declaration.
