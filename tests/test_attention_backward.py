@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import cuda.tile as ct
 import numpy as np
 import pytest
 from tile_checks import NUMPY, Device, check, make_inputs, mutated, run_schedule, sample
 
 from tiledsched.build.compiler import compile_schedule
+from tiledsched.core import arrays, launch
 from tiledsched.core.cases import expected_outputs, make_cases, output_specs
-from tiledsched.core.errors import ProblemError
 from tiledsched.core.space_files import space_for
 from tiledsched.core.storage import to_storage
 from tiledsched.interpreter import run_schedule as interpret
@@ -191,9 +192,28 @@ def test_a_default_schedule_compiles_and_holds_its_sums_in_registers():
     assert compile_schedule(AttentionBackward, p, SPACE.default(p), "sm_90").facts.spill_bytes == 0
 
 
-def test_arrays_beyond_32_bits_are_refused():
-    with pytest.raises(ProblemError, match="32-bit index; divide the batch or the heads"):
-        make(seq_q=1 << 20, seq_k=1 << 20, head_dim=128, heads=32, kv_heads=8)
+@pytest.mark.parametrize(
+    "fields", [{"causal": True, "alignment": "bottom_right"}, {"packed": 3}, {"lengths": True}], ids=str
+)
+def test_arrays_beyond_32_bits_have_wide_indices(monkeypatch, fields):
+    """As if an array of more than 1000 elements were one: some of each problem are, and some are not."""
+    p = make(**{"seq_q": 37, "seq_k": 53, "head_dim": 24, "heads": 2} | fields)
+    monkeypatch.setattr(arrays, "LARGEST_INT32", 1000)
+    try:
+        for structure in ("atomic", "two_pass", "ordered"):
+            assert_right(p, fitting(p, {"structure": structure, "loop_split": True}))
+    finally:
+        launch._note.cache_clear()
+    wide = make(seq_q=1 << 20, seq_k=1 << 20, head_dim=128, heads=32, kv_heads=8)
+    monkeypatch.undo()
+    signatures = [launch.signature(AttentionBackward, wide, SPACE.default(wide), step) for step in steps_of(wide)]
+    names = [[each.name for each in step.arguments] for step in steps_of(wide)]
+    found = dict(zip(names[1], signatures[1].parameters, strict=True))
+    assert (found["Q"].index_dtype, found["K"].index_dtype) == (ct.int64, ct.int32)
+
+
+def steps_of(p):
+    return launch.steps(AttentionBackward, p, SPACE.default(p), Device)
 
 
 def test_scales():

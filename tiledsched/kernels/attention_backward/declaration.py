@@ -166,9 +166,6 @@ class AttentionBackward(Kernel):
         "shares == 1 or shares // 2 * batch * (heads if group_heads == 'apart' else kv_heads) < sm_count": (
             "more blocks than fill the GPU twice only take memory"
         ),
-        "structure != 'ordered' or shares * batch * heads * (seq_q + 255) * tile_d < 2147483648": (
-            "an index into the arrays of dQ's shares has 32 bits"
-        ),
         "product_order != 'dq_late' or (structure != 'two_pass' and not scores_ahead)": (
             "a step hands on its own gradients or the next scores, and two passes add nothing"
         ),
