@@ -138,6 +138,9 @@ class AttentionBackward(Kernel):
             about="order of a step's products for dV, dK and dQ; in the last, dQ's is that of the step before",
             measured_only=True,
         ),
+        "dq_transposed": ts.knob(
+            (False, True), about="make the product for a share of dQ as its transpose", measured_only=True
+        ),
         "delta_first": ts.knob(
             (False, True), about="take the row sums off dP before its product is made", measured_only=True
         ),
@@ -169,6 +172,7 @@ class AttentionBackward(Kernel):
         "product_order != 'dq_late' or (structure != 'two_pass' and not scores_ahead)": (
             "a step hands on its own gradients or the next scores, and two passes add nothing"
         ),
+        "not dq_transposed or structure != 'two_pass'": "two passes have no shares of dQ",
         "product_order != 'dk_dq_dv' or structure != 'two_pass'": "without a product for dQ the order is that of dk_dv_dq",
         "group_heads == 'together' or group > 1": "a group of one head has nothing to sum up",
         "not loop_split or causal or starts or lengths or packed > 0 or seq_k % tile_n != 0": (
@@ -224,6 +228,7 @@ class AttentionBackward(Kernel):
         "column_parts": 1,
         "group_heads": "together",
         "delta_first": False,
+        "dq_transposed": False,
         "persistent": False,
         "product_order": "dv_dk_dq",
         "scores_ahead": False,
@@ -283,6 +288,7 @@ class AttentionBackward(Kernel):
             "TOGETHER": s["group_heads"] == "together",
             "DQ_LATE": s["product_order"] == "dq_late",
             "DV_PLACE": PRODUCT_ORDERS.index(str(s["product_order"])) % 3,
+            "DQ_TRANSPOSED": bool(s["dq_transposed"]),
             "DELTA_FIRST": bool(s["delta_first"]),
             "ADDS": s["structure"] != "two_pass",
             "SHARES": s.number("shares") if s["structure"] == "ordered" else 0,

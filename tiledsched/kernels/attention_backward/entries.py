@@ -92,6 +92,7 @@ def attention_backward_keys(
     AHEAD: Bool,
     DQ_LATE: Bool,
     DV_PLACE: Int,
+    DQ_TRANSPOSED: Bool,
     DELTA_FIRST: Bool,
     TOGETHER: Bool,
     ADDS: Bool,
@@ -101,7 +102,7 @@ def attention_backward_keys(
     const = tiles.Constants(
         *(TILE_M, TILE_N, TILE_D, REST_D, TILE_V, REST_V, GROUP, EVEN, CAUSAL, BOTTOM_RIGHT, WINDOW, WINDOW_RIGHT),
         *(SOFTCAP, STARTS, LENGTHS, PACKED, LATENCY_Q, LATENCY_DO, TMA_LOADS, LOOP_SPLIT, BLOCK_ORDER, PERSISTENT),
-        *(TRANSPOSED, AHEAD, DQ_LATE, DV_PLACE, DELTA_FIRST, TOGETHER, ADDS, SHARES),
+        *(TRANSPOSED, AHEAD, DQ_LATE, DV_PLACE, DQ_TRANSPOSED, DELTA_FIRST, TOGETHER, ADDS, SHARES),
     )
     features = Features(None, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK)
     dk, dv = (dK, dV) if TOGETHER else (dKParts, dVParts)

@@ -94,6 +94,8 @@ class Constants:
     """Whether a step adds the share of dQ of the step before."""
     DV_PLACE: int = 0
     """Where a step's product for dV stands: 0 before that for dK, 1 after it, 2 after that for dQ."""
+    DQ_TRANSPOSED: bool = False
+    """Whether the product for a share of dQ is made as its transpose."""
     DELTA_FIRST: bool = False
     """Whether the sum of dP begins with minus delta, which is else taken off it."""
     TOGETHER: bool = True
@@ -563,8 +565,16 @@ def add_queries(rows, tile, i, ds, const):
     """Add the block's share of dQ to the sums of the `i`-th tile of query rows."""
     for part in ct.static_iter(range(len(tile.k))):
         width, column = part_of(part, const.TILE_D, const.REST_D)
-        by_row = ct.transpose(ds) if const.TRANSPOSED else ds
-        share = ct.mma(by_row, tile.k[part], ct.zeros((const.TILE_M, width), ct.float32))
+        if (
+            const.DQ_TRANSPOSED
+        ):  # keys and gradients change sides, and so may the registers and shared memory that hold them
+            by_key = ds if const.TRANSPOSED else ct.transpose(ds)
+            share = ct.transpose(
+                ct.mma(ct.transpose(tile.k[part]), by_key, ct.zeros((width, const.TILE_M), ct.float32))
+            )
+        else:
+            by_row = ct.transpose(ds) if const.TRANSPOSED else ds
+            share = ct.mma(by_row, tile.k[part], ct.zeros((const.TILE_M, width), ct.float32))
         view = rows.dQSum.tiled_view((1, 1, const.TILE_M, width))
         view.atomic_store_add((rows.sum_entry, rows.head, i, column), share.reshape((1, 1, const.TILE_M, width)))
 
