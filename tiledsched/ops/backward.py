@@ -22,7 +22,7 @@ from tiledsched.ops.fallback import MOST_SCORES, attend_in_torch, computes_at_on
 from tiledsched.ops.features import AttentionFeatures
 from tiledsched.ops.plans import AttentionCall, longest_sequence, with_wide
 from tiledsched.serve import process
-from tiledsched.serve.launch import has_tangent, in_layout, is_plain_call, launch_first, launch_plan
+from tiledsched.serve.launch import has_tangent, in_layout, is_transformed, launch_first, launch_plan
 from tiledsched.serve.lookup import Served
 from tiledsched.serve.plan import Plan, choose, make_plan
 from tiledsched.serve.plan_cache import PlanCache, are_ordinary, call_key
@@ -66,7 +66,7 @@ def undifferentiable(call: AttentionCall) -> str:
     facts = process.device_facts(-1 if q.device.index is None else q.device.index)
     if not process.table(AttentionBackward).known_arch(facts.arch):
         return f"gradients are required and {AttentionBackward.name} has no search space for {facts.arch}"
-    if not is_plain_call() or not are_ordinary((q, k, v)):
+    if is_transformed() or not are_ordinary((q, k, v)):
         return ""
     found = call.find_plan()
     return found if isinstance(found, str) else _refusal(tuple(call.fields().items()))
@@ -154,7 +154,7 @@ class BackwardCall(NamedTuple):
         numbers["scale"] = default_scale(problem) if scale is None else float(scale)
         inputs = self.inputs()
         rivals = lambda: late_rivals(problem, scale, cap)  # noqa: E731
-        decision = choose("sdpa_backward", problem, tuple(inputs.values()), rivals, served)
+        decision = choose("sdpa's backward pass", problem, tuple(inputs.values()), rivals, served)
         if isinstance(decision, str):
             return decision
         outputs = {}
@@ -290,8 +290,7 @@ def gradients(
     q, k, v, out, lse = saved
     dout = torch.zeros_like(out) if dout is None else dout
     tensors = [each for each in (dout, q, k, v, out, lse, dlse, *features[2:8]) if each is not None]
-    at_once = not _traced() and not torch.is_grad_enabled() and is_plain_call()
-    if at_once and are_ordinary(tensors):
+    if not (_traced() or torch.is_grad_enabled() or is_transformed()) and are_ordinary(tensors):
         call = _read_call(dout, q, k, v, out, lse, causal, scale, features, dlse, deterministic)
         return differentiate(call, keep_zeros=True)
     found = sdpa_backward_operator(dout, q, k, v, out, lse, causal, scale, *features, dlse, deterministic)
