@@ -109,7 +109,7 @@ class RmsNormBackward(Kernel):
     @staticmethod
     def constants(p: Problem, s: Schedule) -> Mapping[str, Any]:
         """Parameters that are called like no knob."""
-        return row_schedules.constants(p, s) | {"SUM_ROWS": SUM_ROWS, "SUM_COLUMNS": SUM_COLUMNS}
+        return {**row_schedules.constants(p, s), "SUM_ROWS": SUM_ROWS, "SUM_COLUMNS": SUM_COLUMNS}
 
     @staticmethod
     def launches(p: Problem, s: Schedule, device: Any) -> list[Any]:
