@@ -373,6 +373,22 @@ def test_calls_without_our_gradients_are_torchs_from_the_start(launches, left_to
     assert launches == []
 
 
+def test_views_beyond_32_bits_are_torchs_or_copied(launches, left_to_torch, monkeypatch) -> None:
+    q, k, v = given = leaves(keys=200)
+    monkeypatch.setattr(plan_module, "LARGEST_INT32", k[:, :, :100].numel() + 1)
+    with (
+        configure(fallback="error"),
+        pytest.raises(UnsupportedError, match=r"spans more than 2\*\*31 elements; call \.cont"),
+    ):
+        serve.sdpa(q, k[:, :, :100], v[:, :, :100])
+    out = serve.sdpa(q, k[:, :, :100], v[:, :, :100])
+    assert launches == []
+    out = serve.sdpa(q, *(each[:, :, :100].contiguous() for each in (k, v)))
+    dout, found = taken(out, given, torch.randn(1, 2, 24, 900).half()[..., :16])
+    assert len(launches) > 1
+    right(found[:1], exact_gradients(q, k[:, :, :100], v[:, :, :100], dout)[:1])
+
+
 def test_where_the_kernel_refuses_torch_computes_the_gradients_again(launches, left_to_torch, monkeypatch) -> None:
     """As of a problem that is too large, in a graph that was traced for any sizes."""
     q, k, v = given = leaves(batch=3, heads=4, keys=40)
