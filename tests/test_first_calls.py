@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 import cuda.tile as ct
 import op_kernels
+from attention_gradients import errors, exact_gradients
 from serve_on_cpu import TOLERANCE, Launches, capturing, expected, on_another_stream, runtime_on_cpu, tensors, using
 from store_samples import entry
 
@@ -136,6 +137,31 @@ def test_torch_serves_until_the_program_is_built(serving, caplog) -> None:
     assert (len(serving.launches), serving.compiled_here, serving.builds.builds) == (2, [], {})
     assert caplog.text.count("the program is built, and serves from now on") == 1
     assert plans_ready() == 1
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_are_torchs_until_their_programs_are_built_or_waited_for_where_bits_matter(
+    serving, deterministic
+) -> None:
+    q, k, v = given = [each.requires_grad_() for each in tensors()]
+    heads, lengths = torch.tensor([0.5, -1.0]), torch.tensor([9])
+
+    def gradients():
+        out, lse = serve.sdpa(q, k, v, sinks=heads, key_lengths=lengths, return_lse=True, deterministic=deterministic)
+        return torch.autograd.grad((out, lse), given, (dout, dlse))
+
+    dout, dlse = torch.randn(q.shape).half(), torch.randn(q.shape[:3])
+    wanted = exact_gradients(q, k, v, dout, dlse=dlse, sinks=heads, key_lengths=lengths)[:3]
+    assert max(errors(gradients(), wanted)) < 4e-3
+    assert bool(serving.compiled_here) is deterministic
+    launched = len(serving.launches)
+    assert bool(launched) is deterministic
+    serving.builds.finish()
+    assert max(errors(gradients(), wanted)) < 4e-3
+    serving.builds.finish()
+    assert max(errors(gradients(), wanted)) < 4e-3
+    assert len(serving.launches) > launched
+    assert bool(serving.builds.requests) is not deterministic
 
 
 def plans_ready() -> int:

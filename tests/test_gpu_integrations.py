@@ -252,3 +252,53 @@ def test_padding_and_static_caches_of_compiled_models() -> None:
         )
         logits.append(torch.stack(found.logits))
     torch.testing.assert_close(*logits, atol=2e-2, rtol=5e-2)
+
+
+@pytest.mark.parametrize("how", ["eager", "checkpointed", "padded", "packed", "compiled"])
+def test_a_model_takes_a_training_step_by_the_kernel(serving, how) -> None:
+    """The loss and every gradient of `eager` in float32; with `fallback = error` nothing went to torch."""
+    transformers = pytest.importorskip("transformers")
+    from tiledsched.ops.integrations.transformers import register
+
+    register()
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=512,
+        bos_token_id=0,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    model = transformers.LlamaForCausalLM(config).train().to("cuda")
+    texts = 1 + torch.randint(511, (3, 320), device="cuda")
+    given = alone = {"input_ids": texts, "labels": texts}
+    if how == "padded":
+        padding = torch.ones_like(texts)
+        padding[1, 200:] = 0
+        given = alone = {"input_ids": texts, "attention_mask": padding, "labels": texts.masked_fill(padding == 0, -100)}
+    elif how == "packed":
+        positions = torch.arange(320, device="cuda").repeat(3)[None]
+        labels = texts.clone()
+        labels[:, 0] = -100  # of the first token of a sequence there is nothing to learn
+        given = {"input_ids": texts.reshape(1, -1), "position_ids": positions, "labels": labels.reshape(1, -1)}
+    found = []
+    for method, batch in (("eager", alone), ("tiledsched", given)):
+        model.set_attn_implementation(method)
+        model.zero_grad()
+        if how == "checkpointed" and method == "tiledsched":
+            model.gradient_checkpointing_enable()
+        step = torch.compile(model) if how == "compiled" and method == "tiledsched" else model
+        with torch.autocast("cuda", torch.bfloat16, enabled=method == "tiledsched"):
+            loss = step(**batch, use_cache=False).loss
+        loss.backward()
+        found.append((loss.detach(), {name: each.grad for name, each in model.named_parameters()}))
+    (wanted_loss, wanted), (loss, gradients) = found
+    torch.testing.assert_close(loss, wanted_loss, atol=1e-2, rtol=1e-2)
+    errors = {name: float((gradients[name] - each).norm() / each.norm()) for name, each in wanted.items()}
+    print(how, max(errors.items(), key=lambda each: each[1]))
+    assert max(errors.values()) < 0.05

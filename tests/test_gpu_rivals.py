@@ -228,3 +228,56 @@ def test_a_second_call_of_flash_attention_4_is_of_its_compiled_function(monkeypa
                 patch.setattr(function, "compile_cache", None)  # the whole call would look into it
             out = kept(q, k, v)
         assert torch.equal(out, flash_attention_4(problem)(q, k, v))
+
+
+BACKWARD = {"seq_q": 300, "seq_k": 300, "head_dim": 64, "batch": 2, "heads": 4, "kv_heads": 2, "dtype": "bfloat16"}
+BELOW = {"seq_q": 200, "causal": True, "alignment": "bottom_right"}
+PACKED = {"batch": 1, "packed": 5, "causal": True, "alignment": "bottom_right"}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"causal": True, "head_dim": 128},
+        {"causal": True, "deterministic": True},
+        {"kv_heads": 4, "value_dim": 32},
+        BELOW,
+        {**BELOW, "window": 50, "softcap": True, "sinks": True},
+        {"causal": True, "dlse": True, "dtype": "float16"},
+        PACKED,
+        {**PACKED, "window": 40, "deterministic": True},
+    ],
+    ids=str,
+)
+def test_gradients_of_rivals_are_right_by_our_log_sum_exp_and_graphs_hold_them(asked) -> None:
+    """The output and the log-sum-exp are computed in float32. A deterministic rival gives the same bits again."""
+    import numpy
+
+    from tiledsched.core.cases import expected_outputs, random_inputs
+    from tiledsched.kernels.attention_backward.declaration import AttentionBackward
+    from tiledsched.kernels.attention_backward.rivals import rivals
+    from tiledsched.measure.rivals import call_on
+    from tiledsched.measure.torch_arrays import as_tensors
+
+    p = AttentionBackward.problem(**{**BACKWARD, **asked})
+    stored = random_inputs(AttentionBackward, numpy, numpy.random.default_rng(2), p)
+    right = expected_outputs(AttentionBackward, numpy, p, stored, "float64")
+    given = tuple(each.cuda() for each in as_tensors(torch, p, stored))
+    turned = tuple(each.transpose(1, 2).contiguous().transpose(1, 2) for each in given[:5]) + given[5:]
+    for name, rival in rivals(p).items():
+        for inputs in (given, turned):
+            call = call_on(rival, inputs)
+            found = call()
+            for made, wanted in zip(found, right, strict=True):
+                error = (made.double().cpu() - torch.from_numpy(wanted)).norm() / numpy.linalg.norm(wanted)
+                assert error < (2e-2 if p.dtype == "bfloat16" else 4e-3), (name, float(error))
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                again = call()
+            graph.replay()
+            for made, before in zip(again, found, strict=True):
+                if p.deterministic:
+                    assert torch.equal(made, before)
+                torch.testing.assert_close(made, before, rtol=2e-2, atol=2e-2)

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -135,6 +136,20 @@ def test_compiled_code_follows_routing_on_and_off(routing, routed_calls) -> None
     with routing.route_torch_sdpa():
         torch.testing.assert_close(compiled(q), 2 * before)
     torch.testing.assert_close(compiled(q), before)
+
+
+def test_layers_of_torch_are_trained_by_the_kernel_while_routed(launches, routing) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True).half()
+    x = torch.randn(2, 12, 32).half()
+    gradients = []
+    for routed in (nullcontext(), routing.route_torch_sdpa()):
+        layer.zero_grad()
+        with routed:
+            layer(x).float().square().mean().backward()
+        gradients.append([each.grad for each in layer.parameters()])
+    assert launches
+    assert max(map(distance, *reversed(gradients))) < 0.03
 
 
 def test_compiled_gradients_are_torchs(routing) -> None:
@@ -306,17 +321,6 @@ def test_an_encoder_is_not_causal(registered, transformers) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-def test_training_gives_torchs_gradients(registered, transformers) -> None:
-    model = make(transformers)
-    gradients = []
-    for method in ("sdpa", "tiledsched"):
-        use(model, method)
-        model.zero_grad()
-        model(input_ids=PROMPT, labels=PROMPT).loss.backward()
-        gradients.append(model.model.layers[0].self_attn.q_proj.weight.grad.clone())
-    torch.testing.assert_close(gradients[0], gradients[1])
-
-
 def test_what_changes_the_scores_is_refused(registered, transformers) -> None:
     q, k, v = tensors(1, 2, 4, 16)
     with pytest.raises(UnsupportedError, match=r"head_mask.*attn_implementation='eager'"):
@@ -485,6 +489,56 @@ def test_packed_sequences_in_several_rows_are_served(launches, fresh, registered
         found = use(model, "tiledsched")(**given).logits
     assert len(launches) == 2
     torch.testing.assert_close(found, wanted, atol=5e-3, rtol=5e-2)
+
+
+def distance(found, wanted):
+    """Norm of the difference over the norm."""
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+@pytest.mark.parametrize(
+    ("family", "batch", "checkpointed"),
+    [
+        ("Llama", None, True),
+        ("Llama", "packed", False),
+        ("Mistral", PADDED, False),
+        ("Gemma2", ENDS, True),
+        ("GptOss", RIGHT, True),
+        ("GptOss", "packed", False),
+    ],
+)
+def test_models_are_trained_by_the_kernel(
+    launches, registered, not_theirs, transformers, family, batch, checkpointed
+) -> None:
+    """The loss and every gradient of `eager`; whatever went to torch would be an error."""
+    model = make(transformers, family, **ASKING[family]).half().train()
+    given = {"input_ids": PROMPT, "labels": PROMPT, "attention_mask": batch}
+    alone = [given]
+    if isinstance(batch, str):
+        collate = transformers.DataCollatorWithFlattening(return_tensors="pt", return_flash_attn_kwargs=True)
+        given = dict(collate([{"input_ids": text} for text in TEXTS]))
+        alone = [{"input_ids": torch.tensor([text]), "labels": torch.tensor([text])} for text in TEXTS if len(text) > 1]
+    elif batch is not None:
+        row_before = functional.pad(batch, (1, 0))[
+            :, :-1
+        ]  # it predicts a label, and what rows of padding are is undefined
+        given["labels"] = PROMPT.masked_fill((batch & row_before) == 0, -100)
+    found = []
+    for method, parts in (("eager", alone), ("tiledsched", [given])):
+        use(model, method).zero_grad()
+        if method == "tiledsched" and checkpointed:
+            model.gradient_checkpointing_enable()
+        # The mean over all tokens of a batch, made of the means over its sequences.
+        weights = [part["labels"][:, 1:].ne(-100).sum() for part in parts]
+        losses = [
+            model(**part, use_cache=False).loss * weight / sum(weights)
+            for part, weight in zip(parts, weights, strict=True)
+        ]
+        (64 * sum(losses)).backward()  # scaled, as in every training in float16
+        found.append((sum(losses).detach(), {name: each.grad for name, each in model.named_parameters()}))
+    (wanted_loss, wanted), (loss, gradients) = found
+    torch.testing.assert_close(loss, wanted_loss, atol=2e-3, rtol=1e-3)
+    assert max(distance(gradients[name], each) for name, each in wanted.items() if each is not None) < 0.03
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "GptOss", "Gemma2"])
@@ -677,10 +731,10 @@ def test_diffusers_backend_gives_what_its_native_one_gives(dispatch, more) -> No
     torch.testing.assert_close(found[1], found[0])
 
 
-def test_a_diffusers_model_runs_on_it(dispatch, monkeypatch) -> None:
+@pytest.fixture
+def flux(dispatch):
+    """A small model of images, and the inputs of a step."""
     import diffusers
-
-    from tiledsched.ops.integrations import diffusers as integration
 
     torch.manual_seed(4)
     model = diffusers.FluxTransformer2DModel(
@@ -693,8 +747,8 @@ def test_a_diffusers_model_runs_on_it(dispatch, monkeypatch) -> None:
         joint_attention_dim=32,
         pooled_projection_dim=32,
         axes_dims_rope=[4, 4, 8],
-    ).eval()
-    inputs = {
+    )
+    return model, {
         "hidden_states": torch.randn(1, 16, 4),
         "encoder_hidden_states": torch.randn(1, 8, 32),
         "pooled_projections": torch.randn(1, 32),
@@ -702,6 +756,25 @@ def test_a_diffusers_model_runs_on_it(dispatch, monkeypatch) -> None:
         "img_ids": torch.zeros(16, 3),
         "txt_ids": torch.zeros(8, 3),
     }
+
+
+def test_a_diffusers_model_is_trained_by_the_kernel(launches, flux) -> None:
+    model, inputs = flux
+    model, inputs = model.half(), {name: each.half() for name, each in inputs.items()}
+    gradients = []
+    for name in ("native", "tiledsched"):
+        model.zero_grad()
+        model.set_attention_backend(name)
+        (64 * model(**inputs).sample.float().square().mean()).backward()
+        gradients.append({name: each.grad for name, each in model.named_parameters() if each.grad is not None})
+    assert launches
+    assert max(distance(gradients[1][name], each) for name, each in gradients[0].items() if each.any()) < 0.03
+
+
+def test_a_diffusers_model_runs_on_it(flux, monkeypatch) -> None:
+    from tiledsched.ops.integrations import diffusers as integration
+
+    model, inputs = flux
     calls = []
     serving = integration.sdpa
     monkeypatch.setattr(integration, "sdpa", lambda *given: calls.append(given[0].shape) or serving(*given))

@@ -408,8 +408,52 @@ class Doubled(ts.Kernel):
     )
     (tmp_path / "torch.py").write_text("def twice(x):\n    return 2 * x\n")  # the real one can be imported only once
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(kernel_names.BESIDE, str(tmp_path), {})
     with monkeypatch.context() as alone:
         alone.syspath_prepend(str(tmp_path))
         alone.setitem(sys.modules, "torch", None)  # as in processes that compile
         assert load_kernel("summed.py:Doubled").__name__ == "Doubled"
         assert sys.modules["torch"] is not None
+
+
+def test_a_process_without_torch_makes_an_operator_when_it_is_first_used(tmp_path, monkeypatch) -> None:
+    import torch
+
+    from tiledsched.serve.op import Operator
+
+    (tmp_path / "copied.py").write_text(
+        """
+import cuda.tile as ct
+import tiledsched as ts
+
+
+@ct.kernel
+def copied(X, Out, TILE: ct.Constant[int]):
+    ct.store(Out, (ct.bid(0),), ct.load(X, (ct.bid(0),), (TILE,)))
+
+
+class Copied(ts.Kernel):
+    function = copied
+    rows, dtype = ts.dim(), ts.dtype("float32")
+    X, Out = ts.array("rows"), ts.out("rows")
+    knobs = {"TILE": [64, 128]}
+    suites = {"one": [dict(rows=256)]}
+
+    def grid(p, s, device):
+        return (-(-p.rows // s["TILE"]),)
+
+    def reference(xp, X):
+        return X
+
+
+copy = ts.op("tests::copied_later", Copied)
+"""
+    )
+    monkeypatch.delattr(ts, "op")  # which is imported once
+    monkeypatch.setitem(sys.modules, "torch", None)  # as in processes that compile
+    kernel = load_kernel(f"{tmp_path}/copied.py:Copied")
+    assert sys.modules["torch"] is None
+    operator = sys.modules[kernel.__module__].copy
+    monkeypatch.setitem(sys.modules, "torch", torch)  # it can be imported only once
+    assert isinstance(operator._operator(), Operator)
+    assert operator.kernel is kernel

@@ -327,7 +327,7 @@ def test_an_ordinary_call_is_launched_without_the_dispatcher(launches, monkeypat
             norm(x, weight)
         monkeypatch.setattr(norm, "_overload", None)
         norm(x, weight)
-        monkeypatch.setattr("tiledsched.serve.op._plan_key", None)
+        monkeypatch.setattr("tiledsched.serve.op.call_key", None)
         norm(x, w)
         norm(x, weight)
     monkeypatch.undo()

@@ -89,16 +89,10 @@ def test_one_graph_serves_many_lengths(launches) -> None:
 
 def test_compiled_fallbacks_keep_the_graph_whole(launches, quiet) -> None:
     with configure(fallback="torch"):
-        q, k, v = (x.requires_grad_() for x in tensors())
-        compiled = torch.compile(lambda *x: serve.sdpa(*x, causal=True), fullgraph=True, backend="aot_eager")
-        compiled(q, k, v).sum().backward()
-        gradient = q.grad.clone()
-        q.grad = None
-        torch_sdpa(q, k, v, is_causal=True).sum().backward()
-        torch.testing.assert_close(gradient, q.grad)
+        q, k, v = tensors()
         mask = torch.ones(24, 24, dtype=torch.bool).tril()
         masked = torch.compile(lambda q, k, v: serve.sdpa(q, k, v, mask), fullgraph=True, backend="eager")
-        torch.testing.assert_close(masked(*(x.detach() for x in (q, k, v))), torch_sdpa(q, k, v, mask).detach())
+        torch.testing.assert_close(masked(q, k, v), torch_sdpa(q, k, v, mask))
         wide = torch.compile(lambda *x: serve.sdpa(*x), fullgraph=True, backend="eager")
         q, k, v = tensors(dtype=torch.float32)
         torch.testing.assert_close(wide(q, k, v), torch_sdpa(q, k, v))

@@ -534,22 +534,13 @@ def test_torch_understands_bottom_right_and_the_log_sum_exp(quiet, rows, keys, k
     torch.testing.assert_close(lse, scores.logsumexp(-1))
 
 
-def test_gradients_are_torchs(launches, quiet) -> None:
+def test_where_no_gradients_are_wanted_there_are_none(launches) -> None:
     q, k, v = (x.requires_grad_() for x in tensors())
-    with pytest.raises(UnsupportedError, match="forward only"):
+    with torch.no_grad():
+        assert not serve.sdpa(q, k, v, causal=True).requires_grad
+    with torch.inference_mode():
         serve.sdpa(q, k, v, causal=True)
-    with configure(fallback="torch"):
-        out = serve.sdpa(q, k, v, causal=True)
-        grads = torch.autograd.grad(out.sum(), (q, k, v))
-        want = torch.autograd.grad(torch_sdpa(q, k, v, is_causal=True).sum(), (q, k, v))
-        for got, reference in zip(grads, want, strict=True):
-            torch.testing.assert_close(got, reference)
-        assert launches == []
-        with torch.no_grad():
-            assert not serve.sdpa(q, k, v, causal=True).requires_grad
-        with torch.inference_mode():
-            serve.sdpa(q, k, v, causal=True)
-        assert not serve.sdpa(q.detach(), k.detach(), v.detach(), causal=True).requires_grad
+    assert not serve.sdpa(q.detach(), k.detach(), v.detach(), causal=True).requires_grad
     assert len(launches) == 3
 
 
@@ -604,7 +595,7 @@ def test_forward_mode_derivatives_are_torchs(launches, quiet, place) -> None:
 
     ways = (dual, torch.func.jacfwd(attend), lambda x: torch.func.jvp(attend, (x,), (tangent,)))
     for way in ways:
-        with pytest.raises(UnsupportedError, match="forward only"):
+        with pytest.raises(UnsupportedError, match="forward-mode derivatives"):
             way(given[place])
         with configure(fallback="torch"), pytest.raises(NotImplementedError, match="forward AD"):
             way(given[place])

@@ -87,7 +87,10 @@ def __getattr__(name: str) -> Any:
     """Import a public name on first use, so that `import tiledsched` costs next to nothing."""
     if name in _HOMES:
         import importlib
+        import sys
 
+        if name == "op" and sys.modules.get("torch", name) is None:  # kept from being imported
+            return importlib.import_module("tiledsched.serve.later").op
         found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
         return found
     raise AttributeError(f"module 'tiledsched' has no attribute {name!r}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiledsched.bench.errors import NOT_FINITE, Error, error_of
-from tiledsched.bench.methods import OURS, Arrays, operator_call
+from tiledsched.bench.methods import DETERMINISTIC, OURS, Arrays, operator_call
 from tiledsched.bench.rivals import module_of
 from tiledsched.core.arrays import RELATIVE_ERRORS, ArraySpec
 from tiledsched.core.cases import expected_outputs, output_specs, random_inputs
@@ -56,7 +56,7 @@ class BenchCase(ABC):
         """
         found = self.explain(method, verify=verify)
         rival = found.in_graphs if captured else found.rival
-        if method != OURS and rival:
+        if method not in (OURS, DETERMINISTIC) and rival:
             return {"schedule": rival, "provenance": "rival", "measured_program": None}
         return {
             "schedule": found.served.schedule.short(),
@@ -98,14 +98,14 @@ class WholeCase(BenchCase):
         if len(outputs) < len(self.specs):
             names = ", ".join(spec.name for spec in self.specs)
             raise MeasureError(f"it returns {len(outputs)} arrays; the outputs are {names}")
-        found = []
+        found = {}
         for spec, made, right in zip(self.specs, outputs, self.expected, strict=False):
             pairs = list(zip(made, right, strict=True)) if spec.listed else [(made, right)]
             for one, wanted in pairs:
                 if tuple(one.shape) != tuple(wanted.shape):
                     raise MeasureError(f"its {spec.name} has shape {tuple(one.shape)}, not {tuple(wanted.shape)}")
-            found.append(self.error_where_finite(pairs))
-        return Error(max_abs=max(each.max_abs for each in found), relative=max(each.relative for each in found))
+            found[spec.name] = self.error_where_finite(pairs)
+        return Error.of_outputs(found)
 
     def explain(self, method: str, *, verify: bool) -> Any:
         """What the torch operator of the kernel launches, and why."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,18 @@ class Error:
     """Largest absolute difference; infinite where any element of the output is not finite."""
     relative: float
     """Frobenius norm of the difference over that of the reference; for several outputs, the largest."""
+    by_output: str = ""
+    """The relative error of each of several outputs, such as `dQ=0.0021 dK=0.0022`; empty for one output."""
+
+    @classmethod
+    def of_outputs(cls, found: Mapping[str, Error]) -> Error:
+        """The error of all outputs of a kernel, given each one's by name."""
+        apart = " ".join(f"{name}={each.relative:.3g}" for name, each in found.items())
+        return cls(
+            max_abs=max(each.max_abs for each in found.values()),
+            relative=max(each.relative for each in found.values()),
+            by_output=apart if len(found) > 1 else "",
+        )
 
     def verdict(self, dtype: str) -> str:
         """Why an output of this type is wrong; empty where it is right."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from tiledsched.bench.case import BenchCase, make_case, output_dtype
-from tiledsched.bench.methods import LEFT_OUT, MATMUL, OURS, SERVED, Method
+from tiledsched.bench.methods import DETERMINISTIC, LEFT_OUT, MATMUL, OURS, SERVED, Method
 from tiledsched.bench.run import PreparedCell, Ready, first_line
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.errors import MeasureError, UnsupportedError
@@ -84,7 +84,7 @@ class TorchHarness:
             short = regime == "sustained" and tried.look_us < max(GRAPH_BELOW_US, SPIN_MARGIN * tried.host_us)
             if short and watch.capture(index, GRAPH_LAUNCHES):
                 tried = replace(tried, look_us=tried.look_us * GRAPH_LAUNCHES, launches=GRAPH_LAUNCHES)
-            if tried.method.name in (OURS, SERVED, LEFT_OUT):
+            if tried.method.name in (OURS, SERVED, LEFT_OUT, DETERMINISTIC):
                 tried = replace(tried, details=self._details(case, tried))
             ready.append(tried)
         return PreparedCell(ready=tuple(ready), failed=failed, watch=watch, log=ConditionsLog(ask=asked))

@@ -26,6 +26,8 @@ SERVED = "served"
 """The method that runs whatever is served: our kernel, or a rival that was measured to be faster."""
 LEFT_OUT = "left_out"
 """The method that runs what would be served if nobody had tuned the suites that hold the problem."""
+DETERMINISTIC = "deterministic"
+"""The method that runs our kernel with a fixed order of sums, where a kernel may be asked for that."""
 MATMUL = "matmul"
 MATMUL_SIZE = 8192
 """Rows and columns of the square matrices whose product is the practical ceiling of arithmetic."""
@@ -133,7 +135,7 @@ def _copies(arrays: Arrays) -> tuple[Any, ...]:
     )
 
 
-def _operator(arrays: Arrays, *, own: bool) -> Call:
+def kernel_call(arrays: Arrays, *, own: bool) -> Call:
     """The operator, whatever it runs, or our own kernel as it launches that, even where a rival is served.
 
     It gets copies of the arrays that it changes, so that other methods see them unchanged.
@@ -182,9 +184,9 @@ def methods_of(kernel: KernelClass, problems: Sequence[Problem] = ()) -> Mapping
     names = dict.fromkeys(name for problem in problems for name in rivals_of(kernel, problem))
     return {
         OURS: Method(
-            name=OURS, about="the kernel on the schedule that the table names", make=partial(_operator, own=True)
+            name=OURS, about="the kernel on the schedule that the table names", make=partial(kernel_call, own=True)
         ),
-        SERVED: Method(name=SERVED, about="the operator, whatever it runs", make=partial(_operator, own=False)),
+        SERVED: Method(name=SERVED, about="the operator, whatever it runs", make=partial(kernel_call, own=False)),
         **{name: Method(name=name, about="a rival", make=partial(_rival, name=name)) for name in names},
         MATMUL: CEILING,
     }

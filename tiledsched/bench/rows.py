@@ -76,6 +76,8 @@ class BenchRow:
     """Version of the compiler that built our machine code; empty where it was not recorded."""
     taken: str = ""
     """Day on which it was timed, in UTC, as YYYY-MM-DD; empty where it was not recorded."""
+    output_errs: str = ""
+    """The relative error of each output where a kernel has several, such as `dQ=0.0021 dK=0.0022`."""
 
     @property
     def cell(self) -> Cell:
@@ -134,6 +136,7 @@ class BenchRow:
             "compiler": self.compiler,
             "p95_us": _rounded(self.p95_us, 3),
             "taken": self.taken,
+            "output_errs": self.output_errs,
         }
 
     @classmethod
@@ -154,6 +157,7 @@ class BenchRow:
             flops=float(texts["tflops"]) * timing.median_us * 1e6 if own_flops and timing else None,
             samples=int(texts["samples"]) if texts["samples"] else None,
             taken=texts.get("taken", ""),
+            output_errs=texts.get("output_errs", ""),
             measured_program={"True": True, "False": False}.get(texts["measured_program"]),
             conditions=Conditions(
                 sm_clock_mhz=int(texts["sm_clock_mhz"]),

@@ -226,7 +226,9 @@ def _sampled(
 
 def _with_times(row: BenchRow, ready: Ready, samples: Sequence[float]) -> BenchRow:
     if ready.error is not None:
-        row = replace(row, max_abs_err=ready.error.max_abs, rel_err=ready.error.relative, compared=ready.compared)
+        error = ready.error
+        row = replace(row, max_abs_err=error.max_abs, rel_err=error.relative, output_errs=error.by_output)
+        row = replace(row, compared=ready.compared)
     return replace(
         row,
         timing=Timing.of(samples),

@@ -34,6 +34,7 @@ ENTRY_POINTS = "tiledsched.kernels"
 """The entry-point group under which a package ships kernels: a name, and `module:Class`."""
 SHIPPED = {
     "attention": "tiledsched.kernels.attention:Attention",
+    "attention_backward": "tiledsched.kernels.attention_backward:AttentionBackward",
     "grouped_matmul": "tiledsched.kernels.grouped_matmul:GroupedMatmul",
     "matmul": "tiledsched.kernels.matmul:Matmul",
     "rms_norm": "tiledsched.kernels.rms_norm:RmsNorm",
@@ -338,11 +339,18 @@ def import_kernel_module(run: Callable[[], Any]) -> Any:
     """
     try:
         return run()
-    except (ImportError, DeclarationError):
-        if "torch" not in sys.modules or sys.modules["torch"] is not None:
+    except Exception:  # a module that catches the ImportError fails in a way of its own
+        if not release_torch():
             raise
-        del sys.modules["torch"]
         return run()
+
+
+def release_torch() -> bool:
+    """Let torch be imported in a process that keeps it from being; False where nothing kept it."""
+    kept = sys.modules.get("torch", True) is None
+    if kept:
+        del sys.modules["torch"]
+    return kept
 
 
 def module_word(kernel: type) -> str:

@@ -83,13 +83,16 @@ def attend_in_torch(
     return (out, lse) if return_lse else out
 
 
-def computes_at_once(q: Any, k: Any, causal: str | None, lse: bool, features: AttentionFeatures) -> bool:
+def computes_at_once(
+    q: Any, k: Any, causal: str | None, lse: bool, features: AttentionFeatures, most: int = MOST_SCORES
+) -> bool:
     """Whether :func:`attend_in_torch` may stand in while a program is compiled: by torch's own function, or with scores in full
     that take a gigabyte at most, and without reading lengths from the device.
 
     Args:
         q, k, causal, features: as there.
         lse: whether the log-sum-exp is wanted.
+        most: number of scores that may be kept in full.
     """
     batch, heads, rows, _ = q.shape
     keys = k.shape[2]
@@ -97,9 +100,9 @@ def computes_at_once(q: Any, k: Any, causal: str | None, lse: bool, features: At
         if features.cu_seqlens_q is not None:
             batch, rows = features.cu_seqlens_q.shape[0] - 1, features.max_seqlen_q
         keys = features.max_seqlen_k if features.block_table is None else keys * features.block_table.shape[1]
-        return 0 < batch * heads * rows * keys <= MOST_SCORES
+        return 0 < batch * heads * rows * keys <= most
     in_full = any(features.key) or lse or (causal == "bottom_right" and rows > keys)
-    return not in_full or batch * heads * rows * keys <= MOST_SCORES
+    return not in_full or batch * heads * rows * keys <= most
 
 
 def attend_nested(

@@ -1,8 +1,8 @@
 """`tiledsched::sdpa` and `tiledsched::sdpa_lse`: the kernel as operators of torch.
 
 Registered with `torch.library.Library` and not `custom_op`, whose wrappers cost more than the launch. The operators work
-under `torch.compile`, `torch.export`, CUDA graphs and autocast. They have no backward: where gradients are required they
-are torch's attention, which has one.
+under `torch.compile`, `torch.export`, CUDA graphs and autocast. Where gradients are required both run `sdpa_lse`, whose results
+are saved for `tiledsched::sdpa_backward`.
 """
 
 from __future__ import annotations
@@ -12,27 +12,42 @@ from typing import Any
 import torch
 
 from tiledsched.kernels.attention.rivals import empty_output
+from tiledsched.ops import sharding
 from tiledsched.ops.arguments import needs_gradients, odd_scale, unserved
+from tiledsched.ops.backward import gradients, undifferentiable
 from tiledsched.ops.fallback import attend_in_torch, computes_at_once, report
 from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
 from tiledsched.ops.plans import AttentionCall, cache, launch_attention, plan_key
 from tiledsched.serve.launch import has_tangent, is_plain_call, launch_first
-from tiledsched.serve.plan_cache import are_ordinary
+from tiledsched.serve.plan import Plan
+from tiledsched.serve.plan_cache import PlanCache, are_ordinary, lock
 
-NO_BACKWARD = "gradients are required and the kernel is forward only"
+NO_TANGENT = "forward-mode derivatives are asked for and the kernel has none"
 ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, str? causal=None, float? scale=None, SymInt window=0, float softcap=0.0, "
     "Tensor? sinks=None, Tensor? key_starts=None, Tensor? key_lengths=None, Tensor? cu_seqlens_q=None, "
     "Tensor? cu_seqlens_k=None, Tensor? block_table=None, SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, "
-    "SymInt window_right=0"
+    "SymInt window_right=0, bool? deterministic=None"
 )
+FEATURES = len(NO_FEATURES)
 _library = torch.library.Library("tiledsched", "FRAGMENT")
+trained: PlanCache[Plan] = PlanCache(plan_key)
+"""The plans in `cache` whose calls were found to be differentiable."""
 
 
 def attend(
-    q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse: bool, features: AttentionFeatures
+    q: Any,
+    k: Any,
+    v: Any,
+    causal: str | None,
+    scale: float | None,
+    lse: bool,
+    features: AttentionFeatures,
+    deterministic: bool | None = None,
 ) -> Any:
     """Launch the kernel, or have torch do what it cannot serve; strides of the output are the same either way.
+
+    Where `deterministic` is true the first call waits for its program: torch's attention would give other bits.
 
     Raises:
         ProblemError, ConfigError: as :meth:`AttentionCall.find_plan`.
@@ -53,7 +68,7 @@ def attend(
         return (out, result[1]) if lse else out
 
     if not isinstance(found, str):
-        at_once = computes_at_once(q, k, causal, lse, features)
+        at_once = not deterministic and computes_at_once(q, k, causal, lse, features)
         launch = lambda plan: call.launch(plan, first=True)  # noqa: E731
         return launch_first(cache, key, found, launch, call.make_plan, by_torch if at_once else None)
     report(found)
@@ -70,18 +85,32 @@ def serve_checked(
     scale: Any,
     return_lse: bool,
     features: AttentionFeatures,
+    deterministic: bool | None = None,
 ) -> Any:
     """Call the operator; or torch's attention, with one warning per reason, where the kernel cannot serve the call.
 
-    The arguments are those of :func:`tiledsched.ops.fallback.attend_in_torch`, and have been checked.
+    The arguments are those of :func:`tiledsched.ops.fallback.attend_in_torch`, and have been checked; and whether gradients must
+    be the same in every call, None for what torch's setting says when they are computed.
     """
+    if type(q) is not torch.Tensor:
+        sharding.register()
     sample = (q, k, v) if features.block_table is None else (q[:1], k[:1], v[:1])  # of pages there is any number
     reason = odd_scale(scale) or unserved(*sample, attn_mask, dropout_p)
     if reason:
         report(reason)
         return attend_in_torch(q, k, v, attn_mask, dropout_p, causal, scale, return_lse, features)
     operator = sdpa_lse_operator if return_lse else sdpa_operator
+    if deterministic is not None:
+        return operator(q, k, v, causal, scale, *features, deterministic)
     return operator(q, k, v, causal, scale, *(() if features is NO_FEATURES else features))
+
+
+def find_trained(q: Any, k: Any, v: Any, causal: str | None, scale: float | None) -> Plan | None:
+    """The plan of a call without features whose gradients are required, if it needs nothing but a launch."""
+    if not needs_gradients(q, k, v):
+        return None
+    plan = trained.ready.get(plan_key(q, k, v, causal, scale, True))
+    return plan if plan is not None and are_ordinary((q, k, v)) else None
 
 
 def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
@@ -90,26 +119,95 @@ def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
+def _keep_trained(key: tuple[Any, ...]) -> None:
+    """Have :func:`find_trained` find the plan of `key`, if it was launched."""
+    with lock:
+        plan = cache.ready.get(key)
+        if plan is not None:
+            trained.keep_ready(key, trained.find(key, lambda: plan))  # type: ignore[arg-type]
+
+
+class DifferentiableAttention(torch.autograd.Function):
+    """Attention that saves what its gradients need: q, k, v, the output, one number for each of its rows, and no scores."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        sinks: Any,
+        causal: str | None,
+        scale: float | None,
+        features: AttentionFeatures,
+        deterministic: bool | None,
+        lse: bool,
+        plan: Plan | None = None,
+    ) -> Any:
+        """The output; with `lse` also the log-sum-exp. A `plan` is one that was launched before."""
+        ctx.set_materialize_grads(False)
+        arrays = features[2:8]
+        if plan is not None:
+            out, sums = launch_attention(plan, q, k, v, True, keep_zeros=True)
+        elif is_plain_call() and are_ordinary(each for each in (q, k, v, *arrays) if each is not None):
+            out, sums = attend(q, k, v, causal, scale, True, features, deterministic)
+            if features is NO_FEATURES:
+                _keep_trained(plan_key(q, k, v, causal, scale, True))
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                out, sums = sdpa_lse_operator(q, k, v, causal, scale, *features, deterministic)
+        ctx.save_for_backward(q, k, v, out, sums, *arrays)
+        ctx.options = causal, scale, (*features[:2], *features[8:]), deterministic
+        return (out, sums) if lse else out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dlse: Any = None) -> Any:
+        """The gradients of all inputs, of which those of q, k, v and sinks may be something."""
+        if dout is None and dlse is None:
+            return (None,) * 10
+        *saved, sinks, starts, lengths, cu_q, cu_k, table = ctx.saved_tensors
+        causal, scale, (window, softcap, *sizes), deterministic = ctx.options
+        features = AttentionFeatures(window, softcap, sinks, starts, lengths, cu_q, cu_k, table, *sizes)
+        found = gradients(dout, dlse, tuple(saved), causal, scale, features, deterministic)
+        wanted = [each if needed else None for each, needed in zip(found, ctx.needs_input_grad, strict=False)]
+        if wanted[3] is not None:
+            wanted[3] = wanted[3].to(sinks.dtype)
+        return (*wanted, None, None, None, None, None, None)
+
+
 def _register(name: str, result: str, lse: bool) -> Any:
     """Define one operator with every implementation it has, and return it."""
     _library.define(f"{name}({ARGUMENTS}) -> {result}", tags=(torch.Tag.pt2_compliant_tag,))
     operator = getattr(torch.ops.tiledsched, name).default
 
+    def read(given: tuple[Any, ...]) -> tuple[AttentionFeatures, bool | None]:
+        """The features, and whether gradients must be the same in every call."""
+        features = AttentionFeatures(*given[:FEATURES])
+        if len(given) <= FEATURES:
+            return features, None
+        return features if any(features.key) else NO_FEATURES, given[FEATURES]
+
     def launch(q: Any, k: Any, v: Any, causal: str | None = None, scale: float | None = None, *given: Any) -> Any:
-        return attend(q, k, v, causal, scale, lse, AttentionFeatures(*given) if given else NO_FEATURES)
+        return attend(q, k, v, causal, scale, lse, *(read(given) if given else (NO_FEATURES,)))
 
     def fake(q: Any, k: Any, v: Any, *given: Any) -> Any:
         out = empty_output(q, v.shape[3])
         return (out, q.new_empty(q.shape[:3], dtype=torch.float32)) if lse else out
 
     def autograd(q: Any, k: Any, v: Any, causal: str | None = None, scale: float | None = None, *given: Any) -> Any:
-        features = AttentionFeatures(*given) if given else NO_FEATURES
+        features, deterministic = read(given) if given else (NO_FEATURES, None)
         tensors = (q, k, v, *(each for each in features[2:8] if each is not None))
-        if needs_gradients(q, k, v, features.sinks) or has_tangent(tensors):
-            report(NO_BACKWARD)
+        differentiable = needs_gradients(q, k, v, features.sinks)
+        reason = NO_TANGENT if has_tangent(tensors) else ""
+        if differentiable and not reason:
+            reason = undifferentiable(AttentionCall(q, k, v, causal, scale, True, features))
+        if reason:
+            report(reason)
             return attend_in_torch(q, k, v, None, 0.0, causal, scale, lse, features)
+        if differentiable:
+            return DifferentiableAttention.apply(q, k, v, features.sinks, causal, scale, features, deterministic, lse)
         if is_plain_call() and are_ordinary(tensors):
-            return attend(q, k, v, causal, scale, lse, features)
+            return attend(q, k, v, causal, scale, lse, features, deterministic)
         with torch._C._AutoDispatchBelowAutograd():
             return operator(q, k, v, causal, scale, *given)
 

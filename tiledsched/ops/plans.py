@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -91,30 +92,27 @@ class AttentionCall(NamedTuple):
         Raises:
             ProblemError: the kernel has no such problem.
         """
+        page = 0 if self.features.block_table is None else self.k.shape[2]
+        return with_wide(Attention.problem(**self.fields(), page=page, lse=self.lse), (self.q, self.k, self.v))
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of the problem that the kernels of both directions have."""
         q, k, v, features = self.q, self.k, self.v, self.features
         batch, heads, seq_q, head_dim = q.shape
-        page = 0 if features.block_table is None else k.shape[2]
-        seq_k = page * features.block_table.shape[1] if page else k.shape[2]
-        problem = Attention.problem(
-            seq_q=seq_q,
-            seq_k=seq_k,
-            page=page,
-            head_dim=head_dim,
-            dtype=str(q.dtype).removeprefix("torch."),
-            causal=self.causal is not None,
-            alignment=self.causal or "top_left",
-            batch=batch,
-            heads=heads,
-            kv_heads=k.shape[1],
-            value_dim=v.shape[3],
-            lse=self.lse,
+        pages = 1 if features.block_table is None else features.block_table.shape[1]
+        return {
+            "seq_q": seq_q,
+            "seq_k": pages * k.shape[2],
+            "head_dim": head_dim,
+            "dtype": str(q.dtype).removeprefix("torch."),
+            "causal": self.causal is not None,
+            "alignment": self.causal or "top_left",
+            "batch": batch,
+            "heads": heads,
+            "kv_heads": k.shape[1],
+            "value_dim": v.shape[3],
             **features.fields,
-        )
-        if beyond_int32((q, k, v)):  # pages are more than a call reads, and other tensors may be parts of larger ones
-            vars(problem)["wide"] = (
-                True  # as if derived of the sizes: the same problem, by functions with 64-bit indices
-            )
-        return problem
+        }
 
     def find_plan(self) -> Plan | str:
         """The plan of the call, or why the kernel cannot serve it.
@@ -194,6 +192,14 @@ class AttentionCall(NamedTuple):
         return launch_attention(plan, q, k, v, lse, features, first, keep_zeros)
 
 
+def with_wide(problem: Problem, tensors: Iterable[Any]) -> Problem:
+    """The problem, computed by functions with 64-bit indices where a 32-bit one does not reach through a tensor: pages are more
+    than a call reads, and other tensors may be parts of larger ones. It is the same problem: as if derived of its sizes."""
+    if beyond_int32(tensors):
+        vars(problem)["wide"] = True
+    return problem
+
+
 def launch_attention(
     plan: Plan,
     q: Any,
@@ -229,5 +235,5 @@ def longest_sequence(problem: Problem, features: AttentionFeatures) -> tuple[int
     if problem.causal and problem.alignment == "top_left" and not alike:
         return None
     rows, keys = features.max_seqlen_q, features.max_seqlen_k or (features.max_seqlen_q if alike else 0)
-    keys = problem.seq_k if problem.page else keys
+    keys = keys if features.block_table is None else problem.seq_k
     return (rows, keys) if rows and keys else None

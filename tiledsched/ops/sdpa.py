@@ -18,9 +18,10 @@ except ImportError as missing:
 
 from tiledsched.core.errors import UnsupportedError
 from tiledsched.ops.arguments import CAUSAL, check_tensors, name_tensors, odd_scale, read_mask, read_scale, unserved
+from tiledsched.ops.backward import BackwardCall, with_empty_results
 from tiledsched.ops.fallback import attend_nested, forget_warnings, report
 from tiledsched.ops.features import FEATURE_ARGUMENTS, NO_FEATURES, Window, read_features
-from tiledsched.ops.operator import cast_for_autocast, serve_checked
+from tiledsched.ops.operator import DifferentiableAttention, cast_for_autocast, find_trained, serve_checked
 from tiledsched.ops.padding import hidden_ends
 from tiledsched.ops.plans import AttentionCall, find_ready, launch_attention
 from tiledsched.serve.explain import Explanation
@@ -52,6 +53,7 @@ def sdpa(
     sinks: Tensor | None = None,
     key_starts: Tensor | None = None,
     key_lengths: Tensor | None = None,
+    deterministic: bool | None = None,
 ) -> Any:
     """Scaled dot-product attention, softmax(scale * q @ k^T, masked) @ v, on the tuned schedule.
 
@@ -82,11 +84,14 @@ def sdpa(
         key_starts, key_lengths: `[batch]` integers: row b sees keys key_starts[b] to key_lengths[b] - 1 only, as if a mask hid
             the others, for batches padded on the left or right. Rows that see no key give zeros. Hidden keys and values may
             hold anything, NaN included.
+        deterministic: whether gradients are the same, bit for bit, whenever they are computed. Unless given they are where
+            `torch.use_deterministic_algorithms` is on when they are computed; elsewhere parts of a sum may be added in any order,
+            by atomic operations, which is faster. The output is the same in either case.
 
     Returns:
-        `[batch, heads, seq_q, value_dim]`, of q's dtype and order of axes in memory; with `return_lse` a pair. What the
-        kernel cannot serve (masks, CPU tensors, float32, gradients, ...) goes to torch's attention with one warning per
-        reason. Under autocast q, k and v are cast first, as torch does.
+        `[batch, heads, seq_q, value_dim]`, of q's dtype and order of axes in memory; with `return_lse` a pair. Both are
+        differentiable, once, in q, k, v and sinks. What the kernel cannot serve (masks, CPU tensors, float32, ...) goes to
+        torch's attention with one warning per reason. Under autocast q, k and v are cast first, as torch does.
 
     Raises:
         ProblemError: arguments that contradict each other or do not fit together.
@@ -123,9 +128,13 @@ def sdpa(
                 if not return_lse:
                     return launch_plan(plan, (q, k, v), None, False, True)
                 return launch_attention(plan, q, k, v, True, keep_zeros=True)
+            plan = find_trained(q, k, v, alignment, scale)
+            if plan is not None:
+                given = (alignment, scale, NO_FEATURES, deterministic, return_lse, plan)
+                return DifferentiableAttention.apply(q, k, v, None, *given)
     q, k, v = name_tensors(q, k, v, query, key, value)
     features = (window, softcap, sinks, key_starts, key_lengths)
-    return _attend(q, k, v, attn_mask, dropout_p, is_causal, scale, causal, return_lse, features)
+    return _attend(q, k, v, attn_mask, dropout_p, is_causal, scale, causal, return_lse, features, deterministic)
 
 
 def plan_for(
@@ -136,28 +145,43 @@ def plan_for(
     causal: bool | str = False,
     scale: float | None = None,
     return_lse: bool = False,
+    backward: bool = False,
+    deterministic: bool | None = None,
     **features: Any,
 ) -> Plan:
     """The plan `sdpa` uses for these tensors: its `own` is that of our kernel, where a rival is served.
 
     Args:
-        q, k, v, causal, scale, return_lse: as for :func:`sdpa`.
+        q, k, v, causal, scale, return_lse: as for :func:`sdpa`. A call whose gradients are required runs with `return_lse`.
+        backward: the plan of the gradients instead.
+        deterministic: as for :func:`sdpa`.
         features: window, softcap, sinks, key_starts and key_lengths, as for `sdpa`.
 
     Raises:
         UnsupportedError: the kernel cannot serve them.
         ProblemError: they do not fit together.
     """
-    return _find_plan(_read_call(q, k, v, causal, scale, return_lse, features))
+    return _find_plan(_read_call(q, k, v, causal, scale, return_lse, backward, deterministic, features))
 
 
 def explain(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str = False, verify: bool = False, **features: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool | str = False,
+    verify: bool = False,
+    return_lse: bool = False,
+    backward: bool = False,
+    deterministic: bool | None = None,
+    **features: Any,
 ) -> Explanation:
     """What `sdpa` would do with these tensors, and why.
 
     Args:
-        q, k, v, causal: as for :func:`sdpa`.
+        q, k, v, causal, return_lse: as for :func:`sdpa`. A call whose gradients are required runs with `return_lse`.
+        backward: explain the computation of the gradients instead.
+        deterministic: as for :func:`sdpa`.
         verify: also compile, for these very tensors, what would be launched, and compare its machine code with the measured
             one. Takes about a second and needs the compiler.
         features: window, softcap, sinks, key_starts and key_lengths, as for `sdpa`.
@@ -166,7 +190,7 @@ def explain(
         UnsupportedError: the kernel cannot serve them.
         ProblemError: they do not fit together.
     """
-    call = _read_call(q, k, v, causal, None, False, features)
+    call = _read_call(q, k, v, causal, None, return_lse, backward, deterministic, features)
     return explain_plan(_find_plan(call), call.tensors, verify=verify)
 
 
@@ -177,13 +201,22 @@ def reload() -> None:
 
 
 def _read_call(
-    q: Any, k: Any, v: Any, causal: bool | str, scale: float | None, lse: bool, features: dict[str, Any]
-) -> AttentionCall:
+    q: Any,
+    k: Any,
+    v: Any,
+    causal: bool | str,
+    scale: float | None,
+    lse: bool,
+    backward: bool,
+    deterministic: bool | None,
+    features: dict[str, Any],
+) -> AttentionCall | BackwardCall:
     alignment, read = read_features(q, k, CAUSAL[causal], **features)
-    return AttentionCall(q, k, v, alignment, scale, lse, read)
+    call = AttentionCall(q, k, v, alignment, scale, lse or backward, read)
+    return with_empty_results(call, deterministic) if backward else call
 
 
-def _find_plan(call: AttentionCall) -> Plan:
+def _find_plan(call: AttentionCall | BackwardCall) -> Plan:
     found = call.find_plan()
     if isinstance(found, str):
         raise UnsupportedError(f"{found}; sdpa leaves this call to torch's attention")
@@ -201,6 +234,7 @@ def _attend(
     causal: Any,
     return_lse: bool,
     given: tuple[Any, ...],
+    deterministic: bool | None,
 ) -> Any:
     """Every other call: check it, decide, and call the operator or torch's attention.
 
@@ -231,6 +265,7 @@ def _attend(
             scale=scale,
             causal=causal,
             return_lse=return_lse,
+            deterministic=deterministic,
             **dict(zip(FEATURE_ARGUMENTS, given, strict=True)),
         )
         return (result[0][0], result[1][0]) if return_lse else result[0]
@@ -243,4 +278,4 @@ def _attend(
         ends = hidden_ends(mask, q, k)
         if ends is not None:
             mask, features = None, read_features(q, k, None, key_starts=ends[0], key_lengths=ends[1])[1]
-    return serve_checked(q, k, v, mask, dropout_p, alignment, scale, return_lse, features)
+    return serve_checked(q, k, v, mask, dropout_p, alignment, scale, return_lse, features, deterministic)

@@ -39,6 +39,7 @@ def sdpa_varlen(
     return_lse: bool = False,
     block_table: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    deterministic: bool | None = None,
 ) -> Any:
     """Attention of sequences that lie end to end, each over its own keys, as FlashAttention's `flash_attn_varlen_func`.
 
@@ -53,12 +54,13 @@ def sdpa_varlen(
             without a mask that hides nothing of sequences that long; a rival serves only where they are given, and torch's
             attention reads them from the device where they are missing.
         causal: False; True or "bottom_right", where each sequence's last row sees its last key; or "top_left".
-        scale, window, softcap, sinks, dropout_p: as for `sdpa`.
+        scale, window, softcap, sinks, dropout_p, deterministic: as for `sdpa`.
         return_lse: return the log-sum-exp, too: float32 `[heads, total_q]`.
         block_table, seqused_k: pages of each sequence and keys in use, as for `sdpa_paged`, in place of cu_seqlens_k.
 
     Returns:
-        `[total_q, heads, value_dim]`, of q's dtype; with `return_lse` a pair. Rows of no sequence are not written.
+        `[total_q, heads, value_dim]`, of q's dtype; with `return_lse` a pair. Rows of no sequence are not written. Both are
+        differentiable, once, in q, k, v and sinks; where keys lie in pages, by torch's attention.
 
     Raises:
         ProblemError: arguments that do not fit together.
@@ -102,7 +104,7 @@ def sdpa_varlen(
     q, k, v = (each.transpose(-3, -2) for each in tensors)
     if block_table is None:
         k, v = k[None], v[None]
-    result = _attend(q[None], k, v, alignment, scale, dropout_p, return_lse, features)
+    result = _attend(q[None], k, v, alignment, scale, dropout_p, return_lse, features, deterministic)
     out = (result[0] if return_lse else result)[0].transpose(0, 1)
     return (out, result[1][0]) if return_lse else out
 
@@ -163,6 +165,7 @@ def _attend(
     dropout_p: float,
     return_lse: bool,
     features: AttentionFeatures,
+    deterministic: bool | None = None,
 ) -> Any:
     """Check the tensors, and call the operator or torch's operations."""
     if torch.is_autocast_enabled(q.device.type):
@@ -170,7 +173,7 @@ def _attend(
     scale = read_scale(scale)
     sample = (q, k, v) if features.block_table is None else (q[:1], k[:1], v[:1])  # of pages there is any number
     check_tensors(*sample)
-    return serve_checked(q, k, v, None, dropout_p, alignment, scale, return_lse, features)
+    return serve_checked(q, k, v, None, dropout_p, alignment, scale, return_lse, features, deterministic)
 
 
 def _read_tensors(q: Any, k: Any, v: Any, axes: int, key_axes: int) -> tuple[Any, Any, Any]:

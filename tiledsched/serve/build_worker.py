@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from multiprocessing.connection import Connection
@@ -12,7 +11,6 @@ from multiprocessing.connection import Connection
 from tiledsched.build.compiler import export, says_nothing_of_program
 from tiledsched.build.pool import start_process
 from tiledsched.core.device import arch_spec
-from tiledsched.core.problem import KernelClass
 from tiledsched.core.registry import load_kernel
 from tiledsched.serve.programs import BuildRequest, StoredProgram, only_builder, read_program, write_program
 
@@ -60,17 +58,6 @@ def build(request: BuildRequest) -> StoredProgram | str:
     return program
 
 
-def _load(where: str) -> KernelClass:
-    """The kernel at a place. Compiling needs no torch, whose import takes seconds; a kernel's file may."""
-    try:
-        return load_kernel(where)
-    except Exception:
-        if sys.modules.get("torch", where) is not None:
-            raise
-        del sys.modules["torch"]
-        return load_kernel(where)
-
-
 def _compile(request: BuildRequest) -> StoredProgram:
     import cuda.tile as ct
     from cuda.tile.compilation import CallingConvention, KernelSignature
@@ -79,7 +66,7 @@ def _compile(request: BuildRequest) -> StoredProgram:
 
     if request.wide:
         vars(request.problem)["wide"] = True
-    kernel = _load(request.kernel)
+    kernel = load_kernel(request.kernel)
     objects = launches.tile_kernels(kernel, {request.arch: request.schedule}, request.problem, arch_spec(request.arch))
     symbol = launches.symbol(kernel)
     signature = KernelSignature(request.parameters, CallingConvention.cutile_python_v2(), symbol=symbol)

@@ -40,7 +40,7 @@ from tiledsched.serve.launch import (
 )
 from tiledsched.serve.lookup import Served
 from tiledsched.serve.plan import Plan, beyond_int32, choose, make_plan, overlaps_itself, torch_type
-from tiledsched.serve.plan_cache import PlanCache, are_ordinary
+from tiledsched.serve.plan_cache import PlanCache, are_ordinary, call_key
 from tiledsched.serve.rivals import stand_in
 from tiledsched.serve.schema import NO_DEFAULT, OpSchema
 
@@ -92,7 +92,7 @@ class Operator:
         self._backward: Callable[..., Any] | None = None
         self._setup: Callable[..., Any] | None = None
         self._is_backward = False
-        self.cache: PlanCache[Plan] = PlanCache(_plan_key)
+        self.cache: PlanCache[Plan] = PlanCache(call_key)
         self.use(schema)
         self._overload = _register(self)
 
@@ -176,7 +176,7 @@ class Operator:
         """
         given = self._bind(given, named)
         tensors, options = self._split(given)
-        return self._find(_plan_key(*tensors, *options), given, tensors)
+        return self._find(call_key(*tensors, *options), given, tensors)
 
     def explain(self, *given: Any, verify: bool = False, **named: Any) -> Explanation:
         """What a call with these arguments would launch, and why.
@@ -320,7 +320,7 @@ class Operator:
         """The implementation for tensors on a device."""
         given += self._tails[len(given)]  # torch's dispatcher leaves defaults out at the end
         tensors, options = self._split(given)
-        key = _plan_key(*tensors, *options)
+        key = call_key(*tensors, *options)
 
         def launch(plan: Plan, first: bool = True) -> Any:
             return launch_plan(plan, tensors, self._numbers(plan, given), first=first)
@@ -558,17 +558,3 @@ def _on_host(tensor: Tensor, dtype: str) -> Any:
     if dtype == PACKED:
         return to_float(numpy, tensor.view(torch.uint8).numpy(), dtype, "float64")
     return (tensor.double() if tensor.is_floating_point() else tensor).numpy()
-
-
-def _plan_key(*call: Any) -> tuple[Any, ...]:
-    """What a plan depends on. Strides count where a tensor is not contiguous: they tell its layout and how far it reaches."""
-    return tuple(
-        [
-            each
-            if not isinstance(each, Tensor)
-            else (each.shape, each.dtype, each.device)
-            if each.is_contiguous()
-            else (each.shape, each.dtype, each.device, each.stride())
-            for each in call
-        ]
-    )

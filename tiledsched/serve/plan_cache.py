@@ -57,6 +57,20 @@ def are_ordinary(tensors: Iterable[Any]) -> bool:
     return True
 
 
+def call_key(*call: Any) -> tuple[Any, ...]:
+    """What a plan depends on. Strides count where a tensor is not contiguous: they tell its layout and how far it reaches."""
+    return tuple(
+        [
+            each
+            if not isinstance(each, torch.Tensor)
+            else (each.shape, each.dtype, each.device)
+            if each.is_contiguous()
+            else (each.shape, each.dtype, each.device, each.stride())
+            for each in call
+        ]
+    )
+
+
 class PlanCache(Generic[P]):
     """The plans of one operator, for any number of threads."""
 

@@ -83,17 +83,22 @@ class AttentionArrays(Arrays):
         return AttentionCall(self.q, self.k, self.v, p.alignment if p.causal else None, None, False, self.features)
 
 
-def compared_pairs(problem: Problem) -> list[Pair]:
+def compared_pairs(problem: Problem, heads: int | None = None) -> list[Pair]:
     """The pairs whose output is compared: the first, the last, and others drawn with the problem's id as seed.
 
     As many as `MOST_SCORES` and `MOST_PAIRS` allow, two at least, all where they allow it. So every run of a problem
     compares the same pairs.
+
+    Args:
+        problem: whose.
+        heads: how many heads a sequence has, if not the query heads are compared but the key heads.
     """
-    total = problem.sequences * problem.heads
-    count = min(total, MOST_PAIRS, max(2, MOST_SCORES // (problem.mean_rows * problem.mean_keys)))
+    heads = heads or problem.heads
+    total, group = problem.sequences * heads, problem.heads // heads
+    count = min(total, MOST_PAIRS, max(2, MOST_SCORES // (group * problem.mean_rows * problem.mean_keys)))
     numbers = {0, total - 1}
     others = random.Random(problem.id).sample(range(1, max(1, total - 1)), max(0, count - len(numbers)))
-    return [divmod(number, problem.heads) for number in sorted(numbers.union(others))]
+    return [divmod(number, heads) for number in sorted(numbers.union(others))]
 
 
 def reference_of_pair(xp: Any, problem: Problem, q: Any, k: Any, v: Any, **features: Any) -> Any:
@@ -145,7 +150,7 @@ class PairCase(BenchCase):
         out = out.detach()
         if not bool(self.arrays.torch.isfinite(out).all()):
             return NOT_FINITE
-        parts = (_rows_of(out, self.places, *pair) for pair in self.pairs)
+        parts = (rows_of(out, self.places, *pair) for pair in self.pairs)
         return self.error_where_finite(zip(parts, self.expected, strict=True))
 
     def explain(self, method: str, *, verify: bool) -> Any:
@@ -161,18 +166,14 @@ def make_case(torch: Any, cupy: Any, problem: Problem) -> PairCase:
 
     CuPy has no bfloat16: it is given float32, which holds both types.
     """
-    dtype = getattr(torch, problem.dtype)
-    generator = torch.Generator(device="cuda").manual_seed(int(problem.id, 16) % 2**31)
-    q, k, v = _drawn(torch, problem, generator)
-    given = places(numpy.random.default_rng(int(problem.id, 16) % 2**31), problem)
-    features = [torch.randn((problem.heads,), generator=generator, device="cuda").to(dtype)] if problem.sinks else []
-    alike = {id(each): torch.as_tensor(each, dtype=torch.int32, device=q.device) for each in given.values()}
-    features += [alike[id(each)] for each in given.values()]  # rows and keys that lie alike are told by one tensor
+    generator = generator_of(torch, problem)
+    q, k, v = drawn(torch, problem, generator)
+    given, features = drawn_features(torch, problem, generator, q.device)
     pairs, expected = compared_pairs(problem), []
     arrays = AttentionArrays(torch=torch, problem=problem, tensors=(q, k, v, *features))
     for sequence, head in pairs:
         kv_head = head // problem.group
-        parts = (_rows_of(q, given, sequence, head), *(_keys_of(each, given, sequence, kv_head) for each in (k, v)))
+        parts = (rows_of(q, given, sequence, head), *(keys_of(each, given, sequence, kv_head) for each in (k, v)))
         wide = (cupy.from_dlpack(each.float()) for each in parts)
         own = {} if problem.is_varlen else {name.lower(): each[sequence : sequence + 1] for name, each in given.items()}
         if problem.sinks:
@@ -183,7 +184,12 @@ def make_case(torch: Any, cupy: Any, problem: Problem) -> PairCase:
     return PairCase(arrays, expected, cupy, pairs, given)
 
 
-def _drawn(torch: Any, problem: Problem, generator: Any) -> list[Any]:
+def generator_of(torch: Any, problem: Problem) -> Any:
+    """What draws the inputs of a problem: the same in every run."""
+    return torch.Generator(device="cuda").manual_seed(int(problem.id, 16) % 2**31)
+
+
+def drawn(torch: Any, problem: Problem, generator: Any) -> list[Any]:
     """Standard normal q, k and v as the kernel takes them; rows come before heads in memory where servers store them so."""
     keys = (problem.key_entries, problem.kv_heads, problem.key_rows)
     shapes = (
@@ -191,29 +197,45 @@ def _drawn(torch: Any, problem: Problem, generator: Any) -> list[Any]:
         (*keys, problem.head_dim),
         (*keys, problem.value_columns),
     )
-    found = []
-    for (entries, heads, rows, columns), packed in zip(shapes, (problem.packed, *[problem.ends_k] * 2), strict=True):
-        in_memory = (entries, rows, heads, columns) if problem.is_varlen else (entries, heads, rows, columns)
-        one = torch.randn(in_memory, generator=generator, device="cuda").to(getattr(torch, problem.dtype))
-        found.append(heads_first(one[0] if packed else one) if problem.is_varlen else one)
-    return found
+    packed = (problem.packed, problem.ends_k, problem.ends_k)
+    return [
+        drawn_array(torch, problem, generator, shape, bool(each)) for shape, each in zip(shapes, packed, strict=True)
+    ]
 
 
-def _rows_of(queries: Any, given: Mapping[str, Any], sequence: int, head: int) -> Any:
+def drawn_array(torch: Any, problem: Problem, generator: Any, shape: tuple[int, ...], packed: bool) -> Any:
+    """A standard normal array of that shape, in which sequences are packed or are not; see :func:`drawn`."""
+    entries, heads, rows, columns = shape
+    in_memory = (entries, rows, heads, columns) if problem.is_varlen else shape
+    one = torch.randn(in_memory, generator=generator, device="cuda").to(getattr(torch, problem.dtype))
+    return heads_first(one[0] if packed else one) if problem.is_varlen else one
+
+
+def drawn_features(torch: Any, problem: Problem, generator: Any, device: Any) -> tuple[Mapping[str, Any], list[Any]]:
+    """(where sequences and pages lie, as arrays on the host; the tensors of the problem's features, sinks first)."""
+    given = places(numpy.random.default_rng(int(problem.id, 16) % 2**31), problem)
+    features = []
+    if problem.sinks:
+        features = [torch.randn((problem.heads,), generator=generator, device="cuda").to(getattr(torch, problem.dtype))]
+    alike = {id(each): torch.as_tensor(each, dtype=torch.int32, device=device) for each in given.values()}
+    return given, features + [alike[id(each)] for each in given.values()]  # rows and keys that lie alike: one tensor
+
+
+def rows_of(queries: Any, given: Mapping[str, Any], sequence: int, head: int | slice) -> Any:
     """The rows of one sequence and head, `[rows, columns]`, of queries or of an output `[batch, heads, rows, columns]`.
 
     Args:
         queries: a torch tensor.
         given: what `inputs.places` gives.
         sequence: which, also of packed ones.
-        head: which.
+        head: which; for a slice, the first axis is that of heads.
     """
     if "CuQ" not in given:
         return queries[sequence, head]
     return queries[0, head, int(given["CuQ"][sequence]) : int(given["CuQ"][sequence + 1])]
 
 
-def _keys_of(keys: Any, given: Mapping[str, Any], sequence: int, kv_head: int) -> Any:
+def keys_of(keys: Any, given: Mapping[str, Any], sequence: int, kv_head: int | slice) -> Any:
     """The keys or values of one sequence and key head, `[keys, columns]`."""
     if "Table" in given:
         pages = keys[:, kv_head][[int(each) for each in given["Table"][sequence]]]

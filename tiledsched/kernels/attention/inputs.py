@@ -144,13 +144,13 @@ def in_pages(xp: Any, array: Any, table: Any, page: int) -> Any:
     return pool
 
 
-def kinds_of_heads(problem: Problem) -> numpy.ndarray:
-    """`[batch, heads]`, int64: the index into `KINDS` of each query head's inputs.
+def kinds_of_heads(problem: Problem, count: int = len(KINDS)) -> numpy.ndarray:
+    """`[batch, heads]`, int64: which of `count` kinds of inputs each query head has, an index into `KINDS`.
 
     Key/value heads take the kinds in turn, batch entry after batch entry; the query heads of a group follow theirs.
     """
     kv_heads = numpy.arange(problem.batch * problem.kv_heads).reshape(problem.batch, problem.kv_heads)
-    return numpy.repeat(kv_heads % len(KINDS), problem.group, axis=1)
+    return numpy.repeat(kv_heads % count, problem.group, axis=1)
 
 
 def adversarial_heads(xp: Any, rng: Any, problem: Problem, given: dict[str, Any] | None = None) -> tuple[Any, Any, Any]:
@@ -176,7 +176,7 @@ def adversarial_heads(xp: Any, rng: Any, problem: Problem, given: dict[str, Any]
     signs = xp.where(rng.standard_normal((CODES, problem.head_dim), dtype=numpy.float32) < 0, -1.0, 1.0)
     signs = signs.astype(numpy.float32)
     for index, kind in enumerate(KINDS[:count]):
-        for rows, columns in _sequences(problem, given or {}):
+        for rows, columns in sequences(problem, given or {}):
             q, k, v = queries[index, rows], keys[index, columns], values[index, columns]
             if kind == "borders":
                 diagonal = k.shape[0] - q.shape[0] if problem.alignment == "bottom_right" else 0
@@ -186,7 +186,7 @@ def adversarial_heads(xp: Any, rng: Any, problem: Problem, given: dict[str, Any]
     return queries, keys, values
 
 
-def _sequences(problem: Problem, given: dict[str, Any]) -> list[tuple[slice, slice]]:
+def sequences(problem: Problem, given: dict[str, Any]) -> list[tuple[slice, slice]]:
     """The rows and keys of each packed sequence that has both; all rows and keys if no sequences are packed."""
     if "CuK" not in given:
         return [(slice(None), slice(None))]

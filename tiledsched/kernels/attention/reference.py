@@ -84,16 +84,19 @@ def attention_and_lse(
             values = xp.where(used[:, None], values, 0.0)  # an unused slot may hold anything
             for start in range(0, seq_q, ROWS_PER_CHUNK):
                 rows = slice(start, min(start + ROWS_PER_CHUNK, seq_q))
-                scores = (q[b, h, rows].astype(dtype) @ keys.T) * scale
-                if cap:
-                    scores = cap * xp.tanh(scores / cap)
-                scores = xp.where(used, scores, -xp.inf)
-                if causal:
-                    last = xp.arange(rows.start, rows.stop)[:, None] + offset
-                    visible = columns <= last + window_right
-                    if window:
-                        visible &= columns > last - window
-                    scores = xp.where(visible, scores, -xp.inf)
+                scores, _ = masked_scores(
+                    xp,
+                    q[b, h, rows].astype(dtype),
+                    keys,
+                    start,
+                    used,
+                    causal=causal,
+                    scale=scale,
+                    offset=offset,
+                    window=window,
+                    window_right=window_right,
+                    cap=cap,
+                )
                 largest = scores.max(axis=-1, keepdims=True)
                 if sinks is not None:
                     largest = xp.maximum(largest, sinks[h].astype(dtype))
@@ -107,6 +110,39 @@ def attention_and_lse(
                 out[b, h, rows] = (scores @ values) / total
                 lse[b, h, rows] = (largest + xp.log(total))[:, 0]
     return out, lse
+
+
+def masked_scores(
+    xp: Any,
+    queries: Any,
+    keys: Any,
+    first_row: int,
+    used: Any,
+    *,
+    causal: bool,
+    scale: float,
+    offset: int,
+    window: int = 0,
+    window_right: int = 0,
+    cap: float = 0.0,
+) -> tuple[Any, Any]:
+    """Scores `[rows, keys]` of queries from row `first_row` on, with minus infinity where a row does not see a key, and without.
+
+    `used` says which keys count at all, and `offset` how many keys the first row of the sequence sees before its own. For
+    the rest see :func:`attention_and_lse`.
+    """
+    logits = (queries @ keys.T) * scale
+    if cap:
+        logits = cap * xp.tanh(logits / cap)
+    scores = xp.where(used, logits, -xp.inf)
+    if causal:
+        columns = xp.arange(len(keys))
+        last = xp.arange(first_row, first_row + len(queries))[:, None] + offset
+        visible = columns <= last + window_right
+        if window:
+            visible &= columns > last - window
+        scores = xp.where(visible, scores, -xp.inf)
+    return scores, logits
 
 
 def _one_by_one(

@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -72,23 +73,33 @@ def late_rivals(p: Problem, scale: float | None = None, cap: float | None = None
 def _named(
     p: Problem, scale: float | None, cap: float | None, flash_4: Callable[..., Function]
 ) -> Mapping[str, Function]:
+    if p.lse:
+        return {}
     made: dict[str, Callable[[], Function]] = {name: partial(torch_backend, p, name, scale) for name in BACKENDS}
     if p.is_varlen:
         made = {TORCH_VARLEN: partial(torch_varlen, p, scale)}
     if flash_4_installed():
         made[FLASH_4] = partial(flash_4, p, scale, cap)
+    return able(made)
+
+
+def able(made: Mapping[str, Callable[[], Function]]) -> dict[str, Function]:
+    """Name -> rival, of those that can be made. What makes the others raises UnsupportedError."""
     found = {}
-    for name, make in made.items() if not p.lse else ():
-        try:
+    for name, make in made.items():
+        with suppress(UnsupportedError):
             found[name] = make()
-        except UnsupportedError:
-            continue
     return found
 
 
 def _later_flash_attention_4(p: Problem, scale: float | None, cap: float | None) -> Function:
     flash_4_options(p, scale, cap)
-    made = functools.cache(partial(flash_attention_4, p, scale, cap))
+    return made_at_first_call(partial(flash_attention_4, p, scale, cap))
+
+
+def made_at_first_call(make: Callable[[], Function]) -> Function:
+    """A rival that is made when it is called for the first time."""
+    made = functools.cache(make)
     return lambda *given: made()(*given)
 
 
@@ -159,24 +170,32 @@ def torch_backend(p: Problem, name: str, scale: float | None = None) -> Function
     Raises:
         UnsupportedError: the rival cannot compute the problem.
     """
-    if p.has_features:
-        raise UnsupportedError(
-            "torch's backends take no windows, softcap, sinks, starts and lengths, but as a mask of all scores"
-        )
-    causal = p.causal
-    if causal and p.seq_q != p.seq_k:
-        if (name == "torch_flash") != (p.alignment == "bottom_right"):
-            raise UnsupportedError(f"{name} aligns the causal mask elsewhere")
-        if p.seq_q > p.seq_k and p.alignment == "bottom_right":
-            raise UnsupportedError(f"{name} may leave rows that see no key unwritten")
+    check_torch_mask(p, name)
     if p.group > 1 and name == "torch_efficient":
         raise UnsupportedError("torch's memory-efficient backend repeats no key heads")
-    operator, given = torch_operator(BACKENDS[name]), BEFORE_CAUSAL[name]
+    operator, given, causal = torch_operator(BACKENDS[name]), BEFORE_CAUSAL[name], p.causal
 
     def call(q: Any, k: Any, v: Any) -> Any:
         return operator(q, k, v, *given, causal, scale=scale)[0]
 
     return call
+
+
+def check_torch_mask(p: Problem, name: str) -> None:
+    """Make sure that a backend of torch's attention has the mask of a problem.
+
+    Raises:
+        UnsupportedError: it has not.
+    """
+    if p.has_features:
+        raise UnsupportedError(
+            "torch's backends take no windows, softcap, sinks, starts and lengths, but as a mask of all scores"
+        )
+    if p.causal and p.seq_q != p.seq_k:
+        if (name == "torch_flash") != (p.alignment == "bottom_right"):
+            raise UnsupportedError(f"{name} aligns the causal mask elsewhere")
+        if p.seq_q > p.seq_k and p.alignment == "bottom_right":
+            raise UnsupportedError(f"{name} may leave rows that see no key unwritten")
 
 
 def torch_operator(name: str) -> Function:
@@ -200,6 +219,22 @@ def torch_varlen(p: Problem, scale: float | None = None) -> VarlenRival:
     Raises:
         UnsupportedError: the rival cannot compute the problem.
     """
+    causal, options = torch_varlen_options(p, scale)
+    operator = torch_operator("_flash_attention_forward")
+
+    def attend(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, most_q: int, most_k: int) -> Any:
+        lies = (cu_q, cu_k, most_q, most_k, 0.0, causal, False)  # no dropout, no mask for people to look at
+        return heads_first(operator(*rows_first(p, q, k, v), *lies, **options)[0])
+
+    return VarlenRival(problem=p, attend=attend)
+
+
+def torch_varlen_options(p: Problem, scale: float | None) -> tuple[bool, dict[str, Any]]:
+    """(whether the mask is causal, the arguments by name) of torch's FlashAttention for packed sequences.
+
+    Raises:
+        UnsupportedError: it cannot compute the problem.
+    """
     if not p.packed or p.page:
         raise UnsupportedError("torch's varlen attention is for packed sequences; few of its releases take pages")
     if p.softcap or p.sinks or p.value_dim or p.head_dim % 8:
@@ -208,17 +243,10 @@ def torch_varlen(p: Problem, scale: float | None = None) -> VarlenRival:
         )
     if p.causal and not _aligned_below(p):
         raise UnsupportedError("torch's varlen attention aligns the mask at the bottom right")
-    operator = torch_operator("_flash_attention_forward")
-    causal, scale = p.causal, default_scale(p) if scale is None else scale
-    sides: dict[str, int] = {}
-    if p.window or p.window_right:
-        causal, sides = False, {"window_size_left": p.window - 1, "window_size_right": p.window_right}
-
-    def attend(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, most_q: int, most_k: int) -> Any:
-        lies = (cu_q, cu_k, most_q, most_k, 0.0, causal, False)  # no dropout, no mask for people to look at
-        return heads_first(operator(*rows_first(p, q, k, v), *lies, scale=scale, **sides)[0])
-
-    return VarlenRival(problem=p, attend=attend)
+    options: dict[str, Any] = {"scale": default_scale(p) if scale is None else scale}
+    if not (p.window or p.window_right):
+        return p.causal, options
+    return False, {**options, "window_size_left": p.window - 1, "window_size_right": p.window_right}
 
 
 def flash_attention_4(p: Problem, scale: float | None = None, cap: float | None = None) -> Function:

@@ -56,7 +56,7 @@ license: apache-2.0
 
 # {NAME}
 
-Flash-attention forward in cuTile on the schedule tuned for the GPU, served by tiledsched {__version__}.
+Flash attention in cuTile, forward and backward, on the schedules tuned for the GPU, served by tiledsched {__version__}.
 
 ```python
 from pathlib import Path

@@ -6,8 +6,7 @@ routing ends. Two other ways were rejected:
 
 - An override of `aten::_scaled_dot_product_flash_attention`, which is what torch's own hook for flash attention
   (`torch.nn.attention.register_flash_attention_impl`, torch 2.11) activates for FA3 and FA4: it is reached only where
-  torch has already chosen flash over cuDNN, it must serve or raise, with no way back to what it replaced, and it must
-  bring a backward of its own.
+  torch has already chosen flash over cuDNN, and it must serve or raise, with no way back to what it replaced.
 - A `TorchFunctionMode`: sees names imported earlier, too, but runs Python for every torch function and in one thread.
 
 torch's hook still turns routing on and off: importing this module registers `tiledsched` with it, so that

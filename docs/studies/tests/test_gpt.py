@@ -1,0 +1,81 @@
+"""The study that trains a GPT under several attentions, on a CPU where torch computes them all."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import itertools
+
+from docs.studies import gpt
+from tiledsched import configure
+
+SHAPE = gpt.Shape(layers=1, heads=2, width=16, context=8, vocabulary=32)
+
+
+def trained(methods, steps=3, **more):
+    runs = [gpt.start(name, gpt.METHODS[name], SHAPE, "cpu", 0) for name in methods]
+    data = gpt.tokens(SHAPE, 2, steps)
+    taken = gpt.take_turns(runs, data, 2, "cpu", **more)
+    return runs, taken
+
+
+def test_the_stream_is_made_from_its_seed_and_repeats_itself() -> None:
+    data = gpt.tokens(gpt.SHAPES["tiny"], 3, 2)
+    assert data.shape == (2, 3, 65)
+    assert torch.equal(data, gpt.tokens(gpt.SHAPES["tiny"], 3, 2))
+    assert not torch.equal(data, gpt.tokens(gpt.SHAPES["tiny"], 3, 2, seed=1))
+    assert torch.equal(data[..., 32:], data[..., :33])
+    followers = {}
+    for walk in data[..., :32].flatten(0, 1).tolist():
+        for one, other in itertools.pairwise(walk):
+            followers.setdefault(one, set()).add(other)
+    assert max(map(len, followers.values())) <= 4
+
+
+def test_the_model_has_gpt_2s_number_of_weights() -> None:
+    with torch.device("meta"):
+        model = gpt.GPT(gpt.Shape(), gpt.torchs)
+    assert sum(each.numel() for each in model.parameters()) == 124_475_904
+
+
+def test_methods_take_turns_and_equal_ones_have_equal_bits(quiet) -> None:
+    runs, taken = trained(["ours", "ours-deterministic", "ours-deterministic-again"])
+    assert taken == 3
+    assert [len(run.losses) for run in runs] == [3, 3, 3]
+    assert [len(run.block_ms) for run in runs] == [2, 2, 2]
+    assert gpt.same_bits(runs) is True
+    assert not torch.are_deterministic_algorithms_enabled()
+    with torch.no_grad():
+        next(runs[-1].model.parameters()).view(-1)[0] += 1e-3
+    assert gpt.same_bits(runs) is False
+    assert gpt.same_bits(runs[:2]) is None
+    rows = gpt.summarise(runs, "tiny", 2, "cpu")
+    assert [row.distance for row in rows] == [0.0, 0.0, 0.0]
+    assert "DIFFER" in gpt.to_text(rows, (0.0, 0.0), same=False)
+
+
+def test_noise_is_how_far_apart_torchs_attentions_are() -> None:
+    runs, _ = trained(["ours"], steps=1)
+    for name, shift in (("flash", 0.0), ("efficient", 0.5), ("cudnn", 0.25)):
+        runs.append(gpt.Run(**{**vars(runs[0]), "name": name, "losses": [each + shift for each in runs[0].losses]}))
+    assert gpt.noise(runs) == pytest.approx((0.5, 0.5))
+
+
+def test_a_budget_ends_the_run_between_rounds(quiet) -> None:
+    answers = iter([True, False])
+    _, taken = trained(["ours"], left=lambda: next(answers))
+    assert taken == 2
+
+
+def test_the_command_writes_rows_and_losses(quiet, tmp_path, capsys) -> None:
+    rows, losses = tmp_path / "rows.csv", tmp_path / "losses.csv"
+    with configure(fallback="torch"):
+        code = gpt.main(
+            f"--shape tiny --device cpu --methods ours --steps 1 --batch 1 --csv {rows} --losses {losses}".split()
+        )
+    assert code == 0
+    assert rows.read_text().splitlines()[1].startswith("ours,tiny,1,1,6.")
+    assert losses.read_text().startswith("step,ours\n0,6.")
+    assert "loss of the first step 6." in capsys.readouterr().out

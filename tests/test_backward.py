@@ -1,0 +1,384 @@
+"""Gradients of `sdpa` and `sdpa_varlen`: what they are, and that everything torch does with gradients works."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from attention_gradients import errors, exact_gradients
+from serve_on_cpu import tensors
+from torch.utils.checkpoint import checkpoint
+
+import tiledsched as ts
+from tiledsched import configure
+from tiledsched.core.errors import ProblemError, UnsupportedError
+from tiledsched.kernels.attention import Attention
+from tiledsched.kernels.attention_backward import AttentionBackward
+from tiledsched.ops import backward
+from tiledsched.ops import sdpa as serve
+from tiledsched.ops.backward import sdpa_backward_operator
+from tiledsched.ops.operator import sdpa_lse_operator
+from tiledsched.ops.varlen import sdpa_paged, sdpa_varlen
+from tiledsched.serve.lookup import LookupTable
+
+pytestmark = pytest.mark.usefixtures("fresh")
+
+LARGEST = 4e-3
+"""Relative error of gradients in float16."""
+SINKS = torch.tensor([0.5, -2.0, 3.0, 0.0])
+STARTS, LENGTHS = torch.tensor([3, 0, 40]), torch.tensor([40, 20, 40])
+"""Of three sequences; the last sees no key."""
+
+
+def leaves(**sizes):
+    return [each.requires_grad_() for each in tensors(**sizes)]
+
+
+def taken(out, given, dout=None):
+    """The gradients of `given`."""
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype) if dout is None else dout
+    return dout, torch.autograd.grad(out, given, dout)
+
+
+def right(found, wanted) -> None:
+    assert max(errors(found, wanted)) < LARGEST, errors(found, wanted)
+
+
+@pytest.fixture
+def left_to_torch(quiet):
+    with configure(fallback="torch"):
+        yield
+
+
+# What they are
+
+
+@pytest.mark.parametrize(
+    ("sizes", "asked"),
+    [
+        ({}, {"causal": True}),
+        ({"dtype": torch.bfloat16}, {}),
+        ({"heads": 4, "kv_heads": 2, "keys": 40, "value_columns": 24}, {"causal": "bottom_right", "scale": 0.4}),
+        ({"keys": 12}, {"causal": "bottom_right"}),
+        ({"batch": 3, "heads": 4, "kv_heads": 1, "keys": 40}, {"window": (6, 5), "softcap": 2.0, "sinks": SINKS}),
+        ({"batch": 3, "heads": 4, "keys": 40}, {"key_starts": STARTS, "key_lengths": LENGTHS, "causal": True}),
+    ],
+    ids=lambda given: "-".join(map(str, given)),
+)
+@pytest.mark.parametrize("lse", [False, True])
+def test_gradients_are_those_of_float64(launches, sizes, asked, lse) -> None:
+    q, k, v = given = leaves(**sizes)
+    if "sinks" in asked:
+        asked = {**asked, "sinks": asked["sinks"].clone().requires_grad_()}
+        given = [*given, asked["sinks"]]
+    found = serve.sdpa(q, k, v, return_lse=lse, **asked)
+    out, sums = found if lse else (found, None)
+    dout = torch.randn_like(out)
+    dlse = torch.randn_like(sums) if lse else None
+    dlse = torch.where(sums.isfinite(), dlse, 0.0) if lse else None
+    made = torch.autograd.grad(found, given, (dout, dlse) if lse else dout)
+    assert [each.dtype for each in made] == [each.dtype for each in given]
+    largest = 2e-2 if out.dtype == torch.bfloat16 else LARGEST
+    wanted = exact_gradients(q, k, v, dout, dlse=dlse, **{**asked, "sinks": asked.get("sinks")})
+    assert max(errors(made, wanted)) < largest, errors(made, wanted)
+
+
+@pytest.mark.parametrize("asked", [{}, {"causal": True, "window": 7, "sinks": SINKS}, {"softcap": 2.0, "scale": 0.3}])
+def test_gradients_of_packed_sequences(launches, asked) -> None:
+    generator = torch.Generator().manual_seed(7)
+    rows, keys = torch.tensor([0, 9, 9, 10, 40]), torch.tensor([0, 4, 37, 37, 67])
+    shapes = ((40, 4, 16), (67, 2, 16), (67, 2, 32))
+    given = [torch.randn(shape, generator=generator).half().requires_grad_() for shape in shapes]
+    asked = dict(asked)
+    if "sinks" in asked:
+        asked["sinks"] = asked["sinks"].clone().requires_grad_()
+    out, lse = sdpa_varlen(*given, rows, keys, return_lse=True, **asked)
+    every = [*given, *([asked["sinks"]] if "sinks" in asked else [])]
+    dout, dlse = torch.randn_like(out), torch.where(lse.isfinite(), torch.randn_like(lse), 0.0)
+    found = torch.autograd.grad((out, lse), every, (dout, dlse))
+    dense = [each.transpose(0, 1)[None] for each in (*given, dout)]
+    asked["causal"] = "bottom_right" if asked.get("causal") else False
+    wanted = exact_gradients(*dense, dlse=dlse[None], cu_q=rows, cu_k=keys, **asked)
+    right([*(each.transpose(0, 1)[None] for each in found[:3]), *found[3:]], wanted)
+
+
+def side_by_side(q, k, v):
+    """Parts of one tensor `[batch, rows, 3, heads, columns]`, as one projection makes them."""
+    return torch.stack([each.transpose(1, 2) for each in (q, k, v)], 2).transpose(1, 3).unbind(2)
+
+
+LAYOUTS = {
+    "rows first": lambda *given: [each.transpose(1, 2).contiguous().transpose(1, 2) for each in given],
+    "parts of one": side_by_side,
+    "expanded keys": lambda q, k, v: (q, *(each[:, :1].expand(-1, q.shape[1], -1, -1) for each in (k, v))),
+    "the same": lambda q, k, v: (q, q, q),
+    "columns apart": lambda *given: [each.mT.contiguous().mT for each in given],
+}
+GRADIENTS = {
+    "of a sum": lambda out: torch.ones((), dtype=out.dtype).expand(out.shape),
+    "of a mean over rows": lambda out: torch.randn(2, 2, 1, 16).to(out.dtype).expand(out.shape),
+    "columns apart": lambda out: torch.randn(out.mT.shape).to(out.dtype).mT,
+    "rows first": lambda out: torch.randn(out.transpose(1, 2).shape).to(out.dtype).transpose(1, 2),
+    "part of more": lambda out: torch.randn(*out.shape[:3], 40).to(out.dtype)[..., 8:24],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["of a sum", "rows first"])
+def test_tensors_may_lie_in_any_way(launches, layout, kind) -> None:
+    given = LAYOUTS[layout](*tensors(batch=2))
+    q, k, v = (
+        (each.detach().requires_grad_() for each in given) if layout != "the same" else [given[0].requires_grad_()] * 3
+    )
+    out = serve.sdpa(q, k, v, causal=True)
+    dout = GRADIENTS[kind](out)
+    found = sdpa_backward_operator(
+        dout, q, k, v, *sdpa_lse_operator(*(x.detach() for x in (q, k, v)), "top_left"), "top_left"
+    )
+    for each, like in zip(found, (q, k, v), strict=False):
+        assert each.stride() == torch.empty_like(like).stride()
+    wanted = exact_gradients(q, k, v, dout, causal=True)
+    right(found[:3], wanted)
+    if layout == "the same":
+        right(taken(out, [q], dout)[1], [sum(wanted)])
+    else:
+        right(taken(out, (q, k, v), dout)[1], wanted)
+
+
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_gradients_of_outputs_may_lie_in_any_way(launches, kind) -> None:
+    q, k, v = given = leaves(batch=2)
+    for _ in range(2):  # the second time without a new plan
+        out = serve.sdpa(q, k, v)
+        dout, found = taken(out, given, GRADIENTS[kind](out))
+        right(found, exact_gradients(q, k, v, dout))
+
+
+@pytest.mark.parametrize("wanted", [(True, False, False), (False, True, True)])
+def test_only_what_requires_gradients_gets_them(launches, wanted) -> None:
+    q, k, v = given = [each.requires_grad_(needed) for each, needed in zip(tensors(), wanted, strict=True)]
+    serve.sdpa(q, k, v).sum().backward()
+    assert [each.grad is not None for each in given] == list(wanted)
+    exact = exact_gradients(q, k, v, torch.ones_like(q))
+    right([each.grad for each in given if each.grad is not None], [e for e, n in zip(exact, wanted, strict=True) if n])
+
+
+def test_three_axes_and_the_log_sum_exp_alone(launches) -> None:
+    q, k, v = leaves()
+    _, lse = serve.sdpa(q[0], k[0], v[0], return_lse=True)
+    dlse = torch.randn_like(lse)
+    found = torch.autograd.grad(lse, (q, k, v), dlse)
+    wanted = exact_gradients(q, k, v, torch.zeros_like(q), dlse=dlse[None])
+    right(found[:2], wanted[:2])
+    assert not found[2].any()
+
+
+@pytest.mark.parametrize("shapes", [((1, 2, 0, 16), (1, 2, 5, 16)), ((1, 2, 5, 16), (1, 2, 0, 16))])
+def test_empty_tensors_have_gradients(launches, left_to_torch, shapes) -> None:
+    q, k, v = (torch.randn(shape).half().requires_grad_() for shape in (shapes[0], shapes[1], shapes[1]))
+    serve.sdpa(q, k, v).sum().backward()
+    for each in (q, k, v):
+        assert each.grad.shape == each.shape
+        assert not each.grad.any()
+
+
+# Under torch's machinery
+
+
+def test_the_operator_is_well_made(launches) -> None:
+    q, k, v = tensors(rows=8, keys=12, value_columns=24, heads=4, kv_heads=2)
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    out, lse = sdpa_lse_operator(q, k, v, "bottom_right", 0.3, 5, 2.0, SINKS)
+    given = (torch.randn_like(out), q, k, v, out, lse, "bottom_right", 0.3, 5, 2.0, SINKS)
+    torch.library.opcheck(sdpa_backward_operator, given, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition"])
+@pytest.mark.parametrize("lse", [False, True])
+def test_compiled_whole_they_are_the_same(launches, backend, lse) -> None:
+    def model(q, k, v):
+        found = serve.sdpa(q * 2, k, v, causal=True, return_lse=lse)
+        return found[0] + found[1][..., None] if lse else found + 1
+
+    given = leaves(rows=8, keys=16)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        out = torch.compile(model, fullgraph=True, backend=backend)(*given)
+    dout, found = taken(out, given)
+    right(found, [each.double() for each in taken(model(*given), given, dout)[1]])
+    assert all(each.numel() < 8 * 16 * 16 for each in saved)
+
+
+def test_one_graph_serves_many_lengths(launches) -> None:
+    compiled = torch.compile(
+        lambda *given: serve.sdpa(*given, causal=True), fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for rows, stance in ((7, "default"), (19, "fail_on_recompile"), (33, "fail_on_recompile")):
+        q, k, v = given = leaves(rows=rows)
+        with torch.compiler.set_stance(stance):
+            dout, found = taken(compiled(*given), given)
+        right(found, exact_gradients(q, k, v, dout, causal=True))
+
+
+def plans_made():
+    return [plan.problem for plan in backward.cache.plans.values()]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_deterministic_is_what_was_asked_for_or_what_torch_says_when_they_are_computed(launches, compiled) -> None:
+    q, k, v = leaves()
+
+    def attend(deterministic):
+        call = lambda *given: serve.sdpa(*given, deterministic=deterministic)  # noqa: E731
+        return torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
+
+    for given, torchs, wanted in ((None, False, False), (None, True, True), (True, False, True), (False, True, False)):
+        serve.reload()
+        torch.use_deterministic_algorithms(torchs and compiled)  # in compiled code it may not change meanwhile
+        out = attend(given)(q, k, v)
+        torch.use_deterministic_algorithms(torchs)
+        try:
+            out.sum().backward()
+            plan = serve.plan_for(q, k, v, backward=True, deterministic=given)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert [each.deterministic for each in plans_made()] == [wanted]
+        assert plan.problem.deterministic is wanted
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_they_are_the_same(launches, reentrant) -> None:
+    q, k, v = given = leaves()
+    out = checkpoint(lambda *x: serve.sdpa(*x, causal=True) * 2, *given, use_reentrant=reentrant)
+    out.sum().backward()
+    right([each.grad for each in given], exact_gradients(q, k, v, torch.full_like(q, 2.0), causal=True))
+
+
+def test_nothing_of_the_size_of_the_scores_is_saved(launches) -> None:
+    saved = []
+
+    def pack(each):
+        saved.append(each.numel())
+        return each
+
+    given = leaves(rows=64, columns=16)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each):
+        out = serve.sdpa(*given, causal=True)
+    assert sorted(saved) == [2 * 64] + 4 * [2 * 64 * 16]
+    with torch.autograd.graph.save_on_cpu():
+        out = serve.sdpa(*given, causal=True)
+    dout, found = taken(out, given)
+    right(found, exact_gradients(*given, dout, causal=True))
+
+
+@pytest.mark.parametrize("which", ["q", "v", "out", "sinks"])
+def test_what_was_saved_may_not_be_changed(launches, which) -> None:
+    q, k, v = leaves(heads=4)
+    named = {"q": q * 1, "k": k * 1, "v": v * 1, "sinks": SINKS.clone().requires_grad_() * 1}
+    named["out"] = serve.sdpa(named["q"], named["k"], named["v"], sinks=named["sinks"])
+    named["out"].sum().backward(retain_graph=True)
+    with torch.no_grad():
+        named[which].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        named["out"].sum().backward()
+
+
+def test_autocast_and_gradients_in_float32(launches) -> None:
+    q, k, v = given = leaves(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(2):
+            out = serve.sdpa(q, k, v, causal=True)
+            out.float().square().sum().backward()
+    wanted = exact_gradients(q, k, v, 2 * out.float().detach(), causal=True)
+    assert [each.grad.dtype for each in given] == [torch.float32] * 3
+    assert max(errors([each.grad / 2 for each in given], wanted)) < 2e-2
+
+
+def test_second_derivatives_are_refused_where_they_are_computed(launches) -> None:
+    q, k, v = leaves()
+    first = torch.autograd.grad(serve.sdpa(q, k, v).sum(), (q, k, v), create_graph=True)
+    right(first, exact_gradients(q, k, v, torch.ones_like(q)))
+    with pytest.raises(UnsupportedError, match=r"second derivatives .*SDPBackend\.MATH"):
+        first[0].square().sum().backward()
+
+
+def test_torch_func_is_torchs_and_vmap_is_ours(launches, left_to_torch) -> None:
+    q, k, v = tensors(batch=3)
+    with configure(fallback="error"), pytest.raises(UnsupportedError, match=r"torch.func"):
+        torch.func.grad(lambda q: serve.sdpa(q, k, v).sum())(q)
+    found = torch.func.grad(lambda q: serve.sdpa(q, k, v).sum())(q)
+    assert launches == []
+    wanted = exact_gradients(q, k, v, torch.ones_like(q))
+    right([found], wanted[:1])
+    given = [each.requires_grad_() for each in (q, k, v)]
+    with configure(fallback="error"):
+        out = torch.func.vmap(lambda *x: serve.sdpa(*(each[None] for each in x))[0])(*given)
+        right(taken(out, given, torch.ones_like(out))[1], wanted)
+        dout = torch.randn(2, *q.shape).half()  # two gradients of one output
+        many = torch.autograd.grad(serve.sdpa(*given), given, dout, is_grads_batched=True)
+    for at in range(2):
+        right([each[at] for each in many], exact_gradients(*given, dout[at]))
+
+
+# What torch computes instead, what is said and noted
+
+
+def test_calls_without_our_gradients_are_torchs_from_the_start(launches, left_to_torch, monkeypatch) -> None:
+    q, k, v = given = leaves()
+    with monkeypatch.context() as patch:
+        patch.setattr(LookupTable, "known_arch", lambda table, arch: table.kernel is Attention)
+        dout, found = taken(serve.sdpa(*given, causal=True), given)
+        right(found, exact_gradients(q, k, v, dout, causal=True))
+        with configure(fallback="error"), pytest.raises(UnsupportedError, match="has no search space for sm_90"):
+            serve.sdpa(*given)
+    table, lengths = torch.tensor([[0, 1]]), torch.tensor([24])
+    pages = [torch.randn(2, 16, 2, 16).half().requires_grad_() for _ in "kv"]
+    sdpa_paged(torch.randn(1, 1, 2, 16).half(), *pages, table, lengths).sum().backward()
+    assert pages[0].grad.any()
+    with configure(fallback="error"), pytest.raises(UnsupportedError, match="keys lie in pages"):
+        sdpa_paged(torch.randn(1, 1, 2, 16).half(), *pages, table, lengths)
+    assert launches == []
+
+
+def test_where_the_kernel_refuses_torch_computes_the_gradients_again(launches, left_to_torch, monkeypatch) -> None:
+    """As of a problem that is too large, in a graph that was traced for any sizes."""
+    q, k, v = given = leaves(batch=3, heads=4, keys=40)
+    asked = {"key_starts": STARTS, "sinks": SINKS.clone().requires_grad_(), "causal": True}
+    out = serve.sdpa(*given, **asked)
+    monkeypatch.setattr(backward.BackwardCall, "make_plan", lambda call: "no")
+    launched = len(launches)
+    every = [*given, asked["sinks"]]
+    dout, found = taken(out, every)
+    assert len(launches) == launched
+    right(found, exact_gradients(q, k, v, dout, **asked))
+
+
+def test_results_that_are_not_of_the_call_are_refused(launches) -> None:
+    q, k, v = tensors()
+    out, lse = sdpa_lse_operator(q, k, v)
+    for wrong in ((out.float(), out, lse), (out, out[..., :8], lse), (out, out, lse.half())):
+        with pytest.raises(ProblemError, match=r"must be torch\.float"):
+            sdpa_backward_operator(wrong[0], q, k, v, *wrong[1:])
+
+
+def test_explain_and_plan_for_tell_what_backward_does(launches) -> None:
+    q, k, v = leaves()
+    plan = serve.plan_for(q, k, v, causal=True, backward=True)
+    assert plan.problem.declaration is AttentionBackward
+    assert serve.explain(q, k, v, causal=True, backward=True).problem == plan.problem
+    assert "deterministic" in str(serve.explain(q, k, v, backward=True, deterministic=True))
+    assert serve.explain(q, k, v, return_lse=True).problem.lse
+    serve.sdpa(q, k, v, causal=True).sum().backward()
+    assert plan.problem in plans_made()
+
+
+def test_backward_calls_are_seen(launches, tmp_path) -> None:
+    from tiledsched.store.seen import read_seen
+
+    given = leaves()
+    with ts.capture(tmp_path):
+        for _ in range(3):
+            serve.sdpa(*given).sum().backward()
+    found = {each.problem.kernel: each.calls for each in read_seen(tmp_path).problems}
+    assert found == {"attention": 3, "attention_backward": 3}

@@ -1,0 +1,279 @@
+"""The rivals of attention's backward pass, and its bench, without a GPU: stand-ins compute what the libraries would."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import math
+import sys
+import types
+
+import numpy
+import pytest
+
+torch = pytest.importorskip("torch")
+from test_bench_harness import cell, cuda  # noqa: F401
+
+from tiledsched.bench.case import make_case
+from tiledsched.bench.methods import DETERMINISTIC, OURS, SERVED, methods_of
+from tiledsched.core.cases import expected_outputs, random_inputs
+from tiledsched.core.errors import UnsupportedError
+from tiledsched.kernels.attention_backward import rivals
+from tiledsched.kernels.attention_backward.declaration import AttentionBackward
+from tiledsched.measure.rivals import call_on
+from tiledsched.measure.torch_arrays import as_tensors
+
+METHODS = methods_of(AttentionBackward)
+CUDNN, FLASH, VARLEN, FLASH_4 = rivals.TORCH_CUDNN, rivals.TORCH_FLASH, rivals.TORCH_VARLEN, rivals.FLASH_4
+
+
+def problem(**more):
+    values = {"seq_q": 24, "seq_k": 24, "head_dim": 16, "batch": 2, "heads": 4, "kv_heads": 2, "dtype": "float16"}
+    return AttentionBackward.problem(**{**values, **more})
+
+
+def packed(**more):
+    return problem(**{"batch": 1, "packed": 3, "seq_q": 40, "seq_k": 40, "causal": True, **more})
+
+
+def below(**more):
+    return problem(**{"seq_q": 10, "seq_k": 24, "causal": True, "alignment": "bottom_right", **more})
+
+
+COMPUTED = {
+    problem(): {CUDNN, FLASH, FLASH_4},
+    problem(causal=True): {CUDNN, FLASH, FLASH_4},
+    problem(causal=True, deterministic=True): {FLASH_4},
+    problem(kv_heads=4, value_dim=8): {CUDNN, FLASH_4},
+    problem(value_dim=8): {CUDNN},
+    problem(seq_q=10, causal=True): {CUDNN},
+    below(): {FLASH, FLASH_4},
+    below(window=7, softcap=True, sinks=True): {FLASH_4},
+    problem(causal=True, window=7, window_right=3): {FLASH_4},
+    packed(): {VARLEN, FLASH_4},
+    packed(seq_k=60, alignment="bottom_right", window=9, deterministic=True): {FLASH_4},
+    packed(causal=False, sinks=True): {FLASH_4},
+    problem(causal=True, sinks=True, dlse=True): {FLASH_4},
+    packed(dlse=True): set(),
+    packed(seq_k=60): set(),
+    problem(head_dim=20): set(),
+    problem(seq_k=10, causal=True, alignment="bottom_right"): set(),
+    problem(lengths=True): set(),
+    problem(starts=True): set(),
+}
+"""Problem -> the rivals that can compute it."""
+
+
+def gradients(q, k, v, out, dout, lse, scale, *, shift, causal, window, cap=0.0, sinks=None, dlse=None):
+    """Gradients of `[batch, heads, rows, columns]`, by the output and log-sum-exp that are given.
+
+    `shift` is how far below the first row the mask's diagonal begins.
+    """
+    q, k, v, out, dout = (each.double() for each in (q, k, v, out, dout))
+    group = q.shape[1] // k.shape[1]
+    keys, values = (each.repeat_interleave(group, 1) for each in (k, v))
+    logits = q @ keys.transpose(-1, -2) * scale
+    capped = cap * torch.tanh(logits / cap) if cap else logits
+    row, column = torch.arange(q.shape[2])[:, None] + shift, torch.arange(k.shape[2])[None]
+    left, right = (None, 0) if causal else window
+    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+    seen &= column <= row + right if right is not None else seen
+    seen &= column >= row - left if left is not None else seen
+    p = torch.where(seen, (capped - lse.double()[..., None]).exp(), 0.0)
+    delta = (out * dout).sum(-1, keepdim=True) - (0.0 if dlse is None else dlse[..., None])
+    ds = p * (dout @ values.transpose(-1, -2) - delta) * (1 - (capped / cap) ** 2 if cap else 1.0) * scale
+    dk, dv = (each.unflatten(1, (-1, group)).sum(2) for each in (ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dout))
+    found = [ds @ keys, dk, dv]
+    if sinks is not None:
+        share = (sinks.double()[None, :, None] - lse.double()).exp()
+        found.append(-(share[..., None] * delta).sum((0, 2, 3)))
+    return found
+
+
+def flash_4(
+    q,
+    k,
+    v,
+    out,
+    dout,
+    lse,
+    softmax_scale=None,
+    causal=False,
+    softcap=0.0,
+    window_size_left=None,
+    window_size_right=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    deterministic=False,
+    dq=None,
+    dk=None,
+    dv=None,
+    dlse=None,
+    learnable_sink=None,
+):
+    """FlashAttention-4's function, on `[batch, rows, heads, columns]`; it says what it was told in `TOLD`."""
+    TOLD.append(deterministic)
+    dsinks = 0.0
+    places = [(slice(None), slice(None))]
+    arrays = [each.transpose(1, 2) for each in (q, k, v, out, dout, dq, dk, dv)] if cu_seqlens_q is None else []
+    if cu_seqlens_q is not None:
+        assert max_seqlen_q == int(cu_seqlens_q.diff().max())
+        arrays = [each.transpose(0, 1)[None] for each in (q, k, v, out, dout, dq, dk, dv)]
+        lse = lse[None]
+        ends = [each.tolist() for each in (cu_seqlens_q, cu_seqlens_k)]
+        places = [(slice(*ends[0][i : i + 2]), slice(*ends[1][i : i + 2])) for i in range(len(ends[0]) - 1)]
+    of_rows = (True, False, False, True, True)
+    for rows, keys in places:
+        own = [each[:, :, rows if by_rows else keys] for each, by_rows in zip(arrays, of_rows, strict=False)]
+        shift = own[1].shape[2] - own[0].shape[2]
+        options = {"shift": shift, "causal": causal, "window": (window_size_left, window_size_right)}
+        found = gradients(*own, lse[:, :, rows], softmax_scale, cap=softcap, sinks=learnable_sink, dlse=dlse, **options)
+        for made, to, at in zip(found, arrays[5:], (rows, keys, keys), strict=False):
+            to[:, :, at] = made.to(to.dtype)
+        dsinks = dsinks + found[3] if learnable_sink is not None else dsinks
+    return (dq, dk, dv) if learnable_sink is None else (dq, dk, dv, dsinks.to(learnable_sink.dtype))
+
+
+def torch_operator(name):
+    """The operator of that name, with the arguments that its schema has."""
+    parameters = [each.name for each in getattr(torch.ops.aten, name).default._schema.arguments]
+
+    def call(*given, **more):
+        named = {**dict(zip(parameters, given, strict=False)), **more}
+        assert len(given) + len(more) <= len(parameters)
+        assert named["dropout_p"] == 0.0
+        q, k, v, out, dout, lse = (named[each] for each in ("query", "key", "value", "out", "grad_out", "logsumexp"))
+        causal, scale = named["is_causal"], named["scale"]
+        if named["cum_seq_q"] is not None:
+            dq, dk, dv = (torch.empty_like(each) for each in (q, k, v))
+            sides = named.get("window_size_left"), named.get("window_size_right")
+            ends = named["cum_seq_q"], named["cum_seq_k"], named["max_q"], named["max_k"]
+            return flash_4(q, k, v, out, dout, lse, scale, causal, 0.0, *sides, *ends, False, dq, dk, dv)
+        if "cudnn" in name:
+            assert out.stride() == dout.stride() == torch.empty_like(q[..., : out.shape[3]]).stride()
+            assert lse.shape == (*q.shape[:3], 1)
+            lse = lse[..., 0]
+        scale = q.shape[3] ** -0.5 if scale is None else scale
+        shift = 0 if "cudnn" in name else k.shape[2] - q.shape[2]
+        found = gradients(q, k, v, out, dout, lse, scale, shift=shift, causal=causal, window=(None, None))
+        return tuple(each.to(q.dtype) for each in found)
+
+    return call
+
+
+TOLD: list[bool] = []
+
+
+@pytest.fixture(autouse=True)
+def libraries(monkeypatch):
+    """FlashAttention-4 and torch's operators as they would be on a GPU."""
+    TOLD.clear()
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        module.__path__ = []
+        monkeypatch.setitem(sys.modules, name, module)
+    sys.modules["flash_attn.cute.interface"]._flash_attn_bwd = flash_4
+    monkeypatch.setattr(rivals, "torch_operator", torch_operator)
+
+
+def tensors(p):
+    """(the inputs of a problem as tensors, its gradients in float64)."""
+    stored = random_inputs(AttentionBackward, numpy, numpy.random.default_rng(1), p)
+    return as_tensors(torch, p, stored), expected_outputs(AttentionBackward, numpy, p, stored, "float64")
+
+
+@pytest.mark.parametrize("asked", COMPUTED, ids=str)
+def test_each_rival_computes_what_it_can_from_any_forward_and_refuses_the_rest(asked) -> None:
+    assert set(rivals.rivals(asked)) == set(rivals.late_rivals(asked)) == COMPUTED[asked]
+    given, right = tensors(asked)
+    for make in (rivals.rivals, rivals.late_rivals):
+        for name, rival in make(asked).items():
+            bound = (given[-2].diff().max(), given[-1].diff().max()) if asked.packed and make != rivals.rivals else ()
+            found = rival(*given, *map(int, bound)) if bound else call_on(rival, given)()
+            assert len(found) == len(right)
+            for made, wanted in zip(found, right, strict=True):
+                error = numpy.linalg.norm(made.double().numpy() - wanted) / numpy.linalg.norm(wanted)
+                assert error < 2e-3, (name, error)
+            if asked.sinks:
+                assert found[3].dtype == torch.float32
+    assert set(TOLD) <= {asked.deterministic}
+
+
+def test_gradients_lie_as_the_inputs_and_a_plan_of_cudnn_sees_one_layout() -> None:
+    """The stand-in of cuDNN checks the strides that it is given."""
+    p = problem(causal=True)
+    given, _ = tensors(p)
+    turned = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in given[:5]]
+    for q, k, v in (given[:3], turned[:3]):
+        for out, dout in ((given[3], turned[4]), (turned[3], given[4].mean((0, 1), keepdim=True).expand_as(given[4]))):
+            rivals.rivals(p)[CUDNN](q, k, v, out, dout, given[5])
+            found = rivals.rivals(p)[FLASH_4](q, k, v, out, dout, given[5])
+            assert [each.stride() for each in found] == [each.stride() for each in (q, k, v)]
+
+
+def test_scale_and_cap_are_those_of_the_call() -> None:
+    p = problem(softcap=True)
+    given, _ = tensors(p)
+    found = rivals.rivals(p, 0.5, 3.0)[FLASH_4](*given)
+    wanted = gradients(*given, 0.5, shift=0, causal=False, window=(None, None), cap=3.0)
+    for made, right in zip(found, wanted, strict=True):
+        assert (made - right).abs().max() < 2e-3
+
+
+def test_what_is_not_there_is_no_rival(monkeypatch) -> None:
+    monkeypatch.setenv(rivals.RAGGED_CUDNN, "1")
+    assert set(rivals.rivals(problem())) == {FLASH, FLASH_4}
+    monkeypatch.delattr(sys.modules["flash_attn.cute.interface"], "_flash_attn_bwd")
+    with pytest.raises(UnsupportedError, match="no backward pass"):
+        rivals.flash_attention_4(problem())
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    assert set(rivals.rivals(problem())) == {FLASH}
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", None)
+    with pytest.raises(UnsupportedError, match="cannot be imported"):
+        rivals.flash_attention_4(problem())
+
+
+# The bench
+
+
+@pytest.fixture
+def ours_first(launches, monkeypatch):
+    """No flash backend of torch's makes the outputs of the forward pass on a CPU: our kernel does."""
+
+    def refuse(name):
+        raise UnsupportedError("no GPU")
+
+    monkeypatch.setattr("tiledsched.bench.rivals.attention_backward.torch_operator", refuse)
+
+
+@pytest.mark.parametrize("asked", [problem(causal=True), packed(sinks=True)], ids=str)
+def test_every_method_has_the_error_of_each_gradient(cuda, ours_first, asked) -> None:  # noqa: F811
+    case = make_case(torch, sys.modules["cupy"], asked)
+    assert case.compared == f"{asked.sequences * 2}/{asked.sequences * 2}"
+    for name in (OURS, SERVED, DETERMINISTIC, *(COMPUTED.get(asked) or {FLASH_4}), f"{FLASH_4}_{DETERMINISTIC}"):
+        error = case.error(METHODS[name].make(case.arrays)())
+        apart = dict(each.split("=") for each in error.by_output.split())
+        assert list(apart) == ["dQ", "dK", "dV"]
+        assert 0 < max(map(float, apart.values())) == pytest.approx(error.relative, rel=1e-2)
+        assert error.relative < 2e-3, name
+    assert set(TOLD) == {False, True}
+    schedules = {name: case.details(name, verify=False) for name in (OURS, DETERMINISTIC)}
+    assert "atomic" not in schedules[DETERMINISTIC]["schedule"]
+    assert schedules[OURS]["provenance"] in ("default", "modelled", "transferred")
+
+
+def test_rows_tell_errors_apart_and_gradients_that_are_wrong_have_no_time(cuda, ours_first, monkeypatch) -> None:  # noqa: F811
+    def halved(name):
+        call = torch_operator(name)
+        return lambda *given, **more: (*call(*given, **more)[:2], call(*given, **more)[2] / 2)
+
+    rows = cell((METHODS[name] for name in (FLASH, FLASH_4)), problem=problem(causal=True))
+    assert rows[FLASH_4].status == "ok"
+    assert rows[FLASH_4].output_errs.startswith("dQ=")
+    monkeypatch.setattr(rivals, "torch_operator", halved)
+    rows = cell((METHODS[name] for name in (CUDNN, FLASH, VARLEN)), problem=problem(causal=True))
+    assert rows[CUDNN].status.startswith("wrong result: relative error 0.5")
+    assert rows[VARLEN].status.startswith("not served: torch's varlen attention is for packed sequences")
+    assert math.isclose(rows[CUDNN].problem.flops, 2.5 * 4 * 2 * 4 * (24 * 24 / 2) * 16)

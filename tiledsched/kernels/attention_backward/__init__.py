@@ -1,0 +1,9 @@
+"""The gradients of attention. Everything that knows them is in this folder; what they share with attention forward is imported
+from :mod:`tiledsched.kernels.attention`.
+"""
+
+from __future__ import annotations
+
+from tiledsched.kernels.attention_backward.declaration import AttentionBackward
+
+__all__ = ["AttentionBackward"]

@@ -1,0 +1,401 @@
+"""The declaration of attention's gradients: fields, arrays, knobs, and the launches that a schedule comes to.
+
+What runs on the GPU is in `tiles` and `entries` beside it; cuTile is imported where a launch is asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import tiledsched.core.fields as ts
+from tiledsched.core.arrays import Tolerance
+from tiledsched.core.kernel import Kernel
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
+from tiledsched.kernels.attention.declaration import BLOCK_ORDERS
+from tiledsched.kernels.attention.problem import ALIGNMENTS, DTYPES, MAX_HEAD_DIM
+from tiledsched.kernels.attention.tiling import column_widths
+from tiledsched.kernels.attention_backward import problem
+from tiledsched.kernels.attention_backward.model import AttentionBackwardCost
+from tiledsched.kernels.attention_backward.similarity import AttentionBackwardSimilarity
+from tiledsched.kernels.attention_backward.suites import STANDARD, SUITES
+from tiledsched.kernels.persistent import resident_blocks
+
+LARGEST_ERROR = {"float16": 4e-3, "bfloat16": 2e-2}
+"""Largest relative Frobenius error that a tile may have, by element type."""
+ROW_ELEMENTS = 8192
+"""Elements of a tile of the launches that go over rows once."""
+SINK_ROWS = 1024
+"""Rows that a step of the sinks' launch takes."""
+STRUCTURES = ("atomic", "two_pass")
+
+
+class AttentionBackward(Kernel):
+    """The gradients of scaled dot-product attention with respect to Q, K, V and the sinks.
+
+    Q, K, V, masks and features are those of :class:`tiledsched.kernels.attention.Attention`; Out is its output, Lse
+    `[batch, heads, seq_q]` its log-sum-exp (natural logarithm, float32, with the sinks counted; minus infinity for rows that see
+    nothing), dOut the gradient of Out, and dLse, in problems with `dlse`, that of Lse. Sums are in float32 and rounded once. Rows
+    that see nothing have gradients of zero, and so have keys that no row sees.
+
+    `deterministic` problems give the same bits in every run: the sums of dQ are made in a fixed order.
+    """
+
+    name = "attention_backward"
+    seq_q = ts.dim()
+    seq_k = ts.dim()
+    head_dim = ts.dim(constant=True, most=MAX_HEAD_DIM)
+    dtype = ts.dtype(*DTYPES)
+    causal = ts.flag()
+    batch = ts.dim(1)
+    heads = ts.dim(1)
+    kv_heads = ts.dim(1)
+    alignment = ts.choice(*ALIGNMENTS, omit_default=True)
+    value_dim = ts.dim(0, constant=True, least=0, most=MAX_HEAD_DIM, omit_default=True)
+    window = ts.dim(0, least=0, omit_default=True)
+    window_right = ts.dim(0, least=0, omit_default=True)
+    softcap = ts.flag(omit_default=True)
+    sinks = ts.flag(omit_default=True)
+    starts = ts.flag(omit_default=True)
+    lengths = ts.flag(omit_default=True)
+    packed = ts.dim(0, least=0, omit_default=True)
+    deterministic = ts.flag(omit_default=True)
+    dlse = ts.flag(omit_default=True)
+    derived = problem.DERIVED
+
+    Q = ts.array("batch heads seq_q head_dim")
+    K = ts.array("batch kv_heads seq_k head_dim")
+    V = ts.array("batch kv_heads seq_k value_columns")
+    Out = ts.array("batch heads seq_q value_columns")
+    dOut = ts.array("batch heads seq_q value_columns")
+    Lse = ts.array("batch heads seq_q", dtype="float32")
+    Sinks = ts.array("heads", when="sinks")
+    Starts = ts.array("batch", dtype="int32", when="starts", below="seq_k")
+    Lengths = ts.array("batch", dtype="int32", when="lengths", below="past_keys")
+    CuQ = ts.array("offsets", dtype="int32", when="ends_q")
+    CuK = ts.array("offsets", dtype="int32", when="ends_q")
+    dLse = ts.array("batch heads seq_q", dtype="float32", when="dlse")
+    dQ = ts.out("batch heads seq_q head_dim")
+    dK = ts.out("batch kv_heads seq_k head_dim")
+    dV = ts.out("batch kv_heads seq_k value_columns")
+    dSinks = ts.out("heads", dtype="float32", when="sinks")
+    LseLog2 = ts.workspace(lambda p, s: (p.batch, p.heads, padded_rows(p, s)), aligned=True)
+    Delta = ts.workspace(lambda p, s: (p.batch, p.heads, padded_rows(p, s)), aligned=True)
+    dQSum = ts.workspace(lambda p, s: dq_sum_shape(p, s), aligned=True)
+    dKParts = ts.workspace("batch heads seq_k head_dim", aligned=True)
+    dVParts = ts.workspace("batch heads seq_k value_columns", aligned=True)
+    scale_log2 = ts.scalar(lambda p: problem.gradient_scales(p)[0], dtype="float32")
+    cap_scale = ts.scalar(lambda p: problem.gradient_scales(p)[1], dtype="float32")
+    scale = ts.scalar(lambda p: problem.gradient_scales(p)[2], dtype="float32")
+
+    knobs = {
+        "structure": ts.knob(
+            STRUCTURES,
+            about="what makes dQ: atomic adds of the launch for dK and dV, or a launch of its own",
+            weight=5.0,
+        ),
+        "tile_m": ts.knob((64, 128, 32, 16), about="query rows per step of the launch for dK and dV", weight=1.0),
+        "tile_n": ts.knob((128, 64, 32, 16), about="keys per block of the launch for dK and dV", weight=1.0),
+        "tile_m_dq": ts.knob((64, 128, 32, 16), about="query rows per block of the launch for dQ", weight=0.4),
+        "tile_n_dq": ts.knob((64, 128, 32, 16), about="keys per step of the launch for dQ", weight=0.4),
+        "num_worker_warps": ts.knob((8, 4), about="warps that compute", weight=1.0),
+        "occupancy": ts.knob((1, 2, 0), about="blocks an SM should hold; 0 leaves it to the compiler", weight=0.4),
+        "scores_transposed": ts.knob(
+            (True, False),
+            about="make scores with a row for each key, which dK and dV multiply from registers",
+            measured_only=True,
+        ),
+        "dq_transposed": ts.knob(
+            (False, True), about="add up dQ with a row for each of its columns", measured_only=True
+        ),
+        "block_order": ts.knob(BLOCK_ORDERS, about="order in which blocks take tiles"),
+        "persistent": ts.knob(
+            (False, True), about="as many blocks as fit at once, each taking one tile after the other"
+        ),
+        "loop_split": ts.knob((False, True), about="take the steps that need no mask in a loop of their own"),
+        "group_heads": ts.knob(
+            ("together", "apart"),
+            about="whether a block sums dK and dV over the query heads of its group, or a later launch does",
+        ),
+        "scores_ahead": ts.knob(
+            (False, True), about="make the scores of the next step before the gradients of this one", measured_only=True
+        ),
+        "latency_q": ts.knob(
+            (0, 2),
+            about="latency hint of the loop's loads of queries (of keys for dQ); 0: the compiler's",
+            measured_only=True,
+        ),
+        "latency_do": ts.knob(
+            (0, 4),
+            about="latency hint of the loop's loads of dOut (of values for dQ); 0: the compiler's",
+            measured_only=True,
+        ),
+        "tma_loads": ts.knob((True, False), about="whether the loop's loads may use the TMA unit", measured_only=True),
+        "column_parts": ts.knob(
+            (1, 2),
+            about="2: hold a width such as 96 as 64 + 32 columns instead of padding it to 128",
+            measured_only=True,
+        ),
+    }
+    constraints = {
+        "not deterministic or structure != 'atomic'": "atomic adds arrive in any order, so that dQ differs in its last bits",
+        "structure == 'two_pass' or (tile_m_dq == 64 and tile_n_dq == 64)": "only a launch of its own has tiles of its own",
+        "not dq_transposed or (structure != 'two_pass' and packed == 0)": (
+            "what is not added up is not transposed, and a packed sequence may begin at any row"
+        ),
+        "group_heads == 'together' or group > 1": "a group of one head has nothing to sum up",
+        "not loop_split or causal or starts or lengths or packed > 0 or seq_k % tile_n != 0": (
+            "without a mask there is nothing to split"
+        ),
+        "block_order != 'reversed' or causal": "only causal blocks differ in length, so only there does the order matter",
+        "column_parts == 1 or split_d < tile_d or split_v < tile_v": "the width is a power of two",
+        "element_bytes * (tile_m + tile_n) * (tile_d + tile_v) <= shared_memory_bytes": (
+            "tiles of all four inputs must fit in shared memory"
+        ),
+        "structure != 'two_pass' or element_bytes * (tile_m_dq + tile_n_dq) * (tile_d + tile_v) <= shared_memory_bytes": (
+            "tiles of all four inputs must fit in shared memory"
+        ),
+        "(occupancy if occupancy > 0 else 1) * tile_n * (tile_d + tile_v) < registers_per_sm": (
+            "the sums of dK and dV of every block on the SM must fit in registers"
+        ),
+    }
+    exploring = {
+        "tile_m >= 32 and tile_n >= 32": "smaller tiles read their operands too often",
+        "tile_n >= 64 or tile_d + tile_v > 256": "narrow blocks read every query row, and add to dQ, too often",
+        "tile_n * (tile_d + tile_v) + 2 * tile_m * tile_n <= 6656 * num_worker_warps": (
+            "the sums of dK and dV and two tiles of scores spill registers beyond this"
+        ),
+        "occupancy > 0 and occupancy * (tile_n * (tile_d + tile_v) + 2 * tile_m * tile_n) <= 53248": (
+            "what every block on the SM holds spills registers beyond this"
+        ),
+        "num_worker_warps == 4 or tile_m * tile_n >= 4096 or tile_d + tile_v > 256": (
+            "small tiles leave a second group of warps no work"
+        ),
+        "structure != 'two_pass' or (tile_m_dq >= tile_n and tile_m_dq >= 64 and tile_n_dq == tile_m)": (
+            "the launch for dQ holds half as many sums: its blocks are at least as large, and its steps equal"
+        ),
+        "block_order != 'reversed'": "the blocks with the longest loops start first",
+        "block_order == 'natural' or causal": "the order is tried where blocks differ in length",
+        "(latency_q == 0) == (latency_do == 0)": "the hints of both loads are tried together",
+        "tma_loads or (latency_q == 0 and not scores_ahead and not persistent)": (
+            "loads by threads are tried on the plain kernel only"
+        ),
+    }
+    label = {"S": ("seq_q", "seq_k"), "D": "head_dim", "B": "batch", "H": ("heads", "kv_heads")}
+    written = {"Sq": "seq_q", "Sk": "seq_k", "right": "window_right", "D": ("head_dim", "value_dim")}
+    suites = SUITES
+    default_suite = STANDARD
+    cost = AttentionBackwardCost()
+    similarity = AttentionBackwardSimilarity()
+    axes = ("seq_k", "head_dim", "causal", "dtype")
+    plain = {
+        "structure": "atomic",
+        "block_order": "natural",
+        "column_parts": 1,
+        "dq_transposed": False,
+        "group_heads": "together",
+        "persistent": False,
+        "scores_ahead": False,
+        "scores_transposed": True,
+        "tma_loads": True,
+    }
+
+    planning_rivals = ("torch_cudnn",)
+    compiled_rivals = ("flash_attention_4",)
+    canonical = staticmethod(problem.canonical)
+    flops = staticmethod(problem.flops)
+    describe = staticmethod(problem.describe)
+    file_words = staticmethod(problem.file_words)
+
+    @staticmethod
+    def constants(p: Problem, s: Schedule) -> Mapping[str, bool | int]:
+        """The compile-time constants, as the kernels name them."""
+        tile_d, rest_d = column_widths(p.tile_d, p.parts_d, s)
+        tile_v, rest_v = column_widths(p.tile_v, p.parts_v, s)
+        uneven = bool(p.starts or p.lengths or p.packed)
+        return {
+            "TILE_M": s.number("tile_m"),
+            "TILE_N": s.number("tile_n"),
+            "TILE_M_DQ": s.number("tile_m_dq"),
+            "TILE_N_DQ": s.number("tile_n_dq"),
+            "TILE_D": tile_d,
+            "REST_D": rest_d,
+            "TILE_V": tile_v,
+            "REST_V": rest_v,
+            "TILE_D_WHOLE": p.tile_d,
+            "TILE_V_WHOLE": p.tile_v,
+            "DQ_COLUMNS": p.tile_d,
+            "ROWS": rows_at_once(p, s),
+            "SINK_ROWS": SINK_ROWS,
+            "GROUP": p.group,
+            "EVEN": p.seq_k % s.number("tile_n") == 0 and not uneven,
+            "EVEN_DQ": p.seq_k % s.number("tile_n_dq") == 0 and not uneven,
+            "CAUSAL": p.causal,
+            "BOTTOM_RIGHT": p.alignment == "bottom_right",
+            "WINDOW": p.window > 0,
+            "WINDOW_RIGHT": p.window_right > 0,
+            "SOFTCAP": p.softcap,
+            "STARTS": p.starts,
+            "LENGTHS": p.lengths,
+            "PACKED": p.packed > 0,
+            "LATENCY_Q": s.number("latency_q"),
+            "LATENCY_DO": s.number("latency_do"),
+            "TMA_LOADS": bool(s["tma_loads"]),
+            "LOOP_SPLIT": bool(s["loop_split"]),
+            "BLOCK_ORDER": BLOCK_ORDERS.index(str(s["block_order"])),
+            "PERSISTENT": bool(s["persistent"]),
+            "TRANSPOSED": bool(s["scores_transposed"]),
+            "DQ_TRANSPOSED": bool(s["dq_transposed"]),
+            "AHEAD": bool(s["scores_ahead"]),
+            "ADDS": int(s["structure"] == "atomic"),
+            "DLSE": p.dlse,
+            "SUMS_DQ": s["structure"] == "atomic",
+        }
+
+    @staticmethod
+    def launches(p: Problem, s: Schedule, device: Any) -> list[tuple[Callable[..., None], tuple[int]]]:
+        """The row sums, dK and dV, dQ, and what some schedules and problems need after them."""
+        from tiledsched.kernels.attention_backward import entries
+
+        rows, apart = rows_at_once(p, s), s["group_heads"] == "apart"
+        heads = p.heads if apart else p.kv_heads
+        found = [
+            (entries.attention_backward_rows, (p.batch * p.heads * (padded_rows(p, s) // rows),)),
+            (
+                entries.attention_backward_heads if apart else entries.attention_backward_keys,
+                blocks(p.seq_k, s.number("tile_n"), p.batch * heads, p, s, device),
+            ),
+        ]
+        if s["structure"] == "two_pass":
+            grid = blocks(p.seq_q, s.number("tile_m_dq"), p.batch * p.heads, p, s, device)
+            found.append((entries.attention_backward_queries, grid))
+        else:
+            found.append((entries.attention_backward_store, (p.batch * p.heads * -(-p.seq_q // rows),)))
+        if apart:
+            found.append((entries.attention_backward_groups, (p.batch * p.kv_heads * -(-p.seq_k // rows),)))
+        if p.sinks:
+            found.append((entries.attention_backward_sinks, (p.heads,)))
+        return found
+
+    @staticmethod
+    def inputs(xp: Any, rng: Any, p: Problem) -> Mapping[str, Any]:
+        """Random Q, K, V and dOut with the Out and Lse that attention gives for them, and where sequences begin and end."""
+        from tiledsched.kernels.attention_backward.inputs import random_inputs
+
+        return random_inputs(xp, rng, p)
+
+    @staticmethod
+    def reference(
+        xp: Any,
+        Q: Any,
+        K: Any,
+        V: Any,
+        Out: Any,
+        dOut: Any,
+        Lse: Any,
+        Sinks: Any,
+        Starts: Any,
+        Lengths: Any,
+        CuQ: Any,
+        CuK: Any,
+        dLse: Any,
+        p: Problem,
+    ) -> tuple[Any, ...]:
+        """The gradients, in the precision of the inputs."""
+        from tiledsched.kernels.attention_backward.reference import attention_gradients
+
+        return attention_gradients(
+            xp,
+            Q,
+            K,
+            V,
+            Out,
+            dOut,
+            Lse,
+            dLse,
+            dtype=str(Q.dtype),
+            sinks=Sinks,
+            starts=Starts,
+            lengths=Lengths,
+            cu_q=CuQ,
+            cu_k=CuK,
+            **problem.mask_of(p),
+        )[: 3 + p.sinks]
+
+    @staticmethod
+    def adversarial(xp: Any, rng: Any, p: Problem, reference: Callable[..., Any]) -> Iterator[Any]:
+        """Yield one case, in which the heads take the kinds of inputs in turn."""
+        from tiledsched.kernels.attention_backward.inputs import adversarial_case
+
+        yield adversarial_case(xp, rng, p, reference)
+
+    @staticmethod
+    def tolerance(p: Problem, s: Schedule) -> Tolerance:
+        """How exact the gradients must be, by element type."""
+        return Tolerance(relative=LARGEST_ERROR[p.dtype])
+
+    @staticmethod
+    def check_tile(p: Problem, s: Schedule) -> tuple[int, int]:
+        """64 rows, and all columns."""
+        return 64, MAX_HEAD_DIM
+
+    @staticmethod
+    def rivals(p: Problem) -> Mapping[str, Callable[..., Any]]:
+        """torch's cuDNN and flash backends, and FlashAttention-4 if it is installed."""
+        from tiledsched.kernels.attention_backward.rivals import rivals
+
+        return rivals(p)
+
+    @staticmethod
+    def small() -> list[Problem]:
+        """Problems with odd lengths, grouped heads, masks and widths, each of which runs in a moment."""
+        make = AttentionBackward.problem
+        return [
+            make(seq_q=80, seq_k=80, head_dim=64, heads=2),
+            make(seq_q=100, seq_k=100, head_dim=32, heads=2, causal=True, dtype="bfloat16"),
+            make(seq_q=33, seq_k=130, head_dim=40, heads=4, kv_heads=2, causal=True, alignment="bottom_right"),
+            make(seq_q=70, seq_k=50, head_dim=32, value_dim=16, heads=3, kv_heads=1, dlse=True, deterministic=True),
+            make(
+                seq_q=90, seq_k=150, head_dim=32, heads=2, causal=True, alignment="bottom_right", window=40, sinks=True
+            ),
+            make(seq_q=140, seq_k=140, head_dim=16, heads=2, causal=True, window=30, window_right=40, dtype="bfloat16"),
+            make(seq_q=70, seq_k=90, head_dim=16, batch=3, softcap=True, starts=True, lengths=True),
+            make(seq_q=150, seq_k=150, head_dim=32, heads=2, kv_heads=1, causal=True, packed=5, sinks=True),
+            make(seq_q=90, seq_k=120, head_dim=96, causal=True, alignment="bottom_right", packed=3, window=20),
+            make(
+                seq_q=90,
+                seq_k=40,
+                head_dim=16,
+                batch=2,
+                causal=True,
+                alignment="bottom_right",
+                lengths=True,
+                sinks=True,
+            ),
+        ]
+
+
+def padded_rows(p: Problem, s: Schedule) -> int:
+    """Rows of the arrays that hold sums of query rows: whole tiles."""
+    tile = max(s.number("tile_m"), rows_at_once(p, s))
+    return -(-int(p.seq_q) // tile) * tile
+
+
+def rows_at_once(p: Problem, s: Schedule) -> int:
+    """Rows of a block that goes over rows once."""
+    return min(128, ROW_ELEMENTS // max(int(p.tile_d), int(p.tile_v)))
+
+
+def dq_sum_shape(p: Problem, s: Schedule) -> tuple[int, ...]:
+    """Shape of the array that shares of dQ are added to."""
+    sizes = (padded_rows(p, s), int(p.tile_d))
+    return (p.batch, p.heads, *(reversed(sizes) if s["dq_transposed"] else sizes))
+
+
+def blocks(rows: int, tile: int, heads: int, p: Problem, s: Schedule, device: Any) -> tuple[int]:
+    """The grid of a launch with a block for each tile of so many rows of all heads."""
+    places = rows // tile + p.packed if p.packed else -(-rows // tile)
+    count = math.prod((places, heads))
+    return (resident_blocks(count, s, device) if s["persistent"] else count,)

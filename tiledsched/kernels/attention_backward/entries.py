@@ -1,0 +1,232 @@
+"""The kernels that are launched: thin entries over the tile code of :mod:`tiledsched.kernels.attention_backward.tiles`.
+
+cuTile (1.7) takes no dataclass as a kernel's parameter, so that each constant is a parameter. Arrays that a problem does without
+have one element, and are not read.
+"""
+
+# Tile code is typed by cuTile, not by Python.
+# mypy: disallow-untyped-defs=False, disable-error-code="valid-type"
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import cuda.tile as ct
+
+from tiledsched.kernels.attention.features import Features
+from tiledsched.kernels.attention_backward import tiles
+
+# Columns are compile-time constants. Saying so also keeps cuTile from making a size-one batch axis static, which would give
+# batch 1 its own machine code.
+HeadArray = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(3,))]
+RowArray = Annotated[ct.Array, ct.ArrayAnnotation(static_stride_dims=(2,))]
+Int = ct.Constant[int]
+Bool = ct.Constant[bool]
+
+
+def attention_backward_rows(
+    Out: HeadArray,
+    dOut: HeadArray,
+    Lse: RowArray,
+    dLse: ct.Array,
+    LseLog2: RowArray,
+    Delta: RowArray,
+    dQSum: ct.Array,
+    ROWS: Int,
+    TILE_V_WHOLE: Int,
+    DQ_COLUMNS: Int,
+    DLSE: Bool,
+    SUMS_DQ: Bool,
+    DQ_TRANSPOSED: Bool,
+):
+    """Delta and LseLog2 of the query rows, and zeros in dQSum where shares are added to it."""
+    dlse = dLse if DLSE else None
+    tiles.prepare_rows(
+        Out, dOut, Lse, dlse, LseLog2, Delta, dQSum, ROWS, TILE_V_WHOLE, DQ_COLUMNS, SUMS_DQ, DQ_TRANSPOSED
+    )
+
+
+def attention_backward_keys(
+    Q: HeadArray,
+    K: HeadArray,
+    V: HeadArray,
+    dOut: HeadArray,
+    LseLog2: RowArray,
+    Delta: RowArray,
+    dQSum: ct.Array,
+    dK: HeadArray,
+    dV: HeadArray,
+    Starts: ct.Array,
+    Lengths: ct.Array,
+    CuQ: ct.Array,
+    CuK: ct.Array,
+    scale_log2,
+    cap_scale,
+    scale,
+    window,
+    window_right,
+    TILE_M: Int,
+    TILE_N: Int,
+    TILE_D: Int,
+    REST_D: Int,
+    TILE_V: Int,
+    REST_V: Int,
+    GROUP: Int,
+    EVEN: Bool,
+    CAUSAL: Bool,
+    BOTTOM_RIGHT: Bool,
+    WINDOW: Bool,
+    WINDOW_RIGHT: Bool,
+    SOFTCAP: Bool,
+    STARTS: Bool,
+    LENGTHS: Bool,
+    PACKED: Bool,
+    LATENCY_Q: Int,
+    LATENCY_DO: Int,
+    TMA_LOADS: Bool,
+    LOOP_SPLIT: Bool,
+    BLOCK_ORDER: Int,
+    PERSISTENT: Bool,
+    TRANSPOSED: Bool,
+    DQ_TRANSPOSED: Bool,
+    AHEAD: Bool,
+    ADDS: Int,
+):
+    """dK and dV, for which a block goes over all query heads of a group, and shares of dQ."""
+    const = tiles.Constants(
+        *(TILE_M, TILE_N, TILE_D, REST_D, TILE_V, REST_V, GROUP, EVEN, CAUSAL, BOTTOM_RIGHT, WINDOW, WINDOW_RIGHT),
+        *(SOFTCAP, STARTS, LENGTHS, PACKED, LATENCY_Q, LATENCY_DO, TMA_LOADS, LOOP_SPLIT, BLOCK_ORDER, PERSISTENT),
+        *(TRANSPOSED, DQ_TRANSPOSED, AHEAD, True, ADDS),
+    )
+    features = Features(None, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK)
+    tiles.compute_keys(Q, K, V, dOut, LseLog2, Delta, dQSum, dK, dV, scale_log2, scale, features, const)
+
+
+def attention_backward_heads(
+    Q: HeadArray,
+    K: HeadArray,
+    V: HeadArray,
+    dOut: HeadArray,
+    LseLog2: RowArray,
+    Delta: RowArray,
+    dQSum: ct.Array,
+    dKParts: HeadArray,
+    dVParts: HeadArray,
+    Starts: ct.Array,
+    Lengths: ct.Array,
+    CuQ: ct.Array,
+    CuK: ct.Array,
+    scale_log2,
+    cap_scale,
+    scale,
+    window,
+    window_right,
+    TILE_M: Int,
+    TILE_N: Int,
+    TILE_D: Int,
+    REST_D: Int,
+    TILE_V: Int,
+    REST_V: Int,
+    GROUP: Int,
+    EVEN: Bool,
+    CAUSAL: Bool,
+    BOTTOM_RIGHT: Bool,
+    WINDOW: Bool,
+    WINDOW_RIGHT: Bool,
+    SOFTCAP: Bool,
+    STARTS: Bool,
+    LENGTHS: Bool,
+    PACKED: Bool,
+    LATENCY_Q: Int,
+    LATENCY_DO: Int,
+    TMA_LOADS: Bool,
+    LOOP_SPLIT: Bool,
+    BLOCK_ORDER: Int,
+    PERSISTENT: Bool,
+    TRANSPOSED: Bool,
+    DQ_TRANSPOSED: Bool,
+    AHEAD: Bool,
+    ADDS: Int,
+):
+    """The shares of every query head in dK and dV, and shares of dQ."""
+    const = tiles.Constants(
+        *(TILE_M, TILE_N, TILE_D, REST_D, TILE_V, REST_V, GROUP, EVEN, CAUSAL, BOTTOM_RIGHT, WINDOW, WINDOW_RIGHT),
+        *(SOFTCAP, STARTS, LENGTHS, PACKED, LATENCY_Q, LATENCY_DO, TMA_LOADS, LOOP_SPLIT, BLOCK_ORDER, PERSISTENT),
+        *(TRANSPOSED, DQ_TRANSPOSED, AHEAD, False, ADDS),
+    )
+    features = Features(None, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK)
+    tiles.compute_keys(Q, K, V, dOut, LseLog2, Delta, dQSum, dKParts, dVParts, scale_log2, scale, features, const)
+
+
+def attention_backward_groups(
+    dKParts: HeadArray,
+    dVParts: HeadArray,
+    dK: HeadArray,
+    dV: HeadArray,
+    ROWS: Int,
+    TILE_D_WHOLE: Int,
+    TILE_V_WHOLE: Int,
+    GROUP: Int,
+):
+    """dK and dV from the shares of the query heads."""
+    tiles.sum_groups(dKParts, dVParts, dK, dV, ROWS, TILE_D_WHOLE, TILE_V_WHOLE, GROUP)
+
+
+def attention_backward_store(dQSum: ct.Array, dQ: HeadArray, scale, ROWS: Int, DQ_COLUMNS: Int, DQ_TRANSPOSED: Bool):
+    """dQ from the sums of its shares."""
+    tiles.store_queries(dQSum, dQ, scale, ROWS, DQ_COLUMNS, DQ_TRANSPOSED)
+
+
+def attention_backward_queries(
+    Q: HeadArray,
+    K: HeadArray,
+    V: HeadArray,
+    dOut: HeadArray,
+    LseLog2: RowArray,
+    Delta: RowArray,
+    dQ: HeadArray,
+    Starts: ct.Array,
+    Lengths: ct.Array,
+    CuQ: ct.Array,
+    CuK: ct.Array,
+    scale_log2,
+    cap_scale,
+    scale,
+    window,
+    window_right,
+    TILE_M_DQ: Int,
+    TILE_N_DQ: Int,
+    TILE_D: Int,
+    REST_D: Int,
+    TILE_V: Int,
+    REST_V: Int,
+    GROUP: Int,
+    EVEN_DQ: Bool,
+    CAUSAL: Bool,
+    BOTTOM_RIGHT: Bool,
+    WINDOW: Bool,
+    WINDOW_RIGHT: Bool,
+    SOFTCAP: Bool,
+    STARTS: Bool,
+    LENGTHS: Bool,
+    PACKED: Bool,
+    LATENCY_Q: Int,
+    LATENCY_DO: Int,
+    TMA_LOADS: Bool,
+    LOOP_SPLIT: Bool,
+    BLOCK_ORDER: Int,
+    PERSISTENT: Bool,
+):
+    """dQ, for which a block goes over the keys."""
+    const = tiles.Constants(
+        *(TILE_M_DQ, TILE_N_DQ, TILE_D, REST_D, TILE_V, REST_V, GROUP, EVEN_DQ, CAUSAL, BOTTOM_RIGHT, WINDOW),
+        *(WINDOW_RIGHT, SOFTCAP, STARTS, LENGTHS, PACKED, LATENCY_Q, LATENCY_DO, TMA_LOADS, LOOP_SPLIT),
+        *(BLOCK_ORDER, PERSISTENT),
+    )
+    features = Features(None, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK)
+    tiles.compute_queries(Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, features, const)
+
+
+def attention_backward_sinks(LseLog2: RowArray, Delta: RowArray, Sinks: ct.Array, dSinks: ct.Array, SINK_ROWS: Int):
+    """The gradients of the sinks."""
+    tiles.sum_sinks(LseLog2, Delta, Sinks, dSinks, SINK_ROWS)

@@ -1,0 +1,235 @@
+"""Other implementations of attention's backward pass that may serve a problem: torch's backends and FlashAttention-4.
+
+A rival is made for one problem; UnsupportedError means that it cannot compute the problem. It takes tensors of any strides: the
+inputs in the order declared, and for packed sequences the most rows and the most keys of a sequence. The output and the
+log-sum-exp may come from any forward pass. It returns dQ, dK and dV, each with the order of axes in memory of q, k and v, and
+dSinks if the problem has sinks. torch and FlashAttention-4 are imported when a rival is made.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from tiledsched.core.errors import UnsupportedError
+from tiledsched.core.extras import package_version
+from tiledsched.core.problem import Problem
+from tiledsched.kernels.attention.rivals import (
+    FLASH_4,
+    FLASH_4_MODULE,
+    FLASH_4_PACKAGE,
+    TORCH_VARLEN,
+    Function,
+    VarlenRival,
+    able,
+    check_torch_mask,
+    empty_output,
+    flash_4_installed,
+    flash_4_options,
+    heads_first,
+    made_at_first_call,
+    rows_first,
+    torch_operator,
+    torch_varlen_options,
+)
+
+TORCH_CUDNN, TORCH_FLASH = "torch_cudnn", "torch_flash"
+RAGGED_CUDNN = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
+"""Environment variable with which torch wants the log-sum-exp of its cuDNN backend with the rows before the heads in memory."""
+
+
+def rivals(p: Problem, scale: float | None = None, cap: float | None = None) -> Mapping[str, Function]:
+    """Name -> rival, for all rivals that are installed and can compute the problem.
+
+    Args:
+        p: the problem.
+        scale: the softmax scale; 1 / sqrt(head_dim) unless given.
+        cap: the cap of the scores of a problem with softcap; the declaration's unless given.
+    """
+    return _named(p, scale, cap, flash_attention_4)
+
+
+def late_rivals(p: Problem, scale: float | None = None, cap: float | None = None) -> Mapping[str, Function]:
+    """As :func:`rivals`, but FlashAttention-4, whose import takes seconds, is imported only at its first call."""
+    return _named(p, scale, cap, _later_flash_attention_4)
+
+
+def _named(
+    p: Problem, scale: float | None, cap: float | None, flash_4: Callable[..., Function]
+) -> Mapping[str, Function]:
+    torch_rivals = {TORCH_CUDNN: torch_cudnn, TORCH_FLASH: torch_flash}
+    if p.packed:
+        torch_rivals = {TORCH_VARLEN: torch_varlen}
+    made: dict[str, Callable[[], Function]] = {name: partial(make, p, scale) for name, make in torch_rivals.items()}
+    if flash_4_installed():
+        made[FLASH_4] = partial(flash_4, p, scale, cap)
+    return able(made)
+
+
+def _later_flash_attention_4(p: Problem, scale: float | None, cap: float | None) -> Function:
+    flash_4_backward_options(p, scale, cap)
+    return made_at_first_call(partial(flash_attention_4, p, scale, cap))
+
+
+def _check_torch(p: Problem, name: str) -> None:
+    """Make sure that a backend of torch's can compute a problem, apart from its mask.
+
+    Raises:
+        UnsupportedError: it cannot.
+    """
+    if p.deterministic:
+        raise UnsupportedError(
+            f"{name} adds up in a fixed order at most where torch.use_deterministic_algorithms is on, for all threads"
+        )
+    if p.dlse:
+        raise UnsupportedError(f"{name} takes no gradient of the log-sum-exp")
+    if p.head_dim % 8 or p.value_columns % 8:
+        raise UnsupportedError(f"{name} takes head dimensions that are multiples of 8")
+
+
+def torch_cudnn(p: Problem, scale: float | None = None) -> Function:
+    """The backward pass of torch's cuDNN backend.
+
+    Releases of torch differ in which strides they know a plan by (aten/src/ATen/native/cudnn/MHA.cpp): with only those of q, k
+    and v, a plan made for one layout of the output's gradient would serve another one wrongly. So the output and its gradient
+    are handed over in the order of axes of q.
+
+    Raises:
+        UnsupportedError: the rival cannot compute the problem.
+    """
+    check_torch_mask(p, TORCH_CUDNN)
+    _check_torch(p, TORCH_CUDNN)
+    if os.environ.get(RAGGED_CUDNN) == "1":
+        raise UnsupportedError(f"torch's cuDNN backend takes another log-sum-exp where {RAGGED_CUDNN} is set")
+    operator, causal = torch_operator("_scaled_dot_product_cudnn_attention_backward"), p.causal
+
+    def call(q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any) -> Any:
+        seed, lse = _seed(q), lse.contiguous()[..., None]
+        out, dout = _in_order(out, q), _in_order(dout, q)
+        sizes = (None, None, None, q.shape[2], k.shape[2])  # no bias, no packed sequences
+        return operator(dout, q, k, v, out, lse, seed, seed, *sizes, 0.0, causal, scale=scale)
+
+    return call
+
+
+def torch_flash(p: Problem, scale: float | None = None) -> Function:
+    """The backward pass of torch's flash backend. Its gradients have the rows before the heads in memory.
+
+    Raises:
+        UnsupportedError: the rival cannot compute the problem.
+    """
+    check_torch_mask(p, TORCH_FLASH)
+    _check_torch(p, TORCH_FLASH)
+    if p.value_dim:
+        raise UnsupportedError("torch's flash backend takes one head dimension for all")
+    operator, causal = torch_operator("_scaled_dot_product_flash_attention_backward"), p.causal
+
+    def call(q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any) -> Any:
+        sizes = (None, None, q.shape[2], k.shape[2])  # no packed sequences
+        return operator(dout, q, k, v, out, lse.contiguous(), *sizes, 0.0, causal, _seed(q), _seed(q), scale=scale)
+
+    return call
+
+
+def torch_varlen(p: Problem, scale: float | None = None) -> VarlenRival:
+    """The backward pass of torch's FlashAttention for packed sequences.
+
+    Raises:
+        UnsupportedError: the rival cannot compute the problem.
+    """
+    _check_torch(p, TORCH_VARLEN)
+    causal, options = torch_varlen_options(p, scale)
+    operator = torch_operator("_flash_attention_backward")
+
+    def differentiate(
+        q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, cu_q: Any, cu_k: Any, most_q: int, most_k: int
+    ) -> Any:
+        (q, k, v), (out, dout, _) = rows_first(p, q, k, v), rows_first(p, out, dout, v)
+        sizes = (cu_q, cu_k, most_q, most_k)
+        found = operator(dout, q, k, v, out, lse[0].contiguous(), *sizes, 0.0, causal, _seed(q), _seed(q), **options)
+        return tuple(heads_first(each) for each in found)
+
+    return VarlenRival(problem=p, attend=differentiate)
+
+
+def _seed(q: Any) -> Any:
+    """What stands for the random numbers of a dropout, of which there is none. Kernels load it all the same."""
+    import torch
+
+    return torch.empty(2, dtype=torch.uint64, device=q.device)
+
+
+def _in_order(array: Any, like: Any) -> Any:
+    """An array with its axes in the order of those of `like` in memory, and without gaps; a copy if it lies otherwise."""
+    wanted = empty_output(like, array.shape[3])
+    alike = zip(array.shape, array.stride(), wanted.stride(), strict=True)
+    if all(size == 1 or stride == other for size, stride, other in alike):
+        return array
+    return wanted.copy_(array)
+
+
+def flash_4_backward_options(p: Problem, scale: float | None = None, cap: float | None = None) -> dict[str, Any]:
+    """The arguments of FlashAttention-4's backward pass for a problem, apart from arrays.
+
+    Raises:
+        UnsupportedError: FlashAttention-4 cannot compute it.
+    """
+    options = flash_4_options(p, scale, cap)
+    if p.lengths:
+        raise UnsupportedError("FlashAttention-4 leaves the gradients of keys behind a sequence's length unwritten")
+    if p.head_dim % 8 or p.value_columns % 8:
+        raise UnsupportedError("FlashAttention-4 takes head dimensions that are multiples of 8")
+    if p.group > 1 and p.value_dim:
+        raise UnsupportedError("FlashAttention-4 takes one head dimension for all where query heads share key heads")
+    if p.packed and p.dlse:
+        raise UnsupportedError("FlashAttention-4 is given no gradient of the log-sum-exp of packed sequences")
+    left, right = options.pop("window_size", (None, None))
+    return options | {"window_size_left": left, "window_size_right": right, "deterministic": p.deterministic}
+
+
+def flash_attention_4(p: Problem, scale: float | None = None, cap: float | None = None) -> Function:
+    """FlashAttention-4's backward pass, which writes into gradients of ours.
+
+    Raises:
+        UnsupportedError: FlashAttention-4 cannot compute the problem, is not installed, or has no function known here.
+    """
+    options = flash_4_backward_options(p, scale, cap)
+    try:
+        function = getattr(importlib.import_module(f"{FLASH_4_MODULE}.interface"), "_flash_attn_bwd", None)
+    except ImportError as missing:
+        raise UnsupportedError(f"FlashAttention-4 cannot be imported: {missing}") from missing
+    arrays = [
+        name
+        for name, given in (
+            ("learnable_sink", p.sinks),
+            ("cu_seqlens_q", p.ends_q),
+            ("cu_seqlens_k", p.ends_k),
+            ("dlse", p.dlse),
+        )
+        if given
+    ]
+    if p.packed:
+        arrays += ["max_seqlen_q", "max_seqlen_k"]
+    if function is None or not {*options, *arrays, "dq", "dk", "dv"} <= set(inspect.signature(function).parameters):
+        raise UnsupportedError(f"this {FLASH_4_PACKAGE} has no backward pass for the problem")
+
+    def differentiate(q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, *others: Any) -> Any:
+        found = [empty_output(each, each.shape[3]) for each in (q, k, v)]
+        named = dict(zip(arrays, others, strict=True))
+        if p.sinks:
+            named["learnable_sink"] = named["learnable_sink"].float()  # whose type its gradient has
+        named |= zip(("dq", "dk", "dv"), rows_first(p, *found), strict=True)
+        out, dout, _ = rows_first(p, out, dout, v)
+        lse = lse[0] if p.packed else lse
+        made = function(*rows_first(p, q, k, v), out, dout, lse, **options, **named)
+        return (*found, made[3]) if p.sinks else tuple(found)
+
+    version = f"{FLASH_4_PACKAGE} {package_version(FLASH_4_PACKAGE)}"
+    if p.packed:
+        return VarlenRival(problem=p, attend=differentiate, version=version)
+    differentiate.__dict__["version"] = version
+    return differentiate

@@ -1,0 +1,71 @@
+"""How much one problem of attention's backward pass says about another."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tiledsched.core.similarity import Similarity, about
+from tiledsched.kernels.attention.similarity import copies_rows
+
+TILE = 128
+"""Rows or keys of the largest tiles: lengths that this divides need no masks at their ends."""
+FEATURES = ("softcap", "sinks", "starts", "lengths", "packed")
+"""Fields of a problem that change its machine code a little."""
+
+
+class AttentionBackwardSimilarity(Similarity):
+    """How problems of the backward pass compare.
+
+    Gradients are computed for whole sequences: there are no problems of few rows, of which forward's similarity takes such care.
+    """
+
+    def kind(self, p: Any) -> tuple[Any, ...]:
+        """What two problems must share so that the winner of one says much about the other.
+
+        It is the mask; the padded widths, which say how many accumulators a block holds; whether heads are padded, and whether
+        threads copy rows; and whether sums have a fixed order, where other structures win.
+        """
+        return p.causal, p.tile_d, p.tile_v, p.head_dim != p.tile_d, copies_rows(p), p.deterministic
+
+    def weight(self, p: Any, q: Any) -> float:
+        """How much the measurements of `q` count for the search on `p`: 1 for equal problems, less for each difference."""
+        widths = abs(math.log2(p.tile_d / q.tile_d))
+        kinds = (p.causal != q.causal) + 4.0 * (p.deterministic != q.deterministic)
+        return math.exp(-0.2 * widths - 0.1 * kinds - 0.05 * self.distance(p, q))
+
+    def distance(self, p: Any, q: Any) -> float:
+        """How far apart two problems of one kind are: octaves of keys, and half as much for other differences.
+
+        The work of a block follows the lengths, and the number of blocks the lengths and key heads. Element type matters least.
+        A last tile that is cut off takes other code.
+        """
+        lengths = _octaves(p.mean_keys, q.mean_keys) + 0.5 * _octaves(p.mean_rows, q.mean_rows)
+        blocks = 0.5 * _octaves(p.sequences * p.kv_heads, q.sequences * q.kv_heads)
+        other = 0.1 * (p.dtype != q.dtype) + 0.2 * _octaves(p.group, q.group) + 0.3 * (p.head_dim != q.head_dim)
+        ragged = any(
+            (one % TILE == 0) != (other % TILE == 0) for one, other in ((p.seq_q, q.seq_q), (p.seq_k, q.seq_k))
+        )
+        seen = _octaves(_most_keys(p), _most_keys(q)) if p.window or q.window else 0.0
+        features = seen + sum(bool(getattr(p, name)) != bool(getattr(q, name)) for name in FEATURES)
+        return lengths + blocks + other + ragged + 0.3 * features
+
+    def bucketed(self, p: Any) -> Any:
+        """The problem of about the lengths of `p` whose answer serves `p`, too."""
+        rows, keys = about(p.seq_q), about(p.seq_k)
+        packed = 1 << (p.packed - 1).bit_length() if p.packed else 0
+        same = (rows, keys, packed) == (p.seq_q, p.seq_k, p.packed)
+        return p if same else p.replace(seq_q=rows, seq_k=keys, packed=packed)
+
+    def requires_same_kind(self, p: Any) -> bool:
+        """Whether winners of other kinds are useless: where threads copy rows, and where sums have a fixed order."""
+        return copies_rows(p) or p.deterministic
+
+
+def _octaves(first: int, second: int) -> float:
+    return abs(math.log2(first / second))
+
+
+def _most_keys(p: Any) -> int:
+    """The most keys that a row sees."""
+    return min(p.window + p.window_right, p.mean_keys) if p.window else int(p.mean_keys)

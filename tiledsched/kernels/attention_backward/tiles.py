@@ -1,0 +1,608 @@
+"""The tile code of attention's gradients, with its schedule left open.
+
+After Dao et al., FlashAttention-2 (arXiv:2307.08691), algorithm 2. With P = exp(scores - log-sum-exp), which is made again from
+the queries and keys:
+
+    delta = row sums of dOut * Out        dV = P^T dOut        dP = dOut V^T
+    dS = P * (dP - delta)                 dQ = scale * dS K    dK = scale * dS^T Q
+
+A gradient of the log-sum-exp is taken off delta. The launches are:
+
+- `prepare_rows` computes delta.
+- `compute_keys`: a block owns a tile of keys and goes over the query rows that see them, with the sums of dK and dV in registers.
+  It may add its share of dQ to a float32 array, which `store_queries` scales and rounds.
+- `compute_queries` makes dQ where that does not: a block owns a tile of query rows and goes over the keys.
+- `sum_groups` and `sum_sinks`, where they are needed.
+
+These functions run on the GPU through cuTile and, unmodified, on the CPU through `tiledsched.interpreter`. Where keys and query
+rows are, which of them see each other and in which order blocks run is shared with attention forward.
+"""
+
+# Tile code is typed by cuTile, not by Python.
+# mypy: disallow-untyped-defs=False, disable-error-code="valid-type"
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.tile as ct
+
+from tiledsched.kernels.attention.features import Features, capped, narrowed, own_keys, seen, unmasked_turns
+from tiledsched.kernels.attention.packed import own_rows, place_in_sequence
+from tiledsched.kernels.attention.scheduler import HEADS_FASTEST, coordinates, rows_of
+from tiledsched.kernels.attention.tiles import Keys, part_of
+
+LOG2_E = 1.0 / math.log(2.0)
+NOT_ADDED, ATOMIC = range(2)
+"""What `compute_keys` does with its share of dQ."""
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The compile-time constants of `compute_keys` and `compute_queries`."""
+
+    TILE_M: int
+    """Query rows of a tile."""
+    TILE_N: int
+    """Keys of a tile."""
+    TILE_D: int
+    """Columns of a tile of queries or keys: the head dimension rounded up to a power of two, or its first part."""
+    REST_D: int
+    """Columns of the second part of queries and keys; 0 where there is one part."""
+    TILE_V: int
+    """Columns of a tile of values or outputs, likewise."""
+    REST_V: int
+    """Columns of their second part."""
+    GROUP: int
+    """Query heads per key/value head."""
+    EVEN: bool
+    """Whether the tiles of keys divide the keys of every sequence."""
+    CAUSAL: bool
+    """Whether a row sees no keys beyond its own."""
+    BOTTOM_RIGHT: bool
+    """Whether the last query's own key is the last one; else the first query's is the first."""
+    WINDOW: bool
+    """Whether a row sees its last keys only."""
+    WINDOW_RIGHT: bool
+    """Whether a row also sees keys after its own."""
+    SOFTCAP: bool
+    """Whether scores are capped."""
+    STARTS: bool
+    """Whether each sequence says where its keys start."""
+    LENGTHS: bool
+    """Whether each sequence says where its keys end."""
+    PACKED: bool
+    """Whether the sequences lie end to end."""
+    LATENCY_Q: int
+    """Latency hint of the loop's loads of queries, or of keys; 0 for none."""
+    LATENCY_DO: int
+    """Latency hint of the loop's loads of output gradients, or of values; 0 for none."""
+    TMA_LOADS: bool
+    """Whether the loop's loads may use the TMA unit."""
+    LOOP_SPLIT: bool
+    """Whether steps without a mask have a loop of their own."""
+    BLOCK_ORDER: int
+    """Index into the BLOCK_ORDERS of attention."""
+    PERSISTENT: bool
+    """Whether a block takes one work tile after the other."""
+    # Only `compute_keys` knows the following.
+    TRANSPOSED: bool = False
+    """Whether a step's scores are `[TILE_N, TILE_M]`."""
+    DQ_TRANSPOSED: bool = False
+    """Whether the shares of dQ are `[columns, rows]`, in the product and in memory."""
+    AHEAD: bool = False
+    """Whether the scores of a step are made during the step before."""
+    TOGETHER: bool = True
+    """Whether a block goes over all query heads of a group; else there is a block for each of them."""
+    ADDS: int = NOT_ADDED
+    """What becomes of a block's share of dQ."""
+    # What functions of attention forward ask for, and gradients do not leave open.
+    PACK: int = 1
+    PAGE: int = 0
+    Q_SUBTILES: int = 1
+    KV_SUBTILES: int = 1
+    KV_DIRECTION: int = 0
+    KV_SPLITS: int = 1
+    UNROLL: int = 1
+    FLAT_STEPS: int = 0
+    CHECK_BOUNDS: bool = True
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Arrays of the query rows of one sequence, and which of their heads is at work."""
+
+    Q: Any
+    dOut: Any
+    LseLog2: Any
+    """Log-sum-exps times log2(e); infinite where a row sees nothing."""
+    Delta: Any
+    """Row sums of dOut * Out."""
+    dQSum: Any
+    """What shares of dQ are added to, or None."""
+    entry: Any
+    """First index into the arrays."""
+    head: Any
+    """Second index into the arrays."""
+
+
+@dataclass(frozen=True)
+class KeyTile:
+    """A block's own tile of keys and values, and which query rows see it."""
+
+    k: Any
+    """The keys in their parts, `[TILE_N, TILE_D]` and, unless REST_D is 0, `[TILE_N, REST_D]`."""
+    v: Any
+    """The values in their parts."""
+    columns: Any
+    """Indices of the keys, `[TILE_N]`."""
+    offset: Any
+    """The last key that row 0 sees when causal."""
+    window: Any
+    """The most keys that a row sees."""
+    start: Any
+    """The first key of the sequence that counts."""
+    stop: Any
+    """The first key of the sequence that does not count any more."""
+    span: Any
+    """The `features.Features` of the launch."""
+    tiles: Any
+    """(begin, first, second, end): the tiles of query rows that see it. Those from `first` to `second` need no mask."""
+
+
+@dataclass(frozen=True)
+class KeySums:
+    """The sums of a tile of keys."""
+
+    dk: Any
+    """A tuple of `[TILE_N, TILE_D]` and any second part."""
+    dv: Any
+    """A tuple of `[TILE_N, TILE_V]` and any second part."""
+
+
+def prepare_rows(Out, dOut, Lse, dLse, LseLog2, Delta, dQSum, ROWS, TILE_V, TILE_DQ, ZERO, DQ_TRANSPOSED):
+    """Delta and LseLog2 of ROWS rows; with ZERO, also zeros in dQSum. `dLse` may be None.
+
+    Rows that do not exist or see nothing have infinite LseLog2, so that their probabilities are 0.
+    """
+    row_tiles = LseLog2.shape[2] // ROWS
+    row = ct.bid(0) % row_tiles
+    head = ct.bid(0) // row_tiles % Out.shape[1]
+    batch = ct.bid(0) // row_tiles // Out.shape[1]
+    if row * ROWS < Out.shape[2]:
+        block, index = (1, 1, ROWS, TILE_V), (batch, head, row, 0)
+        out = ct.load(Out, index, block, padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
+        gradient = ct.load(dOut, index, block, padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
+        products = out.astype(ct.float32) * gradient.astype(ct.float32)
+        delta = ct.sum(products.reshape((ROWS, TILE_V)), axis=1)
+        lse = ct.load(Lse, (batch, head, row), (1, 1, ROWS), padding_mode=ct.PaddingMode.NEG_INF, allow_tma=False)
+        delta = delta.reshape((1, 1, ROWS))
+        if dLse is not None:
+            index = (batch, head, row)
+            delta = delta - ct.load(dLse, index, (1, 1, ROWS), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
+        delta = ct.where(lse > -math.inf, delta, 0.0)
+        lse = ct.where(lse > -math.inf, lse * LOG2_E, math.inf)
+        ct.store(Delta, (batch, head, row), delta, allow_tma=False)
+        ct.store(LseLog2, (batch, head, row), lse, allow_tma=False)
+    else:
+        ct.store(Delta, (batch, head, row), ct.zeros((1, 1, ROWS), ct.float32), allow_tma=False)
+        ct.store(LseLog2, (batch, head, row), ct.full((1, 1, ROWS), math.inf, ct.float32), allow_tma=False)
+    if ZERO:
+        if DQ_TRANSPOSED:
+            ct.store(dQSum, (batch, head, 0, row), ct.zeros((1, 1, TILE_DQ, ROWS), ct.float32))
+        else:
+            ct.store(dQSum, (batch, head, row, 0), ct.zeros((1, 1, ROWS, TILE_DQ), ct.float32))
+
+
+def store_queries(dQSum, dQ, scale, ROWS, TILE_DQ, DQ_TRANSPOSED):
+    """ROWS rows of dQ from the sums of their shares."""
+    row_tiles = ct.cdiv(dQ.shape[2], ROWS)
+    row = ct.bid(0) % row_tiles
+    head = ct.bid(0) // row_tiles % dQ.shape[1]
+    batch = ct.bid(0) // row_tiles // dQ.shape[1]
+    if DQ_TRANSPOSED:
+        total = ct.load(dQSum, (batch, head, 0, row), (1, 1, TILE_DQ, ROWS), check_bounds=False)
+        total = ct.permute(total, (0, 1, 3, 2))
+    else:
+        total = ct.load(dQSum, (batch, head, row, 0), (1, 1, ROWS, TILE_DQ), check_bounds=False)
+    ct.store(dQ, (batch, head, row, 0), (total * scale).astype(dQ.dtype))
+
+
+def sum_groups(dKParts, dVParts, dK, dV, ROWS, TILE_D, TILE_V, GROUP):
+    """ROWS rows of dK and dV from the sums of each query head, added up in the order of the heads."""
+    row_tiles = ct.cdiv(dK.shape[2], ROWS)
+    row = ct.bid(0) % row_tiles
+    head = ct.bid(0) // row_tiles % dK.shape[1]
+    batch = ct.bid(0) // row_tiles // dK.shape[1]
+    dk = ct.zeros((1, 1, ROWS, TILE_D), ct.float32)
+    dv = ct.zeros((1, 1, ROWS, TILE_V), ct.float32)
+    for member in range(GROUP):
+        index = (batch, head * GROUP + member, row, 0)
+        dk = dk + ct.load(dKParts, index, (1, 1, ROWS, TILE_D), padding_mode=ct.PaddingMode.ZERO)
+        dv = dv + ct.load(dVParts, index, (1, 1, ROWS, TILE_V), padding_mode=ct.PaddingMode.ZERO)
+    ct.store(dK, (batch, head, row, 0), dk.astype(dK.dtype))
+    ct.store(dV, (batch, head, row, 0), dv.astype(dV.dtype))
+
+
+def sum_sinks(LseLog2, Delta, Sinks, dSinks, ROWS):
+    """The gradient of one head's sink: minus the sum over all rows of the sink's probability times delta, in a fixed order."""
+    head = ct.bid(0)
+    sink = ct.load(Sinks, (head,), (1,)).astype(ct.float32).reshape((1, 1, 1)) * LOG2_E
+    total = ct.zeros((1, 1, ROWS), ct.float32)
+    for batch in range(Delta.shape[0]):
+        for row in range(ct.cdiv(Delta.shape[2], ROWS)):
+            index = (batch, head, row)
+            # Beyond the last row the delta read is 0, and so is the log-sum-exp: the sink's probability is finite.
+            lse = ct.load(LseLog2, index, (1, 1, ROWS), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
+            delta = ct.load(Delta, index, (1, 1, ROWS), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
+            total = total + ct.exp2(sink - lse) * delta
+    ct.store(dSinks, (head,), -ct.sum(total, axis=2).reshape((1,)))
+
+
+def compute_keys(Q, K, V, dOut, LseLog2, Delta, dQSum, dK, dV, scale_log2, scale, features, const):
+    """dK and dV of the work tiles of the current block, and, as ADDS says, its shares of dQ.
+
+    dK and dV have the heads of K, or with TOGETHER false those of Q, whose sums `sum_groups` adds up.
+    """
+    place_count = key_places(K, features, const)
+    total = place_count * dK.shape[1] * dK.shape[0]
+    if const.PERSISTENT:
+        for work in range(ct.bid(0), total, ct.num_blocks(0)):
+            compute_key_tile(
+                Q, K, V, dOut, LseLog2, Delta, dQSum, dK, dV, scale_log2, scale, work, place_count, features, const
+            )
+    else:
+        compute_key_tile(
+            Q, K, V, dOut, LseLog2, Delta, dQSum, dK, dV, scale_log2, scale, ct.bid(0), place_count, features, const
+        )
+
+
+def key_places(K, features, const):
+    """Work tiles of a head; for packed sequences, places for work tiles, of which each sequence has at most one too many."""
+    return K.shape[2] // const.TILE_N + features.CuK.shape[0] - 1 if const.PACKED else ct.cdiv(K.shape[2], const.TILE_N)
+
+
+def compute_key_tile(
+    Q, K, V, dOut, LseLog2, Delta, dQSum, dK, dV, scale_log2, scale, work, place_count, features, const
+):
+    """dK and dV of one tile of keys."""
+    place, head, batch = coordinates(work, place_count, dK.shape[1], dK.shape[0], const)
+    if const.BLOCK_ORDER >= HEADS_FASTEST and const.CAUSAL:  # the first keys are seen by most rows
+        place = place_count - 1 - place
+    if const.PACKED:
+        place, sequence = place_in_sequence(place, const.TILE_N, Features(None, None, None, 0, 0, 0, features.CuK))
+        K, V = own_rows(K, features.CuK, sequence), own_rows(V, features.CuK, sequence)
+        dK, dV = own_rows(dK, features.CuK, sequence), own_rows(dV, features.CuK, sequence)
+        Q, dOut = own_rows(Q, features.CuQ, sequence), own_rows(dOut, features.CuQ, sequence)
+        LseLog2, Delta = own_rows(LseLog2, features.CuQ, sequence), own_rows(Delta, features.CuQ, sequence)
+        if const.ADDS:
+            dQSum = own_rows(dQSum, features.CuQ, sequence)
+        if place * const.TILE_N < K.shape[2]:
+            store_key_sums(
+                Q, K, V, dOut, LseLog2, Delta, dQSum, dK, dV, scale_log2, scale, place, head, batch, features, const
+            )
+    else:
+        store_key_sums(
+            Q, K, V, dOut, LseLog2, Delta, dQSum, dK, dV, scale_log2, scale, place, head, batch, features, const
+        )
+
+
+def store_key_sums(
+    Q, K, V, dOut, LseLog2, Delta, dQSum, dK, dV, scale_log2, scale, place, head, batch, features, const
+):
+    """dK and dV of the tile of keys at `place` of a head of dK, which is a query head with TOGETHER false."""
+    kv_head = head if const.TOGETHER else head // const.GROUP
+    tile = load_key_tile(K, V, Q.shape[2], place, kv_head, batch, features, const)
+    sums = KeySums(zero_parts(const.TILE_D, const.REST_D, const), zero_parts(const.TILE_V, const.REST_V, const))
+    if const.TOGETHER and const.GROUP > 1:
+        for member in range(const.GROUP):
+            rows = Rows(Q, dOut, LseLog2, Delta, dQSum, batch, head * const.GROUP + member)
+            sums = over_queries(rows, tile, sums, scale_log2, const)
+    else:
+        sums = over_queries(Rows(Q, dOut, LseLog2, Delta, dQSum, batch, head), tile, sums, scale_log2, const)
+    for part in ct.static_iter(range(len(sums.dk))):
+        width, column = part_of(part, const.TILE_D, const.REST_D)
+        total = (sums.dk[part] * scale).astype(dK.dtype)
+        ct.store(dK, (batch, head, place, column), total.reshape((1, 1, const.TILE_N, width)))
+    for part in ct.static_iter(range(len(sums.dv))):
+        width, column = part_of(part, const.TILE_V, const.REST_V)
+        total = sums.dv[part].astype(dV.dtype)
+        ct.store(dV, (batch, head, place, column), total.reshape((1, 1, const.TILE_N, width)))
+
+
+def zero_parts(TILE, REST, const):
+    """Sums of a tile of keys, before the first."""
+    parts = (ct.zeros((const.TILE_N, TILE), ct.float32),)
+    if REST:
+        parts = (*parts, ct.zeros((const.TILE_N, REST), ct.float32))
+    return parts
+
+
+def load_key_tile(K, V, seq_q, place, kv_head, batch, features, const):
+    """The tile of keys at `place` of a head. Keys that do not count are 0 there: their slots may hold anything."""
+    offset = K.shape[2] - seq_q if const.BOTTOM_RIGHT else 0
+    window = features.window
+    if const.WINDOW_RIGHT:
+        offset = offset + features.window_right
+        window = window + features.window_right
+    start, stop = 0, K.shape[2]
+    if const.STARTS:
+        start = min(max(ct.gather(features.Starts, (batch,), check_bounds=False), 0), stop)
+    if const.LENGTHS:
+        stop = min(max(ct.gather(features.Lengths, (batch,), check_bounds=False), start), stop)
+    columns = place * const.TILE_N + ct.arange(const.TILE_N, dtype=ct.int32)
+    index = (batch, kv_head, place)
+    k = load_parts(K, index, const.TILE_N, const.TILE_D, const.REST_D, 0, True)
+    v = load_parts(V, index, const.TILE_N, const.TILE_V, const.REST_V, 0, True)
+    if const.STARTS or const.LENGTHS:
+        used = ((columns >= start) & (columns < stop))[:, None]
+        k = tuple(ct.where(used, part, ct.zeros(part.shape, part.dtype)) for part in ct.static_iter(k))
+        v = tuple(ct.where(used, part, ct.zeros(part.shape, part.dtype)) for part in ct.static_iter(v))
+    tiles = query_tiles(place * const.TILE_N, offset, window, start, stop, seq_q, const)
+    return KeyTile(k, v, columns, offset, window, start, stop, features, tiles)
+
+
+def load_parts(array, index, ROWS, TILE, REST, LATENCY, MAY_USE_TMA):
+    """A tile of rows in its parts: `[ROWS, TILE]` and, unless REST is 0, `[ROWS, REST]`."""
+    parts = ()
+    for part in ct.static_iter(range(2 if REST else 1)):
+        width, column = part_of(part, TILE, REST)
+        found = ct.load(
+            array,
+            (*index, column),
+            (1, 1, ROWS, width),
+            padding_mode=ct.PaddingMode.ZERO,
+            latency=None if LATENCY == 0 else LATENCY,
+            allow_tma=None if MAY_USE_TMA else False,
+        )
+        parts = (*parts, found.reshape((ROWS, width)))
+    return parts
+
+
+def query_tiles(first_key, offset, window, start, stop, seq_q, const):
+    """(begin, first, second, end): the tiles of query rows that see a key of the tile that begins at `first_key`. In those from
+    `first` to `second` every row sees every key of it.
+    """
+    count = ct.cdiv(seq_q, const.TILE_M)
+    begin, first, second, end = 0, 0, count, count
+    if const.CAUSAL:
+        begin = min(max(first_key - offset, 0) // const.TILE_M, count)
+        first = min(ct.cdiv(max(first_key + (const.TILE_N - 1) - offset, 0), const.TILE_M), count)
+        first = max(first, begin)
+    if const.WINDOW:
+        end = min(ct.cdiv(max(first_key + (const.TILE_N - 1) - offset + window, 0), const.TILE_M), count)
+        end = max(end, begin)
+        first = min(first, end)
+        second = min(max(first_key - offset + window, 0) // const.TILE_M, end)
+        second = max(second, first)
+    if not const.EVEN:
+        if (first_key < start) | (first_key + const.TILE_N > stop):  # some keys do not count
+            first, second = end, end
+        if (first_key + const.TILE_N <= start) | (first_key >= stop):  # none does
+            first, second, end = begin, begin, begin
+    return begin, first, second, end
+
+
+def over_queries(rows, tile, sums, scale_log2, const):
+    """The sums after all query rows of one head, in one loop over their tiles, or in several of which one needs no masks."""
+    begin, first, second, end = tile.tiles
+    scores = ()
+    if const.AHEAD:
+        scores = score(rows, tile, min(begin, ct.cdiv(rows.Q.shape[2], const.TILE_M) - 1), const)
+    if const.LOOP_SPLIT and const.WINDOW:
+        for i in range(begin, first):
+            sums, scores = query_step(rows, tile, i, sums, scores, True, scale_log2, const)
+        for i in range(first, second):
+            sums, scores = query_step(rows, tile, i, sums, scores, False, scale_log2, const)
+        for i in range(second, end):
+            sums, scores = query_step(rows, tile, i, sums, scores, True, scale_log2, const)
+    elif const.LOOP_SPLIT:
+        for i in range(begin, first):
+            sums, scores = query_step(rows, tile, i, sums, scores, True, scale_log2, const)
+        for i in range(first, end):
+            sums, scores = query_step(rows, tile, i, sums, scores, False, scale_log2, const)
+    else:
+        for i in range(begin, end):
+            sums, scores = query_step(rows, tile, i, sums, scores, True, scale_log2, const)
+    return sums
+
+
+def score(rows, tile, i, const):
+    """Products of the block's keys with the `i`-th tile of queries: `[TILE_N, TILE_M]` if TRANSPOSED, else `[TILE_M, TILE_N]`."""
+    return across(tile.k, load_queries(rows.Q, rows, i, const.TILE_D, const.REST_D, const.LATENCY_Q, const), const)
+
+
+def load_queries(array, rows, i, TILE, REST, LATENCY, const):
+    """The `i`-th tile of query rows of an array in its parts."""
+    return load_parts(array, (rows.entry, rows.head, i), const.TILE_M, TILE, REST, LATENCY, const.TMA_LOADS)
+
+
+def across(of_keys, of_rows, const):
+    """The products of every key with every row, summed over the parts of their columns."""
+    shape = (const.TILE_N, const.TILE_M) if const.TRANSPOSED else (const.TILE_M, const.TILE_N)
+    product = ct.zeros(shape, ct.float32)
+    for part in ct.static_iter(range(len(of_keys))):
+        if const.TRANSPOSED:
+            product = ct.mma(of_keys[part], ct.transpose(of_rows[part]), product)
+        else:
+            product = ct.mma(of_rows[part], ct.transpose(of_keys[part]), product)
+    return product
+
+
+def query_step(rows, tile, i, sums, scores, MASKED, scale_log2, const):
+    """(sums, scores) after the `i`-th tile of query rows. The scores are those of the next tile if AHEAD, else there are none."""
+    ahead = ()
+    if const.AHEAD:
+        ahead = score(rows, tile, min(i + 1, ct.cdiv(rows.Q.shape[2], const.TILE_M) - 1), const)
+    q = load_queries(rows.Q, rows, i, const.TILE_D, const.REST_D, const.LATENCY_Q, const)
+    if not const.AHEAD:
+        scores = across(tile.k, q, const)
+    gradient = load_queries(rows.dOut, rows, i, const.TILE_V, const.REST_V, const.LATENCY_DO, const)
+    logits = capped(scores, tile, const)
+    p = ct.exp2(logits * scale_log2 - row_values(rows.LseLog2, rows, i, const), flush_to_zero=True)
+    p = masked(p, tile, i, MASKED, const)
+    dv = add_parts(sums.dv, p.astype(gradient[0].dtype), gradient, const)
+    ds = p * (across(tile.v, gradient, const) - row_values(rows.Delta, rows, i, const))
+    if const.SOFTCAP:
+        ds = ds * (1.0 - logits * logits)
+    ds = ds.astype(q[0].dtype)
+    dk = add_parts(sums.dk, ds, q, const)
+    if const.ADDS == ATOMIC:
+        add_queries(rows, tile, i, ds, const)
+    return KeySums(dk, dv), ahead
+
+
+def row_values(array, rows, i, const):
+    """One number for each row of the `i`-th tile, beside the scores."""
+    found = ct.load(
+        array, (rows.entry, rows.head, i), (1, 1, const.TILE_M), padding_mode=ct.PaddingMode.ZERO, allow_tma=False
+    )
+    return found.reshape((1, const.TILE_M) if const.TRANSPOSED else (const.TILE_M, 1))
+
+
+def masked(p, tile, i, MASKED, const):
+    """The probabilities, and 0 where a row does not see a key. (Of a key that no row of a sequence sees they may be infinite.)"""
+    if MASKED and (const.CAUSAL or not const.EVEN):
+        columns = tile.columns[:, None] if const.TRANSPOSED else tile.columns[None, :]
+        last = i * const.TILE_M + ct.arange(const.TILE_M, dtype=ct.int32) + tile.offset
+        last = last[None, :] if const.TRANSPOSED else last[:, None]
+        if const.CAUSAL:
+            visible = columns <= last
+            if const.WINDOW:
+                visible = visible & (columns > last - tile.window)
+            if not const.EVEN:
+                visible = visible & (columns < tile.stop)
+        else:
+            visible = columns < tile.stop
+        if const.STARTS:
+            visible = visible & (columns >= tile.start)
+        p = ct.where(visible, p, 0.0)
+    return p
+
+
+def add_parts(total, weights, of_rows, const):
+    """Each part of `total`, with the rows of `of_rows` added with their weights for each key."""
+    parts = ()
+    for part in ct.static_iter(range(len(total))):
+        by_key = weights if const.TRANSPOSED else ct.transpose(weights)
+        parts = (*parts, ct.mma(by_key, of_rows[part], total[part]))
+    return parts
+
+
+def add_queries(rows, tile, i, ds, const):
+    """Add the block's share of dQ to the sums of the `i`-th tile of query rows."""
+    for part in ct.static_iter(range(len(tile.k))):
+        width, column = part_of(part, const.TILE_D, const.REST_D)
+        if const.DQ_TRANSPOSED:
+            by_key = ds if const.TRANSPOSED else ct.transpose(ds)
+            share = ct.mma(ct.transpose(tile.k[part]), by_key, ct.zeros((width, const.TILE_M), ct.float32))
+            view = rows.dQSum.tiled_view((1, 1, width, const.TILE_M))
+            view.atomic_store_add((rows.entry, rows.head, column, i), share.reshape((1, 1, width, const.TILE_M)))
+        else:
+            by_row = ct.transpose(ds) if const.TRANSPOSED else ds
+            share = ct.mma(by_row, tile.k[part], ct.zeros((const.TILE_M, width), ct.float32))
+            view = rows.dQSum.tiled_view((1, 1, const.TILE_M, width))
+            view.atomic_store_add((rows.entry, rows.head, i, column), share.reshape((1, 1, const.TILE_M, width)))
+
+
+def compute_queries(Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, features, const):
+    """dQ of the work tiles of the current block."""
+    place_count = ct.cdiv(Q.shape[2], const.TILE_M)
+    if const.PACKED:
+        place_count = Q.shape[2] // const.TILE_M + features.CuQ.shape[0] - 1
+    total = place_count * Q.shape[1] * Q.shape[0]
+    if const.PERSISTENT:
+        for work in range(ct.bid(0), total, ct.num_blocks(0)):
+            compute_query_tile(Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, work, place_count, features, const)
+    else:
+        compute_query_tile(
+            Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, ct.bid(0), place_count, features, const
+        )
+
+
+def compute_query_tile(Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, work, place_count, features, const):
+    """dQ of one tile of query rows."""
+    place, head, batch = coordinates(work, place_count, Q.shape[1], Q.shape[0], const)
+    if const.PACKED:
+        place, sequence = place_in_sequence(place, const.TILE_M, features)
+        K, V = own_rows(K, features.CuK, sequence), own_rows(V, features.CuK, sequence)
+        Q, dOut = own_rows(Q, features.CuQ, sequence), own_rows(dOut, features.CuQ, sequence)
+        LseLog2, Delta = own_rows(LseLog2, features.CuQ, sequence), own_rows(Delta, features.CuQ, sequence)
+        dQ = own_rows(dQ, features.CuQ, sequence)
+        if place * const.TILE_M < Q.shape[2]:
+            store_query_sums(Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, place, head, batch, features, const)
+    else:
+        store_query_sums(Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, place, head, batch, features, const)
+
+
+def store_query_sums(Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, place, head, batch, features, const):
+    """dQ of the tile of query rows at `place` of a head."""
+    offset = K.shape[2] - Q.shape[2] if const.BOTTOM_RIGHT else 0
+    if const.WINDOW_RIGHT:
+        offset = offset + features.window_right
+    if const.STARTS or const.LENGTHS:
+        K, V, offset = own_keys(K, V, batch, offset, features, const)
+    first_masked, steps, span = narrowed(place, batch, offset, K, features, const)
+    keys = Keys(K, V, batch, head // const.GROUP, steps, 0, steps, 0, span)
+    rows = Rows(Q, dOut, LseLog2, Delta, None, batch, head)
+    q = load_queries(Q, rows, place, const.TILE_D, const.REST_D, 0, const)
+    gradient = load_queries(dOut, rows, place, const.TILE_V, const.REST_V, 0, const)
+    own = (q, gradient, row_values(LseLog2, rows, place, const), row_values(Delta, rows, place, const))
+    last = rows_of(place, offset, const)
+    sums = (ct.zeros((const.TILE_M, const.TILE_D), ct.float32),)
+    if const.REST_D:
+        sums = (*sums, ct.zeros((const.TILE_M, const.REST_D), ct.float32))
+    if const.LOOP_SPLIT and const.WINDOW:
+        boundary, second = unmasked_turns(keys, first_masked, 0, steps, const)
+        for j in range(boundary):
+            sums = key_step(keys, own, last, j, sums, True, scale_log2, const)
+        for j in range(boundary, second):
+            sums = key_step(keys, own, last, j, sums, False, scale_log2, const)
+        for j in range(second, steps):
+            sums = key_step(keys, own, last, j, sums, True, scale_log2, const)
+    elif const.LOOP_SPLIT:
+        boundary = min(first_masked, steps)
+        for j in range(boundary):
+            sums = key_step(keys, own, last, j, sums, False, scale_log2, const)
+        for j in range(boundary, steps):
+            sums = key_step(keys, own, last, j, sums, True, scale_log2, const)
+    else:
+        for j in range(steps):
+            sums = key_step(keys, own, last, j, sums, True, scale_log2, const)
+    for part in ct.static_iter(range(len(sums))):
+        width, column = part_of(part, const.TILE_D, const.REST_D)
+        total = (sums[part] * scale).astype(dQ.dtype)
+        ct.store(dQ, (batch, head, place, column), total.reshape((1, 1, const.TILE_M, width)))
+
+
+def key_step(keys, own, last, j, sums, MASKED, scale_log2, const):
+    """The sums of a tile of query rows after the `j`-th tile of the keys that they see."""
+    if const.WINDOW:
+        j = j + keys.span.first
+    index = (keys.batch, keys.kv_head, j)
+    k = load_parts(keys.K, index, const.TILE_N, const.TILE_D, const.REST_D, const.LATENCY_Q, const.TMA_LOADS)
+    v = load_parts(keys.V, index, const.TILE_N, const.TILE_V, const.REST_V, const.LATENCY_DO, const.TMA_LOADS)
+    q, gradient, lse, delta = own
+    logits = capped(across(k, q, const), keys, const)
+    p = ct.exp2(logits * scale_log2 - lse, flush_to_zero=True)
+    if MASKED and (const.CAUSAL or not const.EVEN):
+        columns = j * const.TILE_N + ct.arange(const.TILE_N, dtype=ct.int32)[None, :]
+        if const.WINDOW or const.STARTS or const.LENGTHS:
+            visible = seen(columns, last, keys, const)
+        elif const.CAUSAL and not const.EVEN:
+            visible = (columns <= last) & (columns < keys.K.shape[2])
+        elif const.CAUSAL:
+            visible = columns <= last
+        else:
+            visible = columns < keys.K.shape[2]
+        p = ct.where(visible, p, 0.0)
+    ds = p * (across(v, gradient, const) - delta)
+    if const.SOFTCAP:
+        ds = ds * (1.0 - logits * logits)
+    ds = ds.astype(k[0].dtype)
+    parts = ()
+    for part in ct.static_iter(range(len(sums))):
+        parts = (*parts, ct.mma(ds, k[part], sums[part]))
+    return parts

@@ -1,0 +1,372 @@
+"""The gradients of attention: how they become a plan of `attention_backward`, are launched, and join torch's autograd.
+
+`tiledsched::sdpa_backward` is the operator that compiled graphs hold. It has no gradient of its own. What its kernel cannot
+serve, and what waits for a compiler, is the gradient of torch's attention, whose forward pass is computed once more for it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+
+from tiledsched.core.errors import ProblemError, UnsupportedError
+from tiledsched.core.storage import strides_of
+from tiledsched.kernels.attention.rivals import empty_output
+from tiledsched.kernels.attention.scales import default_scale, scales
+from tiledsched.kernels.attention_backward import AttentionBackward
+from tiledsched.kernels.attention_backward.rivals import late_rivals
+from tiledsched.ops.arguments import check_tensors, odd_scale, unserved
+from tiledsched.ops.fallback import MOST_SCORES, attend_in_torch, computes_at_once, report
+from tiledsched.ops.features import AttentionFeatures
+from tiledsched.ops.plans import AttentionCall, longest_sequence, with_wide
+from tiledsched.serve import process
+from tiledsched.serve.launch import has_tangent, in_layout, is_plain_call, launch_first, launch_plan
+from tiledsched.serve.lookup import Served
+from tiledsched.serve.plan import Plan, choose, make_plan
+from tiledsched.serve.plan_cache import PlanCache, are_ordinary, call_key
+from tiledsched.serve.schema import Output
+
+ARGUMENTS = (
+    "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, str? causal=None, float? scale=None, "
+    "SymInt window=0, float softcap=0.0, Tensor? sinks=None, Tensor? key_starts=None, Tensor? key_lengths=None, "
+    "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? block_table=None, SymInt max_seqlen_q=0, "
+    "SymInt max_seqlen_k=0, SymInt window_right=0, Tensor? dlse=None, bool? deterministic=None"
+)
+FEATURES = len(AttentionFeatures._fields)
+NO_SECOND = (
+    "second derivatives of attention are asked for, which neither the kernel nor torch's flash attention has; call torch's "
+    "scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for them"
+)
+Gradients = tuple[Any, Any, Any, Any]
+"""Of q, k, v and sinks; the last is None where there are no sinks."""
+cache: PlanCache[Plan] = PlanCache(call_key)
+
+
+def undifferentiable(call: AttentionCall) -> str:
+    """Why our kernels do not compute a call and its gradients; empty where they do, as far as it is known of tensors that are
+    traced.
+
+    Args:
+        call: with log-sum-exp.
+
+    Raises:
+        ProblemError, ConfigError: as :meth:`AttentionCall.find_plan`.
+    """
+    q, k, v, _, scale, _, features = call
+    if torch._C._are_functorch_transforms_active():
+        return "gradients are asked for by torch.func, which takes none of operators"
+    if features.block_table is not None:
+        return "gradients are required and keys lie in pages"
+    reason = odd_scale(scale) or unserved(q, k, v, None, 0.0)
+    if reason:
+        return reason
+    facts = process.device_facts(-1 if q.device.index is None else q.device.index)
+    if not process.table(AttentionBackward).known_arch(facts.arch):  # type: ignore[arg-type]  # a class is hashable
+        return f"gradients are required and {AttentionBackward.name} has no search space for {facts.arch}"
+    if not is_plain_call() or not are_ordinary((q, k, v)):
+        return ""
+    found = call.find_plan()
+    return found if isinstance(found, str) else _refusal(tuple(call.fields().items()))
+
+
+@functools.lru_cache(1024)
+def _refusal(fields: tuple[tuple[str, Any], ...]) -> str:
+    """Why the kernel has no problem of these fields; empty where it has."""
+    try:
+        AttentionBackward.problem(**dict(fields))
+    except ProblemError as error:
+        return f"gradients are required: {error}"
+    return ""
+
+
+class BackwardCall(NamedTuple):
+    """A call of attention whose gradients are wanted."""
+
+    forward: AttentionCall
+    """The call itself, with log-sum-exp."""
+    out: Any
+    """What it returned: `[batch, heads, rows, value columns]`, of q's order of axes in memory."""
+    dout: Any
+    """The gradient of `out`, of any strides."""
+    lse: Any
+    """The log-sum-exp that it returned: `[batch, heads, rows]`."""
+    dlse: Any = None
+    """The gradient of `lse`; None for none."""
+    deterministic: bool = False
+    """Whether the gradients must be the same, bit for bit, in every call."""
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """What a launch takes, in the order in which the kernel declares it."""
+        return tuple(self.inputs().values())
+
+    def inputs(self) -> dict[str, Any]:
+        """What a launch takes, by the names of the kernel's arrays."""
+        q, k, v, _, _, _, features = self.forward
+        found = {"Q": q, "K": k, "V": v, "Out": self.out, "dOut": self.dout, "Lse": self.lse}
+        if any(each is not None for each in features[2:8]):
+            found |= features.feature_arrays(q)
+        return found if self.dlse is None else found | {"dLse": self.dlse}
+
+    def key(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What a plan depends on, of which `tensors` are :attr:`tensors`."""
+        _, _, _, causal, scale, _, features = self.forward
+        return call_key(*tensors, causal, scale, features.key, self.dlse is not None, self.deterministic)
+
+    def find_plan(self) -> Plan | str:
+        """The plan of the call, or why the kernel cannot serve it.
+
+        Raises:
+            ProblemError: tensors that do not fit together.
+            ConfigError: settings that contradict each other, such as a forced knob that makes the schedule invalid.
+        """
+        return cache.find(self.key(self.tensors), self.make_plan)
+
+    def make_plan(self, served: Served | None = None) -> Plan | str:
+        """A new plan of the call, or why the kernel cannot serve it.
+
+        Args:
+            served: what is served; the table's answer unless given.
+
+        Raises:
+            ProblemError, ConfigError: as :meth:`find_plan`.
+        """
+        q, k, v, _, scale, _, features = self.forward
+        check_tensors(q, k, v)
+        reason = odd_scale(scale) or unserved(q, k, v, None, 0.0)
+        if features.block_table is not None:
+            reason = "gradients are required and keys lie in pages"
+        if reason:
+            return reason
+        self._check_results()
+        cap = features.softcap or None
+        try:
+            problem = AttentionBackward.problem(
+                **self.forward.fields(), dlse=self.dlse is not None, deterministic=self.deterministic
+            )
+            problem = with_wide(problem, (q, k, v, self.out, self.dout))
+            numbers = dict(zip(("scale_log2", "cap_scale"), scales(problem, scale, cap), strict=True))
+        except ProblemError as error:
+            return str(error)
+        numbers["scale"] = default_scale(problem) if scale is None else float(scale)
+        inputs = self.inputs()
+        rivals = lambda: late_rivals(problem, scale, cap)  # noqa: E731
+        decision = choose("sdpa_backward", problem, tuple(inputs.values()), rivals, served)
+        if isinstance(decision, str):
+            return decision
+        outputs = {}
+        for name, like in (("dQ", q), ("dK", k), ("dV", v)):
+            strides = torch.empty_like(like, device="meta").stride()
+            outputs[name] = Output(shapes=(tuple(like.shape),), strides=(strides,), dtype=problem.dtype)
+        if features.sinks is not None:
+            shape = tuple(features.sinks.shape)
+            outputs["dSinks"] = Output(shapes=(shape,), strides=(strides_of(shape, False),), dtype="float32")
+        return make_plan(decision, inputs, outputs, numbers)
+
+    def _check_results(self) -> None:
+        """Raise where the tensors of the forward pass, or their gradients, are not those of q, k and v.
+
+        Raises:
+            ProblemError: they differ in shape, dtype or device.
+        """
+        q, v = self.forward.q, self.forward.v
+        rows = q.shape[:3]
+        for name, each, shape, dtype in (
+            ("out", self.out, (*rows, v.shape[3]), q.dtype),
+            ("dout", self.dout, (*rows, v.shape[3]), q.dtype),
+            ("lse", self.lse, rows, torch.float32),
+            ("dlse", self.dlse, rows, torch.float32),
+        ):
+            if each is not None and (tuple(each.shape), each.dtype, each.device) != (tuple(shape), dtype, q.device):
+                raise ProblemError(
+                    f"{name} must be {dtype} {tuple(shape)} on {q.device}, got {each.dtype} {tuple(each.shape)} on {each.device}"
+                )
+
+    def launch(self, plan: Plan, tensors: tuple[Any, ...], first: bool = False, keep_zeros: bool = False) -> Gradients:
+        """The gradients, by the launches of a plan or its rival; see :func:`tiledsched.serve.launch.launch_plan`."""
+        features = self.forward.features
+        extras = () if features.cu_seqlens_q is None else longest_sequence(plan.problem, features)
+        return _four(launch_plan(plan, tensors, None, first, keep_zeros, extras))
+
+    def by_torch(self) -> Gradients:
+        """The gradients of torch's attention, which is computed once more, laid out like our own."""
+        q, k, v, causal, scale, _, features = self.forward
+        # An operator is called with autograd left out.
+        records = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+        with records, torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
+            given = [each.detach().requires_grad_() for each in (q, k, v)]
+            if features.sinks is not None:
+                given.append(features.sinks.detach().float().requires_grad_())
+                features = features._replace(sinks=given[3])
+            both = self.dlse is not None
+            made = attend_in_torch(*given[:3], None, 0.0, causal, scale, both, features)
+            of = (self.dout, self.dlse) if both else (self.dout,)
+            found = torch.autograd.grad(made, given, of)
+        laid_out = [
+            each if each.stride() == like.stride() else like.copy_(each)
+            for each, like in zip(found, map(torch.empty_like, (q, k, v)), strict=False)
+        ]
+        return _four((*laid_out, *found[3:]))
+
+
+def _four(found: Any) -> Gradients:
+    dq, dk, dv, *sinks = found
+    return dq, dk, dv, sinks[0] if sinks else None
+
+
+def with_empty_results(forward: AttentionCall, deterministic: bool | None) -> BackwardCall:
+    """The gradients of a call, with results of the forward pass that nothing was written to.
+
+    Args:
+        forward: the call.
+        deterministic: as for `sdpa`.
+    """
+    q, v = forward.q, forward.v
+    out, lse = empty_output(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return BackwardCall(forward, out, out, lse, None, _is_deterministic(deterministic))
+
+
+def _is_deterministic(given: bool | None) -> bool:
+    """What was given, or else what torch's setting says now: of a graph that was traced, when it runs."""
+    return torch.are_deterministic_algorithms_enabled() if given is None else given
+
+
+def differentiate(call: BackwardCall, *, keep_zeros: bool = False) -> Gradients:
+    """The gradients of a call on our kernel, or of torch's attention where the kernel cannot serve it.
+
+    Args:
+        call: of which `dout` may be expanded and of any strides.
+        keep_zeros: as for :func:`tiledsched.serve.launch.launch_plan`.
+
+    Raises:
+        ProblemError, ConfigError: as :meth:`BackwardCall.find_plan`.
+        UnsupportedError: it cannot be served, and the setting `fallback` is `error`.
+        LaunchError: the launch failed, or a CUDA graph is being captured and the program never ran.
+    """
+    tensors = call.tensors
+    key = call.key(tensors)
+    plan = cache.ready.get(key)
+    if plan is not None:
+        return call.launch(plan, tensors, keep_zeros=keep_zeros)
+    found = cache.find(key, call.make_plan)
+    if isinstance(found, str):
+        report(found)
+        return call.by_torch()
+    q, k, _, causal, _, _, features = call.forward
+    # torch's gradients are others in their last bits; its attention in full keeps several arrays of the scores' size.
+    at_once = computes_at_once(q, k, causal, call.dlse is not None, features, MOST_SCORES // 4)
+    stand_in = (lambda plan: in_layout(plan, call.by_torch()[: len(plan.outputs)])) if at_once else None
+    launch = lambda plan: call.launch(plan, tensors, first=True)  # noqa: E731
+    return _four(launch_first(cache, key, found, launch, call.make_plan, None if call.deterministic else stand_in))
+
+
+def as_launched(dout: Any, out: Any) -> Any:
+    """A gradient of `out` that a launch can read: itself, or a copy laid out like `out` where the elements of a row do not lie
+    side by side, or several are one, as in the gradient of a sum."""
+    if dout.stride(-1) == 1 and 0 not in dout.stride():
+        return dout
+    return torch.empty_like(out).copy_(dout)
+
+
+def gradients(
+    dout: Any,
+    dlse: Any,
+    saved: tuple[Any, ...],
+    causal: str | None,
+    scale: float | None,
+    features: AttentionFeatures,
+    deterministic: bool | None,
+) -> Gradients:
+    """The gradients of q, k, v and sinks, as autograd asks for them.
+
+    Args:
+        dout, dlse: gradients of the output and of the log-sum-exp; None for none, but not both.
+        saved: q, k, v, the output and the log-sum-exp.
+        causal, scale, features, deterministic: of the call.
+    """
+    q, k, v, out, lse = saved
+    dout = torch.zeros_like(out) if dout is None else dout
+    tensors = [each for each in (dout, q, k, v, out, lse, dlse, *features[2:8]) if each is not None]
+    if not torch.is_grad_enabled() and is_plain_call() and are_ordinary(tensors):
+        call = _read_call(dout, q, k, v, out, lse, causal, scale, features, dlse, deterministic)
+        return differentiate(call, keep_zeros=True)
+    found = sdpa_backward_operator(dout, q, k, v, out, lse, causal, scale, *features, dlse, deterministic)
+    return found if features.sinks is not None else (*found[:3], None)
+
+
+def _read_call(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    causal: str | None,
+    scale: float | None,
+    features: AttentionFeatures,
+    dlse: Any,
+    deterministic: bool | None,
+) -> BackwardCall:
+    forward = AttentionCall(q, k, v, causal, scale, True, features)
+    dlse = None if dlse is None else dlse.contiguous()
+    return BackwardCall(forward, out, as_launched(dout, out), lse.contiguous(), dlse, _is_deterministic(deterministic))
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """The operator where its own inputs require gradients, as under `create_graph`: it raises where these are computed."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return sdpa_backward_operator(*given)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise UnsupportedError(NO_SECOND)
+
+
+def _launch(*given: Any) -> Any:
+    (dout, q, k, v, out, lse), (causal, scale, *more) = given[:6], (*given[6:], *_DEFAULTS[len(given) - 6 :])
+    features, (dlse, deterministic) = AttentionFeatures(*more[:FEATURES]), more[FEATURES:]
+    found = differentiate(_read_call(dout, q, k, v, out, lse, causal, scale, features, dlse, deterministic))
+    return found if found[3] is not None else (*found[:3], _no_sinks(q))
+
+
+_DEFAULTS = (None, None, *AttentionFeatures(), None, None)
+
+
+def _no_sinks(q: Any) -> Any:
+    return q.new_empty((0,), dtype=torch.float32)
+
+
+def _fake(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *given: Any) -> Any:
+    sinks = given[4] if len(given) > 4 else None
+    of_sinks = _no_sinks(q) if sinks is None else torch.empty_like(sinks, dtype=torch.float32)
+    return (*map(torch.empty_like, (q, k, v)), of_sinks)
+
+
+def _autograd(*given: Any) -> Any:
+    tensors = [each for each in given if isinstance(each, torch.Tensor)]
+    if has_tangent(tensors):
+        raise UnsupportedError(NO_SECOND)
+    if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+        return _OnceDifferentiable.apply(*given)
+    with torch._C._AutoDispatchBelowAutograd():
+        return sdpa_backward_operator(*given)
+
+
+def _register() -> Any:
+    library = torch.library.Library("tiledsched", "FRAGMENT")
+    library.define(
+        f"sdpa_backward({ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,)
+    )
+    for key in ("CUDA", "CPU"):
+        library.impl("sdpa_backward", _launch, key)
+    library.impl("sdpa_backward", _autograd, "Autograd")
+    torch.library.register_fake("tiledsched::sdpa_backward", _fake, lib=library)
+    return library, torch.ops.tiledsched.sdpa_backward.default
+
+
+_library, sdpa_backward_operator = _register()
