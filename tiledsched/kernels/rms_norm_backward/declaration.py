@@ -20,6 +20,10 @@ SUM_ROWS, SUM_COLUMNS = 64, 32
 """The tile of a block that adds the parts of dW: a line of memory of each part. Of larger tiles registers spill."""
 FP32_PER_ELEMENT = 16.0
 """Instructions per element: conversions, products, and three sums."""
+AHEAD = 2.0
+"""How many rows a block has under way that reads the next one ahead."""
+ENOUGH = 4.0
+"""Blocks wait for each row; see `TileDemand.enough`."""
 LIVE_PER_ELEMENT = 3.5
 """Float32 values in registers for each element of a row: X, dOut and W in 16 bits, the sum of dW, and one on its way."""
 
@@ -29,23 +33,25 @@ class RmsNormBackwardCost(StreamingCost):
 
     def work(self, p: Problem, s: Schedule) -> TileDemand:
         """A row that is not held is read again, and the part of dW with it, from the L2 cache for the most part."""
-        rows, tile = s.number("TILE_ROWS"), s.number("TILE_COLUMNS")
+        rows, tile, shares = s.number("TILE_ROWS"), s.number("TILE_COLUMNS"), s.number("num_ctas")
         covered = -(-p.columns // tile) * tile
         held = bool(s["HOLD"]) or covered == tile
+        ahead = s["AHEAD"] or s["loads"] == "tma"
         parts = 8.0 * blocks(p, s) * p.columns
         return TileDemand(
-            count=-(-p.rows // rows),
-            bytes=(4.0 if s["AHEAD"] else 2.0) * 2.0 * rows * min(covered if held else tile, p.columns),
-            instructions=rows * covered * FP32_PER_ELEMENT * (1.0 if held else 1.6),
-            live=rows * (covered if held else tile) * (LIVE_PER_ELEMENT + bool(s["AHEAD"])),
+            count=-(-p.rows // rows) * shares,
+            bytes=(AHEAD if ahead else 1.0) * 4.0 * rows * min(covered if held else tile, p.columns) / shares,
+            instructions=rows * covered * FP32_PER_ELEMENT * (1.0 if held else 1.6) / shares,
+            live=rows * (covered if held else tile) * (LIVE_PER_ELEMENT + bool(s["AHEAD"])) / shares,
+            enough=ENOUGH,
             again=0.5 * parts if held else 0.5 * (parts + 6.0 * p.rows * p.columns),
         )
 
     def model(self, p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
         """Estimated time in microseconds of both launches; longer where blocks leave slots empty, or some take more rows."""
-        slots = spec.sm_count * facts.resident(spec.arch)
-        turns = -(-blocks(p, s) // slots) * (-(-p.rows // s.number("TILE_ROWS")) / blocks(p, s))
-        best = p.rows / s.number("TILE_ROWS") / slots
+        slots, made = spec.sm_count * facts.resident(spec.arch), blocks(p, s) * s.number("num_ctas")
+        turns = -(-made // slots) * (-(-p.rows // s.number("TILE_ROWS")) / blocks(p, s))
+        best = p.rows / s.number("TILE_ROWS") * s.number("num_ctas") / slots
         return LAUNCH_US + super().model(p, s, facts, spec) * (0.5 + 0.5 * max(1.0, turns / best))
 
 
@@ -76,27 +82,38 @@ class RmsNormBackward(Kernel):
         "HOLD": ts.knob((True, False), about="whether a row and its part of dW stay in registers"),
         "AHEAD": ts.knob((False, True), about="whether a block reads its next row before it works on one"),
         "loads": ts.knob(("tma", "plain", "gather"), about="how rows move", weight=1.0),
-        "num_worker_warps": ts.knob((8, 4, 16), about="warps that compute", weight=0.4),
-        "occupancy": ts.knob((2, 1, 3, 4, 6, 8), about="blocks an SM should hold", weight=0.4),
+        "num_worker_warps": ts.knob((4, 8, 16), about="warps that compute", weight=0.4),
+        "occupancy": ts.knob((3, 1, 2, 4, 6), about="blocks an SM should hold", weight=0.4),
+        "num_ctas": ts.knob((1, 2, 4), about="blocks that share a row", weight=0.4),
         "BLOCKS": ts.knob(
-            (264, 132, 396, 528, 792, 1056, 16, 32, 64), about="most blocks, each of which has a part of dW", weight=0.4
+            (396, 132, 264, 528, 792, 16, 32, 64, 66), about="most blocks, each of which has a part of dW", weight=0.4
         ),
     }
-    constraints = row_schedules.CONSTRAINTS
+    constraints = {
+        **row_schedules.CONSTRAINTS,
+        "num_ctas == 1 or shared_memory_bytes > 200000": "blocks share rows on the data-center archs since sm_90",
+    }
     exploring = {
         "TILE_COLUMNS < 2 * columns or TILE_COLUMNS == 512": "less than half of the tile would be used",
         "HOLD or TILE_COLUMNS < columns": "a row of one tile is held in any case",
+        "TILE_COLUMNS >= columns or columns < width or width > 8192": "a row of a power of two is one tile",
         "TILE_COLUMNS >= columns or 8 * TILE_COLUMNS >= columns": "more tiles of a row were not faster on the H200",
         "HOLD or width > 16384": "of shorter rows registers hold all",
-        "not HOLD or width <= 16384": "registers hold no more of a row",
+        "not HOLD or width <= 16384 * num_ctas": "registers hold no more of a row",
+        "num_ctas == 1 or (HOLD and width > 8192)": "one block holds a shorter row",
         "TILE_ROWS == 1 or width <= 2048": "several rows are for rows that are short",
-        "loads != 'tma' or (TILE_COLUMNS >= columns and not AHEAD)": "TMA reads ahead by itself, where a row is one tile",
-        "HOLD or not AHEAD": "rows that are read twice are not read ahead",
-        "TILE_ROWS * width >= 256 * num_worker_warps or width <= 512": "threads would load less than 16 bytes",
-        "occupancy * (4 * TILE_ROWS * width + 1280 * num_worker_warps) <= 80000 or occupancy == 1": "registers hold no more",
-        "occupancy * (4 * TILE_ROWS * width + 1280 * num_worker_warps) >= 30000 or rows < 16 * BLOCKS": "more bytes under way",
-        "BLOCKS <= sm_count * occupancy or BLOCKS == 16": "all blocks run at once",
-        "2 * BLOCKS > sm_count * occupancy or 2 * TILE_ROWS * BLOCKS > rows": "SMs would be idle",
+        "AHEAD or loads == 'tma' or not HOLD or rows < 2 * BLOCKS": "a block would wait for each row",
+        "not AHEAD or (loads != 'tma' and HOLD)": "TMA reads ahead by itself, and rows that are read twice are not read ahead",
+        "TILE_ROWS * width >= 256 * num_worker_warps * num_ctas or width <= 512": "threads would load less than 16 bytes",
+        "num_worker_warps < 16 or width > 4096": "not enough elements for so many warps",
+        "TILE_ROWS * width <= 1024 * num_worker_warps * num_ctas or num_worker_warps >= 8": "a thread holds no more of a row",
+        "HOLD or (num_worker_warps == 8 and occupancy == 2)": "rows that are read twice wait for the L2 cache",
+        "occupancy * (4 * TILE_ROWS * width // num_ctas + 1280 * num_worker_warps) <= 80000 or occupancy == 1": "registers hold "
+        "no more",
+        "occupancy * (4 * TILE_ROWS * width // num_ctas + 1280 * num_worker_warps) >= 30000 or rows < 16 * BLOCKS": "more bytes "
+        "under way",
+        "BLOCKS * num_ctas <= sm_count * occupancy or BLOCKS == 16": "all blocks run at once",
+        "2 * BLOCKS * num_ctas > sm_count * occupancy or 2 * TILE_ROWS * BLOCKS > rows": "SMs would be idle",
         "TILE_ROWS * BLOCKS <= rows or BLOCKS == 16": "blocks without rows",
     }
     derived = row_schedules.DERIVED
