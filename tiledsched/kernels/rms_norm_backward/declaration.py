@@ -108,10 +108,12 @@ class RmsNormBackward(Kernel):
         "num_worker_warps < 16 or width > 4096": "not enough elements for so many warps",
         "TILE_ROWS * width <= 1024 * num_worker_warps * num_ctas or num_worker_warps >= 8": "a thread holds no more of a row",
         "HOLD or (num_worker_warps == 8 and occupancy == 2)": "rows that are read twice wait for the L2 cache",
-        "occupancy * (4 * TILE_ROWS * width // num_ctas + 1280 * num_worker_warps) <= 80000 or occupancy == 1": "registers hold "
-        "no more",
-        "occupancy * (4 * TILE_ROWS * width // num_ctas + 1280 * num_worker_warps) >= 30000 or rows < 16 * BLOCKS": "more bytes "
-        "under way",
+        "not HOLD or occupancy * (4 * TILE_ROWS * width // num_ctas + 1280 * num_worker_warps) <= 80000 or occupancy == 1": (
+            "registers hold no more"
+        ),
+        "not HOLD or occupancy * (4 * TILE_ROWS * width // num_ctas + 1280 * num_worker_warps) >= 30000 or rows < 16 * BLOCKS": (
+            "more bytes under way"
+        ),
         "BLOCKS * num_ctas <= sm_count * occupancy or BLOCKS == 16": "all blocks run at once",
         "2 * BLOCKS * num_ctas > sm_count * occupancy or 2 * TILE_ROWS * BLOCKS > rows": "SMs would be idle",
         "TILE_ROWS * BLOCKS <= rows or BLOCKS == 16": "blocks without rows",
