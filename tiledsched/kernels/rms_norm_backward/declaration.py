@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import tiledsched.core.fields as ts
-from tiledsched.core.cost import LAUNCH_US
+from tiledsched.core.cost import LAUNCH_US, smooth_max
 from tiledsched.core.device import ArchSpec
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
@@ -14,16 +14,27 @@ from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels import row_schedules
 from tiledsched.kernels.rms_norm import RmsNorm
-from tiledsched.kernels.row_schedules import RowSimilarity, StreamingCost, TileDemand
+from tiledsched.kernels.row_schedules import (
+    BLOCK_CYCLES,
+    COPY_SHARE,
+    LATENCY_CYCLES,
+    SPILL_COST,
+    RowSimilarity,
+    StreamingCost,
+    TileDemand,
+)
 
 SUM_ROWS, SUM_COLUMNS = 64, 32
 """The tile of a block that adds the parts of dW: a line of memory of each part. Of larger tiles registers spill."""
-FP32_PER_ELEMENT = 16.0
+# Read off 128 programs of five widths on an H200 (2026-11-27).
+FP32_PER_ELEMENT = 8.0
 """Instructions per element: conversions, products, and three sums."""
 AHEAD = 2.0
 """How many rows a block has under way that reads the next one ahead."""
 ENOUGH = 4.0
-"""Blocks wait for each row; see `TileDemand.enough`."""
+"""What all blocks of an SM should have asked of memory, in what memory answers within a latency: they pause for each row."""
+FEW_BYTES_COST = 0.2
+"""Share by which the time grows for each time that what is under way would fit once more into enough."""
 LIVE_PER_ELEMENT = 3.5
 """Float32 values in registers for each element of a row: X, dOut and W in 16 bits, the sum of dW, and one on its way."""
 
@@ -36,23 +47,33 @@ class RmsNormBackwardCost(StreamingCost):
         rows, tile, shares = s.number("TILE_ROWS"), s.number("TILE_COLUMNS"), s.number("num_ctas")
         covered = -(-p.columns // tile) * tile
         held = bool(s["HOLD"]) or covered == tile
-        ahead = s["AHEAD"] or s["loads"] == "tma"
         parts = 8.0 * blocks(p, s) * p.columns
         return TileDemand(
-            count=-(-p.rows // rows) * shares,
-            bytes=(AHEAD if ahead else 1.0) * 4.0 * rows * min(covered if held else tile, p.columns) / shares,
+            count=-(-p.rows // rows),
+            bytes=(AHEAD if reads_ahead(s) else 1.0) * 4.0 * rows * min(covered if held else tile, p.columns) / shares,
             instructions=rows * covered * FP32_PER_ELEMENT * (1.0 if held else 1.6) / shares,
             live=rows * (covered if held else tile) * (LIVE_PER_ELEMENT + bool(s["AHEAD"])) / shares,
-            enough=ENOUGH,
             again=0.5 * parts if held else 0.5 * (parts + 6.0 * p.rows * p.columns),
         )
 
     def model(self, p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
-        """Estimated time in microseconds of both launches; longer where blocks leave slots empty, or some take more rows."""
-        slots, made = spec.sm_count * facts.resident(spec.arch), blocks(p, s) * s.number("num_ctas")
-        turns = -(-made // slots) * (-(-p.rows // s.number("TILE_ROWS")) / blocks(p, s))
-        best = p.rows / s.number("TILE_ROWS") * s.number("num_ctas") / slots
-        return LAUNCH_US + super().model(p, s, facts, spec) * (0.5 + 0.5 * max(1.0, turns / best))
+        """Estimated time in microseconds of both launches. Only the order of estimates counts."""
+        work, resident = self.work(p, s), facts.resident(spec.arch)
+        rate = spec.dram_gbps * COPY_SHARE
+        staged = facts.shared_bytes if s["loads"] == "tma" else 0  # known of code that is built
+        enough = ENOUGH * LATENCY_CYCLES * rate / spec.sm_count / spec.clock_ghz
+        lack = (
+            FEW_BYTES_COST * max(0.0, enough / (resident * (staged or work.bytes)) - 1.0)
+            + SPILL_COST * facts.spill_bytes
+        )
+        memory_us = (p.min_bytes + work.again) / (rate * 1e3) * (1.0 + lack)
+
+        waves = -(-blocks(p, s) * s.number("num_ctas") // (spec.sm_count * resident))
+        turns = waves * -(-work.count // blocks(p, s))
+        alone = work.instructions / min(spec.fp32_ops, facts.threads) + BLOCK_CYCLES
+        alone += 0.0 if reads_ahead(s) else LATENCY_CYCLES
+        busy = resident * work.instructions / spec.fp32_ops
+        return 2 * LAUNCH_US + smooth_max(memory_us, turns * max(alone, busy) / (spec.clock_ghz * 1e3))
 
 
 class RmsNormBackward(Kernel):
@@ -167,6 +188,11 @@ class RmsNormBackward(Kernel):
             for residual in (False, True)
             for rows, columns in ((37, 1000), (7, 512), (3, 5120), (1, 24))
         ]
+
+
+def reads_ahead(s: Schedule) -> bool:
+    """Whether a block has its next row under way while it works on one."""
+    return bool(s["AHEAD"]) or s["loads"] == "tma"
 
 
 def blocks(p: Problem, s: Schedule) -> int:
