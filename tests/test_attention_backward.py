@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tile_checks import Device, make_inputs, mutated, run_schedule, sample
+from tile_checks import NUMPY, Device, check, make_inputs, mutated, run_schedule, sample
 
 from tiledsched.core.cases import expected_outputs, make_cases, output_specs
 from tiledsched.core.errors import ProblemError
@@ -13,6 +13,7 @@ from tiledsched.core.storage import to_storage
 from tiledsched.interpreter.checking import check_schedule
 from tiledsched.kernels.attention.reference import attention_and_lse
 from tiledsched.kernels.attention_backward import AttentionBackward
+from tiledsched.kernels.attention_backward.inputs import normal_inputs, outputs_of
 from tiledsched.kernels.attention_backward.problem import gradient_scales, mask_of
 from tiledsched.kernels.attention_backward.reference import attention_gradients
 from tiledsched.measure.accuracy import case_errors, wrong_result
@@ -154,6 +155,24 @@ def test_ordered_sums_are_the_same_in_every_order_of_blocks_and_atomic_ones_are_
     assert bits({"structure": "atomic"})["dQ"] > 1
 
 
+@pytest.mark.parametrize(
+    "knobs", [{}, {"structure": "two_pass"}, {"structure": "ordered", "group_heads": "apart"}], ids=str
+)
+def test_rows_behind_the_last_packed_sequence_have_gradients_of_zero(knobs):
+    """Whatever lies there: forward writes no Out and no Lse for them."""
+    p = make(seq_q=90, seq_k=100, head_dim=16, heads=2, packed=2, causal=True, sinks=True)
+    inputs = {
+        name: np.asarray(array, np.float32) for name, array in normal_inputs(np, np.random.default_rng(0), p).items()
+    }
+    inputs |= {"CuQ": np.array([0, 3, 40], np.int32), "CuK": np.array([0, 40, 41], np.int32)}
+    inputs |= outputs_of(np, p, inputs)
+    for name in ("Out", "dOut", "Lse"):
+        inputs[name][:, :, 40:] = np.nan
+    types = {spec.name: NUMPY[spec.dtype] for spec in p.declaration.arrays(p)}
+    inputs = {name: array.astype(types[name]) for name, array in inputs.items()}
+    check(AttentionBackward, p, fitting(p, knobs), inputs)
+
+
 def test_deterministic_problems_admit_no_atomic_adds():
     p = make(seq_q=4096, seq_k=4096, head_dim=128, heads=16, kv_heads=16, deterministic=True)
     assert SPACE.default(p)["structure"] != "atomic"
@@ -234,6 +253,8 @@ CASES = {
     "group": ({"heads": 4, "kv_heads": 2}, {}),
     "apart": ({"heads": 4, "kv_heads": 2}, {"group_heads": "apart"}),
     "ahead": ({"causal": True}, {"scores_ahead": True}),
+    "late": ({"causal": True}, {"product_order": "dq_late"}),
+    "delta first": ({}, {"delta_first": True}),
     "persistent": ({"heads": 2, "kv_heads": 2, "batch": 2}, {"persistent": True}),
     "swizzled": ({"causal": True, "heads": 2, "kv_heads": 2}, {"block_order": "swizzled"}),
     "parts": ({"head_dim": 48, "value_dim": 48}, {"column_parts": 2}),
@@ -244,8 +265,11 @@ CASES = {
     "packed": ({"packed": 4, "causal": True, "heads": 2, "seq_q": 90, "seq_k": 90}, {}),
 }
 TILES = {
-    "delta forgotten": ("- row_values(rows.Delta, rows, i, const)", "", "plain"),
-    "delta of the other sign": ("- row_values(rows.Delta", "+ row_values(rows.Delta", "plain"),
+    "delta forgotten": ("ct.float32), const) - delta\n", "ct.float32), const)\n", "plain"),
+    "delta of the other sign": ("ct.float32), const) - delta\n", "ct.float32), const) + delta\n", "plain"),
+    "delta of the other sign, first": ("(-delta, score_shape", "(delta, score_shape", "delta first"),
+    "the last share of dQ left out": ("if const.DQ_LATE and begin < end:", "if False:", "late"),
+    "shares of dQ of the same tile": ("handed_on = ds, i", "handed_on = ds, carried[1]", "late"),
     "dK not scaled": ("(sums.dk[part] * scale)", "sums.dk[part]", "plain"),
     "dV scaled": ("total = sums.dv[part].astype", "total = (sums.dv[part] * scale).astype", "plain"),
     "dQ not scaled": ("(total * scale).astype(dQ.dtype)", "total.astype(dQ.dtype)", "plain"),
@@ -367,8 +391,12 @@ TILES = {
     ),
     "no mask, two passes": ("p = ct.where(visible, p, 0.0)\n    ds", "ds", "two passes"),
     "keys counted from the first, two passes": ("j = j + keys.span.first", "j = j", "window, two passes"),
-    "delta forgotten, two passes": ("(across(v, gradient, const) - delta)", "across(v, gradient, const)", "two passes"),
-    "places by query rows": ("features.CuK))\n        keys", "features.CuQ))\n        keys", "packed unlike"),
+    "delta forgotten, two passes": (
+        "(across(v, gradient, zeros, const) - delta)",
+        "across(v, gradient, zeros, const)",
+        "two passes",
+    ),
+    "places by query rows": ("0, features.CuK)\n        behind", "0, features.CuQ)\n        behind", "packed unlike"),
 }
 CASES |= {
     "two passes: heads": ({"heads": 4, "kv_heads": 2}, {"structure": "two_pass"}),

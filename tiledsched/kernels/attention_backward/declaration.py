@@ -142,12 +142,12 @@ class AttentionBackward(Kernel):
             (False, True), about="take the row sums off dP before its product is made", measured_only=True
         ),
         "latency_q": ts.knob(
-            (0, 2),
+            (2, 0, 6),
             about="latency hint of the loop's loads of queries (of keys for dQ); 0: the compiler's",
             measured_only=True,
         ),
         "latency_do": ts.knob(
-            (0, 4),
+            (2, 0, 6),
             about="latency hint of the loop's loads of dOut (of values for dQ); 0: the compiler's",
             measured_only=True,
         ),
@@ -209,7 +209,7 @@ class AttentionBackward(Kernel):
         ),
         "block_order != 'reversed'": "the blocks with the longest loops start first",
         "block_order == 'natural' or causal": "the order is tried where blocks differ in length",
-        "(latency_q == 0) == (latency_do == 0)": "the hints of both loads are tried together",
+        "latency_q == latency_do": "the hints of both loads are tried together",
         "tma_loads or (latency_q == 0 and not scores_ahead and not persistent)": (
             "loads by threads are tried on the plain kernel only"
         ),
@@ -448,6 +448,6 @@ def dq_arrays(s: Schedule) -> int:
 
 def blocks(rows: int, tile: int, heads: int, p: Problem, s: Schedule, device: Any) -> tuple[int]:
     """The grid of a launch with a block for each tile of so many rows of all heads."""
-    places = rows // tile + p.packed if p.packed else -(-rows // tile)
+    places = rows // tile + p.packed + 1 if p.packed else -(-rows // tile)
     count = math.prod((places, heads))
     return (resident_blocks(count, s, device) if s["persistent"] else count,)

@@ -29,6 +29,7 @@ def attention_backward_rows(
     dOut: HeadArray,
     Lse: RowArray,
     dLse: ct.Array,
+    CuQ: ct.Array,
     LseLog2: RowArray,
     Delta: RowArray,
     dQSum: HeadArray,
@@ -36,11 +37,12 @@ def attention_backward_rows(
     TILE_V_WHOLE: Int,
     DQ_COLUMNS: Int,
     DLSE: Bool,
+    PACKED: Bool,
     DQ_ARRAYS: Int,
 ):
     """Delta and LseLog2 of the query rows, and zeros in the arrays of dQSum."""
-    dlse = dLse if DLSE else None
-    tiles.prepare_rows(Out, dOut, Lse, dlse, LseLog2, Delta, dQSum, ROWS, TILE_V_WHOLE, DQ_COLUMNS, DQ_ARRAYS)
+    dlse, offsets = dLse if DLSE else None, CuQ if PACKED else None
+    tiles.prepare_rows(Out, dOut, Lse, dlse, offsets, LseLog2, Delta, dQSum, ROWS, TILE_V_WHOLE, DQ_COLUMNS, DQ_ARRAYS)
 
 
 def attention_backward_keys(
