@@ -397,7 +397,8 @@ LARGER = (32, 128, 256, 512, 1024, 2048, 4096)
 
 
 def shrunk(kernel: KernelClass, p: Problem) -> Problem:
-    """The problem with run-time sizes as small as its kernel allows. Sizes of 0, such as that of no window, stay.
+    """The problem with run-time sizes as small as its kernel allows. A size of 0, which is of something that the problem does
+    without, stays.
 
     Dims that can only change together, such as the sides of a square, shrink by one factor.
     """
