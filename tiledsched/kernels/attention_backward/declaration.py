@@ -33,7 +33,7 @@ rows as much in dK and dV (tests/test_attention_backward.py).
 SMALLEST_GRADIENT = 1e-3
 """Root mean square of a tile's elements below which it is judged as if it were that large. Where a row sees one key, dQ and dK
 are 0, and the kernel gives what rounding leaves of dP - delta: about 1e-6."""
-ROW_ELEMENTS = 8192
+ROW_ELEMENTS = 2048
 """Elements of a tile of the launches that go over rows once."""
 SINK_ROWS = 1024
 """Rows that a step of the sinks' launch takes."""
