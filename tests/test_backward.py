@@ -133,7 +133,7 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize(("layout", "kind"), zip(LAYOUTS, GRADIENTS, strict=True))
+@pytest.mark.parametrize(("layout", "kind"), [*zip(LAYOUTS, GRADIENTS, strict=True)])
 def test_tensors_may_lie_in_any_way(launches, layout, kind) -> None:
     given = LAYOUTS[layout](*tensors(batch=2))
     q, k, v = (
