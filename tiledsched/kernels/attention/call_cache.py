@@ -126,7 +126,7 @@ def _launches(calls: list[Recorded], tensors: tuple[Any, ...]) -> tuple[list[Any
     arrays: list[Any] = []
     launches: list[Any] = []
     for compiled, given, named in calls:
-        arguments = []
+        arguments: list[tuple[int | None, Any]] = []
         for value in given:
             if not _tensor(value):
                 arguments.append((None, value))
