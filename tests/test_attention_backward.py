@@ -472,7 +472,7 @@ def test_the_cases_pass_the_kernel(name):
     assert_right(*case(name))
 
 
-MODULES = [f"tiledsched.kernels.attention_backward.{name}" for name in ("tiles", "entries")]
+MODULES = [f"tiledsched.kernels.attention_backward.{name}" for name in ("tiles", "rows", "queries", "entries")]
 
 
 @pytest.mark.parametrize("name", TILES)
