@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import cuda.tile as ct
 import numpy as np
 import pytest
-from tile_checks import Device, make_inputs, mutated, run_schedule, sample
+from tile_checks import NUMPY, Device, check, make_inputs, mutated, run_schedule, sample
 
+from tiledsched.build.compiler import compile_schedule
+from tiledsched.core import arrays, launch
 from tiledsched.core.cases import expected_outputs, make_cases, output_specs
-from tiledsched.core.errors import ProblemError
 from tiledsched.core.space_files import space_for
 from tiledsched.core.storage import to_storage
+from tiledsched.interpreter import run_schedule as interpret
 from tiledsched.interpreter.checking import check_schedule
 from tiledsched.kernels.attention.reference import attention_and_lse
 from tiledsched.kernels.attention_backward import AttentionBackward
+from tiledsched.kernels.attention_backward.inputs import normal_inputs, outputs_of
 from tiledsched.kernels.attention_backward.problem import gradient_scales, mask_of
 from tiledsched.kernels.attention_backward.reference import attention_gradients
 from tiledsched.measure.accuracy import case_errors, wrong_result
@@ -154,6 +158,24 @@ def test_ordered_sums_are_the_same_in_every_order_of_blocks_and_atomic_ones_are_
     assert bits({"structure": "atomic"})["dQ"] > 1
 
 
+@pytest.mark.parametrize(
+    "knobs", [{}, {"structure": "two_pass"}, {"structure": "ordered", "group_heads": "apart"}], ids=str
+)
+def test_rows_behind_the_last_packed_sequence_have_gradients_of_zero(knobs):
+    """Whatever lies there: forward writes no Out and no Lse for them."""
+    p = make(seq_q=90, seq_k=100, head_dim=16, heads=2, packed=2, causal=True, sinks=True)
+    inputs = {
+        name: np.asarray(array, np.float32) for name, array in normal_inputs(np, np.random.default_rng(0), p).items()
+    }
+    inputs |= {"CuQ": np.array([0, 3, 40], np.int32), "CuK": np.array([0, 40, 41], np.int32)}
+    inputs |= outputs_of(np, p, inputs)
+    for name in ("Out", "dOut", "Lse"):
+        inputs[name][:, :, 40:] = np.nan
+    types = {spec.name: NUMPY[spec.dtype] for spec in p.declaration.arrays(p)}
+    inputs = {name: array.astype(types[name]) for name, array in inputs.items()}
+    check(AttentionBackward, p, fitting(p, knobs), inputs)
+
+
 def test_deterministic_problems_admit_no_atomic_adds():
     p = make(seq_q=4096, seq_k=4096, head_dim=128, heads=16, kv_heads=16, deterministic=True)
     assert SPACE.default(p)["structure"] != "atomic"
@@ -164,15 +186,54 @@ def test_deterministic_problems_admit_no_atomic_adds():
     }
 
 
-def test_arrays_beyond_32_bits_are_refused():
-    with pytest.raises(ProblemError, match="32-bit index; divide the batch or the heads"):
-        make(seq_q=1 << 20, seq_k=1 << 20, head_dim=128, heads=32, kv_heads=8)
+@pytest.mark.compiler
+def test_a_default_schedule_compiles_and_holds_its_sums_in_registers():
+    p = make(seq_q=4096, seq_k=4096, head_dim=64, heads=32, kv_heads=32, dtype="bfloat16")
+    assert compile_schedule(AttentionBackward, p, SPACE.default(p), "sm_90").facts.spill_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "fields", [{"causal": True, "alignment": "bottom_right"}, {"packed": 3}, {"lengths": True}], ids=str
+)
+def test_arrays_beyond_32_bits_have_wide_indices(monkeypatch, fields):
+    """As if an array of more than 1000 elements were one: some of each problem are, and some are not."""
+    p = make(**{"seq_q": 37, "seq_k": 53, "head_dim": 24, "heads": 2} | fields)
+    monkeypatch.setattr(arrays, "LARGEST_INT32", 1000)
+    try:
+        for structure in ("atomic", "two_pass", "ordered"):
+            assert_right(p, fitting(p, {"structure": structure, "loop_split": True}))
+    finally:
+        launch._note.cache_clear()
+    wide = make(seq_q=1 << 20, seq_k=1 << 20, head_dim=128, heads=32, kv_heads=8)
+    monkeypatch.undo()
+    signatures = [launch.signature(AttentionBackward, wide, SPACE.default(wide), step) for step in steps_of(wide)]
+    names = [[each.name for each in step.arguments] for step in steps_of(wide)]
+    found = dict(zip(names[1], signatures[1].parameters, strict=True))
+    assert (found["Q"].index_dtype, found["K"].index_dtype) == (ct.int64, ct.int32)
+
+
+def steps_of(p):
+    return launch.steps(AttentionBackward, p, SPACE.default(p), Device)
 
 
 def test_scales():
     p = make(seq_q=1, seq_k=1, head_dim=64)
     assert (gradient_scales(p)[2], gradient_scales(p, 0.5)[2]) == (0.125, 0.5)
     assert gradient_scales(p.replace(softcap=True), 0.5, 2.0)[1:] == (2 * 0.5 / np.log(2) / 2.0, 0.5)
+
+
+@pytest.mark.parametrize("structure", ["atomic", "two_pass"])
+def test_a_call_may_give_the_scale_and_the_cap(structure):
+    p = make(seq_q=40, seq_k=40, head_dim=16, softcap=True)
+    mask = mask_of(p) | {"scale": 0.4, "cap": 3.0}
+    inputs = make_inputs(AttentionBackward, p)
+    out, lse = attention_and_lse(np, inputs["Q"], inputs["K"], inputs["V"], **mask)
+    inputs |= {"Out": out.astype(np.float16), "Lse": lse.astype(np.float32)}
+    scalars = dict(zip(("scale_log2", "cap_scale", "scale"), gradient_scales(p, 0.4, 3.0), strict=True))
+    found = interpret(AttentionBackward, p, fitting(p, {"structure": structure}), inputs, scalars=scalars)
+    exact = attention_gradients(np, *inputs.values(), **mask)
+    for one, right in zip(found.values(), exact, strict=False):
+        assert np.linalg.norm(one - right) < 1e-3 * np.linalg.norm(right)
 
 
 # What a mistake costs, beside the limits of the declaration.
@@ -234,6 +295,8 @@ CASES = {
     "group": ({"heads": 4, "kv_heads": 2}, {}),
     "apart": ({"heads": 4, "kv_heads": 2}, {"group_heads": "apart"}),
     "ahead": ({"causal": True}, {"scores_ahead": True}),
+    "late": ({"causal": True}, {"product_order": "dq_late"}),
+    "delta first": ({}, {"delta_first": True}),
     "persistent": ({"heads": 2, "kv_heads": 2, "batch": 2}, {"persistent": True}),
     "swizzled": ({"causal": True, "heads": 2, "kv_heads": 2}, {"block_order": "swizzled"}),
     "parts": ({"head_dim": 48, "value_dim": 48}, {"column_parts": 2}),
@@ -244,8 +307,11 @@ CASES = {
     "packed": ({"packed": 4, "causal": True, "heads": 2, "seq_q": 90, "seq_k": 90}, {}),
 }
 TILES = {
-    "delta forgotten": ("- row_values(rows.Delta, rows, i, const)", "", "plain"),
-    "delta of the other sign": ("- row_values(rows.Delta", "+ row_values(rows.Delta", "plain"),
+    "delta forgotten": ("ct.float32), const) - delta\n", "ct.float32), const)\n", "plain"),
+    "delta of the other sign": ("ct.float32), const) - delta\n", "ct.float32), const) + delta\n", "plain"),
+    "delta of the other sign, first": ("(-delta, score_shape", "(delta, score_shape", "delta first"),
+    "the last share of dQ left out": ("if const.DQ_LATE and begin < end:", "if False:", "late"),
+    "shares of dQ of the same tile": ("handed_on = ds, i", "handed_on = ds, carried[1]", "late"),
     "dK not scaled": ("(sums.dk[part] * scale)", "sums.dk[part]", "plain"),
     "dV scaled": ("total = sums.dv[part].astype", "total = (sums.dv[part] * scale).astype", "plain"),
     "dQ not scaled": ("(total * scale).astype(dQ.dtype)", "total.astype(dQ.dtype)", "plain"),
@@ -367,8 +433,12 @@ TILES = {
     ),
     "no mask, two passes": ("p = ct.where(visible, p, 0.0)\n    ds", "ds", "two passes"),
     "keys counted from the first, two passes": ("j = j + keys.span.first", "j = j", "window, two passes"),
-    "delta forgotten, two passes": ("(across(v, gradient, const) - delta)", "across(v, gradient, const)", "two passes"),
-    "places by query rows": ("features.CuK))\n        keys", "features.CuQ))\n        keys", "packed unlike"),
+    "delta forgotten, two passes": (
+        "(across(v, gradient, zeros, const) - delta)",
+        "across(v, gradient, zeros, const)",
+        "two passes",
+    ),
+    "places by query rows": ("0, features.CuK)\n        behind", "0, features.CuQ)\n        behind", "packed unlike"),
 }
 CASES |= {
     "two passes: heads": ({"heads": 4, "kv_heads": 2}, {"structure": "two_pass"}),

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tiledsched import configure
 from tiledsched.core.errors import UnsupportedError
+from tiledsched.ops import backward
 from tiledsched.ops.varlen import sdpa_varlen
 
 LARGEST = {torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
@@ -26,6 +27,7 @@ BESIDE_FLASH = 1.1
 def serve(monkeypatch):
     from tiledsched.ops import sdpa as module
 
+    torch.manual_seed(0)
     monkeypatch.setenv("TILEDSCHED_FALLBACK", "error")
     with configure(rivals="off"):
         module.reload()
@@ -201,6 +203,22 @@ def test_memory_grows_with_the_rows_alone(serve) -> None:
     before = torch.cuda.memory_allocated()
     serve.sdpa(*given, causal=True).sum().backward()
     assert torch.cuda.max_memory_allocated() - before < 16 * given[0].nbytes  # the scores would be 256 times
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_torch_computes_what_the_kernel_refuses(serve, monkeypatch, compiled) -> None:
+    q, k, v = given = leaves(kv_heads=2)
+    monkeypatch.setattr(backward.BackwardCall, "make_plan", lambda call: "no")
+
+    def model(*given):
+        return serve.sdpa(*given, causal=True)
+
+    attend = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    dout = torch.randn_like(q)
+    with configure(fallback="torch", rivals="off"), pytest.warns(UserWarning, match="no"):
+        found = torch.autograd.grad(attend(*given), given, dout)
+    assert max(errors(found, exact_gradients(q, k, v, dout, causal=True))) < LARGEST[q.dtype]
+    assert not backward.cache.ready
 
 
 def test_second_derivatives_are_refused(serve) -> None:

@@ -18,7 +18,7 @@ from tiledsched.ops.backward import gradients, undifferentiable
 from tiledsched.ops.fallback import attend_in_torch, computes_at_once, report
 from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
 from tiledsched.ops.plans import AttentionCall, cache, launch_attention, plan_key
-from tiledsched.serve.launch import has_tangent, is_plain_call, launch_first
+from tiledsched.serve.launch import has_tangent, is_transformed, launch_first
 from tiledsched.serve.plan import Plan
 from tiledsched.serve.plan_cache import PlanCache, are_ordinary, lock
 
@@ -148,7 +148,7 @@ class DifferentiableAttention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         arrays = features[2:8]
         if plan is not None or (
-            is_plain_call() and are_ordinary(each for each in (q, k, v, *arrays) if each is not None)
+            not is_transformed() and are_ordinary(each for each in (q, k, v, *arrays) if each is not None)
         ):
             if plan is not None:
                 out, sums = launch_attention(plan, q, k, v, True, features, keep_zeros=True)
@@ -200,7 +200,7 @@ def _register(name: str, result: str, lse: bool) -> Any:
     def autograd(q: Any, k: Any, v: Any, causal: str | None = None, scale: float | None = None, *given: Any) -> Any:
         features, deterministic = read(given) if given else (NO_FEATURES, None)
         tensors = (q, k, v, *(each for each in features[2:8] if each is not None))
-        plain = is_plain_call() and are_ordinary(tensors)
+        plain = not is_transformed() and are_ordinary(tensors)  # autocast has cast before
         differentiable, plan = needs_gradients(q, k, v, features.sinks), None
         reason = NO_TANGENT if has_tangent(tensors) else ""
         if differentiable and not reason:

@@ -27,13 +27,13 @@ LARGEST_ERROR = {"float16": 4e-3, "bfloat16": 2e-2}
 """Largest relative Frobenius error that a tile of a gradient may have, by element type.
 
 Rounding P, dS and the gradient makes errors of 4e-4 in float16 and 3e-3 in bfloat16, in dQ, dK and dV alike and at any length;
-on adversarial inputs up to 8e-4 and 6e-3. Leaving out one of 512 keys makes an error of 4e-2 in dQ, and leaving out one of 512
-rows as much in dK and dV (tests/test_attention_backward.py).
+on adversarial inputs up to 8e-4 and 6e-3. Leaving out one of 1024 keys makes an error of 7e-2 in dQ, leaving out one of 1024 rows
+6e-2 in dK and 4e-2 in dV, and leaving out 32 of 16384 keys 4e-2 in dQ (docs/measuring.md).
 """
 SMALLEST_GRADIENT = 1e-3
 """Root mean square of a tile's elements below which it is judged as if it were that large. Where a row sees one key, dQ and dK
 are 0, and the kernel gives what rounding leaves of dP - delta: about 1e-6."""
-ROW_ELEMENTS = 8192
+ROW_ELEMENTS = 2048
 """Elements of a tile of the launches that go over rows once."""
 SINK_ROWS = 1024
 """Rows that a step of the sinks' launch takes."""
@@ -138,16 +138,19 @@ class AttentionBackward(Kernel):
             about="order of a step's products for dV, dK and dQ; in the last, dQ's is that of the step before",
             measured_only=True,
         ),
+        "dq_transposed": ts.knob(
+            (False, True), about="make the product for a share of dQ as its transpose", measured_only=True
+        ),
         "delta_first": ts.knob(
             (False, True), about="take the row sums off dP before its product is made", measured_only=True
         ),
         "latency_q": ts.knob(
-            (0, 2),
+            (2, 0, 6),
             about="latency hint of the loop's loads of queries (of keys for dQ); 0: the compiler's",
             measured_only=True,
         ),
         "latency_do": ts.knob(
-            (0, 4),
+            (2, 0, 6),
             about="latency hint of the loop's loads of dOut (of values for dQ); 0: the compiler's",
             measured_only=True,
         ),
@@ -166,12 +169,10 @@ class AttentionBackward(Kernel):
         "shares == 1 or shares // 2 * batch * (heads if group_heads == 'apart' else kv_heads) < sm_count": (
             "more blocks than fill the GPU twice only take memory"
         ),
-        "structure != 'ordered' or shares * batch * heads * (seq_q + 255) * tile_d < 2147483648": (
-            "an index into the arrays of dQ's shares has 32 bits"
-        ),
         "product_order != 'dq_late' or (structure != 'two_pass' and not scores_ahead)": (
             "a step hands on its own gradients or the next scores, and two passes add nothing"
         ),
+        "not dq_transposed or structure != 'two_pass'": "two passes have no shares of dQ",
         "product_order != 'dk_dq_dv' or structure != 'two_pass'": "without a product for dQ the order is that of dk_dv_dq",
         "group_heads == 'together' or group > 1": "a group of one head has nothing to sum up",
         "not loop_split or causal or starts or lengths or packed > 0 or seq_k % tile_n != 0": (
@@ -209,10 +210,10 @@ class AttentionBackward(Kernel):
         ),
         "block_order != 'reversed'": "the blocks with the longest loops start first",
         "block_order == 'natural' or causal": "the order is tried where blocks differ in length",
-        "(latency_q == 0) == (latency_do == 0)": "the hints of both loads are tried together",
-        "tma_loads or (latency_q == 0 and not scores_ahead and not persistent)": (
-            "loads by threads are tried on the plain kernel only"
-        ),
+        "not persistent": "blocks that go on to another tile spilled up to 1216 bytes on the H200, or were slower",
+        "latency_q == latency_do": "the hints of both loads are tried together",
+        "scores_ahead + delta_first + (not scores_transposed) <= 1": "these three are tried one at a time",
+        "tma_loads or (latency_q == 0 and not scores_ahead)": "loads by threads are tried on the plain kernel only",
     }
     label = {"S": ("seq_q", "seq_k"), "D": "head_dim", "B": "batch", "H": ("heads", "kv_heads")}
     written = {"Sq": "seq_q", "Sk": "seq_k", "right": "window_right", "D": ("head_dim", "value_dim")}
@@ -227,6 +228,9 @@ class AttentionBackward(Kernel):
         "column_parts": 1,
         "group_heads": "together",
         "delta_first": False,
+        "dq_transposed": False,
+        "latency_do": 2,
+        "latency_q": 2,
         "persistent": False,
         "product_order": "dv_dk_dq",
         "scores_ahead": False,
@@ -286,6 +290,7 @@ class AttentionBackward(Kernel):
             "TOGETHER": s["group_heads"] == "together",
             "DQ_LATE": s["product_order"] == "dq_late",
             "DV_PLACE": PRODUCT_ORDERS.index(str(s["product_order"])) % 3,
+            "DQ_TRANSPOSED": bool(s["dq_transposed"]),
             "DELTA_FIRST": bool(s["delta_first"]),
             "ADDS": s["structure"] != "two_pass",
             "SHARES": s.number("shares") if s["structure"] == "ordered" else 0,
@@ -300,7 +305,7 @@ class AttentionBackward(Kernel):
 
         rows, apart = rows_at_once(p, s), s["group_heads"] == "apart"
         heads = p.heads if apart else p.kv_heads
-        found = [
+        found: list[tuple[Callable[..., None], tuple[int]]] = [
             (entries.attention_backward_rows, (p.batch * p.heads * (padded_rows(p, s) // rows),)),
             (
                 entries.attention_backward_keys,
@@ -448,6 +453,6 @@ def dq_arrays(s: Schedule) -> int:
 
 def blocks(rows: int, tile: int, heads: int, p: Problem, s: Schedule, device: Any) -> tuple[int]:
     """The grid of a launch with a block for each tile of so many rows of all heads."""
-    places = rows // tile + p.packed if p.packed else -(-rows // tile)
+    places = rows // tile + p.packed + 1 if p.packed else -(-rows // tile)
     count = math.prod((places, heads))
     return (resident_blocks(count, s, device) if s["persistent"] else count,)

@@ -29,6 +29,7 @@ def attention_backward_rows(
     dOut: HeadArray,
     Lse: RowArray,
     dLse: ct.Array,
+    CuQ: ct.Array,
     LseLog2: RowArray,
     Delta: RowArray,
     dQSum: HeadArray,
@@ -36,11 +37,12 @@ def attention_backward_rows(
     TILE_V_WHOLE: Int,
     DQ_COLUMNS: Int,
     DLSE: Bool,
+    PACKED: Bool,
     DQ_ARRAYS: Int,
 ):
     """Delta and LseLog2 of the query rows, and zeros in the arrays of dQSum."""
-    dlse = dLse if DLSE else None
-    tiles.prepare_rows(Out, dOut, Lse, dlse, LseLog2, Delta, dQSum, ROWS, TILE_V_WHOLE, DQ_COLUMNS, DQ_ARRAYS)
+    dlse, offsets = dLse if DLSE else None, CuQ if PACKED else None
+    tiles.prepare_rows(Out, dOut, Lse, dlse, offsets, LseLog2, Delta, dQSum, ROWS, TILE_V_WHOLE, DQ_COLUMNS, DQ_ARRAYS)
 
 
 def attention_backward_keys(
@@ -90,6 +92,7 @@ def attention_backward_keys(
     AHEAD: Bool,
     DQ_LATE: Bool,
     DV_PLACE: Int,
+    DQ_TRANSPOSED: Bool,
     DELTA_FIRST: Bool,
     TOGETHER: Bool,
     ADDS: Bool,
@@ -99,7 +102,7 @@ def attention_backward_keys(
     const = tiles.Constants(
         *(TILE_M, TILE_N, TILE_D, REST_D, TILE_V, REST_V, GROUP, EVEN, CAUSAL, BOTTOM_RIGHT, WINDOW, WINDOW_RIGHT),
         *(SOFTCAP, STARTS, LENGTHS, PACKED, LATENCY_Q, LATENCY_DO, TMA_LOADS, LOOP_SPLIT, BLOCK_ORDER, PERSISTENT),
-        *(TRANSPOSED, AHEAD, DQ_LATE, DV_PLACE, DELTA_FIRST, TOGETHER, ADDS, SHARES),
+        *(TRANSPOSED, AHEAD, DQ_LATE, DV_PLACE, DQ_TRANSPOSED, DELTA_FIRST, TOGETHER, ADDS, SHARES),
     )
     features = Features(None, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK)
     dk, dv = (dK, dV) if TOGETHER else (dKParts, dVParts)

@@ -30,7 +30,7 @@ from typing import Any
 import cuda.tile as ct
 
 from tiledsched.kernels.attention.features import Features, capped, narrowed, own_keys, seen, unmasked_turns
-from tiledsched.kernels.attention.packed import own_rows, place_in_sequence
+from tiledsched.kernels.attention.packed import first_place, own_rows, place_in_sequence
 from tiledsched.kernels.attention.scheduler import HEADS_FASTEST, coordinates, rows_of, snake
 from tiledsched.kernels.attention.tiles import Keys, part_of
 
@@ -94,6 +94,8 @@ class Constants:
     """Whether a step adds the share of dQ of the step before."""
     DV_PLACE: int = 0
     """Where a step's product for dV stands: 0 before that for dK, 1 after it, 2 after that for dQ."""
+    DQ_TRANSPOSED: bool = False
+    """Whether the product for a share of dQ is made as its transpose."""
     DELTA_FIRST: bool = False
     """Whether the sum of dP begins with minus delta, which is else taken off it."""
     TOGETHER: bool = True
@@ -169,10 +171,11 @@ class KeySums:
     """A tuple of `[TILE_N, TILE_V]` and any second part."""
 
 
-def prepare_rows(Out, dOut, Lse, dLse, LseLog2, Delta, dQSum, ROWS, TILE_V, TILE_DQ, ARRAYS):
-    """Delta and LseLog2 of ROWS rows, and zeros in the ARRAYS arrays of dQSum, which may be none. `dLse` may be None.
+def prepare_rows(Out, dOut, Lse, dLse, CuQ, LseLog2, Delta, dQSum, ROWS, TILE_V, TILE_DQ, ARRAYS):
+    """Delta and LseLog2 of ROWS rows, and zeros in the ARRAYS arrays of dQSum, which may be none. `dLse` and `CuQ` may be None.
 
-    Rows that do not exist or see nothing have infinite LseLog2, so that their probabilities are 0.
+    Rows that do not exist, see nothing or lie behind the last packed sequence have infinite LseLog2, so that their probabilities
+    are 0.
     """
     row_tiles = LseLog2.shape[2] // ROWS
     row = ct.bid(0) % row_tiles
@@ -189,8 +192,12 @@ def prepare_rows(Out, dOut, Lse, dLse, LseLog2, Delta, dQSum, ROWS, TILE_V, TILE
         if dLse is not None:
             index = (batch, head, row)
             delta = delta - ct.load(dLse, index, (1, 1, ROWS), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
-        delta = ct.where(lse > -math.inf, delta, 0.0)
-        lse = ct.where(lse > -math.inf, lse * LOG2_E, math.inf)
+        seen = lse > -math.inf
+        if CuQ is not None:
+            rows = row * ROWS + ct.arange(ROWS, dtype=ct.int32)[None, None, :]
+            seen = seen & (rows < ct.gather(CuQ, (CuQ.shape[0] - 1,), check_bounds=False))
+        delta = ct.where(seen, delta, 0.0)
+        lse = ct.where(seen, lse * LOG2_E, math.inf)
         ct.store(Delta, (batch, head, row), delta, allow_tma=False)
         ct.store(LseLog2, (batch, head, row), lse, allow_tma=False)
     else:
@@ -281,8 +288,10 @@ def key_coordinates(work, place_count, dK, const):
 
 
 def key_places(K, features, const):
-    """Work tiles of a head; for packed sequences, places for work tiles, of which each sequence has at most one too many."""
-    return K.shape[2] // const.TILE_N + features.CuK.shape[0] - 1 if const.PACKED else ct.cdiv(K.shape[2], const.TILE_N)
+    """Work tiles of a head. For packed sequences, places for work tiles: each sequence has at most one too many, and so have the
+    keys behind the last sequence.
+    """
+    return K.shape[2] // const.TILE_N + features.CuK.shape[0] if const.PACKED else ct.cdiv(K.shape[2], const.TILE_N)
 
 
 def compute_key_tile(arrays, scale_log2, scale, place, head, batch, share, features, const):
@@ -293,16 +302,33 @@ def compute_key_tile(arrays, scale_log2, scale, place, head, batch, share, featu
     if const.PACKED:
         Q, K, V, dOut, LseLog2, Delta, dQSum, dK, dV = arrays
         # Places are counted by keys here, and by query rows in forward.
-        place, sequence = place_in_sequence(place, const.TILE_N, Features(None, None, None, 0, 0, 0, features.CuK))
-        keys = tuple(own_rows(each, features.CuK, sequence) for each in ct.static_iter((K, V, dK, dV)))
-        rows = tuple(own_rows(each, features.CuQ, sequence) for each in ct.static_iter((Q, dOut, LseLog2, Delta)))
-        if const.ADDS:
-            dQSum = own_rows(dQSum, features.CuQ, sequence)
-        if place * const.TILE_N < keys[0].shape[2]:
-            own = (rows[0], keys[0], keys[1], rows[1], rows[2], rows[3], dQSum, keys[2], keys[3])
-            store_key_sums(own, scale_log2, scale, place, head, batch, share, features, const)
+        counted = Features(None, None, None, 0, 0, 0, features.CuK)
+        behind = place - first_place(features.CuK.shape[0] - 1, const.TILE_N, counted)
+        if behind >= 0:
+            store_zeros(dK, features.CuK, behind, head, const.TILE_N, const.TILE_D, const.REST_D)
+            store_zeros(dV, features.CuK, behind, head, const.TILE_N, const.TILE_V, const.REST_V)
+        else:
+            place, sequence = place_in_sequence(place, const.TILE_N, counted)
+            keys = tuple(own_rows(each, features.CuK, sequence) for each in ct.static_iter((K, V, dK, dV)))
+            rows = tuple(own_rows(each, features.CuQ, sequence) for each in ct.static_iter((Q, dOut, LseLog2, Delta)))
+            if const.ADDS:
+                dQSum = own_rows(dQSum, features.CuQ, sequence)
+            if place * const.TILE_N < keys[0].shape[2]:
+                own = (rows[0], keys[0], keys[1], rows[1], rows[2], rows[3], dQSum, keys[2], keys[3])
+                store_key_sums(own, scale_log2, scale, place, head, batch, share, features, const)
     else:
         store_key_sums(arrays, scale_log2, scale, place, head, batch, share, features, const)
+
+
+def store_zeros(array, offsets, place, head, ROWS, TILE, REST):
+    """Zeros in the tile at `place` among the rows behind the last packed sequence, if there is one."""
+    rows = array.shape[2]
+    begin = min(max(ct.gather(offsets, (offsets.shape[0] - 1,), check_bounds=False), 0), rows)
+    if begin + place * ROWS < rows:
+        behind = array.slice(axis=2, start=begin, stop=rows)
+        for part in ct.static_iter(range(2 if REST else 1)):
+            width, column = part_of(part, TILE, REST)
+            ct.store(behind, (0, head, place, column), ct.zeros((1, 1, ROWS, width), array.dtype))
 
 
 def store_key_sums(arrays, scale_log2, scale, place, head, batch, share, features, const):
@@ -501,9 +527,8 @@ def query_step(rows, tile, i, sums, carried, MASKED, scale_log2, const):
 
 def row_values(array, rows, i, const):
     """One number for each row of the `i`-th tile, beside the scores."""
-    found = ct.load(
-        array, (rows.entry, rows.head, i), (1, 1, const.TILE_M), padding_mode=ct.PaddingMode.ZERO, allow_tma=False
-    )
+    # Without the TMA unit these few numbers halve the rate of the whole launch (13.5 on an H200).
+    found = ct.load(array, (rows.entry, rows.head, i), (1, 1, const.TILE_M), padding_mode=ct.PaddingMode.ZERO)
     return found.reshape((1, const.TILE_M) if const.TRANSPOSED else (const.TILE_M, 1))
 
 
@@ -540,8 +565,16 @@ def add_queries(rows, tile, i, ds, const):
     """Add the block's share of dQ to the sums of the `i`-th tile of query rows."""
     for part in ct.static_iter(range(len(tile.k))):
         width, column = part_of(part, const.TILE_D, const.REST_D)
-        by_row = ct.transpose(ds) if const.TRANSPOSED else ds
-        share = ct.mma(by_row, tile.k[part], ct.zeros((const.TILE_M, width), ct.float32))
+        if (
+            const.DQ_TRANSPOSED
+        ):  # keys and gradients change sides, and so may the registers and shared memory that hold them
+            by_key = ds if const.TRANSPOSED else ct.transpose(ds)
+            share = ct.transpose(
+                ct.mma(ct.transpose(tile.k[part]), by_key, ct.zeros((width, const.TILE_M), ct.float32))
+            )
+        else:
+            by_row = ct.transpose(ds) if const.TRANSPOSED else ds
+            share = ct.mma(by_row, tile.k[part], ct.zeros((const.TILE_M, width), ct.float32))
         view = rows.dQSum.tiled_view((1, 1, const.TILE_M, width))
         view.atomic_store_add((rows.sum_entry, rows.head, i, column), share.reshape((1, 1, const.TILE_M, width)))
 
@@ -550,7 +583,7 @@ def compute_queries(Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, featur
     """dQ of the work tiles of the current block."""
     place_count = ct.cdiv(Q.shape[2], const.TILE_M)
     if const.PACKED:
-        place_count = Q.shape[2] // const.TILE_M + features.CuQ.shape[0] - 1
+        place_count = Q.shape[2] // const.TILE_M + features.CuQ.shape[0]
     total = place_count * Q.shape[1] * Q.shape[0]
     if const.PERSISTENT:
         for work in range(ct.bid(0), total, ct.num_blocks(0)):
@@ -565,13 +598,19 @@ def compute_query_tile(Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, wor
     """dQ of one tile of query rows."""
     place, head, batch = coordinates(work, place_count, Q.shape[1], Q.shape[0], const)
     if const.PACKED:
-        place, sequence = place_in_sequence(place, const.TILE_M, features)
-        K, V = own_rows(K, features.CuK, sequence), own_rows(V, features.CuK, sequence)
-        Q, dOut = own_rows(Q, features.CuQ, sequence), own_rows(dOut, features.CuQ, sequence)
-        LseLog2, Delta = own_rows(LseLog2, features.CuQ, sequence), own_rows(Delta, features.CuQ, sequence)
-        dQ = own_rows(dQ, features.CuQ, sequence)
-        if place * const.TILE_M < Q.shape[2]:
-            store_query_sums(Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, place, head, batch, features, const)
+        behind = place - first_place(features.CuQ.shape[0] - 1, const.TILE_M, features)
+        if behind >= 0:
+            store_zeros(dQ, features.CuQ, behind, head, const.TILE_M, const.TILE_D, const.REST_D)
+        else:
+            place, sequence = place_in_sequence(place, const.TILE_M, features)
+            K, V = own_rows(K, features.CuK, sequence), own_rows(V, features.CuK, sequence)
+            Q, dOut = own_rows(Q, features.CuQ, sequence), own_rows(dOut, features.CuQ, sequence)
+            LseLog2, Delta = own_rows(LseLog2, features.CuQ, sequence), own_rows(Delta, features.CuQ, sequence)
+            dQ = own_rows(dQ, features.CuQ, sequence)
+            if place * const.TILE_M < Q.shape[2]:
+                store_query_sums(
+                    Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, place, head, batch, features, const
+                )
     else:
         store_query_sums(Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, place, head, batch, features, const)
 
