@@ -17,7 +17,7 @@ from tiledsched.interpreter.checking import check_schedule
 from tiledsched.kernels.attention.reference import attention_and_lse
 from tiledsched.kernels.attention_backward import AttentionBackward
 from tiledsched.kernels.attention_backward.inputs import normal_inputs, outputs_of
-from tiledsched.kernels.attention_backward.problem import gradient_scales, mask_of
+from tiledsched.kernels.attention_backward.problem import gradient_scales, mask_of, usual_gradient
 from tiledsched.kernels.attention_backward.reference import attention_gradients
 from tiledsched.measure.accuracy import case_errors, wrong_result
 
@@ -260,6 +260,15 @@ def one_key_less(inputs):
 def one_row_less(inputs):
     """The last query row is left out of dK and dV."""
     inputs["dOut"][:, :, -1] = 0
+
+
+@pytest.mark.parametrize("fields", [{}, {"causal": True}, {"seq_q": 30}, {"seq_k": 30, "head_dim": 128}], ids=str)
+def test_the_usual_size_of_gradients(fields):
+    """By which tiles of nearly nothing are judged."""
+    p = make(**{"seq_q": 300, "seq_k": 300, "head_dim": 32} | fields)
+    case = next(make_cases(AttentionBackward, np, np.random.default_rng(0), p))
+    found = [float(np.sqrt((each**2).mean())) for each in case.expected]
+    assert 0.5 < min(found) / usual_gradient(p) < 4
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
