@@ -51,14 +51,15 @@ def new_schema() -> tuple[str, ...]:
     return tuple(each for each in statements if each not in ("BEGIN TRANSACTION;", "COMMIT;"))
 
 
-@pytest.fixture(autouse=True)
-def schema_at_hand(request, monkeypatch):
+@pytest.fixture(autouse=True, scope="module")
+def schema_at_hand(request):
     """New SQLite files get their schema as one script: hundreds of tests make them."""
     from tiledsched.core.registry import SHIPPED
     from tiledsched.store.database import Database
     from tiledsched.store.engine import HEAD
 
     if request.module.__name__ in MIGRATING:
+        yield
         return
     migrate, script = Database.upgrade, new_schema()
 
@@ -72,7 +73,9 @@ def schema_at_hand(request, monkeypatch):
                     return HEAD
         return migrate(self)
 
-    monkeypatch.setattr(Database, "upgrade", upgrade)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Database, "upgrade", upgrade)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -84,35 +87,21 @@ def one_compile_process():
 
 
 @pytest.fixture(autouse=True)
-def programs_are_awaited(request, monkeypatch):
-    """On a GPU, and in processes that such tests start, our own kernel computes each call, also the first."""
-    from tiledsched import configure
-
-    if request.node.get_closest_marker("gpu") is None:
-        yield
-        return
-    monkeypatch.setenv("TILEDSCHED_COMPILE", "wait")
-    with configure(compile="wait"):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def settings_as_before():
-    """What commands configure for their process does not reach the next test."""
+def process_as_before(request):
+    """What commands configure for their process, and the levels and handlers of loggers that settings and `--verbose` change, do
+    not reach the next test. On a GPU, and in processes that such tests start, our own kernel computes each call, also the first.
+    """
     from tiledsched.core import config
 
-    before = dict(config._configured)
-    yield
-    if config._configured != before:
-        config._replace_configured(before)
-
-
-@pytest.fixture(autouse=True)
-def loggers_as_before():
-    """The levels of the root's and of our logger, and the handlers of ours, which settings and `--verbose` change for a process."""
+    configured = dict(config._configured)
     root, ours = logging.getLogger(), logging.getLogger("tiledsched")
     levels, handlers = (root.level, ours.level), list(ours.handlers)
+    if request.node.get_closest_marker("gpu") is not None:
+        request.getfixturevalue("monkeypatch").setenv("TILEDSCHED_COMPILE", "wait")
+        config.configure(compile="wait")
     yield
+    if config._configured != configured:
+        config._replace_configured(configured)
     root.setLevel(levels[0])
     ours.setLevel(levels[1])
     ours.handlers[:] = handlers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import lru_cache, partial
 
 import ml_dtypes
 import numpy as np
@@ -98,17 +99,12 @@ def random_offsets(rng, total, sequences):
     return np.array([0, *np.sort(cuts), total], np.int32)
 
 
-def check(
-    problem, schedule, inputs=None, *, scale=None, sm_count=2, kernel=Attention, order="forward", cap=None, more=None
-):
-    """Run the kernel and compare every tile of its outputs with the reference; return the output."""
+def case_of(problem, inputs, more, scale, cap):
+    """The inputs of a run, with NaN where no sequence has a key, and the output and log-sum-exp that are right for them."""
     q, k, v = make_inputs(problem) if inputs is None else inputs
-    scale = problem.head_dim**-0.5 if scale is None else scale
     more = more_inputs(problem) if more is None else more
-    cap = cap or (DEFAULT_CAP if problem.softcap else 0.0)
     k, v = (without_unused_slots(problem, array, more) for array in (k, v))
-    found = run_outputs(kernel, schedule, problem, q, k, v, scale, sm_count=sm_count, order=order, cap=cap, more=more)
-    exact, lse = attention_and_lse(
+    right = attention_and_lse(
         np,
         q,
         k,
@@ -126,6 +122,22 @@ def check(
         cu_k=more.get("CuK"),
         table=more.get("Table"),
     )
+    return (q, k, v), more, right
+
+
+usual_case = lru_cache(maxsize=256)(partial(case_of, inputs=None, more=None))
+"""Of inputs that only the problem decides: hundreds of planted mistakes meet the same few problems."""
+
+
+def check(
+    problem, schedule, inputs=None, *, scale=None, sm_count=2, kernel=Attention, order="forward", cap=None, more=None
+):
+    """Run the kernel and compare every tile of its outputs with the reference; return the output."""
+    scale = problem.head_dim**-0.5 if scale is None else scale
+    cap = cap or (DEFAULT_CAP if problem.softcap else 0.0)
+    find = usual_case if inputs is None and more is None else partial(case_of, inputs=inputs, more=more)
+    arrays, more, (exact, lse) = find(problem, scale=scale, cap=cap)
+    found = run_outputs(kernel, schedule, problem, *arrays, scale, sm_count=sm_count, order=order, cap=cap, more=more)
     out = found["out"]
     assert np.isfinite(out).all(), "NaN or infinity: unwritten elements, or padding that was used"
     tolerance = TOLERANCE["fp16 accumulator" if schedule["accum_mode"] == "fp16" else problem.dtype]

@@ -779,6 +779,7 @@ def test_a_diffusers_model_runs_on_it(flux, monkeypatch) -> None:
     serving = integration.sdpa
     monkeypatch.setattr(integration, "sdpa", lambda *given: calls.append(given[0].shape) or serving(*given))
     with torch.no_grad():
+        model.set_attention_backend("native")
         theirs = model(**inputs).sample
         model.set_attention_backend("tiledsched")
         ours = model(**inputs).sample

@@ -185,7 +185,7 @@ def test_ids_are_the_same_in_every_process():
     here = [Attention.standard(seq_len=4096, head_dim=128, causal=True).id, sums.id]
     assert here[0] == ATTENTION_ID
     code = (
-        "from test_kernel_names import *; from tiledsched.kernels.attention import Attention;"
+        "from test_declaration import *; from tiledsched.kernels.attention import Attention;"
         "print(Attention.standard(seq_len=4096, head_dim=128, causal=True).id, launches.problem_class(RowSums,"
         "RowSums.problem(rows=7, columns=50), Schedule(TILE=16, SPLITS=4), DEVICE).id)"
     )

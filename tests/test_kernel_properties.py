@@ -67,7 +67,7 @@ ALL_KINDS = {
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
-@settings(DRAWN, max_examples=25)
+@settings(DRAWN, max_examples=18)
 @given(data=st.data(), seed=st.integers(0, 1000), sm_count=st.integers(1, 8), order=ORDERS)
 def test_output_matches_the_reference(kind, data, seed, sm_count, order):
     """Blocks run in whatever order."""
@@ -77,7 +77,7 @@ def test_output_matches_the_reference(kind, data, seed, sm_count, order):
 
 
 @pytest.mark.parametrize("kind", ["plain", "features"])
-@settings(DRAWN, max_examples=14)
+@settings(DRAWN, max_examples=10)
 @given(
     data=st.data(),
     kv_splits=st.sampled_from([2, 4, 8]),
@@ -94,7 +94,7 @@ def test_split_keys_under_any_structure(kind, data, kv_splits, kv_combine, order
 
 
 @pytest.mark.parametrize("of", [problems, decoding_problems])
-@settings(DRAWN, max_examples=30)
+@settings(DRAWN, max_examples=20)
 @given(data=st.data(), arch=st.sampled_from(ARCHS), seed=st.integers(0, 2**32 - 1))
 def test_what_is_not_explored_is_right_where_it_can_work(of, data, arch, seed):
     """Where a search by neighbours may go: from the default schedule by one knob after the other."""
@@ -107,14 +107,14 @@ def test_what_is_not_explored_is_right_where_it_can_work(of, data, arch, seed):
     check(problem, schedule)
 
 
-@settings(DRAWN, max_examples=30)
+@settings(DRAWN, max_examples=20)
 @given(case=cases(batch=1, heads=2, kv_heads=1), log_scale=st.floats(-30, 2))
 def test_any_positive_scale(case, log_scale):
     problem, schedule = case
     check(problem, schedule.replace(accum_mode="fp32"), scale=10.0**log_scale)
 
 
-@settings(DRAWN, max_examples=30)
+@settings(DRAWN, max_examples=20)
 @given(case=cases(), seed=st.integers(0, 1000))
 def test_which_knobs_change_the_result(case, seed):
     """Tiles, accumulator, direction, subtiles and shares of the keys, division, parts of the columns and lazy rescaling
@@ -166,40 +166,36 @@ SWEPT += [
 ]
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_every_value_of_every_knob(arch):
-    """Each is taken by some schedule of the space, and that schedule is right. One drawn schedule stands for many values."""
-    space, rng = SPACES[arch], random.Random(zlib.crc32(arch.encode()))
-    missing = [(name, value) for name, knob in space.knobs.items() for value in knob.choices]
-
-    def try_out(problem, schedule):
-        new = [(name, value) for name, value in missing if schedule[name] == value]
-        if new:
-            check(problem, schedule)
-            missing[:] = [each for each in missing if each not in new]
-
-    for problem in rng.sample(SWEPT, 12):
-        for _ in range(4):
-            try_out(problem, next(space.schedules(problem, rng=rng)))
-    for knob, value in tuple(missing):
-        for problem in SWEPT if (knob, value) in missing else ():
-            schedule = next(space.schedules(problem, pinned={knob: value}, rng=rng), None)
-            if schedule is not None:
-                try_out(problem, schedule)
-                break
-    assert not missing, "no schedule has these; the choices are dead"
+def test_every_value_of_every_knob():
+    """Each is taken by some schedule of each arch's space, and is right where it is first met: which arch a schedule is for makes
+    no difference here. One drawn schedule stands for many values.
+    """
+    right = set()
+    for arch, space in SPACES.items():
+        rng = random.Random(zlib.crc32(arch.encode()))
+        missing = {(name, value) for name, knob in space.knobs.items() for value in knob.choices}
+        pinned = (({name: value}, problem) for name, value in sorted(missing, key=str) for problem in SWEPT)
+        for pins, problem in [*(({}, problem) for problem in rng.sample(SWEPT, 12) for _ in range(4)), *pinned]:
+            if pins and not pins.items() & missing:
+                continue
+            schedule = next(space.schedules(problem, pinned=pins, rng=rng), None)
+            found = missing & set(schedule.items()) if schedule is not None else set()
+            if found - right:
+                check(problem, schedule)
+            right |= found
+            missing -= found
+        assert not missing, f"no schedule of {arch} has these; the choices are dead"
 
 
 # ---- edges -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("seq_q", [1, 63, 64, 65, 130])
-@pytest.mark.parametrize("seq_k", [1, 63, 64, 65, 130])
-def test_lengths_around_the_tile(seq_q, seq_k, causal):
-    problem = Attention.problem(seq_q=seq_q, seq_k=seq_k, head_dim=16, causal=causal)
-    split = causal or seq_k % 64 != 0
-    check(problem, schedule_for(problem, tile_m=64, tile_n=64, loop_split=split))
+def test_lengths_around_the_tile(causal):
+    for seq_q, seq_k in itertools.product([1, 63, 64, 65, 130], repeat=2):
+        problem = Attention.problem(seq_q=seq_q, seq_k=seq_k, head_dim=16, causal=causal)
+        split = causal or seq_k % 64 != 0
+        check(problem, schedule_for(problem, tile_m=64, tile_n=64, loop_split=split))
 
 
 @pytest.mark.parametrize("head_dim", [1, 3, 17, 24, 40, 72, 80, 96, 100, 160, 192, 255, 256])
@@ -209,16 +205,15 @@ def test_head_dims_that_are_padded(head_dim):
 
 
 @pytest.mark.parametrize("order", BLOCK_ORDERS)
-@pytest.mark.parametrize("sm_count", [1, 3, 100])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4), (8, 1)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (8, 1)])
 @pytest.mark.parametrize("mode", ["strided", "snake"])
-def test_persistent_blocks_cover_the_work(order, sm_count, heads, kv_heads, mode):
+def test_persistent_blocks_cover_the_work(order, heads, kv_heads, mode):
     problem = Attention.problem(seq_q=130, seq_k=70, head_dim=16, causal=True, batch=2, heads=heads, kv_heads=kv_heads)
     schedule = schedule_for(problem, tile_m=64, persistent=mode, block_order=order)
-    work = 3 * heads * 2
-    blocks = Attention.grid(problem, schedule, SmallDevice(sm_count=sm_count))[0]
-    assert blocks == min(work, sm_count * schedule.number("occupancy"))
-    check(problem, schedule, sm_count=sm_count)
+    for sm_count in (1, 3, 100):
+        blocks = Attention.grid(problem, schedule, SmallDevice(sm_count=sm_count))[0]
+        assert blocks == min(3 * heads * 2, sm_count * schedule.number("occupancy"))
+        check(problem, schedule, sm_count=sm_count)
 
 
 def order_of(order, *, causal, work_tiles, heads, batches):
@@ -229,12 +224,11 @@ def order_of(order, *, causal, work_tiles, heads, batches):
     return [coordinates(work, work_tiles, heads, batches, const) for work in range(work_tiles * heads * batches)]
 
 
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("order", BLOCK_ORDERS)
-@pytest.mark.parametrize(("heads", "batches"), [(1, 1), (8, 1), (3, 5), (8, 2), (5, 4)])
-def test_every_order_takes_every_tile_once(order, heads, batches, causal):
-    taken = order_of(order, causal=causal, work_tiles=3, heads=heads, batches=batches)
-    assert sorted(taken) == list(itertools.product(range(3), range(heads), range(batches)))
+def test_every_order_takes_every_tile_once(order):
+    for causal, (heads, batches) in itertools.product([False, True], [(1, 1), (8, 1), (3, 5), (8, 2), (5, 4)]):
+        taken = order_of(order, causal=causal, work_tiles=3, heads=heads, batches=batches)
+        assert sorted(taken) == list(itertools.product(range(3), range(heads), range(batches)))
 
 
 def test_a_swizzled_order_stays_with_eight_heads_and_takes_the_longest_tiles_first():
@@ -306,14 +300,13 @@ def structures(*more):
     structures({"kv_splits": 2, "loop_split": True, "tma_loads": False}, {"kv_splits": 2, "kv_combine": "launch"}),
     ids=str,
 )
-@pytest.mark.parametrize(("seq_q", "seq_k"), [(70, 190), (190, 70), (129, 64), (64, 129), (1, 100), (100, 1)])
-def test_a_mask_aligned_at_the_bottom_right(seq_q, seq_k, knobs):
-    problem = Attention.problem(
-        seq_q=seq_q, seq_k=seq_k, head_dim=24, causal=True, alignment="bottom_right", heads=4, kv_heads=2, lse=True
-    )
-    if knobs.get("kv_splits", 1) * 32 > seq_k:
-        pytest.skip("fewer keys than shares")
-    check(problem, schedule_for(problem, forced=True, tile_m=64, tile_n=32, **knobs))
+def test_a_mask_aligned_at_the_bottom_right(knobs):
+    for seq_q, seq_k in [(70, 190), (190, 70), (129, 64), (64, 129), (1, 100), (100, 1)]:
+        problem = Attention.problem(
+            seq_q=seq_q, seq_k=seq_k, head_dim=24, causal=True, alignment="bottom_right", heads=4, kv_heads=2, lse=True
+        )
+        if knobs.get("kv_splits", 1) * 32 <= seq_k:
+            check(problem, schedule_for(problem, forced=True, tile_m=64, tile_n=32, **knobs))
 
 
 def test_rows_that_see_no_key_give_zeros():
@@ -323,14 +316,13 @@ def test_rows_that_see_no_key_give_zeros():
     assert out[:, :, 70:].all()
 
 
-@pytest.mark.parametrize("value_dim", [16, 40, 96, 128])
-@pytest.mark.parametrize("head_dim", [40, 64, 96, 160, 192])
 @pytest.mark.parametrize("knobs", [{}, {"q_subtiles": 2}, {"lazy_rescale": True}], ids=str)
-def test_columns_in_one_part_and_in_two(head_dim, value_dim, knobs):
-    problem = Attention.problem(seq_q=70, seq_k=90, head_dim=head_dim, value_dim=value_dim, causal=True)
-    narrow = problem.split_d < problem.tile_d or problem.split_v < problem.tile_v
-    for column_parts in (1, 2) if narrow else (1,):
-        check(problem, schedule_for(problem, tile_m=64, tile_n=32, column_parts=column_parts, **knobs))
+def test_columns_in_one_part_and_in_two(knobs):
+    for head_dim, value_dim in itertools.product([40, 64, 96, 160, 192], [16, 40, 96, 128]):
+        problem = Attention.problem(seq_q=70, seq_k=90, head_dim=head_dim, value_dim=value_dim, causal=True)
+        narrow = problem.split_d < problem.tile_d or problem.split_v < problem.tile_v
+        for column_parts in (1, 2) if narrow else (1,):
+            check(problem, schedule_for(problem, tile_m=64, tile_n=32, column_parts=column_parts, **knobs))
 
 
 @pytest.mark.parametrize(
@@ -470,7 +462,7 @@ def test_wide_indices():
 # ---- adversarial inputs ----------------------------------------------------------------------------------------------
 
 
-@settings(DRAWN, max_examples=30)
+@settings(DRAWN, max_examples=20)
 @given(case=cases(head_dim=128), seed=st.integers(0, 1000))
 def test_one_hot_rows_give_that_row_exactly(case, seed):
     problem, schedule = case
@@ -479,7 +471,7 @@ def test_one_hot_rows_give_that_row_exactly(case, seed):
     np.testing.assert_array_equal(out, expected)
 
 
-@settings(DRAWN, max_examples=30)
+@settings(DRAWN, max_examples=20)
 @given(case=cases(head_dim=64, batch=1))
 def test_very_negative_scores(case):
     """Every score is -57600 * scale, far below the zeros of padded keys: without its mask the padding would win."""
@@ -488,7 +480,7 @@ def test_very_negative_scores(case):
     check(problem, schedule.replace(accum_mode="fp32"), (np.full_like(q, -30), np.full_like(k, 30), v))
 
 
-@settings(DRAWN, max_examples=30)
+@settings(DRAWN, max_examples=20)
 @given(case=cases(batch=1), seed=st.integers(0, 1000))
 def test_large_magnitudes(case, seed):
     """Scores beyond float16's range; values near its end."""
@@ -499,7 +491,7 @@ def test_large_magnitudes(case, seed):
     check(problem, schedule.replace(accum_mode="fp32"), (q, k, values), scale=1e-3)
 
 
-@settings(DRAWN, max_examples=20)
+@settings(DRAWN, max_examples=12)
 @given(case=cases(batch=1))
 def test_zero_queries_average_the_values(case):
     problem, schedule = case

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -27,10 +28,12 @@ from tiledsched.kernels.attention.model import (
     CAPPED_EXP2,
     DRAM_EFFICIENCY,
     FREE_SPILL_BYTES,
+    ROWS_PER_WARP,
     SINGLE_WARP_RATE,
     SPILL_BYTES_PER_CYCLE,
     WARPGROUP_ROWS,
     busy_steps,
+    tile_steps,
 )
 
 SUM_BYTES = 4
@@ -44,6 +47,8 @@ FP32_PER_MASKED_SCORE = 4.0
 """Further fp32 instructions per score of a step that masks."""
 MOST_REGISTERS = 240
 """Registers of a thread that multiplies: 255 less what addresses and row values take."""
+OTHER_REGISTERS = 8
+"""Registers of a thread beside those of its tiles and sums, at least."""
 TENSOR_MEMORY_ROWS = 128
 """Rows of the products of archs whose accumulators lie in tensor memory, not in registers."""
 
@@ -100,6 +105,19 @@ def passes_of(p: Problem, s: Schedule) -> list[Pass]:
     ]
 
 
+def held_registers(each: Pass, p: Problem, spec: ArchSpec, warps: int) -> float:
+    """Registers of a thread that a step's tiles and the sums of a block take, without addresses and values of rows."""
+    elements = 2.0 * each.block * each.step
+    if spec.product_rows < TENSOR_MEMORY_ROWS:
+        elements += each.block * each.held
+    if (
+        spec.product_rows <= ROWS_PER_WARP
+    ):  # the block's own tiles stay in registers, of every warp that multiplies their rows
+        copies = max(1.0, ROWS_PER_WARP * warps / each.block)
+        elements += each.step * each.summed + copies * each.block * (p.tile_d + p.tile_v) * p.element_bytes / SUM_BYTES
+    return elements / (32 * warps)
+
+
 class AttentionBackwardCost(Cost):
     """A model of pipes, placement of blocks, sums in the L2 cache and memory."""
 
@@ -111,13 +129,13 @@ class AttentionBackwardCost(Cost):
         warps = s.number("num_worker_warps") or WARPS_PER_GROUP
         threads = 32 * (warps + spec.producer_warps)
         passes = passes_of(p, s)
-        in_registers = spec.product_rows < TENSOR_MEMORY_ROWS
-        held = max(each.block * ((each.held if in_registers else 0) + 2 * each.step) / (32 * warps) for each in passes)
+        held = max(held_registers(each, p, spec, warps) for each in passes)
         occupancy = max(1, s.number("occupancy"))
         registers = min(255, REGISTERS_PER_SM // (threads * occupancy) // 8 * 8)
-        # Warps that only move data give most of their registers to those that multiply.
-        own = min(MOST_REGISTERS, REGISTERS_PER_SM // (32 * warps * occupancy) - 16)
-        spilled = 4 * math.ceil(max(0.0, held + 32 - own))
+        own = registers
+        if spec.product_rows > ROWS_PER_WARP:  # warps that only move data give most of theirs to those that multiply
+            own = min(MOST_REGISTERS, REGISTERS_PER_SM // (32 * warps * occupancy) - 16)
+        spilled = 4 * math.ceil(max(0.0, held + OTHER_REGISTERS - own))
         columns = (p.tile_d + p.tile_v) * p.element_bytes
         wanted = max(each.block * columns + 2 * each.step * columns for each in passes)
         shared_bytes = min(wanted, SHARED_BYTES_PER_SM.get(spec.arch, 228) * 1024 // occupancy)
@@ -144,7 +162,8 @@ def estimate_us(p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -
     for each in passes_of(p, s):
         total += NEXT_LAUNCH_US + _pass_us(p, s, each, facts, spec, rate)
         if each.summed:  # zeros before the sums, and what rounds them
-            total += NEXT_LAUNCH_US + rows * each.summed * (2 * SUM_BYTES + p.element_bytes) / rate
+            moved = rows * each.summed * (2 * SUM_BYTES * s.number("shares") + p.element_bytes)
+            total += NEXT_LAUNCH_US + moved / rate
     if s["group_heads"] == "apart":  # sums for every query head are written and read again
         total += NEXT_LAUNCH_US + 2 * SUM_BYTES * keys * (p.tile_d + p.tile_v) / rate
     return total
@@ -167,27 +186,37 @@ def _pass_us(p: Problem, s: Schedule, each: Pass, facts: ResourceFacts, spec: Ar
         extra += max(1, each.block // each.step) * (2 if p.window else 1) * (dear / cycles[resident] - 1.0)
     first_key = p.window_right + (p.mean_keys - p.mean_rows if p.alignment == "bottom_right" else 0)
     blocks = -(-(p.mean_keys if each.over_keys else p.mean_rows) // each.block) * heads
-    order = ORDERS.get((each.over_keys, str(s["block_order"])), str(s["block_order"]))
-    busy = busy_steps(
-        rows=each.block,
-        step_n=each.step,
-        seq_q=p.mean_keys if each.over_keys else p.mean_rows,
-        seq_k=p.mean_rows if each.over_keys else p.mean_keys,
-        causal=p.causal,
+    order = str(s["block_order"])
+    grid = min(blocks, spec.sm_count * max(1, s.number("occupancy"))) if s["persistent"] else 0
+    placed: dict[str, Any] = {
+        "rows": each.block,
+        "step_n": each.step,
+        "seq_q": p.mean_keys if each.over_keys else p.mean_rows,
+        "seq_k": p.mean_rows if each.over_keys else p.mean_keys,
+        "causal": p.causal,
         # Counted from the last key, the rows that see a tile of keys grow as the keys that a tile of rows sees.
-        first_key=first_key + (p.mean_rows - p.mean_keys if each.over_keys else 0),
-        heads=heads,
-        order=order,
-        grid=min(blocks, spec.sm_count * max(1, s.number("occupancy"))) if s["persistent"] else 0,
-        sms=spec.sm_count,
-        resident=resident,
-        extra=round(4.0 * extra) / 4.0,
-        window=p.window + p.window_right if p.window else 0,
-    )
+        "first_key": first_key + (p.mean_rows - p.mean_keys if each.over_keys else 0),
+        "heads": heads,
+        "order": ORDERS.get((each.over_keys, order), order),
+        "window": p.window + p.window_right if p.window else 0,
+    }
+    if s["structure"] == "ordered":  # each block has its share of a head's tiles, and all have about the same work
+        shares, alone = s.number("shares"), placed | {"heads": 1}
+        steps = float(tile_steps(**alone).sum()) + blocks / heads * extra
+        placed |= {
+            "rows": 1,
+            "step_n": 1,
+            "seq_q": shares,
+            "seq_k": max(1, round(steps / shares)),
+            "causal": False,
+            "window": 0,
+        }
+        extra = 0.0
+    busy = busy_steps(**placed, grid=grid, sms=spec.sm_count, resident=resident, extra=round(4.0 * extra) / 4.0)
     compute_us = turns * float((busy @ np.array(cycles)).max()) / (spec.clock_ghz * 1e3)
     visits = p.batch * p.heads * p.visible_pairs / each.block  # rows of dQ that are added to
     sums_us = visits * each.summed * SUM_BYTES / (L2_SUM_BYTES_PER_CYCLE * spec.sm_count * spec.clock_ghz * 1e3)
-    moved = p.min_bytes + 2 * SUM_BYTES * p.batch * p.heads * p.seq_q * each.summed
+    moved = p.min_bytes + 2 * SUM_BYTES * s.number("shares") * p.batch * p.heads * p.seq_q * each.summed
     return smooth_max(smooth_max(compute_us, sums_us), moved / rate)
 
 
@@ -202,7 +231,7 @@ def step_cycles(
     scores, narrow = each.block * each.step, min(each.block, each.step)
 
     rate = float(spec.tensor_flops)
-    if spec.product_rows > 16 and narrow < WARPGROUP_ROWS:  # products of single warps
+    if spec.product_rows > ROWS_PER_WARP and narrow < WARPGROUP_ROWS:  # products of single warps
         rate *= SINGLE_WARP_RATE
     elif narrow < spec.product_rows:  # instructions half empty
         rate *= narrow / spec.product_rows
