@@ -272,7 +272,8 @@ def rope(
         raise ProblemError(
             f"rope rotates an even number of elements of each head of q and k, got {rotated} of {head_dim} and {k.shape[-1]}"
         )
-    if rotated < head_dim and not inplace and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+    needed = torch.is_grad_enabled() and any(each.requires_grad for each in (q, k, cos, sin))
+    if rotated < head_dim and not inplace and needed:
         turned = rope(q[..., :rotated], k[..., :rotated], cos, sin, interleaved=interleaved)
         out_q, out_k = (torch.cat((new, x[..., rotated:]), -1) for new, x in zip(turned, (q, k), strict=True))
         return out_q, out_k
