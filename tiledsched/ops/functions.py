@@ -272,12 +272,12 @@ def rope(
         raise ProblemError(
             f"rope rotates an even number of elements of each head of q and k, got {rotated} of {head_dim} and {k.shape[-1]}"
         )
-    needed = torch.is_grad_enabled() and any(each.requires_grad for each in (q, k, cos, sin))
-    if rotated < head_dim and not inplace and needed:
+    copies = rotated < head_dim and not inplace
+    if copies and torch.is_grad_enabled() and any(each.requires_grad for each in (q, k, cos, sin)):
         turned = rope(q[..., :rotated], k[..., :rotated], cos, sin, interleaved=interleaved)
         out_q, out_k = (torch.cat((new, x[..., rotated:]), -1) for new, x in zip(turned, (q, k), strict=True))
         return out_q, out_k
-    if rotated < head_dim and not inplace:  # what is not rotated is copied
+    if copies:  # what is not rotated is copied
         q, k, inplace = q.clone(), k.clone(), True
     parts = 1 if interleaved else 2
     given = [_by_position(x[..., :rotated] if rotated < head_dim else x, parts) for x in (q, k)]
