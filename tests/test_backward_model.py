@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tiledsched.core.cases import shrunk
 from tiledsched.core.device import arch_spec
 from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import Schedule
@@ -130,3 +131,10 @@ def test_lengths_are_rounded_and_features_are_apart():
     assert SIMILARITY.bucketed(problem(4096)) == problem(4096)
     windowed = problem(4096, causal=True, window=512)
     assert SIMILARITY.distance(problem(4096, causal=True), windowed) > 0.3
+
+
+def test_sizes_of_nothing_stay_nothing_where_check_shrinks_a_problem():
+    for p in AttentionBackward.small():
+        small = shrunk(AttentionBackward, p)
+        assert all(small.values[name] == 0 for name in ("window", "window_right", "packed") if p.values[name] == 0), p
+        assert small.seq_q * small.seq_k < p.seq_q * p.seq_k

@@ -1,7 +1,8 @@
-"""A session of TileGym's own functions on CPU tensors, up to their launches: prints what each of their searches answered.
+"""Two sessions of TileGym's own functions on CPU tensors, up to their launches: each prints what its searches answered.
 
-Its arguments are the word `first`, and then a fake machine measures, or `again`, and then whoever measures or compiles is an error.
-Of torch.cuda three questions about the GPU are answered as an H200 would.
+Each is a process of its own, which finds TileGym and torch imported, and of searches knows nothing: in the first a fake machine
+measures, in the second whoever measures or compiles is an error. Of torch.cuda three questions about the GPU are answered as an H200
+would.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import sys
+import os
 import time
 import warnings
 from types import SimpleNamespace
@@ -79,8 +80,18 @@ def never(program):
     raise AssertionError("nothing is to be measured again")
 
 
-def main(word: str) -> None:
-    machine = FakeMachine() if word == "first" else FakeMachine(never, never)
+def main() -> None:
+    for name in CALLS:
+        importlib.import_module(f"tilegym.{name}")
+    for machine in (FakeMachine(), FakeMachine(never, never)):
+        child = os.fork()
+        if not child:
+            session(machine)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+def session(machine: FakeMachine) -> None:
     found = []
     with machines.using(machine):
         for name, calls in CALLS.items():
@@ -101,8 +112,8 @@ def main(word: str) -> None:
                     call(module)
                 if len(found) == before:
                     found.append([name, "no answer", 0.0, 0, 0.0])
-    print(json.dumps({"found": found, "done": dict(machine.done)}))
+    print(json.dumps({"found": found, "done": dict(machine.done)}), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -18,7 +18,7 @@ from tiledsched.build.artifacts import default_cache_folder
 from tiledsched.build.cubin import Artifact, join, read_artifact
 from tiledsched.build.host_code import for_host, host_arch
 from tiledsched.build.toolchain import ANY_WORKER_WARPS, compiler_at_hand, release
-from tiledsched.core.blame import describe
+from tiledsched.core.blame import LONGEST, describe
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import Failure, FailureKind, NoRoomError
 from tiledsched.core.files import PREFIX, has_room, is_full
@@ -27,8 +27,6 @@ from tiledsched.core.registry import load_kernel
 from tiledsched.core.schedule import Schedule
 
 DEFAULT_TIMEOUT_S = 120.0
-LONGEST = 500
-"""Most characters of the message of a failure."""
 MISLEADING_VARIABLES = ("CUDA_HOME", "CUDA_PATH")
 """tileiras would mix in the parts of whatever toolkit these name, and fail."""
 

@@ -22,6 +22,7 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from tiledsched.build.compiler import BuildTask, Built, compile_task, no_room, prepare_process
+from tiledsched.core.blame import first_line
 from tiledsched.core.errors import CompilerError, Failure, FailureKind, NoRoomError
 from tiledsched.core.files import OwnFolder, has_room, is_full
 from tiledsched.core.processes import SafeSpawnContext
@@ -202,7 +203,7 @@ class BuildPool:
                 "if __name__ == '__main__':; elsewhere, run: tiledsched doctor"
             ) from error
         except Exception as error:  # the result could not be sent back, say
-            failure = Failure(kind=FailureKind.COMPILE_ERROR, message=f"{type(error).__name__}: {error}"[:500])
+            failure = Failure(kind=FailureKind.COMPILE_ERROR, message=first_line(error))
             return Built(task=task, artifact=None, failure=failure, seconds=0.0)
 
     def __enter__(self) -> BuildPool:

@@ -16,6 +16,8 @@ from tiledsched.core.sources import is_library
 
 CUTOFF, NAMED = 0.6, 0.75
 """Least likeness, from 0 to 1, of a name that is suggested: of few names, and of all that Python code may use."""
+LONGEST = 500
+"""Most characters of what is kept of an error's message."""
 IMPORTS = {"ct": "import cuda.tile as ct", "ts": "import tiledsched as ts"}
 """Names that are missing where a file lacks an import."""
 SHORT_TYPES = {
@@ -51,12 +53,17 @@ def did_you_mean(word: object, known: Iterable[str], cutoff: float = CUTOFF) -> 
     return f" (did you mean {found!r}?)" if found else ""
 
 
-def describe(error: BaseException) -> str:
-    """An exception of an author's code in one line: its kind, its message, what was meant, and the line it comes from."""
+def first_line(error: BaseException) -> str:
+    """The type of an error and the first line of its message, at most :data:`LONGEST` characters."""
     words = error.msg if isinstance(error, SyntaxError) else str(error)
     words = next((line.strip() for line in words.splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {words or 'no message'}"[:LONGEST]
+
+
+def describe(error: BaseException) -> str:
+    """An exception of an author's code in one line: its kind, its message, what was meant, and the line it comes from."""
     place = author_line(error)
-    return f"{type(error).__name__}: {words or 'no message'}{_meant(error)}{f' ({place})' if place else ''}"
+    return f"{first_line(error)}{_meant(error)}{f' ({place})' if place else ''}"
 
 
 def _meant(error: BaseException) -> str:

@@ -23,6 +23,7 @@ from tiledsched.build.artifacts import ArtifactStore, default_cache_folder
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import compiler_at_hand
+from tiledsched.core.blame import LONGEST
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import (
     ConfigError,
@@ -53,8 +54,6 @@ STOPPING_S = 4.0
 """How long a database that does not answer is waited for once the worker said stop."""
 BUILD_NUMBERS = itertools.count()
 """Numbers of builds that other hosts do. None is used twice in a process, so that a late answer is never taken for another."""
-LONGEST = 500
-"""Characters of a message."""
 
 
 class StoppedError(KeyboardInterrupt):

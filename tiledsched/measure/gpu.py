@@ -13,6 +13,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+from tiledsched.core.blame import first_line
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import Failure, FailureKind, MeasureError
 from tiledsched.core.files import OwnFolder
@@ -439,8 +440,7 @@ class GpuRunner:
         try:
             return launch_of(self._kernel, self._problem, candidate.schedule, self.device, artifact.fingerprint)
         except Exception as error:  # the author's grid, say: it costs the candidate, not the run
-            message = f"{type(error).__name__}: {error}"[:500]
-            return Failure(kind=FailureKind.LAUNCH_FAILURE, message=message)
+            return Failure(kind=FailureKind.LAUNCH_FAILURE, message=first_line(error))
 
     def _crashed(self) -> bool:
         """Whether the worker ended by a fault of its own, not by somebody's SIGKILL or exit."""

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from tiledsched.core.blame import first_line
 from tiledsched.core.cases import Case
 from tiledsched.core.errors import Failure
 from tiledsched.core.problem import Problem
@@ -101,8 +102,7 @@ class Rivals:
         except Exception as error:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-            text = str(error).strip() or type(error).__name__
-            return RivalSamples(name=name, failure=f"{type(error).__name__}: {text.splitlines()[0]}"[:200])
+            return RivalSamples(name=name, failure=first_line(error)[:200])
         return Tried(name=name, call=call, host_us=host_us, version=self._version(function))
 
     def _inputs(self, arrays: ProblemArrays, case: Case) -> tuple[Any, ...]:

@@ -29,6 +29,7 @@ import numpy
 from tiledsched.build.cubin import is_whole, parts, symbol_of
 from tiledsched.build.host_code import check_host
 from tiledsched.core.arrays import Tolerance
+from tiledsched.core.blame import first_line
 from tiledsched.core.cases import Case, make_cases
 from tiledsched.core.errors import Failure, FailureKind
 from tiledsched.core.problem import Problem
@@ -344,10 +345,9 @@ def meet(state: State, others: frozenset[int]) -> frozenset[int]:
 
 def _failure(error: Exception, kind: FailureKind) -> Failure:
     """What the driver's words in `error` stand for; `kind` where they are of no known kind."""
-    text = f"{type(error).__name__}: {error}"
-    words = text.lower()
+    words = f"{type(error).__name__}: {error}".lower()
     kind = next((known for known, marks in MARKS.items() if any(mark in words for mark in marks)), kind)
-    return Failure(kind=kind, message=text.splitlines()[0][:500])
+    return Failure(kind=kind, message=first_line(error))
 
 
 def _context_lost() -> bool:

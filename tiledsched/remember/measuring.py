@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from tiledsched.core.blame import first_line
 from tiledsched.core.errors import Failure
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
@@ -15,7 +16,7 @@ from tiledsched.remember.answers import PASSING, Answers, BuildOutcome, Findings
 from tiledsched.remember.comparing import OutputComparison
 from tiledsched.remember.description import Call
 from tiledsched.remember.machine import CallProgram, SearchMachine
-from tiledsched.remember.timing import RULES, CallRunner, first_line, kind_of
+from tiledsched.remember.timing import RULES, CallRunner, kind_of
 from tiledsched.tuning.race import RaceResult, race
 
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from tiledsched.core.blame import first_line
 from tiledsched.core.errors import Failure, FailureKind, MeasureError
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
@@ -111,12 +112,6 @@ class CallRunner:
 
     def close(self) -> None:
         """Nothing is held."""
-
-
-def first_line(error: BaseException) -> str:
-    """The type of an error and the first line of its message."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:500]
 
 
 MARKS: tuple[tuple[str, FailureKind], ...] = (

@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 
 from tiledsched.build.compiler import export, says_nothing_of_program
 from tiledsched.build.pool import start_process
+from tiledsched.core.blame import first_line
 from tiledsched.core.device import arch_spec
 from tiledsched.core.registry import load_kernel
 from tiledsched.serve.programs import BuildRequest, StoredProgram, only_builder, read_program, write_program
@@ -53,7 +54,7 @@ def build(request: BuildRequest) -> StoredProgram | str:
             try:
                 program = _compile(request)
             except Exception as error:  # whatever a compiler trips over must cost one program, not the process
-                return f"{type(error).__name__}: {error}"[:500]
+                return first_line(error)
             write_program(request.path, program)
     return program
 

@@ -26,8 +26,6 @@ MOST_ELEMENTS = 1 << 21
 """Elements of all arrays of a problem."""
 FEW_ELEMENTS = 1 << 18
 """Elements of the problem with the smallest run-time sizes, beyond which compile-time sizes are made smaller, too."""
-CROSSED = 3
-"""Tiles that every size should come to: two, and the rest of a third."""
 LONG = 4096
 """Times that a size is made longer to see which axes grow with it, however much the shape divides it."""
 LIST_PARTS = (1.0, 0.1, 0.4, 0.7)

@@ -210,10 +210,10 @@ class AttentionBackward(Kernel):
         ),
         "block_order != 'reversed'": "the blocks with the longest loops start first",
         "block_order == 'natural' or causal": "the order is tried where blocks differ in length",
+        "not persistent": "blocks that go on to another tile spilled up to 1216 bytes on the H200, or were slower",
         "latency_q == latency_do": "the hints of both loads are tried together",
-        "tma_loads or (latency_q == 0 and not scores_ahead and not persistent)": (
-            "loads by threads are tried on the plain kernel only"
-        ),
+        "scores_ahead + delta_first + (not scores_transposed) <= 1": "these three are tried one at a time",
+        "tma_loads or (latency_q == 0 and not scores_ahead)": "loads by threads are tried on the plain kernel only",
     }
     label = {"S": ("seq_q", "seq_k"), "D": "head_dim", "B": "batch", "H": ("heads", "kv_heads")}
     written = {"Sq": "seq_q", "Sk": "seq_k", "right": "window_right", "D": ("head_dim", "value_dim")}
@@ -229,6 +229,8 @@ class AttentionBackward(Kernel):
         "group_heads": "together",
         "delta_first": False,
         "dq_transposed": False,
+        "latency_do": 2,
+        "latency_q": 2,
         "persistent": False,
         "product_order": "dv_dk_dq",
         "scores_ahead": False,

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from tiledsched.core.cost import EFFICIENCY, LAUNCH_US, WARPS_PER_GROUP, Cost, smooth_max
+from tiledsched.core.cost import LAUNCH_US, WARPS_PER_GROUP, Cost, smooth_max
 from tiledsched.core.device import ArchSpec
 from tiledsched.core.problem import Problem
 from tiledsched.core.resources import REGISTERS_PER_SM, SHARED_BYTES_PER_SM, ResourceFacts, ctas_per_sm
@@ -40,9 +40,6 @@ SUM_BYTES = 4
 """Bytes of an element of the float32 sums."""
 
 # Counted or published.
-FP32_PER_SCORE = 6.0
-"""fp32 instructions per score: scale and subtract the log-sum-exp, subtract the row's sum from dP, multiply, and convert two
-numbers, a pair at a time at half rate."""
 FP32_PER_MASKED_SCORE = 4.0
 """Further fp32 instructions per score of a step that masks."""
 MOST_REGISTERS = 240
@@ -52,19 +49,28 @@ OTHER_REGISTERS = 8
 TENSOR_MEMORY_ROWS = 128
 """Rows of the products of archs whose accumulators lie in tensor memory, not in registers."""
 
-# Chosen, or calibrated on the H200.
-EXPOSED = 0.5
+# Calibrated on the H200, with programs of each pass alone.
+FP32_PER_SCORE = 12.0
+"""fp32 instructions per score. Counted are 6: to scale it and subtract the log-sum-exp, to subtract the row's sum from dP, to
+multiply, and to convert two numbers, a pair at a time at half rate."""
+TENSOR_SHARE = 0.62
+"""Share of the peak rate that the products reach: of five in a step, most wait for the one before."""
+EXPOSED = 0.1
 """Share of the faster parts' work that no other group of warps hides."""
-STEP_LATENCY = 400.0
-"""Cycles of barriers and of products that wait for each other in a step, hidden by other groups and blocks."""
+STEP_LATENCY = 50.0
+"""Cycles of barriers in a step, hidden by other groups and blocks."""
+L2_SUM_BYTES_PER_CYCLE = 20.0
+"""Bytes of float32 sums per clock and SM that the L2 cache adds."""
+SUM_STEP = 700.0
+"""Cycles of a step that wait for what is added to dQ, beside its product."""
+SPLIT_LOOP = 1.03
+"""Factor of every step where those that mask have a loop of their own: two loops leave each less room for tiles ahead."""
+
+# Chosen, not fitted.
 BLOCK_CYCLES = 4000.0
 """Cycles from a block's start to its first step, and from its last to its end."""
 STORE_CYCLES_PER_ELEMENT = 0.1
 """Cycles of the epilogue per element that a block stores."""
-L2_SUM_BYTES_PER_CYCLE = 10.0
-"""Bytes of float32 sums per clock and SM that the L2 cache adds."""
-ORDERED_STEP = 300.0
-"""Cycles of a step that wait for the turn of the block, where sums have a fixed order."""
 NEXT_LAUNCH_US = 2.0
 """Time that another launch in the same stream adds."""
 PERSISTENT_SHARE = 0.65
@@ -174,6 +180,8 @@ def _pass_us(p: Problem, s: Schedule, each: Pass, facts: ResourceFacts, spec: Ar
     resident = facts.resident(spec.arch)
     masked, split = bool(p.causal or p.spanned or p.seq_k % s.number("tile_n")), bool(s["loop_split"])
     cycles = [step_cycles(p, s, each, facts, spec, k, masked=masked and not split) for k in range(resident + 1)]
+    if masked and split:
+        cycles = [SPLIT_LOOP * one for one in cycles]
     epilogue = BLOCK_CYCLES + STORE_CYCLES_PER_ELEMENT * each.block * each.held
     if s["persistent"]:
         epilogue *= PERSISTENT_SHARE
@@ -182,7 +190,7 @@ def _pass_us(p: Problem, s: Schedule, each: Pass, facts: ResourceFacts, spec: Ar
     heads = p.sequences * p.heads // turns
     extra = epilogue / cycles[resident] / turns
     if masked and split:  # the steps on the diagonal, in a loop of their own
-        dear = step_cycles(p, s, each, facts, spec, resident, masked=True)
+        dear = SPLIT_LOOP * step_cycles(p, s, each, facts, spec, resident, masked=True)
         extra += max(1, each.block // each.step) * (2 if p.window else 1) * (dear / cycles[resident] - 1.0)
     first_key = p.window_right + (p.mean_keys - p.mean_rows if p.alignment == "bottom_right" else 0)
     blocks = -(-(p.mean_keys if each.over_keys else p.mean_rows) // each.block) * heads
@@ -228,26 +236,28 @@ def step_cycles(
     if warps > spec.producer_warps:  # a group of warps only moves data
         warps -= spec.producer_warps
     groups = max(1, warps // WARPS_PER_GROUP)
-    scores, narrow = each.block * each.step, min(each.block, each.step)
+    if spec.product_rows > ROWS_PER_WARP:  # groups that share rows wait for each other
+        groups = min(groups, max(1, each.block // WARPGROUP_ROWS))
+    scores = each.block * each.step
 
-    rate = float(spec.tensor_flops)
-    if spec.product_rows > ROWS_PER_WARP and narrow < WARPGROUP_ROWS:  # products of single warps
+    rate = float(spec.tensor_flops) * TENSOR_SHARE
+    if spec.product_rows > ROWS_PER_WARP and each.block < WARPGROUP_ROWS:  # products of single warps
         rate *= SINGLE_WARP_RATE
-    elif narrow < spec.product_rows:  # instructions half empty
-        rate *= narrow / spec.product_rows
+    elif each.block < spec.product_rows:  # instructions half empty
+        rate *= each.block / spec.product_rows
     # Every product reads a tile of the step's side from shared memory, once for each row of instructions; two tiles of scores are
     # written there and read again, and what is added to dQ passes through it.
     operands = (
         each.products * each.step * p.element_bytes * max(1.0, each.block / max(WARPGROUP_ROWS, spec.product_rows))
     )
     operands += 4 * scores * p.element_bytes + 2 * each.step * each.summed * SUM_BYTES
-    tensor = max(2.0 * scores * each.products / (rate * EFFICIENCY), operands / spec.shared_bytes)
+    tensor = max(2.0 * scores * each.products / rate, operands / spec.shared_bytes)
     exp2 = scores * (CAPPED_EXP2 if p.softcap else 1.0) / spec.exp2_ops
     fp32 = scores * (FP32_PER_SCORE + (FP32_PER_MASKED_SCORE if masked else 0.0)) / spec.fp32_ops
 
     lost = 2.0 * max(0, facts.spill_bytes - FREE_SPILL_BYTES) * warps * 32 / SPILL_BYTES_PER_CYCLE
-    if s["structure"] == "ordered" and each.summed:
-        lost += ORDERED_STEP
+    if each.summed:
+        lost += SUM_STEP
     total, slowest = tensor + exp2 + fp32, max(tensor, exp2, fp32)
     alone = (total + lost) / groups + STEP_LATENCY
     shared = resident * (slowest + EXPOSED * (total - slowest) + lost)
