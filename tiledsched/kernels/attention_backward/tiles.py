@@ -565,9 +565,7 @@ def add_queries(rows, tile, i, ds, const):
     """Add the block's share of dQ to the sums of the `i`-th tile of query rows."""
     for part in ct.static_iter(range(len(tile.k))):
         width, column = part_of(part, const.TILE_D, const.REST_D)
-        if (
-            const.DQ_TRANSPOSED
-        ):  # keys and gradients change sides, and so may the registers and shared memory that hold them
+        if const.DQ_TRANSPOSED:  # keys and dS change sides, and so may the registers and shared memory that hold them
             by_key = ds if const.TRANSPOSED else ct.transpose(ds)
             share = ct.transpose(
                 ct.mma(ct.transpose(tile.k[part]), by_key, ct.zeros((width, const.TILE_M), ct.float32))
