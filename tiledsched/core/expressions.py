@@ -83,7 +83,7 @@ def names_read(text: object, known: Collection[str], words: Collection[str] = ()
 
 @lru_cache(maxsize=4096)
 def _names_read(text: str, known: frozenset[str], words: frozenset[str]) -> frozenset[str]:
-    """:func:`names_read` of text. The spaces of all archs, which are read one after the other, share most of their constraints."""
+    """:func:`names_read` of text: the spaces of archs that are read one after the other share most of their constraints."""
     try:
         tree = ast.parse(text, mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
