@@ -218,19 +218,24 @@ class AddGroups(ts.Kernel):
 
 
 @ct.kernel
-def affine(X, A, B, Out, Scaled, factor, TILE: Int):
+def affine(X, A, B, Out, Scaled, factor, biased: ct.Constant[bool], TILE: Int):
     i = ct.bid(0)
-    x, a, b = (ct.load(each, (i,), (TILE,), padding_mode=ct.PaddingMode.ZERO) for each in (X, A, B))
-    ct.store(Out, (i,), x * a * factor + b)
+    x, a = (ct.load(each, (i,), (TILE,), padding_mode=ct.PaddingMode.ZERO) for each in (X, A))
+    out = x * a * factor
+    if biased:
+        out = out + ct.load(B, (i,), (TILE,), padding_mode=ct.PaddingMode.ZERO)
+    ct.store(Out, (i,), out)
     ct.store(Scaled, (i,), x * factor)
 
 
 class Affine(ts.Kernel):
-    """Out = factor * X * A + B, and Scaled = factor * X."""
+    """Out = factor * X * A + B, where there is a B, and Scaled = factor * X."""
 
     function = affine
     size = ts.dim()
-    X, A, B = (ts.array("size", dtype="float32") for _ in range(3))
+    biased = ts.flag()
+    X, A = (ts.array("size", dtype="float32") for _ in range(2))
+    B = ts.array("size", dtype="float32", when="biased")
     Out, Scaled = (ts.out("size", dtype="float32") for _ in range(2))
     factor = ts.scalar(2.0)
     knobs = {"TILE": [16, 32]}
@@ -239,11 +244,11 @@ class Affine(ts.Kernel):
         return -(-p.size // s["TILE"])
 
     def reference(xp, X, A, B, factor):
-        return X * A * factor + B, X * factor
+        return X * A * factor + (0 if B is None else B), X * factor
 
 
 @ct.kernel
-def affine_backward(dOut, dFactored, Scaled, A, dX, dA, factor, scaled: ct.Constant[bool], TILE: Int):
+def affine_backward(dOut, dFactored, Scaled, A, dX, dA, dB, factor, scaled: ct.Constant[bool], TILE: Int):
     i = ct.bid(0)
     d, x, a = (ct.load(each, (i,), (TILE,), padding_mode=ct.PaddingMode.ZERO) for each in (dOut, Scaled, A))
     total = d * a
@@ -251,20 +256,21 @@ def affine_backward(dOut, dFactored, Scaled, A, dX, dA, factor, scaled: ct.Const
         total = total + ct.load(dFactored, (i,), (TILE,), padding_mode=ct.PaddingMode.ZERO)
     ct.store(dX, (i,), total * factor)
     ct.store(dA, (i,), d * x)
+    ct.store(dB, (i,), d)
 
 
 class AffineBackward(ts.Kernel):
-    """The gradients of X and A in Affine; that of B is dOut."""
+    """The gradients of Affine."""
 
     function = affine_backward
     size = ts.dim()
     scaled = ts.flag()
     dOut, Scaled, A = (ts.array("size", dtype="float32") for _ in range(3))
     dFactored = ts.array("size", dtype="float32", when="scaled")
-    dX, dA = (ts.out("size", dtype="float32") for _ in range(2))
+    dX, dA, dB = (ts.out("size", dtype="float32") for _ in range(3))
     factor = ts.scalar(2.0)
     knobs = {"TILE": [16, 32]}
     grid = Affine.grid
 
     def reference(xp, dOut, Scaled, A, dFactored, factor):
-        return (dOut * A + (0 if dFactored is None else dFactored)) * factor, dOut * Scaled
+        return (dOut * A + (0 if dFactored is None else dFactored)) * factor, dOut * Scaled, dOut

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from attention_gradients import errors, exact_gradients
 from serve_on_cpu import tensors
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import tiledsched as ts
 from tiledsched import configure
@@ -20,7 +22,9 @@ from tiledsched.ops import sdpa as serve
 from tiledsched.ops.backward import sdpa_backward_operator
 from tiledsched.ops.operator import sdpa_lse_operator
 from tiledsched.ops.varlen import sdpa_paged, sdpa_varlen
+from tiledsched.serve import plan as plan_module
 from tiledsched.serve.lookup import LookupTable
+from tiledsched.serve.rivals import Rival, RivalOffer
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -29,6 +33,11 @@ LARGEST = 4e-3
 SINKS = torch.tensor([0.5, -2.0, 3.0, 0.0])
 STARTS, LENGTHS = torch.tensor([3, 0, 40]), torch.tensor([40, 20, 40])
 """Of three sequences; the last sees no key."""
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
 
 
 def leaves(**sizes):
@@ -124,8 +133,7 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", ["of a sum", "rows first"])
+@pytest.mark.parametrize(("layout", "kind"), zip(LAYOUTS, GRADIENTS, strict=True))
 def test_tensors_may_lie_in_any_way(launches, layout, kind) -> None:
     given = LAYOUTS[layout](*tensors(batch=2))
     q, k, v = (
@@ -174,6 +182,14 @@ def test_three_axes_and_the_log_sum_exp_alone(launches) -> None:
     assert not found[2].any()
 
 
+def test_a_scale_whose_gradient_is_required_is_refused(launches) -> None:
+    scale = torch.tensor(0.3, requires_grad=True)
+    with pytest.raises(ProblemError, match="scale requires gradients, and attention has none of it; multiply q by it"):
+        serve.sdpa(*tensors(), scale=scale)
+    with torch.no_grad():
+        serve.sdpa(*tensors(), scale=scale)
+
+
 @pytest.mark.parametrize("shapes", [((1, 2, 0, 16), (1, 2, 5, 16)), ((1, 2, 5, 16), (1, 2, 0, 16))])
 def test_empty_tensors_have_gradients(launches, left_to_torch, shapes) -> None:
     q, k, v = (torch.randn(shape).half().requires_grad_() for shape in (shapes[0], shapes[1], shapes[1]))
@@ -194,9 +210,10 @@ def test_the_operator_is_well_made(launches) -> None:
     torch.library.opcheck(sdpa_backward_operator, given, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition"])
 @pytest.mark.parametrize("lse", [False, True])
-def test_compiled_whole_they_are_the_same(launches, backend, lse) -> None:
+def test_compiled_whole_they_are_the_same(launches, lse) -> None:
+    """By the backend that divides the joint graph as inductor does."""
+
     def model(q, k, v):
         found = serve.sdpa(q * 2, k, v, causal=True, return_lse=lse)
         return found[0] + found[1][..., None] if lse else found + 1
@@ -204,7 +221,7 @@ def test_compiled_whole_they_are_the_same(launches, backend, lse) -> None:
     given = leaves(rows=8, keys=16)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        out = torch.compile(model, fullgraph=True, backend=backend)(*given)
+        out = torch.compile(model, fullgraph=True, backend="aot_eager_decomp_partition")(*given)
     dout, found = taken(out, given)
     right(found, [each.double() for each in taken(model(*given), given, dout)[1]])
     assert all(each.numel() < 8 * 16 * 16 for each in saved)
@@ -233,7 +250,8 @@ def test_deterministic_is_what_was_asked_for_or_what_torch_says_when_they_are_co
         call = lambda *given: serve.sdpa(*given, deterministic=deterministic)  # noqa: E731
         return torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
 
-    for given, torchs, wanted in ((None, False, False), (None, True, True), (True, False, True), (False, True, False)):
+    asked = ((None, False, False), (None, True, True), (True, False, True), (False, True, False))
+    for given, torchs, wanted in asked[1:3] if compiled else asked:
         serve.reload()
         torch.use_deterministic_algorithms(torchs and compiled)  # in compiled code it may not change meanwhile
         out = attend(given)(q, k, v)
@@ -253,6 +271,26 @@ def test_checkpointed_they_are_the_same(launches, reentrant) -> None:
     out = checkpoint(lambda *x: serve.sdpa(*x, causal=True) * 2, *given, use_reentrant=reentrant)
     out.sum().backward()
     right([each.grad for each in given], exact_gradients(q, k, v, torch.full_like(q, 2.0), causal=True))
+
+
+def test_checkpoints_may_save_the_operator_and_not_what_it_reads(launches) -> None:
+    given = leaves()
+    saves = functools.partial(create_selective_checkpoint_contexts, [sdpa_lse_operator])
+    out = checkpoint(lambda *x: serve.sdpa(*x) * 2, *given, use_reentrant=False, context_fn=saves)
+    forward = [each[2] for each in launches]
+    dout, found = taken(out, given)
+    right(found, exact_gradients(*given, 2 * dout))
+    assert not {id(each) for each in forward} & {id(each[2]) for each in launches[len(forward) :]}
+
+
+def test_the_backward_pass_may_be_compiled_by_itself(launches) -> None:
+    given = leaves()
+    out = serve.sdpa(*given, causal=True)
+    counter = torch._dynamo.testing.CompileCounter()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend=counter, fullgraph=True)):
+        out.sum().backward()
+    assert counter.frame_count == 1
+    right([each.grad for each in given], exact_gradients(*given, torch.ones_like(out), causal=True))
 
 
 def test_nothing_of_the_size_of_the_scores_is_saved(launches) -> None:
@@ -341,6 +379,22 @@ def test_calls_without_our_gradients_are_torchs_from_the_start(launches, left_to
     assert launches == []
 
 
+def test_views_beyond_32_bits_are_torchs_or_copied(launches, left_to_torch, monkeypatch) -> None:
+    q, k, v = given = leaves(keys=200)
+    monkeypatch.setattr(plan_module, "LARGEST_INT32", k[:, :, :100].numel() + 1)
+    with (
+        configure(fallback="error"),
+        pytest.raises(UnsupportedError, match=r"spans more than 2\*\*31 elements; call \.cont"),
+    ):
+        serve.sdpa(q, k[:, :, :100], v[:, :, :100])
+    out = serve.sdpa(q, k[:, :, :100], v[:, :, :100])
+    assert launches == []
+    out = serve.sdpa(q, *(each[:, :, :100].contiguous() for each in (k, v)))
+    dout, found = taken(out, given, torch.randn(1, 2, 24, 900).half()[..., :16])
+    assert len(launches) > 1
+    right(found[:1], exact_gradients(q, k[:, :, :100], v[:, :, :100], dout)[:1])
+
+
 def test_where_the_kernel_refuses_torch_computes_the_gradients_again(launches, left_to_torch, monkeypatch) -> None:
     """As of a problem that is too large, in a graph that was traced for any sizes."""
     q, k, v = given = leaves(batch=3, heads=4, keys=40)
@@ -352,6 +406,40 @@ def test_where_the_kernel_refuses_torch_computes_the_gradients_again(launches, l
     dout, found = taken(out, every)
     assert len(launches) == launched
     right(found, exact_gradients(q, k, v, dout, **asked))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_rival_that_serves_takes_what_the_kernel_takes(launches, monkeypatch, packed) -> None:
+    calls = []
+
+    def compute(q, k, v, out, dout, lse, *more):
+        calls.append(more)
+        if packed:
+            return exact_gradients(q, k, v, dout, cu_q=more[0].long(), cu_k=more[1].long())
+        return [each.half().contiguous() for each in exact_gradients(q, k, v, dout)]
+
+    def choose(served, make):
+        offer = RivalOffer(name="other", ratio=0.5, capturable=False, reason="it is faster")
+        call = make().get("other")
+        return call and Rival(offer=offer, call=call), None
+
+    monkeypatch.setattr(plan_module, "choose_rivals", choose)
+    monkeypatch.setattr(backward, "late_rivals", lambda problem, scale, cap: {"other": compute})
+    q, k, v = given = [each.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for each in tensors()]
+    begins = torch.tensor([0, 10, 24], dtype=torch.int32)
+    for at in range(3):
+        if packed:
+            out = sdpa_varlen(*(each[0].transpose(0, 1) for each in given), begins, max_seqlen_q=14)
+            dout = torch.randn(24, 2, 16).half()
+            wanted = exact_gradients(q, k, v, dout.transpose(0, 1)[None], cu_q=begins.long(), cu_k=begins.long())
+        else:
+            out, dout = serve.sdpa(q, k, v), torch.randn(q.shape).half()
+            wanted = exact_gradients(q, k, v, dout)
+        found = torch.autograd.grad(out, given, dout)
+        right(found, wanted)
+        assert packed or all(each.stride() == q.stride() for each in found)
+        assert len(calls) == at + 1
+    assert not packed or calls[0][2:] == (14, 14)
 
 
 def test_results_that_are_not_of_the_call_are_refused(launches) -> None:

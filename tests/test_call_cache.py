@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from tiledsched.kernels.attention.call_cache import CallCache
+from tiledsched.kernels.attention.call_cache import CallCache, PassCache
 
 
 class Theirs:
@@ -159,3 +159,81 @@ def test_a_function_without_such_a_cache_is_called_as_it_is() -> None:
     for seed in range(2):
         check(call, tensors(seed))
     assert len(called) == 2
+
+
+# A backward pass: several compiled functions
+
+
+class Gradients:
+    """Functions as FlashAttention-4's for the backward pass: one prepares sums, one adds to them, one rounds them."""
+
+    def __init__(self, changed=None) -> None:
+        self.compile_cache, self.python, self.zeros = {}, 0, []
+        self.before, self.after = (type("", (), {"compile_cache": {}})() for _ in range(2))
+        self.changed = changed or (lambda *given: given)
+
+    def __call__(self, q, out, dq, dk) -> None:
+        self.python += 1
+        q, out = self.changed(q.detach(), out)
+        sums, counts = torch.full_like(q, 7.0), torch.zeros(q.shape[0], dtype=torch.int32)
+        for function, compiled in ((self.before, self.prepare), (self, self.add), (self.after, self.round)):
+            function.compile_cache.setdefault("key", compiled)
+        self.before.compile_cache["key"](out, sums, 0.5)
+        self.compile_cache["key"](q, sums, counts, dk, (None, None))
+        self.after.compile_cache["key"](sums, dq, 2.0, None)
+
+    @staticmethod
+    def prepare(out, sums, scale):
+        sums.copy_(scale * out)
+
+    def add(self, q, sums, counts, dk, aux):
+        self.zeros.append(not counts.any())
+        counts += 1
+        sums += q
+        dk.copy_(q + 1)
+
+    @staticmethod
+    def round(sums, dq, scale, ends):
+        dq.copy_(scale * sums)
+
+
+def differentiate(call, seed, rows=8):
+    q, out, _, dq = tensors(seed, rows=rows)
+    dk = torch.empty_like(q)
+    call(q, out, dq, dk)
+    torch.testing.assert_close(dq, 2 * q + out)
+    torch.testing.assert_close(dk, q + 1)
+
+
+def test_a_pass_of_several_functions_is_repeated_with_arrays_of_its_own() -> None:
+    theirs = Gradients()
+    call = PassCache(theirs, [theirs, theirs.before, theirs.after])
+    for seed, rows in enumerate((8, 8, 6, 8, 6)):
+        differentiate(call, seed, rows)
+    assert theirs.python == 2
+    assert theirs.zeros == [True] * 5
+    assert all(type(each.compile_cache) is dict for each in (theirs, theirs.before, theirs.after))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [lambda q, out: (q.clone(), out), lambda q, out: (q, out.clone())],
+    ids=["queries copied", "output copied"],
+)
+def test_a_pass_that_copies_a_tensor_is_not_repeated(changed) -> None:
+    theirs = Gradients(changed)
+    call = PassCache(theirs, [theirs, theirs.before, theirs.after])
+    for seed in range(3):
+        differentiate(call, seed)
+    assert theirs.python == 3
+
+
+def test_a_pass_on_one_tensor_twice_or_with_functions_unknown_is_not_repeated() -> None:
+    theirs = Gradients()
+    for functions in ([theirs, None], [theirs, theirs.before, theirs.after]):
+        call = PassCache(theirs, functions)
+        for _ in range(2):
+            q, _, dk, dq = tensors()
+            call(q, q, dq, dk)
+            torch.testing.assert_close(dq, 3 * q)
+    assert theirs.python == 4

@@ -135,7 +135,9 @@ def test_python_parses(path):
 
 @pytest.mark.compiler
 @pytest.mark.parametrize(
-    "path", [ROOT / "README.md", ROOT / "docs" / "python.md", *TUTORIALS], ids=lambda path: path.stem
+    "path",
+    [ROOT / "README.md", ROOT / "docs" / "python.md", ROOT / "docs" / "training.md", *TUTORIALS],
+    ids=lambda path: path.stem,
 )
 def test_a_page_shows_what_its_commands_print(path, tmp_path):
     """The pages that a newcomer follows are run from top to bottom, without a GPU, from an empty home.
@@ -151,7 +153,7 @@ def test_a_page_shows_what_its_commands_print(path, tmp_path):
     environment = {name: value for name, value in environment.items() if not name.startswith("TILEDSCHED_")}
     if path.stem == "first-hour":
         environment["PYTHONPATH"] = draws_nothing(tmp_path / "drawing")
-    if path.stem == "tune-my-model":
+    if path.stem in ("training", "tune-my-model"):
         environment["PATH"] = f"{python_on_a_gpu(tmp_path / 'bin')}:{path_variable}"
     printed = ""
 

@@ -81,9 +81,7 @@ def assert_gradients(found, exact):
             assert_near(one, right, 0.01)
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns"), [(3, 5000), (1031, 768), (2000, 4096), (300, 16384), (150, 20000), (140, 65536)]
-)
+@pytest.mark.parametrize(("rows", "columns"), [(1031, 768), (300, 16384), (150, 20000)])
 @pytest.mark.parametrize("name", NORMS)
 def test_gradients_of_rows(name, rows, columns) -> None:
     """Also of rows that are read twice, whose part of the weight's gradient lies in memory."""

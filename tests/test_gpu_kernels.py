@@ -20,6 +20,7 @@ from tiledsched.build.compiler import compile_schedule
 from tiledsched.core.errors import FailureKind
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
+from tiledsched.kernels.attention_backward import AttentionBackward
 from tiledsched.measure.gpu import GpuRunner
 from tiledsched.measure.runner import Batch, Candidate, Checked
 
@@ -142,3 +143,18 @@ def test_attention_is_measured_as_any_other(begin, changes):
     schedule = space_for(runner.device.arch, Attention).default(problem)
     made = Candidate(schedule=schedule, artifact=compile_schedule(Attention, problem, schedule, runner.device.arch))
     assert_right(runner, made)
+
+
+@pytest.mark.parametrize("structure", ["atomic", "two_pass", "ordered"])
+def test_attentions_gradients(begin, structure):
+    """Every small problem; the sums of two structures are the same in every launch."""
+    space = space_for("sm_90", AttentionBackward)
+    for problem in AttentionBackward.small():
+        problem = problem.replace(deterministic=structure != "atomic")
+        runner = begin(AttentionBackward, problem)
+        pinned = {"structure": structure, **({"shares": 2} if structure == "ordered" else {})}
+        schedule = space.default(problem, pinned=pinned)
+        made = compile_schedule(AttentionBackward, problem, schedule, runner.device.arch)
+        checked = runner.check(Candidate(schedule=schedule, artifact=made))
+        assert isinstance(checked, Checked), (problem, checked)
+        assert checked.accuracy.repeatable or structure == "atomic"

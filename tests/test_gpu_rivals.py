@@ -261,6 +261,8 @@ def test_gradients_of_rivals_are_right_by_our_log_sum_exp_and_graphs_hold_them(a
     from tiledsched.measure.torch_arrays import as_tensors
 
     p = AttentionBackward.problem(**{**BACKWARD, **asked})
+    if not rivals(p):
+        pytest.skip("FlashAttention-4 is not installed")
     stored = random_inputs(AttentionBackward, numpy, numpy.random.default_rng(2), p)
     right = expected_outputs(AttentionBackward, numpy, p, stored, "float64")
     given = tuple(each.cuda() for each in as_tensors(torch, p, stored))

@@ -479,6 +479,25 @@ def test_packed_sequences_are_served(launches, fresh, registered, not_theirs, tr
     torch.testing.assert_close(found, wanted, atol=5e-3, rtol=5e-2)
 
 
+def test_packed_sequences_are_told_in_the_words_of_every_version(registered, transformers) -> None:
+    """transformers 5.18 and newer count positions from where a sequence begins; versions differ in the order of the parts."""
+    from transformers import masking_utils
+
+    sequences = torch.tensor([[0] * 5 + [1] * 7, [0] * 12])
+    packed = masking_utils.packed_sequence_mask_function(sequences)
+    sizes = {"batch_size": 2, "q_length": 12, "kv_length": 12, "q_offset": 0, "kv_offset": 0}
+    window = masking_utils.sliding_window_causal_mask_function(4)
+    for function, wanted in ((masking_utils.causal_mask_function, None), (window, 4)):
+        for parts in ((function, packed), (packed, function)):
+            found = registered._seen_keys(
+                {**sizes, "mask_function": masking_utils.and_masks(*parts), "attention_mask": None}
+            )
+            assert (found.causal, found.window, found.longest) == (True, wanted, 12)
+            assert found.offsets.tolist() == [0, 5, 12, 24]
+    chunked = masking_utils.and_masks(masking_utils.chunked_causal_mask_function(4, torch.zeros(2, dtype=int)), packed)
+    assert registered._seen_keys({**sizes, "mask_function": chunked, "attention_mask": None}) is None
+
+
 def test_packed_sequences_in_several_rows_are_served(launches, fresh, registered, transformers) -> None:
     """Rows of a batch are sequences, too; under gradients torch's operations are told the same."""
     model = make(transformers).half()
@@ -497,19 +516,17 @@ def distance(found, wanted):
 
 
 @pytest.mark.parametrize(
-    ("family", "batch", "checkpointed"),
+    ("family", "batch", "how"),
     [
-        ("Llama", None, True),
-        ("Llama", "packed", False),
-        ("Mistral", PADDED, False),
-        ("Gemma2", ENDS, True),
-        ("GptOss", RIGHT, True),
-        ("GptOss", "packed", False),
+        ("Llama", None, "checkpointed"),
+        ("Llama", "packed", "in compiled layers"),
+        ("Mistral", PADDED, "as it is"),
+        ("Gemma2", ENDS, "checkpointed"),
+        ("GptOss", RIGHT, "checkpointed"),
+        ("GptOss", "packed", "as it is"),
     ],
 )
-def test_models_are_trained_by_the_kernel(
-    launches, registered, not_theirs, transformers, family, batch, checkpointed
-) -> None:
+def test_models_are_trained_by_the_kernel(launches, registered, not_theirs, transformers, family, batch, how) -> None:
     """The loss and every gradient of `eager`; whatever went to torch would be an error."""
     model = make(transformers, family, **ASKING[family]).half().train()
     given = {"input_ids": PROMPT, "labels": PROMPT, "attention_mask": batch}
@@ -526,8 +543,12 @@ def test_models_are_trained_by_the_kernel(
     found = []
     for method, parts in (("eager", alone), ("tiledsched", [given])):
         use(model, method).zero_grad()
-        if method == "tiledsched" and checkpointed:
+        if method == "tiledsched" and how == "checkpointed":
             model.gradient_checkpointing_enable()
+        if method == "tiledsched" and how == "in compiled layers":
+            torch._dynamo.reset()
+            for layer in model.model.layers:
+                layer.compile(backend="aot_eager", fullgraph=True)
         # The mean over all tokens of a batch, made of the means over its sequences.
         weights = [part["labels"][:, 1:].ne(-100).sum() for part in parts]
         losses = [
@@ -779,6 +800,7 @@ def test_a_diffusers_model_runs_on_it(flux, monkeypatch) -> None:
     serving = integration.sdpa
     monkeypatch.setattr(integration, "sdpa", lambda *given: calls.append(given[0].shape) or serving(*given))
     with torch.no_grad():
+        model.set_attention_backend("native")
         theirs = model(**inputs).sample
         model.set_attention_backend("tiledsched")
         ours = model(**inputs).sample
@@ -858,5 +880,6 @@ def test_the_recipes_run(number, transformers, dispatch, routing, tmp_path, monk
         "pipeline": pipeline,
         "encoder": torch.nn.MultiheadAttention(32, 2, batch_first=True),
         "x": torch.randn(1, 4, 32),
+        "model": make(transformers),
     }
     exec(compile(recipes()[number], f"recipe {number}", "exec"), names)

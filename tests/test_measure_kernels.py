@@ -14,6 +14,8 @@ from tiledsched.build.cubin import join
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import Failure, FailureKind, MeasureError
 from tiledsched.core.registry import load_kernel
+from tiledsched.core.space_files import space_for
+from tiledsched.kernels.attention_backward import AttentionBackward
 from tiledsched.measure.gpu import GpuRunner
 from tiledsched.measure.runner import Candidate, Checked
 
@@ -163,3 +165,15 @@ def first_schedule(kernel):
     from tiledsched.core.schedule import Schedule
 
     return Schedule({name: choices[0] for name, choices in kernel.knobs.items()})
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_deterministic_problem_refuses_other_bits_from_launch_to_launch(begin, deterministic):
+    problem = AttentionBackward.problem(seq_q=20, seq_k=20, head_dim=16, deterministic=deterministic)
+    schedule = space_for("sm_90", AttentionBackward).default(problem)
+    runner = begin(AttentionBackward, problem)
+    for check, right in (("right", True), ("unrepeatable", not deterministic)):
+        parts = [artifact(cubin(10.0, check=check), stable_id([check, part], 24)) for part in range(3)]
+        checked = runner.check(Candidate(schedule=schedule, artifact=join(parts)))
+        assert isinstance(checked, Checked) == right, checked
+        assert right or "other bits from launch to launch" in checked.message

@@ -18,6 +18,7 @@ from tiledsched.core.errors import DeclarationError, ProblemError
 from tiledsched.core.problem import Requirement
 from tiledsched.core.shapes import is_solvable, read_shape, shape_names, solve, split_shape
 from tiledsched.interpreter.checking import check_schedule
+from tiledsched.kernels.attention_backward import AttentionBackward
 from tiledsched.serve.entries import load_entries
 from tiledsched.serve.schema import OpSchema
 from tiledsched.store.db import TuningDB
@@ -354,6 +355,12 @@ def test_small_problems_meet_what_a_kernel_requires() -> None:
     square = {"requires": {"rows == columns": "it is square"}, "__module__": __name__}
     kernel = type("Square", (Scaled,), square)
     assert shrunk(kernel, kernel.problem(rows=4096, columns=4096)).rows == 3
+
+
+def test_what_a_problem_does_without_a_small_problem_does_without() -> None:
+    windowed = {"seq_q": 140, "seq_k": 140, "head_dim": 16, "causal": True, "window": 30, "window_right": 40}
+    small = shrunk(AttentionBackward, AttentionBackward.problem(**windowed))
+    assert (small.packed, small.seq_q, small.seq_k) == (0, 3, 3)
 
 
 @pytest.mark.parametrize(

@@ -378,7 +378,10 @@ def served() -> list[str]:
     """What tiledsched served in this process, a line for each problem."""
     found = [each for cache in (plans.cache, backward.cache) for each in cache.ready.values()]
     return sorted(
-        {f"{each.problem.kernel} {each.problem}: {each.served.schedule.short()} ({each.served.provenance})" for each in found}
+        {
+            f"{each.problem.kernel} {each.problem}: {each.served.schedule.short()} ({each.served.provenance})"
+            for each in found
+        }
     )
 
 

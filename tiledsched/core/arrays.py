@@ -81,5 +81,10 @@ class Tolerance:
     """Largest relative Frobenius error that a tile of an output may have."""
     absolute: float = 2e-3
     """Largest absolute error of outputs declared with `absolute=True`."""
+    floor: float = 0.0
+    """Tiles whose elements are on average (root mean square) smaller are judged as if they were that large: for outputs that may
+    be the difference of sums, of which rounding leaves something where the right output is 0."""
+    repeatable: bool = False
+    """Whether the outputs must have the same bits in every launch on the same inputs."""
     except_kinds: tuple[str, ...] = ()
     """Kinds of inputs on which the outputs are not judged."""

@@ -397,7 +397,8 @@ LARGER = (32, 128, 256, 512, 1024, 2048, 4096)
 
 
 def shrunk(kernel: KernelClass, p: Problem) -> Problem:
-    """The problem with run-time sizes as small as its kernel allows.
+    """The problem with run-time sizes as small as its kernel allows. A size of 0, which is of something that the problem does
+    without, stays.
 
     Dims that can only change together, such as the sides of a square, shrink by one factor.
     """
@@ -405,6 +406,8 @@ def shrunk(kernel: KernelClass, p: Problem) -> Problem:
     stuck: dict[str, int] = {}
     for name in dims:
         before = total(p.values[name])
+        if not before:
+            continue
         sizes = (*SMALL, *(size for size in LARGER if size < before))
         found = next(filter(None, (replaced(kernel, p, {name: size}) for size in sizes)), None)
         if found is None:

@@ -258,7 +258,7 @@ def signature(kernel: KernelClass, p: Problem, s: Schedule, step: Step) -> Any:
             found.append(ScalarConstraint(getattr(ct, each.dtype)))
         else:
             spec = kernel.array_spec(each.name, p, s)
-            constraint = _array_constraint(spec, note or _note(kernel, spec))  # type: ignore[arg-type]
+            constraint = _array_constraint(spec, _noted(kernel, spec, note))
             found.append(
                 ListConstraint(constraint, alias_groups=(), elements_may_alias=False) if spec.listed else constraint
             )
@@ -305,17 +305,19 @@ def unit_axis(ndim: int, column: bool) -> int:
 
 
 def annotated(kernel: KernelClass, step: Step, p: Problem, s: Schedule) -> FunctionType:
-    """The function of a step, with annotations from the declaration for the arrays that its author did not annotate.
+    """The function of a step, with annotations from the declaration for the arrays that its author did not annotate, and wide
+    indices for arrays that need them.
 
     With them, a launch infers the assumptions of a build: cuTile tells launches apart by constant sizes, among others, and an
     axis of one element does not become a constant by chance.
     """
     pairs = zip(parameters(step.function), step.arguments, strict=True)
-    plain = [(name, each.name) for (name, _, note), each in pairs if each.kind == "array" and note is None]
-    if not plain:
-        return step.function
-    notes = tuple((name, _note(kernel, kernel.array_spec(array, p, s))) for name, array in plain)  # type: ignore[arg-type]
-    return _with_notes(step.function, notes)
+    notes = tuple(
+        (name, _noted(kernel, kernel.array_spec(each.name, p, s), note))
+        for (name, _, note), each in pairs
+        if each.kind == "array" and (note is None or (each.wide and note.index_dtype != ct.int64))
+    )
+    return _with_notes(step.function, notes) if notes else step.function
 
 
 @functools.lru_cache(maxsize=1024)
@@ -330,6 +332,13 @@ def _with_notes(function: FunctionType, notes: tuple[tuple[str, Any], ...]) -> F
         **{name: typing.Annotated[ct.Array, note] for name, note in notes},
     }
     return copy
+
+
+def _noted(kernel: KernelClass, spec: ArraySpec, note: Any) -> Any:
+    """The annotation of an array: its author's, with indices of 64 bits where the array needs them, or the declaration's."""
+    if note is None:
+        return _note(kernel, spec)  # type: ignore[arg-type]
+    return replace(note, index_dtype=ct.int64) if spec.wide else note
 
 
 @functools.lru_cache(maxsize=4096)
@@ -393,7 +402,7 @@ def problem_class(kernel: KernelClass, p: Problem, s: Schedule, device: Any) -> 
         for (_, _, note), each in zip(parameters(step.function), step.arguments, strict=True):
             if each.kind in ("array", "list"):
                 spec = kernel.array_spec(each.name, p, s)
-                assumptions.append(_assumption(spec, note or _note(kernel, spec)))  # type: ignore[arg-type]
+                assumptions.append(_assumption(spec, _noted(kernel, spec, note)))
             else:
                 assumptions.append([type(each.value).__name__, each.value] if each.kind == "constant" else each.dtype)
     compiled = {

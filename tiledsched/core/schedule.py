@@ -148,8 +148,8 @@ class Schedule(Mapping[str, KnobValue]):
         tile = next((pair for pair in TILES if set(pair) <= set(self)), ())
         parts = ["x".join(str(self._values[name]) for name in tile)] if tile else []
         for name, value in self._values.items():
-            plain = value == PLAIN.get(name, 0)
-            if name in tile or plain:
+            usual = PLAIN.get(name, 0)
+            if name in tile or value == usual or (value is False and usual is not True):
                 continue
             flag = name if value is True else f"no_{name}"
             parts.append(flag if isinstance(value, bool) else f"{SHORT.get(name, name)}={value}")

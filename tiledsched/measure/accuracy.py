@@ -124,7 +124,9 @@ def output_errors(
     measure = UNEQUAL if not is_float(spec.dtype) else ABSOLUTE if spec.absolute else RELATIVE
     largest = 0.0
     for some, lines in _chunks(len(out), rows, columns, tile[0]):
-        found, difference = _MEASURES[measure](xp, out[some, lines], right[some, lines], spec.dtype, tile)
+        found, difference = _MEASURES[measure](
+            xp, out[some, lines], right[some, lines], spec.dtype, tile, tolerance.floor
+        )
         found = xp.where(xp.isfinite(found), found, xp.inf)
         tiles = slice(lines.start // tile[0], -(-lines.stop // tile[0]))
         errors[some, tiles] = found.get() if hasattr(found, "get") else found  # from the GPU, where it is there
@@ -153,24 +155,28 @@ def _difference(xp: Any, stored: Any, expected: Any, dtype: str, precision: str)
         return xp.where(right, 0.0, difference), xp.where(right, 0.0, expected)
 
 
-def _relative(xp: Any, stored: Any, expected: Any, dtype: str, tile: tuple[int, int]) -> tuple[Any, float]:
+def _relative(
+    xp: Any, stored: Any, expected: Any, dtype: str, tile: tuple[int, int], least: float
+) -> tuple[Any, float]:
     expected = expected if expected.dtype.kind == "f" else expected.astype(numpy.float64)
     difference, expected = _difference(xp, stored, expected, dtype, str(expected.dtype))
     # What rounding makes of numbers too small for the type is no error, however small the tile.
-    floor = tile[0] * tile[1] * (SUBNORMAL_UNITS * SMALLEST.get(dtype, 0.0)) ** 2
+    floor = tile[0] * tile[1] * max(SUBNORMAL_UNITS * SMALLEST.get(dtype, 0.0), least) ** 2
     norm = xp.maximum(_by_tile(xp, expected * expected, tile, "sum"), max(floor, 1e-30))
     with numpy.errstate(invalid="ignore"):
         error = xp.sqrt(_by_tile(xp, difference * difference, tile, "sum") / norm)
     return error, float(xp.abs(difference).max())
 
 
-def _absolute(xp: Any, stored: Any, expected: Any, dtype: str, tile: tuple[int, int]) -> tuple[Any, float]:
+def _absolute(
+    xp: Any, stored: Any, expected: Any, dtype: str, tile: tuple[int, int], least: float
+) -> tuple[Any, float]:
     error = xp.abs(_difference(xp, stored, expected, dtype, "float64")[0])
     error = xp.where(xp.isnan(error), xp.inf, error)
     return _by_tile(xp, error, tile, "max"), float(error.max())
 
 
-def _unequal(xp: Any, stored: Any, expected: Any, dtype: str, tile: tuple[int, int]) -> tuple[Any, float]:
+def _unequal(xp: Any, stored: Any, expected: Any, dtype: str, tile: tuple[int, int], least: float) -> tuple[Any, float]:
     unequal = (stored != expected).astype(numpy.float64)
     difference = xp.abs(stored.astype(numpy.float64) - expected.astype(numpy.float64)).max()
     return _by_tile(xp, unequal, tile, "sum"), float(difference)

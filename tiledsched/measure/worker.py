@@ -202,6 +202,9 @@ def check(state: State, launch: Launch) -> Checked | Failure:
             if failure is not None:
                 return failure
             repeatable = False
+    if launch.tolerance.repeatable and not repeatable:
+        words = "the outputs must be the same in every launch, and have other bits from launch to launch"
+        return Failure(kind=FailureKind.WRONG_RESULT, message=words)
     accuracy = summary(errors, repeatable=repeatable)
     outputs = [arrays.digest(first)]
     for case in adversarial:

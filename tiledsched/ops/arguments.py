@@ -169,13 +169,15 @@ def read_scale(scale: Any) -> Any:
     """The scale as a Python number, or None. Like torch it accepts a tensor without axes, and waits for its value.
 
     Raises:
-        ProblemError: neither None nor a number.
+        ProblemError: neither None nor a number, or a tensor whose gradient is required.
     """
     if scale is None or isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
         return scale
     if isinstance(scale, numbers.Real) or (
         isinstance(scale, torch.Tensor) and not scale.ndim and not scale.is_complex()
     ):
+        if getattr(scale, "requires_grad", False) and torch.is_grad_enabled():
+            raise ProblemError("scale requires gradients, and attention has none of it; multiply q by it instead")
         return float(scale)
     raise ProblemError(f"scale must be a number or None, got {type(scale).__name__}")
 

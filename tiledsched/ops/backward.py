@@ -20,11 +20,11 @@ from tiledsched.kernels.attention_backward.rivals import late_rivals
 from tiledsched.ops.arguments import check_tensors, odd_scale, unserved
 from tiledsched.ops.fallback import MOST_SCORES, attend_in_torch, computes_at_once, report
 from tiledsched.ops.features import AttentionFeatures
-from tiledsched.ops.plans import AttentionCall, longest_sequence, with_wide
+from tiledsched.ops.plans import AttentionCall, longest_sequence
 from tiledsched.serve import process
-from tiledsched.serve.launch import has_tangent, in_layout, is_plain_call, launch_first, launch_plan
+from tiledsched.serve.launch import has_tangent, in_layout, is_transformed, launch_first, launch_plan
 from tiledsched.serve.lookup import Served
-from tiledsched.serve.plan import Plan, choose, make_plan
+from tiledsched.serve.plan import Plan, beyond_int32, choose, make_plan
 from tiledsched.serve.plan_cache import PlanCache, are_ordinary, call_key
 from tiledsched.serve.schema import Output
 
@@ -42,6 +42,7 @@ NO_SECOND = (
 Gradients = tuple[Any, Any, Any, Any]
 """Of q, k, v and sinks; the last is None where there are no sinks."""
 cache: PlanCache[Plan] = PlanCache(call_key)
+_traced = torch.compiler.is_dynamo_compiling
 
 
 def undifferentiable(call: AttentionCall) -> str:
@@ -54,21 +55,30 @@ def undifferentiable(call: AttentionCall) -> str:
     Raises:
         ProblemError, ConfigError: as :meth:`AttentionCall.find_plan`.
     """
-    q, k, v, _, scale, _, features = call
+    q, k, v = call[:3]
     if torch._C._are_functorch_transforms_active():
         return "gradients are asked for by torch.func, which takes none of operators"
-    if features.block_table is not None:
-        return "gradients are required and keys lie in pages"
-    reason = odd_scale(scale) or unserved(q, k, v, None, 0.0)
+    reason = _unserved(call)
     if reason:
         return reason
     facts = process.device_facts(-1 if q.device.index is None else q.device.index)
-    if not process.table(AttentionBackward).known_arch(facts.arch):  # type: ignore[arg-type]  # a class is hashable
+    if not process.table(AttentionBackward).known_arch(facts.arch):
         return f"gradients are required and {AttentionBackward.name} has no search space for {facts.arch}"
-    if not is_plain_call() or not are_ordinary((q, k, v)):
+    if is_transformed() or not are_ordinary((q, k, v)):
         return ""
     found = call.find_plan()
     return found if isinstance(found, str) else _refusal(tuple(call.fields().items()))
+
+
+def _unserved(call: AttentionCall) -> str:
+    """Why the kernel cannot serve the gradients of a call, as far as its tensors and options tell; empty where they do not."""
+    q, k, v, _, scale, _, features = call
+    if features.block_table is not None:
+        return "gradients are required and keys lie in pages"
+    reason = odd_scale(scale) or unserved(q, k, v, None, 0.0)
+    if not reason and not is_transformed() and beyond_int32((q, k, v)):
+        return "gradients are required and a tensor spans more than 2**31 elements; call .contiguous() on it"
+    return reason
 
 
 @functools.lru_cache(1024)
@@ -135,9 +145,7 @@ class BackwardCall(NamedTuple):
         """
         q, k, v, _, scale, _, features = self.forward
         check_tensors(q, k, v)
-        reason = odd_scale(scale) or unserved(q, k, v, None, 0.0)
-        if features.block_table is not None:
-            reason = "gradients are required and keys lie in pages"
+        reason = _unserved(self.forward)
         if reason:
             return reason
         self._check_results()
@@ -146,14 +154,13 @@ class BackwardCall(NamedTuple):
             problem = AttentionBackward.problem(
                 **self.forward.fields(), dlse=self.dlse is not None, deterministic=self.deterministic
             )
-            problem = with_wide(problem, (q, k, v, self.out, self.dout))
             numbers = dict(zip(("scale_log2", "cap_scale"), scales(problem, scale, cap), strict=True))
         except ProblemError as error:
             return str(error)
         numbers["scale"] = default_scale(problem) if scale is None else float(scale)
         inputs = self.inputs()
         rivals = lambda: late_rivals(problem, scale, cap)  # noqa: E731
-        decision = choose("sdpa_backward", problem, tuple(inputs.values()), rivals, served)
+        decision = choose("sdpa's backward pass", problem, tuple(inputs.values()), rivals, served)
         if isinstance(decision, str):
             return decision
         outputs = {}
@@ -201,7 +208,7 @@ class BackwardCall(NamedTuple):
                 given.append(features.sinks.detach().float().requires_grad_())
                 features = features._replace(sinks=given[3])
             both = self.dlse is not None
-            made = attend_in_torch(*given[:3], None, 0.0, causal, scale, both, features)
+            made = attend_in_torch(given[0], given[1], given[2], None, 0.0, causal, scale, both, features)
             of = (self.dout, self.dlse) if both else (self.dout,)
             found = torch.autograd.grad(made, given, of)
         laid_out = [
@@ -264,8 +271,8 @@ def differentiate(call: BackwardCall, *, keep_zeros: bool = False) -> Gradients:
 
 def as_launched(dout: Any, out: Any) -> Any:
     """A gradient of `out` that a launch can read: itself, or a copy laid out like `out` where the elements of a row do not lie
-    side by side, or several are one, as in the gradient of a sum."""
-    if dout.stride(-1) == 1 and 0 not in dout.stride():
+    side by side, or several are one, as in the gradient of a sum, or some lie beyond the reach of a 32-bit index."""
+    if dout.is_contiguous() or (dout.stride(-1) == 1 and 0 not in dout.stride() and not beyond_int32((dout,))):
         return dout
     return torch.empty_like(out).copy_(dout)
 
@@ -289,7 +296,7 @@ def gradients(
     q, k, v, out, lse = saved
     dout = torch.zeros_like(out) if dout is None else dout
     tensors = [each for each in (dout, q, k, v, out, lse, dlse, *features[2:8]) if each is not None]
-    if not torch.is_grad_enabled() and is_plain_call() and are_ordinary(tensors):
+    if not (_traced() or torch.is_grad_enabled() or is_transformed()) and are_ordinary(tensors):
         call = _read_call(dout, q, k, v, out, lse, causal, scale, features, dlse, deterministic)
         return differentiate(call, keep_zeros=True)
     found = sdpa_backward_operator(dout, q, k, v, out, lse, causal, scale, *features, dlse, deterministic)
@@ -328,13 +335,14 @@ class _OnceDifferentiable(torch.autograd.Function):
 
 
 def _launch(*given: Any) -> Any:
-    (dout, q, k, v, out, lse), (causal, scale, *more) = given[:6], (*given[6:], *_DEFAULTS[len(given) - 6 :])
+    dout, q, k, v, out, lse, causal, scale, *more = given + _DEFAULTS[len(given) - 6 :]
     features, (dlse, deterministic) = AttentionFeatures(*more[:FEATURES]), more[FEATURES:]
     found = differentiate(_read_call(dout, q, k, v, out, lse, causal, scale, features, dlse, deterministic))
     return found if found[3] is not None else (*found[:3], _no_sinks(q))
 
 
 _DEFAULTS = (None, None, *AttentionFeatures(), None, None)
+"""What torch's dispatcher leaves out at the end of the arguments that follow the six tensors."""
 
 
 def _no_sinks(q: Any) -> Any:

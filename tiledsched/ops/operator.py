@@ -18,7 +18,7 @@ from tiledsched.ops.backward import gradients, undifferentiable
 from tiledsched.ops.fallback import attend_in_torch, computes_at_once, report
 from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
 from tiledsched.ops.plans import AttentionCall, cache, launch_attention, plan_key
-from tiledsched.serve.launch import has_tangent, is_plain_call, launch_first
+from tiledsched.serve.launch import has_tangent, is_transformed, launch_first
 from tiledsched.serve.plan import Plan
 from tiledsched.serve.plan_cache import PlanCache, are_ordinary, lock
 
@@ -147,12 +147,15 @@ class DifferentiableAttention(torch.autograd.Function):
         """The output; with `lse` also the log-sum-exp. A `plan` is one that was launched before."""
         ctx.set_materialize_grads(False)
         arrays = features[2:8]
-        if plan is not None:
-            out, sums = launch_attention(plan, q, k, v, True, keep_zeros=True)
-        elif is_plain_call() and are_ordinary(each for each in (q, k, v, *arrays) if each is not None):
-            out, sums = attend(q, k, v, causal, scale, True, features, deterministic)
-            if features is NO_FEATURES:
-                _keep_trained(plan_key(q, k, v, causal, scale, True))
+        if plan is not None or (
+            not is_transformed() and are_ordinary(each for each in (q, k, v, *arrays) if each is not None)
+        ):
+            if plan is not None:
+                out, sums = launch_attention(plan, q, k, v, True, features, keep_zeros=True)
+            else:
+                out, sums = attend(q, k, v, causal, scale, True, features, deterministic)
+                _keep_trained(plan_key(q, k, v, causal, scale, True, features))
+            sums = sums.data  # no view: among several results torch allows no change of one in place
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 out, sums = sdpa_lse_operator(q, k, v, causal, scale, *features, deterministic)
@@ -197,16 +200,19 @@ def _register(name: str, result: str, lse: bool) -> Any:
     def autograd(q: Any, k: Any, v: Any, causal: str | None = None, scale: float | None = None, *given: Any) -> Any:
         features, deterministic = read(given) if given else (NO_FEATURES, None)
         tensors = (q, k, v, *(each for each in features[2:8] if each is not None))
-        differentiable = needs_gradients(q, k, v, features.sinks)
+        plain = not is_transformed() and are_ordinary(tensors)  # autocast has cast before
+        differentiable, plan = needs_gradients(q, k, v, features.sinks), None
         reason = NO_TANGENT if has_tangent(tensors) else ""
         if differentiable and not reason:
-            reason = undifferentiable(AttentionCall(q, k, v, causal, scale, True, features))
+            plan = trained.ready.get(plan_key(q, k, v, causal, scale, True, features)) if plain else None
+            reason = "" if plan else undifferentiable(AttentionCall(q, k, v, causal, scale, True, features))
         if reason:
             report(reason)
             return attend_in_torch(q, k, v, None, 0.0, causal, scale, lse, features)
         if differentiable:
-            return DifferentiableAttention.apply(q, k, v, features.sinks, causal, scale, features, deterministic, lse)
-        if is_plain_call() and are_ordinary(tensors):
+            more = (causal, scale, features, deterministic, lse, plan)
+            return DifferentiableAttention.apply(q, k, v, features.sinks, *more)
+        if plain:
             return attend(q, k, v, causal, scale, lse, features, deterministic)
         with torch._C._AutoDispatchBelowAutograd():
             return operator(q, k, v, causal, scale, *given)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -93,7 +92,13 @@ class AttentionCall(NamedTuple):
             ProblemError: the kernel has no such problem.
         """
         page = 0 if self.features.block_table is None else self.k.shape[2]
-        return with_wide(Attention.problem(**self.fields(), page=page, lse=self.lse), (self.q, self.k, self.v))
+        problem = Attention.problem(**self.fields(), page=page, lse=self.lse)
+        if beyond_int32(
+            (self.q, self.k, self.v)
+        ):  # pages are more than a call reads, and others may be parts of larger ones
+            # As if derived of the sizes: the same problem, by functions with 64-bit indices.
+            vars(problem)["wide"] = True
+        return problem
 
     def fields(self) -> dict[str, Any]:
         """The fields of the problem that the kernels of both directions have."""
@@ -190,14 +195,6 @@ class AttentionCall(NamedTuple):
         """Launch a plan of the call; see :func:`launch_attention`."""
         q, k, v, _, _, lse, features = self
         return launch_attention(plan, q, k, v, lse, features, first, keep_zeros)
-
-
-def with_wide(problem: Problem, tensors: Iterable[Any]) -> Problem:
-    """The problem, computed by functions with 64-bit indices where a 32-bit one does not reach through a tensor: pages are more
-    than a call reads, and other tensors may be parts of larger ones. It is the same problem: as if derived of its sizes."""
-    if beyond_int32(tensors):
-        vars(problem)["wide"] = True
-    return problem
 
 
 def launch_attention(

@@ -53,7 +53,12 @@ class JoinedBackward:
                 given.append(_zeros(*ctx.outputs[source]) if absent else gradient)
         found = self.backward(*given)
         found = found if isinstance(found, tuple) else (found,)
-        return tuple(None if place is None else found[place] for place in self.results)
+        return tuple(
+            found[place]
+            if place is not None and needed
+            else None  # of an input that is missing torch takes nothing else
+            for place, needed in zip(self.results, ctx.needs_input_grad, strict=False)
+        )
 
 
 def _zeros(shape: Any, dtype: Any, device: Any) -> Any:

@@ -91,7 +91,7 @@ class Operator:
         self.name = name
         self._backward: Callable[..., Any] | None = None
         self._setup: Callable[..., Any] | None = None
-        self._first = ""  # the operator whose backward this one is
+        self._is_backward = False
         self.cache: PlanCache[Plan] = PlanCache(call_key)
         self.use(schema)
         self._overload = _register(self)
@@ -224,7 +224,7 @@ class Operator:
             )
         if isinstance(backward, Operator):
             joined = join(self.name, self.schema, backward, names or {})
-            backward._first = self.name
+            backward._is_backward = True
             backward, setup_context = joined, joined.save
         self._backward, self._setup = backward, setup_context
 
@@ -439,15 +439,13 @@ class Operator:
 
     def _differentiate(self, ctx: Any, *gradients: Any) -> Any:
         """The gradients of all inputs."""
-        if self._backward is None and self._first:
-            raise UnsupportedError(
-                f"second derivatives are required and {self._first} has none: its backward, {self.name}, has no backward of its "
-                "own; declare one and join them: op.register_autograd(backward), or detach the first derivatives"
-            )
         if self._backward is None:
+            what, instead = ("gradients", "call it under torch.no_grad()")
+            if self._is_backward:
+                what, instead = "second derivatives", "detach the first ones"
             raise UnsupportedError(
-                f"gradients are required and {self.name} has no backward; declare one and join them: "
-                "op.register_autograd(backward), or call it under torch.no_grad()"
+                f"{what} are required and {self.name} has no backward; declare one and join them: "
+                f"op.register_autograd(backward), or {instead}"
             )
         found = self._backward(ctx, *map(_spread, gradients))
         found = found if isinstance(found, tuple) else (found,)

@@ -9,7 +9,8 @@ not cached.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 CACHE = "compile_cache"
@@ -53,7 +54,7 @@ class CallCache:
             cache = getattr(self._function, CACHE, None)
             if cache is None:
                 return whole(*tensors), whole
-            watched = _RecordingCache(cache)
+            watched = _RecordingCache(cache, [])
             setattr(self._function, CACHE, watched)
             try:
                 made = whole(*tensors)
@@ -70,11 +71,98 @@ class CallCache:
         return made, lambda *tensors: compiled(*tensors, *rest)
 
 
+class PassCache:
+    """The cached calls of a pass in which several compiled functions take turns, with arrays of FlashAttention-4 between them.
+
+    Such an array is allocated anew in each call. One that the first function is given is written by it, as sums are set to zero
+    there; the others hold zeros.
+    """
+
+    def __init__(self, call: Callable[..., Any], functions: Sequence[Any]) -> None:
+        """Cache `call`, which calls each of FlashAttention-4's `functions` and writes into tensors that it is given."""
+        self._call = call
+        self._functions = functions
+        self._calls: dict[tuple[Any, ...], Callable[..., Any]] = {}
+
+    def __call__(self, *tensors: Any) -> None:
+        """Call `call`, or what it called for tensors of the same shapes and strides."""
+        if any(each.requires_grad or each.data_ptr() % ALIGNED for each in tensors):
+            self._call(*tensors)
+            return
+        lie = tuple((each.shape, each.stride(), each.device) for each in tensors)
+        call = self._calls.get(lie)
+        if call is None:
+            self._calls[lie] = self._first(tensors)
+        else:
+            call(*tensors)
+
+    def _first(self, tensors: tuple[Any, ...]) -> Callable[..., Any]:
+        """Make the whole call; returns the function to call from now on with such tensors."""
+        calls: list[Recorded] = []
+        with _recording:
+            caches = [getattr(each, CACHE, None) for each in self._functions]
+            known = all(cache is not None for cache in caches)
+            for function, cache in zip(self._functions if known else (), caches, strict=False):
+                setattr(function, CACHE, _RecordingCache(cache, calls))
+            try:
+                self._call(*tensors)
+            finally:
+                for function, cache in zip(self._functions if known else (), caches, strict=False):
+                    setattr(function, CACHE, cache)
+        launches = _launches(calls, tensors)
+        return self._call if launches is None else partial(_launch, *launches)
+
+
+def _launches(calls: list[Recorded], tensors: tuple[Any, ...]) -> tuple[list[Any], list[Any]] | None:
+    """(the arrays between the launches, the launches) of recorded calls; None if the same calls may not do for other tensors.
+
+    An array is its shape, its type and whether it must hold zeros; a launch is a compiled function and, for each argument, its
+    place among the tensors and arrays, or None and its value.
+    """
+    places = {_lies(each): place for place, each in enumerate(tensors)}
+    if len({each.data_ptr() for each in tensors}) < len(tensors):
+        return None  # which of two is meant cannot be told
+    handed: set[int] = set()
+    arrays: list[Any] = []
+    launches: list[Any] = []
+    for compiled, given, named in calls:
+        arguments: list[tuple[int | None, Any]] = []
+        for value in given:
+            if not _tensor(value):
+                arguments.append((None, value))
+                continue
+            if _lies(value) not in places:
+                places[_lies(value)] = len(places)
+                arrays.append((value.shape, value.dtype, bool(launches)))
+            handed.add(places[_lies(value)])
+            arguments.append((places[_lies(value)], None))
+        within = (each for value in given if isinstance(value, tuple | list) for each in value)
+        if named or any(_tensor(each) for each in within):
+            return None
+        launches.append((compiled, arguments))
+    # Instead of a tensor that is not handed over, a copy was.
+    return (arrays, launches) if handed >= set(range(len(tensors))) else None
+
+
+def _launch(arrays: list[Any], launches: list[Any], *tensors: Any) -> None:
+    new = tensors[0]
+    every = [
+        *tensors,
+        *((new.new_zeros if zeros else new.new_empty)(shape, dtype=dtype) for shape, dtype, zeros in arrays),
+    ]
+    for compiled, arguments in launches:
+        compiled(*[value if place is None else every[place] for place, value in arguments])
+
+
+Recorded = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""A compiled function and its arguments."""
+
+
 class _RecordingCache:
     """A cache of compiled functions that records the arguments with which one thread calls them."""
 
-    def __init__(self, cache: Any) -> None:
-        self.calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
+    def __init__(self, cache: Any, calls: list[Recorded]) -> None:
+        self.calls = calls
         self._cache = cache
         self._thread = threading.get_ident()
 

@@ -29,21 +29,20 @@ def attention_backward_rows(
     dOut: HeadArray,
     Lse: RowArray,
     dLse: ct.Array,
+    CuQ: ct.Array,
     LseLog2: RowArray,
     Delta: RowArray,
-    dQSum: ct.Array,
+    dQSum: HeadArray,
     ROWS: Int,
     TILE_V_WHOLE: Int,
     DQ_COLUMNS: Int,
     DLSE: Bool,
-    SUMS_DQ: Bool,
-    DQ_TRANSPOSED: Bool,
+    PACKED: Bool,
+    DQ_ARRAYS: Int,
 ):
-    """Delta and LseLog2 of the query rows, and zeros in dQSum where shares are added to it."""
-    dlse = dLse if DLSE else None
-    tiles.prepare_rows(
-        Out, dOut, Lse, dlse, LseLog2, Delta, dQSum, ROWS, TILE_V_WHOLE, DQ_COLUMNS, SUMS_DQ, DQ_TRANSPOSED
-    )
+    """Delta and LseLog2 of the query rows, and zeros in the arrays of dQSum."""
+    dlse, offsets = dLse if DLSE else None, CuQ if PACKED else None
+    tiles.prepare_rows(Out, dOut, Lse, dlse, offsets, LseLog2, Delta, dQSum, ROWS, TILE_V_WHOLE, DQ_COLUMNS, DQ_ARRAYS)
 
 
 def attention_backward_keys(
@@ -53,63 +52,9 @@ def attention_backward_keys(
     dOut: HeadArray,
     LseLog2: RowArray,
     Delta: RowArray,
-    dQSum: ct.Array,
+    dQSum: HeadArray,
     dK: HeadArray,
     dV: HeadArray,
-    Starts: ct.Array,
-    Lengths: ct.Array,
-    CuQ: ct.Array,
-    CuK: ct.Array,
-    scale_log2,
-    cap_scale,
-    scale,
-    window,
-    window_right,
-    TILE_M: Int,
-    TILE_N: Int,
-    TILE_D: Int,
-    REST_D: Int,
-    TILE_V: Int,
-    REST_V: Int,
-    GROUP: Int,
-    EVEN: Bool,
-    CAUSAL: Bool,
-    BOTTOM_RIGHT: Bool,
-    WINDOW: Bool,
-    WINDOW_RIGHT: Bool,
-    SOFTCAP: Bool,
-    STARTS: Bool,
-    LENGTHS: Bool,
-    PACKED: Bool,
-    LATENCY_Q: Int,
-    LATENCY_DO: Int,
-    TMA_LOADS: Bool,
-    LOOP_SPLIT: Bool,
-    BLOCK_ORDER: Int,
-    PERSISTENT: Bool,
-    TRANSPOSED: Bool,
-    DQ_TRANSPOSED: Bool,
-    AHEAD: Bool,
-    ADDS: Int,
-):
-    """dK and dV, for which a block goes over all query heads of a group, and shares of dQ."""
-    const = tiles.Constants(
-        *(TILE_M, TILE_N, TILE_D, REST_D, TILE_V, REST_V, GROUP, EVEN, CAUSAL, BOTTOM_RIGHT, WINDOW, WINDOW_RIGHT),
-        *(SOFTCAP, STARTS, LENGTHS, PACKED, LATENCY_Q, LATENCY_DO, TMA_LOADS, LOOP_SPLIT, BLOCK_ORDER, PERSISTENT),
-        *(TRANSPOSED, DQ_TRANSPOSED, AHEAD, True, ADDS),
-    )
-    features = Features(None, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK)
-    tiles.compute_keys(Q, K, V, dOut, LseLog2, Delta, dQSum, dK, dV, scale_log2, scale, features, const)
-
-
-def attention_backward_heads(
-    Q: HeadArray,
-    K: HeadArray,
-    V: HeadArray,
-    dOut: HeadArray,
-    LseLog2: RowArray,
-    Delta: RowArray,
-    dQSum: ct.Array,
     dKParts: HeadArray,
     dVParts: HeadArray,
     Starts: ct.Array,
@@ -144,18 +89,24 @@ def attention_backward_heads(
     BLOCK_ORDER: Int,
     PERSISTENT: Bool,
     TRANSPOSED: Bool,
-    DQ_TRANSPOSED: Bool,
     AHEAD: Bool,
-    ADDS: Int,
+    DQ_LATE: Bool,
+    DV_PLACE: Int,
+    DQ_TRANSPOSED: Bool,
+    DELTA_FIRST: Bool,
+    TOGETHER: Bool,
+    ADDS: Bool,
+    SHARES: Int,
 ):
-    """The shares of every query head in dK and dV, and shares of dQ."""
+    """dK and dV, or the shares of every query head in them, and shares of dQ."""
     const = tiles.Constants(
         *(TILE_M, TILE_N, TILE_D, REST_D, TILE_V, REST_V, GROUP, EVEN, CAUSAL, BOTTOM_RIGHT, WINDOW, WINDOW_RIGHT),
         *(SOFTCAP, STARTS, LENGTHS, PACKED, LATENCY_Q, LATENCY_DO, TMA_LOADS, LOOP_SPLIT, BLOCK_ORDER, PERSISTENT),
-        *(TRANSPOSED, DQ_TRANSPOSED, AHEAD, False, ADDS),
+        *(TRANSPOSED, AHEAD, DQ_LATE, DV_PLACE, DQ_TRANSPOSED, DELTA_FIRST, TOGETHER, ADDS, SHARES),
     )
     features = Features(None, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK)
-    tiles.compute_keys(Q, K, V, dOut, LseLog2, Delta, dQSum, dKParts, dVParts, scale_log2, scale, features, const)
+    dk, dv = (dK, dV) if TOGETHER else (dKParts, dVParts)
+    tiles.compute_keys(Q, K, V, dOut, LseLog2, Delta, dQSum, dk, dv, scale_log2, scale, features, const)
 
 
 def attention_backward_groups(
@@ -172,9 +123,9 @@ def attention_backward_groups(
     tiles.sum_groups(dKParts, dVParts, dK, dV, ROWS, TILE_D_WHOLE, TILE_V_WHOLE, GROUP)
 
 
-def attention_backward_store(dQSum: ct.Array, dQ: HeadArray, scale, ROWS: Int, DQ_COLUMNS: Int, DQ_TRANSPOSED: Bool):
+def attention_backward_store(dQSum: HeadArray, dQ: HeadArray, scale, ROWS: Int, DQ_COLUMNS: Int, DQ_ARRAYS: Int):
     """dQ from the sums of its shares."""
-    tiles.store_queries(dQSum, dQ, scale, ROWS, DQ_COLUMNS, DQ_TRANSPOSED)
+    tiles.store_queries(dQSum, dQ, scale, ROWS, DQ_COLUMNS, DQ_ARRAYS)
 
 
 def attention_backward_queries(

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from tiledsched.core.cost import EFFICIENCY, LAUNCH_US, WARPS_PER_GROUP, Cost, smooth_max
+from tiledsched.core.cost import LAUNCH_US, WARPS_PER_GROUP, Cost, smooth_max
 from tiledsched.core.device import ArchSpec
 from tiledsched.core.problem import Problem
 from tiledsched.core.resources import REGISTERS_PER_SM, SHARED_BYTES_PER_SM, ResourceFacts, ctas_per_sm
@@ -27,39 +28,49 @@ from tiledsched.kernels.attention.model import (
     CAPPED_EXP2,
     DRAM_EFFICIENCY,
     FREE_SPILL_BYTES,
+    ROWS_PER_WARP,
     SINGLE_WARP_RATE,
     SPILL_BYTES_PER_CYCLE,
     WARPGROUP_ROWS,
     busy_steps,
+    tile_steps,
 )
 
 SUM_BYTES = 4
 """Bytes of an element of the float32 sums."""
 
 # Counted or published.
-FP32_PER_SCORE = 6.0
-"""fp32 instructions per score: scale and subtract the log-sum-exp, subtract the row's sum from dP, multiply, and convert two
-numbers, a pair at a time at half rate."""
 FP32_PER_MASKED_SCORE = 4.0
 """Further fp32 instructions per score of a step that masks."""
 MOST_REGISTERS = 240
 """Registers of a thread that multiplies: 255 less what addresses and row values take."""
+OTHER_REGISTERS = 8
+"""Registers of a thread beside those of its tiles and sums, at least."""
 TENSOR_MEMORY_ROWS = 128
 """Rows of the products of archs whose accumulators lie in tensor memory, not in registers."""
 
-# Chosen, or calibrated on the H200.
-EXPOSED = 0.5
+# Calibrated on the H200, with programs of each pass alone.
+FP32_PER_SCORE = 12.0
+"""fp32 instructions per score. Counted are 6: to scale it and subtract the log-sum-exp, to subtract the row's sum from dP, to
+multiply, and to convert two numbers, a pair at a time at half rate."""
+TENSOR_SHARE = 0.62
+"""Share of the peak rate that the products reach: of five in a step, most wait for the one before."""
+EXPOSED = 0.1
 """Share of the faster parts' work that no other group of warps hides."""
-STEP_LATENCY = 400.0
-"""Cycles of barriers and of products that wait for each other in a step, hidden by other groups and blocks."""
+STEP_LATENCY = 50.0
+"""Cycles of barriers in a step, hidden by other groups and blocks."""
+L2_SUM_BYTES_PER_CYCLE = 20.0
+"""Bytes of float32 sums per clock and SM that the L2 cache adds."""
+SUM_STEP = 700.0
+"""Cycles of a step that wait for what is added to dQ, beside its product."""
+SPLIT_LOOP = 1.03
+"""Factor of every step where those that mask have a loop of their own: two loops leave each less room for tiles ahead."""
+
+# Chosen, not fitted.
 BLOCK_CYCLES = 4000.0
 """Cycles from a block's start to its first step, and from its last to its end."""
 STORE_CYCLES_PER_ELEMENT = 0.1
 """Cycles of the epilogue per element that a block stores."""
-L2_SUM_BYTES_PER_CYCLE = 10.0
-"""Bytes of float32 sums per clock and SM that the L2 cache adds."""
-ORDERED_STEP = 300.0
-"""Cycles of a step that wait for the turn of the block, where sums have a fixed order."""
 NEXT_LAUNCH_US = 2.0
 """Time that another launch in the same stream adds."""
 PERSISTENT_SHARE = 0.65
@@ -100,6 +111,19 @@ def passes_of(p: Problem, s: Schedule) -> list[Pass]:
     ]
 
 
+def held_registers(each: Pass, p: Problem, spec: ArchSpec, warps: int) -> float:
+    """Registers of a thread that a step's tiles and the sums of a block take, without addresses and values of rows."""
+    elements = 2.0 * each.block * each.step
+    if spec.product_rows < TENSOR_MEMORY_ROWS:
+        elements += each.block * each.held
+    if (
+        spec.product_rows <= ROWS_PER_WARP
+    ):  # the block's own tiles stay in registers, of every warp that multiplies their rows
+        copies = max(1.0, ROWS_PER_WARP * warps / each.block)
+        elements += each.step * each.summed + copies * each.block * (p.tile_d + p.tile_v) * p.element_bytes / SUM_BYTES
+    return elements / (32 * warps)
+
+
 class AttentionBackwardCost(Cost):
     """A model of pipes, placement of blocks, sums in the L2 cache and memory."""
 
@@ -111,13 +135,13 @@ class AttentionBackwardCost(Cost):
         warps = s.number("num_worker_warps") or WARPS_PER_GROUP
         threads = 32 * (warps + spec.producer_warps)
         passes = passes_of(p, s)
-        in_registers = spec.product_rows < TENSOR_MEMORY_ROWS
-        held = max(each.block * ((each.held if in_registers else 0) + 2 * each.step) / (32 * warps) for each in passes)
+        held = max(held_registers(each, p, spec, warps) for each in passes)
         occupancy = max(1, s.number("occupancy"))
         registers = min(255, REGISTERS_PER_SM // (threads * occupancy) // 8 * 8)
-        # Warps that only move data give most of their registers to those that multiply.
-        own = min(MOST_REGISTERS, REGISTERS_PER_SM // (32 * warps * occupancy) - 16)
-        spilled = 4 * math.ceil(max(0.0, held + 32 - own))
+        own = registers
+        if spec.product_rows > ROWS_PER_WARP:  # warps that only move data give most of theirs to those that multiply
+            own = min(MOST_REGISTERS, REGISTERS_PER_SM // (32 * warps * occupancy) - 16)
+        spilled = 4 * math.ceil(max(0.0, held + OTHER_REGISTERS - own))
         columns = (p.tile_d + p.tile_v) * p.element_bytes
         wanted = max(each.block * columns + 2 * each.step * columns for each in passes)
         shared_bytes = min(wanted, SHARED_BYTES_PER_SM.get(spec.arch, 228) * 1024 // occupancy)
@@ -144,7 +168,8 @@ def estimate_us(p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -
     for each in passes_of(p, s):
         total += NEXT_LAUNCH_US + _pass_us(p, s, each, facts, spec, rate)
         if each.summed:  # zeros before the sums, and what rounds them
-            total += NEXT_LAUNCH_US + rows * each.summed * (2 * SUM_BYTES + p.element_bytes) / rate
+            moved = rows * each.summed * (2 * SUM_BYTES * s.number("shares") + p.element_bytes)
+            total += NEXT_LAUNCH_US + moved / rate
     if s["group_heads"] == "apart":  # sums for every query head are written and read again
         total += NEXT_LAUNCH_US + 2 * SUM_BYTES * keys * (p.tile_d + p.tile_v) / rate
     return total
@@ -155,6 +180,8 @@ def _pass_us(p: Problem, s: Schedule, each: Pass, facts: ResourceFacts, spec: Ar
     resident = facts.resident(spec.arch)
     masked, split = bool(p.causal or p.spanned or p.seq_k % s.number("tile_n")), bool(s["loop_split"])
     cycles = [step_cycles(p, s, each, facts, spec, k, masked=masked and not split) for k in range(resident + 1)]
+    if masked and split:
+        cycles = [SPLIT_LOOP * one for one in cycles]
     epilogue = BLOCK_CYCLES + STORE_CYCLES_PER_ELEMENT * each.block * each.held
     if s["persistent"]:
         epilogue *= PERSISTENT_SHARE
@@ -163,31 +190,41 @@ def _pass_us(p: Problem, s: Schedule, each: Pass, facts: ResourceFacts, spec: Ar
     heads = p.sequences * p.heads // turns
     extra = epilogue / cycles[resident] / turns
     if masked and split:  # the steps on the diagonal, in a loop of their own
-        dear = step_cycles(p, s, each, facts, spec, resident, masked=True)
+        dear = SPLIT_LOOP * step_cycles(p, s, each, facts, spec, resident, masked=True)
         extra += max(1, each.block // each.step) * (2 if p.window else 1) * (dear / cycles[resident] - 1.0)
     first_key = p.window_right + (p.mean_keys - p.mean_rows if p.alignment == "bottom_right" else 0)
     blocks = -(-(p.mean_keys if each.over_keys else p.mean_rows) // each.block) * heads
-    order = ORDERS.get((each.over_keys, str(s["block_order"])), str(s["block_order"]))
-    busy = busy_steps(
-        rows=each.block,
-        step_n=each.step,
-        seq_q=p.mean_keys if each.over_keys else p.mean_rows,
-        seq_k=p.mean_rows if each.over_keys else p.mean_keys,
-        causal=p.causal,
+    order = str(s["block_order"])
+    grid = min(blocks, spec.sm_count * max(1, s.number("occupancy"))) if s["persistent"] else 0
+    placed: dict[str, Any] = {
+        "rows": each.block,
+        "step_n": each.step,
+        "seq_q": p.mean_keys if each.over_keys else p.mean_rows,
+        "seq_k": p.mean_rows if each.over_keys else p.mean_keys,
+        "causal": p.causal,
         # Counted from the last key, the rows that see a tile of keys grow as the keys that a tile of rows sees.
-        first_key=first_key + (p.mean_rows - p.mean_keys if each.over_keys else 0),
-        heads=heads,
-        order=order,
-        grid=min(blocks, spec.sm_count * max(1, s.number("occupancy"))) if s["persistent"] else 0,
-        sms=spec.sm_count,
-        resident=resident,
-        extra=round(4.0 * extra) / 4.0,
-        window=p.window + p.window_right if p.window else 0,
-    )
+        "first_key": first_key + (p.mean_rows - p.mean_keys if each.over_keys else 0),
+        "heads": heads,
+        "order": ORDERS.get((each.over_keys, order), order),
+        "window": p.window + p.window_right if p.window else 0,
+    }
+    if s["structure"] == "ordered":  # each block has its share of a head's tiles, and all have about the same work
+        shares, alone = s.number("shares"), placed | {"heads": 1}
+        steps = float(tile_steps(**alone).sum()) + blocks / heads * extra
+        placed |= {
+            "rows": 1,
+            "step_n": 1,
+            "seq_q": shares,
+            "seq_k": max(1, round(steps / shares)),
+            "causal": False,
+            "window": 0,
+        }
+        extra = 0.0
+    busy = busy_steps(**placed, grid=grid, sms=spec.sm_count, resident=resident, extra=round(4.0 * extra) / 4.0)
     compute_us = turns * float((busy @ np.array(cycles)).max()) / (spec.clock_ghz * 1e3)
     visits = p.batch * p.heads * p.visible_pairs / each.block  # rows of dQ that are added to
     sums_us = visits * each.summed * SUM_BYTES / (L2_SUM_BYTES_PER_CYCLE * spec.sm_count * spec.clock_ghz * 1e3)
-    moved = p.min_bytes + 2 * SUM_BYTES * p.batch * p.heads * p.seq_q * each.summed
+    moved = p.min_bytes + 2 * SUM_BYTES * s.number("shares") * p.batch * p.heads * p.seq_q * each.summed
     return smooth_max(smooth_max(compute_us, sums_us), moved / rate)
 
 
@@ -199,26 +236,28 @@ def step_cycles(
     if warps > spec.producer_warps:  # a group of warps only moves data
         warps -= spec.producer_warps
     groups = max(1, warps // WARPS_PER_GROUP)
-    scores, narrow = each.block * each.step, min(each.block, each.step)
+    if spec.product_rows > ROWS_PER_WARP:  # groups that share rows wait for each other
+        groups = min(groups, max(1, each.block // WARPGROUP_ROWS))
+    scores = each.block * each.step
 
-    rate = float(spec.tensor_flops)
-    if spec.product_rows > 16 and narrow < WARPGROUP_ROWS:  # products of single warps
+    rate = float(spec.tensor_flops) * TENSOR_SHARE
+    if spec.product_rows > ROWS_PER_WARP and each.block < WARPGROUP_ROWS:  # products of single warps
         rate *= SINGLE_WARP_RATE
-    elif narrow < spec.product_rows:  # instructions half empty
-        rate *= narrow / spec.product_rows
+    elif each.block < spec.product_rows:  # instructions half empty
+        rate *= each.block / spec.product_rows
     # Every product reads a tile of the step's side from shared memory, once for each row of instructions; two tiles of scores are
     # written there and read again, and what is added to dQ passes through it.
     operands = (
         each.products * each.step * p.element_bytes * max(1.0, each.block / max(WARPGROUP_ROWS, spec.product_rows))
     )
     operands += 4 * scores * p.element_bytes + 2 * each.step * each.summed * SUM_BYTES
-    tensor = max(2.0 * scores * each.products / (rate * EFFICIENCY), operands / spec.shared_bytes)
+    tensor = max(2.0 * scores * each.products / rate, operands / spec.shared_bytes)
     exp2 = scores * (CAPPED_EXP2 if p.softcap else 1.0) / spec.exp2_ops
     fp32 = scores * (FP32_PER_SCORE + (FP32_PER_MASKED_SCORE if masked else 0.0)) / spec.fp32_ops
 
     lost = 2.0 * max(0, facts.spill_bytes - FREE_SPILL_BYTES) * warps * 32 / SPILL_BYTES_PER_CYCLE
-    if s["structure"] == "ordered" and each.summed:
-        lost += ORDERED_STEP
+    if each.summed:
+        lost += SUM_STEP
     total, slowest = tensor + exp2 + fp32, max(tensor, exp2, fp32)
     alone = (total + lost) / groups + STEP_LATENCY
     shared = resident * (slowest + EXPOSED * (total - slowest) + lost)

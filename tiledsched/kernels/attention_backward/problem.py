@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiledsched.core.errors import ProblemError
 from tiledsched.core.fields import Value
 from tiledsched.core.problem import Problem
 from tiledsched.kernels.attention import problem as forward
@@ -18,17 +17,9 @@ def canonical(values: dict[str, Value]) -> dict[str, Value]:
     """The values that stand for all equivalent ways to state a problem; see :func:`attention.problem.canonical`.
 
     Raises:
-        ProblemError: fields contradict each other, or an array has elements beyond the reach of a 32-bit index.
+        ProblemError: fields contradict each other.
     """
-    found = {name: value for name, value in forward.canonical({**values, "page": 0}).items() if name != "page"}
-    batch, heads, rows, keys = (int(found[name]) for name in ("batch", "heads", "seq_q", "seq_k"))  # type: ignore[arg-type]
-    columns = forward.padded(max(int(found["head_dim"]), int(found["value_dim"])))  # type: ignore[arg-type]
-    if batch * heads * (max(rows, keys) + 255) * columns > forward.LARGEST_INT32:
-        raise ProblemError(
-            f"batch * heads * {max(rows, keys)} rows of {columns} columns have elements beyond the reach of a 32-bit index; "
-            "divide the batch or the heads among several calls"
-        )
-    return found
+    return {name: value for name, value in forward.canonical({**values, "page": 0}).items() if name != "page"}
 
 
 def flops(p: Any) -> float:

@@ -18,6 +18,7 @@ from typing import Any
 from tiledsched.core.errors import UnsupportedError
 from tiledsched.core.extras import package_version
 from tiledsched.core.problem import Problem
+from tiledsched.kernels.attention.call_cache import PassCache
 from tiledsched.kernels.attention.rivals import (
     FLASH_4,
     FLASH_4_MODULE,
@@ -38,6 +39,8 @@ from tiledsched.kernels.attention.rivals import (
 )
 
 TORCH_CUDNN, TORCH_FLASH = "torch_cudnn", "torch_flash"
+FLASH_4_FUNCTIONS = ("_flash_attn_bwd", "_bwd_preprocess", "_bwd_postprocess_convert")
+"""FlashAttention-4's function, and those that it calls, all of which have compiled functions."""
 RAGGED_CUDNN = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
 """Environment variable with which torch wants the log-sum-exp of its cuDNN backend with the rows before the heads in memory."""
 
@@ -199,7 +202,7 @@ def flash_attention_4(p: Problem, scale: float | None = None, cap: float | None 
     """
     options = flash_4_backward_options(p, scale, cap)
     try:
-        function = getattr(importlib.import_module(f"{FLASH_4_MODULE}.interface"), "_flash_attn_bwd", None)
+        module = importlib.import_module(f"{FLASH_4_MODULE}.interface")
     except ImportError as missing:
         raise UnsupportedError(f"FlashAttention-4 cannot be imported: {missing}") from missing
     arrays = [
@@ -214,18 +217,26 @@ def flash_attention_4(p: Problem, scale: float | None = None, cap: float | None 
     ]
     if p.packed:
         arrays += ["max_seqlen_q", "max_seqlen_k"]
+    function, *around = (getattr(module, name, None) for name in FLASH_4_FUNCTIONS)
     if function is None or not {*options, *arrays, "dq", "dk", "dv"} <= set(inspect.signature(function).parameters):
         raise UnsupportedError(f"this {FLASH_4_PACKAGE} has no backward pass for the problem")
 
+    def whole(q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, dq: Any, dk: Any, dv: Any, **named: Any) -> Any:
+        return function(q, k, v, out, dout, lse, dq=dq, dk=dk, dv=dv, **options, **named)
+
+    cached = PassCache(whole, [function, *around])
+
     def differentiate(q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, *others: Any) -> Any:
         found = [empty_output(each, each.shape[3]) for each in (q, k, v)]
+        outputs = rows_first(p, out, dout, v)[:2]
+        tensors = (*rows_first(p, q, k, v), *outputs, lse[0] if p.packed else lse, *rows_first(p, *found))
+        if not others:
+            cached(*tensors)
+            return tuple(found)
         named = dict(zip(arrays, others, strict=True))
         if p.sinks:
             named["learnable_sink"] = named["learnable_sink"].float()  # whose type its gradient has
-        named |= zip(("dq", "dk", "dv"), rows_first(p, *found), strict=True)
-        out, dout, _ = rows_first(p, out, dout, v)
-        lse = lse[0] if p.packed else lse
-        made = function(*rows_first(p, q, k, v), out, dout, lse, **options, **named)
+        made = whole(*tensors, **named)
         return (*found, made[3]) if p.sinks else tuple(found)
 
     version = f"{FLASH_4_PACKAGE} {package_version(FLASH_4_PACKAGE)}"

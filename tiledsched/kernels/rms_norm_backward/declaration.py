@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import tiledsched.core.fields as ts
-from tiledsched.core.cost import LAUNCH_US
+from tiledsched.core.cost import LAUNCH_US, smooth_max
 from tiledsched.core.device import ArchSpec
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
@@ -14,12 +14,27 @@ from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels import row_schedules
 from tiledsched.kernels.rms_norm import RmsNorm
-from tiledsched.kernels.row_schedules import RowSimilarity, StreamingCost, TileDemand
+from tiledsched.kernels.row_schedules import (
+    BLOCK_CYCLES,
+    COPY_SHARE,
+    LATENCY_CYCLES,
+    SPILL_COST,
+    RowSimilarity,
+    StreamingCost,
+    TileDemand,
+)
 
 SUM_ROWS, SUM_COLUMNS = 64, 32
 """The tile of a block that adds the parts of dW: a line of memory of each part. Of larger tiles registers spill."""
-FP32_PER_ELEMENT = 16.0
+# Read off 128 programs of five widths on an H200 (2026-11-27).
+FP32_PER_ELEMENT = 8.0
 """Instructions per element: conversions, products, and three sums."""
+AHEAD = 2.0
+"""How many rows a block has under way that reads the next one ahead."""
+ENOUGH = 4.0
+"""What all blocks of an SM should have asked of memory, in what memory answers within a latency: they pause for each row."""
+FEW_BYTES_COST = 0.2
+"""Share by which the time grows for each time that what is under way would fit once more into enough."""
 LIVE_PER_ELEMENT = 3.5
 """Float32 values in registers for each element of a row: X, dOut and W in 16 bits, the sum of dW, and one on its way."""
 
@@ -29,24 +44,36 @@ class RmsNormBackwardCost(StreamingCost):
 
     def work(self, p: Problem, s: Schedule) -> TileDemand:
         """A row that is not held is read again, and the part of dW with it, from the L2 cache for the most part."""
-        rows, tile = s.number("TILE_ROWS"), s.number("TILE_COLUMNS")
+        rows, tile, shares = s.number("TILE_ROWS"), s.number("TILE_COLUMNS"), s.number("num_ctas")
         covered = -(-p.columns // tile) * tile
         held = bool(s["HOLD"]) or covered == tile
         parts = 8.0 * blocks(p, s) * p.columns
         return TileDemand(
             count=-(-p.rows // rows),
-            bytes=(4.0 if s["AHEAD"] else 2.0) * 2.0 * rows * min(covered if held else tile, p.columns),
-            instructions=rows * covered * FP32_PER_ELEMENT * (1.0 if held else 1.6),
-            live=rows * (covered if held else tile) * (LIVE_PER_ELEMENT + bool(s["AHEAD"])),
+            bytes=(AHEAD if reads_ahead(s) else 1.0) * 4.0 * rows * min(covered if held else tile, p.columns) / shares,
+            instructions=rows * covered * FP32_PER_ELEMENT * (1.0 if held else 1.6) / shares,
+            live=rows * (covered if held else tile) * (LIVE_PER_ELEMENT + bool(s["AHEAD"])) / shares,
             again=0.5 * parts if held else 0.5 * (parts + 6.0 * p.rows * p.columns),
         )
 
     def model(self, p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
-        """Estimated time in microseconds of both launches; longer where blocks leave slots empty, or some take more rows."""
-        slots = spec.sm_count * facts.resident(spec.arch)
-        turns = -(-blocks(p, s) // slots) * (-(-p.rows // s.number("TILE_ROWS")) / blocks(p, s))
-        best = p.rows / s.number("TILE_ROWS") / slots
-        return LAUNCH_US + super().model(p, s, facts, spec) * (0.5 + 0.5 * max(1.0, turns / best))
+        """Estimated time in microseconds of both launches. Only the order of estimates counts."""
+        work, resident = self.work(p, s), facts.resident(spec.arch)
+        rate = spec.dram_gbps * COPY_SHARE
+        staged = facts.shared_bytes if s["loads"] == "tma" else 0  # known of code that is built
+        enough = ENOUGH * LATENCY_CYCLES * rate / spec.sm_count / spec.clock_ghz
+        lack = (
+            FEW_BYTES_COST * max(0.0, enough / (resident * (staged or work.bytes)) - 1.0)
+            + SPILL_COST * facts.spill_bytes
+        )
+        memory_us = (p.min_bytes + work.again) / (rate * 1e3) * (1.0 + lack)
+
+        waves = -(-blocks(p, s) * s.number("num_ctas") // (spec.sm_count * resident))
+        turns = waves * -(-work.count // blocks(p, s))
+        alone = work.instructions / min(spec.fp32_ops, facts.threads) + BLOCK_CYCLES
+        alone += 0.0 if reads_ahead(s) else LATENCY_CYCLES
+        busy = resident * work.instructions / spec.fp32_ops
+        return 2 * LAUNCH_US + smooth_max(memory_us, turns * max(alone, busy) / (spec.clock_ghz * 1e3))
 
 
 class RmsNormBackward(Kernel):
@@ -76,27 +103,40 @@ class RmsNormBackward(Kernel):
         "HOLD": ts.knob((True, False), about="whether a row and its part of dW stay in registers"),
         "AHEAD": ts.knob((False, True), about="whether a block reads its next row before it works on one"),
         "loads": ts.knob(("tma", "plain", "gather"), about="how rows move", weight=1.0),
-        "num_worker_warps": ts.knob((8, 4, 16), about="warps that compute", weight=0.4),
-        "occupancy": ts.knob((2, 1, 3, 4, 6, 8), about="blocks an SM should hold", weight=0.4),
+        "num_worker_warps": ts.knob((4, 8, 16), about="warps that compute", weight=0.4),
+        "occupancy": ts.knob((3, 1, 2, 4, 6), about="blocks an SM should hold", weight=0.4),
+        "num_ctas": ts.knob((1, 2, 4), about="blocks that share a row", weight=0.4),
         "BLOCKS": ts.knob(
-            (264, 132, 396, 528, 792, 1056, 16, 32, 64), about="most blocks, each of which has a part of dW", weight=0.4
+            (396, 132, 264, 528, 792, 16, 32, 64, 66), about="most blocks, each of which has a part of dW", weight=0.4
         ),
     }
-    constraints = row_schedules.CONSTRAINTS
+    constraints = {
+        **row_schedules.CONSTRAINTS,
+        "num_ctas == 1 or shared_memory_bytes > 200000": "blocks share rows on the data-center archs since sm_90",
+    }
     exploring = {
         "TILE_COLUMNS < 2 * columns or TILE_COLUMNS == 512": "less than half of the tile would be used",
         "HOLD or TILE_COLUMNS < columns": "a row of one tile is held in any case",
+        "TILE_COLUMNS >= columns or columns < width or width > 8192": "a row of a power of two is one tile",
         "TILE_COLUMNS >= columns or 8 * TILE_COLUMNS >= columns": "more tiles of a row were not faster on the H200",
         "HOLD or width > 16384": "of shorter rows registers hold all",
-        "not HOLD or width <= 16384": "registers hold no more of a row",
+        "not HOLD or width <= 16384 * num_ctas": "registers hold no more of a row",
+        "num_ctas == 1 or (HOLD and width > 8192)": "one block holds a shorter row",
         "TILE_ROWS == 1 or width <= 2048": "several rows are for rows that are short",
-        "loads != 'tma' or (TILE_COLUMNS >= columns and not AHEAD)": "TMA reads ahead by itself, where a row is one tile",
-        "HOLD or not AHEAD": "rows that are read twice are not read ahead",
-        "TILE_ROWS * width >= 256 * num_worker_warps or width <= 512": "threads would load less than 16 bytes",
-        "occupancy * (4 * TILE_ROWS * width + 1280 * num_worker_warps) <= 80000 or occupancy == 1": "registers hold no more",
-        "occupancy * (4 * TILE_ROWS * width + 1280 * num_worker_warps) >= 30000 or rows < 16 * BLOCKS": "more bytes under way",
-        "BLOCKS <= sm_count * occupancy or BLOCKS == 16": "all blocks run at once",
-        "2 * BLOCKS > sm_count * occupancy or 2 * TILE_ROWS * BLOCKS > rows": "SMs would be idle",
+        "AHEAD or loads == 'tma' or not HOLD or rows < 2 * BLOCKS": "a block would wait for each row",
+        "not AHEAD or (loads != 'tma' and HOLD)": "TMA reads ahead by itself, and rows that are read twice are not read ahead",
+        "TILE_ROWS * width >= 256 * num_worker_warps * num_ctas or width <= 512": "threads would load less than 16 bytes",
+        "num_worker_warps < 16 or width > 4096": "not enough elements for so many warps",
+        "TILE_ROWS * width <= 1024 * num_worker_warps * num_ctas or num_worker_warps >= 8": "a thread holds no more of a row",
+        "HOLD or (num_worker_warps == 8 and occupancy == 2)": "rows that are read twice wait for the L2 cache",
+        "not HOLD or occupancy * (4 * TILE_ROWS * width // num_ctas + 1280 * num_worker_warps) <= 80000 or occupancy == 1": (
+            "registers hold no more"
+        ),
+        "not HOLD or occupancy * (4 * TILE_ROWS * width // num_ctas + 1280 * num_worker_warps) >= 30000 or rows < 16 * BLOCKS": (
+            "more bytes under way"
+        ),
+        "BLOCKS * num_ctas <= sm_count * occupancy or BLOCKS == 16": "all blocks run at once",
+        "2 * BLOCKS * num_ctas > sm_count * occupancy or 2 * TILE_ROWS * BLOCKS > rows": "SMs would be idle",
         "TILE_ROWS * BLOCKS <= rows or BLOCKS == 16": "blocks without rows",
     }
     derived = row_schedules.DERIVED
@@ -109,7 +149,7 @@ class RmsNormBackward(Kernel):
     @staticmethod
     def constants(p: Problem, s: Schedule) -> Mapping[str, Any]:
         """Parameters that are called like no knob."""
-        return row_schedules.constants(p, s) | {"SUM_ROWS": SUM_ROWS, "SUM_COLUMNS": SUM_COLUMNS}
+        return {**row_schedules.constants(p, s), "SUM_ROWS": SUM_ROWS, "SUM_COLUMNS": SUM_COLUMNS}
 
     @staticmethod
     def launches(p: Problem, s: Schedule, device: Any) -> list[Any]:
@@ -148,6 +188,11 @@ class RmsNormBackward(Kernel):
             for residual in (False, True)
             for rows, columns in ((37, 1000), (7, 512), (3, 5120), (1, 24))
         ]
+
+
+def reads_ahead(s: Schedule) -> bool:
+    """Whether a block has its next row under way while it works on one."""
+    return bool(s["AHEAD"]) or s["loads"] == "tma"
 
 
 def blocks(p: Problem, s: Schedule) -> int:

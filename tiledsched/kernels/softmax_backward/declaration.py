@@ -33,6 +33,7 @@ class SoftmaxBackward(Kernel):
     suites = Softmax.suites
 
     cost = row_schedules.RowCost()
+    similarity = row_schedules.RowSimilarity()
     constants = staticmethod(row_schedules.constants)
     grid = staticmethod(row_schedules.grid)
 

@@ -403,9 +403,10 @@ def _unpacked(mask_function: Any) -> tuple[Any, Any]:
     if isinstance(parts, tuple) and len(parts) == 2:
         for first, second in (parts, parts[::-1]):  # versions differ in their order
             sequences = _closed_over(first, "packed_sequence_mask_function", "packed_sequence_mask")
-            function = _closed_over(second, "remap_positions_for_packed_sequence", "mask_function")
-            if isinstance(sequences, torch.Tensor) and function is not None:
-                return sequences, function
+            if isinstance(sequences, torch.Tensor):
+                # Some versions count from where a sequence begins, which changes neither causal masks nor windows.
+                function = _closed_over(second, "remap_positions_for_packed_sequence", "mask_function")
+                return sequences, second if function is None else function
     return None, mask_function
 
 
