@@ -237,7 +237,8 @@ def test_the_same_machine_code_tells_the_machine_from_the_schedule(home, capsys)
     assert "no machine code" not in said
 
 
-def test_a_measurement_that_both_hold_is_the_same(home):
+def test_a_measurement_that_both_hold_is_the_same(home, monkeypatch):
+    monkeypatch.setattr("tiledsched.report.document.drawings", lambda blocks: {})
     with TuningDB.open("a.db") as a:
         put(a, 100.0)
         export_table(a, "a.json", "sm_90")
