@@ -184,7 +184,7 @@ class SearchSpace:
     def _works(self) -> Callable[[Mapping[str, Any]], bool]:
         """One function that tells whether all of :attr:`needed` hold. A constraint that cannot be evaluated does not hold."""
         names = tuple(sorted(frozenset().union(*(each.names for each in self.needed))))
-        joined = function_of(" and ".join(f"({each.require})" for each in self.needed) or "True", names)
+        joined = function_of(" and ".join(f"({each.require}\n)" for each in self.needed) or "True", names)
 
         def works(values: Mapping[str, Any]) -> bool:
             try:
@@ -198,7 +198,7 @@ class SearchSpace:
     def _verdicts(self) -> Callable[[Mapping[str, Any]], tuple[bool, ...]]:
         """One function that tells of each constraint whether it holds, ten times as fast as asking them one by one."""
         names = tuple(sorted(frozenset().union(*(each.names for each in self.constraints))))
-        joined = function_of(f"({''.join(f'({each.require}), ' for each in self.constraints)})", names)
+        joined = function_of("(" + "".join(f"({each.require}\n), " for each in self.constraints) + ")", names)
         return lambda values: joined(*[values[name] for name in names])
 
     def _reasons(self, schedule: Schedule, problem: Problem, *, needed: bool = False) -> list[str]:
@@ -422,9 +422,9 @@ class SearchSpace:
 
 
 @lru_cache(maxsize=4096)
-def function_of(expression: str, names: tuple[str, ...]) -> Callable[..., bool]:
-    """An expression that was checked when it was read, as a function of the names it reads."""
-    function: Callable[..., bool] = eval(f"lambda {', '.join(names)}: ({expression}\n)", {"__builtins__": {}})
+def function_of(expression: str, names: tuple[str, ...]) -> Callable[..., Any]:
+    """An expression that was checked when it was read, as a function of the names it reads. It may end with a comment."""
+    function: Callable[..., Any] = eval(f"lambda {', '.join(names)}: ({expression}\n)", {"__builtins__": {}})
     return function
 
 
