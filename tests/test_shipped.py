@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -22,11 +23,13 @@ from tiledsched.core.resources import spilled
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.serve.lookup import LookupTable
-from tiledsched.store.exchange import read_table
+from tiledsched.store import exchange
 from tiledsched.store.serving_copy import write_copy
 from tiledsched.store.shipped import copy_path, read_shipped_entries
 
 ROOT = Path(__file__).parent.parent
+read_table = lru_cache(exchange.read_table)
+"""Three tests read each table."""
 TABLES = sorted((data_files.tuning_db() / "tables").glob("*/*.json"))
 BLACKWELL = [path for path in TABLES if int(path.stem.removeprefix("sm_")) >= 100]
 LANDSCAPES = sorted((data_files.tuning_db() / "landscapes" / "attention").glob("*.json.xz"))
