@@ -62,7 +62,9 @@ def test_a_shipped_table_is_valid_and_served(path) -> None:
             assert entry.measurement.ci_high_us - entry.measurement.ci_low_us < 0.03 * entry.measurement.median_us
             limit = kernel.tolerance(entry.problem, entry.schedule).relative
             fast = getattr(entry.problem, "fast_accum", False)  # of 8-bit floats, whose sums keep fewer bits
-            rounded = 1e-2 if kernel.name == "attention_backward" else 4e-3  # whose products take probabilities of 16 bits
+            rounded = (
+                1e-2 if kernel.name == "attention_backward" else 4e-3
+            )  # whose products take probabilities of 16 bits
             assert entry.measurement.accuracy.worst_tile_error < (limit if fast else rounded)
 
 
