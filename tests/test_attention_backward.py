@@ -305,6 +305,7 @@ CASES = {
     "apart": ({"heads": 4, "kv_heads": 2}, {"group_heads": "apart"}),
     "ahead": ({"causal": True}, {"scores_ahead": True}),
     "late": ({"causal": True}, {"product_order": "dq_late"}),
+    "dQ transposed": ({}, {"dq_transposed": True}),
     "delta first": ({}, {"delta_first": True}),
     "persistent": ({"heads": 2, "kv_heads": 2, "batch": 2}, {"persistent": True}),
     "swizzled": ({"causal": True, "heads": 2, "kv_heads": 2}, {"block_order": "swizzled"}),
@@ -367,6 +368,11 @@ TILES = {
         "by_key = weights if const.TRANSPOSED else ct.transpose(weights)",
         "by_key = weights",
         "rows",
+    ),
+    "dS transposed twice": (
+        "by_key = ds if const.TRANSPOSED else ct.transpose(ds)",
+        "by_key = ct.transpose(ds)",
+        "dQ transposed",
     ),
     "dS not transposed": ("by_row = ct.transpose(ds) if const.TRANSPOSED else ds", "by_row = ds", "plain"),
     "first tile of rows left out": ("for i in range(begin, end):", "for i in range(begin + 1, end):", "plain"),
@@ -466,7 +472,7 @@ def test_the_cases_pass_the_kernel(name):
     assert_right(*case(name))
 
 
-MODULES = [f"tiledsched.kernels.attention_backward.{name}" for name in ("tiles", "entries")]
+MODULES = [f"tiledsched.kernels.attention_backward.{name}" for name in ("tiles", "rows", "queries", "entries")]
 
 
 @pytest.mark.parametrize("name", TILES)

@@ -23,6 +23,7 @@ from tiledsched.kernels.attention.rivals import (
     FLASH_4,
     FLASH_4_MODULE,
     FLASH_4_PACKAGE,
+    RAGGED_CUDNN,
     TORCH_VARLEN,
     Function,
     VarlenRival,
@@ -41,8 +42,6 @@ from tiledsched.kernels.attention.rivals import (
 TORCH_CUDNN, TORCH_FLASH = "torch_cudnn", "torch_flash"
 FLASH_4_FUNCTIONS = ("_flash_attn_bwd", "_bwd_preprocess", "_bwd_postprocess_convert")
 """FlashAttention-4's function, and those that it calls, all of which have compiled functions."""
-RAGGED_CUDNN = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
-"""Environment variable with which torch wants the log-sum-exp of its cuDNN backend with the rows before the heads in memory."""
 
 
 def rivals(p: Problem, scale: float | None = None, cap: float | None = None) -> Mapping[str, Function]:
