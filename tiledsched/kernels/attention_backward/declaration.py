@@ -213,7 +213,7 @@ class AttentionBackward(Kernel):
         "block_order == 'natural' or causal": "the order is tried where blocks differ in length",
         "not persistent": "blocks that go on to another tile spilled up to 1216 bytes on the H200, or were slower",
         "latency_q == latency_do": "the hints of both loads are tried together",
-        "scores_ahead + delta_first + (not scores_transposed) <= 1": "these three are tried one at a time",
+        "scores_ahead + delta_first + dq_transposed + (not scores_transposed) <= 1": "these four are tried one at a time",
         "tma_loads or (latency_q == 0 and not scores_ahead)": "loads by threads are tried on the plain kernel only",
     }
     label = {"S": ("seq_q", "seq_k"), "D": "head_dim", "B": "batch", "H": ("heads", "kv_heads")}
