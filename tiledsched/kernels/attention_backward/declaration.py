@@ -27,8 +27,8 @@ LARGEST_ERROR = {"float16": 4e-3, "bfloat16": 2e-2}
 """Largest relative Frobenius error that a tile of a gradient may have, by element type.
 
 Rounding P, dS and the gradient makes errors of 4e-4 in float16 and 3e-3 in bfloat16, in dQ, dK and dV alike and at any length;
-on adversarial inputs, with up to 200 rows, up to 8e-4 and 6e-3. Leaving out one of 1024 keys makes an error of 7e-2 in dQ, leaving out one of 1024 rows
-6e-2 in dK and 4e-2 in dV, and leaving out 32 of 16384 keys 4e-2 in dQ (docs/measuring.md).
+on adversarial inputs, with up to 200 rows, up to 8e-4 and 6e-3. Leaving out one of 1024 keys makes an error of 7e-2 in dQ,
+leaving out one of 1024 rows 6e-2 in dK and 4e-2 in dV, and leaving out 32 of 16384 keys 4e-2 in dQ (docs/measuring.md).
 """
 SMALL_SHARE = 0.1
 """Tiles whose elements are smaller than this share of what they are for normal inputs are judged as if they were that large.
