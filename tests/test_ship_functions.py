@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tiledsched as ts
-from tiledsched.core.errors import ProblemError
+from tiledsched.core.errors import ProblemError, UnsupportedError
 from tiledsched.ops import functions
 
 pytestmark = pytest.mark.usefixtures("launches", "quiet")
@@ -78,6 +78,33 @@ def test_rope_is_what_models_write(interleaved, inplace):
         assert [x is y for x, y in zip(found, (q, k), strict=True)] == [inplace, inplace]
         for one, wanted in zip(found, right, strict=True):
             torch.testing.assert_close(one.float(), wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("rotary_dim", [16, 8])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_gradients_of_rope_are_turned_back(interleaved, rotary_dim):
+    q, k, angle = made(2, 4, 5, 16), made(2, 2, 5, 16, seed=1), 6.3 * torch.rand(5, rotary_dim // 2)
+    weights = made(2, 4, 5, 16, seed=2), made(2, 2, 5, 16, seed=3)
+
+    def theirs(q, k, cos, sin):
+        parts = [rotated(x[..., :rotary_dim], cos, sin, interleaved) for x in (q, k)]
+        return [torch.cat((part, x[..., rotary_dim:]), -1) for part, x in zip(parts, (q, k), strict=True)]
+
+    def ours(*given):
+        return ts.rope(*given, interleaved=interleaved, rotary_dim=rotary_dim)
+
+    def gradients(call, *wanted):
+        given = [each.clone().requires_grad_() for each in (q, k)]
+        outputs = call(*given, angle.cos(), angle.sin())
+        loss = sum((outputs[i].float() * weights[i].float()).sum() for i in wanted)
+        loss.backward()
+        return [torch.zeros_like(each) if each.grad is None else each.grad for each in given]
+
+    for wanted in ((0, 1), (0,)):
+        for one, right in zip(gradients(ours, *wanted), gradients(theirs, *wanted), strict=True):
+            torch.testing.assert_close(one, right, **CLOSE)
+    with pytest.raises(UnsupportedError, match="no gradients of cos and sin; detach them"):
+        ours(q, k, angle.cos().requires_grad_(), angle.sin())
 
 
 @pytest.mark.parametrize("inplace", [False, True])

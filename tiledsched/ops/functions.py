@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiledsched.core.errors import ProblemError
+from tiledsched.core.errors import ProblemError, UnsupportedError
 from tiledsched.core.registry import kernel_named
 
 _DIFFERENTIABLE = ("rms_norm", "softmax")
@@ -29,7 +29,22 @@ def _operator(kernel: str, **pinned: Any) -> Any:
     made = op(f"tiledsched::{_word(kernel, pinned)}", kernel_named(kernel), **pinned)
     if kernel in _DIFFERENTIABLE:
         made.register_autograd(_operator(f"{kernel}_backward"), names=_SUM_FOR_X if pinned else None)
+    elif kernel == "rope":
+        made.register_autograd(_turn_back, setup_context=_save_angles)
     return made
+
+
+def _save_angles(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Save what the gradients of rotated queries and keys need."""
+    if any(ctx.needs_input_grad[2:4]):
+        raise UnsupportedError("rope has no gradients of cos and sin; detach them")
+    ctx.save_for_backward(*inputs[2:4])
+
+
+def _turn_back(ctx: Any, *gradients: Tensor) -> Any:
+    """The gradients of queries and keys: those of the rotated ones, turned the other way."""
+    cos, sin = ctx.saved_tensors
+    return _operator("rope")(*gradients, cos, -sin)
 
 
 @torch.compiler.assume_constant_result
@@ -243,7 +258,7 @@ def rope(
             float32. Tables `rotary_dim` wide, which hold each angle twice, are allowed, too.
         interleaved: whether a pair is two neighbours (GPT-J); else its elements are half of `rotary_dim` apart (Llama).
         rotary_dim: the first elements of a head, which are rotated; by default all of them.
-        inplace: rotate q and k where they lie. Without gradients.
+        inplace: rotate q and k where they lie. Without gradients, which are otherwise those of q and k.
 
     Returns:
         The rotated q and k: new tensors, in which the heads of a position are neighbours; or q and k themselves.
@@ -257,7 +272,12 @@ def rope(
         raise ProblemError(
             f"rope rotates an even number of elements of each head of q and k, got {rotated} of {head_dim} and {k.shape[-1]}"
         )
-    if rotated < head_dim and not inplace:  # what is not rotated is copied
+    copies = rotated < head_dim and not inplace
+    if copies and torch.is_grad_enabled() and any(each.requires_grad for each in (q, k, cos, sin)):
+        turned = rope(q[..., :rotated], k[..., :rotated], cos, sin, interleaved=interleaved)
+        out_q, out_k = (torch.cat((new, x[..., rotated:]), -1) for new, x in zip(turned, (q, k), strict=True))
+        return out_q, out_k
+    if copies:  # what is not rotated is copied
         q, k, inplace = q.clone(), k.clone(), True
     parts = 1 if interleaved else 2
     given = [_by_position(x[..., :rotated] if rotated < head_dim else x, parts) for x in (q, k)]

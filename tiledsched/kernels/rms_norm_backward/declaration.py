@@ -104,10 +104,10 @@ class RmsNormBackward(Kernel):
         "AHEAD": ts.knob((False, True), about="whether a block reads its next row before it works on one"),
         "loads": ts.knob(("tma", "plain", "gather"), about="how rows move", weight=1.0),
         "num_worker_warps": ts.knob((4, 8, 16), about="warps that compute", weight=0.4),
-        "occupancy": ts.knob((3, 1, 2, 4, 6), about="blocks an SM should hold", weight=0.4),
+        "occupancy": ts.knob((2, 3, 1, 4, 6), about="blocks an SM should hold", weight=0.4),
         "num_ctas": ts.knob((1, 2, 4), about="blocks that share a row", weight=0.4),
         "BLOCKS": ts.knob(
-            (396, 132, 264, 528, 792, 16, 32, 64, 66), about="most blocks, each of which has a part of dW", weight=0.4
+            (264, 396, 132, 528, 792, 16, 32, 64, 66), about="most blocks, each of which has a part of dW", weight=0.4
         ),
     }
     constraints = {

@@ -10,7 +10,30 @@ from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels import row_schedules
+from tiledsched.kernels.row_schedules import StreamingCost, TileDemand
 from tiledsched.kernels.softmax import Softmax
+
+FP32_PER_ELEMENT = 8.0
+"""Instructions per element: conversions, products, a sum."""
+LIVE_PER_ELEMENT = 2.0
+"""Float32 values in registers for each element of a row: Out and dOut in 16 bits, and one on its way."""
+
+
+class SoftmaxBackwardCost(StreamingCost):
+    """The time of a kernel that reads rows of two arrays, once or twice, and writes rows."""
+
+    def work(self, p: Problem, s: Schedule) -> TileDemand:
+        """A row that is not held is read again, from the L2 cache for the most part."""
+        rows, tile = s.number("TILE_ROWS"), s.number("TILE_COLUMNS")
+        covered = -(-p.columns // tile) * tile
+        held = bool(s["HOLD"]) or covered == tile
+        return TileDemand(
+            count=-(-p.rows // rows),
+            bytes=4.0 * rows * min(covered if held else tile, p.columns),
+            instructions=rows * covered * FP32_PER_ELEMENT * (1.0 if held else 1.6),
+            live=rows * (covered if held else tile) * LIVE_PER_ELEMENT,
+            again=0.0 if held else 1.0 * p.rows * p.columns,
+        )
 
 
 class SoftmaxBackward(Kernel):
@@ -32,7 +55,7 @@ class SoftmaxBackward(Kernel):
     plain = Softmax.plain
     suites = Softmax.suites
 
-    cost = row_schedules.RowCost()
+    cost = SoftmaxBackwardCost()
     similarity = row_schedules.RowSimilarity()
     constants = staticmethod(row_schedules.constants)
     grid = staticmethod(row_schedules.grid)
