@@ -245,7 +245,7 @@ def test_the_model_orders_programs_as_they_were_measured(kernel, faster, slower)
             code_bytes=0,
             ctas_per_sm=1,
         )
-        s = Schedule({"TILE_COLUMNS": 4096, "num_ctas": 1} | knobs)
+        s = Schedule({"TILE_COLUMNS": 4096} | knobs)
         return kernel.cost.model(p, s, facts, ARCHS["sm_90"])
 
     p = kernel.problem(rows=32768, columns=4096)

@@ -44,15 +44,15 @@ class RmsNormBackwardCost(StreamingCost):
 
     def work(self, p: Problem, s: Schedule) -> TileDemand:
         """A row that is not held is read again, and the part of dW with it, from the L2 cache for the most part."""
-        rows, tile, shares = s.number("TILE_ROWS"), s.number("TILE_COLUMNS"), s.number("num_ctas")
+        rows, tile = s.number("TILE_ROWS"), s.number("TILE_COLUMNS")
         covered = -(-p.columns // tile) * tile
         held = bool(s["HOLD"]) or covered == tile
         parts = 8.0 * blocks(p, s) * p.columns
         return TileDemand(
             count=-(-p.rows // rows),
-            bytes=(AHEAD if reads_ahead(s) else 1.0) * 4.0 * rows * min(covered if held else tile, p.columns) / shares,
-            instructions=rows * covered * FP32_PER_ELEMENT * (1.0 if held else 1.6) / shares,
-            live=rows * (covered if held else tile) * (LIVE_PER_ELEMENT + bool(s["AHEAD"])) / shares,
+            bytes=(AHEAD if reads_ahead(s) else 1.0) * 4.0 * rows * min(covered if held else tile, p.columns),
+            instructions=rows * covered * FP32_PER_ELEMENT * (1.0 if held else 1.6),
+            live=rows * (covered if held else tile) * (LIVE_PER_ELEMENT + bool(s["AHEAD"])),
             again=0.5 * parts if held else 0.5 * (parts + 6.0 * p.rows * p.columns),
         )
 
@@ -68,7 +68,7 @@ class RmsNormBackwardCost(StreamingCost):
         )
         memory_us = (p.min_bytes + work.again) / (rate * 1e3) * (1.0 + lack)
 
-        waves = -(-blocks(p, s) * s.number("num_ctas") // (spec.sm_count * resident))
+        waves = -(-blocks(p, s) // (spec.sm_count * resident))
         turns = waves * -(-work.count // blocks(p, s))
         alone = work.instructions / min(spec.fp32_ops, facts.threads) + BLOCK_CYCLES
         alone += 0.0 if reads_ahead(s) else LATENCY_CYCLES
@@ -105,38 +105,34 @@ class RmsNormBackward(Kernel):
         "loads": ts.knob(("tma", "plain", "gather"), about="how rows move", weight=1.0),
         "num_worker_warps": ts.knob((4, 8, 16), about="warps that compute", weight=0.4),
         "occupancy": ts.knob((2, 3, 1, 4, 6), about="blocks an SM should hold", weight=0.4),
-        "num_ctas": ts.knob((1, 2, 4), about="blocks that share a row", weight=0.4),
         "BLOCKS": ts.knob(
-            (264, 396, 132, 528, 792, 16, 32, 64, 66), about="most blocks, each of which has a part of dW", weight=0.4
+            (264, 396, 132, 528, 792, 16, 32, 64), about="most blocks, each of which has a part of dW", weight=0.4
         ),
     }
-    constraints = {
-        **row_schedules.CONSTRAINTS,
-        "num_ctas == 1 or shared_memory_bytes > 200000": "blocks share rows on the data-center archs since sm_90",
-    }
+    constraints = row_schedules.CONSTRAINTS
     exploring = {
         "TILE_COLUMNS < 2 * columns or TILE_COLUMNS == 512": "less than half of the tile would be used",
         "HOLD or TILE_COLUMNS < columns": "a row of one tile is held in any case",
         "TILE_COLUMNS >= columns or columns < width or width > 8192": "a row of a power of two is one tile",
         "TILE_COLUMNS >= columns or 8 * TILE_COLUMNS >= columns": "more tiles of a row were not faster on the H200",
-        "HOLD or width > 16384": "of shorter rows registers hold all",
-        "not HOLD or width <= 16384 * num_ctas": "registers hold no more of a row",
-        "num_ctas == 1 or (HOLD and width > 8192)": "one block holds a shorter row",
+        "HOLD or width > 32768": "of shorter rows registers hold all, or spill and are faster nevertheless",
+        "HOLD or loads != 'tma'": "rows that are read twice were slower by TMA on the H200",
+        "not HOLD or width <= 32768": "registers hold no more of a row",
         "TILE_ROWS == 1 or width <= 2048": "several rows are for rows that are short",
         "AHEAD or loads == 'tma' or not HOLD or rows < 2 * BLOCKS": "a block would wait for each row",
         "not AHEAD or (loads != 'tma' and HOLD)": "TMA reads ahead by itself, and rows that are read twice are not read ahead",
-        "TILE_ROWS * width >= 256 * num_worker_warps * num_ctas or width <= 512": "threads would load less than 16 bytes",
+        "TILE_ROWS * width >= 256 * num_worker_warps or width <= 512": "threads would load less than 16 bytes",
         "num_worker_warps < 16 or width > 4096": "not enough elements for so many warps",
-        "TILE_ROWS * width <= 1024 * num_worker_warps * num_ctas or num_worker_warps >= 8": "a thread holds no more of a row",
+        "TILE_ROWS * width <= 1024 * num_worker_warps or num_worker_warps >= 8": "a thread holds no more of a row",
         "HOLD or (num_worker_warps == 8 and occupancy == 2)": "rows that are read twice wait for the L2 cache",
-        "not HOLD or occupancy * (4 * TILE_ROWS * width // num_ctas + 1280 * num_worker_warps) <= 80000 or occupancy == 1": (
+        "not HOLD or occupancy * (4 * TILE_ROWS * width + 1280 * num_worker_warps) <= 80000 or occupancy == 1": (
             "registers hold no more"
         ),
-        "not HOLD or occupancy * (4 * TILE_ROWS * width // num_ctas + 1280 * num_worker_warps) >= 30000 or rows < 16 * BLOCKS": (
+        "not HOLD or occupancy * (4 * TILE_ROWS * width + 1280 * num_worker_warps) >= 30000 or rows < 16 * BLOCKS": (
             "more bytes under way"
         ),
-        "BLOCKS * num_ctas <= sm_count * occupancy or BLOCKS == 16": "all blocks run at once",
-        "2 * BLOCKS * num_ctas > sm_count * occupancy or 2 * TILE_ROWS * BLOCKS > rows": "SMs would be idle",
+        "BLOCKS <= sm_count * occupancy or BLOCKS == 16": "all blocks run at once",
+        "2 * BLOCKS > sm_count * occupancy or 2 * TILE_ROWS * BLOCKS > rows": "SMs would be idle",
         "TILE_ROWS * BLOCKS <= rows or BLOCKS == 16": "blocks without rows",
     }
     derived = row_schedules.DERIVED
