@@ -17,7 +17,7 @@ from tiledsched.interpreter.checking import check_schedule
 from tiledsched.kernels.attention.reference import attention_and_lse
 from tiledsched.kernels.attention_backward import AttentionBackward
 from tiledsched.kernels.attention_backward.inputs import normal_inputs, outputs_of
-from tiledsched.kernels.attention_backward.problem import gradient_scales, mask_of
+from tiledsched.kernels.attention_backward.problem import gradient_scales, mask_of, usual_gradient
 from tiledsched.kernels.attention_backward.reference import attention_gradients
 from tiledsched.measure.accuracy import case_errors, wrong_result
 
@@ -262,6 +262,15 @@ def one_row_less(inputs):
     inputs["dOut"][:, :, -1] = 0
 
 
+@pytest.mark.parametrize("fields", [{}, {"causal": True}, {"seq_q": 30}, {"seq_k": 30, "head_dim": 128}], ids=str)
+def test_the_usual_size_of_gradients(fields):
+    """By which tiles of nearly nothing are judged."""
+    p = make(**{"seq_q": 300, "seq_k": 300, "head_dim": 32} | fields)
+    case = next(make_cases(AttentionBackward, np, np.random.default_rng(0), p))
+    found = [float(np.sqrt((each**2).mean())) for each in case.expected]
+    assert 0.5 < min(found) / usual_gradient(p) < 4
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_key_or_a_row_left_out_is_beyond_the_limits(dtype):
     p = make(seq_q=512, seq_k=512, head_dim=32, dtype=dtype)
@@ -296,6 +305,7 @@ CASES = {
     "apart": ({"heads": 4, "kv_heads": 2}, {"group_heads": "apart"}),
     "ahead": ({"causal": True}, {"scores_ahead": True}),
     "late": ({"causal": True}, {"product_order": "dq_late"}),
+    "dQ transposed": ({}, {"dq_transposed": True}),
     "delta first": ({}, {"delta_first": True}),
     "persistent": ({"heads": 2, "kv_heads": 2, "batch": 2}, {"persistent": True}),
     "swizzled": ({"causal": True, "heads": 2, "kv_heads": 2}, {"block_order": "swizzled"}),
@@ -358,6 +368,11 @@ TILES = {
         "by_key = weights if const.TRANSPOSED else ct.transpose(weights)",
         "by_key = weights",
         "rows",
+    ),
+    "dS transposed twice": (
+        "by_key = ds if const.TRANSPOSED else ct.transpose(ds)",
+        "by_key = ct.transpose(ds)",
+        "dQ transposed",
     ),
     "dS not transposed": ("by_row = ct.transpose(ds) if const.TRANSPOSED else ds", "by_row = ds", "plain"),
     "first tile of rows left out": ("for i in range(begin, end):", "for i in range(begin + 1, end):", "plain"),
@@ -457,7 +472,7 @@ def test_the_cases_pass_the_kernel(name):
     assert_right(*case(name))
 
 
-MODULES = [f"tiledsched.kernels.attention_backward.{name}" for name in ("tiles", "entries")]
+MODULES = [f"tiledsched.kernels.attention_backward.{name}" for name in ("tiles", "rows", "queries", "entries")]
 
 
 @pytest.mark.parametrize("name", TILES)

@@ -133,7 +133,7 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize(("layout", "kind"), zip(LAYOUTS, GRADIENTS, strict=True))
+@pytest.mark.parametrize(("layout", "kind"), [*zip(LAYOUTS, GRADIENTS, strict=True)])
 def test_tensors_may_lie_in_any_way(launches, layout, kind) -> None:
     given = LAYOUTS[layout](*tensors(batch=2))
     q, k, v = (
@@ -457,6 +457,8 @@ def test_explain_and_plan_for_tell_what_backward_does(launches) -> None:
     assert serve.explain(q, k, v, causal=True, backward=True).problem == plan.problem
     assert "deterministic" in str(serve.explain(q, k, v, backward=True, deterministic=True))
     assert serve.explain(q, k, v, return_lse=True).problem.lse
+    with configure(structure="two_pass"):
+        assert serve.plan_for(q, k, v, backward=True).served.schedule["structure"] == "two_pass"
     serve.sdpa(q, k, v, causal=True).sum().backward()
     assert plan.problem in plans_made()
 

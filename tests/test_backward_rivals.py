@@ -146,7 +146,7 @@ def torch_operator(name):
         q, k, v, out, dout, lse = (named[each] for each in ("query", "key", "value", "out", "grad_out", "logsumexp"))
         causal, scale = named["is_causal"], named["scale"]
         if named["cum_seq_q"] is not None:
-            dq, dk, dv = (torch.empty_like(each) for each in (q, k, v))
+            dq, dk, dv = (torch.full_like(each, math.nan) for each in (q, k, v))
             sides = named.get("window_size_left"), named.get("window_size_right")
             ends = named["cum_seq_q"], named["cum_seq_k"], named["max_q"], named["max_k"]
             return flash_4(q, k, v, out, dout, lse, scale, causal, 0.0, *sides, *ends, False, dq, dk, dv)
@@ -211,6 +211,17 @@ def test_gradients_lie_as_the_inputs_and_a_plan_of_cudnn_sees_one_layout() -> No
             rivals.rivals(p)[CUDNN](q, k, v, out, dout, given[5])
             found = rivals.rivals(p)[FLASH_4](q, k, v, out, dout, given[5])
             assert [each.stride() for each in found] == [each.stride() for each in (q, k, v)]
+
+
+def test_rows_behind_the_last_sequence_have_zero_gradients() -> None:
+    p = packed()
+    given, _ = tensors(p)
+    given[-1][-1] = given[-2][-1] = 36
+    for name, rival in rivals.rivals(p).items():
+        for made in call_on(rival, given)():
+            assert made[:, :, :36].abs().sum() > 0
+            assert made.isfinite().all(), name
+            assert not made[:, :, 36:].any(), name
 
 
 def test_scale_and_cap_are_those_of_the_call() -> None:

@@ -642,6 +642,8 @@ def test_a_newcomers_tune_ends_with_the_answer_and_commands_that_work(home, caps
     assert main(commands[0]) == 0
     capsys.readouterr()
     monkeypatch.setattr(WithShipped, "_build_files", ())  # else a chart of each of 72 problems that ship
+    for draw in ("as_svg", "as_png"):  # tests/test_report_files.py draws
+        monkeypatch.setattr(f"tiledsched.report.document.{draw}", lambda spec: b"")
     assert main([*commands[2], "--report", "report"]) == 0
     flat = " ".join(capsys.readouterr().out.split())
     assert f"{valid_schedules()} of {valid_schedules()} schedules built" in flat

@@ -13,6 +13,7 @@ from tiledsched.core import data_files
 from tiledsched.core.data_files import search_spaces
 from tiledsched.core.errors import SpaceError
 from tiledsched.core.schedule import Schedule
+from tiledsched.core.space import Constraint
 from tiledsched.core.space_files import load_space, space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.suites import SUITES
@@ -243,6 +244,18 @@ def test_violations_say_why() -> None:
     assert "not one of [64, 128, 16, 32]" in space.violations(schedule.replace(tile_m=96), problem)[0]
     assert "unknown knobs" in space.violations(Schedule(dict(schedule), wings=2), problem)[0]
     assert "missing" in space.violations(Schedule(tile_m=64), problem)[0]
+
+
+def test_a_constraint_may_end_with_a_comment() -> None:
+    space, problem = space_for("sm_90", Attention), Attention.standard(seq_len=1024, head_dim=64)
+    schedule = space.default(problem)
+    for exploring in (False, True):
+        refused = Constraint(
+            require="tile_m < 0  # never", because="a test", exploring=exploring, names=frozenset({"tile_m"})
+        )
+        commented = replace(space, constraints=(refused, *space.constraints))
+        assert commented.violations(schedule, problem) == ["tile_m < 0  # never: a test"]
+        assert commented.unworkable(schedule, problem) == ([] if exploring else ["tile_m < 0  # never: a test"])
 
 
 def test_a_ragged_length_may_split_the_loop_without_a_causal_mask() -> None:

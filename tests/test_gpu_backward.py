@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tiledsched import configure
 from tiledsched.core.errors import UnsupportedError
+from tiledsched.kernels.attention.rivals import rivals
 from tiledsched.ops import backward
 from tiledsched.ops.varlen import sdpa_varlen
 
@@ -96,6 +97,35 @@ def test_errors_are_not_larger_than_those_of_flash_attention(serve, sizes, causa
         theirs = errors(torch.autograd.grad(torch_sdpa(q, k, v, is_causal=causal), given, dout), wanted)
     print(f"errors of dq, dk, dv: ours {ours}, flash {theirs}")
     assert all(our <= BESIDE_FLASH * their for our, their in zip(ours, theirs, strict=True)), (ours, theirs)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("rows_first", [False, True])
+def test_rivals_give_the_log_sum_exp(serve, causal, rows_first) -> None:
+    """The gradients that our kernel makes of it are right, too."""
+    q, k, v = given = leaves(rows=512, columns=128)
+    if rows_first:
+        given = [each.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for each in given]
+        q, k, v = given
+    p = serve.plan_for(q, k, v, causal=causal, return_lse=True).problem
+    scores = (q.detach().double() @ k.detach().double().mT) * 128**-0.5
+    if causal:
+        scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -torch.inf)
+    lse = torch.logsumexp(scores, -1)
+    dout = torch.randn_like(q)
+    wanted = exact_gradients(q, k, v, dout, causal=causal)
+    found = rivals(p)
+    assert {"torch_cudnn", "torch_flash"} <= found.keys()
+    for name, call in found.items():
+        for _ in range(2):
+            with torch.no_grad():
+                out, theirs = call(q, k, v)
+        assert theirs.shape == (*q.shape[:3], 1), name
+        torch.testing.assert_close(theirs[..., 0].double(), lse, atol=1e-4, rtol=1e-4, msg=name)
+        made = torch.ops.tiledsched.sdpa_backward(
+            dout, *(each.detach() for each in given), out, theirs[..., 0], "top_left" if causal else None
+        )
+        assert max(errors(made[:3], wanted)) < LARGEST[q.dtype], name
 
 
 def test_packed_sequences(serve) -> None:

@@ -447,6 +447,28 @@ class Copied(ts.Kernel):
 
 
 copy = ts.op("tests::copied_later", Copied)
+
+
+@ct.kernel
+def copied_back(dOut, dX, TILE: ct.Constant[int]):
+    ct.store(dX, (ct.bid(0),), ct.load(dOut, (ct.bid(0),), (TILE,)))
+
+
+class CopiedBackward(ts.Kernel):
+    function = copied_back
+    rows, dtype = ts.dim(), ts.dtype("float32")
+    dOut, dX = ts.array("rows"), ts.out("rows")
+    knobs = {"TILE": [64, 128]}
+    suites = {"one": [dict(rows=256)]}
+
+    def grid(p, s, device):
+        return (-(-p.rows // s["TILE"]),)
+
+    def reference(xp, dOut):
+        return dOut
+
+
+copy.register_autograd(ts.op("tests::copied_later_backward", CopiedBackward))
 """
     )
     monkeypatch.delattr(ts, "op")  # which is imported once
@@ -455,5 +477,7 @@ copy = ts.op("tests::copied_later", Copied)
     assert sys.modules["torch"] is None
     operator = sys.modules[kernel.__module__].copy
     monkeypatch.setitem(sys.modules, "torch", torch)  # it can be imported only once
-    assert isinstance(operator._operator(), Operator)
-    assert operator.kernel is kernel
+    made = operator._operator()
+    assert isinstance(made, Operator)
+    assert made.kernel is kernel
+    assert made._backward is not None

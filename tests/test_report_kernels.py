@@ -39,6 +39,12 @@ def smooth(
     ct.store(Out, (ct.bid(0), 0), ct.load(X, (ct.bid(0), 0), (SPAN, LANES)))
 
 
+@pytest.fixture
+def charts_are_no_files(monkeypatch):
+    """tests/test_report_files.py draws those of every kind."""
+    monkeypatch.setattr("tiledsched.report.document.drawings", lambda blocks: {})
+
+
 def numbered(p, s):
     """The turn as tile code knows it."""
     return {"turn": ("left", "right").index(s["turn"])}
@@ -202,7 +208,7 @@ def test_tables(db):
     assert "Short is length up to 1024" in markdown
 
 
-def test_csv_columns(db, tmp_path):
+def test_csv_columns(db, tmp_path, charts_are_no_files):
     add_smooth(db, LONG)
     add_modelled(db, choices(Smooth)[0], problem=SHORT)
     write_report(report_of(db, kernel=Smooth), tmp_path)
@@ -300,7 +306,7 @@ def test_hints_are_a_tile_only_where_nothing_else_varies(db):
     assert report_of(db, kernel=Smooth).tile_knobs == ("SPAN", "occupancy")
 
 
-def test_one_schedule_makes_no_tile(db, tmp_path):
+def test_one_schedule_makes_no_tile(db, tmp_path, charts_are_no_files):
     add_times(db, {choices(Smooth)[0]: 10.0}, problem=LONG)
     report = report_of(db, kernel=Smooth)
     assert (report.tile_knobs, report.measured.sensitivity) == (None, ())
@@ -323,7 +329,7 @@ def test_what_is_stored_of_other_kernels_is_left_alone(db):
     assert next_step(nothing).startswith("Run `tiledsched tune report_tests.smooth --arch sm_121`")
 
 
-def test_axes_labels_and_named_tiles(db, tmp_path):
+def test_axes_labels_and_named_tiles(db, tmp_path, charts_are_no_files):
     wide, narrow = (Product.problem(length=128, inner=32, width=width) for width in (4096, 256))
     for problem, samples in itertools.product((wide, narrow), (1, 2)):
         add_times(

@@ -347,10 +347,15 @@ def inner(
     learnable_sink=None,
     num_splits=1,
     out=None,
+    lse=None,
+    return_lse=False,
 ):
     if num_splits != 1:
         raise NotImplementedError("no splits on this GPU")
     window = None if window_size_left is None else (window_size_left, window_size_right)
+    if return_lse:
+        rows = q.transpose(1, 2).float() @ k.transpose(1, 2).float().repeat_interleave(2, 1).mT * softmax_scale
+        lse.copy_(torch.logsumexp(rows.masked_fill(~torch.ones_like(rows).bool().tril(), -torch.inf), -1))
     made = attend(q, k, v, softmax_scale, causal, window, softcap, learnable_sink, seqused_k).to(q.dtype)
     return (made if out is None else out.copy_(made)), None
 
@@ -445,6 +450,23 @@ def test_as_a_rival_it_reads_any_strides_and_answers_in_those_of_q(flash_4, colu
     assert len(copies) == (2 if flash_4 == "inner" else 1)  # of the former one is the stand-in's own
 
 
+def test_it_gives_the_log_sum_exp_where_it_writes_it_for_us(flash_4) -> None:
+    found = attention_rivals.rivals(problem(causal=True, lse=True), 0.3)
+    assert ("flash_attention_4" in found) == (flash_4 == "inner")
+    assert "torch_efficient" not in found
+    if flash_4 == "inner":
+        q, k, v = (torch.randn(2, heads, 24, 16, dtype=torch.float16) for heads in (4, 2, 2))
+        plain = attention_rivals.rivals(problem(causal=True), 0.3)["flash_attention_4"]
+        for _ in range(2):
+            out, lse = found["flash_attention_4"](q, k, v)
+            assert torch.equal(out, plain(q, k, v))
+            scores = q.float() @ k.float().repeat_interleave(2, 1).mT * 0.3
+            scores = scores.masked_fill(~torch.ones(24, 24, dtype=torch.bool).tril(), -torch.inf)
+            torch.testing.assert_close(lse, torch.logsumexp(scores, -1, keepdim=True))
+    for other in (problem(causal=True, window=5, lse=True), problem(sinks=True, lse=True)):
+        assert attention_rivals.rivals(other) == {}
+
+
 def test_its_times_are_of_its_own_version(flash_4, monkeypatch) -> None:
     monkeypatch.setattr(attention_rivals, "package_version", lambda name: f"of {name}")
     assert attention_rivals.rivals(problem())["flash_attention_4"].version == "flash-attn-4 of flash-attn-4"
@@ -504,7 +526,8 @@ def test_torchs_backends_are_rivals_where_their_masks_are_ours() -> None:
     assert named(seq_k=40, causal=True, alignment="bottom_right") == {"torch_flash"}
     assert named(seq_q=1, causal=True, alignment="bottom_right") == every  # the mask hides nothing
     assert named(seq_q=40, causal=True, alignment="bottom_right") == set()
-    assert named(lse=True) == named(causal=True, window=4) == named(lengths=True) == set()
+    assert named(lse=True) == {"torch_cudnn", "torch_flash"}
+    assert named(causal=True, window=4) == named(lengths=True) == set()
     assert "torch_efficient" not in attention_rivals.rivals(problem())  # grouped heads
 
 

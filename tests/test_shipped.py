@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -22,11 +23,13 @@ from tiledsched.core.resources import spilled
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.serve.lookup import LookupTable
-from tiledsched.store.exchange import read_table
+from tiledsched.store import exchange
 from tiledsched.store.serving_copy import write_copy
 from tiledsched.store.shipped import copy_path, read_shipped_entries
 
 ROOT = Path(__file__).parent.parent
+read_table = lru_cache(exchange.read_table)
+"""Three tests read each table."""
 TABLES = sorted((data_files.tuning_db() / "tables").glob("*/*.json"))
 BLACKWELL = [path for path in TABLES if int(path.stem.removeprefix("sm_")) >= 100]
 LANDSCAPES = sorted((data_files.tuning_db() / "landscapes" / "attention").glob("*.json.xz"))
@@ -59,7 +62,10 @@ def test_a_shipped_table_is_valid_and_served(path) -> None:
             assert entry.measurement.ci_high_us - entry.measurement.ci_low_us < 0.03 * entry.measurement.median_us
             limit = kernel.tolerance(entry.problem, entry.schedule).relative
             fast = getattr(entry.problem, "fast_accum", False)  # of 8-bit floats, whose sums keep fewer bits
-            assert entry.measurement.accuracy.worst_tile_error < (limit if fast else 4e-3)
+            rounded = (
+                1e-2 if kernel.name == "attention_backward" else 4e-3
+            )  # whose products take probabilities of 16 bits
+            assert entry.measurement.accuracy.worst_tile_error < (limit if fast else rounded)
 
 
 @pytest.mark.parametrize("path", BLACKWELL, ids=lambda path: f"{path.parent.name}/{path.stem}")

@@ -190,7 +190,7 @@ def test_a_database_in_memory_is_asked_too() -> None:
 
 
 def test_what_is_not_there_is_answered_with_what_is(asked) -> None:
-    with pytest.raises(DatabaseError, match="there are artifacts, attention, builds"):
+    with pytest.raises(DatabaseError, match="there are artifacts, attention, attention_backward, builds"):
         answer(asked, "select * from entires")
 
 

@@ -90,7 +90,7 @@ def __getattr__(name: str) -> Any:
         import sys
 
         if name == "op" and sys.modules.get("torch", name) is None:  # kept from being imported
-            return importlib.import_module("tiledsched.serve.later").op
+            return importlib.import_module("tiledsched.serve.later").LaterOperator
         found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
         return found
     raise AttributeError(f"module 'tiledsched' has no attribute {name!r}")

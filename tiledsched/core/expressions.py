@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Collection
+from functools import lru_cache
 
 from tiledsched.core.blame import did_you_mean
 from tiledsched.core.errors import SpaceError
@@ -77,6 +78,12 @@ def names_read(text: object, known: Collection[str], words: Collection[str] = ()
         raise SpaceError("is not an expression: it is no text")
     if len(text) > LONGEST:
         raise SpaceError(f"has {len(text)} characters; {LONGEST} are allowed: write several constraints")
+    return _names_read(text, frozenset(known), frozenset(words))
+
+
+@lru_cache(maxsize=4096)
+def _names_read(text: str, known: frozenset[str], words: frozenset[str]) -> frozenset[str]:
+    """:func:`names_read` of text: the spaces of archs that are read one after the other share most of their constraints."""
     try:
         tree = ast.parse(text, mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -102,7 +109,7 @@ def names_read(text: object, known: Collection[str], words: Collection[str] = ()
             raise SpaceError("computes with text; text is compared, as in dtype == 'float16'")
         if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.FloorDiv, ast.Mod)) and _is_zero(node.right):
             raise SpaceError("divides by 0")
-    unknown = sorted(names - set(known))
+    unknown = sorted(names - known)
     if unknown:
         raise SpaceError(
             f"reads unknown name {unknown[0]!r}; known are {', '.join(sorted(known))}{did_you_mean(unknown[0], known)}"

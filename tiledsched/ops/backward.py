@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tiledsched.core.arrays import LARGEST_INT32
 from tiledsched.core.errors import ProblemError, UnsupportedError
 from tiledsched.core.storage import strides_of
 from tiledsched.kernels.attention.rivals import empty_output
@@ -76,9 +77,14 @@ def _unserved(call: AttentionCall) -> str:
     if features.block_table is not None:
         return "gradients are required and keys lie in pages"
     reason = odd_scale(scale) or unserved(q, k, v, None, 0.0)
-    if not reason and not is_transformed() and beyond_int32((q, k, v)):
+    if not reason and not is_transformed() and any(map(_spans_more, (q, k, v))):
         return "gradients are required and a tensor spans more than 2**31 elements; call .contiguous() on it"
     return reason
+
+
+def _spans_more(tensor: Any) -> bool:
+    """Whether a tensor has fewer elements than a 32-bit index reaches, but not its memory: so the kernel does not expect it."""
+    return beyond_int32((tensor,)) and tensor.numel() <= LARGEST_INT32
 
 
 @functools.lru_cache(1024)
@@ -272,7 +278,7 @@ def differentiate(call: BackwardCall, *, keep_zeros: bool = False) -> Gradients:
 def as_launched(dout: Any, out: Any) -> Any:
     """A gradient of `out` that a launch can read: itself, or a copy laid out like `out` where the elements of a row do not lie
     side by side, or several are one, as in the gradient of a sum, or some lie beyond the reach of a 32-bit index."""
-    if dout.is_contiguous() or (dout.stride(-1) == 1 and 0 not in dout.stride() and not beyond_int32((dout,))):
+    if dout.is_contiguous() or (dout.stride(-1) == 1 and 0 not in dout.stride() and not _spans_more(dout)):
         return dout
     return torch.empty_like(out).copy_(dout)
 

@@ -9,20 +9,28 @@ from tiledsched.core.registry import release_torch
 
 
 class LaterOperator:
-    """An operator that registers with torch when it is first used.
+    """The operator that :func:`tiledsched.serve.op.op` makes of the same arguments, made when it is first used.
 
     A process that compiles or measures imports a file for the kernels in it, and uses none of the operators made of them.
     """
 
-    def __init__(self, name: str, kernel: KernelClass, pinned: dict[str, Any]) -> None:
+    def __init__(self, name: str, kernel: KernelClass, **pinned: Any) -> None:
         self._arguments = name, kernel, pinned
+        self._gradients: list[tuple[Any, dict[str, Any]]] = []
+
+    def register_autograd(self, backward: Any, **more: Any) -> None:
+        """As of the operator, once there is one."""
+        self._gradients.append((backward, more))
 
     def _operator(self) -> Any:
         name, kernel, pinned = self._arguments
         release_torch()
         from tiledsched.serve.op import op
 
-        return op(name, kernel, **pinned)
+        made = op(name, kernel, **pinned)
+        for backward, more in self._gradients:
+            made.register_autograd(backward._operator() if isinstance(backward, LaterOperator) else backward, **more)
+        return made
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """The outputs, as of the operator."""
@@ -32,8 +40,3 @@ class LaterOperator:
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._operator(), name)
-
-
-def op(name: str, kernel: KernelClass, **pinned: Any) -> LaterOperator:
-    """The operator that :func:`tiledsched.serve.op.op` makes, made when it is first used."""
-    return LaterOperator(name, kernel, pinned)

@@ -56,9 +56,9 @@ def test_methods_take_turns_and_equal_ones_have_equal_bits(quiet) -> None:
     assert "DIFFER" in gpt.to_text(rows, (0.0, 0.0), same=False)
 
 
-def test_noise_is_how_far_apart_torchs_attentions_are() -> None:
+def test_noise_is_how_far_apart_runs_of_torch_are() -> None:
     runs, _ = trained(["ours"], steps=1)
-    for name, shift in (("flash", 0.0), ("efficient", 0.5), ("cudnn", 0.25)):
+    for name, shift in (("flash", 0.0), ("cudnn-compiled", 0.5), ("cudnn", 0.25)):
         runs.append(gpt.Run(**{**vars(runs[0]), "name": name, "losses": [each + shift for each in runs[0].losses]}))
     assert gpt.noise(runs) == pytest.approx((0.5, 0.5))
 

@@ -83,19 +83,20 @@ class AttentionArrays(Arrays):
         return AttentionCall(self.q, self.k, self.v, p.alignment if p.causal else None, None, False, self.features)
 
 
-def compared_pairs(problem: Problem, heads: int | None = None) -> list[Pair]:
+def compared_pairs(problem: Problem, heads: int | None = None, most_scores: int = MOST_SCORES) -> list[Pair]:
     """The pairs whose output is compared: the first, the last, and others drawn with the problem's id as seed.
 
-    As many as `MOST_SCORES` and `MOST_PAIRS` allow, two at least, all where they allow it. So every run of a problem
+    As many as `most_scores` and `MOST_PAIRS` allow, two at least, all where they allow it. So every run of a problem
     compares the same pairs.
 
     Args:
         problem: whose.
         heads: how many heads a sequence has, if not the query heads are compared but the key heads.
+        most_scores: scores of the reference, at most.
     """
     heads = heads or problem.heads
     total, group = problem.sequences * heads, problem.heads // heads
-    count = min(total, MOST_PAIRS, max(2, MOST_SCORES // (group * problem.mean_rows * problem.mean_keys)))
+    count = min(total, MOST_PAIRS, max(2, most_scores // (group * problem.mean_rows * problem.mean_keys)))
     numbers = {0, total - 1}
     others = random.Random(problem.id).sample(range(1, max(1, total - 1)), max(0, count - len(numbers)))
     return [divmod(number, heads) for number in sorted(numbers.union(others))]

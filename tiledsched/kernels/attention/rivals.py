@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from typing import Any
 from tiledsched.core.errors import UnsupportedError
 from tiledsched.core.extras import package_version
 from tiledsched.core.problem import Problem
-from tiledsched.kernels.attention.call_cache import CallCache
+from tiledsched.kernels.attention.call_cache import CallCache, PassCache
 from tiledsched.kernels.attention.scales import DEFAULT_CAP, default_scale
 
 Function = Callable[..., Any]
@@ -36,6 +37,8 @@ BEFORE_CAUSAL: Mapping[str, tuple[Any, ...]] = {
     "torch_efficient": (None, False, 0.0),
 }
 """Rival -> the arguments of its operator between the arrays and whether the mask is causal."""
+RAGGED_CUDNN = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
+"""Environment variable with which the log-sum-exp of torch's cuDNN backend has the rows before the heads in memory."""
 TORCH_VARLEN = "torch_varlen"
 """torch's FlashAttention of packed sequences, as `torch.nn.attention.varlen` calls it."""
 FLASH_4 = "flash_attention_4"
@@ -55,7 +58,7 @@ def flash_4_installed() -> bool:
 
 
 def rivals(p: Problem, scale: float | None = None, cap: float | None = None) -> Mapping[str, Function]:
-    """Name -> rival, for all rivals that are installed and can compute the problem. No rival returns the log-sum-exp.
+    """Name -> rival, for all rivals that are installed and can compute the problem.
 
     Args:
         p: the problem.
@@ -73,8 +76,8 @@ def late_rivals(p: Problem, scale: float | None = None, cap: float | None = None
 def _named(
     p: Problem, scale: float | None, cap: float | None, flash_4: Callable[..., Function]
 ) -> Mapping[str, Function]:
-    if p.lse:
-        return {}
+    if p.lse and (p.has_features or p.is_varlen):
+        return {}  # where a row may see no key, or has a sink, what they return differs
     made: dict[str, Callable[[], Function]] = {name: partial(torch_backend, p, name, scale) for name in BACKENDS}
     if p.is_varlen:
         made = {TORCH_VARLEN: partial(torch_varlen, p, scale)}
@@ -171,12 +174,17 @@ def torch_backend(p: Problem, name: str, scale: float | None = None) -> Function
         UnsupportedError: the rival cannot compute the problem.
     """
     check_torch_mask(p, name)
-    if p.group > 1 and name == "torch_efficient":
-        raise UnsupportedError("torch's memory-efficient backend repeats no key heads")
+    if name == "torch_efficient" and (p.group > 1 or p.lse):
+        raise UnsupportedError("torch's memory-efficient backend repeats no key heads, and pads the log-sum-exp")
     operator, given, causal = torch_operator(BACKENDS[name]), BEFORE_CAUSAL[name], p.causal
+    if p.lse and name == "torch_cudnn":
+        given = (None, True, 0.0)
+        if os.environ.get(RAGGED_CUDNN) == "1":
+            raise UnsupportedError(f"torch's cuDNN backend gives another log-sum-exp where {RAGGED_CUDNN} is set")
 
     def call(q: Any, k: Any, v: Any) -> Any:
-        return operator(q, k, v, *given, causal, scale=scale)[0]
+        made = operator(q, k, v, *given, causal, scale=scale)
+        return (made[0], made[1].reshape(*q.shape[:3], 1)) if p.lse else made[0]
 
     return call
 
@@ -258,10 +266,16 @@ def flash_attention_4(p: Problem, scale: float | None = None, cap: float | None 
     Raises:
         UnsupportedError: FlashAttention-4 has no such mask, or is not installed.
     """
+    import torch
+
     attend, into = flash_4_function(p, scale, cap)
 
     def call(q: Any, k: Any, v: Any, *more: Any) -> Any:
         out, turned = empty_output(q, v.shape[-1]), rows_first(p, q, k, v)
+        if p.lse:
+            lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+            attend(*turned, rows_first(p, out, k, v)[0], lse)
+            return out, lse[..., None]
         if into:
             attend(*turned, *more, out=rows_first(p, out, k, v)[0])
             return out
@@ -308,7 +322,8 @@ def flash_4_function(p: Problem, scale: float | None = None, cap: float | None =
     """(function, whether it takes `out`): FlashAttention-4 on tensors `[batch, rows, heads, columns]`.
 
     Packed sequences are `[rows, heads, columns]`, and the last arguments are the most rows and the most keys of a sequence.
-    FlashAttention-4's inner function needs no autograd and takes `out`. With few rows, it may split the keys.
+    FlashAttention-4's inner function needs no autograd and takes `out`. With few rows, it may split the keys. Of a problem with
+    log-sum-exp the function takes five tensors, the last two of which it writes: the output and the log-sum-exp.
 
     Raises:
         UnsupportedError: FlashAttention-4 is not installed, has no function known here, or no such mask.
@@ -341,6 +356,8 @@ def flash_4_function(p: Problem, scale: float | None = None, cap: float | None =
     unknown = {*options, *arrays} - taken
     if unknown:
         raise UnsupportedError(f"this FlashAttention-4 does not take {', '.join(sorted(unknown))}")
+    if p.lse and not {"out", "lse", "return_lse"} <= taken:
+        raise UnsupportedError("this FlashAttention-4 writes no log-sum-exp where it is told to")
     splits = [{"num_splits": 0}] if p.mean_rows * p.group <= FEW_ROWS and "num_splits" in taken else []
     bounds = ("max_seqlen_q", "max_seqlen_k") if p.packed else ()
 
@@ -355,4 +372,7 @@ def flash_4_function(p: Problem, scale: float | None = None, cap: float | None =
             made = function(q, k, v, **options, **named, **more)
         return made[0] if isinstance(made, tuple) else made
 
-    return CallCache(attend, function), "out" in taken
+    def attend_with_lse(q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
+        attend(q, k, v, out=out, lse=lse, return_lse=True)
+
+    return PassCache(attend_with_lse, [function]) if p.lse else CallCache(attend, function), "out" in taken

@@ -14,7 +14,7 @@ from typing import Annotated
 import cuda.tile as ct
 
 from tiledsched.kernels.attention.features import Features
-from tiledsched.kernels.attention_backward import tiles
+from tiledsched.kernels.attention_backward import queries, rows, tiles
 
 # Columns are compile-time constants. Saying so also keeps cuTile from making a size-one batch axis static, which would give
 # batch 1 its own machine code.
@@ -42,7 +42,7 @@ def attention_backward_rows(
 ):
     """Delta and LseLog2 of the query rows, and zeros in the arrays of dQSum."""
     dlse, offsets = dLse if DLSE else None, CuQ if PACKED else None
-    tiles.prepare_rows(Out, dOut, Lse, dlse, offsets, LseLog2, Delta, dQSum, ROWS, TILE_V_WHOLE, DQ_COLUMNS, DQ_ARRAYS)
+    rows.prepare_rows(Out, dOut, Lse, dlse, offsets, LseLog2, Delta, dQSum, ROWS, TILE_V_WHOLE, DQ_COLUMNS, DQ_ARRAYS)
 
 
 def attention_backward_keys(
@@ -120,12 +120,12 @@ def attention_backward_groups(
     GROUP: Int,
 ):
     """dK and dV from the shares of the query heads."""
-    tiles.sum_groups(dKParts, dVParts, dK, dV, ROWS, TILE_D_WHOLE, TILE_V_WHOLE, GROUP)
+    rows.sum_groups(dKParts, dVParts, dK, dV, ROWS, TILE_D_WHOLE, TILE_V_WHOLE, GROUP)
 
 
 def attention_backward_store(dQSum: HeadArray, dQ: HeadArray, scale, ROWS: Int, DQ_COLUMNS: Int, DQ_ARRAYS: Int):
     """dQ from the sums of its shares."""
-    tiles.store_queries(dQSum, dQ, scale, ROWS, DQ_COLUMNS, DQ_ARRAYS)
+    rows.store_queries(dQSum, dQ, scale, ROWS, DQ_COLUMNS, DQ_ARRAYS)
 
 
 def attention_backward_queries(
@@ -175,9 +175,9 @@ def attention_backward_queries(
         *(BLOCK_ORDER, PERSISTENT),
     )
     features = Features(None, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK)
-    tiles.compute_queries(Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, features, const)
+    queries.compute_queries(Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, features, const)
 
 
 def attention_backward_sinks(LseLog2: RowArray, Delta: RowArray, Sinks: ct.Array, dSinks: ct.Array, SINK_ROWS: Int):
     """The gradients of the sinks."""
-    tiles.sum_sinks(LseLog2, Delta, Sinks, dSinks, SINK_ROWS)
+    rows.sum_sinks(LseLog2, Delta, Sinks, dSinks, SINK_ROWS)

@@ -100,8 +100,7 @@ def adversarial_case(xp: Any, rng: Any, p: Problem, reference: Callable[[dict[st
 
 def _borders(xp: Any, q: Any, k: Any, v: Any, gradient: Any, signs: Any) -> None:
     """Keys beside tile borders are looked for by every 61st row; output gradients of rows beside borders are large."""
-    q *= 0.1
-    q += signs[xp.arange(len(q)) % CODES]
+    q += signs[xp.arange(len(q)) % CODES]  # to what they were: of rows all alike, the sum in dK may be small by chance
     score = 1.0 + numpy.log(len(k))  # so that such a key has about half of a row's weight
     for key in border_keys(len(k)):
         k[key] = score / q.shape[1] ** 0.5 * (signs[(key - 1) % CODES] + signs[key % CODES]) / 2**0.5

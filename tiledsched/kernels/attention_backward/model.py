@@ -31,6 +31,7 @@ from tiledsched.kernels.attention.model import (
     ROWS_PER_WARP,
     SINGLE_WARP_RATE,
     SPILL_BYTES_PER_CYCLE,
+    SWIZZLE_PAIRS,
     WARPGROUP_ROWS,
     busy_steps,
     tile_steps,
@@ -224,8 +225,18 @@ def _pass_us(p: Problem, s: Schedule, each: Pass, facts: ResourceFacts, spec: Ar
     compute_us = turns * float((busy @ np.array(cycles)).max()) / (spec.clock_ghz * 1e3)
     visits = p.batch * p.heads * p.visible_pairs / each.block  # rows of dQ that are added to
     sums_us = visits * each.summed * SUM_BYTES / (L2_SUM_BYTES_PER_CYCLE * spec.sm_count * spec.clock_ghz * 1e3)
-    moved = p.min_bytes + 2 * SUM_BYTES * s.number("shares") * p.batch * p.heads * p.seq_q * each.summed
+    sums = 2 * SUM_BYTES * each.summed * s.number("shares") * p.batch * p.heads * p.seq_q
+    if sums > spec.l2_bytes:  # a row of dQ goes to memory and back, unless blocks that run at once add to it
+        together = min(_tiles_at_once(order, blocks // heads, heads, spec.sm_count * resident), visits)
+        sums = max(sums, 2 * SUM_BYTES * each.summed * visits / together)
+    moved = p.min_bytes + sums
     return smooth_max(smooth_max(compute_us, sums_us), moved / rate)
+
+
+def _tiles_at_once(order: str, tiles: int, heads: int, slots: int) -> float:
+    """Tiles of one head that run at once, of the `tiles` of each of so many heads."""
+    taken = {"heads_fastest": heads, "swizzled": min(heads, SWIZZLE_PAIRS)}.get(order, 1)
+    return min(tiles, max(1.0, slots / taken))
 
 
 def step_cycles(

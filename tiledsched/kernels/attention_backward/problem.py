@@ -27,6 +27,16 @@ def flops(p: Any) -> float:
     return float(2.0 * p.batch * p.heads * p.visible_pairs * (3 * p.head_dim + 2 * p.value_columns))
 
 
+def usual_gradient(p: Any) -> float:
+    """Root mean square of the elements of dQ, or those of dK and dV if they are smaller, for normal inputs: n probabilities of
+    1 / n weigh numbers of size 1.
+    """
+    keys, rows = (
+        max(1.0, p.visible_pairs / size) for size in (p.seq_q, p.seq_k)
+    )  # that a row sees, and that see a key
+    return min(keys**-0.5, rows**0.5 / keys)
+
+
 def describe(p: Any) -> str:
     """The problem in one line, as that of forward."""
     return forward.describe(p) + " +dlse" * p.dlse + " deterministic" * p.deterministic

@@ -23,6 +23,7 @@ from tiledsched.kernels.attention.rivals import (
     FLASH_4,
     FLASH_4_MODULE,
     FLASH_4_PACKAGE,
+    RAGGED_CUDNN,
     TORCH_VARLEN,
     Function,
     VarlenRival,
@@ -41,8 +42,6 @@ from tiledsched.kernels.attention.rivals import (
 TORCH_CUDNN, TORCH_FLASH = "torch_cudnn", "torch_flash"
 FLASH_4_FUNCTIONS = ("_flash_attn_bwd", "_bwd_preprocess", "_bwd_postprocess_convert")
 """FlashAttention-4's function, and those that it calls, all of which have compiled functions."""
-RAGGED_CUDNN = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
-"""Environment variable with which torch wants the log-sum-exp of its cuDNN backend with the rows before the heads in memory."""
 
 
 def rivals(p: Problem, scale: float | None = None, cap: float | None = None) -> Mapping[str, Function]:
@@ -154,9 +153,17 @@ def torch_varlen(p: Problem, scale: float | None = None) -> VarlenRival:
         (q, k, v), (out, dout, _) = rows_first(p, q, k, v), rows_first(p, out, dout, v)
         sizes = (cu_q, cu_k, most_q, most_k)
         found = operator(dout, q, k, v, out, lse[0].contiguous(), *sizes, 0.0, causal, _seed(q), _seed(q), **options)
-        return tuple(heads_first(each) for each in found)
+        return tuple(heads_first(_ended(each, ends)) for each, ends in zip(found, (cu_q, cu_k, cu_k), strict=True))
 
     return VarlenRival(problem=p, attend=differentiate)
+
+
+def _ended(gradient: Any, ends: Any) -> Any:
+    """A gradient `[rows, heads, columns]` with zeros behind the last sequence, which torch leaves unwritten."""
+    import torch
+
+    rows = torch.arange(len(gradient), device=gradient.device)
+    return gradient.masked_fill_((rows >= ends[-1])[:, None, None], 0.0)
 
 
 def _seed(q: Any) -> Any:
@@ -228,6 +235,8 @@ def flash_attention_4(p: Problem, scale: float | None = None, cap: float | None 
 
     def differentiate(q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, *others: Any) -> Any:
         found = [empty_output(each, each.shape[3]) for each in (q, k, v)]
+        for each in found if p.packed else ():
+            each.zero_()  # there may be rows behind the last sequence
         outputs = rows_first(p, out, dout, v)[:2]
         tensors = (*rows_first(p, q, k, v), *outputs, lse[0] if p.packed else lse, *rows_first(p, *found))
         if not others:

@@ -8,11 +8,11 @@ the queries and keys:
 
 A gradient of the log-sum-exp is taken off delta. The launches are:
 
-- `prepare_rows` computes delta.
+- `rows.prepare_rows` computes delta.
 - `compute_keys`: a block owns a tile of keys and goes over the query rows that see them, with the sums of dK and dV in registers.
-  It may add its share of dQ to a float32 array, which `store_queries` scales and rounds.
-- `compute_queries` makes dQ where that does not: a block owns a tile of query rows and goes over the keys.
-- `sum_groups` and `sum_sinks`, where they are needed.
+  It may add its share of dQ to a float32 array, which `rows.store_queries` scales and rounds.
+- `queries.compute_queries` makes dQ where that does not: a block owns a tile of query rows and goes over the keys.
+- `rows.sum_groups` and `rows.sum_sinks`, where they are needed.
 
 These functions run on the GPU through cuTile and, unmodified, on the CPU through `tiledsched.interpreter`. Where keys and query
 rows are, which of them see each other and in which order blocks run is shared with attention forward.
@@ -23,18 +23,15 @@ rows are, which of them see each other and in which order blocks run is shared w
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import cuda.tile as ct
 
-from tiledsched.kernels.attention.features import Features, capped, narrowed, own_keys, seen, unmasked_turns
+from tiledsched.kernels.attention.features import Features, capped
 from tiledsched.kernels.attention.packed import first_place, own_rows, place_in_sequence
-from tiledsched.kernels.attention.scheduler import HEADS_FASTEST, coordinates, rows_of, snake
-from tiledsched.kernels.attention.tiles import Keys, part_of
-
-LOG2_E = 1.0 / math.log(2.0)
+from tiledsched.kernels.attention.scheduler import HEADS_FASTEST, coordinates, snake
+from tiledsched.kernels.attention.tiles import part_of
 
 
 @dataclass(frozen=True)
@@ -169,88 +166,6 @@ class KeySums:
     """A tuple of `[TILE_N, TILE_D]` and any second part."""
     dv: Any
     """A tuple of `[TILE_N, TILE_V]` and any second part."""
-
-
-def prepare_rows(Out, dOut, Lse, dLse, CuQ, LseLog2, Delta, dQSum, ROWS, TILE_V, TILE_DQ, ARRAYS):
-    """Delta and LseLog2 of ROWS rows, and zeros in the ARRAYS arrays of dQSum, which may be none. `dLse` and `CuQ` may be None.
-
-    Rows that do not exist, see nothing or lie behind the last packed sequence have infinite LseLog2, so that their probabilities
-    are 0.
-    """
-    row_tiles = LseLog2.shape[2] // ROWS
-    row = ct.bid(0) % row_tiles
-    head = ct.bid(0) // row_tiles % Out.shape[1]
-    batch = ct.bid(0) // row_tiles // Out.shape[1]
-    if row * ROWS < Out.shape[2]:
-        block, index = (1, 1, ROWS, TILE_V), (batch, head, row, 0)
-        out = ct.load(Out, index, block, padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
-        gradient = ct.load(dOut, index, block, padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
-        products = out.astype(ct.float32) * gradient.astype(ct.float32)
-        delta = ct.sum(products.reshape((ROWS, TILE_V)), axis=1)
-        lse = ct.load(Lse, (batch, head, row), (1, 1, ROWS), padding_mode=ct.PaddingMode.NEG_INF, allow_tma=False)
-        delta = delta.reshape((1, 1, ROWS))
-        if dLse is not None:
-            index = (batch, head, row)
-            delta = delta - ct.load(dLse, index, (1, 1, ROWS), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
-        seen = lse > -math.inf
-        if CuQ is not None:
-            rows = row * ROWS + ct.arange(ROWS, dtype=ct.int32)[None, None, :]
-            seen = seen & (rows < ct.gather(CuQ, (CuQ.shape[0] - 1,), check_bounds=False))
-        delta = ct.where(seen, delta, 0.0)
-        lse = ct.where(seen, lse * LOG2_E, math.inf)
-        ct.store(Delta, (batch, head, row), delta, allow_tma=False)
-        ct.store(LseLog2, (batch, head, row), lse, allow_tma=False)
-    else:
-        ct.store(Delta, (batch, head, row), ct.zeros((1, 1, ROWS), ct.float32), allow_tma=False)
-        ct.store(LseLog2, (batch, head, row), ct.full((1, 1, ROWS), math.inf, ct.float32), allow_tma=False)
-    for share in ct.static_iter(range(ARRAYS)):
-        # A launch that stores by the TMA unit has warps for that, and an SM holds one block of it (13.5 on sm_90).
-        zeros = ct.zeros((1, 1, ROWS, TILE_DQ), ct.float32)
-        ct.store(dQSum, (batch * ARRAYS + share, head, row, 0), zeros, allow_tma=False)
-
-
-def store_queries(dQSum, dQ, scale, ROWS, TILE_DQ, ARRAYS):
-    """ROWS rows of dQ from the ARRAYS sums of their shares, which are added up in a fixed order."""
-    row_tiles = ct.cdiv(dQ.shape[2], ROWS)
-    row = ct.bid(0) % row_tiles
-    head = ct.bid(0) // row_tiles % dQ.shape[1]
-    batch = ct.bid(0) // row_tiles // dQ.shape[1]
-    total = ct.zeros((1, 1, ROWS, TILE_DQ), ct.float32)
-    for share in ct.static_iter(range(ARRAYS)):
-        index, block = (batch * ARRAYS + share, head, row, 0), (1, 1, ROWS, TILE_DQ)
-        total = total + ct.load(dQSum, index, block, check_bounds=False)
-    ct.store(dQ, (batch, head, row, 0), (total * scale).astype(dQ.dtype))
-
-
-def sum_groups(dKParts, dVParts, dK, dV, ROWS, TILE_D, TILE_V, GROUP):
-    """ROWS rows of dK and dV from the sums of each query head, added up in the order of the heads."""
-    row_tiles = ct.cdiv(dK.shape[2], ROWS)
-    row = ct.bid(0) % row_tiles
-    head = ct.bid(0) // row_tiles % dK.shape[1]
-    batch = ct.bid(0) // row_tiles // dK.shape[1]
-    dk = ct.zeros((1, 1, ROWS, TILE_D), ct.float32)
-    dv = ct.zeros((1, 1, ROWS, TILE_V), ct.float32)
-    for member in range(GROUP):
-        index = (batch, head * GROUP + member, row, 0)
-        dk = dk + ct.load(dKParts, index, (1, 1, ROWS, TILE_D), padding_mode=ct.PaddingMode.ZERO)
-        dv = dv + ct.load(dVParts, index, (1, 1, ROWS, TILE_V), padding_mode=ct.PaddingMode.ZERO)
-    ct.store(dK, (batch, head, row, 0), dk.astype(dK.dtype))
-    ct.store(dV, (batch, head, row, 0), dv.astype(dV.dtype))
-
-
-def sum_sinks(LseLog2, Delta, Sinks, dSinks, ROWS):
-    """The gradient of one head's sink: minus the sum over all rows of the sink's probability times delta, in a fixed order."""
-    head = ct.bid(0)
-    sink = ct.load(Sinks, (head,), (1,)).astype(ct.float32).reshape((1, 1, 1)) * LOG2_E
-    total = ct.zeros((1, 1, ROWS), ct.float32)
-    for batch in range(Delta.shape[0]):
-        for row in range(ct.cdiv(Delta.shape[2], ROWS)):
-            index = (batch, head, row)
-            # Beyond the last row the delta read is 0, and so is the log-sum-exp: the sink's probability is finite.
-            lse = ct.load(LseLog2, index, (1, 1, ROWS), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
-            delta = ct.load(Delta, index, (1, 1, ROWS), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
-            total = total + ct.exp2(sink - lse) * delta
-    ct.store(dSinks, (head,), -ct.sum(total, axis=2).reshape((1,)))
 
 
 def compute_keys(Q, K, V, dOut, LseLog2, Delta, dQSum, dK, dV, scale_log2, scale, features, const):
@@ -565,9 +480,7 @@ def add_queries(rows, tile, i, ds, const):
     """Add the block's share of dQ to the sums of the `i`-th tile of query rows."""
     for part in ct.static_iter(range(len(tile.k))):
         width, column = part_of(part, const.TILE_D, const.REST_D)
-        if (
-            const.DQ_TRANSPOSED
-        ):  # keys and gradients change sides, and so may the registers and shared memory that hold them
+        if const.DQ_TRANSPOSED:  # keys and dS change sides, and so may the registers and shared memory that hold them
             by_key = ds if const.TRANSPOSED else ct.transpose(ds)
             share = ct.transpose(
                 ct.mma(ct.transpose(tile.k[part]), by_key, ct.zeros((width, const.TILE_M), ct.float32))
@@ -577,111 +490,3 @@ def add_queries(rows, tile, i, ds, const):
             share = ct.mma(by_row, tile.k[part], ct.zeros((const.TILE_M, width), ct.float32))
         view = rows.dQSum.tiled_view((1, 1, const.TILE_M, width))
         view.atomic_store_add((rows.sum_entry, rows.head, i, column), share.reshape((1, 1, const.TILE_M, width)))
-
-
-def compute_queries(Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, features, const):
-    """dQ of the work tiles of the current block."""
-    place_count = ct.cdiv(Q.shape[2], const.TILE_M)
-    if const.PACKED:
-        place_count = Q.shape[2] // const.TILE_M + features.CuQ.shape[0]
-    total = place_count * Q.shape[1] * Q.shape[0]
-    if const.PERSISTENT:
-        for work in range(ct.bid(0), total, ct.num_blocks(0)):
-            compute_query_tile(Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, work, place_count, features, const)
-    else:
-        compute_query_tile(
-            Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, ct.bid(0), place_count, features, const
-        )
-
-
-def compute_query_tile(Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, work, place_count, features, const):
-    """dQ of one tile of query rows."""
-    place, head, batch = coordinates(work, place_count, Q.shape[1], Q.shape[0], const)
-    if const.PACKED:
-        behind = place - first_place(features.CuQ.shape[0] - 1, const.TILE_M, features)
-        if behind >= 0:
-            store_zeros(dQ, features.CuQ, behind, head, const.TILE_M, const.TILE_D, const.REST_D)
-        else:
-            place, sequence = place_in_sequence(place, const.TILE_M, features)
-            K, V = own_rows(K, features.CuK, sequence), own_rows(V, features.CuK, sequence)
-            Q, dOut = own_rows(Q, features.CuQ, sequence), own_rows(dOut, features.CuQ, sequence)
-            LseLog2, Delta = own_rows(LseLog2, features.CuQ, sequence), own_rows(Delta, features.CuQ, sequence)
-            dQ = own_rows(dQ, features.CuQ, sequence)
-            if place * const.TILE_M < Q.shape[2]:
-                store_query_sums(
-                    Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, place, head, batch, features, const
-                )
-    else:
-        store_query_sums(Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, place, head, batch, features, const)
-
-
-def store_query_sums(Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, place, head, batch, features, const):
-    """dQ of the tile of query rows at `place` of a head."""
-    offset = K.shape[2] - Q.shape[2] if const.BOTTOM_RIGHT else 0
-    if const.WINDOW_RIGHT:
-        offset = offset + features.window_right
-    if const.STARTS or const.LENGTHS:
-        K, V, offset = own_keys(K, V, batch, offset, features, const)
-    first_masked, steps, span = narrowed(place, batch, offset, K, features, const)
-    keys = Keys(K, V, batch, head // const.GROUP, steps, 0, steps, 0, span)
-    rows = Rows(Q, dOut, LseLog2, Delta, None, batch, head, 0)
-    q = load_queries(Q, rows, place, const.TILE_D, const.REST_D, 0, const)
-    gradient = load_queries(dOut, rows, place, const.TILE_V, const.REST_V, 0, const)
-    own = (q, gradient, row_values(LseLog2, rows, place, const), row_values(Delta, rows, place, const))
-    last = rows_of(place, offset, const)
-    sums = (ct.zeros((const.TILE_M, const.TILE_D), ct.float32),)
-    if const.REST_D:
-        sums = (*sums, ct.zeros((const.TILE_M, const.REST_D), ct.float32))
-    if const.LOOP_SPLIT and const.WINDOW:
-        boundary, second = unmasked_turns(keys, first_masked, 0, steps, const)
-        for j in range(boundary):
-            sums = key_step(keys, own, last, j, sums, True, scale_log2, const)
-        for j in range(boundary, second):
-            sums = key_step(keys, own, last, j, sums, False, scale_log2, const)
-        for j in range(second, steps):
-            sums = key_step(keys, own, last, j, sums, True, scale_log2, const)
-    elif const.LOOP_SPLIT:
-        boundary = min(first_masked, steps)
-        for j in range(boundary):
-            sums = key_step(keys, own, last, j, sums, False, scale_log2, const)
-        for j in range(boundary, steps):
-            sums = key_step(keys, own, last, j, sums, True, scale_log2, const)
-    else:
-        for j in range(steps):
-            sums = key_step(keys, own, last, j, sums, True, scale_log2, const)
-    for part in ct.static_iter(range(len(sums))):
-        width, column = part_of(part, const.TILE_D, const.REST_D)
-        total = (sums[part] * scale).astype(dQ.dtype)
-        ct.store(dQ, (batch, head, place, column), total.reshape((1, 1, const.TILE_M, width)))
-
-
-def key_step(keys, own, last, j, sums, MASKED, scale_log2, const):
-    """The sums of a tile of query rows after the `j`-th tile of the keys that they see."""
-    if const.WINDOW:
-        j = j + keys.span.first
-    index = (keys.batch, keys.kv_head, j)
-    k = load_parts(keys.K, index, const.TILE_N, const.TILE_D, const.REST_D, const.LATENCY_Q, const.TMA_LOADS)
-    v = load_parts(keys.V, index, const.TILE_N, const.TILE_V, const.REST_V, const.LATENCY_DO, const.TMA_LOADS)
-    q, gradient, lse, delta = own
-    zeros = ct.zeros(score_shape(const), ct.float32)
-    logits = capped(across(k, q, zeros, const), keys, const)
-    p = ct.exp2(logits * scale_log2 - lse, flush_to_zero=True)
-    if MASKED and (const.CAUSAL or not const.EVEN):
-        columns = j * const.TILE_N + ct.arange(const.TILE_N, dtype=ct.int32)[None, :]
-        if const.WINDOW or const.STARTS or const.LENGTHS:
-            visible = seen(columns, last, keys, const)
-        elif const.CAUSAL and not const.EVEN:
-            visible = (columns <= last) & (columns < keys.K.shape[2])
-        elif const.CAUSAL:
-            visible = columns <= last
-        else:
-            visible = columns < keys.K.shape[2]
-        p = ct.where(visible, p, 0.0)
-    ds = p * (across(v, gradient, zeros, const) - delta)
-    if const.SOFTCAP:
-        ds = ds * (1.0 - logits * logits)
-    ds = ds.astype(k[0].dtype)
-    parts = ()
-    for part in ct.static_iter(range(len(sums))):
-        parts = (*parts, ct.mma(ds, k[part], sums[part]))
-    return parts

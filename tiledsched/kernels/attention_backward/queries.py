@@ -1,0 +1,130 @@
+"""The second pass of attention's gradients, which makes dQ: a block owns a tile of query rows and goes over the keys."""
+
+# Tile code is typed by cuTile, not by Python.
+# mypy: disallow-untyped-defs=False, disable-error-code="valid-type"
+
+from __future__ import annotations
+
+import cuda.tile as ct
+
+from tiledsched.kernels.attention.features import capped, narrowed, own_keys, seen, unmasked_turns
+from tiledsched.kernels.attention.packed import first_place, own_rows, place_in_sequence
+from tiledsched.kernels.attention.scheduler import coordinates, rows_of
+from tiledsched.kernels.attention.tiles import Keys, part_of
+from tiledsched.kernels.attention_backward.tiles import (
+    Rows,
+    across,
+    load_parts,
+    load_queries,
+    row_values,
+    score_shape,
+    store_zeros,
+)
+
+
+def compute_queries(Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, features, const):
+    """dQ of the work tiles of the current block."""
+    place_count = ct.cdiv(Q.shape[2], const.TILE_M)
+    if const.PACKED:
+        place_count = Q.shape[2] // const.TILE_M + features.CuQ.shape[0]
+    total = place_count * Q.shape[1] * Q.shape[0]
+    if const.PERSISTENT:
+        for work in range(ct.bid(0), total, ct.num_blocks(0)):
+            compute_query_tile(Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, work, place_count, features, const)
+    else:
+        compute_query_tile(
+            Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, ct.bid(0), place_count, features, const
+        )
+
+
+def compute_query_tile(Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, work, place_count, features, const):
+    """dQ of one tile of query rows."""
+    place, head, batch = coordinates(work, place_count, Q.shape[1], Q.shape[0], const)
+    if const.PACKED:
+        behind = place - first_place(features.CuQ.shape[0] - 1, const.TILE_M, features)
+        if behind >= 0:
+            store_zeros(dQ, features.CuQ, behind, head, const.TILE_M, const.TILE_D, const.REST_D)
+        else:
+            place, sequence = place_in_sequence(place, const.TILE_M, features)
+            K, V = own_rows(K, features.CuK, sequence), own_rows(V, features.CuK, sequence)
+            Q, dOut = own_rows(Q, features.CuQ, sequence), own_rows(dOut, features.CuQ, sequence)
+            LseLog2, Delta = own_rows(LseLog2, features.CuQ, sequence), own_rows(Delta, features.CuQ, sequence)
+            dQ = own_rows(dQ, features.CuQ, sequence)
+            if place * const.TILE_M < Q.shape[2]:
+                store_query_sums(
+                    Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, place, head, batch, features, const
+                )
+    else:
+        store_query_sums(Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, place, head, batch, features, const)
+
+
+def store_query_sums(Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, place, head, batch, features, const):
+    """dQ of the tile of query rows at `place` of a head."""
+    offset = K.shape[2] - Q.shape[2] if const.BOTTOM_RIGHT else 0
+    if const.WINDOW_RIGHT:
+        offset = offset + features.window_right
+    if const.STARTS or const.LENGTHS:
+        K, V, offset = own_keys(K, V, batch, offset, features, const)
+    first_masked, steps, span = narrowed(place, batch, offset, K, features, const)
+    keys = Keys(K, V, batch, head // const.GROUP, steps, 0, steps, 0, span)
+    rows = Rows(Q, dOut, LseLog2, Delta, None, batch, head, 0)
+    q = load_queries(Q, rows, place, const.TILE_D, const.REST_D, 0, const)
+    gradient = load_queries(dOut, rows, place, const.TILE_V, const.REST_V, 0, const)
+    own = (q, gradient, row_values(LseLog2, rows, place, const), row_values(Delta, rows, place, const))
+    last = rows_of(place, offset, const)
+    sums = (ct.zeros((const.TILE_M, const.TILE_D), ct.float32),)
+    if const.REST_D:
+        sums = (*sums, ct.zeros((const.TILE_M, const.REST_D), ct.float32))
+    if const.LOOP_SPLIT and const.WINDOW:
+        boundary, second = unmasked_turns(keys, first_masked, 0, steps, const)
+        for j in range(boundary):
+            sums = key_step(keys, own, last, j, sums, True, scale_log2, const)
+        for j in range(boundary, second):
+            sums = key_step(keys, own, last, j, sums, False, scale_log2, const)
+        for j in range(second, steps):
+            sums = key_step(keys, own, last, j, sums, True, scale_log2, const)
+    elif const.LOOP_SPLIT:
+        boundary = min(first_masked, steps)
+        for j in range(boundary):
+            sums = key_step(keys, own, last, j, sums, False, scale_log2, const)
+        for j in range(boundary, steps):
+            sums = key_step(keys, own, last, j, sums, True, scale_log2, const)
+    else:
+        for j in range(steps):
+            sums = key_step(keys, own, last, j, sums, True, scale_log2, const)
+    for part in ct.static_iter(range(len(sums))):
+        width, column = part_of(part, const.TILE_D, const.REST_D)
+        total = (sums[part] * scale).astype(dQ.dtype)
+        ct.store(dQ, (batch, head, place, column), total.reshape((1, 1, const.TILE_M, width)))
+
+
+def key_step(keys, own, last, j, sums, MASKED, scale_log2, const):
+    """The sums of a tile of query rows after the `j`-th tile of the keys that they see."""
+    if const.WINDOW:
+        j = j + keys.span.first
+    index = (keys.batch, keys.kv_head, j)
+    k = load_parts(keys.K, index, const.TILE_N, const.TILE_D, const.REST_D, const.LATENCY_Q, const.TMA_LOADS)
+    v = load_parts(keys.V, index, const.TILE_N, const.TILE_V, const.REST_V, const.LATENCY_DO, const.TMA_LOADS)
+    q, gradient, lse, delta = own
+    zeros = ct.zeros(score_shape(const), ct.float32)
+    logits = capped(across(k, q, zeros, const), keys, const)
+    p = ct.exp2(logits * scale_log2 - lse, flush_to_zero=True)
+    if MASKED and (const.CAUSAL or not const.EVEN):
+        columns = j * const.TILE_N + ct.arange(const.TILE_N, dtype=ct.int32)[None, :]
+        if const.WINDOW or const.STARTS or const.LENGTHS:
+            visible = seen(columns, last, keys, const)
+        elif const.CAUSAL and not const.EVEN:
+            visible = (columns <= last) & (columns < keys.K.shape[2])
+        elif const.CAUSAL:
+            visible = columns <= last
+        else:
+            visible = columns < keys.K.shape[2]
+        p = ct.where(visible, p, 0.0)
+    ds = p * (across(v, gradient, zeros, const) - delta)
+    if const.SOFTCAP:
+        ds = ds * (1.0 - logits * logits)
+    ds = ds.astype(k[0].dtype)
+    parts = ()
+    for part in ct.static_iter(range(len(sums))):
+        parts = (*parts, ct.mma(ds, k[part], sums[part]))
+    return parts
