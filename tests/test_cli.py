@@ -711,7 +711,7 @@ def test_show_without_a_filter_is_a_summary_or_of_the_gpu_here(home, capsys, mon
     entries = list_entries(capsys)
     assert main(["show"], devices=list) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 24
+    assert len(lines) <= 30
     assert max(map(len, lines)) <= 80
     flat = " ".join(" ".join(lines).split())
     for arch, how in (("sm_90", "measured"), ("sm_121", "modelled")):
