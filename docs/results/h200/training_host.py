@@ -1,4 +1,6 @@
-"""Host time of a training call, forward and backward, of `sdpa` and of torch's backends: python docs/results/h200/training_host.py
+"""Host time of a training call, forward and backward, of `sdpa` and of torch's backends.
+
+    python docs/results/h200/training_host.py
 
 Calls are queued behind a kernel that keeps the GPU busy, so that no call waits for it. Needs a GPU.
 """
