@@ -29,8 +29,8 @@ from tiledsched.serve.rivals import ELSEWHERE, Rival
 
 log = logging.getLogger("tiledsched")
 MAX_SHARED_BYTES, MAX_SHARED = 1 << 20, 64
-"""The smallest scratch arrays of a launch, up to so many bytes together, are kept for the next launch, of so many launches: making
-them costs the host more than everything else but the launch."""
+"""The smallest scratch arrays of a launch, up to so many bytes together, are kept for the next launch, of so many launches:
+making them costs the host more than everything else but the launch."""
 RELAXED = 2
 """CUDA's mode of a thread whose calls do not end the captures of other threads."""
 _dispatch_modes = torch._C._len_torch_dispatch_stack
