@@ -206,6 +206,10 @@ def test_small_scratch_is_kept_for_the_launches_of_a_thread_on_a_stream(launches
     assert place(small) == place(small) == place(specs(8))
     assert len({place(small), place(small, 72), place(small, None), place(specs(9))}) == 4
     assert place(large) != place(large)
+    both = large + small
+    pairs = [launching.scratch_arrays(both, torch.device("cpu"), 71) for _ in range(3)]
+    assert len({pair[1].data_ptr() for pair in pairs}) == 1 and len({pair[0].data_ptr() for pair in pairs}) == 3
+    assert all([tuple(each.shape) for each in pair] == [(1 << 20, 4), (8, 4)] for pair in pairs)
     with capturing():
         assert place(small) != kept[0].data_ptr()
     others: list = []

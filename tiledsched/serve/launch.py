@@ -29,8 +29,8 @@ from tiledsched.serve.rivals import ELSEWHERE, Rival
 
 log = logging.getLogger("tiledsched")
 MAX_SHARED_BYTES, MAX_SHARED = 1 << 20, 64
-"""Scratch arrays of a launch up to so many bytes are kept for the next launch, of so many launches: making them costs the host
-more than everything else but the launch."""
+"""The smallest scratch arrays of a launch, up to so many bytes together, are kept for the next launch, of so many launches: making
+them costs the host more than everything else but the launch."""
 RELAXED = 2
 """CUDA's mode of a thread whose calls do not end the captures of other threads."""
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -498,12 +498,22 @@ def scratch_arrays(wanted: tuple[ScratchArray, ...], device: Any, stream: int | 
     key = (wanted, device, stream, threading.get_ident())  # other threads' launches may lie between those of one call
     found = runtime.scratch.get(key)
     if found is None:
-        found = _new_scratch(wanted, device, stream)
-        if sum(each.nbytes for each in found) <= MAX_SHARED_BYTES:
+        kept, missing, room = _new_scratch(wanted, device, stream), [], MAX_SHARED_BYTES
+        for place, each in sorted(enumerate(kept), key=lambda one: one[1].nbytes):
+            room -= each.nbytes
+            if room < 0:
+                missing.append(place)
+        if len(missing) < len(kept):
             if len(runtime.scratch) >= MAX_SHARED:
                 runtime.scratch.clear()
-            runtime.scratch[key] = found
-    return found
+            runtime.scratch[key] = [None if place in missing else each for place, each in enumerate(kept)], missing
+        return kept
+    kept, missing = found
+    if missing:
+        kept = kept.copy()
+        for place in missing:
+            (kept[place],) = _new_scratch(wanted[place : place + 1], device, stream)
+    return kept
 
 
 def _new_scratch(wanted: tuple[ScratchArray, ...], device: Any, stream: int | None) -> list[torch.Tensor]:

@@ -77,8 +77,8 @@ class Runtime:
     """Rivals that failed when they were prepared for a capture."""
     zeros: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict)
     """Arrays of zeros that launches share, by device, stream, type and place."""
-    scratch: dict[tuple[Any, ...], list[torch.Tensor]] = field(default_factory=dict)
-    """Small scratch arrays that launches of one thread on one stream share."""
+    scratch: dict[tuple[Any, ...], tuple[list[Any], list[int]]] = field(default_factory=dict)
+    """Small scratch arrays that launches of one thread on one stream share, and the places of those that are made anew."""
 
 
 runtime = Runtime()
