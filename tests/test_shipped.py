@@ -76,7 +76,9 @@ def test_what_the_model_chose_for_blackwell_spills_no_registers_and_has_a_next_c
     for entry in table.entries:
         assert entry.provenance == "modelled"
         assert not spilled(facts[entry.fingerprint].spill_bytes)
-        assert lookup.resolve(entry.problem, entry.arch).alternatives
+        # Of the two passes tried with 128 columns one alone does not spill on sm_120 and sm_121.
+        alone = kernel.name == "attention_backward" and entry.problem.deterministic and entry.problem.head_dim == 128
+        assert alone or lookup.resolve(entry.problem, entry.arch).alternatives
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: f"{path.parent.name}/{path.stem}")

@@ -37,14 +37,14 @@ class AttentionBackwardSimilarity(Similarity):
     def distance(self, p: Any, q: Any) -> float:
         """How far apart two problems of one kind are: octaves of keys, and half as much for other differences.
 
-        The work of a block follows the lengths, and the number of blocks the lengths and key heads. Element type matters least.
-        A last tile that is cut off takes other code.
+        The work of a block follows the lengths, and the number of blocks also the key heads, which hardly change what wins, nor
+        how far rivals are ahead. Element type matters least. A last tile that is cut off takes other code.
         """
         lengths = _octaves(p.mean_keys, q.mean_keys) + 0.5 * _octaves(p.mean_rows, q.mean_rows)
-        blocks = 0.5 * _octaves(p.sequences * p.kv_heads, q.sequences * q.kv_heads)
+        blocks = 0.2 * _octaves(p.sequences * p.kv_heads, q.sequences * q.kv_heads)
         other = 0.1 * (p.dtype != q.dtype) + 0.2 * _octaves(p.group, q.group) + 0.3 * (p.head_dim != q.head_dim)
         ragged = any(
-            (one % TILE == 0) != (other % TILE == 0) for one, other in ((p.seq_q, q.seq_q), (p.seq_k, q.seq_k))
+            (one % TILE == 0) != (another % TILE == 0) for one, another in ((p.seq_q, q.seq_q), (p.seq_k, q.seq_k))
         )
         seen = _octaves(_most_keys(p), _most_keys(q)) if p.window or q.window else 0.0
         features = seen + sum(bool(getattr(p, name)) != bool(getattr(q, name)) for name in FEATURES)
