@@ -221,7 +221,7 @@ class AttentionBackward(Kernel):
     default_suite = STANDARD
     cost = AttentionBackwardCost()
     similarity = AttentionBackwardSimilarity()
-    axes = ("seq_k", "head_dim", "causal", "dtype")
+    axes = ("seq_k", "head_dim", "causal", "dtype", "deterministic")
     plain = {
         "structure": "atomic",
         "block_order": "natural",
