@@ -80,7 +80,7 @@ MUTATIONS = {
         "summed(X, R, None, row, j, const)",
         "summed(X, None, None, row, j, const)",
     ),
-    "scaled in float16": ("return tile.astype(ct.float32)", "return tile"),
+    "scaled in float16": ("column, const).astype(ct.float32)", "column, const)"),
 }
 
 
