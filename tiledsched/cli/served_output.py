@@ -170,20 +170,25 @@ def print_summary(entries: Sequence[Entry]) -> None:
         groups.setdefault((entry.kernel, entry.arch), []).append(entry)
     alike: dict[tuple[str, str, str], list[str]] = {}
     newest: dict[tuple[str, str, str], str] = {}
+    modelled: dict[tuple[str, str, str], list[int]] = {}
     for (kernel, arch), found in groups.items():
-        counts = [
-            f"{len(problems)} {provenance}"
+        counts = {
+            provenance: len(problems)
             for provenance in PROVENANCES
             if (problems := {entry.problem for entry in found if entry.provenance == provenance})
-        ]
-        place = kernel, ", ".join(counts), " and ".join(dict.fromkeys(entry.layer for entry in found))
+        }
+        told = "" if counts.keys() == {"modelled"} else ", ".join(f"{count} {how}" for how, count in counts.items())
+        place = kernel, told, " and ".join(dict.fromkeys(entry.layer for entry in found))
         alike.setdefault(place, []).append(arch)
+        modelled.setdefault(place, []).append(counts.get("modelled", 0))
         days = [f"{when:%Y-%m-%d}" for entry in found if (when := _known_since(entry))]
         newest[place] = max([newest.get(place, ""), *days])
     print("problems with a schedule, by kernel and arch")
-    for place in sorted(alike, key=lambda each: (each[0], "modelled" in each[1])):
+    for place in sorted(alike, key=lambda each: (each[0], not each[1])):
         kernel, told, layers = place
         archs = sorted(alike[place], key=lambda arch: (len(arch), arch))
+        least, most = min(modelled[place]), max(modelled[place])
+        told = told or f"{least if least == most else f'{least} to {most}'} modelled"
         since = f", newest {newest[place]}" if newest[place] else ""
         each = " each" * (len(archs) > 1)
         print_wrapped(f"{kernel} on {', '.join(archs)}: {told}{each}{since}, layer {layers}", hanging="  ")
