@@ -15,12 +15,12 @@ from tiledsched.core.arrays import LARGEST_INT32
 from tiledsched.core.errors import ProblemError, UnsupportedError
 from tiledsched.core.storage import strides_of
 from tiledsched.kernels.attention.rivals import empty_output
-from tiledsched.kernels.attention.scales import default_scale, scales
 from tiledsched.kernels.attention_backward import AttentionBackward
+from tiledsched.kernels.attention_backward.problem import gradient_scales
 from tiledsched.kernels.attention_backward.rivals import late_rivals
 from tiledsched.ops.arguments import check_tensors, odd_scale, unserved
 from tiledsched.ops.fallback import MOST_SCORES, attend_in_torch, computes_at_once, report
-from tiledsched.ops.features import AttentionFeatures
+from tiledsched.ops.features import FEATURE_SCHEMA, AttentionFeatures
 from tiledsched.ops.plans import AttentionCall, longest_sequence
 from tiledsched.serve import process
 from tiledsched.serve.launch import has_tangent, in_layout, is_transformed, launch_first, launch_plan
@@ -31,9 +31,7 @@ from tiledsched.serve.schema import Output
 
 ARGUMENTS = (
     "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, str? causal=None, float? scale=None, "
-    "SymInt window=0, float softcap=0.0, Tensor? sinks=None, Tensor? key_starts=None, Tensor? key_lengths=None, "
-    "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? block_table=None, SymInt max_seqlen_q=0, "
-    "SymInt max_seqlen_k=0, SymInt window_right=0, Tensor? dlse=None, bool? deterministic=None"
+    f"{FEATURE_SCHEMA}, Tensor? dlse=None, bool? deterministic=None"
 )
 FEATURES = len(AttentionFeatures._fields)
 NO_SECOND = (
@@ -160,10 +158,9 @@ class BackwardCall(NamedTuple):
             problem = AttentionBackward.problem(
                 **self.forward.fields(), dlse=self.dlse is not None, deterministic=self.deterministic
             )
-            numbers = dict(zip(("scale_log2", "cap_scale"), scales(problem, scale, cap), strict=True))
+            numbers = dict(zip(("scale_log2", "cap_scale", "scale"), gradient_scales(problem, scale, cap), strict=True))
         except ProblemError as error:
             return str(error)
-        numbers["scale"] = default_scale(problem) if scale is None else float(scale)
         inputs = self.inputs()
         rivals = lambda: late_rivals(problem, scale, cap)  # noqa: E731
         decision = choose("sdpa's backward pass", problem, tuple(inputs.values()), rivals, served)

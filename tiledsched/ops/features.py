@@ -86,6 +86,12 @@ class AttentionFeatures(NamedTuple):
 
 
 NO_FEATURES = AttentionFeatures()
+FEATURE_SCHEMA = (
+    "SymInt window=0, float softcap=0.0, Tensor? sinks=None, Tensor? key_starts=None, Tensor? key_lengths=None, "
+    "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? block_table=None, SymInt max_seqlen_q=0, "
+    "SymInt max_seqlen_k=0, SymInt window_right=0"
+)
+"""The arguments of attention's operators that hold the features, in their order, as torch writes schemas."""
 Window: TypeAlias = "int | tuple[int, int] | None"
 """The type of the `window` argument of `sdpa`."""
 ALL_KEYS = 1 << 30

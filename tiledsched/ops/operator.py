@@ -16,7 +16,7 @@ from tiledsched.ops import sharding
 from tiledsched.ops.arguments import needs_gradients, odd_scale, unserved
 from tiledsched.ops.backward import gradients, undifferentiable
 from tiledsched.ops.fallback import attend_in_torch, computes_at_once, report
-from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
+from tiledsched.ops.features import FEATURE_SCHEMA, NO_FEATURES, AttentionFeatures
 from tiledsched.ops.plans import AttentionCall, cache, launch_attention, plan_key
 from tiledsched.serve.launch import has_tangent, is_transformed, launch_first
 from tiledsched.serve.plan import Plan
@@ -24,10 +24,7 @@ from tiledsched.serve.plan_cache import PlanCache, are_ordinary, lock
 
 NO_TANGENT = "forward-mode derivatives are asked for and the kernel has none"
 ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, str? causal=None, float? scale=None, SymInt window=0, float softcap=0.0, "
-    "Tensor? sinks=None, Tensor? key_starts=None, Tensor? key_lengths=None, Tensor? cu_seqlens_q=None, "
-    "Tensor? cu_seqlens_k=None, Tensor? block_table=None, SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, "
-    "SymInt window_right=0, bool? deterministic=None"
+    f"Tensor q, Tensor k, Tensor v, str? causal=None, float? scale=None, {FEATURE_SCHEMA}, bool? deterministic=None"
 )
 FEATURES = len(NO_FEATURES)
 _library = torch.library.Library("tiledsched", "FRAGMENT")

@@ -70,4 +70,4 @@ def gradient_scales(p: Problem, scale: float | None = None, cap: float | None = 
     Raises:
         ProblemError: a scale or cap that is not positive or not a normal float32.
     """
-    return *scales(p, scale, cap), default_scale(p) if scale is None else scale
+    return *scales(p, scale, cap), default_scale(p) if scale is None else float(scale)
