@@ -90,6 +90,13 @@ def grid(p: Problem, s: Schedule, device: Any) -> tuple[int]:
     return (resident_blocks(tiles, s, device) if s["PERSISTENT"] else tiles,)
 
 
+def row_coverage(p: Problem, s: Schedule) -> tuple[int, bool]:
+    """(columns of the tiles that together cover a row, whether a row is read once: its tiles are held, or it is one tile)."""
+    tile = s.number("TILE_COLUMNS")
+    covered = -(-p.columns // tile) * tile
+    return covered, bool(s["HOLD"]) or covered == tile
+
+
 class RowCost(Cost):
     """The time of a kernel that reads and writes rows of 16-bit elements."""
 
@@ -100,8 +107,7 @@ class RowCost(Cost):
         resident = facts.resident(spec.arch)
         slots = spec.sm_count * resident
         blocks = -(-p.rows // tile_rows)
-        covered = -(-p.columns // tile) * tile  # columns of the tiles that together cover a row
-        one_pass = bool(s["HOLD"]) or covered == tile
+        covered, one_pass = row_coverage(p, s)
 
         bytes_total = float(p.min_bytes)
         if not one_pass:  # read again, from the L2 cache as long as it holds what is under way

@@ -45,8 +45,7 @@ class RmsNormBackwardCost(StreamingCost):
     def work(self, p: Problem, s: Schedule) -> TileDemand:
         """A row that is not held is read again, and the part of dW with it, from the L2 cache for the most part."""
         rows, tile = s.number("TILE_ROWS"), s.number("TILE_COLUMNS")
-        covered = -(-p.columns // tile) * tile
-        held = bool(s["HOLD"]) or covered == tile
+        covered, held = row_schedules.row_coverage(p, s)
         parts = 8.0 * blocks(p, s) * p.columns
         return TileDemand(
             count=-(-p.rows // rows),
@@ -164,7 +163,7 @@ class RmsNormBackward(Kernel):
 
     @staticmethod
     def stand_in(p: Problem, numbers: Mapping[str, float]) -> Callable[..., Any]:
-        """The same by torch's functions."""
+        """The gradients of X and W, by elementary functions of torch."""
 
         def call(dOut: Any, X: Any, W: Any, dSum: Any = None) -> Any:
             x, gradient = X.float(), dOut.float()

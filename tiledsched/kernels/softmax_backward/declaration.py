@@ -25,8 +25,7 @@ class SoftmaxBackwardCost(StreamingCost):
     def work(self, p: Problem, s: Schedule) -> TileDemand:
         """A row that is not held is read again, from the L2 cache for the most part."""
         rows, tile = s.number("TILE_ROWS"), s.number("TILE_COLUMNS")
-        covered = -(-p.columns // tile) * tile
-        held = bool(s["HOLD"]) or covered == tile
+        covered, held = row_schedules.row_coverage(p, s)
         return TileDemand(
             count=-(-p.rows // rows),
             bytes=4.0 * rows * min(covered if held else tile, p.columns),
