@@ -99,7 +99,7 @@ def attention_backward_keys(
     SHARES: Int,
 ):
     """dK and dV, or the shares of every query head in them, and shares of dQ."""
-    const = tiles.Constants(
+    const = tiles.BackwardConstants(
         *(TILE_M, TILE_N, TILE_D, REST_D, TILE_V, REST_V, GROUP, EVEN, CAUSAL, BOTTOM_RIGHT, WINDOW, WINDOW_RIGHT),
         *(SOFTCAP, STARTS, LENGTHS, PACKED, LATENCY_Q, LATENCY_DO, TMA_LOADS, LOOP_SPLIT, BLOCK_ORDER, PERSISTENT),
         *(TRANSPOSED, AHEAD, DQ_LATE, DV_PLACE, DQ_TRANSPOSED, DELTA_FIRST, TOGETHER, ADDS, SHARES),
@@ -169,7 +169,7 @@ def attention_backward_queries(
     PERSISTENT: Bool,
 ):
     """dQ, for which a block goes over the keys."""
-    const = tiles.Constants(
+    const = tiles.BackwardConstants(
         *(TILE_M_DQ, TILE_N_DQ, TILE_D, REST_D, TILE_V, REST_V, GROUP, EVEN_DQ, CAUSAL, BOTTOM_RIGHT, WINDOW),
         *(WINDOW_RIGHT, SOFTCAP, STARTS, LENGTHS, PACKED, LATENCY_Q, LATENCY_DO, TMA_LOADS, LOOP_SPLIT),
         *(BLOCK_ORDER, PERSISTENT),

@@ -112,7 +112,7 @@ def passes_of(p: Problem, s: Schedule) -> list[Pass]:
     ]
 
 
-def held_registers(each: Pass, p: Problem, spec: ArchSpec, warps: int) -> float:
+def needed_registers(each: Pass, p: Problem, spec: ArchSpec, warps: int) -> float:
     """Registers of a thread that a step's tiles and the sums of a block take, without addresses and values of rows."""
     elements = 2.0 * each.block * each.step
     if spec.product_rows < TENSOR_MEMORY_ROWS:
@@ -136,7 +136,7 @@ class AttentionBackwardCost(Cost):
         warps = s.number("num_worker_warps") or WARPS_PER_GROUP
         threads = 32 * (warps + spec.producer_warps)
         passes = passes_of(p, s)
-        held = max(held_registers(each, p, spec, warps) for each in passes)
+        held = max(needed_registers(each, p, spec, warps) for each in passes)
         occupancy = max(1, s.number("occupancy"))
         registers = min(255, REGISTERS_PER_SM // (threads * occupancy) // 8 * 8)
         own = registers

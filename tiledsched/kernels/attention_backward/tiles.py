@@ -35,7 +35,7 @@ from tiledsched.kernels.attention.tiles import part_of
 
 
 @dataclass(frozen=True)
-class Constants:
+class BackwardConstants:
     """The compile-time constants of `compute_keys` and `compute_queries`."""
 
     TILE_M: int
