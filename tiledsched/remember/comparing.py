@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from tiledsched.checking.accuracy import Accuracy
 from tiledsched.core.arrays import RELATIVE_ERRORS
 from tiledsched.core.errors import Failure, FailureKind
-from tiledsched.measure.runner import Accuracy
 from tiledsched.remember.description import Request
 from tiledsched.remember.identity import address, is_array
 from tiledsched.remember.machine import CallProgram, SearchMachine

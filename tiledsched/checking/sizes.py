@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from tiledsched.core.cases import replaced, shrunk
@@ -40,8 +41,8 @@ class SizeFinder:
     space: SearchSpace
     base: Problem
     """A problem as its author names it."""
-    small: Problem = field(init=False)
-    """The smallest of its kind."""
+    smallest: Problem | None = None
+    """The smallest of its kind, where that is known."""
     stretch: dict[str, int] = field(default_factory=dict)
     """Size -> what to multiply it by, because an array is taken in parts, each of which is cut into tiles."""
     first: dict[str, int] = field(default_factory=dict)
@@ -50,8 +51,21 @@ class SizeFinder:
     kept: set[str] = field(default_factory=set)
     """Sizes known when the kernel is compiled that its tiles are as long as, so that they never come to more tiles."""
 
-    def __post_init__(self) -> None:
-        self.small = _smallest(self.kernel, self.base)
+    @cached_property
+    def small(self) -> Problem:
+        """The smallest problem of the kind."""
+        return self.smallest or _smallest(self.kernel, self.base)
+
+    def larger_for(self, s: Schedule) -> SizeFinder | None:
+        """A finder whose smallest problem is large enough for a schedule that cannot work for mine: with sizes of the problem as
+        its author names it, as few as possible; None where arrays would be too large."""
+        names = self.dims()
+        for count in range(1, len(names) + 1):
+            for some in itertools.combinations(names, count):
+                p = replaced(self.kernel, self.small, {name: self.base.values[name] for name in some})
+                if p is not None and not self.space.unworkable(s, p) and _size_of(self.kernel, p) <= MOST_ELEMENTS:
+                    return replace(self, smallest=p)
+        return None
 
     def dims(self) -> list[str]:
         """The sizes of the problem: those that are run-time numbers first."""

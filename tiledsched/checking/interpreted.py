@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from tiledsched.core.cases import CHECK_KINDS, Case, make_cases, output_specs
+from tiledsched.checking.errors import OutputErrors, case_errors, worst_error, wrong_result
+from tiledsched.checking.inputs import CHECK_KINDS, make_cases
+from tiledsched.core.cases import Case, output_specs
 from tiledsched.core.errors import DeclarationError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
@@ -16,7 +18,6 @@ from tiledsched.core.storage import storage_type
 from tiledsched.interpreter.launch import BlockOrder, SmallDevice, element_type, run_schedule
 from tiledsched.interpreter.uses import TileUses
 from tiledsched.interpreter.values import EndlessError, InterpreterError, ShapeError
-from tiledsched.measure.accuracy import OutputErrors, case_errors, worst_error, wrong_result
 
 FORWARD: BlockOrder = "forward"
 MOST_CALLS = 3_000_000
