@@ -132,7 +132,7 @@ def output_errors(
         tiles = slice(lines.start // tile[0], -(-lines.stop // tile[0]))
         errors[some, tiles] = found.get() if hasattr(found, "get") else found  # from the GPU, where it is there
         largest = max(largest, difference) if numpy.isfinite(difference) else float("inf")
-    limit = {RELATIVE: tolerance.relative, ABSOLUTE: tolerance.absolute, UNEQUAL: 0.0}[measure]
+    limit = {RELATIVE: tolerance.relative_of(spec.dtype), ABSOLUTE: tolerance.absolute, UNEQUAL: 0.0}[measure]
     return OutputErrors(output=spec.name, measure=measure, limit=limit, outer=outer, errors=errors, largest=largest)
 
 
@@ -239,7 +239,7 @@ def wrong_result(found: Sequence[OutputErrors], case: Case, when: str = "") -> F
     return None
 
 
-BEYOND = 2.5
+BEYOND = 5.0
 """An output is wrong, and not merely inaccurate, where its error is this many times what our own kernels may have."""
 
 

@@ -41,6 +41,11 @@ SIZES = (1024, 4096, 128, 16, 2)
 """Values of the sizes of a kernel that names no problem: the first that it allows."""
 LONG_KINDS = ("cancelling",)
 """Kinds of inputs, beside random ones, on sizes of many tiles: those whose sums are the larger the longer they are."""
+LONGEST_KINDS = ("offset",)
+"""Those on sizes of very many tiles."""
+STAGNANT = 520
+"""Tiles after which a sum in bfloat16 no longer grows: one of equal terms stays at 256 of them, because half a step of it is as
+large as a term."""
 LONGEST_LOOP = 16
 """The most blocks that share a size for which it is made twice as many tiles long."""
 
@@ -184,12 +189,17 @@ class _Check:
             yield row
         if not row.passed:
             return
-        others = [finder.sized(s, more, whole=True)] if first else []
+        others = [(finder.sized(s, more, whole=True), LONG_KINDS)] if first else []
         if new:
-            others += [self.long(finder, s, more, name) for name in row.tiles]
-        for other in others:
+            others += [(self.long(finder, s, more, name), LONG_KINDS) for name in row.tiles]
+        others += [
+            (longest, LONGEST_KINDS)
+            for name in (row.tiles if new else ())
+            if self.shared(finder, s, more, name) and (longest := finder.stretched(s, more, name, STAGNANT))
+        ]
+        for other, kinds in others:
             if (other, s) not in self.done and self.fits(other, s):
-                yield self.row(other, s, LONG_KINDS, finder)[0]
+                yield self.row(other, s, kinds, finder)[0]
 
     def long(self, finder: SizeFinder, s: Schedule, uses: TileUses, name: str) -> Problem:
         """The problem with one size so long that each of the blocks which share it has a loop of some steps.
@@ -199,11 +209,17 @@ class _Check:
         sides = {side for some in uses.places.values() for side in some}
         shares = [value for knob, value in s.items() if type(value) is int and knob not in HINT_KNOBS]
         share = max((value for value in shares if value <= LONGEST_LOOP and value not in sides), default=1)
-        one, two = (finder.sized(s, uses, long=name, tiles=tiles) for tiles in (4 * LONGEST_LOOP, 8 * LONGEST_LOOP))
-        with suppress(TiledschedError):
-            blocks = [math.prod(self.kernel.grids(each, s, self.device)[0]) for each in (one, two)]
-            share = max(share, blocks[0] if one != two and blocks[0] == blocks[1] else 1)
+        share = max(share, self.shared(finder, s, uses, name))
         return finder.sized(s, uses, long=name, tiles=2 * min(max(share, 2), LONGEST_LOOP) + 1)
+
+    def shared(self, finder: SizeFinder, s: Schedule, uses: TileUses, name: str) -> int:
+        """How many blocks walk along a size in loops, because their number does not grow with it; else 0."""
+        one, two = (finder.stretched(s, uses, name, tiles) for tiles in (4 * LONGEST_LOOP, 8 * LONGEST_LOOP))
+        with suppress(TiledschedError):
+            if one is not None and two is not None and one != two:
+                blocks = [math.prod(self.kernel.grids(each, s, self.device)[0]) for each in (one, two)]
+                return blocks[0] if blocks[0] == blocks[1] else 0
+        return 0
 
     def cut(self, finder: SizeFinder, p: Problem, name: str, s: Schedule, uses: TileUses) -> bool:
         """Whether a size is long enough for three tiles, so that parts of it must have been cut."""

@@ -99,6 +99,14 @@ class SizeFinder:
                 return made
         return found
 
+    def stretched(self, s: Schedule, uses: TileUses, name: str, tiles: int) -> Problem | None:
+        """The smallest problem, but with one size of many tiles; None where that is not allowed or its arrays are too large."""
+        for value in self.values(self.small, name, 0, s, uses, tiles=tiles):
+            made = self._made(self.small, {name: _listed(self.small.values[name], value)}, s)
+            if made is not None:
+                return made if _size_of(self.kernel, made) <= MOST_ELEMENTS // 2 else None
+        return None
+
     def values(
         self, p: Problem, name: str, turn: int, s: Schedule, uses: TileUses, *, whole: bool = False, tiles: int = 0
     ) -> list[int]:
