@@ -239,7 +239,7 @@ def wrong_result(found: Sequence[OutputErrors], case: Case, when: str = "") -> F
     return None
 
 
-BEYOND = 5.0
+BEYOND = 2.5
 """An output is wrong, and not merely inaccurate, where its error is this many times what our own kernels may have."""
 
 
