@@ -113,7 +113,7 @@ def difference(found: Any, right: Any) -> tuple[float, float]:
 
 
 def _rows(array: Any) -> tuple[Any, Any]:
-    """(numpy or cupy, the array there as float64, with its last axis as rows). Without CuPy, torch's arrays are copied to the host."""
+    """(numpy or cupy, the array there as float64, its last axis as rows). Without CuPy, torch's arrays are copied to the host."""
     wide = _wide(array)
     wide, xp = wide.reshape(-1, wide.shape[-1] if len(wide.shape) else 1), numpy
     if getattr(wide, "is_cuda", False) or hasattr(wide, "__cuda_array_interface__"):
