@@ -18,7 +18,7 @@ import numpy as np
 
 from tiledsched.interpreter.arithmetic import Operand, elementwise, flush
 from tiledsched.interpreter.registry import IMPLEMENTATIONS, innermost
-from tiledsched.interpreter.values import Tile, cast
+from tiledsched.interpreter.values import InterpreterError, Tile, cast
 
 Arithmetic = typing.Literal["rounded", "fused", "fused right", "flushed"]
 """How numbers are computed. A right kernel is right in each:
@@ -51,7 +51,7 @@ class Product(Tile):
 def implementations(arithmetic: Arithmetic) -> dict[Any, Callable[..., Any]]:
     """The functions that an arithmetic other than `"rounded"` computes in another way, as `IMPLEMENTATIONS` has them."""
     if arithmetic not in typing.get_args(Arithmetic):
-        raise ValueError(
+        raise InterpreterError(
             f"arithmetic is one of {', '.join(map(repr, typing.get_args(Arithmetic)))}, got {arithmetic!r}"
         )
     if arithmetic == "rounded":
