@@ -11,8 +11,10 @@ import cuda.tile as ct
 import ml_dtypes
 import numpy as np
 import pytest
-from lanes import LanesCrossEntropy
+from lanes import LOG2_E, LanesCrossEntropy
+from test_declaration import own_names  # noqa: F401  # what a test declares is known to that test alone
 
+import tiledsched as ts
 from tiledsched.core.registry import load_kernel
 from tiledsched.core.schedule import Schedule
 from tiledsched.interpreter import InterpreterError, run
@@ -294,6 +296,41 @@ def test_a_finite_stand_in_for_minus_infinity_is_found(vocabulary):
 
 def test_a_stand_in_that_is_never_scaled_is_right():
     assert verdict(LanesCrossEntropy, rows=3, columns=4096, dtype="bfloat16") == (True, "")
+
+
+@ct.kernel
+def scaled_there_and_back(X, Out, TILE: ct.Constant[int]):
+    row = ct.bid(0)
+    ct.store(Out, (row,), ct.load(X, (row,), (TILE,)) * 2.0**-130 * 2.0**100)
+
+
+@ct.kernel
+def lost_of_the_right_product(X, Out, TILE: ct.Constant[int]):
+    row = ct.bid(0)
+    x = ct.load(X, (row,), (TILE,))
+    huge = x * 0.0 + 1e38
+    ct.store(Out, (row,), x * 2.0**-30 + 0.0 * ct.exp2(huge * LOG2_E - huge * LOG2_E))
+
+
+@pytest.mark.parametrize(
+    ("tile_code", "arithmetic"), [(scaled_there_and_back, "flushed"), (lost_of_the_right_product, "fused right")]
+)
+def test_each_arithmetic_is_tried(tile_code, arithmetic):
+    class InEachArithmetic(ts.Kernel):
+        function = tile_code
+        rows = ts.dim()
+        X, Out = ts.array("rows", dtype="float32"), ts.out("rows", dtype="float32")
+        knobs = {"TILE": [32]}
+
+        def grid(p, s, device):
+            return (-(-p.rows // s["TILE"]),)
+
+        def reference(xp, X):
+            return X * 2.0**-30
+
+    right, _, message = check_schedule(InEachArithmetic, InEachArithmetic.problem(rows=70), Schedule(TILE=32))
+    assert not right
+    assert f"wrong in {arithmetic} arithmetic, right where each operation is rounded" in message
 
 
 def edited(stem, *edits, folder):

@@ -6,7 +6,6 @@ docs/interpreter.md says which products, and how that was seen.
 
 from __future__ import annotations
 
-import copy
 import functools
 import operator
 import typing
@@ -37,7 +36,7 @@ FLUSHED = ("add", "sub", "mul", "truediv", "pow", "minimum", "maximum", "exp", "
 class Product(Tile):
     """A rounded product that knows its factors, of its own type, and whether numbers near zero were taken for zero."""
 
-    factors: tuple[Any, Any]
+    factors: tuple[Any, ...]
     flush_to_zero: bool
 
     def may_fuse(self, first: Any, second: Any, flush_to_zero: bool) -> bool:
@@ -70,7 +69,7 @@ def multiply(x: Operand, y: Operand, /, *, rounding_mode: Any = None, flush_to_z
         return result
     product = Product(result.array, result.dtype)
     factors = cast(x, result.dtype), cast(y, result.dtype)
-    product.factors = (flush(factors[0]), flush(factors[1])) if flush_to_zero else factors
+    product.factors = tuple(map(flush, factors)) if flush_to_zero else factors
     product.flush_to_zero = flush_to_zero
     return product
 
@@ -102,8 +101,7 @@ def _flushing(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _flushed(value: Any) -> Any:
-    if not isinstance(value, Tile) or value.dtype != ct.float32:
-        return value
-    flushed = copy.copy(value)  # a product stays one
-    flushed.array = np.asarray(flush(value.array))
-    return flushed
+    """The same object, so that a product stays one, without numbers near zero."""
+    if isinstance(value, Tile) and value.dtype == ct.float32:
+        value.array = np.asarray(flush(value.array))
+    return value
