@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy
+
 import tiledsched.core.fields as ts
 from tiledsched.core.cost import LAUNCH_US
 from tiledsched.core.device import ArchSpec
@@ -64,7 +66,7 @@ class CrossEntropy(Kernel):
     Lse = ts.out("rows", dtype="float32")
     Highest = ts.workspace("SPLITS rows")
     Total = ts.workspace("SPLITS rows")
-    Sum = ts.workspace("SPLITS rows")
+    Below = ts.workspace("SPLITS rows")
     ignore_index = ts.scalar(IGNORED)
     smoothing = ts.scalar(lambda p: 0.1 if p.smoothed else 0.0)
 
@@ -136,13 +138,15 @@ class CrossEntropy(Kernel):
         if not Logits.shape[1]:  # the sum of nothing, and labels that are no column
             return xp.full(len(Logits), xp.nan), xp.full(len(Logits), -xp.inf)
         highest = Logits.max(-1, keepdims=True)
-        lse = (highest + xp.log(xp.exp(Logits - highest).sum(-1, keepdims=True)))[:, 0]
-        labels = Labels.astype("int64")
-        known = (labels >= 0) & (labels < Logits.shape[1])
-        target = xp.take_along_axis(Logits, xp.where(known, labels, 0)[:, None], 1)[:, 0]
-        loss = lse - (1.0 - smoothing) * target
+        with numpy.errstate(invalid="ignore"):  # rows whose largest logit is infinite
+            below = Logits - highest
+            log_total = xp.log(xp.exp(below).sum(-1))
+            labels = Labels.astype("int64")
+            known = (labels >= 0) & (labels < Logits.shape[1])
+            loss = log_total - (1.0 - smoothing) * xp.take_along_axis(below, xp.where(known, labels, 0)[:, None], 1)[:, 0]
         if smoothing:
-            loss = loss - smoothing * Logits.mean(-1)
+            loss = loss - smoothing * below.mean(-1)
+        lse = xp.where(xp.isinf(highest[:, 0]), highest[:, 0], highest[:, 0] + log_total)
         return xp.where(labels == ignore_index, 0.0, xp.where(known, loss, xp.nan)), lse
 
     @staticmethod
