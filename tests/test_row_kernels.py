@@ -262,6 +262,7 @@ MUTATIONS = {
     },
     "cross_entropy": {
         "maximum not kept": ("return higher, total, logits", "return highest, total, logits"),
+        "maximum of a group's first tile": ("largest = ct.maximum(largest, tiles[i])", "largest = largest"),
         "sum not rescaled": (
             "total = total * power(highest - higher)",
             "total = total + 0.0 * power(highest - higher)",
@@ -282,8 +283,8 @@ MUTATIONS = {
         "the lowest is above some logits": ("LOWEST = -3.4028234663852886e38", "LOWEST = -3.4e38"),
         "the loss is made of the log-sum-exp": ("(highest - target)\n", "(highest + log_total - target) - log_total\n"),
         "logits are scaled before they are subtracted": (
-            "power(tiles[i] - higher)",
-            "ct.exp2(tiles[i] * LOG2_E - higher * LOG2_E, flush_to_zero=True)",
+            "power(tiles[i].astype(ct.float32) - higher)",
+            "ct.exp2(tiles[i].astype(ct.float32) * LOG2_E - higher * LOG2_E, flush_to_zero=True)",
         ),
         "an infinite logit": ("highest < math.inf", "highest <= math.inf"),
         "logits are summed up from 0": ("ct.where(near > -math.inf, near, 0.0)", "0.0 * near"),

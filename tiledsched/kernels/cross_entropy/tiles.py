@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import cuda.tile as ct
 
-from tiledsched.kernels.rows import column_indices, column_tiles, load_rows
+from tiledsched.kernels.rows import column_indices, column_tiles, load_rows, load_tile
 
 Int = ct.Constant[int]
 Bool = ct.Constant[bool]
@@ -189,19 +189,20 @@ def read_rest(Logits, row, split, near, lanes, const):
 def add_group(Logits, row, first, count, last, near, lanes, const):
     """The lanes with `count` more tiles from the tile `first` on; the `last` ones may reach beyond the row."""
     highest, total, logits = lanes
-    tiles = tuple(load_rows(Logits, row, first + i, const) for i in ct.static_iter(range(count)))
+    tiles = tuple(load_tile(Logits, row, first + i, const) for i in ct.static_iter(range(count)))
     if const.SMOOTHED:
         for i in ct.static_iter(range(count)):
-            far = tiles[i] - near
+            far = tiles[i].astype(ct.float32) - near
             logits = logits + (within(far, 0.0, first + i, const) if last else far)
     if last:
         tiles = tuple(within(tiles[i], -math.inf, first + i, const) for i in ct.static_iter(range(count)))
-    higher = highest
-    for i in ct.static_iter(range(count)):
-        higher = ct.maximum(higher, tiles[i])
+    largest = tiles[0]  # in the type of the logits: of 16 bits, one instruction compares two pairs
+    for i in ct.static_iter(range(1, count)):
+        largest = ct.maximum(largest, tiles[i])
+    higher = ct.maximum(highest, largest.astype(ct.float32))
     total = total * power(highest - higher)
     for i in ct.static_iter(range(count)):
-        total = total + power(tiles[i] - higher)
+        total = total + power(tiles[i].astype(ct.float32) - higher)
     return higher, total, logits
 
 
