@@ -177,6 +177,18 @@ def test_rows_behind_the_last_packed_sequence_have_gradients_of_zero(knobs):
     check(AttentionBackward, p, fitting(p, knobs), inputs)
 
 
+def test_a_sink_above_all_scores_has_a_gradient():
+    """e**100 is no float32: a tile of rows that ends behind the last one must not multiply it with 0."""
+    p = make(seq_q=40, seq_k=44, head_dim=16, heads=2, sinks=True)
+    inputs = {
+        name: np.asarray(array, np.float32) for name, array in normal_inputs(np, np.random.default_rng(0), p).items()
+    }
+    inputs["Sinks"][:] = 100.0, 1.0
+    inputs |= outputs_of(np, p, inputs)
+    types = {spec.name: NUMPY[spec.dtype] for spec in p.declaration.arrays(p)}
+    check(AttentionBackward, p, fitting(p, {}), {name: array.astype(types[name]) for name, array in inputs.items()})
+
+
 def test_deterministic_problems_admit_no_atomic_adds():
     p = make(seq_q=4096, seq_k=4096, head_dim=128, heads=16, kv_heads=16, deterministic=True)
     assert SPACE.default(p)["structure"] != "atomic"

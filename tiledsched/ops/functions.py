@@ -321,6 +321,8 @@ def cross_entropy(
 ) -> Any:
     """The cross entropy of each row of logits with its label, `logsumexp(row) - row[label]`, in float32.
 
+    It is made of differences of logits: rows far from zero lose no digits.
+
     Args:
         logits: `[..., columns]` CUDA tensor, float16, bfloat16 or float32: classes are on the last axis.
         labels: `[...]`, int64 or int32. A label that is neither a column nor `ignore_index` makes its row's loss NaN.
