@@ -1,0 +1,364 @@
+"""The GPU suite: every kernel that ships, every program that the tables of sm_90 serve, by themselves and by transfer, on odd sizes
+against float64, and all tests that need a GPU.
+
+    python tests/gpu_suite.py build              the bundle of programs: needs the compiler and no GPU
+    python tests/gpu_suite.py run                the bundle, on the GPU: needs no compiler
+    python tests/gpu_suite.py all                build if there is no bundle, run, and run the tests marked `gpu`
+
+`all` and `run` append a row to docs/results/gpu_suite.csv once everything has run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import json
+import lzma
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [each for each in (str(ROOT), str(ROOT / "tests")) if each not in sys.path]
+
+import gpu_programs
+
+from tiledsched.core.errors import Failure
+from tiledsched.core.processes import child_environment, python_command
+from tiledsched.measure.gpu import WorkerDiedError, WorkerProcess
+
+RECORD = ROOT / "docs" / "results" / "gpu_suite.csv"
+HEAD = ("date", "commit", "compiler", "gpu", "driver", "programs", "cases", "failures", "tests", "tests_failed")
+HEAD += ("seconds", "kernels")
+START_S, BEGIN_S, LOAD_S, CHECK_S = 120.0, 60.0, 30.0, 30.0
+"""Seconds after which the process on the GPU is taken for hung."""
+TAIL = 25
+"""Lines of a failed test's output that are printed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came of a program on a problem."""
+
+    kernel: str
+    program: str
+    """Its fingerprint; what was called, where no program runs."""
+    problem: str
+    schedule: str
+    message: str
+    """What is wrong; empty where nothing is."""
+    seconds: float
+
+
+class Lane:
+    """A process on the GPU, which is started again when it dies."""
+
+    def __init__(self, codes: dict[str, bytes], command: Sequence[str] = python_command("gpu_worker")) -> None:
+        self.codes, self.command = codes, command
+        self.device: Any = None
+        self._worker: WorkerProcess | None = None
+
+    def start(self) -> WorkerProcess:
+        """The process, alive.
+
+        Raises:
+            SystemExit: the GPU cannot be used.
+        """
+        if self._worker is None or not self._worker.alive():
+            self.close()
+            self._worker = WorkerProcess(self.command)
+            answer = self._worker.answer(START_S, "start")
+            if isinstance(answer, Failure):
+                raise SystemExit(f"the GPU cannot be used: {answer.message}")
+            self.device = answer[0]
+        return self._worker
+
+    def ask(self, seconds: float, verb: str, *arguments: Any) -> Any:
+        """An answer; the death of the process is a Failure."""
+        try:
+            return self.start().ask(seconds, verb, *arguments)
+        except WorkerDiedError as error:
+            return error.failure
+
+    def outcomes(self, problem: Any, programs: Sequence[tuple[Any, Any]]) -> Iterator[Outcome]:
+        """What comes of each program on a problem. After a fault, the rest runs in another process."""
+        kernel, began = problem.declaration, None
+        for schedule, launch in programs:
+            started = time.perf_counter()
+            worker, answer = self.start(), None
+            if began is not worker:
+                answer, began = self.ask(BEGIN_S, "begin", kernel.locator(), problem, 1), worker
+            name = launch.fingerprint
+            if not isinstance(answer, Failure) and name not in worker.loaded:
+                answer = self.ask(LOAD_S, "load", name, self.codes[name])
+                worker.loaded.add(name)
+            if not isinstance(answer, Failure):
+                answer = self.ask(CHECK_S, "check", launch)
+            if isinstance(answer, Failure):
+                worker.loaded.discard(name)
+            message = f"{answer.kind}: {answer.message}" if isinstance(answer, Failure) else ""
+            seconds = time.perf_counter() - started
+            yield Outcome(
+                kernel=kernel.name,
+                program=name,
+                problem=str(problem),
+                schedule=schedule.short(),
+                message=message,
+                seconds=seconds,
+            )
+
+    def close(self) -> None:
+        """End the process."""
+        if self._worker is not None:
+            self._worker.kill()
+
+
+def run_cases(
+    bundle: dict[str, Any], lanes: int, seconds: float, command: Sequence[str] = ()
+) -> tuple[list[Outcome], Any]:
+    """Every program of a bundle on its problems, in several processes side by side, and the GPU. What does not run within so many
+    seconds is a failure.
+    """
+    waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    for case in bundle["cases"]:
+        waiting.put(case)
+    found: list[Outcome] = []
+    devices: list[Any] = []
+    ends = time.monotonic() + seconds
+
+    def work(_: int) -> None:
+        lane = Lane(bundle["codes"], command or python_command("gpu_worker"))
+        try:
+            while time.monotonic() < ends:
+                found.extend(lane.outcomes(*waiting.get_nowait()))
+                devices.append(lane.device)
+        except queue.Empty:
+            pass
+        finally:
+            lane.close()
+
+    with ThreadPoolExecutor(lanes) as pool:
+        list(pool.map(work, range(lanes)))
+    left = waiting.qsize()
+    if left:
+        raise SystemExit(f"{left} problems were left after {seconds:g} s; nothing is recorded")
+    return found, devices[0]
+
+
+def nothing_to_do(device: str) -> Iterator[tuple[str, str, Callable[[], Any]]]:
+    """Calls of the public operators on tensors of which a size is 0: kernel, the call in words, and the call. It returns tensors that
+    must be empty or zero, gradients among them.
+    """
+    import torch
+
+    import tiledsched as ts
+
+    half, wide = (torch.float16, torch.bfloat16), (torch.float16, torch.bfloat16, torch.float32)
+
+    def t(*shape: int, dtype: Any, grad: bool = False) -> Any:
+        return torch.ones(shape, device=device, dtype=dtype).requires_grad_(grad)
+
+    def with_gradients(call: Callable[..., Any], *given: Any) -> list[Any]:
+        outs = call(*given)
+        outs = list(outs) if isinstance(outs, tuple) else [outs]
+        return [*outs, *torch.autograd.grad(outs, given, [torch.ones_like(each) for each in outs])]
+
+    for d in half:
+        for shape in ((0, 64), (2, 0, 96)):
+            x, w = (shape, {"dtype": d}), t(shape[-1], dtype=d)
+            yield "softmax", f"{shape} {d}", lambda x=x: ts.softmax(t(*x[0], **x[1]))
+            yield "rms_norm", f"{shape} {d}", lambda x=x, w=w: ts.rms_norm(t(*x[0], **x[1]), w)
+            yield "layer_norm", f"{shape} {d}", lambda x=x, w=w: ts.layer_norm(t(*x[0], **x[1]), w, w)
+            yield "glu", f"{shape} {d}", lambda x=x: ts.swiglu(t(*x[0], **x[1]))
+            one = t(*shape, dtype=d, grad=True)
+            weight = t(shape[-1], dtype=d, grad=True)
+            yield "softmax_backward", f"{shape} {d}", lambda x=one: with_gradients(ts.softmax, x)
+            yield "rms_norm_backward", f"{shape} {d}", lambda x=one, w=weight: with_gradients(ts.rms_norm, x, w)
+        for m, n, k in ((0, 64, 32), (64, 0, 32), (64, 32, 0)):
+            yield "matmul", f"{m} {n} {k} {d}", lambda m=m, n=n, k=k, d=d: ts.matmul(t(m, k, dtype=d), t(k, n, dtype=d))
+        ends = torch.zeros(3, dtype=torch.int32, device=device)
+        yield (
+            "grouped_matmul",
+            f"{d}",
+            lambda d=d, e=ends: ts.grouped_matmul(t(0, 64, dtype=d), t(3, 64, 32, dtype=d), e),
+        )
+        for b, s in ((0, 5), (2, 0)):
+            for inplace, name in ((False, "rope"), (True, "rope_in_place")):
+                q, k, c = t(b, 4, s, 64, dtype=d), t(b, 2, s, 64, dtype=d), t(s, 32, dtype=d)
+                yield name, f"{b} {s} {d}", lambda q=q, k=k, c=c, i=inplace: ts.rope(q, k, c, c, inplace=i)
+        for b, rows, keys in ((0, 4, 4), (2, 0, 4), (2, 4, 0)):
+            q, k, v = (t(b, 2, each, 64, dtype=d, grad=True) for each in (rows, keys, keys))
+            yield (
+                "attention",
+                f"{b} {rows} {keys} {d}",
+                lambda q=q, k=k, v=v: ts.sdpa(q.detach(), k.detach(), v.detach()),
+            )
+            yield "attention_backward", f"{b} {rows} {keys} {d}", lambda q=q, k=k, v=v: with_gradients(ts.sdpa, q, k, v)
+    for d in wide:
+        labels = torch.zeros(0, dtype=torch.int64, device=device)
+        yield "cross_entropy", f"{d}", lambda d=d, y=labels: ts.cross_entropy(t(0, 50, dtype=d), y, reduction="none")
+    eight, one = torch.float8_e4m3fn, torch.ones((), device=device)
+    for m, n, k in ((0, 32, 32), (32, 32, 0)):
+        a, b = torch.zeros(m, k, device=device).to(eight), torch.zeros(n, k, device=device).to(eight).t()
+        yield "scaled_matmul", f"{m} {n} {k}", lambda a=a, b=b: ts.scaled_matmul(a, b, one, one)
+
+
+def run_empty(device: str = "cuda") -> list[Outcome]:
+    """What comes of calls with nothing to do."""
+    found = []
+    for kernel, words, call in nothing_to_do(device):
+        started, message = time.perf_counter(), ""
+        try:
+            results = call()
+            results = results if isinstance(results, (list, tuple)) else [results]
+            wrong = [tuple(each.shape) for each in results if each.numel() and bool((each != 0).any())]
+            message = f"results of shapes {wrong} are not zero" if wrong else ""
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+        seconds = time.perf_counter() - started
+        found.append(
+            Outcome(kernel=kernel, program="", problem=f"empty {words}", schedule="", message=message, seconds=seconds)
+        )
+    return found
+
+
+def gpu_tests() -> list[Path]:
+    """The files of tests that need a GPU."""
+    files = sorted((*ROOT.glob("tests/test_*.py"), *ROOT.glob("docs/studies/tests/test_*.py")))
+    return [path for path in files if "pytest.mark.gpu" in path.read_text() and path.stem != "test_gpu_suite"]
+
+
+def run_tests(out: Path) -> dict[str, bool]:
+    """Every file of tests that need a GPU in a process of its own, side by side; by file, whether it passed. What failed is printed."""
+
+    def run(path: Path) -> bool:
+        words = [sys.executable, "-m", "pytest", "-m", "gpu", "-rfs", "--tb=short", str(path)]
+        started = time.perf_counter()
+        with (out / f"{path.stem}.txt").open("w") as file:
+            code = subprocess.run(
+                words, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=child_environment()
+            ).returncode
+        lines = (out / f"{path.stem}.txt").read_text().splitlines()
+        print(f"{path.stem}: {lines[-1] if lines else 'no output'} ({time.perf_counter() - started:.0f} s)", flush=True)
+        if code:
+            print("\n".join(f"    {line}" for line in lines[-TAIL:]), flush=True)
+        return code == 0
+
+    files = gpu_tests()
+    with ThreadPoolExecutor(len(files)) as pool:
+        return dict(zip((path.stem for path in files), pool.map(run, files), strict=True))
+
+
+def table(found: Sequence[Outcome]) -> str:
+    """Programs, cases, failures and seconds of each kernel."""
+    lines = [f"{'kernel':20}{'programs':>9}{'cases':>7}{'failures':>10}{'seconds':>9}"]
+    for kernel in sorted({each.kernel for each in found}):
+        of = [each for each in found if each.kernel == kernel]
+        count, failed = len({each.program for each in of} - {""}), sum(bool(each.message) for each in of)
+        lines.append(f"{kernel:20}{count:9}{len(of):7}{failed:10}{sum(each.seconds for each in of):9.1f}")
+    return "\n".join(lines)
+
+
+def commit_here() -> str:
+    """The commit of this checkout; empty where there is none."""
+    done = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def record(path: Path, row: dict[str, Any]) -> None:
+    """Append a row to the record of runs."""
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, HEAD, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def run_suite(options: argparse.Namespace) -> int:
+    """Run the bundle and perhaps the tests, print what failed, and record the run."""
+    started = time.perf_counter()
+    bundle = pickle.loads(lzma.decompress(options.bundle.read_bytes()))
+    others = [name for name, digest in gpu_programs.hashes().items() if bundle["hashes"].get(name) != digest]
+    if others:
+        raise SystemExit(
+            f"{options.bundle} was built from other tile code or tables of {', '.join(others)}; build it again"
+        )
+    options.out.mkdir(parents=True, exist_ok=True)
+    found, device = run_cases(bundle, options.lanes, options.seconds)
+    words = [sys.executable, __file__, "empty"]
+    empty = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=child_environment())
+    if empty.returncode:
+        raise SystemExit(
+            f"calls with nothing to do ended with {empty.returncode}; nothing is recorded\n{empty.stderr[-2000:]}"
+        )
+    found += [Outcome(**each) for each in json.loads(empty.stdout.splitlines()[-1])]
+    failed = [each for each in found if each.message]
+    with (options.out / "failures.csv").open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("kernel", "program", "problem", "schedule", "message"))
+        writer.writerows((each.kernel, each.program, each.problem, each.schedule, each.message) for each in failed)
+    for each in failed[: 2 * TAIL]:
+        print(f"{each.kernel} {each.problem} {each.schedule}: {each.message}")
+    print(
+        f"{len(failed)} failures of {len(found)} cases, in {options.out / 'failures.csv'}; {time.perf_counter() - started:.0f} s"
+    )
+    tests = run_tests(options.out) if options.tests else {}
+    print(table(found))
+    seconds = round(time.perf_counter() - started)
+    row = {
+        "date": f"{datetime.date.today():%Y-%m-%d}",
+        "commit": commit_here() or bundle["commit"],
+        "compiler": bundle["compiler"],
+        "gpu": device.name,
+        "driver": device.driver,
+        "programs": len({each.program for each in found} - {""}),
+        "cases": len(found),
+        "failures": len(failed),
+        "tests": len(tests),
+        "tests_failed": sum(not passed for passed in tests.values()),
+        "seconds": seconds,
+        "kernels": " ".join(f"{name}={digest}" for name, digest in bundle["hashes"].items()),
+    }
+    print(f"{seconds} s; " + ", ".join(f"{name} {value}" for name, value in row.items() if name in HEAD[5:10]))
+    if options.tests:
+        record(options.record, row)
+    return int(bool(failed) or not all(tests.values()))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Build, run, or both."""
+    parser = argparse.ArgumentParser(prog="python tests/gpu_suite.py", description=__doc__.partition("\n\n")[0])
+    parser.add_argument("command", choices=("build", "run", "all", "empty"))
+    parser.add_argument("--bundle", type=Path, default=gpu_programs.BUNDLE, help="the bundle of programs")
+    parser.add_argument("--tests", choices=("yes", "no"), help="whether the tests marked gpu run, too (with all)")
+    parser.add_argument("--out", type=Path, default=gpu_programs.FOLDER / "out", help="a folder for what failed")
+    parser.add_argument("--record", type=Path, default=RECORD, help="the file that a row is appended to")
+    parser.add_argument("--kernels", default="", help="kernels to build, between commas (all)")
+    parser.add_argument("--jobs", type=int, help="compile processes (one for each CPU)")
+    parser.add_argument("--minutes", type=float, default=60.0, help="after which no more is built (60)")
+    parser.add_argument("--lanes", type=int, default=min(8, os.cpu_count() or 1), help="processes on the GPU (8)")
+    parser.add_argument("--seconds", type=float, default=300.0, help="within which all cases must have run (300)")
+    options = parser.parse_args(arguments)
+    options.tests = options.tests == "yes" if options.tests else options.command == "all"
+    if options.command == "empty":
+        print(json.dumps([vars(each) for each in run_empty()]))
+        return 0
+    if options.command == "build" or (options.command == "all" and not options.bundle.exists()):
+        gpu_programs.make_bundle(
+            options.bundle, [each for each in options.kernels.split(",") if each], options.jobs, options.minutes
+        )
+    return 0 if options.command == "build" else run_suite(options)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
