@@ -382,34 +382,45 @@ def instead_of(program: Program) -> list[Program]:
 def write(path: Path, wanted: Sequence[Program]) -> dict[str, int]:
     """Write the bundle of the programs that are built; gives the number of programs and cases.
 
-    The bundle is a compressed pickle: machine code by fingerprint, and for each problem how each of its programs is launched.
+    The bundle is compressed: a line of JSON that tells what it is, and a pickle of the machine code by fingerprint and, for each
+    problem, of how each of its programs is launched.
     """
     from tiledsched.build.cubin import read_artifact
     from tiledsched.measure.launch import launch_of
 
     codes: dict[str, bytes] = {}
     cases: dict[Problem, dict[str, Any]] = {}
+    left_out = 0
     for program in wanted:
         while not kept(program).exists() and program.alternatives:
             (program,) = instead_of(program)
         if not kept(program).exists():
+            left_out += 1
             continue
         artifact = read_artifact(lzma.decompress(kept(program).read_bytes()), ARCH)
         codes[artifact.fingerprint] = artifact.cubin
         for problem in dict.fromkeys((*program.problems, *sizes_of(program))):
             launch = launch_of(program.kernel, problem, program.schedule, arch_spec(ARCH), artifact.fingerprint)
             cases.setdefault(problem, {}).setdefault(artifact.fingerprint, (program.schedule, launch))
-    commit = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    contents = {
-        "compiler": compiler(),
-        "commit": commit.strip(),
-        "hashes": hashes(),
-        "codes": codes,
-        "cases": [(problem, list(of.values())) for problem, of in cases.items()],
-    }
+    git = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    about = {"compiler": compiler(), "commit": git.stdout.strip(), "kernels": hashes(), "left_out": left_out}
+    contents = {"codes": codes, "cases": [(problem, list(of.values())) for problem, of in cases.items()]}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(lzma.compress(pickle.dumps(contents), preset=6))
-    return {"programs": len(codes), "cases": sum(map(len, cases.values())), "bytes": path.stat().st_size}
+    path.write_bytes(lzma.compress(json.dumps(about).encode() + b"\n" + pickle.dumps(contents)))
+    counts = {"programs": len(codes), "cases": sum(map(len, cases.values())), "bytes": path.stat().st_size}
+    return counts | {"left_out": left_out}
+
+
+def read_about(path: Path) -> dict[str, Any]:
+    """What a bundle says of itself: compiler, commit, the hashes of kernels, and how many programs were not built."""
+    found: dict[str, Any] = json.loads(lzma.decompress(path.read_bytes()).partition(b"\n")[0])
+    return found
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The machine code and the cases of a bundle, which this checkout's own `build` wrote."""
+    found: dict[str, Any] = pickle.loads(lzma.decompress(path.read_bytes()).partition(b"\n")[2])
+    return found
 
 
 def make_bundle(path: Path = BUNDLE, names: Sequence[str] = (), jobs: int | None = None, minutes: float = 60.0) -> None:

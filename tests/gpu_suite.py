@@ -14,9 +14,7 @@ import argparse
 import csv
 import datetime
 import json
-import lzma
 import os
-import pickle
 import queue
 import subprocess
 import sys
@@ -284,15 +282,21 @@ def record(path: Path, row: dict[str, Any]) -> None:
         writer.writerow(row)
 
 
+def outdated(path: Path) -> list[str]:
+    """The kernels of which a bundle does not hold this checkout's tile code and table: all of them where there is none."""
+    built = gpu_programs.read_about(path)["kernels"] if path.is_file() else {}
+    return [name for name, digest in gpu_programs.hashes().items() if built.get(name) != digest]
+
+
 def run_suite(options: argparse.Namespace) -> int:
     """Run the bundle and perhaps the tests, print what failed, and record the run."""
-    started = time.perf_counter()
-    bundle = pickle.loads(lzma.decompress(options.bundle.read_bytes()))
-    others = [name for name, digest in gpu_programs.hashes().items() if bundle["hashes"].get(name) != digest]
+    started, others = time.perf_counter(), outdated(options.bundle)
     if others:
         raise SystemExit(
-            f"{options.bundle} was built from other tile code or tables of {', '.join(others)}; build it again"
+            f"{options.bundle} is not of this tile code and these tables of {', '.join(others)}; where the compiler is, run: "
+            "python tests/gpu_suite.py build"
         )
+    about, bundle = gpu_programs.read_about(options.bundle), gpu_programs.read(options.bundle)
     options.out.mkdir(parents=True, exist_ok=True)
     found, device = run_cases(bundle, options.lanes, options.seconds)
     words = [sys.executable, __file__, "empty"]
@@ -317,8 +321,8 @@ def run_suite(options: argparse.Namespace) -> int:
     seconds = round(time.perf_counter() - started)
     row = {
         "date": f"{datetime.date.today():%Y-%m-%d}",
-        "commit": commit_here() or bundle["commit"],
-        "compiler": bundle["compiler"],
+        "commit": commit_here() or about["commit"],
+        "compiler": about["compiler"],
         "gpu": device.name,
         "driver": device.driver,
         "programs": len({each.program for each in found} - {""}),
@@ -327,10 +331,12 @@ def run_suite(options: argparse.Namespace) -> int:
         "tests": len(tests),
         "tests_failed": sum(not passed for passed in tests.values()),
         "seconds": seconds,
-        "kernels": " ".join(f"{name}={digest}" for name, digest in bundle["hashes"].items()),
+        "kernels": " ".join(f"{name}={digest}" for name, digest in about["kernels"].items()),
     }
     print(f"{seconds} s; " + ", ".join(f"{name} {value}" for name, value in row.items() if name in HEAD[5:10]))
-    if options.tests:
+    if about["left_out"]:
+        print(f"not recorded: the bundle lacks {about['left_out']} programs that were not built")
+    elif options.tests:
         record(options.record, row)
     return int(bool(failed) or not all(tests.values()))
 
@@ -353,7 +359,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "empty":
         print(json.dumps([vars(each) for each in run_empty()]))
         return 0
-    if options.command == "build" or (options.command == "all" and not options.bundle.exists()):
+    if options.command == "build" or (
+        options.command == "all" and gpu_programs.compiler() and outdated(options.bundle)
+    ):
         gpu_programs.make_bundle(
             options.bundle, [each for each in options.kernels.split(",") if each], options.jobs, options.minutes
         )
