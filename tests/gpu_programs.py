@@ -127,14 +127,21 @@ TILED = {
     "seq_k": "tile_n",
 }
 """Run-time size -> the knob that is its tile."""
-COUNTED = {"batch": (1, 2, 3, 2, 1), "kv_heads": (2, 1, 1, 3, 1), "experts": (3, 1, 5, 2, 7)}
-"""Run-time sizes that no tile takes part of -> their values."""
-WAVE = {"rows": 132 * 16, "seq": 600, "m": 40, "tokens": 40}
-"""Run-time size -> tiles of it that are more than run at once, beside a few of the other sizes."""
-WAVE_BLOCKS = 600
-"""Blocks of attention that are more than run at once."""
+COUNTED = {
+    "window": (40, 1, 128, 7, 200),
+    "window_right": (9, 1, 64, 3, 20),
+    "packed": (3, 1, 2, 5, 4),
+    "batch": (1, 2, 3, 2, 1),
+    "kv_heads": (2, 1, 1, 3, 1),
+    "experts": (3, 1, 5, 2, 7),
+}
+"""Run-time sizes that no tile takes part of -> their values. Where one is 0, the problem does without it."""
+GROWING = ("batch", "rows", "tokens", "m")
+"""The first of these that a kernel has makes more blocks."""
+WAVE_BLOCKS = 140
+"""Blocks that are more than run at once on 132 SMs, times those that an SM holds."""
 MOST_ELEMENTS = 1 << 23
-"""Elements of all arrays of a problem."""
+"""Elements of all arrays of a problem; and a quarter of the scores of attention, which a reference holds in float64."""
 
 
 @dataclass(kw_only=True)
@@ -283,7 +290,8 @@ def programs(name: str) -> list[Program]:
 
 
 def elements_of(p: Problem) -> int:
-    return sum(math.prod(shape) for spec in p.declaration.arrays(p) for shape in spec.shapes)
+    scores = p.batch * p.heads * p.seq_q * p.seq_k // 4 if "seq_k" in p.values else 0
+    return max(scores, sum(math.prod(shape) for spec in p.declaration.arrays(p) for shape in spec.shapes))
 
 
 def sizes_of(program: Program) -> list[Problem]:
@@ -292,24 +300,26 @@ def sizes_of(program: Program) -> list[Problem]:
     """
     p, s, space = program.problem, program.schedule, space_for(ARCH, program.kernel)
     of, found = class_of(p, s), list[Problem]()
-    axes: dict[str, tuple[int, ...]] = {}
-    for name in p.values:
-        if name in TILED:
-            tile = s.number(TILED[name])
+    axes = {name: values for name, values in COUNTED.items() if p.values.get(name)}
+    for name, knob in TILED.items():
+        if name in p.values:
+            tile = s.number(knob)
             axes[name] = (tile + 1, 1, tile, max(1, tile - 1), 2 * tile + tile // 2 + 1)
-        elif name in COUNTED:
-            axes[name] = COUNTED[name]
     for turn in range(5):
         # Another step through the values for each size, so that the pairs of two sizes differ.
         wanted = {name: values[(turn * (1 + place % 4)) % 5] for place, (name, values) in enumerate(axes.items())}
         found.append(fitted(p, s, space, of, wanted))
-    few = {name: axes[name][4 if name in ("n", "seq_q") else 0] for name in axes}
-    waves = {name: s.number(TILED[name]) * tiles + 1 for name, tiles in WAVE.items() if name in axes}
-    if "kv_heads" in axes:
-        waves = {"batch": -(-WAVE_BLOCKS // (3 * int(p.group)))}
-        few["kv_heads"] = 1
-    found.append(fitted(p, s, space, of, few | waves))
-    return [each for each in dict.fromkeys(found) if elements_of(each) <= MOST_ELEMENTS]
+    grows, few = next(name for name in GROWING if name in axes), found[0]
+    more = fitted(few, s, space, of, {grows: 8 * few.values[grows]})
+    grids = zip(*(program.kernel.grids(each, s, arch_spec(ARCH)) for each in (few, more)), strict=True)
+    some, most = max((tuple(map(math.prod, each)) for each in grids), key=lambda each: each[1] - each[0])
+    each = (more.values[grows] - few.values[grows]) / max(1, most - some)  # of the size, for one block more
+    for held in (max(2, s.get("occupancy", 0)), 1):  # by an SM; the second where arrays of the first are too large
+        wave = fitted(few, s, space, of, {grows: few.values[grows] + math.ceil(WAVE_BLOCKS * held * each)})
+        if elements_of(wave) <= 2 * MOST_ELEMENTS:
+            break
+    fit = [each for each in dict.fromkeys((*found, wave)) if elements_of(each) <= MOST_ELEMENTS * (1 + (each == wave))]
+    return fit or [min(found, key=elements_of)]
 
 
 def fitted(p: Problem, s: Schedule, space: SearchSpace, of: str, wanted: Mapping[str, int]) -> Problem:
