@@ -412,13 +412,21 @@ def write(path: Path, wanted: Sequence[Program]) -> dict[str, int]:
         for problem in dict.fromkeys((*program.problems, *sizes_of(program))):
             launch = launch_of(program.kernel, problem, program.schedule, arch_spec(ARCH), artifact.fingerprint)
             cases.setdefault(problem, {}).setdefault(artifact.fingerprint, (program.schedule, launch))
-    git = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    about = {"compiler": compiler(), "commit": git.stdout.strip(), "kernels": hashes(), "left_out": left_out}
+    about = {"compiler": compiler(), "commit": commit(), "kernels": hashes(), "left_out": left_out}
     contents = {"codes": codes, "cases": [(problem, list(of.values())) for problem, of in cases.items()]}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(lzma.compress(json.dumps(about).encode() + b"\n" + pickle.dumps(contents)))
     counts = {"programs": len(codes), "cases": sum(map(len, cases.values())), "bytes": path.stat().st_size}
     return counts | {"left_out": left_out}
+
+
+def commit() -> str:
+    """The commit of this checkout; empty where there is none."""
+    words = ["git", "rev-parse", "--short=8", "HEAD"]
+    try:
+        return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:  # no git
+        return ""
 
 
 def read_about(path: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import itertools
 import json
 import os
 import queue
@@ -107,14 +108,13 @@ class Lane:
             if isinstance(answer, Failure):
                 worker.loaded.discard(name)
             message = f"{answer.kind}: {answer.message}" if isinstance(answer, Failure) else ""
-            seconds = time.perf_counter() - started
             yield Outcome(
                 kernel=kernel.name,
                 program=name,
                 problem=str(problem),
                 schedule=schedule.short(),
                 message=message,
-                seconds=seconds,
+                seconds=time.perf_counter() - started,
             )
 
     def close(self) -> None:
@@ -155,80 +155,54 @@ def run_cases(
     return found, devices[0]
 
 
-def nothing_to_do(device: str) -> Iterator[tuple[str, str, Callable[[], Any]]]:
-    """Calls of the public operators on tensors of which a size is 0: kernel, the call in words, and the call. It returns tensors that
-    must be empty or zero, gradients among them.
-    """
+def run_empty(device: str = "cuda") -> list[Outcome]:
+    """What comes of calls of the public operators on tensors of which a size is 0, and of their gradients: nothing, or zeros."""
     import torch
 
     import tiledsched as ts
 
-    half, wide = (torch.float16, torch.bfloat16), (torch.float16, torch.bfloat16, torch.float32)
-
-    def t(*shape: int, dtype: Any, grad: bool = False) -> Any:
-        return torch.ones(shape, device=device, dtype=dtype).requires_grad_(grad)
-
-    def with_gradients(call: Callable[..., Any], *given: Any) -> list[Any]:
-        outs = call(*given)
-        outs = list(outs) if isinstance(outs, tuple) else [outs]
-        return [*outs, *torch.autograd.grad(outs, given, [torch.ones_like(each) for each in outs])]
-
-    for d in half:
-        for shape in ((0, 64), (2, 0, 96)):
-            x, w = (shape, {"dtype": d}), t(shape[-1], dtype=d)
-            yield "softmax", f"{shape} {d}", lambda x=x: ts.softmax(t(*x[0], **x[1]))
-            yield "rms_norm", f"{shape} {d}", lambda x=x, w=w: ts.rms_norm(t(*x[0], **x[1]), w)
-            yield "layer_norm", f"{shape} {d}", lambda x=x, w=w: ts.layer_norm(t(*x[0], **x[1]), w, w)
-            yield "glu", f"{shape} {d}", lambda x=x: ts.swiglu(t(*x[0], **x[1]))
-            one = t(*shape, dtype=d, grad=True)
-            weight = t(shape[-1], dtype=d, grad=True)
-            yield "softmax_backward", f"{shape} {d}", lambda x=one: with_gradients(ts.softmax, x)
-            yield "rms_norm_backward", f"{shape} {d}", lambda x=one, w=weight: with_gradients(ts.rms_norm, x, w)
-        for m, n, k in ((0, 64, 32), (64, 0, 32), (64, 32, 0)):
-            yield "matmul", f"{m} {n} {k} {d}", lambda m=m, n=n, k=k, d=d: ts.matmul(t(m, k, dtype=d), t(k, n, dtype=d))
-        ends = torch.zeros(3, dtype=torch.int32, device=device)
-        yield (
-            "grouped_matmul",
-            f"{d}",
-            lambda d=d, e=ends: ts.grouped_matmul(t(0, 64, dtype=d), t(3, 64, 32, dtype=d), e),
-        )
-        for b, s in ((0, 5), (2, 0)):
-            for inplace, name in ((False, "rope"), (True, "rope_in_place")):
-                q, k, c = t(b, 4, s, 64, dtype=d), t(b, 2, s, 64, dtype=d), t(s, 32, dtype=d)
-                yield name, f"{b} {s} {d}", lambda q=q, k=k, c=c, i=inplace: ts.rope(q, k, c, c, inplace=i)
-        for b, rows, keys in ((0, 4, 4), (2, 0, 4), (2, 4, 0)):
-            q, k, v = (t(b, 2, each, 64, dtype=d, grad=True) for each in (rows, keys, keys))
-            yield (
-                "attention",
-                f"{b} {rows} {keys} {d}",
-                lambda q=q, k=k, v=v: ts.sdpa(q.detach(), k.detach(), v.detach()),
-            )
-            yield "attention_backward", f"{b} {rows} {keys} {d}", lambda q=q, k=k, v=v: with_gradients(ts.sdpa, q, k, v)
-    for d in wide:
-        labels = torch.zeros(0, dtype=torch.int64, device=device)
-        yield "cross_entropy", f"{d}", lambda d=d, y=labels: ts.cross_entropy(t(0, 50, dtype=d), y, reduction="none")
     eight, one = torch.float8_e4m3fn, torch.ones((), device=device)
-    for m, n, k in ((0, 32, 32), (32, 32, 0)):
-        a, b = torch.zeros(m, k, device=device).to(eight), torch.zeros(n, k, device=device).to(eight).t()
-        yield "scaled_matmul", f"{m} {n} {k}", lambda a=a, b=b: ts.scaled_matmul(a, b, one, one)
-
-
-def run_empty(device: str = "cuda") -> list[Outcome]:
-    """What comes of calls with nothing to do."""
+    labels = torch.zeros(0, dtype=torch.int64, device=device)
+    ends = torch.zeros(3, dtype=torch.int32, device=device)
+    row, attended = (
+        ((0, 64), (64,), (64,)),
+        [((b, 2, m, 64), (b, 2, n, 64)) for b, m, n in ((0, 4, 4), (2, 0, 4), (2, 4, 0))],
+    )
+    turned = [((b, 4, s, 64), (b, 2, s, 64), (s, 32)) for b, s in ((0, 5), (2, 0))]
+    calls: dict[str, tuple[Callable[..., Any], Any]] = {
+        "softmax": (ts.softmax, [row[:1], [(2, 0, 96)]]),
+        "rms_norm": (ts.rms_norm, [row[:2]]),
+        "layer_norm": (ts.layer_norm, [row, [(2, 0, 96), (96,)]]),
+        "glu": (ts.swiglu, [row[:1]]),
+        "matmul": (ts.matmul, [((m, k), (k, n)) for m, n, k in ((0, 64, 32), (64, 0, 32), (64, 32, 0))]),
+        "grouped_matmul": (lambda a, b: ts.grouped_matmul(a, b, ends), [((0, 64), (3, 64, 32))]),
+        "scaled_matmul": (
+            lambda a, b: ts.scaled_matmul(a.to(eight), b.to(eight).t(), one, one),
+            [((m, k), (32, k)) for m, k in ((0, 32), (32, 0))],
+        ),
+        "rope": (lambda q, k, c: ts.rope(q, k, c, c), turned),
+        "rope_in_place": (lambda q, k, c: ts.rope(q, k, c, c, inplace=True), turned),
+        "cross_entropy": (lambda x: ts.cross_entropy(x, labels, reduction="none"), [((0, 50),)]),
+        "attention": (lambda q, k: ts.sdpa(q, k, k), attended),
+    }
+    calls |= {f"{name}_backward": calls[name] for name in ("softmax", "rms_norm", "attention")}
     found = []
-    for kernel, words, call in nothing_to_do(device):
-        started, message = time.perf_counter(), ""
-        try:
-            results = call()
-            results = results if isinstance(results, (list, tuple)) else [results]
-            wrong = [tuple(each.shape) for each in results if each.numel() and bool((each != 0).any())]
-            message = f"results of shapes {wrong} are not zero" if wrong else ""
-        except Exception as error:
-            message = f"{type(error).__name__}: {error}"
-        seconds = time.perf_counter() - started
-        found.append(
-            Outcome(kernel=kernel, program="", problem=f"empty {words}", schedule="", message=message, seconds=seconds)
-        )
+    for dtype, (kernel, (call, cases)) in itertools.product((torch.float16, torch.bfloat16), calls.items()):
+        for shapes in cases:
+            started, message, gradients = time.perf_counter(), "", kernel.endswith("_backward")
+            given = [torch.ones(shape, device=device, dtype=dtype, requires_grad=gradients) for shape in shapes]
+            try:
+                made = call(*given)
+                made = made if isinstance(made, tuple) else (made,)
+                made += torch.autograd.grad(made, given, [torch.ones_like(each) for each in made]) if gradients else ()
+                wrong = [tuple(each.shape) for each in made if bool((each != 0).any())]
+                message = f"results of shapes {wrong} are not zero" if wrong else ""
+            except Exception as error:
+                message = f"{type(error).__name__}: {error}"
+            words, seconds = f"{shapes} {dtype}", time.perf_counter() - started
+            found.append(
+                Outcome(kernel=kernel, program="", problem=words, schedule="", message=message, seconds=seconds)
+            )
     return found
 
 
@@ -267,12 +241,6 @@ def table(found: Sequence[Outcome]) -> str:
         count, failed = len({each.program for each in of} - {""}), sum(bool(each.message) for each in of)
         lines.append(f"{kernel:20}{count:9}{len(of):7}{failed:10}{sum(each.seconds for each in of):9.1f}")
     return "\n".join(lines)
-
-
-def commit_here() -> str:
-    """The commit of this checkout; empty where there is none."""
-    done = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip()
 
 
 def record(path: Path, row: dict[str, Any]) -> None:
@@ -324,7 +292,7 @@ def run_suite(options: argparse.Namespace) -> int:
     seconds = round(time.perf_counter() - started)
     row = {
         "date": f"{datetime.date.today():%Y-%m-%d}",
-        "commit": commit_here() or about["commit"],
+        "commit": gpu_programs.commit() or about["commit"],
         "compiler": about["compiler"],
         "gpu": device.name,
         "driver": device.driver,
