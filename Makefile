@@ -34,7 +34,7 @@ tune: $(READY)
 test: $(VENV)/.test-ready
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
-# Builds the programs first where they are missing, which takes an hour on two cores and is kept in .gpu_suite/.
+# Builds the programs first where they are missing, which takes half an hour on two cores and is kept in .gpu_suite/.
 test-gpu: $(VENV)/.test-ready
 	$(BIN)/python tests/gpu_suite.py all
 

@@ -40,6 +40,8 @@ HEAD = ("date", "commit", "compiler", "gpu", "driver", "programs", "cases", "fai
 HEAD += ("seconds", "kernels")
 START_S, BEGIN_S, LOAD_S, CHECK_S = 120.0, 120.0, 30.0, 60.0
 """Seconds after which the process on the GPU is taken for hung. At first CuPy compiles what references take."""
+TESTS_S = 540.0
+"""Seconds after which a file of tests is given up."""
 TAIL = 25
 """Lines of a failed test's output that are printed."""
 
@@ -217,16 +219,21 @@ def run_tests(out: Path) -> dict[str, bool]:
 
     def run(path: Path) -> bool:
         words = [sys.executable, "-m", "pytest", "-m", "gpu", "-rfs", "--tb=short", str(path)]
-        started = time.perf_counter()
-        with (out / f"{path.stem}.txt").open("w") as file:
-            code = subprocess.run(
-                words, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=child_environment()
-            ).returncode
-        lines = (out / f"{path.stem}.txt").read_text().splitlines()
-        print(f"{path.stem}: {lines[-1] if lines else 'no output'} ({time.perf_counter() - started:.0f} s)", flush=True)
-        if code:
+        started, log = time.perf_counter(), out / f"{path.stem}.txt"
+        with (
+            log.open("w") as file,
+            subprocess.Popen(words, stdout=file, stderr=file, cwd=ROOT, env=child_environment()) as process,
+        ):
+            try:
+                passed = process.wait(TESTS_S) == 0
+            except subprocess.TimeoutExpired:
+                process.kill()
+                passed = False
+        lines = log.read_text().splitlines() or ["no output"]
+        print(f"{path.stem}: {lines[-1]} ({time.perf_counter() - started:.0f} s)", flush=True)
+        if not passed:
             print("\n".join(f"    {line}" for line in lines[-TAIL:]), flush=True)
-        return code == 0
+        return passed
 
     files = gpu_tests()
     with ThreadPoolExecutor(len(files)) as pool:
@@ -269,14 +276,23 @@ def run_suite(options: argparse.Namespace) -> int:
         )
     about, bundle = gpu_programs.read_about(options.bundle), gpu_programs.read(options.bundle)
     options.out.mkdir(parents=True, exist_ok=True)
-    found, device = run_cases(bundle, options.lanes, options.seconds)
     words = [sys.executable, __file__, "empty"]
-    empty = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=child_environment())
+    empty = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=child_environment()
+    )
+    found, device = run_cases(bundle, options.lanes, options.seconds)
+    said = empty.communicate()[0].strip().splitlines()
     if empty.returncode:
-        raise SystemExit(
-            f"calls with nothing to do ended with {empty.returncode}; nothing is recorded\n{empty.stderr[-2000:]}"
-        )
-    found += [Outcome(**each) for each in json.loads(empty.stdout.splitlines()[-1])]
+        raised = {
+            "program": "",
+            "problem": "calls with nothing to do",
+            "schedule": "",
+            "message": said[-1],
+            "seconds": 0.0,
+        }
+        found.append(Outcome(kernel="all", **raised))
+    else:
+        found += [Outcome(**each) for each in json.loads(said[-1])]
     failed = [each for each in found if each.message]
     with (options.out / "failures.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
