@@ -15,10 +15,10 @@ from lanes import LOG2_E, LanesCrossEntropy
 from test_declaration import own_names  # noqa: F401  # what a test declares is known to that test alone
 
 import tiledsched as ts
+from tiledsched.checking.interpreted import check_schedule
 from tiledsched.core.registry import load_kernel
 from tiledsched.core.schedule import Schedule
 from tiledsched.interpreter import InterpreterError, run
-from tiledsched.interpreter.checking import check_schedule
 
 COMBINED = (
     "ct.max(top, axis=1, keepdims=True), "
