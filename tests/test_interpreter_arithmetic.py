@@ -15,10 +15,10 @@ from lanes import LOG2_E, LanesCrossEntropy
 from test_declaration import own_names  # noqa: F401  # what a test declares is known to that test alone
 
 import tiledsched as ts
+from tiledsched.checking.interpreted import check_schedule
 from tiledsched.core.registry import load_kernel
 from tiledsched.core.schedule import Schedule
 from tiledsched.interpreter import InterpreterError, run
-from tiledsched.interpreter.checking import check_schedule
 
 COMBINED = (
     "ct.max(top, axis=1, keepdims=True), "
@@ -342,7 +342,7 @@ def right_where_fused(X, Out, TILE: ct.Constant[int]):
     [
         (scaled_there_and_back, "; wrong in flushed arithmetic, right where each operation is rounded"),
         (lost_of_the_right_product, "; wrong in fused right arithmetic, right where each operation is rounded"),
-        (right_where_fused, "wrong tiles of 2"),
+        (right_where_fused, "wrong tiles of 1"),
     ],
 )
 def test_each_arithmetic_is_tried(tile_code, ending):
