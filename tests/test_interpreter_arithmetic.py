@@ -338,14 +338,14 @@ def right_where_fused(X, Out, TILE: ct.Constant[int]):
 
 
 @pytest.mark.parametrize(
-    ("tile_code", "ending"),
+    ("tile_code", "words"),
     [
-        (scaled_there_and_back, "; wrong in flushed arithmetic, right where each operation is rounded"),
-        (lost_of_the_right_product, "; wrong in fused right arithmetic, right where each operation is rounded"),
-        (right_where_fused, "wrong tiles of 1"),
+        (scaled_there_and_back, "wrong in flushed arithmetic, right where each operation is rounded"),
+        (lost_of_the_right_product, "wrong in fused right arithmetic, right where each operation is rounded"),
+        (right_where_fused, "random inputs: .* wrong tiles of 1"),
     ],
 )
-def test_each_arithmetic_is_tried(tile_code, ending):
+def test_each_arithmetic_is_tried(tile_code, words):
     class InEachArithmetic(ts.Kernel):
         function = tile_code
         rows = ts.dim()
@@ -360,7 +360,7 @@ def test_each_arithmetic_is_tried(tile_code, ending):
 
     right, _, message = check_schedule(InEachArithmetic, InEachArithmetic.problem(rows=70), Schedule(TILE=32))
     assert not right
-    assert message.endswith(ending)
+    assert re.search(f"{words}$", message)
 
 
 def edited(stem, *edits, folder):
