@@ -1,0 +1,178 @@
+"""The GPU suite without a GPU: what it would run, how it goes on after faults, and whether its last run still says something."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import json
+import random
+import sys
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+
+import fake_worker
+import gpu_programs
+import gpu_suite
+import numpy
+import pytest
+from gpu_programs import ARCH, class_of, code_of, drawn, hashes, programs, sizes_of
+from tile_checks import check
+
+from tiledsched.core.device import arch_spec
+from tiledsched.core.registry import SHIPPED, kernel_named
+from tiledsched.core.space_files import space_for
+from tiledsched.kernels.attention import Attention
+from tiledsched.measure.launch import launch_of
+
+RUN = "on a machine with an H100 or H200: make test-gpu (its programs can be built elsewhere: python tests/gpu_suite.py build)"
+
+
+def test_the_last_run_was_of_this_tile_code_and_these_tables_and_found_nothing():
+    with gpu_suite.RECORD.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert rows, f"the GPU suite never ran; run {RUN}"
+    last = rows[-1]
+    ran = dict(each.split("=") for each in last["kernels"].split())
+    changed = [name for name, digest in hashes().items() if ran.get(name) != digest]
+    assert not changed, f"tile code or tables of {', '.join(changed)} changed since the GPU suite ran; run {RUN}"
+    assert (last["failures"], last["tests_failed"]) == ("0", "0"), f"the GPU suite failed last; mend it, and run {RUN}"
+    assert int(last["cases"]) >= 2000
+
+
+def hash_of(source: str) -> str:
+    return code_of(ast.parse(textwrap.dedent(source)))
+
+
+def test_only_what_the_compiler_sees_counts():
+    plain = hash_of("def tile(x):\n    return x + 1")
+    assert plain == hash_of(
+        '"""A module."""\ndef tile(x):  # a comment\n    "A docstring."\n    return (x\n        + 1)'
+    )
+    assert plain != hash_of("def tile(x):\n    return x + 2")
+    known = gpu_programs.tile_code(Path(gpu_programs.PACKAGE) / "kernels" / "softmax" / "tiles.py")
+    assert [path.name for path in known[1]] == ["rows.py"]  # whose code is the kernel's, too
+    assert len(set(hashes().values())) == len(SHIPPED)
+
+
+@pytest.fixture(scope="module")
+def served():
+    return {name: programs(name) for name in SHIPPED}
+
+
+def test_every_kernel_is_run_on_odd_sizes(served):
+    """Of some programs of each kernel the sizes, from which the number of all follows."""
+    total = 0
+    for name, found in served.items():
+        some = random.Random(name).sample(found, 4)
+        counts = []
+        for program in some:
+            space, of = space_for(ARCH, program.kernel), class_of(program.problem, program.schedule)
+            problems = sizes_of(program)
+            counts.append(len(problems))
+            for problem in problems:
+                assert class_of(problem, program.schedule) == of
+                assert not space.unworkable(program.schedule, problem)
+        assert sum(counts) >= 2 * len(some), name
+        total += len(found) * sum(counts) / len(some)
+    assert total > 2500
+    assert sum(map(len, served.values())) > 700
+
+
+def test_sizes_are_around_a_tile_and_more_than_a_wave(served):
+    program = next(
+        each for each in served["matmul"] if each.schedule["TILE_M"] == 128 and each.problem.a_layout == "row"
+    )
+    sizes = {problem.m for problem in sizes_of(program)}
+    assert {1, 127, 128, 129} < sizes
+    assert max(sizes) > 5000
+    rows = {problem.rows for problem in sizes_of(served["rms_norm"][0])}
+    assert {1, 2} < rows
+
+
+def test_drawn_problems_hold_all_pairs_of_values():
+    found = drawn(kernel_named("cross_entropy"))
+    pairs = {(each.columns, each.dtype) for each in found}
+    assert len(pairs) == 21
+    assert {each.smoothed for each in found} == {True, False}
+
+
+@pytest.mark.parametrize("name", ["softmax", "rms_norm_backward"])
+def test_some_combinations_are_right_in_the_interpreter(served, name):
+    """The same schedules and problems as on the GPU: an untuned narrow one, and rows around a tile."""
+    some = sorted(served[name], key=lambda each: each.problem.columns)[:8:4]
+    for program in some:
+        for problem in [each for each in sizes_of(program) if each.rows <= 16][:3]:
+            check(program.kernel, problem, program.schedule)
+
+
+def test_faults_cost_one_case_each():
+    """On a made-up GPU: a wrong result, a fault that ends the process, and a program that would hang come out as failures, and the
+    other programs run.
+    """
+    first, second = (Attention.problem(seq_q=8, seq_k=8, head_dim=16, dtype=dtype) for dtype in ("float16", "bfloat16"))
+    acts = {"one": {}, "two": {"check": "wrong"}, "three": {"check": "illegal"}, "four": {"load": "crash"}, "five": {}}
+    schedule = space_for(ARCH, Attention).default(first)
+    cases = [
+        (p, [(schedule, launch_of(Attention, p, schedule, arch_spec(ARCH), name)) for name in names])
+        for p, names in ((first, acts), (second, ("five", "two")))
+    ]
+    bundle = {"codes": {name: fake_worker.cubin(**act) for name, act in acts.items()}, "cases": cases}
+    command = (sys.executable, fake_worker.__file__, "ready")
+    found, device = gpu_suite.run_cases(bundle, 1, 60.0, command)
+    assert device.name == "Made-up GPU"
+    assert [each.program for each in found] == [*acts, "five", "two"]
+    kinds = [each.message.partition(":")[0] for each in found]
+    assert kinds == ["", "wrong_result", "illegal_address", "worker_killed", "", "", "wrong_result"]
+    lines = gpu_suite.table(found).splitlines()
+    assert lines[-1].split()[:4] == ["attention", "5", "7", "4"]
+    with pytest.raises(SystemExit, match="problems were left"):
+        gpu_suite.run_cases(bundle, 1, 0.0, command)
+
+
+@pytest.fixture
+def worker_on_numpy(monkeypatch):
+    """The module of the measuring process, with NumPy for CuPy."""
+    before = set(sys.modules)
+    monkeypatch.setitem(sys.modules, "cupy", numpy)
+    import gpu_worker
+
+    yield gpu_worker
+    for name in ("gpu_worker", "tiledsched.measure.worker"):
+        if name not in before:
+            sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_writing_beside_an_output_is_found(worker_on_numpy, monkeypatch, swapped):
+    state = SimpleNamespace(guards={})
+    array = numpy.zeros((3, 5), numpy.float16)
+    made = worker_on_numpy.guarded(state, "Out[0]", array.T if swapped else array)
+    assert (made.shape, made.strides) == (
+        (array.T if swapped else array).shape,
+        (array.T if swapped else array).strides,
+    )
+    monkeypatch.setattr(worker_on_numpy.worker, "check", lambda state, launch: "right")
+    assert worker_on_numpy.check(state, None) == "right"
+    state.guards["Out[0]"][1][0] = 0
+    assert worker_on_numpy.check(state, None).message == "0 bytes before Out[0] were written, and 1 behind it"
+    assert worker_on_numpy.check(state, None) == "right"
+
+
+def test_calls_with_nothing_to_do_give_nothing(launches, monkeypatch, quiet):
+    monkeypatch.setenv("TILEDSCHED_FALLBACK", "torch")
+    found = gpu_suite.run_empty("cpu")
+    assert [each for each in found if each.message] == []
+    assert {each.kernel for each in found} == set(SHIPPED)
+    assert json.dumps([vars(each) for each in found])
+
+
+def test_a_run_is_recorded(tmp_path):
+    path = tmp_path / "runs.csv"
+    for cases in (3, 4):
+        gpu_suite.record(path, dict.fromkeys(gpu_suite.HEAD, "x") | {"cases": cases})
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["cases"] for row in rows] == ["3", "4"]
+    assert tuple(rows[0]) == gpu_suite.HEAD
+    assert {path.stem for path in gpu_suite.gpu_tests()} > {"test_gpu", "test_gpu_backward", "test_repeatability"}
