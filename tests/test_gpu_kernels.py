@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from gradient_schedules import SPACE, fitting
 from sample_kernels import (
     KERNELS,
     Accumulate,
@@ -146,16 +145,14 @@ def test_attention_is_measured_as_any_other(begin, changes):
     assert_right(runner, made)
 
 
-@pytest.mark.parametrize("structure", ["atomic", "two_pass", "ordered"])
+@pytest.mark.parametrize("structure", ["atomic", "two_pass"])
 def test_attentions_gradients(begin, structure):
-    """Every small problem; the sums of two structures are the same in every launch."""
-    knobs = {"structure": structure, **({"shares": 2} if structure == "ordered" else {})}
+    """Every small problem; the sums of two passes are the same in every launch."""
+    space = space_for("sm_90", AttentionBackward)
     for problem in AttentionBackward.small():
         problem = problem.replace(deterministic=structure != "atomic")
         runner = begin(AttentionBackward, problem)
-        # A search leaves sums in order out, so that the space has no default with them.
-        ordered = structure == "ordered"
-        schedule = fitting(problem, knobs) if ordered else SPACE.default(problem, pinned=knobs)
+        schedule = space.default(problem, pinned={"structure": structure})
         made = compile_schedule(AttentionBackward, problem, schedule, runner.device.arch)
         checked = runner.check(Candidate(schedule=schedule, artifact=made))
         assert isinstance(checked, Checked), (problem, checked)

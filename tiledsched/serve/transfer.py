@@ -184,7 +184,8 @@ def candidate_losses(entry: Entry, problem: Problem, space: SearchSpace) -> dict
 
 
 def repaired(schedule: Schedule, problem: Problem, space: SearchSpace) -> Schedule | None:
-    """A schedule that obeys the constraints, with as few knobs as possible moved towards their defaults; None where that fails.
+    """A schedule that obeys the constraints, with as few knobs as possible moved towards their defaults; None where that fails,
+    or where it has a knob or a word for one that the space has not, such as those of an earlier version.
 
     A broken constraint is repaired by moving one of the knobs that it reads, structure before tiles, else all of them. A number
     moves no further than it must: 16 shares of the keys may become 8.
@@ -194,7 +195,9 @@ def repaired(schedule: Schedule, problem: Problem, space: SearchSpace) -> Schedu
         chosen = values | dict(schedule)
         broken = next((each for each in space.needed if not each.holds(chosen)), None)
         if broken is None:
-            return schedule
+            words = {name: value for name, value in schedule.items() if isinstance(value, str)}
+            known = all(value in space.knobs[name].choices for name, value in words.items() if name in space.knobs)
+            return schedule if known and schedule.keys() == space.knobs.keys() else None
         changed = {
             name: knob.default
             for name, knob in reversed(list(space.knobs.items()))

@@ -39,7 +39,7 @@ SINK_ROWS = 1024
 """Rows that a step of the sinks' launch takes."""
 PRODUCT_ORDERS = ("dv_dk_dq", "dk_dv_dq", "dk_dq_dv", "dq_late")
 """The place of dV in the first three is the number that the kernel is given."""
-STRUCTURES = ("atomic", "two_pass", "ordered")
+STRUCTURES = ("atomic", "two_pass")
 """What makes dQ: see :mod:`tiles`."""
 
 
@@ -103,9 +103,7 @@ class AttentionBackward(Kernel):
 
     knobs = {
         "structure": ts.knob(
-            STRUCTURES,
-            about="what makes dQ: adds to one array in any order, a launch of its own, or adds in order to arrays of shares",
-            weight=5.0,
+            STRUCTURES, about="what makes dQ: adds to one array in any order, or a launch of its own", weight=5.0
         ),
         "tile_m": ts.knob((64, 128, 32, 16), about="query rows per step of the launch for dK and dV", weight=1.0),
         "tile_n": ts.knob((128, 64, 32, 16), about="keys per block of the launch for dK and dV", weight=1.0),
@@ -113,9 +111,6 @@ class AttentionBackward(Kernel):
         "tile_n_dq": ts.knob((64, 128, 32, 16), about="keys per step of the launch for dQ", weight=0.4),
         "num_worker_warps": ts.knob((8, 4), about="warps that compute", weight=1.0),
         "occupancy": ts.knob((1, 2, 0), about="blocks an SM should hold; 0 leaves it to the compiler", weight=0.4),
-        "shares": ts.knob(
-            (1, 2, 4, 8, 16), about="blocks that have the keys of a head in ordered sums of dQ", weight=0.4
-        ),
         "scores_transposed": ts.knob(
             (True, False),
             about="make scores with a row for each key, which dK and dV multiply from registers",
@@ -166,11 +161,6 @@ class AttentionBackward(Kernel):
         "not deterministic or structure != 'atomic'": "atomic adds arrive in any order, so that dQ differs in its last bits",
         "structure == 'two_pass' or (tile_m_dq == 64 and tile_n_dq == 64)": "only a launch of its own has tiles of its own",
         "not scores_ahead or packed == 0": "a sequence may have no rows to make scores ahead of",
-        "structure == 'ordered' or shares == 1": "only ordered sums of dQ divide the keys among blocks",
-        "structure != 'ordered' or not persistent": "a block of ordered sums takes one tile after the other as it is",
-        "shares == 1 or shares // 2 * batch * (heads if group_heads == 'apart' else kv_heads) < sm_count": (
-            "more blocks than fill the GPU twice only take memory"
-        ),
         "product_order != 'dq_late' or (structure != 'two_pass' and not scores_ahead)": (
             "a step hands on its own gradients or the next scores, and two passes add nothing"
         ),
@@ -207,7 +197,6 @@ class AttentionBackward(Kernel):
         "structure != 'two_pass' or (tile_m_dq >= tile_n and tile_m_dq >= 64 and tile_n_dq == tile_m)": (
             "the launch for dQ holds half as many sums: its blocks are at least as large, and its steps equal"
         ),
-        "structure != 'ordered'": "sums in order spill up to 792 bytes on the H200, and two passes are 1.2 to 18 times as fast",
         "block_order != 'reversed'": "the blocks with the longest loops start first",
         "block_order == 'natural' or causal": "the order is tried where blocks differ in length",
         "not persistent": "blocks that go on to another tile spilled up to 1216 bytes on the H200, or were slower",
@@ -235,12 +224,12 @@ class AttentionBackward(Kernel):
         "product_order": "dk_dv_dq",
         "scores_ahead": False,
         "scores_transposed": True,
-        "shares": 1,
         "tile_m_dq": 64,
         "tile_n_dq": 64,
         "tma_loads": True,
     }
 
+    former_knobs = {"shares": (1,)}
     planning_rivals = ("torch_cudnn",)
     compiled_rivals = ("flash_attention_4",)
     canonical = staticmethod(problem.canonical)
@@ -293,9 +282,7 @@ class AttentionBackward(Kernel):
             "DQ_TRANSPOSED": bool(s["dq_transposed"]),
             "DELTA_FIRST": bool(s["delta_first"]),
             "ADDS": s["structure"] != "two_pass",
-            "SHARES": s.number("shares") if s["structure"] == "ordered" else 0,
             "DLSE": p.dlse,
-            "DQ_ARRAYS": dq_arrays(s),
         }
 
     @staticmethod
@@ -307,12 +294,7 @@ class AttentionBackward(Kernel):
         heads = p.heads if apart else p.kv_heads
         found: list[tuple[Callable[..., None], tuple[int]]] = [
             (entries.attention_backward_rows, (p.batch * p.heads * (padded_rows(p, s) // rows),)),
-            (
-                entries.attention_backward_keys,
-                (p.batch * heads * s.number("shares"),)
-                if s["structure"] == "ordered"
-                else blocks(p.seq_k, s.number("tile_n"), p.batch * heads, p, s, device),
-            ),
+            (entries.attention_backward_keys, blocks(p.seq_k, s.number("tile_n"), p.batch * heads, p, s, device)),
         ]
         if s["structure"] == "two_pass":
             grid = blocks(p.seq_q, s.number("tile_m_dq"), p.batch * p.heads, p, s, device)
@@ -437,20 +419,15 @@ def rows_at_once(p: Problem, s: Schedule) -> int:
 
 
 def dq_sum_shape(p: Problem, s: Schedule) -> tuple[int, ...]:
-    """Shape of the arrays that shares of dQ are added to, which for each entry of the batch lie one behind the other."""
+    """Shape of the array that shares of dQ are added to."""
     if s["structure"] == "two_pass":
         return (1, 1, 1, 1)
-    return (p.batch * dq_arrays(s), p.heads, padded_rows(p, s), int(p.tile_d))
+    return (p.batch, p.heads, padded_rows(p, s), int(p.tile_d))
 
 
 def part_shape(p: Problem, s: Schedule, columns: int) -> tuple[int, ...]:
     """Shape of the array that holds the shares of every query head in dK or dV, where a later launch adds them up."""
     return (p.batch, p.heads, p.seq_k, columns) if s["group_heads"] == "apart" else (1, 1, 1, 1)
-
-
-def dq_arrays(s: Schedule) -> int:
-    """Arrays that shares of dQ are added to."""
-    return 0 if s["structure"] == "two_pass" else s.number("shares")
 
 
 def blocks(rows: int, tile: int, heads: int, p: Problem, s: Schedule, device: Any) -> tuple[int]:

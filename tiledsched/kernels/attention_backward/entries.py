@@ -38,11 +38,11 @@ def attention_backward_rows(
     DQ_COLUMNS: Int,
     DLSE: Bool,
     PACKED: Bool,
-    DQ_ARRAYS: Int,
+    ADDS: Bool,
 ):
-    """Delta and LseLog2 of the query rows, and zeros in the arrays of dQSum."""
+    """Delta and LseLog2 of the query rows, and with ADDS zeros in dQSum."""
     dlse, offsets = dLse if DLSE else None, CuQ if PACKED else None
-    rows.prepare_rows(Out, dOut, Lse, dlse, offsets, LseLog2, Delta, dQSum, ROWS, TILE_V_WHOLE, DQ_COLUMNS, DQ_ARRAYS)
+    rows.prepare_rows(Out, dOut, Lse, dlse, offsets, LseLog2, Delta, dQSum, ROWS, TILE_V_WHOLE, DQ_COLUMNS, ADDS)
 
 
 def attention_backward_keys(
@@ -96,13 +96,12 @@ def attention_backward_keys(
     DELTA_FIRST: Bool,
     TOGETHER: Bool,
     ADDS: Bool,
-    SHARES: Int,
 ):
     """dK and dV, or the shares of every query head in them, and shares of dQ."""
     const = tiles.BackwardConstants(
         *(TILE_M, TILE_N, TILE_D, REST_D, TILE_V, REST_V, GROUP, EVEN, CAUSAL, BOTTOM_RIGHT, WINDOW, WINDOW_RIGHT),
         *(SOFTCAP, STARTS, LENGTHS, PACKED, LATENCY_Q, LATENCY_DO, TMA_LOADS, LOOP_SPLIT, BLOCK_ORDER, PERSISTENT),
-        *(TRANSPOSED, AHEAD, DQ_LATE, DV_PLACE, DQ_TRANSPOSED, DELTA_FIRST, TOGETHER, ADDS, SHARES),
+        *(TRANSPOSED, AHEAD, DQ_LATE, DV_PLACE, DQ_TRANSPOSED, DELTA_FIRST, TOGETHER, ADDS),
     )
     features = Features(None, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK)
     dk, dv = (dK, dV) if TOGETHER else (dKParts, dVParts)
@@ -123,9 +122,9 @@ def attention_backward_groups(
     rows.sum_groups(dKParts, dVParts, dK, dV, ROWS, TILE_D_WHOLE, TILE_V_WHOLE, GROUP)
 
 
-def attention_backward_store(dQSum: HeadArray, dQ: HeadArray, scale, ROWS: Int, DQ_COLUMNS: Int, DQ_ARRAYS: Int):
-    """dQ from the sums of its shares."""
-    rows.store_queries(dQSum, dQ, scale, ROWS, DQ_COLUMNS, DQ_ARRAYS)
+def attention_backward_store(dQSum: HeadArray, dQ: HeadArray, scale, ROWS: Int, DQ_COLUMNS: Int):
+    """dQ from its sums."""
+    rows.store_queries(dQSum, dQ, scale, ROWS, DQ_COLUMNS)
 
 
 def attention_backward_queries(

@@ -1,7 +1,7 @@
 """Estimated time of a backward pass that was never run. Only the order of its estimates is meant to be used.
 
 The gradients take five matrix products for each tile of scores: the scores again, dP = dO V^T, and what is added to dV, dK and
-dQ. One pass over the keys makes all five, and adds dQ to memory, in any order (atomically) or in a fixed one. Two passes make
+dQ. One pass over the keys makes all five, and adds dQ to memory, in any order (atomically). Two passes make
 seven, because each makes the scores and dP for itself, and need no such sums.
 
 A pass is modelled as forward's is (`tiledsched.kernels.attention.model`): a step of a block has a part on the tensor cores, one
@@ -34,7 +34,6 @@ from tiledsched.kernels.attention.model import (
     SWIZZLE_PAIRS,
     WARPGROUP_ROWS,
     busy_steps,
-    tile_steps,
 )
 
 SUM_BYTES = 4
@@ -169,7 +168,7 @@ def estimate_us(p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -
     for each in passes_of(p, s):
         total += NEXT_LAUNCH_US + _pass_us(p, s, each, facts, spec, rate)
         if each.summed:  # zeros before the sums, and what rounds them
-            moved = rows * each.summed * (2 * SUM_BYTES * s.number("shares") + p.element_bytes)
+            moved = rows * each.summed * (2 * SUM_BYTES + p.element_bytes)
             total += NEXT_LAUNCH_US + moved / rate
     if s["group_heads"] == "apart":  # sums for every query head are written and read again
         total += NEXT_LAUNCH_US + 2 * SUM_BYTES * keys * (p.tile_d + p.tile_v) / rate
@@ -209,23 +208,11 @@ def _pass_us(p: Problem, s: Schedule, each: Pass, facts: ResourceFacts, spec: Ar
         "order": ORDERS.get((each.over_keys, order), order),
         "window": p.window + p.window_right if p.window else 0,
     }
-    if s["structure"] == "ordered":  # each block has its share of a head's tiles, and all have about the same work
-        shares, alone = s.number("shares"), placed | {"heads": 1}
-        steps = float(tile_steps(**alone).sum()) + blocks / heads * extra
-        placed |= {
-            "rows": 1,
-            "step_n": 1,
-            "seq_q": shares,
-            "seq_k": max(1, round(steps / shares)),
-            "causal": False,
-            "window": 0,
-        }
-        extra = 0.0
     busy = busy_steps(**placed, grid=grid, sms=spec.sm_count, resident=resident, extra=round(4.0 * extra) / 4.0)
     compute_us = turns * float((busy @ np.array(cycles)).max()) / (spec.clock_ghz * 1e3)
     visits = p.batch * p.heads * p.visible_pairs / each.block  # rows of dQ that are added to
     sums_us = visits * each.summed * SUM_BYTES / (L2_SUM_BYTES_PER_CYCLE * spec.sm_count * spec.clock_ghz * 1e3)
-    sums = 2 * SUM_BYTES * each.summed * s.number("shares") * p.batch * p.heads * p.seq_q
+    sums = 2 * SUM_BYTES * each.summed * p.batch * p.heads * p.seq_q
     if sums > spec.l2_bytes:  # a row of dQ goes to memory and back, unless blocks that run at once add to it
         together = min(_tiles_at_once(order, blocks // heads, heads, spec.sm_count * resident), visits)
         sums = max(sums, 2 * SUM_BYTES * each.summed * visits / together)

@@ -67,7 +67,7 @@ def store_query_sums(Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, place
         K, V, offset = own_keys(K, V, batch, offset, features, const)
     first_masked, steps, span = narrowed(place, batch, offset, K, features, const)
     keys = Keys(K, V, batch, head // const.GROUP, steps, 0, steps, 0, span)
-    rows = Rows(Q, dOut, LseLog2, Delta, None, batch, head, 0)
+    rows = Rows(Q, dOut, LseLog2, Delta, None, batch, head)
     q = load_queries(Q, rows, place, const.TILE_D, const.REST_D, 0, const)
     gradient = load_queries(dOut, rows, place, const.TILE_V, const.REST_V, 0, const)
     own = (q, gradient, row_values(LseLog2, rows, place, const), row_values(Delta, rows, place, const))

@@ -12,8 +12,8 @@ import cuda.tile as ct
 LOG2_E = 1.0 / math.log(2.0)
 
 
-def prepare_rows(Out, dOut, Lse, dLse, CuQ, LseLog2, Delta, dQSum, ROWS, TILE_V, TILE_DQ, ARRAYS):
-    """Delta and LseLog2 of ROWS rows, and zeros in the ARRAYS arrays of dQSum, which may be none. `dLse` and `CuQ` may be None.
+def prepare_rows(Out, dOut, Lse, dLse, CuQ, LseLog2, Delta, dQSum, ROWS, TILE_V, TILE_DQ, ADDS):
+    """Delta and LseLog2 of ROWS rows, and with ADDS zeros in dQSum. `dLse` and `CuQ` may be None.
 
     Rows that do not exist, see nothing or lie behind the last packed sequence have infinite LseLog2, so that their probabilities
     are 0.
@@ -44,22 +44,20 @@ def prepare_rows(Out, dOut, Lse, dLse, CuQ, LseLog2, Delta, dQSum, ROWS, TILE_V,
     else:
         ct.store(Delta, (batch, head, row), ct.zeros((1, 1, ROWS), ct.float32), allow_tma=False)
         ct.store(LseLog2, (batch, head, row), ct.full((1, 1, ROWS), math.inf, ct.float32), allow_tma=False)
-    for share in ct.static_iter(range(ARRAYS)):
+    if ADDS:
         # A launch that stores by the TMA unit has warps for that, and an SM holds one block of it (13.5 on sm_90).
         zeros = ct.zeros((1, 1, ROWS, TILE_DQ), ct.float32)
-        ct.store(dQSum, (batch * ARRAYS + share, head, row, 0), zeros, allow_tma=False)
+        ct.store(dQSum, (batch, head, row, 0), zeros, allow_tma=False)
 
 
-def store_queries(dQSum, dQ, scale, ROWS, TILE_DQ, ARRAYS):
-    """ROWS rows of dQ from the ARRAYS sums of their shares, which are added up in a fixed order."""
+def store_queries(dQSum, dQ, scale, ROWS, TILE_DQ):
+    """ROWS rows of dQ, scaled and rounded, from their sums."""
     row_tiles = ct.cdiv(dQ.shape[2], ROWS)
     row = ct.bid(0) % row_tiles
     head = ct.bid(0) // row_tiles % dQ.shape[1]
     batch = ct.bid(0) // row_tiles // dQ.shape[1]
-    total = ct.zeros((1, 1, ROWS, TILE_DQ), ct.float32)
-    for share in ct.static_iter(range(ARRAYS)):
-        index, block = (batch * ARRAYS + share, head, row, 0), (1, 1, ROWS, TILE_DQ)
-        total = total + ct.load(dQSum, index, block, check_bounds=False)
+    total = ct.zeros((1, 1, ROWS, TILE_DQ), ct.float32)  # so that -0 becomes 0
+    total = total + ct.load(dQSum, (batch, head, row, 0), (1, 1, ROWS, TILE_DQ), check_bounds=False)
     ct.store(dQ, (batch, head, row, 0), (total * scale).astype(dQ.dtype))
 
 

@@ -30,7 +30,7 @@ import cuda.tile as ct
 
 from tiledsched.kernels.attention.features import Features, capped
 from tiledsched.kernels.attention.packed import first_place, own_rows, place_in_sequence
-from tiledsched.kernels.attention.scheduler import HEADS_FASTEST, coordinates, snake
+from tiledsched.kernels.attention.scheduler import HEADS_FASTEST, coordinates
 from tiledsched.kernels.attention.tiles import part_of
 
 
@@ -99,9 +99,6 @@ class BackwardConstants:
     """Whether a block goes over all query heads of a group; else there is a block for each of them."""
     ADDS: bool = False
     """Whether a block adds its share of dQ to an array."""
-    SHARES: int = 0
-    """Arrays that shares of dQ are added to, each by one block of a head in the order of its tiles; 0 where there is one array,
-    to which all blocks add as they come."""
     # What functions of attention forward ask for, and gradients do not leave open.
     PACK: int = 1
     PAGE: int = 0
@@ -127,11 +124,9 @@ class Rows:
     dQSum: Any
     """What shares of dQ are added to, or None."""
     entry: Any
-    """First index into the arrays, but for dQSum."""
+    """First index into the arrays."""
     head: Any
     """Second index into the arrays."""
-    sum_entry: Any
-    """First index into dQSum."""
 
 
 @dataclass(frozen=True)
@@ -171,27 +166,17 @@ class KeySums:
 def compute_keys(Q, K, V, dOut, LseLog2, Delta, dQSum, dK, dV, scale_log2, scale, features, const):
     """dK and dV of the work tiles of the current block, and with ADDS its shares of dQ.
 
-    With SHARES that many blocks have the keys of a head, one tile after the other, and each adds to an array of its own. cuTile
-    orders what a block does to an array, so that the sums are the same in every run.
-
     dK and dV have the heads of K, or with TOGETHER false those of Q, whose sums `sum_groups` adds up.
     """
     arrays = (Q, K, V, dOut, LseLog2, Delta, dQSum, dK, dV)
     place_count = key_places(K, features, const)
-    if const.SHARES:
-        share, head, batch = coordinates(ct.bid(0), const.SHARES, dK.shape[1], dK.shape[0], const)
-        # Even laps over the shares go up and odd ones down: with a causal mask most rows see the first keys.
-        last = snake(share, const.SHARES, place_count // const.SHARES)
-        for lap in range(ct.cdiv(place_count - last, const.SHARES)):
-            place = lap * const.SHARES + snake(share, const.SHARES, lap)
-            compute_key_tile(arrays, scale_log2, scale, place, head, batch, share, features, const)
-    elif const.PERSISTENT:
+    if const.PERSISTENT:
         for work in range(ct.bid(0), place_count * dK.shape[1] * dK.shape[0], ct.num_blocks(0)):
             place, head, batch = key_coordinates(work, place_count, dK, const)
-            compute_key_tile(arrays, scale_log2, scale, place, head, batch, 0, features, const)
+            compute_key_tile(arrays, scale_log2, scale, place, head, batch, features, const)
     else:
         place, head, batch = key_coordinates(ct.bid(0), place_count, dK, const)
-        compute_key_tile(arrays, scale_log2, scale, place, head, batch, 0, features, const)
+        compute_key_tile(arrays, scale_log2, scale, place, head, batch, features, const)
 
 
 def key_coordinates(work, place_count, dK, const):
@@ -209,7 +194,7 @@ def key_places(K, features, const):
     return K.shape[2] // const.TILE_N + features.CuK.shape[0] if const.PACKED else ct.cdiv(K.shape[2], const.TILE_N)
 
 
-def compute_key_tile(arrays, scale_log2, scale, place, head, batch, share, features, const):
+def compute_key_tile(arrays, scale_log2, scale, place, head, batch, features, const):
     """dK and dV of the tile of keys at `place` of a head of dK, which is a query head with TOGETHER false.
 
     Of packed sequences the place is one of those of all sequences, and may be empty.
@@ -230,9 +215,9 @@ def compute_key_tile(arrays, scale_log2, scale, place, head, batch, share, featu
                 dQSum = own_rows(dQSum, features.CuQ, sequence)
             if place * const.TILE_N < keys[0].shape[2]:
                 own = (rows[0], keys[0], keys[1], rows[1], rows[2], rows[3], dQSum, keys[2], keys[3])
-                store_key_sums(own, scale_log2, scale, place, head, batch, share, features, const)
+                store_key_sums(own, scale_log2, scale, place, head, batch, features, const)
     else:
-        store_key_sums(arrays, scale_log2, scale, place, head, batch, share, features, const)
+        store_key_sums(arrays, scale_log2, scale, place, head, batch, features, const)
 
 
 def store_zeros(array, offsets, place, head, ROWS, TILE, REST):
@@ -246,19 +231,18 @@ def store_zeros(array, offsets, place, head, ROWS, TILE, REST):
             ct.store(behind, (0, head, place, column), ct.zeros((1, 1, ROWS, width), array.dtype))
 
 
-def store_key_sums(arrays, scale_log2, scale, place, head, batch, share, features, const):
+def store_key_sums(arrays, scale_log2, scale, place, head, batch, features, const):
     """dK and dV of the tile of keys at `place` of a head, and the share of dQ added."""
     Q, K, V, dOut, LseLog2, Delta, dQSum, dK, dV = arrays
-    sum_entry = batch * const.SHARES + share if const.SHARES else batch
     kv_head = head if const.TOGETHER else head // const.GROUP
     tile = load_key_tile(K, V, Q.shape[2], place, kv_head, batch, features, const)
     sums = KeySums(zero_parts(const.TILE_D, const.REST_D, const), zero_parts(const.TILE_V, const.REST_V, const))
     if const.TOGETHER and const.GROUP > 1:
         for member in range(const.GROUP):
-            rows = Rows(Q, dOut, LseLog2, Delta, dQSum, batch, head * const.GROUP + member, sum_entry)
+            rows = Rows(Q, dOut, LseLog2, Delta, dQSum, batch, head * const.GROUP + member)
             sums = over_queries(rows, tile, sums, scale_log2, const)
     else:
-        rows = Rows(Q, dOut, LseLog2, Delta, dQSum, batch, head, sum_entry)
+        rows = Rows(Q, dOut, LseLog2, Delta, dQSum, batch, head)
         sums = over_queries(rows, tile, sums, scale_log2, const)
     for part in ct.static_iter(range(len(sums.dk))):
         width, column = part_of(part, const.TILE_D, const.REST_D)
@@ -489,4 +473,4 @@ def add_queries(rows, tile, i, ds, const):
             by_row = ct.transpose(ds) if const.TRANSPOSED else ds
             share = ct.mma(by_row, tile.k[part], ct.zeros((const.TILE_M, width), ct.float32))
         view = rows.dQSum.tiled_view((1, 1, const.TILE_M, width))
-        view.atomic_store_add((rows.sum_entry, rows.head, i, column), share.reshape((1, 1, const.TILE_M, width)))
+        view.atomic_store_add((rows.entry, rows.head, i, column), share.reshape((1, 1, const.TILE_M, width)))
