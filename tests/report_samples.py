@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from tiledsched.build.cubin import Artifact, ResourceFacts
+from tiledsched.checking.accuracy import Accuracy
 from tiledsched.core.device import arch_spec
 from tiledsched.core.launch import problem_class
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
-from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement
+from tiledsched.measure.runner import Conditions, Device, Measurement
 from tiledsched.report import build_report
 from tiledsched.report.records import ProblemReport, Timed
 from tiledsched.store.records import BuildRecord, Entry, Toolchain

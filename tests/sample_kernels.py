@@ -12,13 +12,13 @@ import ml_dtypes
 import numpy
 
 import tiledsched.core.fields as ts
-from tiledsched.core.cases import make_cases
+from tiledsched.checking.errors import OutputErrors, case_errors
+from tiledsched.checking.inputs import make_cases
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.launch import scratch, steps
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.interpreter import run
-from tiledsched.measure.accuracy import OutputErrors, case_errors
 from tiledsched.measure.arrays import ProblemArrays, each
 
 Int = ct.Constant[int]

@@ -18,11 +18,12 @@ from postgres import server
 
 from tiledsched.build.cubin import Artifact, ResourceFacts
 from tiledsched.build.toolchain import Toolchain
+from tiledsched.checking.accuracy import Accuracy
 from tiledsched.core.errors import Failure, FailureKind
 from tiledsched.core.problem import ProblemClass
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention import Attention
-from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement, RivalTime
+from tiledsched.measure.runner import Conditions, Device, Measurement, RivalTime
 from tiledsched.store.db import TuningDB
 from tiledsched.store.engine import resolve_url
 from tiledsched.store.models import RunRow

@@ -12,13 +12,14 @@ from store_samples import DEVICE, TOOLCHAIN, artifact
 
 from tiledsched.bench.rivals.attention import untuned_schedule
 from tiledsched.build.compiler import Built
+from tiledsched.checking.accuracy import Accuracy
 from tiledsched.cli import main
 from tiledsched.core.errors import Failure, FailureKind, MeasureError
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
-from tiledsched.measure.runner import Accuracy, Batch, Candidate, Checked, Conditions
+from tiledsched.measure.runner import Batch, Candidate, Checked, Conditions
 from tiledsched.report.document import to_markdown
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import TableFile, read_table

@@ -5,37 +5,25 @@ from __future__ import annotations
 import cuda.tile as ct
 import numpy as np
 import pytest
+from gradient_schedules import SPACE, fitting
 from tile_checks import NUMPY, Device, check, make_inputs, mutated, run_schedule, sample
 
 from tiledsched.build.compiler import compile_schedule
+from tiledsched.checking.errors import case_errors, wrong_result
+from tiledsched.checking.inputs import make_cases
+from tiledsched.checking.interpreted import check_schedule
 from tiledsched.core import arrays, launch
-from tiledsched.core.cases import expected_outputs, make_cases, output_specs
-from tiledsched.core.space_files import space_for
+from tiledsched.core.cases import expected_outputs, output_specs
 from tiledsched.core.storage import to_storage
 from tiledsched.interpreter import run_schedule as interpret
-from tiledsched.interpreter.checking import check_schedule
 from tiledsched.kernels.attention.reference import attention_and_lse
 from tiledsched.kernels.attention_backward import AttentionBackward
 from tiledsched.kernels.attention_backward.inputs import normal_inputs, outputs_of
 from tiledsched.kernels.attention_backward.problem import gradient_scales, mask_of, usual_gradient
 from tiledsched.kernels.attention_backward.reference import attention_gradients
-from tiledsched.measure.accuracy import case_errors, wrong_result
 
-SPACE = space_for("sm_90", AttentionBackward)
 SMALL = AttentionBackward.small()
 make = AttentionBackward.problem
-
-
-def fitting(p, knobs):
-    """The default schedule of a problem with some knobs changed; whatever else a schedule needs is as it is for 16 x 16 tiles."""
-    wanted = {"tile_m": 16, "tile_n": 16, "num_worker_warps": 4} | knobs
-    if wanted.get("structure") == "two_pass":
-        wanted = {"tile_m_dq": 16, "tile_n_dq": 16} | wanted
-    schedule = SPACE.default(p).replace(**wanted)
-    values = SPACE.constraint_values(p) | dict(schedule)
-    broken = [each.because for each in SPACE.constraints if not each.exploring and not each.holds(values)]
-    assert not broken, broken
-    return schedule
 
 
 def assert_right(p, s):
@@ -174,6 +162,18 @@ def test_rows_behind_the_last_packed_sequence_have_gradients_of_zero(knobs):
     types = {spec.name: NUMPY[spec.dtype] for spec in p.declaration.arrays(p)}
     inputs = {name: array.astype(types[name]) for name, array in inputs.items()}
     check(AttentionBackward, p, fitting(p, knobs), inputs)
+
+
+def test_a_sink_above_all_scores_has_a_gradient():
+    """e**100 is no float32: a tile of rows that ends behind the last one must not multiply it with 0."""
+    p = make(seq_q=40, seq_k=44, head_dim=16, heads=2, sinks=True)
+    inputs = {
+        name: np.asarray(array, np.float32) for name, array in normal_inputs(np, np.random.default_rng(0), p).items()
+    }
+    inputs["Sinks"][:] = 100.0, 1.0
+    inputs |= outputs_of(np, p, inputs)
+    types = {spec.name: NUMPY[spec.dtype] for spec in p.declaration.arrays(p)}
+    check(AttentionBackward, p, fitting(p, {}), {name: array.astype(types[name]) for name, array in inputs.items()})
 
 
 def test_deterministic_problems_admit_no_atomic_adds():

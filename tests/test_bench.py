@@ -12,7 +12,6 @@ import numpy
 import pytest
 from attention_runs import attention_reference
 
-from tiledsched.bench.errors import NOT_FINITE, Error, error_of
 from tiledsched.bench.job import bench_to_file
 from tiledsched.bench.methods import OURS, choose_methods, methods_of
 from tiledsched.bench.rivals.attention import UNTUNED, untuned_schedule
@@ -26,6 +25,7 @@ from tiledsched.bench.rivals.attention_case import (
 from tiledsched.bench.rows import COLUMNS, BenchRow, append_rows, finished_cells, read_rows
 from tiledsched.bench.run import BenchOptions, PreparedCell, Ready, bench_cell, run_bench
 from tiledsched.bench.sampling import LEAST_SAMPLES, QUEUED, Pace, sample_counts, sample_in_turn, spread_evenly
+from tiledsched.checking.errors import NOT_FINITE, Error, error_of
 from tiledsched.cli import main
 from tiledsched.core.errors import ConfigError, MeasureError
 from tiledsched.core.space_files import space_for

@@ -20,7 +20,7 @@ from test_rivals_timed import attend, process  # noqa: F401
 
 from tiledsched.bench.case import make_case
 from tiledsched.bench.methods import OURS, SERVED, methods_of
-from tiledsched.core.cases import make_cases
+from tiledsched.checking.inputs import make_cases
 from tiledsched.core.errors import LaunchError, UnsupportedError
 from tiledsched.kernels.attention import Attention, rivals
 from tiledsched.kernels.attention.inputs import places

@@ -16,13 +16,10 @@ from tiledsched.core.resources import spilled
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.report import WithShipped
-from tiledsched.report.answer import answer
-from tiledsched.report.document import to_markdown
-from tiledsched.report.published import MODEL_ERROR, least_sure, published
+from tiledsched.report.answer import MODEL_ERROR, answer, least_sure
 from tiledsched.report.records import MODELLED
 from tiledsched.store.build_files import BuildFile, read_builds, write_builds
 from tiledsched.store.db import TuningDB
-from tiledsched.store.manifest import published_figures
 from tiledsched.store.records import Entry
 from tiledsched.store.shipped import read_shipped_entries
 from tiledsched.tuning.tuner import modelled_times
@@ -81,7 +78,6 @@ def test_builds_serve_the_problems_of_their_classes(problem, arch, places, begin
     assert [each.fingerprint for each in found] == [
         BUILDS[place].fingerprint and begins + BUILDS[place].fingerprint for place in places
     ]
-    assert FILE.builds_for(problem, arch, DEFAULT) == [each for each in found if each.schedule == DEFAULT]
 
 
 def test_estimates_that_ship_are_those_of_the_arch_and_stand_for_both_element_types():
@@ -142,11 +138,9 @@ def with_files(db, tmp_path, monkeypatch):
         (folder / "manifest.json").write_text('{"schema_version": 1, "files": {}}')
         monkeypatch.setattr(data_files, "tuning_db", lambda: folder)
         monkeypatch.setattr("tiledsched.store.build_files.check_shipped", lambda path, data: None)
-        published_figures.cache_clear()
         return WithShipped(db, Attention, "sm_121", entries)
 
-    yield make
-    published_figures.cache_clear()
+    return make
 
 
 def modelled_report(source, arch="sm_121"):
@@ -233,20 +227,11 @@ def test_the_report_of_an_empty_home_has_them_whole(shipped, arch):
         named = (one.served.schedule, one.default.schedule)
         assert {timed.schedule for timed in one.timed if spilled(timed.facts.spill_bytes)} <= set(named)
         model = modelled_times(arch, Attention)
-        best = shipped[arch][1].shipped_builds(one.problem, one.best.schedule)
+        shipped_builds = shipped[arch][1].shipped_builds(one.problem)
+        best = [build for build in shipped_builds if build.schedule == one.best.schedule]
         assert one.best.us == pytest.approx(model(one.problem, best)[one.best.schedule.id], rel=1e-5)
     full = {one.problem.dtype: one for one in report.modelled.problems if not one.problem.causal}
     assert [timed.us for timed in full["float16"].timed] == [timed.us for timed in full["bfloat16"].timed]
-
-
-def test_what_others_measured_stands_beside_the_estimates(shipped):
-    report = shipped["sm_121"][2]
-    assert {each.device for each in report.published} == {ARCHS["sm_121"].device}
-    assert all(each.modelled_us for each in report.published)
-    text = to_markdown(published(report))
-    assert "published by others; none is ours" in text
-    assert "cuTile playbook, B=4 H=32 S=2048 D=128 float16 causal" in text
-    assert published(replace(report, published=())) == []
 
 
 def test_the_least_sure_problem_is_measured_first(shipped):

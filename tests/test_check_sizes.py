@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 import cuda.tile as ct
 import numpy as np
 import pytest
 
 import tiledsched as ts
+from tiledsched.checking.interpreted import check_schedule
+from tiledsched.checking.sizes import SizeFinder
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.interpreter import run
-from tiledsched.interpreter.checking import check_schedule
 from tiledsched.interpreter.uses import TileUses
-from tiledsched.tuning.check_sizes import SizeFinder
 
 Int = ct.Constant[int]
 ZERO = ct.PaddingMode.ZERO
@@ -181,8 +183,11 @@ class Grouped(Halved):
 @pytest.mark.parametrize(("kernel", "multiple"), [(Halved, 64), (Grouped, 4)])
 def test_sizes_that_the_reference_or_the_compiler_refuses_are_not_taken_for_wrong(kernel, multiple):
     rows = list(ts.check(kernel))
-    assert [row.message for row in rows if not row.passed] == []
-    assert {row.problem.width % multiple for row in rows} == {0}
+    assert [row.message for row in rows if row.verdict == "wrong"] == []
+    assert {row.problem.width % multiple for row in rows if row.passed} == {0}
+    (refused,) = {row.skipped for row in rows if row.skipped}  # named once, with its reason
+    assert re.search("powers of two|reference: for .* it raises ValueError", refused), refused
+    assert {row.verdict for row in rows} == {"right", "not run"}
 
 
 def test_a_kernel_without_suites_is_checked_too():
@@ -269,3 +274,88 @@ def test_atomics_of_whole_tiles_are_those_of_single_elements():
                 wanted[place] += value
         np.testing.assert_array_equal(out, wanted)
         np.testing.assert_array_equal(before, seen)
+
+
+def summed(X, Out, N: Int, TILE: Int, NARROW: Int):
+    total = ct.zeros((1,), ct.bfloat16 if NARROW else ct.float32)
+    for j in range((N + TILE - 1) // TILE):
+        x = ct.load(X, (ct.bid(0), j), (1, TILE), padding_mode=ZERO).astype(ct.float32)
+        total = (total.astype(ct.float32) + ct.sum(x, axis=1)).astype(total.dtype)
+    ct.store(Out, (ct.bid(0),), total.astype(Out.dtype))
+
+
+def multiplied(X, W, Out, TILE: Int, NARROW: Int):
+    total = ct.zeros((16, 16), ct.bfloat16 if NARROW else ct.float32)
+    for k in range(ct.cdiv(X.shape[1], TILE)):
+        x = ct.load(X, (ct.bid(0), k), (16, TILE), padding_mode=ZERO)
+        w = ct.load(W, (k, ct.bid(1)), (TILE, 16), padding_mode=ZERO)
+        product = ct.mma(x, w, ct.zeros((16, 16), ct.float32))
+        total = (total.astype(ct.float32) + product).astype(total.dtype)
+    ct.store(Out, (ct.bid(0), ct.bid(1)), total.astype(Out.dtype))
+
+
+def sums(name, given, made, narrow):
+    class Sums(Kernel):
+        function = summed
+        rows, N = ts.dim(), ts.dim()
+        X, Out = ts.array("rows N", dtype=given), ts.out("rows", dtype=made)
+        knobs = {"TILE": [256, 64]}
+        suites = {"one": [{"rows": 64, "N": 4096}]}
+
+        def constants(p, s):
+            return {"NARROW": narrow}
+
+        def grid(p, s, device):
+            return p.rows
+
+        def reference(xp, X):
+            return X.sum(-1)
+
+    class Products(Sums):
+        function = multiplied
+        m, n, k = ts.dim(), ts.dim(), ts.dim()
+        rows = N = None
+        X, W, Out = ts.array("m k", dtype=given), ts.array("k n", dtype=given), ts.out("m n", dtype=made)
+        suites = {"one": [{"m": 1024, "n": 1024, "k": 1024}]}
+
+        def grid(p, s, device):
+            return -(-p.m // 16), -(-p.n // 16)
+
+        def reference(xp, X, W):
+            return X @ W
+
+    return {"sums": Sums, "products": Products}[name]
+
+
+@pytest.mark.parametrize("types", [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")])
+@pytest.mark.parametrize("name", ["sums", "products"])
+def test_sums_in_bfloat16_are_found_whatever_the_types_of_inputs_and_outputs(name, types):
+    right, wrong = ({row.verdict for row in ts.check(sums(name, *types, narrow))} for narrow in (False, True))
+    assert right == {"right"}
+    assert "wrong" in wrong
+
+
+def test_every_schedule_that_is_counted_has_run():
+    """A limit of work had left out half of them without a word."""
+
+    class Twelve(Copied):
+        knobs = {"TM": [16, 32, 64, 256], "TN": [64, 128, 256]}
+
+    assert len({row.schedule for row in ts.check(Twelve, schedules=100) if row.passed}) == 12
+    assert len({row.schedule for row in ts.check(Twelve, schedules=5)}) == 5
+
+
+def test_a_schedule_that_works_for_large_sizes_only_is_checked_on_one_of_these_or_named():
+    class Large(Copied):
+        constraints = {"TN <= 64 or rows >= 600": "wide tiles pay for many rows only"}
+
+    rows = list(ts.check(Large))
+    assert {(row.schedule["TN"], row.problem.rows >= 600) for row in rows if row.passed} >= {(128, True), (64, False)}
+
+    class TooLarge(Copied):
+        constraints = {"TN <= 64 or rows >= 10000000": "wide tiles pay for very many rows only"}
+        suites = {"one": [{"rows": 20_000_000, "columns": 64}]}
+
+    skipped = [row for row in ts.check(TooLarge) if row.verdict == "not run"]
+    assert {row.schedule["TN"] for row in skipped} == {128}
+    assert all("very many rows" in row.skipped for row in skipped)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import tiledsched as ts
+from tiledsched.checking.interpreted import check_schedule
 from tiledsched.core import launch as launches
 from tiledsched.core import registry as kernel_names
 from tiledsched.core.device import arch_spec
@@ -21,7 +22,6 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.core.storage import strides_of
 from tiledsched.interpreter import run_schedule
-from tiledsched.interpreter.checking import check_schedule
 
 DEVICE = arch_spec("sm_90")
 

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 import tiledsched as ts
-from tiledsched.core.cases import make_cases
+from tiledsched.checking.inputs import make_cases
+from tiledsched.checking.interpreted import check_schedule
 from tiledsched.core.cost import tensor_rate, uses_tensor_cores
 from tiledsched.core.errors import DeclarationError, ProblemError
 from tiledsched.core.fields import DTYPES
 from tiledsched.core.registry import load_kernel
 from tiledsched.core.storage import poison, storage_type, to_float, to_storage
-from tiledsched.interpreter.checking import check_schedule
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 

@@ -99,6 +99,17 @@ def test_finds_a_load_outside_its_array():
         tilegym("attention_variant").fmha_variant_cutile(q, k, v, layout="nsbd")
 
 
+def test_finds_rows_that_are_nan_where_products_are_fused():
+    """TileGym's attention over a window has -1e30 for what a row does not see, and scales it. Where a row sees nothing of the first
+    keys, the scaled number and what rounding takes from it are subtracted, which is far from zero if the product is fused."""
+    folder_of("tilegym")
+    from strangers import programs, tilegym_attention
+
+    (window,) = (each for each in tilegym_attention.PROGRAMS if each.file == "experimental/swa_attention.py")
+    assert programs.run(window).agrees
+    assert programs.run(window, "fused").error == np.inf
+
+
 def test_finds_blocks_that_load_outside_their_array():
     """A sample starts a block for every batch, though its first block has taken them all."""
     folder_of("cutile-python")

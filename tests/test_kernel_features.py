@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from kernel_checks import check, make_inputs, more_inputs, schedule_for
 
+from tiledsched.checking.interpreted import check_schedule
 from tiledsched.core.device import arch_spec
 from tiledsched.core.registry import problem_from_json
 from tiledsched.core.space_files import space_for
-from tiledsched.interpreter.checking import check_schedule
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.model import tile_steps
 from tiledsched.kernels.attention.reference import attention_and_lse

@@ -18,6 +18,7 @@ from test_refresh import put_measured, toolchain
 
 import tiledsched as ts
 from tiledsched import doctor
+from tiledsched.checking.interpreted import check_schedule
 from tiledsched.core import launch as launches
 from tiledsched.core import registry as kernel_names
 from tiledsched.core.config import load_settings
@@ -25,7 +26,6 @@ from tiledsched.core.errors import ConfigError
 from tiledsched.core.registry import kernel_named, load_kernel
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
-from tiledsched.interpreter.checking import check_schedule
 from tiledsched.report import build_report
 from tiledsched.serve.entries import load_entries, load_table
 from tiledsched.store.db import TuningDB

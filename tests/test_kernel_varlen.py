@@ -12,9 +12,9 @@ import pytest
 from kernel_checks import SPACES, check, make_inputs, more_inputs, schedule_for
 from test_kernel_features import STRUCTURES
 
+from tiledsched.checking.interpreted import check_schedule
 from tiledsched.core.device import arch_spec
 from tiledsched.core.registry import problem_from_json
-from tiledsched.interpreter.checking import check_schedule
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.inputs import SHORT, offsets
 from tiledsched.kernels.attention.reference import attention_and_lse

@@ -14,10 +14,10 @@ from test_bench import QUICK, Harness
 from tiledsched.bench.job import bench_to_file
 from tiledsched.bench.rows import BenchRow, read_rows
 from tiledsched.build.compiler import compile_schedule
+from tiledsched.checking.interpreted import check_schedule
 from tiledsched.cli import main
 from tiledsched.core.device import ARCHS
 from tiledsched.core.errors import UnsupportedError
-from tiledsched.interpreter.checking import check_schedule
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.estimate import Timing
 from tiledsched.report.document import Paragraph, Table, to_markdown

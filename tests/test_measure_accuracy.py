@@ -10,14 +10,15 @@ import pytest
 import sample_kernels
 from attention_runs import attention_reference
 
+from tiledsched.checking.errors import output_errors
+from tiledsched.checking.inputs import make_cases
 from tiledsched.core.arrays import ArraySpec, Tolerance
-from tiledsched.core.cases import expected_outputs, make_cases
+from tiledsched.core.cases import expected_outputs
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.inputs import KINDS, adversarial_heads, border_keys, kinds_of_heads
 from tiledsched.kernels.attention.reference import attention_and_lse
-from tiledsched.measure.accuracy import output_errors
 
 
 def tile_errors(out, expected, tile_m, **spec):

@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 
 import tiledsched as ts
+from tiledsched.checking import errors as accuracy
+from tiledsched.checking.errors import OutputErrors, case_errors, output_errors, summary, wrong_result
+from tiledsched.checking.inputs import make_cases
+from tiledsched.checking.interpreted import check_schedule
 from tiledsched.core.arrays import ArraySpec, Tolerance
-from tiledsched.core.cases import Case, make_cases
+from tiledsched.core.cases import Case
 from tiledsched.core.errors import DeclarationError, FailureKind
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.storage import poison, storage_type, to_float, to_storage
-from tiledsched.interpreter.checking import check_schedule
-from tiledsched.measure import accuracy
-from tiledsched.measure.accuracy import OutputErrors, case_errors, output_errors, summary, wrong_result
 
 GATE = Tolerance(relative=0.5, absolute=0.1)
 

@@ -10,13 +10,13 @@ import pytest
 from test_declaration import own_names  # noqa: F401  # what a test declares is known to that test alone
 
 from tiledsched.build.compiler import compile_schedule
+from tiledsched.checking.interpreted import check_schedule
 from tiledsched.cli import main
 from tiledsched.core import registry
 from tiledsched.core.blame import describe, nearest
 from tiledsched.core.errors import ConfigError, TiledschedError
 from tiledsched.core.registry import load_kernel
 from tiledsched.core.schedule import Schedule
-from tiledsched.interpreter.checking import check_schedule
 
 FILE = """import cuda.tile as ct
 import tiledsched as ts

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import tiledsched as ts
+from tiledsched.checking.interpreted import check_schedule
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import DeclarationError
 from tiledsched.core.launch import steps
-from tiledsched.interpreter.checking import check_schedule
 
 Int = ct.Constant[int]
 ZERO = ct.PaddingMode.ZERO

@@ -13,6 +13,7 @@ import pytest
 from fake_builds import FakeBuilds
 from store_samples import DEVICE, TOOLCHAIN, artifact
 
+from tiledsched.checking.accuracy import Accuracy
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import DatabaseError, Failure, FailureKind, NoValidScheduleError
 from tiledsched.core.schedule import Schedule
@@ -20,7 +21,7 @@ from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
-from tiledsched.measure.runner import Accuracy, Batch, Checked, Conditions
+from tiledsched.measure.runner import Batch, Checked, Conditions
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import export_landscape, read_table
 from tiledsched.tuning.options import RecordOptions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import json
 import os
 import shutil
@@ -434,6 +435,37 @@ def test_without_a_gpu_what_is_stored_is_answered(machine):
     assert search() == first
     with pytest.raises(MeasureError, match="there is no GPU to measure on"):
         search(factor=9.0)
+
+
+BESIDE = """
+import numpy as np
+X, OUT = np.zeros(4096, np.float32), np.zeros(4096, np.float32)
+def first(search): result = search(lambda c: (X, OUT, 0.5, c.tile), lambda c: 4096 // c.tile); return result
+def second(search): searched = "é"; return search(lambda c: (X, OUT, 0.5, c.tile), lambda c: 4096 // c.tile)
+def other(search): return search(lambda c: (X, OUT, 0.25 * 2, c.tile), lambda c: 4096 // c.tile)
+def larger(search):
+    return search(
+        lambda c: (X, OUT, 0.5,
+                   c.tile), lambda c: 4096 // c.tile)
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python does not tell columns")
+def test_what_stands_beside_a_lambda_is_not_part_of_it(machine, tmp_path, monkeypatch):
+    """The same call at another place of a program, also in a capture; a lambda with another text counts as another."""
+    (tmp_path / "beside.py").write_text(BESIDE)
+    monkeypatch.syspath_prepend(tmp_path)
+    beside = importlib.import_module("beside")
+
+    def search(args, grid):
+        return tiledsched.exhaustive_search(SPACE, 0, grid, scale, args, quiet=True)
+
+    found = beside.first(search)
+    machine.graph = True
+    assert beside.second(search) == found
+    for call in (beside.other, beside.larger):
+        with pytest.raises(MeasureError, match="while a CUDA graph is captured"):
+            call(search)
 
 
 def test_nothing_is_measured_while_a_graph_is_captured(machine):

@@ -30,12 +30,9 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.report import WithShipped
-from tiledsched.report.analysis import published_for
 from tiledsched.report.answer import answer, next_step, problem_answer
 from tiledsched.report.csv_files import knobs_csv, winners_csv
-from tiledsched.report.document import to_markdown
 from tiledsched.report.regret import LIMITS, few_schedules
-from tiledsched.report.text import document
 from tiledsched.serve.entries import load_entries
 from tiledsched.store.db import TuningDB
 from tiledsched.store.records import Entry, RivalTime
@@ -223,23 +220,6 @@ def test_the_answer_of_the_model(db):
     assert problem_answer(report.modelled.problems[0], report).startswith(
         "By the model's estimate for sm_121 the best schedule"
     )
-
-
-def test_the_paper_stands_beside_the_same_kind_of_problem(db):
-    """Table 4 of TiledAttention is of 128 columns, float16, without a mask, on a GB10; nothing is said beside others."""
-    for problem in (PROBLEM, PROBLEM.replace(head_dim=128), PROBLEM.replace(head_dim=128, causal=True)):
-        add_times(db, grid(), problem=problem)
-    found = [published_for(line, report_of(db)) for line in report_of(db).measured.sensitivity]
-    assert sorted(map(len, found)) == [0, 0, 1]
-    (theirs,) = max(found, key=len)
-    assert (theirs.device, theirs.size, theirs.best, theirs.runner_up) == ("GB10", 4096, (64, 128), (64, 64))
-    assert theirs.drop == pytest.approx(0.1006, abs=1e-4)
-    markdown = to_markdown(document(report_of(db)))
-    assert (
-        "| D=128, dtype=float16, causal=no, NVIDIA H200 | medium: 4096 | 128x64 | 128x128: 6.0% | 110.0% | 4096: 64x128"
-        in markdown
-    )
-    assert "of their own kernel, on GB10: TiledAttention (arXiv:2603.01960), Table 4" in markdown
 
 
 def test_clocks_that_were_held_down_are_said(db):

@@ -23,7 +23,7 @@ from test_measure_gpu import PROBLEM, candidate
 
 from tiledsched.bench.methods import OURS, methods_of
 from tiledsched.bench.run import bench_cell
-from tiledsched.core.cases import make_cases
+from tiledsched.checking.inputs import make_cases
 from tiledsched.core.errors import UnsupportedError
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention import rivals as attention_rivals

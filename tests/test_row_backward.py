@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tiledsched as ts
 from tiledsched.build.compiler import compile_schedule
+from tiledsched.checking.interpreted import check_schedule
 from tiledsched.core.cases import call_reference
 from tiledsched.core.device import ARCHS
 from tiledsched.core.errors import UnsupportedError
@@ -19,7 +20,6 @@ from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.interpreter import InterpreterError
-from tiledsched.interpreter.checking import check_schedule
 from tiledsched.kernels.rms_norm_backward import RmsNormBackward
 from tiledsched.kernels.softmax_backward import SoftmaxBackward
 

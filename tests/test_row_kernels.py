@@ -12,6 +12,7 @@ import pytest
 from tile_checks import mutated, run_schedule, sample, searched
 
 from tiledsched.build.compiler import compile_schedule
+from tiledsched.checking.interpreted import check_schedule
 from tiledsched.core.cases import call_reference
 from tiledsched.core.device import ARCHS
 from tiledsched.core.errors import ProblemError
@@ -19,7 +20,6 @@ from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.interpreter import InterpreterError
-from tiledsched.interpreter.checking import check_schedule
 from tiledsched.kernels.cross_entropy import CrossEntropy
 from tiledsched.kernels.glu import Glu
 from tiledsched.kernels.glu.declaration import erfc
@@ -127,6 +127,9 @@ def battery_of_cross_entropy():
         ):
             passes(p, **LOGITS | knobs)
             masked(smoothed, **LOGITS | knobs)
+    for columns, knobs in ((33, {}), (1300, {}), (1300, {"SPLITS": 4}), (1025, {"TILE_ROWS": 4, "loads": "gather"})):
+        for smoothed in (False, True):
+            far_logits(columns, smoothed, **LOGITS | {"TILE_COLUMNS": 256} | knobs)
 
 
 def masked(smoothed, **knobs):
@@ -143,6 +146,50 @@ def masked(smoothed, **knobs):
     np.testing.assert_allclose(loss, right[0], rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(lse, right[1], rtol=1e-4, atol=1e-4)
     assert np.isnan(loss).tolist() == [False, False, False, True, True]
+
+
+def far_logits(columns, smoothed, dtype="float32", **knobs):
+    """Rows near and far from zero, which are all as exact: the loss is of differences. Rows of the lowest and the highest numbers,
+    and of infinities.
+    """
+    rng = np.random.default_rng(columns)
+    kind = NUMPY_BF16 if dtype == "bfloat16" else np.dtype(dtype)
+    logits = rng.standard_normal((11, columns)).astype(np.float32)
+    logits[1] += 1e6
+    logits[2] -= 1e6
+    logits[3] -= 2e38
+    largest = float(ml_dtypes.finfo(kind).max)
+    most = largest / (2 * columns) if smoothed else largest  # the sum of all differences is to be finite
+    logits[4] = -2e38 + most / 30 * logits[4]
+    logits[5] = -largest
+    logits[6] = -most
+    logits[6, columns // 2] = 1
+    logits[7] = 0
+    logits[7, columns // 3] = most
+    logits[8, : columns * 3 // 4] = -np.inf
+    logits[9] = -np.inf
+    logits[10, columns - 1] = np.inf
+    given = {"Logits": logits.astype(kind), "Labels": rng.integers(0, columns, 11)}
+    given["Labels"][[6, 7, 8]] = columns // 2, columns // 3, columns - 1
+    p = CrossEntropy.problem(rows=11, columns=columns, smoothed=smoothed, dtype=dtype)
+    loss, lse = run_losses(p, knobs, given)
+    right = call_reference(CrossEntropy, np, p, given | {"Logits": given["Logits"].astype(float)})
+    np.testing.assert_allclose(loss, right[0], rtol=3e-6, atol=1e-6)
+    np.testing.assert_allclose(lse, right[1], rtol=1e-6, atol=1e-6)
+    assert np.isnan(loss[-2:]).all()
+    assert np.isfinite(loss[: 8 if smoothed else 9]).all()
+
+
+@pytest.mark.parametrize("columns", [1, 2, 24, 33, 1000, 1024, 1025])
+def test_losses_are_as_exact_far_from_zero_as_near(columns):
+    """Without contraction, losses made of the log-sum-exp fail here; with it, so does a maximum that is scaled before it is taken
+    off, in every row that leaves a lane without a column.
+    """
+    for dtype in ("float32", "bfloat16"):
+        for smoothed in (False, True):
+            for more in ({}, {"TILE_ROWS": 4, "loads": "tma"}, {"SPLITS": 2}, {"SPLITS": 4}):
+                if more.get("SPLITS", 1) * 256 <= columns or "SPLITS" not in more:
+                    far_logits(columns, smoothed, dtype, **LOGITS | {"TILE_COLUMNS": 256} | more)
 
 
 def run_losses(p, knobs, given):
@@ -215,20 +262,44 @@ MUTATIONS = {
     },
     "cross_entropy": {
         "maximum not kept": ("return higher, total, logits", "return highest, total, logits"),
-        "sum not rescaled": ("total = total * ct.exp2(", "total = total + 0.0 * ct.exp2("),
-        "sum not rescaled at the end": ("ct.sum(total * ct.exp2((highest", "ct.sum(total + 0.0 * ct.exp2((highest"),
-        "base 2": ("tiles[i] * LOG2_E - scaled", "tiles[i] - scaled / LOG2_E"),
+        "maximum of a group's first tile": ("largest = ct.maximum(largest, tiles[i])", "largest = largest"),
+        "sum not rescaled": (
+            "total = total * power(highest - higher)",
+            "total = total + 0.0 * power(highest - higher)",
+        ),
+        "sum not rescaled at the end": (
+            "ct.sum(total * power(highest - row_max)",
+            "ct.sum(total + 0.0 * power(highest - row_max)",
+        ),
+        "base 2": ("ct.exp2(x * LOG2_E", "ct.exp2(x"),
         "padding counts": ("if const.COLUMNS % const.TILE_COLUMNS != 0:", "if False:"),
+        "padding is summed up": ("if last else far)", "if False else far)"),
         "tiles behind the groups left out": ("if rest > 0 and", "if rest > 1 and"),
-        "every part takes the rest": ("split == const.SPLITS - 1", "split >= 0"),
+        "every part takes the rest": ("(const.SPLITS == 1 or split == const.SPLITS - 1)", "split >= 0"),
         "a part begins late": ("range(split * share,", "range(split * share + 1,"),
         "a part ends late": ("min(split * share + share, whole_groups(const))", "whole_groups(const)"),
-        "parts not rescaled": ("(parts - highest) * LOG2_E", "(parts - highest) * 0.0"),
-        "the lowest is not finite": ("LOWEST = -1e38", "LOWEST = -math.inf"),
-        "the lowest is too high": ("LOWEST = -1e38", "LOWEST = 0.0"),
+        "parts not rescaled": ("power(parts - highest)", "power(0.0 * parts)"),
+        "the lowest is not finite": ("LOWEST = -3.4028234663852886e38", "LOWEST = -math.inf"),
+        "the lowest is above some logits": ("LOWEST = -3.4028234663852886e38", "LOWEST = -3.4e38"),
+        "the loss is made of the log-sum-exp": ("(highest - target)\n", "(highest + log_total - target) - log_total\n"),
+        "logits are scaled before they are subtracted": (
+            "power(tiles[i].astype(ct.float32) - higher)",
+            "ct.exp2(tiles[i].astype(ct.float32) * LOG2_E - higher * LOG2_E, flush_to_zero=True)",
+        ),
+        "an infinite logit": ("highest < math.inf", "highest <= math.inf"),
+        "logits are summed up from 0": ("ct.where(near > -math.inf, near, 0.0)", "0.0 * near"),
+        "logits less minus infinity": ("ct.where(near > -math.inf, near, 0.0)", "near"),
+        "logits less padding": (
+            "near = ct.max(within(load_rows(Logits, row, 0, const), -math.inf, 0, const)",
+            "near = ct.max(ct.maximum(load_rows(Logits, row, 0, const), 0.0)",
+        ),
+        "not how far from the maximum": (
+            "(highest - near - logits / const.COLUMNS)",
+            "(highest - logits / const.COLUMNS)",
+        ),
         "ignored rows count": ("label == ignore_index", "label == 3000"),
         "labels that are no column": ("ct.float32), math.nan)", "ct.float32), 0.0)"),
-        "no smoothing": ("smoothing * (logits / const.COLUMNS)", "0.0 * logits"),
+        "no smoothing": ("smoothing * (highest - near", "0.0 * (highest - near"),
         "the target counts whole": ("(1.0 - smoothing) *", "1.0 *"),
         "labels of the first rows": ("ct.load(Labels, (row,)", "ct.load(Labels, (0,)"),
         "natural for binary": ("ct.log2(total) * LN_2", "ct.log2(total)"),

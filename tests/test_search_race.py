@@ -11,10 +11,11 @@ from dataclasses import replace
 import pytest
 from store_samples import DEVICE, PROBLEM, artifact
 
+from tiledsched.checking.accuracy import Accuracy
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import Failure, FailureKind, MeasureError
 from tiledsched.core.schedule import Schedule
-from tiledsched.measure.runner import Accuracy, Batch, Candidate, Checked, Conditions, Failed, Measurement
+from tiledsched.measure.runner import Batch, Candidate, Checked, Conditions, Failed, Measurement
 from tiledsched.measure.statistics import median_interval
 from tiledsched.tuning.race import RULES, Rules, near, race, settle
 

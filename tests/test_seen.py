@@ -15,12 +15,13 @@ from test_search_tuner import LANDSCAPES, Recorded
 
 from tiledsched.build.cubin import Artifact
 from tiledsched.build.toolchain import compiler_at_hand
+from tiledsched.checking.accuracy import Accuracy
 from tiledsched.cli import main
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import ConfigError, Failure, FailureKind
 from tiledsched.core.registry import load_kernel
 from tiledsched.kernels.attention import Attention
-from tiledsched.measure.runner import Accuracy, Batch, Checked, Conditions, Device, RivalTime
+from tiledsched.measure.runner import Batch, Checked, Conditions, Device, RivalTime
 from tiledsched.serve.entries import load_table
 from tiledsched.serve.lookup import LookupTable, Served
 from tiledsched.serve.rivals import RivalOffer

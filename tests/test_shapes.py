@@ -10,14 +10,15 @@ import pytest
 from store_samples import entry
 
 import tiledsched as ts
+from tiledsched.checking.inputs import make_cases
+from tiledsched.checking.interpreted import check_schedule
 from tiledsched.cli.problems import read_problems
 from tiledsched.core import registry
-from tiledsched.core.cases import make_cases, random_inputs, shrunk
+from tiledsched.core.cases import random_inputs, shrunk
 from tiledsched.core.config import Settings
 from tiledsched.core.errors import DeclarationError, ProblemError
 from tiledsched.core.problem import Requirement
 from tiledsched.core.shapes import is_solvable, read_shape, shape_names, solve, split_shape
-from tiledsched.interpreter.checking import check_schedule
 from tiledsched.kernels.attention_backward import AttentionBackward
 from tiledsched.serve.entries import load_entries
 from tiledsched.serve.schema import OpSchema

@@ -43,7 +43,7 @@ def test_gated_units_are_torchs_and_read_both_halves_of_a_projection(unit):
     right = activation(gate.float()) * up.float()
     for found in (mine(packed), mine(gate, up), mine(gate.contiguous(), up.contiguous())):
         torch.testing.assert_close(found.float(), right, **CLOSE)
-    with pytest.raises(ProblemError, match="Up, axis 1"):
+    with pytest.raises(ProblemError, match="up must have the shape of gate"):
         mine(gate, up[..., :8])
     with pytest.raises(ProblemError, match="even number of columns"):
         mine(packed[..., :7])
@@ -120,9 +120,11 @@ def test_rope_of_part_of_a_head(inplace):
 def test_what_rope_does_not_take():
     q, k, angle = made(1, 2, 5, 16), made(1, 2, 5, 16), torch.rand(5, 8)
     for given, why in (
-        ((q, k, angle[:, :3], angle), "must have 8 or 16 columns"),
+        ((q, k, angle[:, :3], angle), "cos must be .* with 8 or 16 columns"),
+        ((q, k, angle, angle[0]), r"sin must be .* got \(8,\)"),
         ((q, made(1, 2, 5, 8), angle, angle), "of each head of q and k"),
-        ((q[0, 0], k[0, 0], angle, angle), r"q and k must be \[batch, heads, seq, head_dim\]"),
+        ((q[0, 0], k[0, 0], angle, angle), r"q and k must both be \[batch, heads, seq, head_dim\]"),
+        ((q[0], k, angle, angle), "q and k must both be"),
         ((q, k, angle[:4], angle), "Cos, axis 1"),
         ((q, k, angle.double(), angle.double()), "float64"),
         (
@@ -134,6 +136,51 @@ def test_what_rope_does_not_take():
             ts.rope(*given)
     with pytest.raises(ProblemError, match="an even number"):
         ts.rope(q, k, angle, angle, rotary_dim=5)
+
+
+@pytest.fixture
+def not_looked():
+    functions._looks.clear()
+    yield
+    functions._looks.clear()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_wide_tables_of_rope_for_the_other_pairs_are_refused(not_looked, interleaved):
+    """Also those that hold each angle once, of more elements than are rotated. Where all angles are zero there is nothing to tell."""
+    q, k, angle = made(1, 2, 5, 16), made(1, 2, 5, 16), 6.3 * torch.rand(5, 8)
+    halves, neighbours = torch.cat((angle, angle), -1), angle.repeat_interleave(2, -1)
+    mine, other = (neighbours, halves) if interleaved else (halves, neighbours)
+    zeros = torch.zeros(1, 16)
+    for _ in range(2):
+        ts.rope(q[:, :, :1], k[:, :, :1], zeros.cos(), zeros.sin(), interleaved=interleaved)
+    for table, why in (
+        (other, "side by side" if other is neighbours else "half a row apart"),
+        (torch.rand(5, 16), "nowhere"),
+    ):
+        with pytest.raises(ProblemError, match=f"they are {why}.* Give the other interleaved, or .*: 8 columns"):
+            ts.rope(q, k, table.cos(), table.sin(), interleaved=interleaved)
+    narrow, wide = (ts.rope(q, k, table.cos(), table.sin(), interleaved=interleaved) for table in (angle, mine))
+    assert all(map(torch.equal, narrow, wide))
+
+
+def test_a_table_that_was_found_right_is_not_read_again(not_looked, monkeypatch):
+    looks = []
+    monkeypatch.setattr(torch, "allclose", lambda *given, **more: looks.append(given) or len(looks) % 2 == 1)
+    q, table = made(1, 2, 5, 16), torch.rand(5, 16)
+    for _ in range(3):
+        ts.rope(q, q, table, table)
+    assert len(looks) == 4  # of the cosines and of the sines, once
+
+
+def test_as_many_elements_in_another_shape_are_refused():
+    x, other = made(4, 6, 72), made(6, 4, 72)
+    with pytest.raises(ProblemError, match=r"residual must have the shape of input, \(4, 6, 72\), got \(6, 4, 72\)"):
+        ts.rms_norm(x, made(72), residual=other)
+    with pytest.raises(ProblemError, match=r"up must have the shape of gate, \(4, 6, 72\), got \(6, 4, 72\)"):
+        ts.swiglu(x, other)
+    with pytest.raises(ProblemError, match=r"labels must have the shape of logits without its last axis, \(4, 6\)"):
+        ts.cross_entropy(x, torch.zeros(6, 4, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])

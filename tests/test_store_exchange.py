@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_samples import DEVICE, START, TOOLCHAIN, artifact, build, entry, fill, measurement, schedule, stored
 
+from tiledsched.checking.accuracy import Accuracy
 from tiledsched.core.errors import DatabaseError
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import problem_from_json
 from tiledsched.kernels.attention import Attention
-from tiledsched.measure.runner import Accuracy, Conditions
+from tiledsched.measure.runner import Conditions
 from tiledsched.store.codec import decode, encode
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import export_table, import_table, landscape_file_name, merge_database, parse_table

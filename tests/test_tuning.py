@@ -20,12 +20,12 @@ from tiledsched.core.cases import shrunk
 from tiledsched.core.config import load_settings
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ConfigError, DeclarationError, MeasureError, ProblemError, SpaceError
+from tiledsched.core.problem_lists import problems_of
 from tiledsched.core.registry import load_kernel
 from tiledsched.core.space_files import space_for
 from tiledsched.store.db import TuningDB
 from tiledsched.tuning.options import TuneOptions
 from tiledsched.tuning.prior import estimator
-from tiledsched.tuning.problems import problems_of
 from tiledsched.tuning.resources import Tools
 from tiledsched.tuning.session import Session
 

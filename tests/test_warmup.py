@@ -344,7 +344,9 @@ def test_a_launch_without_constant_sizes_may_use_the_program_by_the_older_conven
     schedule = space_for(ARCH, Matmul).default(product)
     (step,) = launches.steps(Matmul, product, schedule, arch_spec(ARCH))
     built = launches.signature(Matmul, product, schedule, step)
-    assert serves(built, KernelSignature(built.parameters, CallingConvention.cutile_python_v1()))
+    launched = KernelSignature(built.parameters, CallingConvention.cutile_python_v1())
+    assert not serves(built, launched)
+    assert serves(built, launches.assumed(Matmul, launched, step))
 
 
 def test_indices_of_another_width_are_another_program() -> None:

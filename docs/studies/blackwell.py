@@ -189,54 +189,6 @@ def our_schedule(device: ArchSpec, problem: Problem, tile: Tile) -> Schedule:
     )
 
 
-SHOWN = {
-    "playbook ladder": "cuTile playbook",
-    "playbook TileGym": "cuTile playbook, TileGym",
-    **{f"TiledAttention tiles {session}": "TiledAttention, mean of three sessions" for session in (1, 2, 3)},
-    "TiledAttention": "TiledAttention",
-    "learn-cuda": "learn-cuda, at 400 W",
-}
-"""The sources of which a report shows times, and what it calls them."""
-RIVALS = {
-    "torch_sdpa_cudnn_forced": "torch cuDNN",
-    "torch_sdpa_flash_forced": "torch FlashAttention-2",
-    "F.sdpa cuDNN": "torch cuDNN",
-    "F.sdpa flash": "torch FlashAttention-2",
-}
-"""What a report calls other implementations."""
-
-
-ALONE = ((4096, 4096, "float16"), (4096, 8192, "bfloat16"))
-"""Queries, keys and element type of the problems of which times of other implementations are shown."""
-
-
-def shown_figures(device: str) -> list[list[Any]]:
-    """The times that a report on a GPU shows beside estimates, as `tuning_db/model/attention/published.json` has them: source,
-    problem, the knobs that were published or the name of another implementation, and microseconds. Of the ladder these are the
-    rungs before and after occupancy 2; of other implementations one problem each.
-    """
-    found: dict[str, list[tuple[list[Any], float]]] = defaultdict(list)
-    for figure in figures():
-        problem, tile, rung = figure.attention, figure.tile, figure.schedule.partition("rung ")[2]
-        if figure.source == "learn-cuda" and "Sq=" in figure.problem:  # bfloat16, by its README
-            sizes = {"batch": 1, "heads": 8, "kv_heads": 8, "seq_q": 4096, "seq_k": 8192, "head_dim": 128}
-            problem = Attention.problem(**sizes, causal=False, dtype="bfloat16")
-        if figure.source not in SHOWN or figure.device != device or problem is None or problem.head_dim != 128:
-            continue
-        if (figure.source, problem.seq_q) in (("playbook TileGym", 2048), ("playbook TileGym", 8192)):
-            continue
-        alone = not problem.causal and (problem.seq_q, problem.seq_k, problem.dtype) in ALONE
-        other = RIVALS.get(figure.kernel) if alone else None
-        if other is None and (tile is None or rung not in ("", "4", "5") or figure.source == "TiledAttention"):
-            continue
-        row: list[Any] = [SHOWN[figure.source], problem.to_json(), other]
-        if tile is not None and other is None:
-            row[2] = {"tile_m": tile[0], "tile_n": tile[1], "occupancy": tile[2], "loop_split": problem.causal}
-        us = problem.flops / figure.value / 1e6 if figure.unit == "TFLOP/s" else figure.us
-        found[json.dumps(row)].append((row, us))
-    return [[*of[0][0], float(f"{sum(us for _, us in of) / len(of):.4g}")] for of in found.values()]
-
-
 def modelled_us(problem: Problem, tile: Tile, device: str, at: Conditions, *, flushed: bool = False) -> float | None:
     """Modelled time of a published schedule under a source's conditions; None where its program was not compiled."""
     spec = DEVICES[device]

@@ -21,12 +21,12 @@ from tiledsched.build.cubin import Artifact
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import Failure, TiledschedError
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.problem_lists import kernel_of, problems_of
 from tiledsched.measure.runner import Candidate, Runner
 from tiledsched.serve.entries import load_entries
 from tiledsched.serve.prebuilt import usable_bundle
 from tiledsched.store.records import Entry
 from tiledsched.studies.ablation.ladder import outcome_of
-from tiledsched.tuning.problems import kernel_of, problems_of
 from tiledsched.tuning.programs import Builder
 from tiledsched.tuning.session import Session
 

@@ -28,13 +28,13 @@ from tiledsched.core.device import ARCHS, arch_spec
 from tiledsched.core.errors import TiledschedError
 from tiledsched.core.launch import problem_class
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.problem_lists import kernel_of
 from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.store.build_files import BuildFile, read_builds, write_builds
 from tiledsched.store.records import BuildRecord
 from tiledsched.store.shipped import read_shipped_entries
-from tiledsched.tuning.problems import kernel_of
 
 SAMPLE = 24
 """Programs of each kind of problem that are compiled again for another arch, and for another element type."""

@@ -24,11 +24,11 @@ from tiledsched.build.toolchain import installed_toolchain
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import Failure
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.problem_lists import kernel_of
 from tiledsched.core.schedule import Schedule
 from tiledsched.serve.entries import load_table
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.store.spills import FILE, OF_THE_PROGRAM, classes_of, lost_bytes, spills_json
-from tiledsched.tuning.problems import kernel_of
 
 Key = tuple[str, str]
 """(schedule id, id of the class of problems)"""

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from tiledsched.core import data_files
 from tiledsched.core.errors import TiledschedError
+from tiledsched.core.problem_lists import kernel_of
 from tiledsched.core.resources import spilled
 from tiledsched.core.space_files import space_for
 from tiledsched.report.document import Table, to_markdown
 from tiledsched.store.evidence import for_compiler
 from tiledsched.store.records import BuildRecord, Entry
 from tiledsched.store.shipped import read_shipped_entries
-from tiledsched.tuning.problems import kernel_of
 from tiledsched.tuning.programs import Builder
 from tiledsched.tuning.session import Session
 

@@ -12,6 +12,7 @@ import torch
 
 from strangers.stand_in import gpu_stand_in
 from tiledsched.interpreter import InterpreterError, UnsupportedOperationError, launches_on_cpu
+from tiledsched.interpreter.contraction import Arithmetic
 
 Pairs = Iterable[tuple[Any, Any]]
 
@@ -56,11 +57,11 @@ def program(
     return add
 
 
-def run(each: Program) -> Outcome:
+def run(each: Program, arithmetic: Arithmetic = "rounded") -> Outcome:
     """How running `each` turned out."""
     torch.manual_seed(0)
     error, lacking, trace = 0.0, "", ""
-    with launches_on_cpu(check_overlap=each.check_overlap) as launched:
+    with launches_on_cpu(check_overlap=each.check_overlap, arithmetic=arithmetic) as launched:
         try:
             with gpu_stand_in():
                 pairs = [(plain(got), plain(want)) for got, want in each.compute()]

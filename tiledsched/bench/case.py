@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiledsched.bench.errors import NOT_FINITE, Error, error_of
 from tiledsched.bench.methods import DETERMINISTIC, OURS, Arrays, operator_call
 from tiledsched.bench.rivals import module_of
+from tiledsched.checking.errors import NOT_FINITE, Error, error_of
 from tiledsched.core.arrays import RELATIVE_ERRORS, ArraySpec
 from tiledsched.core.cases import expected_outputs, output_specs, random_inputs
 from tiledsched.core.errors import MeasureError

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import numpy
 
-from tiledsched.bench.errors import Error
 from tiledsched.bench.methods import MATMUL, Call, Method
 from tiledsched.bench.rows import OK, BenchRow, Cell
 from tiledsched.bench.sampling import LEAST_SAMPLES, USUAL_PACE, Pace, sample_counts, sample_in_turn
+from tiledsched.checking.errors import Error
 from tiledsched.core.problem import Problem
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.timing import STILL_WARM_S, Log, Stopwatch

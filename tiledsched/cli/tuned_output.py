@@ -14,9 +14,9 @@ from tiledsched.core.problem import KernelClass, Problem, describe_values, rate_
 from tiledsched.core.space import RACED, UNKNOWN
 
 if TYPE_CHECKING:
+    from tiledsched.checking.schedules import CheckRow
     from tiledsched.measure.runner import RivalTime
     from tiledsched.store.records import Entry, MergeResult
-    from tiledsched.tuning.check import CheckRow
     from tiledsched.tuning.record import RecordResult
     from tiledsched.tuning.refresh import RefreshReport
     from tiledsched.tuning.seen import SeenTune
@@ -253,9 +253,9 @@ def print_recorded(result: RecordResult) -> None:
 
 
 def print_checked(row: CheckRow) -> None:
-    """Print one schedule that computes wrong results, as it is found."""
+    """Print one schedule that computes wrong results, or could not be run, as it is found."""
     if not row.passed:
-        print(f"wrong: {row.problem}: {row.schedule.short()}: {row.message}", flush=True)
+        print(f"{row.verdict}: {row.problem}: {row.schedule.short()}: {row.skipped or row.message}", flush=True)
 
 
 def print_checks(rows: Sequence[CheckRow], *, by_kind: bool) -> None:
@@ -264,13 +264,17 @@ def print_checks(rows: Sequence[CheckRow], *, by_kind: bool) -> None:
     for row in rows:
         groups.setdefault(_kind(row.problem) if by_kind else row.problem, []).append(row)
     for some in groups.values():
-        drawn = dict.fromkeys(row.schedule for row in some)
+        drawn, ran = ({row.schedule for row in rows} for rows in (some, [row for row in some if not row.skipped]))
+        some = [row for row in some if not row.skipped] or some
         wrong = {row.schedule for row in some if not row.passed}
         right = [row.worst_error for row in some if row.schedule not in wrong]
         worst = f", worst error {max(right):.2g}" if right else ""
-        print(f"{_range_text(some)}: {len(drawn) - len(wrong)} of {len(drawn)} schedules right{worst}")
+        left = f", {len(drawn - ran)} not run" if drawn - ran else ""
+        print(
+            f"{_range_text(some)}: {len(drawn) - len(wrong | (drawn - ran))} of {len(drawn)} schedules right{left}{worst}"
+        )
         tiles = {
-            name: min(max(row.tiles.get(name, 0) for row in some if row.schedule == schedule) for schedule in drawn)
+            name: min(max(row.tiles.get(name, 0) for row in some if row.schedule == schedule) for schedule in ran)
             for name in dict.fromkeys(name for row in some for name in row.tiles)
         }
         if tiles and right:

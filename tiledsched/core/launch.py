@@ -365,11 +365,12 @@ def assumed(kernel: KernelClass, inferred: Any, step: Step) -> Any:
     """The signature that machine code is built for where a launch infers the signature `inferred` from its arguments.
 
     It assumes what :func:`signature` assumes, so that the machine code launched is the machine code built and measured. A launch
-    also infers what sizes, and the strides of workspaces, are multiples of, and that an axis of one element is constant. From the
+    also infers what sizes, and the strides of workspaces, are multiples of, and that axes of one element are constant. From the
     strides of workspaces the compiler (13.4 on sm_90) makes other machine code for split keys, which is wrong: it loads four
-    maxima at addresses of one.
+    maxima at addresses of one. Where no size is constant, a launch takes version 1 of cuTile's calling convention, which passes
+    the same arguments to the same machine code as version 2.
     """
-    from cuda.tile.compilation import ArrayConstraint, KernelSignature
+    from cuda.tile.compilation import ArrayConstraint, CallingConvention, KernelSignature
 
     found = list(inferred.parameters)
     notes = (note for _, _, note in parameters(step.function))
@@ -381,8 +382,15 @@ def assumed(kernel: KernelClass, inferred: Any, step: Step) -> Any:
             sizes = tuple(size if axis in fixed else None for axis, size in enumerate(each.shape_constant))
             scratch = field.role == "workspace" or argument.name in _sometimes(kernel)  # type: ignore[arg-type]
             strides = 1 if scratch and not field.aligned else each.stride_divisible_by
-            found[place] = replace(each, shape_constant=sizes, shape_divisible_by=1, stride_divisible_by=strides)
-    return KernelSignature(found, inferred.calling_convention, inferred.symbol)
+            each = replace(each, shape_constant=sizes, shape_divisible_by=1, stride_divisible_by=strides)
+            if scratch and field.layout == "row" and not (note and note.static_stride_dims):
+                constant = (*[None] * (each.ndim - 1), each.stride_constant[-1])
+                each = replace(each, stride_constant=constant, stride_lower_bound_incl=0)
+            found[place] = each
+    convention = inferred.calling_convention
+    if convention.version == 1:
+        convention = CallingConvention.cutile_python_v2()
+    return KernelSignature(found, convention, inferred.symbol)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from tiledsched.core.arrays import RELATIVE_ERRORS, ArraySpec, Tolerance
+from tiledsched.core.arrays import ArraySpec, Tolerance
 from tiledsched.core.blame import did_you_mean
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.cost import Cost
@@ -26,6 +26,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.shapes import read_shape, read_size, split_shape
 from tiledsched.core.similarity import Similarity
 from tiledsched.core.sources import evidence_source, is_shipped, source_hash
+from tiledsched.core.storage import is_float
 
 FILE_PREFIX = "tiledsched_file_"
 """How the names of modules begin that were loaded from a file."""
@@ -347,9 +348,12 @@ class Declaration:
 
     @classmethod
     def tolerance(cls, p: Any, s: Any) -> Tolerance:
-        """How exact the outputs must be. The default follows from the output types."""
-        outputs = [each.dtype for each in cls.arrays(p) if each.role in ("out", "inout")]
-        return Tolerance(relative=max((RELATIVE_ERRORS.get(each, 0.0) for each in outputs), default=0.0))
+        """How exact the outputs must be. The default follows from the types of inputs and outputs."""
+        specs = cls.arrays(p)
+        outputs = [each.dtype for each in specs if each.role in ("out", "inout")]
+        return Tolerance.of_types(
+            outputs, [each.dtype for each in specs if each.role != "out" and is_float(each.dtype)]
+        )
 
     @staticmethod
     def check_tile(p: Any, s: Any) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.problem_lists import Cases, kernel_of, problems_of
 from tiledsched.core.registry import allow
 from tiledsched.fleet.campaign import DEADLINE_S, LEASE_S, MOST_ATTEMPTS, CampaignPlan
 from tiledsched.fleet.gpus import gpus_here
@@ -20,7 +21,6 @@ from tiledsched.fleet.retry import retry_while_unavailable
 from tiledsched.fleet.status import FleetStatus, read_status
 from tiledsched.store.db import TuningDB
 from tiledsched.store.location import location
-from tiledsched.tuning.problems import Cases, kernel_of, problems_of
 
 
 @dataclass(frozen=True, kw_only=True)

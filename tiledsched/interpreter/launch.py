@@ -6,7 +6,7 @@ import inspect
 import itertools
 import random
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -19,9 +19,10 @@ from tiledsched.core.blame import author_line, describe
 from tiledsched.core.errors import ProblemError
 from tiledsched.core.launch import annotated, scratch, steps
 from tiledsched.core.storage import poison, storage_type, tile_type
-from tiledsched.interpreter import arithmetic, memory, products, reductions, shapes  # noqa: F401
+from tiledsched.interpreter import memory, products, reductions, shapes  # noqa: F401
 from tiledsched.interpreter.arrays import Array, check_hints
 from tiledsched.interpreter.builtins_in_tiles import with_tile_builtins
+from tiledsched.interpreter.contraction import Arithmetic, implementations
 from tiledsched.interpreter.private import load_dispatch_mode, undecorated
 from tiledsched.interpreter.registry import IMPLEMENTATIONS, KEYWORDS, innermost
 from tiledsched.interpreter.uses import TileUses
@@ -58,6 +59,7 @@ class InterpretedLaunch(DispatchMode):
         order: BlockOrder = "forward",
         undetermined: Undetermined = "nan",
         uses: TileUses | None = None,
+        arithmetic: Arithmetic = "rounded",
     ) -> None:
         self.grid = grid
         self.uses = uses
@@ -67,7 +69,11 @@ class InterpretedLaunch(DispatchMode):
         self.block = (0, 0, 0)
         self.serial = 0
         """Number of the current block, from 1: what the writers' arrays hold."""
-        self._own = {innermost(ct.bid): self.bid, innermost(ct.num_blocks): self.num_blocks}
+        self._own: dict[Any, Callable[..., Any]] = {
+            innermost(ct.bid): self.bid,
+            innermost(ct.num_blocks): self.num_blocks,
+            **implementations(arithmetic),
+        }
 
     def blocks(self) -> typing.Iterator[tuple[int, int, int]]:
         """Every block in turn: x fastest, or the same backwards, or drawn by a seed."""
@@ -133,6 +139,7 @@ def run(
     order: BlockOrder = "forward",
     undetermined: Undetermined = "nan",
     uses: TileUses | None = None,
+    arithmetic: Arithmetic = "rounded",
 ) -> None:
     """Run a cuTile kernel on the CPU; arrays among `args` are changed in place.
 
@@ -145,6 +152,7 @@ def run(
         order: in which blocks run; see `BlockOrder`.
         undetermined: what padding of that mode holds; see `Undetermined`.
         uses: notes the tiles taken, if given.
+        arithmetic: how numbers are computed; see `Arithmetic`.
 
     Raises:
         InterpreterError: the kernel did what cuTile forbids or leaves undefined.
@@ -156,7 +164,7 @@ def run(
         raise InterpreterError(f"a grid has one to three axes of at least one block, got {grid}")
     if undetermined not in typing.get_args(Undetermined):
         raise InterpreterError(f'undetermined padding holds "nan" or "zero" here, got {undetermined!r}')
-    launch = InterpretedLaunch((*sides, 1, 1)[:3], check_overlap, order, undetermined, uses)  # type: ignore[arg-type]
+    launch = InterpretedLaunch((*sides, 1, 1)[:3], check_overlap, order, undetermined, uses, arithmetic)  # type: ignore[arg-type]
     values = _arguments(function, args, launch)
     body = with_tile_builtins(function)
     with np.errstate(all="ignore"), launch.as_current():
@@ -189,6 +197,7 @@ def run_schedule(
     device: SmallDevice | None = None,
     order: BlockOrder = "forward",
     uses: TileUses | None = None,
+    arithmetic: Arithmetic = "rounded",
 ) -> dict[str, Any]:
     """Every output of a kernel with one schedule, run on the CPU.
 
@@ -202,6 +211,7 @@ def run_schedule(
         device: what the grid is made for.
         order: in which blocks run.
         uses: notes the tiles taken, if given.
+        arithmetic: how numbers are computed; see `Arithmetic`.
 
     Returns:
         Outputs and changed arrays by name; NaN where the kernel wrote nothing.
@@ -231,7 +241,7 @@ def run_schedule(
             np.dtype(each.dtype).type(value) if each.kind == "scalar" else value
             for each, value in zip(step.arguments, args, strict=True)
         ]
-        run(annotated(kernel, step, p, s), step.grid, args, order=order, uses=uses)
+        run(annotated(kernel, step, p, s), step.grid, args, order=order, uses=uses, arithmetic=arithmetic)
     for spec in extras:
         if spec.zeroed and np.any(arrays[spec.name]):
             left = np.count_nonzero(arrays[spec.name])

@@ -10,6 +10,7 @@ from typing import Any
 import cuda.tile as ct
 import cuda.tile.tune as tune
 
+from tiledsched.interpreter.contraction import Arithmetic
 from tiledsched.interpreter.host_arrays import as_numpy
 from tiledsched.interpreter.launch import BlockOrder, Undetermined, run
 from tiledsched.interpreter.private import undecorated
@@ -18,7 +19,11 @@ from tiledsched.interpreter.values import InterpreterError
 
 @contextlib.contextmanager
 def launches_on_cpu(
-    *, check_overlap: bool = True, order: BlockOrder = "forward", undetermined: Undetermined = "nan"
+    *,
+    check_overlap: bool = True,
+    order: BlockOrder = "forward",
+    undetermined: Undetermined = "nan",
+    arithmetic: Arithmetic = "rounded",
 ) -> Iterator[list[str]]:
     """Within the `with`, `ct.launch` runs kernels in the interpreter, for any program that calls it.
 
@@ -32,6 +37,7 @@ def launches_on_cpu(
             whose blocks take turns, under a lock for example.
         order: in which blocks run; see `BlockOrder`.
         undetermined: what padding of that mode holds; see `Undetermined`.
+        arithmetic: how numbers are computed; see `Arithmetic`.
 
     Yields:
         The names of the kernels launched so far, in order: one entry a launch, added as it begins.
@@ -50,7 +56,15 @@ def launches_on_cpu(
             )
         launched.append(undecorated(kernel).__name__)
         arrays = [as_numpy(arg) for arg in args]
-        run(kernel, tuple(grid), arrays, check_overlap=check_overlap, order=order, undetermined=undetermined)
+        run(
+            kernel,
+            tuple(grid),
+            arrays,
+            check_overlap=check_overlap,
+            order=order,
+            undetermined=undetermined,
+            arithmetic=arithmetic,
+        )
 
     replacements = (("launch", ct.launch, launch), ("exhaustive_search", tune.exhaustive_search, take_first))
     for name, original, replacement in replacements:

@@ -124,8 +124,8 @@ def astype(x: Tile | Scalar, dtype: Any, /, *, rounding_mode: Any = None) -> Til
             f"ct.astype: the interpreter does not imitate {rounding_mode}; it rounds to nearest even",
             operation=f"ct.astype with {rounding_mode}",
         )
-    dtype = as_dtype(dtype)
-    return Tile(cast(as_tile(x), dtype), dtype)
+    tile, dtype = as_tile(x), as_dtype(dtype)
+    return tile if tile.dtype == dtype else Tile(cast(tile, dtype), dtype)
 
 
 @implements("bitcast")
@@ -162,15 +162,15 @@ def unpack_from_bytes(x: Tile, /, dtype: Any) -> Tile:
 def reshape(x: Tile | Scalar, /, shape: Any) -> Tile:
     """The elements in row-major order in another shape; one side may be -1."""
     tile = as_tile(x)
-    sides = shape if isinstance(shape, tuple) else (shape,)
-    return Tile(tile.array.reshape([constant_int(side, "a side of a tile") for side in sides]), tile.dtype)
+    sides = tuple(constant_int(side, "a side of a tile") for side in (shape if isinstance(shape, tuple) else (shape,)))
+    return tile if sides == tile.shape else Tile(tile.array.reshape(sides), tile.dtype)
 
 
 @implements("broadcast_to")
 def broadcast_to(x: Tile | Scalar, /, shape: Any) -> Tile:
     """`x` repeated along sides of length one."""
-    tile = as_tile(x)
-    return Tile(np.broadcast_to(tile.array, constant_shape(shape)), tile.dtype)
+    tile, sides = as_tile(x), constant_shape(shape)
+    return tile if sides == tile.shape else Tile(np.broadcast_to(tile.array, sides), tile.dtype)
 
 
 @implements("expand_dims")

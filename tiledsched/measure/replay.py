@@ -9,10 +9,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 
+from tiledsched.checking.accuracy import Accuracy
 from tiledsched.core.errors import Failure, FailureKind, MeasureError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.measure.runner import Accuracy, Batch, Candidate, Checked, Device, Measurement
+from tiledsched.measure.runner import Batch, Candidate, Checked, Device, Measurement
 
 Key = tuple[str, str, tuple[tuple[int, int, int], ...]]
 

@@ -14,13 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from tiledsched.checking.errors import case_errors, wrong_result
 from tiledsched.core.blame import first_line
 from tiledsched.core.cases import Case
 from tiledsched.core.errors import Failure
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import load_kernel
 from tiledsched.measure import timing
-from tiledsched.measure.accuracy import case_errors, wrong_result
 from tiledsched.measure.arrays import ProblemArrays
 from tiledsched.measure.launch import Launch
 from tiledsched.measure.nvml import ConditionsLog

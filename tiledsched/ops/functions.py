@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from tiledsched.core.errors import ProblemError, UnsupportedError
 from tiledsched.core.registry import kernel_named
+from tiledsched.serve import process
+from tiledsched.serve.launch import is_transformed
 
 _DIFFERENTIABLE = ("rms_norm", "softmax")
 _SUM_FOR_X = {"X": "Sum", "dR": "dX"}
@@ -63,6 +66,18 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
+def _check_shape(name: str, given: Tensor, like: str, shape: Any) -> None:
+    """Raise unless a tensor has this shape: as many elements in another order would be taken for others.
+
+    Raises:
+        ProblemError: it has another shape.
+    """
+    if given.shape != shape:
+        raise ProblemError(
+            f"{name} must have the shape of {like}, {tuple(shape)}, got {tuple(given.shape)}; reshape it"
+        )
+
+
 def matmul(input: Tensor, other: Tensor) -> Tensor:
     """`input @ other` on the tuned schedule, accumulated in float32.
 
@@ -96,8 +111,8 @@ def scaled_matmul(
     Args:
         a: `[m, k]` CUDA tensor, row-major, float8_e4m3fn or float8_e5m2; k and n are multiples of 16.
         b: `[k, n]`, of the same type, column-major (a linear layer's weight is `weight.t()`).
-        scale_a: one float32 number for all of a, or one for each row, `[m, 1]`.
-        scale_b: one float32 number for all of b, or one for each column, `[1, n]`; of both or neither there is one.
+        scale_a: one float32 number for all of a, or one for each row, `[m, 1]` or `[m]`.
+        scale_b: one float32 number for all of b, or one for each column, `[1, n]` or `[n]`; of both or neither there is one.
         bias: `[n]`, of the output's type.
         out_dtype: bfloat16, float16 or float32; the type of the bias unless given, or else bfloat16.
         use_fast_accum: whether sums may stay in the tensor cores of sm_90, which keep fewer bits than float32; otherwise sums of
@@ -109,8 +124,16 @@ def scaled_matmul(
     Raises:
         ProblemError, UnsupportedError: shapes or types that do not go together, or no CUDA tensors.
     """
+    rows, columns, kind = a.shape[:1], b.shape[1:], "row"
+    if scale_a.numel() == 1 and scale_b.numel() == 1:
+        kind = "tensor"
+    elif scale_a.shape not in ((*rows, 1), rows) or scale_b.shape not in ((1, *columns), columns):
+        raise ProblemError(
+            f"scale_a and scale_b must hold one number each, or one for each row of a, {(*rows, 1)}, and one for each column of "
+            f"b, {(1, *columns)}; got {tuple(scale_a.shape)} and {tuple(scale_b.shape)}. Scales of blocks are not served: call "
+            "torch._scaled_mm"
+        )
     operands = a, b, scale_a.reshape(-1), scale_b.reshape(-1)
-    kind = "tensor" if scale_b.numel() == 1 else "row"
     if bias is None:
         wanted = str(out_dtype or "bfloat16").removeprefix("torch.")
         out: Tensor = _operator("scaled_matmul", bias=False)(*operands, wanted, kind, use_fast_accum)
@@ -159,6 +182,7 @@ def rms_norm(input: Tensor, weight: Tensor, eps: float = 1e-5, *, residual: Tens
     rows = _rows(input)
     if residual is None:
         return _operator("rms_norm")(rows, weight, eps=eps).reshape(input.shape)
+    _check_shape("residual", residual, "input", input.shape)
     out, total = _operator("rms_norm", residual=True)(rows, residual.reshape(rows.shape), weight, eps=eps)
     return out.reshape(input.shape), total.reshape(input.shape)
 
@@ -232,6 +256,7 @@ def _gated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
         if gate.shape[-1] % 2:
             raise ProblemError(f"gate and up side by side have an even number of columns, got {gate.shape[-1]}")
         gate, up = gate.chunk(2, -1)
+    _check_shape("up", up, "gate", gate.shape)
     out: Tensor = _operator("glu")(_rows(gate), _rows(up), activation)
     return out.reshape(gate.shape)
 
@@ -255,7 +280,8 @@ def rope(
             in memory; else strides are free, so that q may be a part of a projection of q, k and v.
         k: of the same type, with the same axes except for the number of heads.
         cos, sin: `[seq, rotary_dim / 2]`, or `[batch, seq, rotary_dim / 2]` where positions differ, of float16, bfloat16 or
-            float32. Tables `rotary_dim` wide, which hold each angle twice, are allowed, too.
+            float32. Tables `rotary_dim` wide, which hold each angle twice, are allowed, too: both elements of a pair find their
+            angle at their own place. The first calls of a process read a row of such a table, and wait for the GPU.
         interleaved: whether a pair is two neighbours (GPT-J); else its elements are half of `rotary_dim` apart (Llama).
         rotary_dim: the first elements of a head, which are rotated; by default all of them.
         inplace: rotate q and k where they lie. Without gradients, which are otherwise those of q and k.
@@ -266,6 +292,11 @@ def rope(
     Raises:
         ProblemError, UnsupportedError: shapes or types that do not go together, or no CUDA tensors.
     """
+    if q.ndim not in (3, 4) or k.ndim != q.ndim:
+        raise ProblemError(
+            f"q and k must both be [batch, heads, seq, head_dim] or [heads, seq, head_dim], got {tuple(q.shape)} and "
+            f"{tuple(k.shape)}"
+        )
     head_dim = q.shape[-1]
     rotated = head_dim if rotary_dim is None else rotary_dim
     if rotated % 2 or not 0 < rotated <= head_dim or k.shape[-1] != head_dim:
@@ -281,7 +312,7 @@ def rope(
         q, k, inplace = q.clone(), k.clone(), True
     parts = 1 if interleaved else 2
     given = [_by_position(x[..., :rotated] if rotated < head_dim else x, parts) for x in (q, k)]
-    tables = [_angles(x, rotated, interleaved) for x in (cos, sin)]
+    tables = [_angles(name, x, rotated, interleaved) for name, x in (("cos", cos), ("sin", sin))]
     if inplace:
         _operator("rope_in_place")(*given, *tables)
         return q, k
@@ -291,23 +322,57 @@ def rope(
 
 def _by_position(x: Tensor, parts: int) -> Tensor:
     """`[batch, seq, heads, parts, width]`, a view of `[batch, heads, seq, head_dim]`."""
-    if x.ndim not in (3, 4):
-        raise ProblemError(
-            f"q and k must be [batch, heads, seq, head_dim] or [heads, seq, head_dim], got {tuple(x.shape)}"
-        )
     return (x if x.ndim == 4 else x[None]).transpose(1, 2).unflatten(-1, (parts, x.shape[-1] // parts))
 
 
-def _angles(table: Tensor, rotated: int, interleaved: bool) -> Tensor:
+def _angles(name: str, table: Tensor, rotated: int, interleaved: bool) -> Tensor:
     """`[1 or batch, seq, rotated / 2]` of a table of cosines or sines."""
-    if table.shape[-1] == rotated:  # each angle is there twice
-        table = table[..., ::2].contiguous() if interleaved else table[..., : rotated // 2]
-    elif table.shape[-1] != rotated // 2:
+    axes, columns, width = table.ndim, table.shape[-1], rotated // 2
+    if axes not in (2, 3) or columns not in (width, rotated):
         raise ProblemError(
-            f"cos and sin must have {rotated // 2} or {rotated} columns where {rotated} elements are rotated, "
-            f"got {table.shape[-1]}"
+            f"{name} must be [seq, columns] or [batch, seq, columns], with {width} or {rotated} columns where {rotated} elements "
+            f"are rotated, got {tuple(table.shape)}"
         )
-    return table if table.ndim == 3 else table[None]
+    if columns == rotated:  # each angle is there twice
+        key = (name, rotated, interleaved)
+        if not torch.compiler.is_dynamo_compiling() and _looks[key] < MOST_LOOKS and _can_be_read(table):
+            _looks[key] += _check_twice(name, table, interleaved)
+        table = table[..., ::2].contiguous() if interleaved else table[..., :width]
+    return table if axes == 3 else table[None]
+
+
+_looks: Counter[tuple[str, int, bool]] = Counter()
+"""How often tables were looked into, by their name, their width, and whether pairs were neighbours."""
+MOST_LOOKS = 3
+"""Calls that look into tables whose angles are all zero, which tell nothing; the first other table ends it."""
+
+
+def _can_be_read(table: Tensor) -> bool:
+    """Whether the values of a table can be read: not in a capture, nor under modes and transforms of torch."""
+    served = table.device.type == process.runtime.device_type
+    return served and table.numel() > 0 and not (is_transformed() or process.runtime.is_capturing())
+
+
+def _check_twice(name: str, table: Tensor, interleaved: bool) -> int:
+    """How many looks it counts for that the last row of a table holds each angle at the places of both elements of a pair.
+
+    The call waits for the GPU.
+
+    Raises:
+        ProblemError: the table was made for pairs of the other kind, or holds each angle once.
+    """
+    last = table.detach().flatten(0, -2)[-1].float().cpu()
+    halves, neighbours = (
+        torch.allclose(one, other, rtol=0.0, atol=1e-3) for one, other in (last.chunk(2), (last[::2], last[1::2]))
+    )
+    if not (neighbours if interleaved else halves):
+        found = "half a row apart" if halves else "side by side" if neighbours else "nowhere twice"
+        wanted = "side by side" if interleaved else "half a row apart"
+        raise ProblemError(
+            f"{name} is as wide as the elements that are rotated, and must hold each angle twice, {wanted} with interleaved = "
+            f"{interleaved}; they are {found}. Give the other interleaved, or each angle once: {len(last) // 2} columns"
+        )
+    return 1 if halves == neighbours else MOST_LOOKS
 
 
 def cross_entropy(
@@ -320,6 +385,8 @@ def cross_entropy(
     return_lse: bool = False,
 ) -> Any:
     """The cross entropy of each row of logits with its label, `logsumexp(row) - row[label]`, in float32.
+
+    It is made of differences of logits: rows far from zero lose no digits.
 
     Args:
         logits: `[..., columns]` CUDA tensor, float16, bfloat16 or float32: classes are on the last axis.
@@ -337,10 +404,7 @@ def cross_entropy(
     """
     if reduction not in ("none", "mean", "sum"):
         raise ProblemError(f"reduction = {reduction!r}; allowed are 'none', 'mean' and 'sum'")
-    if labels.shape != logits.shape[:-1]:
-        raise ProblemError(
-            f"labels must have the shape of logits without its last axis, {tuple(logits.shape[:-1])}, got {tuple(labels.shape)}"
-        )
+    _check_shape("labels", labels, "logits without its last axis", logits.shape[:-1])
     loss, lse = _operator("cross_entropy")(
         _rows(logits), labels.reshape(-1), label_smoothing != 0, ignore_index, label_smoothing
     )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
-from tiledsched.core.arrays import RELATIVE_ERRORS
+import numpy
+
+from tiledsched.checking.accuracy import Accuracy
+from tiledsched.checking.errors import output_errors, worst_error
+from tiledsched.core.arrays import RELATIVE_ERRORS, ArraySpec, Tolerance
 from tiledsched.core.errors import Failure, FailureKind
-from tiledsched.measure.runner import Accuracy
 from tiledsched.remember.description import Request
 from tiledsched.remember.identity import address, is_array
 from tiledsched.remember.machine import CallProgram, SearchMachine
@@ -57,7 +59,7 @@ class OutputComparison:
                 words = f"argument {place} has another shape than with {self._name}"
                 return Failure(kind=FailureKind.WRONG_RESULT, message=words)
             relative, absolute = difference(found, right)
-            limit = RELATIVE_ERRORS.get(str(right.dtype).rpartition(".")[2], 0.0)
+            limit = 2.0 * RELATIVE_ERRORS.get(str(right.dtype).rpartition(".")[2], 0.0)
             if not relative <= limit:
                 words = (
                     f"argument {place} differs from that of {self._name}: relative error {relative:.3g} above {limit:g}, "
@@ -101,26 +103,24 @@ def difference(found: Any, right: Any) -> tuple[float, float]:
     larger: a row of zeros would make any rounding infinite. Where both arrays are NaN, or infinite with one sign, they agree;
     where only one is, both numbers are infinite.
     """
-    found, right = _rows(found), _rows(right)
-    if not math.prod(right.shape):
+    (xp, found), (_, right) = _rows(found), _rows(right)
+    if not right.size:
         return 0.0, 0.0
-    same = (found == right) | ((found != found) & (right != right))
-    off = abs(found - right)
-    off[same] = 0.0
-    most = float(off.max())
-    if not math.isfinite(most):
-        return math.inf, math.inf
-    right = right * 1.0
-    right[(right != right) | (abs(right) == math.inf)] = 0.0
-    squares = (right * right).sum(1)
-    squares = squares + (squares.mean() - squares) * (squares < squares.mean())
-    errors = (off * off).sum(1)
-    if not float(squares.max()):
-        return (math.inf if float(errors.max()) else 0.0), most
-    return float((errors / squares).max()) ** 0.5, most
+    usual = float(xp.square(xp.where(xp.isfinite(right), right, 0.0)).mean()) ** 0.5
+    spec = ArraySpec(name="", role="out", dtype="float64", shapes=(right.shape,))
+    errors = output_errors(xp, spec, found, right, Tolerance(relative=0.0, floor=usual), (1, right.shape[1]))
+    return worst_error(errors), errors.largest
 
 
-def _rows(array: Any) -> Any:
-    """An array as float64, with its last axis as rows."""
+def _rows(array: Any) -> tuple[Any, Any]:
+    """(numpy or cupy, the array there as float64, its last axis as rows). Without CuPy, torch's arrays are copied to the host."""
     wide = _wide(array)
-    return wide.reshape(-1, wide.shape[-1] if len(wide.shape) else 1)
+    wide, xp = wide.reshape(-1, wide.shape[-1] if len(wide.shape) else 1), numpy
+    if getattr(wide, "is_cuda", False) or hasattr(wide, "__cuda_array_interface__"):
+        try:
+            import cupy
+        except ImportError:
+            wide = wide.cpu()
+        else:
+            wide, xp = cupy.from_dlpack(wide), cupy
+    return xp, xp.asarray(wide)

@@ -110,12 +110,28 @@ def _is_library_function(function: FunctionType) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _text_of(code: CodeType) -> str:
-    """The text of the code of a function; where there is none, as of one made by `exec`, its instructions."""
+    """The text of the code of a function, and of a lambda that of its body; where there is none, as of one made by `exec`, its
+    instructions."""
     lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 : _last_line(code)]
     text = textwrap.dedent("".join(lines)) or code.co_code.hex()
+    if code.co_name == "<lambda>" and lines:
+        text = _lambda_body(code, lines) or text
     # Two functions may stand in one line, and a file may have changed since it was imported.
     constants = [repr(each) for each in code.co_consts if not isinstance(each, (CodeType, frozenset))]
     return "\n".join([text, *code.co_names, *code.co_varnames, *constants])
+
+
+def _lambda_body(code: CodeType, lines: list[str]) -> str:
+    """The text of the body of a lambda among the lines that it stands in, since what stands beside it is not part of it; empty
+    before Python 3.11, which does not tell columns."""
+    places = [each for each in getattr(code, "co_positions", tuple)() if None not in each and each[2:] != (0, 0)]
+    if not places:
+        return ""
+    (first, begin), (last, end) = min(each[::2] for each in places), max(each[1::2] for each in places)
+    body = [line.encode() for line in lines[first - code.co_firstlineno : last - code.co_firstlineno + 1]]
+    body[-1] = body[-1][:end]
+    body[0] = body[0][begin:]
+    return b"".join(body).decode()
 
 
 def _last_line(code: CodeType) -> int:

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from tiledsched.checking.accuracy import Accuracy
 from tiledsched.core.blame import first_line
 from tiledsched.core.errors import Failure
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.estimate import Timing
-from tiledsched.measure.runner import Accuracy, Candidate, Measurement
+from tiledsched.measure.runner import Candidate, Measurement
 from tiledsched.remember.answers import PASSING, Answers, BuildOutcome, Findings, StoredTime, class_of
 from tiledsched.remember.comparing import OutputComparison
 from tiledsched.remember.description import Call

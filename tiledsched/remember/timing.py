@@ -6,11 +6,12 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from tiledsched.checking.accuracy import Accuracy
 from tiledsched.core.blame import first_line
 from tiledsched.core.errors import Failure, FailureKind, MeasureError
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.measure.runner import Accuracy, Batch, Candidate, Checked, Device
+from tiledsched.measure.runner import Batch, Candidate, Checked, Device
 from tiledsched.measure.timing import LEAST_REST, SHORT_US, sample_rounds
 from tiledsched.remember.comparing import OutputComparison
 from tiledsched.remember.description import Request

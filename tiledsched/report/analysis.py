@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from tiledsched.core.schedule import KnobValue, Schedule
-from tiledsched.report.records import ProblemReport, PublishedTiles, Report, Tile, TileSensitivity, TileTime, Timed
+from tiledsched.report.records import ProblemReport, Tile, TileSensitivity, TileTime, Timed
 
 T = TypeVar("T")
 WITHIN = 1.3
@@ -104,15 +104,6 @@ def sensitivity(problems: Sequence[ProblemReport]) -> tuple[TileSensitivity, ...
                 )
             )
     return tuple(lines)
-
-
-def published_for(line: TileSensitivity, report: Report) -> list[PublishedTiles]:
-    """What others published about tiles for problems of the same kind and regime of sizes."""
-    return [
-        each
-        for each in report.published_tiles
-        if line.accum_mode == "fp32" and each.shared == line.shared and size_regime(each.size) == line.regime
-    ]
 
 
 def neighbours(items: Sequence[tuple[Schedule, T]], close: Sequence[bool]) -> Iterator[tuple[str, T, T]]:

@@ -13,7 +13,6 @@ from tiledsched.core.schedule import HINT_KNOBS, Schedule
 from tiledsched.report.analysis import named_tile
 from tiledsched.report.axes import show
 from tiledsched.report.effects import joined_effects
-from tiledsched.report.published import MODEL_ERROR, least_sure
 from tiledsched.report.records import AS_GOOD, MEASURED, KnobVerdict, ProblemReport, Report, Tile
 from tiledsched.report.views import explored
 
@@ -21,6 +20,9 @@ MOST_NAMED = 6
 """Knobs that are named in a sentence, at most; those whose values cost most are taken."""
 MATTERS = 0.05
 """A kernel whose worst tile costs less than this is not sensitive to its tile."""
+MODEL_ERROR = 0.034
+"""Mean error of the model's times on a GB10 at lengths from 2048, under the conditions of each publication
+(docs/results/blackwell.md). Estimates that lie closer together than this say little about which is faster."""
 
 
 def answer(report: Report) -> tuple[str, ...]:
@@ -109,6 +111,30 @@ def next_step(report: Report) -> str:
             "schedules that differ from the best in one or two knobs."
         )
     return ""
+
+
+def least_sure(report: Report) -> str:
+    """Which modelled problems to measure first, and with which command: those whose two best tiles have estimates that lie
+    closer together than the model's mean error. Empty where there is no such problem, or nothing is modelled.
+    """
+    close = [
+        (sum(tile.relative - 1 < MODEL_ERROR for tile in one.tiles), one)
+        for one in report.modelled.problems
+        if len(one.tiles) > 1 and one.tiles[1].relative - 1 < MODEL_ERROR
+    ]
+    if not close:
+        return ""
+    most, first = min(close, key=lambda each: (-each[0], each[1].best.us, len(format_problem(each[1].problem))))
+    tiles = " and ".join("x".join(map(str, tile.tile)) for tile in first.tiles[:2])
+    command = shlex.join(
+        ["tiledsched", "tune", report.kernel, "--arch", report.arch, "-p", format_problem(first.problem)]
+    )
+    return (
+        f"For {len(close)} of {len(report.modelled.problems)} modelled problems the estimates of the two best tiles are within "
+        f"{MODEL_ERROR * 100:.1f}% of each other, which is the model's mean error where others measured, so measure these first. "
+        f"The least sure is {first.problem}, with {most} tiles that close, the best of them {tiles}: run `{command}` on "
+        "a machine with this GPU."
+    )
 
 
 def longer(drop: float, than: str = "") -> str:

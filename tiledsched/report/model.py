@@ -26,7 +26,6 @@ from tiledsched.report.ceilings import measured_ceilings
 from tiledsched.report.effects import tile_knobs
 from tiledsched.report.importance import interactions, knob_shares
 from tiledsched.report.landscapes import Landscape, LandscapeKey, accum_mode, read_measured
-from tiledsched.report.published import figures_for, tiles_for
 from tiledsched.report.records import MEASURED, MODELLED, FailureCount, ProblemReport, Report, Section, Timed
 from tiledsched.report.sources import WithShipped
 from tiledsched.store.evidence import for_compiler, of_kernel
@@ -135,8 +134,6 @@ def build_report(
         ceilings=measured_ceilings(
             [*entries, *served], regime, {str(problem.values.get("dtype")) for problem, _, _ in reading.landscapes}
         ),
-        published_tiles=tiles_for(kernel, desk.axes),
-        published=figures_for(kernel, arch, desk.space, builds.shipped),
     )
 
 
@@ -204,7 +201,7 @@ class _Builds:
         self._serving: dict[Problem, list[BuildRecord]] = {}
         self.modelled_compilers: set[str] = set()
         """Compilers behind modelled landscapes, one line each."""
-        self.shipped: Callable[[Problem, Schedule | None], list[BuildRecord]] = lambda problem, schedule: []
+        self.shipped: Callable[[Problem], list[BuildRecord]] = lambda problem: []
         self.shipped_times: Callable[[Problem], dict[Schedule, tuple[ResourceFacts | None, float]]] = lambda problem: {}
         if isinstance(db, WithShipped):
             self.shipped, self.shipped_times = db.shipped_builds, db.shipped_times
@@ -241,7 +238,7 @@ class _Builds:
         ]
         shipped = [
             build
-            for build in self.shipped(entry.problem, None)
+            for build in self.shipped(entry.problem)
             if build.fingerprint and accum_mode(build.schedule) == entry.accum_mode
         ]
         if len({(build.toolchain, build.source_hash) for build in (*own, *shipped[:1])}) > 1:

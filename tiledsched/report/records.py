@@ -384,46 +384,6 @@ class Ceiling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublishedFigure:
-    """A time that others published, and the model's estimate for it."""
-
-    source: str
-    """Who published it."""
-    device: str
-    """Name of the GPU."""
-    problem: Problem
-    """The problem."""
-    what: Schedule | str
-    """The schedule that was timed, of a kernel like ours, or the name of another implementation."""
-    us: float
-    """The published time, in microseconds."""
-    ours: Schedule | None
-    """The schedule whose estimate stands beside it: the same, or our best; None where none was built."""
-    modelled_us: float | None
-    """Its estimate, in microseconds; None where there is none."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PublishedTiles:
-    """The two best tiles of one problem, as others published them."""
-
-    source: str
-    """Where."""
-    device: str
-    """The GPU, by product name."""
-    size: int
-    """The problem's size along the first of the kernel's axes."""
-    shared: tuple[Any, ...]
-    """The problem's values of the fields in `Axes.shared`."""
-    best: Tile
-    """The best tile."""
-    runner_up: Tile
-    """The second best."""
-    drop: float
-    """Time of the second best over that of the best, minus 1."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Report:
     """What is known of one kernel's schedules on one arch."""
 
@@ -461,10 +421,6 @@ class Report:
     """Compilers behind the modelled entries, one line each."""
     ceilings: tuple[Ceiling, ...] = ()
     """The highest rates that any kernel reached, for each GPU."""
-    published: tuple[PublishedFigure, ...] = ()
-    """What others measured on the arch's usual GPU."""
-    published_tiles: tuple[PublishedTiles, ...] = ()
-    """What others published about tiles of the kernel, on whatever GPU."""
 
     @property
     def accuracy_classes(self) -> bool:

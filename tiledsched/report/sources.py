@@ -135,9 +135,9 @@ class WithShipped:
                 log.warning("%s; it is left out", error)
         return found
 
-    def shipped_builds(self, problem: Problem, schedule: Schedule | None = None) -> list[BuildRecord]:
+    def shipped_builds(self, problem: Problem) -> list[BuildRecord]:
         """The builds that ship and can serve a problem on the arch; see `BuildFile.builds_for`."""
-        return [build for file in self._build_files for build in file.builds_for(problem, self._arch, schedule)]
+        return [build for file in self._build_files for build in file.builds_for(problem, self._arch)]
 
     def shipped_times(self, problem: Problem) -> dict[Schedule, tuple[ResourceFacts | None, float]]:
         """The model's estimates that ship for a problem: resources and microseconds, by schedule."""

@@ -11,7 +11,6 @@ from tiledsched.core.device import PRODUCTS
 from tiledsched.core.problem import Problem, unit_of
 from tiledsched.core.schedule import SHORT, Schedule
 from tiledsched.report import charts
-from tiledsched.report.analysis import published_for
 from tiledsched.report.answer import answer, next_step, problem_answer
 from tiledsched.report.axes import cell, show
 from tiledsched.report.csv_files import (
@@ -35,7 +34,6 @@ from tiledsched.report.document import (
     write_document,
 )
 from tiledsched.report.effects import joined_effects, preferred_values
-from tiledsched.report.published import published
 from tiledsched.report.records import DeviceConditions, Interaction, KnobShare, ProblemReport, Report, Section, Tile
 from tiledsched.report.regret import few_schedules
 from tiledsched.report.vega import Spec
@@ -247,8 +245,6 @@ def _side_by_side(reports: Sequence[Report]) -> list[Block]:
 def _figures(report: Report, after: str) -> list[Block]:
     """Tables, folded."""
     blocks: list[Block] = []
-    if found := published(report):
-        blocks += [Heading(text=f"What others published for this GPU{after}", folded=True), *found]
     for section in (report.measured, report.modelled):
         if section.problems:
             blocks += _section(section, report, f", {section.provenance}{after}")
@@ -350,35 +346,24 @@ def _preferences(section: Section, after: str) -> list[Block]:
 
 
 def _sensitivity(section: Section, report: Report) -> list[Block]:
-    """What the choice of tile is worth, by size: Table 4 of TiledAttention, with its own figures where they are of the same
-    kind of problem.
-    """
+    """What the choice of tile is worth, by size: the form of Table 4 of TiledAttention."""
     axes, tile = report.axes, " x ".join(report.tile_knobs or ())
-    others = [published_for(line, report) for line in section.sensitivity]
-    sources = dict.fromkeys(each.source for found in others for each in found)
     text = (
         f"Each tile ({tile}) is judged by its best schedule over all other knobs; where a line joins several problems, "
         f"by the geometric mean. Short is {axes.swept_title} up to 1024, medium up to 4096, long above."
     )
-    if sources:
-        devices = ", ".join(dict.fromkeys(each.device for found in others for each in found))
-        text += f" The last column is what others published of their own kernel, on {devices}: {'; '.join(sources)}."
     head = (
         "problems",
         axes.swept_title,
         "best tile",
         f"second best takes longer by ({section.provenance})",
         "worst takes longer by",
-        *(["published by others"] if sources else []),
     )
     rows = []
-    for line, found in zip(section.sensitivity, others, strict=True):
+    for line in section.sensitivity:
         named = dict(zip(axes.titles.values(), map(show, line.shared), strict=True))
         accum = [f"{line.accum_mode} accumulators"] if line.accum_mode != "fp32" else []
         words = [f"{title}={value}" for title, value in named.items()]
-        theirs = [
-            f"{each.size}: {_tile(each.best)}, then {_tile(each.runner_up)}: {_percent(each.drop)}" for each in found
-        ]
         rows.append(
             (
                 ", ".join([*words, *accum, *([line.device_name] if line.device_name else [])]),
@@ -386,7 +371,6 @@ def _sensitivity(section: Section, report: Report) -> list[Block]:
                 _tile(line.best),
                 f"{_tile(line.runner_up)}: {_percent(line.drop)}",
                 _percent(line.spread),
-                *(["; ".join(theirs) or NOTHING] if sources else []),
             )
         )
     return [Paragraph(text=text), _table(head, rows)]

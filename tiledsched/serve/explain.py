@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tiledsched.build.compiler import export
+from tiledsched.core.device import arch_spec
+from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import Problem, rate_text
 from tiledsched.measure.runner import RivalTime
 from tiledsched.serve.lookup import LookupTable, Served
@@ -49,6 +51,23 @@ class Explanation:
         """Whether the machine code launched is, or may be, another than the one measured."""
         return bool(self.served.stale) and not self.is_measured_program
 
+    @property
+    def unverified(self) -> str:
+        """Why nothing shows that the schedule computes right results on this problem; empty where a GPU's accuracy gate passed it
+        on this one, or on one that runs the same machine code."""
+        schedule, gated = self.served.schedule, self.served.gated
+        if self.problem in gated:
+            return ""
+        from tiledsched.core.launch import problem_class  # imports cuTile
+
+        device, kernel = arch_spec(self.arch), self.problem.declaration
+        alike = problem_class(kernel, self.problem, schedule, device)
+        if any(problem_class(kernel, each, schedule, device) == alike for each in gated):
+            return ""
+        which = f"sizes like these, only for {gated[0]}" if gated else "any size"
+        command = f"tiledsched tune {kernel.name} -p {format_problem(self.problem)}"
+        return f"no accuracy gate has run this schedule on a GPU for {which}; run: {command}"
+
     def to_json(self) -> dict[str, Any]:
         """The explanation as `--json` prints it."""
         entry = self.served.entry
@@ -64,6 +83,7 @@ class Explanation:
             "alternatives": [each.to_json() for each in self.served.alternatives],
             "forced": dict(self.served.forced),
             "stale": self.stale,
+            "unverified": self.unverified or None,
             "expected_loss": asdict(self.served.expected_loss) if self.served.expected_loss else None,
             "median_us": evidence.median_us if evidence else None,
             "tflops": entry.problem.tflops(evidence.median_us) if entry and evidence else None,
@@ -122,6 +142,8 @@ class Explanation:
             lines.append("  compiling   torch serves until the program is built")
         if self.stale:
             lines.append(f"  stale       {served.stale}")
+        if self.unverified:
+            lines.append(f"  unverified  {self.unverified}")
         lines += self._rival_lines()
         lines += self._expected_lines()
         if entry is not None:

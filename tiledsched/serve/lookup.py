@@ -94,6 +94,8 @@ class Served:
     not known."""
     rivals: tuple[RivalOffer, ...] = ()
     """Rivals that are faster, the fastest first: the first that is installed is called in place of the schedule."""
+    gated: tuple[Problem, ...] = ()
+    """The problems on which the accuracy gate passed this schedule on a GPU."""
     alternatives: tuple[Schedule, ...] = ()
     """The next choices, of a schedule that was not measured: each is served where the one before does not compile for the layouts
     of a call."""
@@ -111,6 +113,8 @@ class _Index:
     """Measured entries, by their problem."""
     by_kind: dict[tuple[Any, ...], list[Entry]] = field(default_factory=lambda: defaultdict(list))
     """Measured entries, by the kind of their problem."""
+    gated: dict[Schedule, list[Problem]] = field(default_factory=lambda: defaultdict(list))
+    """The problems of measured entries whose outputs were checked, by their schedule."""
 
     def add(self, entry: Entry) -> None:
         """Add an entry."""
@@ -120,6 +124,9 @@ class _Index:
         self.measured.append(entry)
         self.by_problem[entry.problem].append(entry)
         self.by_kind[entry.problem.declaration.similarity.kind(entry.problem)].append(entry)
+        if entry.measurement is not None and entry.measurement.accuracy is not None:
+            for schedule in dict.fromkeys((entry.schedule, *entry.ties)):
+                self.gated[schedule].append(entry.problem)
 
 
 class LookupTable:
@@ -287,6 +294,7 @@ class LookupTable:
             reason=f"this problem was measured on {where}{form}",
             stale=self._stale(entry),
             rivals=offers,
+            gated=tuple(self._index(space).gated.get(entry.schedule, ())),
         )
 
     def _offers(self, entry: Entry, space: SearchSpace, where: str) -> tuple[RivalOffer, ...]:
@@ -392,6 +400,7 @@ class LookupTable:
             or self._unmeasured(problem, space)
         )
         found = self._sound(found, problem, space)
+        found = replace(found, gated=tuple(index.gated.get(found.schedule, ())))
         if not self._rivals:
             return found
         raced = _apart([each for each in alike if each.rivals], problem)

@@ -46,9 +46,6 @@ log = logging.getLogger("tiledsched")
 _thread = threading.local()
 
 
-SAME_ARGUMENTS = frozenset({1, 2})
-"""Versions of cuTile's calling convention that pass the same arguments and make the same machine code, unless a size is constant,
-which the parameters tell. A launch takes the first where no size is; builds always take the second."""
 Prebuilt = tuple[Bundle, BundledProgram]
 """A program that was built ahead, and the bundle that holds it."""
 
@@ -173,8 +170,7 @@ def serves(built: Any, wanted: Any) -> bool:
     It is when every assumption it was built on holds for the launch. What is constant must be equal: constants are not
     passed at run time, so they decide which arguments the machine code takes.
     """
-    versions = {each.calling_convention.version for each in (built, wanted)}
-    if len(versions) > 1 and not versions <= SAME_ARGUMENTS:
+    if built.calling_convention.version != wanted.calling_convention.version:
         return False
     pairs = list(zip(built.parameters, wanted.parameters, strict=False))
     return len(built.parameters) == len(wanted.parameters) and all(_holds(*pair) for pair in pairs)

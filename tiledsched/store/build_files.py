@@ -43,8 +43,8 @@ class BuildFile:
     the same machine code; with an element type each took the same registers, threads and shared memory.
     """
 
-    def builds_for(self, problem: Problem, arch: str, schedule: Schedule | None = None) -> list[BuildRecord]:
-        """The builds that can serve a problem on an arch; with `schedule`, only that schedule's.
+    def builds_for(self, problem: Problem, arch: str) -> list[BuildRecord]:
+        """The builds that can serve a problem on an arch.
 
         For an element type that was not compiled, a fingerprint begins with the one that was. A problem that was not looked at
         takes a tenth of a millisecond for each build that may be its own.
@@ -57,11 +57,7 @@ class BuildFile:
         builds = self.builds if ours is problem else self._like_ours
         problem = ours
         if problem.id in self.serves:
-            builds = [builds[place] for place in self.serves[problem.id]]
-        if schedule is not None:
-            builds = [each for each in builds if each.schedule == schedule]
-        if problem.id in self.serves:
-            return list(builds)
+            return [builds[place] for place in self.serves[problem.id]]
         kernel, spec, known = problem.declaration, arch_spec(arch), {**problem.values, "signature": None}
         near = {
             kind

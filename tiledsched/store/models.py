@@ -33,12 +33,13 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, composite, mapped_column
 
 from tiledsched.build.cubin import ResourceFacts
 from tiledsched.build.toolchain import Toolchain
+from tiledsched.checking.accuracy import Accuracy
 from tiledsched.core.errors import DatabaseError, ProblemError
 from tiledsched.core.problem import Problem, ProblemClass
 from tiledsched.core.registry import problem_from_json
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.estimate import Timing
-from tiledsched.measure.runner import Accuracy, Conditions, Device, RivalTime
+from tiledsched.measure.runner import Conditions, Device, RivalTime
 from tiledsched.store.codec import decode, encode
 from tiledsched.store.records import record_of
 

@@ -12,12 +12,13 @@ import msgspec
 from sqlalchemy import JSON, ColumnElement, Select, Text, bindparam, cast, func, select, type_coerce
 from sqlalchemy.orm import Session, aliased, defer
 
+from tiledsched.checking.accuracy import Accuracy
 from tiledsched.core.errors import ConfigError, Failure, FailureKind
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import DIGITS, is_shipped
-from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement
+from tiledsched.measure.runner import Conditions, Device, Measurement
 from tiledsched.store.codec import REMEMBERED, decode
 from tiledsched.store.evidence import may_be_of
 from tiledsched.store.models import (

@@ -11,12 +11,14 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tiledsched.build.cubin import Artifact, ResourceFacts
 from tiledsched.build.toolchain import Toolchain as Toolchain
+from tiledsched.checking.accuracy import Accuracy
+from tiledsched.core.canonical import OMIT_DEFAULT
 from tiledsched.core.errors import Failure
 from tiledsched.core.problem import Problem, ProblemClass
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import place_part
 from tiledsched.measure.estimate import Timing
-from tiledsched.measure.runner import OMIT_DEFAULT, Accuracy, Conditions, Device, Measurement, RivalTime
+from tiledsched.measure.runner import Conditions, Device, Measurement, RivalTime
 from tiledsched.store.codec import encode
 from tiledsched.store.validation import PROVENANCES as PROVENANCES
 

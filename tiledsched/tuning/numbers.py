@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tiledsched.checking.accuracy import Accuracy
 from tiledsched.core.errors import ConfigError, Failure, FailureKind
 from tiledsched.core.schedule import Schedule
-from tiledsched.measure.runner import Accuracy, Candidate, Measurement
+from tiledsched.measure.runner import Candidate, Measurement
 from tiledsched.store.records import SAME_NUMBERS
 from tiledsched.tuning.programs import Program
 

@@ -16,11 +16,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from tiledsched.checking.accuracy import Accuracy
 from tiledsched.core.errors import Failure
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.estimate import Timing
-from tiledsched.measure.runner import Accuracy, Batch, Candidate, Conditions, Failed, Measurement, Runner
+from tiledsched.measure.runner import Batch, Candidate, Conditions, Failed, Measurement, Runner
 from tiledsched.measure.statistics import probability_not_slower, relative_uncertainty
 from tiledsched.measure.timing import SHORT_US
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from tiledsched.core import data_files
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.problem_lists import Cases, problems_of
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.rivals import RivalRaces
 from tiledsched.measure.runner import Runner
@@ -23,7 +24,6 @@ from tiledsched.store.evidence import for_compiler, leaders
 from tiledsched.store.exchange import read_table
 from tiledsched.store.records import Entry, Place, StoredMeasurement
 from tiledsched.tuning.options import RefreshOptions, TuneOptions
-from tiledsched.tuning.problems import Cases, problems_of
 from tiledsched.tuning.resources import Resources
 from tiledsched.tuning.tuner import Silent, TuneReport, Watcher
 

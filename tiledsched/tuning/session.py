@@ -8,12 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tiledsched.checking.schedules import CheckRow, check_problems
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.tuning.check import CheckRow, check_problems
+from tiledsched.core.problem_lists import Cases, kernel_of, problems_of
+from tiledsched.core.space_files import load_space, space_for
 from tiledsched.tuning.options import CHECK_ARCH, CheckOptions, Options, RecordOptions, RefreshOptions, TuneOptions
-from tiledsched.tuning.problems import Cases, kernel_of, problems_of
 from tiledsched.tuning.resources import Resources, serving_anew
 from tiledsched.tuning.samplers import OURS, make_sampler
 
@@ -202,7 +203,7 @@ class Session(Resources):
         progress: Callable[[str], None] | None = None,
     ) -> Iterator[CheckRow]:
         """Run schedules of a kernel on the CPU, in the interpreter; see :func:`check`. `progress` is told what runs."""
-        return check_problems(self.arch, kernel, problems, options or CheckOptions(), progress)
+        return _checked(self.arch, kernel, problems, options or CheckOptions(), progress)
 
 
 def _described(kernel: KernelClass, problems: Sequence[Problem], options: Options) -> dict[str, Any]:
@@ -263,4 +264,21 @@ def check(
     Yields:
         A row for each schedule of each problem, as it is known.
     """
-    return check_problems(arch, kernel, problems, CheckOptions.from_mapping(options, "check"))
+    return _checked(arch, kernel, problems, CheckOptions.from_mapping(options, "check"))
+
+
+def _checked(
+    arch: str,
+    kernel: KernelClass | str,
+    problems: Cases | str | None,
+    options: CheckOptions,
+    progress: Callable[[str], None] | None = None,
+) -> Iterator[CheckRow]:
+    """What :func:`check` yields."""
+    kernel = kernel_of(kernel)
+    space = load_space(options.space, kernel) if options.space else space_for(arch, kernel)
+    small = kernel.small() if problems is None and kernel.small is not None else problems
+    given = None if small is None else problems_of(kernel, small)
+    yield from check_problems(
+        kernel, space, given, arch=arch, schedules=options.schedules, seed=options.seed, progress=progress
+    )

@@ -18,10 +18,11 @@ from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tiledsched.checking.sizes import neighbours
 from tiledsched.core.blame import says_line
 from tiledsched.core.config import Settings
 from tiledsched.core.device import ArchSpec, arch_spec
-from tiledsched.core.errors import ConfigError, FailureKind, MeasureError, NoValidScheduleError
+from tiledsched.core.errors import ConfigError, Failure, FailureKind, MeasureError, NoValidScheduleError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import KnobValue, Schedule
@@ -771,9 +772,7 @@ class _Search(_ProblemTune):
         if not finalists:
             raise self.nothing_works(tried)
         self.watcher.stage(problem, "deciding", len(finalists))
-        result = self.race(
-            finalists, preference=[each.schedule for one in preferred for each in finalists if one in each.schedules]
-        )
+        result = self.sound(finalists, preferred)
         if result.disturbance:
             raise MeasureError(
                 f"nothing is decided for {problem}, and what is served stays: all was timed {result.disturbance}; "
@@ -782,9 +781,7 @@ class _Search(_ProblemTune):
         if result.winner is None:
             raise self.nothing_works(tried)
         self.watcher.step(len(finalists))
-        result = self.settled(result, finalists)
         winner = result.winner
-        assert winner is not None
         measurement_id = self._measurement_ids[winner.schedule, self.tuner.regime]
         numbers = self.price_of_same_numbers(winner, finalists)
         times_us = {each.schedule: each.median_us for each in result.outcomes if isinstance(each, Measurement)}
@@ -819,6 +816,43 @@ class _Search(_ProblemTune):
             numbers=numbers,
             why_failed=self.why_failed(tried),
         )
+
+    def sound(self, finalists: list[Program], preferred: Sequence[Schedule]) -> RaceResult:
+        """The verdict of a race, whose winner is also right on the sizes beside its tiles, which it will serve: one that is not
+        fails, leaves `finalists`, and the others race again."""
+        while True:
+            order = [each.schedule for one in preferred for each in finalists if one in each.schedules]
+            result = self.race(finalists, preference=order)
+            if result.winner is None:
+                return result
+            result = self.settled(result, finalists)
+            winner = result.winner
+            failure = self.failure_beside(winner) if winner is not None else None
+            if winner is None or failure is None:
+                return result
+            self.keep(Failed(schedule=winner.schedule, fingerprint=winner.fingerprint, failure=failure))
+            finalists[:] = [each for each in finalists if winner.schedule not in each.schedules]
+            if not finalists:
+                return RaceResult(winner=None, outcomes=())
+
+    def failure_beside(self, winner: Measurement) -> Failure | None:
+        """How a schedule fails the accuracy gate on small problems at the borders of its tiles; None where it passes on all that
+        build."""
+        if self.runner.name != "gpu":  # a recording holds no other problems
+            return None
+        beside = neighbours(self.kernel, self.space, self.problem, winner.schedule)
+        self.compiled += self.builder.build_for_each([(winner.schedule, each) for each in beside])
+        try:
+            for problem in beside:
+                for program in self.builder.programs([winner.schedule], problem, self.runner.device):
+                    self.runner.begin(problem)
+                    checked = self.runner.check(self.builder.candidates([program])[0])
+                    if isinstance(checked, Failure):
+                        return replace(checked, message=f"right on {self.problem}, and on {problem}: {checked.message}")
+        finally:
+            if beside:
+                self.runner.begin(self.problem)
+        return None
 
     def find_wanted(self) -> WantedNumbers | None:
         """The numbers that a schedule must give to win: those of what is served, or else of the first that works of what could

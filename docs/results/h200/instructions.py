@@ -13,8 +13,8 @@ import tempfile
 from pathlib import Path
 
 from tiledsched.core.config import load_settings
+from tiledsched.core.problem_lists import kernel_of, problems_of
 from tiledsched.serve.entries import load_entries
-from tiledsched.tuning.problems import kernel_of, problems_of
 from tiledsched.tuning.session import Session
 
 COUNTED = ("HGMMA.", "WARPGROUP.ARRIVE", "WARPGROUP.DEPBAR", "MUFU.EX2", "BAR.SYNC")

@@ -23,10 +23,10 @@ from tiledsched.cli.problems import read_problems
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import ConfigError, TiledschedError
 from tiledsched.core.problem import Problem
+from tiledsched.core.problem_lists import kernel_of
 from tiledsched.core.space import SearchSpace
 from tiledsched.measure.runner import Runner
 from tiledsched.store.db import TuningDB
-from tiledsched.tuning.problems import kernel_of
 from tiledsched.tuning.programs import Builder
 from tiledsched.tuning.session import Session
 

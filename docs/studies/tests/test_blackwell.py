@@ -80,10 +80,3 @@ def test_the_page_and_the_csv_have_what_the_study_prints(groups, tmp_path):
             )
     blackwell.write_csv(tmp_path / "scored.csv")
     assert (tmp_path / "scored.csv").read_text() == (blackwell.DATA / "scored.csv").read_text()
-
-
-def test_the_times_that_ship_for_reports_are_those_of_the_figures():
-    shown = {
-        device: found["shown"] for device, found in blackwell.published_figures("attention").items() if "shown" in found
-    }
-    assert shown == {device: blackwell.shown_figures(device) for device in ("GB10", "RTX 5090")}

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from tiledsched.bench.case import BenchCase
-from tiledsched.bench.errors import NOT_FINITE, Error
 from tiledsched.bench.methods import DETERMINISTIC, OURS, SERVED, Arrays, Call, Method, kernel_call, operator_call
 from tiledsched.bench.rivals.attention_case import (
     Pair,
@@ -20,6 +19,7 @@ from tiledsched.bench.rivals.attention_case import (
     keys_of,
     rows_of,
 )
+from tiledsched.checking.errors import NOT_FINITE, Error
 from tiledsched.core.cases import output_specs
 from tiledsched.core.errors import MeasureError, UnsupportedError
 from tiledsched.core.problem import Problem

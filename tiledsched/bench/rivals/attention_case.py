@@ -10,9 +10,9 @@ from typing import Any
 import numpy
 
 from tiledsched.bench.case import BenchCase
-from tiledsched.bench.errors import NOT_FINITE, Error
 from tiledsched.bench.methods import LEFT_OUT, OURS, Arrays
 from tiledsched.bench.rivals.attention_plans import left_out_plan, own_plan, served_plan
+from tiledsched.checking.errors import NOT_FINITE, Error
 from tiledsched.core.problem import Problem
 from tiledsched.kernels.attention.inputs import places
 from tiledsched.kernels.attention.reference import attention_and_lse

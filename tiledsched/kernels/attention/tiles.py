@@ -61,7 +61,13 @@ TOOTH = 4
 RESCALE_ABOVE = 8.0
 """Growth of a row's maximum, in powers of two, up to which a lazy rescaling keeps the old maximum."""
 LOWEST = -3.4e38
-"""A running maximum below every score and yet finite, so that a step without visible keys does not make NaN."""
+"""A running maximum below every score and yet finite, so that a step without visible keys does not make NaN.
+
+It is a maximum of scores that are scaled already, and no factor, so that no product of it can be contracted. A score's can: where
+it is the row's maximum, `score * scale_log2 - row_max` is not 0 then but what rounding took off `row_max`, at most 2**-24 of it.
+That changes all probabilities of a row and their sum by one factor, which the division takes out. The factor leaves float16 where
+scaled scores pass 2**28, and float32 where they pass 2**31; such rows become NaN.
+"""
 
 
 @dataclass(frozen=True)

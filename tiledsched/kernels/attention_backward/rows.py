@@ -87,8 +87,8 @@ def sum_sinks(LseLog2, Delta, Sinks, dSinks, ROWS):
     for batch in range(Delta.shape[0]):
         for row in range(ct.cdiv(Delta.shape[2], ROWS)):
             index = (batch, head, row)
-            # Beyond the last row the delta read is 0, and so is the log-sum-exp: the sink's probability is finite.
-            lse = ct.load(LseLog2, index, (1, 1, ROWS), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
+            # Beyond the last row the log-sum-exp read is infinite, so that the probability of any sink is 0.
+            lse = ct.load(LseLog2, index, (1, 1, ROWS), padding_mode=ct.PaddingMode.POS_INF, allow_tma=False)
             delta = ct.load(Delta, index, (1, 1, ROWS), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
             total = total + ct.exp2(sink - lse) * delta
     ct.store(dSinks, (head,), -ct.sum(total, axis=2).reshape((1,)))

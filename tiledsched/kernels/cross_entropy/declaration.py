@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy
+
 import tiledsched.core.fields as ts
 from tiledsched.core.cost import LAUNCH_US
 from tiledsched.core.device import ArchSpec
@@ -19,8 +21,8 @@ IGNORED = -100
 """torch's label of rows that do not count."""
 COMBINE_ROWS = 128
 """Rows of a block that combines the parts of rows."""
-FP32_PER_ELEMENT = 8.0
-"""Instructions per logit: a conversion, a maximum, a product, a sum, and an exponential that counts as several."""
+FP32_PER_ELEMENT = 9.0
+"""Instructions per logit: a conversion, a maximum, a difference, a product, a sum, and an exponential that counts as several."""
 FP32_PER_RESCALE = 8.0
 """Instructions per lane and group of tiles: a running sum is rescaled."""
 
@@ -64,6 +66,7 @@ class CrossEntropy(Kernel):
     Lse = ts.out("rows", dtype="float32")
     Highest = ts.workspace("SPLITS rows")
     Total = ts.workspace("SPLITS rows")
+    Near = ts.workspace("SPLITS rows")
     Sum = ts.workspace("SPLITS rows")
     ignore_index = ts.scalar(IGNORED)
     smoothing = ts.scalar(lambda p: 0.1 if p.smoothed else 0.0)
@@ -89,8 +92,9 @@ class CrossEntropy(Kernel):
         "TILE_ROWS * TILE_COLUMNS <= 512 * num_worker_warps": "a lane has a maximum and a sum in registers",
         "TILE_ROWS * TILE_COLUMNS >= 256 * num_worker_warps or columns <= 256": "threads would load less than 16 bytes",
         "TILE_ROWS == 1 or columns <= 16384": "several rows are for rows that are short",
-        "GROUP >= 4 or columns <= 8192": "more bytes under way",
+        "GROUP >= 4 or columns <= 8192 or (smoothed and GROUP == 2)": "more bytes under way",
         "GROUP < 8 or loads == 'tma'": "registers hold no more, beside as many blocks",
+        "GROUP < 4 or loads == 'tma' or not smoothed": "a lane also has a sum of logits in registers",
         "SPLITS == 1 or (rows <= 1024 and TILE_ROWS == 1)": "enough rows without a split",
         "SPLITS == 1 or (loads == 'plain' and num_worker_warps == 4)": "how rows move was found without a split",
         "num_worker_warps >= 4 or loads != 'tma'": "TMA takes warps of its own",
@@ -135,14 +139,16 @@ class CrossEntropy(Kernel):
         """The losses, and the logarithms of the sums of exponentials."""
         if not Logits.shape[1]:  # the sum of nothing, and labels that are no column
             return xp.full(len(Logits), xp.nan), xp.full(len(Logits), -xp.inf)
-        highest = Logits.max(-1, keepdims=True)
-        lse = (highest + xp.log(xp.exp(Logits - highest).sum(-1, keepdims=True)))[:, 0]
-        labels = Labels.astype("int64")
+        highest, labels = Logits.max(-1), Labels.astype("int64")
         known = (labels >= 0) & (labels < Logits.shape[1])
-        target = xp.take_along_axis(Logits, xp.where(known, labels, 0)[:, None], 1)[:, 0]
-        loss = lse - (1.0 - smoothing) * target
+        with numpy.errstate(invalid="ignore"):  # of rows whose largest logit is infinite
+            above = Logits - highest[:, None]
+            log_total = xp.log(xp.exp(above).sum(-1))
+            target = xp.take_along_axis(above, xp.where(known, labels, 0)[:, None], 1)[:, 0]
+            loss = log_total - (1.0 - smoothing) * target
         if smoothing:
-            loss = loss - smoothing * Logits.mean(-1)
+            loss = loss - smoothing * above.mean(-1)
+        lse = xp.where(xp.isinf(highest), highest, highest + log_total)
         return xp.where(labels == ignore_index, 0.0, xp.where(known, loss, xp.nan)), lse
 
     @staticmethod

@@ -19,7 +19,9 @@ Int = ct.Constant[int]
 Bool = ct.Constant[bool]
 LOG2_E = 1.0 / math.log(2.0)
 LOWEST = -3.4e38
-"""A running maximum below every element and yet finite, so that padding does not make NaN."""
+"""A running maximum below every element and yet finite, so that padding does not make NaN: minus infinity less LOWEST has the
+exponential 0, and LOWEST less a maximum is 0 or below. Differences come before the product with log2(e): none can be contracted.
+"""
 
 
 def softmax(X, Out, columns: Int, TILE_ROWS: Int, TILE_COLUMNS: Int, HOLD: Bool, PERSISTENT: Bool, LOADS: Int):

@@ -9,7 +9,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from tiledsched.core.cases import replaced, shrunk
@@ -40,8 +42,8 @@ class SizeFinder:
     space: SearchSpace
     base: Problem
     """A problem as its author names it."""
-    small: Problem = field(init=False)
-    """The smallest of its kind."""
+    smallest: Problem | None = None
+    """The smallest of its kind, where that is known."""
     stretch: dict[str, int] = field(default_factory=dict)
     """Size -> what to multiply it by, because an array is taken in parts, each of which is cut into tiles."""
     first: dict[str, int] = field(default_factory=dict)
@@ -50,8 +52,21 @@ class SizeFinder:
     kept: set[str] = field(default_factory=set)
     """Sizes known when the kernel is compiled that its tiles are as long as, so that they never come to more tiles."""
 
-    def __post_init__(self) -> None:
-        self.small = _smallest(self.kernel, self.base)
+    @cached_property
+    def small(self) -> Problem:
+        """The smallest problem of the kind."""
+        return self.smallest or _smallest(self.kernel, self.base)
+
+    def larger_for(self, s: Schedule) -> SizeFinder | None:
+        """A finder whose smallest problem is large enough for a schedule that cannot work for mine: with sizes of the problem as
+        its author names it, as few as possible; None where arrays would be too large."""
+        names = self.dims()
+        for count in range(1, len(names) + 1):
+            for some in itertools.combinations(names, count):
+                p = replaced(self.kernel, self.small, {name: self.base.values[name] for name in some})
+                if p is not None and not self.space.unworkable(s, p) and _size_of(self.kernel, p) <= MOST_ELEMENTS:
+                    return replace(self, smallest=p)
+        return None
 
     def dims(self) -> list[str]:
         """The sizes of the problem: those that are run-time numbers first."""
@@ -73,7 +88,7 @@ class SizeFinder:
         for turn, name in enumerate(self.dims()):
             values = self.values(found, name, turn, s, uses, whole=whole, tiles=tiles if name == long else 0)
             for value in dict.fromkeys(values[0 if whole else self.first.get(name, 0) :]):
-                made = self._made(found, {name: _listed(found.values[name], value)}, s)
+                made = self.allowed(found, name, value, s)
                 if made is not None:
                     found = made
                     break
@@ -84,6 +99,14 @@ class SizeFinder:
             if made is not None:
                 return made
         return found
+
+    def stretched(self, s: Schedule, uses: TileUses, name: str, tiles: int) -> Problem | None:
+        """The smallest problem, but with one size of many tiles; None where that is not allowed or its arrays are too large."""
+        for value in self.values(self.small, name, 0, s, uses, tiles=tiles):
+            made = self.allowed(self.small, name, value, s)
+            if made is not None:
+                return made if _size_of(self.kernel, made) <= MOST_ELEMENTS // 2 else None
+        return None
 
     def values(
         self, p: Problem, name: str, turn: int, s: Schedule, uses: TileUses, *, whole: bool = False, tiles: int = 0
@@ -171,12 +194,16 @@ class SizeFinder:
             self.first.pop(name, None)
             tried = set()
             for place, value in enumerate(self.values(found, name, turn, s, uses)):
-                made = None if value in tried else self._made(found, {name: _listed(found.values[name], value)}, s)
+                made = None if value in tried else self.allowed(found, name, value, s)
                 tried.add(value)
                 if made is not None and works(made):
                     found, self.first[name] = made, place
                     break
         return found
+
+    def allowed(self, p: Problem, name: str, value: int, s: Schedule) -> Problem | None:
+        """The problem with another value of one size; None where that is not allowed, too large, or `s` cannot work for it."""
+        return self._made(p, {name: _listed(p.values[name], value)}, s)
 
     def _made(self, p: Problem, values: Mapping[str, Any], s: Schedule) -> Problem | None:
         """The problem with other values of sizes; None where they are not allowed, too large, or `s` cannot work for them."""
@@ -185,6 +212,27 @@ class SizeFinder:
             return None
         large = _size_of(self.kernel, made) > max(MOST_ELEMENTS, _size_of(self.kernel, p))
         return None if large or self.space.unworkable(s, made) else made
+
+
+def neighbours(kernel: KernelClass, space: SearchSpace, p: Problem, s: Schedule) -> list[Problem]:
+    """Small problems of the kind of `p` at the borders of the tiles of a schedule: with sizes of 1, of one less than a tile and
+    of one more, as far as the kernel allows them. How long tiles are, a run in the interpreter tells."""
+    from tiledsched.checking.interpreted import check_schedule
+
+    finder, uses = SizeFinder(kernel=kernel, space=space, base=p), TileUses()
+    finder = finder.larger_for(s) or finder if space.unworkable(s, finder.small) else finder
+    with suppress(Exception):  # what the interpreter lacks: then there are only sizes of 1
+        check_schedule(kernel, finder.small, s, kinds=(), uses=uses)
+    found = []
+    for more in (None, -1, 1):
+        made = finder.small
+        for name in finder.dims():
+            sides = finder.axes(made, name, s, uses)
+            value = max((math.ceil((side + (more or 0)) / per) for side, per in sides), default=0) if more else 1
+            if value > 0 and (other := finder.allowed(made, name, value, s)) is not None:
+                made = other
+        found.append(made)
+    return [each for each in dict.fromkeys(found) if each != p and not space.unworkable(s, each)]
 
 
 def _smallest(kernel: KernelClass, base: Problem) -> Problem:

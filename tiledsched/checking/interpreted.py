@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from tiledsched.core.cases import CHECK_KINDS, Case, make_cases, output_specs
+from tiledsched.checking.errors import OutputErrors, case_errors, worst_error, wrong_result
+from tiledsched.checking.inputs import CHECK_KINDS, make_cases
+from tiledsched.core.cases import Case, output_specs
 from tiledsched.core.errors import DeclarationError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.storage import storage_type
+from tiledsched.interpreter.contraction import Arithmetic
 from tiledsched.interpreter.launch import BlockOrder, SmallDevice, element_type, run_schedule
 from tiledsched.interpreter.uses import TileUses
 from tiledsched.interpreter.values import EndlessError, InterpreterError, ShapeError
-from tiledsched.measure.accuracy import OutputErrors, case_errors, worst_error, wrong_result
 
 FORWARD: BlockOrder = "forward"
+IN_TURN: tuple[Arithmetic, ...] = ("fused", "flushed", "fused right", "rounded")
+"""The arithmetic of one kind of inputs after another. Random inputs, the first, are also computed in `"rounded"`."""
+RIGHT_WHERE_ROUNDED = "right where each operation is rounded"
 MOST_CALLS = 3_000_000
 """Calls of `ct.*` functions in one run, after which a kernel is said not to end: about a minute."""
 
@@ -37,7 +42,7 @@ def check_schedule(
 ) -> tuple[bool, float, str]:
     """Whether every output is right on every kind of inputs, the largest error of a tile, and what is wrong.
 
-    Blocks run in another order for each kind of inputs.
+    Blocks run in another order, and numbers are computed in another arithmetic, for each kind of inputs.
 
     Args:
         kernel: what is run.
@@ -56,29 +61,32 @@ def check_schedule(
     device = device or SmallDevice(arch=arch)
     uses = TileUses() if uses is None else uses
 
-    def errors_of(case: Case, order: BlockOrder) -> list[OutputErrors]:
+    def errors_of(case: Case, order: BlockOrder, arithmetic: Arithmetic) -> list[OutputErrors]:
         inputs = {name: _as_elements(value, types[name]) for name, value in case.inputs.items()}
         assert uses is not None
-        uses.most_calls = uses.calls + MOST_CALLS
-        outputs = run_schedule(kernel, p, s, inputs, device=device, order=order, uses=uses)
+        counted = TileUses() if case.kinds == "random" and arithmetic != "rounded" else uses  # which it was before
+        counted.most_calls = counted.calls + MOST_CALLS
+        outputs = run_schedule(kernel, p, s, inputs, device=device, order=order, uses=counted, arithmetic=arithmetic)
         stored = {name: _as_stored(value, types[name]) for name, value in outputs.items()}
         return case_errors(np, output_specs(kernel, p), stored, case, tolerance, tile)
 
     cases = make_cases(kernel, np, np.random.default_rng(seed), p, kinds=kinds, undefined=True)
-    for turn, case in enumerate(cases):
+    for turn, arithmetic, case in _computed_in_turn(cases, once=shapes_may_fail):
         order = (FORWARD, "reversed")[turn] if turn < 2 else turn
         try:
             try:
-                found = errors_of(case, order)
+                found = errors_of(case, order, arithmetic)
             except EndlessError:
                 if order == FORWARD:
                     raise
                 order = FORWARD  # blocks that wait for those before them, which run at the same time on a GPU
-                found = errors_of(case, order)
+                found = errors_of(case, order, arithmetic)
             failure = wrong_result(found, case)
             worst = max([worst, *(worst_error(each) for each in found)])
             if failure is not None:
-                alone = order != FORWARD and wrong_result(errors_of(case, FORWARD), case) is None
+                if arithmetic != "rounded" and wrong_result(errors_of(case, order, "rounded"), case) is None:
+                    return False, worst, f"{failure.message}; wrong in {arithmetic} arithmetic, {RIGHT_WHERE_ROUNDED}"
+                alone = order != FORWARD and wrong_result(errors_of(case, FORWARD, arithmetic), case) is None
                 return False, worst, failure.message + ("; right where blocks run in turn" if alone else "")
         except ShapeError as error:
             if shapes_may_fail:
@@ -87,6 +95,15 @@ def check_schedule(
         except (InterpreterError, DeclarationError) as error:
             return False, math.inf, str(error)
     return True, worst, ""
+
+
+def _computed_in_turn(cases: Iterable[Case], *, once: bool) -> Iterator[tuple[int, Arithmetic, Case]]:
+    """Each case with its place and the arithmetic it is computed in: the first in two, unless each is to be run `once`."""
+    for turn, case in enumerate(cases):
+        if turn == 0:
+            yield turn, "rounded", case
+        if turn or not once:
+            yield turn, IN_TURN[turn % len(IN_TURN)], case
 
 
 def _as_elements(value: Any, dtype: str) -> Any:

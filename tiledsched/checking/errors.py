@@ -6,17 +6,18 @@ limits come about.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
 
-from tiledsched.core.arrays import ArraySpec, Tolerance
+from tiledsched.checking.accuracy import Accuracy
+from tiledsched.core.arrays import RELATIVE_ERRORS, ArraySpec, Tolerance
 from tiledsched.core.cases import Case
 from tiledsched.core.errors import DeclarationError, Failure, FailureKind
 from tiledsched.core.storage import LARGEST, SMALLEST, codes_of, decoded, is_float, unwritten
-from tiledsched.measure.runner import Accuracy
 
 ELEMENTS_AT_ONCE = 1 << 26
 """Elements of an output that are compared at a time, or one row of tiles if that is more: it bounds the memory needed."""
@@ -131,7 +132,7 @@ def output_errors(
         tiles = slice(lines.start // tile[0], -(-lines.stop // tile[0]))
         errors[some, tiles] = found.get() if hasattr(found, "get") else found  # from the GPU, where it is there
         largest = max(largest, difference) if numpy.isfinite(difference) else float("inf")
-    limit = {RELATIVE: tolerance.relative, ABSOLUTE: tolerance.absolute, UNEQUAL: 0.0}[measure]
+    limit = {RELATIVE: tolerance.relative_of(spec.dtype), ABSOLUTE: tolerance.absolute, UNEQUAL: 0.0}[measure]
     return OutputErrors(output=spec.name, measure=measure, limit=limit, outer=outer, errors=errors, largest=largest)
 
 
@@ -236,3 +237,57 @@ def wrong_result(found: Sequence[OutputErrors], case: Case, when: str = "") -> F
             message += f"; the worst, {errors[worst]:.3g}, on {each.kind(worst, case)} inputs in {each.words(worst)}"
         return Failure(kind=FailureKind.WRONG_RESULT, message=message)
     return None
+
+
+BEYOND = 2.5
+"""An output is wrong, and not merely inaccurate, where its error is this many times what our own kernels may have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Error:
+    """One method's error, over the part of the output that is compared."""
+
+    max_abs: float
+    """Largest absolute difference; infinite where any element of the output is not finite."""
+    relative: float
+    """Frobenius norm of the difference over that of the reference; for several outputs, the largest."""
+    by_output: str = ""
+    """The relative error of each of several outputs, such as `dQ=0.0021 dK=0.0022`; empty for one output."""
+
+    @classmethod
+    def of_outputs(cls, found: Mapping[str, Error]) -> Error:
+        """The error of all outputs of a kernel, given each one's by name."""
+        apart = " ".join(f"{name}={each.relative:.3g}" for name, each in found.items())
+        return cls(
+            max_abs=max(each.max_abs for each in found.values()),
+            relative=max(each.relative for each in found.values()),
+            by_output=apart if len(found) > 1 else "",
+        )
+
+    def verdict(self, dtype: str) -> str:
+        """Why an output of this type is wrong; empty where it is right."""
+        if not math.isfinite(self.max_abs):
+            return "wrong result: not every element is finite"
+        if self.relative > BEYOND * RELATIVE_ERRORS.get(dtype, 0.0):
+            return f"wrong result: relative error {self.relative:.2g}"
+        return ""
+
+
+NOT_FINITE = Error(max_abs=math.inf, relative=math.inf)
+"""The error of an output with an element that is not finite."""
+
+
+def error_of(xp: Any, arrays: Iterable[tuple[Any, Any]]) -> Error:
+    """The error over several arrays together, which are taken for one tile.
+
+    Args:
+        xp: numpy or cupy.
+        arrays: pairs of an output and its reference, both float64 and of one shape.
+    """
+    pairs = [tuple(each.reshape((1, -1)) for each in pair) for pair in arrays]
+    output, reference = (xp.concatenate(side, 1) for side in zip(*pairs, strict=True))
+    if not reference.size:
+        return Error(max_abs=0.0, relative=0.0)
+    spec = ArraySpec(name="", role="out", dtype="float64", shapes=(reference.shape,))
+    made = output_errors(xp, spec, output, reference, Tolerance(relative=0.0), reference.shape)
+    return Error(max_abs=made.largest, relative=worst_error(made))

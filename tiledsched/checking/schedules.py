@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tiledsched.core.cases import CHECK_KINDS, replaced
+from tiledsched.checking.inputs import CHECK_KINDS
+from tiledsched.core.blame import describe
+from tiledsched.core.cases import replaced
 from tiledsched.core.errors import TiledschedError
 from tiledsched.core.fields import Choice, Dim, Flag, Sizes
 from tiledsched.core.launch import steps
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.problem_lists import problems_of
 from tiledsched.core.schedule import HINT_KNOBS, Schedule
 from tiledsched.core.space import SearchSpace
-from tiledsched.core.space_files import load_space, space_for
-from tiledsched.tuning.options import CheckOptions
-from tiledsched.tuning.problems import Cases, kernel_of, problems_of
 
 if TYPE_CHECKING:
+    from tiledsched.checking.sizes import SizeFinder
     from tiledsched.interpreter.launch import SmallDevice
     from tiledsched.interpreter.uses import TileUses
-    from tiledsched.tuning.check_sizes import SizeFinder
 
 MAX_DRAWS = 3
 """Draws from the space for each schedule wanted: those that cover most are taken."""
@@ -33,17 +35,17 @@ KINDS_IN_TURN = 2
 """Kinds of inputs, beside random ones, of a schedule that is like one checked before; others have all kinds."""
 MOST_KINDS = 6
 """Kinds of problems of the suites that are checked."""
-WORK = 100_000
-"""Work after which no more schedules are checked that only repeat what was covered; a unit is one call of a `ct.*` function on
-a small tile, about 12 microseconds."""
+MOST_WALKED = 64
+"""Schedules of the space that are looked at for each one wanted, before the space is said to have no more."""
 SIZES = (1024, 4096, 128, 16, 2)
 """Values of the sizes of a kernel that names no problem: the first that it allows."""
 LONG_KINDS = ("cancelling",)
 """Kinds of inputs, beside random ones, on sizes of many tiles: those whose sums are the larger the longer they are."""
-CALL_ELEMENTS = 5000
-"""Elements of tiles that cost as much as one call."""
-CASE_ELEMENTS = 300
-"""Elements of the arrays that cost one unit of work for each kind of inputs: they are drawn, computed and compared."""
+LONGEST_KINDS = ("offset",)
+"""Those on sizes of very many tiles."""
+STAGNANT = 520
+"""Tiles after which a sum in bfloat16 no longer grows: one of equal terms stays at 256 of them, because half a step of it is as
+large as a term."""
 LONGEST_LOOP = 16
 """The most blocks that share a size for which it is made twice as many tiles long."""
 
@@ -58,12 +60,19 @@ class CheckRow:
     """The schedule it was computed with."""
     passed: bool
     """Whether every output is right on every kind of inputs."""
-    worst_error: float
+    worst_error: float = 0.0
     """Largest error of a tile; infinite where something was not written, NaN, or the kernel raised."""
-    message: str
-    """Why it did not pass; empty where it did."""
+    message: str = ""
+    """What is wrong; empty where nothing is."""
     tiles: dict[str, int] = field(default_factory=dict)
     """Size of the problem -> how many tiles of it were taken."""
+    skipped: str = ""
+    """Why the schedule was not run on the problem, which then counts neither as right nor as wrong; empty where it was."""
+
+    @property
+    def verdict(self) -> str:
+        """`right`, `wrong`, or `not run`."""
+        return "not run" if self.skipped else "right" if self.passed else "wrong"
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict."""
@@ -74,47 +83,63 @@ class CheckRow:
             "worst_error": self.worst_error,
             "message": self.message,
             "tiles": self.tiles,
+            "skipped": self.skipped,
         }
 
 
 def check_problems(
+    kernel: KernelClass,
+    space: SearchSpace,
+    given: Sequence[Problem] | None,
+    *,
     arch: str,
-    kernel: KernelClass | str,
-    problems: Cases | str | None,
-    options: CheckOptions,
+    schedules: int,
+    seed: int,
     progress: Callable[[str], None] | None = None,
 ) -> Iterator[CheckRow]:
     """A row for each schedule of each problem, as it is known; see :func:`tiledsched.check`.
 
-    Without `problems`, and where the kernel names no small ones, sizes follow from the tiles that each schedule takes.
+    Args:
+        kernel: what is checked.
+        space: of its schedules.
+        given: problems, whose sizes stay as they are; None for those of the suites, with sizes that follow from the tiles that
+            each schedule takes.
+        arch: of the device that grids are made for.
+        schedules: how many of each problem, where the space has so many that compute in different ways.
+        seed: of the inputs and of the choice of schedules.
+        progress: is told what runs.
     """
-    kernel = kernel_of(kernel)
-    small = [kernel.as_problem(each) for each in kernel.small()] if kernel.small is not None else None
-    given = problems_of(kernel, problems) if problems is not None else small
-    space = load_space(options.space, kernel) if options.space else space_for(arch, kernel)
-    check = _Check(kernel, space, arch, options, progress or (lambda text: None))
-    yield from check.given(list(given)) if given is not None else check.found(_kinds(kernel))
+    check = _Check(kernel, space, arch, schedules, seed, progress or (lambda text: None))
+    yield from check.given(given) if given is not None else check.found(_kinds(kernel))
 
 
 class _Check:
     """One check of a kernel."""
 
     def __init__(
-        self, kernel: KernelClass, space: SearchSpace, arch: str, options: CheckOptions, progress: Callable[[str], None]
+        self,
+        kernel: KernelClass,
+        space: SearchSpace,
+        arch: str,
+        schedules: int,
+        seed: int,
+        progress: Callable[[str], None],
     ) -> None:
         from tiledsched.interpreter.launch import SmallDevice
 
-        self.kernel, self.space, self.arch, self.options, self.progress = kernel, space, arch, options, progress
+        self.kernel, self.space, self.count, self.seed, self.progress = kernel, space, schedules, seed, progress
         self.device: SmallDevice = SmallDevice(sm_count=MULTIPROCESSORS, arch=arch)
-        self.work = 0.0
         self.turn = 0
         self.structures: set[Any] = set()
         self.done: set[tuple[Problem, Schedule]] = set()
+        self.refused: list[CheckRow] = []
+        """Problems that could not be computed, and were not told of yet: one for each reason."""
+        self.reasons: set[str] = set()
 
     def given(self, problems: Sequence[Problem]) -> Iterator[CheckRow]:
         """Problems of given sizes."""
         for problem in problems:
-            drawn, _ = self.drawn([problem], every_value=False)
+            drawn = self.drawn([problem], every_value=False)
             for place, schedule in enumerate(drawn):
                 self.progress(f"{problem}: schedule {place + 1} of {len(drawn)}")
                 kinds = CHECK_KINDS if self.is_new(schedule) or place == 0 else self.some_kinds()
@@ -122,18 +147,26 @@ class _Check:
 
     def found(self, kinds: Sequence[list[Problem]]) -> Iterator[CheckRow]:
         """Problems whose sizes follow from the tiles that schedules take of them."""
-        plans = [(_finder(self.kernel, self.space, bases[0]), *self.drawn(bases, every_value=True)) for bases in kinds]
-        for place in range(max((len(drawn) for _, drawn, _ in plans), default=0)):
-            for finder, drawn, needed in plans:
-                if place < len(drawn) and (place < needed or self.work < WORK):
+        plans = [(_finder(self.kernel, self.space, bases[0]), self.drawn(bases, every_value=True)) for bases in kinds]
+        for place in range(max((len(drawn) for _, drawn in plans), default=0)):
+            for finder, drawn in plans:
+                if place < len(drawn):
                     self.progress(f"{finder.base}: schedule {place + 1} of {len(drawn)}: {drawn[place].short()}")
                     yield from self.schedule(finder, drawn[place], first=place == 0)
+                    yield from self.refused
+                    self.refused.clear()
 
     def schedule(self, finder: SizeFinder, s: Schedule, *, first: bool) -> Iterator[CheckRow]:
         """One schedule: on a problem smaller than its tiles, on some tiles, on many, and the first also on whole tiles."""
         new = self.is_new(s)
-        if self.space.unworkable(s, finder.small):
-            return
+        reasons = self.space.unworkable(s, finder.small)
+        if reasons:
+            finder = finder.larger_for(s) or finder
+            if self.space.unworkable(s, finder.small):
+                yield CheckRow(
+                    problem=finder.base, schedule=s, passed=False, skipped=f"no problem small enough: {reasons[0]}"
+                )
+                return
         row, uses = self.row(finder.small, s, CHECK_KINDS if first else (), finder)
         if first or not row.passed:
             yield row
@@ -156,12 +189,17 @@ class _Check:
             yield row
         if not row.passed:
             return
-        others = [finder.sized(s, more, whole=True)] if first else []
+        others = [(finder.sized(s, more, whole=True), LONG_KINDS)] if first else []
         if new:
-            others += [self.long(finder, s, more, name) for name in row.tiles]
-        for other in others:
+            others += [(self.long(finder, s, more, name), LONG_KINDS) for name in row.tiles]
+        others += [
+            (longest, LONGEST_KINDS)
+            for name in (row.tiles if new else ())
+            if self.shared(finder, s, more, name) and (longest := finder.stretched(s, more, name, STAGNANT))
+        ]
+        for other, kinds in others:
             if (other, s) not in self.done and self.fits(other, s):
-                yield self.row(other, s, LONG_KINDS, finder)[0]
+                yield self.row(other, s, kinds, finder)[0]
 
     def long(self, finder: SizeFinder, s: Schedule, uses: TileUses, name: str) -> Problem:
         """The problem with one size so long that each of the blocks which share it has a loop of some steps.
@@ -171,11 +209,17 @@ class _Check:
         sides = {side for some in uses.places.values() for side in some}
         shares = [value for knob, value in s.items() if type(value) is int and knob not in HINT_KNOBS]
         share = max((value for value in shares if value <= LONGEST_LOOP and value not in sides), default=1)
-        one, two = (finder.sized(s, uses, long=name, tiles=tiles) for tiles in (4 * LONGEST_LOOP, 8 * LONGEST_LOOP))
-        with suppress(TiledschedError):
-            blocks = [math.prod(self.kernel.grids(each, s, self.device)[0]) for each in (one, two)]
-            share = max(share, blocks[0] if one != two and blocks[0] == blocks[1] else 1)
+        share = max(share, self.shared(finder, s, uses, name))
         return finder.sized(s, uses, long=name, tiles=2 * min(max(share, 2), LONGEST_LOOP) + 1)
+
+    def shared(self, finder: SizeFinder, s: Schedule, uses: TileUses, name: str) -> int:
+        """How many blocks walk along a size in loops, because their number does not grow with it; else 0."""
+        one, two = (finder.stretched(s, uses, name, tiles) for tiles in (4 * LONGEST_LOOP, 8 * LONGEST_LOOP))
+        with suppress(TiledschedError):
+            if one is not None and two is not None and one != two:
+                blocks = [math.prod(self.kernel.grids(each, s, self.device)[0]) for each in (one, two)]
+                return blocks[0] if blocks[0] == blocks[1] else 0
+        return 0
 
     def cut(self, finder: SizeFinder, p: Problem, name: str, s: Schedule, uses: TileUses) -> bool:
         """Whether a size is long enough for three tiles, so that parts of it must have been cut."""
@@ -191,29 +235,30 @@ class _Check:
         return problem if self.fits(problem, s) else finder.blame(s, uses, lambda p: self.fits(p, s))
 
     def fits(self, p: Problem, s: Schedule) -> bool:
-        """Whether the reference takes a problem and cuTile would compile the kernel for it. A wrong result fits."""
-        from tiledsched.interpreter.checking import check_schedule
+        """Whether the reference takes a problem and cuTile would compile the kernel for it; else it is noted why not. A wrong
+        result fits."""
+        from tiledsched.checking.interpreted import check_schedule
 
         try:
-            check_schedule(
-                self.kernel, p, s, kinds=(), device=self.device, seed=self.options.seed, shapes_may_fail=True
-            )
-        except Exception:  # the author's reference or inputs may raise anything
+            check_schedule(self.kernel, p, s, kinds=(), device=self.device, seed=self.seed, shapes_may_fail=True)
+        except Exception as error:  # the author's reference or inputs may raise anything
+            reason = str(error) if isinstance(error, TiledschedError) else describe(error)
+            if (same := re.sub(r"\d+", "N", reason)) not in self.reasons:
+                self.reasons.add(same)
+                self.refused.append(CheckRow(problem=p, schedule=s, passed=False, skipped=reason))
             return False
         return True
 
     def row(self, p: Problem, s: Schedule, kinds: Sequence[str], finder: SizeFinder) -> tuple[CheckRow, TileUses]:
         """What one schedule computes for one problem, and the tiles it took."""
-        from tiledsched.interpreter.checking import check_schedule
+        from tiledsched.checking.interpreted import check_schedule
         from tiledsched.interpreter.uses import TileUses
 
         uses = TileUses()
         self.done.add((p, s))
         passed, worst, message = check_schedule(
-            self.kernel, p, s, seed=self.options.seed, kinds=kinds, device=self.device, uses=uses
+            self.kernel, p, s, seed=self.seed, kinds=kinds, device=self.device, uses=uses
         )
-        elements = sum(math.prod(shape) for spec in self.kernel.arrays(p) for shape in spec.shapes)
-        self.work += uses.calls + uses.elements / CALL_ELEMENTS + (1 + len(kinds)) * elements / CASE_ELEMENTS
         tiles = finder.crossed(p, s, uses)
         return CheckRow(problem=p, schedule=s, passed=passed, worst_error=worst, message=message, tiles=tiles), uses
 
@@ -233,36 +278,39 @@ class _Check:
         self.structures.add(structure)
         return len(self.structures) > before
 
-    def drawn(self, problems: Sequence[Problem], *, every_value: bool) -> tuple[list[Schedule], int]:
-        """Schedules that compute in different ways, the default first, and how many it takes to have every value of every knob.
+    def drawn(self, problems: Sequence[Problem], *, every_value: bool) -> list[Schedule]:
+        """Schedules that compute in different ways, the default first: as many as are wanted, or all that the space has.
 
         Each is the one that adds most values of knobs, then most pairs of values, to those before it. Schedules that differ in
         hints for the compiler are one here.
         """
-        rng, count = random.Random(self.options.seed), self.options.schedules
-        pool = [self.space.default(problems[0])]
-        for problem in problems:
-            for _ in range(MAX_DRAWS * count):
-                with suppress(TiledschedError):
-                    pool.append(self.space.sample(problem, rng))
-            for name, knob in self.space.knobs.items() if every_value else ():
-                missing = [choice for choice in knob.choices if all(each[name] != choice for each in pool)]
-                found = (next(self.space.schedules(problem, pinned={name: each}, rng=rng), None) for each in missing)
-                pool += filter(None, found if name not in HINT_KNOBS else ())
-        distinct: dict[Any, Schedule] = {}
-        for schedule in pool:
+        rng, distinct = random.Random(self.seed), dict[Any, Schedule]()
+        for schedule in itertools.chain([self.space.default(problems[0])], self.pool(problems, rng, every_value)):
             distinct.setdefault(self.launched(problems[0], schedule), schedule)
-        left, chosen, needed = list(distinct.values()), list[Schedule](), 0
+        for problem in problems:  # a small space is walked to its end
+            for schedule in itertools.islice(self.space.schedules(problem, rng=rng), MOST_WALKED * self.count):
+                if len(distinct) >= self.count:
+                    break
+                distinct.setdefault(self.launched(problems[0], schedule), schedule)
+        left, chosen = list(distinct.values()), list[Schedule]()
         single, pair = set[Any](), set[Any]()
-        while left and len(chosen) < count:
+        while left and len(chosen) < self.count:
             gains = [(len(_values(each) - single), len(_pairs(each) - pair)) for each in left]
             best = max(range(len(left)), key=gains.__getitem__) if chosen else 0
             chosen.append(left.pop(best))
-            if gains[best][0] or not needed:
-                needed = len(chosen)
             single |= _values(chosen[-1])
             pair |= _pairs(chosen[-1])
-        return chosen, needed
+        return chosen
+
+    def pool(self, problems: Sequence[Problem], rng: random.Random, every_value: bool) -> Iterator[Schedule]:
+        """Schedules drawn from the space, and with `every_value` one with each value of each knob."""
+        for problem in problems:
+            for _ in range(MAX_DRAWS * self.count):
+                with suppress(TiledschedError):
+                    yield self.space.sample(problem, rng)
+            for name, knob in self.space.knobs.items() if every_value else ():
+                for each in knob.choices if name not in HINT_KNOBS else ():
+                    yield from itertools.islice(self.space.schedules(problem, pinned={name: each}, rng=rng), 1)
 
     def launched(self, p: Problem, s: Schedule) -> Any:
         """What a schedule launches: two that launch the same compute the same."""
@@ -283,7 +331,7 @@ class _Check:
 
 
 def _finder(kernel: KernelClass, space: SearchSpace, base: Problem) -> SizeFinder:
-    from tiledsched.tuning.check_sizes import SizeFinder
+    from tiledsched.checking.sizes import SizeFinder
 
     return SizeFinder(kernel=kernel, space=space, base=base)
 
