@@ -350,7 +350,7 @@ def kept(program: Program) -> Path:
     return FOLDER / "programs" / f"{program.key}.xz"
 
 
-def build(wanted: Sequence[Program], jobs: int | None, minutes: float) -> dict[str, str]:
+def build(wanted: Sequence[Program], minutes: float) -> dict[str, str]:
     """Build programs that are not there yet, for at most so many minutes; where one does not build, the next choice is built. Gives
     what came of those that did not build, by schedule and problem.
     """
@@ -360,28 +360,22 @@ def build(wanted: Sequence[Program], jobs: int | None, minutes: float) -> dict[s
     failures: dict[str, str] = {}
     ends, left = time.monotonic() + 60 * minutes, {each.key: each for each in wanted if not kept(each).exists()}
     kept(wanted[0]).parent.mkdir(parents=True, exist_ok=True)
-    pool = BuildPool(jobs)
-    try:
+    with BuildPool() as pool:
         while left and time.monotonic() < ends:
             tasks = {
                 BuildTask(kernel=each.kernel.locator(), schedule=each.schedule, problem=each.problem, arch=ARCH): each
                 for each in left.values()
             }
             print(f"{len(tasks)} programs to build", flush=True)
-            for count, built in enumerate(pool.build(tasks), 1):
-                program = tasks[built.task]
-                del left[program.key]
+            for built in pool.build(tasks):
+                program = left.pop(tasks[built.task].key)
                 if built.artifact is not None:
                     kept(program).write_bytes(lzma.compress(built.artifact.cubin))
                 else:
                     failures[f"{program.problem} {program.schedule.short()}"] = str(built.failure)
                     left |= {each.key: each for each in instead_of(program) if not kept(each).exists()}
-                if count % 50 == 0:
-                    print(f"{count} of {len(tasks)}", flush=True)
                 if time.monotonic() > ends:
                     break
-    finally:
-        pool.close()
     return failures
 
 
@@ -442,11 +436,11 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def make_bundle(path: Path = BUNDLE, names: Sequence[str] = (), jobs: int | None = None, minutes: float = 60.0) -> None:
-    """Build what is missing, and write the bundle."""
-    lists = [programs(name) for name in names or SHIPPED]
+def make_bundle(path: Path, minutes: float) -> None:
+    """Build what is missing, within so many minutes, and write the bundle."""
     # A program of each kernel in turn, in case that the time does not suffice for all.
-    wanted = [each for turn in itertools.zip_longest(*lists) for each in turn if each is not None]
-    for what, failure in build(wanted, jobs, minutes).items():
+    turns = itertools.zip_longest(*map(programs, SHIPPED))
+    wanted = [each for turn in turns for each in turn if each is not None]
+    for what, failure in build(wanted, minutes).items():
         print(f"not built: {what}: {failure}")
     print(write(path, wanted))

@@ -336,8 +336,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tests", choices=("yes", "no"), help="whether the tests marked gpu run, too (with all)")
     parser.add_argument("--out", type=Path, default=gpu_programs.FOLDER / "out", help="a folder for what failed")
     parser.add_argument("--record", type=Path, default=RECORD, help="the file that a row is appended to")
-    parser.add_argument("--kernels", default="", help="kernels to build, between commas (all)")
-    parser.add_argument("--jobs", type=int, help="compile processes (one for each CPU)")
     parser.add_argument("--minutes", type=float, default=60.0, help="after which no more is built (60)")
     parser.add_argument("--lanes", type=int, default=min(8, os.cpu_count() or 1), help="processes on the GPU (8)")
     parser.add_argument("--seconds", type=float, default=300.0, help="within which all cases must have run (300)")
@@ -346,12 +344,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "empty":
         print(json.dumps([vars(each) for each in run_empty()]))
         return 0
-    if options.command == "build" or (
-        options.command == "all" and gpu_programs.compiler() and outdated(options.bundle)
-    ):
-        gpu_programs.make_bundle(
-            options.bundle, [each for each in options.kernels.split(",") if each], options.jobs, options.minutes
-        )
+    builds = options.command == "all" and gpu_programs.compiler() and outdated(options.bundle)
+    if options.command == "build" or builds:
+        gpu_programs.make_bundle(options.bundle, options.minutes)
     return 0 if options.command == "build" else run_suite(options)
 
 
