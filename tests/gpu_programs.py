@@ -219,16 +219,18 @@ def launching_code(path: Path) -> list[str]:
     return [code_of(each) for each in functions if each.name in ("constants", "entry", "grid", "launches")]
 
 
-def code_of(tree: ast.AST) -> str:
-    """The source of a tree without its docstrings."""
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(body, list):
-            node.body = [each for each in body if not is_text(each)] or [ast.Pass()]  # type: ignore[attr-defined]
-    return ast.unparse(tree)
+def code_of(node: Any) -> str:
+    """A syntax tree as text, without docstrings and what the parsers of some versions of Python leave empty."""
+    if isinstance(node, ast.AST):
+        parts = (f"{name}={code_of(value)}" for name, value in ast.iter_fields(node) if value not in (None, []))
+        return f"{type(node).__name__}({', '.join(parts)})"
+    if isinstance(node, list):
+        return f"[{', '.join(code_of(each) for each in node if not is_text(each))}]"
+    return repr(node)
 
 
-def is_text(node: ast.AST) -> bool:
+def is_text(node: Any) -> bool:
+    """Whether a statement is a string, such as a docstring."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
