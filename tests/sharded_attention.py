@@ -18,7 +18,7 @@ from serve_on_cpu import Launches, using
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tiledsched import sdpa
+from tiledsched import sdpa, sdpa_paged
 from tiledsched.ops.fallback import attend_in_torch
 from tiledsched.ops.features import AttentionFeatures
 
@@ -66,6 +66,20 @@ def run(launches: Launches, mesh, sizes, placements, more):
     return str(found.placements[0]), tuple(seen), errors
 
 
+def run_on_pages(launches: Launches, mesh):
+    """Pages may belong to any sequence, so that every rank needs all of them, while the batch is split."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"q": (2, 8, 2, 16), "k_cache": (4, 16, 1, 16), "v_cache": (4, 16, 1, 16)}
+    whole = {name: torch.randn(shape, generator=generator).half() for name, shape in shapes.items()}
+    whole |= {"block_table": torch.tensor([[3, 0], [1, 2]]), "key_lengths": torch.tensor([20, 9])}
+    wanted = sdpa_paged(**whole)
+    placed = dict.fromkeys(whole, BATCH) | {"k_cache": WHOLE, "v_cache": WHOLE}
+    launches.clear()
+    found = sdpa_paged(**{name: distribute_tensor(whole[name], mesh, [each]) for name, each in placed.items()})
+    error = float((found.full_tensor() - wanted).abs().max())
+    return str(found.placements[0]), tuple(launches[0][3][0].shape), {"out": error}
+
+
 def attend(rank: int, folder: Path) -> None:
     """What one rank does."""
     dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=2)
@@ -74,6 +88,7 @@ def attend(rank: int, folder: Path) -> None:
     warnings.simplefilter("ignore")
     with using(launches.runtime):
         found = {name: run(launches, mesh, *case) for name, case in CASES.items()}
+        found["pages"] = run_on_pages(launches, mesh)
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

@@ -10,7 +10,7 @@ import pytest
 
 import tiledsched as ts
 from tiledsched.checking.interpreted import check_schedule
-from tiledsched.checking.sizes import SizeFinder
+from tiledsched.checking.sizes import FEW_ELEMENTS, SizeFinder
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
@@ -98,6 +98,22 @@ class Few(Copied):
 def test_every_size_is_two_tiles_and_the_rest_of_one_or_what_is_allowed(kernel, schedule, sizes):
     values = found(kernel, schedule)
     assert {name: values[name] for name in sizes} == sizes
+
+
+class Fixed(Copied):
+    """Compile-time sizes, of which one is of no array, and one cannot be smaller."""
+
+    columns, depth, groups = ts.dim(constant=True), ts.dim(constant=True), ts.dim(constant=True)
+    requires = {"groups % 4194304 == 0": "it has no smaller one"}
+    suites = {"one": [{"rows": 8192, "columns": 1 << 20, "depth": 1 << 21, "groups": 1 << 22}]}
+
+
+def test_compile_time_sizes_are_halved_until_arrays_are_small():
+    """Only those that make arrays smaller, down to the first that does."""
+    base = Fixed.suites["one"][0]
+    small = SizeFinder(kernel=Fixed, space=space_for("sm_90", Fixed), base=Fixed.problem(**base)).small
+    assert (small.depth, small.groups) == (base["depth"], base["groups"])
+    assert FEW_ELEMENTS / 2 < 2 * small.rows * small.columns <= FEW_ELEMENTS
 
 
 def test_sizes_may_be_whole_tiles_or_one_of_them_long():

@@ -148,7 +148,7 @@ def test_rotary_embedding_of_parts_of_a_projection(interleaved, inplace) -> None
     assert (got[0].data_ptr() == q.data_ptr()) == inplace
 
 
-@pytest.mark.parametrize("columns", [50257, 128256])
+@pytest.mark.parametrize("columns", [2, 33, 1000, 1025, 50257, 128256])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_cross_entropy(columns, smoothing) -> None:
     logits = 5 * normal(33, columns)
@@ -157,6 +157,22 @@ def test_cross_entropy(columns, smoothing) -> None:
     for reduction in ("none", "mean"):
         wanted = F.cross_entropy(logits.double(), labels, reduction=reduction, label_smoothing=smoothing)
         assert_near(ts.cross_entropy(logits, labels, reduction=reduction, label_smoothing=smoothing), wanted, 1e-3)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("columns", [33, 1000, 50257])
+def test_cross_entropy_of_rows_far_from_zero(columns, smoothing) -> None:
+    """The last two rows are of equal logits, the lowest that there are and others that are nearly as low."""
+    logits = normal(5, columns).float()
+    for row, offset in enumerate((0.0, 1e6, -1e6)):
+        logits[row] += offset
+    logits[3], logits[4] = torch.finfo(torch.float32).min, -2e38
+    labels = torch.randint(columns, (5,), device="cuda")
+    wanted = F.cross_entropy(
+        logits.double() - logits.double().amax(1, keepdim=True), labels, reduction="none", label_smoothing=smoothing
+    )
+    got = ts.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+    torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("scales", ["tensor", "row"])

@@ -15,10 +15,10 @@ from lanes import LOG2_E, LanesCrossEntropy
 from test_declaration import own_names  # noqa: F401  # what a test declares is known to that test alone
 
 import tiledsched as ts
+from tiledsched.checking.interpreted import check_schedule
 from tiledsched.core.registry import load_kernel
 from tiledsched.core.schedule import Schedule
 from tiledsched.interpreter import InterpreterError, run
-from tiledsched.interpreter.checking import check_schedule
 
 COMBINED = (
     "ct.max(top, axis=1, keepdims=True), "
@@ -211,6 +211,23 @@ def test_a_fused_product_does_not_overflow_and_nan_stays():
     assert computed(subtracted, 2e19, 2e19, -np.inf) == -np.inf
 
 
+def of_two_types(x, y, z):
+    return (x.astype(ct.float16) * y.astype(ct.float16)) + z
+
+
+def less_itself(x, y, z):
+    product = x * y
+    return (product - product) + 0.0 * z
+
+
+@pytest.mark.parametrize("arithmetic", ["fused", "flushed"])
+def test_a_product_of_another_type_is_rounded_and_less_itself_it_is_zero(arithmetic):
+    x = FACTOR["float16"]
+    assert computed(of_two_types, x, x, -float(np.float16(x * x)), arithmetic=arithmetic) == 0.0
+    x = FACTOR["float32"]
+    assert computed(less_itself, x, x, 1.0, arithmetic=arithmetic) == 0.0
+
+
 def flushing_both(x, y, z):
     return ct.add(ct.mul(x, y, flush_to_zero=True), z, flush_to_zero=True)
 
@@ -312,10 +329,23 @@ def lost_of_the_right_product(X, Out, TILE: ct.Constant[int]):
     ct.store(Out, (row,), x * 2.0**-30 + 0.0 * ct.exp2(huge * LOG2_E - huge * LOG2_E))
 
 
+@ct.kernel
+def right_where_fused(X, Out, TILE: ct.Constant[int]):
+    row = ct.bid(0)
+    x = ct.load(X, (row,), (TILE,))
+    more = x * 0.0 + (1 + 2.0**-12)
+    ct.store(Out, (row,), x * ((more * more - (1 + 2.0**-11)) * 2.0**-6))
+
+
 @pytest.mark.parametrize(
-    ("tile_code", "arithmetic"), [(scaled_there_and_back, "flushed"), (lost_of_the_right_product, "fused right")]
+    ("tile_code", "words"),
+    [
+        (scaled_there_and_back, "wrong in flushed arithmetic, right where each operation is rounded"),
+        (lost_of_the_right_product, "wrong in fused right arithmetic, right where each operation is rounded"),
+        (right_where_fused, "random inputs: .* wrong tiles of 1"),
+    ],
 )
-def test_each_arithmetic_is_tried(tile_code, arithmetic):
+def test_each_arithmetic_is_tried(tile_code, words):
     class InEachArithmetic(ts.Kernel):
         function = tile_code
         rows = ts.dim()
@@ -330,7 +360,7 @@ def test_each_arithmetic_is_tried(tile_code, arithmetic):
 
     right, _, message = check_schedule(InEachArithmetic, InEachArithmetic.problem(rows=70), Schedule(TILE=32))
     assert not right
-    assert f"wrong in {arithmetic} arithmetic, right where each operation is rounded" in message
+    assert re.search(f"{words}$", message)
 
 
 def edited(stem, *edits, folder):

@@ -25,9 +25,11 @@ from fake_machine import H200, FakeMachine
 
 import tiledsched
 from tiledsched.cli import main
-from tiledsched.core.errors import MeasureError
+from tiledsched.core.errors import ConfigError, MeasureError
 from tiledsched.core.schedule import Schedule
 from tiledsched.remember import machine as machines
+from tiledsched.remember import replacing
+from tiledsched.remember.__main__ import main as run_program
 from tiledsched.remember.description import Request
 from tiledsched.store.db import TuningDB
 
@@ -740,6 +742,59 @@ def test_an_edited_kernel_is_another_and_a_program_runs_under_remember(tmp_path)
     assert run("2.0", "--check", "-m", "prog", "a", "-b") == [first]
     with TuningDB.open(tmp_path / "t.db") as db:
         assert {entry.kernel for entry in db.entries()} == {"prog:copy"}, "a program and a module have one name"
+
+
+@pytest.fixture
+def remembers_no_more():
+    """cuTile's search is in its place again after the test."""
+    from cuda.tile import tune
+
+    before = tune.exhaustive_search
+    yield
+    replacing._replace(tune.exhaustive_search, before)
+
+
+TELLS = """
+import json, sys
+from cuda.tile import tune
+print(json.dumps([__name__, sys.argv, sys.path[0], tune.exhaustive_search.keywords["check"]]))
+"""
+
+
+def test_a_program_finds_its_words_and_its_folder(tmp_path, monkeypatch, capsys, remembers_no_more):
+    """As Python starts it: its folder is the first to import from, unless Python was told to be safe."""
+    path = tmp_path / "its_words.py"
+    path.write_text(TELLS)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", ["first", str(tmp_path), *sys.path])
+
+    def run(*words):
+        assert run_program([*words]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    assert run("-m", "its_words", "a", "-b") == ["__main__", [str(path), "a", "-b"], "first", False]
+    monkeypatch.setattr(sys, "flags", SimpleNamespace(safe_path=True))
+    assert run(str(path)) == ["__main__", [str(path)], "first", False]
+    monkeypatch.setattr(sys, "flags", SimpleNamespace(safe_path=False))
+    assert run("--check", str(path), "-h") == ["__main__", [str(path), "-h"], str(tmp_path), True]
+
+
+def test_what_runs_programs_says_how_it_is_used(capsys, remembers_no_more):
+    for words, code in (
+        ([], ConfigError.exit_code),
+        (["--check"], ConfigError.exit_code),
+        (["-h"], 0),
+        (["--help"], 0),
+    ):
+        assert run_program(words) == code
+        out, error = capsys.readouterr()
+        said, nothing = (error, out) if code else (out, error)
+        assert said.startswith("usage: python -m tiledsched.remember [--check] PROGRAM.py")
+        assert not nothing
+    with pytest.raises(ConfigError, match="-m needs the name of a module"):
+        run_program(["--check", "-m"])
+    with pytest.raises(ConfigError, match=r"there is no program gone\.py; name a Python file"):
+        run_program(["gone.py"])
 
 
 def test_a_session_of_tilegym_is_answered_in_the_next_process(tmp_path):

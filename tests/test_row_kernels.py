@@ -5,6 +5,7 @@ faults noticed; their code as the compiler makes it.
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import ml_dtypes
 import numpy as np
@@ -20,6 +21,7 @@ from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.interpreter import InterpreterError
+from tiledsched.interpreter.contraction import Arithmetic
 from tiledsched.kernels.cross_entropy import CrossEntropy
 from tiledsched.kernels.glu import Glu
 from tiledsched.kernels.glu.declaration import erfc
@@ -148,7 +150,7 @@ def masked(smoothed, **knobs):
     assert np.isnan(loss).tolist() == [False, False, False, True, True]
 
 
-def far_logits(columns, smoothed, dtype="float32", **knobs):
+def far_logits(columns, smoothed, dtype="float32", arithmetic="rounded", **knobs):
     """Rows near and far from zero, which are all as exact: the loss is of differences. Rows of the lowest and the highest numbers,
     and of infinities.
     """
@@ -172,7 +174,7 @@ def far_logits(columns, smoothed, dtype="float32", **knobs):
     given = {"Logits": logits.astype(kind), "Labels": rng.integers(0, columns, 11)}
     given["Labels"][[6, 7, 8]] = columns // 2, columns // 3, columns - 1
     p = CrossEntropy.problem(rows=11, columns=columns, smoothed=smoothed, dtype=dtype)
-    loss, lse = run_losses(p, knobs, given)
+    loss, lse = run_losses(p, knobs, given, arithmetic)
     right = call_reference(CrossEntropy, np, p, given | {"Logits": given["Logits"].astype(float)})
     np.testing.assert_allclose(loss, right[0], rtol=3e-6, atol=1e-6)
     np.testing.assert_allclose(lse, right[1], rtol=1e-6, atol=1e-6)
@@ -180,23 +182,25 @@ def far_logits(columns, smoothed, dtype="float32", **knobs):
     assert np.isfinite(loss[: 8 if smoothed else 9]).all()
 
 
+@pytest.mark.parametrize("arithmetic", get_args(Arithmetic))
 @pytest.mark.parametrize("columns", [1, 2, 24, 33, 1000, 1024, 1025])
-def test_losses_are_as_exact_far_from_zero_as_near(columns):
-    """Without contraction, losses made of the log-sum-exp fail here; with it, so does a maximum that is scaled before it is taken
-    off, in every row that leaves a lane without a column.
+def test_losses_are_as_exact_far_from_zero_as_near(columns, arithmetic):
+    """In any arithmetic, losses made of the log-sum-exp fail here; where products are fused, so does a maximum that is scaled
+    before it is taken off, in every row that leaves a lane without a column.
     """
     for dtype in ("float32", "bfloat16"):
         for smoothed in (False, True):
             for more in ({}, {"TILE_ROWS": 4, "loads": "tma"}, {"SPLITS": 2}, {"SPLITS": 4}):
                 if more.get("SPLITS", 1) * 256 <= columns or "SPLITS" not in more:
-                    far_logits(columns, smoothed, dtype, **LOGITS | {"TILE_COLUMNS": 256} | more)
+                    far_logits(columns, smoothed, dtype, arithmetic, **LOGITS | {"TILE_COLUMNS": 256} | more)
 
 
-def run_losses(p, knobs, given):
+def run_losses(p, knobs, given, arithmetic="rounded"):
     from tiledsched.interpreter.launch import SmallDevice
     from tiledsched.interpreter.launch import run_schedule as run
 
-    outputs = run(CrossEntropy, p, Schedule({"num_worker_warps": 4} | knobs), given, device=SmallDevice(arch="sm_90"))
+    schedule = Schedule({"num_worker_warps": 4} | knobs)
+    outputs = run(CrossEntropy, p, schedule, given, device=SmallDevice(arch="sm_90"), arithmetic=arithmetic)
     return outputs["Loss"], outputs["Lse"]
 
 

@@ -24,7 +24,7 @@ from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
-from tiledsched.measure.runner import Measurement, RivalTime
+from tiledsched.measure.runner import Checked, Measurement, RivalTime
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import TableFile, read_table
 from tiledsched.tuning.effort import EFFORTS
@@ -368,6 +368,46 @@ def test_a_failed_candidate_is_a_row_and_not_tried_again(db) -> None:
     tune(recorded, db, runner=Faulty(Attention, recorded.measurements), trials=32)
     again = db.failures("sm_90", recorded.problem, stage="measure")
     assert len({failure.schedule for failure in again}) == len(again)
+
+
+class Neighbouring(ReplayRunner):
+    """A replay that also checks other problems than the recorded one, on which `wrong` schedules fail."""
+
+    name = "gpu"
+
+    def __init__(self, recorded: Recorded, wrong=()) -> None:
+        super().__init__(Attention, recorded.measurements, seed=1)
+        self.recorded, self.wrong, self.others = recorded, wrong, []
+
+    def begin(self, problem) -> None:
+        self.current = problem
+        if problem == self.recorded.problem:
+            super().begin(problem)
+        else:
+            self.others.append(problem)
+
+    def check(self, candidate):
+        if self.current == self.recorded.problem:
+            return super().check(candidate)
+        if candidate.schedule in self.wrong and self.current.seq_q > 1:
+            return Failure(kind=FailureKind.WRONG_RESULT, message="planted beside")
+        return Checked(accuracy=None, first_look_us=1.0)
+
+
+def test_a_winner_that_is_wrong_at_the_borders_of_its_tiles_is_a_failure_and_the_next_one_wins(db) -> None:
+    recorded = Recorded(LANDSCAPES[1])
+    right = Neighbouring(recorded)
+    first = tune(recorded, db, runner=right, trials=32)
+    assert {problem.seq_q for problem in right.others} >= {1}, "one row"
+    tile = first.entry.schedule["tile_m"]
+    assert {problem.seq_q % tile for problem in right.others} >= {1, tile - 1}, "one more and one fewer than a tile"
+    assert right.current == recorded.problem, "what follows is about the problem again"
+    runner = Neighbouring(recorded, wrong=[first.entry.schedule])
+    second = tune(recorded, db, runner=runner, trials=32)
+    assert second.entry.schedule != first.entry.schedule
+    (failure,) = [each for each in db.failures("sm_90", recorded.problem) if each.schedule == first.entry.schedule]
+    assert "planted beside" in failure.failure.message
+    assert f"right on {recorded.problem}, and on B=" in failure.failure.message
 
 
 def test_a_replay_needs_one_device_and_a_recorded_problem() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch")
-SPLIT = {"batch": "S(0)", "heads": "S(1)", "batch and features": "S(0)", "heads and features": "S(1)"}
+SPLIT = {"batch": "S(0)", "heads": "S(1)", "batch and features": "S(0)", "heads and features": "S(1)", "pages": "S(0)"}
 """How the outputs of cases are split. Those of the others are whole, because their inputs had to be gathered."""
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
+import ml_dtypes
 import numpy as np
 import pytest
 from tile_checks import check, make_inputs, mutated, run_schedule, sample
 
 from tiledsched.build.compiler import compile_schedule
 from tiledsched.core.schedule import Schedule
-from tiledsched.interpreter import InterpreterError
+from tiledsched.interpreter import InterpreterError, SmallDevice
+from tiledsched.interpreter import run_schedule as run
+from tiledsched.interpreter.contraction import Arithmetic
 from tiledsched.kernels.softmax import Softmax
 
 DEFAULT = {name: each.default for name, each in Softmax.knob_fields().items()}
@@ -41,6 +46,43 @@ def test_large_and_masked_elements_do_not_overflow(pinned):
     inputs["X"][3, :700] = -np.inf
     with np.errstate(invalid="ignore"):
         check(Softmax, p, schedule(**pinned), inputs)
+
+
+def far_rows(dtype, columns, arithmetic, **pinned):
+    """Rows far from zero, of the lowest and the highest numbers, and of infinities."""
+    kind = np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
+    largest = float(ml_dtypes.finfo(kind).max)
+    x = np.random.default_rng(columns).standard_normal((9, columns))
+    x[0] += 1e4
+    x[1] -= 1e4
+    x[2] = x[3] = x[4] = -largest
+    x[3, columns // 2] = largest
+    x[4, 0] = 1
+    x[5, : columns * 3 // 4] = -np.inf
+    x[6] = largest
+    x[7] = -np.inf
+    x[8, -1] = np.inf
+    x = x.astype(kind)
+    p = Softmax.problem(rows=9, columns=columns, dtype=dtype)
+    device = SmallDevice(arch="sm_90")
+    found = run(Softmax, p, schedule(**pinned), {"X": x}, device=device, arithmetic=arithmetic)["Out"].astype(float)
+    with np.errstate(invalid="ignore"):
+        right = Softmax.reference(np, x.astype(float))
+    np.testing.assert_allclose(found, right, rtol=8e-3 if dtype == "bfloat16" else 1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("arithmetic", get_args(Arithmetic))
+@pytest.mark.parametrize("pinned", WALKS, ids=str)
+def test_rows_far_from_zero(pinned, arithmetic):
+    for dtype in ("bfloat16", "float16"):
+        for columns in (1, 24, 1000, 1025):
+            far_rows(dtype, columns, arithmetic, **pinned)
+
+
+def test_a_maximum_that_is_scaled_before_it_is_taken_off_is_wrong_where_products_are_fused():
+    early = ("(x - maximum) * LOG2_E", "x * LOG2_E - maximum * LOG2_E")
+    with mutated(["tiledsched.kernels.softmax.tiles"], *early), pytest.raises(AssertionError):
+        far_rows("bfloat16", 24, "fused", **WALKS[2])
 
 
 def test_rows_sum_to_one():

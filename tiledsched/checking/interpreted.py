@@ -39,6 +39,7 @@ def check_schedule(
     device: SmallDevice | None = None,
     uses: TileUses | None = None,
     shapes_may_fail: bool = False,
+    most_calls: int = MOST_CALLS,
 ) -> tuple[bool, float, str]:
     """Whether every output is right on every kind of inputs, the largest error of a tile, and what is wrong.
 
@@ -54,6 +55,7 @@ def check_schedule(
         device: that grids are made for, if not the interpreter's own.
         uses: notes the tiles taken, if given.
         shapes_may_fail: raise ShapeError where cuTile would not compile the kernel for such sizes.
+        most_calls: of `ct.*` functions in one run, after which the kernel is said not to end.
     """
     worst = 0.0
     tolerance, tile = kernel.tolerance(p, s), kernel.check_tile(p, s)
@@ -65,7 +67,7 @@ def check_schedule(
         inputs = {name: _as_elements(value, types[name]) for name, value in case.inputs.items()}
         assert uses is not None
         counted = TileUses() if case.kinds == "random" and arithmetic != "rounded" else uses  # which it was before
-        counted.most_calls = counted.calls + MOST_CALLS
+        counted.most_calls = counted.calls + most_calls
         outputs = run_schedule(kernel, p, s, inputs, device=device, order=order, uses=counted, arithmetic=arithmetic)
         stored = {name: _as_stored(value, types[name]) for name, value in outputs.items()}
         return case_errors(np, output_specs(kernel, p), stored, case, tolerance, tile)

@@ -26,6 +26,8 @@ MULTIPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """A size is a multiple of the first of these for which the kernel allows it."""
 MOST_ELEMENTS = 1 << 21
 """Elements of all arrays of a problem."""
+FEW_CALLS = 5000
+"""Calls of `ct.*` functions by which a run has shown how it cuts its arrays."""
 FEW_ELEMENTS = 1 << 18
 """Elements of the problem with the smallest run-time sizes, beyond which compile-time sizes are made smaller, too."""
 LONG = 4096
@@ -222,15 +224,16 @@ def neighbours(kernel: KernelClass, space: SearchSpace, p: Problem, s: Schedule)
     finder, uses = SizeFinder(kernel=kernel, space=space, base=p), TileUses()
     finder = finder.larger_for(s) or finder if space.unworkable(s, finder.small) else finder
     with suppress(Exception):  # what the interpreter lacks: then there are only sizes of 1
-        check_schedule(kernel, finder.small, s, kinds=(), uses=uses)
+        check_schedule(kernel, finder.small, s, kinds=(), uses=uses, shapes_may_fail=True, most_calls=FEW_CALLS)
     found = []
     for more in (None, -1, 1):
         made = finder.small
         for name in finder.dims():
-            sides = finder.axes(made, name, s, uses)
-            value = max((math.ceil((side + (more or 0)) / per) for side, per in sides), default=0) if more else 1
-            if value > 0 and (other := finder.allowed(made, name, value, s)) is not None:
-                made = other
+            axes = finder.axes(made, name, s, uses)
+            cut = [(side, per) for side, per in axes if side < _number(p.values[name]) * per]
+            value = 1 if more is None else max((math.ceil((side + more) / per) for side, per in cut), default=0)
+            if cut and value > 0:
+                made = finder.allowed(made, name, value, s) or made
         found.append(made)
     return [each for each in dict.fromkeys(found) if each != p and not space.unworkable(s, each)]
 

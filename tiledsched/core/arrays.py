@@ -24,9 +24,9 @@ RELATIVE_ERRORS = {
 }
 """Largest relative error of a tile by output type: the largest error of one rounding, twice for bfloat16, eight times for float16
 (whose small numbers have fewer bits), 1.6 times for the 8-bit types with a sign, and about twice for float8_e8m0fnu and
-float4_e2m1fn. Of the 640 winners of the shipped tables, which summed in float32 on an H200, none is above 3.8e-3 in bfloat16 and
-4.2e-4 in float16; sums in the output's own type are (docs/measuring.md). The bound of float32 is that of matrix products in tf32:
-twice the largest error of one rounding to it.
+float4_e2m1fn. Of the shipped tables' winners with these limits, measured on an H200, none is above 3.8e-3 in bfloat16 and 3e-4 in
+float16; sums in the output's own type are (docs/measuring.md). The bound of float32 is that of matrix products in tf32: twice the
+largest error of one rounding to it.
 """
 FLOAT32_SUMS = 1e-4
 """Largest relative error of float32 outputs of inputs with fewer bits, whose products float32 holds. A sum of n terms of one sign

@@ -23,6 +23,7 @@ from tiledsched.ops.fallback import MOST_SCORES, attend_in_torch, computes_at_on
 from tiledsched.ops.features import FEATURE_SCHEMA, AttentionFeatures
 from tiledsched.ops.plans import AttentionCall, longest_sequence
 from tiledsched.serve import process
+from tiledsched.serve.flops import inform_counters, set_formula
 from tiledsched.serve.launch import has_tangent, in_layout, is_transformed, launch_first, launch_plan
 from tiledsched.serve.lookup import Served
 from tiledsched.serve.plan import Plan, beyond_int32, choose, make_plan
@@ -302,6 +303,8 @@ def gradients(
     if not (_traced() or torch.is_grad_enabled() or is_transformed()) and are_ordinary(tensors):
         call = _read_call(dout, q, k, v, out, lse, causal, scale, features, dlse, deterministic)
         return differentiate(call, keep_zeros=True)
+    if not _traced():
+        inform_counters()
     found = sdpa_backward_operator(dout, q, k, v, out, lse, causal, scale, *features, dlse, deterministic)
     return found if features.sinks is not None else (*found[:3], None)
 
@@ -358,6 +361,13 @@ def _fake(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *given: Any) ->
     return (*map(torch.empty_like, (q, k, v)), of_sinks)
 
 
+def _flops(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *given: Any, out_val: Any) -> int:
+    """The floating-point operations of the gradients as torch counts those of its own: of five products, all pairs of rows and
+    keys."""
+    pairs = AttentionFeatures(*given[2 : 2 + FEATURES]).pairs(q, k)
+    return 2 * pairs * int(q.shape[1]) * int(3 * q.shape[3] + 2 * v.shape[3])
+
+
 def _autograd(*given: Any) -> Any:
     tensors = [each for each in given if isinstance(each, torch.Tensor)]
     if has_tangent(tensors):
@@ -377,7 +387,9 @@ def _register() -> Any:
         library.impl("sdpa_backward", _launch, key)
     library.impl("sdpa_backward", _autograd, "Autograd")
     torch.library.register_fake("tiledsched::sdpa_backward", _fake, lib=library)
-    return library, torch.ops.tiledsched.sdpa_backward.default
+    operator = torch.ops.tiledsched.sdpa_backward.default
+    set_formula(operator, _flops)
+    return library, operator
 
 
 _library, sdpa_backward_operator = _register()

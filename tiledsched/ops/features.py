@@ -6,6 +6,7 @@ import math
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
 from tiledsched.core.errors import ProblemError
 from tiledsched.ops.arguments import check_array
@@ -72,6 +73,25 @@ class AttentionFeatures(NamedTuple):
     def is_varlen(self) -> bool:
         """Whether sequences are packed end to end, or their keys lie in pages."""
         return self.cu_seqlens_q is not None or self.block_table is not None
+
+    def pairs(self, q: Any, k: Any) -> int:
+        """Pairs of a row and a key in one head, as torch counts the operations of attention: all pairs of each sequence, also
+        those that causal masks, windows and padding hide.
+
+        Lengths of packed sequences and of pages are read, which waits for the GPU. Of tensors without values every sequence is
+        as long as the longest may be.
+
+        Args:
+            q, k: `[batch, heads, rows, columns]`, as the operators take them.
+        """
+        rows, keys = q.shape[2], k.shape[2]
+        if not self.is_varlen:
+            return int(q.shape[0] * rows * keys)
+        lengths = self.key_lengths if self.cu_seqlens_k is None else self.cu_seqlens_k.diff()
+        if is_fake(lengths) or lengths.is_meta:
+            keys *= 1 if self.block_table is None else self.block_table.shape[1]
+            return int(len(lengths) * (self.max_seqlen_q or rows) * (self.max_seqlen_k or keys))
+        return int((lengths * (rows if self.cu_seqlens_q is None else self.cu_seqlens_q.diff())).sum())
 
     def feature_arrays(self, q: Any) -> dict[str, Any]:
         """The tensors among the features as the kernel takes them, by the names of its arrays."""

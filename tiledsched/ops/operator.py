@@ -18,6 +18,7 @@ from tiledsched.ops.backward import gradients, undifferentiable
 from tiledsched.ops.fallback import attend_in_torch, computes_at_once, report
 from tiledsched.ops.features import FEATURE_SCHEMA, NO_FEATURES, AttentionFeatures
 from tiledsched.ops.plans import AttentionCall, cache, launch_attention, plan_key
+from tiledsched.serve.flops import inform_counters, set_formula
 from tiledsched.serve.launch import has_tangent, is_transformed, launch_first
 from tiledsched.serve.plan import Plan
 from tiledsched.serve.plan_cache import PlanCache, are_ordinary, lock
@@ -28,6 +29,7 @@ ARGUMENTS = (
 )
 FEATURES = len(NO_FEATURES)
 _library = torch.library.Library("tiledsched", "FRAGMENT")
+_traced = torch.compiler.is_dynamo_compiling
 trained: PlanCache[Plan] = PlanCache(plan_key)
 """The plans in `cache` whose calls were found to be differentiable."""
 
@@ -96,6 +98,8 @@ def serve_checked(
     if reason:
         report(reason)
         return attend_in_torch(q, k, v, attn_mask, dropout_p, causal, scale, return_lse, features)
+    if not _traced():
+        inform_counters()
     operator = sdpa_lse_operator if return_lse else sdpa_operator
     if deterministic is not None:
         return operator(q, k, v, causal, scale, *features, deterministic)
@@ -175,6 +179,12 @@ class DifferentiableAttention(torch.autograd.Function):
         return (*wanted, None, None, None, None, None, None)
 
 
+def forward_flops(q: Any, k: Any, v: Any, causal: Any = None, scale: Any = None, *given: Any, out_val: Any) -> int:
+    """The floating-point operations of attention as torch counts those of its own: two products of all pairs of rows and keys."""
+    pairs = AttentionFeatures(*given[:FEATURES]).pairs(q, k)
+    return 2 * pairs * int(q.shape[1]) * int(q.shape[3] + v.shape[3])
+
+
 def _register(name: str, result: str, lse: bool) -> Any:
     """Define one operator with every implementation it has, and return it."""
     _library.define(f"{name}({ARGUMENTS}) -> {result}", tags=(torch.Tag.pt2_compliant_tag,))
@@ -224,6 +234,7 @@ def _register(name: str, result: str, lse: bool) -> Any:
         _library.impl(name, autocast, f"Autocast{key}")
     _library.impl(name, autograd, "Autograd")
     torch.library.register_fake(f"tiledsched::{name}", fake, lib=_library)
+    set_formula(operator, forward_flops)
     return operator
 
 

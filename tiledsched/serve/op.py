@@ -22,11 +22,12 @@ from torch.nn import Parameter as TorchParameter
 from tiledsched.core.arrays import ArraySpec
 from tiledsched.core.cases import call_reference, output_specs
 from tiledsched.core.errors import ConfigError, DeclarationError, LaunchError, ProblemError, UnsupportedError
-from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.problem import Declaration, KernelClass, Problem
 from tiledsched.core.registry import load_kernel
 from tiledsched.core.storage import PACKED, POWERS_OF_TWO, to_float, to_storage
 from tiledsched.serve import process
 from tiledsched.serve.explain import Explanation
+from tiledsched.serve.flops import inform_counters, set_formula
 from tiledsched.serve.gradients import join
 from tiledsched.serve.launch import (
     explain_plan,
@@ -156,6 +157,8 @@ class Operator:
                 if plan is not None:
                     usual = tail is not None and count <= self._scalars
                     return launch_plan(plan, tensors, None if usual else self._numbers(plan, given), keep_zeros=True)
+        else:
+            inform_counters()
         return self._overload(*given)
 
     def own(self, *given: Any, **named: Any) -> Any:
@@ -227,6 +230,11 @@ class Operator:
             backward._is_backward = True
             backward, setup_context = joined, joined.save
         self._backward, self._setup = backward, setup_context
+
+    def _flops(self, *given: Any, out_val: Any = None, **named: Any) -> int:
+        """The floating-point operations that the kernel declares for a call."""
+        given = self._bind(given, named)
+        return int((self.schema.empty_problem(given) or self.schema.problem(given)).flops)
 
     def _bind(self, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
         """Every argument in its place; a TypeError like torch's own where they do not fit."""
@@ -522,6 +530,8 @@ def _register(made: Operator) -> Any:
     except RuntimeError as error:
         raise ConfigError(f"torch does not take {made.name}{made.schema}: {error}; use another name") from error
     overload = getattr(getattr(torch.ops, namespace), word).default
+    if made.kernel.flops is not Declaration.flops:
+        set_formula(overload, made._flops)
 
     def register_guarded(word: str, kernel: Callable[..., Any], key: str, *, with_keyset: bool) -> None:
         library.impl(word, functools.partial(made._refuse_transforms, kernel), key, with_keyset=with_keyset)

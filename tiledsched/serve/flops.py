@@ -1,0 +1,38 @@
+"""Floating-point operations of operators, as `torch.utils.flop_counter` counts them.
+
+A call that finds a counter at work gives it the formulas. They are not registered before, since torch's module of counters
+imports Triton, which may take longer than a first call.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+_formulas: dict[Any, Callable[..., int]] = {}
+"""By operator, which torch calls a packet of overloads."""
+
+
+def set_formula(overload: Any, formula: Callable[..., int]) -> None:
+    """Have `FlopCounterMode` count a formula for each call of an operator.
+
+    Args:
+        overload: the operator.
+        formula: from the arguments of a call, and its result as `out_val`, to the number of operations.
+    """
+    _formulas[overload._overloadpacket] = formula
+
+
+def inform_counters() -> None:
+    """Register the formulas with torch where its module of counters was imported, and give them to the counters at work."""
+    counting = sys.modules.get("torch.utils.flop_counter")
+    if counting is None:
+        return
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    for packet in _formulas.keys() - counting.flop_registry.keys():
+        counting.register_flop_formula(packet, get_raw=True)(_formulas[packet])
+    for counter in (getattr(mode, "counter", None) for mode in _get_current_dispatch_mode_stack()):
+        if isinstance(counter, counting.FlopCounterMode):
+            counter.flop_registry = counting.flop_registry | counter.flop_registry
