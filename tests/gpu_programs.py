@@ -88,7 +88,8 @@ UNTUNED: dict[str, dict[str, tuple[Any, ...]]] = {
         "b_layout": LAYOUTS,
     },
     "rms_norm": ROWS | {"residual": FLAG},
-    "rms_norm_backward": ROWS | {"residual": FLAG},
+    # The gradient of a row of one element is the difference of equal numbers.
+    "rms_norm_backward": ROWS | {"residual": FLAG, "columns": (3, 33, 768, 1000, 4097, 16400)},
     "softmax": ROWS,
     "softmax_backward": ROWS,
     "layer_norm": ROWS | {"weighted": FLAG, "biased": FLAG},
@@ -218,16 +219,18 @@ def launching_code(path: Path) -> list[str]:
     return [code_of(each) for each in functions if each.name in ("constants", "entry", "grid", "launches")]
 
 
-def code_of(tree: ast.AST) -> str:
-    """The source of a tree without its docstrings."""
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(body, list):
-            node.body = [each for each in body if not is_text(each)] or [ast.Pass()]  # type: ignore[attr-defined]
-    return ast.unparse(tree)
+def code_of(node: Any) -> str:
+    """A syntax tree as text, without docstrings and what the parsers of some versions of Python leave empty."""
+    if isinstance(node, ast.AST):
+        parts = (f"{name}={code_of(value)}" for name, value in ast.iter_fields(node) if value not in (None, []))
+        return f"{type(node).__name__}({', '.join(parts)})"
+    if isinstance(node, list):
+        return f"[{', '.join(code_of(each) for each in node if not is_text(each))}]"
+    return repr(node)
 
 
-def is_text(node: ast.AST) -> bool:
+def is_text(node: Any) -> bool:
+    """Whether a statement is a string, such as a docstring."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
@@ -349,7 +352,7 @@ def kept(program: Program) -> Path:
     return FOLDER / "programs" / f"{program.key}.xz"
 
 
-def build(wanted: Sequence[Program], jobs: int | None, minutes: float) -> dict[str, str]:
+def build(wanted: Sequence[Program], minutes: float) -> dict[str, str]:
     """Build programs that are not there yet, for at most so many minutes; where one does not build, the next choice is built. Gives
     what came of those that did not build, by schedule and problem.
     """
@@ -359,28 +362,22 @@ def build(wanted: Sequence[Program], jobs: int | None, minutes: float) -> dict[s
     failures: dict[str, str] = {}
     ends, left = time.monotonic() + 60 * minutes, {each.key: each for each in wanted if not kept(each).exists()}
     kept(wanted[0]).parent.mkdir(parents=True, exist_ok=True)
-    pool = BuildPool(jobs)
-    try:
+    with BuildPool() as pool:
         while left and time.monotonic() < ends:
             tasks = {
                 BuildTask(kernel=each.kernel.locator(), schedule=each.schedule, problem=each.problem, arch=ARCH): each
                 for each in left.values()
             }
             print(f"{len(tasks)} programs to build", flush=True)
-            for count, built in enumerate(pool.build(tasks), 1):
-                program = tasks[built.task]
-                del left[program.key]
+            for built in pool.build(tasks):
+                program = left.pop(tasks[built.task].key)
                 if built.artifact is not None:
                     kept(program).write_bytes(lzma.compress(built.artifact.cubin))
                 else:
                     failures[f"{program.problem} {program.schedule.short()}"] = str(built.failure)
                     left |= {each.key: each for each in instead_of(program) if not kept(each).exists()}
-                if count % 50 == 0:
-                    print(f"{count} of {len(tasks)}", flush=True)
                 if time.monotonic() > ends:
                     break
-    finally:
-        pool.close()
     return failures
 
 
@@ -441,11 +438,11 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def make_bundle(path: Path = BUNDLE, names: Sequence[str] = (), jobs: int | None = None, minutes: float = 60.0) -> None:
-    """Build what is missing, and write the bundle."""
-    lists = [programs(name) for name in names or SHIPPED]
+def make_bundle(path: Path, minutes: float) -> None:
+    """Build what is missing, within so many minutes, and write the bundle."""
     # A program of each kernel in turn, in case that the time does not suffice for all.
-    wanted = [each for turn in itertools.zip_longest(*lists) for each in turn if each is not None]
-    for what, failure in build(wanted, jobs, minutes).items():
+    turns = itertools.zip_longest(*map(programs, SHIPPED))
+    wanted = [each for turn in turns for each in turn if each is not None]
+    for what, failure in build(wanted, minutes).items():
         print(f"not built: {what}: {failure}")
     print(write(path, wanted))
