@@ -42,6 +42,8 @@ START_S, BEGIN_S, LOAD_S, CHECK_S = 120.0, 120.0, 30.0, 60.0
 """Seconds after which the process on the GPU is taken for hung. At first CuPy compiles what references take."""
 TESTS_S = 540.0
 """Seconds after which a file of tests is given up."""
+MEASURING = ("test_gpu_bench", "test_gpu_kernels", "test_gpu_rivals")
+"""The files of tests that measure times."""
 TAIL = 25
 """Lines of a failed test's output that are printed."""
 
@@ -212,10 +214,12 @@ def gpu_tests() -> list[Path]:
 
 
 def run_tests(out: Path) -> dict[str, bool]:
-    """Every file of tests that need a GPU in a process of its own, side by side; by file, whether it passed. What failed is printed."""
+    """Every file of tests that need a GPU in a process of its own; by file, whether it passed. What failed is printed. Those that
+    measure times run one after another, because nothing is decided by times beside other processes; the rest side by side.
+    """
 
     def run(path: Path) -> bool:
-        words = [sys.executable, "-m", "pytest", "-m", "gpu", "-rfs", "--tb=short", str(path)]
+        words = [sys.executable, "-m", "pytest", "-m", "gpu", "-rfs", "--tb=short", "--durations=8", str(path)]
         started, log = time.perf_counter(), out / f"{path.stem}.txt"
         with (
             log.open("w") as file,
@@ -232,9 +236,10 @@ def run_tests(out: Path) -> dict[str, bool]:
             print("\n".join(f"    {line}" for line in lines[-TAIL:]), flush=True)
         return passed
 
-    files = gpu_tests()
-    with ThreadPoolExecutor(len(files)) as pool:
-        return dict(zip((path.stem for path in files), pool.map(run, files), strict=True))
+    alone, together = [[path for path in gpu_tests() if (path.stem in MEASURING) is wanted] for wanted in (True, False)]
+    with ThreadPoolExecutor(len(together)) as pool:
+        passed = dict(zip((path.stem for path in together), pool.map(run, together), strict=True))
+    return passed | {path.stem: run(path) for path in alone}
 
 
 def table(found: Sequence[Outcome]) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy
 
 import tiledsched.core.fields as ts
+from tiledsched.core.arrays import Tolerance
 from tiledsched.core.cost import LAUNCH_US
 from tiledsched.core.device import ArchSpec
 from tiledsched.core.fields import ITEM_BYTES
@@ -120,6 +122,12 @@ class CrossEntropy(Kernel):
     def constants(p: Problem, s: Schedule) -> Mapping[str, Any]:
         """Parameters that are called like no knob."""
         return {"LOADS": LOADS.index(str(s["loads"])), "COMBINE_ROWS": COMBINE_ROWS}
+
+    @staticmethod
+    def tolerance(p: Problem, s: Schedule) -> Tolerance:
+        """That of the types. Losses near 0 are judged as if they were 0.01: they are the logarithm of a sum near 1, which float32
+        holds to a step of 1e-7."""
+        return replace(Tolerance.of_types(["float32"], [p.dtype]), floor=1e-2)
 
     @staticmethod
     def launches(p: Problem, s: Schedule, device: Any) -> list[Any]:
