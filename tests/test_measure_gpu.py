@@ -186,6 +186,11 @@ def test_pacing_is_calibrated_once_per_problem(make_runner):
     assert (batch.conditions.gap_ms, batch.conditions.graph_launches) == (trial.gap_ms, 0)
     runner.sample(pair, rounds=2, regime="burst")
     assert runner.gap_trials == (trial, longer)
+    each_for_itself = make_runner(
+        timeouts=replace(TIMEOUTS, sample_s=1.0, each_sample_s=0.2)
+    )  # 1 second and 0.2 for each
+    each_for_itself.sample(pair, rounds=2, regime="burst")
+    assert each_for_itself.gap_trials == (trial, longer)
     given = make_runner(gap_ms=1.0)
     assert given.sample(pair, rounds=2, regime="burst")[0].conditions.gap_ms == 1.0
     assert given.gap_trials == ()

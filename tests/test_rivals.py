@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sqlite3
 import threading
+from contextlib import contextmanager
 
 import pytest
 import store_samples
@@ -283,6 +284,30 @@ def test_the_rival_is_called_and_our_kernel_is_not(attention) -> None:
     plan = attention.serve.plan_for(q, k, v)
     assert attention.plans.find_ready(q, k, v, None, None, False) is plan
     assert (plan.rival.name, plan.own.rival, plan.own.launch_on) == ("torch_flash", None, plan.device)
+
+
+def test_a_rival_is_called_on_the_device_of_the_tensors_and_at_once_where_that_is_current(
+    attention, monkeypatch
+) -> None:
+    from tiledsched.serve import launch as launching
+
+    q, k, v = attention.q, attention.k, attention.v
+    for _ in range(2):
+        attention.sdpa(q, k, v)
+    with monkeypatch.context() as patch:
+        patch.setattr(launching, "_launch_elsewhere", None)
+        attention.sdpa(q, k, v)
+    runtime, entered = attention.launches.runtime, []
+
+    @contextmanager
+    def on_device(index):
+        entered.append(index)
+        runtime.current_device = lambda: index
+        yield
+
+    runtime.on_device, runtime.current_device = on_device, lambda: 3
+    assert torch.equal(attention.sdpa(q, k, v), attention.want)
+    assert (entered, len(attention.calls), attention.launches) == ([-1], 4, [])
 
 
 def test_a_rival_that_compiles_itself_does_so_in_a_thread_while_torch_serves(attention, monkeypatch) -> None:

@@ -58,6 +58,7 @@ HEAVY = ("torch", "cupy", "ray")
 HEAVY_ROOMS = {
     "torch": (
         "ops/",
+        "serve/flops.py",
         "serve/op.py",
         "serve/launch.py",
         "serve/plan.py",

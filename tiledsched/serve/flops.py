@@ -10,6 +10,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 _formulas: dict[Any, Callable[..., int]] = {}
 """By operator, which torch calls a packet of overloads."""
 
@@ -25,12 +29,10 @@ def set_formula(overload: Any, formula: Callable[..., int]) -> None:
 
 
 def inform_counters() -> None:
-    """Register the formulas with torch where its module of counters was imported, and give them to the counters at work."""
-    counting = sys.modules.get("torch.utils.flop_counter")
+    """Give the formulas to the counters that are at work in this thread, and register them for later ones."""
+    counting = sys.modules.get("torch.utils.flop_counter") if _dispatch_modes() else None
     if counting is None:
         return
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
     for packet in _formulas.keys() - counting.flop_registry.keys():
         counting.register_flop_formula(packet, get_raw=True)(_formulas[packet])
     for counter in (getattr(mode, "counter", None) for mode in _get_current_dispatch_mode_stack()):

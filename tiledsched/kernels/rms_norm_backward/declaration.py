@@ -150,8 +150,8 @@ class RmsNormBackward(Kernel):
 
     @classmethod
     def tolerance(cls, p: Problem, s: Schedule) -> Tolerance:
-        """That of the types. Rows of one column are judged as if their gradients had a tenth of the usual size: these are what `eps`
-        leaves of the difference of equal numbers, which float32 rounds."""
+        """That of the types. Gradients of rows of one column are judged as if they had a tenth of the usual size: they are what
+        `eps` leaves of the difference of equal numbers, which float32 rounds."""
         return replace(super().tolerance(p, s), floor=0.1 if p.columns == 1 else 0.0)
 
     @staticmethod
