@@ -9,12 +9,11 @@ from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 
 import pytest
-from report_samples import DEVICE, PROBLEM, SOURCE, TOOLCHAIN, plain, report_of, taken
+from report_samples import DEVICE, PROBLEM, SOURCE, TOOLCHAIN, report_of, taken
 
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.report import landscapes
-from tiledsched.report.importance import _ped_anova
 from tiledsched.report.text import document
 from tiledsched.store.db import TuningDB
 from tiledsched.store.records import StoredMeasurement
@@ -144,23 +143,3 @@ def test_what_is_counted_is_what_whole_measurements_say(large, device, monkeypat
 )
 def test_small_landscapes_stay_whole(sizes, most):
     assert landscapes._most_each(sizes, 40_000) == most
-
-
-def test_shares_are_those_of_optuna():
-    optuna = pytest.importorskip("optuna")
-    times = [
-        (plain(m, n, persistent=p), 100.0 + m * (n == 32) + 7 * (p == "no") + n / 10)
-        for m, n, p in itertools.product((64, 128), (32, 64, 128), ("no", "strided", "snake"))
-    ]
-    knobs = {"tile_m": (64, 128), "tile_n": (32, 64, 128), "persistent": ("no", "snake", "strided")}
-    choices = {knob: optuna.distributions.CategoricalDistribution(values) for knob, values in knobs.items()}
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = optuna.create_study()
-    study.add_trials(
-        [
-            optuna.trial.create_trial(params={knob: s[knob] for knob in knobs}, distributions=choices, value=us)
-            for s, us in times
-        ]
-    )
-    evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=0.1)
-    assert _ped_anova(times) == pytest.approx(optuna.importance.get_param_importances(study, evaluator=evaluator))

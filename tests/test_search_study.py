@@ -23,13 +23,12 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import load_space, space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.rms_norm import RmsNorm
-from tiledsched.measure.runner import Failed
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import import_table
 from tiledsched.tuning import surrogate
 from tiledsched.tuning.samplers import SAMPLERS
 from tiledsched.tuning.study import ScheduleStudy
-from tiledsched.tuning.study_storage import LiveStudy, open_storage, write_studies
+from tiledsched.tuning.study_storage import new_storage, write_studies
 from tiledsched.tuning.surrogate import Known, SurrogateSampler
 
 PROBLEM = Attention.standard(seq_len=4096, head_dim=128, causal=True)
@@ -416,14 +415,16 @@ def test_the_surrogate_stands_alone():
 # Studies in a storage
 
 
-def test_studies_are_written_from_the_database_and_go_on_while_tuning(tmp_path, recorded_db):
+def test_studies_are_written_from_the_database(tmp_path, recorded_db):
     db, problem, device = recorded_db
     space = space_for("sm_90", RmsNorm)
-    storage = open_storage(str(tmp_path / "studies.log"))
-    (study,) = write_studies(db, storage, [(problem, device, "burst")], space)
+    failure = Failure(kind=FailureKind.WRONG_RESULT, message="NaN")
+    failed = space.default(problem).replace(occupancy=32)  # as the space of another version had it
+    db.record_failure(None, "rms_norm", "sm_90", "measure", failed, failure, problem=problem)
+    (study,) = write_studies(db, new_storage(tmp_path / "studies.log"), [(problem, device, "burst")], space)
     taken = db.latest_measurements(problem, "sm_90", device, "burst")
     trials = study.get_trials()
-    assert len(trials) == len(taken) == 40
+    assert len(trials) == len(taken) + 1 == 41
     best = min(taken, key=lambda one: one.measurement.median_us).measurement
     assert study.best_trial.value == best.median_us
     attributes = study.best_trial.user_attrs
@@ -431,30 +432,11 @@ def test_studies_are_written_from_the_database_and_go_on_while_tuning(tmp_path, 
     assert attributes["ci_low_us"] <= best.median_us <= attributes["ci_high_us"]
     assert {"registers", "spill_bytes", "ctas_per_sm"} <= set(attributes)
     assert study.best_trial.datetime_complete is not None
-
-    live = LiveStudy(db, storage, space, problem, device, "burst")  # in place of the one that is there
-    failure = Failure(kind=FailureKind.WRONG_RESULT, message="NaN")
-    live.add(Failed(schedule=space.default(problem), fingerprint="f" * 24, failure=failure), None)
-    (only,) = optuna.get_all_study_summaries(storage)
-    again = optuna.load_study(study_name=only.study_name, storage=open_storage(str(tmp_path / "studies.log")))
-    assert only.n_trials == len(trials) + 1
-    assert again.get_trials()[-1].user_attrs["failure"] == str(failure.kind)
-    assert again.user_attrs["device"] == device
-
-
-def test_a_storage_that_is_lost_stops_nothing(tmp_path, recorded_db, caplog):
-    db, problem, device = recorded_db
-    (tmp_path / "gone").mkdir()
-    storage = open_storage(str(tmp_path / "gone" / "studies.log"))
-    (tmp_path / "gone" / "studies.log").unlink()
-    (tmp_path / "gone").rmdir()
-    live = LiveStudy(db, storage, space_for("sm_90", RmsNorm), problem, device, "burst")
-    live.add(
-        Failed(schedule=Schedule({}), fingerprint="", failure=Failure(kind=FailureKind.WRONG_RESULT, message="")), None
-    )
-    assert "is kept no longer, the database is" in caplog.text
-    with pytest.raises(ConfigError, match="cannot open nowhere://x for studies"):
-        open_storage("nowhere://x")
+    (only,) = (each for each in trials if each.value is None)
+    assert only.user_attrs["failure"] == str(failure.kind)
+    assert study.user_attrs["device"] == device
+    with pytest.raises(ConfigError, match="name a folder that can be written"):
+        new_storage(tmp_path / "nowhere" / "studies.log")
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
-"""Measures what each knob value was worth, over recorded landscapes: four Markdown tables.
+"""Measures what each knob value was worth, over recorded landscapes: three Markdown tables.
 
 `python -m docs.studies.knobs tuning_db/landscapes/attention/*_burst_*.json.xz`. Plain is the default of the space; the
 structural knobs are those it marks `measured_only`. Programs that were never checked count in no time of the first two
-tables; the other two are the report's importance and interactions.
+tables; the third is the report's interactions.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
 from tiledsched.measure.runner import Measurement
 from tiledsched.report.document import NOTHING, Table, to_markdown
-from tiledsched.report.importance import interactions, knob_shares
-from tiledsched.report.text import interactions_table, shares_table
+from tiledsched.report.interactions import interactions
+from tiledsched.report.text import interactions_table
 from tiledsched.store.exchange import read_table
 
 Landscapes = Sequence[Sequence[Measurement]]
@@ -169,11 +169,7 @@ if __name__ == "__main__":
     times = [[(one.schedule, one.median_us) for one in landscape] for landscape in recorded]
     print(
         to_markdown(
-            [
-                *tables(space_for(arch, kernel=kernel_named(kernel)), recorded),
-                shares_table(knob_shares(times)),
-                interactions_table(interactions(times)),
-            ]
+            [*tables(space_for(arch, kernel=kernel_named(kernel)), recorded), interactions_table(interactions(times))]
         ),
         end="",
     )

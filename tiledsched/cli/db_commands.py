@@ -110,11 +110,10 @@ def _export_studies(db: TuningDB, folder: Path, lines: Sequence[Any]) -> Path:
     """Write every landscape as an Optuna study, all of them to one file, which is written anew."""
     from tiledsched.core.registry import kernel_named
     from tiledsched.core.space_files import space_for
-    from tiledsched.tuning.study_storage import open_storage, write_studies
+    from tiledsched.tuning.study_storage import new_storage, write_studies
 
     path = folder / "studies.log"
-    path.unlink(missing_ok=True)
-    storage = open_storage(str(path))
+    storage = new_storage(path)
     for (kernel, arch), found in itertools.groupby(
         sorted(lines, key=lambda line: (line.problem.kernel, line.arch)),
         key=lambda line: (line.problem.kernel, line.arch),

@@ -11,8 +11,7 @@ COMMANDS: Mapping[str, str] = {
     "ladder": "tiledsched study ladder",
     "profile": "tiledsched study profile",
     "landscapes": "tiledsched show --landscapes, or tiledsched db export --landscapes DIR to write files",
-    "dashboard": "tiledsched tune --storage URL while tuning, or tiledsched db export --landscapes DIR --format optuna "
-    "of what is measured; then optuna-dashboard",
+    "dashboard": "tiledsched db export --landscapes DIR --format optuna; then optuna-dashboard",
     "bundle": "tiledsched warmup -o FILE",
     "completion": 'eval "$(_TILEDSCHED_COMPLETE=bash_source tiledsched)", also with zsh_source or fish_source',
     "bench-search": "python -m docs.studies.search, in a checkout of the repository",
@@ -38,6 +37,7 @@ FLAGS: Mapping[str, str] = {
     "study ablation --csv": "-o DIR, which holds the rows as CSV",
     "bench --resume": "--csv FILE alone: the same command goes on with a file that is there",
     "fleet status --watch": "watch tiledsched fleet status",
+    "tune --storage": "tiledsched db export --landscapes DIR --format optuna, after the tune",
     "show --kernel": "the kernel's name alone: tiledsched show attention",
     "--seq-len": "-p S=1024:4096",
     "--head-dim": "-p D=128",

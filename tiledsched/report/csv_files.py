@@ -177,23 +177,6 @@ def regimes_csv(report: Report) -> str:
     )
 
 
-def importance_csv(report: Report) -> str:
-    """One row for each knob: its share of the difference between good programs and all programs."""
-    return _csv(
-        ("arch", "knob", "share_percent", "largest_share_percent", "problems"),
-        [
-            {
-                "arch": report.arch,
-                "knob": one.knob,
-                "share_percent": f"{one.share * 100:.3f}",
-                "largest_share_percent": f"{one.largest * 100:.3f}",
-                "problems": one.problems,
-            }
-            for one in report.measured.shares
-        ],
-    )
-
-
 def knobs_csv(report: Report) -> str:
     """One row for each problem, knob and value: time with the value over time with the best schedule's value, from matched
     pairs; the ratio is empty where too few pairs were timed.

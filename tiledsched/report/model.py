@@ -24,7 +24,7 @@ from tiledsched.report.analysis import sensitivity, tile_times
 from tiledsched.report.axes import Axes, axes_of
 from tiledsched.report.ceilings import measured_ceilings
 from tiledsched.report.effects import tile_knobs
-from tiledsched.report.importance import interactions, knob_shares
+from tiledsched.report.interactions import interactions
 from tiledsched.report.landscapes import Landscape, LandscapeKey, accum_mode, read_measured
 from tiledsched.report.records import MEASURED, MODELLED, FailureCount, ProblemReport, Report, Section, Timed
 from tiledsched.report.sources import WithShipped
@@ -160,11 +160,7 @@ def _section(provenance: str, problems: Sequence[ProblemReport], tile: tuple[str
         if provenance == MEASURED
     ]
     return Section(
-        provenance=provenance,
-        problems=ordered,
-        sensitivity=sensitivity(ordered),
-        shares=knob_shares(times),
-        interactions=interactions(times),
+        provenance=provenance, problems=ordered, sensitivity=sensitivity(ordered), interactions=interactions(times)
     )
 
 

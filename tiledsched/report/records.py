@@ -117,20 +117,6 @@ class KnobVerdict:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KnobShare:
-    """How much of the difference between good programs and all programs one knob accounts for."""
-
-    knob: str
-    """Name of the knob."""
-    share: float
-    """From 0 to 1: the mean over problems."""
-    largest: float
-    """The largest share in any problem."""
-    problems: int
-    """Problems in which the knob had more than one value."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Interaction:
     """A change of one knob whose effect depends on the rest of the schedule."""
 
@@ -301,8 +287,6 @@ class Section:
     """The problems, sorted by device, by what they share, by accumulator mode, then by size."""
     sensitivity: tuple[TileSensitivity, ...]
     """What the choice of tile is worth, for each group of problems and each regime of sizes."""
-    shares: tuple[KnobShare, ...] = ()
-    """Importance of each knob over all problems; empty where modelled, or where little was measured."""
     interactions: tuple[Interaction, ...] = ()
     """Knobs that depend on each other, over all problems; empty where modelled."""
 

@@ -14,7 +14,6 @@ from tiledsched.report import charts
 from tiledsched.report.answer import answer, next_step, problem_answer
 from tiledsched.report.axes import cell, show
 from tiledsched.report.csv_files import (
-    importance_csv,
     interactions_csv,
     knobs_csv,
     regimes_csv,
@@ -34,7 +33,7 @@ from tiledsched.report.document import (
     write_document,
 )
 from tiledsched.report.effects import joined_effects, preferred_values
-from tiledsched.report.records import DeviceConditions, Interaction, KnobShare, ProblemReport, Report, Section, Tile
+from tiledsched.report.records import DeviceConditions, Interaction, ProblemReport, Report, Section, Tile
 from tiledsched.report.regret import few_schedules
 from tiledsched.report.vega import Spec
 from tiledsched.report.views import distinct, explored, shown_problems, views_of
@@ -71,7 +70,6 @@ def _tables(report: Report) -> dict[str, str]:
         "winners.csv": winners_csv(report),
         **({"regimes.csv": regimes_csv(report)} if report.regimes else {}),
         **({"interactions.csv": interactions_csv(report)} if report.measured.interactions else {}),
-        **({"importance.csv": importance_csv(report)} if report.measured.shares else {}),
     }
 
 
@@ -271,12 +269,6 @@ def _section(section: Section, report: Report, after: str) -> list[Block]:
             Heading(text=f"Best and second best tile by size{after}", folded=True),
             *_sensitivity(section, report),
         ]
-    if section.shares:
-        blocks += [
-            Heading(text=f"What good programs have in common{after}", folded=True),
-            Paragraph(text=SHARES),
-            shares_table(section.shares),
-        ]
     if section.interactions:
         blocks += [
             Heading(text=f"Knobs that depend on each other{after}", folded=True),
@@ -376,23 +368,10 @@ def _sensitivity(section: Section, report: Report) -> list[Block]:
     return [Paragraph(text=text), _table(head, rows)]
 
 
-SHARES = (
-    "How much of the difference between the fastest tenth of the programs and all of them each knob accounts for (Optuna's "
-    "PED-ANOVA), as the mean share over problems and the largest of any. A knob can be important here and yet be settled: "
-    "a value that ruins a program separates the good from the rest."
-)
 INTERACTIONS = (
     "Changes of one knob, all else equal, that do one thing under a circumstance and another elsewhere: the mean change of the "
     "time, over pairs whose faster program is within 30% of the best. Of each change the circumstance that differs most."
 )
-
-
-def shares_table(shares: Sequence[KnobShare]) -> Table:
-    """The importance of each knob, as a table."""
-    return _table(
-        ("knob", "mean share", "largest share", "problems"),
-        ((f"`{one.knob}`", _percent(one.share), _percent(one.largest), str(one.problems)) for one in shares),
-    )
 
 
 def interactions_table(found: Sequence[Interaction]) -> Table:

@@ -224,12 +224,6 @@ class TuneOptions(Options):
     )
     seed: int = option(0, metavar="N", help="seed of the sampler, the inputs and the order of launches")
     compile_timeout_s: float = _compile_timeout()
-    storage: str | None = option(
-        None,
-        metavar="URL",
-        help="keep Optuna's studies there while tuning: a file, or the URL of a database",
-        default_help="in memory only",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

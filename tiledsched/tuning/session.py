@@ -73,18 +73,16 @@ class Session(Resources):
         _ = self.artifacts  # a folder that cannot be written to is found before the GPU is taken
         make_sampler(options.sampler, options.seed)  # one that cannot be made is found, too
         gpu = self.open_runner(kernel, options.runner, seed=options.seed)  # its process starts while we import the rest
-        if gpu is None and (options.sampler != OURS or options.storage):
+        if gpu is None and options.sampler != OURS:
             raise ConfigError(
                 f"no GPU of {self.arch} measures here, and without one nothing is searched: the model ranks what is "
-                "built; leave out --sampler and --storage"
+                "built; leave out --sampler"
             )
         from tiledsched.tuning.prior import Incumbents, Shipped, served_now
-        from tiledsched.tuning.study_storage import open_storage
         from tiledsched.tuning.tuner import Tuner, TuneReport
 
         timed = settings.rivals != "off" and options.numerics != "same"  # a rival's numbers are its own
         rivals = self.open_rivals(kernel, settings.regime) if timed else None
-        storage = open_storage(options.storage) if options.storage else None
         with serving_anew():
             incumbents = Incumbents(self, kernel, settings)
             with self.noted_run(command or _described(kernel, wanted, options)) as run_id:
@@ -98,7 +96,6 @@ class Session(Resources):
                     served=incumbents,
                     shipped=Shipped(kernel.name, self.arch),
                     rivals=rivals.race if rivals else None,
-                    storage=storage,
                 )
                 results = tuner.tune(wanted, worths)
             device = gpu.device_name if gpu else self.device_here

@@ -16,7 +16,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from html import escape
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from tiledsched.checking.sizes import neighbours
 from tiledsched.core.blame import says_line
@@ -40,11 +40,7 @@ from tiledsched.tuning.programs import Builder, Program, deadlines
 from tiledsched.tuning.race import RULES, Outcome, RaceResult, near, race, settle, time_ratio
 from tiledsched.tuning.samplers import OURS
 from tiledsched.tuning.study import ScheduleStudy, Trials, learn
-from tiledsched.tuning.study_storage import LiveStudy
 from tiledsched.tuning.surrogate import Known
-
-if TYPE_CHECKING:
-    from optuna.storages import BaseStorage
 
 DEFAULTS = Settings()
 """What decides where neither the options nor the settings say it."""
@@ -228,7 +224,6 @@ class Tuner:
         served: what would be served without this run. It takes part, and loses only to what is faster.
         shipped: what comes with the package. It says where to look first.
         rivals: times rivals next to each winner; None to keep what was known of them.
-        storage: where studies are kept besides the database, for Optuna's tools; None for nowhere.
     """
 
     def __init__(
@@ -243,10 +238,9 @@ class Tuner:
         served: Served | None = None,
         shipped: Shipped | None = None,
         rivals: Rivals | None = None,
-        storage: BaseStorage | None = None,
     ) -> None:
         self.builder, self.space, self.options, self.run_id, self.runner = builder, space, options, run_id, runner
-        self.served, self.shipped, self.rivals, self.storage = served, shipped or Shipped(), rivals, storage
+        self.served, self.shipped, self.rivals = served, shipped or Shipped(), rivals
         self.watcher = watcher or Silent()
         self.regime = options.regime or DEFAULTS.regime
         self.accum_mode = options.accum_mode or DEFAULTS.accum_mode
@@ -561,7 +555,6 @@ class _Search(_ProblemTune):
     def __init__(self, tuner: Tuner, runner: Runner, problem: Problem, deadline_s: float) -> None:
         super().__init__(tuner, problem, deadline_s)
         self.runner, self.spec = runner, arch_spec(tuner.space.arch, runner.device_name)
-        self._live: LiveStudy | None = None
         self._measurement_ids: dict[tuple[Schedule, str], int] = {}
         self._taken: list[Measurement] = []
         self.wanted: WantedNumbers | None = None
@@ -572,8 +565,6 @@ class _Search(_ProblemTune):
         """Search, and let a race decide."""
         tuner, problem = self.tuner, self.problem
         self.runner.begin(problem)
-        if tuner.storage is not None:
-            self._live = LiveStudy(self.db, tuner.storage, self.space, problem, self.runner.device_name, tuner.regime)
         if not self.db.entries(self.space.arch, self.kernel.name, problem=problem, provenance="measured"):
             self.builder.pool.start()  # and both while we look up and judge what there is
         trials = self.begin()
@@ -750,11 +741,6 @@ class _Search(_ProblemTune):
             self._taken.append(outcome)
             if number is not None:
                 self._measurement_ids[outcome.schedule, outcome.regime] = number
-            if outcome.conditions.concurrent_pids or outcome.regime != self.tuner.regime:
-                return
-        if self._live is not None:
-            built = self.builder.record(outcome.schedule, self.problem)
-            self._live.add(outcome, built.facts if built else None)
 
     def decide(self, trials: Trials, tried: Sequence[Schedule]) -> TuneResult:
         """Race the leaders and the default afresh and store the winner. What is served already keeps its place in a tie."""

@@ -1,4 +1,4 @@
-"""Importance and interactions of knobs: planted effects are found, chance is not, and the known one on the H200 is."""
+"""Interactions of knobs: planted ones are found, chance is not, and the known one on the H200 is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from report_samples import landscape, plain, report_of
 
 from tiledsched.core import data_files
-from tiledsched.report.importance import interactions, knob_shares
+from tiledsched.report.interactions import interactions
 from tiledsched.report.text import _tables
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import read_table
@@ -20,19 +20,6 @@ def times(us):
     grid = itertools.product((64, 128), (32, 64, 128), (0, 2), (0, 4), ("no", "strided"))
     schedules = [plain(m, n, latency_k=k, latency_v=v, persistent=p) for m, n, k, v, p in grid]
     return [(schedule, us(schedule)) for schedule in schedules]
-
-
-def test_the_knob_that_decides_has_the_largest_share() -> None:
-    shares = knob_shares([times(lambda s: 100.0 * (2.0 if s["tile_n"] == 32 else 1.0) + (s["latency_k"] == 0))])
-    by_knob = {one.knob: one.share for one in shares}
-    assert shares[0].knob in ("tile_n", "latency_k")
-    assert by_knob["tile_n"] > 5 * by_knob["latency_v"]
-    assert sum(by_knob.values()) == pytest.approx(1.0)
-    assert "occupancy" not in by_knob  # one value only
-
-
-def test_few_programs_say_nothing() -> None:
-    assert knob_shares([times(lambda s: float(s["tile_m"]))[:10]]) == ()
 
 
 def test_a_planted_interaction_is_found() -> None:
@@ -73,14 +60,9 @@ def test_latency_hints_matter_for_the_persistent_kernel_of_128x128() -> None:
     assert abs(hint.effect_without) < 0.03
 
 
-def test_the_report_holds_both() -> None:
+def test_the_report_holds_them() -> None:
     with TuningDB.open(":memory:") as db:
         landscape(db)
         report = report_of(db, "sm_90")
-    assert report.measured.shares
-    assert report.modelled.shares == report.modelled.interactions == ()
-    written = _tables(report)
-    head, *rows = written["importance.csv"].splitlines()
-    assert head == "arch,knob,share_percent,largest_share_percent,problems"
-    assert len(rows) == len(report.measured.shares)
-    assert ("interactions.csv" in written) == bool(report.measured.interactions)
+    assert report.modelled.interactions == ()
+    assert ("interactions.csv" in _tables(report)) == bool(report.measured.interactions)

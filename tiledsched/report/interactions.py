@@ -1,30 +1,22 @@
-"""Computes which knobs matter and which depend on each other, from the times of one or more problems.
+"""Finds knobs that depend on each other, in the times of one or more problems. These are pure functions: no database is read.
 
-These are pure functions: no database is read.
-
-Importance is Optuna's PED-ANOVA (Watanabe et al., arXiv:2304.10255): how differently a knob's values are spread over the
-fastest tenth of the programs and over all of them. Interactions are read off matched pairs, programs that differ in one
-knob only: where the change of that knob does one thing in one kind of kernel and another in the rest.
+Interactions are read off matched pairs, programs that differ in one knob only: where the change of that knob does one thing in
+one kind of kernel and another in the rest.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.report.analysis import WITHIN, named_tile, neighbours
-from tiledsched.report.records import Interaction, KnobShare
+from tiledsched.report.records import Interaction
 
 Times = Sequence[tuple[Schedule, float]]
 """The distinct programs of one problem on one device: one schedule of each, and its time in microseconds."""
-FEWEST_PROGRAMS = 20
-"""A problem with fewer programs shows nothing about importance."""
-FASTEST_SHARE = 0.1
-"""The share of the programs that counts as good."""
 FEWEST_PAIRS = 4
 """Pairs that an interaction needs on either side."""
 FEWEST_ERRORS = 3.0
@@ -37,48 +29,6 @@ EQUAL = 1 + 1e-9
 """Two differences within this ratio are equal: a circumstance and its opposite have the same one."""
 ALWAYS = ""
 """The circumstance that always holds."""
-
-
-def knob_shares(problems: Sequence[Times]) -> tuple[KnobShare, ...]:
-    """Importance of each knob, as the mean over problems of its share of all importance; the most important knob first."""
-    shares: dict[str, list[float]] = defaultdict(list)
-    for times in problems:
-        if len(times) >= FEWEST_PROGRAMS:
-            for knob, share in _ped_anova(times).items():
-                shares[knob].append(share)
-    found = [
-        KnobShare(knob=knob, share=statistics.fmean(each), largest=max(each), problems=len(each))
-        for knob, each in shares.items()
-    ]
-    return tuple(sorted(found, key=lambda one: (-one.share, one.knob)))
-
-
-def _ped_anova(times: Times) -> Mapping[str, float]:
-    """The share of each knob that every schedule has and that has several values, as Optuna 5 computes it; the sum is 1."""
-    limit_us = sorted(us for _, us in times)[math.ceil(FASTEST_SHARE * len(times)) - 1]
-    fastest = [schedule for schedule, us in times if us <= limit_us]
-    divergences = {}
-    for knob in set.intersection(*(set(schedule) for schedule, _ in times)):
-        all_counts = Counter(schedule[knob] for schedule, _ in times)
-        if len(all_counts) > 1:
-            fast = _density(Counter(schedule[knob] for schedule in fastest), all_counts)
-            usual = _density(all_counts, all_counts)
-            divergences[knob] = sum(local * (top / local - 1) ** 2 for top, local in zip(fast, usual, strict=True))
-    total = sum(divergences.values())
-    return {knob: each / total if total else 1 / len(divergences) for knob, each in divergences.items()}
-
-
-def _density(counts: Mapping[KnobValue, int], values: Iterable[KnobValue]) -> list[float]:
-    """Optuna's Parzen estimate of how often each value occurs: a kernel around each one observed, and a uniform prior that
-    weighs as much as one observation.
-    """
-    values = list(values)
-    observed, prior = sum(counts.values()), 1 / (len(counts) + 1)
-    kernel = 1 + len(values) * prior
-    return [
-        ((observed * prior + counts.get(value, 0)) / kernel + 1 / len(values)) / (observed + 1) + 1e-12
-        for value in values
-    ]
 
 
 def interactions(problems: Sequence[Times], *, most: int = 12) -> tuple[Interaction, ...]:
