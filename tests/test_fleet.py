@@ -26,19 +26,18 @@ from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.cubin import read_artifact
 from tiledsched.build.pool import GRACE_S
 from tiledsched.cli import main
-from tiledsched.core.errors import ConfigError, DatabaseError, Failure, FailureKind, MeasureError, NoRoomError
+from tiledsched.core.errors import ConfigError, DatabaseError, Failure, FailureKind, MeasureError
 from tiledsched.core.space_files import space_for
-from tiledsched.fleet import gpus, jobs, local, ray_builds
+from tiledsched.fleet import gpus, jobs, local
 from tiledsched.fleet import worker as worker_module
 from tiledsched.fleet.builds import SharedBuilds, build_key
 from tiledsched.fleet.campaign import CampaignPlan, Lease, Outcome, Setup
-from tiledsched.fleet.child import BUILD_NUMBERS, Child, RemoteBuilds, why_not
+from tiledsched.fleet.child import Child, why_not
 from tiledsched.fleet.gpus import Gpu
 from tiledsched.fleet.jobs import find_job
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.local import work
 from tiledsched.fleet.local_store import LocalStore, bring_home, whole
-from tiledsched.fleet.retry import is_full
 from tiledsched.fleet.running import plan as plan_campaign
 from tiledsched.fleet.running import run
 from tiledsched.fleet.status import read_status
@@ -190,72 +189,6 @@ def test_a_full_disk_is_waited_for_and_after_that_the_list_names_it(home, leases
     assert gone(home)
 
 
-def test_a_host_that_has_no_room_to_compile_sends_the_build_to_another(monkeypatch) -> None:
-    """Where all are full the job ends as on a host whose disk is full; where one has room nobody hears of it."""
-
-    class TaskError(NoRoomError):  # Ray's has the task's type, and RayError's
-        cause = NoRoomError("no room to compile in /tmp of a")
-
-    class Directory:
-        place = types.SimpleNamespace(remote=lambda key, task, lost: lost)
-
-    def get(reference):
-        if isinstance(reference, bool):
-            placed.append(reference)
-            return [f"try {len(placed)}"]
-        if int(reference.split()[-1]) <= full:
-            raise TaskError
-        return "built"
-
-    ray = types.SimpleNamespace(
-        wait=lambda them, **_: (them, []), get=get, exceptions=types.SimpleNamespace(RayError=TaskError)
-    )
-    monkeypatch.setattr(ray_builds, "ray_module", lambda: ray)
-    for full, end in ((1, "built"), (3, "no room to compile in /tmp of a")):
-        placed, found, builds = [], [], ray_builds.RayBuilds(Directory)
-        builds.submit(7, "key", None)
-        while not found:
-            found = builds.finished()
-        assert [(number, str(built)) for number, built in found] == [(7, end)]
-        assert placed == [False, True, True][: full + 1]
-    answers = [("built", next(BUILD_NUMBERS) + 1, found[0][1])]
-    pipe = types.SimpleNamespace(send=lambda message: None, recv=answers.pop)
-    with pytest.raises(NoRoomError, match="in /tmp of a") as told:
-        list(RemoteBuilds(pipe, 1).build([softmax()]))
-    assert is_full(told.value)
-
-
-def test_builds_of_other_hosts_are_asked_for_once_and_come_in_any_order() -> None:
-    tasks, sent = [softmax(64), softmax(128)], []
-    pipe = types.SimpleNamespace(send=sent.append, recv=lambda: ("built", sent[-1][1], sent.pop()[3]))
-    builds = RemoteBuilds(pipe, 1)
-    assert [*builds.build(tasks, leave=2)] == []
-    assert [message[3] for message in sent] == tasks
-    assert [*builds.build(tasks)] == tasks[::-1]
-    assert sent == []
-
-
-def test_a_build_that_is_wanted_twice_is_placed_once_and_one_that_was_lost_again(monkeypatch) -> None:
-    placed: list[str] = []
-    start = types.SimpleNamespace(remote=lambda task: placed.append(task) or len(placed))
-    ray = types.SimpleNamespace(remote=lambda made: types.SimpleNamespace(options=lambda **given: start))
-    monkeypatch.setattr(ray_builds, "ray_module", lambda: ray)
-    monkeypatch.setattr(ray_builds, "MOST_BUILDS", 2)
-    place = ray_builds.BuildDirectory().place
-    wanted = [
-        ("a", False),
-        ("a", False),
-        ("a", True),
-        ("b", False),
-        ("a", False),
-        ("c", False),
-        ("a", False),
-        ("b", False),
-    ]
-    assert [place(key, key, again)[0] for key, again in wanted] == [1, 1, 2, 3, 2, 4, 2, 5]
-    assert placed == ["a", "a", "b", "c", "b"]  # of more than two the one that was longest not asked for is forgotten
-
-
 class Pipe:
     """A worker's end of a pipe: what it sends, and what it gets."""
 
@@ -271,17 +204,8 @@ class Pipe:
 
 def child(home, leases, pipe, **more) -> Child:
     """A child of a campaign of one problem, in this process."""
-    setup = Setup(db=str(home / "x.db"), campaign=leases.open(plan(1)), jobs=1, builds_elsewhere=False)
+    setup = Setup(db=str(home / "x.db"), campaign=leases.open(plan(1)), jobs=1)
     return Child(pipe, setup, **more)
-
-
-def test_builds_that_come_after_the_job_that_asked_for_them_are_dropped(home, leases) -> None:
-    """It ended without them, and the next request is the next request."""
-    pipe = Pipe(("built", 7, None), ("work", "lease", None), ("built", 8, None), ("end",))
-    served = child(home, leases, pipe)
-    served.work = lambda lease, budget_s: (Outcome.DONE, {}, "")
-    served.serve()
-    assert pipe.answers == [("ready", ""), ("answer", "done", {}, "")]
 
 
 def test_a_cache_that_cannot_be_written_is_said_before_any_work(home, leases, monkeypatch) -> None:
@@ -318,7 +242,7 @@ def planned(**row) -> CampaignPlan:
     ],
 )
 def test_a_campaigns_row_names_no_code_that_the_user_did_not_allow(home, leases, planted, row) -> None:
-    setup = Setup(db=str(home / "x.db"), campaign=leases.open(planned(**row)), jobs=1, builds_elsewhere=False)
+    setup = Setup(db=str(home / "x.db"), campaign=leases.open(planned(**row)), jobs=1)
     with pytest.raises(ConfigError, match=r"if you trust that code, run this with TILEDSCHED_FLEET_JOBS=planted$"):
         Child(Pipe(), setup)
 

@@ -1,4 +1,4 @@
-"""Builds that a fleet shares: nothing is compiled twice by workers that see one folder, or one Ray cluster.
+"""Builds that a fleet shares: nothing is compiled twice by workers that see one folder.
 
 A build is known by kernel, its source, the toolchain, the arch, the schedule and the class of problems. Its outcome lies in
 the cache folder, next to the machine code, which is known by its fingerprint; a file that only one process can make says who is
