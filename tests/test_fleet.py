@@ -13,7 +13,7 @@ import threading
 import time
 import types
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import fleet_jobs
@@ -662,24 +662,22 @@ def test_what_a_process_that_is_gone_left_behind_is_found_once(leases, tmp_path)
         assert not Path(each._own.path).exists()
 
 
-class Pool:
+class Builds(SharedBuilds):
     """Compiles nothing: every task comes to one program, and is counted."""
 
-    jobs = 2
-
-    def __init__(self, cubin) -> None:
+    def __init__(self, cubin, folder) -> None:
+        super().__init__(2, folder)
         self.built: list[BuildTask] = []
         self._cubin = cubin
 
-    def build(self, tasks, *, leave=0):
-        for task in tasks:
-            self.built.append(task)
-            failure = None if self._cubin else Failure(kind=FailureKind.COMPILE_ERROR, message="no")
-            yield Built(task=task, artifact=self._cubin, failure=failure, seconds=1.0)
+    def submit(self, task) -> Future[Built]:
+        self.built.append(task)
+        failure = None if self._cubin else Failure(kind=FailureKind.COMPILE_ERROR, message="no")
+        outcome: Future[Built] = Future()
+        outcome.set_result(Built(task=task, artifact=self._cubin, failure=failure, seconds=1.0))
+        return outcome
 
     def start(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @pytest.fixture(scope="module")
@@ -694,11 +692,10 @@ def cubin():
 
 @pytest.mark.compiler
 def test_a_build_is_made_once_by_all_that_see_a_folder(tmp_path, cubin) -> None:
-    pools = [Pool(cubin) for _ in range(3)]
-    shared = [SharedBuilds(pool, tmp_path) for pool in pools]
+    shared = [Builds(cubin, tmp_path) for _ in range(3)]
     (first,), (second,) = (list(each.build([softmax()])) for each in shared[:2])
     assert first.artifact == second.artifact == cubin
-    assert [len(pool.built) for pool in pools] == [1, 0, 0]
+    assert [len(each.built) for each in shared] == [1, 0, 0]
     # What a process that is gone claimed is built by the next; what one that runs claimed, once it gives up.
     ended = subprocess.Popen(["true"])
     ended.wait()
@@ -715,11 +712,11 @@ def test_a_build_is_made_once_by_all_that_see_a_folder(tmp_path, cubin) -> None:
         claim_of(shared[2], softmax(256)).unlink()
         assert [each.artifact for each in waits.result()] == [cubin]
     # What does not build is known, too.
-    refusing = Pool(None)
-    for _ in range(2):
-        (built,) = SharedBuilds(refusing, tmp_path).build([softmax(300)])
+    refusing = [Builds(None, tmp_path) for _ in range(2)]
+    for each in refusing:
+        (built,) = each.build([softmax(300)])
         assert built.failure.message == "no"
-    assert len(refusing.built) == 1
+    assert [len(each.built) for each in refusing] == [1, 0]
 
 
 def claim_of(shared, task) -> Path:
@@ -732,19 +729,19 @@ def claim_of(shared, task) -> Path:
 def test_builds_for_hosts_of_two_kinds_are_two_builds(tmp_path, monkeypatch) -> None:
     """Whatever machine of a cluster compiles them: a task says who will launch its program."""
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    tasks, pool = [softmax(), softmax(host_arch="aarch64")], Pool(None)
+    tasks, shared = [softmax(), softmax(host_arch="aarch64")], [Builds(None, tmp_path) for _ in range(2)]
     keys = [build_key(task) for task in tasks]
     assert keys[1] == keys[0].replace("/sm_90/", "/aarch64/sm_90/")
-    for _ in range(2):
+    for each in shared:
         for task in tasks:
-            assert [built.task for built in SharedBuilds(pool, tmp_path).build([task])] == [task]
-    assert pool.built == tasks
+            assert [built.task for built in each.build([task])] == [task]
+    assert [each.built for each in shared] == [tasks, []]
 
 
 @pytest.mark.compiler
 def test_the_claim_of_another_host_is_waited_for_as_long_as_a_build_may_take(tmp_path) -> None:
     task = softmax(timeout_s=0.4 - 2 * GRACE_S)
-    shared = SharedBuilds(Pool(None), tmp_path)
+    shared = Builds(None, tmp_path)
     claim = claim_of(shared, task)
     claim.write_text("elsewhere 1")
     os.utime(claim, (0, 0))  # as where its clock is off
@@ -758,45 +755,46 @@ def test_the_claim_of_another_host_is_waited_for_as_long_as_a_build_may_take(tmp
 def test_processes_stay_from_one_problem_to_the_next(tmp_path, cubin) -> None:
     task, ended = softmax(), list[str]()
 
-    class Builds(SharedBuilds):
+    class Noted(Builds):
         def close(self) -> None:
             ended.append("builds")
             super().close()
 
     tools = Tools(
-        pool=lambda jobs: Builds(Pool(cubin), tmp_path),
+        pool=lambda jobs: Noted(cubin, tmp_path),
         devices=lambda: [types.SimpleNamespace(arch="sm_90", name="NVIDIA H100")],
         runner=lambda kernel, seed: types.SimpleNamespace(close=lambda: ended.append("runner")),
         rivals=lambda kernel, runner, regime: types.SimpleNamespace(close=lambda: ended.append("rivals")),
     )
     session = Session("sm_90", tools=tools)
 
-    def one_problem(columns: int):
-        with session.using_database(str(tmp_path / f"{columns}.db")), session.noted_run({}):
+    def one_problem(*columns: int, leaves: bool = False):
+        """Build one program of each width, or only the first that comes."""
+        with session.using_database(str(tmp_path / f"{columns[0]}.db")), session.noted_run({}):
             runner, rivals = session.open_runner(Softmax), session.open_rivals(Softmax, "burst")
-            wanted = [
-                dataclasses.replace(task, problem=Softmax.problem(rows=64, columns=columns + i)) for i in range(2)
-            ]
+            wanted = [dataclasses.replace(task, problem=Softmax.problem(rows=64, columns=each)) for each in columns]
             building = session.pool.build(wanted)
             next(building)
-            if columns != 128:  # else the second stays claimed
-                next(building)
+            if not leaves:
+                assert len([*building]) == len(columns) - 1
             return runner, rivals, session.pool
 
-    first = one_problem(64)
-    assert one_problem(66) == first
+    first = one_problem(64, 65)
+    assert one_problem(66, 67) == first
     assert ended == []
     # A claim that nobody works on would be waited for: it is given up, and with it what was running.
-    assert one_problem(128) == first
-    assert ended == ["builds"]
-    assert not [*(tmp_path / "builds").rglob("*.building")]
+    for columns in ((192, 64), (128, 129)):  # 64 is known, and comes before the other is begun
+        assert one_problem(*columns, leaves=True) == first
+        assert set(ended) == {"builds"}
+        assert not [*(tmp_path / "builds").rglob("*.building")]
+        ended.clear()
     # Another regime wants another process for the rivals, another seed another one for the GPU.
     assert session.open_rivals(Softmax, "sustained") is not first[1]
     assert session.open_runner(Softmax, seed=1) is not first[0]
-    assert ended[1:] == ["rivals", "rivals", "runner"]
+    assert ended == ["rivals", "rivals", "runner"]
     # After a failure all of it starts anew, the rivals' process first: it runs under the runner's hold of the GPU.
     session.open_rivals(Softmax, "burst")
     session.close()
     session.close()
-    assert ended[4:] == ["rivals", "runner", "builds"]
-    assert not set(map(id, one_problem(64))) & set(map(id, first))
+    assert ended[3:] == ["rivals", "runner", "builds"]
+    assert not set(map(id, one_problem(64, 65))) & set(map(id, first))

@@ -19,7 +19,6 @@ from typing import Any
 
 from tiledsched import __version__
 from tiledsched.build.artifacts import ArtifactStore, default_cache_folder
-from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.blame import LONGEST
 from tiledsched.core.config import load_settings
@@ -124,7 +123,7 @@ class Child:
         """The session of this process, which stays from one problem to the next of the same arch."""
         if self._session is None or self._session.arch != arch:
             self._close_session()
-            tools = Tools(pool=lambda jobs: SharedBuilds(BuildPool(jobs), self._cache))
+            tools = Tools(pool=lambda jobs: SharedBuilds(jobs, self._cache))
             self._session = Session(arch, jobs=self._setup.jobs, tools=tools)
         return self._session
 
