@@ -13,7 +13,7 @@ import threading
 import time
 import types
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import fleet_jobs
@@ -26,19 +26,18 @@ from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.cubin import read_artifact
 from tiledsched.build.pool import GRACE_S
 from tiledsched.cli import main
-from tiledsched.core.errors import ConfigError, DatabaseError, Failure, FailureKind, MeasureError, NoRoomError
+from tiledsched.core.errors import ConfigError, DatabaseError, Failure, FailureKind, MeasureError
 from tiledsched.core.space_files import space_for
-from tiledsched.fleet import gpus, jobs, local, ray_builds
+from tiledsched.fleet import gpus, jobs, local
 from tiledsched.fleet import worker as worker_module
 from tiledsched.fleet.builds import SharedBuilds, build_key
 from tiledsched.fleet.campaign import CampaignPlan, Lease, Outcome, Setup
-from tiledsched.fleet.child import BUILD_NUMBERS, Child, RemoteBuilds, why_not
+from tiledsched.fleet.child import Child, why_not
 from tiledsched.fleet.gpus import Gpu
 from tiledsched.fleet.jobs import find_job
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.local import work
 from tiledsched.fleet.local_store import LocalStore, bring_home, whole
-from tiledsched.fleet.retry import is_full
 from tiledsched.fleet.running import plan as plan_campaign
 from tiledsched.fleet.running import run
 from tiledsched.fleet.status import read_status
@@ -190,72 +189,6 @@ def test_a_full_disk_is_waited_for_and_after_that_the_list_names_it(home, leases
     assert gone(home)
 
 
-def test_a_host_that_has_no_room_to_compile_sends_the_build_to_another(monkeypatch) -> None:
-    """Where all are full the job ends as on a host whose disk is full; where one has room nobody hears of it."""
-
-    class TaskError(NoRoomError):  # Ray's has the task's type, and RayError's
-        cause = NoRoomError("no room to compile in /tmp of a")
-
-    class Directory:
-        place = types.SimpleNamespace(remote=lambda key, task, lost: lost)
-
-    def get(reference):
-        if isinstance(reference, bool):
-            placed.append(reference)
-            return [f"try {len(placed)}"]
-        if int(reference.split()[-1]) <= full:
-            raise TaskError
-        return "built"
-
-    ray = types.SimpleNamespace(
-        wait=lambda them, **_: (them, []), get=get, exceptions=types.SimpleNamespace(RayError=TaskError)
-    )
-    monkeypatch.setattr(ray_builds, "ray_module", lambda: ray)
-    for full, end in ((1, "built"), (3, "no room to compile in /tmp of a")):
-        placed, found, builds = [], [], ray_builds.RayBuilds(Directory)
-        builds.submit(7, "key", None)
-        while not found:
-            found = builds.finished()
-        assert [(number, str(built)) for number, built in found] == [(7, end)]
-        assert placed == [False, True, True][: full + 1]
-    answers = [("built", next(BUILD_NUMBERS) + 1, found[0][1])]
-    pipe = types.SimpleNamespace(send=lambda message: None, recv=answers.pop)
-    with pytest.raises(NoRoomError, match="in /tmp of a") as told:
-        list(RemoteBuilds(pipe, 1).build([softmax()]))
-    assert is_full(told.value)
-
-
-def test_builds_of_other_hosts_are_asked_for_once_and_come_in_any_order() -> None:
-    tasks, sent = [softmax(64), softmax(128)], []
-    pipe = types.SimpleNamespace(send=sent.append, recv=lambda: ("built", sent[-1][1], sent.pop()[3]))
-    builds = RemoteBuilds(pipe, 1)
-    assert [*builds.build(tasks, leave=2)] == []
-    assert [message[3] for message in sent] == tasks
-    assert [*builds.build(tasks)] == tasks[::-1]
-    assert sent == []
-
-
-def test_a_build_that_is_wanted_twice_is_placed_once_and_one_that_was_lost_again(monkeypatch) -> None:
-    placed: list[str] = []
-    start = types.SimpleNamespace(remote=lambda task: placed.append(task) or len(placed))
-    ray = types.SimpleNamespace(remote=lambda made: types.SimpleNamespace(options=lambda **given: start))
-    monkeypatch.setattr(ray_builds, "ray_module", lambda: ray)
-    monkeypatch.setattr(ray_builds, "MOST_BUILDS", 2)
-    place = ray_builds.BuildDirectory().place
-    wanted = [
-        ("a", False),
-        ("a", False),
-        ("a", True),
-        ("b", False),
-        ("a", False),
-        ("c", False),
-        ("a", False),
-        ("b", False),
-    ]
-    assert [place(key, key, again)[0] for key, again in wanted] == [1, 1, 2, 3, 2, 4, 2, 5]
-    assert placed == ["a", "a", "b", "c", "b"]  # of more than two the one that was longest not asked for is forgotten
-
-
 class Pipe:
     """A worker's end of a pipe: what it sends, and what it gets."""
 
@@ -271,17 +204,8 @@ class Pipe:
 
 def child(home, leases, pipe, **more) -> Child:
     """A child of a campaign of one problem, in this process."""
-    setup = Setup(db=str(home / "x.db"), campaign=leases.open(plan(1)), jobs=1, builds_elsewhere=False)
+    setup = Setup(db=str(home / "x.db"), campaign=leases.open(plan(1)), jobs=1)
     return Child(pipe, setup, **more)
-
-
-def test_builds_that_come_after_the_job_that_asked_for_them_are_dropped(home, leases) -> None:
-    """It ended without them, and the next request is the next request."""
-    pipe = Pipe(("built", 7, None), ("work", "lease", None), ("built", 8, None), ("end",))
-    served = child(home, leases, pipe)
-    served.work = lambda lease, budget_s: (Outcome.DONE, {}, "")
-    served.serve()
-    assert pipe.answers == [("ready", ""), ("answer", "done", {}, "")]
 
 
 def test_a_cache_that_cannot_be_written_is_said_before_any_work(home, leases, monkeypatch) -> None:
@@ -318,7 +242,7 @@ def planned(**row) -> CampaignPlan:
     ],
 )
 def test_a_campaigns_row_names_no_code_that_the_user_did_not_allow(home, leases, planted, row) -> None:
-    setup = Setup(db=str(home / "x.db"), campaign=leases.open(planned(**row)), jobs=1, builds_elsewhere=False)
+    setup = Setup(db=str(home / "x.db"), campaign=leases.open(planned(**row)), jobs=1)
     with pytest.raises(ConfigError, match=r"if you trust that code, run this with TILEDSCHED_FLEET_JOBS=planted$"):
         Child(Pipe(), setup)
 
@@ -738,24 +662,22 @@ def test_what_a_process_that_is_gone_left_behind_is_found_once(leases, tmp_path)
         assert not Path(each._own.path).exists()
 
 
-class Pool:
+class Builds(SharedBuilds):
     """Compiles nothing: every task comes to one program, and is counted."""
 
-    jobs = 2
-
-    def __init__(self, cubin) -> None:
+    def __init__(self, cubin, folder) -> None:
+        super().__init__(2, folder)
         self.built: list[BuildTask] = []
         self._cubin = cubin
 
-    def build(self, tasks, *, leave=0):
-        for task in tasks:
-            self.built.append(task)
-            failure = None if self._cubin else Failure(kind=FailureKind.COMPILE_ERROR, message="no")
-            yield Built(task=task, artifact=self._cubin, failure=failure, seconds=1.0)
+    def submit(self, task) -> Future[Built]:
+        self.built.append(task)
+        failure = None if self._cubin else Failure(kind=FailureKind.COMPILE_ERROR, message="no")
+        outcome: Future[Built] = Future()
+        outcome.set_result(Built(task=task, artifact=self._cubin, failure=failure, seconds=1.0))
+        return outcome
 
     def start(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @pytest.fixture(scope="module")
@@ -770,11 +692,10 @@ def cubin():
 
 @pytest.mark.compiler
 def test_a_build_is_made_once_by_all_that_see_a_folder(tmp_path, cubin) -> None:
-    pools = [Pool(cubin) for _ in range(3)]
-    shared = [SharedBuilds(pool, tmp_path) for pool in pools]
+    shared = [Builds(cubin, tmp_path) for _ in range(3)]
     (first,), (second,) = (list(each.build([softmax()])) for each in shared[:2])
     assert first.artifact == second.artifact == cubin
-    assert [len(pool.built) for pool in pools] == [1, 0, 0]
+    assert [len(each.built) for each in shared] == [1, 0, 0]
     # What a process that is gone claimed is built by the next; what one that runs claimed, once it gives up.
     ended = subprocess.Popen(["true"])
     ended.wait()
@@ -791,11 +712,11 @@ def test_a_build_is_made_once_by_all_that_see_a_folder(tmp_path, cubin) -> None:
         claim_of(shared[2], softmax(256)).unlink()
         assert [each.artifact for each in waits.result()] == [cubin]
     # What does not build is known, too.
-    refusing = Pool(None)
-    for _ in range(2):
-        (built,) = SharedBuilds(refusing, tmp_path).build([softmax(300)])
+    refusing = [Builds(None, tmp_path) for _ in range(2)]
+    for each in refusing:
+        (built,) = each.build([softmax(300)])
         assert built.failure.message == "no"
-    assert len(refusing.built) == 1
+    assert [len(each.built) for each in refusing] == [1, 0]
 
 
 def claim_of(shared, task) -> Path:
@@ -808,19 +729,19 @@ def claim_of(shared, task) -> Path:
 def test_builds_for_hosts_of_two_kinds_are_two_builds(tmp_path, monkeypatch) -> None:
     """Whatever machine of a cluster compiles them: a task says who will launch its program."""
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    tasks, pool = [softmax(), softmax(host_arch="aarch64")], Pool(None)
+    tasks, shared = [softmax(), softmax(host_arch="aarch64")], [Builds(None, tmp_path) for _ in range(2)]
     keys = [build_key(task) for task in tasks]
     assert keys[1] == keys[0].replace("/sm_90/", "/aarch64/sm_90/")
-    for _ in range(2):
+    for each in shared:
         for task in tasks:
-            assert [built.task for built in SharedBuilds(pool, tmp_path).build([task])] == [task]
-    assert pool.built == tasks
+            assert [built.task for built in each.build([task])] == [task]
+    assert [each.built for each in shared] == [tasks, []]
 
 
 @pytest.mark.compiler
 def test_the_claim_of_another_host_is_waited_for_as_long_as_a_build_may_take(tmp_path) -> None:
     task = softmax(timeout_s=0.4 - 2 * GRACE_S)
-    shared = SharedBuilds(Pool(None), tmp_path)
+    shared = Builds(None, tmp_path)
     claim = claim_of(shared, task)
     claim.write_text("elsewhere 1")
     os.utime(claim, (0, 0))  # as where its clock is off
@@ -834,45 +755,46 @@ def test_the_claim_of_another_host_is_waited_for_as_long_as_a_build_may_take(tmp
 def test_processes_stay_from_one_problem_to_the_next(tmp_path, cubin) -> None:
     task, ended = softmax(), list[str]()
 
-    class Builds(SharedBuilds):
+    class Noted(Builds):
         def close(self) -> None:
             ended.append("builds")
             super().close()
 
     tools = Tools(
-        pool=lambda jobs: Builds(Pool(cubin), tmp_path),
+        pool=lambda jobs: Noted(cubin, tmp_path),
         devices=lambda: [types.SimpleNamespace(arch="sm_90", name="NVIDIA H100")],
         runner=lambda kernel, seed: types.SimpleNamespace(close=lambda: ended.append("runner")),
         rivals=lambda kernel, runner, regime: types.SimpleNamespace(close=lambda: ended.append("rivals")),
     )
     session = Session("sm_90", tools=tools)
 
-    def one_problem(columns: int):
-        with session.using_database(str(tmp_path / f"{columns}.db")), session.noted_run({}):
+    def one_problem(*columns: int, leaves: bool = False):
+        """Build one program of each width, or only the first that comes."""
+        with session.using_database(str(tmp_path / f"{columns[0]}.db")), session.noted_run({}):
             runner, rivals = session.open_runner(Softmax), session.open_rivals(Softmax, "burst")
-            wanted = [
-                dataclasses.replace(task, problem=Softmax.problem(rows=64, columns=columns + i)) for i in range(2)
-            ]
+            wanted = [dataclasses.replace(task, problem=Softmax.problem(rows=64, columns=each)) for each in columns]
             building = session.pool.build(wanted)
             next(building)
-            if columns != 128:  # else the second stays claimed
-                next(building)
+            if not leaves:
+                assert len([*building]) == len(columns) - 1
             return runner, rivals, session.pool
 
-    first = one_problem(64)
-    assert one_problem(66) == first
+    first = one_problem(64, 65)
+    assert one_problem(66, 67) == first
     assert ended == []
     # A claim that nobody works on would be waited for: it is given up, and with it what was running.
-    assert one_problem(128) == first
-    assert ended == ["builds"]
-    assert not [*(tmp_path / "builds").rglob("*.building")]
+    for columns in ((192, 64), (128, 129)):  # 64 is known, and comes before the other is begun
+        assert one_problem(*columns, leaves=True) == first
+        assert set(ended) == {"builds"}
+        assert not [*(tmp_path / "builds").rglob("*.building")]
+        ended.clear()
     # Another regime wants another process for the rivals, another seed another one for the GPU.
     assert session.open_rivals(Softmax, "sustained") is not first[1]
     assert session.open_runner(Softmax, seed=1) is not first[0]
-    assert ended[1:] == ["rivals", "rivals", "runner"]
+    assert ended == ["rivals", "rivals", "runner"]
     # After a failure all of it starts anew, the rivals' process first: it runs under the runner's hold of the GPU.
     session.open_rivals(Softmax, "burst")
     session.close()
     session.close()
-    assert ended[4:] == ["rivals", "runner", "builds"]
-    assert not set(map(id, one_problem(64))) & set(map(id, first))
+    assert ended[3:] == ["rivals", "runner", "builds"]
+    assert not set(map(id, one_problem(64, 65))) & set(map(id, first))

@@ -64,19 +64,21 @@ class MadeUpRay:
         self.leases, self.campaign, self.alive = leases, campaign, [*NODES]
         self.actors: list[Actor] = []
         self.started: list[str] = []
+        self.given: list[tuple[object, ...]] = []
 
     def nodes(self) -> list[dict[str, object]]:
         return [{"NodeID": node, "Alive": node in self.alive, "Resources": {"GPU": 1.0}} for node in NODES]
 
     def remote(self, kind: type) -> types.SimpleNamespace:
-        def start(node: str) -> Actor:
+        def start(node: str, arguments: tuple[object, ...]) -> Actor:
             self.started.append(node)
+            self.given.append(arguments)
             self.actors.append(Actor(self, node))
             return self.actors[-1]
 
         return types.SimpleNamespace(
             options=lambda scheduling_strategy, **given: types.SimpleNamespace(
-                remote=lambda *arguments: start(scheduling_strategy)
+                remote=lambda *arguments: start(scheduling_strategy, arguments)
             )
         )
 
@@ -102,7 +104,7 @@ def start(tmp_path, monkeypatch):
             problems = {"sm_90": fleet_jobs.problems(count)}
             ray = MadeUpRay(leases, leases.open(CampaignPlan(job="j:j", kernel="attention", problems=problems)))
             monkeypatch.setattr(on_ray, "ray_module", lambda: ray)
-            return ray, Driver("", leases, ray.campaign, jobs=1, **more)
+            return ray, Driver(db.url, leases, ray.campaign, **more)
 
         yield make
 
@@ -150,6 +152,22 @@ def test_a_gpu_that_answers_may_be_lost_any_number_of_times_and_one_that_is_ill_
     assert note.endswith(ill["note"])
     assert len(ray.started) == lives + 1
     assert ray.actors == []
+
+
+@pytest.mark.parametrize(("jobs", "each"), [(None, 3), (5, 5)])
+def test_actors_of_one_host_share_its_cpus_unless_told_how_many_to_use(start, monkeypatch, jobs, each) -> None:
+    ray, driver = start(4, jobs=jobs)
+    ray.alive = ["n0"]
+    ray.nodes = lambda: [{"NodeID": "n0", "Alive": True, "Resources": {"GPU": 3.0}}]
+    driver.run()
+    workers: list[int] = []
+    monkeypatch.setattr(on_ray, "default_jobs", lambda: 9)
+    monkeypatch.setattr(on_ray, "_own_gpu", lambda job, slot: None)
+    monkeypatch.setattr(on_ray, "Worker", lambda *given, jobs, **more: workers.append(jobs))
+    monkeypatch.setattr(on_ray, "Heart", lambda *given: types.SimpleNamespace(start=lambda: None))
+    for arguments in ray.given:
+        on_ray.GpuActor(*arguments)
+    assert workers == [each] * 3
 
 
 @pytest.mark.parametrize(

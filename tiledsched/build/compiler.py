@@ -46,7 +46,7 @@ class BuildTask:
     timeout_s: float = DEFAULT_TIMEOUT_S
     """Seconds after which the compiler is killed."""
     host_arch: str = field(default_factory=host_arch)
-    """Architecture of the hosts that launch it: of this one, whatever machine compiles it."""
+    """Architecture of the hosts that launch it: this one's unless given."""
 
 
 @dataclass(frozen=True, kw_only=True)

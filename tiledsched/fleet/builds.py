@@ -1,4 +1,4 @@
-"""Builds that a fleet shares: nothing is compiled twice by workers that see one folder, or one Ray cluster.
+"""Builds that a fleet shares: nothing is compiled twice by workers that see one folder.
 
 A build is known by kernel, its source, the toolchain, the arch, the schedule and the class of problems. Its outcome lies in
 the cache folder, next to the machine code, which is known by its fingerprint; a file that only one process can make says who is
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from tiledsched.build.artifacts import ArtifactStore, default_cache_folder
+from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.host_code import host_folder
 from tiledsched.build.pool import GRACE_S, BuildPool
@@ -48,14 +48,13 @@ class SharedBuilds(BuildPool):
     """A pool that asks the folder first, and waits for what another process builds just now.
 
     Args:
-        inner: builds what nobody has built.
-        folder: the cache folder; the user's unless given.
+        jobs: compile processes for what nobody has built; None for one per CPU.
+        folder: the cache folder.
     """
 
-    def __init__(self, inner: BuildPool, folder: Path | None = None) -> None:
-        super().__init__(inner.jobs)
-        self._inner = inner
-        self._notes = (folder or default_cache_folder()) / "builds"
+    def __init__(self, jobs: int | None, folder: Path) -> None:
+        super().__init__(jobs)
+        self._notes = folder / "builds"
         self._artifacts = ArtifactStore(folder)
         self._claims: set[Path] = set()
         self._seen_s: dict[tuple[Path, str], float] = {}
@@ -73,19 +72,15 @@ class SharedBuilds(BuildPool):
                     here.append(task)
                 else:
                     elsewhere.append(task)
-            for built in self._inner.build(here, leave=leave):
+            for built in super().build(here, leave=leave):
                 self._publish(built)
                 yield built
             missing = elsewhere
             time.sleep(POLL_S if missing else 0.0)
 
-    def start(self) -> None:
-        """Start the compile processes."""
-        self._inner.start()
-
     def close(self) -> None:
-        """End them; what was not built may be built by others."""
-        self._inner.close()
+        """Stop the processes; what was not built may be built by others."""
+        super().close()
         for claim in self._claims:
             claim.unlink(missing_ok=True)
         self._claims.clear()

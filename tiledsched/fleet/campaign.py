@@ -138,8 +138,6 @@ class Setup:
     """What is to be done."""
     jobs: int
     """Compile processes of this child."""
-    builds_elsewhere: bool
-    """Whether the worker has builds done for it, on other hosts."""
     allowed: tuple[str, ...] = ()
     """Code that the campaign may name, because the worker's user did; see :func:`tiledsched.core.registry.allow`."""
 

@@ -8,27 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from tiledsched import __version__
 from tiledsched.build.artifacts import ArtifactStore, default_cache_folder
-from tiledsched.build.compiler import BuildTask, Built
-from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.blame import LONGEST
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import (
     ConfigError,
     DeclarationError,
-    NoRoomError,
     NoValidScheduleError,
     ProblemError,
     SpaceError,
@@ -37,7 +33,7 @@ from tiledsched.core.errors import (
 )
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import allow, kernel_of_data
-from tiledsched.fleet.builds import SharedBuilds, build_key
+from tiledsched.fleet.builds import SharedBuilds
 from tiledsched.fleet.campaign import Answer, Campaign, Lease, Outcome, Setup
 from tiledsched.fleet.jobs import Job, find_job
 from tiledsched.fleet.local_store import LocalStore, remove, whole
@@ -52,8 +48,6 @@ THE_PROBLEMS_FAULT = (NoValidScheduleError, ProblemError, SpaceError, Declaratio
 """Errors that every other worker would meet, too."""
 STOPPING_S = 4.0
 """How long a database that does not answer is waited for once the worker said stop."""
-BUILD_NUMBERS = itertools.count()
-"""Numbers of builds that other hosts do. None is used twice in a process, so that a late answer is never taken for another."""
 
 
 class StoppedError(KeyboardInterrupt):
@@ -109,8 +103,6 @@ class Child:
             verb, *arguments = self._pipe.recv()
             if verb == "end":
                 break
-            if verb == "built":  # the job that wanted it ended without it
-                continue
             answer = self.work(*arguments) if verb == "work" else self.control(*arguments)
             self._pipe.send(("answer", *answer))
             if answer[0] is not Outcome.DONE:  # who knows in what state its processes are: the next problem starts anew
@@ -131,9 +123,8 @@ class Child:
         """The session of this process, which stays from one problem to the next of the same arch."""
         if self._session is None or self._session.arch != arch:
             self._close_session()
-            jobs, elsewhere = self._setup.jobs, self._setup.builds_elsewhere
-            pool = RemoteBuilds(self._pipe, jobs) if elsewhere else BuildPool(jobs)
-            self._session = Session(arch, jobs=jobs, tools=Tools(pool=lambda _: SharedBuilds(pool, self._cache)))
+            tools = Tools(pool=lambda jobs: SharedBuilds(jobs, self._cache))
+            self._session = Session(arch, jobs=self._setup.jobs, tools=tools)
         return self._session
 
     def _close_session(self) -> None:
@@ -231,40 +222,6 @@ class Child:
         except (Exception, StoppedError) as error:
             return self._ended_by(error)
         return Outcome.DONE, timed, ""
-
-
-class RemoteBuilds(BuildPool):
-    """A pool whose builds are done on other hosts, through the worker."""
-
-    def __init__(self, pipe: Connection, jobs: int) -> None:
-        super().__init__(jobs)
-        self._pipe = pipe
-        self._submitted: dict[int, BuildTask] = {}
-
-    def build(self, tasks: Iterable[BuildTask], *, leave: int = 0) -> Iterator[Built]:
-        """See :meth:`BuildPool.build`."""
-        numbers = {task: number for number, task in self._submitted.items()}
-        wanted = set()
-        for task in tasks:
-            if task not in numbers:
-                numbers[task] = number = next(BUILD_NUMBERS)
-                self._submitted[number] = task
-                self._pipe.send(("build", number, build_key(task), task))
-            wanted.add(numbers[task])
-        while len(wanted & self._submitted.keys()) > leave:
-            verb, number, built = self._pipe.recv()
-            assert verb == "built"
-            if self._submitted.pop(number, None) is not None:
-                if isinstance(built, NoRoomError):
-                    raise built
-                yield built
-
-    def start(self) -> None:
-        """The processes of the other hosts are started already."""
-
-    def close(self) -> None:
-        """What is running goes on, for whoever wants it next; its answers are dropped when they come."""
-        self._submitted.clear()
 
 
 def why_not(wanted: Campaign, kernel: KernelClass, job: Job) -> str:

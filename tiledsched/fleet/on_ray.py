@@ -6,7 +6,7 @@
   (ray#57152). A lease's deadline kills the child, and the actor lives on.
 - An actor for whose arch nothing is left gives its GPU back.
 - The driver keeps nothing that matters. It may die, and the same command goes on.
-- Builds run on the CPUs of all hosts, and are shared through the object store.
+- Each host compiles with its own CPUs, which its GPUs share. What one cache folder holds is built once for all that see it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any
 
 from tiledsched.build.pool import default_jobs
 from tiledsched.core.errors import ConfigError, MeasureError
+from tiledsched.core.extras import installing
 from tiledsched.core.registry import allow, allowed_places
 from tiledsched.fleet.campaign import Campaign
 from tiledsched.fleet.gpus import Gpu, gpus_of_driver, visible
 from tiledsched.fleet.jobs import find_job
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.local import Worked
-from tiledsched.fleet.ray_builds import RayBuilds, on_node, open_directory, ray_module
 from tiledsched.fleet.retry import RETRY_S, retry_while_unavailable
 from tiledsched.fleet.worker import STOP_S, Heart, Worker
 from tiledsched.store.db import TuningDB
@@ -47,6 +47,29 @@ TOKEN = (
 """What Ray does not do by itself for an address that is given, and what it does not tell apart from no answer."""
 
 
+def ray_module() -> Any:
+    """Ray.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(
+            f"a fleet on Ray needs Ray ({error}); run: {installing('fleet')}, or use the GPUs of this host without "
+            "--ray-address"
+        ) from None
+    return ray
+
+
+def on_node(node: str) -> Any:
+    """Ray's scheduling strategy for an actor that runs on the node of this id, or nowhere."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+
+
 class GpuActor:
     """Runs one worker on the GPU that Ray gave this actor, a problem a call.
 
@@ -54,13 +77,13 @@ class GpuActor:
         db: URL of the database.
         campaign_id: what to work on.
         slot: place on its node, for work that needs no GPU; None where it has one.
-        builds: handle of the cluster's builds; None to compile here.
-        jobs: compile processes, where it compiles here.
+        jobs: compile processes; None for an even share of one per CPU of its host.
+        actors: so many actors share the CPUs of its host, this one included.
         allowed: code that the campaign may name, because the driver's user did.
     """
 
     def __init__(
-        self, db: str, campaign_id: str, slot: int | None, builds: Any, jobs: int | None, allowed: tuple[str, ...] = ()
+        self, db: str, campaign_id: str, slot: int | None, jobs: int | None, actors: int, allowed: tuple[str, ...] = ()
     ) -> None:
         allow(*allowed)
         self._stop = threading.Event()
@@ -73,10 +96,9 @@ class GpuActor:
             db,
             campaign,
             gpu,
-            jobs=jobs or default_jobs(),
+            jobs=jobs or max(1, default_jobs() // actors),
             stop=self._stop,
             say=self._said.append,
-            builds=None if builds is None else RayBuilds(builds),
         )
         Heart(leases, campaign, [self._worker]).start()
 
@@ -153,7 +175,7 @@ class Driver:
         leases: the same database.
         campaign: what is to be done.
         without_gpu: so many workers on each node that need no GPU, in place of those that do.
-        jobs: compile processes of each actor; None to compile on all hosts' CPUs.
+        jobs: compile processes of each actor; None for one per CPU of each host, shared evenly by its actors.
         say: told what happens, a line each.
         nobody_s: how long problems wait for a GPU of their arch.
     """
@@ -173,7 +195,6 @@ class Driver:
         self._db, self._leases, self._campaign = db, leases, campaign
         self._without_gpu, self._jobs, self._say, self._nobody_s = without_gpu, jobs, say, nobody_s
         self._seats: dict[tuple[str, int], _Seat] = {}
-        self._directory = open_directory() if jobs is None else None
         self._notes: list[str] = []
         self._missing_s: dict[str, float] = {}
 
@@ -205,19 +226,14 @@ class Driver:
             for slot in range(count if node["Alive"] else 0):
                 seat = self._seats.setdefault((node["NodeID"], slot), _Seat(node["NodeID"], slot))
                 if seat.actor is None and not seat.closed:
-                    self._start(seat)
+                    self._start(seat, count)
 
-    def _start(self, seat: _Seat) -> None:
+    def _start(self, seat: _Seat, actors: int) -> None:
         gpu = {} if self._without_gpu else {"num_gpus": 1}
         options = {"num_cpus": 0, "max_concurrency": 2, "max_restarts": 0, "max_task_retries": 0, **gpu}
         remote = self._ray.remote(GpuActor).options(**options, scheduling_strategy=on_node(seat.node))
         seat.actor = remote.remote(
-            self._db,
-            self._campaign.id,
-            seat.slot if self._without_gpu else None,
-            self._directory,
-            self._jobs,
-            allowed_places(),
+            self._db, self._campaign.id, seat.slot if self._without_gpu else None, self._jobs, actors, allowed_places()
         )
         seat.call = seat.actor.hello.remote()
 
@@ -289,9 +305,9 @@ class Driver:
         if seats:
             with suppress(Exception):
                 self._ray.wait([seat.call for seat in seats], num_returns=len(seats), timeout=STOP_S + 2.0)
-        for handle in [*(seat.actor for seat in seats), *([self._directory] if self._directory is not None else [])]:
+        for seat in seats:
             with suppress(Exception):
-                self._ray.kill(handle)
+                self._ray.kill(seat.actor)
 
 
 def run_on_ray(
@@ -312,7 +328,7 @@ def run_on_ray(
         campaign_id: which.
         address: of the cluster: `auto`, `HOST:PORT` or `ray://...`; `local` starts one on this machine.
         without_gpu: so many workers on each node that need no GPU.
-        jobs: compile processes; None to use every CPU of the cluster.
+        jobs: compile processes of each actor; None for one per CPU of each host, shared evenly by its actors.
         say: told what happens, a line each.
         retry_s: how long the database may be away.
         nobody_s: how long problems wait for a GPU of their arch to come.

@@ -102,7 +102,7 @@ def run(
         db: path or URL of the database; None for the user's.
         ray_address: of a Ray cluster; None for the GPUs of this host.
         without_gpu: so many workers (on each node) that need no GPU, in place of those that do.
-        jobs: compile processes of this host, or of each actor; None for all CPUs.
+        jobs: compile processes of this host, or of each actor; None for one per CPU of each host.
         say: told what happens, a line each.
 
     Raises:

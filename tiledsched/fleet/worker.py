@@ -26,7 +26,6 @@ from tiledsched.fleet.calibration import is_outlier
 from tiledsched.fleet.campaign import Answer, Campaign, Outcome, Setup
 from tiledsched.fleet.gpus import ANSWER_S, Gpu, GpuState, illness
 from tiledsched.fleet.leases import Leases
-from tiledsched.fleet.ray_builds import RayBuilds
 from tiledsched.fleet.status import controls_of
 from tiledsched.measure.gpu import END_TIMEOUT_S
 from tiledsched.measure.nvml import LABEL_VARIABLE
@@ -62,7 +61,6 @@ class Worker:
         gpu: with what.
         jobs: compile processes.
         stop: ends it, within ten seconds.
-        builds: has builds done elsewhere; None to compile here.
         say: told what happens, a line each.
     """
 
@@ -75,15 +73,12 @@ class Worker:
         *,
         jobs: int,
         stop: threading.Event,
-        builds: RayBuilds | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.gpu, self.campaign, self.note, self.ended = gpu, campaign, "", False
         self.gpu_state = GpuState(gpu)
-        self._leases, self._stop, self._builds, self._say = leases, stop, builds, say
-        self._setup = Setup(
-            db=db, campaign=campaign, jobs=jobs, builds_elsewhere=builds is not None, allowed=allowed_places()
-        )
+        self._leases, self._stop, self._say = leases, stop, say
+        self._setup = Setup(db=db, campaign=campaign, jobs=jobs, allowed=allowed_places())
         self._child: _Process | None = None
         self._label, self._faults, self._since_control = "", 0, CONTROL_EVERY
         self._doing = self._fault = ""
@@ -245,9 +240,7 @@ class Worker:
             self._doing = f"{what}: {stage}"
 
         self._doing = what
-        answer = self._child.ask(
-            (verb, *arguments), deadline_s=self.campaign.deadline_s, stop=self._stop, builds=self._builds, told=hear
-        )
+        answer = self._child.ask((verb, *arguments), deadline_s=self.campaign.deadline_s, stop=self._stop, told=hear)
         self._doing = ""
         if self._child.lost:
             self._child = None
@@ -302,15 +295,9 @@ class _Process:
         raise ChildLostError(f"the working process {why}")
 
     def ask(
-        self,
-        request: Sequence[Any],
-        *,
-        deadline_s: float,
-        stop: threading.Event,
-        builds: RayBuilds | None,
-        told: Callable[[str], None],
+        self, request: Sequence[Any], *, deadline_s: float, stop: threading.Event, told: Callable[[str], None]
     ) -> Answer:
-        """The child's answer to one request; builds that it wants meanwhile are passed on.
+        """The child's answer to one request; what it says meanwhile is passed on.
 
         A child that ends, is past its deadline, or does not stop in time is killed, and `lost` then.
         """
@@ -318,16 +305,11 @@ class _Process:
         try:
             self._pipe.send(request)
             while True:
-                for number, built in builds.finished() if builds is not None else ():
-                    self._pipe.send(("built", number, built))
-                if self._pipe.poll(POLL_S if builds is None else POLL_S / 4):
+                if self._pipe.poll(POLL_S):
                     verb, *values = self._pipe.recv()
                     if verb == "answer":
                         return values[0], values[1], values[2]
-                    if verb == "build" and builds is not None:
-                        builds.submit(*values)
-                    elif verb == "say":
-                        told(*values)
+                    told(*values)
                     continue
                 now = time.monotonic()
                 if stop.is_set() and stopping is None:
