@@ -30,6 +30,7 @@ from tiledsched.core.registry import SHIPPED, kernel_named
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
+from tiledsched.store.shipped import read_shipped_entries
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(str(tiledsched.__file__)).parent
@@ -234,10 +235,15 @@ def is_text(node: Any) -> bool:
 
 
 def hashes() -> dict[str, str]:
-    """By kernel, a hash of its tile code and its table of sm_90, which changes where a run on a GPU says nothing any more."""
-    files = json.loads((data_files.tuning_db() / "manifest.json").read_text())["files"]
-    tables = {name: files[f"tables/{name}/{ARCH}.json"]["sha256"] for name in SHIPPED}
-    return {name: hashlib.sha256((tile_hash(name) + tables[name]).encode()).hexdigest()[:8] for name in sorted(SHIPPED)}
+    """By kernel, a hash of its tile code and of what its table of sm_90 serves, which changes where a run on a GPU says nothing any
+    more. Other times of the same schedules change nothing.
+    """
+    found = {}
+    for name in sorted(SHIPPED):
+        entries = read_shipped_entries(data_files.tuning_db() / "tables" / name / f"{ARCH}.json")
+        served = sorted(f"{each.problem.id} {each.schedule.id}" for each in entries)
+        found[name] = hashlib.sha256("\n".join([tile_hash(name), *served]).encode()).hexdigest()[:8]
+    return found
 
 
 def drawn(kernel: KernelClass) -> list[Problem]:
@@ -273,7 +279,6 @@ def stated(values: dict[str, Any]) -> dict[str, Any]:
 def programs(name: str) -> list[Program]:
     """The programs that a kernel's table serves: of the problems in it, and of problems that are drawn."""
     from tiledsched.serve.lookup import LookupTable
-    from tiledsched.store.shipped import read_shipped_entries
     from tiledsched.store.spills import shipped_spills
 
     kernel = kernel_named(name)

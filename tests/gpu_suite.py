@@ -42,8 +42,12 @@ START_S, BEGIN_S, LOAD_S, CHECK_S = 120.0, 120.0, 30.0, 60.0
 """Seconds after which the process on the GPU is taken for hung. At first CuPy compiles what references take."""
 TESTS_S = 540.0
 """Seconds after which a file of tests is given up."""
-MEASURING = ("test_gpu_bench", "test_gpu_kernels", "test_gpu_rivals")
-"""The files of tests that measure times."""
+SHARDS = 3
+"""Processes that the tests of one file are shared out to: most of their time is the compiler's."""
+WHOLE = ("test_gpu_integrations",)
+"""Files whose tests share what takes long to make, and stay in one process."""
+NO_TESTS = 5
+"""What pytest ends with where no test of a file is chosen."""
 TAIL = 25
 """Lines of a failed test's output that are printed."""
 
@@ -213,20 +217,30 @@ def gpu_tests() -> list[Path]:
     return [path for path in files if "pytest.mark.gpu" in path.read_text()]
 
 
-def run_tests(out: Path) -> dict[str, bool]:
-    """Every file of tests that need a GPU in a process of its own; by file, whether it passed. What failed is printed. Those that
-    measure times run one after another, because nothing is decided by times beside other processes; the rest side by side.
+def run_tests(out: Path, measures: bool) -> dict[str, bool]:
+    """Every file of tests that need a GPU in processes of its own; by file, whether it passed. What failed is printed. With
+    `measures`, those tests that need the GPU for themselves, one file after another; else the rest, side by side.
     """
 
     def run(path: Path) -> bool:
-        words = [sys.executable, "-m", "pytest", "-m", "gpu", "-rfs", "--tb=short", "--durations=8", str(path)]
-        started, log = time.perf_counter(), out / f"{path.stem}.txt"
+        words = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-m",
+            f"gpu and {'' if measures else 'not '}measures",
+            "-rfs",
+            "--tb=short",
+        ]
+        shards = [] if measures or path.stem in WHOLE else ["-n", str(SHARDS), "--dist", "worksteal"]
+        words += ["--durations=8", *shards, str(path)]
+        started, log = time.perf_counter(), out / f"{path.stem}{'_alone' if measures else ''}.txt"
         with (
             log.open("w") as file,
             subprocess.Popen(words, stdout=file, stderr=file, cwd=ROOT, env=child_environment()) as process,
         ):
             try:
-                passed = process.wait(TESTS_S) == 0
+                passed = process.wait(TESTS_S) in (0, NO_TESTS)
             except subprocess.TimeoutExpired:
                 process.kill()
                 passed = False
@@ -236,10 +250,9 @@ def run_tests(out: Path) -> dict[str, bool]:
             print("\n".join(f"    {line}" for line in lines[-TAIL:]), flush=True)
         return passed
 
-    alone, together = [[path for path in gpu_tests() if (path.stem in MEASURING) is wanted] for wanted in (True, False)]
-    with ThreadPoolExecutor(len(together)) as pool:
-        passed = dict(zip((path.stem for path in together), pool.map(run, together), strict=True))
-    return passed | {path.stem: run(path) for path in alone}
+    files = [path for path in gpu_tests() if not measures or "pytest.mark.measures" in path.read_text()]
+    with ThreadPoolExecutor(1 if measures else len(files)) as pool:
+        return dict(zip((path.stem for path in files), pool.map(run, files), strict=True))
 
 
 def table(found: Sequence[Outcome]) -> str:
@@ -282,6 +295,8 @@ def run_suite(options: argparse.Namespace) -> int:
     empty = subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=child_environment()
     )
+    beside = ThreadPoolExecutor(1)  # most of the tests' time is the compiler's, and the cases need none
+    running = beside.submit(run_tests, options.out, False) if options.tests else None
     found, device, left = run_cases(bundle, options.lanes, options.seconds)
     said = empty.communicate()[0].strip().splitlines()
     if empty.returncode:
@@ -305,8 +320,10 @@ def run_suite(options: argparse.Namespace) -> int:
     print(
         f"{len(failed)} failures of {len(found)} cases, in {options.out / 'failures.csv'}; {time.perf_counter() - started:.0f} s"
     )
-    tests = run_tests(options.out) if options.tests else {}
-    print(table(found))
+    print(table(found), flush=True)
+    tests = running.result() if running else {}
+    for name, passed in run_tests(options.out, True).items() if running else ():
+        tests[name] = tests[name] and passed
     seconds = round(time.perf_counter() - started)
     row = {
         "date": f"{datetime.date.today():%Y-%m-%d}",

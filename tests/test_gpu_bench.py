@@ -39,6 +39,7 @@ def benched(problems, options, harness):
     return rows
 
 
+@pytest.mark.measures
 @pytest.mark.parametrize("regime", ["burst", "sustained"])
 def test_every_method_installed_has_a_time_and_is_right(harness, regime) -> None:
     methods = tuple(choose_methods(Attention, None, ceiling=True))
@@ -80,6 +81,7 @@ PLACED = [
 ]
 
 
+@pytest.mark.measures
 @pytest.mark.parametrize("problem", PLACED, ids=str)
 def test_every_method_that_knows_packed_sequences_or_pages_is_right(harness, problem) -> None:
     rows = benched([problem], BenchOptions(methods=tuple(choose_methods(Attention, None)), rounds=6), harness)
@@ -95,6 +97,7 @@ def test_every_method_that_knows_packed_sequences_or_pages_is_right(harness, pro
     assert refused == {"not served: it knows no packed sequences, and no pages"}
 
 
+@pytest.mark.measures
 def test_slow_launches_and_quick_ones_have_the_times_they_have_alone(harness) -> None:
     """A graph replay, an event pair behind a flush and torch's own view of one kernel agree within what a flush costs."""
     problem = Attention.standard(seq_len=4096, head_dim=64)

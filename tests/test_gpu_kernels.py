@@ -34,7 +34,9 @@ pytestmark = [
 
 
 @pytest.fixture
-def begin():
+def begin(tmp_path, monkeypatch):
+    """Begins runners. They time nothing that decides, so that tests in other processes need not wait for the GPU."""
+    monkeypatch.setattr("tiledsched.measure.lock.FOLDER", tmp_path)
     made = []
 
     def start(kernel, problem=None):

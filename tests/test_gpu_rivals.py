@@ -22,18 +22,25 @@ SIZES = {
 }
 
 
-@pytest.fixture
-def tuned(tmp_path, monkeypatch):
-    """What a tune with rivals stored, and a process that serves it."""
+@pytest.fixture(scope="module")
+def tuning(tmp_path_factory):
+    """The database of a tune with rivals, and what it stored."""
     from tiledsched.kernels.attention import Attention
-    from tiledsched.ops import sdpa as serve
     from tiledsched.tuning.session import tune
 
-    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "tuning.db"))
+    db = str(tmp_path_factory.mktemp("tuned") / "tuning.db")
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
-    report = tune(Attention, [SIZES], arch=arch, effort="quick", trials=2, runner="gpu")
+    return db, tune(Attention, [SIZES], arch=arch, db=db, effort="quick", trials=2, runner="gpu").entries[0]
+
+
+@pytest.fixture
+def tuned(tuning, monkeypatch):
+    """What a tune with rivals stored, and a process that serves it."""
+    from tiledsched.ops import sdpa as serve
+
+    monkeypatch.setenv("TILEDSCHED_DB", tuning[0])
     serve.reload()
-    yield report.entries[0]
+    yield tuning[1]
     serve.reload()
 
 
@@ -43,6 +50,7 @@ def tensors():
     return tuple(torch.randn(shape, generator=generator, device="cuda").to(torch.bfloat16) for _ in range(3))
 
 
+@pytest.mark.measures
 def test_torchs_backends_are_timed_beside_the_winner(tuned) -> None:
     times = {each.name: each for each in tuned.rivals}
     for name in ("torch_cudnn", "torch_flash", "torch_efficient"):
@@ -56,6 +64,7 @@ def test_torchs_backends_are_timed_beside_the_winner(tuned) -> None:
         assert times["flash_attention_4"].failure == ""
 
 
+@pytest.mark.measures
 @pytest.mark.parametrize("name", ["torch_cudnn", "torch_flash", "torch_efficient", "flash_attention_4"])
 def test_each_serves_where_it_is_said_to_be_faster(tuned, monkeypatch, name) -> None:
     from tiledsched import configure, explain, sdpa
@@ -161,6 +170,7 @@ def test_rivals_of_packed_sequences_and_pages_answer_as_we_do(name, packed, page
     torch.testing.assert_close(again, out)
 
 
+@pytest.mark.measures
 @pytest.mark.parametrize("name", ["torch_cudnn", "flash_attention_4"])
 def test_one_whose_host_is_slow_serves_in_graphs_alone(tuned, monkeypatch, name) -> None:
     from tiledsched import configure, explain, sdpa

@@ -269,8 +269,10 @@ class OwnFolder:
     def __init__(self) -> None:
         _sweep()
         self.path = tempfile.mkdtemp(prefix=PREFIX)
-        self._lock = os.open(os.path.join(self.path, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        made = os.path.join(self.path, f"new.{LOCK}")
+        self._lock = os.open(made, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)  # the system releases the lock when this process ends, however it ends
+        os.rename(made, os.path.join(self.path, LOCK))  # held as soon as it has its name, by which others look for it
 
     def close(self) -> None:
         """Remove the folder. Safe to call twice."""
