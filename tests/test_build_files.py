@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from report_samples import PROBLEM, build_of, report_of
 
+from docs.studies.modelled_programs import write_builds
 from tiledsched.core import data_files
 from tiledsched.core.device import ARCHS
 from tiledsched.core.errors import DatabaseError, Failure, FailureKind
@@ -18,7 +19,7 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.report import WithShipped
 from tiledsched.report.answer import MODEL_ERROR, answer, least_sure
 from tiledsched.report.records import MODELLED
-from tiledsched.store.build_files import BuildFile, read_builds, write_builds
+from tiledsched.store.build_files import BuildFile, read_builds
 from tiledsched.store.db import TuningDB
 from tiledsched.store.records import Entry
 from tiledsched.store.shipped import read_shipped_entries

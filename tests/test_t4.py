@@ -16,8 +16,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.store.db import TuningDB
-from tiledsched.store.exchange import export_landscape
-from tiledsched.store.foreign import rows_of_csv, to_csv
+from tiledsched.store.exchange import export_landscape, read_table
 from tiledsched.store.t4 import INVALIDITY, export_foreign, kernel_tuner_cache, recorded, t4_metadata, t4_results
 from tiledsched.tuning.resources import Resources, Tools, read_candidates
 
@@ -303,7 +302,7 @@ def table_bytes(db, folder) -> bytes:
     return (folder / "table.json").read_bytes()
 
 
-@pytest.mark.parametrize("form", ["t4", "csv", "tiledsched"])
+@pytest.mark.parametrize("form", ["t4", "tiledsched"])
 def test_what_was_written_is_read_again_without_loss(form, db, tmp_path, capsys) -> None:
     failed(db, plain(32, 32), FailureKind.COMPILE_ERROR)
     out = tmp_path / "out"
@@ -323,19 +322,10 @@ def test_what_was_written_is_read_again_without_loss(form, db, tmp_path, capsys)
 def test_a_full_landscape_holds_what_was_measured_before(db, tmp_path, capsys) -> None:
     add_times(db, {FASTEST: 104.0}, fingerprints={FASTEST: "a" * 24})
     for name, more, rows in (("newest", [], 2), ("all", ["--full"], 3)):
-        command = [
-            "db",
-            "export",
-            "--db",
-            db.url.removeprefix("sqlite:///"),
-            "--landscapes",
-            str(tmp_path / name),
-            "--format",
-            "csv",
-        ]
+        command = ["db", "export", "--db", db.url.removeprefix("sqlite:///"), "--landscapes", str(tmp_path / name)]
         assert main([*command, *more]) == 0
         (file,) = (tmp_path / name).iterdir()
-        assert len(file.read_text().splitlines()) == 1 + rows
+        assert len(read_table(file).measurements) == rows
     assert main(["db", "export", "--full"]) == 2
     assert main(["db", "export", "--landscapes", str(tmp_path / "x"), "--full", "--format", "t4"]) == 2
 
@@ -346,11 +336,9 @@ def test_times_without_machine_code_are_no_evidence(db, tmp_path, capsys) -> Non
         each["measurements"] = [one for one in each["measurements"] if one["name"] != "tiledsched"]
     foreign = tmp_path / "foreign.t4.json"
     foreign.write_text(json.dumps(results))
-    rows = tmp_path / "foreign.csv"
-    rows.write_text("tile_m,tile_n,time\n128,64,0.1\n")
     cache = tmp_path / "cache.json"
     cache.write_text(json.dumps(kernel_tuner_cache(recorded(db, PROBLEM, DEVICE.name, "burst"))))
-    for path in (foreign, rows, cache):
+    for path in (foreign, cache):
         assert main(["db", "import", str(path), "--db", str(tmp_path / "other.db")]) == 2
         said = capsys.readouterr().err
         assert f"{path.name}" in said
@@ -366,32 +354,14 @@ def test_a_result_changed_by_hand_is_refused(db, tmp_path, capsys) -> None:
     assert "results[0].configuration: is not that of the measurement it carries" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "uid,uid\n",
-        "uid\n1,2\n",
-        "a,a.b,uid,fingerprint\n1,2,3,4\n",
-        '"',
-        "uid,fingerprint\n1,2\n",
-        "uid,fingerprint,device\n1,2,3\n",
-    ],
-)
-def test_a_wrong_csv_is_told(text, tmp_path, capsys) -> None:
-    (tmp_path / "x.csv").write_text(text)
+def test_csv_is_no_longer_a_table(tmp_path, capsys) -> None:
+    (tmp_path / "x.csv").write_text("uid,fingerprint,schedule.tile_m,median_us\n1,2,128,3.5\n")
     assert main(["db", "import", str(tmp_path / "x.csv"), "--db", str(tmp_path / "other.db")]) == 2
-    assert "x.csv" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "value", ["", "1", "true", "null", "a,b", 'say "x"', "[1]", "natural", 1, True, 1.5, None, [1.0, 2.0], "\n"]
-)
-def test_every_value_has_a_cell_of_its_own(value) -> None:
-    row = {"uid": "1", "measurement": {"device": {"arch": "a"}, "fingerprint": "f", "schedule": {"knob": value}}}
-    (back,) = rows_of_csv(to_csv([row], []), "x.csv")
-    assert back["schedule"]["knob"] == value
-    assert type(back["schedule"]["knob"]) is type(value)
+    said = capsys.readouterr().err
+    assert "x.csv is not JSON" in said
+    assert "tune --candidates" in said
+    assert main(["db", "export", "--landscapes", str(tmp_path), "--format", "csv"]) == 2
+    assert "--format csv is gone; use --format tiledsched" in capsys.readouterr().err
 
 
 KNOBS = {
@@ -418,6 +388,8 @@ def cache_text(*rows, **more):
         ("a.csv", "\ufeffTILE,occupancy,loads,fast\n2048,2,tma,1\n"),
         ("a.csv", "TILE, occupancy, loads, fast\n 2048, 2.0, tma, True\n"),
         ("a.csv", '\ufeff"TILE","occupancy","loads","fast"\n"2048","2","tma","TRUE"\n'),
+        ("a.csv", "device.arch,schedule.TILE,schedule.occupancy,schedule.loads,schedule.fast\nsm_90,2048,2,tma,true\n"),
+        ("a.csv", 'schedule,median_us\n"{""TILE"": 2048, ""occupancy"": 2, ""loads"": ""tma"", ""fast"": true}",3.5\n'),
         ("a.json", cache_text({"TILE": "2048", "occupancy": 2, "loads": "tma", "fast": 1, "time": 1.5})),
         ("a.json", cache_text({"TILE": 2048, "occupancy": 2, "loads": "tma", "fast": True, "time": 1.5})[:-2]),
         (
@@ -513,12 +485,13 @@ def test_candidates_are_read_from_whatever_tuners_write(db, tmp_path) -> None:
             (128, 64, False),
             (64, 64, True),
         }
-    export_landscape(db, tmp_path / "ours.csv", PROBLEM, DEVICE.name, "burst")
-    assert len(read_candidates(tmp_path / "ours.csv", space)) == 2
     for name, text in {
         "a.json": "{}",
         "b.json": "[]",
         "c.csv": "time\n1\n",
+        "f.csv": "tile_m\n1,2\n",
+        "g.csv": "",
+        "h.csv": '"',
         "d.json": '{"results": [1]}',
         "e.json": "[",
     }.items():

@@ -14,11 +14,14 @@ registers, threads and shared memory.
 from __future__ import annotations
 
 import argparse
+import json
+import lzma
 import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.pool import BuildPool, default_jobs
@@ -26,13 +29,15 @@ from tiledsched.build.toolchain import Toolchain, installed_toolchain
 from tiledsched.core import data_files
 from tiledsched.core.device import ARCHS, arch_spec
 from tiledsched.core.errors import TiledschedError
+from tiledsched.core.files import write_whole
 from tiledsched.core.launch import problem_class
-from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.problem import KernelClass, Problem, ProblemClass
 from tiledsched.core.problem_lists import kernel_of
 from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
-from tiledsched.store.build_files import BuildFile, read_builds, write_builds
+from tiledsched.store.build_files import BuildFile, read_builds
+from tiledsched.store.codec import encode
 from tiledsched.store.records import BuildRecord
 from tiledsched.store.shipped import read_shipped_entries
 
@@ -67,6 +72,47 @@ class Kind:
         """A few of the wanted builds: the same ones in every run."""
         keys = list(self.wanted)
         return random.Random(0).sample(keys, min(SAMPLE, len(keys)))
+
+
+def write_builds(path: Path, file: BuildFile) -> None:
+    """Write a file of builds. The same builds in the same order give the same bytes."""
+    first = file.builds[0]
+    classes: dict[ProblemClass, int] = {}
+    programs: dict[tuple[Any, ...], int] = {}
+    rows = [
+        [
+            *build.schedule.values(),
+            classes.setdefault(build.problem_class, len(classes)),
+            programs.setdefault(_outcome(build), len(programs)),
+        ]
+        for build in file.builds
+    ]
+    every = list(range(len(rows)))
+    data = {
+        "kernel": first.kernel,
+        "source_hash": first.source_hash,
+        "toolchain": first.toolchain.to_json(),
+        "arch": first.arch,
+        "space": file.space,
+        "alike": dict(file.alike),
+        "serves": {name: None if list(places) == every else list(places) for name, places in file.serves.items()},
+        "times": {
+            arch: {name: [list(known), list(known.values())] for name, known in of.items()}
+            for arch, of in file.times.items()
+        },
+        "classes": [each.to_json() for each in classes],
+        "programs": list(programs),
+        "knobs": list(first.schedule),
+        "builds": rows,
+    }
+    write_whole(path, lzma.compress(json.dumps(data, separators=(",", ":")).encode(), preset=9))
+
+
+def _outcome(build: BuildRecord) -> tuple[Any, ...]:
+    """What a file says of the machine code, or of why there is none."""
+    if build.facts is None:
+        return tuple(encode(build.failure).values())
+    return build.fingerprint, build.cubin_bytes, *build.facts.to_json().values()
 
 
 def words_of(kernel: KernelClass, problem: Problem) -> str:

@@ -178,6 +178,8 @@ class _Explained(click.Command):
         except click.UsageError as error:
             for word in re.findall(r"unexpected extra arguments? \((.+)\)", error.message):
                 check_word(word)
+            for flag, word in re.findall(r"'(--\w+)': '(\w+)' is not one of", error.format_message()):
+                renamed.check_flag(ctx.command_path, f"{flag} {word}")
             error.ctx = error.ctx or ctx
             raise
 

@@ -32,9 +32,9 @@ from tiledsched.core.files import csv_cell
 if TYPE_CHECKING:
     from tiledsched.store.db import TuningDB
 
-ENDINGS = {"tiledsched": ".json.xz", "csv": ".csv"}
-"""Formats of a landscape that hold every measurement -> ending of the file."""
-FORMATS = ("tiledsched", "csv", "t4", "kernel-tuner-cache", "optuna")
+OURS = "tiledsched"
+"""The format of a landscape that holds every measurement."""
+FORMATS = (OURS, "t4", "kernel-tuner-cache", "optuna")
 SQLITE = b"SQLite format 3\0"
 """How every SQLite file begins."""
 
@@ -53,8 +53,8 @@ SQLITE = b"SQLite format 3\0"
     "--format",
     "form",
     type=click.Choice(FORMATS),
-    default="tiledsched",
-    help="with --landscapes: this package's JSON, CSV, T4 results, what Kernel Tuner's simulation mode reads, or Optuna "
+    default=OURS,
+    help="with --landscapes: this package's JSON, T4 results, what Kernel Tuner's simulation mode reads, or Optuna "
     "studies for optuna-dashboard (default: tiledsched)",
 )
 @option("--full", is_flag=True, help="with --landscapes: every measurement, not only the newest of each program")
@@ -65,14 +65,14 @@ def export(
 
     \b
     tiledsched db export attention --arch sm_90 -o sm_90.json
-    tiledsched db export --landscapes landscapes --format csv
+    tiledsched db export --landscapes landscapes --format t4
     """
     from tiledsched.store.exchange import export_table
 
-    if landscapes is None and (full or form != "tiledsched"):
+    if landscapes is None and (full or form != OURS):
         raise ConfigError("--format and --full say how landscapes are written; pass --landscapes DIR, too")
-    if full and form not in ENDINGS:
-        raise ConfigError(f"--full is for {' and '.join(ENDINGS)}; {form} holds one result for each schedule")
+    if full and form != OURS:
+        raise ConfigError(f"--full is for {OURS}; {form} holds one result for each schedule")
     with run.open_db(read_only=True) as db:
         if landscapes is not None:
             files = _export_landscapes(db, made_folder(landscapes), arch, kernel, form, full)
@@ -98,8 +98,8 @@ def _export_landscapes(
     files: list[Path] = []
     for line in lines:
         where = (line.problem, line.device_name, line.regime)
-        if form in ENDINGS:
-            files.append(folder / landscape_file_name(*where, ENDINGS[form]))
+        if form == OURS:
+            files.append(folder / landscape_file_name(*where))
             export_landscape(db, files[-1], *where, full=full)
         else:
             files += export_foreign(recorded(db, *where), folder, form)
@@ -131,7 +131,7 @@ def _export_studies(db: TuningDB, folder: Path, lines: Sequence[Any]) -> Path:
     nargs=-1,
     required=True,
     metavar="SOURCE...",
-    help="tables, landscapes (JSON, CSV or T4), or databases, by file or URL",
+    help="tables, landscapes (JSON or T4), or databases, by file or URL",
 )
 def bring_in(run: Invocation, sources: tuple[str, ...]) -> None:
     """Take in tables, landscapes and other databases.

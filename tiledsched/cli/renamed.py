@@ -37,6 +37,7 @@ FLAGS: Mapping[str, str] = {
     "study ablation --csv": "-o DIR, which holds the rows as CSV",
     "bench --resume": "--csv FILE alone: the same command goes on with a file that is there",
     "fleet status --watch": "watch tiledsched fleet status",
+    "db export --format csv": "--format tiledsched, which db import reads, or tiledsched db query --csv for spreadsheets",
     "tune --storage": "tiledsched db export --landscapes DIR --format optuna, after the tune",
     "show --kernel": "the kernel's name alone: tiledsched show attention",
     "--seq-len": "-p S=1024:4096",
@@ -59,7 +60,7 @@ FLAGS: Mapping[str, str] = {
     "--lengths": "-p lengths",
     "--lse": "-p lse",
 }
-"""Old flag, of one command or of all -> what says the same now."""
+"""Old flag, of one command or of all, or old value of a flag -> what says the same now."""
 
 
 def check_command(path: str) -> None:
@@ -74,7 +75,8 @@ def check_command(path: str) -> None:
 
 
 def check_flag(path: str, flag: str) -> None:
-    """Make sure that a flag which a command, e.g. `tiledsched tune`, does not have is not one that it had.
+    """Make sure that a flag, or a flag with its value, which a command, e.g. `tiledsched tune`, does not have is not one that it
+    had.
 
     Raises:
         ConfigError: it is; the message names what says the same now.

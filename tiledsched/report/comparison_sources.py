@@ -28,7 +28,7 @@ from tiledsched.store.location import database_exists
 from tiledsched.store.records import Entry, MeasurementSummary, StoredMeasurement
 
 SHIPPED = "shipped"
-TABLES = (".json", ".json.xz", ".csv", ".csv.xz")
+TABLES = (".json", ".json.xz")
 DATE = re.compile(r"\d{4}-\d{2}-\d{2}([T ]\d{2}:\d{2}(:\d{2})?)?")
 BEFORE, AFTER = "before", "after"
 """Selectors of what was known before the last run of a database began, and of all that is known since."""

@@ -15,11 +15,11 @@ from typing import Any
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import DatabaseError, Failure, FailureKind
-from tiledsched.core.files import read_bounded, unpacked, write_whole
+from tiledsched.core.files import read_bounded, unpacked
 from tiledsched.core.problem import Problem, ProblemClass
 from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
-from tiledsched.store.codec import decode, encode
+from tiledsched.store.codec import decode
 from tiledsched.store.manifest import check_shipped
 from tiledsched.store.records import BuildRecord
 
@@ -95,52 +95,11 @@ class BuildFile:
         ]
 
 
-def write_builds(path: Path, file: BuildFile) -> None:
-    """Write a file of builds. The same builds in the same order give the same bytes."""
-    first = file.builds[0]
-    classes: dict[ProblemClass, int] = {}
-    programs: dict[tuple[Any, ...], int] = {}
-    rows = [
-        [
-            *build.schedule.values(),
-            classes.setdefault(build.problem_class, len(classes)),
-            programs.setdefault(_outcome(build), len(programs)),
-        ]
-        for build in file.builds
-    ]
-    every = list(range(len(rows)))
-    data = {
-        "kernel": first.kernel,
-        "source_hash": first.source_hash,
-        "toolchain": first.toolchain.to_json(),
-        "arch": first.arch,
-        "space": file.space,
-        "alike": dict(file.alike),
-        "serves": {name: None if list(places) == every else list(places) for name, places in file.serves.items()},
-        "times": {
-            arch: {name: [list(known), list(known.values())] for name, known in of.items()}
-            for arch, of in file.times.items()
-        },
-        "classes": [each.to_json() for each in classes],
-        "programs": list(programs),
-        "knobs": list(first.schedule),
-        "builds": rows,
-    }
-    write_whole(path, lzma.compress(json.dumps(data, separators=(",", ":")).encode(), preset=9))
-
-
-def _outcome(build: BuildRecord) -> tuple[Any, ...]:
-    """What a file says of the machine code, or of why there is none."""
-    if build.facts is None:
-        return tuple(encode(build.failure).values())
-    return build.fingerprint, build.cubin_bytes, *build.facts.to_json().values()
-
-
 def read_builds(path: Path) -> BuildFile:
     """The contents of a file of builds.
 
     Raises:
-        DatabaseError: the file cannot be read, is not the one that shipped, or not one that `write_builds` wrote.
+        DatabaseError: the file cannot be read, is not the one that shipped, or none that `docs.studies.modelled_programs` wrote.
     """
     try:
         packed = read_bounded(path)

@@ -23,7 +23,7 @@ from tiledsched.core.files import read_bounded, unpacked, write_whole
 from tiledsched.core.problem import Problem
 from tiledsched.store.codec import decode, encode
 from tiledsched.store.evidence import standing
-from tiledsched.store.foreign import of_csv, of_json, to_csv
+from tiledsched.store.foreign import OTHER_FILE, of_json
 from tiledsched.store.manifest import check_shipped
 from tiledsched.store.records import ArtifactRecord, Entry, MergeResult, StoredMeasurement
 from tiledsched.store.validation import untrue_estimates
@@ -41,7 +41,6 @@ LISTS = ("artifacts", "entries", "measurements")
 """The lists of a table file."""
 LOCAL = ("id", "measurement_id", "run_id", "layer")
 """Fields that mean something in one database or one process only, and are not written to files."""
-OTHER_FILE = "give a file that `tiledsched db export` wrote"
 Record = TypeVar("Record")
 
 
@@ -91,7 +90,7 @@ def export_landscape(
 
     Args:
         db: the database to export from.
-        target: a path or an open text file. A path that ends in `.csv` is written as CSV.
+        target: a path or an open text file.
         problem: the problem.
         device_name: the device.
         regime: burst or sustained.
@@ -105,7 +104,7 @@ def export_landscape(
     return len(evidence)
 
 
-def landscape_file_name(problem: Problem, device_name: str, regime: str, ending: str = ".json.xz") -> str:
+def landscape_file_name(problem: Problem, device_name: str, regime: str) -> str:
     """The name of a landscape's file: device, regime, and the kernel's own words for the problem, or its name and values.
 
     An example is `h200_burst_norms-RmsNorm_rows4096_columns8192_float16.json.xz`. A name that would be too long is cut, and
@@ -119,7 +118,7 @@ def landscape_file_name(problem: Problem, device_name: str, regime: str, ending:
     )
     device = device_name.removeprefix("NVIDIA ").replace(" ", "-").lower()
     stem = re.sub(r"[^\w.-]+", "-", f"{device}_{regime}_{words}", flags=re.ASCII).lstrip(".-")
-    return (stem if len(stem) <= LONGEST_STEM else f"{stem[: LONGEST_STEM - 13]}_{problem.id}") + ending
+    return (stem if len(stem) <= LONGEST_STEM else f"{stem[: LONGEST_STEM - 13]}_{problem.id}") + ".json.xz"
 
 
 def _file_word(item: tuple[str, Value]) -> str:
@@ -222,8 +221,6 @@ def parse_table(text: str, name: str) -> TableFile:
 
 def _parsed(text: str, name: str) -> dict[str, Any]:
     """The lists of a table file by their names. Their rows are not checked yet."""
-    if name.removesuffix(".xz").endswith(".csv"):
-        return of_csv(text, name)
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -318,8 +315,7 @@ def _write(
         "measurements": [written(stored) for stored in sorted(evidence, key=_evidence_order)],
         "artifacts": [encode(known[key]) for key in sorted(wanted & set(known))],
     }
-    as_csv = isinstance(target, (str, os.PathLike)) and Path(target).name.removesuffix(".xz").endswith(".csv")
-    text = to_csv(data["measurements"], data["artifacts"]) if as_csv else _pretty(data, "") + "\n"
+    text = _pretty(data, "") + "\n"
     if isinstance(target, (str, os.PathLike)):
         try:
             write_text(Path(target), text)

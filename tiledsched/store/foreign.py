@@ -1,5 +1,5 @@
-"""Measurements in other formats, which are read back without loss: CSV for data frames and spreadsheets, T4 results for other
-tuners. Both are turned into the lists of a table file, and then checked as such.
+"""Files of other tuners: T4 results that carry whole measurements, which are read back without loss, and the schedules that a
+file lists, which can be raced. T4 results are turned into the lists of a table file, and then checked as such.
 """
 
 from __future__ import annotations
@@ -8,16 +8,14 @@ import csv
 import io
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import fields
 from typing import Any
 
 from tiledsched.core.errors import DatabaseError
 from tiledsched.core.fields import Knob
-from tiledsched.core.files import csv_text, from_csv_cell
+from tiledsched.core.files import from_csv_cell
 from tiledsched.core.space import UNKNOWN
-from tiledsched.measure.runner import Measurement
 
 RECORD = "tiledsched"
 """The name under which a T4 result carries the whole measurement."""
@@ -27,100 +25,40 @@ CUT_OFF = "the file ends in the middle of it"
 """Why the last row of a file is no candidate that was being written when its tuner was stopped."""
 NO_TIME = 1e20
 """The time that Kernel Tuner wrote for what failed, before it wrote the kind of failure."""
-TAKEN = frozenset(field.name for field in fields(Measurement))
+DOTTED = "schedule."
+"""How the columns of a CSV file begin that hold knobs, where others hold something else."""
 OTHER_FILE = (
-    "give a file that `tiledsched db export --landscapes` wrote; configurations from elsewhere can be raced: "
+    "give JSON or T4 results that `tiledsched db export` wrote; schedules in other files can be raced: "
     "tiledsched tune --candidates FILE"
 )
 
 
-def to_csv(measurements: Iterable[Mapping[str, Any]], artifacts: Iterable[Mapping[str, Any]]) -> str:
-    """The text of a CSV file with a row for each measurement, and a column for each of its values and its machine code's facts.
-
-    Nested values have names with dots, such as `schedule.tile_m`. Text stands as it is unless it would be read as JSON, and
-    all other values as JSON.
-
-    Args:
-        measurements: rows as in a table file.
-        artifacts: rows as in a table file.
-    """
-    known = {(each["arch"], each["fingerprint"]): each for each in artifacts}
-    rows = []
-    for row in measurements:
-        taken = row["measurement"]
-        artifact = known.get((taken["device"]["arch"], taken["fingerprint"]), {})
-        whole = {**row, **taken, "artifact": artifact}
-        del whole["measurement"]
-        rows.append(dict(_flat(whole, "")))
-    return csv_text(rows)
-
-
-def _flat(value: Mapping[str, Any], before: str) -> Iterator[tuple[str, str]]:
-    for key, each in value.items():
-        if isinstance(each, Mapping) and each:
-            yield from _flat(each, f"{before}{key}.")
-        else:
-            yield (
-                before + key,
-                each if isinstance(each, str) and not _is_json(each) else json.dumps(each, ensure_ascii=False),
-            )
-
-
-def _is_json(text: str) -> bool:
-    if not text:
-        return True
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
 def rows_of_csv(text: str, name: str) -> list[dict[str, Any]]:
-    """The rows of a CSV file as nested objects. Empty cells are left out.
+    """The schedule in each row of a CSV file: columns `schedule.KNOB` where the row has any, else a column `schedule` that holds
+    an object, else all columns. Empty cells are left out.
 
     Raises:
-        DatabaseError: it is not CSV with a header, or one name stands both for a value and for an object.
+        DatabaseError: it is not CSV, or a row has not as many cells as the header.
     """
     rows: list[dict[str, Any]] = []
     try:
-        for cells in csv.DictReader(io.StringIO(text.removeprefix("\ufeff"), newline=""), strict=True):
-            row: dict[str, Any] = {}
-            for column, cell in cells.items():
-                if column is None or cell is None:
-                    raise DatabaseError(f"{name}: row {len(rows) + 1} has not as many cells as the header; correct it")
-                if cell:
-                    _put(row, column, json.loads(cell) if _is_json(cell) else from_csv_cell(cell))
-            rows.append(row)
-    except (csv.Error, AttributeError, TypeError) as error:
-        raise DatabaseError(f"{name} is no CSV with a header of different names: {error}; {OTHER_FILE}") from error
+        for cells in csv.DictReader(io.StringIO(text, newline=""), strict=True):
+            if None in cells or None in cells.values():
+                raise DatabaseError(f"{name}: row {len(rows) + 1} has not as many cells as the header; correct it")
+            row = {column: _value(cell) for column, cell in cells.items() if cell}
+            dotted = {column.removeprefix(DOTTED): value for column, value in row.items() if column.startswith(DOTTED)}
+            whole = row.get("schedule")
+            rows.append(dotted or (whole if isinstance(whole, dict) else row))
+    except csv.Error as error:
+        raise DatabaseError(f"{name} is no CSV: {error}; correct it") from error
     return rows
 
 
-def _put(row: dict[str, Any], column: str, value: Any) -> None:
-    *path, last = column.split(".")
-    for key in path:
-        row = row.setdefault(key, {})
-    row[last] = value
-
-
-def of_csv(text: str, name: str) -> dict[str, Any]:
-    """The lists of a table file, from CSV.
-
-    Raises:
-        DatabaseError: it is not CSV with measurements.
-    """
-    rows = rows_of_csv(text, name)
-    if not rows or not all("uid" in row and "fingerprint" in row for row in rows):
-        raise DatabaseError(
-            f"{name}: its rows name no machine code (uid, fingerprint), without which a time is no evidence; {OTHER_FILE}"
-        )
-    artifacts = [row.pop("artifact", None) for row in rows]
-    measurements = []
-    for row in rows:
-        taken = {key: row.pop(key) for key in list(row) if key in TAKEN}
-        measurements.append({**row, "measurement": taken})
-    return _table(measurements, artifacts)
+def _value(cell: str) -> Any:
+    """What a cell holds: JSON, or text that is none."""
+    with suppress(ValueError, RecursionError):
+        return json.loads(cell)
+    return from_csv_cell(cell)
 
 
 def of_json(data: Any, name: str) -> dict[str, Any] | None:
@@ -208,8 +146,7 @@ def configurations(text: str, name: str, knobs: Mapping[str, Knob]) -> tuple[lis
     rows: list[tuple[Any, str]]
     left_out, ours = Counter[str](), False
     if name.lower().endswith(".csv"):
-        whole = rows_of_csv(text, name)
-        rows = [(row["schedule"] if isinstance(row.get("schedule"), dict) else row, "") for row in whole]
+        rows = [(row, "") for row in rows_of_csv(text, name)]
     else:
         data, left_out = _json_of(text)
         ours = isinstance(data, list)
