@@ -15,20 +15,14 @@ import optuna
 import pytest
 from optuna.distributions import CategoricalDistribution
 
-from docs.studies.search.bench import held_out_landscapes
-from tiledsched.cli import main
 from tiledsched.core import space_files
-from tiledsched.core.errors import ConfigError, Failure, FailureKind
+from tiledsched.core.errors import ConfigError
 from tiledsched.core.schedule import Schedule
-from tiledsched.core.space_files import load_space, space_for
+from tiledsched.core.space_files import load_space
 from tiledsched.kernels.attention import Attention
-from tiledsched.kernels.rms_norm import RmsNorm
-from tiledsched.store.db import TuningDB
-from tiledsched.store.exchange import import_table
 from tiledsched.tuning import surrogate
 from tiledsched.tuning.samplers import SAMPLERS
 from tiledsched.tuning.study import ScheduleStudy
-from tiledsched.tuning.study_storage import new_storage, write_studies
 from tiledsched.tuning.surrogate import Known, SurrogateSampler
 
 PROBLEM = Attention.standard(seq_len=4096, head_dim=128, causal=True)
@@ -410,52 +404,3 @@ def test_the_surrogate_stands_alone():
     tree = ast.parse(Path(surrogate.__file__).read_text())
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert not any((module or "").startswith("tiledsched") for module in modules)
-
-
-# Studies in a storage
-
-
-def test_studies_are_written_from_the_database(tmp_path, recorded_db):
-    db, problem, device = recorded_db
-    space = space_for("sm_90", RmsNorm)
-    failure = Failure(kind=FailureKind.WRONG_RESULT, message="NaN")
-    failed = space.default(problem).replace(occupancy=32)  # as the space of another version had it
-    db.record_failure(None, "rms_norm", "sm_90", "measure", failed, failure, problem=problem)
-    (study,) = write_studies(db, new_storage(tmp_path / "studies.log"), [(problem, device, "burst")], space)
-    taken = db.latest_measurements(problem, "sm_90", device, "burst")
-    trials = study.get_trials()
-    assert len(trials) == len(taken) + 1 == 41
-    best = min(taken, key=lambda one: one.measurement.median_us).measurement
-    assert study.best_trial.value == best.median_us
-    attributes = study.best_trial.user_attrs
-    assert attributes["fingerprint"] == best.fingerprint
-    assert attributes["ci_low_us"] <= best.median_us <= attributes["ci_high_us"]
-    assert {"registers", "spill_bytes", "ctas_per_sm"} <= set(attributes)
-    assert study.best_trial.datetime_complete is not None
-    (only,) = (each for each in trials if each.value is None)
-    assert only.user_attrs["failure"] == str(failure.kind)
-    assert study.user_attrs["device"] == device
-    with pytest.raises(ConfigError, match="name a folder that can be written"):
-        new_storage(tmp_path / "nowhere" / "studies.log")
-
-
-@pytest.fixture
-def recorded_db(tmp_path):
-    """A database with one landscape: it, its problem and its device."""
-    (path,) = held_out_landscapes("rms_norm")
-    with TuningDB.open(tmp_path / "tuning.db") as db:
-        import_table(db, path)
-        (line,) = db.landscapes()
-        yield db, line.problem, line.device_name
-
-
-def test_what_is_measured_is_exported_as_studies(tmp_path, recorded_db, capsys):
-    export = ["db", "export", "--db", str(tmp_path / "tuning.db"), "--landscapes", str(tmp_path), "--format", "optuna"]
-    for _ in range(2):  # written anew each time
-        assert main(export) == 0
-        said = capsys.readouterr()
-        assert said.out == f"{tmp_path / 'studies.log'}\n"
-        assert f"on {recorded_db[2]}, burst: 40 trials" in said.err
-        assert f"optuna-dashboard {tmp_path / 'studies.log'}" in said.err
-    assert main([*export, "attention"]) == 2
-    assert "nothing is measured" in capsys.readouterr().err

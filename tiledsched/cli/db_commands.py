@@ -6,7 +6,6 @@ import csv as csv_files
 import itertools
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
 OURS = "tiledsched"
 """The format of a landscape that holds every measurement."""
-FORMATS = (OURS, "t4", "kernel-tuner-cache", "optuna")
+FORMATS = (OURS, "t4", "kernel-tuner-cache")
 SQLITE = b"SQLite format 3\0"
 """How every SQLite file begins."""
 
@@ -54,8 +53,8 @@ SQLITE = b"SQLite format 3\0"
     "form",
     type=click.Choice(FORMATS),
     default=OURS,
-    help="with --landscapes: this package's JSON, T4 results, what Kernel Tuner's simulation mode reads, or Optuna "
-    "studies for optuna-dashboard (default: tiledsched)",
+    help="with --landscapes: this package's JSON, T4 results, or what Kernel Tuner's simulation mode reads "
+    "(default: tiledsched)",
 )
 @option("--full", is_flag=True, help="with --landscapes: every measurement, not only the newest of each program")
 def export(
@@ -93,8 +92,6 @@ def _export_landscapes(
     lines = db.landscapes(arch, kernel)
     if not lines:
         raise ConfigError("nothing is measured in this database; tune on a GPU first, or db import a landscape")
-    if form == "optuna":
-        return [_export_studies(db, folder, lines)]
     files: list[Path] = []
     for line in lines:
         where = (line.problem, line.device_name, line.regime)
@@ -104,25 +101,6 @@ def _export_landscapes(
         else:
             files += export_foreign(recorded(db, *where), folder, form)
     return files
-
-
-def _export_studies(db: TuningDB, folder: Path, lines: Sequence[Any]) -> Path:
-    """Write every landscape as an Optuna study, all of them to one file, which is written anew."""
-    from tiledsched.core.registry import kernel_named
-    from tiledsched.core.space_files import space_for
-    from tiledsched.tuning.study_storage import new_storage, write_studies
-
-    path = folder / "studies.log"
-    storage = new_storage(path)
-    for (kernel, arch), found in itertools.groupby(
-        sorted(lines, key=lambda line: (line.problem.kernel, line.arch)),
-        key=lambda line: (line.problem.kernel, line.arch),
-    ):
-        where = [(line.problem, line.device_name, line.regime) for line in found]
-        for study in write_studies(db, storage, where, space_for(arch, kernel_named(kernel))):
-            note(f"{study.study_name}: {plural(len(study.get_trials(deepcopy=False)), 'trial')}")
-    note(f"to look at them: pip install optuna-dashboard, then: optuna-dashboard {path}")
-    return path
 
 
 @command("import")

@@ -20,9 +20,6 @@ from tiledsched.store.records import Contradiction, Entry, MeasurementSummary, P
 SPREAD = 0.035
 """How much the times of one program may differ between two GPUs of one model: 0.7 to 3.5% on H200s."""
 
-LANDSCAPE = 60
-"""Schedules of one problem under one compiler that are a landscape, and not what a race left."""
-
 
 def for_compiler(entries: Iterable[Entry], compiler: str) -> list[Entry]:
     """One entry for each place: that of the strongest provenance, and among equals one whose clock was not held down, and then

@@ -25,7 +25,6 @@ from tiledsched.store.manifest import shipped_landscapes
 from tiledsched.store.records import Entry
 from tiledsched.tuning.resources import Resources
 from tiledsched.tuning.study import Estimate
-from tiledsched.tuning.study_storage import facts_by_fingerprint
 from tiledsched.tuning.surrogate import Known
 
 MeasuredPrograms = dict[Problem, list[tuple[Schedule, ResourceFacts | None, float]]]
@@ -248,7 +247,9 @@ class Elsewhere:
     @cached_property
     def _facts(self) -> dict[str, ResourceFacts | None]:
         """The resources of all machine code in the database."""
-        return facts_by_fingerprint(self._db, self._space.arch)
+        return {
+            fingerprint: artifact.facts for (_, fingerprint), artifact in self._db.artifacts(self._space.arch).items()
+        }
 
     def known(self, problem: Problem, device_name: str, spec: ArchSpec, *, itself: bool) -> list[Known]:
         """What to learn from for `problem`, of what was measured on devices of that name; see `known_elsewhere`."""
