@@ -229,6 +229,26 @@ if __name__ == "__main__":
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_a_folder_is_held_before_others_can_find_it(tmp_path, monkeypatch) -> None:
+    """Else who sweeps just then takes it for that of a process that is gone."""
+    monkeypatch.setattr(files.tempfile, "tempdir", str(tmp_path))
+    hold, swept = files.fcntl.flock, []
+
+    def sweep_first(lock, how) -> None:
+        if how == files.fcntl.LOCK_EX:
+            files._sweep()
+            swept.append(lock)
+        hold(lock, how)
+
+    monkeypatch.setattr(files.fcntl, "flock", sweep_first)
+    made = OwnFolder()
+    assert swept
+    assert os.path.isdir(made.path)
+    files._sweep()
+    assert os.path.isdir(made.path)
+    made.close()
+
+
 def test_a_folder_lives_as_long_as_its_process(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(files.tempfile, "tempdir", str(tmp_path))
     code = "from tiledsched.core.files import OwnFolder; import os; print(OwnFolder().path, flush=True); os.kill(os.getpid(), 9)"

@@ -603,3 +603,16 @@ def test_forward_mode_derivatives_are_torchs(launches, quiet, place) -> None:
         assert dual(given[place]).abs().max() > 0 or place == 1  # scores that all rise the same change nothing
     with forward_ad.dual_level():
         assert forward_ad.unpack_dual(serve.sdpa(*given)).tangent is None
+
+
+def test_an_empty_batch_has_an_empty_result_and_gradients_whatever_torch_returns(fresh, monkeypatch):
+    """On a GPU torch's own function returns None there."""
+    monkeypatch.setattr("tiledsched.ops.fallback.torch_attention", lambda *given, **more: None)
+    for shape in ((0, 2, 4, 64), (2, 2, 0, 64)):
+        q = torch.ones(shape, dtype=torch.float16, requires_grad=True)
+        k = torch.ones(shape[0], 1, 5, 64, dtype=torch.float16, requires_grad=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            out, lse = serve.sdpa(q, k, k, return_lse=True)
+        assert (out.shape, lse.shape) == (shape, shape[:3])
+        assert [each.shape for each in torch.autograd.grad(out, (q, k), torch.ones_like(out))] == [q.shape, k.shape]

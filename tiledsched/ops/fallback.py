@@ -187,6 +187,8 @@ def _attend_plain(
     grouped = q.ndim == k.ndim == v.ndim >= 4 and q.shape[-3] != k.shape[-3] and heads_grouped(q, k, v)
     more: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, **({"enable_gqa": True} if grouped else {})}
     rows, columns = q.shape[-2], k.shape[-2]
+    if 0 in q.shape[:-1]:  # of an empty batch, torch's kernels return None on a GPU
+        return attend_visible(q, k, v, None, None, 0.0, scale, NO_FEATURES)[0]
     if causal != "bottom_right" or rows == columns:
         return torch_attention(q, k, v, attn_mask=attn_mask, is_causal=causal is not None, **more)
     visible = visible_keys(q, k, causal, NO_FEATURES)[0, 0]
