@@ -16,7 +16,6 @@ from tiledsched.core.blame import describe
 from tiledsched.core.cases import replaced
 from tiledsched.core.errors import TiledschedError
 from tiledsched.core.fields import Choice, Dim, Flag, Sizes
-from tiledsched.core.launch import steps
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.problem_lists import problems_of
 from tiledsched.core.schedule import HINT_KNOBS, Schedule
@@ -314,6 +313,8 @@ class _Check:
 
     def launched(self, p: Problem, s: Schedule) -> Any:
         """What a schedule launches: two that launch the same compute the same."""
+        from tiledsched.core.launch import steps  # imports cuTile, before which a session prepares its process
+
         try:
             return tuple(
                 (step.function, step.grid, tuple((each.name, repr(each.value)) for each in step.arguments))

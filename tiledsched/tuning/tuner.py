@@ -18,7 +18,6 @@ from functools import cached_property
 from html import escape
 from typing import Any, Protocol
 
-from tiledsched.checking.sizes import neighbours
 from tiledsched.core.blame import says_line
 from tiledsched.core.config import Settings
 from tiledsched.core.device import ArchSpec, arch_spec
@@ -826,6 +825,8 @@ class _Search(_ProblemTune):
         build."""
         if self.runner.name != "gpu":  # a recording holds no other problems
             return None
+        from tiledsched.checking.sizes import neighbours  # imports cuTile
+
         beside = neighbours(self.kernel, self.space, self.problem, winner.schedule)
         self.compiled += self.builder.build_for_each([(winner.schedule, each) for each in beside])
         try:
