@@ -10,6 +10,7 @@ from tiledsched.build.compiler import export
 from tiledsched.core.device import arch_spec
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import Problem, rate_text
+from tiledsched.core.sources import is_shipped
 from tiledsched.measure.runner import RivalTime
 from tiledsched.serve.lookup import LookupTable, Served
 from tiledsched.serve.rivals import RivalOffer
@@ -65,7 +66,7 @@ class Explanation:
         if any(problem_class(kernel, each, schedule, device) == alike for each in gated):
             return ""
         which = f"sizes like these, only for {gated[0]}" if gated else "any size"
-        command = f"tiledsched tune {kernel.name} -p {format_problem(self.problem)}"
+        command = f"tiledsched tune {kernel.name if is_shipped(kernel) else 'KERNEL'} -p {format_problem(self.problem)}"
         return f"no accuracy gate has run this schedule on a GPU for {which}; run: {command}"
 
     def to_json(self) -> dict[str, Any]:
