@@ -8,6 +8,7 @@ import math
 import pytest
 import served_entries
 
+from tiledsched.checking.accuracy import Accuracy
 from tiledsched.core import data_files
 from tiledsched.core.device import arch_spec
 from tiledsched.core.space_files import space_for
@@ -308,3 +309,23 @@ def test_the_shipped_tables_of_both_hold_the_same_machine_code() -> None:
     both = [each for each in SPARK_TABLE if (each.problem, each.schedule) in known]
     assert len(both) >= 60
     assert all(known[each.problem, each.schedule] == each.fingerprint for each in both)
+
+
+def test_what_no_gate_has_run_is_unverified():
+    """Gates are of machine code: sizes that are known only when a call runs share it, those known to the compiler do not."""
+    accuracy = Accuracy(max_abs_error=0.0, worst_tile_error=0.0, worst_tile=(0, 0), repeatable=True)
+    gated = dataclasses.replace(served_entries.SUMMARY, accuracy=accuracy)
+
+    def unverified(problem, *entries, arch="sm_90"):
+        explained = explain_problem(LookupTable(entries, Attention), problem, arch)
+        assert (explained.unverified != "") == ("  unverified  " in str(explained))
+        assert explained.to_json()["unverified"] == (explained.unverified or None)
+        return explained.unverified
+
+    tuned = served_entries.entry(PROBLEM, measurement=gated)
+    assert unverified(PROBLEM, tuned) == ""
+    assert unverified(PROBLEM.replace(batch=3, seq_q=1024, seq_k=1024), tuned) == "", "the same program"
+    assert f"only for {PROBLEM}; run: tiledsched tune attention -p" in unverified(PROBLEM.replace(head_dim=96), tuned)
+    assert "for any size" in unverified(PROBLEM, served_entries.entry(PROBLEM, "modelled"))
+    assert "for any size" in unverified(PROBLEM, served_entries.entry(PROBLEM)), "it was timed, and not checked"
+    assert "for any size" in unverified(PROBLEM), "the default"
