@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -109,5 +111,6 @@ with using(Launches().runtime):
     ts.matmul(x[0, 0], x[0, 0])
 assert "torch.utils.flop_counter" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run([sys.executable, "-c", code], env=here, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

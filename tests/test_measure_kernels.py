@@ -75,7 +75,7 @@ def test_where_something_is_wrong(begin):
         "random inputs: unequal elements 1 above 0 in Out, row tile 0, column tile 3, the first of 1 wrong tiles of 4"
     )
     message = begin(Dequantize).check(candidate(Dequantize, check="unwritten")).message
-    assert "relative error inf above 0.02 in Out, row tile 0" in message
+    assert "relative error inf above 0.008 in Out, row tile 0" in message
 
 
 def test_a_workspace_that_is_not_left_zero_is_a_wrong_result(begin):
