@@ -812,7 +812,7 @@ class _Search(_ProblemTune):
                 return result
             result = self.settled(result, finalists)
             winner = result.winner
-            failure = self.failure_beside(winner) if winner is not None else None
+            failure = self.failure_at_borders(winner) if winner is not None else None
             if winner is None or failure is None:
                 return result
             self.keep(Failed(schedule=winner.schedule, fingerprint=winner.fingerprint, failure=failure))
@@ -820,24 +820,24 @@ class _Search(_ProblemTune):
             if not finalists:
                 return RaceResult(winner=None, outcomes=())
 
-    def failure_beside(self, winner: Measurement) -> Failure | None:
+    def failure_at_borders(self, winner: Measurement) -> Failure | None:
         """How a schedule fails the accuracy gate on small problems at the borders of its tiles; None where it passes on all that
         build."""
         if self.runner.name != "gpu":  # a recording holds no other problems
             return None
         from tiledsched.checking.sizes import neighbours  # imports cuTile
 
-        beside = neighbours(self.kernel, self.space, self.problem, winner.schedule)
-        self.compiled += self.builder.build_for_each([(winner.schedule, each) for each in beside])
+        near = neighbours(self.kernel, self.space, self.problem, winner.schedule)
+        self.compiled += self.builder.build_for_each([(winner.schedule, each) for each in near])
         try:
-            for problem in beside:
+            for problem in near:
                 for program in self.builder.programs([winner.schedule], problem, self.runner.device):
                     self.runner.begin(problem)
                     checked = self.runner.check(self.builder.candidates([program])[0])
                     if isinstance(checked, Failure):
                         return replace(checked, message=f"right on {self.problem}, and on {problem}: {checked.message}")
         finally:
-            if beside:
+            if near:
                 self.runner.begin(self.problem)
         return None
 
