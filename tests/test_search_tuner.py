@@ -407,7 +407,7 @@ def test_a_winner_that_is_wrong_at_the_borders_of_its_tiles_is_a_failure_and_the
     assert second.entry.schedule != first.entry.schedule
     (failure,) = [each for each in db.failures("sm_90", recorded.problem) if each.schedule == first.entry.schedule]
     assert "planted beside" in failure.failure.message
-    assert f"right on {recorded.problem}, and on B=" in failure.failure.message
+    assert f"right on {recorded.problem}, wrong on B=" in failure.failure.message
 
 
 def test_a_replay_needs_one_device_and_a_recorded_problem() -> None:
