@@ -158,14 +158,12 @@ class _Check:
     def schedule(self, finder: SizeFinder, s: Schedule, *, first: bool) -> Iterator[CheckRow]:
         """One schedule: on a problem smaller than its tiles, on some tiles, on many, and the first also on whole tiles."""
         new = self.is_new(s)
-        reasons = self.space.unworkable(s, finder.small)
-        if reasons:
-            finder = finder.larger_for(s) or finder
-            if self.space.unworkable(s, finder.small):
-                yield CheckRow(
-                    problem=finder.base, schedule=s, passed=False, skipped=f"no problem small enough: {reasons[0]}"
-                )
-                return
+        workable = finder.workable_for(s)
+        if workable is None:
+            reason = f"no problem small enough: {self.space.unworkable(s, finder.small)[0]}"
+            yield CheckRow(problem=finder.base, schedule=s, passed=False, skipped=reason)
+            return
+        finder = workable
         row, uses = self.row(finder.small, s, CHECK_KINDS if first else (), finder)
         if first or not row.passed:
             yield row

@@ -59,9 +59,11 @@ class SizeFinder:
         """The smallest problem of the kind."""
         return self.smallest or _smallest(self.kernel, self.base)
 
-    def larger_for(self, s: Schedule) -> SizeFinder | None:
-        """A finder whose smallest problem is large enough for a schedule that cannot work for mine: with sizes of the problem as
-        its author names it, as few as possible; None where arrays would be too large."""
+    def workable_for(self, s: Schedule) -> SizeFinder | None:
+        """A finder for whose smallest problem a schedule can work: this one, or one that keeps sizes of the problem as its author
+        names it, as few as possible; None where arrays would be too large."""
+        if not self.space.unworkable(s, self.small):
+            return self
         names = self.dims()
         for count in range(1, len(names) + 1):
             for some in itertools.combinations(names, count):
@@ -222,7 +224,7 @@ def neighbours(kernel: KernelClass, space: SearchSpace, p: Problem, s: Schedule)
     from tiledsched.checking.interpreted import check_schedule
 
     finder, uses = SizeFinder(kernel=kernel, space=space, base=p), TileUses()
-    finder = finder.larger_for(s) or finder if space.unworkable(s, finder.small) else finder
+    finder = finder.workable_for(s) or finder
     with suppress(Exception):  # what the interpreter lacks: then there are only sizes of 1
         check_schedule(kernel, finder.small, s, kinds=(), uses=uses, shapes_may_fail=True, most_calls=FEW_CALLS)
     found = []

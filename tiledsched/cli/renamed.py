@@ -11,7 +11,7 @@ COMMANDS: Mapping[str, str] = {
     "ladder": "tiledsched study ladder",
     "profile": "tiledsched study profile",
     "landscapes": "tiledsched show --landscapes, or tiledsched db export --landscapes DIR to write files",
-    "dashboard": "tiledsched report, or tiledsched db export --landscapes DIR --format csv for tools of your own",
+    "dashboard": "tiledsched report, or tiledsched db query for tools of your own",
     "bundle": "tiledsched warmup -o FILE",
     "completion": 'eval "$(_TILEDSCHED_COMPLETE=bash_source tiledsched)", also with zsh_source or fish_source',
     "bench-search": "python -m docs.studies.search, in a checkout of the repository",

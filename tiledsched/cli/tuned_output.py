@@ -264,7 +264,7 @@ def print_checks(rows: Sequence[CheckRow], *, by_kind: bool) -> None:
     for row in rows:
         groups.setdefault(_kind(row.problem) if by_kind else row.problem, []).append(row)
     for some in groups.values():
-        drawn, ran = ({row.schedule for row in rows} for rows in (some, [row for row in some if not row.skipped]))
+        drawn, ran = {row.schedule for row in some}, {row.schedule for row in some if not row.skipped}
         some = [row for row in some if not row.skipped] or some
         wrong = {row.schedule for row in some if not row.passed}
         right = [row.worst_error for row in some if row.schedule not in wrong]

@@ -145,8 +145,8 @@ class Explanation:
             lines.append("  compiling   torch serves until the program is built")
         if self.stale:
             lines.append(f"  stale       {served.stale}")
-        if self.unverified:
-            lines.append(f"  unverified  {self.unverified}")
+        if unverified := self.unverified:
+            lines.append(f"  unverified  {unverified}")
         lines += self._rival_lines()
         lines += self._expected_lines()
         if entry is not None:

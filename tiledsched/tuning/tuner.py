@@ -835,7 +835,9 @@ class _Search(_ProblemTune):
                     self.runner.begin(problem)
                     checked = self.runner.check(self.builder.candidates([program])[0])
                     if isinstance(checked, Failure):
-                        return replace(checked, message=f"right on {self.problem}, wrong on {problem}: {checked.message}")
+                        return replace(
+                            checked, message=f"right on {self.problem}, wrong on {problem}: {checked.message}"
+                        )
         finally:
             if near:
                 self.runner.begin(self.problem)

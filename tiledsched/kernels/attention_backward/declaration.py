@@ -362,9 +362,8 @@ class AttentionBackward(Kernel):
     @staticmethod
     def tolerance(p: Problem, s: Schedule) -> Tolerance:
         """How exact the gradients must be, by element type, and whether they must be the same in every launch."""
-        alone = (
-            min(p.seq_q, p.seq_k) == 1
-        )  # a tile of one row: its sum may cancel, where others' errors are over 64 rows
+        # A tile of one row has one sum for each element, which may cancel; other tiles average over 64 rows.
+        alone = min(p.seq_q, p.seq_k) == 1
         return Tolerance(
             relative=LARGEST_ERROR[p.dtype] * (2 if alone else 1),
             floor=SMALL_SHARE * problem.usual_gradient(p),
