@@ -14,11 +14,12 @@ READY := $(VENV)/.$(if $(DRIVER),gpu,tune)-ready
 # Else each of the hundreds of processes that tests start compiles the package's sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: tune test test-gpu oldest oldest-compiler aarch64 lint docs wheel release clean help
+.PHONY: tune test test-all test-gpu oldest oldest-compiler aarch64 lint docs wheel release clean help
 
 help:
 	@echo "make tune   set up, tune the GPU that is here (ARCH= names another) and draw report/ (TUNE_ARGS: $(TUNE_ARGS))"
-	@echo "make test   set up and run the tests"
+	@echo "make test   set up and run the tests that a change of every day needs"
+	@echo "make test-all set up and run all tests: also servers, kills and studies"
 	@echo "make test-gpu set up and run every shipped program of an H100 or H200 on it, and the tests marked gpu"
 	@echo "make oldest builds with the oldest compiler that the package takes, beside the one it was set up with"
 	@echo "make aarch64 looks whether each dependency has a wheel for aarch64 hosts"
@@ -32,6 +33,9 @@ tune: $(READY)
 	$(BIN)/tiledsched tune $(if $(ARCH),--arch $(ARCH)) $(TUNE_ARGS) --report report
 
 test: $(VENV)/.test-ready
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m 'not slow'
+
+test-all: $(VENV)/.test-ready
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 # Builds the programs first where they are missing, which takes half an hour on two cores and is kept in .gpu_suite/.
