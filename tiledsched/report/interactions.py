@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.report.analysis import WITHIN, named_tile, neighbours
@@ -27,8 +29,8 @@ LEAST_DIFFERENCE = math.log(1.03)
 """Difference that an interaction needs, in log time."""
 EQUAL = 1 + 1e-9
 """Two differences within this ratio are equal: a circumstance and its opposite have the same one."""
-ALWAYS = ""
-"""The circumstance that always holds."""
+_Change = tuple[str, KnobValue, KnobValue]
+"""A knob, its value before, and its value after."""
 
 
 def interactions(problems: Sequence[Times], *, most: int = 12) -> tuple[Interaction, ...]:
@@ -38,7 +40,8 @@ def interactions(problems: Sequence[Times], *, most: int = 12) -> tuple[Interact
     tile, the tile of a persistent kernel), the mean log ratio of times with it is compared with the mean without it. Of
     one change the circumstance with the largest difference is given.
     """
-    effects: dict[tuple[str, KnobValue, KnobValue], dict[str, _Sums]] = defaultdict(lambda: defaultdict(_Sums))
+    changes: dict[_Change, list[float]] = defaultdict(list)
+    holds: dict[_Change, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     tile = named_tile(dict.fromkeys(knob for times in problems for schedule, _ in times for knob in schedule)) or ()
     for times in problems:
         best = min((us for _, us in times), default=math.inf)
@@ -48,42 +51,13 @@ def interactions(problems: Sequence[Times], *, most: int = 12) -> tuple[Interact
             (before, before_us), (after, after_us) = sorted((first, second), key=lambda one: _rank(one[0][knob]))
             if before not in known:
                 known[before] = list(_circumstances(before, tile))
-            change, seen = math.log(after_us / before_us), effects[knob, before[knob], after[knob]]
-            seen[ALWAYS].add(change)
+            change = knob, before[knob], after[knob]
             for circumstance, names in known[before]:
                 if knob not in names:
-                    seen[circumstance].add(change)
-    found = [one for change, seen in effects.items() if (one := _largest(change, seen)) is not None]
+                    holds[change][circumstance].append(len(changes[change]))
+            changes[change].append(math.log(after_us / before_us))
+    found = [one for change, all_of in changes.items() if (one := _largest(change, np.array(all_of), holds[change]))]
     return tuple(sorted(found, key=lambda one: (-abs(one.effect_with - one.effect_without), one.knob)))[:most]
-
-
-@dataclass
-class _Sums:
-    """Of some changes their number, their sum and the sum of their squares: a large database has too many to keep."""
-
-    count: int = 0
-    total: float = 0.0
-    squares: float = 0.0
-
-    def add(self, change: float) -> None:
-        """Take one more change into account."""
-        self.count += 1
-        self.total += change
-        self.squares += change * change
-
-    def without(self, part: _Sums) -> _Sums:
-        """The sums of the changes that are not among `part`."""
-        return _Sums(self.count - part.count, self.total - part.total, self.squares - part.squares)
-
-    @property
-    def mean(self) -> float:
-        """Mean of the changes."""
-        return self.total / self.count
-
-    @property
-    def error(self) -> float:
-        """Standard error of the mean, squared."""
-        return max(0.0, self.squares - self.total * self.mean) / (self.count - 1) / self.count
 
 
 def _rank(value: KnobValue) -> tuple[float, str]:
@@ -103,27 +77,32 @@ def _circumstances(schedule: Schedule, tile: Sequence[str]) -> Iterator[tuple[st
         yield f"{name}={str(value).lower()}", (name,)
 
 
-def _largest(change: tuple[str, KnobValue, KnobValue], seen: Mapping[str, _Sums]) -> Interaction | None:
+def _largest(change: _Change, effects: NDArray[np.float64], holds: Mapping[str, list[int]]) -> Interaction | None:
     """The circumstance under which a change has an effect that differs most from its effect elsewhere; None where no
     difference is certain.
+
+    Args:
+        change: the knob, its value before, and its value after.
+        effects: log ratio of the times for each pair.
+        holds: circumstance -> the places of the pairs under it.
     """
     best: Interaction | None = None
-    for circumstance in sorted(seen.keys() - {ALWAYS}):
-        inside, outside = seen[circumstance], seen[ALWAYS].without(seen[circumstance])
-        if min(inside.count, outside.count) < FEWEST_PAIRS:
+    for circumstance, places in sorted(holds.items()):
+        inside, outside = effects[places], np.delete(effects, places)
+        if min(inside.size, outside.size) < FEWEST_PAIRS:
             continue
-        difference = inside.mean - outside.mean
-        if abs(difference) < max(LEAST_DIFFERENCE, FEWEST_ERRORS * math.sqrt(inside.error + outside.error)):
+        error = math.sqrt(inside.var(ddof=1) / inside.size + outside.var(ddof=1) / outside.size)
+        if abs(inside.mean() - outside.mean()) < max(LEAST_DIFFERENCE, FEWEST_ERRORS * error):
             continue
         one = Interaction(
             knob=change[0],
             before=change[1],
             after=change[2],
             circumstance=circumstance,
-            effect_with=math.expm1(inside.mean),
-            pairs_with=inside.count,
-            effect_without=math.expm1(outside.mean),
-            pairs_without=outside.count,
+            effect_with=math.expm1(inside.mean()),
+            pairs_with=inside.size,
+            effect_without=math.expm1(outside.mean()),
+            pairs_without=outside.size,
         )
         if best is None or abs(one.effect_with - one.effect_without) > EQUAL * abs(
             best.effect_with - best.effect_without

@@ -9,8 +9,7 @@ interleaved in one run: times of different runs are never compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 
 from tiledsched.bench.rows import OK
 from tiledsched.core.errors import Failure
@@ -20,7 +19,7 @@ from tiledsched.core.space import SearchSpace
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Batch, Candidate, Runner
 from tiledsched.studies.ablation.rows import LADDER, TRIED, WITHOUT, AblationRow
-from tiledsched.studies.ablation.sources import ProgramSource, said
+from tiledsched.studies.ablation.sources import CompiledPrograms, RecordedPrograms, said
 from tiledsched.tuning.programs import Key
 
 TOGETHER = (("tile_m", "tile_n"), ("latency_k", "latency_v"), ("occupancy", "num_ctas"))
@@ -78,7 +77,7 @@ class Ladder:
     def __init__(
         self,
         runner: Runner,
-        source: ProgramSource,
+        source: CompiledPrograms | RecordedPrograms,
         space: SearchSpace,
         kernel: KernelClass,
         problem: Problem,
@@ -116,12 +115,13 @@ class Ladder:
         turned_back = [((name,), tuned.replace(**{name: plain[name]})) for name in tuned if tuned[name] != plain[name]]
         schedules = [schedule for _, schedule in (*rungs, *turned_back)]
         outcomes = self._time(schedules, self._rounds, check=True)
-        ladder = self._ladder_rows(rungs, outcomes)
-        top = ladder[-1]
-        for group, schedule in turned_back:
-            row = self._row(WITHOUT, len(rungs) - 1, group, tuned, schedule, outcomes[schedule])
-            ladder.append(replace(row, speedup_over_previous=_over(top, row), speedup_over_plain=_over(ladder[0], row)))
-        return [*ladder, *self._rows]
+        found = []
+        for rung, (group, schedule) in enumerate(rungs):
+            before = rungs[max(rung - 1, 0)][1]
+            found.append(self._row(LADDER, rung, group, before, schedule, outcomes, plain))
+        last = len(rungs) - 1
+        found += [self._row(WITHOUT, last, group, tuned, each, outcomes, plain) for group, each in turned_back]
+        return [*found, *self._rows]
 
     def _next_rung(
         self, current: Schedule, tuned: Schedule, left: Sequence[Group], rung: int
@@ -133,10 +133,7 @@ class Ladder:
             return left[0], tuned
         options = {group: current.replace(**{name: tuned[name] for name in group}) for group in left}
         outcomes = self._time([current, *options.values()], LOOK_ROUNDS, check=False)
-        before = self._row(TRIED, rung, (), current, current, outcomes[current])
-        for group, schedule in options.items():
-            row = self._row(TRIED, rung, group, current, schedule, outcomes[schedule])
-            self._rows.append(replace(row, speedup_over_previous=_over(before, row)))
+        self._rows += [self._row(TRIED, rung, group, current, each, outcomes) for group, each in options.items()]
         timed = [
             (not self._leads_on(schedule, tuned, frozenset(left) - {group}), outcome.median_us, group)
             for group, schedule in options.items()
@@ -159,8 +156,7 @@ class Ladder:
         outcomes: dict[Schedule, Outcome] = {}
         wanted = []
         for schedule in dict.fromkeys(schedules):
-            broken = refusals(self._space, schedule, self._problem)
-            if broken:
+            if broken := refusals(self._space, schedule, self._problem):
                 outcomes[schedule] = f"not valid: {'; '.join(broken)}"
             else:
                 wanted.append(schedule)
@@ -197,27 +193,19 @@ class Ladder:
             self._checked[key] = said(checked) if isinstance(checked, Failure) else ""
         return self._checked[key]
 
-    def _ladder_rows(
-        self, rungs: Sequence[tuple[Group, Schedule]], outcomes: dict[Schedule, Outcome]
-    ) -> list[AblationRow]:
-        rows: list[AblationRow] = []
-        for rung, (group, schedule) in enumerate(rungs):
-            previous = rungs[rung - 1][1] if rung else schedule
-            row = self._row(LADDER, rung, group, previous, schedule, outcomes[schedule])
-            first, before = (rows[0], rows[-1]) if rows else (row, None)
-            rows.append(
-                replace(
-                    row,
-                    speedup_over_plain=_over(first, row),
-                    speedup_over_previous=_over(before, row) if before else None,
-                )
-            )
-        return rows
-
     def _row(
-        self, view: str, rung: int, group: Group, before: Schedule, after: Schedule, outcome: Outcome
+        self,
+        view: str,
+        rung: int,
+        group: Group,
+        before: Schedule,
+        after: Schedule,
+        outcomes: Mapping[Schedule, Outcome],
+        plain: Schedule | None = None,
     ) -> AblationRow:
-        row = AblationRow(
+        """The row of a schedule: its speedup is over `before`, unless it is the same one, and over `plain`."""
+        outcome = outcomes[after]
+        return AblationRow(
             problem=self._problem,
             regime=self._regime,
             view=view,
@@ -227,14 +215,14 @@ class Ladder:
             after="+".join(str(after[name]) for name in group),
             schedule=after.short(),
             schedule_id=after.id,
-            status=OK,
+            status=outcome if isinstance(outcome, str) else OK,
+            timing=None if isinstance(outcome, str) else outcome,
+            speedup_over_previous=_over(outcomes[before], outcome) if rung or view == TRIED else None,
+            speedup_over_plain=_over(outcomes[plain], outcome) if plain else None,
             device=self._runner.device.name,
             runner=self._runner.name,
             taken=self._taken,
         )
-        if isinstance(outcome, str):
-            return replace(row, status=outcome)
-        return replace(row, timing=outcome)
 
 
 def outcome_of(batch: Batch | Failure) -> Outcome:
@@ -246,6 +234,8 @@ def outcome_of(batch: Batch | Failure) -> Outcome:
     return Timing.of(batch.samples_us)
 
 
-def _over(before: AblationRow, after: AblationRow) -> float | None:
-    """Speedup from one row to the other; None where either has no time."""
-    return before.timing.median_us / after.timing.median_us if before.timing and after.timing else None
+def _over(before: Outcome, after: Outcome) -> float | None:
+    """Speedup from one time to the other; None where either is missing."""
+    if isinstance(before, Timing) and isinstance(after, Timing):
+        return before.median_us / after.median_us
+    return None

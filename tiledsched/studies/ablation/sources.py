@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from tiledsched.build.cubin import Artifact
 from tiledsched.core.errors import Failure, FailureKind, MeasureError
@@ -16,14 +15,6 @@ from tiledsched.store.exchange import TableFile
 from tiledsched.tuning.programs import Builder
 
 NOT_RECORDED = "not recorded"
-
-
-class ProgramSource(Protocol):
-    """Finds the programs of schedules."""
-
-    def find(self, schedules: Sequence[Schedule], problem: Problem) -> dict[Schedule, Candidate | str]:
-        """For each schedule a program that the runner can time, or why there is none."""
-        ...
 
 
 class CompiledPrograms:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from tiledsched.bench.rows import OK, BenchRow
@@ -54,6 +55,10 @@ def problems() -> list[Problem]:
     ]
 
 
+Cell = tuple[str, bool, int, int]
+"""(dtype, causal, S, D) of a problem."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ResultRow:
     """A line of benchmark_results.csv. Figures are None where there is no time."""
@@ -94,7 +99,7 @@ class ResultRow:
     """Why there is no time."""
 
     @property
-    def cell(self) -> tuple[str, bool, int, int]:
+    def cell(self) -> Cell:
         """(dtype, causal, S, D)."""
         return self.dtype, self.causal, self.S, self.D
 
@@ -131,3 +136,12 @@ def result_of(row: BenchRow) -> ResultRow:
         tflops_per_s=flops / seconds / 1e12,
         approx_bw_gbps=moved / seconds / 1e9,
     )
+
+
+def times_by_cell(rows: Sequence[ResultRow]) -> dict[Cell, dict[str, float]]:
+    """Cell -> method -> milliseconds, of the methods that have a time there."""
+    found: dict[Cell, dict[str, float]] = {}
+    for row in rows:
+        if row.median_ms:
+            found.setdefault(row.cell, {})[row.method] = row.median_ms
+    return found

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tiledsched.bench.rows import BenchRow
 from tiledsched.core.problem import rate_of, unit_of
-from tiledsched.report.document import NOTHING, Block, Chart, Heading, Paragraph, Table, write_document
+from tiledsched.report.document import Block, Chart, Heading, Paragraph, Table, write_document
 from tiledsched.report.vega import BINARY, SIZES, Spec, chart, quantity, tips, titled, word
+from tiledsched.report.words import NOTHING, counted
 from tiledsched.studies.ladder.published import LAST, SOURCE, PublishedRate, published_for
-from tiledsched.studies.ladder.summary import Rung, answer, climbed, kinds_of, longest
-from tiledsched.studies.phrases import counted, first_line
+from tiledsched.studies.ladder.summary import Rung, answer, climbed, kinds_of
+from tiledsched.studies.pages import first_line, labelled_bars, untimed
 
 RAMP = ("#7b7fd1", "#4f86c6", "#2a9ac0", "#1fa187", "#4ac16d", "#90c62f", "#c4b000")
 """Colours of the rungs before the last, in their order."""
@@ -76,21 +77,15 @@ def _untimed(rows: Sequence[BenchRow]) -> list[Block]:
             if not row.median_us:
                 found.setdefault((kind, row.method, row.status), []).append(row.problem.seq_q)
     lines = [(kind, name, ", ".join(map(str, sorted(at))), why) for (kind, name, why), at in found.items()]
-    if not lines:
-        return []
-    heading = Heading(text="What has no time", folded=any(row.median_us for row in rows))
-    return [heading, Table(head=("problem", "rung", "S", "why"), rows=lines)]
+    return untimed(("problem", "rung", "S", "why"), lines, folded=any(row.median_us for row in rows))
 
 
 def _rung_table(found: Sequence[Rung]) -> list[Block]:
     """A line for each rung: what it adds, its rate at the longest length, and its gain over the rung before."""
-    length = longest(found)
+    length = max(length for rung in found for length in rung.timed)
     unit = next(unit_of(row.problem) for rung in found for row in rung.timed.values())
     usual = max(len(rung.gains) for rung in found)
-    rows = []
-    for rung in found:
-        at = rung.timed.get(length) if length is not None else None
-        rows.append((f"`{rung.name}`: {rung.adds}", f"{_rate(at):.1f}" if at else NOTHING, _gain(rung, usual)))
+    rows = [(f"`{rung.name}`: {rung.adds}", _rate_at(rung, length), _gain(rung, usual)) for rung in found]
     over = (
         f"geometric mean of {usual} lengths, and in brackets the least and the most" if usual > 1 else "at one length"
     )
@@ -114,6 +109,10 @@ def _rate(row: BenchRow) -> float:
     return rate_of(row.problem, row.timing.median_us) if row.timing else 0.0
 
 
+def _rate_at(rung: Rung, length: int) -> str:
+    return f"{_rate(rung.timed[length]):.1f}" if length in rung.timed else NOTHING
+
+
 def _published(found: Sequence[Rung]) -> list[PublishedRate]:
     """What NVIDIA published for the problems that were timed."""
     problems = {row.problem.seq_q: row.problem for rung in found for row in rung.timed.values()}
@@ -122,21 +121,16 @@ def _published(found: Sequence[Rung]) -> list[PublishedRate]:
 
 def _published_rates(found: Sequence[Rung], theirs: Sequence[PublishedRate], device: str) -> list[Block]:
     """NVIDIA's figures beside ours, with where they stand."""
-    ours = {rung.name: rung.timed for rung in found}
-    known = {(each.seq, each.rung, each.gpu): each.tflops for each in theirs}
-    rows = []
-    for length, rung in dict.fromkeys((each.seq, each.rung) for each in theirs):
-        at = ours.get(rung, {}).get(length)
-        rows.append(
-            (
-                f"S={length}, `{rung}`",
-                f"{_rate(at):.1f}" if at else NOTHING,
-                *(
-                    f"{known[length, rung, gpu]:.1f}" if (length, rung, gpu) in known else NOTHING
-                    for gpu in ("GB10", "B300")
-                ),
-            )
+    ours = {rung.name: rung for rung in found}
+    known = {(each.seq, each.rung, each.gpu): f"{each.tflops:.1f}" for each in theirs}
+    rows = [
+        (
+            f"S={length}, `{rung}`",
+            _rate_at(ours[rung], length) if rung in ours else NOTHING,
+            *(known.get((length, rung, gpu), NOTHING) for gpu in ("GB10", "B300")),
         )
+        for length, rung in dict.fromkeys((each.seq, each.rung) for each in theirs)
+    ]
     text = (
         f"NVIDIA published rates for these problems, in TFLOP/s. They are not ours. Ours were measured on {device}. Rungs up to "
         f"`division` are those of NVIDIA's tutorial; beside `{LAST}` stand its finished kernels. Source: {SOURCE}; timed as CUDA "
@@ -183,30 +177,17 @@ def rates(found: Sequence[Rung], theirs: Sequence[PublishedRate] = ()) -> Spec:
     scale = {"domain": [*names, *others], "range": [*(known[name] for name in names), *THEIRS[: len(others)]]}
     hover = tips(rung="rung", S="S", said=unit, us="time, µs", **{"from": "from"})
     if len(lengths) == 1:
-        return _bars(values, unit, scale, hover)
+        most = max(value["rate"] for value in values)
+        place = {
+            "x": quantity("rate", unit, scale={"domain": [0, most * ROOM], "nice": False}),
+            "y": word("rung", None, axis={"labelLimit": 220}),
+        }
+        height = 24 * len({value["rung"] for value in values})
+        return labelled_bars(values, place, word("rung", None, scale=scale, legend=None), hover, height, dx=4)
     x = quantity("S", "sequence length S", scale=BINARY, axis={"labelExpr": SIZES["labelExpr"], "values": lengths})
-    shared = {"x": x, "y": quantity("rate", unit), "color": word("rung", None, scale=scale), "tooltip": hover}
+    shared: Spec = {"x": x, "y": quantity("rate", unit), "color": word("rung", None, scale=scale), "tooltip": hover}
     dash = word("from", None, scale={"domain": ["measured here", "published by NVIDIA"], "range": [[1, 0], [5, 4]]})
-    mark: Mapping[str, Any] = {"type": "line", "point": True}
+    encoding: Spec = {**shared, "strokeDash": {**dash, "legend": None}}
     return chart(
-        values,
-        {"mark": mark, "encoding": {**shared, "strokeDash": {**dash, "legend": None}}, "width": "container"},
-        height=340,
+        values, {"mark": {"type": "line", "point": True}, "encoding": encoding, "width": "container"}, height=340
     )
-
-
-def _bars(values: list[dict[str, Any]], unit: str, scale: Spec, hover: list[Spec]) -> Spec:
-    y = word("rung", None, axis={"labelLimit": 220})
-    most = max(value["rate"] for value in values)
-    x = quantity("rate", unit, scale={"domain": [0, most * ROOM], "nice": False})
-    layers = [
-        {
-            "mark": "bar",
-            "encoding": {"x": x, "y": y, "color": word("rung", None, scale=scale, legend=None), "tooltip": hover},
-        },
-        {
-            "mark": {"type": "text", "align": "left", "dx": 4},
-            "encoding": {"x": x, "y": y, "text": {"field": "said", "type": "nominal"}},
-        },
-    ]
-    return chart(values, {"layer": layers, "width": "container"}, height=24 * len({value["rung"] for value in values}))

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from tiledsched.bench.methods import OURS
 from tiledsched.bench.rows import BenchRow
 from tiledsched.core.problem import rate_text
+from tiledsched.report.words import counted, joined, times_as_fast
 from tiledsched.studies.ladder.rungs import rungs
-from tiledsched.studies.phrases import counted, joined, times_as_fast
 
 SMALL = 0.02
 """An edit that gains less than this is said to change little."""
@@ -37,18 +37,16 @@ class Rung:
         return statistics.geometric_mean(self.gains.values()) if self.gains else None
 
 
-def kind_of(row: BenchRow) -> str:
-    """What rows of one ladder have in common: the problem without its length and, at the power cap, the regime."""
-    words = re.sub(r"\bS=\S+ ?", "", str(row.problem)).strip()
-    return words + (", at the power cap" if row.regime == "sustained" else "")
-
-
 def kinds_of(rows: Sequence[BenchRow]) -> dict[str, list[BenchRow]]:
-    """The rows of each kind of problem on each GPU, by a text that says which; in the order of the rows."""
+    """The rows of one ladder together: of one GPU, regime and kind of problem, which is the problem without its length. The key
+    says in words which; the order is that of the rows.
+    """
     several = len({row.device for row in rows}) > 1
     found: dict[str, list[BenchRow]] = {}
     for row in rows:
-        found.setdefault(kind_of(row) + (f", on {row.device}" if several else ""), []).append(row)
+        kind = re.sub(r"\bS=\S+ ?", "", str(row.problem)).strip()
+        cap = ", at the power cap" if row.regime == "sustained" else ""
+        found.setdefault(kind + cap + (f", on {row.device}" if several else ""), []).append(row)
     return found
 
 
@@ -66,11 +64,6 @@ def climbed(rows: Sequence[BenchRow]) -> list[Rung]:
         gains = {length: _us(before[length]) / _us(row) for length, row in timed[name].items() if length in before}
         found.append(Rung(name=name, adds=known[name], timed=timed[name], gains=gains))
     return found
-
-
-def longest(found: Sequence[Rung]) -> int | None:
-    """The longest length at which any rung has a time; None where none has."""
-    return max((length for rung in found for length in rung.timed), default=None)
 
 
 def answer(kind: str, found: Sequence[Rung]) -> str:

@@ -1,0 +1,86 @@
+"""Numbers, names and lists as the sentences and tables of every page write them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tiledsched.core.schedule import Schedule
+
+NOTHING = "-"
+"""Stands in a table cell that has no value."""
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things: `1 length`, `6 lengths`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def joined(words: Iterable[str]) -> str:
+    """Words in a sentence: `a, b and c`."""
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def code(text: str) -> str:
+    """Text between the backticks that mark code in a document; a dash for no text."""
+    return "`" + text.replace("`", "'") + "`" if text else NOTHING
+
+
+def short(schedule: Schedule) -> str:
+    """A schedule as code, with short names of knobs."""
+    return code(schedule.short())
+
+
+def tile_text(tile: tuple[int, int] | None) -> str:
+    """A tile as `rows x columns`, e.g. 64x128; a dash for no tile."""
+    return f"{tile[0]}x{tile[1]}" if tile else NOTHING
+
+
+def microseconds(us: float) -> str:
+    """A time for a column: two places below 100 microseconds, one above, thousands with commas."""
+    return f"{us:,.1f}" if us >= 100 else f"{us:.2f}"
+
+
+def figure(number: float | None) -> str:
+    """A number with four digits, or whole from 1,000 on; a dash for none."""
+    if number is None:
+        return NOTHING
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"
+
+
+def percent(fraction: float) -> str:
+    """A share in a sentence: one place below 9.95%, none above."""
+    return f"{fraction * 100:.{0 if fraction >= 0.0995 else 1}f}%"
+
+
+def percent_cell(fraction: float | None) -> str:
+    """A share in a table: one place, thousands with commas; a dash for none."""
+    return NOTHING if fraction is None else f"{fraction * 100:,.1f}%"
+
+
+def change(fraction: float) -> str:
+    """A change with its sign, e.g. `+3.2%`."""
+    return f"{fraction * 100:+.1f}%"
+
+
+def longer(drop: float, than: str = "") -> str:
+    """How much longer something takes, in words: `6.3% longer`, `2.1 times as long`, where wanted with what it is compared
+    with.
+    """
+    if abs(drop) < 0.0005:
+        words, link = "as long", "as"
+    elif drop < 1:
+        words, link = f"{percent(abs(drop))} {'longer' if drop > 0 else 'less time'}", "than"
+    else:
+        words, link = f"{1 + drop:,.{1 if drop < 99 else 0}f} times as long", "as"
+    return f"{words} {link} {than}" if than else words
+
+
+def times_as_fast(ratio: float) -> str:
+    """A ratio of times in words: `1.90 times as fast`, or `as fast` where the two differ by less than half a percent."""
+    return "as fast" if abs(ratio - 1) < 0.005 else f"{ratio:.2f} times as fast"
+
+
+def times(ratio: float | None) -> str:
+    """A ratio in a table, e.g. `1.90x`; a dash for none."""
+    return NOTHING if ratio is None else f"{ratio:.2f}x"
