@@ -154,11 +154,9 @@ def problem_of(times, same_programs=None, *, problem=PROBLEM, provenance="measur
         shared=(),
         timed=timed,
         runner_up=timed[1] if len(timed) > 1 else None,
-        ties=(),
         default=None,
         median_us=timed[len(timed) // 2].us,
         programs=len(timed) - len(same),
-        measurements=len(timed),
         served=None,
         **more,
     )

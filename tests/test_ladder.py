@@ -21,7 +21,7 @@ from tiledsched.core.errors import UnsupportedError
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.estimate import Timing
 from tiledsched.report.document import Paragraph, Table, to_markdown
-from tiledsched.studies.ladder import pages, published, rungs, summary
+from tiledsched.studies.ladder import pages, rungs
 from tiledsched.studies.ladder.rungs import EDITS, NAIVE, PlainAttention, plain_problem
 
 PROBLEM = Attention.problem(
@@ -118,7 +118,7 @@ def test_gains_and_charts_equal_brute_force_and_draw_nothing_untimed():
         rows.append(replace(row, timing=timing, status="ok" if timing else "out of memory"))
     us = {(row.method, row.problem.seq_q): row.median_us for row in rows}
     names = [*rungs.rungs(), "tiledsched"]
-    found = summary.climbed(rows)
+    found = pages.climbed(rows)
     assert [rung.name for rung in found] == names
     for before, rung in zip(["", *names], found, strict=False):
         both = [length for length in (512, 1024, 2048) if us[rung.name, length] and us.get((before, length))]
@@ -137,15 +137,13 @@ def test_nvidias_figures_stand_beside_ours_only_where_the_problem_is_theirs():
             for line in csv.DictReader(file)
             if line["source"] in ("playbook ladder", "playbook TileGym", "playbook B300")
         ]
-    assert sorted((each.gpu, each.seq, each.tflops) for each in published.PUBLISHED) == sorted(
+    assert sorted((each.gpu, each.seq, each.tflops) for each in rungs.PUBLISHED) == sorted(
         (line["device"], int(line["problem"].split("S=")[1].split()[0]), float(line["value"])) for line in theirs
     )
-    problem = Attention.problem(seq_q=2048, seq_k=2048, **published.PROBLEM)
-    assert {each.rung: each.tflops for each in published.published_for(problem) if each.gpu == "GB10"}[
-        "occupancy"
-    ] == 79.5
+    problem = Attention.problem(seq_q=2048, seq_k=2048, **rungs.PROBLEM)
+    assert {each.rung: each.tflops for each in rungs.published_for(problem) if each.gpu == "GB10"}["occupancy"] == 79.5
     for change in ({"causal": False}, {"batch": 1}, {"dtype": "bfloat16"}, {"seq_q": 512, "seq_k": 512}):
-        assert published.published_for(problem.replace(**change)) == []
+        assert rungs.published_for(problem.replace(**change)) == []
     text = to_markdown(pages.document(rows_of((2048,), problem)))
     assert "| S=2048, `occupancy` | 152.4 | 79.5 | - |" in text
     assert "They are not ours" in text

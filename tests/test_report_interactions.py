@@ -9,7 +9,7 @@ import pytest
 from report_samples import landscape, plain, report_of
 
 from tiledsched.core import data_files
-from tiledsched.report.interactions import interactions
+from tiledsched.report.analysis import interactions
 from tiledsched.report.text import _tables
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import read_table

@@ -13,9 +13,9 @@ from report_samples import PROBLEM, add_modelled, landscape, plain, report_of
 from docs.studies.screenshots import PICTURES, described, photograph
 from tiledsched.cli import main
 from tiledsched.report.charts import panel_names
-from tiledsched.report.document import Chart, Heading, to_html, write_document
+from tiledsched.report.document import Chart, Explorer, Heading, to_html, write_document
 from tiledsched.report.text import document
-from tiledsched.report.views import shown_problems, tile_rows, views_of
+from tiledsched.report.views import shown_problems, tile_rows
 from tiledsched.store.db import TuningDB
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,7 +83,7 @@ def test_each_panel_stands_under_its_own_problem(browser, folder, reports):  # n
 
 
 def test_the_reader_chooses_a_problem_and_sees_its_numbers(browser, folder, reports):  # noqa: F811
-    wanted = views_of(reports)
+    wanted = next(block for block in document(reports) if isinstance(block, Explorer)).cases
     with opened(browser, folder / "both.html") as page:
         labels = page.locator(".choices label").all()
         choices = {each.evaluate("each => each.firstChild.textContent"): each.locator("select") for each in labels}
@@ -98,13 +98,13 @@ def test_the_reader_chooses_a_problem_and_sees_its_numbers(browser, folder, repo
             view = page.locator(".view[data-view=tile-map] .chart")
             found = [each["text"] for each in texts(view)]
             words = page.locator(".view[data-view=tile-map] .chart").inner_text().replace("\n", " ")
-            assert case.problem in words
+            assert case.title in words
             assert case.source in words
             assert {row["said"] for row in case.rows["tiles"]} <= {*found}
             effects = [each["text"] for each in texts(page.locator(".view[data-view=knob-effects] .chart"))]
             assert {row["said"] for row in case.rows["knobs"]} <= {*effects}
-            seen.add(case.problem)
-        assert len(seen) == len({case.problem for case in wanted}) > 4
+            seen.add(case.title)
+        assert len(seen) == len({case.title for case in wanted}) > 4
 
 
 def test_pictures_are_saved_with_their_problem_on_white_paper(browser, folder, tmp_path):  # noqa: F811

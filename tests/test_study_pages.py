@@ -18,7 +18,7 @@ from tiledsched.studies.ablation.rows import AblationRow
 from tiledsched.studies.ablation.run import replay_ablation
 from tiledsched.studies.evaluation import pages as evaluation
 from tiledsched.studies.ladder import pages as ladder
-from tiledsched.studies.ladder.published import PROBLEM as THEIRS
+from tiledsched.studies.ladder.rungs import PROBLEM as THEIRS
 from tiledsched.studies.profile import pages as profile
 from tiledsched.studies.profile.metrics import MethodProfile, read_raw
 

@@ -18,11 +18,10 @@ from tiledsched.core.sources import source_part
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
 from tiledsched.measure.estimate import Timing
-from tiledsched.report.analysis import sensitivity, tile_times
+from tiledsched.report.analysis import interactions, sensitivity, tile_times
 from tiledsched.report.axes import axes_of
 from tiledsched.report.ceilings import measured_ceilings
 from tiledsched.report.effects import tile_knobs
-from tiledsched.report.interactions import interactions
 from tiledsched.report.landscapes import Landscape, LandscapeKey, accum_mode, read_measured
 from tiledsched.report.records import MEASURED, MODELLED, FailureCount, ProblemReport, Report, Section, Timed
 from tiledsched.report.sources import WithShipped

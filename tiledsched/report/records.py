@@ -256,8 +256,6 @@ class TileSensitivity:
     """Mean time of the runner-up over that of the best, minus 1."""
     spread: float
     """Mean time of the worst tile over that of the best, minus 1."""
-    tiles: int
-    """How many tiles were searched enough in every problem."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from tiledsched.core.device import PRODUCTS
 from tiledsched.core.problem import Problem, unit_of
 from tiledsched.core.schedule import SHORT
 from tiledsched.report import charts
+from tiledsched.report.analysis import few_schedules
 from tiledsched.report.answer import answer, next_step, problem_answer
 from tiledsched.report.axes import Axes, cell, show
 from tiledsched.report.csv_files import (
@@ -24,7 +25,6 @@ from tiledsched.report.csv_files import (
 from tiledsched.report.document import Block, Chart, Explorer, ExplorerCase, Heading, Paragraph, Table, write_document
 from tiledsched.report.effects import joined_effects, preferred_values
 from tiledsched.report.records import DeviceConditions, Interaction, ProblemReport, Report, Section, TileSensitivity
-from tiledsched.report.regret import few_schedules
 from tiledsched.report.vega import Spec
 from tiledsched.report.views import (
     FEWEST_DOTS,

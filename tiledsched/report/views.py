@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tiledsched.core.problem import unit_of
+from tiledsched.report.analysis import broad
 from tiledsched.report.axes import cell, show
 from tiledsched.report.effects import LEAST_PAIRS, value_effects
 from tiledsched.report.records import ProblemReport, Report, Timed, ValueEffect
-from tiledsched.report.regret import broad
+from tiledsched.report.words import change
 
 SCALE_END = 3.0
 """Times beyond this many times the best share one colour or one bar, so that one bad program does not grey out the rest."""
@@ -74,7 +75,7 @@ def knob_rows(effects: Iterable[ValueEffect]) -> list[Row]:
             "relative": round(each.ratio, 4),
             "low": round(each.ci_low or each.ratio, 4),
             "high": round(each.ci_high or each.ratio, 4),
-            "said": f"{(each.ratio - 1) * 100:+.1f}%",
+            "said": change(each.ratio - 1),
             "pairs": each.pairs,
             "problems": each.problems,
         }

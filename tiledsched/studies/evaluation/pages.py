@@ -13,10 +13,18 @@ from tiledsched.core.files import csv_text
 from tiledsched.report.document import Block, Chart, Contents, Heading, Paragraph, Table, to_markdown, write_document
 from tiledsched.report.vega import titled
 from tiledsched.report.words import NOTHING, counted, joined, longer, tile_text, times, times_as_fast
-from tiledsched.studies.evaluation import tiles as tiling
 from tiledsched.studies.evaluation.figures import of_results
-from tiledsched.studies.evaluation.rows import BASELINE, COLUMNS, METHODS, OURS, ResultRow, result_of, times_by_cell
-from tiledsched.studies.evaluation.tiles import TilingRow
+from tiledsched.studies.evaluation.rows import (
+    BASELINE,
+    COLUMNS,
+    METHODS,
+    OURS,
+    TILING_COLUMNS,
+    ResultRow,
+    TilingRow,
+    result_of,
+    times_by_cell,
+)
 from tiledsched.studies.pages import first_line, untimed
 
 RIVALS = (
@@ -40,7 +48,7 @@ def write_evaluation(folder: Path, rows: Sequence[BenchRow], tiles: Sequence[Til
         page="study.html",
         more={
             "benchmark_results.csv": csv_text([asdict(row) for row in results], COLUMNS, missing="nan"),
-            "tuning_results.csv": csv_text([row.to_csv() for row in tiles], tiling.COLUMNS, missing="nan"),
+            "tuning_results.csv": csv_text([row.to_csv() for row in tiles], TILING_COLUMNS, missing="nan"),
             "table3_reproducibility.md": to_markdown(table3),
             "table4_tiling_sensitivity.md": to_markdown(table4),
         },

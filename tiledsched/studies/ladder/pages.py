@@ -1,19 +1,119 @@
-"""Writes the ladder: the answer, a chart of rates over sequence lengths, and a line for each rung."""
+"""Writes the ladder: what its rows say in sentences, a chart of rates over sequence lengths, and a line for each rung."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tiledsched.bench.methods import OURS
 from tiledsched.bench.rows import BenchRow
-from tiledsched.core.problem import rate_of, unit_of
+from tiledsched.core.problem import rate_of, rate_text, unit_of
 from tiledsched.report.document import Block, Chart, Heading, Paragraph, Table, write_document
 from tiledsched.report.vega import BINARY, SIZES, Spec, chart, quantity, tips, titled, word
-from tiledsched.report.words import NOTHING, counted
-from tiledsched.studies.ladder.published import LAST, SOURCE, PublishedRate, published_for
-from tiledsched.studies.ladder.summary import Rung, answer, climbed, kinds_of
+from tiledsched.report.words import NOTHING, counted, joined, times_as_fast
+from tiledsched.studies.ladder.rungs import LAST, SOURCE, PublishedRate, published_for, rungs
 from tiledsched.studies.pages import first_line, labelled_bars, untimed
+
+SMALL = 0.02
+"""An edit that gains less than this is said to change little."""
+SERVED = "the whole kernel of tiledsched, with the schedule that it serves"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rung:
+    """A rung of the ladder for one kind of problem: problems that differ in nothing but their length."""
+
+    name: str
+    """Name of the method."""
+    adds: str
+    """What it adds to the rung before."""
+    timed: Mapping[int, BenchRow]
+    """Length -> its row, where it has a time; the shortest first."""
+    gains: Mapping[int, float]
+    """Length -> time of the rung before over its own, where both have a time. The two are of one run."""
+
+    @property
+    def gain(self) -> float | None:
+        """The geometric mean of its gains; None where there is none."""
+        return statistics.geometric_mean(self.gains.values()) if self.gains else None
+
+
+def kinds_of(rows: Sequence[BenchRow]) -> dict[str, list[BenchRow]]:
+    """The rows of one ladder together: of one GPU, regime and kind of problem, which is the problem without its length. The key
+    says in words which; the order is that of the rows.
+    """
+    several = len({row.device for row in rows}) > 1
+    found: dict[str, list[BenchRow]] = {}
+    for row in rows:
+        kind = re.sub(r"\bS=\S+ ?", "", str(row.problem)).strip()
+        cap = ", at the power cap" if row.regime == "sustained" else ""
+        found.setdefault(kind + cap + (f", on {row.device}" if several else ""), []).append(row)
+    return found
+
+
+def climbed(rows: Sequence[BenchRow]) -> list[Rung]:
+    """The rungs of one kind of problem, in their order; those that no row is of are left out."""
+    known = {name: adds for name, (adds, _) in rungs().items()} | {OURS: SERVED}
+    order = [name for name in known if any(row.method == name for row in rows)]
+    timed: dict[str, dict[int, BenchRow]] = {name: {} for name in order}
+    for row in sorted(rows, key=lambda row: row.problem.seq_q):
+        if row.median_us and row.method in timed:
+            timed[row.method][row.problem.seq_q] = row
+    found = []
+    for place, name in enumerate(order):
+        before = timed[order[place - 1]] if place else {}
+        gains = {length: _us(before[length]) / _us(row) for length, row in timed[name].items() if length in before}
+        found.append(Rung(name=name, adds=known[name], timed=timed[name], gains=gains))
+    return found
+
+
+def answer(kind: str, found: Sequence[Rung]) -> str:
+    """What the ladder found for one kind of problem, in sentences."""
+    first, last = found[0], found[-1]
+    shared = [length for length in last.timed if length in first.timed]
+    lines = []
+    if shared and first is not last:
+        length = shared[-1]
+        slow, fast = first.timed[length], last.timed[length]
+        lines.append(
+            f"For {kind}, `{last.name}` reaches {rate_text(fast.problem, _us(fast))} at S={length}: it is "
+            f"{times_as_fast(_us(slow) / _us(fast))} as `{first.name}`, which reaches {rate_text(slow.problem, _us(slow))}."
+        )
+    else:
+        missing = [f"`{rung.name}`" for rung in found if rung in (first, last) and not rung.timed]
+        why = f"{joined(missing)} {'has' if len(missing) == 1 else 'have'} no time" if missing else "no length has both"
+        lines.append(f"For {kind}, the first and the last rung cannot be compared: {why}.")
+    steps = [rung for rung in found if rung.gain is not None]
+    if steps:
+        best = max(steps, key=lambda rung: rung.gain or 0.0)
+        if best.gain and best.gain > 1 + SMALL:
+            lines.append(
+                f"The largest step is `{best.name}` ({best.adds}): with it the kernel is {times_as_fast(best.gain)} as "
+                f"before ({_mean(best)})."
+            )
+        slower = [rung for rung in steps if rung.gain and rung.gain < 1 - SMALL]
+        if slower:
+            said = joined(f"`{rung.name}` {rung.gain:.2f} times as fast ({_mean(rung)})" for rung in slower)
+            lines.append(f"{'A step makes' if len(slower) == 1 else 'Some steps make'} it slower: {said}.")
+        little = [f"`{rung.name}`" for rung in steps if rung.gain and abs(rung.gain - 1) <= SMALL]
+        if little:
+            lines.append(f"With {joined(little)} the mean time changes by 2% at most.")
+    return " ".join(lines)
+
+
+def _mean(rung: Rung) -> str:
+    over = counted(len(rung.gains), "length")
+    return f"geometric mean of {over}" if len(rung.gains) > 1 else over
+
+
+def _us(row: BenchRow) -> float:
+    """The time of a row; 0 for one without."""
+    return row.median_us or 0.0
+
 
 RAMP = ("#7b7fd1", "#4f86c6", "#2a9ac0", "#1fa187", "#4ac16d", "#90c62f", "#c4b000")
 """Colours of the rungs before the last, in their order."""
@@ -106,7 +206,7 @@ def _gain(rung: Rung, usual: int) -> str:
 
 
 def _rate(row: BenchRow) -> float:
-    return rate_of(row.problem, row.timing.median_us) if row.timing else 0.0
+    return rate_of(row.problem, _us(row))
 
 
 def _rate_at(rung: Rung, length: int) -> str:
