@@ -39,19 +39,6 @@ def test_a_knob_value_is_compared_with_the_plain_one() -> None:
     assert row[5:] == ("0.963", "1.125", "0.963", "1.125", "0.800", "3")
 
 
-def test_intervals_that_overlap_are_not_clearly_ahead() -> None:
-    got = verdict(SPACE, [[taken(plain(64, 64), 100.0), taken(plain(64, 64, qk_ahead=True), 99.5)]], "qk_ahead", True)
-    assert (got.in_best, got.ahead) == (1, 0)
-
-
-def test_other_values_are_not_the_plain_one() -> None:
-    times = {"natural": 120.0, "heads_fastest": 100.0, "swizzled": 110.0}
-    landscape = [taken(plain(64, 64, block_order=order), us) for order, us in times.items()]
-    got = verdict(SPACE, [landscape], "block_order", "swizzled")
-    assert (got.over_plain, got.over_others) == (pytest.approx((120 / 110,)), pytest.approx((100 / 110,)))
-    assert got.in_best == 0
-
-
 def test_the_best_is_compared_with_the_best_without_structure() -> None:
     row = problem_row(SPACE.modelled_pins(), fastest_first(FIRST))
     assert row[1:4] == ("4", "64x64 kv_subtiles=2 warps=4 occ=1", "160.0")

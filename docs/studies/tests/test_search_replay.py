@@ -12,7 +12,7 @@ from docs.studies.search.__main__ import main
 from docs.studies.search.bench import run_bench, shipped_landscapes
 from docs.studies.search.field import read_field
 from docs.studies.search.methods import METHODS
-from docs.studies.search.scores import DEPTHS, Run, Trace, read_runs, score, summarise, write_runs
+from docs.studies.search.scores import DEPTHS, Run, Trace, read_runs, score, summarise
 from tiledsched.core.errors import ConfigError
 from tiledsched.tuning.effort import EFFORTS
 
@@ -95,18 +95,6 @@ def test_a_run_that_never_came_near_counts_as_infinite() -> None:
     assert low <= 25.0
     (never,) = summarise([made("a", 0, None), made("b", 0, None), made("c", 0, 5)])
     assert never.measurements_to_1pct is None
-
-
-@pytest.mark.parametrize("name", ["runs.csv", "runs.csv.xz"])
-def test_runs_are_written_and_read_back(tmp_path, name) -> None:
-    runs = [made("a", 0, 10), made("a", 1, None), made("b", 0, 20, 0.3)]
-    write_runs(runs, tmp_path / name)
-    assert read_runs(tmp_path / name) == runs
-    with pytest.raises(ConfigError, match="cannot read"):
-        read_runs(tmp_path / "missing.csv")
-    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(ConfigError, match="other columns"):
-        read_runs(tmp_path / "other.csv")
 
 
 def test_nothing_of_the_problem_or_its_siblings_is_learnt_from(fields) -> None:

@@ -8,9 +8,8 @@ import json
 import pytest
 
 from docs.studies import untuned
-from docs.studies.untuned import COLUMNS, DRAWS, Row, cross_validated, drawn, judged, read, shipped_times, summary
+from docs.studies.untuned import DRAWS, Row, cross_validated, drawn, judged, read, shipped_times, summary
 from tiledsched.core import data_files
-from tiledsched.core.files import csv_text
 from tiledsched.kernels.matmul import Matmul
 
 RESULTS = data_files.tuning_db().parent / "docs" / "results" / "h200"
@@ -47,13 +46,6 @@ def test_a_caller_sees_the_gpu_in_graphs_and_the_slower_of_host_and_gpu_in_eager
     text = summary(judged(rows("ours 0", torch=(10.0, 15.0), ours_0=(20.0, 11.0))))
     assert "matmul graph: 1 problems, geometric mean 0.500x, below 0.95x 1" in text
     assert "  graph 0.500 eager 0.750 ours 0 against torch 10.0 us: m=64" in text
-
-
-def test_rows_come_back_from_a_file(tmp_path) -> None:
-    made = rows(torch=(10.0, 15.0))
-    path = tmp_path / "rows.csv"
-    path.write_text(csv_text([row.to_csv() for row in made], COLUMNS))
-    assert read(path) == made
 
 
 def test_what_ships_are_the_times_of_the_rows_in_the_results() -> None:
