@@ -171,26 +171,6 @@ def test_methods_side_by_side(ncu):
     assert [line["duration_us"] for line in lines] == ["800.0", ""]
 
 
-def test_the_methods_are_compared_with_the_first():
-    """Sentences and charts hold the values of the rows, and leave out what the profiler did not report."""
-    slow = {
-        "gpu__time_duration.sum": "1,000,000",
-        "smsp__average_warps_issue_stalled_gmma_per_issue_active.ratio": "2.5",
-    }
-    ran = [
-        MethodProfile(method=name, kernels=tuple(read_raw(raw(("k", changes)))))
-        for name, changes in (("a", {}), ("b", slow))
-    ]
-    text = pages.answer(PROBLEM, ran)
-    assert "`a` takes 800 µs; `b` 25% longer." in text
-    assert "Warps wait most in `a` for the instruction before and in `b` for the tensor cores." in text
-    rows = {(row["what"], row["method"]): row["value"] for row in pages.stall_rows(ran)}
-    assert rows["the tensor cores", "b"] == 2.5
-    assert ("the tensor cores", "a") not in rows
-    assert {row["value"] for row in pages.share_rows(ran) if row["what"] == "achieved occupancy"} == {12.43}
-    assert len(pages.share_rows(ran)) == 2 * len(pages.SHARES)
-
-
 def test_what_to_do_about_it_is_told(ncu):
     with pytest.raises(ConfigError, match="NVreg_RestrictProfilingToAdminUsers=0"):
         profile(Attention, PROBLEM, ["eager"], ncu=ncu)

@@ -88,7 +88,7 @@ CASES = {
             | {plain(64, 64): 150.0, plain(128, 128): 106.0, plain(64, 128): 210.0},
         )
     ],
-    "a clock that was held down": [partial(add_times, times=grid(), **SLOWLY)],
+    "a clock that was held down": [partial(add_times, times=TWO, **SLOWLY)],
     "hints in place of a tile": [partial(add_times, times=ONLY_HINTS)],
     "nothing": [],
 }
