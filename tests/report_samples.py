@@ -153,6 +153,10 @@ def entry(schedule, **more):
     return Entry(**{**known, **code, "schedule": schedule, **more})
 
 
+def add_entry(db, schedule, **more):
+    db.put_entry(entry(schedule, **more))
+
+
 def add_raced(db, times, winner, **more):
     """Measurements, and the entry that serves the winner."""
     db.put_entry(entry(winner, measurement_id=add_times(db, times)[winner], **more))

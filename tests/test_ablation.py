@@ -20,10 +20,9 @@ from tiledsched.core.errors import Failure, FailureKind, MeasureError
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
-from tiledsched.measure.replay import ReplayRunner
 from tiledsched.measure.runner import Batch, Candidate, Checked, Conditions
 from tiledsched.store.db import TuningDB
-from tiledsched.store.exchange import TableFile, read_table
+from tiledsched.store.exchange import TableFile
 from tiledsched.studies.ablation.ladder import Ladder, groups_between, refusals
 from tiledsched.studies.ablation.sources import CompiledPrograms, RecordedPrograms
 from tiledsched.tuning.programs import Builder
@@ -201,27 +200,6 @@ def test_the_compiler_is_asked_once_for_each_schedule(tmp_path) -> None:
 
 
 # Over a record
-
-
-def test_a_recorded_ladder_takes_a_way_that_is_wholly_recorded() -> None:
-    recorded = RecordedPrograms(read_table(LANDSCAPE), SPACE)
-    runner = ReplayRunner(TEMPLATE, recorded.measurements)
-    ladder = Ladder(runner, recorded, SPACE, TEMPLATE, recorded.problem, recorded=recorded.holds)
-    rows = ladder.climb(SPACE.default(recorded.problem, pinned={"accum_mode": "fp32"}), recorded.best.schedule)
-    rungs = [row for row in rows if row.view == "ladder"]
-    assert len(rungs) == 6
-    assert {row.status for row in rungs} == {"ok"}
-    assert rungs[-1].schedule_id == recorded.best.schedule.id
-    assert rungs[-1].timing.median_us == pytest.approx(recorded.best.median_us, rel=5e-3)
-    assert rungs[-1].speedup_over_plain > 1.7
-    product = 1.0
-    for row in rungs[1:]:
-        product *= row.speedup_over_previous
-    assert product == pytest.approx(rungs[-1].speedup_over_plain)
-    missing = [row for row in rows if row.status == "not recorded"]
-    assert missing
-    assert all(row.timing is None for row in missing)
-    assert {row.runner for row in rows} == {"replay"}
 
 
 def test_an_empty_record_is_refused() -> None:

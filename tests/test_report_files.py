@@ -10,6 +10,7 @@ import pytest
 from report_samples import (
     PROBLEM,
     add_builds,
+    add_entry,
     add_failure,
     add_modelled,
     add_raced,
@@ -22,8 +23,9 @@ from report_samples import (
     report_of,
 )
 
-from tiledsched.core.errors import ConfigError
+from tiledsched.core.errors import ConfigError, Failure, FailureKind
 from tiledsched.core.schedule import Schedule
+from tiledsched.kernels.attention import Attention
 from tiledsched.report import write_report
 from tiledsched.report.document import Chart, Contents, Explorer, Heading, Paragraph, Table, to_html, to_markdown
 from tiledsched.report.text import document
@@ -47,6 +49,9 @@ ALL = {plain(m, n): 90.0 + m + n for m in (64, 128) for n in (32, 64, 128)}
 ONLY_HINTS = {
     Schedule(occupancy=occ, num_worker_warps=warps): 50.0 + 3 * occ + warps for occ in (1, 2, 3) for warps in (4, 8)
 }
+HALF = plain(128, 64, accum_mode="fp16")
+SAME = {plain(128, 64): "a" * 24, plain(128, 64, latency_k=2): "a" * 24}
+REGISTERS = Failure(kind=FailureKind.COMPILE_ERROR, message="tileiras: error: out of registers")
 SLOWLY = {"clock": 1200, "reasons": ("power cap",)}
 CASES = {
     "one problem with rivals and failures": [
@@ -90,6 +95,64 @@ CASES = {
     ],
     "a clock that was held down": [partial(add_times, times=TWO, **SLOWLY)],
     "hints in place of a tile": [partial(add_times, times=ONLY_HINTS)],
+    "regimes that disagree": [
+        partial(
+            add_times, times={plain(128, 64): 100.0, plain(128, 128): 110.0, plain(64, 64): 130.0, plain(64, 32): 50.0}
+        ),
+        partial(
+            add_times, times={plain(128, 64): 150.0, plain(128, 128): 120.0, plain(64, 64): 300.0}, regime="sustained"
+        ),
+    ],
+    "regimes that cannot be told apart": [
+        partial(add_times, times={plain(128, 64): 100.0, plain(128, 128): 110.0}),
+        partial(add_times, times={plain(128, 64): 120.0, plain(128, 128): 120.5}, regime="sustained"),
+        partial(add_times, times={plain(128, 128): 119.5}, regime="sustained"),  # the newest counts
+    ],
+    "programs and accuracy classes in both regimes": [
+        partial(add_times, times={plain(128, 64): 100.0, plain(64, 64): 200.0, HALF: 10.0}, fingerprints=SAME),
+        partial(
+            add_times,
+            times={plain(128, 64, latency_k=2): 100.0, plain(64, 64): 200.0, HALF: 10.0},
+            fingerprints=SAME,
+            regime="sustained",
+        ),
+    ],
+    "several sizes": [
+        partial(
+            add_times,
+            times={plain(128, 64): first, plain(64, 64): second},
+            problem=Attention.standard(seq_len=size, head_dim=64),
+        )
+        for size, first, second in ((2048, 100.0, 110.0), (4096, 100.0, 121.0), (8192, 130.0, 100.0))
+    ],
+    "knobs without effect on the machine code": [
+        partial(add_times, times={plain(128, 64): 100.0}),
+        partial(
+            add_builds,
+            builds=[
+                build_of(plain(m, 64, latency_k=k), code * 24)
+                for m, k, code in ((128, 0, "a"), (128, 2, "a"), (64, 0, "b"), (64, 2, "c"))
+            ],
+        ),
+        partial(add_entry, schedule=plain(128, 64), problem=CAUSAL, provenance="transferred", source="nearest problem"),
+        partial(add_modelled, schedule=plain(64, 64)),  # which is measured, and so not modelled, too
+    ],
+    "failures that count once": [
+        partial(add_times, times={plain(128, 64): 100.0}),
+        partial(add_builds, builds=[build_of(plain(256, each), REGISTERS) for each in (256, 128)]),
+        partial(add_failure, stage="build", schedule=plain(256, 256), kind=REGISTERS.kind, message=REGISTERS.message),
+        *[
+            partial(
+                add_failure,
+                stage="measure",
+                schedule=plain(64, 64),
+                kind="hang",
+                message="no answer for 5 s",
+                problem=PROBLEM,
+            )
+        ]
+        * 2,
+    ],
     "nothing": [],
 }
 

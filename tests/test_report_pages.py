@@ -13,7 +13,7 @@ from report_samples import PROBLEM, add_modelled, landscape, plain, report_of
 from docs.studies.screenshots import PICTURES, described, photograph
 from tiledsched.cli import main
 from tiledsched.report.charts import panel_names
-from tiledsched.report.document import Chart, Explorer, Heading, to_html, write_document
+from tiledsched.report.document import Chart, Explorer, to_html, write_document
 from tiledsched.report.text import document
 from tiledsched.report.views import shown_problems, tile_rows
 from tiledsched.store.db import TuningDB
@@ -117,20 +117,6 @@ def test_pictures_are_saved_with_their_problem_on_white_paper(browser, folder, t
     for words in ("Which tile is best", "attention B=", "measured on NVIDIA H200 (sm_90), 20", 'fill="white"'):
         assert words in drawn
     assert (tmp_path / "saved.PNG").read_bytes().startswith(b"\x89PNG")
-
-
-def test_headings_and_charts_of_one_name_do_not_collide(browser, tmp_path):  # noqa: F811
-    spec = {"data": {"values": [{"a": 1}]}, "mark": "bar", "encoding": {"x": {"field": "a", "type": "quantitative"}}}
-    blocks = [
-        Heading(text="knobs"),
-        *(Chart(name="knobs", spec=spec, text="k") for _ in range(2)),
-        Heading(text="Knobs"),
-    ]
-    blocks.append(Heading(text="Knobs (sm_90)"))
-    write_document(tmp_path, blocks, title="t", markdown="m.md", page="p.html")
-    with opened(browser, tmp_path / "p.html") as page:
-        assert page.locator(".chart svg").count() == 2
-        assert len(set(ids(page))) == len(ids(page))
 
 
 def test_a_chart_that_fails_says_so_and_the_others_are_drawn(browser, tmp_path, monkeypatch):  # noqa: F811
