@@ -34,10 +34,10 @@ SOURCE = "abc"
 
 
 def check_golden(name, text):
-    """Compares a text with a file of tests/data, today's date aside; TILEDSCHED_WRITE_TABLES=1 writes the file anew."""
+    """Compares a text with a file of tests/data, today's date aside; WRITE_TEST_DATA=1 writes the file anew."""
     path, day = Path(__file__).parent / "data" / name, datetime.now(timezone.utc)
     found = re.sub(rf"{day:%Y-%m}(-{day:%d}( \d\d:\d\d)?)?", "TODAY", text)
-    if os.environ.get("TILEDSCHED_WRITE_TABLES") == "1":
+    if os.environ.get("WRITE_TEST_DATA") == "1":
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(found, encoding="utf-8")
     assert found == path.read_text(encoding="utf-8")
