@@ -19,7 +19,6 @@ from tiledsched.core.device import arch_spec
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.model import estimate_us
 from tiledsched.store.db import TuningDB
-from tiledsched.store.exchange import import_table
 
 
 @pytest.fixture(scope="module")
@@ -102,31 +101,6 @@ class TestEvaluate:
         assert (found.programs, found.rho, found.best_rank) == (3, pytest.approx(1.0), 1)
         assert found.regret[1] == 0.0
         assert f"| {samples.PROBLEM} | sm_90 | 3 | 1.00 | 1 | 1 | 0.0% |" in table([found])
-
-    def test_only_programs_the_model_can_tell_apart(self, database):
-        with TuningDB.open(str(database)) as db:
-            run = db.start_run({}, "sm_90")
-            schedule, fingerprint = PLAIN.replace(tma_loads=False), "f" * 24
-            db.record_build(samples.build(samples.artifact(fingerprint), sched=schedule))
-            db.record_measurement(
-                run,
-                "attention",
-                "abc",
-                samples.TOOLCHAIN,
-                samples.measurement(0.1, schedule=schedule, fingerprint=fingerprint),
-            )
-            landscapes = stored_landscapes(db)
-            (everything,), (plain,) = evaluate(landscapes), evaluate(landscapes, at_defaults=True)
-        assert (everything.programs, plain.programs) == (4, 3)
-        assert (plain.best_rank, plain.regret[1]) == (1, 0.0)  # the best of those that count
-        assert everything.regret[1] > 0
-
-    def test_a_file_gives_what_the_database_gives(self, tmp_path):
-        path = data_files.tuning_db() / "landscapes" / "attention" / "h200_burst_s1024_d64_float16_causal_b1_h8.json.xz"
-        with TuningDB.open(str(tmp_path / "t.db")) as db:
-            import_table(db, path)
-            (stored,) = stored_landscapes(db)
-        assert evaluate([stored]) == evaluate([read_landscape(path)])
 
 
 class TestScorecard:

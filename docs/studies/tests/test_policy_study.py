@@ -11,12 +11,10 @@ import store_samples as samples
 from docs.studies import scope
 from docs.studies.landscapes import read_landscape
 from docs.studies.policy import Study, summary
-from docs.studies.policy_losses import all_bands, bench_races, judged, medians, to_json
-from tiledsched.bench.rows import BenchRow, append_rows
+from docs.studies.policy_losses import all_bands, judged, medians, to_json
 from tiledsched.core import data_files
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
-from tiledsched.measure.estimate import Timing
 from tiledsched.serve.transfer import loss_bands
 from tiledsched.store.exchange import read_table
 
@@ -118,19 +116,3 @@ def test_a_choice_loses_what_the_race_says(tmp_path) -> None:
     assert (seen.schedule, seen.loss) == (there.schedule, pytest.approx(0.1))
     assert unknown == 0  # with all of its shape hidden, nothing is chosen
     assert judged([here, there], {PROBLEM: [{"other": 1.0}]}) == ([], 1)
-
-
-def test_what_a_rival_took_is_no_loss_of_ours(tmp_path) -> None:
-    def rows(provenance, schedule) -> list[BenchRow]:
-        common = {"problem": PROBLEM, "regime": "burst", "status": "ok"}
-        return [
-            BenchRow(method="tiledsched", provenance="measured", schedule="a", timing=Timing.of([1.0] * 6), **common),
-            BenchRow(
-                method="left_out", provenance=provenance, schedule=schedule, timing=Timing.of([2.0] * 6), **common
-            ),
-        ]
-
-    append_rows(rows("rival", "torch_cudnn"), tmp_path / "rival.csv")
-    assert bench_races(tmp_path / "rival.csv") == []
-    append_rows(rows("transferred", "b"), tmp_path / "own.csv")
-    assert bench_races(tmp_path / "own.csv") == [(str(PROBLEM), {"a": 1.0, "b": 2.0})]

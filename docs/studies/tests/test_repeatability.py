@@ -13,16 +13,7 @@ from store_samples import DEVICE, TOOLCHAIN, artifact, measurement
 from docs.studies.repeatability import __main__ as command
 from docs.studies.repeatability.methods import Choice, Exhaustive, InTurn, RaceMethod
 from docs.studies.repeatability.rows import COLUMNS, StudyRow, append_rows, read_rows
-from docs.studies.repeatability.session import (
-    Field,
-    Known,
-    block_medians,
-    find_field,
-    known_programs,
-    mixed,
-    run_session,
-    spread,
-)
+from docs.studies.repeatability.session import Field, Known, block_medians, find_field, mixed, run_session, spread
 from docs.studies.repeatability.summary import summarise
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.space_files import space_for
@@ -117,19 +108,6 @@ def test_the_field_is_the_default_and_known_programs_in_no_order_of_speed(db) ->
     assert again == field
 
 
-def test_known_are_distinct_programs_with_fp32_accumulators_of_this_space(db) -> None:
-    twin = dataclasses.replace(measured()[3], schedule=SCHEDULES[4], fingerprint=print_of(SCHEDULES[3]), median_us=1.0)
-    half = SPACE.default(PROBLEM, pinned={"accum_mode": "fp16"})
-    foreign = DEFAULT.replace(tile_m=1)
-    for one in (twin, *(measurement(1.0, schedule=each, fingerprint=print_of(each)) for each in (half, foreign))):
-        db.record_measurement(None, "attention", TEMPLATE.source_hash(), TOOLCHAIN, one)
-    known = known_programs(db, builder(db), SPACE, PROBLEM, DEVICE)
-    assert len(known) == len({each.key for each in known})
-    assert not {half, foreign} & {each.schedule for each in known}
-    assert known[0].schedule == SCHEDULES[4]
-    assert sorted(each.median_us for each in known) == [each.median_us for each in known]
-
-
 # Methods
 
 
@@ -194,22 +172,6 @@ def test_regret_comes_from_one_interleaved_run_of_the_chosen_and_the_leaders() -
     assert judged[SCHEDULES[0].id].regret == 0.0
     assert {row.launches for row in judged.values()} == {60}
     assert {row.session for row in rows} == {"2026-01-02T03:04:05+00:00"}
-
-
-def test_the_seed_orders_problems_and_methods() -> None:
-    field = Field(candidates=candidates(12), leaders=candidates(4))
-    fields = [(PROBLEM, field), (OTHER, field)]
-    orders = set()
-    for seed in range(8):
-        log: list = []
-        session([Fixed(name, DEFAULT, log) for name in ("race", "in-turn", "exhaustive")], seed=seed, fields=fields)
-        assert len(set(log)) == 6
-        assert log[0][0] == log[1][0] == log[2][0]
-        again: list = []
-        session([Fixed(name, DEFAULT, again) for name in ("race", "in-turn", "exhaustive")], seed=seed, fields=fields)
-        assert again == log
-        orders.add(tuple(log))
-    assert len(orders) > 4
 
 
 def test_spread() -> None:
@@ -302,14 +264,6 @@ def test_summary_of_methods() -> None:
     assert (exhaustive.worst_regret, exhaustive.mean_regret) == (0.0, 0.0)
     assert exhaustive.median_kernel_seconds == 3.5
     assert exhaustive.ratio_to_race == pytest.approx((8 / 4 + 9 / 6) / 2)
-
-
-def test_summary_of_noise() -> None:
-    first, second = summarise(STUDY).noise
-    assert (first.problem, first.programs, first.sessions) == (PROBLEM, 2, 2)
-    assert (first.cv, first.cv_of_10) == (0.020, 0.0015)
-    assert first.cv_between_sessions == pytest.approx(2**0.5 / 100)
-    assert (second.problem, second.cv, second.cv_between_sessions) == (OTHER, 0.5, None)
 
 
 # The command
