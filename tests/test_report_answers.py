@@ -140,6 +140,7 @@ def test_the_winners_are_a_file_of_candidates(db, tmp_path):
     assert [Schedule(each) for each in read] == [one.best.schedule for one in report.measured.problems]
 
 
+@pytest.mark.slow
 def test_shipped_evidence_is_read_beneath_ones_own(db, tmp_path, monkeypatch):
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "none.db"))
     mine = PROBLEM.replace(batch=3)
@@ -183,6 +184,7 @@ def test_looks_of_a_warm_landscape_are_no_cold_times(db):
     assert [timed.us for timed in found[CAUSAL].timed] == [12.0, 90.0]  # nothing there is timed as it is now
 
 
+@pytest.mark.slow
 def test_the_shipped_report_out_of_the_box(tmp_path, monkeypatch, capsys):
     """From an empty home, without a database: below 5 MB, and the answer is there."""
     for name in ("HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):

@@ -185,6 +185,7 @@ def test_where_nothing_draws_the_report_says_what_does(db, tmp_path, monkeypatch
     assert "data-spec" not in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_every_chart_is_a_file_twice_and_on_the_page(db, tmp_path):
     landscape(db)
     add_modelled(db, plain(128, 64), problem=PROBLEM.replace(causal=True), runner_up=plain(64, 128), margin=0.25)

@@ -18,6 +18,7 @@ from tiledsched.report.text import document
 from tiledsched.report.views import shown_problems, tile_rows
 from tiledsched.store.db import TuningDB
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[1]
 CASES = [
     PROBLEM,

@@ -193,6 +193,7 @@ class Stopping(Harness):
         return super().prepare(problem, methods, regime)
 
 
+@pytest.mark.slow
 def test_a_study_goes_on_where_it_stopped(tmp_path, monkeypatch):
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "none.db"))
     monkeypatch.setattr("tiledsched.report.document.drawings", lambda blocks: {})  # drawing takes seconds
