@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from tiledsched.core.labels import format_problem
@@ -32,17 +32,18 @@ def answer(report: Report) -> tuple[str, ...]:
     """
     section = report.measured if report.measured.problems else report.modelled
     problems = explored(section.problems)
-    lines = [_source(report, problems)]
-    lines += [
-        f"The clock of {device.device.name} was held down {device.held_down}. Times at a low clock decide little."
-        for device in report.conditions
-        if device.held_down
+    lines = [
+        _source(report, problems),
+        *(
+            f"The clock of {device.device.name} was held down {device.held_down}. Times at a low clock decide little."
+            for device in report.conditions
+            if device.held_down
+        ),
     ]
-    if problems:
-        lines += [_tiles(report, problems), _default(problems), *_knobs(report, problems), _best(report, problems)]
-    else:
-        lines += _of_winners(section.problems)
-    return tuple(filter(None, lines))
+    if not problems:
+        return (*lines, *_of_winners(section.problems))
+    found = [_tiles(report, problems), _default(problems), *_knobs(report, problems), _best(report, problems)]
+    return tuple(filter(None, [*lines, *found]))
 
 
 def problem_answer(one: ProblemReport, report: Report) -> str:
@@ -207,12 +208,12 @@ def _tiles(report: Report, problems: Sequence[ProblemReport]) -> str:
         return (
             f"How much {report.kernel} depends on {what} is not known: too few programs of any other {unit} were timed."
         )
-    where = f"On {joined(_devices(problems))}" if problems[0].provenance == MEASURED else "By the estimate"
+    measured = problems[0].provenance == MEASURED
+    where = f"On {joined(_devices(problems))}" if measured else "By the estimate"
     drop, most = statistics.median(second), statistics.median(worst) if worst else 0.0
     said = f"{longer(drop)} ({_median(second)})"
     if most > drop:
         said += f", and the worst {longer(most)}" + ("" if len(worst) == len(second) else f" ({_median(worst)})")
-    measured = problems[0].provenance == MEASURED
     if drop > (AS_GOOD if measured else MODEL_ERROR):
         return f"{where}, {report.kernel} is sensitive to {what}: the second best {unit} takes {said}."
     verdict = f"has more than one good {unit}" if most > MATTERS else f"is not sensitive to {what}"
@@ -236,26 +237,21 @@ def _verdicts(report: Report, problems: Sequence[ProblemReport]) -> list[KnobVer
 
 def _knobs(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
     """What to do about the other knobs."""
-    of: dict[str, list[KnobVerdict]] = {"choose": [], "leave": [], "unclear": [], "untried": [], "unseen": []}
+    of: dict[str, list[KnobVerdict]] = defaultdict(list)
     for each in _verdicts(report, problems):
         unseen = problems[0].provenance != MEASURED and _without_effect(each)
         of["unseen" if unseen else each.advice].append(each)
-    lines = []
-    if of["choose"]:
-        chosen = _list([f"{code(each.knob)} ({_preferred(each, len(problems))})" for each in of["choose"]])
-        lines.append(f"Tune {chosen} for each problem.")
-    if of["leave"]:
-        left = _list([f"{code(each.knob)} at {show(each.value)}" for each in of["leave"]])
-        lines.append(f"Leave {left}: no other value tried is more than 1% faster.")
-    if of["unseen"]:
-        lines.append(f"The model sees no difference between values of {_names(of['unseen'])}.")
-    if of["unclear"]:
-        what = "problem" if len(problems) > 1 else "program"
-        too = ", too" if of["choose"] else ""
-        lines.append(f"Tune {_names(of['unclear'])}{too}: no value is known to be good for every {what}.")
-    if of["untried"]:
-        lines.append(f"Too few programs that differ in one knob alone were timed to judge {_names(of['untried'])}.")
-    return lines
+    chosen = [f"{code(each.knob)} ({_preferred(each, len(problems))})" for each in of["choose"]]
+    left = [f"{code(each.knob)} at {show(each.value)}" for each in of["leave"]]
+    what, too = "problem" if len(problems) > 1 else "program", ", too" if chosen else ""
+    sentences = {
+        "choose": f"Tune {_list(chosen)} for each problem.",
+        "leave": f"Leave {_list(left)}: no other value tried is more than 1% faster.",
+        "unseen": f"The model sees no difference between values of {_names(of['unseen'])}.",
+        "unclear": f"Tune {_names(of['unclear'])}{too}: no value is known to be good for every {what}.",
+        "untried": f"Too few programs that differ in one knob alone were timed to judge {_names(of['untried'])}.",
+    }
+    return [sentence for advice, sentence in sentences.items() if of[advice]]
 
 
 def _without_effect(verdict: KnobVerdict) -> bool:

@@ -182,13 +182,9 @@ def _selected(
             [one for one in measurements if one.created_at < end], ""
         )
     if VERSION.fullmatch(selector):
-
-        def fits(version: str) -> bool:
-            return version == selector or version.startswith(f"{selector}.")
-
-        return [one for one in entries if fits(one.compiler)], [
-            one for one in measurements if fits(one.toolchain.tileiras)
-        ]
+        fits = re.compile(rf"{re.escape(selector)}(\..*)?").fullmatch
+        left = [one for one in measurements if fits(one.toolchain.tileiras)]
+        return [one for one in entries if fits(one.compiler)], left
     if not selector:
         return list(entries), of_one_compiler(measurements, "")
     word, arch = selector.lower(), arch_named(selector)

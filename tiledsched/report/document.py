@@ -375,15 +375,13 @@ def unique_ids(blocks: Sequence[Block]) -> dict[int, str]:
     """The id of each heading and chart on the page, by its place among the blocks: its words and, where those words were
     taken before, a number.
     """
-    taken: set[str] = set()
-    found = {}
+    found: dict[int, str] = {}
     for place, block in enumerate(blocks):
         if isinstance(block, (Heading, Chart, Explorer)):
             words = f"chart-{block.name}" if isinstance(block, Chart) else getattr(block, "text", "cases")
             stem = re.sub(r"\W+", "-", words.lower()).strip("-") or "part"
             free = (f"{stem}-{number}" if number > 1 else stem for number in itertools.count(1))
-            found[place] = next(name for name in free if name not in taken)
-            taken.add(found[place])
+            found[place] = next(name for name in free if name not in found.values())
     return found
 
 

@@ -277,10 +277,11 @@ class _Counted:
 
     def wanted(self) -> set[int]:
         """The numbers of the measurements that are to be read whole."""
-        found = set()
-        for members in self.members.values():
-            found |= {members.newest.id, members.oldest.id, *(members.rows[each].id for each in members.listed)}
-        return found
+        return {
+            number
+            for members in self.members.values()
+            for number in (members.newest.id, members.oldest.id, *(members.rows[each].id for each in members.listed))
+        }
 
 
 class _States:

@@ -53,10 +53,10 @@ class WithShipped:
         self._entries = [entry for entry in mine if self._is_reported(entry.problem)]
         folder = data_files.tuning_db()
         recorded = sorted((folder / "landscapes" / kernel.name).rglob("*.json.xz"))
-        elsewhere = {path for path, of in _archs_of_landscapes().items() if of != arch}
+        archs = _archs_of_landscapes()
         tables = [
             *(folder / "tables" / kernel.name).glob(f"{arch}.json"),
-            *(path for path in recorded if path not in elsewhere),
+            *(path for path in recorded if archs.get(path, arch) == arch),
         ]
         self._shipped: dict[str, StoredMeasurement] = {}
         self._artifacts: dict[tuple[str, str], ArtifactRecord] = {}
@@ -102,10 +102,9 @@ class WithShipped:
             return choose(problem, rows) if choose and problem not in shipped else None
 
         for problem, own in self._db.measurements_by_problem(arch, kernel, choose_own, above=above):
-            if not self._is_reported(problem):
-                continue
-            known = {stored.uid for stored in own}
-            yield problem, _newest_first([*own, *(each for each in shipped.pop(problem, ()) if each.uid not in known)])
+            if self._is_reported(problem):
+                every = {stored.uid: stored for stored in (*shipped.pop(problem, ()), *own)}
+                yield problem, _newest_first(every.values())
         for problem, found in shipped.items():
             yield problem, _newest_first(found)
 
@@ -124,10 +123,7 @@ class WithShipped:
 
     def shipped_times(self, problem: Problem) -> dict[Schedule, tuple[ResourceFacts | None, float]]:
         """The model's estimates that ship for a problem: resources and microseconds, by schedule."""
-        found: dict[Schedule, tuple[ResourceFacts | None, float]] = {}
-        for file in self._build_files:
-            found |= file.times_for(problem, self._arch)
-        return found
+        return dict(item for file in self._build_files for item in file.times_for(problem, self._arch).items())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._db, name)

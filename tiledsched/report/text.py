@@ -52,10 +52,11 @@ def write_report(reports: Report | Sequence[Report], out_dir: str | Path) -> lis
         ConfigError: the folder cannot be made or written.
     """
     several = [reports] if isinstance(reports, Report) else list(reports)
-    tables: dict[str, str] = {}
-    for report in several:
-        before = f"{report.arch}_" if len(several) > 1 else ""
-        tables |= {before + name: content for name, content in _tables(report).items()}
+    tables = {
+        f"{report.arch}_{name}" if len(several) > 1 else name: content
+        for report in several
+        for name, content in _tables(report).items()
+    }
     return write_document(
         Path(out_dir), document(several), title=_title(several), markdown="report.md", page="report.html", more=tables
     )
@@ -76,18 +77,15 @@ def _tables(report: Report) -> dict[str, str]:
 def document(reports: Report | Sequence[Report]) -> list[Block]:
     """The whole report: the answer, the views of one problem, the charts of all problems, then the figures."""
     several = [reports] if isinstance(reports, Report) else list(reports)
-    blocks: list[Block] = []
+    title: list[Block] = [Heading(text=_title(several), level=1)]
+    blocks: list[Block] = [*title] if len(several) > 1 else []
     for report in several:
         first, *rest = answer(report)
         measured = bool(report.measured.problems)
         blocks.append(Paragraph(text=first, warning=not measured, measured=measured))
-        blocks += [Heading(text=_title(several), level=1)] if len(several) == 1 else []
+        blocks += title if len(several) == 1 else []
         blocks += [Paragraph(text=" ".join(rest), answer=True)] if rest else []
-    if len(several) > 1:
-        blocks.insert(0, Heading(text=_title(several), level=1))
-    blocks += _explorer(several)
-    if len(several) > 1:
-        blocks += _side_by_side(several)
+    blocks += _explorer(several) + (_side_by_side(several) if len(several) > 1 else [])
     for report in several:
         blocks += _all_problems(report, f" on {report.arch}" if len(several) > 1 else "")
         blocks += [Paragraph(text=text) for text in [next_step(report)] if text]

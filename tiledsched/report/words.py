@@ -16,8 +16,8 @@ def counted(number: int, noun: str) -> str:
 
 
 def joined(words: Iterable[str]) -> str:
-    """Words in a sentence: `a, b and c`."""
-    *first, last = words
+    """Words in a sentence: `a, b and c`; empty for none."""
+    *first, last = [*words] or [""]
     return f"{', '.join(first)} and {last}" if first else last
 
 
