@@ -105,19 +105,6 @@ def climb(gpu=None, source=None, tuned=TUNED, **more):
     return [[row for row in rows if row.view == view] for view in ("ladder", "without", "tried")]
 
 
-def test_knobs_that_belong_together_are_turned_together_and_only_those_that_differ() -> None:
-    tuned = TUNED.replace(tile_n=128, latency_k=2, latency_v=4)
-    assert set(groups_between(PLAIN, tuned)) == {
-        ("tile_m", "tile_n"),
-        ("latency_k", "latency_v"),
-        ("occupancy",),
-        ("num_worker_warps",),
-        ("loop_split",),
-    }
-    assert ("tile_m",) in groups_between(PLAIN, TUNED)
-    assert groups_between(PLAIN, PLAIN) == []
-
-
 class Disturbed(Gpu):
     """Other processes use the GPU in the final run."""
 
@@ -138,6 +125,9 @@ CLIMBS = {
     "no change works alone": {"source": AllThere(missing=ALONE)},
     "two schedules are one program": {"source": AllThere(same={PLAIN, SPLIT}), "tuned": SPLIT},
     "the tuned schedule is the plain one": {"tuned": PLAIN},
+    "knobs that belong together": {
+        "tuned": PLAIN.replace(tile_m=128, tile_n=128, latency_k=2, latency_v=4, occupancy=2)
+    },
     "another process on the GPU": {"gpu": Disturbed()},
 }
 

@@ -8,7 +8,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from report_samples import PROBLEM, SOURCE, TOOLCHAIN, add_raced, add_times, grid, plain, problem_of, report_of, taken
+from report_samples import PROBLEM, SOURCE, TOOLCHAIN, add_times, grid, plain, problem_of, report_of, taken
 
 from tiledsched.cli import main
 from tiledsched.core.config import load_settings
@@ -57,57 +57,11 @@ def test_a_kernel_that_is_not_sensitive_to_its_tile(db, tiles, said):
     assert f"attention {said}" in answer(report_of(db))[1]
 
 
-def test_a_tile_as_good_as_the_best_needs_no_more_search(db):
-    times = {each: us for each, us in grid().items() if (each["tile_m"], each["tile_n"]) == (128, 64)}
-    add_times(db, times | {plain(64, 128): 100.4})
-    assert only(report_of(db)).tile_drop == pytest.approx(0.004)
-
-
-def test_the_default_is_found_in_evidence_of_an_older_space(db):
-    default = plain(64, 64)
-    older = Schedule({knob: value for knob, value in default.items() if knob != "flat_steps"})
-    add_times(db, {older: 150.0, plain(128, 64): 100.0})
-    assert only(report_of(db)).default_drop == pytest.approx(0.5)
-
-
-def test_the_runner_up_of_the_race_is_told_where_only_the_winner_is_here(db):
-    add_raced(db, {plain(128, 64): 100.0}, plain(128, 64), runner_up=plain(64, 64), margin=0.03)
-    one = only(report_of(db))
-    assert one.runner_up.schedule == plain(64, 64)
-    assert one.runner_up_drop == pytest.approx(0.03)
-    assert one.programs == 1
-
-
 def test_a_trace_is_in_the_order_of_the_newest_run(db):
     for run, times in ((db.start_run({}, "sm_90"), (500.0,)), (db.start_run({}, "sm_90"), (140.0, 100.0, 120.0))):
         for place, us in enumerate(times):
             db.record_measurement(run, "attention", "s", TOOLCHAIN, taken(plain(64, 32 * 2**place), us))
     assert only(report_of(db)).trace == pytest.approx((1.4, 1.0, 1.2))
-
-
-def test_how_few_schedules_serve_all_problems(db):
-    """One schedule is within 4% of the best everywhere; the winners were timed on their own problem alone."""
-    shared = plain(64, 64)
-    others = [plain(64, 64, occupancy=occ, latency_k=k) for occ in (1, 2, 3) for k in range(7)][1:]
-    for place, problem in enumerate((PROBLEM, CAUSAL, PROBLEM.replace(batch=8))):
-        times = dict.fromkeys(others, 200.0) | {shared: 104.0, plain(128, 32 * 2**place): 100.0}
-        add_times(db, times, problem=problem)
-    sets, sentence = few_schedules(report_of(db).measured.problems)
-    assert {limit: len(chosen) for limit, chosen in sets.items()} == {0.01: 3, 0.02: 3, 0.05: 1}
-    assert sets[0.05] == (shared,)
-    assert sentence == (
-        "1 schedule is enough to keep all 3 problems within 5% of their best, 3 within 2%, 3 within 1%. A schedule counts only for "
-        "problems on which it was timed; each of the 1 was on 3 of the 3 on average."
-    )
-
-
-def test_a_schedule_serves_no_problem_on_which_it_was_not_timed():
-    one, two = problem_of({plain(64, 64): 100.0}), problem_of({plain(128, 64): 100.0})
-    sets, sentence = few_schedules([one, two])
-    assert {len(chosen) for chosen in sets.values()} == {2}
-    words = "each of the 2 was on 1 of the 2 on average. Fewer may be enough: `tiledsched tune attention --candidates"
-    assert words in sentence
-    assert few_schedules([one])[1] == few_schedules([])[1] == ""
 
 
 @given(

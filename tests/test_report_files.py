@@ -49,6 +49,7 @@ ALL = {plain(m, n): 90.0 + m + n for m in (64, 128) for n in (32, 64, 128)}
 ONLY_HINTS = {
     Schedule(occupancy=occ, num_worker_warps=warps): 50.0 + 3 * occ + warps for occ in (1, 2, 3) for warps in (4, 8)
 }
+OLDER = Schedule({knob: value for knob, value in plain(64, 64).items() if knob != "flat_steps"})
 HALF = plain(128, 64, accum_mode="fp16")
 SAME = {plain(128, 64): "a" * 24, plain(128, 64, latency_k=2): "a" * 24}
 REGISTERS = Failure(kind=FailureKind.COMPILE_ERROR, message="tileiras: error: out of registers")
@@ -153,6 +154,37 @@ CASES = {
         ]
         * 2,
     ],
+    "an older space, a tile as good as the best, a race": [
+        partial(
+            add_times,
+            times={each: us for each, us in grid().items() if (each["tile_m"], each["tile_n"]) == (128, 64)}
+            | {plain(64, 128): 100.4, OLDER: 150.0},
+        ),
+        partial(add_raced, times={plain(128, 64): 100.0}, winner=plain(128, 64), runner_up=plain(64, 64), margin=0.03),
+        partial(add_times, times={plain(128, 64, kv_splits=2): 70.0}, problem=CAUSAL),
+    ],
+    "a race of which the winner is known": [
+        partial(add_raced, times={plain(128, 64): 100.0}, winner=plain(128, 64), runner_up=plain(64, 64), margin=0.03)
+    ],
+    "schedules that were timed on one problem alone": [
+        partial(
+            add_times, times={each.replace(latency_v=4 * place): us for each, us in grid().items()}, problem=problem
+        )
+        for place, problem in enumerate((PROBLEM, CAUSAL))
+    ],
+    "few schedules serve all": [
+        partial(
+            add_times,
+            times={
+                plain(64, 64, occupancy=occ, latency_k=k): 104.0 if (occ, k) == (1, 0) else 200.0
+                for occ in (1, 2, 3)
+                for k in range(7)
+            }
+            | {plain(128, 32 * 2**place): 100.0},
+            problem=problem,
+        )
+        for place, problem in enumerate((PROBLEM, CAUSAL, PROBLEM.replace(batch=8)))
+    ],
     "nothing": [],
 }
 
@@ -208,21 +240,6 @@ def test_every_chart_is_a_file_twice_and_on_the_page(db, tmp_path):
     for name in ("tile-map.svg", "tiles-measured-sm_90.svg"):  # a picture alone says what it is of
         assert "measured on NVIDIA H200 (sm_90)" in written[name].decode()
     assert document(report_of(db, "sm_90")) == document(report)  # the same numbers, the same page
-
-
-def test_modelled_times_are_called_so_on_their_charts(db):
-    with_model = {plain(m, n): 90.0 + m + n for m in (64, 128) for n in (32, 64, 128)}
-    add_builds(db, [build_of(each, each.id * 2) for each in with_model])
-    add_modelled(db, plain(128, 64), runner_up=plain(64, 128), margin=0.25)
-    times = {each.id: us for each, us in with_model.items()}
-    blocks = document(report_of(db, "sm_90", model_times=lambda problem, builds: times))
-    specs = [block.spec for block in blocks if isinstance(block, Chart)]
-    specs += [spec for block in blocks if isinstance(block, Explorer) for _, spec in block.drawn()]
-    assert len(specs) > 3
-    for spec in specs:
-        said = " ".join(spec["title"]["subtitle"])
-        assert "modelled" in said
-        assert "measured on" not in said
 
 
 def test_html_is_whole_and_offline(db, tmp_path):

@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from report_samples import DEVICE, PROBLEM, SOURCE, TOOLCHAIN, add_builds, add_times, build_of, plain, report_of, taken
+from report_samples import DEVICE, PROBLEM, SOURCE, TOOLCHAIN, add_times, plain, report_of, taken
 
-from tiledsched.core.space_files import space_for
-from tiledsched.kernels.attention import Attention
 from tiledsched.report.analysis import neighbours, size_regime
-from tiledsched.report.effects import value_effects
 from tiledsched.store.db import TuningDB
 from tiledsched.store.records import Entry
 
@@ -58,25 +55,6 @@ def test_a_refresh_under_another_compiler_does_not_hide_the_landscape(db, monkey
     assert report.elsewhere == 2
 
 
-def test_drops_match_hand_numbers(db):
-    default = space_for("sm_90", Attention).default(PROBLEM)
-    add_times(db, {plain(128, 64): 100.0, plain(128, 128): 110.0, default: 150.0, plain(64, 32): 400.0})
-    report = report_of(db, "sm_90")
-    one = only(report)
-    assert one.best.schedule == plain(128, 64)
-    assert one.runner_up.schedule == plain(128, 128)
-    assert one.runner_up_drop == pytest.approx(0.10)
-    assert one.default.schedule == default
-    assert one.default_drop == pytest.approx(0.50)
-    assert one.median_us == 130.0
-    assert one.median_drop == pytest.approx(0.30)
-    assert one.timed[-1].relative == pytest.approx(4.0)
-    assert one.best.rate == pytest.approx(PROBLEM.flops / 100e-6 / 1e12)
-    assert (len(one.timed), one.programs) == (4, 4)
-    assert [tile.tile for tile in one.tiles] == [(128, 64), (128, 128), (64, 64), (64, 32)]
-    assert one.tile_drop == pytest.approx(0.10)
-
-
 def test_overlapping_intervals_are_ties(db):
     add_times(db, {plain(128, 64): 100.0, plain(64, 64): 100.5, plain(128, 128): 120.0})
     one = only(report_of(db, "sm_90"))
@@ -106,20 +84,6 @@ def test_the_race_decides_ties_where_it_ran(db):
     assert one.best.schedule == plain(128, 64)
     assert one.served.schedule == plain(64, 64)
     assert one.runner_up_drop == pytest.approx(0.04)
-
-
-def test_equivalent_schedules_share_a_time(db):
-    a, b = plain(128, 64), plain(128, 64, latency_k=2)
-    add_builds(db, [build_of(a, "f" * 24), build_of(b, "f" * 24), build_of(plain(64, 64), "e" * 24)])
-    add_times(db, {a: 100.0, plain(64, 64): 130.0}, fingerprints={a: "f" * 24, plain(64, 64): "e" * 24})
-    one = only(report_of(db, "sm_90"))
-    assert (len(one.timed), one.programs) == (3, 2)
-    assert one.timed[1].schedule == b
-    assert one.timed[1].same_program_as == a
-    assert one.runner_up.schedule == plain(64, 64)
-    assert one.best.facts.registers == 128
-    (latency,) = (each for each in value_effects(one) if each.knob == "latency_k")
-    assert (latency.value, latency.against, latency.pairs, latency.ratio) == (2, 0, 1, None)
 
 
 def test_one_machine_code_on_two_grids_is_two_programs(db):

@@ -6,14 +6,12 @@ import json
 from dataclasses import replace
 
 import pytest
-import store_samples as samples
 
 from docs.studies import scope
 from docs.studies.landscapes import read_landscape
 from docs.studies.policy import Study, summary
-from docs.studies.policy_losses import all_bands, judged, medians, to_json
+from docs.studies.policy_losses import all_bands, to_json
 from tiledsched.core import data_files
-from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.serve.transfer import loss_bands
 from tiledsched.store.exchange import read_table
@@ -22,16 +20,6 @@ PROBLEM = Attention.standard(seq_len=2048, head_dim=64)
 RESULTS = data_files.tuning_db().parent / "docs" / "results"
 TABLE = RESULTS / "serving" / "sm_90_2026-11-20.json.xz"
 """The table as old as the landscapes: what is younger cannot be looked up in them."""
-
-
-def schedule(**knobs):
-    return space_for("sm_90", Attention).default(PROBLEM).replace(**knobs)
-
-
-def entry(problem, chosen):
-    return samples.entry(
-        "measured", problem=problem, schedule=chosen, regime="burst", measurement=samples.stored().summary
-    )
 
 
 @pytest.fixture(scope="module")
@@ -103,16 +91,3 @@ def test_the_losses_that_ship_are_those_of_the_study() -> None:
         )
         for band in fresh
     ]
-
-
-def test_a_choice_loses_what_the_race_says(tmp_path) -> None:
-    """The problem's own entry is hidden; a choice that was not in the race is counted."""
-    here, there = entry(PROBLEM, schedule(occupancy=3)), entry(PROBLEM.replace(dtype="bfloat16"), schedule(occupancy=2))
-    chosen = there.schedule.short()
-    (tmp_path / "m.csv").write_text(f"problem,schedule,median_us\n{PROBLEM},{chosen},110\n{PROBLEM},other,100\n")
-    ((words, race),) = medians(tmp_path / "m.csv")
-    assert words == str(PROBLEM)
-    (seen,), unknown = judged([here, there], {PROBLEM: [race]})
-    assert (seen.schedule, seen.loss) == (there.schedule, pytest.approx(0.1))
-    assert unknown == 0  # with all of its shape hidden, nothing is chosen
-    assert judged([here, there], {PROBLEM: [{"other": 1.0}]}) == ([], 1)

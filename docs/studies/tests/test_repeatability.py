@@ -13,7 +13,7 @@ from store_samples import DEVICE, TOOLCHAIN, artifact, measurement
 from docs.studies.repeatability import __main__ as command
 from docs.studies.repeatability.methods import Choice, Exhaustive, InTurn, RaceMethod
 from docs.studies.repeatability.rows import COLUMNS, StudyRow, append_rows, read_rows
-from docs.studies.repeatability.session import Field, Known, block_medians, find_field, mixed, run_session, spread
+from docs.studies.repeatability.session import Field, Known, find_field, mixed, run_session
 from docs.studies.repeatability.summary import summarise
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.space_files import space_for
@@ -174,13 +174,6 @@ def test_regret_comes_from_one_interleaved_run_of_the_chosen_and_the_leaders() -
     assert {row.session for row in rows} == {"2026-01-02T03:04:05+00:00"}
 
 
-def test_spread() -> None:
-    assert spread([9.0, 11.0]) == pytest.approx(2**0.5 / 10)
-    assert spread([9.0]) is None
-    assert block_medians([*range(10), *range(20, 30), 99]) == [4.5, 24.5]
-    assert block_medians([1.0] * 9) == []
-
-
 # Rows and their summary
 
 
@@ -289,22 +282,6 @@ def test_a_session_appends_rows_and_stores_no_measurement(db, tmp_path, capsys) 
     printed = capsys.readouterr().out
     assert "exhaustive" in printed
     assert "S=4096" in printed
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["-p", "S=1024,D=64"], "--csv"),
-        (["--csv", "study.csv"], "-p PROBLEM"),
-        (["--summary", "missing.csv"], "cannot be read"),
-        (["-p", "S=1024,D=64", "--csv", "other.csv"], "another file"),
-    ],
-)
-def test_wrong_use_is_explained_before_anything_is_measured(arguments, words, tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "other.csv").write_text("a,b\n")
-    assert command.main(arguments) == 2
-    assert words in capsys.readouterr().err
 
 
 # On a real GPU

@@ -9,7 +9,7 @@ import pytest
 
 from docs.studies.search import ours
 from docs.studies.search.__main__ import main
-from docs.studies.search.bench import run_bench, shipped_landscapes
+from docs.studies.search.bench import shipped_landscapes
 from docs.studies.search.field import read_field
 from docs.studies.search.methods import METHODS
 from docs.studies.search.scores import DEPTHS, Run, Trace, read_runs, score, summarise
@@ -126,10 +126,3 @@ def test_the_command(tmp_path, capsys) -> None:
     assert "tiledsched-quick" in out
     assert figure.read_bytes().startswith(b"\x89PNG")
     assert {run.sampler for run in read_runs(tmp_path / "runs.csv")} == {"random", "grid", "tiledsched-quick"}
-
-
-def test_what_is_wrong_is_said() -> None:
-    with pytest.raises(ConfigError, match=r"unknown sampler 'genetic'; known are"):
-        run_bench(shipped_landscapes(), ["genetic"], seeds=1, jobs=1)
-    with pytest.raises(ConfigError, match="no landscapes"):
-        run_bench([], ["random"], seeds=1, jobs=1)

@@ -46,25 +46,6 @@ def small_models(transformers, monkeypatch):
     return model_run
 
 
-def test_a_conversation_grows_so_that_no_length_comes_twice(small_models, capsys, monkeypatch) -> None:
-    seen = []
-    monkeypatch.setattr(
-        small_models,
-        "prefill",
-        lambda model, prompt, run=small_models.prefill: seen.append(prompt.shape) or run(model, prompt),
-    )
-    arguments = [*ON_THE_CPU, "--model", "llama", "--batch", "2", "--prompt", "12", "--growing", "--json"]
-    assert small_models.main([*arguments, "--no-compare"]) == 0
-    assert {row["growing"] for row in json.loads(capsys.readouterr().out)["rows"]} == {True}
-    lengths = [shape[1] for shape in seen]
-    assert sorted(lengths) == sorted([12, 12 + 4, 12 + 8] * 2), (
-        "3 tokens are generated after each, in 1 + 2 rounds of both"
-    )
-    assert small_models.main(arguments) == 0
-    assert seen[-1][1] <= 16, "compared is the first prompt"
-    capsys.readouterr()
-
-
 def test_models_run_under_both_and_tell_how_far_apart_they_are(small_models, capsys, tmp_path) -> None:
     arguments = [*ON_THE_CPU, "--batch", "1,2", "--prompt", "12", "--csv", str(tmp_path / "rows.csv"), "--json"]
     assert small_models.main(arguments) == 0
