@@ -17,7 +17,7 @@ from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Conditions, Device
 from tiledsched.report import write_report
 from tiledsched.report.compare import KnownTime, compare, judged, side_of
-from tiledsched.report.comparison_page import comparison_blocks, comparison_csv, slopes
+from tiledsched.report.comparison_page import comparison_blocks, slopes
 from tiledsched.report.comparison_sources import Wanted, read_side
 from tiledsched.report.comparison_text import conditions_of, verdict_of
 from tiledsched.report.document import Chart, Heading, Table, to_html, to_markdown
@@ -422,13 +422,8 @@ def test_the_chart_holds_every_row_and_is_no_taller_for_many(count):
             or row.b.us < 101
         )
     assert spec["height"] == 380
-    assert spec["title"]["text"].startswith(f"Time of {count} problem")
-    assert spec["title"]["subtitle"] == ["A: old", "B: new", "measured on GPU"]
-    blocks = comparison_blocks(found)
-    assert all(len(block.head) <= 6 for block in blocks if isinstance(block, Table))
-    folded = {block.text for block in blocks if isinstance(block, Heading) and block.folded}
-    assert bool(folded) == (count > 12)
-    assert len(comparison_csv(found).splitlines()) == count + 2
+    folded = any(isinstance(block, Heading) and block.folded for block in comparison_blocks(found))
+    assert folded == (count > 12)
 
 
 def test_a_page_of_one_side_twice_and_strange_names():

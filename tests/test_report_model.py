@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from report_samples import DEVICE, PROBLEM, SOURCE, TOOLCHAIN, add_times, plain, report_of, taken
 
-from tiledsched.report.analysis import neighbours, size_regime
+from tiledsched.report.analysis import size_regime
 from tiledsched.store.db import TuningDB
 from tiledsched.store.records import Entry
 
@@ -100,11 +100,6 @@ def test_newest_measurement_counts(db):
     one = only(report_of(db, "sm_90"))
     assert one.best.schedule == plain(64, 64)
     assert one.runner_up_drop == pytest.approx(0.10)
-
-
-def test_true_is_not_one_in_matched_pairs():
-    a, b = plain(128, 64, loop_split=True), plain(128, 64, loop_split=1)
-    assert list(neighbours([(a, "a"), (b, "b")], [True, True])) == [("loop_split", "a", "b")]
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from docs.studies.policy_timed import (
 from tiledsched.bench.rows import BenchRow
 from tiledsched.core.files import csv_text
 from tiledsched.kernels.attention import Attention
-from tiledsched.kernels.attention.suites import drawn
 from tiledsched.measure.estimate import Timing
 from tiledsched.serve import process
 from tiledsched.serve.entries import load_entries
@@ -40,14 +39,6 @@ def entries():
 
 def row(problem, policy, median_us, **more):
     return Row(problem=problem, policy=policy, choice="64x64", timing=Timing.of([median_us] * 6), status="ok", **more)
-
-
-def test_each_seed_draws_problems_of_its_own_and_the_suite_has_its_own() -> None:
-    first, second = (set(map(Attention.as_problem, drawn(seed))) for seed in (101, 102))
-    assert len(first) == len(second) == 40
-    assert not first & second
-    assert [*map(Attention.as_problem, drawn())] == Attention.suite("drawn")
-    assert not set(Attention.suite("drawn")) & (first | second)
 
 
 def test_a_policy_is_what_is_served_with_some_numbers_changed() -> None:

@@ -12,7 +12,7 @@ from store_samples import DEVICE, TOOLCHAIN, artifact, measurement
 
 from docs.studies.repeatability import __main__ as command
 from docs.studies.repeatability.methods import Choice, Exhaustive, InTurn, RaceMethod
-from docs.studies.repeatability.rows import COLUMNS, StudyRow, append_rows, read_rows
+from docs.studies.repeatability.rows import StudyRow, read_rows
 from docs.studies.repeatability.session import Field, Known, find_field, mixed, run_session
 from docs.studies.repeatability.summary import summarise
 from tiledsched.core.registry import kernel_named
@@ -202,17 +202,6 @@ def row(session="a", method="race", schedule="x", *, problem=PROBLEM, **more) ->
         "versions": "cuda-tile 1.7.0",
     }
     return StudyRow(**{**values, **more})
-
-
-def test_rows_come_back_from_a_file_that_grows(tmp_path) -> None:
-    path = tmp_path / "sub" / "study.csv"
-    first = [row(ties=("x", "y"), regret=0.0125), row(method="in-turn", problem=OTHER.replace(causal=True))]
-    failed = row(method="exhaustive", schedule="", estimate_us=None, regret=None, cv=None, cv_of_10=None, ties=())
-    append_rows(first, path)
-    append_rows([failed], path)
-    assert read_rows(path) == [*first, failed]
-    assert path.read_text().splitlines()[0].split(",") == COLUMNS
-    assert len(path.read_text().splitlines()) == 4
 
 
 STUDY = [

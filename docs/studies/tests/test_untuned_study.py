@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 
-import pytest
-
 from docs.studies import untuned
-from docs.studies.untuned import DRAWS, Row, cross_validated, drawn, judged, read, shipped_times, summary
+from docs.studies.untuned import DRAWS, Row, cross_validated, judged, read, shipped_times, summary
 from tiledsched.core import data_files
 from tiledsched.kernels.matmul import Matmul
 
@@ -25,16 +23,6 @@ def rows(served="torch", graph=None, problem=None, **times):
         for name, (us, host_us) in times.items()
     ]
     return [*found, dataclasses.replace(row, method="served", eager=served, graph=graph or served, host_us=12.0)]
-
-
-@pytest.mark.parametrize("kernel", list(DRAWS))
-def test_each_seed_draws_problems_of_its_own_without_those_that_are_known(kernel) -> None:
-    first = drawn(kernel, 1, 30)
-    assert first == drawn(kernel, 1, 30)
-    assert len(set(first)) == 30
-    assert not set(first) & set(drawn(kernel, 2, 30))
-    assert drawn(kernel, 1, 29, first[:1]) == first[1:]
-    assert all(p.flops <= untuned.MOST_FLOPS for p in first)
 
 
 def test_a_caller_sees_the_gpu_in_graphs_and_the_slower_of_host_and_gpu_in_eager_calls() -> None:
