@@ -18,7 +18,7 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.report.document import Block, Chart, Paragraph, Table, to_html, to_markdown
 from tiledsched.report.records import TileTime
 from tiledsched.studies.ablation import pages as ablation
-from tiledsched.studies.ablation.rows import AblationRow
+from tiledsched.studies.ablation.ladder import AblationRow
 from tiledsched.studies.ablation.run import replay_ablation
 from tiledsched.studies.evaluation import pages as evaluation
 from tiledsched.studies.evaluation.rows import TilingRow

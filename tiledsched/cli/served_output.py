@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tiledsched.serve.entries import Layer
     from tiledsched.store.manifest import ShippedLandscape
     from tiledsched.store.queries import RegimeComparison
-    from tiledsched.studies.ablation.rows import AblationRow
+    from tiledsched.studies.ablation.ladder import AblationRow
 
 ABLATION = (
     "view",

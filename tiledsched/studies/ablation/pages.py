@@ -9,7 +9,7 @@ from typing import Any
 from tiledsched.report.document import Block, Chart, Heading, Paragraph, Table, write_document
 from tiledsched.report.vega import BLUE, ORANGE, RED, Spec, quantity, tips, titled, word
 from tiledsched.report.words import change, counted, figure, joined, longer, times, times_as_fast
-from tiledsched.studies.ablation.rows import LADDER, TRIED, WITHOUT, AblationRow
+from tiledsched.studies.ablation.ladder import LADDER, TRIED, WITHOUT, AblationRow
 from tiledsched.studies.pages import first_line, labelled_bars, untimed
 
 SMALL = 0.01
@@ -169,8 +169,7 @@ def _bars(rows: list[dict[str, Any]], x: Spec, colour: Spec, hover: list[Spec]) 
 
 
 def _place(row: AblationRow) -> str:
-    where = {LADDER: f"rung {row.rung}", WITHOUT: "turned back", TRIED: f"tried as rung {row.rung}"}
-    return where[row.view]
+    return {LADDER: f"rung {row.rung}", WITHOUT: "turned back", TRIED: f"tried as rung {row.rung}"}[row.view]
 
 
 def _change(row: AblationRow, to: str = "to", code: bool = True) -> str:

@@ -125,19 +125,17 @@ def tiling_rows(folder: Path, kernel: KernelClass) -> list[TilingRow]:
     if not path.exists():
         return []
     with TuningDB.open(str(path), read_only=True) as db:
-        archs = {line.arch for line in db.landscapes()}
         found = {
             one.problem: one.tiles
-            for arch in archs
+            for arch in {line.arch for line in db.landscapes()}
             for one in build_report(db, arch, kernel).measured.problems
             if one.tiles
         }
-    rows = []
-    for regime, problem in tile_problems():
-        best, runner_up, *_ = [*found.get(problem, ()), None, None]
-        if best is not None:
-            rows.append(TilingRow(regime=regime, problem=problem, best=best, runner_up=runner_up))
-    return rows
+    return [
+        TilingRow(regime=regime, problem=problem, best=found[problem][0], runner_up=(*found[problem], None)[1])
+        for regime, problem in tile_problems()
+        if problem in found
+    ]
 
 
 def run_evaluation(

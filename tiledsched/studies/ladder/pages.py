@@ -15,7 +15,7 @@ from tiledsched.core.problem import rate_of, rate_text, unit_of
 from tiledsched.report.document import Block, Chart, Heading, Paragraph, Table, write_document
 from tiledsched.report.vega import BINARY, SIZES, Spec, chart, quantity, tips, titled, word
 from tiledsched.report.words import NOTHING, counted, joined, times_as_fast
-from tiledsched.studies.ladder.rungs import LAST, SOURCE, PublishedRate, published_for, rungs
+from tiledsched.studies.ladder.rungs import LAST, SOURCE, published_for, rungs
 from tiledsched.studies.pages import first_line, labelled_bars, untimed
 
 SMALL = 0.02
@@ -120,6 +120,8 @@ RAMP = ("#7b7fd1", "#4f86c6", "#2a9ac0", "#1fa187", "#4ac16d", "#90c62f", "#c4b0
 TOP, THEIRS = "#D55E00", ("#888888", "#b09070")
 """Colours of the last rung and of what NVIDIA published."""
 
+Published = Mapping[tuple[str, int, str], float]
+"""(GPU, sequence length, rung) -> TFLOP/s that NVIDIA published."""
 ROOM = 1.3
 """The axis of bars reaches so many times as far as the longest, to hold its number."""
 
@@ -156,7 +158,8 @@ def document(rows: Sequence[BenchRow]) -> list[Block]:
         lengths = sorted({length for rung in found for length in rung.timed})
         if not lengths:
             continue
-        theirs = _published(found)
+        problems = {row.problem.seq_q: row.problem for rung in found for row in rung.timed.values()}
+        theirs = {key: tflops for length in lengths for key, tflops in published_for(problems[length]).items()}
         text = f"The rate of each rung {f'at S={lengths[0]}' if len(lengths) == 1 else 'over the sequence length'}"
         spec = titled(rates(found, theirs), text, kind, f"measured on {device}")
         name = f"ladder_{number + 1}" if number else "ladder"
@@ -189,9 +192,9 @@ def _rung_table(found: Sequence[Rung]) -> list[Block]:
     over = (
         f"geometric mean of {usual} lengths, and in brackets the least and the most" if usual > 1 else "at one length"
     )
-    text = f"The last column says how many times as fast a rung is as the one before: {over}." if usual else ""
+    text = f"The last column says how many times as fast a rung is as the one before: {over}."
     head = ("rung, and what it adds", f"{unit} at S={length}, measured", "gain over the rung before")
-    return [*([Paragraph(text=text)] if text else []), Table(head=head, rows=rows)]
+    return [*([Paragraph(text=text)] if usual else []), Table(head=head, rows=rows)]
 
 
 def _gain(rung: Rung, usual: int) -> str:
@@ -213,23 +216,19 @@ def _rate_at(rung: Rung, length: int) -> str:
     return f"{_rate(rung.timed[length]):.1f}" if length in rung.timed else NOTHING
 
 
-def _published(found: Sequence[Rung]) -> list[PublishedRate]:
-    """What NVIDIA published for the problems that were timed."""
-    problems = {row.problem.seq_q: row.problem for rung in found for row in rung.timed.values()}
-    return [each for length in sorted(problems) for each in published_for(problems[length])]
-
-
-def _published_rates(found: Sequence[Rung], theirs: Sequence[PublishedRate], device: str) -> list[Block]:
+def _published_rates(found: Sequence[Rung], theirs: Published, device: str) -> list[Block]:
     """NVIDIA's figures beside ours, with where they stand."""
     ours = {rung.name: rung for rung in found}
-    known = {(each.seq, each.rung, each.gpu): f"{each.tflops:.1f}" for each in theirs}
     rows = [
         (
             f"S={length}, `{rung}`",
             _rate_at(ours[rung], length) if rung in ours else NOTHING,
-            *(known.get((length, rung, gpu), NOTHING) for gpu in ("GB10", "B300")),
+            *(
+                f"{theirs[gpu, length, rung]:.1f}" if (gpu, length, rung) in theirs else NOTHING
+                for gpu in ("GB10", "B300")
+            ),
         )
-        for length, rung in dict.fromkeys((each.seq, each.rung) for each in theirs)
+        for length, rung in dict.fromkeys((length, rung) for _, length, rung in theirs)
     ]
     text = (
         f"NVIDIA published rates for these problems, in TFLOP/s. They are not ours. Ours were measured on {device}. Rungs up to "
@@ -240,7 +239,7 @@ def _published_rates(found: Sequence[Rung], theirs: Sequence[PublishedRate], dev
     return [Heading(text="NVIDIA's published figures", level=3), Paragraph(text=text), Table(head=head, rows=rows)]
 
 
-def rates(found: Sequence[Rung], theirs: Sequence[PublishedRate] = ()) -> Spec:
+def rates(found: Sequence[Rung], theirs: Published) -> Spec:
     """The rate over the sequence length, with a line for each rung and dashed ones for what NVIDIA published; bars where there is
     one length.
     """
@@ -262,15 +261,15 @@ def rates(found: Sequence[Rung], theirs: Sequence[PublishedRate] = ()) -> Spec:
     names = [rung.name for rung in found if rung.timed]
     published = [
         {
-            "rung": f"NVIDIA's on {each.gpu} (published)",
-            "S": each.seq,
-            "rate": round(each.tflops, 1),
-            "said": f"{each.tflops:.1f}",
+            "rung": f"NVIDIA's on {gpu} (published)",
+            "S": length,
+            "rate": round(tflops, 1),
+            "said": f"{tflops:.1f}",
             "us": None,
             "from": "published by NVIDIA",
         }
-        for each in theirs
-        if each.rung == LAST
+        for (gpu, length, rung), tflops in theirs.items()
+        if rung == LAST
     ]
     values += published
     others = list(dict.fromkeys(value["rung"] for value in published))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import tiledsched.core.fields as ts
@@ -22,48 +21,36 @@ LAST = "tiledsched"
 """The rung that stands beside NVIDIA's finished kernels: both are what their authors recommend."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PublishedRate:
-    """A rate that NVIDIA published."""
-
-    gpu: str
-    """GB10 or B300."""
-    seq: int
-    """Sequence length."""
-    rung: str
-    """The rung of ours that has the same edits."""
-    tflops: float
-    """TFLOP/s, with half of the operations counted under the causal mask, as ours."""
-
-
-def _rates(gpu: str, seq: int, values: Mapping[str, float]) -> list[PublishedRate]:
-    return [PublishedRate(gpu=gpu, seq=seq, rung=rung, tflops=value) for rung, value in values.items()]
-
-
-PUBLISHED = (
-    *_rates(
-        "GB10",
-        2048,
-        {"naive": 62.8, "exp2": 66.5, "load_order": 66.3, "latency": 66.5, "occupancy": 79.5, "division": 81.1},
-    ),
-    *(
-        PublishedRate(gpu=gpu, seq=seq, rung=LAST, tflops=value)
-        for gpu, values in (
-            ("GB10", {1024: 58.188, 2048: 80.907, 4096: 86.19, 8192: 88.891, 16384: 89.492}),
-            ("B300", {1024: 465.0, 2048: 770.0, 4096: 999.0, 8192: 1159.0, 16384: 1254.0}),
-        )
-        for seq, value in values.items()
-    ),
-)
-"""The rungs of the playbook at S=2048, then the finished kernel over sequence lengths: TileGym's on a GB10 with 64x64 tiles, the
-playbook's on a B300 with 256x128."""
+PUBLISHED = {
+    **{
+        ("GB10", 2048, rung): tflops
+        for rung, tflops in {
+            "naive": 62.8,
+            "exp2": 66.5,
+            "load_order": 66.3,
+            "latency": 66.5,
+            "occupancy": 79.5,
+            "division": 81.1,
+        }.items()
+    },
+    **{
+        (gpu, seq, LAST): tflops
+        for gpu, values in {
+            "GB10": {1024: 58.188, 2048: 80.907, 4096: 86.19, 8192: 88.891, 16384: 89.492},
+            "B300": {1024: 465.0, 2048: 770.0, 4096: 999.0, 8192: 1159.0, 16384: 1254.0},
+        }.items()
+        for seq, tflops in values.items()
+    },
+}
+"""(GPU, sequence length, the rung of ours that has the same edits) -> TFLOP/s, with half of the operations counted under the
+causal mask, as ours. The rungs of the playbook at S=2048 come first, then the finished kernel over sequence lengths: TileGym's on
+a GB10 with 64x64 tiles, the playbook's on a B300 with 256x128."""
 
 
-def published_for(problem: Problem) -> list[PublishedRate]:
+def published_for(problem: Problem) -> dict[tuple[str, int, str], float]:
     """What NVIDIA published for this very problem; nothing where it is none of NVIDIA's."""
-    lengths = {each.seq for each in PUBLISHED}
-    theirs = {length: problem.declaration.problem(seq_q=length, seq_k=length, **PROBLEM) for length in lengths}
-    return [each for each in PUBLISHED if theirs[each.seq] == problem]
+    theirs = problem.declaration.problem(seq_q=problem.seq_q, seq_k=problem.seq_q, **PROBLEM)
+    return {key: tflops for key, tflops in PUBLISHED.items() if (key[1], problem) == (problem.seq_q, theirs)}
 
 
 class PlainAttention(Kernel):

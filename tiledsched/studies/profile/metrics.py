@@ -157,16 +157,16 @@ def read_raw(text: str) -> list[KernelProfile]:
     start = text.find('"ID","Process ID"')
     if start < 0:
         raise MeasureError("Nsight Compute profiled nothing")
-    rows = list(csv.reader(io.StringIO(text[start:], newline="")))
-    head = rows[0]
-    found = []
-    for row in rows[2:]:  # the second holds the units
-        if len(row) == len(head):
-            cells = dict(zip(head, row, strict=True))
-            values = {
-                name: number for name, cell in cells.items() if "__" in name and (number := _number(cell)) is not None
-            }
-            found.append(KernelProfile(name=cells["Kernel Name"], values=values))
+    found = [
+        KernelProfile(
+            name=row["Kernel Name"],
+            values={
+                name: number for name, cell in row.items() if "__" in name and (number := _number(cell)) is not None
+            },
+        )
+        for place, row in enumerate(csv.DictReader(io.StringIO(text[start:], newline="")))
+        if place and None not in row and None not in row.values()  # the first holds the units
+    ]
     if not found:
         raise MeasureError("Nsight Compute profiled no kernel")
     return found

@@ -94,24 +94,24 @@ def answer(problem: Problem, ran: Sequence[MethodProfile]) -> str:
     first, *others = ran
     values = {metric.column: metric for metric in METRICS}
     lines = []
-    mine = first.value(TIME)
-    if mine:
+    if mine := first.value(TIME):
         line = f"Under the profiler `{first.method}` takes {figure(mine)} µs"
         ratios = [(each.method, each.value(TIME)) for each in others]
         beside = [f"`{method}` {longer(us / mine - 1)}" for method, us in ratios if us]
         lines.append(f"{line}; {joined(beside)}." if beside else f"{line}.")
     tensor = [(each.method, each.value(values["tensor_pipe_pct"])) for each in ran]
-    busy = [f"{value:.0f}% of the time in `{method}`" for method, value in tensor if value is not None]
-    if busy:
-        lines.append(f"The tensor cores are busy {joined(busy)}.")
     moved = [(each.method, over(each, "dram", problem.min_bytes)) for each in ran]
-    times = [f"{value:.2f} times in `{method}`" for method, value in moved if value is not None]
-    if times:
-        lines.append(f"DRAM moves the least possible number of bytes {joined(times)}.")
     waits = [(each.method, next(iter(each.stalls()), "")) for each in ran]
-    most = [f"in `{method}` for {STALLS[reason]}" for method, reason in waits if reason]
-    if most:
-        lines.append(f"Warps wait most {joined(most)}.")
+    sentences = {
+        "The tensor cores are busy": [
+            f"{value:.0f}% of the time in `{name}`" for name, value in tensor if value is not None
+        ],
+        "DRAM moves the least possible number of bytes": [
+            f"{value:.2f} times in `{name}`" for name, value in moved if value is not None
+        ],
+        "Warps wait most": [f"in `{name}` for {STALLS[reason]}" for name, reason in waits if reason],
+    }
+    lines += [f"{what} {joined(words)}." for what, words in sentences.items() if words]
     spilled = [(each.method, each.value(values["spilled_mib"])) for each in ran]
     lines += [f"`{method}` spills registers: {figure(mib)} MiB." for method, mib in spilled if mib]
     return " ".join(lines)

@@ -92,14 +92,13 @@ def profile(
         ConfigError: the counters may not be read.
         MeasureError: the profiler failed in another way.
     """
-    found = []
-    for method in methods:
-        progress(f"{problem}: {method}")
-        found.append(_profiled(kernel, problem, method, ncu))
-    return found
+    return [_profiled(kernel, problem, method, ncu, progress) for method in methods]
 
 
-def _profiled(kernel: KernelClass, problem: Problem, method: str, ncu: str) -> MethodProfile:
+def _profiled(
+    kernel: KernelClass, problem: Problem, method: str, ncu: str, progress: Callable[[str], None]
+) -> MethodProfile:
+    progress(f"{problem}: {method}")
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "raw.csv"
         counted = [
