@@ -255,8 +255,9 @@ class Ladder:
         return outcomes
 
     def _key(self, candidate: Candidate) -> Key:
-        grids = self._kernel.grids(self._problem, candidate.schedule, self._runner.device)
-        return candidate.artifact.fingerprint, grids
+        return candidate.artifact.fingerprint, self._kernel.grids(
+            self._problem, candidate.schedule, self._runner.device
+        )
 
     def _wrong(self, found: Candidate | str) -> str:
         """Why a program may not be a rung; empty where it may. Each program's accuracy is checked once."""

@@ -118,6 +118,5 @@ def run_ablation(
 
 def _first_rung(start: str, space: SearchSpace, problem: Problem) -> Schedule:
     """The space's default schedule, or the kernel as one would first write it."""
-    if start == "default":
-        return space.default(problem, pinned=accuracy_class(space, "fp32"))
-    return untuned(space, problem)
+    plain = space.default(problem, pinned=accuracy_class(space, "fp32"))
+    return plain if start == "default" else untuned(space, problem)

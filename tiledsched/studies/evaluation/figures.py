@@ -44,8 +44,8 @@ def _values(
     ]
 
 
-def _tips() -> list[Spec]:
-    return [{"field": field} for field in ("method", "dtype", "panel", "S", "tflops", "gbps")]
+TIPS = [{"field": field} for field in ("method", "dtype", "panel", "S", "tflops", "gbps")]
+"""What a tooltip shows."""
 
 
 def _length(rows: Sequence[ResultRow]) -> Spec:
@@ -76,7 +76,7 @@ def throughput(rows: Sequence[ResultRow]) -> Spec:
                 "y": quantity("tokens", "tokens/s", axis={"format": "~s"}),
                 "color": colour,
                 "strokeDash": dash,
-                "tooltip": _tips(),
+                "tooltip": TIPS,
             },
         },
     ]
@@ -132,7 +132,7 @@ def bandwidth(rows: Sequence[ResultRow]) -> Spec:
             "x": _length(rows),
             "y": quantity("gbps", "bandwidth proxy, GB/s"),
             "color": _colour((OURS, BASELINE)),
-            "tooltip": _tips(),
+            "tooltip": TIPS,
         },
         "width": 200,
         "height": 150,
@@ -154,7 +154,7 @@ def bars(rows: Sequence[ResultRow], methods: Sequence[str]) -> Spec:
             "xOffset": {"field": "method", "sort": list(methods)},
             "y": quantity("tflops", "TFLOP/s"),
             "color": _colour(methods),
-            "tooltip": _tips(),
+            "tooltip": TIPS,
         },
         "width": 200,
         "height": 150,

@@ -48,12 +48,11 @@ STATUSES = (
 def problems() -> list[Problem]:
     """The 80 problems, each one batch of eight heads, the quick ones first."""
     kernel = kernel_named("attention")
-    cases = itertools.product(LENGTHS, HEAD_DIMS, DTYPES, (False, True))
     return [
         kernel.problem(
             batch=1, heads=8, kv_heads=8, seq_q=length, seq_k=length, head_dim=head_dim, dtype=dtype, causal=causal
         )
-        for length, head_dim, dtype, causal in cases
+        for length, head_dim, dtype, causal in itertools.product(LENGTHS, HEAD_DIMS, DTYPES, (False, True))
     ]
 
 

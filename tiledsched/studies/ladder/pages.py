@@ -106,8 +106,7 @@ def answer(kind: str, found: Sequence[Rung]) -> str:
 
 
 def _mean(rung: Rung) -> str:
-    over = counted(len(rung.gains), "length")
-    return f"geometric mean of {over}" if len(rung.gains) > 1 else over
+    return ("geometric mean of " if len(rung.gains) > 1 else "") + counted(len(rung.gains), "length")
 
 
 def _us(row: BenchRow) -> float:

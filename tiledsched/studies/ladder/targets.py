@@ -39,17 +39,14 @@ def _of_problem(problem: str, suffix: str, served: Mapping[str, Served]) -> list
     for arch, each in served.items():
         sources.setdefault(source_of(each), []).append(arch)
     said = "; ".join(f"{source} ({', '.join(archs)})" for source, archs in sources.items())
-    lines = [f"# {problem}: {said}"]
-    for knob in TILES:
-        values = {arch: each.schedule[knob] for arch, each in served.items() if knob in each.schedule}
-        if values:
-            lines.append(f"{knob.upper()}{suffix} = {values!r}")
-    lines.append(f"HINTS{suffix} = {{")
-    for knob in HINT_KNOBS:
-        values = {arch: each.schedule[knob] for arch, each in served.items() if knob in each.schedule}
-        if said := _hint(knob, values):
-            lines.append(f'    "{knob}": {said},')
-    return [*lines, "}"]
+    values = {
+        knob: {arch: each.schedule[knob] for arch, each in served.items() if knob in each.schedule}
+        for knob in (*TILES, *HINT_KNOBS)
+    }
+    tiles = [f"{knob.upper()}{suffix} = {values[knob]!r}" for knob in TILES if values[knob]]
+    hints = {knob: _hint(knob, values[knob]) for knob in HINT_KNOBS}
+    lines = [f'    "{knob}": {hint},' for knob, hint in hints.items() if hint]
+    return [f"# {problem}: {said}", *tiles, f"HINTS{suffix} = {{", *lines, "}"]
 
 
 def _hint(knob: str, values: Mapping[str, KnobValue]) -> str:

@@ -84,9 +84,8 @@ def _first_line(ran: Sequence[MethodProfile], device: str, versions: str) -> Par
     if not ran:
         return Paragraph(text=f"Nothing was measured: no method ran under Nsight Compute{told}.", warning=True)
     where = f" on {device}" if device else ""
-    calls = "one call of " + ("each of " if len(ran) > 1 else "") + counted(len(ran), "method")
-    text = f"Measured{where} under Nsight Compute{told}: {calls}."
-    return Paragraph(text=text, measured=True)
+    calls = f"one call of {'each of ' if len(ran) > 1 else ''}{counted(len(ran), 'method')}"
+    return Paragraph(text=f"Measured{where} under Nsight Compute{told}: {calls}.", measured=True)
 
 
 def answer(problem: Problem, ran: Sequence[MethodProfile]) -> str:
