@@ -419,143 +419,9 @@ def views(reports: Sequence[Report]) -> list[View]:
     unit_title = "FLOP per byte of input and output"
     kinds = {"domain": ["best", "default schedule", "rival"], "range": [GREEN, ORANGE, BLUE]}
     relative = quantity("relative", "time / best time", scale=RATIOS["scale"], axis=RATIOS["axis"])
-    histogram: Spec = {
-        "width": "container",
-        "height": 190,
-        "layer": [
-            {
-                "data": {"name": "programs"},
-                "mark": {"type": "rect", "color": "#9aa7b5"},
-                "encoding": {
-                    "x": quantity("start", "time / best time", scale={**RATIOS["scale"]}, axis=RATIOS["axis"]),
-                    "x2": {"field": "end"},
-                    "y": quantity("programs", "programs"),
-                    "y2": {"datum": 0},
-                    "tooltip": tips(start="from", end="to", programs="programs", so_far="this fast or faster"),
-                },
-            },
-            {
-                "data": {"name": "marks"},
-                "mark": {"type": "rule", "strokeWidth": 2},
-                "encoding": {
-                    "x": {"field": "at", "type": "quantitative"},
-                    "color": word("kind", None, scale=kinds, legend=None),
-                    "tooltip": tips(what="time / best", us="µs"),
-                },
-            },
-            {
-                "data": {"name": "marks"},
-                "mark": {
-                    "type": "text",
-                    "align": {"expr": "datum.at > 2 ? 'right' : 'left'"},
-                    "dx": {"expr": "datum.at > 2 ? -5 : 5"},
-                    "fontSize": 11,
-                },
-                "encoding": {
-                    "x": {"field": "at", "type": "quantitative"},
-                    "y": {"field": "height", "type": "quantitative", "scale": None, "axis": None},
-                    "text": {"field": "what", "type": "nominal"},
-                },
-            },
-        ],
-    }
-    resources: Spec = {
-        "width": "container",
-        "height": 220,
-        "data": {"name": "resources"},
-        "layer": [
-            {
-                "mark": {"type": "point", "filled": True, "size": 40, "opacity": 0.6},
-                "encoding": {
-                    "x": quantity("registers", "registers per thread", scale={"zero": False}, axis={"tickCount": 6}),
-                    "y": relative,
-                    "color": {
-                        "field": "blocks",
-                        "type": "ordinal",
-                        "title": "blocks per SM",
-                        "scale": {"scheme": "viridis"},
-                        "legend": {"orient": "bottom"},
-                    },
-                    "shape": {"condition": {"test": "datum.spilled > 0", "value": "triangle-up"}, "value": "circle"},
-                    "tooltip": tips(
-                        schedule="schedule",
-                        us="µs",
-                        relative="time / best",
-                        registers="registers",
-                        spilled="bytes spilled",
-                        blocks="blocks per SM",
-                    ),
-                },
-            },
-            {
-                "transform": [{"filter": "datum.best"}],
-                "mark": {"type": "point", "size": 160, "color": RED, "strokeWidth": 2.5},
-                "encoding": {"x": quantity("registers", ""), "y": {"field": "relative", "type": "quantitative"}},
-            },
-        ],
-    }
-    roofline: Spec = {
-        "width": "container",
-        "height": 220,
-        "layer": [
-            {
-                "data": {"name": "roofs"},
-                "mark": {"type": "line", "strokeWidth": 2, "color": "#888888"},
-                "encoding": {
-                    "x": quantity(
-                        "intensity",
-                        unit_title,
-                        scale={"type": "log", "nice": False},
-                        axis={"format": "~s", "tickCount": 6},
-                    ),
-                    "y": quantity("rate", "TFLOP/s", scale={"type": "log"}, axis={"format": "~s", "tickCount": 5}),
-                    "detail": {"field": "said", "type": "nominal"},
-                    "strokeDash": word(
-                        "ceiling",
-                        "ceiling",
-                        scale={"domain": lines, "range": [dashes[each] for each in lines]},
-                        legend={"orient": "bottom"},
-                    ),
-                    "tooltip": tips(said="ceiling"),
-                },
-            },
-            {
-                "data": {"name": "roofline"},
-                "mark": {"type": "point", "filled": True, "size": 110},
-                "encoding": {
-                    "x": {"field": "intensity", "type": "quantitative"},
-                    "y": {"field": "rate", "type": "quantitative"},
-                    "color": word(
-                        "what",
-                        None,
-                        scale=kinds | {"domain": kinds["domain"][:2], "range": kinds["range"][:2]},
-                        legend={"orient": "bottom"},
-                    ),
-                    "tooltip": tips(what="schedule", rate="TFLOP/s", us="µs"),
-                },
-            },
-        ],
-    }
-    trace: Spec = {
-        "width": "container",
-        "height": 190,
-        "data": {"name": "trace"},
-        "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 2, "color": BLUE},
-        "encoding": {
-            "x": quantity("measured", "programs measured"),
-            "y": quantity("relative", "best so far / best", scale={"type": "log", "nice": False}, axis=RATIOS["axis"]),
-            "tooltip": tips(measured="programs measured", relative="best so far / best"),
-        },
-    }
     grey = {
         "condition": [{"test": "datum.low > 1", "value": RED}, {"test": "datum.high < 1", "value": GREEN}],
         "value": "#888888",
-    }
-    effects = {
-        **effects_chart("time / time with the best schedule's value", grey),
-        "width": "container",
-        "height": {"step": 17},
-        "data": {"name": "knobs"},
     }
     return [
         View(
@@ -573,7 +439,12 @@ def views(reports: Sequence[Report]) -> list[View]:
             caption="Each line is the mean over pairs of programs that differ in this knob alone, with its 95% interval: how "
             "much longer they take than with the best schedule's value. Orange is slower, green faster, grey not sure. All other "
             "knobs stay as they are in a pair; where green stands, the best schedule differs from the pairs in other knobs.",
-            spec=effects,
+            spec={
+                **effects_chart("time / time with the best schedule's value", grey),
+                "width": "container",
+                "height": {"step": 17},
+                "data": {"name": "knobs"},
+            },
             main="knobs",
             tall=True,
         ),
@@ -582,14 +453,95 @@ def views(reports: Sequence[Report]) -> list[View]:
             heading="How many programs are good enough",
             caption=f"Bars count the programs tried, by their time over the best time; all slower than "
             f"{SCALE_END:g} times are in the last bar or at its edge.",
-            spec=histogram,
+            spec={
+                "width": "container",
+                "height": 190,
+                "layer": [
+                    {
+                        "data": {"name": "programs"},
+                        "mark": {"type": "rect", "color": "#9aa7b5"},
+                        "encoding": {
+                            "x": quantity("start", "time / best time", scale={**RATIOS["scale"]}, axis=RATIOS["axis"]),
+                            "x2": {"field": "end"},
+                            "y": quantity("programs", "programs"),
+                            "y2": {"datum": 0},
+                            "tooltip": tips(start="from", end="to", programs="programs", so_far="this fast or faster"),
+                        },
+                    },
+                    {
+                        "data": {"name": "marks"},
+                        "mark": {"type": "rule", "strokeWidth": 2},
+                        "encoding": {
+                            "x": {"field": "at", "type": "quantitative"},
+                            "color": word("kind", None, scale=kinds, legend=None),
+                            "tooltip": tips(what="time / best", us="µs"),
+                        },
+                    },
+                    {
+                        "data": {"name": "marks"},
+                        "mark": {
+                            "type": "text",
+                            "align": {"expr": "datum.at > 2 ? 'right' : 'left'"},
+                            "dx": {"expr": "datum.at > 2 ? -5 : 5"},
+                            "fontSize": 11,
+                        },
+                        "encoding": {
+                            "x": {"field": "at", "type": "quantitative"},
+                            "y": {"field": "height", "type": "quantitative", "scale": None, "axis": None},
+                            "text": {"field": "what", "type": "nominal"},
+                        },
+                    },
+                ],
+            },
             main="programs",
         ),
         View(
             name="resources",
             heading="Registers, spills and occupancy against time",
             caption="Each dot is a program; a triangle spills registers to memory. The best is circled.",
-            spec=resources,
+            spec={
+                "width": "container",
+                "height": 220,
+                "data": {"name": "resources"},
+                "layer": [
+                    {
+                        "mark": {"type": "point", "filled": True, "size": 40, "opacity": 0.6},
+                        "encoding": {
+                            "x": quantity(
+                                "registers", "registers per thread", scale={"zero": False}, axis={"tickCount": 6}
+                            ),
+                            "y": relative,
+                            "color": {
+                                "field": "blocks",
+                                "type": "ordinal",
+                                "title": "blocks per SM",
+                                "scale": {"scheme": "viridis"},
+                                "legend": {"orient": "bottom"},
+                            },
+                            "shape": {
+                                "condition": {"test": "datum.spilled > 0", "value": "triangle-up"},
+                                "value": "circle",
+                            },
+                            "tooltip": tips(
+                                schedule="schedule",
+                                us="µs",
+                                relative="time / best",
+                                registers="registers",
+                                spilled="bytes spilled",
+                                blocks="blocks per SM",
+                            ),
+                        },
+                    },
+                    {
+                        "transform": [{"filter": "datum.best"}],
+                        "mark": {"type": "point", "size": 160, "color": RED, "strokeWidth": 2.5},
+                        "encoding": {
+                            "x": quantity("registers", ""),
+                            "y": {"field": "relative", "type": "quantitative"},
+                        },
+                    },
+                ],
+            },
             main="resources",
         ),
         View(
@@ -598,14 +550,69 @@ def views(reports: Sequence[Report]) -> list[View]:
             caption="Grey lines are the highest rates that memory (slanted) and arithmetic (flat) allow: "
             "computed from the GPU's rates, or the "
             "highest that any kernel was measured at.",
-            spec=roofline,
+            spec={
+                "width": "container",
+                "height": 220,
+                "layer": [
+                    {
+                        "data": {"name": "roofs"},
+                        "mark": {"type": "line", "strokeWidth": 2, "color": "#888888"},
+                        "encoding": {
+                            "x": quantity(
+                                "intensity",
+                                unit_title,
+                                scale={"type": "log", "nice": False},
+                                axis={"format": "~s", "tickCount": 6},
+                            ),
+                            "y": quantity(
+                                "rate", "TFLOP/s", scale={"type": "log"}, axis={"format": "~s", "tickCount": 5}
+                            ),
+                            "detail": {"field": "said", "type": "nominal"},
+                            "strokeDash": word(
+                                "ceiling",
+                                "ceiling",
+                                scale={"domain": lines, "range": [dashes[each] for each in lines]},
+                                legend={"orient": "bottom"},
+                            ),
+                            "tooltip": tips(said="ceiling"),
+                        },
+                    },
+                    {
+                        "data": {"name": "roofline"},
+                        "mark": {"type": "point", "filled": True, "size": 110},
+                        "encoding": {
+                            "x": {"field": "intensity", "type": "quantitative"},
+                            "y": {"field": "rate", "type": "quantitative"},
+                            "color": word(
+                                "what",
+                                None,
+                                scale=kinds | {"domain": kinds["domain"][:2], "range": kinds["range"][:2]},
+                                legend={"orient": "bottom"},
+                            ),
+                            "tooltip": tips(what="schedule", rate="TFLOP/s", us="µs"),
+                        },
+                    },
+                ],
+            },
             main="roofline",
         ),
         View(
             name="search",
             heading="How the search went",
             caption="The best time so far against the number of programs measured, in the newest run.",
-            spec=trace,
+            spec={
+                "width": "container",
+                "height": 190,
+                "data": {"name": "trace"},
+                "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 2, "color": BLUE},
+                "encoding": {
+                    "x": quantity("measured", "programs measured"),
+                    "y": quantity(
+                        "relative", "best so far / best", scale={"type": "log", "nice": False}, axis=RATIOS["axis"]
+                    ),
+                    "tooltip": tips(measured="programs measured", relative="best so far / best"),
+                },
+            },
             main="trace",
         ),
     ]

@@ -142,8 +142,10 @@ def _evidence(source: str, db: str | None, wanted: Wanted) -> Evidence:
         own = _stored(db, wanted) if not source and database_exists(db) else ([], [])
         return [*own[0], *shipped[0]], [*own[1], *shipped[1]]
     path = Path(os.path.expanduser(source))
-    if "://" not in source and (path.is_dir() or source.endswith(TABLES)):
-        found = sorted(each for each in path.rglob("*") if each.name.endswith(TABLES)) if path.is_dir() else [path]
+    if "://" not in source and (os.path.isdir(path) or source.endswith(TABLES)):
+        found = (
+            sorted(each for each in path.rglob("*") if each.name.endswith(TABLES)) if os.path.isdir(path) else [path]
+        )
         if not found:
             raise ConfigError(f"{path} holds no table and no landscape; give {ACCEPTED}")
         return _read(found)
@@ -338,9 +340,12 @@ def _of_report(path: Path) -> list[KnownTime]:
 
 def _schedule(cells: Mapping[str, str]) -> str:
     """The schedule as people read it, from the cells of its knobs."""
-    flags = {"true": True, "false": False}
     values = {
-        name.removeprefix("knob_"): flags[text] if text in flags else int(text) if text.isdecimal() else text
+        name.removeprefix("knob_"): text == "true"
+        if text in ("true", "false")
+        else int(text)
+        if text.isdecimal()
+        else text
         for name, text in cells.items()
     }
     return Schedule(values).short()

@@ -34,8 +34,7 @@ def verdict_of(found: Comparison) -> str:
         return f"{a} and {b} hold the very same measurements: none of {total} was timed anew."
     parts: list[str] = []
     for verdict in ("slower", "faster"):
-        ratios = [max(row.ratio, 1 / row.ratio) for row in rows if row.verdict == verdict]
-        if ratios:
+        if ratios := [max(row.ratio, 1 / row.ratio) for row in rows if row.verdict == verdict]:
             of = f" for {len(ratios)}" if parts else f" than {a} for {len(ratios)} of {total}"
             by = f"by {excess(statistics.median(ratios))}" + " at the median of those" * (len(ratios) > 1)
             parts.append(f"{verdict}{of} ({by})")
@@ -69,14 +68,12 @@ def conditions_of(found: Comparison) -> list[str]:
     """What is unlike between the two sides, apart from what is compared: a sentence for each, and none where all is alike."""
     rows = [row for row in found.rows if not row.one_measurement and not (row.a.modelled or row.b.modelled)]
     told = []
-    others = [row for row in rows if row.a.device != row.b.device]
-    if others:
+    if others := [row for row in rows if row.a.device != row.b.device]:
         a, b = (_listed(getattr(row, side).device for row in others) for side in ("a", "b"))
         told.append(
             f"A was measured on {a} and B on {b}: for {counted(len(others), 'problem')} this is a comparison of GPUs."
         )
-    unlike = [row for row in rows if _unlike(row)]
-    if unlike:
+    if unlike := [row for row in rows if _unlike(row)]:
         told.append(
             f"In {counted(len(unlike), 'problem')} the two GPUs have one name and are not alike: {_unlike(unlike[0])}. "
             "A difference may be the GPU's."
@@ -85,8 +82,7 @@ def conditions_of(found: Comparison) -> list[str]:
     for taken in (taken for row in found.rows for taken in (row.a, row.b)):
         seen[taken.device] = max(seen.get(taken.device, 0), taken.conditions.sm_clock_mhz if taken.conditions else 0)
     for side in ("a", "b"):
-        slowed = [words for row in rows if (words := _throttling(getattr(row, side), seen))]
-        if slowed:
+        if slowed := [*filter(None, (_throttling(getattr(row, side), seen) for row in rows))]:
             told.append(
                 f"In {counted(len(slowed), 'problem')} the clock of {side.upper()}'s GPU was held down, "
                 f"{slowed[0]}: these times are too "
@@ -136,10 +132,9 @@ def side_facts(found: Comparison) -> list[tuple[str, str]]:
     told = []
     for letter, name in (("A", found.a), ("B", found.b)):
         taken = [row.a if letter == "A" else row.b for row in found.rows]
-        if any(one.modelled for one in taken):
-            known = f"{name}, estimated by the performance model for {_listed(one.arch for one in taken)}"
-        else:
-            known = f"{name}, measured on {_listed(one.device for one in taken)}"
+        estimated = f"{name}, estimated by the performance model for {_listed(one.arch for one in taken)}"
+        measured = f"{name}, measured on {_listed(one.device for one in taken)}"
+        known = estimated if any(one.modelled for one in taken) else measured
         compilers = sorted({one.compiler for one in taken} - {""})
         days = sorted(f"{one.when:%Y-%m-%d}" for one in taken if one.when)
         when = (f"on {days[0]}" if days[0] == days[-1] else f"from {days[0]} to {days[-1]}") if days else ""

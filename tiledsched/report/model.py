@@ -18,6 +18,7 @@ from tiledsched.core.sources import source_part
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
 from tiledsched.measure.estimate import Timing
+from tiledsched.measure.runner import Measurement
 from tiledsched.report.analysis import interactions, sensitivity, tile_times
 from tiledsched.report.axes import axes_of
 from tiledsched.report.ceilings import measured_ceilings
@@ -27,7 +28,7 @@ from tiledsched.report.records import MEASURED, MODELLED, FailureCount, ProblemR
 from tiledsched.report.sources import WithShipped
 from tiledsched.store.evidence import for_compiler, of_kernel
 from tiledsched.store.queries import KnobEffect, knob_effects
-from tiledsched.store.records import BuildRecord, Entry, FailureRecord, StoredMeasurement, Toolchain
+from tiledsched.store.records import BuildRecord, Entry, FailureRecord, Toolchain
 
 if TYPE_CHECKING:
     from tiledsched.store.db import TuningDB
@@ -83,14 +84,14 @@ def build_report(
     desk = _Desk(kernel, arch, regime, builds, entries)
     measured = [desk.measured(key, landscape) for key, landscape in reading.landscapes.items()]
     done = {(problem, accum) for problem, _, accum in reading.landscapes}
-    modelled = []
-    for entry in entries:
-        key = (entry.problem, entry.accum_mode)
-        if entry.provenance == MODELLED and key not in done:
-            done.add(key)
-            modelled.append(desk.modelled(entry, model_times))
-    estimated = [one for one in modelled if one]
-    tile = tile_knobs(measured or estimated)
+    unmeasured = {
+        (entry.problem, entry.accum_mode): entry
+        for entry in reversed(entries)  # of several the first
+        if entry.provenance == MODELLED and (entry.problem, entry.accum_mode) not in done
+    }
+    modelled = [one for entry in unmeasured.values() if (one := desk.modelled(entry, model_times))]
+    done |= unmeasured.keys()
+    tile = tile_knobs(measured or modelled)
     return Report(
         kernel=kernel.name,
         arch=arch,
@@ -100,7 +101,7 @@ def build_report(
         device_name=device_name or "",
         elsewhere=reading.found - reading.taken,
         measured=_section(MEASURED, measured, tile),
-        modelled=_section(MODELLED, estimated, tile),
+        modelled=_section(MODELLED, modelled, tile),
         unmeasured=tuple(
             entry
             for entry in entries
@@ -280,22 +281,19 @@ class _Desk:
         problem, _, mode = key
         device = landscape.newest[0].measurement.device
         by_schedule = {one.measurement.schedule: one for one in landscape.newest}
-        by_program: dict[ProgramKey, StoredMeasurement] = {}
-        others: list[tuple[Schedule, ProgramKey]] = []
+        programs = {
+            schedule: self._program(one.measurement.fingerprint, problem, schedule, device)
+            for schedule, one in by_schedule.items()
+        } | {
+            build.schedule: self._program(build.fingerprint, problem, build.schedule, device)
+            for build in self.builds.of(problem, device)
+            if build.schedule not in by_schedule and accum_mode(build.schedule) == mode
+        }
+        newest: dict[ProgramKey, Measurement] = {}
         for schedule, one in by_schedule.items():
-            program = self._program(one.measurement.fingerprint, problem, schedule, device)
-            if program in by_program:
-                others.append((schedule, program))
-            else:
-                by_program[program] = one
-        for build in self.builds.of(problem, device):
-            if build.schedule not in by_schedule and accum_mode(build.schedule) == mode:
-                others.append((build.schedule, self._program(build.fingerprint, problem, build.schedule, device)))
-
-        timed = {}
-        for one in by_program.values():
-            found = one.measurement
-            timed[found.schedule] = Timed(
+            newest.setdefault(programs[schedule], one.measurement)
+        known = {
+            program: Timed(
                 schedule=found.schedule,
                 fingerprint=found.fingerprint,
                 us=found.median_us,
@@ -303,11 +301,16 @@ class _Desk:
                 samples=len(found.samples_us),
                 facts=self.builds.facts.get(found.fingerprint),
             )
-        for schedule, program in others:
-            if program in by_program and schedule not in timed:
-                own = timed[by_program[program].measurement.schedule]
-                timed[schedule] = replace(own, schedule=schedule, same_program_as=own.schedule)
-        written = self._write_up(MEASURED, key, list(timed.values()), self._served(key))
+            for program, found in newest.items()
+        }
+        timed = [
+            replace(known[program], schedule=schedule, same_program_as=known[program].schedule)
+            if schedule != known[program].schedule
+            else known[program]
+            for schedule, program in programs.items()
+            if program in known
+        ]
+        written = self._write_up(MEASURED, key, timed, self._served(key))
         taken = max(one.created_at for one in landscape.newest)
         written = replace(written, trace=tuple(us / written.best.us for us in landscape.trace_us), taken=taken)
         if unlisted := landscape.schedules - len(by_schedule):
