@@ -32,16 +32,17 @@ def measured_ceilings(entries: Iterable[Entry], regime: str, dtypes: Iterable[st
         if unit_of(problem) == "TFLOP/s" and entry.accum_mode == "fp32" and problem.values.get("dtype") in dtypes:
             rates["TFLOP/s"] = problem.tflops(taken.median_us)
         for unit, rate in rates.items():
-            if (entry.device_name, unit) not in found or rate > found[entry.device_name, unit].rate:
-                found[entry.device_name, unit] = Ceiling(
-                    device_name=entry.device_name,
-                    unit=unit,
-                    rate=rate,
-                    problem=problem,
-                    taken=taken.created_at,
-                    sm_clock_mhz=taken.conditions.sm_clock_mhz,
-                    power_w=taken.conditions.power_w,
-                )
+            ceiling = Ceiling(
+                device_name=entry.device_name,
+                unit=unit,
+                rate=rate,
+                problem=problem,
+                taken=taken.created_at,
+                sm_clock_mhz=taken.conditions.sm_clock_mhz,
+                power_w=taken.conditions.power_w,
+            )
+            known = found.setdefault((entry.device_name, unit), ceiling)
+            found[entry.device_name, unit] = max(known, ceiling, key=lambda each: each.rate)
     return tuple(found[key] for key in sorted(found))
 
 

@@ -362,23 +362,20 @@ def judged(a: KnownTime, b: KnownTime, threshold: float) -> Compared:
     The two medians are independent: their relative 95% half-widths add in quadrature. Slower and faster are what lies beyond the
     threshold and whose two intervals are apart; the same is what lies within the threshold with its whole interval.
     """
+    ratio = b.us / a.us
     if a.modelled or b.modelled:
-        ratio = b.us / a.us
         return Compared(a=a, b=b, ratio=ratio, low=ratio, high=ratio, verdict=ESTIMATED)
     if _one_measurement(a, b):
         return Compared(a=a, b=b, ratio=1.0, low=1.0, high=1.0, verdict="same")
-    ratio = b.us / a.us
     half = math.hypot(*(math.log(one.timing.ci_high_us / one.timing.ci_low_us) / 2 for one in (a, b)))
     low, high = ratio * math.exp(-half), ratio * math.exp(half)
     limit = 1 + threshold
-    if ratio > limit and b.timing.ci_low_us > a.timing.ci_high_us:
-        verdict = "slower"
-    elif ratio < 1 / limit and b.timing.ci_high_us < a.timing.ci_low_us:
-        verdict = "faster"
-    elif high <= limit and low >= 1 / limit:
-        verdict = "same"
-    else:
-        verdict = "undecided"
+    verdicts = {
+        "slower": ratio > limit and b.timing.ci_low_us > a.timing.ci_high_us,
+        "faster": ratio < 1 / limit and b.timing.ci_high_us < a.timing.ci_low_us,
+        "same": high <= limit and low >= 1 / limit,
+    }
+    verdict = next((name for name, holds in verdicts.items() if holds), "undecided")
     return Compared(a=a, b=b, ratio=ratio, low=low, high=high, verdict=verdict)
 
 

@@ -186,9 +186,9 @@ def slopes(found: Comparison) -> Spec:
         },
     ]
     # Short lines, which also fit a narrow page.
-    names = [f"{name}: {_shortened(text)}" for name, text in (("A", found.a), ("B", found.b))]
+    sides = [f"A: {_shortened(found.a)}", f"B: {_shortened(found.b)}", *_sides_of(found.rows)]
     whole = chart(values, {"width": "container", "layer": layers}, height=380)
-    return titled(whole, f"Time of {counted(len(values), 'problem')} in B against A", *names, *_sides_of(found.rows))
+    return titled(whole, f"Time of {counted(len(values), 'problem')} in B against A", *sides)
 
 
 def _sides_of(rows: Sequence[Compared]) -> list[str]:

@@ -84,12 +84,9 @@ def preferred_values(problems: Sequence[ProblemReport], knobs: Sequence[str]) ->
     """For each problem, the value that it prefers of each knob: no value compared with it is faster, and at least one is surely
     slower. None where there is no such value.
     """
-    found = []
-    for one in problems:
-        table = _matched_ratios(one)
-        favourites = [_favourite(knob, table[knob]) if knob in table else None for knob in knobs]
-        found.append([favourite[1] if favourite else None for favourite in favourites])
-    return found
+    tables = [_matched_ratios(one) for one in problems]
+    preferred = [[_favourite(knob, table.get(knob, {})) for knob in knobs] for table in tables]
+    return [[favourite and favourite[1] for favourite in each] for each in preferred]
 
 
 def tile_knobs(problems: Sequence[ProblemReport]) -> tuple[str, str] | None:

@@ -93,8 +93,7 @@ def read_measured(
         compiler: the version of the installed compiler.
         listed: schedules that are kept in any case.
     """
-    reading, states = Reading(), defaultdict[str, _States](_States)
-    always: dict[Problem, set[Schedule]] = defaultdict(set)
+    reading, states, always = Reading(), defaultdict[str, _States](_States), defaultdict[Problem, set[Schedule]](set)
     for problem, schedule in listed:
         always[problem].add(schedule)
     most = _most_each(db.measured_problems(arch, kernel).values(), MOST_LISTED)
@@ -132,10 +131,8 @@ def read_measured(
             reading.landscapes[problem, name, mode] = members.landscape(whole)
             states[name].add(members.tallies, whole[members.newest.id], whole[members.oldest.id])
         if found.members:
-            first = min(
-                (whole[members.oldest.id] for members in found.members.values()), key=lambda one: one.created_at
-            )
-            reading.compilers[problem] = first.toolchain.tileiras
+            oldest = [whole[members.oldest.id] for members in found.members.values()]
+            reading.compilers[problem] = min(oldest, key=lambda one: one.created_at).toolchain.tileiras
     reading.regimes.sort(key=lambda one: (one.device_name, one.problem, one.accum_mode))
     reading.conditions = tuple(states[name].conditions() for name in sorted(states))
     for each in (state for of in states.values() for state in of.states.values()):

@@ -230,12 +230,8 @@ def _side_by_side(reports: Sequence[Report]) -> list[Block]:
             Chart(name="rates", spec=spec, text=text),
             Paragraph(text=text),
         ]
-    if rows:
-        blocks += [
-            Heading(text=f"Best schedules of {counted(len(rows), 'problem')} on each GPU", folded=True),
-            _table(("problem", *(report.arch for report in reports)), rows),
-        ]
-    return blocks
+    title = f"Best schedules of {counted(len(rows), 'problem')} on each GPU"
+    return blocks + _part(title, ("problem", *(report.arch for report in reports)), rows)
 
 
 def _part(
@@ -502,6 +498,4 @@ def _condition_table(device: DeviceConditions, regime: str) -> Table:
 
 
 def _clock(mhz: tuple[int, int] | None) -> str:
-    if mhz is None:
-        return "not known"
-    return f"{mhz[0]} MHz" if mhz[0] == mhz[1] else f"{mhz[0]} to {mhz[1]} MHz"
+    return f"{' to '.join(map(str, dict.fromkeys(mhz)))} MHz" if mhz else "not known"

@@ -121,11 +121,9 @@ def histogram_rows(one: ProblemReport) -> list[Row]:
 
 def mark_rows(one: ProblemReport) -> list[Row]:
     """The winner, the default schedule and the rivals, as multiples of the best time, fastest first."""
-    marks = [("best", 1.0, one.best.us)]
-    if one.default is not None:
-        marks.append(("default schedule", one.default.relative, one.default.us))
-    marks += [(name, relative, one.best.us * relative) for name, relative in one.rivals]
-    ordered = sorted(marks, key=lambda mark: mark[1])
+    default = [("default schedule", one.default.relative, one.default.us)] if one.default else []
+    rivals = [(name, relative, one.best.us * relative) for name, relative in one.rivals]
+    ordered = sorted([("best", 1.0, one.best.us), *default, *rivals], key=lambda mark: mark[1])
     return [
         {
             "what": f"{what} {relative:.2f}" + (" →" if relative > SCALE_END else ""),
@@ -181,11 +179,13 @@ def roofline_rows(one: ProblemReport) -> list[Row]:
 def choices_of(report: Report, one: ProblemReport, optional: Sequence[str]) -> dict[str, str]:
     """What a page's choices are for a problem: its GPU, its sizes and types, its accumulators and the optional fields named."""
     axes, problem = report.axes, one.problem
-    found = {"GPU": f"{one.device_name}, measured" if one.device_name else f"{report.arch}, modelled"}
-    found |= {title: cell(problem, fields) for title, fields in axes.columns.items()}
-    found |= dict(zip(axes.titles.values(), map(show, one.shared), strict=True))
-    found |= {name: show(getattr(problem, name)) for name in optional}
-    return found | {"accumulators": one.accum_mode}
+    return {
+        "GPU": f"{one.device_name}, measured" if one.device_name else f"{report.arch}, modelled",
+        **{title: cell(problem, fields) for title, fields in axes.columns.items()},
+        **dict(zip(axes.titles.values(), map(show, one.shared), strict=True)),
+        **{name: show(getattr(problem, name)) for name in optional},
+        "accumulators": one.accum_mode,
+    }
 
 
 def views_of(one: ProblemReport, most: int) -> tuple[dict[str, Sequence[Row]], dict[str, str]]:
