@@ -49,7 +49,7 @@ class FirstCall:
     home: str
     """fresh, second or warmed; empty for torch."""
     method: str
-    """torch, or the setting `compile`."""
+    """The method: torch, or a value of the setting `compile`."""
     what: str
     """import, start, or the shape."""
     seconds: float

@@ -80,9 +80,9 @@ class SimulationOptions:
     deaths: float = 0.001
     """Share of attempts whose worker dies."""
     cores: int = 8
-    """Of the database's server."""
+    """CPU cores of the database server."""
     seed: int = 0
-    """Of times and deaths."""
+    """Seed of the random times and deaths."""
     real: int = 10_000
     """Problems that real leases serve."""
     lease_s: float = 120.0

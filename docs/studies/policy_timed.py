@@ -66,7 +66,7 @@ class Row:
     device: str = ""
     """Name of the GPU."""
     versions: str = ""
-    """Of the driver and libraries."""
+    """Versions of the driver and libraries."""
 
     def to_csv(self) -> dict[str, Any]:
         """One cell for each of `COLUMNS`."""

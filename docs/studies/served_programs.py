@@ -104,7 +104,7 @@ def rows(rng: random.Random) -> dict[str, Any]:
 
 
 def normalised(rng: random.Random) -> dict[str, Any]:
-    """The same, half of them with a residual."""
+    """The sizes that `rows` draws, half of them with a residual."""
     return {**rows(rng), "residual": rng.random() < 0.5}
 
 

@@ -208,7 +208,7 @@ class Row:
     """One method on one problem."""
 
     seed: int
-    """Of the draw."""
+    """Seed by which the problems were drawn."""
     kernel: str
     """Name of the kernel."""
     problem: str

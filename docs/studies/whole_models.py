@@ -165,7 +165,7 @@ class Comparison:
     prompt_error: float
     """Norm of the difference of the prompt's logits over the norm of torch's logits, computed in one pass."""
     step_error: float
-    """The same for the logits from which tokens are chosen, one step after the other."""
+    """Norm of that difference for the logits from which tokens are chosen, one step after the other, over their norm."""
     same_tokens: bool
     """Whether greedy generation gave the same tokens."""
     first_difference: int | None

@@ -137,7 +137,7 @@ def neighbours(items: Sequence[tuple[Schedule, T]], close: Sequence[bool]) -> It
             whole - hashes[each[place[knob]]] if knob in place else None
             for whole, each, place in zip(sums, coded, place_of, strict=True)
         ]
-        wanted = {rest for rest, kept in zip(rests, close, strict=True) if kept and rest is not None}
+        wanted = {rest for rest, near in zip(rests, close, strict=True) if near and rest is not None}
         groups: dict[int, list[int]] = defaultdict(list)
         for i, rest in enumerate(rests):
             if rest is not None and rest in wanted:

@@ -265,7 +265,7 @@ def side_of(
     """A side: for each problem what is served, or the fastest program where nothing is served.
 
     Args:
-        name: as it was asked for.
+        name: the SOURCE or SELECTOR as the user gave it.
         served: at most one of each key counts, the first.
         programs: everything measured, newest first.
         estimates: what the performance model says.

@@ -29,7 +29,7 @@ VERDICTS = {
     "slower": ("slower", RED, (1, 0)),
     "faster": ("faster", BLUE, (1, 0)),
     "same": ("the same", GREY, (1, 0)),
-    "undecided": ("cannot be told apart", GREY, (4, 3)),
+    "undecided": ("cannot be facts apart", GREY, (4, 3)),
     ESTIMATED: ("estimated", ORANGE, (2, 2)),
 }
 """How each verdict is called and drawn: its name, colour and dashes."""
@@ -79,7 +79,7 @@ def comparison_blocks(found: Comparison) -> list[Block]:
     for verdict, title in (("slower", "What became slower"), ("faster", "What became faster")):
         blocks += _times([row for row in found.rows if row.verdict == verdict], title, found)
     blocks += _winners(found)
-    blocks += _times([row for row in found.rows if row.verdict == "undecided"], "What cannot be told apart", found)
+    blocks += _times([row for row in found.rows if row.verdict == "undecided"], "What cannot be facts apart", found)
     blocks += _times([row for row in found.rows if row.verdict == ESTIMATED], "All problems", found)
     blocks += _unpaired(found)
     if drift := drift_of(found):
@@ -193,12 +193,12 @@ def slopes(found: Comparison) -> Spec:
 
 def _sides_of(rows: Sequence[Compared]) -> list[str]:
     """Where and when the two sides were measured, or that they are estimates; both in one line where they are alike."""
-    told = []
+    facts = []
     for taken in ([row.a for row in rows], [row.b for row in rows]):
         names = ", ".join(sorted({one.arch if one.modelled else one.device for one in taken}))
-        told.append(f"{'estimated for' if any(one.modelled for one in taken) else 'measured on'} {names}")
+        facts.append(f"{'estimated for' if any(one.modelled for one in taken) else 'measured on'} {names}")
     days = sorted(f"{one.when:%Y-%m-%d}" for row in rows for one in (row.a, row.b) if one.when)
-    where = told[:1] if told[0] == told[1] else [f"{name} {text}" for name, text in zip("AB", told, strict=True)]
+    where = facts[:1] if facts[0] == facts[1] else [f"{name} {text}" for name, text in zip("AB", facts, strict=True)]
     return [*where, *([f"{days[0]} to {days[-1]}"] if days else [])]
 
 

@@ -67,14 +67,14 @@ def excess(ratio: float) -> str:
 def conditions_of(found: Comparison) -> list[str]:
     """What is unlike between the two sides, apart from what is compared: a sentence for each, and none where all is alike."""
     rows = [row for row in found.rows if not row.one_measurement and not (row.a.modelled or row.b.modelled)]
-    told = []
+    sentences = []
     if others := [row for row in rows if row.a.device != row.b.device]:
         a, b = (_listed(getattr(row, side).device for row in others) for side in ("a", "b"))
-        told.append(
+        sentences.append(
             f"A was measured on {a} and B on {b}: for {counted(len(others), 'problem')} this is a comparison of GPUs."
         )
     if unlike := [row for row in rows if _unlike(row)]:
-        told.append(
+        sentences.append(
             f"In {counted(len(unlike), 'problem')} the two GPUs have one name and are not alike: {_unlike(unlike[0])}. "
             "A difference may be the GPU's."
         )
@@ -83,12 +83,12 @@ def conditions_of(found: Comparison) -> list[str]:
         seen[taken.device] = max(seen.get(taken.device, 0), taken.conditions.sm_clock_mhz if taken.conditions else 0)
     for side in ("a", "b"):
         if slowed := [*filter(None, (_throttling(getattr(row, side), seen) for row in rows))]:
-            told.append(
+            sentences.append(
                 f"In {counted(len(slowed), 'problem')} the clock of {side.upper()}'s GPU was held down, "
                 f"{slowed[0]}: these times are too "
                 "long, and say little about the schedules."
             )
-    return told
+    return sentences
 
 
 def _unlike(row: Compared) -> str:
@@ -129,7 +129,7 @@ def label_of(known: KnownTime, found: Comparison) -> str:
 
 def side_facts(found: Comparison) -> list[tuple[str, str]]:
     """For each side its letter, and in words what it is: its name, GPU, compiler and days."""
-    told = []
+    facts = []
     for letter, name in (("A", found.a), ("B", found.b)):
         taken = [row.a if letter == "A" else row.b for row in found.rows]
         estimated = f"{name}, estimated by the performance model for {_listed(one.arch for one in taken)}"
@@ -139,8 +139,8 @@ def side_facts(found: Comparison) -> list[tuple[str, str]]:
         days = sorted(f"{one.when:%Y-%m-%d}" for one in taken if one.when)
         when = (f"on {days[0]}" if days[0] == days[-1] else f"from {days[0]} to {days[-1]}") if days else ""
         by = f"with compiler {' and '.join(compilers)}" if compilers else ""
-        told.append((letter, " ".join(part for part in (known, when, by) if part)))
-    return told
+        facts.append((letter, " ".join(part for part in (known, when, by) if part)))
+    return facts
 
 
 def drift_of(found: Comparison) -> str:

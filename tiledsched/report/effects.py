@@ -63,7 +63,7 @@ def joined_effects(problems: Sequence[ProblemReport]) -> tuple[KnobVerdict, ...]
 
 @lru_cache(maxsize=4)
 def _joined_effects(problems: tuple[ProblemReport, ...]) -> tuple[KnobVerdict, ...]:
-    """The same, once for all parts of a report that ask for it."""
+    """`joined_effects`, computed once for all parts of a report that use it."""
     tables = [_matched_ratios(one) for one in problems]
     near = [({*_values([one])}, [timed for timed in one.timed if timed.relative <= 1 + AS_GOOD]) for one in problems]
     verdicts = []

@@ -201,16 +201,18 @@ class _Members:
         if len(self.rows) <= most:
             return
         ranked = [one[2] for one in sorted((row.median_us, each.id, each) for each, row in self.rows.items())]
-        kept = dict.fromkeys([*ranked[: (most + 1) // 2], ranked[-1], *(each for each in always if each in self.rows)])
+        chosen = dict.fromkeys(
+            [*ranked[: (most + 1) // 2], ranked[-1], *(each for each in always if each in self.rows)]
+        )
         tile = named_tile(ranked[0]) or ()
         tiles: dict[object, Schedule] = {}
         for schedule in ranked:
             tiles.setdefault(tuple(schedule[knob] for knob in tile if knob in schedule), schedule)
-        kept |= dict.fromkeys(tiles.values())
-        others = [schedule for schedule in ranked if schedule not in kept]
-        if (room := most - len(kept)) > 0:
-            kept |= dict.fromkeys(others[place * len(others) // room] for place in range(room))
-        self.listed = kept.keys()
+        chosen |= dict.fromkeys(tiles.values())
+        others = [schedule for schedule in ranked if schedule not in chosen]
+        if (room := most - len(chosen)) > 0:
+            chosen |= dict.fromkeys(others[place * len(others) // room] for place in range(room))
+        self.listed = chosen.keys()
 
     def landscape(self, whole: dict[int, StoredMeasurement]) -> Landscape:
         """The landscape, given the measurements that were read whole, by their numbers."""
@@ -330,5 +332,5 @@ class _States:
 
 
 def _range(values: Iterable[int]) -> tuple[int, int] | None:
-    told = [value for value in values if value]
-    return (min(told), max(told)) if told else None
+    known = [value for value in values if value]
+    return (min(known), max(known)) if known else None

@@ -131,7 +131,7 @@ class Interaction:
     pairs_with: int
     """Number of these pairs."""
     effect_without: float
-    """The same ratio where the circumstance does not hold."""
+    """Time after the change over time before, minus 1, where the circumstance does not hold."""
     pairs_without: int
     """Number of pairs behind that ratio."""
 

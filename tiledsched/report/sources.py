@@ -70,8 +70,8 @@ class WithShipped:
             # timed in turn: what an earlier file has of its problems under its compiler is left out.
             sizes = Counter(map(_conditions_of, found))
             whole = {key for key, size in sizes.items() if size >= LANDSCAPE}
-            kept = {uid: one for uid, one in self._shipped.items() if _conditions_of(one) not in whole}
-            self._shipped = kept | {stored.uid: stored for stored in found}
+            others = {uid: one for uid, one in self._shipped.items() if _conditions_of(one) not in whole}
+            self._shipped = others | {stored.uid: stored for stored in found}
             self._artifacts |= {(each.arch, each.fingerprint): each for each in table.artifacts if each.arch == arch}
 
     def _is_reported(self, problem: Problem) -> bool:

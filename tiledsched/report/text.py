@@ -239,8 +239,8 @@ def _part(
 ) -> list[Block]:
     """A folded table under a heading, with a text and charts before it; nothing where it has no rows."""
     table = _table(head, rows)
-    told = [Paragraph(text=text)] if text else []
-    return [Heading(text=title, folded=True), *told, *charts, table] if table.rows else []
+    before = [Paragraph(text=text)] if text else []
+    return [Heading(text=title, folded=True), *before, *charts, table] if table.rows else []
 
 
 def _with_accumulators(problem: Problem, accum_mode: str) -> str:

@@ -150,7 +150,7 @@ class Ladder:
         recorded: of a replay, whether a schedule is in the record: where there is a way to the tuned schedule with
             every rung in it, the ladder takes no other. None: everything can be timed.
         taken: the day on which it is timed, or was recorded.
-        progress: told a line per rung.
+        progress: called with a line for each rung.
     """
 
     def __init__(

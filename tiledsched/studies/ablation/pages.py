@@ -116,12 +116,12 @@ def _of_problem(text: str, rows: Sequence[AblationRow], suffix: str) -> list[Blo
         for row in timed
         if row.timing
     ]
-    told = (
+    how = (
         "A speedup is a time over another: of a rung, the time of the rung before over its own; of the tuned schedule with a "
         "knob turned back, the tuned schedule's over its own. `ablation.csv` has the 95% intervals."
     )
     table = Table(head=("schedule", "µs", "speedup", "over the plain"), rows=lines)
-    return [*blocks, Heading(text=f"All times: {text}", folded=True), Paragraph(text=told), table]
+    return [*blocks, Heading(text=f"All times: {text}", folded=True), Paragraph(text=how), table]
 
 
 def ladder_rows(rows: Sequence[AblationRow]) -> list[dict[str, Any]]:

@@ -162,7 +162,7 @@ def _table3(rows: Sequence[BenchRow]) -> Table:
 
     clocks = sorted({row.conditions.sm_clock_mhz for row in rows if row.conditions.sm_clock_mhz})
     reasons = sorted({reason for row in rows for reason in row.conditions.throttle_reasons})
-    told = {
+    conditions = {
         "GPU": ", ".join(sorted({row.device for row in rows})),
         "driver and libraries": "; ".join(sorted({row.versions for row in rows})),
         "tiledsched": __version__,
@@ -173,7 +173,7 @@ def _table3(rows: Sequence[BenchRow]) -> Table:
         "SM clock": f"{' to '.join(dict.fromkeys(map(str, (clocks[0], clocks[-1]))))} MHz" if clocks else "not known",
         "throttle reasons": ", ".join(reasons) or "none seen",
     }
-    return Table(head=("item", "value"), rows=tuple(told.items()))
+    return Table(head=("item", "value"), rows=tuple(conditions.items()))
 
 
 def _table4(tiles: Sequence[TilingRow]) -> Table:
