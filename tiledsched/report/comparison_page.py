@@ -29,7 +29,7 @@ VERDICTS = {
     "slower": ("slower", RED, (1, 0)),
     "faster": ("faster", BLUE, (1, 0)),
     "same": ("the same", GREY, (1, 0)),
-    "undecided": ("cannot be facts apart", GREY, (4, 3)),
+    "undecided": ("cannot be told apart", GREY, (4, 3)),
     ESTIMATED: ("estimated", ORANGE, (2, 2)),
 }
 """How each verdict is called and drawn: its name, colour and dashes."""
@@ -79,7 +79,7 @@ def comparison_blocks(found: Comparison) -> list[Block]:
     for verdict, title in (("slower", "What became slower"), ("faster", "What became faster")):
         blocks += _times([row for row in found.rows if row.verdict == verdict], title, found)
     blocks += _winners(found)
-    blocks += _times([row for row in found.rows if row.verdict == "undecided"], "What cannot be facts apart", found)
+    blocks += _times([row for row in found.rows if row.verdict == "undecided"], "What cannot be told apart", found)
     blocks += _times([row for row in found.rows if row.verdict == ESTIMATED], "All problems", found)
     blocks += _unpaired(found)
     if drift := drift_of(found):
