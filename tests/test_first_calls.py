@@ -19,6 +19,7 @@ from serve_on_cpu import TOLERANCE, Launches, capturing, expected, on_another_st
 from store_samples import entry
 
 import tiledsched as ts
+from tiledsched import cross_entropy, geglu, layer_norm, matmul, rms_norm, rope, softmax, swiglu
 from tiledsched.core import launch as launches
 from tiledsched.core.config import Settings
 from tiledsched.core.device import arch_spec
@@ -30,7 +31,6 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.ops import sdpa as serve
 from tiledsched.ops.fallback import MOST_SCORES, computes_at_once
 from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
-from tiledsched.ops.functions import cross_entropy, geglu, layer_norm, matmul, rms_norm, rope, softmax, swiglu
 from tiledsched.serve import background, prebuilt, process, programs
 from tiledsched.serve.background import BackgroundBuilder, Build
 from tiledsched.serve.entries import layers

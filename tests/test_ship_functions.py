@@ -7,7 +7,8 @@ import torch
 
 import tiledsched as ts
 from tiledsched.core.errors import ProblemError, UnsupportedError
-from tiledsched.ops import functions
+from tiledsched.kernels.rope import front
+from tiledsched.ops.front import operator
 
 pytestmark = pytest.mark.usefixtures("launches", "quiet")
 CLOSE = {"rtol": 2e-2, "atol": 2e-2}
@@ -140,9 +141,9 @@ def test_what_rope_does_not_take():
 
 @pytest.fixture
 def not_looked():
-    functions._looks.clear()
+    front._looks.clear()
     yield
-    functions._looks.clear()
+    front._looks.clear()
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -222,7 +223,7 @@ def test_nothing_is_launched_for_empty_inputs(launches):
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "swiglu", "rope", "rope_in_place", "cross_entropy"])
 def test_one_graph_under_torch_compile(name):
     """Also where the first call is the one that is traced."""
-    functions._operator.cache_clear()
+    operator.cache_clear()
     x, angle = made(2, 4, 6, 16), torch.rand(6, 8)
     call = {
         "rms_norm": lambda x: ts.rms_norm(x, x[0, 0, 0], residual=x)[0],

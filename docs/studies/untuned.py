@@ -621,9 +621,10 @@ def public_call(
 ) -> tuple[Callable[[], Any], Callable[[Served], Any], Callable[[], Any]]:
     """The public function on these tensors, what makes a plan of a choice, and what finds the plan that the function runs."""
     if p.kernel == Matmul.name:
-        from tiledsched.ops.functions import _operator, matmul
+        from tiledsched.kernels.matmul.front import matmul
+        from tiledsched.ops.front import operator as operator_of
 
-        operator = _operator(Matmul.name)
+        operator = operator_of(Matmul.name)
         make = partial(operator._make_plan, tensors, tensors)
         return lambda: matmul(*tensors), make, lambda: operator.plan_for(*tensors)
     from tiledsched.ops.plans import AttentionCall
