@@ -16,10 +16,11 @@ from tiledsched.core import arrays, data_files, launch
 from tiledsched.core.cases import expected_outputs, output_specs
 from tiledsched.core.storage import to_storage
 from tiledsched.interpreter import run_schedule as interpret
+from tiledsched.kernels.attention.problem import mask_of
 from tiledsched.kernels.attention.reference import attention_and_lse
 from tiledsched.kernels.attention_backward import AttentionBackward
 from tiledsched.kernels.attention_backward.inputs import normal_inputs, outputs_of
-from tiledsched.kernels.attention_backward.problem import gradient_scales, mask_of, usual_gradient
+from tiledsched.kernels.attention_backward.problem import gradient_scales, usual_gradient
 from tiledsched.kernels.attention_backward.reference import attention_gradients
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.store.shipped import read_shipped_entries

@@ -24,6 +24,7 @@ from tiledsched.core.cases import output_specs
 from tiledsched.core.errors import MeasureError, UnsupportedError
 from tiledsched.core.problem import Problem
 from tiledsched.kernels.attention import Attention
+from tiledsched.kernels.attention.problem import mask_of
 from tiledsched.kernels.attention.reference import attention_and_lse
 from tiledsched.kernels.attention.rivals import (
     BACKENDS,
@@ -34,7 +35,6 @@ from tiledsched.kernels.attention.rivals import (
     torch_operator,
 )
 from tiledsched.kernels.attention_backward import rivals
-from tiledsched.kernels.attention_backward.problem import mask_of
 from tiledsched.kernels.attention_backward.reference import attention_gradients
 from tiledsched.measure.rivals import call_on
 
