@@ -12,27 +12,23 @@ import numpy
 import pytest
 from attention_runs import attention_reference
 
-from tiledsched.bench.job import bench_to_file
-from tiledsched.bench.methods import OURS, choose_methods, methods_of
-from tiledsched.bench.rivals.attention import UNTUNED, untuned_schedule
-from tiledsched.bench.rivals.attention_case import (
-    MOST_PAIRS,
-    MOST_SCORES,
-    AttentionArrays,
-    compared_pairs,
-    reference_of_pair,
-)
-from tiledsched.bench.rows import COLUMNS, BenchRow, append_rows, finished_cells, read_rows
-from tiledsched.bench.run import BenchOptions, PreparedCell, Ready, bench_cell, run_bench
-from tiledsched.bench.sampling import LEAST_SAMPLES, QUEUED, Pace, sample_counts, sample_in_turn, spread_evenly
 from tiledsched.checking.errors import NOT_FINITE, Error, error_of
 from tiledsched.cli import main
 from tiledsched.core.errors import ConfigError, MeasureError
+from tiledsched.core.rivals import Arrays
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
+from tiledsched.kernels.attention.bench_case import MOST_PAIRS, MOST_SCORES, compared_pairs, reference_of_pair
 from tiledsched.kernels.attention.models import MODELS
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Conditions
+from tiledsched.ops.bench import bench_here, choose_methods, methods_of
+from tiledsched.ops.own_methods import UNTUNED, untuned_schedule
+from tiledsched.rivals.bench import BenchOptions, PreparedCell, Ready, bench_cell, run_bench
+from tiledsched.rivals.methods import OURS
+from tiledsched.rivals.rows import COLUMNS, BenchRow, append_rows, finished_cells, read_rows
+from tiledsched.rivals.sampling import LEAST_SAMPLES, QUEUED, Pace, sample_counts, sample_in_turn, spread_evenly
+from tiledsched.rivals.trials import Trial
 
 METHODS = methods_of(Attention)
 SUITES = {name: Attention.suite(name) for name in Attention.suites}
@@ -255,7 +251,7 @@ def test_what_torch_computes_is_the_problem(name, problem) -> None:
         (*keys, problem.value_columns),
     )
     q, k, v = (torch.from_numpy(rng.standard_normal(shape)).to(getattr(torch, problem.dtype)) for shape in shapes)
-    out = METHODS[name].make(AttentionArrays(torch=torch, problem=problem, tensors=(q, k, v)))()
+    out = METHODS[name].make(Arrays(torch=torch, problem=problem, tensors=(q, k, v)))()
     assert tuple(out.shape) == (*shapes[0][:3], problem.value_columns)
     pairs = compared_pairs(problem)
     assert len(pairs) == problem.batch * problem.heads
@@ -322,9 +318,7 @@ class Harness:
         ready = tuple(
             Ready(
                 method=method,
-                call=lambda: None,
-                look_us=TIMES.get(method.name, 300.0),
-                launches=0,
+                trial=Trial(call=lambda: None, look_us=TIMES.get(method.name, 300.0)),
                 error=None if method.name == "matmul" else Error(max_abs=1e-3, relative=2e-4),
                 compared="" if method.name == "matmul" else "4/64",
                 details={"schedule": "64x64", "provenance": "measured"} if method.name == OURS else {},
@@ -332,7 +326,7 @@ class Harness:
             for method in methods
             if method.name not in self.failing
         )
-        watch = Watch([each.look_us for each in ready])
+        watch = Watch([each.trial.look_us for each in ready])
         if self.breaks:
             watch.read = self._break
         return PreparedCell(ready=ready, failed=self.failing, watch=watch, log=Log())
@@ -517,9 +511,9 @@ def test_a_bench_goes_on_where_it_stopped(tmp_path) -> None:
         "harness": harness,
         "pace": QUICK,
     }
-    rows = bench_to_file(Attention, [PROBLEM], path, **how)
+    rows = bench_here(Attention, [PROBLEM], path=path, **how)
     assert [row.method for row in rows] == [OURS, "torch_cudnn", "torch_math", "matmul"]
-    bench_to_file(Attention, [PROBLEM, OTHER], path, regime="both", **how)
+    bench_here(Attention, [PROBLEM, OTHER], path=path, regime="both", **how)
     assert harness.prepared == [("burst", PROBLEM), ("burst", OTHER), ("sustained", PROBLEM), ("sustained", OTHER)]
     assert len(read_rows(path)) == 16
 
@@ -538,7 +532,7 @@ def test_wrong_use_is_explained(arguments, words, tmp_path, monkeypatch, capsys)
 
 
 def test_a_harness_without_a_gpu_says_what_is_missing() -> None:
-    from tiledsched.bench.harness import TorchHarness
+    from tiledsched.rivals.harness import TorchHarness
 
     try:
         import cupy  # noqa: F401

@@ -107,11 +107,13 @@ ODD_ROWS, ODD_KEYS = [0, 1, 1, 130, 700, 764], [0, 17, 30, 130, 130, 764]
 def test_rivals_of_packed_sequences_and_pages_answer_as_we_do(name, packed, page, window) -> None:
     """Rows that see no key are zero; what a table says beyond a sequence's keys does not matter; graphs hold the call."""
     from tiledsched import configure, sdpa_paged, sdpa_varlen
-    from tiledsched.kernels.attention import Attention, rivals
+    from tiledsched.core.rivals import is_installed
+    from tiledsched.kernels.attention import Attention
+    from tiledsched.kernels.attention import backends as rivals
 
     if not (packed or page):
         pytest.skip("nothing is placed")
-    if name == "flash_attention_4" and not rivals.flash_4_installed():
+    if name == "flash_attention_4" and not is_installed(rivals.FLASH_4_MODULE):
         pytest.skip("it is not installed")
     if name == "torch_varlen" and page:
         pytest.skip("it has no pages")
@@ -158,7 +160,7 @@ def test_rivals_of_packed_sequences_and_pages_answer_as_we_do(name, packed, page
     asked += [whole(ODD_ROWS)] if packed else []
     asked += [table] if page else [whole(ODD_KEYS)]
     heads = [rivals.heads_first(q), *(each.transpose(1, 2) if page else rivals.heads_first(each) for each in (k, v))]
-    call = rivals.rivals(p)[name].bind(*heads, *asked)
+    call = rivals.raced(p)[name].bind(*heads, *asked)
     out = call()
     assert out.stride()[1:] == heads[0].stride()[1:]
     torch.testing.assert_close(out, rivals.heads_first(own), rtol=2e-2, atol=2e-2)
@@ -182,13 +184,13 @@ def test_one_whose_host_is_slow_serves_in_graphs_alone(tuned, monkeypatch, name)
     if time is None or not time.capturable:
         pytest.skip(f"{name} is not installed, or no graph holds it")
     q, k, v = tensors()
-    called, made = [], plans.late_rivals
+    called, made = [], plans.raced
 
-    def counted(*given):
-        call = made(*given)[name]
+    def counted(*given, late):
+        call = made(*given, late=late)[name]
         return {name: lambda *tensors: called.append(torch.cuda.is_current_stream_capturing()) or call(*tensors)}
 
-    monkeypatch.setattr(plans, "late_rivals", counted)
+    monkeypatch.setattr(plans, "raced", counted)
     with configure(rivals="off"):
         own = sdpa(q, k, v, causal=True)
     late = dataclasses.replace(time, ratio=0.5, ratio_low=0.49, ratio_high=0.51, host_us=1e6)
@@ -224,7 +226,7 @@ def test_one_whose_host_is_slow_serves_in_graphs_alone(tuned, monkeypatch, name)
 )
 def test_a_second_call_of_flash_attention_4_is_of_its_compiled_function(monkeypatch, asked) -> None:
     from tiledsched.kernels.attention import Attention
-    from tiledsched.kernels.attention.rivals import flash_attention_4
+    from tiledsched.kernels.attention.backends import flash_attention_4
 
     function = pytest.importorskip("flash_attn.cute.interface")._flash_attn_fwd
     problem = Attention.problem(**{**SIZES, **asked})
@@ -265,19 +267,19 @@ def test_gradients_of_rivals_are_right_by_our_log_sum_exp_and_graphs_hold_them(a
     import numpy
 
     from tiledsched.core.cases import expected_outputs, random_inputs
+    from tiledsched.core.rivals import call_on
+    from tiledsched.kernels.attention_backward.backends import raced
     from tiledsched.kernels.attention_backward.declaration import AttentionBackward
-    from tiledsched.kernels.attention_backward.rivals import rivals
-    from tiledsched.measure.rivals import call_on
     from tiledsched.measure.torch_arrays import as_tensors
 
     p = AttentionBackward.problem(**{**BACKWARD, **asked})
-    if not rivals(p):
+    if not raced(p):
         pytest.skip("FlashAttention-4 is not installed")
     stored = random_inputs(AttentionBackward, numpy, numpy.random.default_rng(2), p)
     right = expected_outputs(AttentionBackward, numpy, p, stored, "float64")
     given = tuple(each.cuda() for each in as_tensors(torch, p, stored))
     turned = tuple(each.transpose(1, 2).contiguous().transpose(1, 2) for each in given[:5]) + given[5:]
-    for name, rival in rivals(p).items():
+    for name, rival in raced(p).items():
         for inputs in (given, turned):
             call = call_on(rival, inputs)
             found = call()

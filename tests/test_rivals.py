@@ -15,13 +15,18 @@ from test_search_tuner import LANDSCAPES, Recorded, tune
 
 from tiledsched import configure
 from tiledsched.core.errors import DatabaseError, LaunchError
+from tiledsched.core.rivals import Arrays
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import RivalTime
-from tiledsched.serve import rivals as rivals_module
+from tiledsched.ops import own_methods
+from tiledsched.ops.bench import methods_of
+from tiledsched.rivals import offers as rivals_module
+from tiledsched.rivals.harness import details
+from tiledsched.rivals.methods import LEFT_OUT, OURS, SERVED
+from tiledsched.rivals.offers import expected_offers, measured_offers, pays
 from tiledsched.serve.explain import explain_problem
 from tiledsched.serve.lookup import LookupTable
-from tiledsched.serve.rivals import expected_offers, measured_offers, pays
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import export_table, read_table
 
@@ -268,7 +273,7 @@ def attention(launches, monkeypatch):
 
     served = Served()
     served.rivals = {"torch_flash": call}
-    monkeypatch.setattr(plans, "late_rivals", lambda p, scale, cap: served.make_rivals())
+    monkeypatch.setattr(plans, "raced", lambda p, scale, cap, late: served.make_rivals())
     served.known()
     return served
 
@@ -575,62 +580,51 @@ def test_it_is_called_in_compiled_code(attention) -> None:
     assert (len(attention.calls), attention.launches) == (1, [])
 
 
-def test_the_bench_tells_our_kernel_from_what_is_served(attention) -> None:
-    from tiledsched.bench.methods import OURS, SERVED
-    from tiledsched.bench.rivals.attention import METHODS
-    from tiledsched.bench.rivals.attention_case import AttentionArrays, PairCase
+def benched(attention):
+    """The methods of a bench, and the inputs of the problem of :func:`attention`."""
+    problem = attention.serve.plan_for(attention.q, attention.k, attention.v).problem
+    return methods_of(Attention), Arrays(torch=torch, problem=problem, tensors=(attention.q, attention.k, attention.v))
 
-    plan = attention.serve.plan_for(attention.q, attention.k, attention.v)
-    arrays = AttentionArrays(torch=torch, problem=plan.problem, tensors=(attention.q, attention.k, attention.v))
-    METHODS[OURS].make(arrays)()
+
+def test_the_bench_tells_our_kernel_from_what_is_served(attention) -> None:
+    methods, arrays = benched(attention)
+    methods[OURS].make(arrays)()
     assert (len(attention.calls), len(attention.launches)) == (0, 2)  # once to be ready
-    METHODS[SERVED].make(arrays)()
+    methods[SERVED].make(arrays)()
     assert (len(attention.calls), len(attention.launches)) == (1, 2)
-    case = PairCase(arrays, [], None, [], {})
-    assert case.details(OURS, verify=False)["provenance"] == "measured"
+    assert details(methods[OURS], arrays, verify=False, captured=False)["provenance"] == "measured"
+    rival = {"schedule": "torch_flash", "provenance": "rival", "measured_program": None}
     for captured in (False, True):
-        assert case.details(SERVED, verify=False, captured=captured) == {
-            "schedule": "torch_flash",
-            "provenance": "rival",
-            "measured_program": None,
-        }
+        assert details(methods[SERVED], arrays, verify=False, captured=captured) == rival
     attention.known(capturable=False)
-    assert case.details(SERVED, verify=False, captured=True)["provenance"] == "measured"
+    assert details(methods[SERVED], arrays, verify=False, captured=True)["provenance"] == "measured"
 
 
 def test_the_bench_asks_what_would_serve_had_nobody_tuned_the_suite(attention, monkeypatch) -> None:
     """Of a stranger's problem only itself is left out; of a suite's, the suite, and not the union of suites."""
-    from tiledsched.bench.methods import LEFT_OUT
-    from tiledsched.bench.rivals import attention_plans
-    from tiledsched.bench.rivals.attention import METHODS
-    from tiledsched.bench.rivals.attention_case import AttentionArrays, PairCase
-    from tiledsched.kernels.attention import Attention
-
-    plan = attention.serve.plan_for(attention.q, attention.k, attention.v)
-    monkeypatch.setattr(attention_plans, "_entries", lambda arch: [plan.served.entry])
-    arrays = AttentionArrays(torch=torch, problem=plan.problem, tensors=(attention.q, attention.k, attention.v))
-    METHODS[LEFT_OUT].make(arrays)()
+    methods, arrays = benched(attention)
+    entry = attention.serve.plan_for(attention.q, attention.k, attention.v).served.entry
+    monkeypatch.setattr(own_methods, "_entries", lambda arch: [entry])
+    methods[LEFT_OUT].make(arrays)()
     assert (attention.calls, len(attention.launches)) == ([], 2)
-    assert PairCase(arrays, [], None, [], {}).details(LEFT_OUT, verify=False)["provenance"] == "default"
-    assert attention_plans.left_out(plan.problem) == {plan.problem}
-    assert attention_plans.left_out(Attention.suite("bert")[0]) == set(Attention.suite("bert"))
+    assert details(methods[LEFT_OUT], arrays, verify=False, captured=False)["provenance"] == "default"
+    assert own_methods.left_out(arrays.problem) == {arrays.problem}
+    assert own_methods.left_out(Attention.suite("bert")[0]) == set(Attention.suite("bert"))
 
 
 def test_what_is_left_out_is_read_again_under_other_settings(monkeypatch) -> None:
     """A process of a fleet benches from one database after the other."""
-    from tiledsched.bench.rivals import attention_plans
-
     loads = []
-    monkeypatch.setattr(attention_plans, "load_entries", lambda *given: loads.append(given) or [])
-    attention_plans._entries.cache_clear()
+    monkeypatch.setattr(own_methods, "load_entries", lambda *given: loads.append(given) or [])
+    own_methods._entries.cache_clear()
     for _ in range(2):
-        attention_plans._entries("sm_90")
+        own_methods._entries("sm_90")
     assert len(loads) == 1
     with configure(rivals="off"):
-        attention_plans._entries("sm_90")
-    attention_plans._entries("sm_90")
+        own_methods._entries("sm_90")
+    own_methods._entries("sm_90")
     assert len(loads) == 3
-    attention_plans._entries.cache_clear()
+    own_methods._entries.cache_clear()
 
 
 def test_any_operator_is_handed_over_too_unless_its_numbers_are_not_those_declared(launches, monkeypatch) -> None:

@@ -21,16 +21,18 @@ from test_bench import Harness, options
 from test_bench_harness import cell, cuda  # noqa: F401
 from test_measure_gpu import PROBLEM, candidate
 
-from tiledsched.bench.methods import OURS, methods_of
-from tiledsched.bench.run import bench_cell
 from tiledsched.checking.inputs import make_cases
 from tiledsched.core.errors import UnsupportedError
+from tiledsched.core.rivals import Arrays
 from tiledsched.kernels.attention import Attention
-from tiledsched.kernels.attention import rivals as attention_rivals
+from tiledsched.kernels.attention import backends as attention_rivals
 from tiledsched.measure.arrays import ProblemArrays
-from tiledsched.measure.rival_worker import Rivals
-from tiledsched.measure.rivals import RivalRaces, RivalSamples, rival_time
 from tiledsched.measure.torch_timing import CYCLES_PER_US, TorchStopwatch, host_cost_us
+from tiledsched.ops.bench import methods_of
+from tiledsched.rivals.bench import bench_cell
+from tiledsched.rivals.methods import OURS
+from tiledsched.rivals.races import RivalRaces, RivalSamples, rival_time
+from tiledsched.rivals.worker import Rivals
 
 METHODS = methods_of(Attention)
 HERE = Path(__file__).parent
@@ -223,8 +225,8 @@ def test_every_rival_is_checked_and_timed_beside_our_winner(process) -> None:
     assert list(told) == ["torch", "wrong", "refuses", "mine", "few", "shape"]
     assert told["wrong"].failure.startswith("wrong result: ")
     assert told["refuses"].failure == "RuntimeError: No available kernel."
-    assert told["few"].failure == "it returns 0 arrays of 1"
-    assert told["shape"].failure == "its Out has shape (1, 16)"
+    assert told["few"].failure == "it returns 0 arrays; the outputs are Out"
+    assert told["shape"].failure == "its Out has shape (1, 16), not (8, 16)"
     for name in ("torch", "mine"):
         assert len(told[name].samples_us) == len(told[name].ours_us) == 8
         assert told[name].failure == ""
@@ -427,14 +429,14 @@ def test_and_refuses_the_rest_as_a_status(cuda, flash_4, asked) -> None:  # noqa
     rows = cell([METHODS["flash_attention_4"]], problem=asked)
     assert rows["flash_attention_4"].status.startswith("not served: FlashAttention-4 ")
     assert rows["flash_attention_4"].median_us is None
-    assert "flash_attention_4" not in attention_rivals.rivals(asked)
+    assert "flash_attention_4" not in attention_rivals.raced(asked)
 
 
 @pytest.mark.parametrize("columns", [16, 8])
 def test_as_a_rival_it_reads_any_strides_and_answers_in_those_of_q(flash_4, columns, monkeypatch) -> None:
     """Into an output of ours, which lies so, where it takes one: a copy of the output may take as long as attention."""
     p = problem(causal=True, value_dim=columns if columns < 16 else 0)
-    call = attention_rivals.rivals(p, 0.3)["flash_attention_4"]
+    call = attention_rivals.raced(p, 0.3)["flash_attention_4"]
     q, k = (torch.randn(2, heads, 24, 16, dtype=torch.float16) for heads in (4, 2))
     v = torch.randn(2, 2, 24, columns, dtype=torch.float16)
     copies = []
@@ -451,12 +453,12 @@ def test_as_a_rival_it_reads_any_strides_and_answers_in_those_of_q(flash_4, colu
 
 
 def test_it_gives_the_log_sum_exp_where_it_writes_it_for_us(flash_4) -> None:
-    found = attention_rivals.rivals(problem(causal=True, lse=True), 0.3)
+    found = attention_rivals.raced(problem(causal=True, lse=True), 0.3)
     assert ("flash_attention_4" in found) == (flash_4 == "inner")
     assert "torch_efficient" not in found
     if flash_4 == "inner":
         q, k, v = (torch.randn(2, heads, 24, 16, dtype=torch.float16) for heads in (4, 2, 2))
-        plain = attention_rivals.rivals(problem(causal=True), 0.3)["flash_attention_4"]
+        plain = attention_rivals.raced(problem(causal=True), 0.3)["flash_attention_4"]
         for _ in range(2):
             out, lse = found["flash_attention_4"](q, k, v)
             assert torch.equal(out, plain(q, k, v))
@@ -464,18 +466,18 @@ def test_it_gives_the_log_sum_exp_where_it_writes_it_for_us(flash_4) -> None:
             scores = scores.masked_fill(~torch.ones(24, 24, dtype=torch.bool).tril(), -torch.inf)
             torch.testing.assert_close(lse, torch.logsumexp(scores, -1, keepdim=True))
     for other in (problem(causal=True, window=5, lse=True), problem(sinks=True, lse=True)):
-        assert attention_rivals.rivals(other) == {}
+        assert attention_rivals.raced(other) == {}
 
 
 def test_its_times_are_of_its_own_version(flash_4, monkeypatch) -> None:
     monkeypatch.setattr(attention_rivals, "package_version", lambda name: f"of {name}")
-    assert attention_rivals.rivals(problem())["flash_attention_4"].version == "flash-attn-4 of flash-attn-4"
+    assert attention_rivals.raced(problem())["flash_attention_4"].version == "flash-attn-4 of flash-attn-4"
 
 
 def test_what_serves_imports_it_at_its_first_call(flash_4, monkeypatch) -> None:
     made, real = [], attention_rivals.flash_attention_4
     monkeypatch.setattr(attention_rivals, "flash_attention_4", lambda *given: made.append(given) or real(*given))
-    call = attention_rivals.late_rivals(problem(), 0.3)["flash_attention_4"]
+    call = attention_rivals.raced(problem(), 0.3, late=True)["flash_attention_4"]
     assert made == []
     q = torch.randn(2, 4, 24, 16, dtype=torch.float16)
     k, v = (torch.randn(2, 4, 24, 16, dtype=torch.float16) for _ in range(2))
@@ -483,13 +485,12 @@ def test_what_serves_imports_it_at_its_first_call(flash_4, monkeypatch) -> None:
     for _ in range(2):
         torch.testing.assert_close(call(q, k, v).float(), want, rtol=2e-3, atol=2e-3)
     assert len(made) == 1
-    assert "flash_attention_4" not in attention_rivals.late_rivals(REFUSED[0])
+    assert "flash_attention_4" not in attention_rivals.raced(REFUSED[0], late=True)
 
 
 def test_without_it_it_is_no_rival(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    assert not attention_rivals.flash_4_installed()
-    assert "flash_attention_4" not in attention_rivals.rivals(problem())
+    assert "flash_attention_4" not in attention_rivals.raced(problem())
     with pytest.raises(UnsupportedError, match="cannot be imported"):
         attention_rivals.flash_4_function(problem())
     assert METHODS["flash_attention_4"].refusal(problem(), 1 << 30) == "not installed: flash_attn.cute"
@@ -518,7 +519,7 @@ def test_a_backend_of_torchs_is_called_by_its_own_operator(monkeypatch, name) ->
 
 def test_torchs_backends_are_rivals_where_their_masks_are_ours() -> None:
     def named(**more) -> set[str]:
-        return set(attention_rivals.rivals(problem(kv_heads=4, **more))) & set(attention_rivals.BACKENDS)
+        return set(attention_rivals.raced(problem(kv_heads=4, **more))) & set(attention_rivals.BACKENDS)
 
     every = set(attention_rivals.BACKENDS)
     assert named() == named(causal=True) == named(seq_k=40) == every
@@ -528,15 +529,15 @@ def test_torchs_backends_are_rivals_where_their_masks_are_ours() -> None:
     assert named(seq_q=40, causal=True, alignment="bottom_right") == set()
     assert named(lse=True) == {"torch_cudnn", "torch_flash"}
     assert named(causal=True, window=4) == named(lengths=True) == set()
-    assert "torch_efficient" not in attention_rivals.rivals(problem())  # grouped heads
+    assert "torch_efficient" not in attention_rivals.raced(problem())  # grouped heads
 
 
 @pytest.mark.parametrize("asked", [*COMPUTED[2:4], COMPUTED[-1], *ONLY_FLEX], ids=str)
 def test_flex_attention_and_masks_compute_what_is_asked_for(monkeypatch, asked) -> None:
     from torch.nn.attention import flex_attention as flex
 
-    from tiledsched.bench.rivals.attention_case import AttentionArrays
     from tiledsched.ops.fallback import attend_in_torch
+    from tiledsched.ops.own_methods import attention_call
 
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(torch.compiler, "reset", lambda: None)
@@ -546,9 +547,9 @@ def test_flex_attention_and_masks_compute_what_is_asked_for(monkeypatch, asked) 
     beside = [torch.randn(4)] if asked.sinks else []
     beside += [torch.tensor([0, 5])] if asked.starts else []
     beside += [torch.tensor([24, 17])] if asked.lengths else []
-    arrays = AttentionArrays(torch=torch, problem=asked, tensors=(q, k, v, *beside))
+    arrays = Arrays(torch=torch, problem=asked, tensors=(q, k, v, *beside))
     alignment = asked.alignment if asked.causal else None
-    want = attend_in_torch(q, k, v, None, 0.0, alignment, None, False, arrays.features)
+    want = attend_in_torch(q, k, v, None, 0.0, alignment, None, False, attention_call(arrays).features)
     torch.testing.assert_close(METHODS["torch_flex"].make(arrays)(), want, rtol=1e-4, atol=1e-5)
     if asked.softcap or asked.sinks:
         with pytest.raises(UnsupportedError, match="it knows no softcap, sinks"):

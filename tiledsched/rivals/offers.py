@@ -17,8 +17,7 @@ from typing import Any
 from tiledsched.core.device import arch_spec
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.measure.runner import RivalTime
-from tiledsched.serve.forecast import OURS, Forecast
-from tiledsched.serve.transfer import log_us
+from tiledsched.rivals.forecast import OURS, Forecast
 from tiledsched.store.manifest import published_figures
 from tiledsched.store.records import Entry
 
@@ -51,26 +50,35 @@ REACH = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class RivalOffer:
-    """A rival that may be called for a problem, and why."""
+class Offer:
+    """A rival that may be called for a problem: how long it takes, and how that is known."""
 
     name: str
     """The kernel's name for the rival."""
     ratio: float
-    """Its time over the time of our schedule, measured or expected; below 1."""
-    capturable: bool
+    """Its time over the time of our schedule; below 1."""
+    us: float | None = None
+    """Its time in microseconds; None where only the ratio is expected."""
+    provenance: str = "measured"
+    """Where the time comes from: `measured` on the problem; `expected`, by its times on near problems; `forecast`, by times on
+    many problems; or `published` by others."""
+    capturable: bool = True
     """Whether a CUDA graph may hold it."""
     only_captured: bool = False
     """Whether it is served in captured graphs only, because its eager calls would wait for the host."""
     reason: str
     """One sentence for people."""
 
+    def to_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {name: getattr(self, name) for name in ("name", "ratio", "capturable", "only_captured", "reason")}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rival:
     """A rival that is served, ready to be called."""
 
-    offer: RivalOffer
+    offer: Offer
     """Why it is served."""
     call: Callable[..., Any]
     """Computes the outputs of input tensors, in the order in which the kernel declares both."""
@@ -92,12 +100,13 @@ def pays(time: RivalTime, kernel: KernelClass, *, captured: bool = False) -> boo
     if any(each.role == "inout" for each in kernel.array_fields.values()):
         return False  # it returns what our kernel writes in place
     faster = not time.failure and time.ratio_high is not None and time.ratio_high < 1 - SAME
-    return faster and _worth(time, kernel) and (time.capturable if captured else _host_keeps_up(time))
-
-
-def _worth(time: RivalTime, kernel: KernelClass) -> bool:
     gain_us = (time.ours_us or 0.0) - (time.median_us or 0.0)
-    return time.name not in kernel.compiled_rivals or gain_us >= WORTH_US
+    return faster and _worth(time.name, gain_us, kernel) and (time.capturable if captured else _host_keeps_up(time))
+
+
+def _worth(name: str, gain_us: float, kernel: KernelClass) -> bool:
+    """Whether a call gains enough for what the first call of a rival takes."""
+    return name not in kernel.compiled_rivals or gain_us >= WORTH_US
 
 
 def _host_keeps_up(time: RivalTime) -> bool:
@@ -106,7 +115,11 @@ def _host_keeps_up(time: RivalTime) -> bool:
     return time.median_us is not None and time.host_us <= room
 
 
-def measured_offers(entry: Entry, where: str) -> tuple[RivalOffer, ...]:
+def _fastest_first(offers: Iterable[Offer]) -> tuple[Offer, ...]:
+    return tuple(sorted(offers, key=lambda each: (each.ratio, each.name)))
+
+
+def measured_offers(entry: Entry, where: str) -> tuple[Offer, ...]:
     """The rivals that may be called for the problem of an entry, by its own times, the fastest first.
 
     Args:
@@ -114,22 +127,22 @@ def measured_offers(entry: Entry, where: str) -> tuple[RivalOffer, ...]:
         where: the name of the device, for the reason.
     """
     kernel = entry.problem.declaration
-    faster = [each for each in entry.rivals or () if pays(each, kernel) or pays(each, kernel, captured=True)]
-    faster.sort(key=lambda each: (each.ratio, each.name))
-    return tuple(
-        RivalOffer(
+    return _fastest_first(
+        Offer(
             name=each.name,
             ratio=float(each.ratio or 0),
+            us=each.median_us,
             capturable=each.capturable,
             only_captured=not pays(each, kernel),
             reason=f"{_gain(each.ratio)} faster than our kernel on this problem, measured on {where} "
             f"({each.median_us:.1f} against {each.ours_us:.1f} us, {each.version})",
         )
-        for each in faster
+        for each in entry.rivals or ()
+        if pays(each, kernel) or pays(each, kernel, captured=True)
     )
 
 
-def expected_offers(problem: Problem, entries: Iterable[Entry], loss: float) -> tuple[RivalOffer, ...]:
+def expected_offers(problem: Problem, entries: Iterable[Entry], loss: float) -> tuple[Offer, ...]:
     """The rivals that are expected to be faster on a problem on which they were not timed, the fastest first.
 
     The expected ratio is the mean, over the near problems on which a rival was timed, of its time over ours, with nearer problems
@@ -141,38 +154,36 @@ def expected_offers(problem: Problem, entries: Iterable[Entry], loss: float) -> 
         loss: the expected loss of our schedule; 0 where it is not known.
     """
     near = _raced_near(problem, entries)
-    offers = []
-    for name in dict.fromkeys(each.name for _, entry in near for each in entry.rivals or ()):
-        if name in problem.declaration.planning_rivals:
-            continue
-        times = [(apart, entry, each) for apart, entry in near for each in entry.rivals or () if each.name == name]
-        times = times[:NEIGHBOURS]
-        if any(each.failure or each.ratio is None or each.ratio_high is None for _, _, each in times):
-            continue  # where it could not compute a problem like this one
-        capturable = all(each.capturable for _, _, each in times)
-        keeps_up = all(_host_keeps_up(each) for _, _, each in times)
-        if not (keeps_up or capturable):
-            continue
-        weights = [math.exp(-apart) for apart, _, _ in times]
-        # The far end of each interval: noise is no gain.
-        mean = sum(
-            weight * math.log(each.ratio_high or 1.0) for weight, (_, _, each) in zip(weights, times, strict=True)
-        )
-        expected = math.exp(mean / sum(weights)) / (1 + loss)
-        if name in problem.declaration.compiled_rivals and (1 - expected) * (times[0][2].ours_us or 0.0) < WORTH_US:
-            continue
-        if expected < 1 / (1 + NEAR_MARGIN):
-            timed = "1 similar problem" if len(times) == 1 else f"{len(times)} similar problems"
-            reason = f"expected to be {_gain(expected)} faster, judging by its times on {timed} (nearest: {times[0][1].problem})"
-            if loss:
-                reason += f" and by the {loss:.1%} that our untuned choice is expected to lose"
-            offers.append(
-                RivalOffer(name=name, ratio=expected, capturable=capturable, only_captured=not keeps_up, reason=reason)
-            )
-    return tuple(sorted(offers, key=lambda each: (each.ratio, each.name)))
+    names = dict.fromkeys(each.name for _, entry in near for each in entry.rivals or ())
+    found = (_expected_offer(problem, name, near, loss) for name in names)
+    return _fastest_first(each for each in found if each is not None)
 
 
-def forecast_offers(kernel: KernelClass, forecasts: Mapping[str, Forecast]) -> tuple[RivalOffer, ...]:
+def _expected_offer(problem: Problem, name: str, near: Sequence[tuple[float, Entry]], loss: float) -> Offer | None:
+    """The offer of one rival by the nearest problems on which it was timed; None where it is not expected to be worth a call."""
+    kernel = problem.declaration
+    times = [(apart, entry, each) for apart, entry in near for each in entry.rivals or () if each.name == name]
+    times = times[:NEIGHBOURS]
+    failed = any(each.failure or each.ratio_high is None for _, _, each in times)  # on a problem like this one
+    capturable, keeps_up = all(each.capturable for *_, each in times), all(_host_keeps_up(each) for *_, each in times)
+    if name in kernel.planning_rivals or failed or not (keeps_up or capturable):
+        return None
+    weights = [math.exp(-apart) for apart, _, _ in times]
+    # The far end of each interval: noise is no gain.
+    mean = sum(weight * math.log(each.ratio_high or 1.0) for weight, (_, _, each) in zip(weights, times, strict=True))
+    ratio = math.exp(mean / sum(weights)) / (1 + loss)
+    if ratio >= 1 / (1 + NEAR_MARGIN) or not _worth(name, (1 - ratio) * (times[0][2].ours_us or 0.0), kernel):
+        return None
+    timed = "1 similar problem" if len(times) == 1 else f"{len(times)} similar problems"
+    reason = f"expected to be {_gain(ratio)} faster, judging by its times on {timed} (nearest: {times[0][1].problem})"
+    if loss:
+        reason += f" and by the {loss:.1%} that our untuned choice is expected to lose"
+    return Offer(
+        name=name, ratio=ratio, provenance="expected", capturable=capturable, only_captured=not keeps_up, reason=reason
+    )
+
+
+def forecast_offers(kernel: KernelClass, forecasts: Mapping[str, Forecast]) -> tuple[Offer, ...]:
     """The rivals that are expected to be faster than our untuned choice for a caller, the fastest first.
 
     Expected times count as longer by their spread, ours by :data:`CAUTION` spreads.
@@ -186,22 +197,23 @@ def forecast_offers(kernel: KernelClass, forecasts: Mapping[str, Forecast]) -> t
     for name, each in forecasts.items():
         cautious, gain_us = math.exp(each.spread), ours.us - each.us
         ratio = each.us * cautious / (ours.us * own_cautious)
-        if name == OURS or ratio >= 1 or (name in kernel.compiled_rivals and gain_us < WORTH_US):
+        if name == OURS or ratio >= 1 or not _worth(name, gain_us, kernel):
             continue
-        theirs_us = each.caller_us(captured=False, dispatch_us=DISPATCH_US) * cautious
-        eager = theirs_us < ours.caller_us(captured=False) * own_cautious
+        eager = max(each.us, each.host_us + DISPATCH_US) * cautious < max(ours.us, ours.host_us) * own_cautious
         eager = eager and (name not in kernel.planning_rivals or gain_us >= PLANNED_WORTH_US)
         reason = (
             f"expected to take {each.us:.1f} us, and our untuned choice {ours.us:.1f} us (+-{ours.spread:.0%} beside it), "
             f"by times on {each.cases} problems (nearest: {each.nearest})"
         )
-        offers.append(RivalOffer(name=name, ratio=ratio, capturable=True, only_captured=not eager, reason=reason))
-    return tuple(sorted(offers, key=lambda each: (each.ratio, each.name)))
+        offers.append(
+            Offer(name=name, ratio=ratio, us=each.us, provenance="forecast", only_captured=not eager, reason=reason)
+        )
+    return _fastest_first(offers)
 
 
 def published_offers(
     problem: Problem, served: Any, alike: Iterable[Entry], arch: str, device_name: str
-) -> tuple[RivalOffer, ...]:
+) -> tuple[Offer, ...]:
     """The rivals that are faster by published figures, on a GPU on which nothing like it was measured, the fastest first.
 
     A rival must be faster by the margin of the GPU's figures. One that plans each problem anew must also gain enough in a call.
@@ -220,7 +232,10 @@ def published_offers(
         return ()
     built = 1.0  # how much more the estimate is that knew the machine code
     if entry is not None and entry.model_us and entry.schedule == schedule:
-        built = entry.model_us / math.exp(log_us(entry.problem, schedule, arch_spec(arch)))
+        plain, cost = arch_spec(arch), kernel.cost
+        assumed = cost.expected(entry.problem, schedule, plain)
+        log_us = math.log(cost.model(entry.problem, schedule, assumed, plain))
+        built = entry.model_us / math.exp(log_us)  # rounded as where schedules are compared by logarithms
     offers = []
     for each in times:
         ours_us = each.ours_us * built
@@ -231,8 +246,8 @@ def published_offers(
                 f"expected to be {_gain(ratio)} faster by published times ({each.us:.0f} us; ours is modelled at "
                 f"{ours_us:.0f} us; {each.source})"
             )
-            offers.append(RivalOffer(name=each.rival, ratio=ratio, capturable=True, reason=reason))
-    return tuple(sorted(offers, key=lambda each: (each.ratio, each.name)))
+            offers.append(Offer(name=each.rival, ratio=ratio, us=each.us, provenance="published", reason=reason))
+    return _fastest_first(offers)
 
 
 def _raced_near(problem: Problem, entries: Iterable[Entry]) -> list[tuple[float, Entry]]:
@@ -260,15 +275,14 @@ def choose_rivals(
         served: the answer of the table.
         make: makes the kernel's rivals for the problem, by name; called only where one may be served.
     """
-    offers: Sequence[RivalOffer] = served.rivals
-    if not offers:
+    if not served.rivals:
         return None, None
     try:
         found = make()
     except Exception as error:  # of a declaration: it costs the rival, not the call
         log.warning("no rival can be made, our own kernel is served: %s: %s", type(error).__name__, error)
         return None, None
-    there = [Rival(offer=each, call=found[each.name]) for each in offers if each.name in found]
+    there = [Rival(offer=each, call=found[each.name]) for each in served.rivals if each.name in found]
     return (
         next((each for each in there if not each.offer.only_captured), None),
         next((each for each in there if each.offer.capturable), None),

@@ -39,7 +39,7 @@ class BenchRow:
     problem: Problem
     """What was computed."""
     method: str
-    """See `tiledsched.bench.methods`."""
+    """See `tiledsched.rivals.methods`."""
     regime: str
     """burst or sustained."""
     status: str

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tiledsched.bench.methods import MATMUL, OURS
-from tiledsched.bench.rows import BenchRow
 from tiledsched.core.problem import Problem, rate_of, unit_of
-from tiledsched.kernels.attention.rivals import FLASH_4
 from tiledsched.report.document import Table
 from tiledsched.report.document import to_markdown as document_markdown
+from tiledsched.rivals.methods import FLASH_4, MATMUL, OURS
+from tiledsched.rivals.rows import BenchRow
 
 WORST = 5
 """Cells listed as the worst, at most."""

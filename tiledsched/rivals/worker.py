@@ -1,4 +1,4 @@
-"""The process that times rivals next to our winner, in one interleaved run; see `tiledsched.measure.rivals`.
+"""The process that times rivals next to our winner, in one interleaved run; see `tiledsched.rivals.races`.
 
 It answers what the measuring process answers, and two requests more. It holds torch, which that one must not, and no compiler of
 ours. CuPy and torch share the device's context, and all launches one stream of torch's. Its
@@ -9,39 +9,29 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from tiledsched.checking.errors import case_errors, wrong_result
 from tiledsched.core.blame import first_line
 from tiledsched.core.cases import Case
-from tiledsched.core.errors import Failure
+from tiledsched.core.errors import Failure, MeasureError
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import load_kernel
+from tiledsched.core.rivals import Call, Function, call_on
 from tiledsched.measure import timing
 from tiledsched.measure.arrays import ProblemArrays
 from tiledsched.measure.launch import Launch
 from tiledsched.measure.nvml import ConditionsLog
-from tiledsched.measure.rivals import RivalSamples, call_on
-from tiledsched.measure.timing import GRAPH_BELOW_US, GRAPH_LAUNCHES, sample_rounds
+from tiledsched.measure.timing import sample_rounds
 from tiledsched.measure.torch_arrays import as_stored, as_tensors
-from tiledsched.measure.torch_timing import SPIN_MARGIN, Call, TorchStopwatch, host_cost_us
+from tiledsched.measure.torch_timing import TorchStopwatch
+from tiledsched.rivals.cases import as_list, outputs_by_name
+from tiledsched.rivals.races import RivalSamples
+from tiledsched.rivals.trials import Trial, capture_short, try_call
 
-
-@dataclass(frozen=True, kw_only=True)
-class Tried:
-    """A rival that ran and was right."""
-
-    name: str
-    """Its name in the kernel's declaration."""
-    call: Call
-    """Computes the problem once."""
-    host_us: float
-    """Microseconds that a call takes the host."""
-    version: str
-    """Version of the package that computes."""
+LONGEST = 200
+"""Characters of an error's first line that are told."""
 
 
 class Rivals:
@@ -69,19 +59,21 @@ class Rivals:
         with torch.cuda.stream(torch.cuda.Stream()):
             try:
                 flush = torch.from_dlpack(state.flush)
-                found = [self._try(name, each, state.arrays, launch, flush) for name, each in named.items()]
-                tried = [each for each in found if isinstance(each, Tried)]
-                ours = self._ours(state, launch)
-                timed = self._sample(state, ours, tried, flush, rounds, regime, seed, gap_ms) if tried else {}
-                return [timed[each.name] if isinstance(each, Tried) else each for each in found]
+                found = {name: self._try(each, state.arrays, launch, flush) for name, each in named.items()}
+                tried = {name: each for name, each in found.items() if isinstance(each, Trial)}
+                timed = self._sample(state, launch, tried, flush, rounds, regime, seed, gap_ms) if tried else {}
+                return [
+                    RivalSamples(name=name, version=self._version(named[name]), **timed[name])
+                    if isinstance(each, Trial)
+                    else RivalSamples(name=name, failure=each)
+                    for name, each in found.items()
+                ]
             finally:
                 with suppress(RuntimeError):  # of a context that is lost, which is told elsewhere
                     torch.cuda.empty_cache()
 
-    def _try(
-        self, name: str, function: Callable[..., Any], arrays: ProblemArrays, launch: Launch, flush: Any
-    ) -> Tried | RivalSamples:
-        """What some calls tell, or that it takes no part, and why. One that looks at values must be right on the odd ones, too.
+    def _try(self, function: Function, arrays: ProblemArrays, launch: Launch, flush: Any) -> Trial | str:
+        """What some calls tell, or why it takes no part. One that looks at values must be right on the odd ones, too.
 
         Raises:
             RuntimeError: it broke the context.
@@ -95,43 +87,34 @@ class Rivals:
                 wrong = self._wrong(out, arrays, launch, case)
                 del out
                 if wrong:
-                    return RivalSamples(name=name, failure=wrong)
-            host_us = host_cost_us(torch, call)
-            watch = TorchStopwatch(torch, [call], flush, host_us=host_us)
-            watch.read(watch.queue(0, paced=True))
+                    return wrong
+            return try_call(torch, call, flush)
         except Exception as error:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-            return RivalSamples(name=name, failure=first_line(error)[:200])
-        return Tried(name=name, call=call, host_us=host_us, version=self._version(function))
+            return str(error) if isinstance(error, MeasureError) else first_line(error)[:LONGEST]
 
     def _inputs(self, arrays: ProblemArrays, case: Case) -> tuple[Any, ...]:
         """The inputs of a case as tensors; copies of those that the kernel changes, since a rival may change them, too."""
-        changed = {spec.name for spec in arrays.changed}
-        stored = {
-            name: ([one.copy() for one in value] if isinstance(value, list) else value.copy())
-            if name in changed
-            else value
-            for name, value in case.inputs.items()
+        copied = {
+            spec.name: [one.copy() for one in case.inputs[spec.name]] if spec.listed else case.inputs[spec.name].copy()
+            for spec in arrays.changed
         }
-        return as_tensors(self._torch, arrays.problem, stored)
+        return as_tensors(self._torch, arrays.problem, {**case.inputs, **copied})
 
-    def _version(self, function: Callable[..., Any]) -> str:
+    def _version(self, function: Function) -> str:
         return getattr(function, "version", "") or f"torch {self._torch.__version__}"
 
     def _wrong(self, out: Any, arrays: ProblemArrays, launch: Launch, case: Case) -> str:
-        """Why outputs are not what our own must be on the same inputs; empty where they are."""
-        specs = arrays.output_specs
-        outputs = list(out) if isinstance(out, (tuple, list)) else [out]
-        if len(specs) == 1 and specs[0].listed:
-            outputs = [outputs]
-        if len(outputs) < len(specs):
-            return f"it returns {len(outputs)} arrays of {len(specs)}"
+        """Why outputs are not what our own must be on the same inputs; empty where they are.
+
+        Raises:
+            MeasureError: there are too few of them, or they have other shapes.
+        """
+        specs, outputs = arrays.output_specs, outputs_by_name(arrays.problem, out)
         stored = {}
-        for spec, value in zip(specs, outputs, strict=False):
-            found = [as_stored(self._torch, self._cupy, each, spec) for each in (value if spec.listed else [value])]
-            if [tuple(each.shape) for each in found] != [tuple(shape) for shape in spec.shapes]:
-                return f"its {spec.name} has shape {tuple(found[0].shape)}"
+        for spec in specs:
+            found = [as_stored(self._torch, self._cupy, each, spec) for each in as_list(spec, outputs[spec.name])]
             stored[spec.name] = found if spec.listed else found[0]
         failure = wrong_result(case_errors(self._cupy, specs, stored, case, launch.tolerance, launch.tile), case)
         return f"wrong result: {failure.message}" if failure else ""
@@ -150,19 +133,25 @@ class Rivals:
         return call
 
     def _sample(
-        self, state: Any, ours: Call, tried: list[Tried], flush: Any, rounds: int, regime: str, seed: int, gap_ms: float
-    ) -> dict[str, RivalSamples]:
-        torch = self._torch
+        self,
+        state: Any,
+        launch: Launch,
+        tried: dict[str, Trial],
+        flush: Any,
+        rounds: int,
+        regime: str,
+        seed: int,
+        gap_ms: float,
+    ) -> dict[str, dict[str, Any]]:
+        """Name -> what :class:`RivalSamples` says of a rival that was timed."""
+        torch, ours = self._torch, self._ours(state, launch)
         ours()
         torch.cuda.synchronize()
-        calls: list[Call] = [ours, *(each.call for each in tried)]
-        watch = TorchStopwatch(torch, calls, flush, host_us=max(each.host_us for each in tried))
+        trials = list(tried.values())
+        calls = [ours, *(each.call for each in trials)]
+        watch = TorchStopwatch(torch, calls, flush, host_us=max(each.host_us for each in trials))
         if regime == "sustained":
-            costs = [host_cost_us(torch, ours), *(each.host_us for each in tried)]
-            # Back to back, what costs the host more would be timed with the host's part.
-            for index, host_us in enumerate(costs):
-                if watch.read(watch.queue(index, paced=True)) < max(GRAPH_BELOW_US, SPIN_MARGIN * host_us):
-                    watch.capture(index, GRAPH_LAUNCHES)
+            capture_short(watch, [try_call(torch, ours, flush), *trials])
         log = ConditionsLog(state.ours, time.time())
         samples = sample_rounds(
             watch,
@@ -177,16 +166,14 @@ class Rivals:
         disturbance = log.summary().disturbance
         # Last: a capture that fails may leave a library in a state of its own.
         return {
-            each.name: RivalSamples(
-                name=each.name,
-                failure=f"timed {disturbance}" if disturbance else "",
-                samples_us=tuple(theirs),
-                ours_us=tuple(samples[0]),
-                host_us=each.host_us,
-                capturable=TorchStopwatch(torch, [each.call], flush).capture(0, 1),
-                version=each.version,
-            )
-            for each, theirs in zip(tried, samples[1:], strict=True)
+            name: {
+                "failure": f"timed {disturbance}" if disturbance else "",
+                "samples_us": tuple(theirs),
+                "ours_us": tuple(samples[0]),
+                "host_us": each.host_us,
+                "capturable": TorchStopwatch(torch, [each.call], flush).capture(0, 1),
+            }
+            for (name, each), theirs in zip(tried.items(), samples[1:], strict=True)
         }
 
 

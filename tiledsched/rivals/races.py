@@ -11,10 +11,8 @@ import importlib.util
 import logging
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 from tiledsched.core.errors import Failure, FailureKind, MeasureError
 from tiledsched.core.kernel import Kernel
@@ -26,7 +24,7 @@ from tiledsched.measure.statistics import median_interval
 from tiledsched.measure.timing import BURST_GAP_S
 
 log = logging.getLogger("tiledsched")
-RIVAL_COMMAND = python_command("tiledsched.measure.rival_worker")
+RIVAL_COMMAND = python_command("tiledsched.rivals.worker")
 ROUNDS = {"burst": 30, "sustained": 200}
 """Samples of each, by regime."""
 LEAST_ROUNDS = 6
@@ -56,13 +54,6 @@ class RivalSamples:
     """Whether it was captured in a CUDA graph and replayed."""
     version: str = ""
     """Version of the package that computes."""
-
-
-def call_on(function: Callable[..., Any], tensors: Sequence[Any]) -> Callable[[], Any]:
-    """A rival's call on some inputs, what it reads of their values read already; see `Kernel.rivals`."""
-    bind = getattr(function, "bind", None)
-    call: Callable[[], Any] = bind(*tensors) if bind else partial(function, *tensors)
-    return call
 
 
 def rival_time(told: RivalSamples) -> RivalTime:

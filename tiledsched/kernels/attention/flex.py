@@ -6,11 +6,12 @@ from typing import Any
 
 from tiledsched.core.errors import UnsupportedError
 from tiledsched.core.problem import Problem
+from tiledsched.core.rivals import Arrays, Call
 from tiledsched.kernels.attention.scales import DEFAULT_CAP, default_scale
 
 
-def flex_attention(arrays: Any) -> Any:
-    """The call on an `AttentionArrays`.
+def flex_attention(arrays: Arrays) -> Call:
+    """The call on the inputs of a problem.
 
     Sinks have no place in flex attention: the output is weighed by the sigmoid of the log-sum-exp less the sink, which is the
     share of the denominator that the keys have.
@@ -19,7 +20,7 @@ def flex_attention(arrays: Any) -> Any:
         UnsupportedError: nothing is asked for that torch's backends do not compute (compiling takes seconds a problem), or keys
             in pages, which it would have to be given gathered.
     """
-    p: Problem = arrays.problem
+    p = arrays.problem
     if not p.has_features:
         raise UnsupportedError("it is compiled for windows, softcap, sinks, starts, lengths and packed sequences only")
     if p.page:
@@ -27,17 +28,16 @@ def flex_attention(arrays: Any) -> Any:
     import torch
     from torch.nn.attention import flex_attention as flex
 
-    given = arrays.by_name
-    block_mask = None
+    given, (q, k, v) = arrays.by_name, arrays.tensors[:3]
+    sinks, starts, lengths = given.get("Sinks"), given.get("Starts"), given.get("Lengths")
+    seen = None
     if p.packed:
         seen = documents(p, given["CuQ"], given["CuK"])
-        block_mask = flex.create_block_mask(seen, None, None, p.seq_q, p.seq_k, device=arrays.q.device)
     elif p.causal or p.starts or p.lengths:
-        seen = mask_of(p, given.get("Starts"), given.get("Lengths"))
-        each_batch = p.batch if p.starts or p.lengths else None
-        block_mask = flex.create_block_mask(seen, each_batch, None, p.seq_q, p.seq_k, device=arrays.q.device)
+        seen = mask_of(p, starts, lengths)
+    each_batch = p.batch if p.starts or p.lengths else None
     more: dict[str, Any] = {
-        "block_mask": block_mask,
+        "block_mask": seen and flex.create_block_mask(seen, each_batch, None, p.seq_q, p.seq_k, device=q.device),
         "score_mod": cap_scores if p.softcap else None,
         "scale": default_scale(p),
         "enable_gqa": p.group > 1,
@@ -47,10 +47,9 @@ def flex_attention(arrays: Any) -> Any:
         more |= {"return_aux": request(lse=True)} if request else {"return_lse": True}
     torch.compiler.reset()  # else it gives up on a function that it has compiled for eight problems
     attend = torch.compile(flex.flex_attention, dynamic=False)
-    sinks = given.get("Sinks")
 
     def call() -> Any:
-        found = attend(arrays.q, arrays.k, arrays.v, **more)
+        found = attend(q, k, v, **more)
         if sinks is None:
             return found
         out, more_found = found

@@ -11,13 +11,16 @@ from typing import Any, Protocol
 
 import numpy
 
-from tiledsched.bench.methods import MATMUL, Call, Method
-from tiledsched.bench.rows import OK, BenchRow, Cell
-from tiledsched.bench.sampling import LEAST_SAMPLES, USUAL_PACE, Pace, sample_counts, sample_in_turn
 from tiledsched.checking.errors import Error
+from tiledsched.core.blame import first_line
 from tiledsched.core.problem import Problem
+from tiledsched.core.rivals import Method
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.timing import STILL_WARM_S, Log, Stopwatch
+from tiledsched.rivals.methods import MATMUL
+from tiledsched.rivals.rows import OK, BenchRow, Cell
+from tiledsched.rivals.sampling import LEAST_SAMPLES, USUAL_PACE, Pace, sample_counts, sample_in_turn
+from tiledsched.rivals.trials import Trial
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +32,7 @@ class BenchOptions:
     regimes: tuple[str, ...] = ("burst",)
     """All cells of the first regime are run before those of the next: a GPU at its power cap takes time to cool."""
     rounds: int = 30
-    """Samples of a quick method in a burst cell; see `tiledsched.bench.sampling.sample_counts`."""
+    """Samples of a quick method in a burst cell; see `tiledsched.rivals.sampling.sample_counts`."""
     budget_s: float | None = None
     """Seconds for all cells; the cells that are left share equally what is left of it. None: no limit."""
     pace: Pace = USUAL_PACE
@@ -42,12 +45,8 @@ class Ready:
 
     method: Method
     """The method."""
-    look_us: float
-    """Rough time of one sample, in microseconds: of one call, or of one replay of `launches` calls."""
-    call: Call
-    """Computes the problem once."""
-    host_us: float = 0.0
-    """Time until a call returns, in microseconds."""
+    trial: Trial
+    """What a few calls took; its rough time is of one sample, which may be a replay of `launches` calls."""
     launches: int = 0
     """Calls in one CUDA graph; 0 where the method is called without a graph."""
     error: Error | None = None
@@ -168,7 +167,7 @@ def bench_cell(
     prepared = harness.prepare(problem, options.methods, regime)
     warmup_s = 0.0 if regime == "burst" else pace.rewarm_s if still_warm else pace.warmup_s
     left_s = None if share_s is None else share_s - (time.monotonic() - began) - warmup_s
-    looks_us = [each.look_us for each in prepared.ready]
+    looks_us = [each.trial.look_us for each in prepared.ready]
     counts = sample_counts(looks_us, regime=regime, rounds=options.rounds, gap_s=pace.gap_s, seconds=left_s)
     failed = dict(prepared.failed)
     samples = _sampled(harness, prepared, counts, cell, replace(pace, warmup_s=warmup_s), failed)
@@ -245,9 +244,3 @@ def _against_ceiling(rows: Sequence[BenchRow]) -> list[BenchRow]:
     if not ceiling:
         return list(rows)
     return [replace(row, ceiling_ratio=row.tflops / ceiling) if row.tflops else row for row in rows]
-
-
-def first_line(error: BaseException) -> str:
-    """Type and first line of an exception's message, at most 100 characters of it."""
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0][:100]}" if text else type(error).__name__

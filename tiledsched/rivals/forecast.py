@@ -50,10 +50,6 @@ class Forecast:
     nearest: Problem
     """The nearest of them."""
 
-    def caller_us(self, *, captured: bool, dispatch_us: float = 0.0) -> float:
-        """The time that a caller sees: on the GPU in a captured graph, else the larger of that and of the host's."""
-        return self.us if captured else max(self.us, self.host_us + dispatch_us)
-
 
 @dataclass(frozen=True, kw_only=True)
 class TimedProblem:

@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import importlib.metadata
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tiledsched.bench.case import BenchCase, make_case, output_dtype
-from tiledsched.bench.methods import DETERMINISTIC, LEFT_OUT, MATMUL, OURS, SERVED, Method
-from tiledsched.bench.run import PreparedCell, Ready, first_line
 from tiledsched.build.toolchain import compiler_at_hand
+from tiledsched.core.blame import first_line
 from tiledsched.core.errors import MeasureError, UnsupportedError
 from tiledsched.core.extras import installing
 from tiledsched.core.problem import Problem
+from tiledsched.core.rivals import Arrays, Case, Method
 from tiledsched.measure.driver_timeout import asked
 from tiledsched.measure.nvml import ConditionsLog, current_device
-from tiledsched.measure.timing import GRAPH_BELOW_US, GRAPH_LAUNCHES
-from tiledsched.measure.torch_timing import LOOKS, SPIN_MARGIN, TorchStopwatch, host_cost_us
+from tiledsched.measure.timing import GRAPH_LAUNCHES
+from tiledsched.measure.torch_timing import TorchStopwatch
+from tiledsched.rivals.bench import PreparedCell, Ready
+from tiledsched.rivals.cases import case_error, make_case, our_kernel_is_missing, output_dtype
+from tiledsched.rivals.methods import MATMUL
+from tiledsched.rivals.trials import capture_short, try_call
 
 PACKAGES = ("torch", "triton", "cuda-tile", "tilegym", "flash-attn", "flash-attn-4", "nvidia-cutlass-dsl")
 """Packages whose versions are recorded, where they are installed."""
@@ -33,12 +36,13 @@ class TorchHarness:
     Args:
         verify: also compile what our own method launches, where that can be told, and compare its machine code with the
             measured artifact; about a second a problem.
+        own: computes a problem by our own kernel; see :func:`tiledsched.rivals.cases.make_case`.
 
     Raises:
         MeasureError: torch or CuPy is missing, or torch sees no CUDA device.
     """
 
-    def __init__(self, *, verify: bool = False) -> None:
+    def __init__(self, *, verify: bool = False, own: Callable[..., Any] = our_kernel_is_missing) -> None:
         try:
             import cupy
             import torch
@@ -46,57 +50,50 @@ class TorchHarness:
             raise MeasureError(f"{error.name} is not installed; run: {installing('gpu')}") from error
         if not torch.cuda.is_available():
             raise MeasureError("torch sees no CUDA device; run: tiledsched doctor")
-        self._torch, self._cupy, self._verify = torch, cupy, verify
+        self._torch, self._cupy, self._verify, self._own = torch, cupy, verify, own
         device = current_device()
         self.device, self.arch, self._memory_bytes = device.name, device.arch, device.memory_bytes
         self.versions = versions(torch, device.driver)
         self._flush = torch.empty(max(2 * device.l2_bytes, 1 << 26), dtype=torch.uint8, device="cuda")
 
     def prepare(self, problem: Problem, methods: Sequence[Method], regime: str) -> PreparedCell:
-        """See `tiledsched.bench.run.Harness`."""
-        torch = self._torch
+        """See `tiledsched.rivals.bench.Harness`."""
+        torch, failed = self._torch, {}
+        found: list[Ready] = []
         try:
             torch.cuda.empty_cache()
-            case = make_case(torch, self._cupy, problem)
+            case = make_case(torch, self._cupy, problem, self._own)
             torch.cuda.synchronize()
         except (RuntimeError, MemoryError) as error:
-            if not _out_of_memory(torch, error):
+            if not _out_of_memory(error):
                 raise _lost(error) from error
-            return PreparedCell(
-                ready=(),
-                failed={each.name: "out of memory: the inputs" for each in methods},
-                watch=TorchStopwatch(torch, [], self._flush),
-                log=ConditionsLog(ask=asked),
-            )
-        failed: dict[str, str] = {}
-        found: list[Ready] = []
+            failed, methods = {each.name: "out of memory: the inputs" for each in methods}, ()
         for method in methods:
             outcome = self._try(method, case)
             if isinstance(outcome, str):
                 failed[method.name] = outcome
             else:
                 found.append(outcome)
-        host_us = max((tried.host_us for tried in found), default=0.0)
-        watch = TorchStopwatch(torch, [tried.call for tried in found], self._flush, host_us=host_us)
-        ready = []
-        for index, tried in enumerate(found):
-            # Back to back, what costs the host more than the GPU would be timed with the host's part.
-            short = regime == "sustained" and tried.look_us < max(GRAPH_BELOW_US, SPIN_MARGIN * tried.host_us)
-            if short and watch.capture(index, GRAPH_LAUNCHES):
-                tried = replace(tried, look_us=tried.look_us * GRAPH_LAUNCHES, launches=GRAPH_LAUNCHES)
-            if tried.method.name in (OURS, SERVED, LEFT_OUT, DETERMINISTIC):
-                tried = replace(tried, details=self._details(case, tried))
-            ready.append(tried)
-        return PreparedCell(ready=tuple(ready), failed=failed, watch=watch, log=ConditionsLog(ask=asked))
+        trials = [each.trial for each in found]
+        host_us = max((each.host_us for each in trials), default=0.0)
+        watch = TorchStopwatch(torch, [each.call for each in trials], self._flush, host_us=host_us)
+        launches = capture_short(watch, trials) if regime == "sustained" else [0] * len(trials)
+        for index, (ready, count) in enumerate(zip(found, launches, strict=True)):
+            if count:
+                trial = replace(ready.trial, look_us=ready.trial.look_us * GRAPH_LAUNCHES)
+                ready = replace(ready, trial=trial, launches=count)
+            about = details(ready.method, case.arrays, verify=self._verify, captured=count > 0)
+            found[index] = replace(ready, details=about)
+        return PreparedCell(ready=tuple(found), failed=failed, watch=watch, log=ConditionsLog(ask=asked))
 
     def check(self) -> None:
-        """See `tiledsched.bench.run.Harness`."""
+        """See `tiledsched.rivals.bench.Harness`."""
         try:
             self._torch.cuda.synchronize()
         except RuntimeError as error:
             raise _lost(error) from error
 
-    def _try(self, method: Method, case: BenchCase) -> Ready | str:
+    def _try(self, method: Method, case: Case) -> Ready | str:
         """Call a method a few times: what was learnt, or why the method takes no part."""
         torch, problem = self._torch, case.arrays.problem
         refusal = method.refusal(problem, self._memory_bytes)
@@ -108,21 +105,16 @@ class TorchHarness:
                 call = method.make(case.arrays)
                 out = call()
                 torch.cuda.synchronize()
-                found = None if method.name == MATMUL else case.error(out)
+                found = None if method.name == MATMUL else case_error(self._cupy, case, out)
                 del out
-                host_us = host_cost_us(torch, call)
-                watch = TorchStopwatch(torch, [call], self._flush, host_us=host_us)
-                look_us = min(watch.read(watch.queue(0, paced=True)) for _ in range(LOOKS))
+                trial = try_call(torch, call, self._flush)
         except UnsupportedError as error:
             return f"not served: {error}"
         except Exception as error:
             self._check_context(method, error)
-            return "out of memory" if _out_of_memory(torch, error) else first_line(error)
+            return "out of memory" if _out_of_memory(error) else first_line(error)
         wrong = found.verdict(output_dtype(problem)) if found else ""
-        compared = case.compared if found else ""
-        return wrong or Ready(
-            method=method, call=call, look_us=look_us, host_us=host_us, error=found, compared=compared
-        )
+        return wrong or Ready(method=method, trial=trial, error=found, compared=case.compared if found else "")
 
     def _check_context(self, method: Method, error: Exception) -> None:
         """Make sure that the GPU can still be used after `error`. An illegal access breaks the CUDA context of this
@@ -140,12 +132,31 @@ class TorchHarness:
             ) from broken
         self._torch.cuda.empty_cache()
 
-    def _details(self, case: BenchCase, ready: Ready) -> dict[str, Any]:
-        """What our own methods launched, and why. If that cannot be found out, the row keeps its times and says so."""
-        try:
-            return case.details(ready.method.name, verify=self._verify, captured=ready.launches > 0)
-        except Exception as error:
-            return {"provenance": f"not known: {first_line(error)}"}
+
+def details(method: Method, arrays: Arrays, *, verify: bool, captured: bool) -> dict[str, Any]:
+    """Fields of the row of one of our own methods: schedule, provenance and measured_program. If they cannot be found out, the
+    row keeps its times and says so.
+
+    Args:
+        method: the method.
+        arrays: its inputs.
+        verify: also compile what is launched, to compare its machine code with the measured artifact.
+        captured: whether the method was timed in a CUDA graph, where another rival may be served.
+    """
+    if method.explain is None:
+        return {}
+    try:
+        found = method.explain(arrays, verify)
+    except Exception as error:
+        return {"provenance": f"not known: {first_line(error)}"}
+    rival = found.in_graphs if captured else found.rival
+    if method.names_rivals and rival:
+        return {"schedule": rival, "provenance": "rival", "measured_program": None}
+    return {
+        "schedule": found.served.schedule.short(),
+        "provenance": found.served.provenance,
+        "measured_program": found.is_measured_program if verify else None,
+    }
 
 
 def _lost(error: Exception) -> MeasureError:
@@ -155,8 +166,8 @@ def _lost(error: Exception) -> MeasureError:
     )
 
 
-def _out_of_memory(torch: Any, error: BaseException) -> bool:
-    return isinstance(error, torch.cuda.OutOfMemoryError) or type(error).__name__ == "OutOfMemoryError"
+def _out_of_memory(error: BaseException) -> bool:
+    return type(error).__name__ == "OutOfMemoryError"  # torch's or CuPy's
 
 
 def versions(torch: Any, driver: str) -> str:
