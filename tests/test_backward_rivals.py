@@ -16,6 +16,7 @@ from test_bench_harness import cell, cuda  # noqa: F401
 from tiledsched.core.cases import expected_outputs, random_inputs
 from tiledsched.core.errors import UnsupportedError
 from tiledsched.core.rivals import call_on
+from tiledsched.kernels.attention.backends import FLASH_4
 from tiledsched.kernels.attention_backward import backends as rivals
 from tiledsched.kernels.attention_backward.declaration import AttentionBackward
 from tiledsched.measure.torch_arrays import as_tensors
@@ -26,7 +27,7 @@ from tiledsched.rivals.harness import details
 from tiledsched.rivals.methods import DETERMINISTIC, OURS, SERVED
 
 METHODS = methods_of(AttentionBackward)
-CUDNN, FLASH, VARLEN, FLASH_4 = rivals.TORCH_CUDNN, rivals.TORCH_FLASH, rivals.TORCH_VARLEN, rivals.FLASH_4
+CUDNN, FLASH, VARLEN = rivals.TORCH_CUDNN, rivals.TORCH_FLASH, rivals.TORCH_VARLEN
 
 
 def problem(**more):

@@ -17,6 +17,10 @@ from tiledsched.core.problem import Problem
 
 Function = Callable[..., Any]
 """Takes a problem's inputs as torch tensors, in the order declared, and returns its outputs, likewise."""
+Variants = Mapping[str, Function]
+"""Functions for one problem by name."""
+Numbers = Mapping[str, float]
+"""The run-time scalars of a call by name."""
 Call = Callable[[], Any]
 """Starts one computation on the current stream; returns its output, or its outputs in the order declared."""
 MEMORY_SHARE = 0.5
@@ -116,7 +120,7 @@ def is_installed(package: str) -> bool:
         return False
 
 
-def called(make: Callable[[Problem], Function | Mapping[str, Function]]) -> Callable[[Arrays], Call]:
+def called(make: Callable[[Problem], Function | Variants]) -> Callable[[Arrays], Call]:
     """`Method.make` of a function that is made for a problem; of several of them by name, the fastest on the arrays.
 
     Variants that refuse the arrays are left out; where all do, the first one's error is raised.

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 from tiledsched.core.problem import Problem
-from tiledsched.core.rivals import Function, Method, called
+from tiledsched.core.rivals import Function, Method, Numbers, called
 
 TUNED = "max-autotune-no-cudagraphs"
 """The mode of `torch.compile` that tries every autotuning choice."""
 
 
 def torch_methods(
-    in_torch: Callable[[Problem, Mapping[str, float]], Function],
+    in_torch: Callable[[Problem, Numbers], Function],
     mode: str = TUNED,
     knows: Callable[[Problem], bool] = lambda p: True,
 ) -> tuple[Method, Method]:

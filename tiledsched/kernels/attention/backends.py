@@ -20,7 +20,7 @@ from typing import Any
 from tiledsched.core.errors import UnsupportedError
 from tiledsched.core.extras import package_version
 from tiledsched.core.problem import Problem
-from tiledsched.core.rivals import Function, is_installed
+from tiledsched.core.rivals import Arrays, Call, Function, Variants, call_on, is_installed
 from tiledsched.kernels.attention.call_cache import CallCache, PassCache
 from tiledsched.kernels.attention.scales import DEFAULT_CAP, default_scale
 
@@ -48,9 +48,7 @@ FEW_ROWS = 128
 """With at most this many query rows for each key head, FlashAttention-4 may split the keys."""
 
 
-def raced(
-    p: Problem, scale: float | None = None, cap: float | None = None, *, late: bool = False
-) -> Mapping[str, Function]:
+def raced(p: Problem, scale: float | None = None, cap: float | None = None, *, late: bool = False) -> Variants:
     """Name -> rival, for all rivals that are installed and can compute the problem. A tune times them, and they may serve.
 
     Args:
@@ -64,32 +62,54 @@ def raced(
     made: dict[str, Callable[[], Function]] = {name: partial(torch_backend, p, name, scale) for name in BACKENDS}
     if p.is_varlen:
         made = {TORCH_VARLEN: partial(torch_varlen, p, scale)}
+    return able(made, flash_4_options, flash_attention_4, (p, scale, cap), late)
+
+
+def able(
+    in_torch: Mapping[str, Callable[[], Function]],
+    check: Callable[..., Any],
+    flash_4: Callable[..., Function],
+    given: tuple[Any, ...],
+    late: bool,
+) -> Variants:
+    """Name -> rival, of those that are installed and can be made.
+
+    Args:
+        in_torch: what makes the rivals of torch; UnsupportedError means that one cannot compute the problem.
+        check: raises UnsupportedError where FlashAttention-4 cannot compute the problem.
+        flash_4: makes the rival that calls FlashAttention-4.
+        given: the problem, and the scale and the cap of its scores, for both.
+        late: whether `flash_4` is called, and the package imported, only at the rival's first call.
+    """
+    make_flash_4 = functools.cache(partial(flash_4, *given))
+
+    def at_first_call() -> Function:
+        check(*given)
+        return lambda *tensors: make_flash_4()(*tensors)
+
+    found, made = {}, dict(in_torch)
     if is_installed(FLASH_4_MODULE):
-        make = partial(at_first_call, flash_4_options, flash_attention_4) if late else flash_attention_4
-        made[FLASH_4] = partial(make, p, scale, cap)
-    return able(made)
-
-
-def able(made: Mapping[str, Callable[[], Function]]) -> dict[str, Function]:
-    """Name -> rival, of those that can be made. What makes the others raises UnsupportedError."""
-    found = {}
+        made[FLASH_4] = at_first_call if late else make_flash_4
     for name, make in made.items():
         with suppress(UnsupportedError):
             found[name] = make()
     return found
 
 
-def at_first_call(check: Callable[..., Any], make: Callable[..., Function], *given: Any) -> Function:
-    """A rival that is made, and whose package is imported, when it is called for the first time.
-
-    Args:
-        check: called with `given` at once; raises UnsupportedError where the rival cannot compute the problem.
-        make: makes the rival of `given`.
-        given: the problem, and the scale and the cap of its scores.
+def bound(make: Callable[[Problem], Function], *, rows_first: bool = False) -> Callable[[Arrays], Call]:
+    """`Method.make` of a rival. With `rows_first`, it is given arrays in the layout of torch's flash backend and of
+    FlashAttention-4, where rows come before heads in memory.
     """
-    check(*given)
-    made = functools.cache(make)
-    return lambda *tensors: made(*given)(*tensors)
+
+    def on_arrays(arrays: Arrays) -> Call:
+        tensors = arrays.tensors
+        if rows_first:
+            tensors = tuple(
+                each.transpose(1, 2).contiguous().transpose(1, 2) if each.ndim == 4 else each for each in tensors
+            )
+        return call_on(make(arrays.problem), tensors)
+
+    return on_arrays
 
 
 @dataclass(frozen=True, kw_only=True)

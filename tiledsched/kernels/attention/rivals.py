@@ -8,21 +8,20 @@ from typing import Any
 
 from tiledsched.core.errors import UnsupportedError
 from tiledsched.core.problem import Problem
-from tiledsched.core.rivals import Arrays, Call, Method, call_on
+from tiledsched.core.rivals import Arrays, Call, Method
 from tiledsched.kernels.attention.backends import (
     FLASH_4,
     FLASH_4_MODULE,
     TORCH_VARLEN,
-    flash_4_function,
+    bound,
     flash_attention_4,
-    raced,
     torch_varlen,
 )
 from tiledsched.kernels.attention.bench_case import bench_case
 from tiledsched.kernels.attention.flex import flex_attention, mask_of
 from tiledsched.kernels.attention.scales import default_scale
 
-__all__ = ["METHODS", "bench_case", "raced"]
+__all__ = ["METHODS", "bench_case"]
 
 
 def refuse_features(p: Problem, *, but: tuple[str, ...] = ()) -> None:
@@ -130,16 +129,6 @@ def flash_attn(arrays: Arrays) -> Call:
     return lambda: flash_attn_func(q, k, v, causal=p.causal).transpose(1, 2)
 
 
-def flash_4(arrays: Arrays) -> Call:
-    """FlashAttention-4, on arrays in its own layout, `[batch, rows, heads, head_dim]`."""
-    if arrays.problem.is_varlen:
-        return call_on(flash_attention_4(arrays.problem), arrays.tensors)
-    attend, _ = flash_4_function(arrays.problem)
-    q, k, v = (array.transpose(1, 2).contiguous() for array in arrays.tensors[:3])
-    features = arrays.tensors[3:]
-    return lambda: attend(q, k, v, *features).transpose(1, 2)
-
-
 def scores_of(item_bytes: int) -> Callable[[Problem], int]:
     """The memory of a method that holds the whole score matrix, with so many bytes for each element."""
     return lambda p: item_bytes * p.batch * p.heads * p.seq_q * p.seq_k
@@ -151,12 +140,12 @@ METHODS = (
     Method(name="torch_efficient", make=backend_call("EFFICIENT_ATTENTION")),
     Method(name="torch_math", make=backend_call("MATH"), extra_bytes=scores_of(16)),
     Method(name="torch_auto", make=torch_call),
-    Method(name=TORCH_VARLEN, make=lambda arrays: call_on(torch_varlen(arrays.problem), arrays.tensors)),
+    Method(name=TORCH_VARLEN, make=bound(torch_varlen)),
     Method(name="eager", make=eager, extra_bytes=scores_of(12)),
     Method(name="triton", make=triton, package="triton"),
     Method(name="tilegym", make=tilegym, package="tilegym"),
     Method(name="flash_attn", make=flash_attn, package="flash_attn.flash_attn_interface"),
-    Method(name=FLASH_4, make=flash_4, package=FLASH_4_MODULE),
+    Method(name=FLASH_4, make=bound(flash_attention_4, rows_first=True), package=FLASH_4_MODULE),
     Method(name="torch_flex", make=flex_attention, package="triton"),
 )
 """What a bench times beside our own methods, in the order of the rows; docs/bench.md says what each is."""

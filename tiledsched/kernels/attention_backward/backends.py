@@ -11,23 +11,20 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from tiledsched.core.errors import UnsupportedError
 from tiledsched.core.extras import package_version
 from tiledsched.core.problem import Problem
-from tiledsched.core.rivals import Function, is_installed
+from tiledsched.core.rivals import Function, Variants
 from tiledsched.kernels.attention.backends import (
-    FLASH_4,
     FLASH_4_MODULE,
     FLASH_4_PACKAGE,
     RAGGED_CUDNN,
     TORCH_VARLEN,
     VarlenRival,
     able,
-    at_first_call,
     check_torch_mask,
     empty_output,
     flash_4_options,
@@ -43,9 +40,7 @@ FLASH_4_FUNCTIONS = ("_flash_attn_bwd", "_bwd_preprocess", "_bwd_postprocess_con
 """FlashAttention-4's function, and those that it calls, all of which have compiled functions."""
 
 
-def raced(
-    p: Problem, scale: float | None = None, cap: float | None = None, *, late: bool = False
-) -> Mapping[str, Function]:
+def raced(p: Problem, scale: float | None = None, cap: float | None = None, *, late: bool = False) -> Variants:
     """Name -> rival, for all rivals that are installed and can compute the problem. A tune times them, and they may serve.
 
     Args:
@@ -55,11 +50,8 @@ def raced(
         late: whether FlashAttention-4, whose import takes seconds, is imported only at its first call.
     """
     in_torch = {TORCH_VARLEN: torch_varlen} if p.packed else {TORCH_CUDNN: torch_cudnn, TORCH_FLASH: torch_flash}
-    made: dict[str, Callable[[], Function]] = {name: partial(make, p, scale) for name, make in in_torch.items()}
-    if is_installed(FLASH_4_MODULE):
-        make = partial(at_first_call, flash_4_backward_options, flash_attention_4) if late else flash_attention_4
-        made[FLASH_4] = partial(make, p, scale, cap)
-    return able(made)
+    made = {name: partial(make, p, scale) for name, make in in_torch.items()}
+    return able(made, flash_4_backward_options, flash_attention_4, (p, scale, cap), late)
 
 
 def _check_torch(p: Problem, name: str) -> None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from tiledsched.core.errors import UnsupportedError
 from tiledsched.core.problem import Problem
-from tiledsched.core.rivals import Arrays, Call, Case, Function, Method, call_on
+from tiledsched.core.rivals import Arrays, Case, Method
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.backends import (
     BACKENDS,
     FLASH_4,
     FLASH_4_MODULE,
     TORCH_VARLEN,
+    bound,
     check_torch_mask,
     torch_operator,
 )
@@ -108,25 +108,14 @@ def _forward(p: Problem, tensors: tuple[Any, ...], own: Callable[..., Any]) -> t
         return out, lse[..., 0]
 
 
-def _bound(make: Callable[[Problem], Function], arrays: Arrays, *, rows_first: bool = False) -> Call:
-    """A rival on the arrays; with `rows_first`, in the layout of torch's flash backend and of FlashAttention-4, where rows come
-    before heads in memory.
-    """
-    tensors = arrays.tensors
-    if rows_first:
-        turned = (each.transpose(1, 2).contiguous().transpose(1, 2) for each in tensors[:5])
-        tensors = (*turned, *tensors[5:])
-    return call_on(make(arrays.problem), tensors)
-
-
 METHODS = (
-    Method(name=TORCH_FLASH, make=partial(_bound, torch_flash, rows_first=True)),
-    Method(name=TORCH_CUDNN, make=partial(_bound, torch_cudnn)),
-    Method(name=TORCH_VARLEN, make=partial(_bound, torch_varlen)),
-    Method(name=FLASH_4, make=partial(_bound, flash_attention_4, rows_first=True), package=FLASH_4_MODULE),
+    Method(name=TORCH_FLASH, make=bound(torch_flash, rows_first=True)),
+    Method(name=TORCH_CUDNN, make=bound(torch_cudnn)),
+    Method(name=TORCH_VARLEN, make=bound(torch_varlen)),
+    Method(name=FLASH_4, make=bound(flash_attention_4, rows_first=True), package=FLASH_4_MODULE),
     Method(
         name=f"{FLASH_4}_deterministic",
-        make=partial(_bound, lambda p: flash_attention_4(p.replace(deterministic=True)), rows_first=True),
+        make=bound(lambda p: flash_attention_4(p.replace(deterministic=True)), rows_first=True),
         package=FLASH_4_MODULE,
         by_name=True,
     ),

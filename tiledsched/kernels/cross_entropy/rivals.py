@@ -5,16 +5,15 @@ Liger's is none of them: it computes the gradient in the same pass, over the log
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from tiledsched.core.problem import Problem
-from tiledsched.core.rivals import Function, Method, called
+from tiledsched.core.rivals import Function, Method, Numbers, called
 from tiledsched.kernels.torch_rivals import torch_methods
 
 
-def in_torch(p: Problem, numbers: Mapping[str, float]) -> Function:
+def in_torch(p: Problem, numbers: Numbers) -> Function:
     """torch's functions on the logits in float32, which stand in while the kernel is compiled."""
     import torch
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from tiledsched.core.problem import Problem
-from tiledsched.core.rivals import Function
+from tiledsched.core.rivals import Function, Numbers, Variants
 from tiledsched.kernels.product_schedules import row_bytes
 from tiledsched.kernels.torch_rivals import torch_methods
 
@@ -15,14 +13,14 @@ def is_known(p: Problem) -> bool:
     return bool(p.dtype == "bfloat16" and not p.odd and not row_bytes(p.n))
 
 
-def in_torch(p: Problem, numbers: Mapping[str, float]) -> Function:
+def in_torch(p: Problem, numbers: Numbers) -> Function:
     """torch's grouped product."""
     import torch
 
     return lambda A, B, Offsets: torch._grouped_mm(A, B, offs=Offsets)
 
 
-def raced(p: Problem) -> Mapping[str, Function]:
+def raced(p: Problem) -> Variants:
     """The rival that a tune times and that may serve; none where torch does not take the problem."""
     return {"torch_grouped_mm": in_torch(p, {})} if is_known(p) else {}
 

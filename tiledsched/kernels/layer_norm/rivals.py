@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from tiledsched.core.problem import Problem
-from tiledsched.core.rivals import Function, Method, called
+from tiledsched.core.rivals import Function, Method, Numbers, Variants, called
 from tiledsched.kernels.torch_rivals import torch_methods
 
 
-def in_torch(p: Problem, numbers: Mapping[str, float]) -> Function:
+def in_torch(p: Problem, numbers: Numbers) -> Function:
     """torch's layer norm, which stands in while the kernel is compiled."""
     from torch.nn.functional import layer_norm
 
@@ -22,7 +21,7 @@ def in_torch(p: Problem, numbers: Mapping[str, float]) -> Function:
     return call
 
 
-def raced(p: Problem) -> Mapping[str, Function]:
+def raced(p: Problem) -> Variants:
     """The rival that a tune times and that may serve."""
     return {"torch": in_torch(p, p.declaration.scalar_values(p))}
 
@@ -43,7 +42,7 @@ def apex(p: Problem) -> Function:
     return lambda X, W, B: fused_layer_norm_affine(X, W, B, (p.columns,), eps)
 
 
-def tilegym(p: Problem) -> Mapping[str, Function]:
+def tilegym(p: Problem) -> Variants:
     """TileGym's layer norm, its own and the one of its suite for Liger."""
     from tilegym.ops import layer_norm_legacy
     from tilegym.suites.liger.ops import layer_norm

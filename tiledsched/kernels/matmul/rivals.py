@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from tiledsched.core.problem import Problem
-from tiledsched.core.rivals import Function, Method, called
+from tiledsched.core.rivals import Function, Method, Variants, called
 from tiledsched.kernels.torch_rivals import compiled
 
 
-def raced(p: Problem) -> Mapping[str, Function]:
+def raced(p: Problem) -> Variants:
     """cuBLAS, through torch: a tune times it, and it may serve."""
     import torch
 
@@ -41,7 +41,7 @@ def by_inductor(p: Problem) -> Function:
     return compiled(multiply, mode="default")
 
 
-def tilegym(p: Problem) -> Mapping[str, Function]:
+def tilegym(p: Problem) -> Variants:
     """`tilegym.ops.matmul`, persistent and plain. A column-major operand is passed as its transpose, as it lies in memory."""
     from tilegym.ops import matmul
 

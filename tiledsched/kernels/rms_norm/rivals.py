@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from tiledsched.core.problem import Problem
-from tiledsched.core.rivals import Function, Method, called
+from tiledsched.core.rivals import Function, Method, Numbers, Variants, called
 from tiledsched.kernels.torch_rivals import torch_methods
 
 TILEGYM_MODES = (None, "static_persistent", "multi_wave_reload", "multi_wave_cached")
 
 
-def in_torch(p: Problem, numbers: Mapping[str, float]) -> Function:
+def in_torch(p: Problem, numbers: Numbers) -> Function:
     """torch's rms_norm, after adding the residual if there is one; it stands in while the kernel is compiled."""
     from torch.nn.functional import rms_norm
 
     return _after_adding(p, partial(_normalised, p, rms_norm, eps=numbers["eps"]))
 
 
-def tilegym(p: Problem) -> Mapping[str, Function]:
+def tilegym(p: Problem) -> Variants:
     """TileGym's rms_norm in each of its modes."""
     from tilegym.ops import rms_norm
 

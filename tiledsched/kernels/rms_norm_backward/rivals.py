@@ -5,15 +5,14 @@ A function takes dOut, X and W, and dSum where there is a residual, and returns 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from tiledsched.core.problem import Problem
-from tiledsched.core.rivals import Function, Method, called
+from tiledsched.core.rivals import Function, Method, Numbers, called
 from tiledsched.kernels.torch_rivals import compiled, gradients_of
 
 
-def in_torch(p: Problem, numbers: Mapping[str, float]) -> Function:
+def in_torch(p: Problem, numbers: Numbers) -> Function:
     """The gradients by elementary functions of torch, which stand in while the kernel is compiled."""
 
     def call(dOut: Any, X: Any, W: Any, dSum: Any = None) -> Any:

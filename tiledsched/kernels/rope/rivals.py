@@ -5,16 +5,15 @@ The kernel that works in place has the same rivals: new tensors move as many byt
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from tiledsched.core.problem import Problem
-from tiledsched.core.rivals import Function
+from tiledsched.core.rivals import Function, Numbers
 from tiledsched.kernels.rope.reference import rotated
 from tiledsched.kernels.torch_rivals import torch_methods
 
 
-def in_torch(p: Problem, numbers: Mapping[str, float]) -> Function:
+def in_torch(p: Problem, numbers: Numbers) -> Function:
     """Products and sums of torch in float32, rounded once; it stands in while the kernel is compiled."""
     import torch
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from tiledsched.core.problem import Problem
-from tiledsched.core.rivals import Function
+from tiledsched.core.rivals import Function, Numbers, Variants
 from tiledsched.kernels.torch_rivals import torch_methods
 
 
@@ -15,7 +14,7 @@ def is_known(p: Problem) -> bool:
     return bool(p.dtype == "float8_e4m3fn")
 
 
-def in_torch(p: Problem, numbers: Mapping[str, float]) -> Function:
+def in_torch(p: Problem, numbers: Numbers) -> Function:
     """cuBLAS, through torch."""
     import torch
 
@@ -29,7 +28,7 @@ def in_torch(p: Problem, numbers: Mapping[str, float]) -> Function:
     return call
 
 
-def raced(p: Problem) -> Mapping[str, Function]:
+def raced(p: Problem) -> Variants:
     """The rival that a tune times and that may serve; none where torch does not take the problem."""
     return {"cublas_scaled": in_torch(p, {})} if is_known(p) else {}
 

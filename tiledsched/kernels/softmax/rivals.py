@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
 from tiledsched.core.problem import Problem
-from tiledsched.core.rivals import Function, Method, called
+from tiledsched.core.rivals import Function, Method, Numbers, Variants, called
 from tiledsched.kernels.torch_rivals import torch_methods
 
 TILEGYM_VARIANTS = {
@@ -17,14 +16,14 @@ TILEGYM_VARIANTS = {
 }
 
 
-def in_torch(p: Problem, numbers: Mapping[str, float]) -> Function:
+def in_torch(p: Problem, numbers: Numbers) -> Function:
     """torch's softmax, which stands in while the kernel is compiled."""
     import torch
 
     return lambda X: torch.softmax(X, -1)
 
 
-def tilegym(p: Problem) -> Mapping[str, Function]:
+def tilegym(p: Problem) -> Variants:
     """TileGym's softmax in each of its ways."""
     from tilegym.ops import softmax
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from tiledsched.core.problem import Problem
-from tiledsched.core.rivals import Function
+from tiledsched.core.rivals import Function, Numbers
 from tiledsched.kernels.torch_rivals import torch_methods
 
 
-def in_torch(p: Problem, numbers: Mapping[str, float]) -> Function:
+def in_torch(p: Problem, numbers: Numbers) -> Function:
     """torch's own gradient of softmax, which stands in while the kernel is compiled."""
     import torch
 
