@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.machinery
 import math
 import sys
-import types
 
 import numpy
 import pytest
 
 torch = pytest.importorskip("torch")
+from fake_rivals import install_flash_4
 from test_bench_harness import cell, cuda  # noqa: F401
 
 from tiledsched.core.cases import expected_outputs, random_inputs
@@ -173,12 +172,7 @@ TOLD: list[bool] = []
 def libraries(monkeypatch):
     """FlashAttention-4 and torch's operators as they would be on a GPU."""
     TOLD.clear()
-    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
-        module = types.ModuleType(name)
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        module.__path__ = []
-        monkeypatch.setitem(sys.modules, name, module)
-    sys.modules["flash_attn.cute.interface"]._flash_attn_bwd = flash_4
+    install_flash_4(monkeypatch, _flash_attn_bwd=flash_4)
     monkeypatch.setattr(rivals, "torch_operator", torch_operator)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
 import types
 from pathlib import Path
@@ -304,12 +305,14 @@ def test_errors_are_those_of_all_pairs_together() -> None:
 
 
 class Harness:
-    """A harness without a GPU: methods take `TIMES`; `failing` ones have a status; `dies` breaks at that problem."""
+    """A harness without a GPU: methods take `TIMES`; `failing` ones have a status; of `late` ones, the host is too slow; `dies` breaks
+    at that problem."""
 
     device, versions = "NVIDIA Sample", "driver 1 torch 2"
 
-    def __init__(self, failing=None, dies=None, breaks=False, lost=False) -> None:
+    def __init__(self, failing=None, dies=None, breaks=False, lost=False, late=()) -> None:
         self.failing, self.dies, self.breaks, self.lost, self.prepared = failing or {}, dies, breaks, lost, []
+        self.late = late
 
     def prepare(self, problem, methods, regime):
         if problem == self.dies:
@@ -326,7 +329,7 @@ class Harness:
             for method in methods
             if method.name not in self.failing
         )
-        watch = Watch([each.trial.look_us for each in ready])
+        watch = Watch([math.nan if each.method.name in self.late else each.trial.look_us for each in ready])
         if self.breaks:
             watch.read = self._break
         return PreparedCell(ready=ready, failed=self.failing, watch=watch, log=Log())

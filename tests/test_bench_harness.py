@@ -29,10 +29,6 @@ QUICK = Pace(gap_s=0.0, warmup_s=0.0)
 PROBLEM = Attention.problem(seq_q=48, seq_k=48, head_dim=16, batch=2, heads=4, kv_heads=2, causal=True)
 
 
-LATE: list[bool] = []
-"""Whether the spin was over before all was queued: popped at each question, false when empty."""
-
-
 class Event:
     def __init__(self, *, enable_timing) -> None:
         assert enable_timing
@@ -44,7 +40,7 @@ class Event:
         pass
 
     def query(self) -> bool:
-        return bool(LATE) and LATE.pop()
+        return False
 
     def elapsed_time(self, other) -> float:
         return (other.at - self.at) * 1e3
@@ -254,25 +250,6 @@ def test_a_row_says_why_its_schedule_is_not_known(cuda) -> None:
     row = cell([made(METHODS["torch_auto"].make, SERVED)])[SERVED]
     assert row.status == "ok"
     assert row.provenance.startswith("not known: UnsupportedError: q is on cpu")
-
-
-def test_a_host_that_was_late_is_never_timed_and_gets_more_spin_from_then_on(cuda, monkeypatch) -> None:
-    spins, calls = [], []
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: spins.append(cycles / timing_module.CYCLES_PER_US))
-    LATE.extend([False, True, True])
-    watch = timing_module.TorchStopwatch(
-        torch, [lambda: calls.append("slow"), lambda: calls.append("quick")], torch.empty(1)
-    )
-    watch.queue(0, paced=True)
-    assert spins == [300, 600, 1200]
-    watch.queue(1, paced=True)
-    assert spins[3:] == [1200]  # all are timed alike
-    assert calls == ["slow"] * 3 + ["quick"]
-    LATE.extend([True] * 20)
-    with pytest.raises(MeasureError, match="leave it out with --methods"):
-        watch.queue(1, paced=True)
-    assert len(calls) == 4 + timing_module.MOST_DOUBLINGS + 1
-    LATE.clear()
 
 
 def test_every_method_is_queued_behind_a_spin_twice_as_long_as_the_slowest_takes_the_host(cuda, monkeypatch) -> None:

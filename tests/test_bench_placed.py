@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.machinery
 import sys
-import types
 from functools import partial
 
 import numpy
@@ -13,10 +11,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch._dynamo.utils")  # before anything of torch is replaced
+from fake_rivals import OUT, TOLD, flash, install_flash_4
 from serve_on_cpu import TOLERANCE, capturing
 from test_bench_harness import cell, cuda  # noqa: F401
 from test_rivals import a_rival, an_entry
-from test_rivals_timed import attend, process  # noqa: F401
+from test_rivals_timed import process  # noqa: F401
 
 from tiledsched.checking.inputs import make_cases
 from tiledsched.core.errors import LaunchError, UnsupportedError
@@ -71,55 +70,6 @@ TOP_LEFT = problem(packed=3, seq_k=90, causal=True)
 EVERY = [*PACKED, ODD, *PAGED, MIXED]
 
 
-# Stand-ins: each sequence by itself
-
-
-def flash(
-    q,
-    k,
-    v,
-    cu_seqlens_q=None,
-    cu_seqlens_k=None,
-    seqused_k=None,
-    max_seqlen_q=None,
-    max_seqlen_k=None,
-    page_table=None,
-    softmax_scale=None,
-    causal=False,
-    softcap=None,
-    window_size_left=None,
-    window_size_right=None,
-    learnable_sink=None,
-    out=None,
-):
-    """FlashAttention-4's inner function, which says what it was told in `TOLD`."""
-    TOLD.append((max_seqlen_q, max_seqlen_k, q.data_ptr(), k.data_ptr()))
-    window = None if window_size_left is None else (window_size_left, window_size_right)
-    made = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=q.dtype) if out is None else out.zero_()
-    for index in range(len(seqused_k) if cu_seqlens_q is None else len(cu_seqlens_q) - 1):
-        rows = made[index] if cu_seqlens_q is None else made[cu_seqlens_q[index] : cu_seqlens_q[index + 1]]
-        queries = q[index] if cu_seqlens_q is None else q[cu_seqlens_q[index] : cu_seqlens_q[index + 1]]
-        if page_table is None:
-            keys, values = (each[cu_seqlens_k[index] : cu_seqlens_k[index + 1]] for each in (k, v))
-        else:
-            assert page_table.dtype == torch.int32
-            used = int(seqused_k[index])
-            own = page_table[index, : -(-used // k.shape[1])].long()
-            keys, values = (each[own].flatten(0, 1)[:used] for each in (k, v))
-        if len(queries) and len(keys):
-            one = attend(
-                *(x[None] for x in (queries, keys, values)),
-                softmax_scale,
-                causal,
-                window,
-                softcap or 0.0,
-                learnable_sink,
-            )[0]
-            rows.copy_(one.nan_to_num())
-    OUT.append(made.data_ptr())
-    return made, None
-
-
 def varlen(
     q, k, v, cu_q, cu_k, most_q, most_k, dropout, causal, mask, *, scale, window_size_left=None, window_size_right=None
 ):
@@ -130,22 +80,12 @@ def varlen(
     )
 
 
-TOLD: list[tuple[object, ...]] = []
-OUT: list[int] = []
-
-
 @pytest.fixture
 def others(monkeypatch):
     """FlashAttention-4, torch's operator, and flex attention as they would be on a GPU."""
     from torch.nn.attention import flex_attention as flex
 
-    TOLD.clear()
-    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
-        module = types.ModuleType(name)
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        module.__path__ = []
-        monkeypatch.setitem(sys.modules, name, module)
-    sys.modules["flash_attn.cute.interface"]._flash_attn_fwd = flash
+    install_flash_4(monkeypatch, _flash_attn_fwd=flash)
     monkeypatch.setattr(rivals, "torch_operator", lambda name: varlen)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(torch.compiler, "reset", lambda: None)
