@@ -23,6 +23,7 @@ from tiledsched.rivals.methods import OURS, SERVED
 from tiledsched.rivals.sampling import Pace
 
 torch = pytest.importorskip("torch")
+pytest.importorskip("torch.nn.attention.bias")  # before anything of torch is replaced
 
 METHODS = methods_of(Attention)
 QUICK = Pace(gap_s=0.0, warmup_s=0.0)
@@ -139,6 +140,22 @@ def test_right_methods_have_times_errors_and_the_ceiling(cuda) -> None:
     assert rows["eager"].device == "NVIDIA Sample"
     assert rows["eager"].versions.startswith("driver 580.1 CUDA ")
     assert f"torch {torch.__version__}" in rows["eager"].versions
+
+
+CPU_PROBLEMS = [
+    Attention.problem(seq_q=33, seq_k=33, head_dim=16, batch=2, heads=2, kv_heads=2, causal=True),
+    Attention.problem(seq_q=20, seq_k=50, head_dim=32, heads=4, kv_heads=2, dtype="bfloat16"),
+    Attention.problem(seq_q=20, seq_k=50, head_dim=32, heads=4, kv_heads=1, causal=True),
+    Attention.problem(seq_q=20, seq_k=50, head_dim=32, heads=2, kv_heads=2, causal=True, alignment="bottom_right"),
+    Attention.problem(seq_q=16, seq_k=16, head_dim=32, value_dim=16, heads=2, kv_heads=2, causal=True),
+]
+
+
+@pytest.mark.parametrize("problem", CPU_PROBLEMS, ids=str)
+def test_what_torch_computes_is_the_problem(cuda, problem) -> None:
+    for row in cell((METHODS[name] for name in ("eager", "torch_math", "torch_auto")), problem=problem).values():
+        assert row.status == "ok"
+        assert 0 < row.rel_err < (1e-3 if problem.dtype == "float16" else 8e-3)
 
 
 def test_inputs_are_those_of_the_problem_every_time(cuda) -> None:
