@@ -10,7 +10,6 @@ import pytest
 from made_up_builds import MadeUp, print_of
 from store_samples import DEVICE, TOOLCHAIN, artifact
 
-from tiledsched.bench.rivals.attention import untuned_schedule
 from tiledsched.build.compiler import Built
 from tiledsched.checking.accuracy import Accuracy
 from tiledsched.cli import main
@@ -20,6 +19,7 @@ from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
 from tiledsched.measure.runner import Batch, Candidate, Checked, Conditions
+from tiledsched.ops.own_methods import untuned_schedule
 from tiledsched.report.document import to_markdown
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import TableFile, read_table

@@ -139,11 +139,11 @@ def test_layouts_are_told(folder):
 
 
 def test_a_rival_that_serves_is_told_and_counted_once(folder, monkeypatch):
+    from tiledsched.rivals.offers import Offer, Rival
     from tiledsched.serve import plan as plans
-    from tiledsched.serve.rivals import Rival, RivalOffer
 
     def rivals(served, make):
-        offer = RivalOffer(name="other", ratio=0.5, capturable=False, reason="it is faster")
+        offer = Offer(name="other", ratio=0.5, capturable=False, reason="it is faster")
         rival = Rival(offer=offer, call=lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v))
         return rival, None
 

@@ -13,13 +13,13 @@ import sqlalchemy as sa
 from store_samples import entry
 from test_fleet import gone, home, started, wait_for
 
-from tiledsched.bench.rows import read_rows
 from tiledsched.cli import main
 from tiledsched.core.config import load_settings
 from tiledsched.core.labels import format_problem
 from tiledsched.fleet import running as fleet_run
 from tiledsched.fleet.leases import Leases
 from tiledsched.kernels.attention import Attention
+from tiledsched.rivals.rows import read_rows
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import read_table
 from tiledsched.store.models import AttemptRow

@@ -12,7 +12,6 @@ import pytest
 from report_samples import SOURCE, TOOLCHAIN, taken
 from test_bench import QUICK, Harness
 
-from tiledsched.bench.rows import BenchRow, append_rows
 from tiledsched.cli import main
 from tiledsched.core.errors import MeasureError
 from tiledsched.core.schedule import Schedule
@@ -21,6 +20,7 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Conditions
 from tiledsched.report.document import as_svg, to_html, to_markdown
+from tiledsched.rivals.rows import BenchRow, append_rows
 from tiledsched.store.db import TuningDB
 from tiledsched.studies.evaluation import figures, tiles
 from tiledsched.studies.evaluation.pages import document, fastest_rivals, speedups, write_evaluation

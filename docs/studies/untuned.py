@@ -50,11 +50,11 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.matmul import Matmul
+from tiledsched.rivals.forecast import OURS, TimedProblem, timed_problems
+from tiledsched.rivals.offers import DISPATCH_US, forecast_offers
 from tiledsched.serve.bundle import VARIABLE, BundledProgram, write_bundle
 from tiledsched.serve.entries import load_entries, table_of
-from tiledsched.serve.forecast import OURS, TimedProblem, timed_problems
 from tiledsched.serve.lookup import Served
-from tiledsched.serve.rivals import DISPATCH_US, forecast_offers
 from tiledsched.serve.transfer import log_us
 from tiledsched.store.exchange import read_text
 from tiledsched.store.shipped import read_shipped_entries
@@ -651,7 +651,7 @@ class Timer:
         self.torch, device = torch, current_device()
         self.device, self.arch = device.name, device.arch
         self._flush = torch.empty(max(2 * device.l2_bytes, 1 << 26), dtype=torch.uint8, device="cuda")
-        from tiledsched.bench.harness import versions
+        from tiledsched.rivals.harness import versions
 
         self.versions = f"{device.name} {versions(torch, device.driver)}"
 
@@ -742,8 +742,8 @@ class Timer:
     def _sampled(
         self, calls: Mapping[str, Callable[[], Any]], found: Mapping[str, Row], p: Problem
     ) -> dict[str, tuple[float, float, float]]:
-        from tiledsched.bench.sampling import Pace, sample_in_turn
         from tiledsched.measure.torch_timing import TorchStopwatch
+        from tiledsched.rivals.sampling import Pace, sample_in_turn
 
         host_us = max((found[name].host_us or 0 for name in calls), default=0.0)
         watch = TorchStopwatch(self.torch, list(calls.values()), self._flush, host_us=host_us)

@@ -17,8 +17,8 @@ from tiledsched.store.evidence import stale, stale_by_cause, throttled
 from tiledsched.store.records import PROVENANCES, Entry, LandscapeSummary
 
 if TYPE_CHECKING:
-    from tiledsched.bench.rows import BenchRow
     from tiledsched.report.compare import Compared, Comparison
+    from tiledsched.rivals.rows import BenchRow
     from tiledsched.serve.entries import Layer
     from tiledsched.store.manifest import ShippedLandscape
     from tiledsched.store.queries import RegimeComparison

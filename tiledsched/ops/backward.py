@@ -14,11 +14,11 @@ import torch
 from tiledsched.core.arrays import LARGEST_INT32
 from tiledsched.core.errors import ProblemError, UnsupportedError
 from tiledsched.core.storage import strides_of
+from tiledsched.kernels.attention.backends import empty_output
 from tiledsched.kernels.attention.options import SCHEMA
-from tiledsched.kernels.attention.rivals import empty_output
 from tiledsched.kernels.attention_backward import AttentionBackward
+from tiledsched.kernels.attention_backward.backends import raced
 from tiledsched.kernels.attention_backward.problem import gradient_scales
-from tiledsched.kernels.attention_backward.rivals import late_rivals
 from tiledsched.ops.arguments import check_tensors, odd_scale, unserved
 from tiledsched.ops.fallback import MOST_SCORES, attend_in_torch, computes_at_once, report
 from tiledsched.ops.features import AttentionFeatures
@@ -164,7 +164,7 @@ class BackwardCall(NamedTuple):
         except ProblemError as error:
             return str(error)
         inputs = self.inputs()
-        rivals = lambda: late_rivals(problem, scale, cap)  # noqa: E731
+        rivals = lambda: raced(problem, scale, cap, late=True)  # noqa: E731
         decision = choose("sdpa's backward pass", problem, tuple(inputs.values()), rivals, served)
         if isinstance(decision, str):
             return decision

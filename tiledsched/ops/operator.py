@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from tiledsched.kernels.attention.backends import empty_output
 from tiledsched.kernels.attention.options import SCHEMA
-from tiledsched.kernels.attention.rivals import empty_output
 from tiledsched.ops import sharding
 from tiledsched.ops.arguments import needs_gradients, odd_scale, unserved
 from tiledsched.ops.backward import gradients, undifferentiable

@@ -40,8 +40,8 @@ from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import HINT_KNOBS, KnobValue, Schedule, allowed_hints
 from tiledsched.core.space import SearchSpace, accuracy_class
 from tiledsched.core.space_files import space_for
-from tiledsched.serve.forecast import Forecast, TimedProblems, timed_problems
-from tiledsched.serve.rivals import RivalOffer, expected_offers, forecast_offers, measured_offers, published_offers
+from tiledsched.rivals.forecast import Forecast, TimedProblems, timed_problems
+from tiledsched.rivals.offers import Offer, expected_offers, forecast_offers, measured_offers, published_offers
 from tiledsched.serve.transfer import (
     ALTERNATIVES,
     NEAR_KIND,
@@ -92,7 +92,7 @@ class Served:
     expected_loss: ExpectedLoss | None = None
     """How much slower than the best schedule choices like this one were where every schedule was measured; None where that is
     not known."""
-    rivals: tuple[RivalOffer, ...] = ()
+    rivals: tuple[Offer, ...] = ()
     """Rivals that are faster, the fastest first: the first that is installed is called in place of the schedule."""
     gated: tuple[Problem, ...] = ()
     """The problems on which the accuracy gate passed this schedule on a GPU."""
@@ -297,7 +297,7 @@ class LookupTable:
             gated=tuple(self._index(space).gated.get(entry.schedule, ())),
         )
 
-    def _offers(self, entry: Entry, space: SearchSpace, where: str) -> tuple[RivalOffer, ...]:
+    def _offers(self, entry: Entry, space: SearchSpace, where: str) -> tuple[Offer, ...]:
         """The rivals that may serve the problem of an entry, by the entry's own times of rivals; for those that were not timed
         there, by the times on similar problems.
 

@@ -18,9 +18,9 @@ from tiledsched.core.arrays import LARGEST_INT32, ArraySpec
 from tiledsched.core.launch import Step, scratch, steps
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.storage import strides_of, tile_type
+from tiledsched.rivals.offers import ELSEWHERE, Rival, choose_rivals
 from tiledsched.serve import capture, process
 from tiledsched.serve.lookup import Served
-from tiledsched.serve.rivals import ELSEWHERE, Rival, choose_rivals
 from tiledsched.serve.schema import Output
 
 ScratchArray = tuple[tuple[int, ...], tuple[int, ...], Any, int | None]

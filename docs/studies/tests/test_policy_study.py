@@ -12,12 +12,12 @@ from docs.studies import scope
 from docs.studies.landscapes import read_landscape
 from docs.studies.policy import Judged, Study, summary
 from docs.studies.policy_losses import FAR, FEWEST, all_bands, bench_races, judged, medians, near_bands, to_json
-from tiledsched.bench.rows import BenchRow, append_rows
 from tiledsched.core import data_files
 from tiledsched.core.resources import MAX_SPILL_BYTES
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.estimate import Timing
+from tiledsched.rivals.rows import BenchRow, append_rows
 from tiledsched.serve.transfer import loss_bands
 from tiledsched.store.exchange import read_table
 

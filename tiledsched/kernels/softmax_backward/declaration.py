@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import tiledsched.core.fields as ts
@@ -11,6 +11,7 @@ from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.row_schedules import RowKernel, RowSimilarity, StreamingCost, TileDemand, row_coverage
 from tiledsched.kernels.softmax import Softmax
+from tiledsched.kernels.softmax_backward.rivals import in_torch
 
 FP32_PER_ELEMENT = 8.0
 """Instructions per element: conversions, products, a sum."""
@@ -61,12 +62,7 @@ class SoftmaxBackward(RowKernel, Kernel):
         """The gradient of each row."""
         return Out * (dOut - (dOut * Out).sum(-1, keepdims=True))
 
-    @staticmethod
-    def stand_in(p: Problem, numbers: Mapping[str, float]) -> Callable[..., Any]:
-        """torch's own."""
-        import torch
-
-        return lambda dOut, Out: torch._softmax_backward_data(dOut, Out, -1, Out.dtype)
+    stand_in = staticmethod(in_torch)
 
     @staticmethod
     def small() -> list[Problem]:

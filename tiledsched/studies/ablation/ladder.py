@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from tiledsched.bench.rows import OK
 from tiledsched.core.errors import Failure
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import SearchSpace
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Batch, Candidate, Runner
+from tiledsched.rivals.rows import OK
 from tiledsched.studies.ablation.rows import LADDER, TRIED, WITHOUT, AblationRow
 from tiledsched.studies.ablation.sources import ProgramSource, said
 from tiledsched.tuning.programs import Key

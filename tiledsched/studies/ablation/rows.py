@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiledsched.bench.rows import SIZES, timing_columns
 from tiledsched.core.canonical import canonical_json
 from tiledsched.core.files import csv_text, write_whole
 from tiledsched.core.problem import Problem
 from tiledsched.measure.estimate import Timing
+from tiledsched.rivals.rows import SIZES, timing_columns
 
 LADDER, WITHOUT, TRIED = "ladder", "without", "tried"
 FIRST_COLUMNS = ("dtype", "causal", *SIZES)

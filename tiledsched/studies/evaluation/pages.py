@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from tiledsched.bench.rows import OK, BenchRow
 from tiledsched.core.files import csv_text
 from tiledsched.report.answer import longer
 from tiledsched.report.document import (
@@ -23,6 +22,7 @@ from tiledsched.report.document import (
     write_document,
 )
 from tiledsched.report.vega import titled
+from tiledsched.rivals.rows import OK, BenchRow
 from tiledsched.studies.evaluation import tiles as tiling
 from tiledsched.studies.evaluation.figures import of_results
 from tiledsched.studies.evaluation.rows import BASELINE, COLUMNS, METHODS, OURS, ResultRow, result_of

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, fields
 
-from tiledsched.bench.rows import OK, BenchRow
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import kernel_named
+from tiledsched.rivals.rows import OK, BenchRow
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 HEAD_DIMS = (64, 96, 128, 160)

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tiledsched.bench.rows import BenchRow
 from tiledsched.core.problem import rate_of, unit_of
 from tiledsched.report.document import NOTHING, Block, Chart, Heading, Paragraph, Table, write_document
 from tiledsched.report.vega import BINARY, SIZES, Spec, chart, quantity, tips, titled, word
+from tiledsched.rivals.rows import BenchRow
 from tiledsched.studies.ladder.published import LAST, SOURCE, PublishedRate, published_for
 from tiledsched.studies.ladder.summary import Rung, answer, climbed, kinds_of, longest
 from tiledsched.studies.phrases import counted, first_line

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tiledsched.bench.methods import OURS
-from tiledsched.bench.rows import BenchRow
 from tiledsched.core.problem import rate_text
+from tiledsched.rivals.methods import OURS
+from tiledsched.rivals.rows import BenchRow
 from tiledsched.studies.ladder.rungs import rungs
 from tiledsched.studies.phrases import counted, joined, times_as_fast
 
