@@ -51,9 +51,9 @@ from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.matmul import Matmul
 from tiledsched.serve.bundle import VARIABLE, BundledProgram, write_bundle
+from tiledsched.serve.chain import Served
 from tiledsched.serve.entries import load_entries, table_of
 from tiledsched.serve.forecast import OURS, TimedProblem, timed_problems
-from tiledsched.serve.lookup import Served
 from tiledsched.serve.rivals import DISPATCH_US, forecast_offers
 from tiledsched.serve.transfer import log_us
 from tiledsched.store.exchange import read_text

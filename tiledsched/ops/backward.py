@@ -23,9 +23,9 @@ from tiledsched.ops.fallback import MOST_SCORES, attend_in_torch, computes_at_on
 from tiledsched.ops.features import FEATURE_SCHEMA, AttentionFeatures
 from tiledsched.ops.plans import AttentionCall, longest_sequence
 from tiledsched.serve import process
+from tiledsched.serve.chain import Served
 from tiledsched.serve.flops import inform_counters, set_formula
 from tiledsched.serve.launch import has_tangent, in_layout, is_transformed, launch_first, launch_plan
-from tiledsched.serve.lookup import Served
 from tiledsched.serve.plan import Plan, beyond_int32, choose, make_plan
 from tiledsched.serve.plan_cache import PlanCache, are_ordinary, call_key
 from tiledsched.serve.schema import Output

@@ -15,8 +15,8 @@ from tiledsched.kernels.attention.similarity import FEW_ROWS
 from tiledsched.ops.arguments import check_tensors, unserved
 from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
 from tiledsched.serve import process
+from tiledsched.serve.chain import Served
 from tiledsched.serve.launch import launch_plan
-from tiledsched.serve.lookup import Served
 from tiledsched.serve.plan import Decision, Plan, beyond_int32, choose, make_plan, rival_fields
 from tiledsched.serve.plan_cache import PlanCache
 from tiledsched.serve.schema import Output

@@ -12,7 +12,8 @@ from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import Problem, rate_text
 from tiledsched.core.sources import is_shipped
 from tiledsched.measure.runner import RivalTime
-from tiledsched.serve.lookup import LookupTable, Served
+from tiledsched.serve.chain import Served
+from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.rivals import RivalOffer
 
 

@@ -19,7 +19,7 @@ from tiledsched.core.launch import Step, scratch, steps
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.storage import strides_of, tile_type
 from tiledsched.serve import capture, process
-from tiledsched.serve.lookup import Served
+from tiledsched.serve.chain import Served
 from tiledsched.serve.rivals import ELSEWHERE, Rival, choose_rivals
 from tiledsched.serve.schema import Output
 

@@ -224,23 +224,28 @@ def _towards(value: KnobValue, default: KnobValue, choices: Sequence[KnobValue])
     return [*sorted(between, key=lambda each: abs(each - value)), default]
 
 
-def expected_loss(found: Transfer, problem: Problem) -> ExpectedLoss | None:
-    """The loss to expect of a transfer, by the problem's group and the distance of the nearest entry.
+def expected_loss(entry: Entry, distance: float, problem: Problem) -> ExpectedLoss | None:
+    """The loss to expect where a problem is served by the schedule of an entry, by the problem's group.
 
     Where it was not measured on the entry's arch, that of another arch, which the loss names; None where it was never measured on
     problems like this one.
+
+    Args:
+        entry: whose schedule serves.
+        distance: of the nearest entry.
+        problem: what is to be computed.
     """
     kernel = problem.declaration
     group = kernel.similarity.loss_group(problem)
     if not group:
         return None
-    other = kernel.similarity.kind(found.entry.problem) != kernel.similarity.kind(problem)
+    other = kernel.similarity.kind(entry.problem) != kernel.similarity.kind(problem)
     losses = [
         band.loss
         for band in loss_bands(kernel.name)
-        if band.other_kind == other and found.distance <= band.up_to and band.group in ("", group)
+        if band.other_kind == other and distance <= band.up_to and band.group in ("", group)
     ]
-    return min(losses, key=lambda loss: loss.arch != found.entry.arch, default=None)
+    return min(losses, key=lambda loss: loss.arch != entry.arch, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,8 @@ from tiledsched.core.device import ARCHS, arch_spec
 from tiledsched.core.errors import CompilerError, ConfigError, TiledschedError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.measure.rivals import can_race
-from tiledsched.serve.lookup import LookupTable, Served
+from tiledsched.serve.chain import Served
+from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.rivals import pays
 from tiledsched.serve.transfer import log_us
 from tiledsched.store.records import Entry

@@ -14,8 +14,8 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.rivals import heads_first, rows_first
 from tiledsched.kernels.attention.suites import ALL_MODELS
 from tiledsched.serve import process
+from tiledsched.serve.chain import Served
 from tiledsched.serve.entries import load_entries, table_of
-from tiledsched.serve.lookup import Served
 from tiledsched.serve.plan_cache import PlanCache
 from tiledsched.store.records import Entry
 
