@@ -284,7 +284,7 @@ def programs(name: str) -> list[Program]:
     kernel = kernel_named(name)
     entries = read_shipped_entries(data_files.tuning_db() / "tables" / name / f"{ARCH}.json")
     table = LookupTable(
-        entries, kernel, compiler=compiler(), spills=lambda arch: shipped_spills(name, arch, compiler())
+        entries, kernel, compiler=compiler(), spills_of=lambda arch: shipped_spills(name, arch, compiler())
     )
     found: dict[str, Program] = {}
     for problem in dict.fromkeys((*drawn(kernel), *(entry.problem for entry in entries))):

@@ -284,7 +284,7 @@ def test_a_choice_that_is_known_to_spill_is_passed_over() -> None:
     ragged = long(1025)
 
     def served(problem, spills, of=entries):
-        return table_of(of, spills=lambda arch: spills if arch == "sm_90" else {}).resolve(problem, "sm_90")
+        return table_of(of, spills_of=lambda arch: spills if arch == "sm_90" else {}).resolve(problem, "sm_90")
 
     one = {first.id: {class_of(PROBLEM, first): 416}}
     two = one | {second.id: {class_of(PROBLEM, second): DOES_NOT_BUILD}}
@@ -349,7 +349,7 @@ def test_a_choice_does_not_depend_on_what_was_asked_before(monkeypatch) -> None:
     entries = [known(long(rows), occupancy=1 + rows % 3) for rows in (512, 1000, 4096)]
     problems = [long(rows, batch=rows % 3 + 1) for rows in range(70, 5000, 97)]
     spills = {schedule(occupancy=2).id: {class_of(PROBLEM, schedule(occupancy=2)): 64}}
-    first, second = (table_of(entries, spills=lambda arch: spills) for _ in range(2))
+    first, second = (table_of(entries, spills_of=lambda arch: spills) for _ in range(2))
     forward = [first.resolve(each, "sm_90").schedule for each in problems]
     backward = [second.resolve(each, "sm_90").schedule for each in [*problems[::3], *reversed(problems)]]
     assert forward == backward[: -len(problems) - 1 : -1]

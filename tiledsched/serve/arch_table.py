@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import SearchSpace, accuracy_class
 from tiledsched.serve.forecast import TimedProblems, timed_problems
 from tiledsched.serve.transfer import NEAR_KIND, TransferParameters, log_us
-from tiledsched.store.evidence import precedence
+from tiledsched.store.evidence import for_compiler, precedence
 from tiledsched.store.records import Entry
 from tiledsched.store.spills import Spills
 
@@ -25,10 +25,22 @@ MEASURED_PROVENANCES = ("measured", "transferred")
 """Provenances of entries that were measured on some device."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LookupOptions:
-    """What decides, beside the entries of a table, what is served."""
+EXACT = "fp32"
+"""The accuracy class that may be served for any other."""
 
+
+@dataclass(kw_only=True, eq=False)
+class ArchTable:
+    """The entries of one kernel that may be served on one arch, what else is known there, and the requests of settings."""
+
+    kernel: KernelClass
+    """The kernel."""
+    space: SearchSpace
+    """Its search space on the arch."""
+    entries: Iterable[Entry]
+    """All entries of the arch, and of one whose machine code is the same."""
+    seen_mhz: Mapping[str, int]
+    """By the name of each GPU, the highest clock at which something was measured."""
     regime: str = "burst"
     """The requested regime, burst or sustained."""
     accum_mode: str = "fp32"
@@ -42,38 +54,13 @@ class LookupOptions:
     at_hand: Callable[[], Collection[str]] = frozenset
     """Gives the fingerprints of machine code that needs no compiler; called for entries of another compiler, or where none is
     installed."""
-    spills: Callable[[str], Spills] = lambda arch: {}
+    spills_of: Callable[[str], Spills] = lambda arch: {}
     """Gives what is known, for an arch, of programs that spill registers or do not build."""
     policy: TransferParameters = NEAR_KIND
     """How problems that were not measured are served from others of their kind."""
 
-    def mismatch(self, entry: Entry) -> int:
-        """0 for an entry of the requested regime and accuracy class, and more the worse it is in place of such an entry."""
-        return (entry.regime not in ("", self.regime)) + 2 * (entry.accum_mode != self.accum_mode)
-
-
-class ArchTable:
-    """The entries of one kernel that may be served on one arch, and what else is known there.
-
-    Args:
-        kernel: the kernel.
-        space: its search space on the arch.
-        entries: of the arch, and of one whose machine code is the same. Those that the installed compiler cannot build are left
-            out, and schedules are completed with the space's defaults.
-        seen_mhz: by the name of each GPU, the highest clock at which something was measured.
-        options: what else decides.
-    """
-
-    def __init__(
-        self,
-        kernel: KernelClass,
-        space: SearchSpace,
-        entries: Iterable[Entry],
-        seen_mhz: Mapping[str, int],
-        options: LookupOptions,
-    ) -> None:
-        self.kernel, self.space, self.seen_mhz, self.options = kernel, space, seen_mhz, options
-        self.arch = space.arch
+    def __post_init__(self) -> None:
+        self.arch = self.space.arch
         self.spec = arch_spec(self.arch) if self.arch in ARCHS else None
         self.modelled: list[Entry] = []
         """Entries that no device measured."""
@@ -82,22 +69,41 @@ class ArchTable:
         self._by_problem: dict[Problem, list[Entry]] = defaultdict(list)
         self._by_kind: dict[tuple[Any, ...], list[Entry]] = defaultdict(list)
         self._gated: dict[Schedule, list[Problem]] = defaultdict(list)
-        for entry in entries:
-            if takes_hints(options.compiler, entry.schedule):
-                second = entry.runner_up
-                usable = second if second is not None and takes_hints(options.compiler, second) else None
-                self._add(entry.replace(schedule=space.complete(entry.schedule), runner_up=usable))
+        for entry in self._usable():
+            if entry.provenance not in MEASURED_PROVENANCES:
+                self.modelled.append(entry)
+                continue
+            self.measured.append(entry)
+            self._by_problem[entry.problem].append(entry)
+            self._by_kind[entry.problem.declaration.similarity.kind(entry.problem)].append(entry)
+            if entry.measurement is not None and entry.measurement.accuracy is not None:
+                for schedule in dict.fromkeys((entry.schedule, *entry.ties)):
+                    self._gated[schedule].append(entry.problem)
 
-    def _add(self, entry: Entry) -> None:
-        if entry.provenance not in MEASURED_PROVENANCES:
-            self.modelled.append(entry)
-            return
-        self.measured.append(entry)
-        self._by_problem[entry.problem].append(entry)
-        self._by_kind[entry.problem.declaration.similarity.kind(entry.problem)].append(entry)
-        if entry.measurement is not None and entry.measurement.accuracy is not None:
-            for schedule in dict.fromkeys((entry.schedule, *entry.ties)):
-                self._gated[schedule].append(entry.problem)
+    def _usable(self) -> Iterator[Entry]:
+        """The entries that the installed compiler can build, with complete schedules: those of the requested regime and accuracy
+        class, and for each problem and device where nothing was measured in these, what is nearest to them."""
+
+        def mismatch(entry: Entry) -> int:
+            return (entry.regime not in ("", self.regime)) + 2 * (entry.accum_mode != self.accum_mode)
+
+        mine = [
+            each for each in for_compiler(self.entries, self.compiler) if each.accum_mode in (self.accum_mode, EXACT)
+        ]
+        covered = set()
+        for entry in sorted(mine, key=lambda entry: (entry.arch != self.arch, mismatch(entry))):
+            place, measured = (entry.arch, entry.problem, entry.device_name), entry.provenance in MEASURED_PROVENANCES
+            if mismatch(entry) and not (measured and place not in covered):
+                continue
+            if measured:
+                covered.add(place)
+            ours, second = entry.arch == self.arch, entry.runner_up
+            if takes_hints(self.compiler, entry.schedule) and (ours or measured):
+                yield entry.replace(
+                    schedule=self.space.complete(entry.schedule),
+                    runner_up=second if second is not None and takes_hints(self.compiler, second) else None,
+                    provenance=entry.provenance if ours else "transferred",
+                )
 
     def measured_for(self, problem: Problem, device_name: str) -> Entry | None:
         """What was measured for this very problem, on the device of this name if possible; None where nothing was."""
@@ -119,14 +125,14 @@ class ArchTable:
     def default(self, problem: Problem) -> Schedule:
         """The default schedule, in the requested accuracy class where the problem has it (bfloat16 has no fp16 accumulators)."""
         try:
-            return self.space.default(problem, pinned=accuracy_class(self.space, self.options.accum_mode))
+            return self.space.default(problem, pinned=accuracy_class(self.space, self.accum_mode))
         except SpaceError:
             return self.space.default(problem)
 
     @functools.cached_property
     def spills(self) -> Spills:
         """What is known of programs that spill registers or do not build."""
-        return self.options.spills(self.arch)
+        return self.spills_of(self.arch)
 
     @functools.cached_property
     def timed(self) -> TimedProblems | None:
@@ -145,15 +151,14 @@ class ArchTable:
 
     def stale(self, entry: Entry) -> str:
         """Why machine code made here may be another than what was measured; empty where it is the same, or that is not known."""
-        compiler = self.options.compiler
-        if entry.provenance != "measured" or entry.compiler in ("", compiler):
+        if entry.provenance != "measured" or entry.compiler in ("", self.compiler):
             return ""
-        at_hand = self.options.at_hand()
+        at_hand = self.at_hand()
         if entry.fingerprint in at_hand:
             return ""
-        if compiler:
+        if self.compiler:
             return (
-                f"tileiras {entry.compiler} built what was measured, and here is {compiler}: its machine code may be "
+                f"tileiras {entry.compiler} built what was measured, and here is {self.compiler}: its machine code may be "
                 f"another, and its time, too; run: tiledsched refresh {self.kernel.name} --arch {entry.arch}"
             )
         if not entry.fingerprint or not at_hand:  # unknown, or nothing runs, and a call says so

@@ -199,7 +199,7 @@ class Neighbours(Link):
         chosen = asked.modelled[:1]
         if chosen and asked.nearest(asked.alike) > max(NEIGHBOURHOOD, asked.nearest(chosen)):
             return None
-        return self.transferred(asked, asked.alike, asked.table.options.policy)
+        return self.transferred(asked, asked.alike, asked.table.policy)
 
     def transferred(
         self, asked: Question, entries: Sequence[Entry], policy: TransferParameters, what: str = ""
@@ -319,7 +319,7 @@ class Rivals(Link):
     def __call__(self, asked: Question, served: Served) -> Served:
         """By the times on this problem, else by those on near ones, else by what is forecast."""
         table, problem, entry = asked.table, asked.problem, served.entry
-        if not table.options.rivals:
+        if not table.rivals:
             return served
         if served.is_own and entry is not None:
             return replace(served, rivals=self._of_own(asked, entry, served.provenance == "measured"))
@@ -351,7 +351,7 @@ class Published(Link):
     def __call__(self, asked: Question, served: Served) -> Served:
         """Those rivals, on a GPU on which nothing like the problem was measured."""
         table = asked.table
-        if not table.options.rivals or served.rivals or served.provenance in MEASURED_PROVENANCES or not table.spec:
+        if not table.rivals or served.rivals or served.provenance in MEASURED_PROVENANCES or not table.spec:
             return served
         return replace(
             served, rivals=published_offers(asked.problem, served, asked.alike, table.arch, asked.device_name)
@@ -363,7 +363,7 @@ class Evidence(Link):
 
     def __call__(self, asked: Question, served: Served) -> Served:
         """Whether the kernel has changed since, or the evidence was taken under other conditions than requested."""
-        entry, table, wanted = served.entry, asked.table, asked.table.options
+        entry, table = served.entry, asked.table
         if entry is None:
             return served
         if not served.stale and edited(entry, table.kernel):
@@ -373,12 +373,12 @@ class Evidence(Link):
             )
             served = replace(served, stale=stale)
         said, slowed = "", throttled(entry, table.seen_mhz)
-        if entry.regime not in ("", wanted.regime):
-            said += f", in the {entry.regime} regime; nothing was in the {wanted.regime} one"
+        if entry.regime not in ("", table.regime):
+            said += f", in the {entry.regime} regime; nothing was in the {table.regime} one"
         if slowed:
             said += "; the evidence was taken while the GPU's clock was held down"
-        if entry.accum_mode != wanted.accum_mode:
-            said += f", with {entry.accum_mode} accumulators; nothing was with {wanted.accum_mode} ones"
+        if entry.accum_mode != table.accum_mode:
+            said += f", with {entry.accum_mode} accumulators; nothing was with {table.accum_mode} ones"
         return served.then(self.step(said), held_down=slowed) if said else served
 
 
@@ -391,7 +391,7 @@ class Forced(Link):
         Raises:
             ConfigError: a forced knob is unknown or has a value that cannot work.
         """
-        forced, space, arch = asked.table.options.forced, asked.table.space, asked.table.arch
+        forced, space, arch = asked.table.forced, asked.table.space, asked.table.arch
         for name, value in forced.items():
             if name not in space.knobs:
                 raise ConfigError(f"forced knob {name!r} is not in {space.source}; known are {', '.join(space.knobs)}")

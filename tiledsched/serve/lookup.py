@@ -26,6 +26,7 @@ the exact class, and the reason says so. A less exact class never takes the plac
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -35,14 +36,12 @@ from tiledsched.core.errors import SpaceError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
-from tiledsched.serve.arch_table import MEASURED_PROVENANCES, ArchTable, LookupOptions
+from tiledsched.serve.arch_table import ArchTable
 from tiledsched.serve.chain import AT_LAST, GUESSES, Bucket, Exact, Question, Served, Step, find, refined
-from tiledsched.store.evidence import clocks_of, for_compiler
+from tiledsched.store.evidence import clocks_of
 from tiledsched.store.records import Entry
 from tiledsched.store.spills import Spills, joined
 
-EXACT = "fp32"
-"""The accuracy class that may be served for any other."""
 NOT_MEASURED = (Step(link="Exact"),)
 """The way of a problem that was not measured so far."""
 MAX_ANSWERS = 4096
@@ -56,31 +55,21 @@ class LookupTable:
         entries: every entry that may be served; those of other kernels are ignored.
         kernel: the kernel.
         spaces: search spaces to use in place of the kernel's own.
-        options: what else decides, by the names of :class:`LookupOptions`.
+        options: what else decides, by the names of the fields of :class:`ArchTable`.
     """
 
     def __init__(
         self, entries: Sequence[Entry], kernel: KernelClass, *, spaces: Sequence[SearchSpace] = (), **options: Any
     ) -> None:
-        self.kernel, self.options = kernel, LookupOptions(**options)
+        self.kernel, self._options = kernel, options
         self._spaces = {space.arch: space for space in spaces}
         self._seen_mhz = clocks_of(entries)
-        self._by_arch: dict[str, list[Entry]] = {}
+        self._by_arch: dict[str, list[Entry]] = defaultdict(list)
+        for entry in entries:
+            if entry.kernel == kernel.name:
+                self._by_arch[entry.arch].append(entry)
         self._tables: dict[str, ArchTable] = {}
         self._answers: dict[tuple[Problem, str, str], Served] = {}
-        mine = [
-            entry
-            for entry in for_compiler(entries, self.options.compiler)
-            if entry.kernel == kernel.name and entry.accum_mode in (self.options.accum_mode, EXACT)
-        ]
-        mine.sort(key=self.options.mismatch)
-        covered = set()
-        for entry in mine:
-            place, measured = (entry.arch, entry.problem, entry.device_name), entry.provenance in MEASURED_PROVENANCES
-            if not self.options.mismatch(entry) or (measured and place not in covered):
-                self._by_arch.setdefault(entry.arch, []).append(entry)
-                if measured:
-                    covered.add(place)
 
     def device_names(self, arch: str) -> list[str]:
         """The GPUs of an arch on which something was measured."""
@@ -158,9 +147,11 @@ class LookupTable:
             SpaceError: it has no search space.
         """
         if arch not in self._tables:
-            space = self._spaces.get(arch) or space_for(arch, self.kernel)
-            twins = self._by_arch.get(SAME_CODE.get(arch, ""), [])
-            alike = [e.replace(provenance="transferred") for e in twins if e.provenance in MEASURED_PROVENANCES]
-            entries = [*self._by_arch.get(arch, []), *alike]
-            self._tables[arch] = ArchTable(self.kernel, space, entries, self._seen_mhz, self.options)
+            self._tables[arch] = ArchTable(
+                kernel=self.kernel,
+                space=self._spaces.get(arch) or space_for(arch, self.kernel),
+                entries=[each for of in (arch, SAME_CODE.get(arch, "")) for each in self._by_arch.get(of, ())],
+                seen_mhz=self._seen_mhz,
+                **self._options,
+            )
         return self._tables[arch]
