@@ -300,7 +300,7 @@ def test_nested_tensors_are_noticed(served, place) -> None:
 def test_autocast_is_noticed(served, monkeypatch) -> None:
     given = calls()["plain"][0]
     warm(*given)
-    monkeypatch.setattr("tiledsched.serve.launch._autocast", lambda: torch.is_autocast_enabled("cpu"))
+    monkeypatch.setattr("tiledsched.serve.execute._autocast", lambda: torch.is_autocast_enabled("cpu"))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert warm(*given).dtype == torch.bfloat16
     assert serve.sdpa(*given).dtype == torch.float16

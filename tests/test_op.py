@@ -21,7 +21,7 @@ from tiledsched.core.arrays import ArraySpec
 from tiledsched.core.errors import ConfigError, LaunchError, ProblemError, UnsupportedError
 from tiledsched.measure.runner import Device
 from tiledsched.ops import functions
-from tiledsched.serve import launch as launching
+from tiledsched.serve import execute as launching
 from tiledsched.serve import plan as serve_plan
 from tiledsched.serve import process
 from tiledsched.serve.plan import overlaps_itself, scratch_of

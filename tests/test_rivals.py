@@ -289,7 +289,7 @@ def test_the_rival_is_called_and_our_kernel_is_not(attention) -> None:
 def test_a_rival_is_called_on_the_device_of_the_tensors_and_at_once_where_that_is_current(
     attention, monkeypatch
 ) -> None:
-    from tiledsched.serve import launch as launching
+    from tiledsched.serve import execute as launching
 
     q, k, v = attention.q, attention.k, attention.v
     for _ in range(2):

@@ -657,7 +657,7 @@ class Timer:
     def rows(self, each: Choices, builds: Builds, bundle: Path, seed: int) -> list[Row]:
         """The rows of one problem."""
         from tiledsched.serve import process
-        from tiledsched.serve.launch import launch_plan
+        from tiledsched.serve.execute import launch_plan
 
         torch, p = self.torch, each.problem
         base = Row(seed=seed, kernel=p.kernel, problem=json.dumps(p.to_json(), sort_keys=True), method="")

@@ -13,7 +13,7 @@ from torch import Tensor
 from tiledsched.core.errors import ProblemError, UnsupportedError
 from tiledsched.core.registry import kernel_named
 from tiledsched.serve import process
-from tiledsched.serve.launch import is_transformed
+from tiledsched.serve.execute import is_transformed
 
 _DIFFERENTIABLE = ("rms_norm", "softmax")
 _SUM_FOR_X = {"X": "Sum", "dR": "dX"}

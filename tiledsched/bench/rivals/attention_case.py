@@ -156,7 +156,7 @@ class PairCase(BenchCase):
 
     def explain(self, method: str, *, verify: bool) -> Any:
         """What our kernel launched and why, or the rival that is served in its place."""
-        from tiledsched.serve.launch import explain_plan
+        from tiledsched.serve.execute import explain_plan
 
         plan = {OURS: own_plan, LEFT_OUT: left_out_plan}.get(method, served_plan)(self.arrays)
         return explain_plan(plan, self.arrays.call.tensors, verify=verify and method != LEFT_OUT)

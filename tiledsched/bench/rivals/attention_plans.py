@@ -127,7 +127,7 @@ def launched_plan(
     Raises:
         UnsupportedError: why there is no plan.
     """
-    from tiledsched.serve.launch import launch_first
+    from tiledsched.serve.execute import launch_first
 
     key, call = (name, arrays.problem, arrays.q.get_device()), arrays.call
 
