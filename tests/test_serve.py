@@ -18,13 +18,16 @@ from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ConfigError, Failure, FailureKind
 from tiledsched.core.launch import problem_class
 from tiledsched.core.problem import Problem
+from tiledsched.core.registry import kernel_named
 from tiledsched.core.resources import MAX_SPILL_BYTES
 from tiledsched.core.schedule import Schedule
+from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.serve import chain
 from tiledsched.serve.entries import known_spills, load_entries
 from tiledsched.serve.explain import explain_problem
 from tiledsched.serve.lookup import LookupTable
+from tiledsched.serve.transfer import log_us
 from tiledsched.store.db import TuningDB
 from tiledsched.store.spills import DOES_NOT_BUILD, classes_of, shipped_spills, spills_json
 
@@ -402,6 +405,17 @@ def test_lookup_of_a_large_table_is_quick() -> None:
     started = time.process_time()
     table.resolve(long(777), "sm_90")
     assert time.process_time() - started < 1.0
+
+
+@pytest.mark.parametrize("name", ["matmul", "rms_norm", "softmax"])
+def test_where_an_arch_has_no_table_the_kernels_model_chooses(name) -> None:
+    kernel, arch = kernel_named(name), "sm_100"
+    problem, space, spec = kernel.suite(next(iter(kernel.suites)))[0], space_for(arch, kernel), arch_spec(arch)
+    served, plain = LookupTable([], kernel).resolve(problem, arch), space.default(problem)
+    assert space.violations(served.schedule, problem) == []
+    assert served.provenance == ("default" if served.schedule == plain else "modelled")
+    assert served.steps[-1].link == ("Default" if served.schedule == plain else "ColdStart")
+    assert log_us(problem, served.schedule, spec) <= log_us(problem, plain, spec)
 
 
 # sdpa without a GPU
