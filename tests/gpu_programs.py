@@ -292,7 +292,7 @@ def programs(name: str) -> list[Program]:
     kernel = kernel_named(name)
     entries = shipped_entries(name)
     table = LookupTable(
-        entries, kernel, compiler=compiler(), spills=lambda arch: shipped_spills(name, arch, compiler())
+        entries, kernel, compiler=compiler(), spills_of=lambda arch: shipped_spills(name, arch, compiler())
     )
     found: dict[str, Program] = {}
     for problem in dict.fromkeys((*drawn(kernel), *(entry.problem for entry in entries))):

@@ -62,7 +62,7 @@ HEAVY_ROOMS = {
         "ops/",
         "serve/flops.py",
         "serve/op.py",
-        "serve/launch.py",
+        "serve/execute.py",
         "serve/plan.py",
         "serve/plan_cache.py",
         "serve/process.py",

@@ -23,8 +23,9 @@ from tiledsched.core.registry import load_kernel
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Batch, Checked, Conditions, Device, RivalTime
 from tiledsched.rivals.offers import Offer
+from tiledsched.serve.chain import Served
 from tiledsched.serve.entries import load_table
-from tiledsched.serve.lookup import LookupTable, Served
+from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.transfer import ExpectedLoss
 from tiledsched.store.db import TuningDB
 from tiledsched.store.seen import SeenProblem
@@ -179,7 +180,7 @@ def made_up(rng) -> tuple[SeenProblem, Served, float]:
     served = Served(
         schedule=its.schedule if measured else its.schedule.replace(occupancy=4),
         provenance="measured" if measured else "transferred",
-        reason="",
+        steps=(),
         entry=its,
         forced={},
         expected_loss=None if measured else expected,

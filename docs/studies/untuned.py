@@ -53,8 +53,8 @@ from tiledsched.kernels.matmul import Matmul
 from tiledsched.rivals.forecast import OURS, TimedProblem, timed_problems
 from tiledsched.rivals.offers import DISPATCH_US, forecast_offers
 from tiledsched.serve.bundle import VARIABLE, BundledProgram, write_bundle
+from tiledsched.serve.chain import Served
 from tiledsched.serve.entries import load_entries, table_of
-from tiledsched.serve.lookup import Served
 from tiledsched.serve.transfer import log_us
 from tiledsched.store.exchange import read_text
 from tiledsched.store.shipped import read_shipped_entries
@@ -658,7 +658,7 @@ class Timer:
     def rows(self, each: Choices, builds: Builds, bundle: Path, seed: int) -> list[Row]:
         """The rows of one problem."""
         from tiledsched.serve import process
-        from tiledsched.serve.launch import launch_plan
+        from tiledsched.serve.execute import launch_plan
 
         torch, p = self.torch, each.problem
         base = Row(seed=seed, kernel=p.kernel, problem=json.dumps(p.to_json(), sort_keys=True), method="")

@@ -13,7 +13,8 @@ from tiledsched.core.problem import Problem, rate_text
 from tiledsched.core.sources import is_shipped
 from tiledsched.measure.runner import RivalTime
 from tiledsched.rivals.offers import Offer
-from tiledsched.serve.lookup import LookupTable, Served
+from tiledsched.serve.chain import Served
+from tiledsched.serve.lookup import LookupTable
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,9 @@ from tiledsched.core.schedule import HINT_KNOBS, Schedule
 from tiledsched.measure.runner import Device
 from tiledsched.rivals.offers import Rival
 from tiledsched.serve.background import BUILDER, BackgroundBuilder, Build
+from tiledsched.serve.chain import Served
 from tiledsched.serve.entries import load_table
-from tiledsched.serve.lookup import LookupTable, Served
+from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.plan_cache import PlanCache, lock
 from tiledsched.serve.prebuilt import make_kernel
 

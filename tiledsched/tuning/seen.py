@@ -13,7 +13,8 @@ from tiledsched.core.errors import CompilerError, ConfigError, TiledschedError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.rivals.offers import pays
 from tiledsched.rivals.races import can_race
-from tiledsched.serve.lookup import LookupTable, Served
+from tiledsched.serve.chain import Served
+from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.transfer import log_us
 from tiledsched.store.records import Entry
 from tiledsched.store.seen import SeenProblem

@@ -18,7 +18,6 @@ from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.estimate import Timing
 from tiledsched.rivals.rows import BenchRow, append_rows
-from tiledsched.serve.transfer import loss_bands
 from tiledsched.store.exchange import read_table
 
 PROBLEM = Attention.standard(seq_len=2048, head_dim=64)
@@ -98,14 +97,6 @@ def test_the_losses_that_ship_are_those_of_the_study() -> None:
     )
     assert json.loads(to_json(fresh)) == json.loads((root / "model" / "attention" / "transfer.json").read_text())
     assert unknown > 0
-    assert list(loss_bands("attention")) == [
-        replace(
-            band,
-            up_to=round(band.up_to, 3),
-            loss=replace(band.loss, mean=round(band.loss.mean, 4), worst=round(band.loss.worst, 4)),
-        )
-        for band in fresh
-    ]
 
 
 def test_what_a_call_refuses_is_no_choice(tmp_path) -> None:

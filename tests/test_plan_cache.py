@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from serve_on_cpu import TOLERANCE, expected, tensors
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tiledsched import configure
-from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ProblemError, UnsupportedError
 from tiledsched.ops import plans
 from tiledsched.ops import sdpa as serve
@@ -154,22 +156,11 @@ def test_few_are_compared_and_many_in_turn_change_nothing(launches) -> None:
     assert plans.cache.recent is before
 
 
-# Devices
-
-
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_tensors_on_several_devices_are_refused(served, place) -> None:
-    given = list(calls()["plain"][0])
-    warm(*given)
-    given[place] = given[place].to("meta")
-    with pytest.raises(ProblemError, match="must be on one device"):
-        serve.sdpa(*given)
+# What differs in one tensor
 
 
 def test_each_device_has_its_plan() -> None:
     """With fake tensors, which are of any device."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     with FakeTensorMode():
         places = [[torch.empty(1, 2, 8, 16, device=f"cuda:{index}") for _ in "qkv"] for index in (0, 1)]
     mixed = [places[0][0], places[1][1], places[0][2]]
@@ -177,7 +168,22 @@ def test_each_device_has_its_plan() -> None:
     assert plans.find_ready(*places[0], None, None, False) is None  # what they hold lies nowhere
 
 
-# Gradients
+CHANGES = {
+    "device": (lambda x: x.to("meta"), ProblemError, "must be on one device"),
+    "nested": (lambda x: torch.nested.nested_tensor([x]), UnsupportedError, "nested tensors are given"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_tensor_unlike_the_others_is_noticed(served, change, place) -> None:
+    given = list(calls()["plain"][0])
+    warm(*given)
+    other, error, words = CHANGES[change]
+    given[place] = other(given[place])
+    with pytest.raises(error, match=words):
+        serve.sdpa(*given)
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
@@ -185,13 +191,10 @@ def test_gradients_are_noticed(served, place) -> None:
     given = list(calls()["plain"][0])
     warm(*given)
     given[place] = given[place].clone().requires_grad_()
-    with torch.no_grad():
-        warm(*given)
-    with torch.inference_mode():
-        warm(*given)
-    assert serve.sdpa(*given).requires_grad
-    with torch.no_grad():
-        warm(*given)
+    for without in (torch.no_grad, torch.inference_mode, torch.no_grad):
+        with without():
+            warm(*given)
+        assert serve.sdpa(*given).requires_grad
 
 
 # Settings
@@ -214,30 +217,23 @@ def test_settings_hold_at_once(served) -> None:
     assert served[16][2] is not served[15][2]
 
 
-def test_what_is_forgotten_during_a_lookup_stays_forgotten(launches, monkeypatch) -> None:
-    given = calls()["plain"][0]
-    serve.sdpa(*given)
-    serve.sdpa(*given)
-    found = plan_cache.comparison()
-
-    def reload_meanwhile():
+@pytest.mark.parametrize("during", ["lookup", "launch"])
+def test_what_is_forgotten_meanwhile_stays_forgotten(launches, monkeypatch, during) -> None:
+    def reload_meanwhile(*given):
         process.forget_plans()
-        return found
+        return found(*given)
 
-    monkeypatch.setattr(plan_cache, "comparison", reload_meanwhile)
+    given = calls()["plain"][0]
+    if during == "lookup":
+        serve.sdpa(*given)
+        serve.sdpa(*given)
+        found = plan_cache.comparison
+        monkeypatch.setattr(plan_cache, "comparison", reload_meanwhile)
+    else:
+        found, launches.runtime.launch = launches, reload_meanwhile
     serve.sdpa(*given)
     assert (plans.cache.recent, plans.cache.ready) == ((), {})
-
-
-def test_what_is_forgotten_during_a_launch_stays_forgotten(launches) -> None:
-    def reload_meanwhile(*given) -> None:
-        launches(*given)
-        process.forget_plans()
-
-    launches.runtime.launch = reload_meanwhile
-    serve.sdpa(*calls()["plain"][0])
-    assert len(launches) == 1
-    assert plans.cache.ready == {}
+    assert len(launches) == (3 if during == "lookup" else 1)
 
 
 # Threads
@@ -256,88 +252,58 @@ def test_threads_with_calls_of_their_own(served) -> None:
 
 # Tensors and states that a comparison must refuse
 
-
-def special():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    q = calls()["plain"][0][0]
-    return {
-        "meta": q.to("meta"),
-        "fake": FakeTensorMode().from_tensor(q),
-        "functional": torch._to_functional_tensor(q),
-        "parameter": torch.nn.Parameter(q, requires_grad=False),
-        "negated": torch._neg_view(q),
-        "sparse": q.to_sparse(),
-        "compressed": torch.sparse_csr_tensor([0, 1], [0], q[0, 0, 0, :1], (1, 8)),
-        "zeros without memory": torch._efficientzerotensor(q.shape, dtype=q.dtype),
-        "no tensor": None,
-    }
+SPECIAL = {
+    "meta": lambda q: q.to("meta"),
+    "fake": lambda q: FakeTensorMode().from_tensor(q),
+    "functional": torch._to_functional_tensor,
+    "parameter": lambda q: torch.nn.Parameter(q, requires_grad=False),
+    "negated": torch._neg_view,
+    "sparse": torch.Tensor.to_sparse,
+    "compressed": lambda q: torch.sparse_csr_tensor([0, 1], [0], q[0, 0, 0, :1], (1, 8)),
+    "zeros without memory": lambda q: torch._efficientzerotensor(q.shape, dtype=q.dtype),
+    "no tensor": lambda q: None,
+}
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
-@pytest.mark.parametrize(
-    "name",
-    ["meta", "fake", "functional", "parameter", "negated", "sparse", "compressed", "zeros without memory", "no tensor"],
-)
+@pytest.mark.parametrize("name", SPECIAL)
 def test_special_tensors_are_refused(launches, name) -> None:
     q, k, v = calls()["plain"][0]
     warm(q, k, v)
-    alike, odd = plans.cache.recent[0][1], special()[name]
+    alike, odd = plans.cache.recent[0][1], SPECIAL[name](q)
     assert alike(q, k, v)
     assert not any(alike(*given) for given in ((odd, k, v), (q, odd, v), (q, k, odd)))
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_nested_tensors_are_noticed(served, place) -> None:
-    given = list(calls()["plain"][0])
-    warm(*given)
-    given[place] = torch.nested.nested_tensor([given[place][0]])
-    with pytest.raises(UnsupportedError, match="nested tensors are given"):
-        serve.sdpa(*given)
 
 
 def test_autocast_is_noticed(served, monkeypatch) -> None:
     given = calls()["plain"][0]
     warm(*given)
-    monkeypatch.setattr("tiledsched.serve.launch._autocast", lambda: torch.is_autocast_enabled("cpu"))
+    monkeypatch.setattr("tiledsched.serve.execute._autocast", lambda: torch.is_autocast_enabled("cpu"))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert warm(*given).dtype == torch.bfloat16
     assert serve.sdpa(*given).dtype == torch.float16
 
 
 def test_tracing_and_transforms_are_noticed(served) -> None:
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     given = calls()["plain"][0]
     want = warm(*given)
     graph = make_fx(lambda *x: serve.sdpa(*x))(*given)
     assert any("tiledsched.sdpa" in str(node.target) for node in graph.graph.nodes)
-    many = tuple(torch.stack([x, x + 1]) for x in given)
-    both = torch.func.vmap(lambda *x: serve.sdpa(*x))(*many)
-    torch.testing.assert_close(both[0], want)
-    torch.testing.assert_close(both[1], serve.sdpa(*(x[1] for x in many)))
+    both = torch.func.vmap(lambda *x: serve.sdpa(*x))(*(torch.stack([x, x + 1]) for x in given))
+    torch.testing.assert_close(both, torch.stack([want, serve.sdpa(*(x + 1 for x in given))]))
 
 
 # Where torch has no comparison, or another
 
 
-class Refusing:
-    def __init__(self, *given, **named) -> None:
-        raise TypeError("other arguments")
-
-
-class Careless:
-    def __init__(self, *given, **named) -> None:
-        self.check = lambda *tensors: True
-
-
-@pytest.mark.parametrize("found", ["9.9.0", None, Refusing, Careless])
+@pytest.mark.parametrize(
+    "found",
+    ["9.9.0", None, object, lambda *given, **named: SimpleNamespace(check=lambda *tensors: True)],
+    ids=["unknown release", "none", "refuses its arguments", "accepts everything"],
+)
 def test_a_torch_with_another_comparison_is_looked_up_by_key(launches, monkeypatch, found) -> None:
     if found == "9.9.0":
         monkeypatch.setattr(torch, "__version__", found)
-    elif found is None:
-        monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
     else:
         monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", found)
     plan_cache.comparison.cache_clear()
@@ -348,24 +314,3 @@ def test_a_torch_with_another_comparison_is_looked_up_by_key(launches, monkeypat
         assert plans.cache.recent == ()
     finally:
         plan_cache.comparison.cache_clear()
-
-
-@pytest.mark.parametrize("name", ["matmul", "rms_norm", "softmax"])
-def test_where_an_arch_has_no_table_the_kernels_model_chooses(name) -> None:
-    from tiledsched.core.registry import kernel_named
-    from tiledsched.core.space_files import space_for
-
-    kernel = kernel_named(name)
-    problem = kernel.suite(next(iter(kernel.suites)))[0]
-    from tiledsched.serve.lookup import LookupTable
-
-    served = LookupTable([], kernel).resolve(problem, "sm_100")
-    space = space_for("sm_100", kernel)
-    assert space.violations(served.schedule, problem) == []
-    assert served.provenance == ("default" if served.schedule == space.default(problem) else "modelled")
-    spec = arch_spec("sm_100")
-    modelled = [
-        kernel.cost.model(problem, s, kernel.cost.expected(problem, s, spec), spec)
-        for s in (served.schedule, space.default(problem))
-    ]
-    assert modelled[0] <= modelled[1]

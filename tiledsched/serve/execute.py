@@ -21,8 +21,8 @@ from tiledsched.core.errors import LaunchError, ProblemError, RivalError
 from tiledsched.rivals.offers import ELSEWHERE, Rival
 from tiledsched.serve import process
 from tiledsched.serve.background import Build
+from tiledsched.serve.chain import Served
 from tiledsched.serve.explain import Explanation, launched_fingerprint
-from tiledsched.serve.lookup import Served
 from tiledsched.serve.plan import Plan, ScratchArray, next_choice
 from tiledsched.serve.plan_cache import PlanCache
 from tiledsched.serve.prebuilt import BuildingError, missed_builds, not_waiting
