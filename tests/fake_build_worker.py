@@ -8,12 +8,13 @@ import sys
 import time
 from multiprocessing.connection import Connection
 
-from tiledsched.serve.programs import BuildRequest, StoredProgram
+from tiledsched.build.store import StoredProgram
+from tiledsched.serve.background import BuildRequest
 
 
 def answer(request: BuildRequest) -> StoredProgram | str:
     """`do` is fine, refuse, fail, die, die_once or hang."""
-    what = request.schedule["do"]
+    what = request.task.schedule["do"]
     tried = request.path.with_suffix(".tried")
     if what == "die" or (what == "die_once" and not tried.exists()):
         tried.touch()

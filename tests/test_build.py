@@ -14,9 +14,9 @@ import bad_kernels
 import pytest
 
 from tiledsched.build import toolchain as toolchain_module
-from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.compiler import BuildTask, Built, compile_task, pass_on_worker_warps
 from tiledsched.build.cubin import Artifact, is_whole, read_artifact, strip_debug
+from tiledsched.build.store import ProgramStore
 from tiledsched.build.toolchain import Toolchain, check_arch, installed_toolchain, release
 from tiledsched.core.config import load_settings
 from tiledsched.core.device import arch_spec
@@ -535,7 +535,7 @@ def test_what_is_not_a_cubin_is_refused() -> None:
 def test_artifacts_are_kept_by_content(tmp_path) -> None:
     schedule = space_for("sm_121", Attention).default(PROBLEM)
     made = artifact(schedule, PROBLEM, "sm_121")
-    store = ArtifactStore(tmp_path)
+    store = ProgramStore(tmp_path)
     assert store.get("sm_121", made.fingerprint) is None
     store.put(made)
     before = store.path("sm_121", made.fingerprint).stat().st_mtime_ns
@@ -575,14 +575,14 @@ def test_a_compiler_too_old_for_the_arch_is_refused() -> None:
 
 
 COMPILE_ALONE = """
-import sys, time
+import os, sys
 from tiledsched.build.compiler import BuildTask, Built, compile_task
 from tiledsched.build.pool import start_process
 from tiledsched.kernels.attention import Attention
 from tiledsched.core.space_files import space_for
 
 import tempfile
-start_process(tempfile.gettempdir())
+start_process(tempfile.gettempdir(), os.getppid())
 problem = Attention.standard(seq_len=1024, head_dim=64)
 schedule = space_for("sm_90", Attention).default(problem)
 built = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=problem, arch="sm_90"))

@@ -19,6 +19,10 @@ from serve_on_cpu import TOLERANCE, Launches, capturing, expected, on_another_st
 from store_samples import entry
 
 import tiledsched as ts
+from tiledsched.build import keys
+from tiledsched.build.compiler import BuildTask
+from tiledsched.build.keys import captured_values, program_key
+from tiledsched.build.store import StoredProgram, read_program, write_program
 from tiledsched.core import launch as launches
 from tiledsched.core.config import Settings
 from tiledsched.core.device import arch_spec
@@ -31,17 +35,9 @@ from tiledsched.ops import sdpa as serve
 from tiledsched.ops.fallback import MOST_SCORES, computes_at_once
 from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
 from tiledsched.ops.functions import cross_entropy, geglu, layer_norm, matmul, rms_norm, rope, softmax, swiglu
-from tiledsched.serve import background, prebuilt, process, programs
-from tiledsched.serve.background import BackgroundBuilder, Build
+from tiledsched.serve import background, prebuilt, process
+from tiledsched.serve.background import BackgroundBuilder, Build, BuildRequest
 from tiledsched.serve.entries import layers
-from tiledsched.serve.programs import (
-    BuildRequest,
-    StoredProgram,
-    captured_values,
-    program_key,
-    read_program,
-    write_program,
-)
 from tiledsched.serve.rivals import Rival, RivalOffer
 from tiledsched.store.db import TuningDB
 
@@ -102,7 +98,7 @@ def serving(monkeypatch, tmp_path, fresh):
     """Serve on it, in the background by default."""
     for name, value in (("DB", tmp_path / "none.db"), ("CACHE", tmp_path / "cache"), ("COMPILE", "background")):
         monkeypatch.setenv(f"TILEDSCHED_{name}", str(value))
-    for module in (prebuilt, programs):
+    for module in (prebuilt, keys):
         monkeypatch.setattr(module, "compiler_at_hand", lambda: "13.5.37")
     found = Serving(tmp_path / "cache")
     AwaitedBuild.awaited = 0
@@ -224,7 +220,7 @@ def test_what_the_compiler_refuses_gives_way_to_the_next_choice(serving, caplog)
     assert "Return code 5" in caplog.text
     second = serve.plan_for(q, k, v).served.schedule
     assert second != first.schedule
-    assert [each.schedule for each in serving.builds.requests] == [first.schedule, second]
+    assert [each.task.schedule for each in serving.builds.requests] == [first.schedule, second]
     serving.builds.finish()
     assert agrees(serve.sdpa(q, k, v), q, k, v)
     assert (len(serving.launches), serving.compiled_here) == (1, [])
@@ -258,7 +254,7 @@ def test_where_no_process_can_compile_the_call_does(serving, monkeypatch, where)
         monkeypatch.setattr(Attention, "__module__", where)
         monkeypatch.setattr(prebuilt, "_source_hash", lambda kernel: "abc")
     else:
-        for module in (prebuilt, programs):
+        for module in (prebuilt, keys):
             monkeypatch.setattr(module, "compiler_at_hand", lambda: "")
     serve.sdpa(*tensors())
     assert (len(serving.compiled_here), serving.builds.requests) == (1, [])
@@ -472,8 +468,8 @@ def key(problem=PROBLEM, schedule=SCHEDULE, source="abc", captured=(), hints=(("
 
 
 def test_a_programs_name_tells_everything_that_it_depends_on(monkeypatch) -> None:
-    monkeypatch.setattr(programs, "compiler_at_hand", lambda: "13.5.37")
-    keys = [
+    monkeypatch.setattr(keys, "compiler_at_hand", lambda: "13.5.37")
+    found = [
         key(),
         key(source="abd"),
         key(captured=["TILE", "1"]),
@@ -482,13 +478,13 @@ def test_a_programs_name_tells_everything_that_it_depends_on(monkeypatch) -> Non
         key(PROBLEM.replace(causal=True)),
         key(schedule=SCHEDULE.replace(tile_m=128)),
     ]
-    assert key(PROBLEM.replace(seq_q=2048, seq_k=2048)) == keys[0]  # another length of the same class
-    monkeypatch.setattr(programs, "host_arch", lambda: "aarch64")
-    keys.append(key())
-    monkeypatch.setattr(programs, "compiler_at_hand", lambda: "13.4.92")
-    keys.append(key())
-    assert len({*keys}) == len(keys)
-    monkeypatch.setattr(programs, "compiler_at_hand", lambda: "")
+    assert key(PROBLEM.replace(seq_q=2048, seq_k=2048)) == found[0]  # another length of the same class
+    monkeypatch.setattr(keys, "host_arch", lambda: "aarch64")
+    found.append(key())
+    monkeypatch.setattr(keys, "compiler_at_hand", lambda: "13.4.92")
+    found.append(key())
+    assert len({*found}) == len(found)
+    monkeypatch.setattr(keys, "compiler_at_hand", lambda: "")
     assert key() == ""  # nothing is compiled here
 
 
@@ -556,17 +552,8 @@ def builder():
 
 
 def request(path: Path, do: str = "fine") -> BuildRequest:
-    return BuildRequest(
-        path=path,
-        kernel="attention",
-        schedule=Schedule({"do": do}),
-        problem=PROBLEM,
-        wide=False,
-        place=0,
-        parameters=(),
-        arch="sm_90",
-        timeout_s=60.0,
-    )
+    task = BuildTask(kernel="attention", schedule=Schedule({"do": do}), problem=PROBLEM, arch="sm_90")
+    return BuildRequest(path=path, task=task, wide=False, place=0, parameters=())
 
 
 def built(builder, path, do="fine") -> Build:
@@ -635,12 +622,12 @@ PROGRAM = f"""
 import sys
 from pathlib import Path
 from tiledsched.core.schedule import Schedule
-from tiledsched.serve.background import BackgroundBuilder
-from tiledsched.serve.programs import BuildRequest
+from tiledsched.build.compiler import BuildTask
+from tiledsched.serve.background import BackgroundBuilder, BuildRequest
 builder = BackgroundBuilder((sys.executable, {str(Path(__file__).parent / "fake_build_worker.py")!r}))
 path = Path(sys.argv[1])
-what = dict(path=path, kernel="", schedule=Schedule({{"do": "hang"}}), problem=None, wide=False, place=0, parameters=())
-builder.submit(BuildRequest(**what, arch="sm_90", timeout_s=60.0))
+task = BuildTask(kernel="", schedule=Schedule({{"do": "hang"}}), problem=None, arch="sm_90")
+builder.submit(BuildRequest(path=path, task=task, wide=False, place=0, parameters=()))
 tried = path.with_suffix(".tried")
 while not (tried.exists() and tried.read_text()):
     pass
@@ -666,14 +653,10 @@ def test_the_process_compiles_what_a_launch_would(tmp_path) -> None:
     (step,) = launches.steps(Attention, problem, schedule, arch_spec("sm_90"))
     asked = BuildRequest(
         path=tmp_path / "abcdef0",
-        kernel=Attention.locator(),
-        schedule=schedule,
-        problem=problem,
+        task=BuildTask(kernel=Attention.locator(), schedule=schedule, problem=problem, arch="sm_90"),
         wide=False,
         place=0,
         parameters=tuple(launches.signature(Attention, problem, schedule, step).parameters),
-        arch="sm_90",
-        timeout_s=60.0,
     )
     builder = BackgroundBuilder()
     build = builder.submit(asked)

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.compiler import compile_schedule
-from tiledsched.build.cubin import _host_code, is_whole, join, parts, read_artifact
+from tiledsched.build.cubin import host_instructions, is_whole, join, parts, read_artifact
 from tiledsched.build.host_code import check_host, for_host, host_arch, host_of, host_section
+from tiledsched.build.store import ProgramStore
 from tiledsched.build.toolchain import installed_toolchain
 from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.device import arch_spec
@@ -50,7 +50,7 @@ def test_a_program_has_one_fingerprint_on_all_hosts() -> None:
 
 
 def test_what_the_host_code_writes_is_part_of_the_program() -> None:
-    code = _host_code(REFERENCE)
+    code = host_instructions(REFERENCE)
     other = REFERENCE.replace(code, bytes([code[0] ^ 1]) + code[1:])
     changed = {
         read_artifact(CUBINS["x86_64"].replace(REFERENCE, other), ARCH).fingerprint,
@@ -62,7 +62,7 @@ def test_what_the_host_code_writes_is_part_of_the_program() -> None:
 
 def test_hosts_of_both_kinds_share_a_cache_folder(tmp_path) -> None:
     """Neither finds the other's machine code, and neither replaces it."""
-    stores = {host: ArtifactStore(tmp_path, host) for host in HOSTS}
+    stores = {host: ProgramStore(tmp_path, host) for host in HOSTS}
     fingerprint = MADE["x86_64"].fingerprint
     for host, store in stores.items():
         assert not store.has(ARCH, fingerprint)
@@ -70,7 +70,7 @@ def test_hosts_of_both_kinds_share_a_cache_folder(tmp_path) -> None:
     for host, store in stores.items():
         assert store.get(ARCH, fingerprint) == MADE[host]
         assert stores["x86_64"].for_host(host).get(ARCH, fingerprint) == MADE[host]
-    assert ArtifactStore(tmp_path).path(ARCH, fingerprint) == stores[host_arch()].path(ARCH, fingerprint)
+    assert ProgramStore(tmp_path).path(ARCH, fingerprint) == stores[host_arch()].path(ARCH, fingerprint)
     stores["x86_64"].path(ARCH, fingerprint).write_bytes(lzma.compress(MADE["aarch64"].cubin))
     assert stores["x86_64"].get(ARCH, fingerprint) is None
     assert not stores["x86_64"].has(ARCH, fingerprint)

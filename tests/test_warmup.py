@@ -15,11 +15,11 @@ import pytest
 import served_entries
 import store_samples
 
-from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.compiler import Built
 from tiledsched.build.cubin import Artifact, read_artifact
 from tiledsched.build.host_code import host_arch
 from tiledsched.build.pool import BuildPool
+from tiledsched.build.store import ProgramStore
 from tiledsched.core import launch as launches
 from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.device import arch_spec
@@ -33,7 +33,6 @@ from tiledsched.serve.bundle import BundledProgram, named_bundle, read_bundle, w
 from tiledsched.serve.entries import load_entries, load_table, table_of
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.prebuilt import find_program, make_kernel, serves, usable_bundle
-from tiledsched.serve.programs import programs_folder
 from tiledsched.store.records import Entry
 
 ARCH = "sm_90"
@@ -182,7 +181,7 @@ def test_hosts_of_both_kinds_share_a_cache_folder(monkeypatch) -> None:
     folders = []
     for machine in ("x86_64", "aarch64"):
         monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
-        folders.append(programs_folder(SETTINGS, ARCH))
+        folders.append(ProgramStore().folder)
     assert len({*folders}) == 2
 
 
@@ -450,7 +449,7 @@ def test_a_program_built_ahead_is_the_one_cutile_would_compile_and_no_compiler_s
     table = LookupTable([entry(problem, schedule)], Attention)
     with BuildPool(1) as pool:
         made = warmup.prepare(
-            ARCH, None, [entry(problem, schedule)], table, Attention, ArtifactStore(), pool, "a compiler", SETTINGS
+            ARCH, None, [entry(problem, schedule)], table, Attention, ProgramStore(), pool, "a compiler", SETTINGS
         )
     assert (made.programs, made.compiled, made.reused, made.failures) == (1, 1, 0, ())
     signature = built_for(problem, schedule)
@@ -527,7 +526,7 @@ def prepare(path, entries, arch=ARCH, **more):
         entries,
         LookupTable(entries, Attention),
         Attention,
-        ArtifactStore(),
+        ProgramStore(),
         Pool(),
         "a compiler",
         SETTINGS,
@@ -553,7 +552,7 @@ def test_each_program_is_built_once_and_a_second_time_nothing_is(tmp_path, pool)
 
 
 def test_machine_code_is_used_again_only_where_the_kernel_is_the_same(tmp_path, pool) -> None:
-    store = ArtifactStore()
+    store = ProgramStore()
     known = artifact("ab" * 12, ARCH)
     store.put(known)
     store.get = lambda arch, fingerprint: known if fingerprint == known.fingerprint else None  # type: ignore[method-assign]
@@ -691,7 +690,7 @@ def test_problems_that_nobody_tuned_are_prepared_by_the_schedules_that_they_are_
     tuned = entry(schedule=HINTED, provenance="measured")
     near = PROBLEM.replace(seq_q=1100, seq_k=1100)
     made = prepare(None, [tuned], problems=[near])
-    assert (made.problems, made.programs, made.path) == (1, 1, programs_folder(SETTINGS, ARCH))
+    assert (made.problems, made.programs, made.path) == (1, 1, ProgramStore().folder / ARCH)
     (task,) = pool.tasks
     assert (task.problem, task.schedule["occupancy"]) == (near, 2)
     (kernel,) = make_kernel(Attention, task.schedule, near, SETTINGS, arch_spec(ARCH))

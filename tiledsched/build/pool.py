@@ -9,13 +9,11 @@ from __future__ import annotations
 import concurrent.futures.process
 import contextlib
 import importlib
-import multiprocessing
 import os
 import shutil
 import signal
 import sys
 import tempfile
-import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -25,18 +23,21 @@ from tiledsched.build.compiler import BuildTask, Built, compile_task, no_room, p
 from tiledsched.core.blame import first_line
 from tiledsched.core.errors import CompilerError, Failure, FailureKind, NoRoomError
 from tiledsched.core.files import OwnFolder, has_room, is_full
-from tiledsched.core.processes import SafeSpawnContext
+from tiledsched.core.processes import SafeSpawnContext, end_with_parent
 
 GRACE_S = 20.0
 """Time beyond a task's own limit before its whole process is killed: the compiler's limit fires first."""
 
 
-def start_process(folder: str) -> None:
-    """Set up a compile process: a group of its own, so that ending it ends the compiler it started, too; and `folder` for what
-    it and the compiler write meanwhile.
+def start_process(folder: str, parent: int) -> None:
+    """Set up a compile process. It leads a group of its own, so that ending it ends the compiler it started, too.
+
+    Args:
+        folder: for what the process and the compiler write meanwhile.
+        parent: id of the process that started this one. When that is gone, this process ends, even if the compiler hangs.
     """
     os.setpgrp()
-    _end_with_parent()
+    end_with_parent(parent)
     named = os.environ.get("CUDA_TILE_TEMP_DIR")
     tempfile.tempdir = os.environ["TMPDIR"] = os.environ["CUDA_TILE_TEMP_DIR"] = folder
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
@@ -50,19 +51,6 @@ def start_process(folder: str) -> None:
         before, config.temp_dir = config.temp_dir, folder
         if not named and before != folder:
             shutil.rmtree(before, ignore_errors=True)
-
-
-def _end_with_parent() -> None:
-    """End this process and its compiler when the one that started it is gone, even if the compiler hangs just then."""
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return  # nobody started it: a test, or somebody's own script
-
-    def watch() -> None:
-        parent.join()
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def default_jobs() -> int:
@@ -98,8 +86,7 @@ class BuildPool:
             while len(wanted & self._running.keys()) > leave:
                 done, _ = concurrent.futures.wait(self._running, return_when=concurrent.futures.FIRST_COMPLETED)
                 for future in done:
-                    del self._running[future]
-                    yield future.result()
+                    yield self.outcome(self._running.pop(future), future)
             ended = True
         finally:
             if not ended:
@@ -118,18 +105,8 @@ class BuildPool:
         return wanted
 
     def submit(self, task: BuildTask) -> concurrent.futures.Future[Built]:
-        """Start one build, without waiting in :meth:`build`; the future holds its outcome. Any thread may call it."""
-        outcome: concurrent.futures.Future[Built] = concurrent.futures.Future()
-
-        def tell(future: concurrent.futures.Future[Built]) -> None:
-            with contextlib.suppress(concurrent.futures.InvalidStateError):
-                try:
-                    outcome.set_result(self._outcome(task, future))
-                except BaseException as error:
-                    outcome.set_exception(error)
-
-        self._schedule(compile_task, args=(task,), timeout=task.timeout_s + GRACE_S).add_done_callback(tell)
-        return outcome
+        """Start one build, without waiting in :meth:`build`. Any thread may call it; :meth:`outcome` says what became of it."""
+        return self._schedule(compile_task, args=(task,), timeout=task.timeout_s + GRACE_S)
 
     def start(self) -> None:
         """Start the processes in the background, ahead of the first task. Safe to call again."""
@@ -160,7 +137,7 @@ class BuildPool:
             self._pool = ProcessPool(
                 max_workers=self.jobs,
                 initializer=start_process,
-                initargs=[self._folder.path],
+                initargs=[self._folder.path, os.getpid()],
                 context=SafeSpawnContext(),
             )
         return self._pool
@@ -181,7 +158,13 @@ class BuildPool:
         if self._running:
             self.close()
 
-    def _outcome(self, task: BuildTask, future: concurrent.futures.Future[Built]) -> Built:
+    def outcome(self, task: BuildTask, future: concurrent.futures.Future[Built]) -> Built:
+        """What became of a build; waits for it.
+
+        Raises:
+            CompilerError: the process ended before it compiled anything.
+            NoRoomError: there is no room for what compilers write meanwhile.
+        """
         try:
             return future.result()
         except concurrent.futures.TimeoutError:

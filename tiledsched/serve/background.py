@@ -13,13 +13,14 @@ import queue
 import signal
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiledsched.build.compiler import DEFAULT_TIMEOUT_S
+from tiledsched.build.compiler import DEFAULT_TIMEOUT_S, BuildTask
+from tiledsched.build.store import StoredProgram
 from tiledsched.core.errors import TiledschedError
 from tiledsched.core.processes import python_command
-from tiledsched.serve.programs import BuildRequest, StoredProgram
 
 WORKER_COMMAND = python_command("tiledsched.serve.build_worker")
 START_S = 60.0
@@ -33,6 +34,22 @@ PROCESSES = max(1, min(4, (os.cpu_count() or 1) // 4))
 ENDING = "this process is ending"
 TRIES = 2
 """How often a program is given to a process that dies or hangs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildRequest:
+    """A program of one launch to compile: everything that another process needs, small enough to send to it."""
+
+    path: Path
+    """The file that keeps the program."""
+    task: BuildTask
+    """The schedule, and a problem whose launches are compiled by the same function."""
+    wide: bool
+    """Whether the problem is served by functions with 64-bit indices, which its values do not say."""
+    place: int
+    """The number of the launch among the launches of the schedule."""
+    parameters: tuple[Any, ...]
+    """What the launch tells of its arguments, with the assumptions that it is compiled on."""
 
 
 class Build:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import threading
-import time
 from multiprocessing.connection import Connection
 
 from tiledsched.build.compiler import export, says_nothing_of_program
 from tiledsched.build.pool import start_process
+from tiledsched.build.store import Claims, StoredProgram, read_program, write_program
 from tiledsched.core.blame import first_line
 from tiledsched.core.device import arch_spec
 from tiledsched.core.registry import load_kernel
-from tiledsched.serve.programs import BuildRequest, StoredProgram, only_builder, read_program, write_program
+from tiledsched.serve.background import BuildRequest
 
 
 def main(descriptor: str, folder: str, parent: str) -> None:
@@ -25,8 +23,7 @@ def main(descriptor: str, folder: str, parent: str) -> None:
         parent: id of the process that started this one. When that is gone this process ends, and with it its compiler.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when we end
-    start_process(folder)
-    _end_with_parent(int(parent))
+    start_process(folder, int(parent))
     with Connection(int(descriptor)) as connection:
         try:
             connection.send((None, False))
@@ -37,26 +34,20 @@ def main(descriptor: str, folder: str, parent: str) -> None:
             return
 
 
-def _end_with_parent(parent: int) -> None:
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 def build(request: BuildRequest) -> StoredProgram | str:
     """The program of a request, from its file or compiled and kept there; or why it cannot be compiled by this process."""
-    with only_builder(request.path):
+    claims = Claims(request.path.parent)
+    claims.claim(request.path, wait=True)
+    try:
         program = read_program(request.path)
         if program is None:
-            try:
-                program = _compile(request)
-            except Exception as error:  # whatever a compiler trips over must cost one program, not the process
-                return first_line(error)
+            program = _compile(request)
             write_program(request.path, program)
-    return program
+        return program
+    except Exception as error:  # whatever a compiler trips over must cost one program, not the process
+        return first_line(error)
+    finally:
+        claims.close()
 
 
 def _compile(request: BuildRequest) -> StoredProgram:
@@ -65,15 +56,16 @@ def _compile(request: BuildRequest) -> StoredProgram:
 
     from tiledsched.core import launch as launches
 
+    task = request.task
     if request.wide:
-        vars(request.problem)["wide"] = True
-    kernel = load_kernel(request.kernel)
-    objects = launches.tile_kernels(kernel, {request.arch: request.schedule}, request.problem, arch_spec(request.arch))
+        vars(task.problem)["wide"] = True
+    kernel = load_kernel(task.kernel)
+    objects = launches.tile_kernels(kernel, {task.arch: task.schedule}, task.problem, arch_spec(task.arch))
     symbol = launches.symbol(kernel)
     signature = KernelSignature(request.parameters, CallingConvention.cutile_python_v2(), symbol=symbol)
     try:
-        with ct.compiler_timeout(request.timeout_s):
-            made = export([objects[request.place]], [signature], request.arch)
+        with ct.compiler_timeout(task.timeout_s):
+            made = export([objects[request.place]], [signature], task.arch)
     except ct.TileError as error:
         if isinstance(error, ct.TileCompilerTimeoutError) or says_nothing_of_program(error):
             raise

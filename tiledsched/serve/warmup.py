@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.cubin import Artifact, join, parts_with_host_code, read_artifact
 from tiledsched.build.host_code import host_arch
 from tiledsched.build.pool import BuildPool
+from tiledsched.build.store import ProgramStore, StoredProgram, default_cache_folder, read_program, write_program
 from tiledsched.core import launch as launches
 from tiledsched.core.config import Settings
 from tiledsched.core.device import arch_spec
@@ -33,7 +33,6 @@ from tiledsched.core.sources import source_part
 from tiledsched.serve.bundle import BundledProgram, read_bundle, write_bundle
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.prebuilt import make_kernel
-from tiledsched.serve.programs import StoredProgram, programs_folder, read_program, write_program
 from tiledsched.store.records import Entry
 from tiledsched.store.spills import lost_bytes
 
@@ -102,7 +101,7 @@ def prepare(
     entries: Sequence[Entry],
     table: LookupTable,
     kernel: KernelClass,
-    artifacts: ArtifactStore,
+    artifacts: ProgramStore,
     pool: BuildPool,
     compiler: str,
     settings: Settings,
@@ -250,7 +249,7 @@ class _ProgramFiles:
 
     def __init__(self, kernel: KernelClass, arch: str, settings: Settings, host: str) -> None:
         self._kernel, self._arch, self._settings, self._mine = kernel, arch, settings, host == host_arch()
-        self.folder = programs_folder(settings, arch)
+        self.folder = ProgramStore(default_cache_folder(settings.cache)).folder / arch
 
     def _paths(self, schedule: Schedule, problem: Problem) -> list[Path | None]:
         """The file of each launch on contiguous arrays."""
@@ -296,7 +295,7 @@ def _key(kernel: KernelClass, arch: str, problem: Problem, schedule: Schedule) -
 
 
 def _at_hand(
-    arch: str, path: Path | None, entries: Iterable[Entry], kernel: KernelClass, artifacts: ArtifactStore
+    arch: str, path: Path | None, entries: Iterable[Entry], kernel: KernelClass, artifacts: ProgramStore
 ) -> dict[Key, Artifact]:
     """Machine code of this kernel source that need not be built: that of the entries, and that of an earlier bundle."""
     source_hash = kernel.source_hash()
