@@ -31,7 +31,7 @@ def answer(request: BuildRequest) -> StoredProgram | str:
 
 
 def main(descriptor: str, folder: str, parent: str) -> None:
-    """As `tiledsched.serve.build_worker.main`."""
+    """Answer requests as `tiledsched.serve.background.main` does."""
     os.setpgrp()
     with Connection(int(descriptor)) as connection:
         connection.send((None, False))

@@ -65,7 +65,7 @@ class BuildPool:
         self.jobs = jobs or default_jobs()
         self._pool: ProcessPool | None = None
         self._folder: OwnFolder | None = None
-        self._running: dict[concurrent.futures.Future[Built], BuildTask] = {}
+        self._running: dict[BuildTask, concurrent.futures.Future[Built]] = {}
 
     def build(self, tasks: Iterable[BuildTask], *, leave: int = 0) -> Iterator[Built]:
         """Compile every task; yield each outcome as it is known, in no particular order.
@@ -80,29 +80,23 @@ class BuildPool:
             CompilerError: the processes end before they compile anything.
             NoRoomError: there is no room for what compilers write meanwhile.
         """
-        wanted = self._start(tasks)
-        ended = False
+        unfinished, ended = set(), False
+        for task in tasks:
+            unfinished.add(task)
+            if task not in self._running:
+                self._running[task] = self.submit(task)
         try:
-            while len(wanted & self._running.keys()) > leave:
-                done, _ = concurrent.futures.wait(self._running, return_when=concurrent.futures.FIRST_COMPLETED)
-                for future in done:
-                    yield self.outcome(self._running.pop(future), future)
+            while len(unfinished) > leave:
+                done, _ = concurrent.futures.wait(
+                    self._running.values(), return_when=concurrent.futures.FIRST_COMPLETED
+                )
+                for task in [task for task, future in self._running.items() if future in done]:
+                    unfinished.discard(task)
+                    yield self.outcome(task, self._running.pop(task))
             ended = True
         finally:
             if not ended:
                 self.close()
-
-    def _start(self, tasks: Iterable[BuildTask]) -> set[concurrent.futures.Future[Built]]:
-        """The futures of `tasks`, of which those not running yet are started."""
-        running = {task: future for future, task in self._running.items()}
-        wanted = set()
-        for task in tasks:
-            future = running.get(task)
-            if future is None:
-                future = self.submit(task)
-                self._running[future] = task
-            wanted.add(future)
-        return wanted
 
     def submit(self, task: BuildTask) -> concurrent.futures.Future[Built]:
         """Start one build, without waiting in :meth:`build`. Any thread may call it; :meth:`outcome` says what became of it."""
@@ -116,13 +110,12 @@ class BuildPool:
     def _schedule(self, function: Any, **more: Any) -> concurrent.futures.Future[Any]:
         """Have one of the processes call a function."""
         try:
-            future: concurrent.futures.Future[Any] = self._started().schedule(function, **more)
+            return self._started().schedule(function, **more)
         except concurrent.futures.process.BrokenProcessPool as error:
             why = f": {error.__cause__}" if error.__cause__ else ""
             raise CompilerError(
                 f"cannot start compile processes{why}; the current folder must still be there, and limits allow {self.jobs} more"
             ) from error
-        return future
 
     def _started(self) -> ProcessPool:
         if self._pool is None:

@@ -26,9 +26,8 @@ from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ConfigError, TiledschedError
 from tiledsched.core.files import MOST_BYTES, TooLargeError, kind_of_file, write_whole
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.core.registry import problem_from_json
 from tiledsched.core.schedule import Schedule
-from tiledsched.store.codec import decode
+from tiledsched.store.codec import decode, encode
 from tiledsched.store.records import Entry
 from tiledsched.store.spills import Spills
 
@@ -58,17 +57,6 @@ class BundledProgram:
     """The fingerprint of its machine code."""
     host_arch: str = REFERENCE
     """The architecture of the hosts that it was built for."""
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain dict of JSON values."""
-        return {
-            "kernel": self.kernel,
-            "arch": self.arch,
-            "schedule": self.schedule.to_json(),
-            "problem": self.problem.to_json(),
-            "fingerprint": self.fingerprint,
-            "host_arch": self.host_arch,
-        }
 
     @property
     def cubin_name(self) -> str:
@@ -215,7 +203,7 @@ def write_bundle(
         "schema_version": SCHEMA_VERSION,
         "source_hashes": dict(source_hashes),
         "compiler": compiler,
-        "programs": [program.to_json() for program in programs],
+        "programs": [encode(program) for program in programs],
         "entries": [entry.to_json() for entry in entries],
         "spills": {name: dict(archs) for name, archs in spills.items()},
     }
@@ -257,22 +245,12 @@ def read_bundle(path: Path) -> Bundle:
     if version != SCHEMA_VERSION:
         raise ConfigError(f"{path} has schema_version {version!r}, this tiledsched reads {SCHEMA_VERSION}; {MAKE}")
     try:
-        programs = tuple(
-            BundledProgram(
-                kernel=row["kernel"],
-                arch=row["arch"],
-                schedule=Schedule(row["schedule"]),
-                problem=problem_from_json({"kernel": row["kernel"], **row["problem"]}),
-                fingerprint=row["fingerprint"],
-                host_arch=str(row.get("host_arch", REFERENCE)),  # earlier ones do not name it
-            )
-            for row in index["programs"]
-        )
+        rows = [{**row, "problem": {"kernel": row["kernel"], **row["problem"]}} for row in index["programs"]]
         return Bundle(
             path=path,
             source_hashes=dict(index["source_hashes"]),
             compiler=str(index["compiler"]),
-            programs=programs,
+            programs=tuple(decode(BundledProgram, row, "programs") for row in rows),  # earlier ones name no host
             table=list(index["entries"]),
             spills=dict(index.get("spills", {})),  # earlier ones know of none
             hashes=dict(index["hashes"]),

@@ -258,6 +258,11 @@ class ServedKernel(ct.kernel):
         key = program_key(source, captured_values(self._pyfunc), mine, wanted, self.arch)
         return self.store.path(self.arch, key) if key else None
 
+    def declared(self) -> tuple[Any, Path | None]:
+        """The signature of a launch on contiguous arrays, and the file of its program; None where no file can hold that."""
+        wanted = launches.signature(self.declaration, self.problem, self.schedule, self.step)
+        return wanted, self.program_path(wanted)
+
     def _bundled(self, signature: Any) -> bytes:
         """Machine code from a bundle; empty where none holds it."""
         found = find_program(self.prebuilt, self.declaration, self.place, self.step.function, signature)
@@ -282,7 +287,9 @@ class ServedKernel(ct.kernel):
         if program is None and build is None and missed is not None:
             build = self._submit(path, wanted)
             for each in self.siblings if build else ():  # whose launches come after it
-                each._submit_declared()
+                declared, file = each.declared()
+                if file is not None and not file.exists():
+                    each._submit(file, declared)
         if program is None and build is not None:
             if missed is not None and not build.is_done:
                 self.builds.append(build)
@@ -319,13 +326,6 @@ class ServedKernel(ct.kernel):
                 parameters=tuple(wanted.parameters),
             )
         )
-
-    def _submit_declared(self) -> None:
-        """Have the program compiled that launches on contiguous arrays run, unless it is there."""
-        wanted = launches.signature(self.declaration, self.problem, self.schedule, self.step)
-        path = self.program_path(wanted)
-        if path is not None and not path.exists():
-            self._submit(path, wanted)
 
     def _compiled_here(self, wanted: Any, *target: Any) -> Any:
         """What cuTile compiles, in this process.

@@ -147,8 +147,6 @@ def prepare(
     found = _at_hand(arch, path, mine, kernel, artifacts) if has_code else {}
     had = set(found)
     needed: dict[Key, tuple[Schedule, Problem]] = {}
-    failed: dict[Key, str] = {}
-    failures: list[tuple[Schedule, Failure]] = []
     outcomes: dict[Key, Built] = {}
     lost: dict[Key, Built] = {}
     waiting = [(problem, table.resolve(problem, arch, device)) for problem in wanted] if has_code else []
@@ -157,11 +155,11 @@ def prepare(
         fresh = {
             key: (served.schedule, problem)
             for key, (problem, served) in zip(keys, waiting, strict=True)
-            if key not in needed and key not in failed
+            if key not in needed
         }
         for key in [each for each in fresh if each not in found]:
             known = files.read(*fresh[key])
-            if isinstance(known, Artifact):
+            if known is not None:
                 found[key] = known
                 had.add(key)
         needed |= fresh
@@ -174,28 +172,27 @@ def prepare(
         ]
         progress(f"{arch}: {len(needed)} programs, {len(tasks)} to build")
         for done, built in enumerate(pool.build(tasks), start=1):
-            outcomes[key := _key(kernel, arch, built.task.problem, built.task.schedule)] = built
+            key = _key(kernel, arch, built.task.problem, built.task.schedule)
+            outcomes[key] = built
             if built.artifact is not None:
                 artifacts.put(built.artifact)
                 found[key] = built.artifact
-            elif built.failure is not None:
-                failures.append((built.task.schedule, built.failure))
-                failed[key] = built.failure.message
             if done % max(1, len(tasks) // 4) == 0:
                 progress(f"built {done}/{len(tasks)}")
         # What turns out to spill and was not measured gives way to the next choice, as what fails does in a call, too.
-        bad = {key: built for key, built in outcomes.items() if _lost(built)}
-        given_up = [
-            (*pair, key) for key, pair in zip(keys, waiting, strict=True) if pair[1].alternatives and key in bad
-        ]
-        for key in {key for _, _, key in given_up}:
-            lost[key] = bad[key]
-            table = table.knowing(arch, {key[0]: {key[1]: _lost(bad[key])}})
-        again = [(problem, served, table.resolve(problem, arch, device)) for problem, served, _ in given_up]
-        following = [(problem, now) for problem, served, now in again if now.schedule != served.schedule]
+        for key, (_, served) in zip(keys, waiting, strict=True):
+            if served.alternatives and key in outcomes and _lost(outcomes[key]) and key not in lost:
+                lost[key] = outcomes[key]
+                table = table.knowing(arch, {key[0]: {key[1]: _lost(outcomes[key])}})
+        following = []
         for key, (problem, served) in zip(keys, waiting, strict=True):
-            if key in failed and not served.alternatives and (default := table.fallback_for(served, problem, arch)):
-                following.append((problem, default))
+            now = None
+            if served.alternatives and key in lost:
+                now = table.resolve(problem, arch, device)
+            elif key not in found and not served.alternatives:
+                now = table.fallback_for(served, problem, arch)
+            if now is not None and now.schedule != served.schedule:
+                following.append((problem, now))
         waiting = following
     built_pairs = {key: pair for key, pair in needed.items() if key in found}
     if path is None:
@@ -230,7 +227,7 @@ def prepare(
         problems=len(wanted),
         reused=reused,
         compiled=len(built_pairs) - reused,
-        failures=tuple(failures),
+        failures=tuple((each.task.schedule, each.failure) for each in outcomes.values() if each.failure),
         lost=tuple(lost.values()),
         size_bytes=size,
         seconds=time.perf_counter() - started,
@@ -254,8 +251,7 @@ class _ProgramFiles:
     def _paths(self, schedule: Schedule, problem: Problem) -> list[Path | None]:
         """The file of each launch on contiguous arrays."""
         objects = make_kernel(self._kernel, schedule, problem, self._settings, arch_spec(self._arch))
-        signatures = (launches.signature(self._kernel, problem, schedule, each.step) for each in objects)
-        return [made.program_path(each) for made, each in zip(objects, signatures, strict=True)] if self._mine else []
+        return [each.declared()[1] for each in objects] if self._mine else []
 
     def read(self, schedule: Schedule, problem: Problem) -> Artifact | None:
         """The machine code of all launches; None where some have to be compiled."""
