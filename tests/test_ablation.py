@@ -26,7 +26,7 @@ from tiledsched.store.exchange import TableFile, read_table
 from tiledsched.studies.ablation import pages
 from tiledsched.studies.ablation.ladder import Ladder, groups_between, refusals
 from tiledsched.studies.ablation.sources import CompiledPrograms, RecordedPrograms
-from tiledsched.tuning.programs import Builder
+from tiledsched.tuning.builder import Builder
 from tiledsched.tuning.resources import Tools
 
 ROOT = Path(__file__).parent.parent

@@ -23,7 +23,7 @@ from tiledsched.build.toolchain import Toolchain, check_arch, installed_toolchai
 from tiledsched.core.config import load_settings
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import CompilerError, FailureKind
-from tiledsched.core.launch import assumed, problem_class, signature, steps, tile_kernels
+from tiledsched.core.launches import assumed, problem_class, signature, steps, tile_kernels
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import HINT_KNOBS, Schedule
 from tiledsched.core.space_files import space_for

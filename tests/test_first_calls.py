@@ -18,7 +18,7 @@ import op_kernels
 from attention_gradients import errors, exact_gradients
 from serve_on_cpu import TOLERANCE, Launches, capturing, expected, on_another_stream, runtime_on_cpu, tensors, using
 from store_samples import entry
-from torch.nn import functional as F
+from torch.nn import functional
 
 import tiledsched as ts
 from tiledsched.build import keys
@@ -26,7 +26,7 @@ from tiledsched.build.compiler import BuildTask, compile_schedule
 from tiledsched.build.cubin import read_artifact
 from tiledsched.build.keys import captured_values, program_key
 from tiledsched.build.store import StoredProgram, read_program, write_program
-from tiledsched.core import launch as launches
+from tiledsched.core import launches
 from tiledsched.core.config import Settings
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import LaunchError
@@ -285,7 +285,7 @@ def test_a_rival_serves_while_our_program_is_compiled_and_is_kept_afterwards(ser
 
     def rival(q, k, v):
         called.append(q)
-        return F.scaled_dot_product_attention(q, k, v)
+        return functional.scaled_dot_product_attention(q, k, v)
 
     offer = RivalOffer(name="other", ratio=0.5, capturable=False, reason="it is faster")
     monkeypatch.setattr(
@@ -367,7 +367,7 @@ def test_what_stands_in_is_laid_out_like_our_own_output(serving, lse) -> None:
 X, W = torch.randn(8, 64).half(), torch.randn(64).half()
 ANGLES, LABELS = torch.ones(8, 32), torch.tensor([3, 63, 0, -100, 7, 1, 2, 5])
 TURNED = torch.stack((X[:, ::2] - X[:, 1::2], X[:, 1::2] + X[:, ::2]), -1).reshape(1, 8, 64)
-LOSS = F.cross_entropy(X.float(), LABELS, label_smoothing=0.1, reduction="sum")
+LOSS = functional.cross_entropy(X.float(), LABELS, label_smoothing=0.1, reduction="sum")
 
 
 @pytest.mark.parametrize(
@@ -375,13 +375,13 @@ LOSS = F.cross_entropy(X.float(), LABELS, label_smoothing=0.1, reduction="sum")
     [
         (lambda: ts.matmul(X, X.t()), X @ X.t()),
         (lambda: ts.softmax(X), torch.softmax(X, -1)),
-        (lambda: ts.rms_norm(X, W, 1e-3), F.rms_norm(X, (64,), W, 1e-3)),
-        (lambda: ts.rms_norm(X, W, residual=X)[0], F.rms_norm(2 * X, (64,), W, 1e-5)),
+        (lambda: ts.rms_norm(X, W, 1e-3), functional.rms_norm(X, (64,), W, 1e-3)),
+        (lambda: ts.rms_norm(X, W, residual=X)[0], functional.rms_norm(2 * X, (64,), W, 1e-5)),
         (lambda: ts.rms_norm(X, W, residual=X)[1], 2 * X),
-        (lambda: ts.layer_norm(X, W, W, 1e-3), F.layer_norm(X, (64,), W, W, 1e-3)),
-        (lambda: ts.layer_norm(X), F.layer_norm(X, (64,))),
-        (lambda: ts.swiglu(X), F.silu(X[:, :32]) * X[:, 32:]),
-        (lambda: ts.geglu(X, X, approximate="tanh"), F.gelu(X, approximate="tanh") * X),
+        (lambda: ts.layer_norm(X, W, W, 1e-3), functional.layer_norm(X, (64,), W, W, 1e-3)),
+        (lambda: ts.layer_norm(X), functional.layer_norm(X, (64,))),
+        (lambda: ts.swiglu(X), functional.silu(X[:, :32]) * X[:, 32:]),
+        (lambda: ts.geglu(X, X, approximate="tanh"), functional.gelu(X, approximate="tanh") * X),
         (lambda: ts.rope(X[None], X[None], ANGLES, ANGLES, interleaved=True)[1], TURNED),
         (lambda: ts.cross_entropy(X, LABELS, label_smoothing=0.1, reduction="sum"), LOSS),
     ],

@@ -16,7 +16,7 @@ from tiledsched.build.toolchain import installed_toolchain
 from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import CompilerError
-from tiledsched.core.launch import signature, steps
+from tiledsched.core.launches import signature, steps
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.softmax import Softmax

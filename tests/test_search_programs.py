@@ -27,7 +27,7 @@ from tiledsched.core.space_files import space_for
 from tiledsched.fleet.retry import is_full
 from tiledsched.kernels.attention import Attention
 from tiledsched.store.db import TuningDB
-from tiledsched.tuning.programs import Builder
+from tiledsched.tuning.builder import Builder
 
 PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
 H200 = arch_spec("sm_90")
@@ -360,7 +360,7 @@ def test_a_deadline_leaves_the_rest(builder, monkeypatch):
     pool = StubPool()
     wanted = [schedule(occupancy=n) for n in range(1, 9)]
     shop = builder(pool)
-    monkeypatch.setattr("tiledsched.tuning.programs.time.monotonic", lambda: pool.compiled)
+    monkeypatch.setattr("tiledsched.tuning.builder.time.monotonic", lambda: pool.compiled)
     assert shop.build(wanted, PROBLEM, deadline_s=2.5) == 3
     assert pool.stopped_early
     assert builder(pool).missing(wanted, PROBLEM) == wanted[3:]

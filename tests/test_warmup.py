@@ -23,7 +23,7 @@ from tiledsched.build.cubin import Artifact, read_artifact
 from tiledsched.build.host_code import host_arch
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.store import ProgramStore
-from tiledsched.core import launch as launches
+from tiledsched.core import launches
 from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import CompilerError, ConfigError, Failure, FailureKind
@@ -400,7 +400,7 @@ def test_a_program_built_ahead_is_the_one_cutile_would_compile_and_no_compiler_s
 import subprocess, sys
 def forbidden(*given, **more): raise AssertionError(f"started {{given}}")
 subprocess.run = subprocess.Popen = forbidden
-from tiledsched.core import launch as launches
+from tiledsched.core import launches
 from tiledsched.core.config import load_settings
 from tiledsched.core.device import arch_spec
 from tiledsched.core.registry import problem_from_json

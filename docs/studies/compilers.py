@@ -27,7 +27,7 @@ from tiledsched.serve.entries import load_entries
 from tiledsched.serve.prebuilt import usable_bundle
 from tiledsched.store.records import Entry
 from tiledsched.studies.ablation.ladder import outcome_of
-from tiledsched.tuning.programs import Builder
+from tiledsched.tuning.builder import Builder
 from tiledsched.tuning.session import Session
 
 SERVED, STALE = "tiledsched", "stale"

@@ -42,7 +42,7 @@ from tiledsched.core import data_files
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import TiledschedError
 from tiledsched.core.files import csv_text, write_whole
-from tiledsched.core.launch import problem_class
+from tiledsched.core.launches import problem_class
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import kernel_named, problem_from_json
 from tiledsched.core.resources import spilled

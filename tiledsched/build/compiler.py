@@ -115,7 +115,7 @@ def compile_schedule(
     """The machine code of every launch of a schedule, for hosts like this one unless others are named. Whatever the compiler
     trips over is raised.
     """
-    from tiledsched.core.launch import signature, steps, tile_kernels
+    from tiledsched.core.launches import signature, steps, tile_kernels
 
     device = arch_spec(arch)
     objects = tile_kernels(kernel, {arch: schedule}, problem, device)

@@ -25,7 +25,7 @@ PLAIN = ("bool", "int", "float", "str", "bytes", "tuple", "NoneType", "DType", "
 @functools.lru_cache(maxsize=4096)
 def build_key(task: BuildTask) -> str:
     """The key of what became of a build: of toolchain, hosts, arch, the kernel's source, schedule and class of problems."""
-    from tiledsched.core.launch import problem_class  # imports cuTile, before which compile processes are prepared
+    from tiledsched.core.launches import problem_class  # imports cuTile, before which compile processes are prepared
 
     kernel = load_kernel(task.kernel)
     known = problem_class(kernel, task.problem, task.schedule, arch_spec(task.arch))

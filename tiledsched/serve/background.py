@@ -276,7 +276,7 @@ def _compile(request: BuildRequest) -> StoredProgram:
     import cuda.tile as ct
     from cuda.tile.compilation import CallingConvention, KernelSignature
 
-    from tiledsched.core import launch as launches
+    from tiledsched.core import launches
 
     task = request.task
     if request.wide:

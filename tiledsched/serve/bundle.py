@@ -150,7 +150,7 @@ class Bundle:
 
 def _built_for(problem: Problem, program: BundledProgram) -> str:
     """What the machine code of a program would depend on, were it built for this problem."""
-    from tiledsched.core.launch import problem_class  # imports cuTile, which who only reads entries does without
+    from tiledsched.core.launches import problem_class  # imports cuTile, which who only reads entries does without
 
     return problem_class(problem.declaration, problem, program.schedule, arch_spec(program.arch)).id
 

@@ -25,8 +25,7 @@ from tiledsched.build.host_code import check_host, for_host, host_arch, host_of
 from tiledsched.build.keys import captured_values, program_key
 from tiledsched.build.store import ProgramStore, StoredProgram, default_cache_folder, read_program, write_program
 from tiledsched.build.toolchain import compiler_at_hand
-from tiledsched.core import launch as launches
-from tiledsched.core import preparations
+from tiledsched.core import launches, preparations
 from tiledsched.core.config import Settings
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import CompilerError, ConfigError, DeclarationError

@@ -21,12 +21,12 @@ from tiledsched.build.cubin import Artifact, join, parts_with_host_code, read_ar
 from tiledsched.build.host_code import host_arch
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.store import ProgramStore, StoredProgram, default_cache_folder, read_program, write_program
-from tiledsched.core import launch as launches
+from tiledsched.core import launches
 from tiledsched.core.config import Settings
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ConfigError, Failure, TiledschedError
 from tiledsched.core.files import read_bounded
-from tiledsched.core.launch import problem_class
+from tiledsched.core.launches import problem_class
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import source_part

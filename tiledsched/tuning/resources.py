@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tiledsched.build.pool import BuildPool
     from tiledsched.measure.rivals import RivalRaces
     from tiledsched.store.db import TuningDB
-    from tiledsched.tuning.programs import Builder
+    from tiledsched.tuning.builder import Builder
 
 Opened = TypeVar("Opened")
 MAX_CANDIDATES_BYTES = 1 << 26
@@ -212,7 +212,7 @@ class Resources:
 
     def builder(self, kernel: KernelClass, timeout_s: float = DEFAULT_TIMEOUT_S) -> Builder:
         """What builds schedules of a kernel and keeps what came of it in the database."""
-        from tiledsched.tuning.programs import Builder
+        from tiledsched.tuning.builder import Builder
 
         return Builder(self.db, self.artifacts, kernel, self.arch, self.toolchain, self.pool, timeout_s=timeout_s)
 

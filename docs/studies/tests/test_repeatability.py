@@ -29,7 +29,7 @@ from docs.studies.repeatability.session import (
 )
 from docs.studies.repeatability.summary import summarise
 from tiledsched.build.compiler import Built
-from tiledsched.core import launch as launches
+from tiledsched.core import launches
 from tiledsched.core.errors import ConfigError, Failure, FailureKind, MeasureError
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.space_files import space_for
@@ -37,7 +37,7 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
 from tiledsched.measure.runner import Batch, Candidate, Checked
 from tiledsched.store.db import TuningDB
-from tiledsched.tuning.programs import Builder
+from tiledsched.tuning.builder import Builder
 
 TEMPLATE = kernel_named("attention")
 SPACE = space_for("sm_90", Attention)

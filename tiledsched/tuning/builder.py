@@ -93,7 +93,7 @@ class Builder:
 
     def problem_class(self, problem: Problem, schedule: Schedule) -> ProblemClass:
         """What of `problem` the machine code of `schedule` depends on."""
-        from tiledsched.core.launch import problem_class
+        from tiledsched.core.launches import problem_class
 
         key = problem, schedule
         if key not in self._classes:
