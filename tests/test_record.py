@@ -127,9 +127,6 @@ class Compiler(FakeBuilds):
             return artifact(self.fingerprint(schedule, self.version))
         return Failure(kind=FailureKind.COMPILE_ERROR, message="no")
 
-    def get(self, arch, fingerprint):
-        return artifact(fingerprint)
-
 
 def true_us(candidate, regime) -> float:
     """100 to 600 us by the machine code; in the sustained regime others are fastest."""
