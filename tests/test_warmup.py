@@ -23,6 +23,7 @@ from tiledsched.build.cubin import Artifact, read_artifact
 from tiledsched.build.host_code import host_arch
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.store import ProgramStore
+from tiledsched.cli import main
 from tiledsched.core import launches
 from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.device import arch_spec
@@ -400,6 +401,7 @@ def test_a_program_built_ahead_is_the_one_cutile_would_compile_and_no_compiler_s
 import subprocess, sys
 def forbidden(*given, **more): raise AssertionError(f"started {{given}}")
 subprocess.run = subprocess.Popen = forbidden
+from tiledsched.cli import main
 from tiledsched.core import launches
 from tiledsched.core.config import load_settings
 from tiledsched.core.device import arch_spec
@@ -427,91 +429,63 @@ assert answer[1:] == {theirs[1:]!r}
 class Pool:
     """Stands in for the compile processes; a tile of 128 rows does not build."""
 
-    tasks: list = []
-
-    def __init__(self, jobs=None) -> None:
-        Pool.tasks.clear()
+    def __init__(self) -> None:
+        self.tasks: list = []
+        self.spilling: tuple[int, ...] = ()
+        """Programs with these occupancies spill registers."""
 
     def __enter__(self):
         return self
 
-    def __exit__(self, *error) -> None:
-        pass
+    def __exit__(self, *error) -> None: ...
 
     def build(self, tasks):
-        for task in tasks:
-            Pool.tasks.append(task)
+        self.tasks = list(tasks)
+        for task in self.tasks:
             name = launches.problem_class(Attention, task.problem, task.schedule, arch_spec(ARCH)).id + task.schedule.id
-            failed = (
-                Failure(kind=FailureKind.COMPILE_ERROR, message="too big") if task.schedule["tile_m"] == 128 else None
+            made, failure = artifact(name[:24].ljust(24, "0"), ARCH), None
+            made = replace(
+                made, facts=replace(made.facts, spill_bytes=128 * (task.schedule["occupancy"] in self.spilling))
             )
-            yield Built(
-                task=task,
-                artifact=None if failed else artifact(name[:24].ljust(24, "0"), ARCH),
-                failure=failed,
-                seconds=1.0,
-            )
+            if task.schedule["tile_m"] == 128:
+                made, failure = None, Failure(kind=FailureKind.COMPILE_ERROR, message="too big")
+            yield Built(task=task, artifact=made, failure=failure, seconds=1.0)
+
+    def prepare(self, path, entries, arch=ARCH, store=None, **more):
+        table = LookupTable(entries, Attention)
+        store = store or ProgramStore()
+        return warmup.prepare(arch, path, entries, table, Attention, store, self, "a compiler", SETTINGS, **more)
 
 
 @pytest.fixture
 def pool(monkeypatch, named_code):
-    monkeypatch.setattr("tiledsched.build.pool.BuildPool", Pool)
-    Pool.tasks.clear()
-    return Pool
+    made = Pool()
+    monkeypatch.setattr("tiledsched.build.pool.BuildPool", lambda jobs: made)
+    return made
 
 
-def prepare(path, entries, arch=ARCH, **more):
-    return warmup.prepare(
-        arch,
-        path,
-        entries,
-        LookupTable(entries, Attention),
-        Attention,
-        ProgramStore(),
-        Pool(),
-        "a compiler",
-        SETTINGS,
-        **more,
-    )
+def counts(made) -> tuple[int, int, int]:
+    """Programs, how many of them were built, and how many were there."""
+    return made.programs, made.compiled, made.reused
 
 
 def test_each_program_is_built_once_and_a_second_time_nothing_is(tmp_path, pool) -> None:
     entries = [entry(), entry(PROBLEM.replace(seq_q=2048, seq_k=2048)), entry(PROBLEM.replace(causal=True), HINTED)]
-    made = prepare(tmp_path / "b.zip", entries)
-    assert (made.problems, made.programs, made.compiled, made.reused) == (
-        3,
-        2,
-        2,
-        0,
-    )  # a length is no program of its own
+    made = pool.prepare(tmp_path / "b.zip", entries)
+    assert (made.problems, counts(made)) == (3, (2, 2, 0))  # a length is no program of its own
     bundle = read_bundle(tmp_path / "b.zip")
     assert {(each.schedule, each.problem.causal) for each in bundle.programs} == {(SCHEDULE, False), (HINTED, True)}
     assert bundle.entries == tuple(entries)
     assert made.size_bytes == (tmp_path / "b.zip").stat().st_size
-    again = prepare(tmp_path / "b.zip", entries)
-    assert (again.programs, again.compiled, again.reused) == (2, 0, 2)
+    assert counts(pool.prepare(tmp_path / "b.zip", entries)) == (2, 0, 2)
 
 
-def test_machine_code_is_used_again_only_where_the_kernel_is_the_same(tmp_path, pool) -> None:
-    store = ProgramStore()
-    known = artifact("ab" * 12, ARCH)
-    store.put(known)
+@pytest.mark.parametrize(("source_hash", "reused"), [(Attention.source_hash(), 1), ("0" * 12, 0)])
+def test_machine_code_is_used_again_only_where_the_kernel_is_the_same(tmp_path, pool, source_hash, reused) -> None:
+    store, known = ProgramStore(), artifact("ab" * 12, ARCH)
     store.get = lambda arch, fingerprint: known if fingerprint == known.fingerprint else None  # type: ignore[method-assign]
-    measured = entry(fingerprint=known.fingerprint, source_hash=Attention.source_hash())
-    older = entry(fingerprint=known.fingerprint, source_hash="0" * 12)
-    for one, reused in ((measured, 1), (older, 0)):
-        made = warmup.prepare(
-            ARCH,
-            tmp_path / f"{reused}.zip",
-            [one],
-            LookupTable([one], Attention),
-            Attention,
-            store,
-            Pool(),
-            "a compiler",
-            SETTINGS,
-        )
-        assert (made.reused, made.compiled) == (reused, 1 - reused)
+    tuned = entry(fingerprint=known.fingerprint, source_hash=source_hash)
+    assert counts(pool.prepare(tmp_path / "b.zip", [tuned], store=store)) == (1, 1 - reused, reused)
 
 
 def test_more_kinds_of_problem_are_prepared_on_request(tmp_path, pool) -> None:
@@ -524,57 +498,45 @@ def test_more_kinds_of_problem_are_prepared_on_request(tmp_path, pool) -> None:
     assert Attention.likely(PROBLEM, {"group": ["3"]}) == []  # 32 heads are no multiple of 3
     decode = Attention.likely(PROBLEM.replace(causal=True), {"decode": []})
     assert [(each.seq_q, each.causal) for each in decode] == [(1024, True), (1, False)]
-    made = prepare(tmp_path / "b.zip", [entry()], likely=lambda problem: Attention.likely(problem, every))
+    made = pool.prepare(tmp_path / "b.zip", [entry()], likely=lambda problem: Attention.likely(problem, every))
     assert made.programs == made.problems == 8
 
 
 def test_problems_that_are_given_are_prepared_measured_or_not_for_their_gpu(tmp_path, pool) -> None:
     mine = entry(schedule=HINTED, provenance="measured", device="NVIDIA H100")
-    entries = [entry(provenance="measured"), mine]
     other = PROBLEM.replace(batch=3, head_dim=80)
-    made = prepare(tmp_path / "b.zip", entries, problems=[PROBLEM, other], device="NVIDIA H100")
-    assert (made.problems, made.programs) == (2, 2)
+    more = {"problems": [PROBLEM, other], "device": "NVIDIA H100"}
+    assert pool.prepare(tmp_path / "b.zip", [entry(provenance="measured"), mine], **more).problems == 2
     by_problem = {each.problem: each.schedule for each in read_bundle(tmp_path / "b.zip").programs}
     assert by_problem.keys() == {PROBLEM, other}
     assert by_problem[PROBLEM] == HINTED
-    assert prepare(tmp_path / "c.zip", [], problems=[PROBLEM]).programs == 1
+    assert pool.prepare(tmp_path / "c.zip", [], problems=[PROBLEM]).programs == 1  # by the default
 
 
-def test_warmup_builds_what_was_seen_of_every_kernel(tmp_path, pool, monkeypatch, capsys) -> None:
-    from tiledsched.cli import main
-
-    words = {"place": "", "layout": "strided", "arch": ARCH, "device": "NVIDIA H200", "provenance": "", "rival": ""}
-    line = {"v": 1, "id": 0, "schedule": {}, **words}
-    sample = PROBLEM.replace(seq_q=4001, seq_k=4001)
-    line |= {"problem": Attention.similarity.bucketed(sample).to_json(), "sample": sample.to_json()}
-    (tmp_path / "seen").mkdir()
-    (tmp_path / "seen" / "a.jsonl").write_text(json.dumps(line))
-    assert main(["warmup", "--seen", "--json"], devices=list) == 0
-    (made,) = json.loads(capsys.readouterr().out)["bundles"]
-    assert (made["arch"], made["problems"], made["failures"]) == (ARCH, 2, [])
-    assert main(["warmup", "--seen", "--also", "decode"], devices=list) == 2
-    assert "leave out --also" in capsys.readouterr().err
+def test_problems_that_nobody_tuned_are_prepared_by_the_schedules_that_they_are_served_with(pool) -> None:
+    """What transfers serve; and in the cache folder, where the first launch finds it by its name."""
+    near = PROBLEM.replace(seq_q=1100, seq_k=1100)
+    made = pool.prepare(None, [entry(schedule=HINTED, provenance="measured")], problems=[near])
+    assert (made.problems, made.programs, made.path) == (1, 1, ProgramStore().folder / ARCH)
+    (task,) = pool.tasks
+    assert (task.problem, task.schedule["occupancy"]) == (near, 2)
+    (kernel,) = make_kernel(Attention, task.schedule, near, SETTINGS, arch_spec(ARCH))
+    cubin, symbol, *more = kernel._compile(asked(near, task.schedule), None, (9, 0))
+    assert (len(cubin), symbol, more) == (24, "attention", [None, ()])
 
 
-def test_what_does_not_build_is_told_and_the_rest_is_written(tmp_path, pool) -> None:
-    entries = [entry(), entry(PROBLEM.replace(causal=True), SCHEDULE.replace(tile_m=128))]
-    made = prepare(tmp_path / "b.zip", entries)
-    assert made.programs == 2  # the default is served instead
+def test_the_next_choice_of_what_does_not_build_is_prepared_too(tmp_path, pool) -> None:
+    """After the last one it is the default."""
+    too_big, second = SCHEDULE.replace(tile_m=128), SCHEDULE.replace(occupancy=3)
+    made = pool.prepare(tmp_path / "a.zip", [entry(), entry(PROBLEM.replace(causal=True), too_big)])
+    assert made.programs == 2
     assert made.to_json()["failures"][0]["message"] == "too big"
     assert "1 would not build (too big)" in str(made)
+    made = pool.prepare(tmp_path / "b.zip", [entry(schedule=too_big, runner_up=second, margin=0.02)])
+    assert [failure.message for _, failure in made.failures] == ["too big"]
+    assert [each.schedule for each in read_bundle(tmp_path / "b.zip").programs] == [second]
     with pytest.raises(ConfigError, match="tiledsched tune attention --arch sm_121"):
-        prepare(tmp_path / "c.zip", entries, "sm_121")
-
-
-def spilling(build):
-    """Builds of which those with an occupancy of 2 spill."""
-
-    def build_spilling(self, tasks):
-        for each in build(self, tasks):
-            keeps = 128 if each.task.schedule["occupancy"] == 2 else 8
-            yield replace(each, artifact=replace(each.artifact, facts=replace(each.artifact.facts, spill_bytes=keeps)))
-
-    return build_spilling
+        pool.prepare(tmp_path / "c.zip", [entry()], "sm_121")
 
 
 def test_the_next_choice_of_what_spills_is_prepared_too(tmp_path, pool, monkeypatch) -> None:
@@ -582,16 +544,13 @@ def test_the_next_choice_of_what_spills_is_prepared_too(tmp_path, pool, monkeypa
     first, second = SCHEDULE.replace(occupancy=2), SCHEDULE.replace(occupancy=3)
     tuned = entry(schedule=first, runner_up=second, margin=0.02, provenance="measured")
     other = PROBLEM.replace(seq_q=1025, seq_k=1025)
-    monkeypatch.setattr(Pool, "build", spilling(Pool.build))
-    assert prepare(tmp_path / "a.zip", [tuned]).programs == 1
-    made = prepare(tmp_path / "b.zip", [tuned], likely=lambda problem: [other])
-    assert (made.problems, made.programs) == (2, 3)
+    pool.spilling = (2,)
+    assert pool.prepare(tmp_path / "a.zip", [tuned]).programs == 1
+    made = pool.prepare(tmp_path / "b.zip", [tuned], likely=lambda problem: [other])
+    assert made.problems == 2
     bundle = read_bundle(tmp_path / "b.zip")
-    assert {(each.problem, each.schedule["occupancy"]) for each in bundle.programs} == {
-        (PROBLEM, 2),
-        (other, 2),
-        (other, 3),
-    }
+    held = [(each.problem, each.schedule["occupancy"]) for each in bundle.programs]
+    assert sorted(held, key=str) == sorted([(PROBLEM, 2), (other, 2), (other, 3)], key=str)
     # What was found out is kept in the bundle, for machines without a compiler.
     (lost,) = made.lost
     assert (lost.task.problem, lost.task.schedule["occupancy"]) == (other, 2)
@@ -602,116 +561,86 @@ def test_the_next_choice_of_what_spills_is_prepared_too(tmp_path, pool, monkeypa
     assert table_of([tuned], load_settings(), kernel=Attention).resolve(other, ARCH).schedule["occupancy"] == 3
 
 
-def test_warmup_stores_what_spills(tmp_path, pool, monkeypatch, capsys) -> None:
-    from tiledsched.cli import main
-
-    entries = [entry(schedule=SCHEDULE.replace(occupancy=2), runner_up=SCHEDULE.replace(occupancy=3))]
-    monkeypatch.setattr("tiledsched.serve.entries.load_entries", lambda *given: entries)
-    monkeypatch.setattr(Pool, "build", spilling(Pool.build))
-    assert main(["warmup", "--arch", ARCH, "--json"]) == 0
-    (said,) = json.loads(capsys.readouterr().out)["bundles"]
-    assert said["programs"] == 2
-    table = load_table(load_settings(), kernel=Attention)
-    assert table.resolve(PROBLEM, ARCH).schedule["occupancy"] == 3
-    assert main(["warmup", "--arch", ARCH, "--json"]) == 0
-    (said,) = json.loads(capsys.readouterr().out)["bundles"]
-    assert (said["programs"], said["compiled"]) == (1, 0)
-
-
-def test_the_next_choice_of_what_does_not_build_is_prepared_too(tmp_path, pool) -> None:
-    first, second = SCHEDULE.replace(tile_m=128), SCHEDULE.replace(occupancy=3)
-    tuned = entry(schedule=first, runner_up=second, margin=0.02, provenance="modelled")
-    made = prepare(tmp_path / "b.zip", [tuned])
-    assert [failure.message for _, failure in made.failures] == ["too big"]
-    assert [each.schedule for each in read_bundle(tmp_path / "b.zip").programs] == [second]
-
-
-def test_problems_that_nobody_tuned_are_prepared_by_the_schedules_that_they_are_served_with(pool, tmp_path) -> None:
-    """What transfers serve; and in the cache folder, where the first launch finds it by its name."""
-    tuned = entry(schedule=HINTED, provenance="measured")
-    near = PROBLEM.replace(seq_q=1100, seq_k=1100)
-    made = prepare(None, [tuned], problems=[near])
-    assert (made.problems, made.programs, made.path) == (1, 1, ProgramStore().folder / ARCH)
-    (task,) = pool.tasks
-    assert (task.problem, task.schedule["occupancy"]) == (near, 2)
-    (kernel,) = make_kernel(Attention, task.schedule, near, SETTINGS, arch_spec(ARCH))
-    cubin, symbol, *more = kernel._compile(asked(near, task.schedule), None, (9, 0))
-    assert (len(cubin), symbol, more) == (24, "attention", [None, ()])
-    assert prepare(None, [], problems=[PROBLEM]).programs == 1  # where nothing is tuned, the default is served
-
-
 # The commands
 
 
 @pytest.fixture
-def small_table(monkeypatch):
-    entries = [entry()]
-    monkeypatch.setattr("tiledsched.serve.entries.load_entries", lambda *given: entries)
+def told(pool, monkeypatch, capsys):
+    """Calls the command with a table of one entry, and returns what it prints as JSON about the one bundle that it makes."""
+
+    def call(*words, code=0, **tuned):
+        if tuned:
+            monkeypatch.setattr("tiledsched.serve.entries.load_entries", lambda *given: [entry(**tuned)])
+        assert main(["warmup", *words, "--json"], devices=list) == code
+        (said,) = json.loads(capsys.readouterr().out)["bundles"]
+        return said
+
+    return call
 
 
-def test_warmup_and_bundle_write_and_tell(tmp_path, pool, small_table, capsys) -> None:
-    from tiledsched.cli import main
+def test_warmup_builds_what_was_seen_of_every_kernel(tmp_path, told) -> None:
+    words = {"place": "", "layout": "strided", "arch": ARCH, "device": "NVIDIA H200", "provenance": "", "rival": ""}
+    sample = PROBLEM.replace(seq_q=4001, seq_k=4001)
+    line = {"v": 1, "id": 0, "schedule": {}, "sample": sample.to_json(), **words}
+    line["problem"] = Attention.similarity.bucketed(sample).to_json()
+    (tmp_path / "seen").mkdir()
+    (tmp_path / "seen" / "a.jsonl").write_text(json.dumps(line))
+    made = told("--seen")
+    assert (made["arch"], made["problems"], made["failures"]) == (ARCH, 2, [])
 
-    assert main(["warmup", "--arch", ARCH, "--json"]) == 0
-    (said,) = json.loads(capsys.readouterr().out)["bundles"]
+
+def test_warmup_stores_what_spills(told, pool) -> None:
+    pool.spilling = (2,)
+    tuned = {"schedule": SCHEDULE.replace(occupancy=2), "runner_up": SCHEDULE.replace(occupancy=3)}
+    assert told("--arch", ARCH, **tuned)["programs"] == 2
+    table = load_table(load_settings(), kernel=Attention)
+    assert table.resolve(PROBLEM, ARCH).schedule["occupancy"] == 3
+    again = told("--arch", ARCH)
+    assert (again["programs"], again["compiled"]) == (1, 0)
+
+
+def test_warmup_writes_to_the_cache_and_to_files(tmp_path, pool, told, capsys) -> None:
+    said = told("--arch", ARCH, schedule=SCHEDULE)
     assert said["file"] == str(tmp_path / "cache" / "programs" / ARCH)
-    assert (said["programs"], said["failures"]) == (1, [])
-    assert said["seconds"] >= 0
-    pool.tasks.clear()
+    assert (said["programs"], said["failures"], said["seconds"] >= 0) == (1, [], True)
     assert main(["warmup", "--arch", ARCH, "--out", str(tmp_path / "out.zip")]) == 0
     assert pool.tasks == []  # warmup has built it
     assert "(1 had before, 0 built now)" in capsys.readouterr().out
-    assert main(["warmup", "--arch", ARCH, "--out", str(tmp_path / "out.zip"), "--also", "any-length"]) == 0
-    assert f"{ARCH}: 2 programs for 2 problems" in capsys.readouterr().out
+    assert told("--arch", ARCH, "--out", str(tmp_path / "out.zip"), "--also", "any-length")["problems"] == 2
     assert len(read_bundle(tmp_path / "out.zip").programs) == 2
+    assert told("--arch", ARCH, code=1, schedule=SCHEDULE.replace(tile_m=128))["failures"]
 
 
 @pytest.mark.parametrize(
-    ("words", "host"),
+    ("arch", "words", "host"),
     [
-        (["--arch", "sm_90"], "x86_64"),
-        (["--arch", "sm_90", "-o", "b.zip"], "x86_64"),
-        (["--arch", "sm_90", "-o", "b.zip", "--host-arch", "aarch64"], "aarch64"),
-        (["--arch", "sm_121"], "x86_64"),
-        (["--arch", "sm_121", "-o", "b.zip"], "aarch64"),  # a GB10 has no other
-        (["--arch", "sm_121", "-o", "b.zip", "--host-arch", "x86_64"], "x86_64"),
+        ("sm_90", "", "x86_64"),
+        ("sm_90", "-o b.zip", "x86_64"),
+        ("sm_90", "-o b.zip --host-arch aarch64", "aarch64"),
+        ("sm_121", "", "x86_64"),
+        ("sm_121", "-o b.zip", "aarch64"),  # a GB10 has no other
+        ("sm_121", "-o b.zip --host-arch x86_64", "x86_64"),
     ],
 )
-def test_a_bundle_is_for_the_hosts_that_load_it(words, host, tmp_path, pool, monkeypatch, capsys) -> None:
-    from tiledsched.cli import main
-
+def test_a_bundle_is_for_the_hosts_that_load_it(arch, words, host, tmp_path, pool, told, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    monkeypatch.setattr("tiledsched.serve.entries.load_entries", lambda *given: [entry(arch=words[1])])
     for tasks in (1, 0):  # the second time the bundle has it
-        pool.tasks.clear()
-        assert main(["warmup", *words, "--json"]) == 0
-        (said,) = json.loads(capsys.readouterr().out)["bundles"]
+        said = told("--arch", arch, *words.split(), arch=arch)
         assert said["host_arch"] == host
         assert [task.host_arch for task in pool.tasks] == [host] * tasks
-    if "-o" in words:
+    if words:
         assert {each.host_arch for each in read_bundle(Path(said["file"])).programs} == {host}
 
 
-def test_hosts_are_chosen_for_a_file(capsys) -> None:
-    from tiledsched.cli import main
-
-    assert main(["warmup", "--arch", ARCH, "--host-arch", "aarch64"]) == 2
-    assert "--host-arch chooses what goes to a file; pass -o FILE, too" in capsys.readouterr().err
-
-
-def test_warmup_fails_where_a_program_would_not_build(pool, monkeypatch, capsys) -> None:
-    from tiledsched.cli import main
-
-    monkeypatch.setattr(
-        "tiledsched.serve.entries.load_entries", lambda *given: [entry(schedule=SCHEDULE.replace(tile_m=128))]
-    )
-    assert main(["warmup", "--arch", ARCH]) == 1
-    assert "would not build" in capsys.readouterr().out
-
-
-def test_warmup_without_a_gpu_asks_for_an_arch(capsys) -> None:
-    from tiledsched.cli import main
-
-    assert main(["warmup"], devices=list) == 2
-    assert "pass --arch" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("--seen --also decode", "leave out --also"),
+        ("--arch sm_90 --host-arch aarch64", "--host-arch chooses what goes to a file; pass -o FILE, too"),
+        ("", "pass --arch"),
+    ],
+)
+def test_what_warmup_does_not_take_is_said(words, why, capsys) -> None:
+    assert main(["warmup", *words.split()], devices=list) == 2
+    assert why in capsys.readouterr().err
