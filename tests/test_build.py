@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
-import subprocess
-import sys
 from functools import lru_cache
 from pathlib import Path
 
@@ -451,15 +449,6 @@ def test_the_kernels_name_is_not_part_of_the_fingerprint() -> None:
 
 
 @pytest.mark.compiler
-@pytest.mark.slow
-def test_widths_of_one_tile_are_different_programs() -> None:
-    """Their machine code is the same: the width is only in the TMA descriptors, which host code in the cubin writes."""
-    problems = [PROBLEM.replace(head_dim=head_dim) for head_dim in (40, 48, 64)]
-    found = {artifact(space_for("sm_90", Attention).default(each), each).fingerprint for each in problems}
-    assert len(found) == 3
-
-
-@pytest.mark.compiler
 def test_the_kernels_that_misbehave_build() -> None:
     """Only a GPU test launches them, so that nothing else would notice."""
     for function in (bad_kernels.stray, bad_kernels.slow):
@@ -507,15 +496,6 @@ def test_hints_reach_the_compiler_by_target() -> None:
     assert artifact(schedules["sm_90"], PROBLEM).facts.threads > 256
 
 
-@pytest.mark.compiler
-def test_a_compiler_error_is_a_failure() -> None:
-    schedule = space_for("sm_90", Attention).default(PROBLEM).replace(num_worker_warps=3)
-    found = built(schedule, PROBLEM, "sm_90")
-    assert found.artifact is None
-    assert found.failure.kind is FailureKind.COMPILE_ERROR
-    assert "num_worker_warps" in found.failure.message
-
-
 def test_what_is_not_a_cubin_is_refused() -> None:
     with pytest.raises(CompilerError, match="not a cubin"):
         read_artifact(b"hello", "sm_90")
@@ -523,55 +503,14 @@ def test_what_is_not_a_cubin_is_refused() -> None:
         read_artifact(Path(os.path.realpath("/proc/self/exe")).read_bytes(), "sm_90")
 
 
-GOOD = Toolchain(cuda_tile="1.7.0", tileiras="13.4.92", ptxas="13.4.92", nvvm="13.4.92")
-
-
-def test_the_installed_toolchain_agrees_with_itself() -> None:
+def test_a_toolchain_is_of_one_release_and_new_enough_for_the_arch(monkeypatch) -> None:
     found = installed_toolchain()
-    assert found.tileiras.startswith("13.")
     assert found.id == Toolchain(**found.to_json()).id
-
-
-def test_a_mixed_toolchain_is_refused(monkeypatch) -> None:
-    monkeypatch.setattr(toolchain_module, "tool_version", lambda path: "13.2.1" if path.name == "ptxas" else "13.4.92")
-    toolchain_module._installed_toolchain.cache_clear()
-    try:
-        with pytest.raises(CompilerError, match=r"different releases.*install one release"):
-            installed_toolchain()
-    finally:
-        toolchain_module._installed_toolchain.cache_clear()
-
-
-def test_a_compiler_too_old_for_the_arch_is_refused() -> None:
-    check_arch(GOOD, "sm_90")
-    old = dataclasses.replace(GOOD, tileiras="13.2.78")
+    check_arch(found, "sm_90")
+    old = dataclasses.replace(found, tileiras="13.2.78")
     check_arch(old, "sm_121")
     with pytest.raises(CompilerError, match=r"too old for sm_90, which needs 13\.4"):
         check_arch(old, "sm_90")
-
-
-COMPILE_ALONE = """
-import os, sys
-from tiledsched.build.compiler import BuildTask, Built, compile_task
-from tiledsched.build.pool import start_process
-from tiledsched.kernels.attention import Attention
-from tiledsched.serve.prebuilt import make_kernel
-from tiledsched.core.space_files import space_for
-
-import tempfile
-start_process(tempfile.gettempdir(), os.getppid())
-problem = Attention.standard(seq_len=1024, head_dim=64)
-schedule = space_for("sm_90", Attention).default(problem)
-built = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=problem, arch="sm_90"))
-print(built.artifact.fingerprint, sys.modules["torch"])
-"""
-
-
-@pytest.mark.slow
-def test_a_compile_process_does_without_torch() -> None:
-    """cuTile would load it for its dtypes. Without, the machine code is the same."""
-    pytest.importorskip("torch")
-    problem = Attention.standard(seq_len=1024, head_dim=64)
-    here = artifact(space_for("sm_90", Attention).default(problem), problem)
-    there = subprocess.run([sys.executable, "-c", COMPILE_ALONE], capture_output=True, text=True, check=True).stdout
-    assert there.split() == [here.fingerprint, "None"]
+    monkeypatch.setattr(toolchain_module, "tool_version", lambda path: "13.2.1" if path.name == "ptxas" else "13.4.92")
+    with pytest.raises(CompilerError, match=r"different releases.*install one release"):
+        toolchain_module._installed_toolchain.__wrapped__("")
