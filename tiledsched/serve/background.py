@@ -85,11 +85,6 @@ class Build:
         """Wait until it is done."""
         self._ended.wait()
 
-    def abandon(self) -> None:
-        """As :meth:`end`, in a process that was forked: nobody there is at work on it."""
-        self._ended = threading.Event()
-        self.end("the process was forked while its program was compiled")
-
 
 class BackgroundBuilder:
     """Compiles programs in the background. Any thread may use it, and so may processes that are forked.
@@ -160,7 +155,8 @@ class BackgroundBuilder:
                 worker.connection.close()
         for build in self.builds.values():
             if not build.is_done:
-                build.abandon()
+                build._ended = threading.Event()  # the old one may be locked
+                build.end("the process was forked while its program was compiled")
         self._workers.clear()
         self.builds.clear()
         self._reset()
@@ -191,7 +187,12 @@ class BackgroundBuilder:
             if self._closed:
                 break
             try:
-                worker = worker or self._started()
+                if worker is None:
+                    from tiledsched.measure.gpu import WorkerProcess
+
+                    worker = WorkerProcess(self._command)
+                    self._workers.append(worker)
+                    worker.answer(START_S, "start")
                 outcome = worker.ask(ANSWER_S, "build", build.request)
                 break
             except Exception as error:  # whoever waits for the build must hear of it
@@ -206,18 +207,6 @@ class BackgroundBuilder:
         with self._lock:
             self._unfinished -= 1
         build.end(outcome)
-
-    def _started(self) -> Any:
-        from tiledsched.measure.gpu import WorkerDiedError, WorkerProcess
-
-        worker = WorkerProcess(self._command)
-        self._workers.append(worker)
-        try:
-            worker.answer(START_S, "start")
-        except WorkerDiedError:
-            self._stop(worker)
-            raise
-        return worker
 
     def _stop(self, worker: Any) -> None:
         """End a process and the compiler that it started, which are a group of their own."""

@@ -209,21 +209,16 @@ def write_bundle(
     }
     cubins = {program.cubin_name: artifacts[program.arch, program.fingerprint].cubin for program in programs}
     index["hashes"] = {name: hashlib.sha256(cubin).hexdigest() for name, cubin in cubins.items()}
-    contents = io.BytesIO()
+    first, contents = (json.dumps(index, sort_keys=True, indent=1) + "\n").encode(), io.BytesIO()
     with zipfile.ZipFile(contents, "w") as file:
-        _add(file, INDEX, (json.dumps(index, sort_keys=True, indent=1) + "\n").encode())
-        for name in sorted(cubins):
-            _add(file, name, cubins[name])
+        for name, data in [(INDEX, first), *sorted(cubins.items())]:
+            file.writestr(zipfile.ZipInfo(name, EPOCH), data, compress_type=zipfile.ZIP_DEFLATED)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, contents.getvalue())
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; give another path") from error
     return len(contents.getvalue())
-
-
-def _add(file: zipfile.ZipFile, name: str, data: bytes) -> None:
-    file.writestr(zipfile.ZipInfo(name, EPOCH), data, compress_type=zipfile.ZIP_DEFLATED)
 
 
 def read_bundle(path: Path) -> Bundle:

@@ -141,7 +141,12 @@ def prepare(
         raise ConfigError(f"nothing is tuned for {arch}; run: tiledsched tune {where} --arch {arch}")
     device = device or next((entry.device_name for entry in mine), "")
     wanted = list(dict.fromkeys(each for problem in asked for each in (problem, *likely(problem))))
-    files = _ProgramFiles(kernel, arch, settings, artifacts.host_arch)
+
+    def files(schedule: Schedule, problem: Problem) -> list[Path | None]:
+        """The file of each launch on contiguous arrays, which this machine has of programs for its own hosts."""
+        objects = make_kernel(kernel, schedule, problem, settings, arch_spec(arch))
+        return [each.declared()[1] for each in objects] if artifacts.host_arch == host_arch() else []
+
     # Of a kernel that is known from its results only, the results go along: its programs are those of its own caller.
     has_code = any(each is not None for each in (kernel.function, kernel.entry, kernel.launches))
     found = _at_hand(arch, path, mine, kernel, artifacts) if has_code else {}
@@ -158,7 +163,7 @@ def prepare(
             if key not in needed
         }
         for key in [each for each in fresh if each not in found]:
-            known = files.read(*fresh[key])
+            known = _stored(files(*fresh[key]), arch)
             if known is not None:
                 found[key] = known
                 had.add(key)
@@ -196,7 +201,8 @@ def prepare(
         waiting = following
     built_pairs = {key: pair for key, pair in needed.items() if key in found}
     if path is None:
-        path, size = files.folder, sum(files.write(*pair, found[key]) for key, pair in built_pairs.items())
+        path, symbol = ProgramStore(default_cache_folder(settings.cache)).folder / arch, launches.symbol(kernel)
+        size = sum(_store(files(*pair), symbol, found[key]) for key, pair in built_pairs.items())
     else:
         programs = [
             BundledProgram(
@@ -234,42 +240,21 @@ def prepare(
     )
 
 
-class _ProgramFiles:
-    """The files of a kernel's programs in the cache folder, by schedule and problem.
+def _stored(paths: Sequence[Path | None], arch: str) -> Artifact | None:
+    """The machine code of the launches whose programs are in some files; None where some have to be compiled."""
+    programs = [read_program(path) if path else None for path in paths]
+    with suppress(TiledschedError):
+        if programs and all(each is not None and each.cubin for each in programs):
+            return join([read_artifact(each.cubin, arch) for each in programs if each is not None])
+    return None
 
-    Args:
-        kernel: the kernel.
-        arch: the GPU's.
-        settings: say where the cache folder is.
-        host: the architecture of the hosts; of other hosts than this one, nothing is there.
-    """
 
-    def __init__(self, kernel: KernelClass, arch: str, settings: Settings, host: str) -> None:
-        self._kernel, self._arch, self._settings, self._mine = kernel, arch, settings, host == host_arch()
-        self.folder = ProgramStore(default_cache_folder(settings.cache)).folder / arch
-
-    def _paths(self, schedule: Schedule, problem: Problem) -> list[Path | None]:
-        """The file of each launch on contiguous arrays."""
-        objects = make_kernel(self._kernel, schedule, problem, self._settings, arch_spec(self._arch))
-        return [each.declared()[1] for each in objects] if self._mine else []
-
-    def read(self, schedule: Schedule, problem: Problem) -> Artifact | None:
-        """The machine code of all launches; None where some have to be compiled."""
-        paths = self._paths(schedule, problem)
-        programs = [read_program(path) if path else None for path in paths]
-        if not programs or not all(each is not None and each.cubin for each in programs):
-            return None
-        with suppress(TiledschedError):
-            return join([read_artifact(each.cubin, self._arch) for each in programs if each is not None])
-        return None
-
-    def write(self, schedule: Schedule, problem: Problem, artifact: Artifact) -> int:
-        """Keep the machine code of all launches; returns its bytes."""
-        symbol = launches.symbol(self._kernel)
-        for path, cubin in zip(self._paths(schedule, problem), parts_with_host_code(artifact.cubin), strict=True):
-            if path is not None and not path.exists():
-                write_program(path, StoredProgram(cubin=cubin, symbol=symbol))
-        return len(artifact.cubin)
+def _store(paths: Sequence[Path | None], symbol: str, artifact: Artifact) -> int:
+    """Keep the machine code of each launch in its file; returns its bytes."""
+    for path, cubin in zip(paths, parts_with_host_code(artifact.cubin), strict=True):
+        if path is not None and not path.exists():
+            write_program(path, StoredProgram(cubin=cubin, symbol=symbol))
+    return len(artifact.cubin)
 
 
 def renamed_by_contents(done: Prepared, name: str) -> Prepared:
