@@ -20,9 +20,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-from tiledsched.build import artifacts
+from tiledsched.build import sealed
 from tiledsched.build.compiler import Built
 from tiledsched.build.cubin import Artifact
+from tiledsched.build.store import ProgramStore
 from tiledsched.core import config, data_files
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import Failure, FailureKind, MeasureError, NoValidScheduleError
@@ -177,7 +178,7 @@ def on_a_disk_that_may_be_full(write):
     return written
 
 
-copy, write_whole = shutil.copyfile, artifacts.write_whole
+copy, write_whole = shutil.copyfile, sealed.write_whole
 
 
 def begin(problem, progress) -> None:
@@ -192,8 +193,8 @@ def begin(problem, progress) -> None:
     if once(f"error-{number}"):
         raise MeasureError("the GPU has fallen off the bus; run: tiledsched doctor")
     if full().exists():
-        local_store.shutil.copyfile, artifacts.write_whole = map(on_a_disk_that_may_be_full, (copy, write_whole))
-        artifacts.ArtifactStore().put(Artifact(arch="sm_90", fingerprint="f" * 24, facts=None, cubin=b""))
+        local_store.shutil.copyfile, sealed.write_whole = map(on_a_disk_that_may_be_full, (copy, write_whole))
+        ProgramStore().put(Artifact(arch="sm_90", fingerprint="f" * 24, facts=None, cubin=b""))
     if (folder() / f"fail-{number}").exists():
         raise NoValidScheduleError("no schedule works; relax the constraints")
 

@@ -25,7 +25,7 @@ import tiledsched
 from tiledsched.core import data_files
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import TiledschedError
-from tiledsched.core.launch import steps
+from tiledsched.core.launches import steps
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import SHIPPED, kernel_named
 from tiledsched.core.schedule import Schedule
@@ -174,7 +174,7 @@ def compiler() -> str:
 
 
 def class_of(p: Problem, s: Schedule) -> str:
-    from tiledsched.core.launch import problem_class
+    from tiledsched.core.launches import problem_class
 
     return problem_class(p.declaration, p, s, arch_spec(ARCH)).id
 

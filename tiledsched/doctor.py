@@ -24,9 +24,9 @@ from rich.filesize import decimal
 
 from tiledsched import __version__
 from tiledsched.build import toolchain
-from tiledsched.build.artifacts import default_cache_folder
 from tiledsched.build.compiler import MISLEADING_VARIABLES
 from tiledsched.build.host_code import host_arch
+from tiledsched.build.store import default_cache_folder
 from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.device import ARCHS, arch_spec
 from tiledsched.core.errors import CompilerError, ConfigError, TiledschedError

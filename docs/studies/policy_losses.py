@@ -33,7 +33,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.report.document import Table, to_markdown
 from tiledsched.rivals.rows import read_rows
-from tiledsched.serve.transfer import NEAR_KIND, ExpectedLoss, LossBand, transfer
+from tiledsched.serve.transfer import NEAR_KIND, ExpectedLoss, transfer
 from tiledsched.store.evidence import for_compiler
 from tiledsched.store.exchange import read_table, read_text
 from tiledsched.store.records import Entry

@@ -16,7 +16,7 @@ from tiledsched.core.cases import output_specs
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import UnsupportedError
 from tiledsched.core.fields import Flag
-from tiledsched.core.launch import steps, tile_kernels
+from tiledsched.core.launches import steps, tile_kernels
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.rivals import Arrays, Call, Method
 from tiledsched.core.schedule import KnobValue, Schedule
