@@ -32,6 +32,7 @@ from tiledsched.core.device import ARCHS, arch_spec
 from tiledsched.core.errors import CompilerError, ConfigError, TiledschedError
 from tiledsched.core.extras import installing, package_version
 from tiledsched.core.processes import SAFE_PATH
+from tiledsched.core.text import plural
 from tiledsched.measure import nvml
 
 if TYPE_CHECKING:
@@ -287,7 +288,7 @@ def _cupy(machine: Machine) -> Finding:
     if not count:
         remedy = f"check CUDA_VISIBLE_DEVICES and the driver, or reinstall: {installing('gpu')}"
         return Finding("broken", f"{detail} sees no GPU: {error or 'it counts none'}", remedy)
-    detail += f" sees {_plural(count, 'GPU', 'GPUs')}"
+    detail += f" sees {plural(count, 'GPU', 'GPUs')}"
     if found[0] not in ("cupy-cuda13x", "cupy"):
         return Finding("warn", f"{detail}, but is not built for CUDA 13", f"if measuring fails: {again}")
     return Finding("ok", detail)
@@ -360,7 +361,7 @@ def _database(machine: Machine) -> Finding:
     with TuningDB.open(machine.settings.db, read_only=True) as db:
         counts = Counter(entry.provenance for entry in db.entries())
         where = url.database if url.get_backend_name() == "sqlite" else db.url
-        detail = f"{where}: schema {db.schema_revision}, {_plural(counts.total(), 'entry', 'entries')}"
+        detail = f"{where}: schema {db.schema_revision}, {plural(counts.total(), 'entry', 'entries')}"
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
     return Finding("ok", f"{detail} ({kinds})" if kinds else detail)
 
@@ -368,7 +369,7 @@ def _database(machine: Machine) -> Finding:
 def _layers(machine: Machine) -> Finding:
     """Where entries are served from, the uppermost layer first."""
     detail = "; ".join(
-        f"{layer.name} ({layer.where}): {_plural(len(layer.entries), 'entry', 'entries')}"
+        f"{layer.name} ({layer.where}): {plural(len(layer.entries), 'entry', 'entries')}"
         for layer in reversed(machine.layers)
     )
     wrong = "; ".join(layer.error for layer in machine.layers if layer.error)
@@ -394,7 +395,7 @@ def _evidence(machine: Machine) -> Finding:
         return Finding("ok", f"nothing was measured{where}")
     counts = Counter(entry.compiler or "unknown" for entry in measured)
     by_compiler = ", ".join(f"{count} with tileiras {version}" for version, count in sorted(counts.items()))
-    detail = f"{_plural(counts.total(), 'entry', 'entries')} measured{where}: {by_compiler}"
+    detail = f"{plural(counts.total(), 'entry', 'entries')} measured{where}: {by_compiler}"
     changed, old = stale_by_cause(for_compiler(measured, here), here)
     remedies = []
     if changed:
@@ -419,7 +420,7 @@ def _cache(machine: Machine) -> Finding:
         return Finding("broken", f"{folder} cannot be written", "name another folder with TILEDSCHED_CACHE")
     free = machine.free_bytes(existing)
     sizes = [path.stat().st_size for path in folder.rglob("*") if os.path.isfile(path)]
-    what = f"{_plural(len(sizes), 'file', 'files')}, {decimal(sum(sizes))}" if existing == folder else "will be created"
+    what = f"{plural(len(sizes), 'file', 'files')}, {decimal(sum(sizes))}" if existing == folder else "will be created"
     detail = f"{folder}: {what}; {decimal(free)} free"
     if free >= LITTLE_SPACE:
         return Finding("ok", detail)
@@ -458,7 +459,3 @@ def _split(error: TiledschedError) -> tuple[str, str]:
 def _numbers(version: str) -> tuple[int, ...]:
     """(2, 11, 0) for 2.11.0+cu130."""
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
-
-
-def _plural(count: int, one: str, many: str) -> str:
-    return f"{count:,} {one if count == 1 else many}"

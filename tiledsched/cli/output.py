@@ -73,11 +73,6 @@ def note(text: str) -> None:
         return
 
 
-def plural(count: int, one: str, many: str = "") -> str:
-    """A count and what is counted, e.g. `1 problem` or `1,200 problems`."""
-    return f"{count:,} {one if count == 1 else many or one + 's'}"
-
-
 def print_wrapped(text: str, indent: str = "", *, hanging: str | None = None) -> None:
     """Print one paragraph. Words are never cut, so that no part of a schedule is lost.
 

@@ -26,12 +26,13 @@ from tiledsched.cli.app import (
     problem_options,
     target_option,
 )
-from tiledsched.cli.output import note, plural, print_next
+from tiledsched.cli.output import note, print_next
 from tiledsched.cli.problems import matching, named_problems
 from tiledsched.core.blame import did_you_mean
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import SHIPPED
+from tiledsched.core.text import plural
 from tiledsched.measure.nvml import UNNAMED
 from tiledsched.store.records import PROVENANCES
 from tiledsched.tuning.options import TuneOptions

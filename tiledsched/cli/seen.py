@@ -13,10 +13,11 @@ import click
 from click.core import ParameterSource
 
 from tiledsched.cli.app import Invocation, option
-from tiledsched.cli.output import note, plural, print_wrapped, program, table_lines
+from tiledsched.cli.output import note, print_wrapped, program, table_lines
 from tiledsched.cli.problems import matching
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.text import duration, plural
 from tiledsched.store.seen import Seen, SeenProblem, clear_seen, read_seen, seen_folder
 
 if TYPE_CHECKING:
@@ -246,10 +247,10 @@ def _cells(row: SeenWorth) -> tuple[str, ...]:
     served = row.served
     if served is None:
         return "?", f"~{row.calls:,}", "?", "?", row.seen.rival or row.seen.provenance, row.seen.problem.kernel
-    us = "?" if row.call_us is None else f"{_time(row.call_us)}{'' if row.is_measured else ' m'}"
+    us = "?" if row.call_us is None else f"{duration(row.call_us)}{'' if row.is_measured else ' m'}"
     loss = f"{row.served_loss:.1%}{'' if row.is_known else ' a'}"
     by = row.rival or f"{served.provenance}{', stale' if served.stale else ''}"
-    return _time(row.win_us), f"~{row.calls:,}", us, loss, by, row.seen.problem.kernel
+    return duration(row.win_us), f"~{row.calls:,}", us, loss, by, row.seen.problem.kernel
 
 
 def _marks(rows: Sequence[SeenWorth]) -> list[str]:
@@ -279,11 +280,3 @@ def _marks(rows: Sequence[SeenWorth]) -> list[str]:
     }
     marks += [f"?: nothing can be served for {each}, which has no search space." for each in sorted(unserved)]
     return marks
-
-
-def _time(us: float) -> str:
-    """A time in seconds, milliseconds or microseconds."""
-    for unit, size in (("s", 1e6), ("ms", 1e3)):
-        if us >= size:
-            return f"{us / size:.3g} {unit}"
-    return f"{us:.3g} us"

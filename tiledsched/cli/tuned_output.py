@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiledsched.cli.output import plural, print_wrapped
+from tiledsched.cli.output import print_wrapped
 from tiledsched.core.extras import installing
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import KernelClass, Problem, describe_values, rate_text
 from tiledsched.core.space import RACED, UNKNOWN
+from tiledsched.core.text import plural
 
 if TYPE_CHECKING:
     from tiledsched.checking.schedules import CheckRow
