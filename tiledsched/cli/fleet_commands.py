@@ -26,8 +26,7 @@ from tiledsched.cli.bench_commands import bench
 from tiledsched.cli.output import note
 from tiledsched.cli.problems import named_problems
 from tiledsched.cli.result_commands import written_report
-from tiledsched.cli.seen import choose as choose_seen
-from tiledsched.cli.seen import ranked
+from tiledsched.cli.seen_flag import ranked, select
 from tiledsched.cli.tuning_commands import measured_problems, needs_folder, record, refresh, tune
 from tiledsched.core.blame import did_you_mean
 from tiledsched.core.errors import ConfigError
@@ -212,15 +211,12 @@ def _plan_seen(
 
     kernel: KernelClass = given["kernel"]
     more = {"filters": given["problem"], "suite": given.get("suite")}
-    found = choose_seen(run, given["seen"], kernel=kernel.name, archs=archs, **more)
+    found = select(run, given["seen"], kernel=kernel.name, archs=archs, **more)
     by_arch: dict[str, list[Problem]] = {arch: [] for arch in archs}
     for row in ranked(run, found):
         by_arch[row.seen.arch].append(row.seen.problem)
     if name == "refresh":
-        by_arch = {
-            arch: [each for each in measured_problems(run, kernel, arch, ()) if each in found]
-            for arch, found in by_arch.items()
-        }
+        by_arch = {arch: measured_problems(run, kernel, arch, among=found) for arch, found in by_arch.items()}
     problems = list(dict.fromkeys(problem for each in by_arch.values() for problem in each))
     planned = plan(name, kernel, problems, archs, options=options, limits=limits)
     return dataclasses.replace(planned, problems=by_arch)

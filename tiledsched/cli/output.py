@@ -88,6 +88,12 @@ def print_wrapped(text: str, indent: str = "", *, hanging: str | None = None) ->
     print(wrapper.fill(text))
 
 
+def print_lines(*lines: str) -> None:
+    """Print indented paragraphs; those that are empty are left out."""
+    for line in filter(None, lines):
+        print_wrapped(line, "  ")
+
+
 def table_lines(columns: Sequence[str], rows: Iterable[Iterable[Any]], right: Collection[str] = ()) -> list[str]:
     """The lines of a table, its head first.
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiledsched.cli.output import print_wrapped
+from tiledsched.cli.output import print_lines, print_wrapped
 from tiledsched.core.extras import installing
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import KernelClass, Problem, describe_values, rate_text
@@ -47,9 +47,7 @@ def tune_result_json(result: TuneResult) -> dict[str, Any]:
 
 def print_tuned(report: TuneReport, replayed: str = "") -> None:
     """Print for each problem what wins, by how much, and what it took to find it; of a replay, on which GPU it was recorded."""
-    how = "measured"
     if replayed:
-        how = "replayed"
         print_wrapped(
             f"Nothing was measured or stored: times are drawn from those that were recorded on {replayed}. What is served "
             "stays as it is."
@@ -63,29 +61,24 @@ def print_tuned(report: TuneReport, replayed: str = "") -> None:
             f"Nothing was measured: this run used no {report.arch} GPU. {built}, and the performance model ranked the "
             "programs. On a machine with that GPU, tune measures, unless --runner none is given."
         )
+    how = "replayed" if replayed else "measured"
     for result, entry in zip(report.results, report.entries, strict=True):
         print()
         print_wrapped(f"{entry.problem} on {entry.device_name or entry.arch}")
-        print_wrapped(entry.schedule.short(), "  ")
-        print_wrapped(_verdict(result, entry, how), "  ")
-        if result.numbers:
-            print_wrapped(str(result.numbers), "  ")
-        if entry.rivals:
-            print_wrapped(_rivals(entry.rivals, entry.problem.declaration), "  ")
         of = f" of {result.schedules + result.left}" if not report.measured else ""
-        did = "" if replayed else f"; {result.compiled} compiled now"
-        did += f", {result.measured} {how}" if report.measured else ""
-        print_wrapped(
-            f"{result.schedules}{of} schedules built, {result.programs} distinct programs{did}, {result.failed} failed, "
-            f"{result.seconds:.1f} s",
-            "  ",
+        compiled = f"; {result.compiled} compiled now" if not replayed else ""
+        measured = f", {result.measured} {how}" if report.measured else ""
+        print_lines(
+            entry.schedule.short(),
+            _verdict(result, entry, how),
+            str(result.numbers or ""),
+            _rivals(entry.rivals, entry.problem.declaration) if entry.rivals else "",
+            f"{result.schedules}{of} schedules built, {result.programs} distinct programs{compiled}{measured}, "
+            f"{result.failed} failed, {result.seconds:.1f} s",
+            f"did not build: {result.why_failed}" if result.why_failed else "",
+            "" if result.candidates is None else _candidates(result.candidates),
+            f"clock held down {result.held_down}" if result.held_down else "",
         )
-        if result.why_failed:
-            print_wrapped(f"did not build: {result.why_failed}", "  ")
-        if result.candidates is not None:
-            print_wrapped(_candidates(result.candidates), "  ")
-        if result.held_down:
-            print_wrapped(f"clock held down {result.held_down}", "  ")
     if any(result.held_down for result in report.results):
         print()
         print_wrapped(LOW_CLOCK)
@@ -101,15 +94,12 @@ def print_tuned_seen(done: SeenTune, tuned: int) -> None:
     for report in done.reports:
         print_tuned(report)
     print()
-    results = sum(len(each.results) for each in done.reports)
-    text = f"{plural(results, 'problem')} done"
-    if tuned:
-        text += f", {tuned} tuned before"
-    print_wrapped(f"{text}.")
-    for problem in done.raced:
-        print_wrapped(f"only raced against rivals, not searched: {problem.kernel} {problem}", "  ")
-    for problem, why in done.left.items():
-        print_wrapped(f"left: {problem.kernel} {problem}: {why}", "  ")
+    results = plural(sum(len(each.results) for each in done.reports), "problem")
+    print_wrapped(f"{results} done{f', {tuned} tuned before' if tuned else ''}.")
+    print_lines(
+        *(f"only raced against rivals, not searched: {problem.kernel} {problem}" for problem in done.raced),
+        *(f"left: {problem.kernel} {problem}: {why}" for problem, why in done.left.items()),
+    )
     if done.raced or done.left:
         print_wrapped("The same command goes on with these, most worthwhile first; a longer --budget reaches more.")
 
@@ -176,25 +166,22 @@ def print_refreshed(report: RefreshReport) -> None:
     from tiledsched.store.evidence import throttled
 
     for row in report.rows:
-        was = row.was
+        was, now, lines = row.was, row.now, list[str]()
         if row.outcome == "kept":
             continue
         print_wrapped(f"{was.problem} on {was.device_name}, {was.regime}: {row.why}")
-        print_wrapped(
-            f"was  {was.median_us:.1f} us, tileiras {was.compiler or 'unknown'}: {was.schedule.short()}", "  "
-        )
-        if row.now is not None and row.now.median_us is not None and row.change is not None:
-            print_wrapped(f"now  {row.now.median_us:.1f} us ({row.change:+.1%}): {row.now.schedule.short()}", "  ")
-            if row.same_numbers is not None:
-                print_wrapped(
-                    f"its results are {'the same' if row.same_numbers else 'not the same'}, bit for bit", "  "
-                )
-            if row.now.same_numbers:
-                print_wrapped(row.now.same_numbers, "  ")
-            if slowed := throttled(row.now, {}):
-                print_wrapped(f"clock held down {slowed}", "  ")
-        for schedule in row.leaders[1:] if row.now is None else ():
-            print_wrapped(f"to race against it: {schedule.short()}", "  ")
+        if now is None:
+            lines = [f"to race against it: {schedule.short()}" for schedule in row.leaders[1:]]
+        elif now.median_us is not None and row.change is not None:
+            same, slowed = "the same" if row.same_numbers else "not the same", throttled(now, {})
+            lines = [
+                f"now  {now.median_us:.1f} us ({row.change:+.1%}): {now.schedule.short()}",
+                "" if row.same_numbers is None else f"its results are {same}, bit for bit",
+                now.same_numbers or "",
+                f"clock held down {slowed}" if slowed else "",
+            ]
+        compiler = was.compiler or "unknown"
+        print_lines(f"was  {was.median_us:.1f} us, tileiras {compiler}: {was.schedule.short()}", *lines)
     name = report.kernel.name
     total = report.current + len(report.rows)
     if not total:
