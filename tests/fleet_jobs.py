@@ -15,8 +15,10 @@ import functools
 import os
 import shutil
 import signal
+import threading
 import time
 from contextlib import contextmanager
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from unittest.mock import patch
 
@@ -29,6 +31,7 @@ from tiledsched.core.errors import Failure, FailureKind, MeasureError, NoValidSc
 from tiledsched.core.space_files import space_for
 from tiledsched.fleet import jobs as real
 from tiledsched.fleet import local_store
+from tiledsched.fleet.clock import Clock
 from tiledsched.fleet.gpus import Gpu
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
@@ -43,6 +46,24 @@ PROGRAMS = 8
 OTHER = "13.4.10"
 """A compiler of which nothing ships."""
 NAMES = {"sm_90": "NVIDIA Replayed", "sm_100": "NVIDIA Replayed B"}
+
+
+class MovedClock:
+    """A time that stands until a test moves it, or somebody waits."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.clock = Clock(now=self.now, monotonic=lambda: self.seconds, wait=self.wait)
+
+    def now(self) -> datetime:
+        return datetime(2026, 1, 1, tzinfo=timezone.utc) + timedelta(seconds=self.seconds)
+
+    def pass_s(self, seconds: float) -> None:
+        self.seconds += seconds
+
+    def wait(self, seconds: float, stop: threading.Event | None = None) -> bool:
+        self.seconds += seconds
+        return stop is not None and stop.is_set()
 
 
 def problems(count: int, first: int = 1):
