@@ -12,7 +12,6 @@ import pytest
 
 from tiledsched import __version__, doctor
 from tiledsched.build import toolchain
-from tiledsched.cli import main
 from tiledsched.cli.machine_commands import print_findings
 from tiledsched.core.extras import installing
 from tiledsched.measure.runner import Device
@@ -324,10 +323,9 @@ def test_text_is_aligned_and_as_wide_as_the_terminal(machine, capsys, monkeypatc
     assert " ".join(narrow.split()) == " ".join(text.split())
 
 
-def test_the_command_looks_at_the_database_that_is_named(parts, tmp_path, capsys):
+def test_the_command_looks_at_the_database_that_is_named(parts, tmp_path, cli):
     TuningDB.open(tmp_path / "named.db").close()
-    assert main(["doctor", "--db", str(tmp_path / "named.db"), "--json"], devices=list) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = cli(["doctor", "--db", str(tmp_path / "named.db"), "--json"], devices=list).json
     assert found["schema_version"] == 1
     (database,) = [each for each in found["findings"] if each["name"] == "database"]
     assert database["detail"].startswith(str(tmp_path / "named.db"))

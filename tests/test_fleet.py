@@ -284,7 +284,7 @@ def test_who_is_told_to_stop_ends_in_ten_seconds_and_loses_nothing(home, leases)
 
 
 @pytest.mark.slow
-def test_the_commands_show_what_is_done_and_an_odd_gpu_stores_under_a_name_of_its_own(home, leases, capsys) -> None:
+def test_the_commands_show_what_is_done_and_an_odd_gpu_stores_under_a_name_of_its_own(home, leases, cli) -> None:
     mine = "GPU-sm_90-here-0"
     (home / f"slow-{mine}").write_text("1.2")
     (home / "fail-2").touch()
@@ -293,22 +293,19 @@ def test_the_commands_show_what_is_done_and_an_odd_gpu_stores_under_a_name_of_it
         gpu = f"GPU-{place}"
         told = {"fingerprint": "c" * 24, "median_us": us, "ci_low_us": us - 0.1, "ci_high_us": us + 0.1}
         leases.note_control(campaign.id, join(leases, campaign, gpu, hostname="there"), gpu, "sm_90", told)
-    assert main(["fleet", "work", "--json"]) == 0
-    assert json.loads((said := capsys.readouterr()).out)["gpus"] == 1
+    assert json.loads((said := cli(["fleet", "work", "--json"])).out)["gpus"] == 1
     assert "its evidence is kept apart" in said.err
     assert [each.device_name for each in leases.db.entries()] == ["NVIDIA Replayed (GPU-sm_90-he)"]
-    assert main(["fleet", "status", "--json"]) == 1
-    said = json.loads(capsys.readouterr().out)
+    said = cli(["fleet", "status", "--json"], code=1).json
     assert (said["campaign"], said["status"], said["done"], said["failed"]) == (campaign.id, "done", 1, 1)
     assert [(each["done"], each["state"]) for each in said["workers"] if each["gpu"] == mine] == [(1, "ended")]
     assert said["rate_per_hour"] > 0
     assert {each["gpu"]: each["apart"] for each in said["spread"] if each["named"]} == {mine: True, "GPU-2": False}
 
 
-def test_the_status_of_a_campaign_is_printed(home, capsys) -> None:
+def test_the_status_of_a_campaign_is_printed(cli, home, capsys) -> None:
     """One problem is done, one failed, a third is with a worker whose GPU is hot, and nobody has the fourth."""
-    assert main(["fleet", "status"]) == 2  # there is no database yet
-    assert "there is no database" in capsys.readouterr().err
+    assert "there is no database" in cli(["fleet", "status"], code=2).err
     moved = fleet_jobs.MovedClock()
     with TuningDB.open(home / "x.db") as db:
         leases = Leases(db, clock=moved.clock)
@@ -331,10 +328,9 @@ def test_the_status_of_a_campaign_is_printed(home, capsys) -> None:
     assert main(["fleet", "work", "nonsense"]) == 2
 
 
-def test_a_campaign_is_opened_with_the_options_of_its_command(home, capsys) -> None:
+def test_a_campaign_is_opened_with_the_options_of_its_command(home, cli) -> None:
     words = ["fleet", "run", "tune", "softmax", "--arch", "sm_90,sm_100", "-p", "rows=64,columns=64", "--open-only"]
-    assert main(words) == 0
-    opened = capsys.readouterr().out.split()[-1]
+    opened = cli(words).out.split()[-1]
     with TuningDB.open(home / "x.db") as db:
         told = Leases(db).campaign(opened)
         assert Leases(db).open_archs(opened) == {"sm_90", "sm_100"}

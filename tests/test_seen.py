@@ -326,7 +326,7 @@ def said(capsys):
     return " ".join(found.out.split()), " ".join(found.err.split())
 
 
-def test_one_command_tunes_what_was_seen_and_then_nothing_is_left(home, kernels, capsys):
+def test_one_command_tunes_what_was_seen_and_then_nothing_is_left(cli, home, kernels, capsys):
     first, second = kernels
     note(home, (first.problem(rows=64), 9), (second.problem(rows=640), 5000))
     note(home, (second.problem(rows=640), 5000), (second.problem(rows=128), 1))
@@ -337,14 +337,12 @@ def test_one_command_tunes_what_was_seen_and_then_nothing_is_left(home, kernels,
     assert "~10,000" in out
     assert out.index("rows=640") < out.index("rows=64 ")
     assert "tiledsched tune --seen --budget 600" in out
-    assert main(["tune", "--seen", "--budget", "600", "--effort", "quick", "--json"], **given) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = cli(["tune", "--seen", "--budget", "600", "--effort", "quick", "--json"], **given).json
     assert found["schema_version"] == 1
     assert {each["schedule"]["TILE"] for each in found["entries"]} == {32}
     assert (len(found["entries"]), found["left"], found["only_raced"], found["already_tuned"]) == (3, [], [], 0)
     assert machine.began[0] == 640
-    assert main(["show", "--seen", "--json"], **given) == 0
-    rows = json.loads(capsys.readouterr().out)["seen"]
+    rows = cli(["show", "--seen", "--json"], **given).json["seen"]
     assert {(each["now"]["provenance"], each["now_rival"], each["us_is"]) for each in rows} == {
         ("measured", "other", "measured")
     }
@@ -377,15 +375,14 @@ def test_ctrl_c_keeps_what_was_found(home, kernels, capsys):
         assert [(each.problem.rows, each.source) for each in db.entries()] == [(128, f"tune run 1, {NO_SEARCH}")]
 
 
-def test_refresh_and_report_are_of_what_was_seen(home, kernels, capsys):
+def test_refresh_and_report_are_of_what_was_seen(home, kernels, cli):
     first, second = kernels
     note(home, (first.problem(rows=64), 9), (second.problem(rows=128), 9))
     machine = Machine()
     given = {"tools": machine.tools, "devices": lambda: [H200]}
     with Session("sm_90", tools=machine.tools) as session:
         session.tune(first, [first.problem(rows=64), first.problem(rows=640)])
-    assert main(["refresh", "--seen", "--json"], **given) == 0
-    found = capsys.readouterr()
+    found = cli(["refresh", "--seen", "--json"], **given)
     (one,) = json.loads(found.out)["kernels"]
     assert (one["kernel"], one["current"]) == (first.name, 1)
     assert f"nothing of {second.name} that was seen is measured; run: tiledsched tune --seen" in found.err
@@ -462,11 +459,10 @@ def test_a_folder_may_be_named_and_forgotten(home, kernels, capsys):
     assert not (home / "elsewhere").exists()
 
 
-def test_damaged_lines_are_counted_and_a_line_fits_the_terminal(home, kernels, capsys):
+def test_damaged_lines_are_counted_and_a_line_fits_the_terminal(home, kernels, cli):
     note(home, (Attention.problem(seq_q=4096, seq_k=4096, head_dim=64, heads=16), 12345), layout="strided")
     (home / "seen" / "damaged.jsonl").write_text("{\n[]\n")
-    assert main(["show", "--seen"], devices=lambda: [H200]) == 0
-    found = capsys.readouterr()
+    found = cli(["show", "--seen"], devices=lambda: [H200])
     assert "2 damaged lines or files" in found.err
     assert max(map(len, found.out.splitlines())) <= 80
     assert "(strided arrays)" in found.out
@@ -481,15 +477,14 @@ def test_an_arch_without_a_search_space_is_told(home, kernels, capsys):
     assert "no kernel that was seen has a search space for sm_70" in said(capsys)[1]
 
 
-def test_a_fleet_does_what_was_seen_on_each_arch_most_worthwhile_first(home, kernels, capsys):
+def test_a_fleet_does_what_was_seen_on_each_arch_most_worthwhile_first(home, kernels, cli):
     from tiledsched.fleet.leases import Leases
 
     one, two = kernels[0].problem(rows=64), kernels[0].problem(rows=8192)
     note(home, (one, 9000), (two, 1))
     note(home, (two, 3), arch="sm_100", device="NVIDIA B200")
     words = ["fleet", "run", "tune", kernels[0].locator(), "--seen", "--arch", "sm_90,sm_100", "--open-only"]
-    assert main(words, devices=list) == 0
-    name = capsys.readouterr().out.strip()
+    name = cli(words, devices=list).out.strip()
     taken = {}
     with TuningDB.open(None) as db:
         leases = Leases(db)
