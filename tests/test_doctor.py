@@ -151,6 +151,8 @@ def test_what_is_wrong_is_found(whole, parts, name, versions, fields, status, wo
 
 
 def test_what_does_not_work_needs_what_is_not_there(whole, machine, parts, monkeypatch):
+    parts |= OLD
+    assert works(dataclasses.replace(whole), "measuring") == "no: needs arch"
     whole.list_devices, whole.find_driver = lambda: [GB10], lambda: ""
     assert works(whole, "measuring") == "on NVIDIA GB10 (sm_121)"
     monkeypatch.setenv("CUDA_HOME", "/usr/local/cuda-12.4")
@@ -160,8 +162,6 @@ def test_what_does_not_work_needs_what_is_not_there(whole, machine, parts, monke
     assert found(machine, "settings").status == "broken"
     assert "TILEDSCHED_REGIME" in found(machine, "settings").detail
     assert found(machine, "database").status == "ok"
-    parts |= OLD
-    assert works(dataclasses.replace(whole, list_devices=lambda: [H200]), "measuring") == "no: needs arch"
     monkeypatch.setattr(toolchain, "compiler_folder", lambda: None)
     assert found(machine, "compiler")[::2] == ("missing", toolchain.INSTALL)
     assert (found(machine, "targets").status, works(machine, "building")) == ("missing", "no: needs compiler")
