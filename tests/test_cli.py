@@ -85,6 +85,7 @@ ONE = "B=16,H=32,S=1024,D=64,causal=no"
 TWO = "B=16,H=32,S=1024:4096,D=64,causal=no"
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_the_whole_road_without_a_gpu(home, cli) -> None:
     (home / "my.toml").write_text(PLAIN)
@@ -128,6 +129,7 @@ def test_the_whole_road_without_a_gpu(home, cli) -> None:
     assert cli(["show", "--landscapes", "--json"]).json["landscapes"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_programs_are_built_then_recorded_and_another_run_measures_nothing(home, cli) -> None:
     from test_record import Gpu
@@ -598,6 +600,7 @@ def test_what_was_measured_is_answered_at_80_columns(capsys, monkeypatch, stored
     assert said == ANSWER if stored else "kept: a measured entry stands above" in said
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_a_newcomers_tune_ends_with_the_answer_and_commands_that_work(cli, home, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")

@@ -162,6 +162,9 @@ def test_what_does_not_work_needs_what_is_not_there(whole, machine, parts, monke
     assert found(machine, "settings").status == "broken"
     assert "TILEDSCHED_REGIME" in found(machine, "settings").detail
     assert found(machine, "database").status == "ok"
+
+
+def test_without_a_compiler_reports_can_be_written(machine, monkeypatch):
     monkeypatch.setattr(toolchain, "compiler_folder", lambda: None)
     assert found(machine, "compiler")[::2] == ("missing", toolchain.INSTALL)
     assert (found(machine, "targets").status, works(machine, "building")) == ("missing", "no: needs compiler")

@@ -108,6 +108,7 @@ def named() -> list[str]:
     return [word for problem in PROBLEMS for word in ("--problem", format_problem(problem))]
 
 
+@pytest.mark.slow
 def test_record_writes_the_landscapes_of_the_single_command(run, home) -> None:
     flags = ["--programs", "8", "--sustained-leaders", "2"]
     said = run("record", *named(), *flags, "--out", str(home / "fleet"))
@@ -132,6 +133,7 @@ def samples(stored):
     return {(each.measurement.schedule, each.measurement.fingerprint): each.measurement.samples_us for each in stored}
 
 
+@pytest.mark.slow
 def test_refresh_serves_what_the_single_command_does(run, home, monkeypatch) -> None:
     for path in ("x.db", "alone.db"):
         fill(home / path)
@@ -160,6 +162,7 @@ def test_refresh_serves_what_the_single_command_does(run, home, monkeypatch) -> 
     ) == len(PROBLEMS)
 
 
+@pytest.mark.slow
 def test_bench_writes_the_rows_of_the_single_command(run, home) -> None:
     fill(home / "x.db")
     fill(home / "alone.db")

@@ -107,12 +107,12 @@ def masked(text):
     [
         ("", WINNER, ""),
         ("throttled", THROTTLED, ""),
-        ("desktop", WINNER, ""),
+        pytest.param("desktop", WINNER, "", marks=pytest.mark.slow),
         ("desktop,training", WINNER, "4711 has the GPU open, and NVML does not tell here whether it runs"),
-        ("silent", WINNER, ""),
-        ("no-uuid", WINNER, ""),
-        ("mig", WINNER.replace("GBN", "GBN MIG Ng.Ngb"), ""),
-        ("two", WINNER, ""),
+        pytest.param("silent", WINNER, "", marks=pytest.mark.slow),
+        pytest.param("no-uuid", WINNER, "", marks=pytest.mark.slow),
+        pytest.param("mig", WINNER.replace("GBN", "GBN MIG Ng.Ngb"), "", marks=pytest.mark.slow),
+        pytest.param("two", WINNER, "", marks=pytest.mark.slow),
     ],
 )
 def test_a_tune_measures_and_says_so(spark, caplog, gpu, said, warned) -> None:
