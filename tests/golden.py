@@ -17,4 +17,4 @@ def check_golden(name: str, printed: str) -> None:
     if os.environ.get("WRITE_GOLDEN") == "1":
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(printed, encoding="utf-8")
-    assert printed == path.read_text(encoding="utf-8")
+    assert printed == path.read_text(encoding="utf-8"), "if that is what should be printed: WRITE_GOLDEN=1"
