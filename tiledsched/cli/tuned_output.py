@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.cli.output import print_lines, print_wrapped
+from tiledsched.cli.served_output import entry_json
 from tiledsched.core.extras import installing
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import KernelClass, Problem, describe_values, rate_text
@@ -17,11 +18,8 @@ from tiledsched.core.text import plural
 if TYPE_CHECKING:
     from tiledsched.checking.schedules import CheckRow
     from tiledsched.measure.runner import RivalTime
-    from tiledsched.store.records import Entry, MergeResult
-    from tiledsched.tuning.record import RecordResult
-    from tiledsched.tuning.refresh import RefreshReport
-    from tiledsched.tuning.seen import SeenTune
-    from tiledsched.tuning.tuner import TuneReport, TuneResult
+    from tiledsched.store import records
+    from tiledsched.tuning import record, refresh, seen, tuner
 
 LOW_CLOCK = (
     "Times at a low clock decide little: let the GPU cool, or check its power supply (nvidia-smi -q -d PERFORMANCE), and tune "
@@ -31,7 +29,7 @@ NO_DIFFERENCE = 5e-4
 """Relative differences below this are printed as none."""
 
 
-def tune_result_json(result: TuneResult) -> dict[str, Any]:
+def tune_result_json(result: tuner.TuneResult) -> dict[str, Any]:
     """One problem's tuning, in numbers."""
     numbers = ("stored", "schedules", "programs", "compiled", "measured", "failed", "left", "over_default")
     return {
@@ -45,7 +43,15 @@ def tune_result_json(result: TuneResult) -> dict[str, Any]:
     }
 
 
-def print_tuned(report: TuneReport, replayed: str = "") -> None:
+def tuned_json(reports: Sequence[tuner.TuneReport]) -> dict[str, Any]:
+    """The `results` and `entries` of tunes, as `--json` prints them."""
+    return {
+        "results": [tune_result_json(result) for report in reports for result in report.results],
+        "entries": [entry_json(entry) for report in reports for entry in report.entries],
+    }
+
+
+def print_tuned(report: tuner.TuneReport, replayed: str = "") -> None:
     """Print for each problem what wins, by how much, and what it took to find it; of a replay, on which GPU it was recorded."""
     if replayed:
         print_wrapped(
@@ -84,7 +90,7 @@ def print_tuned(report: TuneReport, replayed: str = "") -> None:
         print_wrapped(LOW_CLOCK)
 
 
-def print_tuned_seen(done: SeenTune, tuned: int) -> None:
+def print_tuned_seen(done: seen.SeenTune, tuned: int) -> None:
     """Print what a tune of the problems that were seen found, and what is left with what to do about it.
 
     Args:
@@ -117,7 +123,7 @@ def _candidates(rows: Mapping[str, int]) -> str:
     )
 
 
-def _verdict(result: TuneResult, entry: Entry, how: str) -> str:
+def _verdict(result: tuner.TuneResult, entry: records.Entry, how: str) -> str:
     """How fast the winner is and by how much it wins; or which stronger entry stays in its place."""
     from tiledsched.store.evidence import throttled
 
@@ -161,7 +167,7 @@ def print_report(files: Sequence[Path]) -> None:
         print_wrapped(f"Charts are drawn by a package that is not installed: {installing('report')}")
 
 
-def print_refreshed(report: RefreshReport) -> None:
+def print_refreshed(report: refresh.RefreshReport) -> None:
     """Print what was raced again or must be, a paragraph for each, and then a summary of all entries."""
     from tiledsched.store.evidence import throttled
 
@@ -206,7 +212,7 @@ def print_refreshed(report: RefreshReport) -> None:
     )
 
 
-def record_result_json(result: RecordResult) -> dict[str, Any]:
+def record_result_json(result: record.RecordResult) -> dict[str, Any]:
     """One problem of `record --json`."""
     numbers = ("wanted", "compiled", "measured", "failed", "failed_builds", "failed_programs", "complete")
     of_file = ("regime", "distinct_programs", "best_us", "best_tflops", "worst_ratio")
@@ -222,7 +228,7 @@ def record_result_json(result: RecordResult) -> dict[str, Any]:
     }
 
 
-def print_recorded(result: RecordResult) -> None:
+def print_recorded(result: record.RecordResult) -> None:
     """Print a line for each landscape of one problem, or for its builds where nothing was measured."""
     if not result.files:
         print(
@@ -294,7 +300,7 @@ def _range_text(rows: Sequence[CheckRow]) -> str:
     return describe_values(found)
 
 
-def print_merged(result: MergeResult) -> None:
+def print_merged(result: records.MergeResult) -> None:
     """Print what was taken into a database, and for evidence that contradicts it, the command that decides."""
     print(
         f"entries: {result.entries_added} added, {result.entries_replaced} replaced, {result.entries_kept} kept; "

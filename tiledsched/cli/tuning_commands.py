@@ -28,7 +28,6 @@ from tiledsched.cli.output import note, print_next
 from tiledsched.cli.problems import matching, named_problems
 from tiledsched.cli.result_commands import written_report
 from tiledsched.cli.seen_flag import by_kernel, only_arch, ranked, seen_option, select
-from tiledsched.cli.served_output import entry_json
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import KernelClass, Problem
@@ -100,8 +99,7 @@ def tune(
         found = session.tune(kernel, wanted, chosen, watcher=watcher, command={"words": run.words})
     files = written_report(run, kernel, [arch], report, regime=options["regime"]) if report else []
     if run.json:
-        results, entries = map(tuned_output.tune_result_json, found.results), map(entry_json, found.entries)
-        run.print({"run": found.run_id, "results": list(results), "entries": list(entries), "files": files})
+        run.print({"run": found.run_id, **tuned_output.tuned_json([found]), "files": files})
         return 0
     tuned_output.print_tuned(found)
     if files:
@@ -137,12 +135,9 @@ def _tune_seen(run: Invocation, found: Seen, chosen: TuneOptions, jobs: int | No
         for file in written_report(run, each.kernel, [arch], f"{report}/{each.kernel.name}", regime=chosen.regime)
     ]
     if run.json:
-        results = [tuned_output.tune_result_json(result) for each in done.reports for result in each.results]
-        entries = [entry_json(entry) for each in done.reports for entry in each.entries]
         left = [{"problem": problem, "why": why} for problem, why in done.left.items()]
-        runs = [each.run_id for each in done.reports]
-        more = {"already_tuned": tuned, "only_raced": list(done.raced), "left": left}
-        run.print({"runs": runs, "results": results, "entries": entries, **more, "files": files})
+        more = {"already_tuned": tuned, "only_raced": list(done.raced), "left": left, "files": files}
+        run.print({"runs": [each.run_id for each in done.reports], **tuned_output.tuned_json(done.reports), **more})
     else:
         tuned_output.print_tuned_seen(done, tuned)
         print(*files, sep="\n", end="\n" * bool(files))
@@ -160,8 +155,8 @@ def rehearse(run: Invocation, files: tuple[str, ...], chosen: TuneOptions) -> No
         with run.session(recording.arch) as session:
             found = session.tune(recording.kernel, recording.problems, chosen, watcher=watcher)
     if run.json:
-        entries = [entry_json(replace(each, provenance="replayed")) for each in found.entries]
-        run.print({"results": list(map(tuned_output.tune_result_json, found.results)), "entries": entries})
+        entries = [replace(each, provenance="replayed") for each in found.entries]
+        run.print(tuned_output.tuned_json([replace(found, entries=entries)]))
         return
     tuned_output.print_tuned(found, replayed=recording.device_name)
 
