@@ -18,3 +18,8 @@ def check_golden(name: str, printed: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(printed, encoding="utf-8")
     assert printed == path.read_text(encoding="utf-8"), "if that is what should be printed: WRITE_GOLDEN=1"
+
+
+def lacking(text: str, *words: str) -> list[str]:
+    """The words that a text does not have."""
+    return [each for each in words if each not in text]

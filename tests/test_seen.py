@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from fake_builds import FakeBuilds
+from golden import lacking
 from served_entries import SUMMARY, entry
 from test_search_tuner import LANDSCAPES, Recorded
 
@@ -394,17 +395,22 @@ def test_problems_that_a_budget_does_not_reach_are_named_with_what_to_do(home, k
     note(home, *((kernels[0].problem(rows=rows), 1) for rows in (64, 128)))
     machine = Machine()
     out, _ = said(cli(["tune", "--seen", "--budget", "0"], tools=machine.tools, devices=lambda: [H200]))
-    assert "left: " in out
-    assert "rows=64 float16: the budget ended first" in out
-    assert "only raced against rivals, not searched" in out
-    assert "The same command goes on with these" in out
+    assert (
+        lacking(
+            out,
+            "left: ",
+            "rows=64 float16: the budget ended first",
+            "only raced against rivals, not searched",
+            "The same command goes on with these",
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize("command", ["tune", "warmup", "refresh", "report", "show", "fleet run tune"])
 def test_nothing_seen_says_how_to_capture(command, home, cli):
     _, err = said(cli([*command.split(), "--seen"], devices=lambda: [H200], code=2))
-    assert "nothing was seen" in err
-    assert "TILEDSCHED_CAPTURE=1 python your_model.py" in err
+    assert lacking(err, "nothing was seen", "TILEDSCHED_CAPTURE=1 python your_model.py") == []
 
 
 @pytest.mark.parametrize(
@@ -460,8 +466,7 @@ def test_damaged_lines_are_counted_and_a_line_fits_the_terminal(home, kernels, c
     found = cli(["show", "--seen"], devices=lambda: [H200])
     assert "2 damaged lines or files" in found.err
     assert max(map(len, found.out.splitlines())) <= 80
-    assert "(strided arrays)" in found.out
-    assert "A tune measures contiguous arrays" in found.out
+    assert lacking(found.out, "(strided arrays)", "A tune measures contiguous arrays") == []
 
 
 def test_an_arch_without_a_search_space_is_told(home, kernels, cli):
