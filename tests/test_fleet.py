@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import errno
 import os
 import signal
 import socket
@@ -30,7 +30,6 @@ from tiledsched.cli import fleet_output, main
 from tiledsched.core.errors import ConfigError, DatabaseError, Failure, FailureKind, MeasureError
 from tiledsched.core.space_files import space_for
 from tiledsched.fleet import gpus, jobs, local
-from tiledsched.fleet import worker as worker_module
 from tiledsched.fleet.builds import SharedBuilds, build_key
 from tiledsched.fleet.campaign import CampaignPlan, Lease, Outcome, Setup
 from tiledsched.fleet.child import Child, why_not
@@ -41,7 +40,6 @@ from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.local import work
 from tiledsched.fleet.local_store import LocalStore, bring_home, whole
 from tiledsched.fleet.running import plan as plan_campaign
-from tiledsched.fleet.running import run
 from tiledsched.fleet.status import read_status
 from tiledsched.fleet.worker import Heart, Worker
 from tiledsched.kernels.softmax import Softmax
@@ -82,12 +80,6 @@ def plan(count, archs=("sm_90",), **more) -> CampaignPlan:
     return CampaignPlan(
         job="fleet_jobs:tune", kernel="attention", problems={arch: fleet_jobs.problems(count) for arch in archs}, **more
     )
-
-
-def outcomes(leases) -> Counter[str]:
-    """How attempts ended."""
-    with leases.db.reading() as session:
-        return Counter(session.scalars(sa.select(AttemptRow.outcome)))
 
 
 def softmax(columns=64, **more) -> BuildTask:
@@ -147,37 +139,6 @@ def test_what_crashes_hangs_or_fails_costs_its_attempt_and_the_campaign_ends(hom
     assert len(db.measurements()) >= 3 * 4
     assert (db.check(), gone(home)) == ([], True)
     assert list((home / "cache" / "fleet").glob("*/*")) == []  # all was brought home
-
-
-@pytest.mark.slow
-def test_a_full_disk_is_waited_for_and_after_that_the_list_names_it(home, leases, monkeypatch) -> None:
-    """Briefly full, it costs no attempt, though it is all a campaign has; others go on meanwhile."""
-    monkeypatch.setenv("FLEET_GPUS", "sm_90:2")
-    full = home / "full-GPU-sm_90-here-0"
-    full.touch()
-    (home / "stay-2").touch()
-    said = []
-
-    def hear(line: str) -> None:
-        said.append(line)
-        if "waits for room" in line and full.exists():
-            wait_for((home / "stays-2").exists)  # the other GPU has what was given back, or the next
-            full.unlink()
-        if leases.counts(campaign.id)["done"] == 2:
-            (home / "stay-2").unlink(missing_ok=True)
-
-    campaign = leases.open(plan(3))
-    assert work(str(home / "x.db"), campaign.id, say=hear).notes == ()
-    assert outcomes(leases) == {"done": 3, "released": 1}
-    full.touch()
-    monkeypatch.setenv("FLEET_GPUS", "sm_90:1")
-    monkeypatch.setattr(worker_module, "ROOM_S", 0.2)
-    status = run(plan(1, most_attempts=1), db=str(home / "x.db"), say=said.append)
-    assert (status.done, status.failed) == (0, 1)
-    why = "No space left on device; free some space there, or name another folder with TILEDSCHED_CACHE"
-    assert why in status.failures[0].message
-    assert sum("waits for room on its disk" in line and why in line for line in said) == 2
-    assert gone(home)
 
 
 class Pipe:
@@ -283,26 +244,6 @@ def test_who_is_told_to_stop_ends_in_ten_seconds_and_loses_nothing(home, leases)
     assert leases.counts(campaign.id)["done"] == 1
 
 
-@pytest.mark.slow
-def test_the_commands_show_what_is_done_and_an_odd_gpu_stores_under_a_name_of_its_own(home, leases, cli) -> None:
-    mine = "GPU-sm_90-here-0"
-    (home / f"slow-{mine}").write_text("1.2")
-    (home / "fail-2").touch()
-    campaign = leases.open(plan(2))
-    for place, us in enumerate((100.0, 100.1, 102.0, 100.2)):  # what others took
-        gpu = f"GPU-{place}"
-        told = {"fingerprint": "c" * 24, "median_us": us, "ci_low_us": us - 0.1, "ci_high_us": us + 0.1}
-        leases.note_control(campaign.id, join(leases, campaign, gpu, hostname="there"), gpu, "sm_90", told)
-    assert json.loads((said := cli(["fleet", "work", "--json"])).out)["gpus"] == 1
-    assert "its evidence is kept apart" in said.err
-    assert [each.device_name for each in leases.db.entries()] == ["NVIDIA Replayed (GPU-sm_90-he)"]
-    said = cli(["fleet", "status", "--json"], code=1).json
-    assert (said["campaign"], said["status"], said["done"], said["failed"]) == (campaign.id, "done", 1, 1)
-    assert [(each["done"], each["state"]) for each in said["workers"] if each["gpu"] == mine] == [(1, "ended")]
-    assert said["rate_per_hour"] > 0
-    assert {each["gpu"]: each["apart"] for each in said["spread"] if each["named"]} == {mine: True, "GPU-2": False}
-
-
 def test_the_status_of_a_campaign_is_printed(cli, home, capsys) -> None:
     """One problem is done, one failed, a third is with a worker whose GPU is hot, and nobody has the fourth."""
     assert "there is no database" in cli(["fleet", "status"], code=2).err
@@ -349,7 +290,7 @@ def test_a_host_with_another_compiler_source_or_version_takes_nothing(home, leas
         == []
     )
     assert leases.counts(campaign.id)["waiting"] == 1
-    assert outcomes(leases) == {}
+    assert leases.counts(campaign.id) == {"waiting": 1, "leased": 0, "done": 0, "failed": 0}
     with pytest.raises(ConfigError, match="tune has no option efort; its options are effort, trials"):
         plan_campaign("tune", Softmax, "llama", ["sm_90"], options={"efort": "quick"})
     job = find_job("fleet_jobs:tune")
@@ -399,6 +340,10 @@ def test_a_child_that_is_told_to_stop_too_early_begins_nothing(home, leases) -> 
     class Away(Store):
         database = Store.bring_home
 
+    class Full(Store):
+        def database(self, *given):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     lease = Lease(
         id=1, campaign_id="c", worker_id="w", attempt=1, arch="sm_90", problem=fleet_jobs.problems(1)[0], last=False
     )
@@ -410,39 +355,81 @@ def test_a_child_that_is_told_to_stop_too_early_begins_nothing(home, leases) -> 
     assert away.work(lease, None)[0] == "released"
     stop.clear()
     assert away.work(lease, None)[0] == "error"
+    assert child(home, leases, Pipe(), local_store=Full).work(lease, None)[0] == "full"
 
 
-class Stuck:
-    """A child whose GPU hangs so that nothing ends it."""
-
-    wrong, lost = "", False
-
-    def ask(self, *given, **named):
-        raise MeasureError("a working process cannot be killed: its GPU is stuck")
-
-    end = ask
-
-
-class Failing:
-    """A child that fails at everything."""
+class FakeChild:
+    """A child that gives these answers in turn, the last of them for ever; an error is raised."""
 
     wrong, lost = "", False
 
+    def __init__(self, *answers) -> None:
+        self.answers, self.killed = list(answers), False
+
     def ask(self, *given, **named):
-        return Outcome.ERROR, None, "cannot keep machine code; free some space there"
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
-    def end(self) -> None: ...
+    def end(self) -> None:
+        if isinstance(self.answers[0], Exception):
+            raise self.answers[0]
+
+    def kill(self) -> None:
+        self.killed = True
 
 
-def worker_of(leases, campaign, name="GPU-well", arch="") -> Worker:
+STUCK = MeasureError("a working process cannot be killed: its GPU is stuck")
+
+
+def worker_of(leases, campaign, name="GPU-well", arch="", **more) -> Worker:
     gpu = Gpu(uuid=name, name="", arch=arch)
-    return Worker(leases, "", campaign, gpu, jobs=1, stop=threading.Event())
+    return Worker(leases, "", campaign, gpu, jobs=1, stop=threading.Event(), **more)
+
+
+def test_a_full_disk_is_waited_for_and_after_that_the_failure_names_it(home) -> None:
+    """Briefly full, it costs no attempt, though it is all that a campaign has."""
+    full, moved, said = (Outcome.FULL, None, "No space left on device"), fleet_jobs.MovedClock(), []
+    with TuningDB.open(home / "x.db") as db:
+        leases = Leases(db, clock=moved.clock)
+        campaign = leases.open(plan(2, most_attempts=1))
+        child = FakeChild(full, full, (Outcome.DONE, {}, ""), full)
+        worker = worker_of(leases, campaign, say=said.append, start=lambda *given: child)
+        assert [worker.one() for _ in range(3)] == ["released", "released", "done"]
+        assert moved.seconds == 2.0  # one second, and then another
+        ends = [worker.one() for _ in range(12)]
+    assert ends[-2:] == ["failed", None]
+    assert set(ends[:-2]) == {"released"}
+    assert 62.0 <= moved.seconds <= 72.0
+    assert sum("waits for room on its disk: No space left" in line for line in said) == len(ends)
+
+
+def test_an_odd_gpu_stores_under_a_name_of_its_own(leases) -> None:
+    campaign, environments, said = leases.open(plan(2)), [], []
+
+    def timed(us: float) -> dict[str, object]:
+        return {"fingerprint": "c" * 24, "median_us": us, "ci_low_us": us - 0.1, "ci_high_us": us + 0.1}
+
+    for place, us in enumerate((100.0, 100.1, 102.0, 100.2)):  # what others took
+        gpu = f"GPU-{place}"
+        leases.note_control(campaign.id, join(leases, campaign, gpu), gpu, "sm_90", timed(us))
+    children = [FakeChild((Outcome.DONE, timed(120.0), "")), FakeChild((Outcome.DONE, {}, ""))]
+
+    def start(setup, environment, clock):
+        environments.append(environment)
+        return children[len(environments) - 1]
+
+    assert worker_of(leases, campaign, "GPU-odd", "sm_90", say=said.append, start=start).one() is Outcome.DONE
+    assert [each.get(nvml.LABEL_VARIABLE) for each in environments] == [None, "GPU-odd"]
+    assert children[0].killed
+    assert "its evidence is kept apart" in said[0]
 
 
 def test_who_gives_up_says_what_went_wrong(leases) -> None:
     campaign = leases.open(plan(5))
-    worker = worker_of(leases, campaign)
-    worker._child = Failing()
+    failed = Outcome.ERROR, None, "cannot keep machine code; free some space there"
+    worker = worker_of(leases, campaign, start=lambda *given: FakeChild(failed))
     worker.run()
     assert worker.note == "3 attempts in a row failed here, the last: cannot keep machine code; free some space there"
     assert leases.counts(campaign.id)["leased"] == 0
@@ -451,9 +438,11 @@ def test_who_gives_up_says_what_went_wrong(leases) -> None:
 def test_a_gpu_that_is_stuck_beyond_help_holds_nothing_back(leases, monkeypatch) -> None:
     """Nor does a database that is away just then: the process lives on, but renews no lease for a worker that ended."""
     campaign = leases.open(plan(2, lease_s=0.4))
-    workers = [worker_of(leases, campaign, f"GPU-{name}") for name in ("stuck", "well", "next")]
+    workers = [
+        worker_of(leases, campaign, f"GPU-{name}", start=lambda *_: FakeChild(STUCK))
+        for name in ("stuck", "well", "next")
+    ]
     for away in (False, True):
-        workers[0]._child = Stuck()
         with monkeypatch.context() as patched:
             if away:
                 workers[0].note = ""

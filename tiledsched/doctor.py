@@ -23,10 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rich.filesize import decimal
 
 from tiledsched import __version__
-from tiledsched.build import toolchain
-from tiledsched.build.artifacts import default_cache_folder
-from tiledsched.build.compiler import MISLEADING_VARIABLES
-from tiledsched.build.host_code import host_arch
+from tiledsched.build import artifacts, compiler, host_code, toolchain
 from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.device import ARCHS, arch_spec
 from tiledsched.core.errors import CompilerError, ConfigError, TiledschedError
@@ -171,10 +168,8 @@ def _python(machine: Machine) -> Finding:
 
 
 def _settings(machine: Machine) -> Finding:
-    changed = [
-        f"{name} from {where}" for name, where in sorted(load_settings({"db": machine.database}).sources.items())
-    ]
-    return Finding("ok", ", ".join(changed) or "all at their defaults")
+    sources = sorted(load_settings({"db": machine.database}).sources.items())
+    return Finding("ok", ", ".join(f"{name} from {where}" for name, where in sources) or "all at their defaults")
 
 
 def _cuda_tile(machine: Machine) -> Finding:
@@ -212,7 +207,7 @@ def _targets(machine: Machine) -> Finding:
     oldest = {arch: toolchain.OLDEST.get(arch, toolchain.OLDEST_ANY) for arch in ARCHS}
     old = [arch for arch in ARCHS if toolchain.release(installed.tileiras) < oldest[arch]]
     good = [arch for arch in ARCHS if arch not in old]
-    detail = f"for {', '.join(good) or 'no arch'} on {host_arch()} hosts"
+    detail = f"for {', '.join(good) or 'no arch'} on {host_code.host_arch()} hosts"
     if not old:
         return Finding("ok", detail)
     detail += f"; tileiras {installed.tileiras} is too old for {', '.join(old)}"
@@ -220,20 +215,20 @@ def _targets(machine: Machine) -> Finding:
 
 
 def _environment(machine: Machine) -> Finding:
-    names = [name for name in MISLEADING_VARIABLES if os.environ.get(name)]
-    if not names:
-        return Finding("ok", f"neither {' nor '.join(MISLEADING_VARIABLES)} is set")
-    values = ", ".join(f"{name}={os.environ[name]}" for name in names)
-    detail = f"{values}: tuning clears this for the compiler, but a program that calls sdpa does not"
-    return Finding("warn", detail, f"where sdpa's kernels fail to compile: unset {' '.join(names)}")
+    known = compiler.MISLEADING_VARIABLES
+    values = {name: os.environ[name] for name in known if os.environ.get(name)}
+    if not values:
+        return Finding("ok", f"neither {' nor '.join(known)} is set")
+    detail = ", ".join(f"{name}={value}" for name, value in values.items())
+    detail += ": tuning clears this for the compiler, but a program that calls sdpa does not"
+    return Finding("warn", detail, f"where sdpa's kernels fail to compile: unset {' '.join(values)}")
 
 
 def _driver(machine: Machine) -> Finding:
     version, update = machine.driver, f"install NVIDIA driver {OLDEST_DRIVER} or newer"
     if version is None:
-        return Finding(
-            "missing", "no NVIDIA driver here", f"{update} to measure and serve; building and reports need none"
-        )
+        remedy = f"{update} to measure and serve; building and reports need none"
+        return Finding("missing", "no NVIDIA driver here", remedy)
     if not version:
         return Finding("warn", "there is a driver, but its version cannot be read", NVIDIA_SMI)
     if _numbers(version)[0] < OLDEST_DRIVER:
@@ -243,7 +238,9 @@ def _driver(machine: Machine) -> Finding:
 
 def _gpu(machine: Machine) -> Finding:
     if machine.devices:
-        kinds = Counter(f"{one.name} ({one.arch}{_memory(one)})" for one in machine.devices)
+        # A GPU that shares the host's memory has none of its own.
+        memory = {one: f", {one.memory_bytes / 2**30:.0f} GiB" * bool(one.memory_bytes) for one in machine.devices}
+        kinds = Counter(f"{one.name} ({one.arch}{memory[one]})" for one in machine.devices)
         return Finding("ok", ", ".join(f"{count} x {kind}" if count > 1 else kind for kind, count in kinds.items()))
     if machine.driver is None:
         return Finding("missing", "none: there is no NVIDIA driver")
@@ -253,11 +250,6 @@ def _gpu(machine: Machine) -> Finding:
         )
     remedy = f"{NVIDIA_SMI}; a container must be started with its GPUs"
     return Finding("broken", "there is a driver, but NVML lists no GPU that can compute", remedy)
-
-
-def _memory(device: Device) -> str:
-    """How much memory it has, where NVML says so: a GPU that shares the host's has none of its own."""
-    return f", {device.memory_bytes / 2**30:.0f} GiB" if device.memory_bytes else ""
 
 
 def _arch(machine: Machine) -> Finding:
@@ -414,7 +406,7 @@ def _evidence(machine: Machine) -> Finding:
 
 def _cache(machine: Machine) -> Finding:
     cache = machine.settings.cache
-    folder = Path(os.path.abspath(os.path.expanduser(cache) if cache else default_cache_folder()))
+    folder = Path(os.path.abspath(os.path.expanduser(cache) if cache else artifacts.default_cache_folder()))
     existing = next(each for each in (folder, *folder.parents) if os.path.exists(each))
     if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
         return Finding("broken", f"{folder} cannot be written", "name another folder with TILEDSCHED_CACHE")

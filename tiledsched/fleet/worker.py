@@ -62,6 +62,7 @@ class Worker:
         jobs: compile processes.
         stop: ends it, within ten seconds.
         say: told what happens, a line each.
+        start: starts a child, given its setup, what its environment has besides, and the clock.
     """
 
     def __init__(
@@ -74,10 +75,11 @@ class Worker:
         jobs: int,
         stop: threading.Event,
         say: Callable[[str], None] = lambda line: None,
+        start: Callable[[Setup, Mapping[str, str], Clock], _Process] | None = None,
     ) -> None:
         self.gpu, self.campaign, self.note, self.ended = gpu, campaign, "", False
         self.gpu_state = GpuState(gpu, leases.clock)
-        self._leases, self._stop, self._say = leases, stop, say
+        self._leases, self._stop, self._say, self._start = leases, stop, say, start or _Process
         self._setup = Setup(db=db, campaign=campaign, jobs=jobs, allowed=allowed_places())
         self._child: _Process | None = None
         self._label, self._faults, self._since_control = "", 0, CONTROL_EVERY
@@ -187,11 +189,8 @@ class Worker:
         """Whether a child is there, and this GPU has shown what it is; `note` says why not."""
         if self._child is None:
             try:
-                self._child = _Process(
-                    self._setup,
-                    {**self.gpu.environment(), **({LABEL_VARIABLE: self._label} if self._label else {})},
-                    self._leases.clock,
-                )
+                label = {LABEL_VARIABLE: self._label} if self._label else {}
+                self._child = self._start(self._setup, {**self.gpu.environment(), **label}, self._leases.clock)
             except ChildLostError as error:
                 self._faults += 1
                 if self._faults > MOST_FAULTS:
