@@ -169,7 +169,10 @@ def run_fleet(
         files += written_report(run, given["kernel"], list(planned.problems), given["report"], regime=given["regime"])
     if given.get("csv"):
         files.append(_write_rows(results, Path(given["csv"])))
-    rows = fleet_output.result_rows(results)
+    rows = [
+        {"problem": problem, "arch": arch, "worker": worker, "result": result}
+        for problem, arch, result, worker in results
+    ]
     found = {**status.to_json(), "rows": rows, "files": files}
     run.print(found, lambda: fleet_output.print_results(rows, status, files))
     return 0 if status.campaign.status == "done" and not status.failed else 1
