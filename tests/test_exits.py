@@ -212,7 +212,8 @@ IMPOSSIBLE = {"long": f"{LONG}.db", "no folder": f"/dev/null/{LONG}/x.db", "a de
 def test_a_database_that_cannot_be_is_one_line(tmp_path, monkeypatch, cli, name, words):
     monkeypatch.chdir(tmp_path)
     missing = words == ["show"] and name.startswith("/dev/null/")  # a layer that is not there is no fault
-    assert missing or len(cli([*words, "--db", name], code=0 if missing else 2).err.splitlines()) == 1
+    said = cli([*words, "--db", name], code=0 if missing else 2)
+    assert missing or len(said.err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("kernel", ["/etc/x.py:K", "../tables/*", "**", "soft*", "[s]oftmax", LONG])
@@ -261,27 +262,31 @@ def test_a_database_that_may_not_be_seen_is_one_line(unreadable, cli):
         assert "Permission denied" in cli([*words, "--db", str(unreadable / "x.db")], code=2).err
 
 
-def test_a_file_in_the_working_directory_does_not_choose_what_runs(tmp_path, monkeypatch, cli):
-    (tmp_path / "tiledsched.toml").write_text('cache = "planted"')
-    monkeypatch.chdir(tmp_path)
-    assert "does not choose what code runs; set TILEDSCHED_CACHE" in cli(["db", "check"], code=2).err
-
-
-@pytest.mark.parametrize("text", ['db = "a\\u0000b"', 'site = "x\\u0000"'])
-def test_nul_in_a_setting_is_said(tmp_path, monkeypatch, cli, text):
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('cache = "planted"', "does not choose what code runs; set TILEDSCHED_CACHE"),
+        ('db = "a\\u0000b"', "holds a NUL"),
+        ('site = "x\\u0000"', "holds a NUL"),
+    ],
+)
+def test_a_file_in_the_working_directory_that_must_not_be_read_is_said(tmp_path, monkeypatch, cli, text, words):
     (tmp_path / "tiledsched.toml").write_text(text)
     monkeypatch.chdir(tmp_path)
-    assert "holds a NUL" in cli(["db", "check"], code=2).err
+    assert words in cli(["db", "check"], code=2).err
 
 
-def test_a_folder_that_is_gone_is_said(tmp_path, monkeypatch, cli):
+@pytest.fixture
+def folder_is_gone(tmp_path, monkeypatch):
+    """The working directory is a folder that was removed."""
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    assert (
-        cli(["doctor"], code=2).err
-        == "tiledsched: the folder that this was called in is gone; change to one that is there\n"
-    )
+
+
+def test_a_folder_that_is_gone_is_said(folder_is_gone, cli):
+    why = "tiledsched: the folder that this was called in is gone; change to one that is there\n"
+    assert cli(["doctor"], code=2).err == why
 
 
 def test_links_in_a_circle_and_names_that_cannot_be_are_one_line(tmp_path, monkeypatch, cli):
@@ -307,12 +312,9 @@ def test_seconds_are_numbers_that_clocks_take(home, cli, words):
         assert [main([*words, seconds]) for seconds in ("inf", "1e300", "60")] == [0, 0, 0]
 
 
-def test_compile_processes_that_cannot_start_are_said(tmp_path, monkeypatch):
+def test_compile_processes_that_cannot_start_are_said(tmp_path, monkeypatch, folder_is_gone):
     """In a folder that is gone, `multiprocessing` starts nothing."""
     monkeypatch.syspath_prepend("")
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
     task = BuildTask(kernel="softmax", schedule=Schedule({}), problem=Problem("softmax", {}), arch="sm_90")
     with BuildPool(1) as pool:
         for use in (pool.start, lambda: pool.submit(task)):
