@@ -618,13 +618,13 @@ def test_what_a_scratch_database_found_comes_home_once(backend, tmp_path) -> Non
             )
             uid = db.entries()[0].measurement.uid
         for _ in range(2):  # a second time changes nothing
-            bring_home(path, home, held=True)
+            bring_home(path, home, replaces=True)
             assert {each.uid for each in home.measurements()} == {old.uid, uid}
             assert home.entries()[0].measurement.uid == uid
             assert len(home.failures()) == 2
             assert len(home.find_builds("attention", "abc", old.toolchain, "sm_90")) == 1
         assert home.check() == []
-        scratch.bring_home(path, home, held=False)
+        scratch.bring_home(path, home, replaces=False)
         assert not path.exists()
         scratch.close()
 

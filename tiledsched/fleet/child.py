@@ -142,7 +142,7 @@ class Child:
             self._local = self._make_local_store(self._cache, self._setup.db)
         for path in self._local.left_behind():
             if whole(path):
-                bring = functools.partial(self._local.bring_home, path, self._home, held=False)
+                bring = functools.partial(self._local.bring_home, path, self._home, replaces=False)
                 retry_while_unavailable(bring, stop=self._stop)
             else:
                 remove(path)
@@ -184,8 +184,8 @@ class Child:
             answer = self._ended_by(error)
         try:
             leases = Leases(self._home, retry_s=STOPPING_S if self._stop.is_set() else RETRY_S, stop=self._stop)
-            held = leases.holds(lease)
-            leases.retry(lambda: self._local_store().bring_home(path, self._home, held=held))
+            holds = leases.holds(lease)
+            leases.retry(lambda: self._local_store().bring_home(path, self._home, replaces=holds))
         except Exception as error:  # the file stays, for the next process here
             return self._ended_by(error) if answer[0] is Outcome.DONE else answer
         return answer

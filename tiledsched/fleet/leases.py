@@ -221,8 +221,8 @@ class Leases:
         mine = LeaseRow.worker_id.in_(list(workers)), LeaseRow.state == "leased"
         _change(session, sa.update(LeaseRow).where(*mine).values(until=now + timedelta(seconds=campaign.lease_s)))
         for worker_id, conditions in sorted(workers.items()):
-            said = {"conditions": dict(conditions)} if conditions else {}
-            session.execute(sa.update(WorkerRow).where(WorkerRow.id == worker_id).values(seen_at=now, **said))
+            state = {"conditions": dict(conditions)} if conditions else {}
+            session.execute(sa.update(WorkerRow).where(WorkerRow.id == worker_id).values(seen_at=now, **state))
         return set(session.scalars(sa.select(LeaseRow.id).where(*mine)))
 
     # Leases
@@ -375,11 +375,11 @@ class Leases:
 
     @writes
     def note_control(
-        self, session: Session, campaign_id: str, worker_id: str, gpu: str, arch: str, told: Mapping[str, Any]
+        self, session: Session, campaign_id: str, worker_id: str, gpu: str, arch: str, timed: Mapping[str, Any]
     ) -> None:
         """Store what a GPU took for the control program."""
-        taken = {name: told[name] for name in ("fingerprint", "median_us", "ci_low_us", "ci_high_us")}
-        taken |= {"conditions": dict(told.get("conditions") or {}), "taken_at": self._now(session)}
+        taken = {name: timed[name] for name in ("fingerprint", "median_us", "ci_low_us", "ci_high_us")}
+        taken |= {"conditions": dict(timed.get("conditions") or {}), "taken_at": self._now(session)}
         row = {"campaign_id": campaign_id, "worker_id": worker_id, "gpu": gpu, "arch": arch, **taken}
         session.execute(sa.insert(ControlRow).values(**row))
 

@@ -213,8 +213,8 @@ class Worker:
         self._since_control = 0
         if problem is None:
             return True
-        outcome, told, message = self._ask("control program", "control", problem, self.gpu.arch)
-        if told is None:
+        outcome, timed, message = self._ask("control program", "control", problem, self.gpu.arch)
+        if timed is None:
             if outcome is Outcome.FULL and self._waited_s < ROOM_S:
                 self._since_control = CONTROL_EVERY
                 self._wait_for_room(message)
@@ -222,7 +222,7 @@ class Worker:
                 self.note = f"cannot run the control program: {message}"
             return False
         self._faults = 0
-        self._leases.note_control(self.campaign.id, self.id, self.gpu.uuid, self.gpu.arch, told)
+        self._leases.note_control(self.campaign.id, self.id, self.gpu.uuid, self.gpu.arch, timed)
         label = self.gpu.uuid[:12] if is_outlier(controls_of(self._leases.db, self.campaign.id), self.gpu.uuid) else ""
         if label != self._label:
             self._label = label
@@ -245,7 +245,9 @@ class Worker:
             self._doing = f"{what}: {stage}"
 
         self._doing = what
-        answer = self._child.ask((verb, *arguments), deadline_s=self.campaign.deadline_s, stop=self._stop, told=hear)
+        answer = self._child.ask(
+            (verb, *arguments), deadline_s=self.campaign.deadline_s, stop=self._stop, on_stage=hear
+        )
         self._doing = ""
         if self._child.lost:
             self._child = None
@@ -276,12 +278,12 @@ class _Process:
         self._clock = clock
         self._pipe, theirs = Pipe()
         life, self._life = os.pipe()
-        told = {**child_environment(), "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **environment}
+        whole = {**child_environment(), "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **environment}
         command = [*python_command("tiledsched.fleet.child"), str(theirs.fileno()), str(life)]
         self._process = subprocess.Popen(
             command,
             pass_fds=[theirs.fileno(), life],
-            env=told,
+            env=whole,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
@@ -301,7 +303,7 @@ class _Process:
         raise ChildLostError(f"the working process {why}")
 
     def ask(
-        self, request: Sequence[Any], *, deadline_s: float, stop: threading.Event, told: Callable[[str], None]
+        self, request: Sequence[Any], *, deadline_s: float, stop: threading.Event, on_stage: Callable[[str], None]
     ) -> Answer:
         """The child's answer to one request; what it says meanwhile is passed on.
 
@@ -315,7 +317,7 @@ class _Process:
                     verb, *values = self._pipe.recv()
                     if verb == "answer":
                         return values[0], values[1], values[2]
-                    told(*values)
+                    on_stage(*values)
                     continue
                 now = self._clock.monotonic()
                 if stop.is_set() and stopping is None:
