@@ -39,7 +39,7 @@ def run(home, monkeypatch, cli):
         lambda command, *given, **more: dataclasses.replace(plan(command, *given, **more), job=f"fleet_jobs:{command}"),
     )
 
-    def run(cli, command, *flags):
+    def run(command, *flags):
         asked = ["fleet", "run", command, "attention", "--arch", "sm_90", "--lease", "1", *flags]
         campaign = cli([*asked, "--open-only"]).out.split()[-1]
         (home / f"stay-{STAYS}").touch()

@@ -15,7 +15,7 @@ from tiledsched.fleet.gpus import Gpu, gpus_here
 from tiledsched.fleet.jobs import find_job
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.retry import RETRY_S, retry_while_unavailable
-from tiledsched.fleet.worker import STOP_S, Heart, Worker
+from tiledsched.fleet.worker import POLL_S, STOP_S, Heart, Worker
 from tiledsched.store.db import TuningDB
 
 
@@ -123,8 +123,8 @@ def work_on(
     try:
         for thread in (heart, *threads):
             thread.start()
-        for thread in threads:
-            thread.join()
+        while any(thread.is_alive() for thread in threads):
+            time.sleep(POLL_S)  # a signal that interrupts Thread.join makes Python 3.11 take the thread for ended
     except BaseException:
         stop.set()
         gives_up = time.monotonic() + STOP_S + 2.0
