@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import unit_of
 from tiledsched.core.schedule import HINT_KNOBS, Schedule
+from tiledsched.core.text import code, figure, joined, plural
 from tiledsched.report.analysis import named_tile
 from tiledsched.report.axes import show
 from tiledsched.report.effects import joined_effects
@@ -56,25 +57,25 @@ def problem_answer(one: ProblemReport, report: Report) -> str:
             f"{longer(one.second_tile.relative - 1)}"
         )
     elif _tile_knobs(report) and len(one.tiles) > 1:
-        tried = f"{_tile(one.tiles[1].tile)}: {_count(one.tiles[1].programs, 'program')}"
+        tried = f"{_tile(one.tiles[1].tile)}: {plural(one.tiles[1].programs, 'program')}"
         lines.append(f"Too little was tried of any other {_unit(report)[1]} to say what it costs ({tried}).")
     if one.default and one.default.relative > 1:
         others.append(f"the untuned default takes {longer(one.default.relative - 1)}")
     elif one.default or measured:
         lines.append(f"The untuned default {'is the best' if one.default else 'was not timed'}.")
-    lines += [_sentence(_and(others))] if others else []
+    lines += [_sentence(joined(others))] if others else []
     if one.programs > 1:
         programs = [timed.relative for timed in one.timed if timed.same_program_as is None]
         near, wider = (sum(relative <= 1 + limit for relative in programs) for limit in (0.01, 0.05))
         lines.append(
-            f"Of {_count(one.programs, 'program')}, the best included, {near} {'is' if near == 1 else 'are'} within 1% of the "
+            f"Of {plural(one.programs, 'program')}, the best included, {near} {'is' if near == 1 else 'are'} within 1% of the "
             f"best time and {wider} within 5%."
         )
     else:
         lines.append(f"No other schedule {'was timed' if measured else 'has an estimate'}{_raced(one)}.")
     if one.rivals:
         lines.append(
-            f"Of other implementations, {_and(f'{name} takes {longer(ratio - 1)}' for name, ratio in one.rivals)}."
+            f"Of other implementations, {joined(f'{name} takes {longer(ratio - 1)}' for name, ratio in one.rivals)}."
         )
     return " ".join(lines)
 
@@ -101,7 +102,7 @@ def next_step(report: Report) -> str:
             f"To learn what other schedules cost, run {command} on the same GPU: it measures 300 programs of a problem."
         )
     if bare := [one for one in problems if _tile_knobs(report) and len(one.tiles) > 1 and one.second_tile is None]:
-        command, over = _command(report, "record", bare[0]), _count(len(bare), "problem")
+        command, over = _command(report, "record", bare[0]), plural(len(bare), "problem")
         unit = _unit(report)[1]
         return f"To learn what any other {unit} costs, run {command} on the same GPU: too few were timed for {over}."
     if unknown := [each for each in _verdicts(report, problems) if each.advice in ("unclear", "untried")]:
@@ -165,15 +166,15 @@ def _source(report: Report, problems: Sequence[ProblemReport]) -> str:
     months = sorted(f"{date:%Y-%m}" for device in report.conditions for date in (device.first, device.last))
     when = ", " + " to ".join(dict.fromkeys((months[0], months[-1]))) if months else ""
     cap = ", at its power cap" if report.regime == "sustained" else ""
-    said = f"Measured on {_and(_devices(measured))} ({report.arch}{when}){cap}: "
+    said = f"Measured on {joined(_devices(measured))} ({report.arch}{when}){cap}: "
     if problems:
         said += f"{sum(one.programs for one in problems):,} programs of {kernel} for {_cases(problems)}"
         if rest := len(measured) - len(problems):
-            said += f"; of {_count(rest, 'other problem')} little but the winner of a search is known"
+            said += f"; of {plural(rest, 'other problem')} little but the winner of a search is known"
     else:
         said += f"the best {'schedule' if len(measured) == 1 else 'schedules'} of {_cases(measured)} of {kernel}"
     if modelled:
-        said += f"; {_count(len(modelled), 'other problem')} {'is' if len(modelled) == 1 else 'are'} only modelled"
+        said += f"; {plural(len(modelled), 'other problem')} {'is' if len(modelled) == 1 else 'are'} only modelled"
     return f"{said}."
 
 
@@ -208,7 +209,7 @@ def _unit(report: Report) -> tuple[str, str]:
     knobs = _tile_knobs(report)
     if named_tile(knobs) or all(any(word in knob.lower() for word in ("tile", "block")) for knob in knobs):
         return "its tile", "tile"
-    return " and ".join(map(_code, knobs)), "pair of values"
+    return " and ".join(map(code, knobs)), "pair of values"
 
 
 def _tiles(report: Report, problems: Sequence[ProblemReport]) -> str:
@@ -222,7 +223,7 @@ def _tiles(report: Report, problems: Sequence[ProblemReport]) -> str:
         return (
             f"How much {report.kernel} depends on {what} is not known: too few programs of any other {unit} were timed."
         )
-    where = f"On {_and(_devices(problems))}" if problems[0].provenance == MEASURED else "By the estimate"
+    where = f"On {joined(_devices(problems))}" if problems[0].provenance == MEASURED else "By the estimate"
     drop, most = statistics.median(second), statistics.median(worst) if worst else 0.0
     said = f"{longer(drop)} ({_median(second)})"
     if most > drop:
@@ -257,10 +258,10 @@ def _knobs(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
         of["unseen" if unseen else each.advice].append(each)
     lines = []
     if of["choose"]:
-        chosen = _list([f"{_code(each.knob)} ({_preferred(each, len(problems))})" for each in of["choose"]])
+        chosen = _list([f"{code(each.knob)} ({_preferred(each, len(problems))})" for each in of["choose"]])
         lines.append(f"Tune {chosen} for each problem.")
     if of["leave"]:
-        left = _list([f"{_code(each.knob)} at {show(each.value)}" for each in of["leave"]])
+        left = _list([f"{code(each.knob)} at {show(each.value)}" for each in of["leave"]])
         lines.append(f"Leave {left}: no other value tried is more than 1% faster.")
     if of["unseen"]:
         lines.append(f"The model sees no difference between values of {_names(of['unseen'])}.")
@@ -283,7 +284,7 @@ def _preferred(verdict: KnobVerdict, problems: int) -> str:
     """Which values problems prefer: `1 is faster for 11 problems, 2 for 3`."""
     (first, number), *others = verdict.preferred
     words = [
-        f"{show(first)} is faster for {_count(number, 'problem')}",
+        f"{show(first)} is faster for {plural(number, 'problem')}",
         *(f"{show(value)} for {n}" for value, n in others),
     ]
     rest = problems - sum(times for _, times in verdict.preferred)
@@ -299,7 +300,7 @@ def _best(report: Report, problems: Sequence[ProblemReport]) -> str:
     if counts:
         (first, number), *others = counts
         best, more = f"{_tile(first)} is the best {unit} for", [f"{_tile(tile)} for {times}" for tile, times in others]
-        said = f"Of {len(problems)} problems, {_and([f'{best} {number}', *more])}. " if more else f"{best} all. "
+        said = f"Of {len(problems)} problems, {joined([f'{best} {number}', *more])}. " if more else f"{best} all. "
     units = Counter(unit_of(one.problem) for one in problems)
     unit = max(units, key=lambda each: units[each])
     top = max((one for one in problems if unit_of(one.problem) == unit), key=lambda one: one.best.rate)
@@ -312,12 +313,8 @@ def _best_of(one: ProblemReport) -> str:
 
 def _time(one: ProblemReport) -> str:
     """The best time of a problem and its rate."""
-    rate = f" ({_figure(one.best.rate)} {unit_of(one.problem)})" if one.best.rate else ""
-    return f"{_figure(one.best.us)} µs{rate}"
-
-
-def _figure(number: float) -> str:
-    return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"
+    rate = f" ({figure(one.best.rate)} {unit_of(one.problem)})" if one.best.rate else ""
+    return f"{figure(one.best.us)} µs{rate}"
 
 
 def _percent(fraction: float) -> str:
@@ -329,7 +326,7 @@ def _median(values: Sequence[float]) -> str:
 
 
 def _cases(problems: Sequence[ProblemReport]) -> str:
-    return _count(len(problems), "problem") + (", counted on each GPU" if len(_devices(problems)) > 1 else "")
+    return plural(len(problems), "problem") + (", counted on each GPU" if len(_devices(problems)) > 1 else "")
 
 
 def _devices(problems: Sequence[ProblemReport]) -> list[str]:
@@ -341,35 +338,22 @@ def _tile(tile: Tile) -> str:
 
 
 def _short(schedule: Schedule) -> str:
-    return _code(schedule.short())
+    return code(schedule.short())
 
 
 def _command(report: Report, name: str, one: ProblemReport | None = None, *more: str) -> str:
     problem = ["-p", format_problem(one.problem)] if one else []
-    return _code(shlex.join(["tiledsched", name, report.kernel, "--arch", report.arch, *problem, *more]))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+    return code(shlex.join(["tiledsched", name, report.kernel, "--arch", report.arch, *problem, *more]))
 
 
 def _names(verdicts: Iterable[KnobVerdict]) -> str:
-    return _list([_code(each.knob) for each in verdicts])
+    return _list([code(each.knob) for each in verdicts])
 
 
 def _list(words: Sequence[str]) -> str:
     more = len(words) - MOST_NAMED
-    return _and([*words[:MOST_NAMED], f"{more} more"] if more > 1 else words)
-
-
-def _and(words: Iterable[str]) -> str:
-    *first, last = words
-    return f"{', '.join(first)} and {last}" if first else last
+    return joined([*words[:MOST_NAMED], f"{more} more"] if more > 1 else words)
 
 
 def _sentence(words: str) -> str:
     return f"{words[:1].upper()}{words[1:]}."
-
-
-def _code(text: str) -> str:
-    return "`" + text.replace("`", "'") + "`"

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched.core.files import csv_text
+from tiledsched.core.text import code, microseconds, plural
 from tiledsched.report.compare import ESTIMATED, Compared, Comparison, KnownTime
-from tiledsched.report.comparison_text import conditions_of, drift_of, excess, label_of, plural, side_facts, verdict_of
+from tiledsched.report.comparison_text import conditions_of, drift_of, excess, label_of, side_facts, verdict_of
 from tiledsched.report.document import Block, Chart, Heading, Paragraph, Table, write_document
 from tiledsched.report.vega import BLUE, ORANGE, RED, Spec, chart, quantity, tips, titled
 
@@ -63,7 +64,11 @@ def comparison_blocks(found: Comparison) -> list[Block]:
     if drawn := drawn_rows(found):
         blocks.append(Paragraph(text=_caption(found)))
         blocks.append(
-            Chart(name="comparison", spec=slopes(found), text=f"Time in B over time in A, of {plural(len(drawn))}")
+            Chart(
+                name="comparison",
+                spec=slopes(found),
+                text=f"Time in B over time in A, of {plural(len(drawn), 'problem')}",
+            )
         )
     for verdict, title in (("slower", "What became slower"), ("faster", "What became faster")):
         blocks += _times([row for row in found.rows if row.verdict == verdict], title, found)
@@ -177,7 +182,7 @@ def slopes(found: Comparison) -> Spec:
     # Short lines, which also fit a narrow page.
     names = [f"{name}: {_shortened(text)}" for name, text in (("A", found.a), ("B", found.b))]
     whole = chart(values, {"width": "container", "layer": layers}, height=380)
-    return titled(whole, f"Time of {plural(len(values))} in B against A", *names, *_sides_of(found.rows))
+    return titled(whole, f"Time of {plural(len(values), 'problem')} in B against A", *names, *_sides_of(found.rows))
 
 
 def _sides_of(rows: Sequence[Compared]) -> list[str]:
@@ -204,22 +209,14 @@ def _shortened(name: str, most: int = 40) -> str:
 
 
 def _time(one: KnownTime) -> str:
-    us, low, high = (_us(each) for each in (one.us, one.timing.ci_low_us, one.timing.ci_high_us))
+    us, low, high = (microseconds(each) for each in (one.us, one.timing.ci_low_us, one.timing.ci_high_us))
     return f"{us} µs, estimated" if one.modelled else f"{us} µs [{low}, {high}]"
-
-
-def _us(us: float) -> str:
-    return f"{us:,.1f}" if us >= 100 else f"{us:.2f}"
 
 
 def _change(row: Compared) -> str:
     if row.one_measurement:
         return "the same time"
     return f"{excess(row.ratio)} longer" if row.ratio >= 1 else f"{excess(1 / row.ratio)} less (A takes it longer)"
-
-
-def _code(text: str) -> str:
-    return "`" + text.replace("`", "'") + "`" if text else "-"
 
 
 def _heading(title: str, rows: Sequence[object]) -> Heading:
@@ -255,7 +252,7 @@ def _winners(found: Comparison) -> list[Block]:
 
 
 def _schedules(row: Compared) -> str:
-    return f"{_code(row.a.schedule)}, {_code(row.b.schedule) if row.winner_changed else 'the same'}"
+    return f"{code(row.a.schedule)}, {code(row.b.schedule) if row.winner_changed else 'the same'}"
 
 
 def _cost_of_old_winner(row: Compared) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping
 
+from tiledsched.core.text import plural
 from tiledsched.measure.clocks import describe_throttling
 from tiledsched.report.compare import Compared, Comparison, KnownTime
 
@@ -17,7 +18,7 @@ def verdict_of(found: Comparison) -> str:
     rows, (a, b) = found.rows, names_of(found)
     if not rows:
         return f"{a} and {b} have no problem in common."
-    total = plural(len(rows))
+    total = plural(len(rows), "problem")
     if found.modelled:
         sides = [name for name, taken in ((a, rows[0].a), (b, rows[0].b)) if taken.modelled]
         whose = f"the times of {' and of '.join(sides)} are the performance model's"
@@ -65,11 +66,6 @@ def excess(ratio: float) -> str:
     return f"{(ratio - 1) * 100:.{0 if ratio >= 1.0995 else 1}f}%"
 
 
-def plural(count: int) -> str:
-    """A number of problems, in words."""
-    return f"{count} problem" + "s" * (count != 1)
-
-
 def conditions_of(found: Comparison) -> list[str]:
     """What is unlike between the two sides, apart from what is compared: a sentence for each, and none where all is alike."""
     rows = [row for row in found.rows if not row.one_measurement and not (row.a.modelled or row.b.modelled)]
@@ -77,11 +73,13 @@ def conditions_of(found: Comparison) -> list[str]:
     others = [row for row in rows if row.a.device != row.b.device]
     if others:
         a, b = (_listed(getattr(row, side).device for row in others) for side in ("a", "b"))
-        told.append(f"A was measured on {a} and B on {b}: for {plural(len(others))} this is a comparison of GPUs.")
+        told.append(
+            f"A was measured on {a} and B on {b}: for {plural(len(others), 'problem')} this is a comparison of GPUs."
+        )
     unlike = [row for row in rows if _unlike(row)]
     if unlike:
         told.append(
-            f"In {plural(len(unlike))} the two GPUs have one name and are not alike: {_unlike(unlike[0])}. "
+            f"In {plural(len(unlike), 'problem')} the two GPUs have one name and are not alike: {_unlike(unlike[0])}. "
             "A difference may be the GPU's."
         )
     seen: dict[str, int] = {}
@@ -91,8 +89,8 @@ def conditions_of(found: Comparison) -> list[str]:
         slowed = [words for row in rows if (words := _throttling(getattr(row, side), seen))]
         if slowed:
             told.append(
-                f"In {plural(len(slowed))} the clock of {side.upper()}'s GPU was held down, {slowed[0]}: these times are too "
-                "long, and say little about the schedules."
+                f"In {plural(len(slowed), 'problem')} the clock of {side.upper()}'s GPU was held down, {slowed[0]}: these times "
+                "are too long, and say little about the schedules."
             )
     return told
 

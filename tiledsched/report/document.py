@@ -14,11 +14,10 @@ from typing import Any
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.extras import installing
 from tiledsched.core.files import printable, write_whole
+from tiledsched.core.text import NOTHING
 from tiledsched.report.vega import titled
 
 VEGA_LITE = "6.4"
-NOTHING = "-"
-"""Stands in a table cell that has no value."""
 CODE = re.compile("`([^`]+)`")
 NUMBER = re.compile(r"[\d.,]+[%x]?|\[[\d., ]+\]|" + NOTHING)
 

@@ -10,6 +10,7 @@ from typing import Any
 from tiledsched.core.device import PRODUCTS
 from tiledsched.core.problem import Problem, unit_of
 from tiledsched.core.schedule import SHORT, Schedule
+from tiledsched.core.text import NOTHING, code, microseconds, plural
 from tiledsched.report import charts
 from tiledsched.report.answer import answer, next_step, problem_answer
 from tiledsched.report.axes import cell, show
@@ -21,17 +22,7 @@ from tiledsched.report.csv_files import (
     sensitivity_csv,
     winners_csv,
 )
-from tiledsched.report.document import (
-    NOTHING,
-    Block,
-    Chart,
-    Explorer,
-    ExplorerCase,
-    Heading,
-    Paragraph,
-    Table,
-    write_document,
-)
+from tiledsched.report.document import Block, Chart, Explorer, ExplorerCase, Heading, Paragraph, Table, write_document
 from tiledsched.report.effects import joined_effects, preferred_values
 from tiledsched.report.records import DeviceConditions, Interaction, ProblemReport, Report, Section, Tile
 from tiledsched.report.regret import few_schedules
@@ -214,7 +205,7 @@ def _side_by_side(reports: Sequence[Report]) -> list[Block]:
         (
             str(problem),
             *(
-                f"{_us(found[report.arch].best.us)} µs {found[report.arch].provenance}: "
+                f"{microseconds(found[report.arch].best.us)} µs {found[report.arch].provenance}: "
                 f"{_short(found[report.arch].best.schedule)}"
                 if report.arch in found
                 else NOTHING
@@ -234,7 +225,7 @@ def _side_by_side(reports: Sequence[Report]) -> list[Block]:
         ]
     if rows:
         blocks += [
-            Heading(text=f"Best schedules of {_count(len(rows), 'problem')} on each GPU", folded=True),
+            Heading(text=f"Best schedules of {plural(len(rows), 'problem')} on each GPU", folded=True),
             _table(("problem", *(report.arch for report in reports)), rows),
         ]
     return blocks
@@ -258,7 +249,7 @@ def _figures(report: Report, after: str) -> list[Block]:
 
 def _section(section: Section, report: Report, after: str) -> list[Block]:
     blocks: list[Block] = [
-        Heading(text=f"Best schedules of {_count(len(section.problems), 'problem')}{after}", folded=True)
+        Heading(text=f"Best schedules of {plural(len(section.problems), 'problem')}{after}", folded=True)
     ]
     for _, members in groupby(section.problems, key=lambda one: one.group):
         group = list(members)
@@ -285,7 +276,7 @@ def _best_table(group: Sequence[ProblemReport], report: Report) -> Table:
         (
             _sizes(one, report, group),
             _short(one.best.schedule),
-            _us(one.best.us),
+            microseconds(one.best.us),
             f"{one.best.rate:,.1f} {unit_of(one.problem)}",
             _percent(one.tile_drop),
             _percent(one.default_drop),
@@ -396,7 +387,7 @@ def _regimes(report: Report, after: str) -> list[Block]:
     if not report.regimes:
         return []
     text = (
-        f"Of {_count(len(report.regimes), 'problem')} with programs measured in both regimes, "
+        f"Of {plural(len(report.regimes), 'problem')} with programs measured in both regimes, "
         f"{sum(not one.same for one in report.regimes)} have another winner at the power cap. Each figure says "
         f"how much longer the winner of "
         "one regime takes in the other than that regime's own winner, both timed in that other regime; a star "
@@ -439,7 +430,7 @@ def _inert(report: Report, after: str) -> list[Block]:
     if not report.inert:
         return []
     text = (
-        f"Over {_count(report.builds, 'build')}: pairs of schedules that differ in one knob only, and how many of them "
+        f"Over {plural(report.builds, 'build')}: pairs of schedules that differ in one knob only, and how many of them "
         "are the same machine code. A grid may depend on a knob that the machine code does not."
     )
     rows = [
@@ -485,7 +476,7 @@ def _failures(report: Report, after: str) -> list[Block]:
     if not report.failures:
         return []
     rows = [
-        (line.stage, line.kind, str(line.candidates), _code(line.example), _short(line.schedule))
+        (line.stage, line.kind, str(line.candidates), code(line.example), _short(line.schedule))
         for line in report.failures
     ]
     head = ("stage", "kind", "candidates", "for example", "schedule")
@@ -501,7 +492,7 @@ def _conditions(report: Report, after: str) -> list[Block]:
         ]
     if report.elsewhere:
         text = (
-            f"Left out: {_count(report.elsewhere, 'measurement')} of another regime, device, compiler or way of timing."
+            f"Left out: {plural(report.elsewhere, 'measurement')} of another regime, device, compiler or way of timing."
         )
         blocks.append(Paragraph(text=text))
     found = sum(one.programs for one in report.measured.problems)
@@ -526,7 +517,7 @@ def _condition_table(device: DeviceConditions, regime: str) -> Table:
     gpu = device.device
     memory = f", {gpu.memory_bytes / 2**30:.0f} GiB" if gpu.memory_bytes else ""
     cache = f", {gpu.l2_bytes / 2**20:.0f} MiB of L2" if gpu.l2_bytes else ""
-    reasons = (f"{name} (in {_count(count, 'measurement')})" for name, count in device.throttle_reasons)
+    reasons = (f"{name} (in {plural(count, 'measurement')})" for name, count in device.throttle_reasons)
     rows = (
         ("device", f"{gpu.arch}, {gpu.sm_count} SMs{memory}{cache}"),
         ("regime", regime),
@@ -551,25 +542,13 @@ def _clock(mhz: tuple[int, int] | None) -> str:
     return f"{mhz[0]} MHz" if mhz[0] == mhz[1] else f"{mhz[0]} to {mhz[1]} MHz"
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
-
-
-def _us(us: float) -> str:
-    return f"{us:,.1f}" if us >= 100 else f"{us:.2f}"
-
-
 def _percent(fraction: float | None, unknown: str = NOTHING) -> str:
     return unknown if fraction is None else f"{fraction * 100:,.1f}%"
 
 
 def _short(schedule: Schedule) -> str:
-    return _code(schedule.short())
+    return code(schedule.short())
 
 
 def _tile(tile: Tile | None) -> str:
     return f"{tile[0]}x{tile[1]}" if tile else NOTHING
-
-
-def _code(text: str) -> str:
-    return "`" + text.replace("`", "'") + "`" if text else NOTHING

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from tiledsched.core.text import joined
 from tiledsched.report.document import Paragraph
 
 
@@ -26,14 +27,3 @@ def first_line(devices: Iterable[str], days: Iterable[str], what: str, timed: in
 def times_as_fast(ratio: float) -> str:
     """A ratio of times in words: `1.90 times as fast`, or `as fast` where the two differ by less than half a percent."""
     return "as fast" if abs(ratio - 1) < 0.005 else f"{ratio:.2f} times as fast"
-
-
-def counted(number: int, noun: str) -> str:
-    """A number of things: `1 length`, `6 lengths`."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
-
-
-def joined(words: Iterable[str]) -> str:
-    """Words in a sentence: `a, b and c`."""
-    *first, last = words
-    return f"{', '.join(first)} and {last}" if first else last

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tiledsched.core.text import figure, joined, plural, ratio
 from tiledsched.report.answer import longer
-from tiledsched.report.document import NOTHING, Block, Chart, Heading, Paragraph, Table, write_document
+from tiledsched.report.document import Block, Chart, Heading, Paragraph, Table, write_document
 from tiledsched.report.vega import BLUE, ORANGE, RED, Spec, chart, quantity, tips, titled, word
 from tiledsched.studies.ablation.rows import LADDER, TRIED, WITHOUT, AblationRow
-from tiledsched.studies.phrases import counted, first_line, joined, times_as_fast
+from tiledsched.studies.phrases import first_line, times_as_fast
 
 SMALL = 0.01
 """A knob that costs less than this when it is turned back is said to cost little."""
@@ -29,9 +30,7 @@ def document(rows: Sequence[AblationRow]) -> list[Block]:
     timed = [row for row in shown if row.timing]
     problems = {str(problem): problem for problem in dict.fromkeys(row.problem for row in rows)}
     replayed = " They are replayed from a recording" if any(row.runner == "replay" for row in rows) else ""
-    what = f"{counted(len(timed), 'time')} of {counted(len(problems), 'problem')}" + (
-        f".{replayed}" if replayed else ""
-    )
+    what = f"{plural(len(timed), 'time')} of {plural(len(problems), 'problem')}" + (f".{replayed}" if replayed else "")
     blocks: list[Block] = [
         Heading(text="What each knob of the tuned schedule is worth", level=1),
         first_line((row.device for row in timed), (row.taken for row in timed), what, len(timed)),
@@ -59,8 +58,8 @@ def answer(rows: Sequence[AblationRow]) -> str:
     if plain.timing and tuned.timing and plain is not tuned:
         fast, slow = tuned.timing.median_us, plain.timing.median_us
         lines.append(
-            f"For {plain.problem.kernel} {plain.problem}, the tuned schedule takes {_us(fast)} µs and is "
-            f"{times_as_fast(slow / fast)} as the plain one, which takes {_us(slow)} µs."
+            f"For {plain.problem.kernel} {plain.problem}, the tuned schedule takes {figure(fast)} µs and is "
+            f"{times_as_fast(slow / fast)} as the plain one, which takes {figure(slow)} µs."
         )
     elif plain is tuned:
         lines.append(f"For {plain.problem.kernel} {plain.problem}, the plain schedule is the tuned one.")
@@ -74,7 +73,7 @@ def answer(rows: Sequence[AblationRow]) -> str:
     if steps:
         best = max(steps, key=lambda row: row.speedup_over_previous or 0.0)
         lines.append(
-            f"The largest of {counted(len(steps), 'step')} is {_change(best)}: "
+            f"The largest of {plural(len(steps), 'step')} is {_change(best)}: "
             f"{times_as_fast(best.speedup_over_previous or 1.0)} as before."
         )
     slower = [row for row in steps if (row.speedup_over_previous or 1.0) < 1 - SMALL]
@@ -87,7 +86,7 @@ def answer(rows: Sequence[AblationRow]) -> str:
     if costs:
         most = max(costs, key=lambda knob: costs[knob])
         lines.append(
-            f"Of {counted(len(costs), 'knob')} of the tuned schedule that were turned back alone, `{most}` costs most: the "
+            f"Of {plural(len(costs), 'knob')} of the tuned schedule that were turned back alone, `{most}` costs most: the "
             f"kernel then takes {longer(costs[most])}."
         )
         little = [f"`{knob}`" for knob, cost in costs.items() if cost < SMALL]
@@ -112,9 +111,9 @@ def _of_problem(text: str, rows: Sequence[AblationRow], suffix: str) -> list[Blo
     lines = [
         (
             f"{_place(row)}: {_change(row)}",
-            _us(row.timing.median_us),
-            _times(row.speedup_over_previous),
-            _times(row.speedup_over_plain),
+            figure(row.timing.median_us),
+            ratio(row.speedup_over_previous),
+            ratio(row.speedup_over_plain),
         )
         for row in timed
         if row.timing
@@ -133,7 +132,7 @@ def ladder_rows(rows: Sequence[AblationRow]) -> list[dict[str, Any]]:
         {
             "what": _change(row, "→", code=False),
             "us": round(row.timing.median_us, 2),
-            "said": f"{_us(row.timing.median_us)} µs",
+            "said": f"{figure(row.timing.median_us)} µs",
             "kind": "plain" if not row.rung else "rung",
         }
         for row in rows
@@ -187,11 +186,3 @@ def _change(row: AblationRow, to: str = "to", code: bool = True) -> str:
     if not row.knob:
         return "the plain schedule" if row.view != TRIED else "the rung before"
     return f"{f'`{row.knob}`' if code else row.knob} {row.before} {to} {row.after}"
-
-
-def _us(us: float) -> str:
-    return f"{us:,.0f}" if us >= 1000 else f"{us:.4g}"
-
-
-def _times(ratio: float | None) -> str:
-    return NOTHING if ratio is None else f"{ratio:.2f}x"

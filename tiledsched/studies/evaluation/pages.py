@@ -9,25 +9,16 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tiledsched.core.files import csv_text
+from tiledsched.core.text import NOTHING, joined, plural
 from tiledsched.report.answer import longer
-from tiledsched.report.document import (
-    NOTHING,
-    Block,
-    Chart,
-    Contents,
-    Heading,
-    Paragraph,
-    Table,
-    to_markdown,
-    write_document,
-)
+from tiledsched.report.document import Block, Chart, Contents, Heading, Paragraph, Table, to_markdown, write_document
 from tiledsched.report.vega import titled
 from tiledsched.rivals.rows import OK, BenchRow
 from tiledsched.studies.evaluation import tiles as tiling
 from tiledsched.studies.evaluation.figures import of_results
 from tiledsched.studies.evaluation.rows import BASELINE, COLUMNS, METHODS, OURS, ResultRow, result_of
 from tiledsched.studies.evaluation.tiles import TilingRow
-from tiledsched.studies.phrases import counted, first_line, joined, times_as_fast
+from tiledsched.studies.phrases import first_line, times_as_fast
 
 RIVALS = (
     f"Below, a ratio is another method's time over that of `{OURS}`. The mean is geometric, over the problems on which both have "
@@ -63,7 +54,7 @@ def document(rows: Sequence[BenchRow], tiles: Sequence[TilingRow]) -> list[Block
     devices, timed = sorted({row.device for row in rows}), [row for row in rows if row.median_us]
     problems = len({row.problem for row in timed})
     what = (
-        f"{counted(len(timed), 'time')} of attention, of {counted(problems, 'problem')} with one batch of eight heads. Every "
+        f"{plural(len(timed), 'time')} of attention, of {plural(problems, 'problem')} with one batch of eight heads. Every "
         "output was checked against float64; on each problem the methods took turns in one run"
     )
     first = first_line(devices, (row.taken for row in timed), what, len(timed))
@@ -96,7 +87,7 @@ def answer(results: Sequence[ResultRow]) -> str:
     if ratios := speedups(results).get(BASELINE):
         line = (
             f"`{OURS}` is {times_as_fast(_mean(ratios))} as torch's SDPA, which chooses its backend itself "
-            f"({'geometric mean of ' if len(ratios) > 1 else ''}{counted(len(ratios), 'problem')})."
+            f"({'geometric mean of ' if len(ratios) > 1 else ''}{plural(len(ratios), 'problem')})."
         )
         behind = sum(each < 1 for each in ratios)
         if behind:
@@ -105,7 +96,7 @@ def answer(results: Sequence[ResultRow]) -> str:
     beaten = [_ms(ours) / _ms(best) for ours, best in fastest_rivals(results)]
     if beaten:
         slower = [ratio for ratio in beaten if ratio > 1]
-        over = counted(len(beaten), "problem")
+        over = plural(len(beaten), "problem")
         lines.append(
             f"On {len(slower)} of {over} some other method is faster; there `{OURS}` takes at most {longer(max(slower) - 1)}."
             if slower

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched.core.problem import rate_of, unit_of
-from tiledsched.report.document import NOTHING, Block, Chart, Heading, Paragraph, Table, write_document
+from tiledsched.core.text import NOTHING, plural
+from tiledsched.report.document import Block, Chart, Heading, Paragraph, Table, write_document
 from tiledsched.report.vega import BINARY, SIZES, Spec, chart, quantity, tips, titled, word
 from tiledsched.rivals.rows import BenchRow
 from tiledsched.studies.ladder.published import LAST, SOURCE, PublishedRate, published_for
 from tiledsched.studies.ladder.summary import Rung, answer, climbed, kinds_of, longest
-from tiledsched.studies.phrases import counted, first_line
+from tiledsched.studies.phrases import first_line
 
 RAMP = ("#7b7fd1", "#4f86c6", "#2a9ac0", "#1fa187", "#4ac16d", "#90c62f", "#c4b000")
 """Colours of the rungs before the last, in their order."""
@@ -43,7 +44,7 @@ def document(rows: Sequence[BenchRow]) -> list[Block]:
     devices = sorted({row.device for row in rows})
     kinds = {kind: (climbed(mine), mine[0].device) for kind, mine in kinds_of(rows).items()}
     what = (
-        f"{counted(len(timed), 'time')} of attention, from a first kernel in cuTile (`naive`) to the tuned one. Every output was "
+        f"{plural(len(timed), 'time')} of attention, from a first kernel in cuTile (`naive`) to the tuned one. Every output was "
         "checked against float64; at each length the rungs took turns in one run"
     )
     blocks: list[Block] = [
@@ -106,7 +107,7 @@ def _gain(rung: Rung, usual: int) -> str:
     if rung.gain is None:
         return NOTHING
     gains = sorted(rung.gains.values())
-    over = "" if len(gains) == usual else f", {counted(len(gains), 'length')}"
+    over = "" if len(gains) == usual else f", {plural(len(gains), 'length')}"
     return f"{rung.gain:.2f}x" + (f" ({gains[0]:.2f} to {gains[-1]:.2f}{over})" if usual > 1 else "")
 
 

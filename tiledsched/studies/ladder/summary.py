@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tiledsched.core.problem import rate_text
+from tiledsched.core.text import joined, plural
 from tiledsched.rivals.methods import OURS
 from tiledsched.rivals.rows import BenchRow
 from tiledsched.studies.ladder.rungs import rungs
-from tiledsched.studies.phrases import counted, joined, times_as_fast
+from tiledsched.studies.phrases import times_as_fast
 
 SMALL = 0.02
 """An edit that gains less than this is said to change little."""
@@ -108,7 +109,7 @@ def answer(kind: str, found: Sequence[Rung]) -> str:
 
 
 def _mean(rung: Rung) -> str:
-    over = counted(len(rung.gains), "length")
+    over = plural(len(rung.gains), "length")
     return f"geometric mean of {over}" if len(rung.gains) > 1 else over
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from tiledsched.core.files import csv_text
 from tiledsched.core.problem import Problem
+from tiledsched.core.text import figure, joined, plural, ratio
 from tiledsched.report.answer import longer
-from tiledsched.report.document import NOTHING, Block, Chart, Heading, Paragraph, Table, to_markdown, write_document
+from tiledsched.report.document import Block, Chart, Heading, Paragraph, Table, to_markdown, write_document
 from tiledsched.report.vega import BLUE, GREEN, ORANGE, RED, Spec, chart, quantity, tips, titled, word
-from tiledsched.studies.phrases import counted, joined
 from tiledsched.studies.profile.metrics import METRICS, STALLS, TIME, MethodProfile, over
 
 STALLS_SHOWN = 6
@@ -71,7 +71,7 @@ def document(
     if ran:
         blocks += [Heading(text="All figures", folded=True), *_figures(problem, ran), Paragraph(text=NOTE)]
         kernels = [
-            (each.method, f"`{one.name[:100]}`", _said(one.values.get(TIME.names[0], 0) / 1e3))
+            (each.method, f"`{one.name[:100]}`", figure(one.values.get(TIME.names[0], 0) / 1e3))
             for each in ran
             for one in each.kernels
         ]
@@ -84,7 +84,7 @@ def _first_line(ran: Sequence[MethodProfile], device: str, versions: str) -> Par
     if not ran:
         return Paragraph(text=f"Nothing was measured: no method ran under Nsight Compute{told}.", warning=True)
     where = f" on {device}" if device else ""
-    calls = "one call of " + ("each of " if len(ran) > 1 else "") + counted(len(ran), "method")
+    calls = "one call of " + ("each of " if len(ran) > 1 else "") + plural(len(ran), "method")
     text = f"Measured{where} under Nsight Compute{told}: {calls}."
     return Paragraph(text=text, measured=True)
 
@@ -96,7 +96,7 @@ def answer(problem: Problem, ran: Sequence[MethodProfile]) -> str:
     lines = []
     mine = first.value(TIME)
     if mine:
-        line = f"Under the profiler `{first.method}` takes {_said(mine)} µs"
+        line = f"Under the profiler `{first.method}` takes {figure(mine)} µs"
         ratios = [(each.method, each.value(TIME)) for each in others]
         beside = [f"`{method}` {longer(us / mine - 1)}" for method, us in ratios if us]
         lines.append(f"{line}; {joined(beside)}." if beside else f"{line}.")
@@ -113,7 +113,7 @@ def answer(problem: Problem, ran: Sequence[MethodProfile]) -> str:
     if most:
         lines.append(f"Warps wait most {joined(most)}.")
     spilled = [(each.method, each.value(values["spilled_mib"])) for each in ran]
-    lines += [f"`{method}` spills registers: {_said(mib)} MiB." for method, mib in spilled if mib]
+    lines += [f"`{method}` spills registers: {figure(mib)} MiB." for method, mib in spilled if mib]
     return " ".join(lines)
 
 
@@ -173,13 +173,13 @@ def _figures(problem: Problem, ran: Sequence[MethodProfile]) -> list[Block]:
     tables: list[Block] = []
     for start in range(0, len(ran), MOST_METHODS):
         some = ran[start : start + MOST_METHODS]
-        rows = [(metric.label, *(_said(each.value(metric)) for each in some)) for metric in METRICS]
+        rows = [(metric.label, *(figure(each.value(metric)) for each in some)) for metric in METRICS]
         rows += [
-            (f"{label}, over the least possible", *(_times(over(each, kind, problem.min_bytes)) for each in some))
+            (f"{label}, over the least possible", *(ratio(over(each, kind, problem.min_bytes)) for each in some))
             for kind, label in (("l2", "through L2"), ("dram", "DRAM"))
         ]
         rows += [
-            (f"waiting for {STALLS[reason]} (`{reason}`)", *(_said(each.stalls().get(reason)) for each in some))
+            (f"waiting for {STALLS[reason]} (`{reason}`)", *(figure(each.stalls().get(reason)) for each in some))
             for reason in _reasons(ran)
         ]
         tables.append(Table(head=["", *(each.method for each in some)], rows=rows))
@@ -193,13 +193,3 @@ def to_csv(problem: Problem, profiles: Sequence[MethodProfile], *, device: str =
         for each in profiles
     ]
     return csv_text(rows)
-
-
-def _said(value: float | None) -> str:
-    if value is None:
-        return NOTHING
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
-
-
-def _times(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.2f}x"

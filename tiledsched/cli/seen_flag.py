@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +13,12 @@ import click
 from click.core import ParameterSource
 
 from tiledsched.cli.app import Invocation, option
-from tiledsched.cli.output import note, plural, print_wrapped, program, table_lines
+from tiledsched.cli.output import note, print_wrapped, program, table_lines
 from tiledsched.cli.problems import matching
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.store.seen import Seen, SeenProblem, clear_seen, read_seen, seen_folder
+from tiledsched.core.text import duration, plural
+from tiledsched.store.seen import Seen, read_seen, seen_folder
 
 if TYPE_CHECKING:
     from tiledsched.tuning.seen import SeenWorth
@@ -61,51 +62,48 @@ seen_option = option(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chosen:
-    """The problems that `--seen` means, for one command."""
+def archs_of(seen: Seen) -> list[str]:
+    """The archs on which problems were seen."""
+    return sorted({each.arch for each in seen.problems})
 
-    folder: Path
-    """Where they were noted."""
-    problems: Sequence[SeenProblem]
-    """Problems of the archs, kernels and filters of the command."""
-    skipped: int
-    """Lines that were damaged."""
 
-    @property
-    def known(self) -> list[SeenProblem]:
-        """Those whose kernel is known here."""
-        return [each for each in self.problems if each.problem.known]
+def only_arch(seen: Seen) -> str:
+    """The one arch of the problems.
 
-    @property
-    def archs(self) -> list[str]:
-        """The archs on which the problems were seen."""
-        return sorted({each.arch for each in self.problems})
+    Raises:
+        ConfigError: there are several.
+    """
+    first, *others = archs_of(seen)
+    if others:
+        raise ConfigError(f"problems were seen on {', '.join([first, *others])}; pass --arch with one of them")
+    return first
 
-    def by_kernel(self, *, arch: str = "", samples: bool = False) -> dict[KernelClass, list[Problem]]:
-        """The distinct problems of each kernel that is known here, those called most first. It is said how to name the kernels
-        that are not known.
 
-        Args:
-            arch: only what was seen on it; empty for all.
-            samples: also the problems that were called, whose lengths are not rounded.
+def by_kernel(seen: Seen, *, arch: str = "", samples: bool = False) -> dict[KernelClass, list[Problem]]:
+    """The distinct problems of each kernel that is known here, those called most first. A note says how to name the kernels that
+    are not known.
 
-        Raises:
-            ConfigError: no kernel is known.
-        """
-        unknown = {each.problem.kernel: each.place for each in self.problems if not each.problem.known}
-        for name, place in unknown.items():
-            count = sum(each.problem.kernel == name for each in self.problems)
-            note(f"tiledsched: {plural(count, 'problem')} of {name} left out: {how_to_name(place)}")
-        found: dict[KernelClass, dict[Problem, None]] = {}
-        for each in sorted(self.known, key=lambda each: -each.calls):
-            if arch not in ("", each.arch):
-                continue
+    Args:
+        seen: the problems.
+        arch: only what was seen on it; empty for all.
+        samples: also the problems that were called, whose lengths are not rounded.
+
+    Raises:
+        ConfigError: no kernel is known.
+    """
+    unknown = {each.problem.kernel: each.place for each in seen.problems if not each.problem.known}
+    for name, place in unknown.items():
+        count = sum(each.problem.kernel == name for each in seen.problems)
+        note(f"tiledsched: {plural(count, 'problem')} of {name} left out: {how_to_name(place)}")
+    known = sorted((each for each in seen.problems if each.problem.known), key=lambda each: -each.calls)
+    if not known:
+        raise ConfigError("none of the kernels that were seen is known here; name one before --seen")
+    found: dict[KernelClass, dict[Problem, None]] = {}
+    for each in known:
+        if arch in ("", each.arch):
             both = (each.problem, each.sample) if samples else (each.problem,)
             found.setdefault(each.problem.declaration, {}).update(dict.fromkeys(both))
-        if not self.known:
-            raise ConfigError("none of the kernels that were seen is known here; name one before --seen")
-        return {kernel: list(problems) for kernel, problems in found.items()}
+    return {kernel: list(problems) for kernel, problems in found.items()}
 
 
 def how_to_name(place: str) -> str:
@@ -115,61 +113,28 @@ def how_to_name(place: str) -> str:
     return f"name it: {shlex.join([program(), 'tune', place, '--seen'])}"
 
 
-def kernel_is_named() -> bool:
-    """Whether the words of the command that runs name a kernel; otherwise it has its default."""
-    source = click.get_current_context().get_parameter_source("kernel")
-    return source is not None and source is not ParameterSource.DEFAULT
-
-
 def folder_of(run: Invocation, value: str) -> Path:
-    """The folder that `--seen` names: the one behind it, that of the setting `capture`, or the one beside the database."""
+    """The folder that `--seen` names: the one behind it, that of the setting `capture`, or the one next to the database."""
     settings = run.settings()
     wanted = (value, settings.capture, HERE) if value != HERE else (settings.capture, HERE)
     return next(folder for each in wanted if (folder := seen_folder(each, settings.db)))
 
 
-def clear(run: Invocation, value: str) -> tuple[Path, int]:
-    """Forget what was seen; the folder, and the number of files removed.
-
-    Raises:
-        ConfigError: a file cannot be removed.
-    """
-    folder = folder_of(run, value)
-    return folder, clear_seen(folder)
-
-
-def read(run: Invocation, value: str) -> Seen:
-    """What `--seen` names.
-
-    Raises:
-        ConfigError: the folder cannot be read, or holds nothing.
-    """
-    folder = folder_of(run, value)
-    found = read_seen(folder)
-    if found.skipped:
-        note(
-            f"tiledsched: {plural(found.skipped, 'damaged line or file', 'damaged lines or files')} in {folder} skipped"
-        )
-    if not found.problems:
-        raise ConfigError(f"nothing was seen: no program has noted what it calls in {folder}; {to_capture(value)}")
-    return found
-
-
-def choose(
+def select(
     run: Invocation,
     value: str,
     *,
-    kernel: str | None,
-    archs: Sequence[str] | None,
+    kernel: KernelClass | str | None,
+    archs: Sequence[str | None] | None,
     filters: Sequence[str] = (),
     suite: str | None = None,
-) -> Chosen:
+) -> Seen:
     """The problems that `--seen` means.
 
     Args:
         run: the call of the command line.
         value: the value of `--seen`.
-        kernel: name of the only kernel; None for all.
+        kernel: name of the only kernel; or a command's kernel, which counts where its words name it; None for all.
         archs: the archs that are named; None for those of the GPUs here, or where there are none, for what was seen, if that is
             one arch.
         filters: what `-p` says.
@@ -180,9 +145,19 @@ def choose(
     """
     if suite:
         raise ConfigError("--seen says which problems are meant; leave out --suite")
-    seen = read(run, value)
-    there = sorted({each.arch for each in seen.problems})
-    wanted = set(archs or {device.arch for device in run.gpus()} or (there if len(there) == 1 else ()))
+    if isinstance(kernel, type):
+        source = click.get_current_context().get_parameter_source("kernel")
+        kernel = None if source in (None, ParameterSource.DEFAULT) else kernel.name
+    seen = read_seen(folder_of(run, value))
+    if seen.skipped:
+        lines = plural(seen.skipped, "damaged line or file", "damaged lines or files")
+        note(f"tiledsched: {lines} in {seen.folder} skipped")
+    if not seen.problems:
+        raise ConfigError(f"nothing was seen: no program has noted what it calls in {seen.folder}; {to_capture(value)}")
+    there = archs_of(seen)
+    wanted = (
+        set(filter(None, archs or ())) or {device.arch for device in run.gpus()} or set(there[:1] * (len(there) == 1))
+    )
     if not wanted:
         raise ConfigError(f"there is no GPU here, and problems were seen on {', '.join(there)}; pass --arch {there[0]}")
     found = [each for each in seen.problems if each.arch in wanted]
@@ -191,41 +166,23 @@ def choose(
             f"nothing was seen on {', '.join(sorted(wanted))}, only on {', '.join(there)}; pass --arch {there[0]}, or on "
             f"this GPU {to_capture(value)}"
         )
-    if kernel is not None:
-        kernels = sorted({each.problem.kernel for each in found})
-        found = [each for each in found if each.problem.kernel == kernel]
-        if not found:
-            raise ConfigError(f"nothing of {kernel} was seen, only of {', '.join(kernels)}; {to_capture(value)}")
+    kernels = sorted({each.problem.kernel for each in found})
+    if kernel is not None and kernel not in kernels:
+        raise ConfigError(f"nothing of {kernel} was seen, only of {', '.join(kernels)}; {to_capture(value)}")
+    found = [each for each in found if kernel in (None, each.problem.kernel)]
     let_through = set(matching((each.problem for each in found), filters))
-    found = [each for each in found if each.problem in let_through]
-    if not found:
+    if not let_through:
         raise ConfigError("no problem that was seen matches -p; leave it out, or name less")
-    return Chosen(folder=seen.folder, problems=found, skipped=seen.skipped)
+    return replace(seen, problems=tuple(each for each in found if each.problem in let_through))
 
 
-def only_arch(chosen: Chosen) -> str:
-    """The one arch of the problems.
-
-    Raises:
-        ConfigError: there are several.
-    """
-    if len(chosen.archs) > 1:
-        raise ConfigError(f"problems were seen on {', '.join(chosen.archs)}; pass --arch with one of them")
-    return chosen.archs[0]
-
-
-def ranked(run: Invocation, chosen: Chosen, **flags: Any) -> list[SeenWorth]:
+def ranked(run: Invocation, seen: Seen, **flags: Any) -> list[SeenWorth]:
     """The problems by what tuning them would win; `flags` are settings that flags of the command give."""
     from tiledsched.serve.entries import load_table
     from tiledsched.tuning.seen import rank
 
     settings = run.settings(**flags)
-    return rank(chosen.problems, lambda kernel: load_table(settings, kernel=kernel, archs=chosen.archs))
-
-
-def to_json(rows: Sequence[SeenWorth], chosen: Chosen) -> dict[str, Any]:
-    """The result of `show --seen --json`."""
-    return {"folder": chosen.folder, "skipped_lines": chosen.skipped, "seen": rows}
+    return rank(seen.problems, lambda kernel: load_table(settings, kernel=kernel, archs=archs_of(seen)))
 
 
 def print_seen(rows: Sequence[SeenWorth]) -> None:
@@ -246,10 +203,10 @@ def _cells(row: SeenWorth) -> tuple[str, ...]:
     served = row.served
     if served is None:
         return "?", f"~{row.calls:,}", "?", "?", row.seen.rival or row.seen.provenance, row.seen.problem.kernel
-    us = "?" if row.call_us is None else f"{_time(row.call_us)}{'' if row.is_measured else ' m'}"
+    us = "?" if row.call_us is None else f"{duration(row.call_us)}{'' if row.is_measured else ' m'}"
     loss = f"{row.served_loss:.1%}{'' if row.is_known else ' a'}"
     by = row.rival or f"{served.provenance}{', stale' if served.stale else ''}"
-    return _time(row.win_us), f"~{row.calls:,}", us, loss, by, row.seen.problem.kernel
+    return duration(row.win_us), f"~{row.calls:,}", us, loss, by, row.seen.problem.kernel
 
 
 def _marks(rows: Sequence[SeenWorth]) -> list[str]:
@@ -279,11 +236,3 @@ def _marks(rows: Sequence[SeenWorth]) -> list[str]:
     }
     marks += [f"?: nothing can be served for {each}, which has no search space." for each in sorted(unserved)]
     return marks
-
-
-def _time(us: float) -> str:
-    """A time in seconds, milliseconds or microseconds."""
-    for unit, size in (("s", 1e6), ("ms", 1e3)):
-        if us >= size:
-            return f"{us / size:.3g} {unit}"
-    return f"{us:.3g} us"
