@@ -349,7 +349,7 @@ def main(mode: str, descriptor: str, folder: str, parent: str) -> None:
     sys.modules["cupy"] = fake_cupy(mode)
     from tiledsched.core.registry import load_kernel
     from tiledsched.measure import timing, worker
-    from tiledsched.measure.launch import Launch
+    from tiledsched.measure.arrays import Launch
 
     def watched(verb, act):
         def acting(state, *arguments):

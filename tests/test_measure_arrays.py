@@ -30,8 +30,7 @@ from tiledsched.core.cases import input_specs
 from tiledsched.core.errors import DeclarationError
 from tiledsched.core.launch import steps
 from tiledsched.core.storage import is_float, storage_type
-from tiledsched.measure.arrays import ProblemArrays, allocate, each, laid_out, number, pack
-from tiledsched.measure.launch import launch_of
+from tiledsched.measure.arrays import ProblemArrays, allocate, each, laid_out, launch_of, number, pack
 from tiledsched.measure.torch_arrays import as_stored, as_tensors
 
 KERNEL_PARAMETER, KERNEL_PARAMETER_V2 = 0x17, 0x45

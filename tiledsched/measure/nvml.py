@@ -103,10 +103,11 @@ def gpus() -> list[tuple[str, Device]]:
     Raises:
         MeasureError: the driver does not answer.
     """
-    return asked(_list_gpus, LISTED_S)
+    return [(uuid, device) for uuid, device, _ in asked(_list_gpus, LISTED_S)]
 
 
-def _list_gpus() -> list[tuple[str, Device]]:
+def _list_gpus() -> list[tuple[str, Device, bool]]:
+    """UUID and description of each GPU, and whether it is divided into instances (MIG)."""
     nvml = _binding()
     found = []
     for handle in _handles(nvml) if nvml else ():
@@ -121,7 +122,8 @@ def _list_gpus() -> list[tuple[str, Device]]:
             memory_bytes=int(memory.total) if memory else 0,
             driver=_text(_tell(nvml.nvmlSystemGetDriverVersion)),
         )
-        found.append((_text(_tell(nvml.nvmlDeviceGetUUID, handle)), device))
+        divided = bool((_tell(nvml.nvmlDeviceGetMigMode, handle) or [0])[0])
+        found.append((_text(_tell(nvml.nvmlDeviceGetUUID, handle)), device, divided))
     return found
 
 
@@ -173,15 +175,9 @@ def expected_name() -> str:
     Raises:
         MeasureError: the driver does not answer.
     """
-    names = asked(_list_names, LISTED_S)
-    return labelled(names.pop()) if len(names) == 1 and "" not in names else ""
-
-
-def _list_names() -> set[str]:
-    nvml = _binding()
-    handles = list(_handles(nvml)) if nvml else []
-    divided = any((_tell(nvml.nvmlDeviceGetMigMode, handle) or [0])[0] for handle in handles)
-    return set() if divided else {_text(_tell(nvml.nvmlDeviceGetName, handle)) for handle in handles}
+    found = asked(_list_gpus, LISTED_S)
+    names = {"" if divided or device.name == labelled(UNNAMED) else device.name for _, device, divided in found}
+    return names.pop() if len(names) == 1 else ""
 
 
 def only_gpu() -> tuple[str, str] | None:

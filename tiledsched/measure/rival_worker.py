@@ -21,8 +21,7 @@ from tiledsched.core.errors import Failure
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import load_kernel
 from tiledsched.measure import timing
-from tiledsched.measure.arrays import ProblemArrays
-from tiledsched.measure.launch import Launch
+from tiledsched.measure.arrays import Launch, ProblemArrays
 from tiledsched.measure.nvml import ConditionsLog
 from tiledsched.measure.rivals import RivalSamples, call_on
 from tiledsched.measure.timing import GRAPH_BELOW_US, GRAPH_LAUNCHES, sample_rounds

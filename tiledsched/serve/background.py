@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched.build.compiler import DEFAULT_TIMEOUT_S
-from tiledsched.core.errors import TiledschedError
+from tiledsched.core.errors import Failure, MeasureError, TiledschedError
 from tiledsched.core.processes import python_command
 from tiledsched.serve.programs import BuildRequest, StoredProgram
 
@@ -171,9 +171,11 @@ class BackgroundBuilder:
             try:
                 worker = worker or self._started()
                 outcome = worker.ask(ANSWER_S, "build", build.request)
-                break
+                if not isinstance(outcome, Failure):
+                    break
+                raise MeasureError(outcome.message)
             except Exception as error:  # whoever waits for the build must hear of it
-                outcome = str(getattr(error, "failure", None) or error)
+                outcome = str(error)
                 if worker is not None:
                     self._stop(worker)
                 worker = None
@@ -186,15 +188,14 @@ class BackgroundBuilder:
         build.end(outcome)
 
     def _started(self) -> Any:
-        from tiledsched.measure.gpu import WorkerDiedError, WorkerProcess
+        from tiledsched.measure.gpu import WorkerProcess
 
         worker = WorkerProcess(self._command)
         self._workers.append(worker)
-        try:
-            worker.answer(START_S, "start")
-        except WorkerDiedError:
+        answer = worker.answer(START_S, "start")
+        if isinstance(answer, Failure):
             self._stop(worker)
-            raise
+            raise MeasureError(answer.message)
         return worker
 
     def _stop(self, worker: Any) -> None:
