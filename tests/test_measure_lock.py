@@ -232,7 +232,7 @@ def test_what_the_worker_says_is_held_before_anything_runs_on_it(start, make_run
     sent = []
     real = gpu.WorkerProcess.send
     monkeypatch.setattr(
-        gpu.WorkerProcess, "send", lambda self, verb, *more: (sent.append(verb), real(self, verb, *more))
+        gpu.WorkerProcess, "send", lambda self, verb, *more: (sent.append(verb), real(self, verb, *more))[1]
     )
     runner = GpuRunner(kernel_named("attention"), timeouts=TIMEOUTS, worker_command=command("named"))
     try:

@@ -353,7 +353,7 @@ def test_the_winners_are_a_file_of_candidates(db, tmp_path):
     add_times(db, grid())
     add_times(db, grid(occupancies=(1.3, 1.0)), problem=CAUSAL)
     (tmp_path / "winners.csv").write_text(winners_csv(report_of(db)))
-    read = read_candidates(tmp_path / "winners.csv", space_for("sm_90", Attention))
+    read, *_ = read_candidates(tmp_path / "winners.csv", space_for("sm_90", Attention))
     assert [Schedule(each) for each in read] == [plain(128, 64), only_of(report_of(db), CAUSAL).best.schedule]
 
 

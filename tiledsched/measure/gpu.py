@@ -111,8 +111,8 @@ class WorkerProcess:
         return None
 
     def answer(self, timeout_s: float, verb: str) -> Any:
-        """The answer to the request sent last, or, first of all, to "start". It is a Failure where the worker reports one, where it
-        ended, and where `timeout_s` passed and it was killed.
+        """The answer to the request sent last, or, first of all, to "start". It is a Failure where the worker reports one, where
+        it ended, and where `timeout_s` passed and it was killed.
         """
         try:
             if self.connection.poll(timeout_s):

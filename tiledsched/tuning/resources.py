@@ -206,9 +206,7 @@ class Resources:
             SpaceError, ConfigError: a file cannot be used.
         """
         found = self._tools.space(self.arch, kernel, file)
-        if candidates is None:
-            return found
-        return found.limited_to(*_listed(Path(candidates), found))
+        return found if candidates is None else found.limited_to(*read_candidates(Path(candidates), found))
 
     def builder(self, kernel: KernelClass, timeout_s: float = DEFAULT_TIMEOUT_S) -> Builder:
         """What builds schedules of a kernel and keeps what came of it in the database."""
@@ -287,17 +285,12 @@ class Resources:
         self.close()
 
 
-def read_candidates(path: Path, space: SearchSpace) -> list[dict[str, KnobValue]]:
-    """The schedules that a file lists, as values by knob.
+def read_candidates(path: Path, space: SearchSpace) -> tuple[list[dict[str, KnobValue]], str, Mapping[str, int]]:
+    """The schedules that a file lists, as values by knob, its name, and why other rows of it are none.
 
     Raises:
         ConfigError: it cannot be read, or lists none.
     """
-    return _listed(path, space)[0]
-
-
-def _listed(path: Path, space: SearchSpace) -> tuple[list[dict[str, KnobValue]], str, Mapping[str, int]]:
-    """The schedules that a file lists, its name, and why other rows of it are none."""
     from tiledsched.store.foreign import configurations
 
     try:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from tiledsched.core.blame import says_line
 from tiledsched.core.config import Settings
-from tiledsched.core.device import ArchSpec, arch_spec
+from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ConfigError, Failure, FailureKind, MeasureError, NoValidScheduleError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.resources import spilled
@@ -197,17 +197,8 @@ class Watcher(Protocol):
         """A schedule is the best so far; `us` is measured, or estimated where nothing is measured."""
 
 
-class Silent:
+class Silent(Watcher):
     """A watcher that shows nothing."""
-
-    def stage(self, problem: Problem, what: str, total: int) -> None:
-        """Do nothing."""
-
-    def step(self, done: int) -> None:
-        """Do nothing."""
-
-    def best(self, us: float, schedule: Schedule) -> None:
-        """Do nothing."""
 
 
 class Tuner:
@@ -249,10 +240,9 @@ class Tuner:
         self.most_builds = self.effort.modelled if options.trials is None else options.trials
         # The surrogate learns more from small batches, but every compile process should have something to do.
         self.guided = options.sampler == OURS
-        self.propose_batch = self.measure_batch = max(8, 2 * builder.pool.jobs)
-        if self.guided:
-            self.propose_batch = max(self.effort.batch * self.effort.builds, builder.pool.jobs)
-            self.measure_batch = self.propose_batch // self.effort.builds
+        guided_batch = max(self.effort.batch * self.effort.builds, builder.pool.jobs)
+        self.propose_batch = guided_batch if self.guided else max(8, 2 * builder.pool.jobs)
+        self.measure_batch = self.propose_batch // (self.effort.builds if self.guided else 1)
         # Of each batch the last to compile take several times as long as most: they go on while the others are measured,
         # where there are cores enough for both.
         self.leave = max(0, builder.pool.jobs - 4) // 2
@@ -282,16 +272,20 @@ class Tuner:
             ConfigError: neighbours or the same numbers are wanted, and nothing is measured that would tell them; or the runner
                 does not tell whether outputs are the same.
         """
-        if self.options.neighbours and self.runner is None:
-            raise ConfigError(
-                f"neighbours of the fastest schedule are known only where it is measured, and no GPU of "
-                f"{self.space.arch} is used here; leave out --neighbours"
-            )
-        if self.options.numerics == "same" and self.runner is None:
-            raise ConfigError(
-                f"only a GPU tells whether results are the same bit for bit, and no GPU of {self.space.arch} is used here; "
-                "leave out --numerics same"
-            )
+        for wanted, why, flag in (
+            (
+                self.options.neighbours,
+                "neighbours of the fastest schedule are known only where it is measured",
+                "neighbours",
+            ),
+            (
+                self.options.numerics == "same",
+                "only a GPU tells whether results are the same bit for bit",
+                "numerics same",
+            ),
+        ):
+            if wanted and self.runner is None:
+                raise ConfigError(f"{why}, and no GPU of {self.space.arch} is used here; leave out --{flag}")
         if worths is not None:
             return self._tune_by_worth(problems, worths)
         pairs = zip(problems, deadlines(self.options.budget_s, len(problems)), strict=True)
@@ -323,12 +317,12 @@ class Tuner:
 
     def _run(self, problem: Problem, deadline_s: float) -> TuneResult:
         if self.runner is None:
-            return _Ranking(self, problem, deadline_s).run()
-        return _Search(self, self.runner, problem, deadline_s).run()
+            return Ranking(self, problem, deadline_s).run()
+        return Search(self, self.runner, problem, deadline_s).run()
 
     def _build_served(self, problems: Sequence[Problem], runner: Runner, deadline_s: float) -> None:
         """Build what is to race on all problems at once, so that every compile process has something to do."""
-        searches = [_Search(self, runner, problem, deadline_s) for problem in problems]
+        searches = [Search(self, runner, problem, deadline_s) for problem in problems]
         pairs = [
             (schedule, each.problem)
             for each in searches
@@ -338,7 +332,7 @@ class Tuner:
         self.builder.build_for_each(pairs, progress=lambda done, _: self.watcher.step(done), deadline_s=deadline_s)
 
 
-class _ProblemTune:
+class ProblemTune:
     """The tune of one problem: what it has in common with a GPU and without one."""
 
     def __init__(self, tuner: Tuner, problem: Problem, deadline_s: float) -> None:
@@ -356,7 +350,7 @@ class _ProblemTune:
 
     def workable(self, schedule: Schedule) -> bool:
         """Whether a schedule is of the accuracy class that is tuned and can work for the problem."""
-        return fits(schedule, self.tuner.pinned) and not self.space.unworkable(schedule, self.problem)
+        return self.tuner.pinned.items() <= schedule.items() and not self.space.unworkable(schedule, self.problem)
 
     def find_incumbents(self, device_name: str) -> list[Schedule]:
         """What would be served on a device without this run, from this database or any other source: it can only be beaten."""
@@ -429,25 +423,24 @@ class _ProblemTune:
             return NoValidScheduleError(
                 f"{self.space.source} holds no valid schedule for {self.problem}; relax its constraints"
             )
-        records = [self.builder.record(schedule, self.problem) for schedule in schedules]
-        failures = [record.failure for record in records if record and record.failure]
+        failures = self.build_failures(schedules)
         failures += [each.failure for each in self.db.failures(self.space.arch, self.problem)]
         why = ", ".join(sorted({str(failure.kind) for failure in failures})) or OUT_OF_TIME
-        first = Counter(failure.message for failure in failures).most_common(1)
-        said, ours = f": {first[0][0]}" if first else "", bool(first) and says_line(first[0][0])
+        commonest = commonest_message(failures)
+        ours = bool(commonest) and says_line(commonest)
         todo = "correct that line, and check the kernel: tiledsched check" if ours else "run: tiledsched doctor"
         return NoValidScheduleError(
-            f"no schedule of {len(schedules)} works for {self.problem} on {self.space.arch}: {why}{said}; {todo}"
+            f"no schedule of {len(schedules)} works for {self.problem} on {self.space.arch}: "
+            f"{': '.join(filter(None, [why, commonest]))}; {todo}"
         )
 
-    def why_failed(self, schedules: Iterable[Schedule]) -> str:
-        """The commonest message of the schedules that did not build; empty where all did."""
+    def build_failures(self, schedules: Iterable[Schedule]) -> list[Failure]:
+        """Why schedules did not build, one failure for each of those that did not."""
         records = (self.builder.record(schedule, self.problem) for schedule in schedules)
-        found = Counter(record.failure.message for record in records if record and record.failure).most_common(1)
-        return found[0][0] if found else ""
+        return [record.failure for record in records if record and record.failure]
 
 
-class _Ranking(_ProblemTune):
+class Ranking(ProblemTune):
     """Tunes a problem without a GPU: the model ranks the programs of the schedules it likes best."""
 
     def run(self) -> TuneResult:
@@ -461,7 +454,9 @@ class _Ranking(_ProblemTune):
         pinned = self.tuner.pinned | self.space.modelled_pins()
         # What is served comes first, so that a program is known by it where others build to the same.
         schedules = list(dict.fromkeys([*first, *self.space.schedules(problem, pinned=pinned)]))
-        self.build(expected_order(schedules, problem, self.spec, first=first), first)
+        estimate = estimator(problem, self.spec)
+        by_estimate = sorted(schedules, key=lambda each: (estimate(each, None), each.id))
+        self.build(list(dict.fromkeys([*first, *by_estimate])), first)
         reached = {each: record for each in schedules if (record := builder.record(each, problem))}
         programs = builder.programs(list(reached), problem, self.spec)
         if not programs:
@@ -491,7 +486,7 @@ class _Ranking(_ProblemTune):
             over_default=self.estimate(plain) / least_us - 1 if plain else None,
             over_runner_up=self.estimate(second) / least_us - 1 if second else None,
             candidates=self.candidates(reached, {each for one in programs for each in one.schedules}, pinned),
-            why_failed=self.why_failed(reached),
+            why_failed=commonest_message(self.build_failures(reached)),
         )
 
     def build(self, order: Sequence[Schedule], first: Sequence[Schedule]) -> None:
@@ -548,7 +543,7 @@ class _Ranking(_ProblemTune):
         return min(model(self.problem, schedule, program.facts, self.spec) for schedule in program.schedules)
 
 
-class _Search(_ProblemTune):
+class Search(ProblemTune):
     """Tunes a problem with a GPU: proposes, builds and measures in batches, and lets the leaders race for the decision."""
 
     def __init__(self, tuner: Tuner, runner: Runner, problem: Problem, deadline_s: float) -> None:
@@ -799,7 +794,7 @@ class _Search(_ProblemTune):
             held_down=summarise_throttling(self._taken, self.seen_mhz),
             candidates=self.candidates(trials.times, trials.ranked, self.tuner.pinned),
             numbers=numbers,
-            why_failed=self.why_failed(tried),
+            why_failed=commonest_message(self.build_failures(tried)),
         )
 
     def sound(self, finalists: list[Program], preferred: Sequence[Schedule]) -> RaceResult:
@@ -922,17 +917,9 @@ class _Search(_ProblemTune):
         return next((each.rivals for code in codes for each in known if each.fingerprint == code and each.rivals), None)
 
 
-def expected_order(
-    schedules: Sequence[Schedule], problem: Problem, spec: ArchSpec, *, first: Sequence[Schedule]
-) -> list[Schedule]:
-    """The order in which to build where the model ranks: `first`, then by the model's estimate before anything is built."""
-    estimate = estimator(problem, spec)
-    return list(dict.fromkeys([*first, *sorted(schedules, key=lambda each: (estimate(each, None), each.id))]))
-
-
-def fits(schedule: Schedule, pinned: Mapping[str, KnobValue]) -> bool:
-    """Whether a schedule has the pinned knobs at their values."""
-    return all(schedule.get(name) == value for name, value in pinned.items())
+def commonest_message(failures: Iterable[Failure]) -> str:
+    """The commonest message of some failures; empty where there is none."""
+    return next((message for message, _ in Counter(each.message for each in failures).most_common(1)), "")
 
 
 def modelled_times(arch: str, kernel: KernelClass) -> Callable[[Problem, Sequence[BuildRecord]], dict[str, float]]:
