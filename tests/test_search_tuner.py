@@ -31,7 +31,9 @@ from tiledsched.tuning.effort import EFFORTS
 from tiledsched.tuning.options import TuneOptions
 from tiledsched.tuning.prior import Elsewhere, Shipped, estimator, plain_schedules, promising_part
 from tiledsched.tuning.programs import Builder
-from tiledsched.tuning.tuner import NO_SEARCH, Silent, Tuner
+from tiledsched.tuning.search import NO_SEARCH
+from tiledsched.tuning.tuner import Tuner
+from tiledsched.tuning.watcher import Watcher
 
 LANDSCAPES = sorted((data_files.tuning_db() / "landscapes" / "attention").glob("*_burst_*.json.xz"))
 
@@ -142,7 +144,7 @@ def recorded():
     return Recorded(LANDSCAPES[4])
 
 
-class Watching(Silent):
+class Watching(Watcher):
     """Keeps what it was told to be the best so far."""
 
     def __init__(self) -> None:

@@ -34,8 +34,8 @@ from tiledsched.store.db import TuningDB
 from tiledsched.tuning.options import TuneOptions
 from tiledsched.tuning.prior import estimator
 from tiledsched.tuning.resources import Tools, start_rival_timer
+from tiledsched.tuning.results import TuneReport
 from tiledsched.tuning.session import Session
-from tiledsched.tuning.tuner import TuneReport
 
 ROOT = Path(__file__).parent.parent
 SCALE = '''

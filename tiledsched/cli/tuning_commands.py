@@ -37,7 +37,7 @@ from tiledsched.tuning.options import CHECK_ARCH, CheckOptions, RecordOptions, R
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tiledsched.tuning.tuner import TuneReport
+    from tiledsched.tuning.results import TuneReport
 
 
 @command("tune")
