@@ -10,35 +10,45 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tiledsched.core.blame import says_line
+from tiledsched.core.config import Settings
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import Failure, FailureKind, MeasureError, NoValidScheduleError
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import KnobValue, Schedule
-from tiledsched.core.space import RACED
+from tiledsched.core.space import RACED, SearchSpace, accuracy_class
 from tiledsched.measure.clocks import describe_throttling, summarise_throttling
-from tiledsched.measure.runner import REGIMES, Checked, Failed, Measurement, RivalTime, Runner
-from tiledsched.store.evidence import for_compiler, of_kernel, timed_as_now
+from tiledsched.measure.runner import REGIMES, Candidate, Checked, Failed, Measurement, RivalTime, Runner
+from tiledsched.store.evidence import clocks_of, for_compiler, of_kernel, timed_as_now
 from tiledsched.store.records import Entry
-from tiledsched.tuning.inert import SURE
+from tiledsched.tuning.effort import EFFORTS
+from tiledsched.tuning.inert import SURE, InertChanges
 from tiledsched.tuning.numbers import NumbersKept, WantedNumbers
-from tiledsched.tuning.prior import estimator, plain_schedules, promising_part, winners_nearby
-from tiledsched.tuning.programs import Program
+from tiledsched.tuning.options import TuneOptions
+from tiledsched.tuning.prior import Elsewhere, Shipped, estimator, plain_schedules, promising_part, winners_nearby
+from tiledsched.tuning.programs import Builder, Program
 from tiledsched.tuning.race import RULES, Outcome, RaceResult, near, race, settle, time_ratio
 from tiledsched.tuning.results import TuneResult
+from tiledsched.tuning.samplers import OURS
 from tiledsched.tuning.study import ScheduleStudy, Trials
 from tiledsched.tuning.surrogate import Known
+from tiledsched.tuning.watcher import Watcher
 
-if TYPE_CHECKING:
-    from tiledsched.tuning.tuner import Tuner
-
+DEFAULTS = Settings()
+"""What decides where neither the options nor the settings say it."""
 MOST_WINNERS = 4
 """Winners of similar problems that are tried first where nothing else is known of those problems."""
+Served = Callable[[Problem, str], "Sequence[Schedule]"]
+"""What would be served for a problem on a device of this name were nothing tuned, and what came close to it where its time may
+have changed since; none where this space knows nothing.
+"""
+Rivals = Callable[[Problem, Candidate], "list[RivalTime] | None"]
+"""Times a kernel's rivals next to a winner, on the problem it won; None where they cannot be timed."""
 OUT_OF_TIME = "the budget ended first"
 """Why a problem has no result that the budget did not reach."""
 NO_SEARCH = "no search"
@@ -49,10 +59,66 @@ LOOKS = {
 """Rules by which a batch is measured: enough samples to learn from; the deciding race comes last."""
 
 
+class TuneContext:
+    """What the tunes of all problems of one kernel for one arch share.
+
+    Args:
+        builder: builds schedules of the kernel; its database holds what is known and takes what is found.
+        space: the schedules that are searched.
+        options: how much to do.
+        run_id: number of the run in the database.
+        runner: measures on the GPU; None to let the model rank.
+        watcher: shows progress.
+        served: what would be served without this run. It takes part, and loses only to what is faster.
+        shipped: what comes with the package. It says where to look first.
+        rivals: times rivals next to each winner; None to keep what was known of them.
+    """
+
+    def __init__(
+        self,
+        builder: Builder,
+        space: SearchSpace,
+        options: TuneOptions,
+        *,
+        run_id: int,
+        runner: Runner | None = None,
+        watcher: Watcher | None = None,
+        served: Served | None = None,
+        shipped: Shipped | None = None,
+        rivals: Rivals | None = None,
+    ) -> None:
+        self.builder, self.space, self.options, self.run_id, self.runner = builder, space, options, run_id, runner
+        self.served, self.shipped, self.rivals = served, shipped or Shipped(), rivals
+        self.watcher = watcher or Watcher()
+        self.regime = options.regime or DEFAULTS.regime
+        self.accum_mode = options.accum_mode or DEFAULTS.accum_mode
+        self.pinned = accuracy_class(space, self.accum_mode)
+        self.effort = EFFORTS[options.effort]
+        self.most_programs = self.effort.programs if options.trials is None else options.trials
+        self.most_builds = self.effort.modelled if options.trials is None else options.trials
+        # The surrogate learns more from small batches, but every compile process should have something to do.
+        self.guided = options.sampler == OURS
+        guided_batch = max(self.effort.batch * self.effort.builds, builder.pool.jobs)
+        self.propose_batch = guided_batch if self.guided else max(8, 2 * builder.pool.jobs)
+        self.measure_batch = self.propose_batch // (self.effort.builds if self.guided else 1)
+        # Of each batch the last to compile take several times as long as most: they go on while the others are measured,
+        # where there are cores enough for both.
+        self.leave = max(0, builder.pool.jobs - 4) // 2
+        self.inert = InertChanges(space.knobs)
+        self.elsewhere = Elsewhere(builder.db, space, self.regime, self.accum_mode, self.shipped)
+        self.left: dict[Problem, str] = {}
+        """Problems without a result, and why."""
+
+    @cached_property
+    def clocks(self) -> dict[str, int]:
+        """By the name of each GPU, the highest clock at which it was measured for what is stored, in MHz."""
+        return clocks_of(self.builder.db.entries(self.space.arch, self.builder.kernel.name))
+
+
 class ProblemTune:
     """The tune of one problem: what it has in common with a GPU and without one."""
 
-    def __init__(self, tuner: Tuner, problem: Problem, deadline_s: float) -> None:
+    def __init__(self, tuner: TuneContext, problem: Problem, deadline_s: float) -> None:
         self.tuner, self.problem, self.deadline_s, self.started = tuner, problem, deadline_s, time.monotonic()
         self.builder, self.space, self.watcher = tuner.builder, tuner.space, tuner.watcher
         self.db, self.kernel, self.spec = tuner.builder.db, tuner.builder.kernel, arch_spec(tuner.space.arch)
@@ -160,7 +226,7 @@ class ProblemTune:
 class Search(ProblemTune):
     """Tunes a problem with a GPU: proposes, builds and measures in batches, and lets the leaders race for the decision."""
 
-    def __init__(self, tuner: Tuner, runner: Runner, problem: Problem, deadline_s: float) -> None:
+    def __init__(self, tuner: TuneContext, runner: Runner, problem: Problem, deadline_s: float) -> None:
         super().__init__(tuner, problem, deadline_s)
         self.runner, self.spec = runner, arch_spec(tuner.space.arch, runner.device_name)
         self._measurement_ids: dict[tuple[Schedule, str], int] = {}

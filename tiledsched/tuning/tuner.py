@@ -12,39 +12,22 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
 
-from tiledsched.core.config import Settings
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ConfigError, MeasureError, NoValidScheduleError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import Schedule
-from tiledsched.core.space import SearchSpace, accuracy_class
-from tiledsched.measure.runner import Candidate, RivalTime, Runner
-from tiledsched.store.evidence import clocks_of
+from tiledsched.measure.runner import Runner
 from tiledsched.store.records import BuildRecord
-from tiledsched.tuning.effort import EFFORTS
-from tiledsched.tuning.inert import InertChanges
-from tiledsched.tuning.options import TuneOptions
-from tiledsched.tuning.prior import Elsewhere, Shipped, estimator
-from tiledsched.tuning.programs import Builder, Program, deadlines
+from tiledsched.tuning.prior import estimator
+from tiledsched.tuning.programs import Program, deadlines
 from tiledsched.tuning.results import TuneResult
-from tiledsched.tuning.samplers import OURS
-from tiledsched.tuning.search import OUT_OF_TIME, ProblemTune, Search, commonest_message
+from tiledsched.tuning.search import OUT_OF_TIME, ProblemTune, Search, TuneContext, commonest_message
 from tiledsched.tuning.study import learn
-from tiledsched.tuning.watcher import Watcher
 
-DEFAULTS = Settings()
-"""What decides where neither the options nor the settings say it."""
 LEARNT_AT_ONCE = 8
 """Schedules built, where there is no GPU, before the first look at which changes of knobs leave the machine code as it is."""
-Served = Callable[[Problem, str], "Sequence[Schedule]"]
-"""What would be served for a problem on a device of this name were nothing tuned, and what came close to it where its time may
-have changed since; none where this space knows nothing.
-"""
-Rivals = Callable[[Problem, Candidate], "list[RivalTime] | None"]
-"""Times a kernel's rivals next to a winner, on the problem it won; None where they cannot be timed."""
 LEAST_S, LEAST_SEARCH_S = 2.0, 15.0
 """Where problems share a budget by what they are worth: none is begun with less than so many seconds left, and a search gets so
 many where they are left: in less time hardly anything is built."""
@@ -52,60 +35,8 @@ MOST_IN_A_ROW = 3
 """So many problems that fail one after the other end such a tune: the problems are not the cause."""
 
 
-class Tuner:
-    """Tunes one kernel for one arch.
-
-    Args:
-        builder: builds schedules of the kernel; its database holds what is known and takes what is found.
-        space: the schedules that are searched.
-        options: how much to do.
-        run_id: number of the run in the database.
-        runner: measures on the GPU; None to let the model rank.
-        watcher: shows progress.
-        served: what would be served without this run. It takes part, and loses only to what is faster.
-        shipped: what comes with the package. It says where to look first.
-        rivals: times rivals next to each winner; None to keep what was known of them.
-    """
-
-    def __init__(
-        self,
-        builder: Builder,
-        space: SearchSpace,
-        options: TuneOptions,
-        *,
-        run_id: int,
-        runner: Runner | None = None,
-        watcher: Watcher | None = None,
-        served: Served | None = None,
-        shipped: Shipped | None = None,
-        rivals: Rivals | None = None,
-    ) -> None:
-        self.builder, self.space, self.options, self.run_id, self.runner = builder, space, options, run_id, runner
-        self.served, self.shipped, self.rivals = served, shipped or Shipped(), rivals
-        self.watcher = watcher or Watcher()
-        self.regime = options.regime or DEFAULTS.regime
-        self.accum_mode = options.accum_mode or DEFAULTS.accum_mode
-        self.pinned = accuracy_class(space, self.accum_mode)
-        self.effort = EFFORTS[options.effort]
-        self.most_programs = self.effort.programs if options.trials is None else options.trials
-        self.most_builds = self.effort.modelled if options.trials is None else options.trials
-        # The surrogate learns more from small batches, but every compile process should have something to do.
-        self.guided = options.sampler == OURS
-        guided_batch = max(self.effort.batch * self.effort.builds, builder.pool.jobs)
-        self.propose_batch = guided_batch if self.guided else max(8, 2 * builder.pool.jobs)
-        self.measure_batch = self.propose_batch // (self.effort.builds if self.guided else 1)
-        # Of each batch the last to compile take several times as long as most: they go on while the others are measured,
-        # where there are cores enough for both.
-        self.leave = max(0, builder.pool.jobs - 4) // 2
-        self.inert = InertChanges(space.knobs)
-        self.elsewhere = Elsewhere(builder.db, space, self.regime, self.accum_mode, self.shipped)
-        self.left: dict[Problem, str] = {}
-        """Problems without a result, and why."""
-
-    @cached_property
-    def clocks(self) -> dict[str, int]:
-        """By the name of each GPU, the highest clock at which it was measured for what is stored, in MHz."""
-        return clocks_of(self.builder.db.entries(self.space.arch, self.builder.kernel.name))
+class Tuner(TuneContext):
+    """Tunes problems of one kernel for one arch; see :class:`TuneContext` for the arguments."""
 
     def tune(self, problems: Sequence[Problem], worths: Sequence[float] | None = None) -> list[TuneResult]:
         """Tune every problem in turn.
