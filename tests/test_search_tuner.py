@@ -7,6 +7,7 @@ import dataclasses
 import math
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -604,7 +605,8 @@ def test_nothing_is_learnt_from_times_beside_others(db, recorded) -> None:
         for place, each in enumerate(recorded.measurements)
     ]
     shipped.recorded = {(recorded.problem, "burst"): LANDSCAPES[4]}
-    shipped.landscape = lambda problem, regime: (mixed, recorded.facts)
+    stored = [SimpleNamespace(measurement=each) for each in mixed]
+    shipped.landscape = lambda problem, regime: (stored, recorded.facts)
     elsewhere = Elsewhere(db, recorded_space(recorded), "burst", "fp32", shipped)
     (known,) = elsewhere.known(recorded.problem, "any", arch_spec("sm_90"), itself=True)
     alone = [dict(each.schedule) for each in recorded.measurements[:20]]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.compiler import DEFAULT_TIMEOUT_S, prepare_process
+from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import Toolchain, check_arch, installed_toolchain
 from tiledsched.core import config
 from tiledsched.core.config import Settings, load_settings
@@ -29,7 +30,6 @@ from tiledsched.measure.runner import Runner
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from tiledsched.build.pool import BuildPool
     from tiledsched.measure.rivals import RivalRaces
     from tiledsched.store.db import TuningDB
     from tiledsched.tuning.programs import Builder
@@ -58,13 +58,6 @@ def ready_artifacts(folder: Path | None) -> ArtifactStore:
     artifacts = ArtifactStore(folder)
     artifacts.ready()
     return artifacts
-
-
-def start_pool(jobs: int | None) -> BuildPool:
-    """Compile processes, one per CPU unless `jobs` says how many."""
-    from tiledsched.build.pool import BuildPool
-
-    return BuildPool(jobs)
 
 
 def start_runner(kernel: KernelClass, seed: int) -> Runner:
@@ -96,8 +89,8 @@ class Tools:
     """The compiler."""
     artifacts: Callable[[Path | None], ArtifactStore] = ready_artifacts
     """The store of machine code, by the cache folder of the settings."""
-    pool: Callable[[int | None], BuildPool] = start_pool
-    """Compile processes, by how many are wanted."""
+    pool: Callable[[int | None], BuildPool] = BuildPool
+    """Compile processes, by how many are wanted; one per CPU where that is None."""
     devices: Callable[[], Sequence[Any]] = lambda: nvml.devices()
     """The GPUs of this machine, each with `name` and `arch`."""
     lacking: Callable[[], str] = lambda: nvml.why_unusable()
