@@ -71,7 +71,7 @@ class Recorded(FakeBuilds):
         return self.fingerprints[schedule], Attention.grids(self.problem, schedule, arch_spec("sm_90"))
 
     def recompiled(self, changes=lambda schedule: True) -> Recorded:
-        """The same landscape, of other machine code where it `changes`."""
+        """This landscape, of other machine code where it `changes`."""
         other = copy.copy(self)
         other.schedules = []
         new = {m.fingerprint: m.fingerprint[::-1] if changes(m.schedule) else m.fingerprint for m in self.measurements}

@@ -196,7 +196,7 @@ class GpuRunner:
     ) -> None:
         self._kernel = kernel
         self.seed = seed
-        """Of inputs and sample orders."""
+        """Seed of the inputs and of the orders of samples."""
         self._timeouts = timeouts or Timeouts()
         self._command = tuple(worker_command)
         self._problem: Problem | None = None
@@ -207,7 +207,7 @@ class GpuRunner:
         self._graph_launches: int | None = None
         self.gap_trials: tuple[GapTrial, ...] = ()
         """What the last calibration saw; empty before the first."""
-        self._told = False
+        self._warned = False
         self._lock = hold(*gpu) if gpu else None
         self._worker = WorkerProcess(self._command, self._lock)
         self._device: Device | None = None
@@ -346,8 +346,8 @@ class GpuRunner:
         if any(each.concurrent_pids for each in seen):
             self._gap_ms = self._given_gap_ms
         doubtful = next((each.others for each in seen if each.concurrent_pids is None), ())
-        if doubtful and not self._told:
-            self._told = True
+        if doubtful and not self._warned:
+            self._warned = True
             log.warning(
                 "process %s has the GPU open, and NVML does not tell here whether it runs: what is measured may be "
                 "measured beside it",

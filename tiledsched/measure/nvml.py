@@ -133,14 +133,14 @@ def driver_version() -> str | None:
     Raises:
         MeasureError: the driver does not answer.
     """
-    told = asked(lambda: _text(_tell(nvml.nvmlSystemGetDriverVersion)) if (nvml := _binding()) else None, LISTED_S)
-    if told:
-        return told
+    version = asked(lambda: _text(_tell(nvml.nvmlSystemGetDriverVersion)) if (nvml := _binding()) else None, LISTED_S)
+    if version:
+        return version
     try:
         found = re.search(r"\b(\d{3,}(?:\.\d+)+)\b", DRIVER_FILE.read_text())
         return found.group(1) if found else ""
     except OSError:
-        return "" if told == "" or shutil.which("nvidia-smi") else None
+        return "" if version == "" or shutil.which("nvidia-smi") else None
 
 
 def why_unusable() -> str:
@@ -375,8 +375,8 @@ class ConditionsLog:
         seen = self._seen
         computing, drawing = (a | b for a, b in zip(self._listed, self._ask(self._list, READ_S), strict=True))
         listed = computing | drawing
-        told = bool(listed & self._ours)  # else ours could not be told from others'
-        others = listed - self._ours if told else frozenset()
+        is_told = bool(listed & self._ours)  # else ours could not be told from others'
+        others = listed - self._ours if is_told else frozenset()
         reasons = {name for reading in seen.get("throttle_reasons", []) for name in reading}
         return Conditions(
             sm_clock_mhz=int(statistics.median(seen.get("sm_clock_mhz", [0]))),
@@ -385,5 +385,5 @@ class ConditionsLog:
             temperature_c=max(seen.get("temperature_c", [0])),
             throttle_reasons=tuple(name for name in THROTTLE_REASONS.values() if name in reasons),
             others=tuple(sorted(others)),
-            concurrent_pids=self._ask(lambda: self._ran(others, computing), READ_S) if told else (),
+            concurrent_pids=self._ask(lambda: self._ran(others, computing), READ_S) if is_told else (),
         )

@@ -344,7 +344,7 @@ class RaceState:
 
     def measurement(self, racer: Racer) -> Measurement:
         """What is known of a racer that has samples."""
-        beside = self.concurrent_pids or racer.conditions.concurrent_pids
+        concurrent = self.concurrent_pids or racer.conditions.concurrent_pids
         return Measurement(
             problem=self.problem,
             schedule=racer.candidate.schedule,
@@ -354,7 +354,7 @@ class RaceState:
             **vars(Timing.of(racer.samples_us, self.rules.confidence)),
             samples_us=tuple(racer.samples_us),
             accuracy=racer.accuracy,
-            conditions=replace(racer.conditions, concurrent_pids=beside),
+            conditions=replace(racer.conditions, concurrent_pids=concurrent),
             runner=self.runner.name,
         )
 

@@ -363,20 +363,20 @@ class Search(ProblemTune):
                 study.widen(self.space.neighbours(best, problem, pinned=tuner.pinned))
             if trials.programs and study.expected_gain() < tuner.effort.least_gain:
                 break
-            asked = study.ask(tuner.propose_batch)
+            proposed = study.ask(tuner.propose_batch)
             # What is tried first is built in any case: a run out of time still serves something measured.
             deadline_s = self.deadline_s if trials.programs else math.inf
-            late = [] if asked else underway
+            late = [] if proposed else underway
             self.compiled += self.builder.build(
-                [*asked, *late], problem, leave=min(len(asked) // 4, tuner.leave), deadline_s=deadline_s
+                [*proposed, *late], problem, leave=min(len(proposed) // 4, tuner.leave), deadline_s=deadline_s
             )
-            tried += asked
-            underway += asked
+            tried += proposed
+            underway += proposed
             reached = [each for each in underway if self.builder.record(each, problem)]
             underway = [each for each in underway if not self.builder.record(each, problem)]
             self.failed += trials.note_builds(reached)
             chosen = study.choose(min(tuner.measure_batch, left))
-            if not asked and not chosen and not underway:
+            if not proposed and not chosen and not underway:
                 break
             result = self.race(
                 self.builder.programs(chosen, problem, self.runner.device),

@@ -74,7 +74,7 @@ class SeenWorth:
         return self.calls * (self.call_us or 0.0) * self.served_loss / (1 + self.served_loss)
 
     def raced(self, entry: Entry) -> SeenWorth:
-        """The same, with the times of a race of what is served and the rivals."""
+        """This problem's worth, with the times of a race of what is served and the rivals."""
         paying = [each for each in entry.rivals or () if pays(each, entry.problem.declaration)]
         fastest = min(paying, key=lambda each: each.ratio or 1.0, default=None)
         return replace(

@@ -312,15 +312,15 @@ class Trials:
         programs = self._builder.programs(list(worked), self._problem, self._device)
         return [(program.schedule, program.facts, worked[program.schedule]) for program in programs]
 
-    def note_builds(self, asked: Sequence[Schedule]) -> int:
+    def note_builds(self, proposed: Sequence[Schedule]) -> int:
         """Take down what became of builds; how many of them failed. A schedule not reached before a deadline is left."""
         failed = 0
-        for schedule in asked:
+        for schedule in proposed:
             record = self._builder.record(schedule, self._problem)
             if record is not None and record.failure is not None:
                 failed += 1
                 self._study.tell(schedule, None)
-        programs = self._builder.programs(asked, self._problem, self._device)
+        programs = self._builder.programs(proposed, self._problem, self._device)
         learn(self._inert, self._problem, programs)
         for program in programs:
             if program.key in self._known:
