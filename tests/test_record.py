@@ -212,6 +212,8 @@ def test_a_landscape_is_recorded_and_replayed(site, tmp_path) -> None:
         assert samples > 1 or ratio > 3  # only the hopeless
     assert {one.schedule for one in sustained} == {one.schedule for one in burst if one.median_us <= times[4]}
     assert {len(one.samples_us) for one in sustained} == {SUSTAINED.opening_rounds}
+    races = [line.split(": ")[1].split(",")[0] for line in site.said if "programs measured" in line]
+    assert races == ["burst", "burst", "sustained"], "all, then the leaders, of which no others came near"
     ReplayRunner(Attention, burst).begin(PROBLEM)
     for device, regime, programs in (
         ("another GPU", "burst", 0),
