@@ -19,8 +19,6 @@ from pathlib import Path
 
 import numpy
 
-START_MODES = ("ready", "named", "crowded", "doubtful", "silent", "no-gpu", "crash")
-
 
 def cubin(us: float = 100.0, *, noise: float = 0.0, **acts: str) -> bytes:
     """Machine code that takes `us` microseconds. `acts`: what happens on load, check or sample instead (see `act`)."""
