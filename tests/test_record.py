@@ -171,7 +171,7 @@ class Site:
         self.said: list[str] = []
 
     def recorder(self, runner, *, space=SMALL, **options) -> Recorder:
-        options = {"programs": 60, "sustained_leaders": 5, **options}
+        options = {"programs": 40, "sustained_leaders": 5, **options}
         return Recorder(
             Builder(self.db, self.compiler, Attention, space.arch, self.compiler.toolchain, self.compiler),
             space,
@@ -199,11 +199,11 @@ def site(tmp_path):
 
 def test_a_landscape_is_recorded_and_replayed(site, tmp_path) -> None:
     result = site.record(tmp_path)
-    assert (result.programs, result.failed, result.complete) == (60, 0, True)
-    assert [(file.regime, file.distinct_programs) for file in result.files] == [("burst", 60), ("sustained", 5)]
+    assert (result.programs, result.failed, result.complete) == (40, 0, True)
+    assert [(file.regime, file.distinct_programs) for file in result.files] == [("burst", 40), ("sustained", 5)]
     burst, sustained = ([one.measurement for one in read_table(file.path).measurements] for file in result.files)
     times, first = sorted(one.median_us for one in burst), result.files[0]
-    assert (len(burst), len(sustained), first.best_us) == (60, 5, times[0])
+    assert (len(burst), len(sustained), first.best_us) == (40, 5, times[0])
     assert (first.worst_ratio, first.best_tflops) == (times[-1] / times[0], PROBLEM.tflops(times[0]))
     for taken in burst:
         samples, ratio = len(taken.samples_us), taken.median_us / times[0]
@@ -217,7 +217,7 @@ def test_a_landscape_is_recorded_and_replayed(site, tmp_path) -> None:
     ReplayRunner(Attention, burst).begin(PROBLEM)
     for device, regime, programs in (
         ("another GPU", "burst", 0),
-        (DEVICE.name, "burst", 60),
+        (DEVICE.name, "burst", 40),
         (DEVICE.name, "sustained", 5),
     ):
         assert export_landscape(site.db, tmp_path / "l.json", PROBLEM, device, regime) == programs
@@ -230,9 +230,9 @@ def test_a_second_run_measures_and_compiles_nothing(site, tmp_path) -> None:
     again = site.record(tmp_path, runner)
     assert (again.measured, again.compiled, runner.begun, runner.looks) == (0, 0, 0, 0)
     assert (site.compiler.compiled, {path: path.read_bytes() for path in before}) == (compiled, before)
-    more = site.record(tmp_path, programs=70)
-    assert more.programs == 70
-    assert 10 <= more.measured < 70
+    more = site.record(tmp_path, programs=50)
+    assert more.programs == 50
+    assert 10 <= more.measured < 50
 
 
 def test_what_was_measured_while_the_clock_was_held_down_is_said_and_measured_again(site, tmp_path) -> None:
@@ -246,7 +246,7 @@ def test_what_was_measured_while_the_clock_was_held_down_is_said_and_measured_ag
 
 def test_builds_come_first_and_need_no_gpu_and_a_budget_ends_what_follows(site, tmp_path) -> None:
     built = site.build(tmp_path)
-    assert (built.programs, built.measured, built.complete, built.files) == (60, 0, False, ())
+    assert (built.programs, built.measured, built.complete, built.files) == (40, 0, False, ())
     assert built.compiled == site.compiler.compiled > 0
     ended = site.record(tmp_path, budget_s=0.0)
     assert (ended.complete, ended.measured, ended.files) == (False, 0, ())
