@@ -116,41 +116,34 @@ def answer(*versions, **more):
     return LookupTable([measured(each) for each in versions], Attention, **more).resolve(PROBLEM, "sm_90", DEVICE.name)
 
 
-def test_evidence_of_another_compiler_is_called_stale() -> None:
-    served = answer("13.4.92", compiler="13.5.37")
-    assert served.provenance == "measured"
-    for words in ("tileiras 13.4.92", "13.5.37", "tiledsched refresh attention --arch sm_90"):
-        assert words in served.stale
-    assert not answer("13.4.92", compiler="13.4.92").stale
-    assert not answer("13.4.92", "13.5.37", compiler="13.5.37").stale
-    assert not stale(entry("modelled", toolchain=toolchain("13.4.92")), "13.5.37")
-
-
-def test_machine_code_in_a_bundle_needs_no_compiler_and_is_not_stale() -> None:
-    read = []
-
-    def at_hand():
-        read.append(1)
-        return {measured("13.4.92").fingerprint}
-
-    for version, times in (("13.5.37", 0), ("13.4.92", 1)):  # nobody reads bundles where nothing is stale
-        assert not answer(version, compiler="13.5.37", at_hand=at_hand).stale
-        assert len(read) == times
+OLDER, NOBODY = "no bundle here holds the machine code that was measured, and there is no compiler", "0" * 24
 
 
 @pytest.mark.parametrize(
-    ("held", "says"),
-    [({"f" * 24, "0" * 24}, False), ({"0" * 24}, True), (set(), False)],
-    ids=["what was measured", "other programs", "none, so that nothing runs"],
+    ("versions", "compiler", "held", "words"),
+    [
+        (("13.4.92",), "13.5.37", (), ("tileiras 13.4.92", "13.5.37", "tiledsched refresh attention --arch sm_90")),
+        (("13.4.92",), "13.4.92", (), ()),
+        (("13.4.92", "13.5.37"), "13.5.37", (), ()),
+        (("13.4.92",), "13.5.37", ("f" * 24,), ()),  # machine code in a bundle needs no compiler
+        # Without a compiler only what a bundle holds is not stale; where there is none, nothing runs.
+        (("13.4.92",), "", ("f" * 24, NOBODY), ()),
+        (("13.4.92",), "", (NOBODY,), (OLDER,)),
+        (("13.4.92",), "", (), ()),
+    ],
 )
-def test_without_a_compiler_only_what_a_bundle_holds_is_not_stale(held, says) -> None:
-    one = measured("13.4.92")
-    assert one.fingerprint == "f" * 24
-    words = answer("13.4.92", at_hand=lambda: held).stale
-    assert ("no bundle here holds the machine code that was measured, and there is no compiler" in words) is says
-    assert bool(words) is says
-    unknown = LookupTable([one.replace(fingerprint="")], Attention, at_hand=lambda: held)
+def test_evidence_of_machine_code_that_does_not_run_is_called_stale(versions, compiler, held, words) -> None:
+    assert measured("13.4.92").fingerprint == "f" * 24
+    served = answer(*versions, compiler=compiler, at_hand=lambda: set(held))
+    assert (served.provenance, bool(served.stale)) == ("measured", bool(words))
+    assert all(each in served.stale for each in words)
+
+
+def test_what_is_not_measured_or_not_known_by_its_machine_code_is_not_stale_and_no_bundle_is_read_for_nothing() -> None:
+    assert not stale(entry("modelled", toolchain=toolchain("13.4.92")), "13.5.37")
+    unknown = LookupTable([measured("13.4.92").replace(fingerprint="")], Attention, at_hand=lambda: {NOBODY})
     assert not unknown.resolve(PROBLEM, "sm_90", DEVICE.name).stale
+    assert not answer("13.5.37", compiler="13.5.37", at_hand=lambda: pytest.fail("a bundle was read")).stale
 
 
 def test_explain_says_stale_unless_the_measured_program_runs_and_the_log_says_it_once(caplog) -> None:
