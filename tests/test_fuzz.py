@@ -462,7 +462,7 @@ def test_search_spaces(folder, data) -> None:
 
 def use_candidates(path: Path) -> None:
     space = space_for("sm_90", Attention)
-    space = space.limited_to(resources.read_candidates(path, space), path.name)
+    space = space.limited_to(*resources.read_candidates(path, space))
     list(space.schedules(PROBLEM))
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from tiledsched.store.seen import Seen
-    from tiledsched.tuning.tuner import TuneReport
+    from tiledsched.tuning.results import TuneReport
 
 
 @command("tune")
