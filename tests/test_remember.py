@@ -608,6 +608,11 @@ class Kernel:
             return f"{signature} {_compile.compile_cubin(self.number)}".encode(), "symbol", None, ()
 
 
+class WithoutGpu(machines.SearchMachine):
+    def gpu(self):
+        return "sm_90", "a GPU"
+
+
 def test_compilers_run_side_by_side_and_launches_use_what_they_made(monkeypatch):
     together = threading.Barrier(2, timeout=60)
 
@@ -617,7 +622,6 @@ def test_compilers_run_side_by_side_and_launches_use_what_they_made(monkeypatch)
 
     monkeypatch.setattr(_compile, "compile_cubin", compiler)
     monkeypatch.setattr("tiledsched.build.pool.default_jobs", lambda: 4)
-    monkeypatch.setattr(machines.GpuMachine, "gpu", lambda self: ("sm_90", "a GPU"))
     monkeypatch.setattr(ct, "launch", lambda stream, grid, kernel, args: kernel._compile(f"types of {args}", "context"))
     request = Request(
         configs=(1, 2, -1),
@@ -633,7 +637,7 @@ def test_compilers_run_side_by_side_and_launches_use_what_they_made(monkeypatch)
     programs = [
         machines.CallProgram(config=c, schedule=Schedule(c=c), grid=(1,), kernel=Kernel(c)) for c in request.configs
     ]
-    machines.GpuMachine().build(programs, request)
+    WithoutGpu().build(programs, request)
     assert [type(each.error) for each in programs] == [type(None), type(None), ValueError]
     assert len({each.artifact.fingerprint for each in programs[:2]}) == 2
     assert ct.launch(0, (1,), programs[1].kernel, (4,))[0] == b"types of (4,) 2", "nothing is compiled again"

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
-from tiledsched.core.canonical import canonical_json
+from tiledsched.core.canonical import canonical_json, stable_id
 from tiledsched.core.fields import Value
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import KnobValue, Schedule
-from tiledsched.remember.identity import OpaqueError, Reader, digest, fields_of, is_array, is_kernel, name_of
+from tiledsched.remember.identity import OpaqueError, Reader, fields_of, is_array, is_kernel, name_of
 
 MARK = "call"
 """The field of a problem that tells calls apart; see :meth:`Call.mark`. Every problem of this package has the field, and no other
@@ -78,7 +78,7 @@ class Call:
     @functools.cached_property
     def space(self) -> str:
         """A digest of the set of schedules."""
-        return digest(sorted(self.places))
+        return stable_id(sorted(self.places))
 
     def mark(self, varying: Sequence[int]) -> str:
         """What tells this call from others of the kernel: a digest of the arguments that all configurations have in common, the
@@ -107,7 +107,7 @@ class Call:
         key = place, tuple(varying)
         if key not in self._digests:
             kept = [None if number in varying else each for number, each in enumerate(self._arguments(place))]
-            self._digests[key] = digest([kept, self.captured, self.request.flush_l2])
+            self._digests[key] = stable_id([kept, self.captured, self.request.flush_l2])
         return self._digests[key]
 
     def _arguments(self, place: int) -> list[Any]:
@@ -168,12 +168,12 @@ def describe_call(request: Request, arch: str) -> Call:
             if knobs.get(hint) != number:
                 knobs[hint if hint not in knobs else f"hint_{hint}"] = number
         if several:
-            knobs["kernel"] = f"{told[id(kernel)][0].rpartition(':')[2]} {digest(told[id(kernel)][1:], 8)}"
+            knobs["kernel"] = f"{told[id(kernel)][0].rpartition(':')[2]} {stable_id(told[id(kernel)][1:], 8)}"
         schedules.append(Schedule(knobs))
     return Call(
         request=request,
         kernel=name,
-        source=digest([reader.code, *([] if several else [first[1]])]) + digest(name),
+        source=stable_id([reader.code, *([] if several else [first[1]])]) + stable_id(name),
         captured="" if several else first[2],
         schedules=tuple(schedules),
         grids=tuple(_grid(request.grid_fn(config)) for config in request.configs),
@@ -194,19 +194,17 @@ def _describe_kernel(kernel: Any) -> tuple[str, list[str], str]:
     captured = reader.function(function)
     annotations = {name: str(each) for name, each in getattr(function, "__annotations__", {}).items()}
     captured["annotations"] = {name: text for name, text in annotations.items() if " at 0x" not in text}
-    return name_of(function), reader.code, digest(captured, 8)
+    return name_of(function), reader.code, stable_id(captured, 8)
 
 
 def plain_value(value: Any) -> Value:
     """A described value as the field of a problem has it."""
     if isinstance(value, (bool, int)):
         return value
-    text = (
-        value.removeprefix("float ") if isinstance(value, str) else "None" if value is None else canonical_json(value)
-    )
+    text = _text_of(value)
     if text.isprintable() and len(text) <= LONGEST:
         return text
-    return f"{type(value).__name__} of {len(value)}: {digest(value, 8)}"
+    return f"{type(value).__name__} of {len(value)}: {stable_id(value, 8)}"
 
 
 def config_knobs(config: Any) -> dict[str, KnobValue]:
@@ -230,17 +228,17 @@ def config_knobs(config: Any) -> dict[str, KnobValue]:
         if isinstance(told, dict) and told.keys() == {"type", "class"}:
             raise OpaqueError(f"the field {name} of a configuration, a {type(value).__qualname__}")
         if reader.code or isinstance(value, FunctionType):
-            told = [told, digest(reader.code, 8)]
-        found[str(name)] = told if isinstance(told, (bool, int)) else _printable(told)
+            told = [told, stable_id(reader.code, 8)]
+        text = _text_of(told)
+        found[str(name)] = told if isinstance(told, (bool, int)) else text if text.isprintable() else repr(text)
     return found
 
 
-def _printable(value: Any) -> str:
-    """A described value as text that can be printed; a long one is cut, and has a digest."""
-    text = (
-        value.removeprefix("float ") if isinstance(value, str) else "None" if value is None else canonical_json(value)
-    )
-    return text if text.isprintable() else repr(text)
+def _text_of(value: Any) -> str:
+    """The text of a described value, which may hold characters that cannot be printed."""
+    if isinstance(value, str):
+        return value.removeprefix("float ")
+    return "None" if value is None else canonical_json(value)
 
 
 def hints_for(kernel: Any, hints: Mapping[str, Any], arch: str) -> dict[str, int]:

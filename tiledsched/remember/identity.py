@@ -10,7 +10,6 @@ import dataclasses
 import dis
 import enum
 import functools
-import hashlib
 import linecache
 import os
 import sys
@@ -21,7 +20,8 @@ from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, Modul
 from typing import Any
 
 from tiledsched.core.canonical import canonical_json
-from tiledsched.core.sources import DIGITS, LIBRARIES
+from tiledsched.core.sources import LIBRARIES
+from tiledsched.core.storage import strides_of
 
 PLAIN = (bool, int, str, type(None))
 MOST_PARTS = 5000
@@ -36,11 +36,6 @@ FULL_ALIGNMENT = 16
 
 class OpaqueError(Exception):
     """A value that cannot be told from others of its type. The message names it."""
-
-
-def digest(value: Any, digits: int = DIGITS) -> str:
-    """Hex digits that stand for plain data."""
-    return hashlib.sha256(canonical_json(value).encode()).hexdigest()[:digits]
 
 
 def is_number(value: Any) -> bool:
@@ -77,11 +72,7 @@ def describe_array(array: Any) -> str:
         strides = [int(step) // int(array.dtype.itemsize) for step in array.strides]
     else:
         strides = []
-    usual: list[int] = []
-    step = 1
-    for side in reversed(shape):
-        usual.insert(0, step)
-        step *= side
+    usual = strides_of(shape, column=False)
     if strides and any(mine != theirs and side != 1 for mine, theirs, side in zip(strides, usual, shape, strict=True)):
         words.append(f"strides {'x'.join(map(str, strides))}")
     lowest = (where := address(array)) & -where

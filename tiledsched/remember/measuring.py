@@ -11,13 +11,13 @@ from tiledsched.core.blame import first_line
 from tiledsched.core.errors import Failure
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Candidate, Measurement
-from tiledsched.remember.answers import PASSING, Answers, BuildOutcome, Findings, StoredTime, class_of
+from tiledsched.remember.answers import PASSING, REGIME, SPACE, Answers, Findings, StoredTime, class_of
 from tiledsched.remember.comparing import OutputComparison
 from tiledsched.remember.description import Call
 from tiledsched.remember.machine import CallProgram, SearchMachine
 from tiledsched.remember.timing import RULES, CallRunner, kind_of
+from tiledsched.store.records import BuildRecord, Entry, Toolchain
 from tiledsched.tuning.race import RaceResult, race
 
 
@@ -51,21 +51,17 @@ class Measuring:
         self._accuracies: dict[Schedule, Accuracy] = {}
         self._runner = CallRunner(machine, machine.device(), programs, call.request)
 
-    @property
-    def alone(self) -> bool:
-        """Whether no other process ran on the GPU meanwhile."""
-        return not self._runner.concurrent_pids
-
     def measure(self) -> Findings:
-        """Measure, add to `answers`, and return what is to be stored."""
+        """Measure, and add to what is known."""
+        call = self._call
         for schedule, program in self._programs.items():
             if program.artifact is None:
                 self._fail(schedule, program.error or RuntimeError("it was not compiled"))
         not_built = set(self._failures)
         heads = self._heads()
         racing = [each for each, head in heads.items() if each == head]
-        if self._call.request.check:
-            self._compare(racing if self._call.schedules[0] not in heads else [self._call.schedules[0], *racing])
+        if call.request.check:
+            self._compare(racing if call.schedules[0] not in heads else [call.schedules[0], *racing])
             racing = [each for each in racing if each not in self._failures]
         new = [each for each in racing if each != self._incumbent]
         result = self._race(racing) if new else None
@@ -75,43 +71,67 @@ class Measuring:
             if isinstance(each, Measurement)
         ]
         for taken in measured:
-            timing = Timing(median_us=taken.median_us, ci_low_us=taken.ci_low_us, ci_high_us=taken.ci_high_us)
             self.answers.times[taken.schedule.id] = StoredTime(
-                **vars(timing), samples=len(taken.samples_us), checked=taken.accuracy is not None
+                median_us=taken.median_us,
+                ci_low_us=taken.ci_low_us,
+                ci_high_us=taken.ci_high_us,
+                samples=len(taken.samples_us),
+                checked=taken.accuracy is not None,
             )
         measured += self._equals(heads, measured)
-        winner = result.winner.schedule if result and result.winner else None
-        if winner is not None:
-            self.answers.winner, self.answers.space = winner.id, self._call.space
+        toolchain, entry = self._machine.toolchain(), None
+        if result is not None and result.winner is not None:
+            winner = result.winner.schedule
+            self.answers.winner, self.answers.space = winner.id, call.space
+            if not self._other_stays(winner):
+                entry = Entry(
+                    kernel=call.kernel,
+                    arch=self._runner.device.arch,
+                    problem=self._problem,
+                    device_name=self._runner.device_name,
+                    regime=REGIME,
+                    provenance="measured",
+                    schedule=winner,
+                    fingerprint=result.winner.fingerprint,
+                    runner_up=result.runner_up.schedule if result.runner_up else None,
+                    margin=result.margin,
+                    ties=result.ties,
+                    candidates=len(set(self.answers.programs.values())) + len(new),
+                    source=f"exhaustive_search of {len(call.schedules)} configurations, {SPACE}{call.space}",
+                    toolchain=toolchain,
+                    source_hash=call.source,
+                )
         self.answers.failures |= {each.id: failure for each, failure in self._failures.items()}
         return Findings(
+            answers=self.answers,
+            alone=not self._runner.concurrent_pids,
             problem=self._problem,
             device=self._runner.device,
-            toolchain=self._machine.toolchain(),
-            built=[self._build(each) for each in self._programs],
+            toolchain=toolchain,
+            builds=[self._build(each, toolchain) for each in self._programs],
             measured=measured,
             failed=[
                 (each, failure)
                 for each, failure in self._failures.items()
                 if each not in not_built and failure.kind not in PASSING
             ],
-            winner=None if self._other_stays(winner) else winner,
-            ties=result.ties if result else (),
-            runner_up=result.runner_up.schedule if result and result.runner_up else None,
-            margin=result.margin if result else None,
-            candidates=len(set(self.answers.programs.values())) + len(new),
+            entry=entry,
         )
 
     def _fail(self, schedule: Schedule, error: Exception) -> None:
         self.errors[schedule] = error
         self._failures[schedule] = Failure(kind=kind_of(error), message=first_line(error))
 
-    def _build(self, schedule: Schedule) -> BuildOutcome:
-        program = self._programs[schedule]
-        return BuildOutcome(
+    def _build(self, schedule: Schedule, toolchain: Toolchain) -> BuildRecord:
+        call, program = self._call, self._programs[schedule]
+        return BuildRecord.of(
+            program.artifact or self._failures[schedule],
+            kernel=call.kernel,
+            source_hash=call.source,
+            toolchain=toolchain,
+            arch=self._runner.device.arch,
             schedule=schedule,
-            grid=self._call.grids[self._call.places[schedule.id]],
-            outcome=program.artifact or self._failures[schedule],
+            problem_class=class_of(self._problem, call.grids[call.places[schedule.id]]),
             seconds=program.seconds,
         )
 
@@ -175,13 +195,8 @@ class Measuring:
                 self.errors[each] = self.errors[head]
         return found
 
-    def _other_stays(self, winner: Schedule | None) -> bool:
+    def _other_stays(self, winner: Schedule) -> bool:
         """Whether a schedule is served that this call does not have, and that is faster than the call's winner."""
         served = self._before.times.get(self._before.winner)
         there = served is not None and self._before.winner not in self._call.places
-        return (
-            there
-            and served is not None
-            and winner is not None
-            and served.median_us < self.answers.times[winner.id].median_us
-        )
+        return there and served is not None and served.median_us < self.answers.times[winner.id].median_us

@@ -85,18 +85,7 @@ def select_measurements() -> Select:
 
 
 class UnreadSamples(tuple[float, ...]):
-    """Samples that were left in the database: only their number is known."""
-
-    number: int
-
-    def __new__(cls, count: int) -> UnreadSamples:
-        """So many samples."""
-        made = super().__new__(cls)
-        made.number = count
-        return made
-
-    def __len__(self) -> int:
-        return self.number
+    """As many numbers as there are samples in the database, from which none was read."""
 
     def __iter__(self) -> Iterator[float]:
         raise ValueError("these samples were not read; ask for `measurements`")
@@ -264,7 +253,7 @@ class WithoutSamples:
             ci_low_us=ci_low_us,
             ci_high_us=ci_high_us,
             samples_us=self._samples.get(sample_count)
-            or self._samples.setdefault(sample_count, UnreadSamples(sample_count)),
+            or self._samples.setdefault(sample_count, UnreadSamples((0.0,) * sample_count)),
             accuracy=None if accuracy is None else _accuracy(accuracy),
             conditions=self._read_conditions(conditions),
             runner=runner,
