@@ -83,24 +83,19 @@ def machine(tmp_path, monkeypatch, empty_database):
         yield made
 
 
-def search(space=SPACE, *, x=X, factor=0.5, kernel=scale, hints=lambda c: {"occupancy": c.occupancy}, **more):
-    return tiledsched.exhaustive_search(
-        space,
-        0,
-        lambda c: (4096 // c.tile, 1, 1),
-        kernel,
-        lambda c: (x, OUT, factor, c.tile),
-        hints,
-        quiet=True,
-        **more,
-    )
+def ask(space, args, grid=lambda c: (4096 // c.tile,), kernel=scale, hints=None, **more):
+    return tiledsched.exhaustive_search(space, 0, grid, kernel, args, hints, quiet=True, **more)
 
 
-def again(machine, **more):
+def search(space=SPACE, *, x=X, factor=0.5, hints=lambda c: {"occupancy": c.occupancy}, **more):
+    return ask(space, lambda c: (x, OUT, factor, c.tile), hints=hints, **more)
+
+
+def again(machine, call=search, **more):
     """What another search does: the configurations compiled and the launches made by it."""
     machine.compiled.clear()
     machine.done.clear()
-    result = search(**more)
+    result = call(**more)
     return result, list(machine.compiled), machine.done["launches"]
 
 
@@ -144,7 +139,6 @@ OTHER = {
     "number": {"factor": 0.25},
     "NumPy's number": {"factor": np.float32(0.125)},
     "word": {"factor": None},
-    "kernel": {"kernel": make_kernel(1)},
     "captured": {"kernel": make_kernel(2)},
     "decorator": {"kernel": scale.replace_hints(opt_level=2)},
     "hints": {"hints": lambda c: {"occupancy": c.occupancy, "num_ctas": 2}},
@@ -156,12 +150,8 @@ def test_other_questions_have_other_answers(machine):
     search()
     search(kernel=make_kernel(1))
     for name, more in OTHER.items():
-        if name == "kernel":
-            continue
-        _, compiled, _ = again(machine, **more)
-        assert len(compiled) == 6, name
-        _, compiled, _ = again(machine, **more)
-        assert compiled == [], name
+        for count in (6, 0):
+            assert len(again(machine, **more)[1]) == count, name
     assert again(machine)[1] == []
 
 
@@ -229,15 +219,14 @@ def test_what_a_kernel_calls_counts(machine, monkeypatch):
 
 
 def test_another_grid_is_another_program(machine):
-    def ask(factor):
-        machine.compiled.clear()
-        args = lambda c: (X, OUT, 1.0, c.tile)  # noqa: E731
-        tiledsched.exhaustive_search(SPACE, 0, lambda c: (max(factor, c.tile),), scale, args, quiet=True)
-        return [config.tile for config in machine.compiled]
+    def compiled(factor):
+        grid = lambda c: (max(factor, c.tile),)  # noqa: E731
+        found = again(machine, ask, space=SPACE, args=lambda c: (X, OUT, 1.0, c.tile), grid=grid)[1]
+        return [config.tile for config in found]
 
-    assert len(ask(1)) == 6
-    assert ask(2) == []
-    assert set(ask(128)) >= {64}, "a grid of 64 blocks became one of 128"
+    assert len(compiled(1)) == 6
+    assert compiled(2) == []
+    assert set(compiled(128)) >= {64}, "a grid of 64 blocks became one of 128"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,17 +255,10 @@ Pair = namedtuple("Pair", "tile mode")
 )
 def test_any_kind_of_configuration(machine, space, tile):
     machine.time_us = lambda program: 100.0 + tile(program.config) / 10
-
-    def ask():
-        return tiledsched.exhaustive_search(
-            space, 0, lambda c: (4096 // tile(c),), add, lambda c: (X, OUT, tile(c)), quiet=True
-        )
-
-    first = ask()
+    call = functools.partial(ask, space, lambda c: (X, OUT, tile(c)), lambda c: (4096 // tile(c),), add)
+    first = call()
     assert first.best.config is space[0]
-    machine.done.clear()
-    assert ask() == first
-    assert machine.done["compiles"] == machine.done["launches"] == 0
+    assert again(machine, call) == (first, [], 0)
 
 
 def test_a_kernel_for_each_configuration(machine):
@@ -308,26 +290,16 @@ def test_equal_programs_are_measured_once(machine):
 def test_numbers_that_vary_make_programs_of_one_machine_code_different(machine):
     machine.code = lambda program: "one"
     machine.time_us = lambda program: 200.0 - program.config
-
-    def ask(space):
-        return tiledsched.exhaustive_search(
-            space, 0, lambda c: (1,), scale, lambda c: (X, OUT, float(c), 64), quiet=True
-        )
-
-    assert ask([1, 2, 3]).best.config == 3
-    machine.done.clear()
-    assert [each.mean_us for each in ask([3, 1, 2]).successes] == [197.0, 199.0, 198.0]
-    assert machine.done["launches"] == 0
+    call = functools.partial(ask, args=lambda c: (X, OUT, float(c), 64), grid=lambda c: (1,))
+    assert call([1, 2, 3]).best.config == 3
+    result, _, launches = again(machine, call, space=[3, 1, 2])
+    assert ([each.mean_us for each in result.successes], launches) == ([197.0, 199.0, 198.0], 0)
 
 
 def test_ties_go_to_the_first_unless_another_is_served(machine):
     machine.time_us = lambda program: 100.0
     assert search(SPACE[2:]).best.config is SPACE[2]
     assert again(machine, space=SPACE)[0].best.config is SPACE[2], "served before the others came"
-
-
-def fails(program):
-    raise ct.TileCompilerTimeoutError("`tileiras` exceeded 5 s\nand more", "", "") if program else ValueError
 
 
 def test_failures_are_rows_and_are_not_tried_again(machine):
@@ -388,20 +360,17 @@ def test_whole_outputs_are_compared(machine, in_list):
 
     machine.compute, machine.time_us = compute, lambda program: 200.0 - 10 * program.config
 
-    def ask(check):
-        args = lambda c: (X, [out] if in_list else out, c)  # noqa: E731
-        return tiledsched.exhaustive_search([1, 2, 3, 4], 0, lambda c: (1,), add, args, quiet=True, check=check)
-
-    assert ask(False).best.config == 4
-    result = ask(True)
+    args = lambda c: (X, [out] if in_list else out, c)  # noqa: E731
+    call = functools.partial(ask, [1, 2, 3, 4], args, lambda c: (1,), add)
+    assert call(check=False).best.config == 4
+    result = call(check=True)
     assert result.best.config == 1
     assert [config for config, _, _ in result.failures] == [2, 3, 4]
     message = result.failures[0][2]
     assert "differs from that of config=1 occ=4: relative error 0.01 above 0.002, largest difference 0.01" in message
-    machine.done.clear()
-    assert ask(True).best.config == 1
-    assert machine.done["launches"] == 0
-    assert ask(False).best.config == 1, "what is known to be wrong stays out"
+    found, _, launches = again(machine, call, check=True)
+    assert (found.best.config, launches) == (1, 0)
+    assert call(check=False).best.config == 1, "what is known to be wrong stays out"
 
 
 def test_arguments_are_made_anew_for_each_launch_and_once_for_a_stored_answer(machine):
@@ -411,13 +380,10 @@ def test_arguments_are_made_anew_for_each_launch_and_once_for_a_stored_answer(ma
         made.append(c)
         return X, OUT, 1.0, c.tile
 
-    def ask():
-        return tiledsched.exhaustive_search(SPACE, 0, lambda c: (4096 // c.tile,), scale, args, quiet=True)
-
-    first = ask()
+    first = ask(SPACE, args)
     assert len(made) > machine.done["launches"]
     made.clear()
-    assert ask() == first
+    assert ask(SPACE, args) == first
     assert len(made) == 1
 
 
@@ -429,14 +395,6 @@ def test_a_value_without_identity_is_measured_each_time_with_a_warning(machine, 
     assert results[0].best.config is SPACE[3]
     assert machine.done["measuring"] == 2
     assert sum("are not stored: the call depends on argument 2" in each.message for each in caplog.records) == 1
-
-
-def test_without_a_gpu_what_is_stored_is_answered(machine):
-    first = search()
-    machine.there = None
-    assert search() == first
-    with pytest.raises(MeasureError, match="there is no GPU to measure on"):
-        search(factor=9.0)
 
 
 BESIDE = """
@@ -459,22 +417,24 @@ def test_what_stands_beside_a_lambda_is_not_part_of_it(machine, tmp_path, monkey
     monkeypatch.syspath_prepend(tmp_path)
     beside = importlib.import_module("beside")
 
-    def search(args, grid):
-        return tiledsched.exhaustive_search(SPACE, 0, grid, scale, args, quiet=True)
-
+    search = functools.partial(ask, SPACE)
     found = beside.first(search)
     machine.graph = True
     assert beside.second(search) == found
     for call in (beside.other, beside.larger):
-        with pytest.raises(MeasureError, match="while a CUDA graph is captured"):
+        with pytest.raises(MeasureError, match="while a CUDA graph is captured; call it once before"):
             call(search)
 
 
-def test_nothing_is_measured_while_a_graph_is_captured(machine):
+@pytest.mark.parametrize(
+    ("lacking", "match"),
+    [("there", "there is no GPU to measure on"), ("graph", "while a CUDA graph is captured; call it once before")],
+)
+def test_where_nothing_can_be_measured_what_is_stored_is_answered(machine, lacking, match):
     first = search()
-    machine.graph = True
+    setattr(machine, lacking, None if lacking == "there" else True)
     assert search() == first
-    with pytest.raises(MeasureError, match="while a CUDA graph is captured; call it once before"):
+    with pytest.raises(MeasureError, match=match):
         search(factor=9.0)
 
 
@@ -567,32 +527,22 @@ def test_what_is_shipped_elsewhere_answers(machine, monkeypatch, tmp_path, way):
 
 
 def test_a_function_with_wrappers_and_partials_is_read(machine):
-    def counted(function):
-        @functools.wraps(function)
-        def inner(*args):
-            counted.calls = getattr(counted, "calls", 0) + 1
-            return function(*args)
+    counts = {"wrapped": 0, "method": 0}
+    plain = lambda c: (X, OUT, 1.0, c.tile)  # noqa: E731
 
-        return inner
+    @functools.wraps(plain)
+    def wrapped(*args):
+        counts["wrapped"] += 1
+        return plain(*args)
 
     class Owner:
-        def __init__(self):
-            self.calls = 0
-
         def args(self, c):
-            self.calls += 1
+            counts["method"] += 1
             return X, OUT, 1.0, c.tile
 
-    owner = Owner()
-    for function in (
-        counted(lambda c: (X, OUT, 1.0, c.tile)),
-        functools.partial(lambda x, c: (x, OUT, 1.0, c.tile), X),
-        owner.args,
-    ):
+    for function in (wrapped, functools.partial(lambda x, c: (x, OUT, 1.0, c.tile), X), Owner().args):
         for count in (6, 0):
-            machine.compiled.clear()
-            tiledsched.exhaustive_search(SPACE, 0, lambda c: (4096 // c.tile,), scale, function, quiet=True)
-            assert len(machine.compiled) == count
+            assert len(again(machine, ask, space=SPACE, args=function)[1]) == count
 
 
 class Kernel:
