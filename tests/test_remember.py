@@ -99,7 +99,7 @@ def again(machine, call=search, **more):
     return result, list(machine.compiled), machine.done["launches"]
 
 
-@pytest.mark.parametrize("database", ["sqlite", "postgresql"])
+@pytest.mark.parametrize("database", ["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
 def test_the_second_call_measures_nothing(machine, monkeypatch, database):
     if database == "postgresql":
         monkeypatch.setenv("TILEDSCHED_DB", postgres.server())
@@ -656,6 +656,7 @@ def test_remember_puts_it_in_place_and_takes_it_away():
         del sys.modules["imported_before"]
 
 
+@pytest.mark.slow
 def test_an_edited_kernel_is_another_and_a_program_runs_under_remember(tmp_path):
     """In processes of their own: `python -m tiledsched.remember` runs a program that cannot be edited."""
     (tmp_path / "fake_machine.py").symlink_to(os.path.join(os.path.dirname(__file__), "fake_machine.py"))
@@ -751,6 +752,7 @@ def test_what_runs_programs_says_how_it_is_used(capsys, remembers_no_more):
         run_program(["gone.py"])
 
 
+@pytest.mark.slow
 def test_a_session_of_tilegym_is_answered_in_the_next_process(tmp_path):
     """TileGym's own files, unedited: nineteen of its call sites, up to the launches that need a GPU."""
     pytest.importorskip("tilegym")

@@ -90,6 +90,7 @@ def test_no_shipped_machine_code_is_lost(path) -> None:
 
 
 @pytest.mark.compiler
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["attention/sm_90", "attention/sm_121", "matmul/sm_90", "rms_norm/sm_90"])
 def test_shipped_machine_code_is_made_again(name) -> None:
     """Of each tile function that the table runs, the smallest program that was built with the compiler at hand."""
@@ -122,6 +123,7 @@ def small_problem(problem: Problem) -> Problem:
     return problem.replace(seq_k=min(problem.seq_k, 8192), **heads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_what_was_measured_is_right_in_the_interpreter(part) -> None:
     """Neighbours of winners leave what is explored, and with it what the tests of the kernel draw from."""

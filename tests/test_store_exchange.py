@@ -182,7 +182,7 @@ def test_merging_needs_the_other_database(db, tmp_path):
     assert not (tmp_path / "missing.db").exists()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     samples=st.lists(st.floats(1e-3, 1e9), min_size=1, max_size=20),
     reasons=st.lists(st.text(max_size=20), max_size=3),

@@ -26,6 +26,7 @@ SAMPLE = max((Path(__file__).parent / "data").glob("store_*.db"))
 READERS = int(os.environ.get("READERS", "2"))
 PAGE = 1024
 """Bytes of a page of the sample."""
+PAGES = SAMPLE.stat().st_size // PAGE
 
 
 def users(path: Path) -> Layer:
@@ -46,7 +47,7 @@ def said_by(command: list[str], path: Path, capsys, monkeypatch) -> str:
     return said
 
 
-@pytest.mark.parametrize("page", range(SAMPLE.stat().st_size // PAGE))
+@pytest.mark.parametrize("page", [pytest.param(n, marks=[pytest.mark.slow] * bool(n % 3)) for n in range(PAGES)])
 def test_a_torn_page_is_an_error_that_says_what_to_do(page, tmp_path, capsys, monkeypatch) -> None:
     path = tmp_path / "x.db"
     raw = bytearray(SAMPLE.read_bytes())
@@ -82,6 +83,7 @@ def test_what_no_column_may_hold_stops_no_call(table, value, tmp_path) -> None:
         assert not mine.error or str(path) in mine.error
 
 
+@pytest.mark.slow
 def test_a_log_cut_short_loses_its_end_and_nothing_before(tmp_path) -> None:
     path = tmp_path / "x.db"
     child = python(KILLED, path, 1)
@@ -120,6 +122,7 @@ def test_a_full_disk_loses_nothing_that_was_committed(tmp_path) -> None:
     assert len(users(path).entries) == 2
 
 
+@pytest.mark.slow
 def test_a_file_that_may_not_grow_is_no_traceback(tmp_path) -> None:
     path = tmp_path / "x.db"
     with TuningDB.open(path) as db:
@@ -228,6 +231,7 @@ READER = """
 """
 
 
+@pytest.mark.slow
 def test_tuners_and_servers_share_a_file(tmp_path) -> None:
     """Two of each; `READERS=12 pytest -k share_a_file` for a dozen servers."""
     path = tmp_path / "x.db"

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from store_samples import BACKENDS, DEVICE, PROBLEM, START, entry, new_url, schedule, stored
+from store_samples import DEVICE, PROBLEM, START, entry, new_url, schedule, stored
 
 from tiledsched.cli import main
 from tiledsched.store.db import TuningDB
@@ -68,7 +68,7 @@ def state(db: TuningDB) -> str:
     return json.dumps([entries, sorted(each.uid for each in db.measurements())], sort_keys=True)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(pieces(), min_size=2, max_size=3), st.randoms(use_true_random=False))
 def test_order_grouping_and_repetition_change_nothing(brought, rng) -> None:
     with TuningDB.open(":memory:") as one, TuningDB.open(":memory:") as other, TuningDB.open(":memory:") as part:
@@ -87,7 +87,7 @@ def test_order_grouping_and_repetition_change_nothing(brought, rng) -> None:
         assert state(one) == before
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.lists(pieces(), min_size=1, max_size=3))
 def test_what_is_served_after_a_merge_is_the_fastest_that_came(brought) -> None:
     with TuningDB.open(":memory:") as db:
@@ -166,7 +166,8 @@ with TuningDB.open({url!r}) as db:
 """
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["file", "postgresql"])
 def test_writers_at_once_lose_nothing_and_wait_for_nobody_for_ever(backend, tmp_path) -> None:
     with new_url(backend, tmp_path) as url:
         TuningDB.open(url).close()
