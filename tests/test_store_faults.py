@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from store_samples import TOOLCHAIN, build, entry, fill, measurement, schedule
-from test_store_schema import KILLED, python
+from store_samples import build, entry, fill, schedule
+from test_store_schema import python
 
 from tiledsched.cli import main
 from tiledsched.core.config import Settings
@@ -23,7 +23,6 @@ from tiledsched.store import engine as engines
 from tiledsched.store.db import TuningDB
 
 SAMPLE = max((Path(__file__).parent / "data").glob("store_*.db"))
-READERS = int(os.environ.get("READERS", "2"))
 PAGE = 1024
 """Bytes of a page of the sample."""
 PAGES = SAMPLE.stat().st_size // PAGE
@@ -81,28 +80,6 @@ def test_what_no_column_may_hold_stops_no_call(table, value, tmp_path) -> None:
                 continue
         mine = users(path)
         assert not mine.error or str(path) in mine.error
-
-
-@pytest.mark.slow
-def test_a_log_cut_short_loses_its_end_and_nothing_before(tmp_path) -> None:
-    path = tmp_path / "x.db"
-    child = python(KILLED, path, 1)
-    written = [child.stdout.readline() for _ in range(40)]
-    child.send_signal(signal.SIGKILL)
-    child.communicate()
-    log = tmp_path / "x.db-wal"
-    for left in (3, 2):
-        os.truncate(log, log.stat().st_size * (left - 1) // left)
-        for name in ("x.db", "x.db-wal"):
-            shutil.copy(tmp_path / name, tmp_path / f"copy-{name}")
-        with TuningDB.open(tmp_path / "copy-x.db") as db:
-            assert db.check() == []
-            assert set(db.find_builds("attention", "abc", TOOLCHAIN, "sm_90")) <= {
-                tuple(line.split()) for line in written
-            }
-        assert not users(path).error
-        for each in tmp_path.glob("copy-*"):
-            each.unlink()
 
 
 def test_a_full_disk_loses_nothing_that_was_committed(tmp_path) -> None:
@@ -201,46 +178,3 @@ def test_a_stopped_writer_keeps_writers_waiting_once_and_readers_never(tmp_path,
     with TuningDB.open(path) as db:
         assert len(db.entries()) == 2
         assert db.put_entry(entry())
-
-
-WRITER = """
-    import sys, time
-    from store_samples import TOOLCHAIN, entry, measurement, schedule
-    from tiledsched.store.db import TuningDB
-    with TuningDB.open(sys.argv[1]) as db:
-        run = db.start_run({}, "sm_90")
-        ends, count = time.monotonic() + 0.8, 0
-        while time.monotonic() < ends or count < 2:
-            number = db.record_measurement(run, "attention", "abc", TOOLCHAIN, measurement(100.0 + count))
-            db.put_entry(entry("measured", device_name=f"{sys.argv[2]}-{count}", regime="burst", measurement_id=number))
-            count += 1
-        print(count)
-"""
-READER = """
-    import logging, sys, time
-    from tiledsched.core.config import Settings
-    from tiledsched.serve.entries import layers
-    logging.disable()
-    ends, seen = time.monotonic() + 0.8, 0
-    while time.monotonic() < ends:
-        mine = layers(Settings(db=sys.argv[1]), (), "attention")[-1]
-        assert not mine.error, mine.error
-        assert len(mine.entries) >= seen
-        seen = len(mine.entries)
-    print(seen)
-"""
-
-
-@pytest.mark.slow
-def test_tuners_and_servers_share_a_file(tmp_path) -> None:
-    """Two of each; `READERS=12 pytest -k share_a_file` for a dozen servers."""
-    path = tmp_path / "x.db"
-    with TuningDB.open(path) as db:
-        db.record_measurement(None, "attention", "abc", TOOLCHAIN, measurement(90.0))
-    children = [python(code, path, n) for n, code in enumerate((WRITER, WRITER, *[READER] * READERS))]
-    counts = [int(child.communicate()[0]) for child in children]
-    assert [child.returncode for child in children] == [0] * (2 + READERS)
-    with TuningDB.open(path) as db:
-        assert len(db.entries()) == counts[0] + counts[1] > 2
-        assert len(db.measurements()) == counts[0] + counts[1] + 1
-        assert db.check() == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from datetime import timedelta
 
 import pytest
@@ -13,7 +14,10 @@ from hypothesis import strategies as st
 from store_samples import DEVICE, PROBLEM, START, entry, new_url, schedule, stored
 
 from tiledsched.cli import main
+from tiledsched.core.config import Settings
+from tiledsched.serve.entries import layers
 from tiledsched.store.db import TuningDB
+from tiledsched.store.location import database_exists
 from tiledsched.store.records import Entry, StoredMeasurement
 
 PROBLEMS = (PROBLEM, PROBLEM.replace(causal=True))
@@ -168,14 +172,19 @@ with TuningDB.open({url!r}) as db:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["file", "postgresql"])
-def test_writers_at_once_lose_nothing_and_wait_for_nobody_for_ever(backend, tmp_path) -> None:
+def test_writers_of_a_new_database_lose_nothing_and_stop_no_reader(backend, tmp_path) -> None:
     with new_url(backend, tmp_path) as url:
-        TuningDB.open(url).close()
-        program = WRITER.format(path=sys.path, url=url)
+        program, seen = WRITER.format(path=sys.path, url=url), 0
         running = [
             subprocess.Popen([sys.executable, "-c", program, str(each)], stderr=subprocess.PIPE, text=True)
             for each in range(4)
         ]
+        while any(each.poll() is None for each in running):
+            if backend == "file" and database_exists(url):
+                (*_, mine) = layers(Settings(db=url), (), "attention")
+                assert seen <= len(mine.entries)
+                seen = len(mine.entries)
+            time.sleep(0.05)
         assert [(each.communicate(timeout=100)[1], each.returncode) for each in running] == [("", 0)] * 4
         with TuningDB.open(url) as db:
             assert len(db.measurements()) == 4 * 4 * 5

@@ -225,25 +225,6 @@ def test_a_database_of_the_first_release_is_read_and_written(tmp_path):
 # Several processes
 
 
-@pytest.mark.slow
-def test_processes_that_open_a_new_database_at_once_all_succeed(tmp_path):
-    code = """
-        import sys
-        from store_samples import build, schedule
-        from tiledsched.store.db import TuningDB
-        with TuningDB.open(sys.argv[1]) as db:
-            for i in range(8):
-                db.record_build(build(sched=schedule(tile_m=int(sys.argv[2]) + i)))
-        """
-    children = [python(code, tmp_path / "x.db", 1000 * n) for n in range(4)]
-    for child in children:
-        child.communicate()
-        assert child.returncode == 0
-    with TuningDB.open(tmp_path / "x.db") as db:
-        assert len(db.find_builds("attention", "abc", TOOLCHAIN, "sm_90")) == 32
-        assert db.check() == []
-
-
 def test_a_reader_does_not_wait_for_a_writer(tmp_path):
     with TuningDB.open(tmp_path / "x.db") as writer, TuningDB.open(tmp_path / "x.db") as reader:
         writer.put_entry(entry())
