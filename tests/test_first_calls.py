@@ -686,7 +686,7 @@ def test_the_process_compiles_what_a_launch_would(tmp_path) -> None:
 
 
 def test_calls_that_torch_serves_meanwhile_are_captured_and_counted(serving, tmp_path) -> None:
-    from tiledsched.store.seen import read_seen
+    from tiledsched.store.captured_calls import read_seen
 
     q, k, v = tensors()
     with ts.capture(tmp_path / "notes"):

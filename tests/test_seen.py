@@ -26,8 +26,8 @@ from tiledsched.serve.entries import load_table
 from tiledsched.serve.lookup import LookupTable, Served
 from tiledsched.serve.rivals import RivalOffer
 from tiledsched.serve.transfer import ExpectedLoss
+from tiledsched.store.captured_calls import SeenProblem
 from tiledsched.store.db import TuningDB
-from tiledsched.store.seen import SeenProblem
 from tiledsched.tuning.options import TuneOptions
 from tiledsched.tuning.resources import Tools
 from tiledsched.tuning.seen import ASSUMED_LOSSES, RIVAL_LOSS, SeenWorth, rank, tune_by_worth, worth_of
@@ -321,47 +321,42 @@ def test_the_budget_is_shared_by_worth(kernels, monkeypatch):
 # The command line
 
 
-def said(capsys):
-    found = capsys.readouterr()
-    return " ".join(found.out.split()), " ".join(found.err.split())
+@pytest.fixture
+def command(home, capsys):
+    def run(words, code=0, *, machine=None, devices=lambda: [H200]):
+        """What a command says on both streams, in one line each, and as it was printed."""
+        tools = {"tools": machine.tools} if machine else {}
+        assert main(words.split(), devices=devices, **tools) == code
+        printed, error = capsys.readouterr()
+        return SimpleNamespace(out=" ".join(printed.split()), err=" ".join(error.split()), printed=printed)
+
+    return run
 
 
-def test_one_command_tunes_what_was_seen_and_then_nothing_is_left(home, kernels, capsys):
+def test_one_command_tunes_what_was_seen_and_then_nothing_is_left(home, kernels, command):
     first, second = kernels
     note(home, (first.problem(rows=64), 9), (second.problem(rows=640), 5000))
     note(home, (second.problem(rows=640), 5000), (second.problem(rows=128), 1))
     machine = Machine()
-    given = {"tools": machine.tools, "devices": lambda: [H200]}
-    assert main(["show", "--seen"], **given) == 0
-    out, _ = said(capsys)
+    out = command("show --seen").out
     assert "~10,000" in out
     assert out.index("rows=640") < out.index("rows=64 ")
     assert "tiledsched tune --seen --budget 600" in out
-    assert main(["tune", "--seen", "--budget", "600", "--effort", "quick", "--json"], **given) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["schema_version"] == 1
+    found = json.loads(command("tune --seen --budget 600 --effort quick --json", machine=machine).out)
     assert {each["schedule"]["TILE"] for each in found["entries"]} == {32}
-    assert (len(found["entries"]), found["left"], found["only_raced"], found["already_tuned"]) == (3, [], [], 0)
+    names = ("schema_version", "left", "only_raced", "already_tuned")
+    assert (len(found["entries"]), *(found[name] for name in names)) == (3, 1, [], [], 0)
     assert machine.began[0] == 640
-    assert main(["show", "--seen", "--json"], **given) == 0
-    rows = json.loads(capsys.readouterr().out)["seen"]
+    rows = json.loads(command("show --seen --json").out)["seen"]
     assert {(each["now"]["provenance"], each["now_rival"], each["us_is"]) for each in rows} == {
         ("measured", "other", "measured")
     }
-
-
-def test_what_a_search_found_is_not_tuned_again(home, kernels, capsys):
-    problem = kernels[0].problem(rows=64)
-    note(home, (problem, 3))
-    with Session("sm_90", tools=Machine().tools) as session:
-        session.tune(kernels[0], [problem])
-    machine = Machine()
-    assert main(["tune", "--seen"], tools=machine.tools, devices=lambda: [H200]) == 0
-    assert "1 tuned before" in said(capsys)[0]
+    machine.began.clear()
+    assert "3 tuned before" in command("tune --seen", machine=machine).out
     assert machine.began == []
 
 
-def test_ctrl_c_keeps_what_was_found(home, kernels, capsys):
+def test_ctrl_c_keeps_what_was_found(home, kernels, command):
     note(home, *((kernels[0].problem(rows=rows), rows) for rows in (64, 128)))
 
     class Stopped(Machine):
@@ -370,132 +365,119 @@ def test_ctrl_c_keeps_what_was_found(home, kernels, capsys):
             if len(self.began) == 2:
                 raise KeyboardInterrupt
 
-    given = {"tools": Stopped().tools, "devices": lambda: [H200]}
-    assert main(["tune", "--seen", "--budget", "600"], **given) == 130
-    assert "what was found until now is stored. The same command goes on" in said(capsys)[1]
+    found = command("tune --seen --budget 600", 130, machine=Stopped())
+    assert "what was found until now is stored. The same command goes on" in found.err
     with TuningDB.open(None) as db:
         assert [(each.problem.rows, each.source) for each in db.entries()] == [(128, f"tune run 1, {NO_SEARCH}")]
 
 
-def test_refresh_and_report_are_of_what_was_seen(home, kernels, capsys):
+@pytest.mark.slow
+def test_refresh_and_report_are_of_what_was_seen(home, kernels, command):
     first, second = kernels
     note(home, (first.problem(rows=64), 9), (second.problem(rows=128), 9))
     machine = Machine()
-    given = {"tools": machine.tools, "devices": lambda: [H200]}
     with Session("sm_90", tools=machine.tools) as session:
         session.tune(first, [first.problem(rows=64), first.problem(rows=640)])
-    assert main(["refresh", "--seen", "--json"], **given) == 0
-    found = capsys.readouterr()
+    found = command("refresh --seen --json", machine=machine)
     (one,) = json.loads(found.out)["kernels"]
     assert (one["kernel"], one["current"]) == (first.name, 1)
     assert f"nothing of {second.name} that was seen is measured; run: tiledsched tune --seen" in found.err
-    assert main(["report", first.locator(), "--seen", "-o", str(home / "report"), "--json"], **given) == 0
-    assert "rows=640" not in (home / "report" / "report.md").read_text()
-    assert "rows=64" in (home / "report" / "report.md").read_text()
+    command(f"report {first.locator()} --seen -o {home / 'report'} --json", machine=machine)
+    text = (home / "report" / "report.md").read_text()
+    assert "rows=64" in text
+    assert "rows=640" not in text
 
 
-def test_problems_that_a_budget_does_not_reach_are_named_with_what_to_do(home, kernels, capsys):
+def test_problems_that_a_budget_does_not_reach_are_named_with_what_to_do(home, kernels, command):
     note(home, *((kernels[0].problem(rows=rows), 1) for rows in (64, 128)))
-    machine = Machine()
-    assert main(["tune", "--seen", "--budget", "0"], tools=machine.tools, devices=lambda: [H200]) == 0
-    out, _ = said(capsys)
-    assert "left: " in out
-    assert "rows=64 float16: the budget ended first" in out
-    assert "only raced against rivals, not searched" in out
-    assert "The same command goes on with these" in out
+    out = command("tune --seen --budget 0", machine=Machine()).out
+    for words in (
+        "left: ",
+        "rows=64 float16: the budget ended first",
+        "only raced against rivals, not searched",
+        "The same command goes on with these",
+    ):
+        assert words in out
 
 
-@pytest.mark.parametrize("command", ["tune", "warmup", "refresh", "report", "show", "fleet run tune"])
-def test_nothing_seen_says_how_to_capture(command, home, capsys):
-    assert main([*command.split(), "--seen"], devices=lambda: [H200]) == 2
-    _, err = said(capsys)
+@pytest.mark.parametrize("name", ["tune", "warmup", "refresh", "report", "show", "fleet run tune"])
+def test_nothing_seen_says_how_to_capture(name, command):
+    err = command(f"{name} --seen", 2).err
     assert "nothing was seen" in err
     assert "TILEDSCHED_CAPTURE=1 python your_model.py" in err
 
 
-def test_each_kind_of_nothing_has_its_own_sentence(home, kernels, capsys):
+def test_each_kind_of_nothing_has_its_own_sentence(home, kernels, command):
     problem = kernels[0].problem(rows=64)
     note(home, (problem, 3), arch="sm_100", device="NVIDIA B200")
-    here = {"devices": lambda: [H200]}
-    assert main(["tune", "--seen"], **here) == 2
-    assert "nothing was seen on sm_90, only on sm_100; pass --arch sm_100" in said(capsys)[1]
-    assert main(["tune", "softmax", "--seen", "--arch", "sm_100"], **here) == 2
-    assert f"nothing of softmax was seen, only of {problem.kernel}" in said(capsys)[1]
-    assert main(["show", kernels[0].locator(), "--seen", "--arch", "sm_100", "-p", "rows=3"], **here) == 2
-    assert "no problem that was seen matches -p" in said(capsys)[1]
-    assert main(["tune", "--seen", "--suite", "x"], **here) == 2
-    assert "leave out --suite" in said(capsys)[1]
-    assert main(["tune", "--seen", "softmax"], **here) == 2
-    assert "a kernel stands before the flag: softmax --seen" in said(capsys)[1]
-    assert main(["show", "--clear"], **here) == 2
-    assert "pass --seen, too" in said(capsys)[1]
+    for words, said in (
+        ("tune --seen", "nothing was seen on sm_90, only on sm_100; pass --arch sm_100"),
+        ("tune softmax --seen --arch sm_100", f"nothing of softmax was seen, only of {problem.kernel}"),
+        (f"show {kernels[0].locator()} --seen --arch sm_100 -p rows=3", "no problem that was seen matches -p"),
+        ("tune --seen --suite x", "leave out --suite"),
+        ("tune --seen softmax", "a kernel stands before the flag: softmax --seen"),
+        ("show --clear", "pass --seen, too"),
+    ):
+        assert said in command(words, 2).err
     note(home, (problem, 3))
-    assert main(["tune", "--seen"], devices=list) == 2
-    assert "there is no GPU here, and problems were seen on sm_100, sm_90; pass --arch sm_100" in said(capsys)[1]
+    nowhere = "there is no GPU here, and problems were seen on sm_100, sm_90; pass --arch sm_100"
+    assert nowhere in command("tune --seen", 2, devices=list).err
 
 
-def test_a_kernel_of_a_file_is_left_out_until_it_is_named(home, kernels, capsys, monkeypatch):
+def test_a_kernel_of_a_file_is_left_out_until_it_is_named(home, kernels, command, monkeypatch):
     from tiledsched.core import registry
 
     note(home, (kernels[0].problem(rows=64), 3))
     place = kernels[0].locator()
+    name_it = f"name it: tiledsched tune {place} --seen"
     for each in kernels:
         monkeypatch.delitem(registry._known, each.name)
         monkeypatch.delitem(sys.modules, each.__module__)
     machine = Machine()
-    given = {"tools": machine.tools, "devices": lambda: [H200]}
-    assert main(["show", "--seen"], **given) == 0
-    assert f"is not known here; name it: tiledsched tune {place} --seen" in said(capsys)[0]
-    assert main(["tune", "--seen"], **given) == 2
-    assert f"name it: tiledsched tune {place} --seen" in said(capsys)[1]
-    assert main(["tune", place, "--seen", "--effort", "race"], **given) == 0
+    assert f"is not known here; {name_it}" in command("show --seen", machine=machine).out
+    assert name_it in command("tune --seen", 2, machine=machine).err
+    command(f"tune {place} --seen --effort race", machine=machine)
     assert machine.began == [64]
 
 
-def test_a_folder_may_be_named_and_forgotten(home, kernels, capsys):
+def test_a_folder_may_be_named_and_forgotten(home, kernels, command):
     note(home, (kernels[0].problem(rows=64), 3), folder="elsewhere")
     where = str(home / "elsewhere")
-    assert main(["show", "--seen", where, "--arch", "sm_90"], devices=list) == 0
-    assert f"tiledsched tune --seen {where} --budget 600" in said(capsys)[0]
-    assert main(["show", "--seen", where, "--clear"], devices=list) == 0
-    assert said(capsys)[0] == f"1 file removed from {where}"
+    shown = command(f"show --seen {where} --arch sm_90", devices=list).out
+    assert f"tiledsched tune --seen {where} --budget 600" in shown
+    assert command(f"show --seen {where} --clear", devices=list).out == f"1 file removed from {where}"
     assert not (home / "elsewhere").exists()
 
 
-def test_damaged_lines_are_counted_and_a_line_fits_the_terminal(home, kernels, capsys):
+def test_damaged_lines_are_counted_and_a_line_fits_the_terminal(home, command):
     note(home, (Attention.problem(seq_q=4096, seq_k=4096, head_dim=64, heads=16), 12345), layout="strided")
     (home / "seen" / "damaged.jsonl").write_text("{\n[]\n")
-    assert main(["show", "--seen"], devices=lambda: [H200]) == 0
-    found = capsys.readouterr()
+    found = command("show --seen")
     assert "2 damaged lines or files" in found.err
-    assert max(map(len, found.out.splitlines())) <= 80
+    assert max(map(len, found.printed.splitlines())) <= 80
     assert "(strided arrays)" in found.out
     assert "A tune measures contiguous arrays" in found.out
 
 
-def test_an_arch_without_a_search_space_is_told(home, kernels, capsys):
+def test_an_arch_without_a_search_space_is_told(home, command):
     note(home, (Attention.problem(seq_q=64, seq_k=64, head_dim=64), 3), arch="sm_70", device="NVIDIA V100")
-    assert main(["show", "--seen"], devices=list) == 0
-    assert "?: nothing can be served for attention on sm_70, which has no search space." in said(capsys)[0]
-    assert main(["tune", "--seen"], devices=list) == 2
-    assert "no kernel that was seen has a search space for sm_70" in said(capsys)[1]
+    words = "?: nothing can be served for attention on sm_70, which has no search space."
+    assert words in command("show --seen", devices=list).out
+    assert "no kernel that was seen has a search space for sm_70" in command("tune --seen", 2, devices=list).err
 
 
-def test_a_fleet_does_what_was_seen_on_each_arch_most_worthwhile_first(home, kernels, capsys):
+def test_a_fleet_does_what_was_seen_on_each_arch_most_worthwhile_first(home, kernels, command):
     from tiledsched.fleet.leases import Leases
 
     one, two = kernels[0].problem(rows=64), kernels[0].problem(rows=8192)
     note(home, (one, 9000), (two, 1))
     note(home, (two, 3), arch="sm_100", device="NVIDIA B200")
-    words = ["fleet", "run", "tune", kernels[0].locator(), "--seen", "--arch", "sm_90,sm_100", "--open-only"]
-    assert main(words, devices=list) == 0
-    name = capsys.readouterr().out.strip()
-    taken = {}
+    words = f"fleet run tune {kernels[0].locator()} --seen --arch sm_90,sm_100 --open-only"
+    name = command(words, devices=list).out
     with TuningDB.open(None) as db:
         leases = Leases(db)
         campaign = leases.campaign(name)
-        for arch in ("sm_90", "sm_100"):
+        for arch, problems in (("sm_90", [one, two, None]), ("sm_100", [two, None, None])):
             worker = leases.join(name, hostname="h", pid=1, gpu=arch, device_name="", arch=arch)
-            taken[arch] = [leases.take(campaign, worker, {arch}) for _ in range(3)]
-    assert [each.problem for each in taken["sm_90"] if each] == [one, two]
-    assert [each.problem for each in taken["sm_100"] if each] == [two]
+            taken = [leases.take(campaign, worker, {arch}) for _ in problems]
+            assert [each and each.problem for each in taken] == problems

@@ -17,7 +17,7 @@ from tiledsched.cli.output import note, plural, print_wrapped, program, table_li
 from tiledsched.cli.problems import matching
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.store.seen import Seen, SeenProblem, clear_seen, read_seen, seen_folder
+from tiledsched.store.captured_calls import Seen, SeenProblem, clear_seen, read_seen, seen_folder
 
 if TYPE_CHECKING:
     from tiledsched.tuning.seen import SeenWorth

@@ -15,8 +15,8 @@ from tiledsched.measure.rivals import can_race
 from tiledsched.serve.lookup import LookupTable, Served
 from tiledsched.serve.rivals import pays
 from tiledsched.serve.transfer import log_us
+from tiledsched.store.captured_calls import SeenProblem
 from tiledsched.store.records import Entry
-from tiledsched.store.seen import SeenProblem
 from tiledsched.tuning.options import TuneOptions
 from tiledsched.tuning.session import Session
 from tiledsched.tuning.tuner import NO_SEARCH, OUT_OF_TIME, TuneReport, Watcher
