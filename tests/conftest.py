@@ -64,15 +64,15 @@ def schema_at_hand(request):
     migrate, script = Database.upgrade, new_schema()
 
     def upgrade(self: Database) -> str:
-        if self._engine.dialect.name != "sqlite":
-            return migrate(self)
-        with self._engine.connect().execution_options(immediate=True) as connection, connection.begin():
-            if connection.exec_driver_sql("SELECT count(*) FROM sqlite_master").scalar():
-                return migrate(self)
-            for statement in script:
-                connection.exec_driver_sql(statement)
-        self._shown.update(SHIPPED)
-        return HEAD
+        if self._engine.dialect.name == "sqlite":
+            with self._engine.connect().execution_options(immediate=True) as connection, connection.begin():
+                is_new = not connection.exec_driver_sql("SELECT count(*) FROM sqlite_master").scalar()
+                for statement in script * is_new:
+                    connection.exec_driver_sql(statement)
+            if is_new:
+                self._shown.update(SHIPPED)
+                return HEAD
+        return migrate(self)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Database, "upgrade", upgrade)

@@ -24,8 +24,7 @@ from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.store import exchange
-from tiledsched.store.serving_copy import write_copy
-from tiledsched.store.shipped import copy_path, read_shipped_entries
+from tiledsched.store.shipped import copy_path, read_shipped_entries, write_copy
 
 ROOT = Path(__file__).parent.parent
 read_table = lru_cache(exchange.read_table)

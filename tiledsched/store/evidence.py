@@ -206,9 +206,7 @@ def of_kernel(entries: Iterable[Entry], kernel: KernelClass | None = None) -> li
         kernel: whose entries are wanted; None for the kernel that each entry's problem is known to be of.
     """
 
-    @functools.cache
-    def mine(note: str, of: KernelClass) -> bool:
-        return may_be_of(note, of)
+    mine = functools.cache(may_be_of)
 
     def belongs(entry: Entry) -> bool:
         if kernel is not None and not entry.problem.known:

@@ -151,7 +151,20 @@ def put_artifacts(session: Session, records: Iterable[ArtifactRecord]) -> None:
 def put_builds(session: Session, records: Sequence[BuildRecord]) -> None:
     """Store builds. Each replaces an earlier one with the same key."""
     parents = Parents()
-    rows = [build_values(record, parents) for record in records]
+    rows = [
+        _row(
+            BuildRow,
+            record,
+            toolchain_id=parents.add(record.toolchain),
+            schedule_id=parents.add(record.schedule),
+            problem_class_id=record.problem_class.id,
+            fingerprint=record.fingerprint or None,
+            failure_kind=str(record.failure.kind) if record.failure else None,
+            failure_message=record.failure.message if record.failure else None,
+            created_at=now(),
+        )
+        for record in records
+    ]
     parents.insert(session)
     put_artifacts(session, (record.artifact for record in records if record.failure is None))
     upsert(session, BuildRow, rows, BUILD_KEY)
@@ -265,21 +278,6 @@ def _row(model: type[Base], source: Any, **other: Any) -> dict[str, Any]:
 @cache
 def _columns(model: type[Base]) -> tuple[str, ...]:
     return tuple(name for name in model.__table__.columns.keys() if name != "id")  # noqa: SIM118
-
-
-def build_values(record: BuildRecord, parents: Parents) -> dict[str, Any]:
-    """The row for a build."""
-    return _row(
-        BuildRow,
-        record,
-        toolchain_id=parents.add(record.toolchain),
-        schedule_id=parents.add(record.schedule),
-        problem_class_id=record.problem_class.id,
-        fingerprint=record.fingerprint or None,
-        failure_kind=str(record.failure.kind) if record.failure else None,
-        failure_message=record.failure.message if record.failure else None,
-        created_at=now(),
-    )
 
 
 def measurement_values(record: StoredMeasurement, parents: Parents) -> dict[str, Any]:
