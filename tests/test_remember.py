@@ -14,7 +14,7 @@ import textwrap
 import threading
 from collections import namedtuple
 from enum import Enum
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import cuda.tile as ct
 import numpy as np
@@ -118,17 +118,19 @@ def test_the_second_call_measures_nothing(machine, monkeypatch, database):
 
 def test_a_larger_space_measures_only_what_is_new_and_the_best_so_far(machine):
     search(SPACE[:4])  # 128 with occupancy 2 is among them
-    result, compiled, _ = again(machine, space=SPACE)
-    assert sorted(config.tile for config in compiled) == [128, 256, 256]
-    assert result.best.config is SPACE[3]
-    assert len(result.successes) == 6
-    for part in (SPACE, SPACE[::-1], SPACE[2:], SPACE[3:4]):
-        found, compiled, launches = again(machine, space=part)
-        assert (compiled, launches) == ([], 0)
-        assert found.best.config is SPACE[3]
-    rest, compiled, _ = again(machine, space=SPACE[:2])  # without the winner
-    assert compiled == []
-    assert rest.best.config is SPACE[1]
+    for part, compiled, best in (
+        (SPACE, [128, 256, 256], SPACE[3]),
+        (SPACE, [], SPACE[3]),
+        (SPACE[::-1], [], SPACE[3]),
+        (SPACE[2:], [], SPACE[3]),
+        (SPACE[3:4], [], SPACE[3]),
+        (SPACE[:2], [], SPACE[1]),  # without the winner
+    ):
+        found, made, launches = again(machine, space=part)
+        assert sorted(config.tile for config in made) == compiled
+        assert bool(launches) == bool(compiled)
+        assert found.best.config is best
+        assert len(found.successes) == len(part)
 
 
 OTHER = {
@@ -314,17 +316,12 @@ def test_failures_are_rows_and_are_not_tried_again(machine):
         return 100.0
 
     machine.code, machine.time_us = compile_it, run
-    result = search()
-    assert [each.config.tile for each in result.successes] == [128, 128]
-    assert [(config.tile, kind, text.splitlines()[0]) for config, kind, text in result.failures] == [
-        (64, ValueError, "cannot launch 64"),
-        (64, ValueError, "cannot launch 64"),
-        (256, RuntimeError, "tile side is too large"),
-        (256, RuntimeError, "tile side is too large"),
-    ]
-    found, compiled, launches = again(machine)
-    assert (compiled, launches) == ([], 0)
-    assert [row[1:] for row in found.failures] == [(kind, text.splitlines()[0]) for _, kind, text in result.failures]
+    wanted = [(64, ValueError, "cannot launch 64")] * 2 + [(256, RuntimeError, "tile side is too large")] * 2
+    for _ in range(2):
+        result, *_, launches = again(machine)
+        assert [each.config.tile for each in result.successes] == [128, 128]
+        assert [(config.tile, kind, text.splitlines()[0]) for config, kind, text in result.failures] == wanted
+    assert (machine.compiled, launches) == ([], 0)
     with TuningDB.open(os.environ["TILEDSCHED_DB"]) as db:
         assert {each.failure.message for each in db.failures()} == {"ValueError: cannot launch 64"}
 
@@ -440,24 +437,26 @@ def test_where_nothing_can_be_measured_what_is_stored_is_answered(machine, lacki
 
 def test_other_compilers_and_gpus_have_answers_of_their_own(machine):
     search()
-    machine.version = "13.6.1"
-    assert len(again(machine)[1]) == 6
-    machine.there = dataclasses.replace(H200, name="NVIDIA H100")
-    assert len(again(machine)[1]) == 6
-    machine.there, machine.version = H200, "13.5.37"
-    assert again(machine)[1] == []
+    for gpu, version, count in (
+        (H200, "13.6.1", 6),
+        (dataclasses.replace(H200, name="NVIDIA H100"), "13.6.1", 6),
+        (H200, "13.5.37", 0),
+    ):
+        machine.there, machine.version = gpu, version
+        assert len(again(machine)[1]) == count
 
 
 def test_settings_measure_anew_or_not_at_all(machine, monkeypatch):
     search()
     machine.time_us = lambda program: 300.0 - tile_time(program)
-    monkeypatch.setenv("TILEDSCHED_REMEMBER", "new")
-    assert search().best.config is SPACE[4]
-    monkeypatch.setenv("TILEDSCHED_REMEMBER", "on")
-    assert again(machine)[0].best.config is SPACE[4]
-    machine.time_us = tile_time
-    monkeypatch.setenv("TILEDSCHED_REMEMBER", "off")
-    assert again(machine)[0].best.config is SPACE[3]
+    for setting, time_us, best in (
+        ("new", machine.time_us, SPACE[4]),
+        ("on", machine.time_us, SPACE[4]),
+        ("off", tile_time, SPACE[3]),
+    ):
+        monkeypatch.setenv("TILEDSCHED_REMEMBER", setting)
+        machine.time_us = time_us
+        assert again(machine)[0].best.config is best
 
 
 def test_where_nothing_can_be_stored_the_answer_is_given(machine, monkeypatch, tmp_path, caplog):
@@ -469,44 +468,40 @@ def test_where_nothing_can_be_stored_the_answer_is_given(machine, monkeypatch, t
 
 
 def test_what_was_timed_beside_others_is_not_stored(machine):
-    machine.others = (77,)
-    search()
-    machine.others = ()
-    assert len(again(machine)[1]) == 6
+    for others in ((77,), ()):
+        machine.others = others
+        assert len(again(machine)[1]) == 6
 
 
 def test_of_two_processes_that_measure_at_once_both_give_one_answer(machine):
-    inner = {}
-    plain = machine.build
+    winners, plain = [], machine.build
 
     def build(programs, request):
-        if not inner:  # another process is faster, and finds another winner
-            inner["winner"] = None
-            machine.time_us = lambda program: 300.0 - tile_time(program)
-            inner["winner"] = search().best.config
-            machine.time_us = tile_time
+        machine.build = plain
+        machine.time_us = lambda program: (
+            300.0 - tile_time(program)
+        )  # another process is faster, and finds another winner
+        winners.append(search().best.config)
+        machine.time_us = tile_time
         plain(programs, request)
 
     machine.build = build
-    assert search().best.config is inner["winner"] is SPACE[4]
-    assert again(machine)[0].best.config is SPACE[4]
+    winners += [search().best.config, again(machine)[0].best.config]
+    assert winners == [SPACE[4]] * 3
 
 
 def test_results_are_shown_as_any_other_without_the_code(machine, tmp_path, capsys):
     search()
     name = f"{scale._pyfunc.__module__}:scale"
-
-    def tell(*words):
+    for words, said in (
+        (["explain", name, "--arch", "sm_90"], "factor=0.5"),
+        (["explain", name, "--arch", "sm_90", "-p", "factor=0.5", "--json"], '"provenance": "measured"'),
+        (["show", name], "tile=128"),
+        (["db", "export", name, "-o", str(tmp_path / "table.json")], ""),
+        (["db", "check"], ""),
+    ):
         assert main(words) == 0
-        return capsys.readouterr().out
-
-    assert "factor=0.5" in tell("explain", name, "--arch", "sm_90")
-    row = json.loads(tell("explain", name, "--arch", "sm_90", "-p", "factor=0.5", "--json"))
-    assert row["provenance"] == "measured"
-    assert row["schedule"] == {"tile": 128, "occupancy": 2}
-    assert "tile=128" in tell("show", name)
-    tell("db", "export", name, "-o", str(tmp_path / "table.json"))
-    tell("db", "check")
+        assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("way", ["table", "bundle", "site"])
@@ -598,23 +593,13 @@ def test_arguments_are_made_before_a_launch_is_timed(monkeypatch):
     told = []
     late = iter([True, False])
 
-    class Event:
-        def __init__(self, enable_timing):
-            pass
+    def event(enable_timing):
+        record = functools.partial(told.append, "event")
+        return SimpleNamespace(
+            record=record, query=lambda: next(late), synchronize=lambda: None, elapsed_time=lambda other: 0.02
+        )
 
-        def record(self):
-            told.append("event")
-
-        def query(self):
-            return next(late)
-
-        def synchronize(self):
-            pass
-
-        def elapsed_time(self, other):
-            return 0.02
-
-    cuda = SimpleNamespace(Event=Event, _sleep=lambda cycles: told.append("spin"))
+    cuda = SimpleNamespace(Event=event, _sleep=lambda cycles: told.append("spin"))
     flush = SimpleNamespace(zero_=lambda: told.append("flush"))
     monkeypatch.setattr(ct, "launch", lambda stream, grid, kernel, args: told.append(f"launch {args}"))
 
@@ -631,29 +616,24 @@ def test_arguments_are_made_before_a_launch_is_timed(monkeypatch):
     assert told == once + again, "the spin was over too soon, so that it is launched again, on new arguments"
 
 
-def test_remember_puts_it_in_place_and_takes_it_away():
+def test_remember_puts_it_in_place_and_takes_it_away(monkeypatch):
     import cuda.tile.tune as tune
 
-    before = tune.exhaustive_search
-    module = type(sys)("imported_before")
-    module.search = before
-    sys.modules["imported_before"] = module
-    try:
-        with tiledsched.remember(check=True):
-            assert tune.exhaustive_search is module.search is not before
-            assert tune.exhaustive_search.keywords == {"check": True}
-        assert tune.exhaustive_search is module.search is before
-        made = tiledsched.remember()
-        import tiledsched.remember as package
+    import tiledsched.remember as package
 
-        assert tune.exhaustive_search is not before
-        made.undo()
-        made.undo()
-        assert module.search is before
-        with package():
-            assert module.search is not before
-    finally:
-        del sys.modules["imported_before"]
+    before = tune.exhaustive_search
+    module = ModuleType("imported_before")
+    module.search = before
+    monkeypatch.setitem(sys.modules, "imported_before", module)
+    with tiledsched.remember(check=True):
+        assert tune.exhaustive_search is module.search is not before
+        assert tune.exhaustive_search.keywords == {"check": True}
+    assert tune.exhaustive_search is module.search is before
+    made = package()
+    assert tune.exhaustive_search is module.search is not before
+    made.undo()
+    made.undo()
+    assert tune.exhaustive_search is module.search is before
 
 
 @pytest.mark.slow
