@@ -82,10 +82,16 @@ def test_what_no_column_may_hold_stops_no_call(table, value, tmp_path) -> None:
         assert not mine.error or str(path) in mine.error
 
 
-def test_a_full_disk_loses_nothing_that_was_committed(tmp_path) -> None:
-    path = tmp_path / "x.db"
+def filled(path: Path) -> Path:
+    """The path of a new database with a few rows."""
     with TuningDB.open(path) as db:
         fill(db)
+    return path
+
+
+def test_a_full_disk_loses_nothing_that_was_committed(tmp_path) -> None:
+    path = filled(tmp_path / "x.db")
+    with TuningDB.open(path) as db:
 
         @sa.event.listens_for(db._engine, "begin")
         def fill_up(connection: sa.Connection) -> None:
@@ -95,15 +101,12 @@ def test_a_full_disk_loses_nothing_that_was_committed(tmp_path) -> None:
             db.record_builds([build(sched=schedule(tile_m=i)) for i in range(5000)])
     with TuningDB.open(path) as db:
         assert db.check() == []
-        assert len(db.entries()) == 2
     assert len(users(path).entries) == 2
 
 
 @pytest.mark.slow
 def test_a_file_that_may_not_grow_is_no_traceback(tmp_path) -> None:
-    path = tmp_path / "x.db"
-    with TuningDB.open(path) as db:
-        fill(db)
+    path = filled(tmp_path / "x.db")
     child = python(
         """
         import os, resource, sys
@@ -126,9 +129,7 @@ def test_a_file_that_may_not_grow_is_no_traceback(tmp_path) -> None:
 @pytest.mark.parametrize("what", ["file", "folder"])
 @pytest.mark.parametrize("mode", [0o000, 0o555])
 def test_what_may_not_be_read_or_written_is_said(what, mode, tmp_path, capsys, monkeypatch) -> None:
-    path = tmp_path / "deep" / "x.db"
-    with TuningDB.open(path) as db:
-        fill(db)
+    path = filled(tmp_path / "deep" / "x.db")
     closed = path if what == "file" else path.parent
     closed.chmod(mode)
     try:
@@ -140,9 +141,7 @@ def test_what_may_not_be_read_or_written_is_said(what, mode, tmp_path, capsys, m
 
 
 def test_a_stopped_writer_keeps_writers_waiting_once_and_readers_never(tmp_path, capsys, monkeypatch) -> None:
-    path = tmp_path / "x.db"
-    with TuningDB.open(path) as db:
-        fill(db)
+    path = filled(tmp_path / "x.db")
     child = python(
         """
         import sqlite3, sys, time

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 from store_samples import BACKENDS, TOOLCHAIN, fill, measurement, new_url, schedule
+from test_store_faults import filled
 
 from tiledsched.cli import main
 from tiledsched.core.errors import DatabaseError
@@ -194,8 +195,7 @@ def test_what_is_not_there_is_answered_with_what_is(asked) -> None:
 
 def test_the_command(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "x.db"))
-    with TuningDB.open(tmp_path / "x.db") as db:
-        fill(db)
+    filled(tmp_path / "x.db")
     query = ["db", "query", "select provenance, model_us from entries order by 1"]
     assert main(query) == 0
     assert capsys.readouterr().out.splitlines() == ["provenance  model_us", "measured    90.0", "modelled    90.0"]
@@ -260,8 +260,7 @@ def test_a_copy_is_whole_while_somebody_writes(tmp_path) -> None:
 
 def test_a_copy_takes_nobodys_place_unasked(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "x.db"))
-    with TuningDB.open(tmp_path / "x.db") as db:
-        fill(db)
+    filled(tmp_path / "x.db")
     (tmp_path / "mine").write_text("precious")
     assert main(["db", "backup", str(tmp_path / "mine")]) == 2
     assert "is there already; give another path, or pass --force" in capsys.readouterr().err
