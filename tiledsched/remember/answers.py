@@ -5,6 +5,7 @@ every other result.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -174,11 +175,11 @@ class AnswerStore:
     def _read_rows(self, url: str | None) -> Answers:
         call = self._call
         with _queries(url) as rows:
-            dims = (
-                (number, json.loads(held) if isinstance(held, str) else held)
-                for number, held in rows(PROBLEMS, self._words)
+            stored = (
+                (number, json.loads(dims) if isinstance(dims, str) else dims)
+                for number, dims in rows(PROBLEMS, self._words)
             )
-            problem = self._of_this_call((number, held) for number, held in dims)
+            problem = self._of_this_call(stored)
             if problem is None:
                 return Answers()
             found, words = Answers(problem=problem), {**self._words, "problem": problem.id}
@@ -209,8 +210,8 @@ class AnswerStore:
                 elif kind not in PASSING:
                     found.failures[schedule] = Failure(kind=FailureKind(kind), message=message or "")
             for schedule, kind, message, command in rows(FAILED, words):
-                noted = json.loads(command) if isinstance(command, str) else command
-                same = all(noted.get(word) == words[word] for word in ("source", "compiler"))
+                options = json.loads(command) if isinstance(command, str) else command
+                same = all(options.get(word) == words[word] for word in ("source", "compiler"))
                 time = found.times.get(schedule)
                 if same and kind not in PASSING and (time is None or (kind == WRONG and not time.checked)):
                     found.times.pop(schedule, None)
@@ -224,8 +225,8 @@ class AnswerStore:
     def _of_this_call(self, stored: Iterable[tuple[str, Mapping[str, Any]]]) -> Problem | None:
         """Of stored problems of the kernel that of this call."""
         for number, dims in stored:
-            noted = dims.get(MARK)
-            if isinstance(noted, str) and self._call.has_mark(noted):
+            mark = dims.get(MARK)
+            if isinstance(mark, str) and self._call.has_mark(mark):
                 values = {name: tuple(each) if isinstance(each, list) else each for name, each in sorted(dims.items())}
                 problem = Problem(self._call.kernel, values)
                 if problem.id == number:
@@ -387,11 +388,7 @@ def _queries(url: str | None) -> Iterator[Any]:
         connection.close()
 
 
-_warned: set[str] = set()
-
-
+@functools.cache
 def warn_once(message: str) -> None:
     """Warn of something once in the life of this process."""
-    if message not in _warned:
-        _warned.add(message)
-        log.warning(message)
+    log.warning(message)

@@ -91,7 +91,7 @@ class Call:
         """Whether a stored mark is of this call. `args_fn` is called once.
 
         Raises:
-            OpaqueError: an argument cannot be told from others.
+            OpaqueError: an argument cannot be told from others of its type.
         """
         shared, _, rest = mark.partition(" ")
         places, _, example = rest.partition(" ")
@@ -106,8 +106,8 @@ class Call:
         """A digest of a configuration's arguments without those that vary, and of what the kernel captured."""
         key = place, tuple(varying)
         if key not in self._digests:
-            kept = [None if number in varying else each for number, each in enumerate(self._arguments(place))]
-            self._digests[key] = stable_id([kept, self.captured, self.request.flush_l2])
+            shared = [None if number in varying else each for number, each in enumerate(self._arguments(place))]
+            self._digests[key] = stable_id([shared, self.captured, self.request.flush_l2])
         return self._digests[key]
 
     def _arguments(self, place: int) -> list[Any]:
@@ -124,7 +124,7 @@ class Call:
         parameters. `args_fn` is called once for each configuration.
 
         Raises:
-            OpaqueError: an argument cannot be told from others.
+            OpaqueError: an argument cannot be told from others of its type.
         """
         each = [self._arguments(place) for place in sorted(self.places.values())]
         varying = [
@@ -153,14 +153,14 @@ def describe_call(request: Request, arch: str) -> Call:
         OpaqueError: a value that the kernel captured, or a field of a configuration, cannot be told from others of its type.
     """
     kernels = [request.kernel_of(config) for config in request.configs]
-    told = {number: _describe_kernel(each) for number, each in {id(each): each for each in kernels}.items()}
-    names = sorted({name for name, _, _ in told.values()})
+    described = {number: _describe_kernel(each) for number, each in {id(each): each for each in kernels}.items()}
+    names = sorted({name for name, _, _ in described.values()})
     several = not is_kernel(request.kernel)
     name = names[0] if len(names) == 1 else name_of(request.kernel)
     reader = Reader()
     for function in (request.args_fn, request.grid_fn):
         reader.code_of(function)
-    first = told[id(kernels[0])]
+    first = described[id(kernels[0])]
     schedules = []
     for config, kernel in zip(request.configs, kernels, strict=True):
         knobs = config_knobs(config)
@@ -168,7 +168,7 @@ def describe_call(request: Request, arch: str) -> Call:
             if knobs.get(hint) != number:
                 knobs[hint if hint not in knobs else f"hint_{hint}"] = number
         if several:
-            knobs["kernel"] = f"{told[id(kernel)][0].rpartition(':')[2]} {stable_id(told[id(kernel)][1:], 8)}"
+            knobs["kernel"] = f"{described[id(kernel)][0].rpartition(':')[2]} {stable_id(described[id(kernel)][1:], 8)}"
         schedules.append(Schedule(knobs))
     return Call(
         request=request,
@@ -214,23 +214,25 @@ def config_knobs(config: Any) -> dict[str, KnobValue]:
         OpaqueError: a field cannot be told from others of its type.
     """
     if isinstance(config, Mapping):
-        held: Mapping[Any, Any] = config
+        fields: Mapping[Any, Any] = config
     elif isinstance(config, (list, tuple)) and not hasattr(config, "_asdict"):
-        held = {f"config{place}": each for place, each in enumerate(config)}
+        fields = {f"config{place}": each for place, each in enumerate(config)}
     elif isinstance(config, (str, int, float, enum.Enum, type(None))) or is_array(config):
-        held = {"config": config}
+        fields = {"config": config}
     else:
-        held = fields_of(config) or {"config": config}
+        fields = fields_of(config) or {"config": config}
     found: dict[str, KnobValue] = {}
-    for name, value in held.items():
+    for name, value in fields.items():
         reader = Reader()
-        told = reader.value(value, f"the field {name} of a configuration")
-        if isinstance(told, dict) and told.keys() == {"type", "class"}:
+        described = reader.value(value, f"the field {name} of a configuration")
+        if isinstance(described, dict) and described.keys() == {"type", "class"}:
             raise OpaqueError(f"the field {name} of a configuration, a {type(value).__qualname__}")
         if reader.code or isinstance(value, FunctionType):
-            told = [told, stable_id(reader.code, 8)]
-        text = _text_of(told)
-        found[str(name)] = told if isinstance(told, (bool, int)) else text if text.isprintable() else repr(text)
+            described = [described, stable_id(reader.code, 8)]
+        text = _text_of(described)
+        found[str(name)] = (
+            described if isinstance(described, (bool, int)) else text if text.isprintable() else repr(text)
+        )
     return found
 
 

@@ -1,7 +1,8 @@
 """What a function is: the text of its code and of the code that it calls, and the values that it captured.
 
-Both can be told without calling the function and without compiling it, in well below a millisecond once it was read. Code is
-told by its source text, so that another version of Python reads the same; arrays by type, shape, strides and alignment.
+Both are found without calling the function and without compiling it, in well below a millisecond once its source was read. Code
+is identified by its source text, so that another version of Python gives the same result, and arrays by type, shape, strides and
+alignment.
 """
 
 from __future__ import annotations
@@ -167,9 +168,9 @@ class Reader:
             return
         self._met.add(id(function))
         self.code.append(_text_of(function.__code__))
-        held = [value for _, value in _cells(function)]
+        captured = [value for _, value in _cells(function)]
         loads = _names_in(function.__code__) & function.__globals__.keys()
-        for value in [*held, *(function.__globals__[name] for name in sorted(loads))]:
+        for value in [*captured, *(function.__globals__[name] for name in sorted(loads))]:
             self.code_of(value)
 
     def function(self, function: Any) -> dict[str, Any]:
@@ -199,12 +200,12 @@ class Reader:
         """A value as plain data.
 
         Args:
-            value: it.
+            value: the value.
             name: what it is called, for errors.
             attributes: names that the code reads of objects.
 
         Raises:
-            OpaqueError: it cannot be told from others.
+            OpaqueError: the value cannot be told from others of its type.
         """
         self._parts += 1
         if self._parts > MOST_PARTS:
@@ -251,8 +252,8 @@ class Reader:
         if is_library(kind.__module__, getattr(module, "__file__", None)) or id(kind) in self._met:
             return name
         self._met.add(id(kind))
-        held = {each: one for each, one in vars(kind).items() if each in attributes or isinstance(one, FunctionType)}
-        read = {each: self.value(one, each, attributes) for each, one in sorted(held.items()) if not _is_made(one)}
+        members = {each: one for each, one in vars(kind).items() if each in attributes or isinstance(one, FunctionType)}
+        read = {each: self.value(one, each, attributes) for each, one in sorted(members.items()) if not _is_made(one)}
         return {"class": name[NAME], **read} if read else name
 
     def _function(self, function: Any) -> Any:
@@ -279,11 +280,11 @@ class Reader:
         if id(value) in self._met:
             return {NAME: kind.__qualname__}
         self._met.add(id(value))
-        held = fields_of(value)
-        if held is None:
+        fields = fields_of(value)
+        if fields is None:
             raise OpaqueError(f"{name}, of the type {kind.__module__}.{kind.__qualname__}")
-        told = {each: self.value(one, each, attributes) for each, one in held.items()}
-        return {"type": kind.__qualname__, "class": self._class(kind, attributes), **told}
+        described = {each: self.value(one, each, attributes) for each, one in fields.items()}
+        return {"type": kind.__qualname__, "class": self._class(kind, attributes), **described}
 
 
 def _plain_function(function: Any) -> FunctionType | None:

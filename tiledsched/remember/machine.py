@@ -137,14 +137,14 @@ class SearchMachine:
         jobs: list[tuple[CallProgram, _CompileRequested]] = []
         for program in programs:
             try:
-                told = self._signature(program, request)
+                wanted = self._signature(program, request)
             except Exception as error:
                 program.error = error
                 continue
-            if told is None:  # this version compiled and launched it at once
+            if wanted is None:  # this version compiled and launched it at once
                 program.artifact = _unknown_program(program.schedule.id * 2)
             else:
-                jobs.append((program, told))
+                jobs.append((program, wanted))
         arch = (self.gpu() or ("", ""))[0]
         with _limit(), _side_by_side(), ThreadPoolExecutor(min(default_jobs(), max(1, len(jobs)))) as threads:
             list(threads.map(lambda job: _compile_requested(job[0], job[1], arch), jobs))
@@ -161,8 +161,8 @@ class SearchMachine:
         program.kernel._compile = tell
         try:
             ct.launch(request.stream, program.grid, program.kernel, args)
-        except _CompileRequested as told:
-            return told
+        except _CompileRequested as wanted:
+            return wanted
         finally:
             del program.kernel._compile
         return None
@@ -267,17 +267,17 @@ def run_time_numbers(kernel: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of a launch that are neither arrays nor compile-time constants."""
     annotated = getattr(getattr(kernel, "_annotated_function", None), "parameter_annotations", ())
     constant = [bool(getattr(each, "constant", False)) for each in annotated] or [False] * len(args)
-    kept = [value for value, fixed in zip(args, constant, strict=False) if not fixed and not is_array(value)]
-    return tuple(value if isinstance(value, (bool, int, float, str)) else repr(type(value)) for value in kept)
+    numbers = [value for value, fixed in zip(args, constant, strict=False) if not fixed and not is_array(value)]
+    return tuple(value if isinstance(value, (bool, int, float, str)) else repr(type(value)) for value in numbers)
 
 
-def _compile_requested(program: CallProgram, told: _CompileRequested, arch: str) -> None:
+def _compile_requested(program: CallProgram, wanted: _CompileRequested, arch: str) -> None:
     """Compile what cuTile asked for. The launch that asks again is given the same."""
     kernel = program.kernel
     original = type(kernel)._compile
     began = time.perf_counter()
     try:
-        made = original(kernel, *told.given, **told.named)
+        made = original(kernel, *wanted.given, **wanted.named)
         program.artifact = _read(made[0], arch)
     except Exception as error:
         program.error = error
@@ -286,7 +286,7 @@ def _compile_requested(program: CallProgram, told: _CompileRequested, arch: str)
         program.seconds = time.perf_counter() - began
 
     def compiled(*given: Any, **named: Any) -> Any:
-        same = given[:1] == told.given[:1]  # the signature
+        same = given[:1] == wanted.given[:1]  # the signature
         return made if same else original(kernel, *given, **named)
 
     kernel._compile = compiled
@@ -342,11 +342,11 @@ def _side_by_side() -> Iterator[None]:
     def without_lock(*given: Any, **named: Any) -> Any:
         if not lock._is_owned():
             return wait(*given, **named)
-        held = lock._release_save()
+        state = lock._release_save()
         try:
             return wait(*given, **named)
         finally:
-            lock._acquire_restore(held)
+            lock._acquire_restore(state)
 
     with _patching:
         _compile.compile_cubin = without_lock

@@ -168,14 +168,14 @@ class WithoutSamples:
         """
         row = MeasurementRow
         shared = cast(row.conditions, Text), row.device_id, row.toolchain_id, row.source_hash, row.runner, row.regime
-        asked = (
+        query = (
             select(row.id, row.run_id, row.schedule_id, row.fingerprint, row.median_us, row.sample_count, *shared)
             .where(*self._of(problem))
             .order_by(row.created_at.desc(), row.id.desc())
         )
         schedules, shared_by = self._schedules, self._shared
         # The connection itself gives rows in half of the time that the session takes.
-        result = session.connection().execute(asked, execution_options={"yield_per": AT_ONCE})
+        result = session.connection().execute(query, execution_options={"yield_per": AT_ONCE})
         for some in result.partitions():
             self._read_schedules(session, {found[2] for found in some})
             for found in some:
@@ -294,10 +294,10 @@ def of_known_kernels(
 
     Args:
         session: an open session.
-        conditions: what is asked for.
+        conditions: the conditions of a query.
         kernel: the kernel whose measurements these are; None for the kernels that this process knows by their names.
     """
-    noted = (
+    sources = (
         select(MeasurementRow.kernel, MeasurementRow.source_hash)
         .join(ProblemRow, ProblemRow.id == MeasurementRow.problem_id)
         .join(DeviceRow, DeviceRow.id == MeasurementRow.device_id)
@@ -305,7 +305,7 @@ def of_known_kernels(
         .distinct()
     )
     others = []
-    for name, note in session.execute(noted):
+    for name, note in session.execute(sources):
         try:
             mine = may_be_of(note, kernel or kernel_named(name))
         except ConfigError:  # nobody here can tell

@@ -238,15 +238,15 @@ def _keyed(session: Session, row: dict[str, Any]) -> dict[str, Any] | None:
     place = place_part(row["source_hash"])
     own = {**row, "kernel": f"{row['kernel']}{NAMESAKE}{place}"}
 
-    def noted(each: dict[str, Any]) -> str | None:
+    def source_of(each: dict[str, Any]) -> str | None:
         same = [getattr(EntryRow, name) == each[name] for name in ENTRY_KEY]
         return session.scalars(select(EntryRow.source_hash).where(*same).with_for_update()).first()
 
-    if place and noted(own) is not None:
+    if place and source_of(own) is not None:
         return own
     if insert_row(session, EntryRow, row) is not None:
         return None
-    if of_one_kernel(noted(row) or "", row["source_hash"]):
+    if of_one_kernel(source_of(row) or "", row["source_hash"]):
         return row
     return None if insert_row(session, EntryRow, own) is not None else own
 
