@@ -409,7 +409,7 @@ def larger(search):
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python does not tell columns")
 def test_what_stands_beside_a_lambda_is_not_part_of_it(machine, tmp_path, monkeypatch):
-    """The same call at another place of a program, also in a capture; a lambda with another text counts as another."""
+    """A call at another place of a program is answered, also in a capture; a lambda with another text is another call."""
     (tmp_path / "beside.py").write_text(BESIDE)
     monkeypatch.syspath_prepend(tmp_path)
     beside = importlib.import_module("beside")
@@ -697,7 +697,7 @@ print(json.dumps([__name__, sys.argv, sys.path[0], tune.exhaustive_search.keywor
 
 
 def test_a_program_finds_its_words_and_its_folder(tmp_path, monkeypatch, capsys, remembers_no_more):
-    """As Python starts it: its folder is the first to import from, unless Python was told to be safe."""
+    """A program is started as Python starts it: its folder is the first to import from, unless Python was started with `-P`."""
     path = tmp_path / "its_words.py"
     path.write_text(TELLS)
     monkeypatch.setattr(sys, "argv", [])

@@ -86,7 +86,7 @@ def test_no_shipped_machine_code_is_lost(path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["attention/sm_90", "attention/sm_121", "matmul/sm_90", "rms_norm/sm_90"])
 def test_shipped_machine_code_is_made_again(name) -> None:
-    """Of each tile function that the table runs, the smallest program that was built with the compiler at hand."""
+    """For each tile function that the table runs, the smallest program that this compiler built is built again."""
     from tiledsched.build.compiler import compile_schedule, prepare_process
 
     prepare_process()

@@ -328,7 +328,7 @@ def measured(uid: str, us: float, **changes) -> tuple[list[StoredMeasurement], l
 
 
 def test_contradictions_are_told_whichever_way_they_meet() -> None:
-    """The same program at another time; and a faster one that was measured and is not served."""
+    """A program was measured at two times, or a faster one was measured and is not served."""
     fast, slow = measured("b", 100.0), measured("a", 110.0)  # by name the slower would come first
     beaten = stored("c".rjust(24, "0"), median_us=80.0, schedule=schedule(64), fingerprint="e" * 24)
     for first, second in ((fast, slow), (slow, fast)):

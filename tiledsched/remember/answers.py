@@ -223,7 +223,7 @@ class AnswerStore:
         return found
 
     def _of_this_call(self, stored: Iterable[tuple[str, Mapping[str, Any]]]) -> Problem | None:
-        """Of stored problems of the kernel that of this call."""
+        """The stored problem of the kernel that is this call's; None where there is none."""
         for number, dims in stored:
             mark = dims.get(MARK)
             if isinstance(mark, str) and self._call.has_mark(mark):

@@ -235,7 +235,7 @@ class CallStopwatch(TorchStopwatch):
         self._calls[index] = functools.partial(ct.launch, request.stream, program.grid, program.kernel, args)
 
     def read(self, queued: tuple[int, Any, Any]) -> float:
-        """As of `TorchStopwatch`; the arguments are let go."""
+        """The microseconds of a queued launch, whose arguments are freed."""
         self._calls[queued[0]] = _nothing
         return super().read(queued)
 
@@ -259,7 +259,7 @@ class BenchmarkStopwatch:
         return float(_benchmark(request.stream, program.grid, program.kernel, args, request.flush_l2))
 
     def read(self, queued: float) -> float:
-        """Those microseconds."""
+        """The microseconds that `queue` measured."""
         return queued
 
 

@@ -56,7 +56,7 @@ class CallRunner:
         """Nothing: the caller has the arrays."""
 
     def probe(self, candidate: Candidate) -> float | Failure:
-        """See `Runner`."""
+        """The faster of the first launches, in microseconds; a failure where the program does not run."""
         program = self._programs[candidate.schedule]
         try:
             self._launch_first(candidate.schedule)
@@ -92,7 +92,7 @@ class CallRunner:
         return Checked(accuracy=None, first_look_us=self._looks[candidate.schedule])
 
     def sample(self, candidates: Sequence[Candidate], *, rounds: int, regime: str) -> list[Batch | Failure]:
-        """See `Runner`."""
+        """Samples of each candidate, taken in turn; failures where a launch failed."""
         programs = [self._programs[each.schedule] for each in candidates]
         slowest_us = max((self._looks.get(each.schedule, 0.0) for each in candidates), default=0.0)
         gap_s = max(SHORT_GAP_S if slowest_us < SHORT_US else GAP_S, LEAST_REST * slowest_us / 1e6)

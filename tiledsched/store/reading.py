@@ -85,7 +85,7 @@ def select_measurements() -> Select:
 
 
 class UnreadSamples(tuple[float, ...]):
-    """As many numbers as there are samples in the database, from which none was read."""
+    """Stands for samples that were left in the database: it has their number, and reading one is an error."""
 
     def __iter__(self) -> Iterator[float]:
         raise ValueError("these samples were not read; ask for `measurements`")
@@ -106,7 +106,7 @@ class Circumstances(NamedTuple):
 
 
 class PlainRow(NamedTuple):
-    """As much of a measurement as tells whether it is worth reading whole."""
+    """The part of a measurement that decides whether the whole of it is read."""
 
     id: int
     run_id: int | None
