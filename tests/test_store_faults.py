@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import signal
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 from store_samples import build, entry, fill, schedule
-from test_store_schema import python
 
 from tiledsched.cli import main
 from tiledsched.core.config import Settings
@@ -140,21 +138,10 @@ def test_what_may_not_be_read_or_written_is_said(what, mode, tmp_path, capsys, m
 
 def test_a_stopped_writer_keeps_writers_waiting_once_and_readers_never(tmp_path, capsys, monkeypatch) -> None:
     path = filled(tmp_path / "x.db")
-    child = python(
-        """
-        import sqlite3, sys, time
-        connection = sqlite3.connect(sys.argv[1], isolation_level=None)
-        connection.execute("BEGIN IMMEDIATE")
-        connection.execute("DELETE FROM entries")
-        print("writing", flush=True)
-        time.sleep(100)
-        """,
-        path,
-    )
-    child.stdout.readline()
-    child.send_signal(signal.SIGSTOP)
     monkeypatch.setattr(engines, "BUSY_TIMEOUT_S", 1)
-    try:
+    with closing(sqlite3.connect(path, isolation_level=None)) as stopped:
+        stopped.execute("BEGIN IMMEDIATE")
+        stopped.execute("DELETE FROM entries")
         for command in (
             ["show", "attention", "--arch", "sm_90"],
             ["db", "check"],
@@ -162,16 +149,13 @@ def test_a_stopped_writer_keeps_writers_waiting_once_and_readers_never(tmp_path,
             ["db", "backup", str(tmp_path / "copy.db")],
         ):
             assert "locked" not in said_by(command, path, capsys, monkeypatch)
-        assert len(users(path).entries) == 2
+        assert len(users(path).entries) == 2, "the last commit"
         with TuningDB.open(path) as db:
             waits = []
             sa.event.listen(db._engine, "handle_error", lambda context: waits.append(str(context.original_exception)))
             with pytest.raises(DatabaseError, match=r"x\.db: database is locked; .*wait for it or end it"):
                 db.put_entry(entry())
-        assert waits == ["database is locked"]  # and not again for the views
-    finally:
-        child.kill()
-        child.communicate()
+        assert waits == ["database is locked"], "and not again for the views"
     with TuningDB.open(path) as db:
         assert len(db.entries()) == 2
         assert db.put_entry(entry())

@@ -29,9 +29,10 @@ FIRST_RELEASE = Path(__file__).parent / "data" / "store_0001.db"
 HERE = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
 
 
-def python(code, *arguments, **options):
+def python(code, *arguments):
+    """A process that runs some code."""
     command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
-    return subprocess.Popen(command, env=HERE, stdout=subprocess.PIPE, text=True, **options)
+    return subprocess.Popen(command, env=HERE, stdout=subprocess.PIPE, text=True)
 
 
 # Where it is
@@ -220,17 +221,6 @@ def test_a_database_of_the_first_release_is_read_and_written(tmp_path):
 
 
 # Several processes
-
-
-def test_a_reader_does_not_wait_for_a_writer(tmp_path):
-    with TuningDB.open(tmp_path / "x.db") as writer, TuningDB.open(tmp_path / "x.db") as reader:
-        writer.put_entry(entry())
-        with writer.writing() as session:
-            session.execute(sa.text("DELETE FROM entries"))
-            assert (
-                len(reader.entries()) == 1
-            )  # the last commit; who waited for the writer would be told that it is locked
-        assert reader.entries() == []
 
 
 KILLED = """
