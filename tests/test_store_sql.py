@@ -22,7 +22,6 @@ from test_store_faults import filled
 from tiledsched.cli import main
 from tiledsched.core.errors import DatabaseError
 from tiledsched.store import sql as sql_module
-from tiledsched.store.backup import back_up
 from tiledsched.store.db import TuningDB
 from tiledsched.store.engine import resolve_url
 from tiledsched.store.models import Base
@@ -247,7 +246,7 @@ def test_a_copy_is_whole_while_somebody_writes(tmp_path) -> None:
         writer = threads.submit(write, db)
         try:
             for number in range(3):
-                assert back_up(reading, tmp_path / "copy.db", replace=number > 0) > 10_000
+                assert reading.back_up(tmp_path / "copy.db", replace=number > 0) > 10_000
                 with TuningDB.open(tmp_path / "copy.db") as copy:
                     assert copy.check() == []
                     assert copy.entries() == db.entries()
@@ -277,7 +276,7 @@ def test_a_copy_takes_nobodys_place_unasked(tmp_path, monkeypatch, capsys) -> No
 def test_a_server_has_tools_of_its_own(tmp_path) -> None:
     with new_url("postgresql", tmp_path) as url, TuningDB.open(url) as db:
         with pytest.raises(DatabaseError, match="pg_dump"):
-            back_up(db, tmp_path / "copy.db")
+            db.back_up(tmp_path / "copy.db")
         assert list(tmp_path.iterdir()) == []
 
 
