@@ -215,7 +215,7 @@ def test_times_in_graphs_are_not_reused(db) -> None:
     recorded = Recorded(LANDSCAPES[1])
     tune(recorded, db, effort="quick")
     in_graphs = [
-        each for each in db.latest_measurements(recorded.problem) if each.measurement.conditions.graph_launches
+        each for each in db.measurements(recorded.problem, latest=True) if each.measurement.conditions.graph_launches
     ]
     assert len(in_graphs) >= 8
     assert tune(recorded, db, effort="quick").measured >= len(in_graphs)

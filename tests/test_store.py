@@ -168,7 +168,7 @@ def test_the_latest_measurement_of_each_program_makes_the_landscape(db):
     assert latest() == [80.0, 95.0, 110.0]
     db.record_measurement(None, "attention", "moved to another file", NEWER, measurement(85.0))  # the same machine code
     assert latest() == [80.0, 85.0, 95.0]
-    held = db.latest_measurements(PROBLEM, "sm_90", DEVICE.name, "burst", fingerprint="f" * 24)
+    held = db.measurements(PROBLEM, "sm_90", DEVICE.name, "burst", fingerprint="f" * 24, latest=True)
     assert [one.measurement.median_us for one in held] == [85.0, 95.0]
     assert db.landscapes("sm_80") == db.landscapes(kernel="x") == []
     assert len(db.landscapes("sm_90", "attention")) == 3
@@ -345,7 +345,7 @@ def test_what_a_kernel_with_other_fields_left_behind_stops_nothing(db):
     assert not found.measurement.problem.known
     assert (found.measurement.problem.length, found.measurement.problem.flops) == (7, 0.0)
     assert [line.problem for line in db.landscapes()] == [found.measurement.problem]
-    assert queries.compare_regimes(db.latest_measurements()) == []
+    assert queries.compare_regimes(db.measurements(latest=True)) == []
 
 
 def test_rows_of_a_problem_that_had_another_name_are_found_under_todays(db):
@@ -376,7 +376,7 @@ def test_what_was_timed_beside_others_is_kept_and_not_answered(db):
     record(db, taken(90.0, others=(815, 4711), concurrent_pids=(4711,)))
     record(db, measurement(80.0, regime="sustained", conditions=Conditions(concurrent_pids=(4711,))))
     assert [one.measurement.median_us for one in db.measurements(PROBLEM)] == [101.0, 100.0]
-    assert [one.measurement.median_us for one in db.latest_measurements(PROBLEM)] == [101.0]
+    assert [one.measurement.median_us for one in db.measurements(PROBLEM, latest=True)] == [101.0]
     assert db.measurements(PROBLEM)[0].measurement.conditions == Conditions(
         sm_clock_mhz=1980, others=(815,), concurrent_pids=None
     )

@@ -235,7 +235,6 @@ def backup(run: Invocation, file: str, force: bool) -> None:
     \b
     tiledsched db backup tuning-backup.db
     """
-
     with run.open_db(read_only=True) as db:
         size = db.back_up(file, replace=force)
     run.print({"file": file, "bytes": size}, f"{size:,} bytes written to {file}")

@@ -132,8 +132,9 @@ class Database:
             return problems_found(session)
 
     def back_up(self, path: str | os.PathLike[str], *, replace: bool = False) -> int:
-        """Copy the database, as it is at one moment, to a file that appears whole or not at all, even while others write. The copy can
-        be opened as a database.
+        """Copy the database as it is at one moment, even while others write, to a file that appears whole or not at all.
+
+        The copy can be opened as a database.
 
         Returns:
             The size of the copy in bytes.

@@ -279,7 +279,7 @@ class Elsewhere:
         """The newest measurement of each program."""
         taken = [
             stored.measurement
-            for stored in self._db.latest_measurements(problem, device_name=device_name, regime=self._regime)
+            for stored in self._db.measurements(problem, device_name=device_name, regime=self._regime, latest=True)
         ]
         return self._judged(taken, self._facts)
 
