@@ -185,7 +185,7 @@ class Site:
         return next(self.recorder(None, **options).record([PROBLEM], folder))
 
     def samples(self, regime: str) -> list[int]:
-        return [len(one.measurement.samples_us) for one in self.db.latest_measurements(PROBLEM, regime=regime)]
+        return [len(one.measurement.samples_us) for one in self.db.measurements(PROBLEM, regime=regime, latest=True)]
 
 
 @pytest.fixture

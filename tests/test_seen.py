@@ -28,8 +28,8 @@ from tiledsched.serve.chain import Served
 from tiledsched.serve.entries import load_table
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.transfer import ExpectedLoss
+from tiledsched.store.captured_calls import SeenProblem
 from tiledsched.store.db import TuningDB
-from tiledsched.store.seen import SeenProblem
 from tiledsched.tuning.options import TuneOptions
 from tiledsched.tuning.resources import Tools
 from tiledsched.tuning.search import NO_SEARCH

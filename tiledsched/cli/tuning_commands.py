@@ -36,7 +36,7 @@ from tiledsched.tuning.options import CHECK_ARCH, CheckOptions, RecordOptions, R
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tiledsched.store.seen import Seen
+    from tiledsched.store.captured_calls import Seen
     from tiledsched.tuning.results import TuneReport
 
 

@@ -16,8 +16,8 @@ from tiledsched.rivals.races import can_race
 from tiledsched.serve.chain import Served
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.transfer import log_us
+from tiledsched.store.captured_calls import SeenProblem
 from tiledsched.store.records import Entry
-from tiledsched.store.seen import SeenProblem
 from tiledsched.tuning.options import TuneOptions
 from tiledsched.tuning.results import TuneReport
 from tiledsched.tuning.search import NO_SEARCH, OUT_OF_TIME
