@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from datetime import datetime, timezone
-from pathlib import Path
 
+import golden
 import pytest
 
 from tiledsched.build.cubin import Artifact, ResourceFacts
 from tiledsched.checking.accuracy import Accuracy
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import Failure
-from tiledsched.core.launch import problem_class
+from tiledsched.core.launches import problem_class
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
@@ -34,13 +33,9 @@ SOURCE = "abc"
 
 
 def check_golden(name, text):
-    """Compares a text with a file of tests/data, today's date aside; WRITE_TEST_DATA=1 writes the file anew."""
-    path, day = Path(__file__).parent / "data" / name, datetime.now(timezone.utc)
-    found = re.sub(rf"{day:%Y-%m}(-{day:%d}( \d\d:\d\d)?)?", "TODAY", text)
-    if os.environ.get("WRITE_TEST_DATA") == "1":
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(found, encoding="utf-8")
-    assert found == path.read_text(encoding="utf-8")
+    """Compares a text with a file of tests/data/golden, today's date aside."""
+    day = datetime.now(timezone.utc)
+    golden.check_golden(name, re.sub(rf"{day:%Y-%m}(-{day:%d}( \d\d:\d\d)?)?", "TODAY", text))
 
 
 def specs_of(blocks):

@@ -8,11 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from made_up_builds import MadeUp, print_of
+from fake_builds import FakeBuilds, print_of
 from report_samples import check_golden
 from store_samples import DEVICE, TOOLCHAIN, artifact
 
-from tiledsched.bench.rivals.attention import untuned_schedule
 from tiledsched.build.compiler import Built
 from tiledsched.checking.accuracy import Accuracy
 from tiledsched.cli import main
@@ -21,11 +20,12 @@ from tiledsched.core.registry import kernel_named
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Batch, Candidate, Checked, Conditions
+from tiledsched.ops.own_methods import untuned_schedule
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import TableFile
 from tiledsched.studies.ablation.ladder import Ladder, groups_between, refusals
 from tiledsched.studies.ablation.sources import CompiledPrograms, RecordedPrograms
-from tiledsched.tuning.programs import Builder
+from tiledsched.tuning.builder import Builder
 from tiledsched.tuning.resources import Tools
 
 ROOT = Path(__file__).parent.parent
@@ -169,7 +169,7 @@ def test_a_broken_constraint_is_named() -> None:
 
 
 def test_the_compiler_is_asked_once_for_each_schedule(tmp_path) -> None:
-    class Compiler(MadeUp):
+    class Compiler(FakeBuilds):
         def start(self):
             pass
 
@@ -212,7 +212,7 @@ def test_the_command_replays_prints_and_writes(tmp_path, monkeypatch, capsys) ->
 
 def test_the_command_climbs_on_a_gpu(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "tuning.db"))
-    gpu, made = Gpu(), MadeUp()
+    gpu, made = Gpu(), FakeBuilds()
     tools = Tools(
         runner=lambda kernel, seed: gpu,
         pool=lambda jobs: made,

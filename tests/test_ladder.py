@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 from test_bench import QUICK, Harness
 
-from tiledsched.bench.job import bench_to_file
-from tiledsched.bench.rows import BenchRow, read_rows
 from tiledsched.build.compiler import compile_schedule
 from tiledsched.checking.interpreted import check_schedule
 from tiledsched.cli import main
@@ -20,6 +18,8 @@ from tiledsched.core.device import ARCHS
 from tiledsched.core.errors import UnsupportedError
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.estimate import Timing
+from tiledsched.ops.bench import bench_here
+from tiledsched.rivals.rows import BenchRow, read_rows
 from tiledsched.studies.ladder import pages, rungs
 from tiledsched.studies.ladder.rungs import EDITS, NAIVE, PlainAttention, plain_problem
 
@@ -176,8 +176,8 @@ def test_a_ladder_goes_on_where_it_stopped(tmp_path, monkeypatch):
     path, harness = tmp_path / "ladder.csv", Harness()
     problems = [PROBLEM.replace(seq_q=length, seq_k=length) for length in (1024, 4096)]
     how = {"methods": rungs.methods(), "rounds": 6, "harness": harness, "pace": QUICK}
-    bench_to_file(Attention, problems[:1], path, **how)
-    bench_to_file(Attention, problems, path, **how)
+    bench_here(Attention, problems[:1], path=path, **how)
+    bench_here(Attention, problems, path=path, **how)
     assert harness.prepared == [("burst", each) for each in problems]
     assert [row.method for row in read_rows(path)] == [*rungs.rungs(), "tiledsched"] * 2
     assert main(["study", "ladder", "--summary", "--out", str(tmp_path), "-p", "B=2,H=3,S=1024,D=64,causal"]) == 0

@@ -204,6 +204,11 @@ def test_wrong_use_is_told(ncu, capsys, words, message):
 def test_the_launcher_calls_once_under_the_profiler(monkeypatch):
     import types
 
+    import tiledsched.serve.process  # noqa: F401  # before torch is replaced
+    from tiledsched.core.rivals import Method
+    from tiledsched.ops import bench
+    from tiledsched.rivals import cases
+
     calls = []
     cuda = types.SimpleNamespace(
         get_device_properties=lambda index: types.SimpleNamespace(total_memory=1 << 40),
@@ -212,11 +217,8 @@ def test_the_launcher_calls_once_under_the_profiler(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace())
-    from tiledsched.bench import case, methods
-    from tiledsched.bench.methods import Method
-
-    made = Method(name="it", about="", make=lambda arrays: lambda: calls.append("call"))
-    monkeypatch.setattr(case, "make_case", lambda torch, cupy, problem: types.SimpleNamespace(arrays=None))
-    monkeypatch.setattr(methods, "choose_methods", lambda kernel, names, problems: [made])
+    made = Method(name="it", make=lambda arrays: lambda: calls.append("call"))
+    monkeypatch.setattr(cases, "make_case", lambda torch, cupy, problem, own: types.SimpleNamespace(arrays=None))
+    monkeypatch.setattr(bench, "choose_methods", lambda kernel, names, problems: [made])
     assert launch.main("attention", json.dumps(PROBLEM.to_json()), "it") == 0
     assert calls == ["call"] * launch.WARMUPS + ["start", "call", "stop"]

@@ -10,7 +10,6 @@ import pytest
 from report_samples import SOURCE, TOOLCHAIN, check_golden, taken
 from test_bench import QUICK, Harness
 
-from tiledsched.bench.rows import BenchRow, append_rows
 from tiledsched.cli import main
 from tiledsched.core.errors import MeasureError
 from tiledsched.core.schedule import Schedule
@@ -18,6 +17,7 @@ from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Conditions
+from tiledsched.rivals.rows import BenchRow, append_rows
 from tiledsched.store.db import TuningDB
 from tiledsched.studies.evaluation import run as tiles
 from tiledsched.studies.evaluation.rows import COLUMNS, TILING_COLUMNS, problems, result_of

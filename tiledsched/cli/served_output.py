@@ -6,18 +6,19 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from tiledsched.cli.output import note, plural, print_table, print_wrapped, table_lines, width
+from tiledsched.cli.output import note, print_table, print_wrapped, table_lines, width
 from tiledsched.core.device import ARCHS
 from tiledsched.core.labels import labels_of
 from tiledsched.core.problem import Problem, rate_of, rate_text, unit_of
+from tiledsched.core.text import plural
 from tiledsched.measure.clocks import describe_throttling
 from tiledsched.measure.runner import Device
 from tiledsched.store.evidence import stale, stale_by_cause, throttled
 from tiledsched.store.records import PROVENANCES, Entry, LandscapeSummary
 
 if TYPE_CHECKING:
-    from tiledsched.bench.rows import BenchRow
     from tiledsched.report.compare import Compared, Comparison
+    from tiledsched.rivals.rows import BenchRow
     from tiledsched.serve.entries import Layer
     from tiledsched.store.manifest import ShippedLandscape
     from tiledsched.store.queries import RegimeComparison

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import unit_of
 from tiledsched.core.schedule import HINT_KNOBS
+from tiledsched.core.text import code, figure, joined, longer, plural, short, tile_text
 from tiledsched.report.analysis import named_tile
 from tiledsched.report.axes import show
 from tiledsched.report.effects import joined_effects
 from tiledsched.report.records import AS_GOOD, MEASURED, KnobVerdict, ProblemReport, Report
 from tiledsched.report.views import explored
-from tiledsched.report.words import code, counted, figure, joined, longer, short, tile_text
 
 MOST_NAMED = 6
 """Knobs that are named in a sentence, at most; those whose values cost most are taken."""
@@ -58,7 +58,7 @@ def problem_answer(one: ProblemReport, report: Report) -> str:
             f"{longer(one.second_tile.relative - 1)}"
         )
     elif _tile_knobs(report) and len(one.tiles) > 1:
-        tried = f"{tile_text(one.tiles[1].tile)}: {counted(one.tiles[1].programs, 'program')}"
+        tried = f"{tile_text(one.tiles[1].tile)}: {plural(one.tiles[1].programs, 'program')}"
         lines.append(f"Too little was tried of any other {_unit(report)[1]} to say what it costs ({tried}).")
     if one.default and one.default.relative > 1:
         others.append(f"the untuned default takes {longer(one.default.relative - 1)}")
@@ -69,7 +69,7 @@ def problem_answer(one: ProblemReport, report: Report) -> str:
         programs = [timed.relative for timed in one.timed if timed.same_program_as is None]
         near, wider = (sum(relative <= 1 + limit for relative in programs) for limit in (0.01, 0.05))
         lines.append(
-            f"Of {counted(one.programs, 'program')}, the best included, {near} {'is' if near == 1 else 'are'} within 1% of the "
+            f"Of {plural(one.programs, 'program')}, the best included, {near} {'is' if near == 1 else 'are'} within 1% of the "
             f"best time and {wider} within 5%."
         )
     else:
@@ -103,7 +103,7 @@ def next_step(report: Report) -> str:
             f"To learn what other schedules cost, run {command} on the same GPU: it measures 300 programs of a problem."
         )
     if bare := [one for one in problems if _tile_knobs(report) and len(one.tiles) > 1 and one.second_tile is None]:
-        command, over = _command(report, "record", bare[0]), counted(len(bare), "problem")
+        command, over = _command(report, "record", bare[0]), plural(len(bare), "problem")
         unit = _unit(report)[1]
         return f"To learn what any other {unit} costs, run {command} on the same GPU: too few were timed for {over}."
     if unknown := [each for each in _verdicts(report, problems) if each.advice in ("unclear", "untried")]:
@@ -155,11 +155,11 @@ def _source(report: Report, problems: Sequence[ProblemReport]) -> str:
     if problems:
         said += f"{sum(one.programs for one in problems):,} programs of {kernel} for {_cases(problems)}"
         if rest := len(measured) - len(problems):
-            said += f"; of {counted(rest, 'other problem')} little but the winner of a search is known"
+            said += f"; of {plural(rest, 'other problem')} little but the winner of a search is known"
     else:
         said += f"the best {'schedule' if len(measured) == 1 else 'schedules'} of {_cases(measured)} of {kernel}"
     if modelled:
-        said += f"; {counted(len(modelled), 'other problem')} {'is' if len(modelled) == 1 else 'are'} only modelled"
+        said += f"; {plural(len(modelled), 'other problem')} {'is' if len(modelled) == 1 else 'are'} only modelled"
     return f"{said}."
 
 
@@ -264,7 +264,7 @@ def _preferred(verdict: KnobVerdict, problems: int) -> str:
     """Which values problems prefer: `1 is faster for 11 problems, 2 for 3`."""
     (first, number), *others = verdict.preferred
     words = [
-        f"{show(first)} is faster for {counted(number, 'problem')}",
+        f"{show(first)} is faster for {plural(number, 'problem')}",
         *(f"{show(value)} for {n}" for value, n in others),
     ]
     rest = problems - sum(times for _, times in verdict.preferred)
@@ -305,7 +305,7 @@ def _median(values: Sequence[float]) -> str:
 
 
 def _cases(problems: Sequence[ProblemReport]) -> str:
-    return counted(len(problems), "problem") + (", counted on each GPU" if len(_devices(problems)) > 1 else "")
+    return plural(len(problems), "problem") + (", counted on each GPU" if len(_devices(problems)) > 1 else "")
 
 
 def _devices(problems: Sequence[ProblemReport]) -> list[str]:

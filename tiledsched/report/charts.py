@@ -14,6 +14,7 @@ from typing import Any
 
 from tiledsched.core.device import ARCHS, arch_spec
 from tiledsched.core.problem import unit_of
+from tiledsched.core.text import change, plural
 from tiledsched.report.analysis import named_tile
 from tiledsched.report.ceilings import roof_of
 from tiledsched.report.document import View
@@ -21,7 +22,6 @@ from tiledsched.report.effects import joined_effects
 from tiledsched.report.records import ProblemReport, Report
 from tiledsched.report.vega import BINARY, BLUE, GREEN, ORANGE, RED, SIZES, Spec, chart, quantity, tips, titled, word
 from tiledsched.report.views import SCALE_END, choices_of, knob_rows, source_of, tile_rows
-from tiledsched.report.words import change, counted
 
 GOLDEN = 0.618034
 """Multiples of the golden ratio modulo 1 are spread evenly. They move dots apart that would hide each other."""
@@ -623,4 +623,4 @@ def source_of_problems(report: Report, problems: Sequence[ProblemReport]) -> str
     days = sorted(f"{one.taken:%Y-%m-%d}" for one in problems if one.taken)
     where = list(dict.fromkeys(source_of(report, replace(one, taken=None)) for one in problems))
     when = f", {' to '.join(dict.fromkeys([days[0], days[-1]]))}" if days else ""
-    return f"{report.kernel}, {counted(len(problems), 'problem')}, {'; '.join(where)}{when}"
+    return f"{report.kernel}, {plural(len(problems), 'problem')}, {'; '.join(where)}{when}"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched.core.files import csv_text
+from tiledsched.core.text import code, microseconds, plural
 from tiledsched.report.compare import ESTIMATED, Compared, Comparison, KnownTime
 from tiledsched.report.comparison_text import (
     conditions_of,
@@ -19,7 +20,6 @@ from tiledsched.report.comparison_text import (
 )
 from tiledsched.report.document import Block, Chart, Heading, Paragraph, Table, write_document
 from tiledsched.report.vega import BLUE, ORANGE, RED, Spec, chart, quantity, tips, titled
-from tiledsched.report.words import code, counted, microseconds
 
 GREY = "#878D96"
 """Between the colours of text on a light and on a dark page."""
@@ -73,7 +73,7 @@ def comparison_blocks(found: Comparison) -> list[Block]:
             Chart(
                 name="comparison",
                 spec=slopes(found),
-                text=f"Time in B over time in A, of {counted(len(drawn), 'problem')}",
+                text=f"Time in B over time in A, of {plural(len(drawn), 'problem')}",
             )
         )
     for verdict, title in (("slower", "What became slower"), ("faster", "What became faster")):
@@ -188,7 +188,7 @@ def slopes(found: Comparison) -> Spec:
     # Short lines, which also fit a narrow page.
     sides = [f"A: {_shortened(found.a)}", f"B: {_shortened(found.b)}", *_sides_of(found.rows)]
     whole = chart(values, {"width": "container", "layer": layers}, height=380)
-    return titled(whole, f"Time of {counted(len(values), 'problem')} in B against A", *sides)
+    return titled(whole, f"Time of {plural(len(values), 'problem')} in B against A", *sides)
 
 
 def _sides_of(rows: Sequence[Compared]) -> list[str]:

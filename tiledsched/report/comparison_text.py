@@ -6,9 +6,9 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from tiledsched.core.text import percent, plural
 from tiledsched.measure.clocks import describe_throttling
 from tiledsched.report.compare import Compared, Comparison, KnownTime
-from tiledsched.report.words import counted, percent
 
 LONG = 32
 """A longer name, such as a path, does not stand in sentences: there the side is A or B."""
@@ -19,7 +19,7 @@ def verdict_of(found: Comparison) -> str:
     rows, (a, b) = found.rows, names_of(found)
     if not rows:
         return f"{a} and {b} have no problem in common."
-    total = counted(len(rows), "problem")
+    total = plural(len(rows), "problem")
     if found.modelled:
         sides = [name for name, taken in ((a, rows[0].a), (b, rows[0].b)) if taken.modelled]
         whose = f"the times of {' and of '.join(sides)} are the performance model's"
@@ -71,11 +71,11 @@ def conditions_of(found: Comparison) -> list[str]:
     if others := [row for row in rows if row.a.device != row.b.device]:
         a, b = (_listed(getattr(row, side).device for row in others) for side in ("a", "b"))
         sentences.append(
-            f"A was measured on {a} and B on {b}: for {counted(len(others), 'problem')} this is a comparison of GPUs."
+            f"A was measured on {a} and B on {b}: for {plural(len(others), 'problem')} this is a comparison of GPUs."
         )
     if unlike := [row for row in rows if _unlike(row)]:
         sentences.append(
-            f"In {counted(len(unlike), 'problem')} the two GPUs have one name and are not alike: {_unlike(unlike[0])}. "
+            f"In {plural(len(unlike), 'problem')} the two GPUs have one name and are not alike: {_unlike(unlike[0])}. "
             "A difference may be the GPU's."
         )
     seen: dict[str, int] = {}
@@ -84,7 +84,7 @@ def conditions_of(found: Comparison) -> list[str]:
     for side in ("a", "b"):
         if slowed := [*filter(None, (_throttling(getattr(row, side), seen) for row in rows))]:
             sentences.append(
-                f"In {counted(len(slowed), 'problem')} the clock of {side.upper()}'s GPU was held down, "
+                f"In {plural(len(slowed), 'problem')} the clock of {side.upper()}'s GPU was held down, "
                 f"{slowed[0]}: these times are too "
                 "long, and say little about the schedules."
             )

@@ -7,11 +7,11 @@ from typing import Any
 
 from tiledsched.core.files import csv_text
 from tiledsched.core.problem import Problem, unit_of
+from tiledsched.core.text import tile_text
 from tiledsched.report.analysis import size_regime
 from tiledsched.report.effects import value_effects
 from tiledsched.report.records import MEASURED, MODELLED, Report, Section
 from tiledsched.report.views import explored
-from tiledsched.report.words import tile_text
 
 RATE_COLUMNS = {"TFLOP/s": "tflops", "GB/s": "gbps"}
 FACT_COLUMNS = ("registers", "threads", "shared_bytes", "spill_bytes", "code_bytes", "ctas_per_sm")

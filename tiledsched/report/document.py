@@ -14,8 +14,8 @@ from typing import Any
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.extras import installing
 from tiledsched.core.files import printable, write_whole
+from tiledsched.core.text import NOTHING
 from tiledsched.report.vega import titled
-from tiledsched.report.words import NOTHING
 
 VEGA_LITE = "6.4"
 CODE = re.compile("`([^`]+)`")

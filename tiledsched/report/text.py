@@ -10,6 +10,7 @@ from typing import Any
 from tiledsched.core.device import PRODUCTS
 from tiledsched.core.problem import Problem, unit_of
 from tiledsched.core.schedule import SHORT
+from tiledsched.core.text import NOTHING, change, code, microseconds, percent_cell, plural, short, tile_text
 from tiledsched.report import charts
 from tiledsched.report.analysis import few_schedules
 from tiledsched.report.answer import answer, next_step, problem_answer
@@ -36,7 +37,6 @@ from tiledsched.report.views import (
     source_of,
     views_of,
 )
-from tiledsched.report.words import NOTHING, change, code, counted, microseconds, percent_cell, short, tile_text
 
 MOST_CHOSEN = 5
 """Knobs in the table of preferred values, at most; those whose values cost most are taken."""
@@ -230,7 +230,7 @@ def _side_by_side(reports: Sequence[Report]) -> list[Block]:
             Chart(name="rates", spec=spec, text=text),
             Paragraph(text=text),
         ]
-    title = f"Best schedules of {counted(len(rows), 'problem')} on each GPU"
+    title = f"Best schedules of {plural(len(rows), 'problem')} on each GPU"
     return blocks + _part(title, ("problem", *(report.arch for report in reports)), rows)
 
 
@@ -262,7 +262,7 @@ def _figures(report: Report, after: str) -> list[Block]:
             (f"`{knob.knob}`", f"{knob.pairs:,}", f"{knob.same:,}", percent_cell(knob.same / knob.pairs))
             for knob in report.inert
         ),
-        f"Over {counted(report.builds, 'build')}: pairs of schedules that differ in one knob only, and how many of them "
+        f"Over {plural(report.builds, 'build')}: pairs of schedules that differ in one knob only, and how many of them "
         "are the same machine code. A grid may depend on a knob that the machine code does not.",
     )
     blocks += _part(
@@ -301,7 +301,7 @@ def _figures(report: Report, after: str) -> list[Block]:
 
 def _section(section: Section, report: Report, after: str) -> list[Block]:
     blocks: list[Block] = [
-        Heading(text=f"Best schedules of {counted(len(section.problems), 'problem')}{after}", folded=True)
+        Heading(text=f"Best schedules of {plural(len(section.problems), 'problem')}{after}", folded=True)
     ]
     for _, members in groupby(section.problems, key=lambda one: one.group):
         group = list(members)
@@ -438,7 +438,7 @@ def _regimes(report: Report, after: str) -> list[Block]:
             )
             for one in report.regimes
         ),
-        f"Of {counted(len(report.regimes), 'problem')} with programs measured in both regimes, "
+        f"Of {plural(len(report.regimes), 'problem')} with programs measured in both regimes, "
         f"{sum(not one.same for one in report.regimes)} have another winner at the power cap. Each figure says "
         f"how much longer the winner of "
         "one regime takes in the other than that regime's own winner, both timed in that other regime; a star "
@@ -455,7 +455,9 @@ def _conditions(report: Report, after: str) -> list[Block]:
             _condition_table(device, report.regime),
         ]
     if report.elsewhere:
-        text = f"Left out: {counted(report.elsewhere, 'measurement')} of another regime, device, compiler or way of timing."
+        text = (
+            f"Left out: {plural(report.elsewhere, 'measurement')} of another regime, device, compiler or way of timing."
+        )
         blocks.append(Paragraph(text=text))
     found = sum(one.programs for one in report.measured.problems)
     listed = sum(len(distinct(one)) for one in report.measured.problems)
@@ -478,7 +480,7 @@ def _condition_table(device: DeviceConditions, regime: str) -> Table:
     gpu = device.device
     memory = f", {gpu.memory_bytes / 2**30:.0f} GiB" if gpu.memory_bytes else ""
     cache = f", {gpu.l2_bytes / 2**20:.0f} MiB of L2" if gpu.l2_bytes else ""
-    reasons = (f"{name} (in {counted(count, 'measurement')})" for name, count in device.throttle_reasons)
+    reasons = (f"{name} (in {plural(count, 'measurement')})" for name, count in device.throttle_reasons)
     rows = (
         ("device", f"{gpu.arch}, {gpu.sm_count} SMs{memory}{cache}"),
         ("regime", regime),

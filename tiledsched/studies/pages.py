@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from tiledsched.core.text import joined
 from tiledsched.report.document import Block, Heading, Paragraph, Table
 from tiledsched.report.vega import Spec, chart
-from tiledsched.report.words import joined
 
 
 def first_line(devices: Iterable[str], days: Iterable[str], what: str, timed: int) -> Paragraph:

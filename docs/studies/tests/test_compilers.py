@@ -5,9 +5,9 @@ from __future__ import annotations
 import store_samples as samples
 
 from docs.studies import compilers
-from tiledsched.bench.rows import append_rows, read_rows
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.measure.runner import Batch, Conditions
+from tiledsched.rivals.rows import append_rows, read_rows
 
 OLD, NEW = (Toolchain(cuda_tile="1.7.0", tileiras=each, ptxas=each, nvvm=each) for each in ("13.4.92", "13.5.37"))
 

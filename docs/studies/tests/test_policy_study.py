@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -13,7 +12,6 @@ from docs.studies.policy import Study, summary
 from docs.studies.policy_losses import all_bands, to_json
 from tiledsched.core import data_files
 from tiledsched.kernels.attention import Attention
-from tiledsched.serve.transfer import loss_bands
 from tiledsched.store.exchange import read_table
 
 PROBLEM = Attention.standard(seq_len=2048, head_dim=64)
@@ -83,11 +81,3 @@ def test_the_losses_that_ship_are_those_of_the_study() -> None:
     )
     assert json.loads(to_json(fresh)) == json.loads((root / "model" / "attention" / "transfer.json").read_text())
     assert unknown > 0
-    assert list(loss_bands("attention")) == [
-        replace(
-            band,
-            up_to=round(band.up_to, 3),
-            loss=replace(band.loss, mean=round(band.loss.mean, 4), worst=round(band.loss.worst, 4)),
-        )
-        for band in fresh
-    ]

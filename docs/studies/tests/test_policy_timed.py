@@ -21,10 +21,10 @@ from docs.studies.policy_timed import (
     tables_of,
     timed,
 )
-from tiledsched.bench.rows import BenchRow
 from tiledsched.core.files import csv_text
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.estimate import Timing
+from tiledsched.rivals.rows import BenchRow
 from tiledsched.serve import process
 from tiledsched.serve.entries import load_entries
 from tiledsched.serve.transfer import NEAR_KIND, TransferParameters

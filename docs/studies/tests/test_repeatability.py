@@ -7,7 +7,7 @@ import itertools
 from datetime import datetime, timezone
 
 import pytest
-from made_up_builds import MadeUp, print_of
+from fake_builds import FakeBuilds, print_of
 from store_samples import DEVICE, TOOLCHAIN, artifact, measurement
 
 from docs.studies.repeatability import __main__ as command
@@ -21,7 +21,7 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
 from tiledsched.measure.runner import Candidate
 from tiledsched.store.db import TuningDB
-from tiledsched.tuning.programs import Builder
+from tiledsched.tuning.builder import Builder
 
 TEMPLATE = kernel_named("attention")
 SPACE = space_for("sm_90", Attention)
@@ -64,7 +64,7 @@ def db(tmp_path):
 
 
 def builder(db, made=None):
-    made = made or MadeUp()
+    made = made or FakeBuilds()
     return Builder(db, made, TEMPLATE, "sm_90", TOOLCHAIN, made)
 
 
@@ -95,7 +95,7 @@ def test_half_the_fastest_and_the_rest_evenly_spread(total, count, ranks) -> Non
 def test_the_field_is_the_default_and_known_programs_in_no_order_of_speed(db) -> None:
     slow_default = dataclasses.replace(measured()[0], median_us=1e6)
     db.record_measurement(None, "attention", TEMPLATE.source_hash(), TOOLCHAIN, slow_default)
-    made = MadeUp()
+    made = FakeBuilds()
     field = find_field(db, builder(db, made), SPACE, PROBLEM, DEVICE, 9)
     schedules = [each.schedule for each in field.candidates]
     assert schedules[0] == DEFAULT

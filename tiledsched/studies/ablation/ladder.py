@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiledsched.bench.rows import OK, SIZES, timing_columns
 from tiledsched.core.canonical import canonical_json
 from tiledsched.core.errors import Failure
 from tiledsched.core.files import csv_text, write_whole
@@ -23,8 +22,9 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import SearchSpace
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Batch, Candidate, Runner
+from tiledsched.rivals.rows import OK, SIZES, timing_columns
 from tiledsched.studies.ablation.sources import CompiledPrograms, RecordedPrograms, said
-from tiledsched.tuning.programs import Key
+from tiledsched.tuning.builder import Key
 
 LADDER, WITHOUT, TRIED = "ladder", "without", "tried"
 FIRST_COLUMNS = ("dtype", "causal", *SIZES)

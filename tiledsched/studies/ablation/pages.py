@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tiledsched.core.text import change, figure, joined, longer, plural, ratio, times_as_fast
 from tiledsched.report.document import Block, Chart, Heading, Paragraph, Table, write_document
 from tiledsched.report.vega import BLUE, ORANGE, RED, Spec, quantity, tips, titled, word
-from tiledsched.report.words import change, counted, figure, joined, longer, times, times_as_fast
 from tiledsched.studies.ablation.ladder import LADDER, TRIED, WITHOUT, AblationRow
 from tiledsched.studies.pages import first_line, labelled_bars, untimed
 
@@ -29,9 +29,7 @@ def document(rows: Sequence[AblationRow]) -> list[Block]:
     timed = [row for row in shown if row.timing]
     problems = {str(problem): problem for problem in dict.fromkeys(row.problem for row in rows)}
     replayed = " They are replayed from a recording" if any(row.runner == "replay" for row in rows) else ""
-    what = f"{counted(len(timed), 'time')} of {counted(len(problems), 'problem')}" + (
-        f".{replayed}" if replayed else ""
-    )
+    what = f"{plural(len(timed), 'time')} of {plural(len(problems), 'problem')}" + (f".{replayed}" if replayed else "")
     blocks: list[Block] = [
         Heading(text="What each knob of the tuned schedule is worth", level=1),
         first_line((row.device for row in timed), (row.taken for row in timed), what, len(timed)),
@@ -71,7 +69,7 @@ def answer(rows: Sequence[AblationRow]) -> str:
     if steps:
         best = max(steps, key=lambda row: row.speedup_over_previous or 0.0)
         lines.append(
-            f"The largest of {counted(len(steps), 'step')} is {_change(best)}: "
+            f"The largest of {plural(len(steps), 'step')} is {_change(best)}: "
             f"{times_as_fast(best.speedup_over_previous or 1.0)} as before."
         )
     slower = [row for row in steps if (row.speedup_over_previous or 1.0) < 1 - SMALL]
@@ -84,7 +82,7 @@ def answer(rows: Sequence[AblationRow]) -> str:
     if costs:
         most = max(costs, key=lambda knob: costs[knob])
         lines.append(
-            f"Of {counted(len(costs), 'knob')} of the tuned schedule that were turned back alone, `{most}` costs most: the "
+            f"Of {plural(len(costs), 'knob')} of the tuned schedule that were turned back alone, `{most}` costs most: the "
             f"kernel then takes {longer(costs[most])}."
         )
         little = [f"`{knob}`" for knob, cost in costs.items() if cost < SMALL]
@@ -110,8 +108,8 @@ def _of_problem(text: str, rows: Sequence[AblationRow], suffix: str) -> list[Blo
         (
             f"{_place(row)}: {_change(row)}",
             figure(row.timing.median_us),
-            times(row.speedup_over_previous),
-            times(row.speedup_over_plain),
+            ratio(row.speedup_over_previous),
+            ratio(row.speedup_over_plain),
         )
         for row in timed
         if row.timing

@@ -8,11 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import geometric_mean, median
 
-from tiledsched.bench.rows import OK, BenchRow
 from tiledsched.core.files import csv_text
+from tiledsched.core.text import NOTHING, joined, longer, plural, ratio, tile_text, times_as_fast
 from tiledsched.report.document import Block, Chart, Contents, Heading, Paragraph, Table, to_markdown, write_document
 from tiledsched.report.vega import titled
-from tiledsched.report.words import NOTHING, counted, joined, longer, tile_text, times, times_as_fast
+from tiledsched.rivals.rows import OK, BenchRow
 from tiledsched.studies.evaluation.figures import of_results
 from tiledsched.studies.evaluation.rows import (
     BASELINE,
@@ -61,7 +61,7 @@ def document(rows: Sequence[BenchRow], tiles: Sequence[TilingRow]) -> list[Block
     devices, timed = sorted({row.device for row in rows}), [row for row in rows if row.median_us]
     problems = len({row.problem for row in timed})
     what = (
-        f"{counted(len(timed), 'time')} of attention, of {counted(problems, 'problem')} with one batch of eight heads. Every "
+        f"{plural(len(timed), 'time')} of attention, of {plural(problems, 'problem')} with one batch of eight heads. Every "
         "output was checked against float64; on each problem the methods took turns in one run"
     )
     first = first_line(devices, (row.taken for row in timed), what, len(timed))
@@ -100,7 +100,7 @@ def answer(results: Sequence[ResultRow]) -> str:
     if ratios := speedups(results).get(BASELINE):
         line = (
             f"`{OURS}` is {times_as_fast(geometric_mean(ratios))} as torch's SDPA, which chooses its backend itself "
-            f"({'geometric mean of ' if len(ratios) > 1 else ''}{counted(len(ratios), 'problem')})."
+            f"({'geometric mean of ' if len(ratios) > 1 else ''}{plural(len(ratios), 'problem')})."
         )
         behind = sum(each < 1 for each in ratios)
         if behind:
@@ -108,7 +108,7 @@ def answer(results: Sequence[ResultRow]) -> str:
         lines.append(line)
     if beaten := over_fastest_rivals(results):
         slower = [ratio for ratio in beaten if ratio > 1]
-        over = counted(len(beaten), "problem")
+        over = plural(len(beaten), "problem")
         lines.append(
             f"On {len(slower)} of {over} some other method is faster; there `{OURS}` takes at most {longer(max(slower) - 1)}."
             if slower
@@ -148,9 +148,9 @@ def _rivals(results: Sequence[ResultRow]) -> Table:
     rows = [
         (
             f"`{method}`",
-            times(geometric_mean(found)),
+            ratio(geometric_mean(found)),
             f"{sum(each < 1 for each in found)} of {len(found)}",
-            times(min(found)),
+            ratio(min(found)),
         )
         for method, found in speedups(results).items()
     ]

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from tiledsched.bench.rows import OK, BenchRow
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import kernel_named
 from tiledsched.report.records import TileTime
+from tiledsched.rivals.rows import OK, BenchRow
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 HEAD_DIMS = (64, 96, 128, 160)

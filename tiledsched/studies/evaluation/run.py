@@ -11,9 +11,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tiledsched.bench.job import bench_to_file
-from tiledsched.bench.methods import choose_methods
-from tiledsched.bench.rows import read_rows
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass, Problem
@@ -21,6 +18,8 @@ from tiledsched.core.registry import kernel_named
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
+from tiledsched.ops.bench import bench_here, choose_methods
+from tiledsched.rivals.rows import read_rows
 from tiledsched.serve.entries import load_table
 from tiledsched.studies.evaluation.pages import write_evaluation
 from tiledsched.studies.evaluation.rows import METHODS, TilingRow, problems
@@ -161,7 +160,7 @@ def run_evaluation(
         tiles: whether to race the tiles after the benchmark.
         arch: arch of the GPU; empty to ask the GPU.
         tune: what races the tiles.
-        options: of `tiledsched.bench.job.bench_here`.
+        options: of `tiledsched.ops.bench.bench_here`.
 
     Raises:
         ConfigError: none of the named methods is one of the paper's.
@@ -173,7 +172,7 @@ def run_evaluation(
     if not chosen:
         raise ConfigError(f"the study knows {', '.join(METHODS)}; name some of them with --methods")
     began = time.monotonic()
-    bench_to_file(kernel, problems(), folder / "bench.csv", methods=chosen, budget_s=budget_s, **options)
+    bench_here(kernel, problems(), path=folder / "bench.csv", methods=chosen, budget_s=budget_s, **options)
     if tiles:
         left = None if budget_s is None else max(0.0, budget_s - (time.monotonic() - began))
         race_tiles(arch or current_device().arch, folder, kernel, budget_s=left, jobs=jobs, tune=tune)

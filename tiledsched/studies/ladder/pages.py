@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiledsched.bench.methods import OURS
-from tiledsched.bench.rows import BenchRow
 from tiledsched.core.problem import rate_of, rate_text, unit_of
+from tiledsched.core.text import NOTHING, joined, plural, times_as_fast
 from tiledsched.report.document import Block, Chart, Heading, Paragraph, Table, write_document
 from tiledsched.report.vega import BINARY, SIZES, Spec, chart, quantity, tips, titled, word
-from tiledsched.report.words import NOTHING, counted, joined, times_as_fast
+from tiledsched.rivals.methods import OURS
+from tiledsched.rivals.rows import BenchRow
 from tiledsched.studies.ladder.rungs import LAST, SOURCE, published_for, rungs
 from tiledsched.studies.pages import first_line, labelled_bars, untimed
 
@@ -106,7 +106,7 @@ def answer(kind: str, found: Sequence[Rung]) -> str:
 
 
 def _mean(rung: Rung) -> str:
-    return ("geometric mean of " if len(rung.gains) > 1 else "") + counted(len(rung.gains), "length")
+    return ("geometric mean of " if len(rung.gains) > 1 else "") + plural(len(rung.gains), "length")
 
 
 def _us(row: BenchRow) -> float:
@@ -145,7 +145,7 @@ def document(rows: Sequence[BenchRow]) -> list[Block]:
     devices = sorted({row.device for row in rows})
     kinds = {kind: (climbed(mine), mine[0].device) for kind, mine in kinds_of(rows).items()}
     what = (
-        f"{counted(len(timed), 'time')} of attention, from a first kernel in cuTile (`naive`) to the tuned one. Every output was "
+        f"{plural(len(timed), 'time')} of attention, from a first kernel in cuTile (`naive`) to the tuned one. Every output was "
         "checked against float64; at each length the rungs took turns in one run"
     )
     blocks: list[Block] = [
@@ -203,7 +203,7 @@ def _gain(rung: Rung, usual: int) -> str:
     if rung.gain is None:
         return NOTHING
     gains = sorted(rung.gains.values())
-    over = "" if len(gains) == usual else f", {counted(len(gains), 'length')}"
+    over = "" if len(gains) == usual else f", {plural(len(gains), 'length')}"
     return f"{rung.gain:.2f}x" + (f" ({gains[0]:.2f} to {gains[-1]:.2f}{over})" if usual > 1 else "")
 
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import tiledsched.core.fields as ts
-from tiledsched.bench.methods import Call, Method
-from tiledsched.bench.rivals import schedule_launch
 from tiledsched.core.errors import UnsupportedError
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import kernel_named
+from tiledsched.core.rivals import Call, Method
 from tiledsched.core.schedule import KnobValue, Schedule
+from tiledsched.ops.own_methods import ATTENTION_METHODS, schedule_launch
 
 SOURCE = "github.com/NVIDIA/dgx-spark-playbooks at 0db7c14, nvidia/cutile-kernels/README.md"
 """Where the figures stand. They were timed as CUDA graphs, and their scripts have 4 x 32 heads and the causal mask."""
@@ -192,10 +192,8 @@ def plain_problem(problem: Problem) -> Problem:
 
 def methods() -> list[Method]:
     """The methods of the bench: every rung, and last what is served."""
-    from tiledsched.bench.rivals.attention import METHODS
-
-    found = [Method(name=name, about=about, make=_launched(schedule)) for name, (about, schedule) in rungs().items()]
-    return [*found, METHODS["tiledsched"]]
+    found = [Method(name=name, make=_launched(schedule)) for name, (_, schedule) in rungs().items()]
+    return [*found, ATTENTION_METHODS[0]]
 
 
 def _launched(schedule: Schedule) -> Callable[[Any], Call]:
@@ -206,7 +204,7 @@ def _launched(schedule: Schedule) -> Callable[[Any], Call]:
         q, k, v = (tensor.view(shape) for tensor in arrays.tensors)
 
         def call() -> Any:
-            out = torch.empty_like(arrays.q)
+            out = torch.empty_like(arrays.tensors[0])
             launch(q, k, v, out.view(shape))
             return out
 

@@ -19,9 +19,10 @@ def main(kernel_name: str, problem_json: str, method_name: str) -> int:
     import cupy
     import torch
 
-    from tiledsched.bench.case import make_case
-    from tiledsched.bench.methods import choose_methods
     from tiledsched.core.registry import load_kernel
+    from tiledsched.ops.bench import choose_methods
+    from tiledsched.ops.own_methods import own_outputs
+    from tiledsched.rivals.cases import make_case
     from tiledsched.serve.process import wait_for_programs
 
     wait_for_programs()
@@ -32,7 +33,7 @@ def main(kernel_name: str, problem_json: str, method_name: str) -> int:
             raise UnsupportedError(refusal)
         with warnings.catch_warnings():  # torch warns why it refuses a backend; so does the exception
             warnings.simplefilter("ignore")
-            call = method.make(make_case(torch, cupy, problem).arrays)
+            call = method.make(make_case(torch, cupy, problem, own_outputs).arrays)
             for _ in range(WARMUPS):
                 call()
             torch.cuda.synchronize()

@@ -8,9 +8,9 @@ from typing import Any
 
 from tiledsched.core.files import csv_text
 from tiledsched.core.problem import Problem
+from tiledsched.core.text import figure, joined, longer, plural, ratio
 from tiledsched.report.document import Block, Chart, Heading, Paragraph, Table, to_markdown, write_document
 from tiledsched.report.vega import BLUE, GREEN, ORANGE, RED, Spec, quantity, tips, titled, word
-from tiledsched.report.words import counted, figure, joined, longer, times
 from tiledsched.studies.pages import labelled_bars
 from tiledsched.studies.profile.metrics import METRICS, STALLS, TIME, MethodProfile, over
 
@@ -84,7 +84,7 @@ def _first_line(ran: Sequence[MethodProfile], device: str, versions: str) -> Par
     if not ran:
         return Paragraph(text=f"Nothing was measured: no method ran under Nsight Compute{told}.", warning=True)
     where = f" on {device}" if device else ""
-    calls = f"one call of {'each of ' if len(ran) > 1 else ''}{counted(len(ran), 'method')}"
+    calls = f"one call of {'each of ' if len(ran) > 1 else ''}{plural(len(ran), 'method')}"
     return Paragraph(text=f"Measured{where} under Nsight Compute{told}: {calls}.", measured=True)
 
 
@@ -167,7 +167,7 @@ def _figures(problem: Problem, ran: Sequence[MethodProfile]) -> list[Block]:
         some = ran[start : start + MOST_METHODS]
         rows = [(metric.label, *(figure(each.value(metric)) for each in some)) for metric in METRICS]
         rows += [
-            (f"{label}, over the least possible", *(times(over(each, kind, problem.min_bytes)) for each in some))
+            (f"{label}, over the least possible", *(ratio(over(each, kind, problem.min_bytes)) for each in some))
             for kind, label in (("l2", "through L2"), ("dram", "DRAM"))
         ]
         rows += [

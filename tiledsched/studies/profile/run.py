@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 
-from tiledsched.bench.methods import OURS, SERVED, choose_methods, methods_of
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.errors import ConfigError, MeasureError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.processes import child_environment, python_command
+from tiledsched.ops.bench import choose_methods, methods_of
+from tiledsched.rivals.methods import OURS, SERVED
 from tiledsched.studies.profile.launch import FAILED
 from tiledsched.studies.profile.metrics import MethodProfile, ncu_metrics, read_raw
 
