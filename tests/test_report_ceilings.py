@@ -10,7 +10,7 @@ from report_samples import PROBLEM, TOOLCHAIN, add_times, plain, report_of, take
 from tiledsched.core.config import load_settings
 from tiledsched.kernels.matmul import Matmul
 from tiledsched.kernels.softmax import Softmax
-from tiledsched.report.ceilings import measured_ceilings, roof_of
+from tiledsched.report.ceilings import measured_ceilings
 from tiledsched.report.charts import roofs, share_of_ceiling
 from tiledsched.report.views import roofline_rows
 from tiledsched.serve.entries import load_entries
@@ -73,8 +73,6 @@ def test_the_highest_rate_of_each_unit_and_gpu_with_its_clock(db):
     assert found[2].rate == PRODUCT.tflops(1400.0)
     assert found[1].rate == LARGE.gbps(500.0)
     assert "at 1755 MHz (matmul m=8192" in str(found[2])
-    assert roof_of(found, "NVIDIA H200") == (found[2], found[1])
-    assert roof_of(found, "NVIDIA H100") is None
 
 
 def test_caches_other_regimes_narrow_types_and_estimates_are_no_ceilings(db):
@@ -115,7 +113,7 @@ def test_the_computed_roof_is_that_of_the_gpu_and_not_of_its_arch(db, name, sms)
 def test_what_ships_holds_both_ceilings_of_the_measured_gpu(monkeypatch, tmp_path):
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "none.db"))
     found = measured_ceilings(load_entries(load_settings(), {"sm_90"}), "burst", ["float16", "bfloat16"])
-    flops, gbps = roof_of(found, "NVIDIA H200")
+    gbps, flops = (each for each in found if each.device_name == "NVIDIA H200")
     assert 700 < flops.rate < 990  # dense, by the data sheet
     assert 3900 < gbps.rate < 4800
     assert flops.sm_clock_mhz > 1000

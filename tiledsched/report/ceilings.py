@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from tiledsched.core.problem import unit_of
 from tiledsched.report.records import MEASURED, Ceiling
@@ -44,9 +44,3 @@ def measured_ceilings(entries: Iterable[Entry], regime: str, dtypes: Iterable[st
             known = found.setdefault((entry.device_name, unit), ceiling)
             found[entry.device_name, unit] = max(known, ceiling, key=lambda each: each.rate)
     return tuple(found[key] for key in sorted(found))
-
-
-def roof_of(ceilings: Sequence[Ceiling], device_name: str) -> tuple[Ceiling, Ceiling] | None:
-    """The ceilings of arithmetic and of memory of one GPU; None where one of the two is not known."""
-    of = {each.unit: each for each in ceilings if each.device_name == device_name}
-    return (of["TFLOP/s"], of["GB/s"]) if len(of) == 2 else None

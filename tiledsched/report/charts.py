@@ -16,7 +16,6 @@ from tiledsched.core.device import ARCHS, arch_spec
 from tiledsched.core.problem import unit_of
 from tiledsched.core.text import change, plural
 from tiledsched.report.analysis import named_tile
-from tiledsched.report.ceilings import roof_of
 from tiledsched.report.document import View
 from tiledsched.report.effects import joined_effects
 from tiledsched.report.records import ProblemReport, Report
@@ -59,7 +58,7 @@ def costs(report: Report, problems: Sequence[ProblemReport]) -> Spec | None:
         for choice, drop in (
             ("second best tile", one.tile_drop),
             ("default schedule", one.default_drop),
-            ("median program", one.median_drop if one.programs > 2 else None),
+            ("median program", one.median_us / one.best.us - 1 if one.programs > 2 else None),
         )
         if drop is not None
     ]
@@ -381,8 +380,10 @@ def ceilings_of(report: Report, one: ProblemReport) -> dict[str, tuple[float, fl
     peak = spec.tensor_flops * spec.sm_count * ghz / 1e3
     rates = f"{spec.sm_count} SMs x {spec.tensor_flops} FLOP x {ghz:.2f} GHz; {spec.dram_gbps:.0f} GB/s"
     found = {f"computed: {rates}": (peak, spec.dram_gbps)}
-    if one.device_name and (highest := roof_of(report.ceilings, one.device_name)):
-        found[f"measured: {highest[0]}; {highest[1]}"] = (highest[0].rate, highest[1].rate)
+    measured = {each.unit: each for each in report.ceilings if each.device_name == one.device_name}
+    if one.device_name and len(measured) == 2:
+        flops, memory = measured["TFLOP/s"], measured["GB/s"]
+        found[f"measured: {flops}; {memory}"] = (flops.rate, memory.rate)
     return found
 
 

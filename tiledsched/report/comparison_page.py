@@ -49,13 +49,8 @@ def write_comparison(found: Comparison, folder: Path) -> list[Path]:
         title=f"{found.b} against {found.a}",
         markdown="comparison.md",
         page="comparison.html",
-        more={"comparison.csv": comparison_csv(found)},
+        more={"comparison.csv": csv_text([row.to_json() for row in found.rows], None if found.rows else ["problem"])},
     )
-
-
-def comparison_csv(found: Comparison) -> str:
-    """One row for each problem that both sides know, with the fields of `--json`."""
-    return csv_text([row.to_json() for row in found.rows], None if found.rows else ["problem"])
 
 
 def comparison_blocks(found: Comparison) -> list[Block]:

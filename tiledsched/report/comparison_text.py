@@ -16,7 +16,9 @@ LONG = 32
 
 def verdict_of(found: Comparison) -> str:
     """The comparison in one sentence, with how many problems each part of it is over."""
-    rows, (a, b) = found.rows, names_of(found)
+    rows, (a, b) = found.rows, (found.a, found.b)
+    if a == b or max(len(a), len(b)) > LONG:
+        a, b = "A", "B"
     if not rows:
         return f"{a} and {b} have no problem in common."
     total = plural(len(rows), "problem")
@@ -52,11 +54,6 @@ def verdict_of(found: Comparison) -> str:
     ]
     changed = f"{winners or 'none'} {'has' if winners == 1 else 'have'} another winner{old}"
     return f"{where}{b} is {head}; {', '.join([*rest, f'and {changed}' if rest else changed])}."
-
-
-def names_of(found: Comparison) -> tuple[str, str]:
-    """What the sides are called in sentences: as they were given, unless that is long or tells them not apart."""
-    return ("A", "B") if found.a == found.b or max(len(found.a), len(found.b)) > LONG else (found.a, found.b)
 
 
 def excess(ratio: float) -> str:

@@ -247,7 +247,10 @@ def _values(problem: Problem, columns: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _accum_column(report: Report) -> list[str]:
-    return ["accum_mode"] if report.accuracy_classes else []
+    """A column of accumulators, only where the kernel can trade accuracy for speed."""
+    best = [one.best.schedule for section in (report.measured, report.modelled) for one in section.problems]
+    known = (*best, *(entry.schedule for entry in report.unmeasured))
+    return ["accum_mode"] if any("accum_mode" in schedule for schedule in known) else []
 
 
 def _drops(section: Section, drop: float | None, worst: float | None) -> dict[str, Any]:

@@ -124,14 +124,16 @@ def _verdict(
 
     def good(value: _Key) -> bool:
         """Whether every problem has a program with this value that is within the tolerance of its best, and the value is
-        within the tolerance of all that it was compared with: for enough problems together, and for none surely beyond.
+        within the tolerance of all that it was compared with: for enough problems together, and in none surely slower.
         """
         return (
             bool(known[value])
             and all(value in each for each in reached)
             and all((each.ci_low or 0) * (1 + AS_GOOD) >= 1 and each.problems >= least for each in known[value])
             and not any(
-                map(_surely_faster, (each for part in parts for each in _effects_against(knob, value, values, [part])))
+                each.ci_high is not None and each.ci_high * (1 + AS_GOOD) < 1
+                for part in parts
+                for each in _effects_against(knob, value, values, [part])
             )
         )
 
@@ -174,10 +176,6 @@ def _effects_against(knob: str, against: _Key, values: Sequence[_Key], parts: Se
         for value in values
         if value != against
     ]
-
-
-def _surely_faster(effect: ValueEffect) -> bool:
-    return effect.ci_high is not None and effect.ci_high * (1 + AS_GOOD) < 1
 
 
 def _surely_slower(effect: ValueEffect) -> bool:

@@ -193,11 +193,6 @@ class ProblemReport:
         return self.default.us / self.best.us - 1 if self.default and self.programs > 1 else None
 
     @property
-    def median_drop(self) -> float:
-        """Median time of the programs over the best time, minus 1."""
-        return self.median_us / self.best.us - 1
-
-    @property
     def second_tile(self) -> TileTime | None:
         """The second best tile; None with fewer than two tiles, and where too little was searched of the second.
 
@@ -386,12 +381,6 @@ class Report:
     """Compilers behind the modelled entries, one line each."""
     ceilings: tuple[Ceiling, ...] = ()
     """The highest rates that any kernel reached, for each GPU."""
-
-    @property
-    def accuracy_classes(self) -> bool:
-        """Whether the kernel can trade accuracy for speed; only then is the accumulator mode worth a column."""
-        best = [one.best.schedule for section in (self.measured, self.modelled) for one in section.problems]
-        return any("accum_mode" in schedule for schedule in (*best, *(entry.schedule for entry in self.unmeasured)))
 
     def group_text(self, one: ProblemReport) -> str:
         """What the problems of a panel share: sizes, accumulators, and the device where there are several."""
