@@ -46,6 +46,7 @@ FLIPPING = {
     for occupancy in (1, 2)
 }
 ALL = {plain(m, n): 90.0 + m + n for m in (64, 128) for n in (32, 64, 128)}
+TWIN = plain(128, 64, latency_k=2)
 ONLY_HINTS = {
     Schedule(occupancy=occ, num_worker_warps=warps): 50.0 + 3 * occ + warps for occ in (1, 2, 3) for warps in (4, 8)
 }
@@ -84,7 +85,10 @@ CASES = {
     "modelled alone": [partial(add_modelled, schedule=plain(128, 64), runner_up=plain(64, 64), margin=0.25)],
     "a modelled landscape": [
         partial(add_builds, builds=[build_of(each, each.id * 2) for each in ALL]),
-        partial(add_modelled, schedule=plain(128, 64)),
+        partial(
+            add_builds, builds=[build_of(TWIN, plain(128, 64).id * 2)]
+        ),  # and what is served stands for the program
+        partial(add_modelled, schedule=TWIN),
     ],
     "untried and unclear knobs": [partial(add_times, times=FLIPPING | {plain(64, 32, latency_k=2): 100.0})],
     "a tile that was hardly searched": [
@@ -201,7 +205,7 @@ def test_a_report_is_as_it_was(db, tmp_path, monkeypatch, name):
     monkeypatch.setattr("tiledsched.report.document.drawings", lambda blocks: {})
     for step in CASES[name]:
         step(db)
-    times = {each.id: us for each, us in ALL.items()}
+    times = {each.id: us for each, us in ALL.items()} | {TWIN.id: ALL[plain(128, 64)]}
     report = report_of(db, model_times=lambda problem, builds: times)
     check_report(name, report, tmp_path)
 
