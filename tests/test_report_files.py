@@ -85,9 +85,11 @@ CASES = {
     "modelled alone": [partial(add_modelled, schedule=plain(128, 64), runner_up=plain(64, 64), margin=0.25)],
     "a modelled landscape": [
         partial(add_builds, builds=[build_of(each, each.id * 2) for each in ALL]),
-        partial(
-            add_builds, builds=[build_of(TWIN, plain(128, 64).id * 2)]
-        ),  # and what is served stands for the program
+        partial(add_modelled, schedule=plain(128, 64)),
+    ],
+    "what is served stands for its program": [
+        partial(add_builds, builds=[build_of(each, plain(128, 64).id * 2) for each in (plain(128, 64), TWIN)]),
+        partial(add_builds, builds=[build_of(plain(64, 64), "e" * 24), build_of(plain(64, 128), "f" * 24)]),
         partial(add_modelled, schedule=TWIN),
     ],
     "untried and unclear knobs": [partial(add_times, times=FLIPPING | {plain(64, 32, latency_k=2): 100.0})],
