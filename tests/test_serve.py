@@ -24,7 +24,7 @@ from tiledsched.serve.entries import known_spills, load_entries
 from tiledsched.serve.explain import explain_problem
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.store.db import TuningDB
-from tiledsched.store.spills import DOES_NOT_BUILD, classes_of, shipped_spills, spills_json
+from tiledsched.store.spills import DOES_NOT_BUILD, classes_of, shipped_spills
 
 PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
 
@@ -284,7 +284,7 @@ def test_a_choice_that_is_known_to_spill_is_passed_over() -> None:
 
 def test_spills_are_those_of_the_nearest_compiler_and_of_the_users_builds(tmp_path, monkeypatch) -> None:
     nowhere = Settings(db=str(tmp_path / "none.db"))
-    files = {"spills.json": spills_json({"sm_90": {"13.4.92": {"a": {"c": 64}}, "13.5.37": {"b": {"c": 80}}}})}
+    files = {"spills.json": {"archs": {"sm_90": {"13.4.92": {"a": {"c": 64}}, "13.5.37": {"b": {"c": 80}}}}}}
     monkeypatch.setattr("tiledsched.store.spills.model_file", lambda kernel, name: files.get(name))
     for version, known in (("13.4.1", {"a": {"c": 64}}), ("13.5.37", {"b": {"c": 80}}), ("", {"b": {"c": 80}})):
         assert shipped_spills("attention", "sm_90", version) == known

@@ -61,20 +61,6 @@ def shipped_spills(kernel: str, arch: str, compiler: str) -> Spills:
     return known
 
 
-def spills_json(archs: Mapping[str, Mapping[str, Spills]]) -> dict[str, Any]:
-    """The contents of a file of spills, by arch and compiler, in an order that does not depend on how they were found."""
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "archs": {
-            arch: {
-                compiler: {schedule: dict(sorted(classes.items())) for schedule, classes in sorted(known.items())}
-                for compiler, known in sorted(compilers.items())
-            }
-            for arch, compilers in sorted(archs.items())
-        },
-    }
-
-
 def joined(*of: Spills) -> Spills:
     """What several sources know together; of a program that two know the last one counts."""
     found: dict[str, dict[str, int]] = {}
