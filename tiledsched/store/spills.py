@@ -8,7 +8,6 @@ the classes that the kernel says (`spill_class`); `python -m docs.studies.served
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.device import arch_spec
@@ -26,7 +25,6 @@ DOES_NOT_BUILD = 1 << 30
 OF_THE_PROGRAM = (FailureKind.COMPILE_ERROR, FailureKind.COMPILE_TIMEOUT)
 """Failures of a build whose cause is the program, and not the day."""
 FILE = "spills.json"
-SCHEMA_VERSION = 1
 
 
 def classes_of(problem: Problem, schedule: Schedule, arch: str) -> list[str]:
