@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import random
 import sys
@@ -11,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from fake_builds import FakeBuilds
+from golden import lacking
 from served_entries import SUMMARY, entry
 from test_search_tuner import LANDSCAPES, Recorded
 
@@ -23,17 +23,19 @@ from tiledsched.core.errors import ConfigError, Failure, FailureKind
 from tiledsched.core.registry import load_kernel
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Batch, Checked, Conditions, Device, RivalTime
+from tiledsched.rivals.offers import Offer
+from tiledsched.serve.chain import Served
 from tiledsched.serve.entries import load_table
-from tiledsched.serve.lookup import LookupTable, Served
-from tiledsched.serve.rivals import RivalOffer
+from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.transfer import ExpectedLoss
 from tiledsched.store.captured_calls import SeenProblem
 from tiledsched.store.db import TuningDB
 from tiledsched.tuning.options import TuneOptions
 from tiledsched.tuning.resources import Tools
+from tiledsched.tuning.search import NO_SEARCH
 from tiledsched.tuning.seen import ASSUMED_LOSSES, RIVAL_LOSS, SeenWorth, rank, tune_by_worth, worth_of
 from tiledsched.tuning.session import Session
-from tiledsched.tuning.tuner import LEAST_SEARCH_S, NO_SEARCH, Tuner
+from tiledsched.tuning.tuner import LEAST_SEARCH_S, Tuner
 
 H200 = Device(name="NVIDIA H200", arch="sm_90", sm_count=132)
 SCALE = '''
@@ -167,38 +169,45 @@ def note(home, *problems, folder="seen", **more):
 # Ranking
 
 
-def made_up(number, measured, searched, rival, loss) -> tuple[SeenProblem, Served, float]:
+def made_up(rng) -> tuple[SeenProblem, Served, float]:
     """A problem, what is served for it, and what tuning it would win, worked out by hand."""
-    problem = Attention.problem(seq_q=64 + 50 * number, seq_k=4096, head_dim=64, heads=1 + number)
-    us, calls = 3.0 * number + 1, 1000 - 7 * number
+    problem = Attention.problem(seq_q=rng.randrange(64, 5000), seq_k=4096, head_dim=64, heads=rng.randrange(1, 99))
+    us, calls, loss = rng.uniform(1, 500), rng.randrange(1, 10_000), rng.choice([0.0, 0.01, 0.3])
+    measured, rival = rng.random() < 0.5, rng.choice([None, 0.5, 0.95])
+    searched = rng.random() < 0.5
     its = entry(problem, source="tune run 1" if searched else f"tune run 1, {NO_SEARCH}")
     its = its.replace(measurement=dataclasses.replace(SUMMARY, median_us=us))
+    expected = ExpectedLoss(mean=loss, worst=1.0, cases=3, kernel="attention", arch="sm_90")
+    offers = (Offer(name="r", ratio=rival, capturable=True, only_captured=False, reason=""),) if rival else ()
     served = Served(
         schedule=its.schedule if measured else its.schedule.replace(occupancy=4),
         provenance="measured" if measured else "transferred",
-        reason="",
+        steps=(),
         entry=its,
         forced={},
-        expected_loss=ExpectedLoss(mean=loss, worst=1.0, cases=3, kernel="attention", arch="sm_90"),
-        rivals=(RivalOffer(name="r", ratio=rival, capturable=True, only_captured=False, reason=""),) * bool(rival),
+        expected_loss=None if measured else expected,
+        rivals=offers,
     )
+    taken = (0.0 if searched else ASSUMED_LOSSES["measured"]) if measured else loss
     seen = seen_problem(problem, calls)
     found = worth_of(seen, SimpleNamespace(resolve=lambda *given: served))
-    taken = (0.0 if searched else ASSUMED_LOSSES["measured"]) if measured else loss
     now = (us if measured else found.us) * (rival or 1.0)
     ours = us / (1 + taken) if measured else now / (1 + RIVAL_LOSS) if rival else found.us / (1 + taken)
-    return seen, served, calls * (now - min(now, ours))
+    best = min(now, ours)
+    return seen, served, calls * (now - best)
 
 
 def test_problems_are_ranked_by_what_tuning_would_win():
-    kinds = itertools.product((True, False), (True, False), (None, 0.5, 0.95), (0.0, 0.01, 0.3))
-    cases = [made_up(number, *kind) for number, kind in enumerate(kinds)]
+    rng = random.Random(0)
+    cases = [made_up(rng) for _ in range(60)]
     served = {seen.problem: its for seen, its, _ in cases}
     table = SimpleNamespace(resolve=lambda problem, arch, device: served[problem])
     found = rank([seen for seen, _, _ in cases], lambda kernel: table)
     by_hand = {seen.problem: win for seen, _, win in cases}
-    assert [each.win_us for each in found] == pytest.approx(sorted(by_hand.values(), reverse=True))
-    assert [each.win_us for each in found] == pytest.approx([by_hand[each.seen.problem] for each in found])
+    wins = [by_hand[each.seen.problem] for each in found]
+    assert wins == sorted(wins, reverse=True)
+    assert [each.win_us for each in found] == pytest.approx(wins)
+    assert len(found) == len(cases)
 
 
 def test_what_is_not_known_is_assumed_and_said_to_be(kernels):
@@ -315,42 +324,42 @@ def test_the_budget_is_shared_by_worth(kernels, monkeypatch):
 # The command line
 
 
-@pytest.fixture
-def command(home, capsys):
-    def run(words, code=0, *, machine=None, devices=lambda: [H200]):
-        """What a command says on both streams, in one line each, and as it was printed."""
-        tools = {"tools": machine.tools} if machine else {}
-        assert main(words.split(), devices=devices, **tools) == code
-        printed, error = capsys.readouterr()
-        return SimpleNamespace(out=" ".join(printed.split()), err=" ".join(error.split()), printed=printed)
-
-    return run
+def said(printed):
+    return " ".join(printed.out.split()), " ".join(printed.err.split())
 
 
-def test_one_command_tunes_what_was_seen_and_then_nothing_is_left(home, kernels, command):
+def test_one_command_tunes_what_was_seen_and_then_nothing_is_left(cli, home, kernels):
     first, second = kernels
     note(home, (first.problem(rows=64), 9), (second.problem(rows=640), 5000))
     note(home, (second.problem(rows=640), 5000), (second.problem(rows=128), 1))
     machine = Machine()
-    out = command("show --seen").out
+    given = {"tools": machine.tools, "devices": lambda: [H200]}
+    out, _ = said(cli(["show", "--seen"], **given))
     assert "~10,000" in out
     assert out.index("rows=640") < out.index("rows=64 ")
     assert "tiledsched tune --seen --budget 600" in out
-    found = json.loads(command("tune --seen --budget 600 --effort quick --json", machine=machine).out)
+    found = cli(["tune", "--seen", "--budget", "600", "--effort", "quick", "--json"], **given).json
+    assert found["schema_version"] == 1
     assert {each["schedule"]["TILE"] for each in found["entries"]} == {32}
-    names = ("schema_version", "left", "only_raced", "already_tuned")
-    assert (len(found["entries"]), *(found[name] for name in names)) == (3, 1, [], [], 0)
+    assert (len(found["entries"]), found["left"], found["only_raced"], found["already_tuned"]) == (3, [], [], 0)
     assert machine.began[0] == 640
-    rows = json.loads(command("show --seen --json").out)["seen"]
+    rows = cli(["show", "--seen", "--json"], **given).json["seen"]
     assert {(each["now"]["provenance"], each["now_rival"], each["us_is"]) for each in rows} == {
         ("measured", "other", "measured")
     }
-    machine.began.clear()
-    assert "3 tuned before" in command("tune --seen", machine=machine).out
+
+
+def test_what_a_search_found_is_not_tuned_again(home, kernels, cli):
+    problem = kernels[0].problem(rows=64)
+    note(home, (problem, 3))
+    with Session("sm_90", tools=Machine().tools) as session:
+        session.tune(kernels[0], [problem])
+    machine = Machine()
+    assert "1 tuned before" in said(cli(["tune", "--seen"], tools=machine.tools, devices=lambda: [H200]))[0]
     assert machine.began == []
 
 
-def test_ctrl_c_keeps_what_was_found(home, kernels, command):
+def test_ctrl_c_keeps_what_was_found(home, kernels, cli):
     note(home, *((kernels[0].problem(rows=rows), rows) for rows in (64, 128)))
 
     class Stopped(Machine):
@@ -359,119 +368,136 @@ def test_ctrl_c_keeps_what_was_found(home, kernels, command):
             if len(self.began) == 2:
                 raise KeyboardInterrupt
 
-    found = command("tune --seen --budget 600", 130, machine=Stopped())
-    assert "what was found until now is stored. The same command goes on" in found.err
+    given = {"tools": Stopped().tools, "devices": lambda: [H200]}
+    assert (
+        "what was found until now is stored. The same command goes on"
+        in said(cli(["tune", "--seen", "--budget", "600"], code=130, **given))[1]
+    )
     with TuningDB.open(None) as db:
         assert [(each.problem.rows, each.source) for each in db.entries()] == [(128, f"tune run 1, {NO_SEARCH}")]
 
 
-@pytest.mark.slow
-def test_refresh_and_report_are_of_what_was_seen(home, kernels, command):
+def test_refresh_and_report_are_of_what_was_seen(home, kernels, cli, monkeypatch):
     first, second = kernels
     note(home, (first.problem(rows=64), 9), (second.problem(rows=128), 9))
     machine = Machine()
+    given = {"tools": machine.tools, "devices": lambda: [H200]}
     with Session("sm_90", tools=machine.tools) as session:
         session.tune(first, [first.problem(rows=64), first.problem(rows=640)])
-    found = command("refresh --seen --json", machine=machine)
+    found = cli(["refresh", "--seen", "--json"], **given)
     (one,) = json.loads(found.out)["kernels"]
     assert (one["kernel"], one["current"]) == (first.name, 1)
     assert f"nothing of {second.name} that was seen is measured; run: tiledsched tune --seen" in found.err
-    command(f"report {first.locator()} --seen -o {home / 'report'} --json", machine=machine)
-    text = (home / "report" / "report.md").read_text()
-    assert "rows=64" in text
-    assert "rows=640" not in text
+    for draw in ("as_svg", "as_png"):  # tests/test_report_files.py draws
+        monkeypatch.setattr(f"tiledsched.report.document.{draw}", lambda spec: b"")
+    cli(["report", first.locator(), "--seen", "-o", str(home / "report"), "--json"], **given)
+    page = (home / "report" / "report.md").read_text()
+    assert ("rows=640" in page, "rows=64" in page) == (False, True)
 
 
-def test_problems_that_a_budget_does_not_reach_are_named_with_what_to_do(home, kernels, command):
+def test_problems_that_a_budget_does_not_reach_are_named_with_what_to_do(home, kernels, cli):
     note(home, *((kernels[0].problem(rows=rows), 1) for rows in (64, 128)))
-    out = command("tune --seen --budget 0", machine=Machine()).out
-    for words in (
-        "left: ",
-        "rows=64 float16: the budget ended first",
-        "only raced against rivals, not searched",
-        "The same command goes on with these",
-    ):
-        assert words in out
+    machine = Machine()
+    out, _ = said(cli(["tune", "--seen", "--budget", "0"], tools=machine.tools, devices=lambda: [H200]))
+    assert (
+        lacking(
+            out,
+            "left: ",
+            "rows=64 float16: the budget ended first",
+            "only raced against rivals, not searched",
+            "The same command goes on with these",
+        )
+        == []
+    )
 
 
-@pytest.mark.parametrize("name", ["tune", "warmup", "refresh", "report", "show", "fleet run tune"])
-def test_nothing_seen_says_how_to_capture(name, command):
-    err = command(f"{name} --seen", 2).err
-    assert "nothing was seen" in err
-    assert "TILEDSCHED_CAPTURE=1 python your_model.py" in err
+@pytest.mark.parametrize("command", ["tune", "warmup", "refresh", "report", "show", "fleet run tune"])
+def test_nothing_seen_says_how_to_capture(command, home, cli):
+    _, err = said(cli([*command.split(), "--seen"], devices=lambda: [H200], code=2))
+    assert lacking(err, "nothing was seen", "TILEDSCHED_CAPTURE=1 python your_model.py") == []
 
 
-def test_each_kind_of_nothing_has_its_own_sentence(home, kernels, command):
-    problem = kernels[0].problem(rows=64)
-    note(home, (problem, 3), arch="sm_100", device="NVIDIA B200")
-    for words, said in (
-        ("tune --seen", "nothing was seen on sm_90, only on sm_100; pass --arch sm_100"),
-        ("tune softmax --seen --arch sm_100", f"nothing of softmax was seen, only of {problem.kernel}"),
-        (f"show {kernels[0].locator()} --seen --arch sm_100 -p rows=3", "no problem that was seen matches -p"),
-        ("tune --seen --suite x", "leave out --suite"),
-        ("tune --seen softmax", "a kernel stands before the flag: softmax --seen"),
-        ("show --clear", "pass --seen, too"),
-    ):
-        assert said in command(words, 2).err
-    note(home, (problem, 3))
-    nowhere = "there is no GPU here, and problems were seen on sm_100, sm_90; pass --arch sm_100"
-    assert nowhere in command("tune --seen", 2, devices=list).err
+@pytest.mark.parametrize(
+    ("line", "here", "words"),
+    [
+        ("tune --seen", [H200], "nothing was seen on sm_90, only on sm_100; pass --arch sm_100"),
+        ("tune softmax --seen --arch sm_100", [H200], "nothing of softmax was seen, only of first:First"),
+        ("show FIRST --seen --arch sm_100 -p rows=3", [H200], "no problem that was seen matches -p"),
+        ("tune --seen --suite x", [H200], "leave out --suite"),
+        ("tune --seen softmax", [H200], "a kernel stands before the flag: softmax --seen"),
+        ("show --clear", [H200], "pass --seen, too"),
+        ("tune --seen", [], "there is no GPU here, and problems were seen on sm_100, sm_90; pass --arch sm_100"),
+    ],
+)
+def test_each_kind_of_nothing_has_its_own_sentence(home, kernels, cli, line, here, words):
+    note(home, (kernels[0].problem(rows=64), 3), arch="sm_100", device="NVIDIA B200")
+    if not here:
+        note(home, (kernels[0].problem(rows=64), 3))
+    line = line.replace("FIRST", kernels[0].locator())
+    assert words in cli(line.split(), devices=lambda: here, code=2).err
 
 
-def test_a_kernel_of_a_file_is_left_out_until_it_is_named(home, kernels, command, monkeypatch):
+def test_a_kernel_of_a_file_is_left_out_until_it_is_named(home, kernels, cli, monkeypatch):
     from tiledsched.core import registry
 
     note(home, (kernels[0].problem(rows=64), 3))
     place = kernels[0].locator()
-    name_it = f"name it: tiledsched tune {place} --seen"
     for each in kernels:
         monkeypatch.delitem(registry._known, each.name)
         monkeypatch.delitem(sys.modules, each.__module__)
     machine = Machine()
-    assert f"is not known here; {name_it}" in command("show --seen", machine=machine).out
-    assert name_it in command("tune --seen", 2, machine=machine).err
-    command(f"tune {place} --seen --effort race", machine=machine)
+    given = {"tools": machine.tools, "devices": lambda: [H200]}
+    assert f"is not known here; name it: tiledsched tune {place} --seen" in said(cli(["show", "--seen"], **given))[0]
+    assert f"name it: tiledsched tune {place} --seen" in said(cli(["tune", "--seen"], code=2, **given))[1]
+    assert main(["tune", place, "--seen", "--effort", "race"], **given) == 0
     assert machine.began == [64]
 
 
-def test_a_folder_may_be_named_and_forgotten(home, kernels, command):
+def test_a_folder_may_be_named_and_forgotten(home, kernels, cli):
     note(home, (kernels[0].problem(rows=64), 3), folder="elsewhere")
     where = str(home / "elsewhere")
-    shown = command(f"show --seen {where} --arch sm_90", devices=list).out
-    assert f"tiledsched tune --seen {where} --budget 600" in shown
-    assert command(f"show --seen {where} --clear", devices=list).out == f"1 file removed from {where}"
+    assert (
+        f"tiledsched tune --seen {where} --budget 600"
+        in said(cli(["show", "--seen", where, "--arch", "sm_90"], devices=list))[0]
+    )
+    assert said(cli(["show", "--seen", where, "--clear"], devices=list))[0] == f"1 file removed from {where}"
     assert not (home / "elsewhere").exists()
 
 
-def test_damaged_lines_are_counted_and_a_line_fits_the_terminal(home, command):
+def test_damaged_lines_are_counted_and_a_line_fits_the_terminal(home, kernels, cli):
     note(home, (Attention.problem(seq_q=4096, seq_k=4096, head_dim=64, heads=16), 12345), layout="strided")
     (home / "seen" / "damaged.jsonl").write_text("{\n[]\n")
-    found = command("show --seen")
+    found = cli(["show", "--seen"], devices=lambda: [H200])
     assert "2 damaged lines or files" in found.err
-    assert max(map(len, found.printed.splitlines())) <= 80
-    assert "(strided arrays)" in found.out
-    assert "A tune measures contiguous arrays" in found.out
+    assert max(map(len, found.out.splitlines())) <= 80
+    assert lacking(found.out, "(strided arrays)", "A tune measures contiguous arrays") == []
 
 
-def test_an_arch_without_a_search_space_is_told(home, command):
+def test_an_arch_without_a_search_space_is_told(home, kernels, cli):
     note(home, (Attention.problem(seq_q=64, seq_k=64, head_dim=64), 3), arch="sm_70", device="NVIDIA V100")
-    words = "?: nothing can be served for attention on sm_70, which has no search space."
-    assert words in command("show --seen", devices=list).out
-    assert "no kernel that was seen has a search space for sm_70" in command("tune --seen", 2, devices=list).err
+    assert (
+        "?: nothing can be served for attention on sm_70, which has no search space."
+        in said(cli(["show", "--seen"], devices=list))[0]
+    )
+    assert (
+        "no kernel that was seen has a search space for sm_70" in said(cli(["tune", "--seen"], devices=list, code=2))[1]
+    )
 
 
-def test_a_fleet_does_what_was_seen_on_each_arch_most_worthwhile_first(home, kernels, command):
+def test_a_fleet_does_what_was_seen_on_each_arch_most_worthwhile_first(home, kernels, cli):
     from tiledsched.fleet.leases import Leases
 
     one, two = kernels[0].problem(rows=64), kernels[0].problem(rows=8192)
     note(home, (one, 9000), (two, 1))
     note(home, (two, 3), arch="sm_100", device="NVIDIA B200")
-    words = f"fleet run tune {kernels[0].locator()} --seen --arch sm_90,sm_100 --open-only"
-    name = command(words, devices=list).out
+    words = ["fleet", "run", "tune", kernels[0].locator(), "--seen", "--arch", "sm_90,sm_100", "--open-only"]
+    name = cli(words, devices=list).out.strip()
+    taken = {}
     with TuningDB.open(None) as db:
         leases = Leases(db)
         campaign = leases.campaign(name)
-        for arch, problems in (("sm_90", [one, two, None]), ("sm_100", [two, None, None])):
+        for arch in ("sm_90", "sm_100"):
             worker = leases.join(name, hostname="h", pid=1, gpu=arch, device_name="", arch=arch)
-            taken = [leases.take(campaign, worker, {arch}) for _ in problems]
-            assert [each and each.problem for each in taken] == problems
+            taken[arch] = [leases.take(campaign, worker, {arch}) for _ in range(3)]
+    assert [each.problem for each in taken["sm_90"] if each] == [one, two]
+    assert [each.problem for each in taken["sm_100"] if each] == [two]

@@ -345,7 +345,7 @@ def test_a_value_that_says_a_choice_is_that_choice(tmp_path, name, text) -> None
     path = tmp_path / name
     path.write_bytes(text.encode())
     space = replace(space_for("sm_90", Attention), knobs=KNOBS)
-    (found,) = read_candidates(path, space)
+    (found,), *_ = read_candidates(path, space)
     assert Schedule(found) == Schedule(TILE=2048, occupancy=2, loads="tma", fast=True)
 
 
@@ -423,7 +423,7 @@ def test_candidates_are_read_from_whatever_tuners_write(db, tmp_path) -> None:
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-        listed = space.limited_to(read_candidates(tmp_path / name, space)).candidates
+        listed = space.limited_to(*read_candidates(tmp_path / name, space)).candidates
         assert {(each["tile_m"], each["tile_n"], each["loop_split"]) for each in listed} == {
             (128, 64, False),
             (64, 64, True),
