@@ -156,7 +156,7 @@ def test_own_builds_and_shipped_ones_of_a_program_are_one(with_files, db):
     """The user's own compile of one schedule says which of the shipped programs it is, whatever the element type."""
     like = PROBLEM.replace(dtype="bfloat16")
     for problem, own in ((PROBLEM, "a" * 24), (like, "d" * 24)):
-        db.record_build(a_build(own, problem, latency_k=2))
+        db.record_builds([a_build(own, problem, latency_k=2)])
     report = modelled_report(with_files([modelled(PROBLEM), modelled(like)]))
     for one in report.modelled.problems:
         assert (one.programs, one.default.schedule, one.provenance) == (2, DEFAULT, MODELLED)
@@ -169,7 +169,7 @@ def test_own_builds_and_shipped_ones_of_a_program_are_one(with_files, db):
 def test_builds_of_two_compilers_are_not_mixed(with_files, db, own, programs):
     tools = replace(BUILDS[0].toolchain, tileiras="13.4.92")
     for place, occupancy in enumerate((1, 2, 4)[:own]):
-        db.record_build(replace(a_build(f"{place:024}", occupancy=occupancy), toolchain=tools))
+        db.record_builds([replace(a_build(f"{place:024}", occupancy=occupancy), toolchain=tools)])
     report = modelled_report(with_files([replace(modelled(PROBLEM), toolchain=tools)]))
     assert [one.programs for one in report.modelled.problems] == [programs]
     assert report.model_compilers == (tools.compiler if own > 1 else BUILDS[0].toolchain.compiler,)

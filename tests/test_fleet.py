@@ -599,7 +599,7 @@ def test_what_a_scratch_database_found_comes_home_once(backend, tmp_path) -> Non
             assert db.entries()[0].measurement.uid == old.uid
             assert len(db.failures()) == 1
             number = db.record_measurement(None, "attention", "abc", old.toolchain, measurement(50.0))
-            db.record_build(build(artifact()))
+            db.record_builds([build(artifact())])
             db.put_entry(
                 entry("measured", device_name=old.measurement.device.name, regime="burst", measurement_id=number)
             )

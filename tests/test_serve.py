@@ -335,7 +335,7 @@ def test_spills_are_those_of_the_nearest_compiler_and_of_the_users_builds(tmp_pa
                 outcome = replace(made, facts=replace(made.facts, spill_bytes=outcome))
             for source in (Attention.source_hash(), "another"):
                 its = schedule(occupancy=occupancy)
-                db.record_build(store_samples.build(outcome, sched=its, source_hash=source))
+                db.record_builds([store_samples.build(outcome, sched=its, source_hash=source)])
     of = store_samples.problem_class().id
     assert known_spills(Attention, Settings(db=str(tmp_path / "x.db")), "sm_90") == {
         **shipped,

@@ -196,7 +196,7 @@ class Builder:
                 problem_class=self.problem_class(built.task.problem, built.task.schedule),
                 seconds=built.seconds,
             )
-            self.db.record_build(record)
+            self.db.record_builds([record])
             self._builds[record.key] = record
             if progress:
                 progress(count, record)
