@@ -218,7 +218,12 @@ def put_entry(session: Session, record: Entry, *, merging: bool) -> str:
         raise DatabaseError(
             f"provenance is one of {', '.join(PROVENANCES)}, not {record.provenance!r}; pass one of them"
         )
-    measurement_id = _measurement_id(session, record)
+    measurement_id = record.measurement_id
+    if (
+        measurement_id is None and record.measurement is not None
+    ):  # an imported entry names its measurement by the uid only
+        named = select(MeasurementRow.id).where(MeasurementRow.uid == record.measurement.uid)
+        measurement_id = session.scalars(named).first()
     if record.provenance == "measured" and measurement_id is None:
         raise DatabaseError(f"the entry for {record.problem} says measured and names no measurement; record that first")
     if record.updated_at is None:
@@ -288,13 +293,6 @@ def _slower_clock(session: Session, new: int | None, old: int | None) -> bool:
     seen_mhz = max(each.conditions.sm_clock_mhz for each in taken)
     slow, before = (bool(describe_throttling(each.conditions, each.device, each.regime, seen_mhz)) for each in taken)
     return slow and not before
-
-
-def _measurement_id(session: Session, record: Entry) -> int | None:
-    """The number of an entry's measurement, which an imported entry names by its uid only."""
-    if record.measurement_id is not None or record.measurement is None:
-        return record.measurement_id
-    return session.scalars(select(MeasurementRow.id).where(MeasurementRow.uid == record.measurement.uid)).first()
 
 
 def _row(model: type[Base], source: Any, **other: Any) -> dict[str, Any]:
