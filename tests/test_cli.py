@@ -13,13 +13,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import click
 import pytest
-from golden import check_golden, lacking
+from golden import check_golden, lacking, leaf_commands
 
 from tiledsched.build import toolchain
 from tiledsched.cli import main, renamed
-from tiledsched.cli.app import ArchType, Group, Invocation
+from tiledsched.cli.app import ArchType, Invocation
 from tiledsched.cli.commands import root
 from tiledsched.cli.problems import named_problems, read_problems
 from tiledsched.core import data_files
@@ -254,12 +253,7 @@ def test_wrong_use_is_explained_and_exits_with_2(home, cli, line, words) -> None
     assert said.splitlines()[-1].startswith("tiledsched: ")
 
 
-def commands(group: Group = root, above: str = "") -> dict[str, click.Command]:
-    """Every command by its name, those of a group with the group's name before them."""
-    found: dict[str, click.Command] = {}
-    for name, each in group.commands.items():
-        found |= commands(each, f"{above}{name} ") if isinstance(each, Group) else {f"{above}{name}": each}
-    return found
+COMMANDS = dict(leaf_commands(root))
 
 
 @pytest.mark.parametrize("old", renamed.COMMANDS)
@@ -267,7 +261,7 @@ def test_an_old_command_names_the_new_one(cli, old) -> None:
     assert cli([*old.split(), "--json"], code=2).err == f"tiledsched: {old} is gone; use {renamed.COMMANDS[old]}\n"
     new = re.findall(r"tiledsched ((?:[a-z]+ ?)+)", renamed.COMMANDS[old])
     assert [
-        name for name in new if " ".join(name.split()[:2]) not in commands() and name.split()[0] not in commands()
+        name for name in new if " ".join(name.split()[:2]) not in COMMANDS and name.split()[0] not in COMMANDS
     ] == []
 
 
@@ -361,7 +355,7 @@ def added(home) -> str:
 
 def test_a_kernel_is_found_wherever_it_stands_and_its_problems_go_by_name(added) -> None:
     def named(name: str, line: str) -> list[str]:
-        command = commands()[name]
+        command = COMMANDS[name]
         with command.make_context(name, line.split(), obj=Invocation(), help_option_names=["-h", "--help"]) as context:
             given = context.params
         assert given["kernel"].name == "sums:Add"
@@ -411,15 +405,15 @@ def test_check_tells_right_from_wrong(added, cli) -> None:
     assert not any(row["passed"] for row in said["rows"])
 
 
-@pytest.mark.parametrize("name", sorted([*commands(), "fleet", "db", "study", ""]))
+@pytest.mark.parametrize("name", sorted([*COMMANDS, "fleet", "db", "study", ""]))
 def test_help_is_short_and_starts_with_a_sentence(home, cli, monkeypatch, name) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     said = cli([*name.split(), "-h"]).out
     assert said.startswith(f"Usage: tiledsched {name}".rstrip())
     assert max(map(len, said.splitlines())) <= 80
-    if name in commands():
+    if name in COMMANDS:
         assert f"  tiledsched {name}" in said, "an example"
-    assert main(name.split() if name not in commands() else ["-h"]) == 0  # a group alone shows its help
+    assert main(name.split() if name not in COMMANDS else ["-h"]) == 0  # a group alone shows its help
 
 
 def test_the_help_of_a_kernel_shows_its_keys_and_suites(added, cli) -> None:
@@ -435,11 +429,11 @@ def test_options_are_those_of_the_options_classes() -> None:
 
     classes = ("TuneOptions", "CheckOptions", "RecordOptions", "RefreshOptions")
     for name, made in zip(("tune", "check", "record", "refresh"), classes, strict=True):
-        params = {param.name: param for param in commands()[name].params}
+        params = {param.name: param for param in COMMANDS[name].params}
         for each in options.options_of(getattr(options, made)):
             assert each.flag in params[each.name].opts
             assert params[each.name].default == each.default
-    assert len(commands()) - 3 == 20  # study NAME counts once
+    assert len(COMMANDS) - 3 == 20  # study NAME counts once
 
 
 @pytest.mark.compiler

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import click
 import pytest
+from golden import leaf_commands
 from serve_on_cpu import using
 
 import tiledsched as ts
@@ -103,15 +104,6 @@ def test_the_reference_lists_every_command_and_its_flags():
     assert re.findall(r"^###+ `tiledsched ([a-z ]+)`$", text, re.MULTILINE) == [
         name for each in named for name in (["study"] if each == "study paper" else []) + [each]
     ]
-
-
-def leaf_commands(group, above=""):
-    """Each command and its whole name."""
-    for name, each in group.commands.items():
-        if isinstance(each, Group):
-            yield from leaf_commands(each, f"{above}{name} ")
-        else:
-            yield f"{above}{name}", each
 
 
 def flags_table(name):
