@@ -259,7 +259,7 @@ class Group(_Explained, click.Group):
         super().format_options(ctx, formatter)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As of a command; without any word, its help is what was wanted."""
+        """Parse the words of a command line. Without any word, the help is shown."""
         return super().parse_args(ctx, args or ["--help"])
 
     def resolve_command(
@@ -318,7 +318,7 @@ class CommaList(click.ParamType):
         self.each = each
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[Any]:
-        """What the type of the words makes of each."""
+        """Each word, converted by the type of the words."""
         words = [word.strip() for word in value.split(",") if word.strip()]
         return list(dict.fromkeys(self.each.convert(word, param, ctx) for word in words or [value]))
 

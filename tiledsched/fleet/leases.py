@@ -359,7 +359,7 @@ class Leases:
 
     @reads
     def time(self, session: Session) -> datetime:
-        """What the time is, for everybody."""
+        """The time by which leases run out, which is the same for all hosts."""
         return self._now(session)
 
     @reads

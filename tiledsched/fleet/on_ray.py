@@ -272,10 +272,10 @@ class Driver:
     def _end(self) -> None:
         """Let every actor stop what it does and leave, for as long as that may take; then end it."""
         seats = [seat for seat in self._seats.values() if seat.actor is not None]
-        asked = []
+        stopping = []
         for seat in seats:
             with suppress(Exception):
-                asked.append(seat.actor.stop.remote())  # its answer is not waited for, and not dropped either
+                stopping.append(seat.actor.stop.remote())  # its answer is not waited for, and not dropped either
         if seats:
             with suppress(Exception):
                 self._ray.wait([seat.call for seat in seats], num_returns=len(seats), timeout=STOP_S + 2.0)
