@@ -172,7 +172,7 @@ def compiler() -> str:
 
 
 def class_of(p: Problem, s: Schedule) -> str:
-    from tiledsched.core.launch import problem_class
+    from tiledsched.core.launches import problem_class
 
     return problem_class(p.declaration, p, s, arch_spec(ARCH)).id
 

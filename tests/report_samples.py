@@ -5,7 +5,7 @@ from __future__ import annotations
 from tiledsched.build.cubin import Artifact, ResourceFacts
 from tiledsched.checking.accuracy import Accuracy
 from tiledsched.core.device import arch_spec
-from tiledsched.core.launch import problem_class
+from tiledsched.core.launches import problem_class
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from made_up_builds import MadeUp, print_of
+from fake_builds import FakeBuilds, print_of
 from store_samples import DEVICE, TOOLCHAIN, artifact
 
 from tiledsched.bench.rivals.attention import untuned_schedule
@@ -26,7 +26,7 @@ from tiledsched.store.exchange import TableFile, read_table
 from tiledsched.studies.ablation import pages
 from tiledsched.studies.ablation.ladder import Ladder, groups_between, refusals
 from tiledsched.studies.ablation.sources import CompiledPrograms, RecordedPrograms
-from tiledsched.tuning.programs import Builder
+from tiledsched.tuning.builder import Builder
 from tiledsched.tuning.resources import Tools
 
 ROOT = Path(__file__).parent.parent
@@ -213,7 +213,7 @@ def test_a_tuned_schedule_that_is_the_plain_one_is_one_rung() -> None:
 
 
 def test_the_compiler_is_asked_once_for_each_schedule(tmp_path) -> None:
-    class Compiler(MadeUp):
+    class Compiler(FakeBuilds):
         def start(self):
             pass
 
@@ -323,7 +323,7 @@ def test_the_command_replays_prints_and_writes(tmp_path, monkeypatch, capsys) ->
 
 def test_the_command_climbs_on_a_gpu(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "tuning.db"))
-    gpu, made = Gpu(), MadeUp()
+    gpu, made = Gpu(), FakeBuilds()
     tools = Tools(
         runner=lambda kernel, seed: gpu,
         pool=lambda jobs: made,

@@ -173,7 +173,7 @@ def test_a_declared_kernels_knobs_can_be_forced_and_reach_no_other_kernel() -> N
 
 def test_a_user_without_a_home_or_a_name_has_folders_that_do_not_exist(monkeypatch) -> None:
     """As in a pod. What is named is used; what is not is told where it is needed."""
-    from tiledsched.build.artifacts import default_cache_folder
+    from tiledsched.build.store import default_cache_folder
     from tiledsched.store.location import database_exists, location
 
     def nobody(uid: int) -> None:

@@ -414,7 +414,7 @@ def test_a_compile_process_has_all_files_of_cutile_in_its_folder(tmp_path, named
 import os, signal, sys, cuda.tile
 from cuda.tile._cext import default_tile_context
 from tiledsched.build.pool import start_process
-start_process({str(tmp_path / "own")!r})
+start_process({str(tmp_path / "own")!r}, os.getppid())
 assert default_tile_context.config.temp_dir == {str(tmp_path / "own")!r}
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -609,7 +609,7 @@ def test_programs_of_a_bundle_are_used_and_need_no_compiler(launches, tmp_path, 
 
     from tiledsched.build.cubin import join, parts
     from tiledsched.build.host_code import host_arch
-    from tiledsched.core.launch import signature as signature_of
+    from tiledsched.core.launches import signature as signature_of
     from tiledsched.serve.bundle import BundledProgram, write_bundle
 
     operator = {"norm": norm, "two launches": total}[name]

@@ -40,7 +40,7 @@ AT_THE_ROOT = {"__init__.py", "__main__.py", "doctor.py"}
 STARTED = {
     "tiledsched.measure.worker": "measure/gpu.py",
     "tiledsched.measure.rival_worker": "measure/rivals.py",
-    "tiledsched.serve.build_worker": "serve/background.py",
+    "tiledsched.serve.background": "serve/background.py",
     "tiledsched.fleet.child": "fleet/worker.py",
     "tiledsched.studies.profile.launch": "studies/profile/run.py",
 }

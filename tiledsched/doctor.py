@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rich.filesize import decimal
 
 from tiledsched import __version__
-from tiledsched.build import artifacts, compiler, host_code, toolchain
+from tiledsched.build import compiler, host_code, store, toolchain
 from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.device import ARCHS, arch_spec
 from tiledsched.core.errors import CompilerError, ConfigError, TiledschedError
@@ -406,7 +406,7 @@ def _evidence(machine: Machine) -> Finding:
 
 def _cache(machine: Machine) -> Finding:
     cache = machine.settings.cache
-    folder = Path(os.path.abspath(os.path.expanduser(cache) if cache else artifacts.default_cache_folder()))
+    folder = Path(os.path.abspath(os.path.expanduser(cache) if cache else store.default_cache_folder()))
     existing = next(each for each in (folder, *folder.parents) if os.path.exists(each))
     if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
         return Finding("broken", f"{folder} cannot be written", "name another folder with TILEDSCHED_CACHE")

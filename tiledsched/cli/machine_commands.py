@@ -144,7 +144,7 @@ def warmup(
 
 def _record_of(kernel: KernelClass, toolchain: Toolchain, built: Built) -> BuildRecord:
     """What is kept of a build of `warmup`, so that every process knows that its program spills or does not build."""
-    from tiledsched.core.launch import problem_class
+    from tiledsched.core.launches import problem_class
 
     task, outcome = built.task, built.artifact or built.failure
     assert outcome is not None

@@ -1,7 +1,7 @@
 """The process that does one problem after another for a worker, which watches it and may kill it at any moment.
 
-Its arguments are PIPE and LIFE, two inherited descriptors: over the first come requests and go answers;
-when the second closes, its worker is gone, and it ends with all it started.
+Its arguments are PIPE, an inherited descriptor over which requests come and answers go, and PARENT, the id of the worker's
+process: when that is gone, this process ends with all it started.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import signal
 import threading
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched import __version__
-from tiledsched.build.artifacts import ArtifactStore, default_cache_folder
+from tiledsched.build.store import ProgramStore, default_cache_folder
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.blame import LONGEST
 from tiledsched.core.config import load_settings
@@ -32,6 +31,7 @@ from tiledsched.core.errors import (
     UnsupportedError,
 )
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.processes import end_with_parent
 from tiledsched.core.registry import allow, kernel_of_data
 from tiledsched.fleet.builds import SharedBuilds
 from tiledsched.fleet.campaign import Answer, Campaign, Lease, Outcome, Setup
@@ -114,7 +114,7 @@ class Child:
     def _no_cache(self) -> str:
         """Why nothing can be stored here, whatever is waited for; empty where it can. A full disk may have room again."""
         try:
-            ArtifactStore(self._cache).ready()
+            ProgramStore(self._cache).ready()
         except ConfigError as error:
             return "" if is_full(error) else str(error)
         return ""
@@ -235,21 +235,10 @@ def why_not(wanted: Campaign, kernel: KernelClass, job: Job) -> str:
     return ""
 
 
-def _end_with_worker(life: int) -> None:
-    """End this process and its group once nobody holds the other end."""
-
-    def watch() -> None:
-        while os.read(life, 1):
-            pass
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def main(descriptor: str, life: str) -> None:
+def main(descriptor: str, parent: str) -> None:
     """Serve; see the module."""
     pipe = Connection(int(descriptor))
-    _end_with_worker(int(life))
+    end_with_parent(int(parent))
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     with contextlib.suppress(EOFError, BrokenPipeError, StoppedError):
         try:

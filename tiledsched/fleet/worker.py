@@ -272,24 +272,22 @@ class Worker:
 
 
 class _Process:
-    """A child process, the pipe to it, and a descriptor whose closing ends it, however this process ends."""
+    """A child process, which ends with this process however this ends, and the pipe to it."""
 
     def __init__(self, setup: Setup, environment: Mapping[str, str], clock: Clock) -> None:
         self._clock = clock
         self._pipe, theirs = Pipe()
-        life, self._life = os.pipe()
         whole = {**child_environment(), "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **environment}
-        command = [*python_command("tiledsched.fleet.child"), str(theirs.fileno()), str(life)]
+        command = [*python_command("tiledsched.fleet.child"), str(theirs.fileno()), str(os.getpid())]
         self._process = subprocess.Popen(
             command,
-            pass_fds=[theirs.fileno(), life],
+            pass_fds=[theirs.fileno()],
             env=whole,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
         )
         theirs.close()
-        os.close(life)
         self.lost = False
         try:
             self._pipe.send(setup)
@@ -358,9 +356,6 @@ class _Process:
             MeasureError: it cannot be ended: the driver is stuck.
         """
         self._pipe.close()
-        if self._life >= 0:
-            os.close(self._life)
-            self._life = -1
         if self._process.poll() is None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)

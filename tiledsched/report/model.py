@@ -208,7 +208,7 @@ class _Builds:
 
     def of(self, problem: Problem, device: Any) -> list[BuildRecord]:
         """Successful builds whose machine code can serve `problem`."""
-        from tiledsched.core.launch import problem_class
+        from tiledsched.core.launches import problem_class
 
         if problem not in self._serving:
             alike = self._alike.get(tuple(map(problem.values.get, self._compiled_in)), [])

@@ -61,7 +61,7 @@ class Explanation:
             self.problem in gated or self.problem.declaration.reference is None
         ):  # then there is no right result to compare with
             return ""
-        from tiledsched.core.launch import problem_class  # imports cuTile
+        from tiledsched.core.launches import problem_class  # imports cuTile
 
         device, kernel = arch_spec(self.arch), self.problem.declaration
         alike = problem_class(kernel, self.problem, schedule, device)
@@ -218,7 +218,7 @@ def launched_fingerprint(objects: Sequence[Any], arguments: Sequence[Sequence[An
     """
     from cuda.tile.compilation import CallingConvention, KernelSignature
 
-    from tiledsched.core.launch import assumed
+    from tiledsched.core.launches import assumed
 
     signatures = [
         assumed(

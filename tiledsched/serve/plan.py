@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tiledsched.core.arrays import LARGEST_INT32, ArraySpec
-from tiledsched.core.launch import Step, scratch, steps
+from tiledsched.core.launches import Step, scratch, steps
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.storage import strides_of, tile_type
 from tiledsched.serve import capture, process

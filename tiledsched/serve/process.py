@@ -15,7 +15,7 @@ import torch
 
 from tiledsched.core import config
 from tiledsched.core.config import Settings, load_settings
-from tiledsched.core.launch import Step, annotated
+from tiledsched.core.launches import Step, annotated
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import HINT_KNOBS, Schedule
 from tiledsched.measure.runner import Device

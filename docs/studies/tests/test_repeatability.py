@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from types import SimpleNamespace
 
 import pytest
-from made_up_builds import MadeUp, print_of
+from fake_builds import FakeBuilds, print_of
 from store_samples import DEVICE, TOOLCHAIN, artifact, measurement
 
 from docs.studies.repeatability import __main__ as command
@@ -29,7 +29,7 @@ from docs.studies.repeatability.session import (
 )
 from docs.studies.repeatability.summary import summarise
 from tiledsched.build.compiler import Built
-from tiledsched.core import launch as launches
+from tiledsched.core import launches
 from tiledsched.core.errors import ConfigError, Failure, FailureKind, MeasureError
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.space_files import space_for
@@ -37,7 +37,7 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
 from tiledsched.measure.runner import Batch, Candidate, Checked
 from tiledsched.store.db import TuningDB
-from tiledsched.tuning.programs import Builder
+from tiledsched.tuning.builder import Builder
 
 TEMPLATE = kernel_named("attention")
 SPACE = space_for("sm_90", Attention)
@@ -80,7 +80,7 @@ def db(tmp_path):
 
 
 def builder(db, made=None):
-    made = made or MadeUp()
+    made = made or FakeBuilds()
     return Builder(db, made, TEMPLATE, "sm_90", TOOLCHAIN, made)
 
 
@@ -111,7 +111,7 @@ def test_half_the_fastest_and_the_rest_evenly_spread(total, count, ranks) -> Non
 def test_the_field_is_the_default_and_known_programs_in_no_order_of_speed(db) -> None:
     slow_default = dataclasses.replace(measured()[0], median_us=1e6)
     db.record_measurement(None, "attention", TEMPLATE.source_hash(), TOOLCHAIN, slow_default)
-    made = MadeUp()
+    made = FakeBuilds()
     field = find_field(db, builder(db, made), SPACE, PROBLEM, DEVICE, 9)
     schedules = [each.schedule for each in field.candidates]
     assert schedules[0] == DEFAULT
@@ -125,7 +125,7 @@ def test_the_field_is_the_default_and_known_programs_in_no_order_of_speed(db) ->
 
 
 def test_a_program_that_builds_otherwise_today_is_left_out(db) -> None:
-    made = MadeUp()
+    made = FakeBuilds()
     made.changed = {SCHEDULES[1]}
     field = find_field(db, builder(db, made), SPACE, PROBLEM, DEVICE, 9)
     assert SCHEDULES[1] not in {each.schedule for each in field.candidates}
@@ -152,7 +152,7 @@ def test_a_problem_nobody_measured_says_what_to_do(db) -> None:
 
 
 def test_a_default_that_does_not_build_says_what_to_do(db) -> None:
-    made = MadeUp()
+    made = FakeBuilds()
     failure = Failure(kind=FailureKind.COMPILE_ERROR, message="no")
     made.build = lambda tasks, leave=0: (
         Built(task=each, artifact=None, failure=failure, seconds=0.1) for each in tasks

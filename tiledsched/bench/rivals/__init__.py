@@ -145,7 +145,7 @@ def schedule_launch(torch: Any, kernel: KernelClass, problem: Problem, schedule:
     import cuda.tile as ct
 
     from tiledsched.core.device import arch_spec
-    from tiledsched.core.launch import steps, tile_kernels
+    from tiledsched.core.launches import steps, tile_kernels
 
     arch = arch_of(torch)
     device = arch_spec(arch)

@@ -21,7 +21,7 @@ from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Batch, Candidate, Runner
 from tiledsched.studies.ablation.rows import LADDER, TRIED, WITHOUT, AblationRow
 from tiledsched.studies.ablation.sources import ProgramSource, said
-from tiledsched.tuning.programs import Key
+from tiledsched.tuning.builder import Key
 
 TOGETHER = (("tile_m", "tile_n"), ("latency_k", "latency_v"), ("occupancy", "num_ctas"))
 """Knobs that are changed together; every other knob is a group of its own."""

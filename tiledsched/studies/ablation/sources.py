@@ -13,7 +13,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import SearchSpace
 from tiledsched.measure.runner import Candidate, Measurement
 from tiledsched.store.exchange import TableFile
-from tiledsched.tuning.programs import Builder
+from tiledsched.tuning.builder import Builder
 
 NOT_RECORDED = "not recorded"
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.compiler import DEFAULT_TIMEOUT_S, BuildTask
 from tiledsched.build.cubin import Artifact, ResourceFacts
 from tiledsched.build.pool import BuildPool
+from tiledsched.build.store import ProgramStore
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import CompilerError, Failure, FailureKind
@@ -67,7 +67,7 @@ class Builder:
     def __init__(
         self,
         db: TuningDB,
-        artifacts: ArtifactStore,
+        artifacts: ProgramStore,
         kernel: KernelClass,
         arch: str,
         toolchain: Toolchain,
@@ -93,7 +93,7 @@ class Builder:
 
     def problem_class(self, problem: Problem, schedule: Schedule) -> ProblemClass:
         """What of `problem` the machine code of `schedule` depends on."""
-        from tiledsched.core.launch import problem_class
+        from tiledsched.core.launches import problem_class
 
         key = problem, schedule
         if key not in self._classes:
