@@ -29,6 +29,7 @@ from tiledsched.cli import fleet_output, main
 from tiledsched.core.errors import ConfigError, DatabaseError, Failure, FailureKind, MeasureError
 from tiledsched.core.space_files import space_for
 from tiledsched.fleet import gpus, jobs, local
+from tiledsched.fleet import worker as worker_module
 from tiledsched.fleet.builds import SharedBuilds
 from tiledsched.fleet.campaign import CampaignPlan, Lease, Outcome, Setup
 from tiledsched.fleet.child import Child, why_not
@@ -108,6 +109,7 @@ def gone(folder) -> bool:
     return children(folder) == []
 
 
+@pytest.mark.slow
 def test_what_crashes_hangs_or_fails_costs_its_attempt_and_the_campaign_ends(home, leases) -> None:
     for word in ("crash-1", "hang-2", "error-3", "fail-4"):
         (home / word).touch()
@@ -354,6 +356,62 @@ def test_a_child_that_is_told_to_stop_too_early_begins_nothing(home, leases) -> 
     stop.clear()
     assert away.work(lease, None)[0] == "error"
     assert child(home, leases, Pipe(), local_store=Full).work(lease, None)[0] == "full"
+
+
+CHILD = """
+import os, signal, sys, time
+from multiprocessing.connection import Connection
+pipe, act = Connection(int(sys.argv[1])), os.environ["ACT"]
+pipe.recv_bytes()
+if act == "fails":
+    sys.exit(3)
+pipe.send(("ready", "another compiler" if act == "refuses" else ""))
+pipe.recv_bytes()
+if act == "dies":
+    sys.exit(7)
+if act == "hangs":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
+pipe.send(("say", "builds 3"))
+pipe.send(("answer", "done", {"us": 1.0}, ""))
+"""
+
+
+@pytest.fixture
+def process(home, leases, monkeypatch):
+    """Start a child that does as it is told. Each look at the clock takes 250 s."""
+    (home / "child.py").write_text(CHILD)
+    monkeypatch.setattr(worker_module, "python_command", lambda module: [sys.executable, str(home / "child.py")])
+    moved, setup = fleet_jobs.MovedClock(), Setup(db="", campaign=leases.open(plan(1)), jobs=1)
+    clock = Clock(monotonic=lambda: moved.pass_s(250.0) or moved.seconds)
+    return lambda act: worker_module._Process(setup, {"ACT": act}, clock)
+
+
+@pytest.mark.parametrize(
+    ("act", "stops", "answer"),
+    [
+        ("answers", False, ("done", {"us": 1.0}, "")),
+        ("dies", False, ("error", None, "the working process ended with code 7")),
+        ("hangs", False, ("hung", None, "no answer within its deadline of 500 s; its process was killed")),
+        ("hangs", True, ("released", None, "stopped, and killed because it did not end in time")),
+        ("dies", True, ("released", None, "")),
+    ],
+)
+def test_a_child_that_does_not_answer_is_killed_and_its_end_is_the_answer(process, act, stops, answer) -> None:
+    child, stop, stages = process(act), threading.Event(), []
+    if stops:
+        stop.set()
+    assert child.ask(("work",), deadline_s=500.0, stop=stop, on_stage=stages.append) == answer
+    assert (child.wrong, child.lost, stages) == ("", act != "answers", ["builds 3"] * (act == "answers"))
+    child.end()
+
+
+def test_a_child_that_does_not_start_says_why(process) -> None:
+    with pytest.raises(worker_module.ChildLostError, match="ended with code 3 as it started"):
+        process("fails")
+    refused = process("refuses")
+    assert refused.wrong == "another compiler"
+    refused.kill()
 
 
 class FakeChild:
