@@ -17,17 +17,12 @@ import pytest
 from golden import check_golden, lacking, leaf_commands
 
 from tiledsched.build import toolchain
-from tiledsched.cli import main, renamed
-from tiledsched.cli.app import ArchType, Invocation
+from tiledsched.cli import app, main, renamed
 from tiledsched.cli.commands import root
 from tiledsched.cli.problems import named_problems, read_problems
-from tiledsched.core import data_files
+from tiledsched.core import data_files, errors, labels, registry, space_files
 from tiledsched.core.device import ARCHS, PRODUCTS, arch_named
-from tiledsched.core.errors import MeasureError, TiledschedError
-from tiledsched.core.labels import format_problem
-from tiledsched.core.registry import SHIPPED, kernel_named
 from tiledsched.core.schedule import Schedule
-from tiledsched.core.space_files import load_space, space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Device
 from tiledsched.report.sources import WithShipped
@@ -59,7 +54,7 @@ PLAIN = FEWER + '[knobs.persistent]\nchoices = ["no"]\n'
 
 def for_a_record() -> str:
     """A space of fewer schedules than a record builds at once: without what only a measurement tells apart, too."""
-    pins = space_for("sm_121", Attention).modelled_pins()
+    pins = space_files.space_for("sm_121", Attention).modelled_pins()
     fixed = "".join(f"[knobs.{name}]\nchoices = [{json.dumps(value)}]\n" for name, value in pins.items())
     return FEWER.replace("choices = [32, 64]", "choices = [64]") + fixed
 
@@ -75,7 +70,7 @@ def home(tmp_path, monkeypatch):
 
 def valid_schedules() -> int:
     """How many schedules of that space a run without a GPU considers."""
-    space, problem = load_space("my.toml"), Attention.standard(seq_len=1024, head_dim=64)
+    space, problem = space_files.load_space("my.toml"), Attention.standard(seq_len=1024, head_dim=64)
     pinned = {"accum_mode": "fp32", **space.modelled_pins()}
     return sum(1 for _ in space.schedules(problem, pinned=pinned))
 
@@ -356,7 +351,9 @@ def added(home) -> str:
 def test_a_kernel_is_found_wherever_it_stands_and_its_problems_go_by_name(added) -> None:
     def named(name: str, line: str) -> list[str]:
         command = COMMANDS[name]
-        with command.make_context(name, line.split(), obj=Invocation(), help_option_names=["-h", "--help"]) as context:
+        with command.make_context(
+            name, line.split(), obj=app.Invocation(), help_option_names=["-h", "--help"]
+        ) as context:
             given = context.params
         assert given["kernel"].name == "sums:Add"
         return [str(problem) for problem in named_problems(given["kernel"], given["problem"], given["suite"])]
@@ -371,7 +368,7 @@ def test_a_kernel_is_found_wherever_it_stands_and_its_problems_go_by_name(added)
 
 def test_without_a_problem_the_default_suite_is_meant() -> None:
     assert named_problems(Attention, ()) == Attention.suite("standard")
-    softmax = kernel_named("softmax")
+    softmax = registry.kernel_named("softmax")
     assert named_problems(softmax, ()) == softmax.suite("widths")
 
 
@@ -505,7 +502,7 @@ def test_a_terminal_shows_a_bar_the_best_so_far_and_the_time_left(budget_s) -> N
 
 @pytest.mark.parametrize("said", ["sm_90", "SM90", "9.0", "h200", "NVIDIA H200", "NVIDIA GeForce RTX 4090"])
 def test_an_arch_is_known_by_its_gpus(said) -> None:
-    assert arch_named(said) == ArchType().convert(said, None, None) == ("sm_89" if "4090" in said else "sm_90")
+    assert arch_named(said) == app.ArchType().convert(said, None, None) == ("sm_89" if "4090" in said else "sm_90")
 
 
 @pytest.mark.parametrize("here", [[], ["sm_90"], ["sm_89", "sm_90"]])
@@ -661,7 +658,7 @@ def test_show_without_a_filter_is_a_summary_or_of_the_gpu_here(cli, home, monkey
     assert ("sm_90" in said.out, "sm_89" in said.out) == (False, True)
 
     def broken() -> list[Device]:
-        raise MeasureError("the driver does not answer")
+        raise errors.MeasureError("the driver does not answer")
 
     assert "attention on sm_90: " in cli(["show", "attention"], devices=broken).out
 
@@ -707,11 +704,11 @@ def test_show_hides_no_schedule_at_80_columns(cli, home, monkeypatch) -> None:
     assert all(" ".join(shown(entry)) in flat for entry in entries)
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", registry.SHIPPED)
 def test_what_a_problem_is_told_as_is_read_as_that_problem(name) -> None:
-    kernel = kernel_named(name)
+    kernel = registry.kernel_named(name)
     for problem in dict.fromkeys(each for suite in kernel.suites for each in kernel.suite(suite)):
-        assert read_problems(kernel, format_problem(problem)) == [problem]
+        assert read_problems(kernel, labels.format_problem(problem)) == [problem]
         assert read_problems(kernel, str(problem)) == [problem], "as it is printed"
 
 
@@ -730,7 +727,7 @@ def test_problems_are_read_as_people_write_them() -> None:
         "S=64 causl": "'causl': write key=value",
         "2048": "'2048': write key=value",
     }.items():
-        with pytest.raises(TiledschedError, match=words):
+        with pytest.raises(errors.TiledschedError, match=words):
             read(text)
 
 

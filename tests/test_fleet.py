@@ -26,6 +26,7 @@ from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.cubin import read_artifact
 from tiledsched.build.keys import build_key
 from tiledsched.cli import fleet_output, main
+from tiledsched.core import processes
 from tiledsched.core.errors import ConfigError, DatabaseError, Failure, FailureKind, MeasureError
 from tiledsched.core.space_files import space_for
 from tiledsched.fleet import gpus, jobs, local
@@ -380,7 +381,7 @@ pipe.send(("answer", "done", {"us": 1.0}, ""))
 def process(home, leases, monkeypatch):
     """Start a child that does as it is told. Each look at the clock takes 250 s."""
     (home / "child.py").write_text(CHILD)
-    monkeypatch.setattr(worker_module, "python_command", lambda module: [sys.executable, str(home / "child.py")])
+    monkeypatch.setattr(processes, "python_command", lambda module: [sys.executable, str(home / "child.py")])
     moved, setup = fleet_jobs.MovedClock(), Setup(db="", campaign=leases.open(plan(1)), jobs=1)
     clock = Clock(monotonic=lambda: moved.pass_s(250.0) or moved.seconds)
     return lambda act: worker_module._Process(setup, {"ACT": act}, clock)
