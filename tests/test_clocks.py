@@ -10,7 +10,6 @@ from report_samples import report_of
 from store_samples import DEVICE, PROBLEM, TOOLCHAIN, entry, measurement, schedule, stored
 from test_search_tuner import LANDSCAPES, Recorded, tune
 
-from tiledsched.bench.rows import BenchRow
 from tiledsched.cli import served_output, tuned_output
 from tiledsched.core import config, data_files
 from tiledsched.kernels.attention import Attention
@@ -18,6 +17,7 @@ from tiledsched.measure.clocks import describe_throttling
 from tiledsched.measure.runner import Conditions, Device
 from tiledsched.report.document import to_markdown
 from tiledsched.report.text import document
+from tiledsched.rivals.rows import BenchRow
 from tiledsched.serve import explain, lookup
 from tiledsched.serve.entries import Layer, combined, load_entries
 from tiledsched.store.db import TuningDB

@@ -12,11 +12,11 @@ import sqlalchemy as sa
 from store_samples import entry
 from test_fleet import gone, home, started, wait_for
 
-from tiledsched.bench.rows import read_rows
 from tiledsched.core import config, labels
 from tiledsched.fleet import running as fleet_run
 from tiledsched.fleet.leases import Leases
 from tiledsched.kernels.attention import Attention
+from tiledsched.rivals.rows import read_rows
 from tiledsched.store import exchange, models
 from tiledsched.store.db import TuningDB
 from tiledsched.tuning.session import Session

@@ -23,9 +23,10 @@ from tiledsched.core.errors import ConfigError, Failure, FailureKind
 from tiledsched.core.registry import load_kernel
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Batch, Checked, Conditions, Device, RivalTime
+from tiledsched.rivals.offers import Offer
+from tiledsched.serve.chain import Served
 from tiledsched.serve.entries import load_table
-from tiledsched.serve.lookup import LookupTable, Served
-from tiledsched.serve.rivals import RivalOffer
+from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.transfer import ExpectedLoss
 from tiledsched.store.db import TuningDB
 from tiledsched.store.seen import SeenProblem
@@ -176,11 +177,11 @@ def made_up(rng) -> tuple[SeenProblem, Served, float]:
     its = entry(problem, source="tune run 1" if searched else f"tune run 1, {NO_SEARCH}")
     its = its.replace(measurement=dataclasses.replace(SUMMARY, median_us=us))
     expected = ExpectedLoss(mean=loss, worst=1.0, cases=3, kernel="attention", arch="sm_90")
-    offers = (RivalOffer(name="r", ratio=rival, capturable=True, only_captured=False, reason=""),) if rival else ()
+    offers = (Offer(name="r", ratio=rival, capturable=True, only_captured=False, reason=""),) if rival else ()
     served = Served(
         schedule=its.schedule if measured else its.schedule.replace(occupancy=4),
         provenance="measured" if measured else "transferred",
-        reason="",
+        steps=(),
         entry=its,
         forced={},
         expected_loss=None if measured else expected,

@@ -178,9 +178,9 @@ def run_fleet(
 
 def _plan(run: Invocation, name: str, given: dict[str, Any], archs: list[str], limits: Limits) -> CampaignPlan:
     """The campaign of a command: its problems on each arch."""
-    from tiledsched.bench.methods import choose_methods
     from tiledsched.fleet.leases import expected
     from tiledsched.fleet.running import plan
+    from tiledsched.ops.bench import choose_methods
 
     kernel: KernelClass = given["kernel"]
     problems: list[Problem] = []
@@ -233,7 +233,7 @@ def _write_landscapes(db: TuningDB, results: Any, folder: Path) -> list[Path]:
 
 
 def _write_rows(results: Any, path: Path) -> Path:
-    from tiledsched.bench.rows import BenchRow, append_rows
+    from tiledsched.rivals.rows import BenchRow, append_rows
 
     for _, _, result, _ in results:
         cells = [

@@ -145,8 +145,8 @@ def _verdict(result: tuner.TuneResult, entry: records.Entry, how: str) -> str:
 
 def _rivals(times: Sequence[RivalTime], kernel: KernelClass) -> str:
     """The rivals that were timed next to the winner, and those that may be served in its place."""
+    from tiledsched.rivals.offers import pays
     from tiledsched.serve.explain import rival_text
-    from tiledsched.serve.rivals import pays
 
     faster = [each.name for each in times if pays(each, kernel)]
     in_graphs = [each.name for each in times if pays(each, kernel, captured=True) and each.name not in faster]

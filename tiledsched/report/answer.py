@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import shlex
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import unit_of
-from tiledsched.core.schedule import HINT_KNOBS, Schedule
-from tiledsched.core.text import code, figure, joined, plural
+from tiledsched.core.schedule import HINT_KNOBS
+from tiledsched.core.text import code, figure, joined, longer, plural, short, tile_text
 from tiledsched.report.analysis import named_tile
 from tiledsched.report.axes import show
 from tiledsched.report.effects import joined_effects
-from tiledsched.report.records import AS_GOOD, MEASURED, KnobVerdict, ProblemReport, Report, Tile
+from tiledsched.report.records import AS_GOOD, MEASURED, KnobVerdict, ProblemReport, Report
 from tiledsched.report.views import explored
 
 MOST_NAMED = 6
@@ -32,17 +32,18 @@ def answer(report: Report) -> tuple[str, ...]:
     """
     section = report.measured if report.measured.problems else report.modelled
     problems = explored(section.problems)
-    lines = [_source(report, problems)]
-    lines += [
-        f"The clock of {device.device.name} was held down {device.held_down}. Times at a low clock decide little."
-        for device in report.conditions
-        if device.held_down
+    lines = [
+        _source(report, problems),
+        *(
+            f"The clock of {device.device.name} was held down {device.held_down}. Times at a low clock decide little."
+            for device in report.conditions
+            if device.held_down
+        ),
     ]
-    if problems:
-        lines += [_tiles(report, problems), _default(problems), *_knobs(report, problems), _best(report, problems)]
-    else:
-        lines += _of_winners(section.problems)
-    return tuple(filter(None, lines))
+    if not problems:
+        return (*lines, *_of_winners(section.problems))
+    found = [_tiles(report, problems), _default(problems), *_knobs(report, problems), _best(report, problems)]
+    return tuple(filter(None, [*lines, *found]))
 
 
 def problem_answer(one: ProblemReport, report: Report) -> str:
@@ -53,11 +54,11 @@ def problem_answer(one: ProblemReport, report: Report) -> str:
     others = []
     if _tile_knobs(report) and one.second_tile:
         others.append(
-            f"the second best {_unit(report)[1]}, {_tile(one.second_tile.tile)}, takes "
+            f"the second best {_unit(report)[1]}, {tile_text(one.second_tile.tile)}, takes "
             f"{longer(one.second_tile.relative - 1)}"
         )
     elif _tile_knobs(report) and len(one.tiles) > 1:
-        tried = f"{_tile(one.tiles[1].tile)}: {plural(one.tiles[1].programs, 'program')}"
+        tried = f"{tile_text(one.tiles[1].tile)}: {plural(one.tiles[1].programs, 'program')}"
         lines.append(f"Too little was tried of any other {_unit(report)[1]} to say what it costs ({tried}).")
     if one.default and one.default.relative > 1:
         others.append(f"the untuned default takes {longer(one.default.relative - 1)}")
@@ -126,29 +127,13 @@ def least_sure(report: Report) -> str:
     if not close:
         return ""
     most, first = min(close, key=lambda each: (-each[0], each[1].best.us, len(format_problem(each[1].problem))))
-    tiles = " and ".join("x".join(map(str, tile.tile)) for tile in first.tiles[:2])
-    command = shlex.join(
-        ["tiledsched", "tune", report.kernel, "--arch", report.arch, "-p", format_problem(first.problem)]
-    )
+    tiles = " and ".join(tile_text(tile.tile) for tile in first.tiles[:2])
     return (
         f"For {len(close)} of {len(report.modelled.problems)} modelled problems the estimates of the two best tiles are within "
         f"{MODEL_ERROR * 100:.1f}% of each other, which is the model's mean error where others measured, so measure these first. "
-        f"The least sure is {first.problem}, with {most} tiles that close, the best of them {tiles}: run `{command}` on "
-        "a machine with this GPU."
+        f"The least sure is {first.problem}, with {most} tiles that close, the best of them {tiles}: run "
+        f"{_command(report, 'tune', first)} on a machine with this GPU."
     )
-
-
-def longer(drop: float, than: str = "") -> str:
-    """How much longer something takes, in words: `6.3% longer`, `2.1 times as long`, where wanted with what it is compared
-    with.
-    """
-    if abs(drop) < 0.0005:
-        words, link = "as long", "as"
-    elif drop < 1:
-        words, link = f"{_percent(abs(drop))} {'longer' if drop > 0 else 'less time'}", "than"
-    else:
-        words, link = f"{1 + drop:,.{1 if drop < 99 else 0}f} times as long", "as"
-    return f"{words} {link} {than}" if than else words
 
 
 def _source(report: Report, problems: Sequence[ProblemReport]) -> str:
@@ -195,7 +180,7 @@ def _raced(one: ProblemReport) -> str:
     """What the entry says of the runner-up, whose own time is not known."""
     if one.runner_up is None or one.runner_up_drop is None:
         return ""
-    return f", but the race's runner-up, {_short(one.runner_up.schedule)}, took {longer(one.runner_up_drop)}"
+    return f", but the race's runner-up, {short(one.runner_up.schedule)}, took {longer(one.runner_up_drop)}"
 
 
 def _tile_knobs(report: Report) -> tuple[str, ...]:
@@ -223,12 +208,12 @@ def _tiles(report: Report, problems: Sequence[ProblemReport]) -> str:
         return (
             f"How much {report.kernel} depends on {what} is not known: too few programs of any other {unit} were timed."
         )
-    where = f"On {joined(_devices(problems))}" if problems[0].provenance == MEASURED else "By the estimate"
+    measured = problems[0].provenance == MEASURED
+    where = f"On {joined(_devices(problems))}" if measured else "By the estimate"
     drop, most = statistics.median(second), statistics.median(worst) if worst else 0.0
     said = f"{longer(drop)} ({_median(second)})"
     if most > drop:
         said += f", and the worst {longer(most)}" + ("" if len(worst) == len(second) else f" ({_median(worst)})")
-    measured = problems[0].provenance == MEASURED
     if drop > (AS_GOOD if measured else MODEL_ERROR):
         return f"{where}, {report.kernel} is sensitive to {what}: the second best {unit} takes {said}."
     verdict = f"has more than one good {unit}" if most > MATTERS else f"is not sensitive to {what}"
@@ -252,26 +237,21 @@ def _verdicts(report: Report, problems: Sequence[ProblemReport]) -> list[KnobVer
 
 def _knobs(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
     """What to do about the other knobs."""
-    of: dict[str, list[KnobVerdict]] = {"choose": [], "leave": [], "unclear": [], "untried": [], "unseen": []}
+    of: dict[str, list[KnobVerdict]] = defaultdict(list)
     for each in _verdicts(report, problems):
         unseen = problems[0].provenance != MEASURED and _without_effect(each)
         of["unseen" if unseen else each.advice].append(each)
-    lines = []
-    if of["choose"]:
-        chosen = _list([f"{code(each.knob)} ({_preferred(each, len(problems))})" for each in of["choose"]])
-        lines.append(f"Tune {chosen} for each problem.")
-    if of["leave"]:
-        left = _list([f"{code(each.knob)} at {show(each.value)}" for each in of["leave"]])
-        lines.append(f"Leave {left}: no other value tried is more than 1% faster.")
-    if of["unseen"]:
-        lines.append(f"The model sees no difference between values of {_names(of['unseen'])}.")
-    if of["unclear"]:
-        what = "problem" if len(problems) > 1 else "program"
-        too = ", too" if of["choose"] else ""
-        lines.append(f"Tune {_names(of['unclear'])}{too}: no value is known to be good for every {what}.")
-    if of["untried"]:
-        lines.append(f"Too few programs that differ in one knob alone were timed to judge {_names(of['untried'])}.")
-    return lines
+    chosen = [f"{code(each.knob)} ({_preferred(each, len(problems))})" for each in of["choose"]]
+    left = [f"{code(each.knob)} at {show(each.value)}" for each in of["leave"]]
+    what, too = "problem" if len(problems) > 1 else "program", ", too" if chosen else ""
+    sentences = {
+        "choose": f"Tune {_list(chosen)} for each problem.",
+        "leave": f"Leave {_list(left)}: no other value tried is more than 1% faster.",
+        "unseen": f"The model sees no difference between values of {_names(of['unseen'])}.",
+        "unclear": f"Tune {_names(of['unclear'])}{too}: no value is known to be good for every {what}.",
+        "untried": f"Too few programs that differ in one knob alone were timed to judge {_names(of['untried'])}.",
+    }
+    return [sentence for advice, sentence in sentences.items() if of[advice]]
 
 
 def _without_effect(verdict: KnobVerdict) -> bool:
@@ -299,16 +279,19 @@ def _best(report: Report, problems: Sequence[ProblemReport]) -> str:
     counts = Counter(one.tiles[0].tile for one in problems if one.tiles and _tile_knobs(report)).most_common()
     if counts:
         (first, number), *others = counts
-        best, more = f"{_tile(first)} is the best {unit} for", [f"{_tile(tile)} for {times}" for tile, times in others]
+        best, more = (
+            f"{tile_text(first)} is the best {unit} for",
+            [f"{tile_text(tile)} for {times}" for tile, times in others],
+        )
         said = f"Of {len(problems)} problems, {joined([f'{best} {number}', *more])}. " if more else f"{best} all. "
     units = Counter(unit_of(one.problem) for one in problems)
     unit = max(units, key=lambda each: units[each])
     top = max((one for one in problems if unit_of(one.problem) == unit), key=lambda one: one.best.rate)
-    return f"{said}Among these problems, the highest rate is that of {top.problem}: {_short(top.best.schedule)}, {_time(top)}."
+    return f"{said}Among these problems, the highest rate is that of {top.problem}: {short(top.best.schedule)}, {_time(top)}."
 
 
 def _best_of(one: ProblemReport) -> str:
-    return f"the best schedule is {_short(one.best.schedule)}: {_time(one)}"
+    return f"the best schedule is {short(one.best.schedule)}: {_time(one)}"
 
 
 def _time(one: ProblemReport) -> str:
@@ -317,28 +300,16 @@ def _time(one: ProblemReport) -> str:
     return f"{figure(one.best.us)} µs{rate}"
 
 
-def _percent(fraction: float) -> str:
-    return f"{fraction * 100:.{0 if fraction >= 0.0995 else 1}f}%"
-
-
 def _median(values: Sequence[float]) -> str:
     return f"median of {len(values)} problems" if len(values) > 1 else "1 problem"
 
 
 def _cases(problems: Sequence[ProblemReport]) -> str:
-    return plural(len(problems), "problem") + (", counted on each GPU" if len(_devices(problems)) > 1 else "")
+    return plural(len(problems), "problem") + (", plural on each GPU" if len(_devices(problems)) > 1 else "")
 
 
 def _devices(problems: Sequence[ProblemReport]) -> list[str]:
     return [*dict.fromkeys(one.device_name for one in problems)]
-
-
-def _tile(tile: Tile) -> str:
-    return f"{tile[0]}x{tile[1]}"
-
-
-def _short(schedule: Schedule) -> str:
-    return code(schedule.short())
 
 
 def _command(report: Report, name: str, one: ProblemReport | None = None, *more: str) -> str:

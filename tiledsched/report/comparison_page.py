@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,15 @@ from typing import Any
 from tiledsched.core.files import csv_text
 from tiledsched.core.text import code, microseconds, plural
 from tiledsched.report.compare import ESTIMATED, Compared, Comparison, KnownTime
-from tiledsched.report.comparison_text import conditions_of, drift_of, excess, label_of, side_facts, verdict_of
+from tiledsched.report.comparison_text import (
+    conditions_of,
+    drift_of,
+    excess,
+    label_of,
+    reasons_of,
+    side_facts,
+    verdict_of,
+)
 from tiledsched.report.document import Block, Chart, Heading, Paragraph, Table, write_document
 from tiledsched.report.vega import BLUE, ORANGE, RED, Spec, chart, quantity, tips, titled
 
@@ -48,8 +55,7 @@ def write_comparison(found: Comparison, folder: Path) -> list[Path]:
 
 def comparison_csv(found: Comparison) -> str:
     """One row for each problem that both sides know, with the fields of `--json`."""
-    rows = [{name: "" if value is None else value for name, value in row.to_json().items()} for row in found.rows]
-    return csv_text(rows, list(rows[0]) if rows else ["problem"])
+    return csv_text([row.to_json() for row in found.rows], None if found.rows else ["problem"])
 
 
 def comparison_blocks(found: Comparison) -> list[Block]:
@@ -97,8 +103,8 @@ def _caption(found: Comparison) -> str:
     )
     if found.modelled:
         return text + "The lines are dotted because at least one of the two times is an estimate."
-    text += "The bar at its end is the 95% interval of that ratio. "
     text += (
+        "The bar at its end is the 95% interval of that ratio. "
         f"Slower and faster are differences of more than {found.threshold * 100:g}% whose two 95% intervals are apart; the same "
         f"is what surely differs by less; a dashed line is undecided."
     )
@@ -227,11 +233,10 @@ def _times(rows: Sequence[Compared], title: str, found: Comparison) -> list[Bloc
     """A table of times, or nothing without rows."""
     if not rows:
         return []
-    head = ("problem", "B / A, and both times", "both schedules")
     cells = [
         (label_of(row.b, found), f"{row.ratio:.3f}: {_time(row.a)}, {_time(row.b)}", _schedules(row)) for row in rows
     ]
-    return [_heading(title, rows), Table(head=head, rows=cells)]
+    return [_heading(title, rows), Table(head=("problem", "B / A, and both times", "both schedules"), rows=cells)]
 
 
 def _winners(found: Comparison) -> list[Block]:
@@ -256,25 +261,13 @@ def _schedules(row: Compared) -> str:
 
 
 def _cost_of_old_winner(row: Compared) -> str:
-    old = row.old_winner
-    if old is None:
+    if row.old_winner is None:
         return "not timed in B"
-    if row.winner_tied:
-        return "a tie"
-    return f"{excess(old.us / row.b.us)} longer"
+    return "a tie" if row.winner_tied else f"{excess(row.old_winner.us / row.b.us)} longer"
 
 
 def _unpaired(found: Comparison) -> list[Block]:
     """What only one side knows, by the reason for which it could not be compared."""
-    if not found.unpaired:
-        return []
-    counts = Counter((side, why) for side, _, why in found.unpaired)
-    examples = {(side, why): one for side, one, why in reversed(found.unpaired)}
-    cells = [
-        (side, str(count), f"{why}.", label_of(examples[side, why], found))
-        for (side, why), count in counts.most_common()
-    ]
-    return [
-        Heading(text=f"What could not be compared, and why ({len(found.unpaired)})"),
-        Table(head=("only in", "problems", "why", "for example"), rows=cells),
-    ]
+    cells = [(side, str(count), f"{why}.", example) for side, count, why, example in reasons_of(found)]
+    heading = Heading(text=f"What could not be compared, and why ({len(found.unpaired)})")
+    return [heading, Table(head=("only in", "problems", "why", "for example"), rows=cells)] if cells else []

@@ -236,7 +236,7 @@ def table_of(
         rivals=settings.rivals == "serve",
         compiler=compiler_at_hand() if compiler is None else compiler,
         at_hand=lambda: _bundled(kernel),
-        spills=lambda arch: known_spills(kernel, settings, arch),
+        spills_of=lambda arch: known_spills(kernel, settings, arch),
     )
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from tiledsched.build.pool import BuildPool
-    from tiledsched.measure.rivals import RivalRaces
+    from tiledsched.rivals.races import RivalRaces
     from tiledsched.store.db import TuningDB
     from tiledsched.tuning.builder import Builder
 
@@ -81,7 +81,7 @@ def start_runner(kernel: KernelClass, seed: int) -> Runner:
 def start_rival_timer(kernel: KernelClass, runner: Runner, regime: str) -> RivalRaces | None:
     """A process that times the kernel's rivals on the runner's GPU; None where it has none, or torch is missing."""
     from tiledsched.measure.gpu import GpuRunner
-    from tiledsched.measure.rivals import RivalRaces, can_race
+    from tiledsched.rivals.races import RivalRaces, can_race
 
     if not isinstance(runner, GpuRunner) or not can_race(kernel):
         return None

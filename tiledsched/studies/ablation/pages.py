@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tiledsched.core.text import figure, joined, plural, ratio
-from tiledsched.report.answer import longer
+from tiledsched.core.text import change, figure, joined, longer, plural, ratio, times_as_fast
 from tiledsched.report.document import Block, Chart, Heading, Paragraph, Table, write_document
-from tiledsched.report.vega import BLUE, ORANGE, RED, Spec, chart, quantity, tips, titled, word
-from tiledsched.studies.ablation.rows import LADDER, TRIED, WITHOUT, AblationRow
-from tiledsched.studies.phrases import first_line, times_as_fast
+from tiledsched.report.vega import BLUE, ORANGE, RED, Spec, quantity, tips, titled, word
+from tiledsched.studies.ablation.ladder import LADDER, TRIED, WITHOUT, AblationRow
+from tiledsched.studies.pages import first_line, labelled_bars, untimed
 
 SMALL = 0.01
 """A knob that costs less than this when it is turned back is said to cost little."""
@@ -44,10 +43,7 @@ def document(rows: Sequence[AblationRow]) -> list[Block]:
         for row in rows
         if not row.timing and (row.view != TRIED or row.status != "not recorded")
     ]
-    if failed:
-        heading = Heading(text="What has no time", folded=bool(timed))
-        blocks += [heading, Table(head=("problem", "schedule", "why"), rows=failed)]
-    return blocks
+    return blocks + untimed(("problem", "schedule", "why"), failed, folded=bool(timed))
 
 
 def answer(rows: Sequence[AblationRow]) -> str:
@@ -147,14 +143,14 @@ def without_rows(rows: Sequence[AblationRow]) -> list[dict[str, Any]]:
         for row in rows
         if row.view == WITHOUT and row.timing and row.speedup_over_previous
     ]
-    return [{**row, "said": f"{row['percent']:+.1f}%"} for row in sorted(found, key=lambda row: -row["percent"])]
+    return [{**row, "said": change(row["percent"] / 100)} for row in sorted(found, key=lambda row: -row["percent"])]
 
 
 def _ladder(rows: list[dict[str, Any]]) -> Spec:
     most = max(row["us"] for row in rows)
     x = quantity("us", "time, µs", scale={"domain": [0, most * 1.5], "nice": False})
     colour = word("kind", None, scale={"domain": ["plain", "rung"], "range": [ORANGE, BLUE]}, legend=None)
-    return _labelled(rows, x, colour, tips(what="change", said="time"))
+    return _bars(rows, x, colour, tips(what="change", said="time"))
 
 
 def _without(rows: list[dict[str, Any]]) -> Spec:
@@ -162,23 +158,16 @@ def _without(rows: list[dict[str, Any]]) -> Spec:
     room = max(max(values) - min(values), 1.0)
     domain = [min(values) - (room * 0.4 if min(values) < 0 else 0.0), max(values) + room * 0.4]
     x = quantity("percent", "how much longer the kernel takes, %", scale={"domain": domain, "nice": False})
-    return _labelled(rows, x, {"value": RED}, tips(what="turned back", said="takes longer by"))
+    return _bars(rows, x, {"value": RED}, tips(what="turned back", said="takes longer by"))
 
 
-def _labelled(rows: list[dict[str, Any]], x: Spec, colour: Spec, hover: list[Spec]) -> Spec:
-    """A bar for each row, with a text at its end."""
-    y = word("what", None, axis={"labelLimit": 200})
-    text = {"type": "text", "align": "left", "dx": 4, "fontSize": 10}
-    layers = [
-        {"mark": "bar", "encoding": {"x": x, "y": y, "color": colour, "tooltip": hover}},
-        {"mark": text, "encoding": {"x": x, "y": y, "text": {"field": "said", "type": "nominal"}}},
-    ]
-    return chart(rows, {"layer": layers, "width": "container"}, height=24 * len(rows))
+def _bars(rows: list[dict[str, Any]], x: Spec, colour: Spec, hover: list[Spec]) -> Spec:
+    place = {"x": x, "y": word("what", None, axis={"labelLimit": 200})}
+    return labelled_bars(rows, place, colour, hover, 24 * len(rows), dx=4, fontSize=10)
 
 
 def _place(row: AblationRow) -> str:
-    where = {LADDER: f"rung {row.rung}", WITHOUT: "turned back", TRIED: f"tried as rung {row.rung}"}
-    return where[row.view]
+    return {LADDER: f"rung {row.rung}", WITHOUT: "turned back", TRIED: f"tried as rung {row.rung}"}[row.view]
 
 
 def _change(row: AblationRow, to: str = "to", code: bool = True) -> str:

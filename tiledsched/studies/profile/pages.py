@@ -8,10 +8,10 @@ from typing import Any
 
 from tiledsched.core.files import csv_text
 from tiledsched.core.problem import Problem
-from tiledsched.core.text import figure, joined, plural, ratio
-from tiledsched.report.answer import longer
+from tiledsched.core.text import figure, joined, longer, plural, ratio
 from tiledsched.report.document import Block, Chart, Heading, Paragraph, Table, to_markdown, write_document
-from tiledsched.report.vega import BLUE, GREEN, ORANGE, RED, Spec, chart, quantity, tips, titled, word
+from tiledsched.report.vega import BLUE, GREEN, ORANGE, RED, Spec, quantity, tips, titled, word
+from tiledsched.studies.pages import labelled_bars
 from tiledsched.studies.profile.metrics import METRICS, STALLS, TIME, MethodProfile, over
 
 STALLS_SHOWN = 6
@@ -94,24 +94,24 @@ def answer(problem: Problem, ran: Sequence[MethodProfile]) -> str:
     first, *others = ran
     values = {metric.column: metric for metric in METRICS}
     lines = []
-    mine = first.value(TIME)
-    if mine:
+    if mine := first.value(TIME):
         line = f"Under the profiler `{first.method}` takes {figure(mine)} µs"
         ratios = [(each.method, each.value(TIME)) for each in others]
         beside = [f"`{method}` {longer(us / mine - 1)}" for method, us in ratios if us]
         lines.append(f"{line}; {joined(beside)}." if beside else f"{line}.")
     tensor = [(each.method, each.value(values["tensor_pipe_pct"])) for each in ran]
-    busy = [f"{value:.0f}% of the time in `{method}`" for method, value in tensor if value is not None]
-    if busy:
-        lines.append(f"The tensor cores are busy {joined(busy)}.")
     moved = [(each.method, over(each, "dram", problem.min_bytes)) for each in ran]
-    times = [f"{value:.2f} times in `{method}`" for method, value in moved if value is not None]
-    if times:
-        lines.append(f"DRAM moves the least possible number of bytes {joined(times)}.")
     waits = [(each.method, next(iter(each.stalls()), "")) for each in ran]
-    most = [f"in `{method}` for {STALLS[reason]}" for method, reason in waits if reason]
-    if most:
-        lines.append(f"Warps wait most {joined(most)}.")
+    sentences = {
+        "The tensor cores are busy": [
+            f"{value:.0f}% of the time in `{name}`" for name, value in tensor if value is not None
+        ],
+        "DRAM moves the least possible number of bytes": [
+            f"{value:.2f} times in `{name}`" for name, value in moved if value is not None
+        ],
+        "Warps wait most": [f"in `{name}` for {STALLS[reason]}" for name, reason in waits if reason],
+    }
+    lines += [f"{what} {joined(words)}." for what, words in sentences.items() if words]
     spilled = [(each.method, each.value(values["spilled_mib"])) for each in ran]
     lines += [f"`{method}` spills registers: {figure(mib)} MiB." for method, mib in spilled if mib]
     return " ".join(lines)
@@ -151,21 +151,14 @@ def _bars(rows: list[dict[str, Any]], title: str, methods: Sequence[str]) -> Spe
     range_ = [COLOURS[place % len(COLOURS)] for place in range(len(methods))]
     colour = word("method", None, scale={"domain": list(methods), "range": range_}, legend={"orient": "bottom"})
     most = max(row["value"] for row in rows) or 1.0
-    shared = {
+    place = {
         "y": word("what", None, axis={"labelLimit": 190}),
         "yOffset": {"field": "method", "sort": list(methods)},
         "x": quantity("value", title, scale={"domain": [0, most * 1.3], "nice": False}),
     }
     hover = tips(what="what", method="method", value=title)
-    layers = [
-        {"mark": "bar", "encoding": {**shared, "color": colour, "tooltip": hover}},
-        {
-            "mark": {"type": "text", "align": "left", "dx": 3, "fontSize": 9.5},
-            "encoding": {**shared, "text": {"field": "said", "type": "nominal"}},
-        },
-    ]
-    lines = len({row["what"] for row in rows}) * (len(methods) * 14 + 8)
-    return chart(rows, {"layer": layers, "width": "container"}, height=lines)
+    height = len({row["what"] for row in rows}) * (len(methods) * 14 + 8)
+    return labelled_bars(rows, place, colour, hover, height, dx=3, fontSize=9.5)
 
 
 def _figures(problem: Problem, ran: Sequence[MethodProfile]) -> list[Block]:
