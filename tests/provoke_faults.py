@@ -35,8 +35,8 @@ from tiledsched.core import extras, space_files
 from tiledsched.core.errors import Failure, FailureKind, MeasureError
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention import Attention
+from tiledsched.measure.arrays import Launch
 from tiledsched.measure.gpu import GpuRunner, Timeouts
-from tiledsched.measure.launch import Launch
 from tiledsched.measure.runner import Candidate, Failed, Measurement
 from tiledsched.tuning.race import RaceResult, Rules, race
 

@@ -23,7 +23,7 @@ from tiledsched.serve.entries import Layer, combined, load_entries
 from tiledsched.store.db import TuningDB
 from tiledsched.store.evidence import clocks_of, contradictions, for_compiler, throttled
 from tiledsched.store.exchange import read_table
-from tiledsched.tuning import refresh, tuner
+from tiledsched.tuning import refresh, results
 
 HOT = Conditions(sm_clock_mhz=513, throttle_reasons=("software thermal",))
 FULL = Conditions(sm_clock_mhz=1980)
@@ -131,9 +131,9 @@ def test_a_throttled_tune_says_so_and_the_next_one_learns_nothing_from_it(db, ca
     recorded = Recorded(LANDSCAPES[0])
     slow, full = throttle(recorded, HOT, 3.0), throttle(recorded, FULL, 1.0)
 
-    def report(result) -> tuner.TuneReport:
+    def report(result) -> results.TuneReport:
         entries = db.entries()
-        return tuner.TuneReport(
+        return results.TuneReport(
             kernel=Attention, arch="sm_90", run_id=1, results=[result], entries=entries, measured=True
         )
 

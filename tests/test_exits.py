@@ -34,7 +34,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention import Attention
 from tiledsched.report.document import Chart, Heading, Paragraph, Table, as_png, to_html, to_markdown
 from tiledsched.serve import bundle, entries
-from tiledsched.store import backup, codec, db
+from tiledsched.store import codec, db
 from tiledsched.tuning.options import TuneOptions
 
 ODD = "a\x1b[31m\x00\u202eb\u200f\u2028\x9b1m\ud800\r"
@@ -390,7 +390,7 @@ def test_a_backup_that_fails_leaves_nothing(home):
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
         try:
             with pytest.raises(DatabaseError, match="cannot write"):
-                backup.back_up(opened, home / "copy.db")
+                opened.back_up(home / "copy.db")
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert set(home.iterdir()) == before
