@@ -94,7 +94,7 @@ class Served:
         return replace(self, steps=(*self.steps, step), **changes)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)  # not frozen, because one is made for each plan
 class Question:
     """What the links of the chain are asked: the schedule for a problem on one arch."""
 
@@ -425,6 +425,10 @@ class Forced(Link):
 
 GUESSES: tuple[Finder, ...] = (Neighbours(), Modelled(), OtherKinds(), ColdStart(), Default())
 """The links that know a schedule for a problem that was not measured, one of which always does."""
+EXACT: tuple[Finder, ...] = (Exact(),)
+"""The link for a problem that was measured."""
+SHARED: tuple[Finder, ...] = (Bucket(), *GUESSES)
+"""The links for all problems of about one size that were not."""
 FOUND: tuple[Refiner, ...] = (Sound(), Rivals())
 """The links after one that found a schedule."""
 AT_LAST: tuple[Refiner, ...] = (Published(), Evidence(), Forced())

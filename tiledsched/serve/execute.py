@@ -169,7 +169,10 @@ def launch_first(
     Raises:
         LaunchError: every choice failed.
     """
-    stand_in = None if _is_strict() else stand_in
+    settings = process.settings()
+    strict = settings.compile == "wait" or settings.fallback == "error" or settings.rivals == "off"
+    # What deterministic algorithms compute must not depend on what has been compiled by then.
+    stand_in = None if strict or torch.are_deterministic_algorithms_enabled() else stand_in
     # On a stream other than the default one, torch has a capture warmed up, which is to hold our kernel.
     waits = stand_in is None or bool(process.runtime.current_stream(plan.device))
     building = cache.building.get(key, ())
@@ -212,14 +215,6 @@ def launch_first(
             log.info("%s: %s: the program is built, and serves from now on", plan.name, plan.problem)
         cache.keep_ready(key, plan)
     return result
-
-
-def _is_strict() -> bool:
-    """Whether settings say that nothing but our kernel computes, or that calls wait; or torch's say that every run is to give the
-    same bits, which do not depend on what has been compiled then."""
-    settings = process.settings()
-    never = settings.compile == "wait" or settings.fallback == "error" or settings.rivals == "off"
-    return never or torch.are_deterministic_algorithms_enabled()
 
 
 def _stand_in(plan: Plan, stand_in: Callable[[Plan], Any] | None, launch: Callable[[Plan], Any]) -> Any:

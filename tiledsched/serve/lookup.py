@@ -37,7 +37,7 @@ from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
 from tiledsched.serve.arch_table import ArchTable
-from tiledsched.serve.chain import AT_LAST, GUESSES, Bucket, Exact, Question, Served, Step, find, refined
+from tiledsched.serve.chain import AT_LAST, EXACT, GUESSES, SHARED, Question, Served, Step, find, refined
 from tiledsched.store.evidence import clocks_of
 from tiledsched.store.records import Entry
 from tiledsched.store.spills import Spills, joined
@@ -107,7 +107,7 @@ class LookupTable:
             ConfigError: a forced knob makes the schedule invalid.
         """
         asked = Question(problem=problem, table=self._of_arch(arch), device_name=device_name)
-        served = find([Exact()], asked) or self._shared(asked) or find(GUESSES, asked, NOT_MEASURED)
+        served = find(EXACT, asked) or self._shared(asked) or find(GUESSES, asked, NOT_MEASURED)
         assert served is not None, "there always is a default"
         return refined(AT_LAST, asked, served)
 
@@ -134,7 +134,7 @@ class LookupTable:
         if key not in self._answers:
             if len(self._answers) >= MAX_ANSWERS:
                 self._answers.clear()
-            of_all = find([Bucket(), *GUESSES], replace(asked, problem=about), NOT_MEASURED)
+            of_all = find(SHARED, replace(asked, problem=about), NOT_MEASURED)
             assert of_all is not None
             self._answers[key] = of_all
         served = self._answers[key]

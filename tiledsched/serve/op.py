@@ -264,10 +264,6 @@ class Operator:
         schema = self.schema
         return not (schema.changed or any(each.kind == "list" for each in schema.parameters))
 
-    def _named_numbers(self, plan: Plan, given: Sequence[Any]) -> dict[str, float]:
-        """The run-time numbers of a call that has all its arguments, by name."""
-        return dict(zip(plan.numbers, self._numbers(plan, given), strict=True))
-
     def _numbers(self, plan: Plan, given: Sequence[Any]) -> tuple[float, ...]:
         """The run-time numbers of a call, in the plan's order and of the declared types."""
         numbers = plan.numbers
@@ -342,7 +338,8 @@ class Operator:
         if self._stays_on_host(tensors):
             return self._by_reference(self._named_errors(self.schema.problem, given), given, self._fake(*given))
         plan = self._find(key, given, tensors)
-        computes = stand_in(plan.problem, self._named_numbers(plan, given)) if self._has_rivals else None
+        numbers = dict(zip(plan.numbers, self._numbers(plan, given), strict=True))
+        computes = stand_in(plan.problem, numbers) if self._has_rivals else None
         return launch_first(
             self.cache,
             key,
