@@ -93,7 +93,7 @@ def launch_plan(
     if index != runtime.current_device():  # cuTile launches on the current device, whatever the tensors say
         if index == ELSEWHERE:
             if plan.direct is not None and not first and numbers is None and rival_extras == ():
-                with suppress(Exception):  # whatever fails is tried again, and told, by the long way
+                with suppress(Exception):  # whatever fails is tried again, and reported, by the long way
                     if plan.device == runtime.current_device():
                         out = plan.direct.call(*tensors)
                         _, strides, dtype = plan.outputs[0]
@@ -493,22 +493,22 @@ def scratch_arrays(wanted: tuple[ScratchArray, ...], device: Any, stream: int | 
     key = (wanted, device, stream, threading.get_ident())  # other threads' launches may lie between those of one call
     found = runtime.scratch.get(key)
     if found is None:
-        kept, missing, room = _new_scratch(wanted, device, stream), [], MAX_SHARED_BYTES
-        for place, each in sorted(enumerate(kept), key=lambda one: one[1].nbytes):
+        arrays, missing, room = _new_scratch(wanted, device, stream), [], MAX_SHARED_BYTES
+        for place, each in sorted(enumerate(arrays), key=lambda one: one[1].nbytes):
             room -= each.nbytes
             if room < 0:
                 missing.append(place)
-        if len(missing) < len(kept):
+        if len(missing) < len(arrays):
             if len(runtime.scratch) >= MAX_SHARED:
                 runtime.scratch.clear()
-            runtime.scratch[key] = [None if place in missing else each for place, each in enumerate(kept)], missing
-        return kept
-    kept, missing = found
+            runtime.scratch[key] = [None if place in missing else each for place, each in enumerate(arrays)], missing
+        return arrays
+    arrays, missing = found
     if missing:
-        kept = kept.copy()
+        arrays = arrays.copy()
         for place in missing:
-            (kept[place],) = _new_scratch(wanted[place : place + 1], device, stream)
-    return kept
+            (arrays[place],) = _new_scratch(wanted[place : place + 1], device, stream)
+    return arrays
 
 
 def _new_scratch(wanted: tuple[ScratchArray, ...], device: Any, stream: int | None) -> list[torch.Tensor]:

@@ -206,8 +206,8 @@ class Operator:
 
         Args:
             backward: a second operator. Its inputs are inputs or outputs of this one, by their names, and gradients of outputs:
-                `dOut` is that of `Out`. Its output `dX` is the gradient of the input `X`; inputs without one have none. What it
-                takes beside arrays is what this operator was called with. Only what it reads is saved.
+                `dOut` is that of `Out`. Its output `dX` is the gradient of the input `X`; inputs without one have none. Its
+                other arguments are those that this operator was called with. Only what it reads is saved.
                 Or a function: `backward(ctx, *gradients of the outputs)`, as for `torch.library.register_autograd`; the gradients
                 it returns are those of the first inputs, and None for all others.
             setup_context: for a function: `setup_context(ctx, inputs, output)`; unless given, `ctx.saved_tensors` are the input
@@ -457,7 +457,7 @@ class Operator:
         return (*found, *(None,) * (len(self.schema.parameters) - len(found)))
 
     def _refuse_transforms(self, kernel: Callable[..., Any], keys: Any, *given: Any) -> Any:
-        """What torch calls under autograd: `kernel`, unless a forward-mode derivative is asked for, which launches drop, or a
+        """What torch calls under autograd: `kernel`, unless a forward-mode derivative is wanted, which launches drop, or a
         gradient by torch.func, which torch takes of no operator."""
         if has_tangent(each for argument in given for each in _listed(argument)):
             raise UnsupportedError(

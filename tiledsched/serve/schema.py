@@ -1,4 +1,4 @@
-"""The schema of an operator: the parameters of a kernel's calls, and the problem that given tensors pose.
+"""The schema of an operator: the parameters of a kernel's calls, and the problem that given tensors make up.
 
 Sizes, element types, layouts and the presence of optional arrays are read from the tensors; every field of a problem that
 these do not determine is a parameter of its own. When the problem is known, all tensors are checked against the declaration.
@@ -250,7 +250,7 @@ class OpSchema:
             found.setdefault(each.layout, "column" if strides[-2] == 1 and strides[-1] != 1 else "row")
 
     def problem(self, given: Sequence[Any]) -> Problem:
-        """The problem that a call poses.
+        """The problem of a call.
 
         Raises:
             ProblemError: the kernel has no such problem, or an array does not fit the others; the message names it.
@@ -264,7 +264,7 @@ class OpSchema:
         return p
 
     def empty_problem(self, given: Sequence[Any]) -> Problem | None:
-        """The problem that a call poses where a size is 0 that the kernel needs to be positive; None where there is none.
+        """The problem of a call where a size is 0 that the kernel needs to be positive; None where there is none.
 
         It says how large the outputs are, and nothing is launched for it.
 
@@ -282,7 +282,7 @@ class OpSchema:
         empty = {name: found[name] for name in fields if is_empty(name)}
         if not empty:
             return None
-        # Every other value is checked as usual, beside some allowed size in place of each that is 0.
+        # Every other value is checked as usual, with some allowed size in place of each that is 0.
         allowed = {name: max(1, getattr(fields[name], "least", 1)) for name in empty}
         allowed |= {name: (1,) for name in empty if isinstance(fields[name], Sizes)}
         p = Problem(self.kernel, self.kernel.read_values(found | allowed) | empty)
