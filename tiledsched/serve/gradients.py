@@ -39,25 +39,20 @@ class JoinedBackward:
     def __call__(self, ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         """The gradients of the first operator's inputs."""
         saved = ctx.saved_tensors  # once: what is recomputed under checkpointing is there only once
-        given = []
-        for kind, source in self.sources:
-            if kind == "saved":
-                given.append(saved[source])
-            elif kind == "argument":
-                given.append(ctx.arguments[source])
-            elif kind == "value":
-                given.append(source)
-            else:
-                gradient = gradients[source]
-                absent = gradient is None and kind == "gradient"
-                given.append(_zeros(*ctx.outputs[source]) if absent else gradient)
+        needed = {
+            place: _zeros(*ctx.outputs[place]) if gradients[place] is None else gradients[place]
+            for kind, place in self.sources
+            if kind == "gradient"
+        }
+        values = {"saved": saved, "argument": ctx.arguments, "gradient": needed, "optional": gradients}
+        given = [source if kind == "value" else values[kind][source] for kind, source in self.sources]
         found = self.backward(*given)
         found = found if isinstance(found, tuple) else (found,)
         return tuple(
             found[place]
-            if place is not None and needed
+            if place is not None and is_needed
             else None  # of an input that is missing torch takes nothing else
-            for place, needed in zip(self.results, ctx.needs_input_grad, strict=False)
+            for place, is_needed in zip(self.results, ctx.needs_input_grad, strict=False)
         )
 
 
