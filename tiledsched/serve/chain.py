@@ -157,9 +157,8 @@ class Exact(Link):
             return None
         here = entry.provenance == "measured" and name in ("", entry.device_name)
         said = f"this problem was measured on {'this device' if name and here else table.where(entry)}"
-        if (
-            getattr(question.problem, "wide", False) and not entry.problem.wide
-        ):  # other machine code of the same schedule
+        # With 64-bit indices the same schedule is other machine code.
+        if getattr(question.problem, "wide", False) and not entry.problem.wide:
             here, said = False, f"{said}, but not in its wide form: these tensors take 64-bit indices"
         return Served(
             schedule=entry.schedule,
@@ -394,6 +393,8 @@ class Forced(Link):
             ConfigError: a forced knob is unknown or has a value that cannot work.
         """
         forced, space, arch = question.table.forced, question.table.space, question.table.arch
+        if not forced:
+            return served
         for name, value in forced.items():
             if name not in space.knobs:
                 raise ConfigError(f"forced knob {name!r} is not in {space.source}; known are {', '.join(space.knobs)}")
@@ -411,9 +412,7 @@ class Forced(Link):
         # A researcher may leave the listed choices and the paths explored, but not what the constraints say cannot work.
         # Where the rest of what is served does not go with them, the rest of the default may.
         broken = ""
-        for base, rest in (
-            ((served.schedule, ""), (question.default, ", and the rest is the default's")) if forced else ()
-        ):
+        for base, rest in ((served.schedule, ""), (question.default, ", and the rest is the default's")):
             schedule = base.replace(**forced)
             values = space.constraint_values(question.problem) | dict(schedule)
             unmet = "; ".join(f"{c.require} ({c.because})" for c in space.needed if not c.holds(values))
@@ -422,9 +421,7 @@ class Forced(Link):
                 steps, entry = (*served.steps, step), served.entry
                 return Served(schedule=schedule, provenance="forced", steps=steps, entry=entry, forced=forced)
             broken = broken or unmet
-        if broken:
-            raise ConfigError(f"forced knobs {forced} cannot work for {question.problem} on {arch}: {broken}")
-        return served
+        raise ConfigError(f"forced knobs {forced} cannot work for {question.problem} on {arch}: {broken}")
 
 
 GUESSES: tuple[Finder, ...] = (Neighbours(), Modelled(), OtherKinds(), ColdStart(), Default())
