@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import signal
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
@@ -31,6 +32,30 @@ if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # in the background of a script; processes that tests start inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class Printed(NamedTuple):
+    """What a command printed."""
+
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """Its standard output, as JSON."""
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def cli(capsys):
+    """Run the command line: check the exit code, and return what was printed."""
+    from tiledsched.cli import main
+
+    def run(words, *, code: int = 0, **fakes) -> Printed:
+        assert main(words, **fakes) == code
+        return Printed(*capsys.readouterr())
+
+    return run
 
 
 def pytest_collection_finish() -> None:

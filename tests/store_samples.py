@@ -187,9 +187,10 @@ def fill(db: TuningDB) -> None:
 def fill_fleet(db: TuningDB) -> None:
     """A row in every table of a fleet's."""
     from tiledsched.fleet.campaign import CampaignPlan, Outcome
+    from tiledsched.fleet.clock import Clock
     from tiledsched.fleet.leases import Leases
 
-    leases = Leases(db, clock=lambda: START)
+    leases = Leases(db, clock=Clock(now=lambda: START))
     campaign = leases.open(CampaignPlan(job="tune", kernel="attention", problems={"sm_90": [PROBLEM]}))
     worker = leases.join(campaign.id, hostname="host", pid=1, gpu="GPU-1", device_name=DEVICE.name, arch="sm_90")
     told = {"fingerprint": "f" * 24, "median_us": 100.0, "ci_low_us": 99.0, "ci_high_us": 101.0}

@@ -89,13 +89,12 @@ def test_lengths_of_decoding_are_one_problem(folder):
 
 
 def test_packed_sequences_operators_and_functional_kernels_are_seen(folder):
-    from tiledsched.ops import functions
 
     with ts.capture(folder):
         x, w = torch.ones(5, 100, dtype=torch.float16), torch.ones(100, dtype=torch.float16)
         for _ in range(3):
             norm(x, w)
-        functions.softmax(torch.ones(4, 64, dtype=torch.float16))
+        ts.softmax(torch.ones(4, 64, dtype=torch.float16))
         q, k, v = (torch.ones(20, 2, 16, dtype=torch.float16) for _ in range(3))
         ends = torch.tensor([0, 8, 20], dtype=torch.int32)
         sdpa_varlen(q, k, v, ends)
@@ -123,11 +122,11 @@ def test_layouts_are_told(folder):
 
 
 def test_a_rival_that_serves_is_told_and_counted_once(folder, monkeypatch):
+    from tiledsched.rivals.offers import Offer, Rival
     from tiledsched.serve import plan as plans
-    from tiledsched.serve.rivals import Rival, RivalOffer
 
     def rivals(served, make):
-        offer = RivalOffer(name="other", ratio=0.5, capturable=False, reason="it is faster")
+        offer = Offer(name="other", ratio=0.5, capturable=False, reason="it is faster")
         rival = Rival(offer=offer, call=lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v))
         return rival, None
 

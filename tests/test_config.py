@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tiledsched.build.artifacts import default_cache_folder
+from tiledsched.build.store import default_cache_folder
 from tiledsched.cli import main
 from tiledsched.core import config
 from tiledsched.core.config import SETTINGS, configure, knob_kinds, load_settings

@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from store_samples import PROBLEM, fill
 
-from tiledsched.build.artifacts import ArtifactStore
+from tiledsched.build.store import ProgramStore
 from tiledsched.cli.problems import read_problems
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import TiledschedError
@@ -262,7 +262,7 @@ def go_on_with(path: Path) -> None:
                 with contextlib.suppress(TiledschedError):
                     export_foreign(recorded(db, line.problem, line.device_name, line.regime), folder, form)
         for one in db.measurements():
-            ArtifactStore(folder).get(one.measurement.device.arch, one.measurement.fingerprint or "0")
+            ProgramStore(folder).get(one.measurement.device.arch, one.measurement.fingerprint or "0")
         with contextlib.suppress(TiledschedError):
             ReplayRunner(
                 Attention, RecordedPrograms(read_table(path), space_for("sm_90", Attention)).measurements

@@ -24,6 +24,7 @@ from tiledsched.store.db import TuningDB
 from tiledsched.store.engine import HEAD
 from tiledsched.store.exchange import export_table, read_table
 
+pytestmark = pytest.mark.slow
 TRIES = int(os.environ.get("KILLS", "2"))
 MERGING = """
     import sys

@@ -31,10 +31,9 @@ from tiledsched.build.cubin import join, parts
 from tiledsched.build.host_code import host_arch
 from tiledsched.core.arrays import ArraySpec
 from tiledsched.core.errors import ConfigError, LaunchError, ProblemError, UnsupportedError
-from tiledsched.core.launch import signature as signature_of
+from tiledsched.core.launches import signature as signature_of
 from tiledsched.kernels.matmul import Matmul
 from tiledsched.measure.runner import Device
-from tiledsched.ops import functions
 from tiledsched.serve import execute, process
 from tiledsched.serve import plan as serve_plan
 from tiledsched.serve.bundle import BundledProgram, write_bundle
@@ -115,15 +114,15 @@ COMPUTED = {
         for one in (columns, torch.clone)
         for other in (columns, torch.clone)
     },
-    "linear": (functions.matmul, (X, WEIGHT.t()), lambda x, weight: torch.nn.functional.linear(x, weight.t())),
-    "a matrix": (functions.matmul, (X[0], WEIGHT.t()), torch.matmul),
-    "rms_norm": (functions.rms_norm, (X, W, 1e-3), lambda x, w, eps: norm_of_torch(x, (64,), w, eps)),
+    "linear": (ts.matmul, (X, WEIGHT.t()), lambda x, weight: torch.nn.functional.linear(x, weight.t())),
+    "a matrix": (ts.matmul, (X[0], WEIGHT.t()), torch.matmul),
+    "rms_norm": (ts.rms_norm, (X, W, 1e-3), lambda x, w, eps: norm_of_torch(x, (64,), w, eps)),
     "rms_norm of a sum": (
-        lambda x, w: functions.rms_norm(x, w, residual=x),
+        lambda x, w: ts.rms_norm(x, w, residual=x),
         (X, W),
         lambda x, w: (norm_of_torch(x + x, (64,), w, 1e-5), x + x),
     ),
-    "softmax": (functions.softmax, (X,), lambda x: x.softmax(-1)),
+    "softmax": (ts.softmax, (X,), lambda x: x.softmax(-1)),
 }
 
 
@@ -557,7 +556,7 @@ def test_products_of_nothing(launches, dtype, m, n, k) -> None:
         torch.testing.assert_close(found, (a @ b).float(), rtol=0, atol=0)
     with capturing():
         torch.testing.assert_close(product(a, b), (a @ b).float(), rtol=0, atol=0)
-    torch.testing.assert_close(functions.matmul(a[None], b), a[None] @ b, rtol=0, atol=0)
+    torch.testing.assert_close(ts.matmul(a[None], b), a[None] @ b, rtol=0, atol=0)
     assert not launches
     with pytest.raises(ProblemError, match="k"):
         product(a, torch.ones(k + 1, n, dtype=dtype))
@@ -575,7 +574,7 @@ NOTHING = {
     **{
         f"{call.__name__} {shape}": (call, (torch.ones(shape).half(), *more), torch.ones(shape).half())
         for shape in ((0, 7), (4, 0), (0, 0), (2, 0, 7), (2, 3, 0), (0,))
-        for call, more in ((functions.softmax, ()), (functions.rms_norm, (torch.ones(shape[-1]).half(),)))
+        for call, more in ((ts.softmax, ()), (ts.rms_norm, (torch.ones(shape[-1]).half(),)))
     },
 }
 

@@ -24,8 +24,8 @@ from tiledsched.measure.replay import ReplayRunner
 from tiledsched.measure.runner import Batch, Checked, Conditions
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import export_landscape, read_table
+from tiledsched.tuning.builder import Builder
 from tiledsched.tuning.options import RecordOptions
-from tiledsched.tuning.programs import Builder
 from tiledsched.tuning.record import COVERAGE, FIELD, LEADERS, SUSTAINED, Recorder, plan
 
 ROOT = Path(__file__).parent.parent
@@ -126,9 +126,6 @@ class Compiler(FakeBuilds):
         if self.works:
             return artifact(self.fingerprint(schedule, self.version))
         return Failure(kind=FailureKind.COMPILE_ERROR, message="no")
-
-    def get(self, arch, fingerprint):
-        return artifact(fingerprint)
 
 
 def true_us(candidate, regime) -> float:

@@ -27,10 +27,10 @@ from tiledsched.measure.replay import ReplayRunner
 from tiledsched.measure.runner import Checked, Measurement, RivalTime
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import TableFile, read_table
+from tiledsched.tuning.builder import Builder
 from tiledsched.tuning.effort import EFFORTS
 from tiledsched.tuning.options import TuneOptions
 from tiledsched.tuning.prior import Elsewhere, Shipped, estimator, plain_schedules, promising_part
-from tiledsched.tuning.programs import Builder
 from tiledsched.tuning.tuner import NO_SEARCH, Silent, Tuner
 
 LANDSCAPES = sorted((data_files.tuning_db() / "landscapes" / "attention").glob("*_burst_*.json.xz"))

@@ -16,7 +16,7 @@ from tiledsched.core import data_files
 from tiledsched.core.config import Settings
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ConfigError, Failure, FailureKind
-from tiledsched.core.launch import problem_class
+from tiledsched.core.launches import problem_class
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.resources import MAX_SPILL_BYTES

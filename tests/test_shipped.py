@@ -16,7 +16,7 @@ from kernel_checks import check
 from tiledsched.build.toolchain import installed_toolchain
 from tiledsched.core import data_files
 from tiledsched.core.device import arch_spec
-from tiledsched.core.launch import steps
+from tiledsched.core.launches import steps
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.resources import spilled

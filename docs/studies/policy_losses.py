@@ -24,7 +24,6 @@ from pathlib import Path
 
 from docs.studies.landscapes import Landscape, read_landscape, shape_of
 from docs.studies.policy import ANY, Judged, Study, summary
-from tiledsched.bench.rows import read_rows
 from tiledsched.build.toolchain import release
 from tiledsched.core.device import arch_spec
 from tiledsched.core.files import write_whole
@@ -33,6 +32,7 @@ from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.report.document import Table, to_markdown
+from tiledsched.rivals.rows import read_rows
 from tiledsched.serve.transfer import NEAR_KIND, ExpectedLoss, transfer
 from tiledsched.store.evidence import for_compiler
 from tiledsched.store.exchange import read_table, read_text

@@ -24,9 +24,10 @@ from tiledsched.cli.app import (
     made_folder,
     option,
 )
-from tiledsched.cli.output import note, plural, print_table
+from tiledsched.cli.output import note, print_table
 from tiledsched.core.errors import ConfigError, FailureKind
 from tiledsched.core.files import csv_cell
+from tiledsched.core.text import plural
 
 if TYPE_CHECKING:
     from tiledsched.store.db import TuningDB

@@ -9,7 +9,7 @@ from tiledsched.core.errors import ProblemError
 from tiledsched.core.problem import Problem
 from tiledsched.core.storage import strides_of
 from tiledsched.kernels.attention import Attention
-from tiledsched.kernels.attention.rivals import empty_output, late_rivals
+from tiledsched.kernels.attention.backends import empty_output, raced
 from tiledsched.kernels.attention.scales import scales
 from tiledsched.kernels.attention.similarity import FEW_ROWS
 from tiledsched.ops.arguments import check_tensors, unserved
@@ -149,7 +149,7 @@ class AttentionCall(NamedTuple):
             numbers = dict(zip(("scale_log2", "cap_scale"), scales(problem, scale, cap), strict=True))
         except ProblemError as error:
             return str(error)
-        decision = choose("sdpa", problem, (q, k, v), lambda: late_rivals(problem, scale, cap), served)
+        decision = choose("sdpa", problem, (q, k, v), lambda: raced(problem, scale, cap, late=True), served)
         if isinstance(decision, str):
             return decision
         decodes = q.shape[2] <= FEW_ROWS and features is NO_FEATURES

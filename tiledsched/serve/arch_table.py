@@ -15,7 +15,7 @@ from tiledsched.core.errors import SpaceError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import SearchSpace, accuracy_class
-from tiledsched.serve.forecast import TimedProblems, timed_problems
+from tiledsched.rivals.forecast import TimedProblems, timed_problems
 from tiledsched.serve.transfer import NEAR_KIND, TransferParameters, log_us
 from tiledsched.store.evidence import for_compiler, precedence
 from tiledsched.store.records import Entry

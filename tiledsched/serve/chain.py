@@ -15,8 +15,8 @@ from typing import Any
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import HINT_KNOBS, KnobValue, Schedule, allowed_hints
+from tiledsched.rivals.offers import Offer, expected_offers, forecast_offers, measured_offers, published_offers
 from tiledsched.serve.arch_table import MEASURED_PROVENANCES, ArchTable
-from tiledsched.serve.rivals import RivalOffer, expected_offers, forecast_offers, measured_offers, published_offers
 from tiledsched.serve.transfer import (
     ALTERNATIVES,
     OTHER_KIND,
@@ -73,7 +73,7 @@ class Served:
     expected_loss: ExpectedLoss | None = None
     """How much slower than the best schedule choices like this one were where every schedule was measured; None where that is
     not known."""
-    rivals: tuple[RivalOffer, ...] = ()
+    rivals: tuple[Offer, ...] = ()
     """Rivals that are faster, the fastest first: the first that is installed is called in place of the schedule."""
     gated: tuple[Problem, ...] = ()
     """The problems on which the accuracy gate passed this schedule on a GPU."""
@@ -335,7 +335,7 @@ class Rivals(Link):
         return replace(served, rivals=expected_offers(problem, question.alike, loss))
 
     @staticmethod
-    def _of_own(question: Question, entry: Entry, here: bool) -> tuple[RivalOffer, ...]:
+    def _of_own(question: Question, entry: Entry, here: bool) -> tuple[Offer, ...]:
         """By the times in the problem's own entry, measured on this device or not; of rivals that were not timed there, by those
         on similar problems."""
         where = "this device" if question.device_name else question.table.where(entry)

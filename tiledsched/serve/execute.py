@@ -18,6 +18,7 @@ from cuda.tile import TileError
 from torch.autograd import forward_ad
 
 from tiledsched.core.errors import LaunchError, ProblemError, RivalError
+from tiledsched.rivals.offers import ELSEWHERE, Rival
 from tiledsched.serve import process
 from tiledsched.serve.background import Build
 from tiledsched.serve.chain import Served
@@ -25,7 +26,6 @@ from tiledsched.serve.explain import Explanation, launched_fingerprint
 from tiledsched.serve.plan import Plan, ScratchArray, next_choice
 from tiledsched.serve.plan_cache import PlanCache
 from tiledsched.serve.prebuilt import BuildingError, missed_builds, not_waiting
-from tiledsched.serve.rivals import ELSEWHERE, Rival
 
 log = logging.getLogger("tiledsched")
 MAX_SHARED_BYTES, MAX_SHARED = 1 << 20, 64

@@ -25,6 +25,7 @@ from tiledsched.core.errors import ConfigError, DeclarationError, LaunchError, P
 from tiledsched.core.problem import Declaration, KernelClass, Problem
 from tiledsched.core.registry import load_kernel
 from tiledsched.core.storage import PACKED, POWERS_OF_TWO, to_float, to_storage
+from tiledsched.rivals.offers import stand_in
 from tiledsched.serve import process
 from tiledsched.serve.chain import Served
 from tiledsched.serve.execute import (
@@ -42,7 +43,6 @@ from tiledsched.serve.flops import inform_counters, set_formula
 from tiledsched.serve.gradients import join
 from tiledsched.serve.plan import Plan, beyond_int32, choose, make_plan, overlaps_itself, torch_type
 from tiledsched.serve.plan_cache import PlanCache, are_ordinary, call_key
-from tiledsched.serve.rivals import stand_in
 from tiledsched.serve.schema import NO_DEFAULT, OpSchema
 
 _NAME = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*")

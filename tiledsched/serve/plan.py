@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from tiledsched.core.arrays import LARGEST_INT32, ArraySpec
-from tiledsched.core.launch import Step, scratch, steps
+from tiledsched.core.launches import Step, scratch, steps
 from tiledsched.core.problem import Problem
 from tiledsched.core.storage import strides_of, tile_type
+from tiledsched.rivals.offers import ELSEWHERE, Rival, choose_rivals
 from tiledsched.serve import capture, process
 from tiledsched.serve.chain import Served
-from tiledsched.serve.rivals import ELSEWHERE, Rival, choose_rivals
 from tiledsched.serve.schema import Output
 
 ScratchArray = tuple[tuple[int, ...], tuple[int, ...], Any, int | None]

@@ -121,7 +121,7 @@ def recorded(db: TuningDB, problem: Problem, device_name: str, regime: str) -> R
 
 
 def _serves(build: BuildRecord, problem: Problem, device: Device) -> bool:
-    from tiledsched.core.launch import problem_class  # imports cuTile
+    from tiledsched.core.launches import problem_class  # imports cuTile
 
     try:
         return problem_class(problem.declaration, problem, build.schedule, device) == build.problem_class
