@@ -104,6 +104,7 @@ class Operator:
         kinds = [each.kind for each in schema.parameters]
         self._arrays = len(schema.inputs)
         self._scalars = len(kinds) - kinds.count("scalar")
+        self._has_rivals = not (schema.changed or "list" in kinds)  # they take single arrays and change none
         defaults = tuple(each.default for each in schema.parameters)
         self._tails = {
             count: defaults[count:] for count in range(len(defaults) + 1) if NO_DEFAULT not in defaults[count:]
@@ -257,12 +258,6 @@ class Operator:
         counts = tuple([len(each) if isinstance(each, (list, tuple)) else each is not None for each in arrays])
         flat = tuple([each for array in in_lists for each in array])
         return flat, (*[tuple(each) if isinstance(each, list) else each for each in options], counts)
-
-    @property
-    def _has_rivals(self) -> bool:
-        """Whether something else may compute: it takes single arrays and changes none of them."""
-        schema = self.schema
-        return not (schema.changed or any(each.kind == "list" for each in schema.parameters))
 
     def _numbers(self, plan: Plan, given: Sequence[Any]) -> tuple[float, ...]:
         """The run-time numbers of a call, in the plan's order and of the declared types."""
