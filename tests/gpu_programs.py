@@ -405,7 +405,7 @@ def write(path: Path, wanted: Sequence[Program]) -> dict[str, int]:
     problem, of how each of its programs is launched.
     """
     from tiledsched.build.cubin import read_artifact
-    from tiledsched.measure.launch import launch_of
+    from tiledsched.measure.arrays import launch_of
 
     codes: dict[str, bytes] = {}
     cases: dict[Problem, dict[str, Any]] = {}

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
+import pytest
 import sqlalchemy as sa
 from postgres import server
 
@@ -29,7 +30,7 @@ from tiledsched.store.engine import resolve_url
 from tiledsched.store.models import RunRow
 from tiledsched.store.records import BuildRecord, Entry, StoredMeasurement
 
-BACKENDS = ("file", "postgresql")
+BACKENDS = ("file", pytest.param("postgresql", marks=pytest.mark.slow))
 START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
 TOOLCHAIN = Toolchain(cuda_tile="1.7.0", tileiras="13.4.12", ptxas="13.4.12", nvvm="13.4.12")
 DEVICE = Device(

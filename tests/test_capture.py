@@ -24,7 +24,7 @@ from tiledsched.core.errors import ConfigError
 from tiledsched.ops.sdpa import sdpa
 from tiledsched.ops.varlen import sdpa_varlen
 from tiledsched.serve import capture as capturing_module
-from tiledsched.store.seen import clear_seen, read_seen, seen_folder
+from tiledsched.store.captured_calls import clear_seen, read_seen, seen_folder
 
 pytestmark = pytest.mark.usefixtures("launches")
 norm = ts.op("tiledsched_tests::seen_rms_norm", kernels.RmsNorm)

@@ -547,7 +547,7 @@ def test_what_was_measured_is_answered_at_80_columns(capsys, monkeypatch, stored
     import store_samples
 
     from tiledsched.cli import tuned_output
-    from tiledsched.tuning.tuner import TuneReport, TuneResult
+    from tiledsched.tuning.results import TuneReport, TuneResult
 
     long = Schedule(tile_m=128, tile_n=64, **{f"a_knob_with_a_long_name_{i}": i for i in range(1, 4)})
     entry = store_samples.entry(

@@ -26,7 +26,7 @@ from tiledsched.store.db import TuningDB
 from tiledsched.store.evidence import clocks_of, contradictions, for_compiler, throttled
 from tiledsched.store.exchange import read_table
 from tiledsched.tuning.refresh import Refreshed, RefreshReport
-from tiledsched.tuning.tuner import TuneReport
+from tiledsched.tuning.results import TuneReport
 
 HOT = Conditions(sm_clock_mhz=513, throttle_reasons=("software thermal",))
 FULL = Conditions(sm_clock_mhz=1980)

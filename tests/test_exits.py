@@ -40,7 +40,6 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.report.document import Chart, Heading, Paragraph, Table, as_png, to_html, to_markdown
 from tiledsched.serve.bundle import read_bundle
 from tiledsched.serve.entries import load_entries
-from tiledsched.store.backup import back_up
 from tiledsched.store.codec import decode
 from tiledsched.store.db import TuningDB
 from tiledsched.tuning.options import TuneOptions
@@ -398,7 +397,7 @@ def test_a_backup_that_fails_leaves_nothing(home):
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
         try:
             with pytest.raises(DatabaseError, match="cannot write"):
-                back_up(opened, home / "copy.db")
+                opened.back_up(home / "copy.db")
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert set(home.iterdir()) == before

@@ -42,8 +42,8 @@ from tiledsched.rivals.offers import Offer, Rival
 from tiledsched.serve import background, prebuilt, process
 from tiledsched.serve.background import BackgroundBuilder, Build, BuildRequest
 from tiledsched.serve.entries import layers
+from tiledsched.store.captured_calls import read_seen
 from tiledsched.store.db import TuningDB
-from tiledsched.store.seen import read_seen
 
 CODE = StoredProgram(cubin=b"machine code", symbol="attention")
 WORKER = (sys.executable, str(Path(__file__).parent / "fake_build_worker.py"))

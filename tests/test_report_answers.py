@@ -90,7 +90,7 @@ def test_the_winners_are_a_file_of_candidates(db, tmp_path):
     add_times(db, grid(occupancies=(1.3, 1.0)), problem=CAUSAL)
     report = report_of(db)
     (tmp_path / "winners.csv").write_text(winners_csv(report))
-    read = read_candidates(tmp_path / "winners.csv", space_for("sm_90", Attention))
+    read, *_ = read_candidates(tmp_path / "winners.csv", space_for("sm_90", Attention))
     assert [Schedule(each) for each in read] == [one.best.schedule for one in report.measured.problems]
 
 

@@ -28,13 +28,14 @@ from tiledsched.serve.chain import Served
 from tiledsched.serve.entries import load_table
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.transfer import ExpectedLoss
+from tiledsched.store.captured_calls import SeenProblem
 from tiledsched.store.db import TuningDB
-from tiledsched.store.seen import SeenProblem
 from tiledsched.tuning.options import TuneOptions
 from tiledsched.tuning.resources import Tools
+from tiledsched.tuning.search import NO_SEARCH
 from tiledsched.tuning.seen import ASSUMED_LOSSES, RIVAL_LOSS, SeenWorth, rank, tune_by_worth, worth_of
 from tiledsched.tuning.session import Session
-from tiledsched.tuning.tuner import LEAST_SEARCH_S, NO_SEARCH, Tuner
+from tiledsched.tuning.tuner import LEAST_SEARCH_S, Tuner
 
 H200 = Device(name="NVIDIA H200", arch="sm_90", sm_count=132)
 SCALE = '''

@@ -236,10 +236,8 @@ def backup(run: Invocation, file: str, force: bool) -> None:
     \b
     tiledsched db backup tuning-backup.db
     """
-    from tiledsched.store.backup import back_up
-
     with run.open_db(read_only=True) as db:
-        size = back_up(db, file, replace=force)
+        size = db.back_up(file, replace=force)
     run.print({"file": file, "bytes": size}, f"{size:,} bytes written to {file}")
 
 

@@ -33,8 +33,8 @@ from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import SHIPPED
 from tiledsched.core.text import plural
 from tiledsched.measure.nvml import UNNAMED
+from tiledsched.store.captured_calls import clear_seen
 from tiledsched.store.records import PROVENANCES
-from tiledsched.store.seen import clear_seen
 from tiledsched.tuning.options import TuneOptions
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def _show_landscapes(run: Invocation, kernel: str | None, arch: str | None) -> N
         with run.open_db(read_only=True) as db:
             lines = db.landscapes(arch, kernel)
             compared = [
-                one for one in compare_regimes(db.latest_measurements()) if kernel in (None, one.problem.kernel)
+                one for one in compare_regimes(db.measurements(latest=True)) if kernel in (None, one.problem.kernel)
             ]
     if not lines:
         note("nothing is measured in your database; tune on a GPU first, or db import a landscape")

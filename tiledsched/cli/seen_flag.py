@@ -18,7 +18,7 @@ from tiledsched.cli.problems import matching
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.text import duration, plural
-from tiledsched.store.seen import Seen, read_seen, seen_folder
+from tiledsched.store.captured_calls import Seen, read_seen, seen_folder
 
 if TYPE_CHECKING:
     from tiledsched.tuning.seen import SeenWorth

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tiledsched.checking.schedules import CheckRow
     from tiledsched.measure.runner import RivalTime
     from tiledsched.store import records
-    from tiledsched.tuning import record, refresh, seen, tuner
+    from tiledsched.tuning import record, refresh, results, seen
 
 LOW_CLOCK = (
     "Times at a low clock decide little: let the GPU cool, or check its power supply (nvidia-smi -q -d PERFORMANCE), and tune "
@@ -29,7 +29,7 @@ NO_DIFFERENCE = 5e-4
 """Relative differences below this are printed as none."""
 
 
-def tune_result_json(result: tuner.TuneResult) -> dict[str, Any]:
+def tune_result_json(result: results.TuneResult) -> dict[str, Any]:
     """One problem's tuning, in numbers."""
     numbers = ("stored", "schedules", "programs", "compiled", "measured", "failed", "left", "over_default")
     return {
@@ -43,7 +43,7 @@ def tune_result_json(result: tuner.TuneResult) -> dict[str, Any]:
     }
 
 
-def tuned_json(reports: Sequence[tuner.TuneReport]) -> dict[str, Any]:
+def tuned_json(reports: Sequence[results.TuneReport]) -> dict[str, Any]:
     """The `results` and `entries` of tunes, as `--json` prints them."""
     return {
         "results": [tune_result_json(result) for report in reports for result in report.results],
@@ -51,7 +51,7 @@ def tuned_json(reports: Sequence[tuner.TuneReport]) -> dict[str, Any]:
     }
 
 
-def print_tuned(report: tuner.TuneReport, replayed: str = "") -> None:
+def print_tuned(report: results.TuneReport, replayed: str = "") -> None:
     """Print for each problem what wins, by how much, and what it took to find it; of a replay, on which GPU it was recorded."""
     if replayed:
         print_wrapped(
@@ -123,7 +123,7 @@ def _candidates(rows: Mapping[str, int]) -> str:
     )
 
 
-def _verdict(result: tuner.TuneResult, entry: records.Entry, how: str) -> str:
+def _verdict(result: results.TuneResult, entry: records.Entry, how: str) -> str:
     """How fast the winner is and by how much it wins; or which stronger entry stays in its place."""
     from tiledsched.store.evidence import throttled
 

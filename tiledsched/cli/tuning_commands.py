@@ -36,8 +36,8 @@ from tiledsched.tuning.options import CHECK_ARCH, CheckOptions, RecordOptions, R
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tiledsched.store.seen import Seen
-    from tiledsched.tuning.tuner import TuneReport
+    from tiledsched.store.captured_calls import Seen
+    from tiledsched.tuning.results import TuneReport
 
 
 @command("tune")

@@ -71,8 +71,7 @@ class SeenProblem:
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict."""
-        own = ("place", "arch", "device", "layouts", "calls", "processes", "provenance", "schedule", "rival")
-        return {"problem": self.problem, "sample": self.sample, **{name: getattr(self, name) for name in own}}
+        return dict(vars(self))
 
 
 @dataclass(frozen=True, kw_only=True)
