@@ -255,6 +255,10 @@ def test_errors_are_those_of_all_pairs_together() -> None:
 # Cells
 
 
+RIGHT = {"max_abs_err": 1e-3, "rel_err": 2e-4, "compared": "4/64"}
+OF_OURS = {**RIGHT, "schedule": "64x64", "provenance": "measured"}
+
+
 class Harness:
     """A harness without a GPU: methods take `TIMES`; `failing` ones have a status; of `late` ones, the host is too slow; `dies` breaks
     at that problem."""
@@ -273,9 +277,7 @@ class Harness:
             Ready(
                 method=method,
                 trial=Trial(call=lambda: None, look_us=TIMES.get(method.name, 300.0)),
-                error=None if method.name == "matmul" else Error(max_abs=1e-3, relative=2e-4),
-                compared="" if method.name == "matmul" else "4/64",
-                details={"schedule": "64x64", "provenance": "measured"} if method.name == OURS else {},
+                fields={} if method.name == "matmul" else (OF_OURS if method.name == OURS else RIGHT),
             )
             for method in methods
             if method.name not in self.failing

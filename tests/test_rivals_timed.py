@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import sys
 import types
@@ -30,7 +29,7 @@ from tiledsched.measure.torch_timing import CYCLES_PER_US, TorchStopwatch, host_
 from tiledsched.ops.bench import methods_of
 from tiledsched.rivals.bench import bench_cell
 from tiledsched.rivals.methods import OURS
-from tiledsched.rivals.races import RivalRaces, RivalSamples, rival_time
+from tiledsched.rivals.races import RivalRaces, rival_time
 from tiledsched.rivals.worker import Rivals
 
 METHODS = methods_of(Attention)
@@ -136,17 +135,14 @@ def test_the_hosts_cost_is_that_of_a_call_alone() -> None:
 def test_times_are_paired_by_round_and_late_rounds_left_out() -> None:
     ours = tuple(100.0 + number for number in range(12))
     theirs = tuple(0.9 * each for each in ours)
-    told = RivalSamples(
-        name="one", samples_us=(math.nan, *theirs[1:]), ours_us=ours, host_us=20.04, capturable=True, version="1"
-    )
-    time = rival_time(told)
+    how = {"host_us": 20.04, "capturable": True, "version": "1"}
+    time = rival_time("one", (math.nan, *theirs[1:]), ours, **how)
     assert (time.samples, time.host_us, time.capturable, time.failure) == (11, 20.0, True, "")
     assert (time.ratio, time.ratio_low, time.ratio_high) == pytest.approx((0.9, 0.9, 0.9))
     assert time.median_us == pytest.approx(0.9 * time.ours_us)
-    none = rival_time(dataclasses.replace(told, samples_us=(math.nan,) * 12))
-    assert none.failure == "host too slow: the GPU waited for it nearly every time"
-    assert none.ratio is None
-    assert rival_time(RivalSamples(name="one", failure="no")).failure == "no"
+    none = rival_time("one", (math.nan,) * 12, ours, **how)
+    assert (none.failure, none.ratio) == ("host too slow: the GPU waited for it nearly every time", None)
+    assert rival_time("one", theirs, ours, **how, failure="no").failure == "no"
 
 
 CUDA_NAMES = ("Event", "_sleep", "synchronize", "empty_cache", "stream", "CUDAGraph", "graph")
@@ -216,7 +212,7 @@ def test_every_rival_is_checked_and_timed_beside_our_winner(process) -> None:
     assert told["few"].failure == "it returns 0 arrays; the outputs are Out"
     assert told["shape"].failure == "its Out has shape (1, 16), not (8, 16)"
     for name in ("torch", "mine"):
-        assert len(told[name].samples_us) == len(told[name].ours_us) == 8
+        assert told[name].samples == 8
         assert told[name].failure == ""
         assert told[name].capturable
     assert told["torch"].version == f"torch {torch.__version__}"
@@ -245,7 +241,7 @@ def test_rivals_of_what_works_in_place_work_on_copies(process) -> None:
     arrays.changed = [arrays.specs["X"]]
     before = arrays.cases[0].inputs["X"].copy()
     (found,) = process.race({"torch": lambda X, Y: X.add_(Y)})
-    assert (found.failure, len(found.samples_us)) == ("", 8)
+    assert (found.failure, found.samples) == ("", 8)
     assert (arrays.cases[0].inputs["X"] == before).all()
 
 

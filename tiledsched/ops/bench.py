@@ -13,7 +13,7 @@ from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import load_kernel
 from tiledsched.core.rivals import Method
 from tiledsched.ops.own_methods import own_methods, own_outputs
-from tiledsched.rivals.bench import BenchOptions, Harness, run_bench
+from tiledsched.rivals.bench import BenchOptions, run_bench
 from tiledsched.rivals.methods import CEILING, MATMUL, methods_beside
 from tiledsched.rivals.rows import BenchRow, Cell, append_rows, finished_cells
 from tiledsched.rivals.sampling import USUAL_PACE, Pace
@@ -67,7 +67,7 @@ def bench_here(
     rounds: int = 30,
     budget_s: float | None = None,
     verify: bool = False,
-    harness: Harness | None = None,
+    harness: Any = None,
     pace: Pace = USUAL_PACE,
     path: Path | None = None,
     progress: Callable[[str], None] = lambda text: None,
@@ -110,5 +110,5 @@ def bench_here(
             append_rows(rows, path)
 
     with holding_current_gpu(), config.configure(compile="wait"):  # torch is not to be timed as ours
-        here: Any = harness or TorchHarness(verify=verify, own=own_outputs)
+        here = harness or TorchHarness(verify=verify, own=own_outputs)
         return run_bench(problems, options, here, done=done, keep=keep, progress=progress)

@@ -7,11 +7,10 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 
-from tiledsched.checking.errors import Error
 from tiledsched.core.blame import first_line
 from tiledsched.core.problem import Problem
 from tiledsched.core.rivals import Method
@@ -49,12 +48,8 @@ class Ready:
     """What a few calls took; its rough time is of one sample, which may be a replay of `launches` calls."""
     launches: int = 0
     """Calls in one CUDA graph; 0 where the method is called without a graph."""
-    error: Error | None = None
-    """Its error against float64; None for the matmul."""
-    compared: str = ""
-    """How much of the output was compared: `all`, or a number of (batch, head) pairs such as `4/64`."""
-    details: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of its row that only our own methods have: schedule, provenance, measured_program."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of its row: of its error against float64, and for our own methods schedule, provenance and measured_program."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,35 +66,10 @@ class PreparedCell:
     """Records the state of the GPU."""
 
 
-class Harness(Protocol):
-    """The GPU and the libraries on it; tests replace it."""
-
-    device: str
-    """Name of the GPU."""
-    versions: str
-    """Driver and libraries, in one line."""
-
-    def prepare(self, problem: Problem, methods: Sequence[Method], regime: str) -> PreparedCell:
-        """Make inputs and reference, run every method once, and compare its outputs.
-
-        Raises:
-            MeasureError: the GPU cannot be used any more.
-        """
-        ...
-
-    def check(self) -> None:
-        """Make sure that the GPU can still be used.
-
-        Raises:
-            MeasureError: it cannot.
-        """
-        ...
-
-
 def run_bench(
     problems: Sequence[Problem],
     options: BenchOptions,
-    harness: Harness,
+    harness: Any,
     *,
     done: Collection[Cell] = (),
     keep: Callable[[Sequence[BenchRow]], None] = lambda rows: None,
@@ -111,7 +81,7 @@ def run_bench(
     Args:
         problems: what to compute.
         options: methods, regimes and how long.
-        harness: what runs the methods.
+        harness: what runs the methods, as :class:`tiledsched.rivals.harness.TorchHarness` does; tests bring another.
         done: cells to leave out.
         keep: called with the rows of each cell as soon as they are known.
         progress: called with a line for each cell.
@@ -149,7 +119,7 @@ def _times_of(rows: Sequence[BenchRow]) -> str:
 
 
 def bench_cell(
-    harness: Harness, cell: Cell, options: BenchOptions, share_s: float | None = None, still_warm: bool = False
+    harness: Any, cell: Cell, options: BenchOptions, share_s: float | None = None, still_warm: bool = False
 ) -> list[BenchRow]:
     """The rows of one cell, in the order of the methods.
 
@@ -190,13 +160,22 @@ def bench_cell(
             conditions=conditions,
             taken=f"{datetime.now(timezone.utc):%Y-%m-%d}",
         )
-        timed = method.name in samples
-        rows.append(_with_times(row, ready[method.name], samples[method.name]) if timed else row)
+        if method.name in samples:
+            timed, own = samples[method.name], ready[method.name]
+            row = replace(
+                row,
+                timing=Timing.of(timed),
+                p95_us=float(numpy.percentile(timed, 95)),
+                samples=len(timed),
+                conditions=replace(conditions, graph_launches=own.launches),
+                **own.fields,
+            )
+        rows.append(row)
     return _against_ceiling(rows)
 
 
 def _sampled(
-    harness: Harness, prepared: PreparedCell, counts: Sequence[int], cell: Cell, pace: Pace, failed: dict[str, str]
+    harness: Any, prepared: PreparedCell, counts: Sequence[int], cell: Cell, pace: Pace, failed: dict[str, str]
 ) -> dict[str, list[float]]:
     """Method -> its samples in microseconds. Methods without enough of them are added to `failed`."""
     regime, problem = cell
@@ -221,21 +200,6 @@ def _sampled(
                 "times are the host's"
             )
     return enough
-
-
-def _with_times(row: BenchRow, ready: Ready, samples: Sequence[float]) -> BenchRow:
-    if ready.error is not None:
-        error = ready.error
-        row = replace(row, max_abs_err=error.max_abs, rel_err=error.relative, output_errs=error.by_output)
-        row = replace(row, compared=ready.compared)
-    return replace(
-        row,
-        timing=Timing.of(samples),
-        p95_us=float(numpy.percentile(samples, 95)),
-        samples=len(samples),
-        conditions=replace(row.conditions, graph_launches=ready.launches),
-        **ready.details,
-    )
 
 
 def _against_ceiling(rows: Sequence[BenchRow]) -> list[BenchRow]:

@@ -57,7 +57,11 @@ class TorchHarness:
         self._flush = torch.empty(max(2 * device.l2_bytes, 1 << 26), dtype=torch.uint8, device="cuda")
 
     def prepare(self, problem: Problem, methods: Sequence[Method], regime: str) -> PreparedCell:
-        """See `tiledsched.rivals.bench.Harness`."""
+        """Make inputs and reference, run every method once, and compare its outputs with float64.
+
+        Raises:
+            MeasureError: the GPU cannot be used any more.
+        """
         torch, failed = self._torch, {}
         found: list[Ready] = []
         try:
@@ -83,11 +87,15 @@ class TorchHarness:
                 trial = replace(ready.trial, look_us=ready.trial.look_us * GRAPH_LAUNCHES)
                 ready = replace(ready, trial=trial, launches=count)
             about = details(ready.method, case.arrays, verify=self._verify, captured=count > 0)
-            found[index] = replace(ready, details=about)
+            found[index] = replace(ready, fields={**ready.fields, **about})
         return PreparedCell(ready=tuple(found), failed=failed, watch=watch, log=ConditionsLog(ask=asked))
 
     def check(self) -> None:
-        """See `tiledsched.rivals.bench.Harness`."""
+        """Make sure that the GPU can still be used.
+
+        Raises:
+            MeasureError: it cannot.
+        """
         try:
             self._torch.cuda.synchronize()
         except RuntimeError as error:
@@ -113,8 +121,11 @@ class TorchHarness:
         except Exception as error:
             self._check_context(method, error)
             return "out of memory" if _out_of_memory(error) else first_line(error)
-        wrong = found.verdict(output_dtype(problem)) if found else ""
-        return wrong or Ready(method=method, trial=trial, error=found, compared=case.compared if found else "")
+        if found is None:
+            return Ready(method=method, trial=trial)
+        about = {"max_abs_err": found.max_abs, "rel_err": found.relative, "output_errs": found.by_output}
+        about["compared"] = case.compared
+        return found.verdict(output_dtype(problem)) or Ready(method=method, trial=trial, fields=about)
 
     def _check_context(self, method: Method, error: Exception) -> None:
         """Make sure that the GPU can still be used after `error`. An illegal access breaks the CUDA context of this
