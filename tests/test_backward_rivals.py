@@ -18,6 +18,7 @@ from tiledsched.core.rivals import call_on
 from tiledsched.kernels.attention.backends import FLASH_4
 from tiledsched.kernels.attention_backward import backends as rivals
 from tiledsched.kernels.attention_backward.declaration import AttentionBackward
+from tiledsched.kernels.attention_backward.reference import attention_gradients
 from tiledsched.measure.torch_arrays import as_tensors
 from tiledsched.ops.bench import methods_of
 from tiledsched.ops.own_methods import own_outputs
@@ -71,25 +72,20 @@ def gradients(q, k, v, out, dout, lse, scale, *, shift, causal, window, cap=0.0,
 
     `shift` is how far below the first row the mask's diagonal begins.
     """
-    q, k, v, out, dout = (each.double() for each in (q, k, v, out, dout))
-    group = q.shape[1] // k.shape[1]
-    keys, values = (each.repeat_interleave(group, 1) for each in (k, v))
-    logits = q @ keys.transpose(-1, -2) * scale
-    capped = cap * torch.tanh(logits / cap) if cap else logits
-    row, column = torch.arange(q.shape[2])[:, None] + shift, torch.arange(k.shape[2])[None]
-    left, right = (None, 0) if causal else window
-    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
-    seen &= column <= row + right if right is not None else seen
-    seen &= column >= row - left if left is not None else seen
-    p = torch.where(seen, (capped - lse.double()[..., None]).exp(), 0.0)
-    delta = (out * dout).sum(-1, keepdim=True) - (0.0 if dlse is None else dlse[..., None])
-    ds = p * (dout @ values.transpose(-1, -2) - delta) * (1 - (capped / cap) ** 2 if cap else 1.0) * scale
-    dk, dv = (each.unflatten(1, (-1, group)).sum(2) for each in (ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dout))
-    found = [ds @ keys, dk, dv]
-    if sinks is not None:
-        share = (sinks.double()[None, :, None] - lse.double()).exp()
-        found.append(-(share[..., None] * delta).sum((0, 2, 3)))
-    return found
+    left, right = window
+    named = {"sinks": sinks, "dlse": dlse}
+    found = attention_gradients(
+        numpy,
+        *(each.double().numpy() for each in (q, k, v, out, dout, lse)),
+        causal=causal or right is not None,
+        alignment="bottom_right" if shift else "top_left",
+        window=0 if left is None else left + 1,
+        window_right=right or 0,
+        scale=scale,
+        cap=cap,
+        **{name: each.double().numpy() for name, each in named.items() if each is not None},
+    )
+    return [torch.from_numpy(each) for each in (found if sinks is not None else found[:3])]
 
 
 def flash_4(
