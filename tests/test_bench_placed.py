@@ -136,23 +136,15 @@ def test_rows_tell_of_every_method(cuda, others) -> None:  # noqa: F811
     assert 0 < rows[VARLEN].rel_err < 1e-3
 
 
-def test_rows_lie_before_heads_and_nothing_is_copied(cuda, launches, others) -> None:  # noqa: F811
-    seen = []
-
-    def make(arrays, real=METHODS[FLASH_4].make):
-        seen.append(arrays)
-        return real(arrays)
-
-    for asked in (PACKED[1], PAGED[0]):
-        TOLD.clear()
-        cell([dataclasses.replace(METHODS[FLASH_4], make=make)], problem=asked)
-        q, k = seen[-1].tensors[:2]
-        assert q[0].transpose(0, 1).is_contiguous()
-        assert k.transpose(1, 2).is_contiguous()
-        most_q, most_k, *at = TOLD[0]
-        assert at == [q.data_ptr(), k.data_ptr()]
-        lengths = seen[-1].tensors[3].diff() if asked.packed else None
-        assert (most_q, most_k) == ((int(lengths.max()),) * 2 if asked.packed else (None, None))
+@pytest.mark.parametrize("asked", [PACKED[1], PAGED[0]], ids=str)
+def test_rows_lie_before_heads_and_nothing_is_copied(cuda, others, asked) -> None:  # noqa: F811
+    arrays = make_case(torch, sys.modules["cupy"], asked).arrays
+    METHODS[FLASH_4].make(arrays)()
+    q, k = arrays.tensors[:2]
+    assert q[0].transpose(0, 1).is_contiguous()
+    assert k.transpose(1, 2).is_contiguous()
+    longest = int(arrays.tensors[3].diff().max()) if asked.packed else None
+    assert TOLD[0] == (longest, longest, q.data_ptr(), k.data_ptr())
 
 
 def test_masks_at_the_top_left_of_what_is_packed_apart_are_ours_and_flex_attention_s(cuda, launches, others) -> None:  # noqa: F811

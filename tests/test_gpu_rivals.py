@@ -64,6 +64,16 @@ def tensors():
     return tuple(torch.randn(shape, generator=generator, device="cuda").to(torch.bfloat16) for _ in range(3))
 
 
+def replayed(call):
+    """What a call returns that a CUDA graph has captured, after a replay."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    graph.replay()
+    return out
+
+
 @pytest.mark.measures
 def test_torchs_backends_are_timed_beside_the_winner(tuned) -> None:
     times = {each.name: each for each in tuned.rivals}
@@ -101,11 +111,7 @@ def test_each_serves_where_it_is_said_to_be_faster(tuned, monkeypatch, name) -> 
         assert out.stride() == rows_first[0].stride()
         torch.testing.assert_close(out, own, rtol=2e-2, atol=2e-2)
         if time.capturable:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                out = sdpa(q, k, v, causal=True)
-            graph.replay()
-            torch.testing.assert_close(out, own, rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(replayed(lambda: sdpa(q, k, v, causal=True)), own, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("page", [0, 16, 64, 128])
@@ -140,12 +146,7 @@ def test_rivals_of_packed_sequences_and_pages_are_right(name, packed, page, wind
         stored = {"Out": as_stored(torch, numpy, out.cpu(), spec)}
         errors = case_errors(numpy, [spec], stored, case, Attention.tolerance(p, ours), Attention.check_tile(p, ours))
         assert wrong_result(errors, case) is None
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            again = call()
-        graph.replay()
-        torch.testing.assert_close(again, out)
+        torch.testing.assert_close(replayed(call), out)
 
 
 @pytest.mark.measures
@@ -178,11 +179,7 @@ def test_one_whose_host_is_slow_serves_in_graphs_alone(tuned, monkeypatch, name)
         with torch.cuda.stream(stream):
             assert torch.equal(sdpa(q, k, v, causal=True), own)
         torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = sdpa(q, k, v, causal=True)
-        graph.replay()
-        torch.testing.assert_close(out, own, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(replayed(lambda: sdpa(q, k, v, causal=True)), own, rtol=2e-2, atol=2e-2)
     assert called == [False, True]
 
 
@@ -250,12 +247,7 @@ def test_gradients_of_rivals_are_right_by_our_log_sum_exp_and_graphs_hold_them(a
             for made, wanted in zip(found, right, strict=True):
                 error = (made.double().cpu() - torch.from_numpy(wanted)).norm() / numpy.linalg.norm(wanted)
                 assert error < (2e-2 if p.dtype == "bfloat16" else 4e-3), (name, float(error))
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                again = call()
-            graph.replay()
-            for made, before in zip(again, found, strict=True):
+            for made, before in zip(replayed(call), found, strict=True):
                 if p.deterministic:
                     assert torch.equal(made, before)
                 torch.testing.assert_close(made, before, rtol=2e-2, atol=2e-2)
