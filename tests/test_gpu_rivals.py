@@ -71,6 +71,7 @@ def replayed(call):
     with torch.cuda.graph(graph):
         out = call()
     graph.replay()
+    torch.cuda.synchronize()
     return out
 
 
