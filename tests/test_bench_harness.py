@@ -340,10 +340,10 @@ def test_the_rivals_of_kernels_that_ship_compute_what_the_kernels_do(cuda, name,
     """On the CPU: torch's own operators, the second time into the same output."""
     from tiledsched.core.registry import kernel_named
     from tiledsched.rivals.cases import case_error, make_case
-    from tiledsched.rivals.methods import methods_beside
+    from tiledsched.rivals.methods import rival_methods
 
     problem, cupy = kernel_named(name).problem(**sizes), sys.modules["cupy"]
-    found = {each.name: each for each in methods_beside(problem.declaration, [problem])}
+    found = {each.name: each for each in rival_methods(problem.declaration, [problem])}
     assert list(found)[:2] == ["torch", "torch_compile"]
     case = make_case(torch, cupy, problem)
     call = found["torch"].make(case.arrays)
@@ -355,10 +355,10 @@ def test_the_rivals_of_kernels_that_ship_compute_what_the_kernels_do(cuda, name,
 
 def test_what_torch_does_not_take_has_no_rival_of_torchs() -> None:
     from tiledsched.core.registry import kernel_named
-    from tiledsched.rivals.methods import methods_beside
+    from tiledsched.rivals.methods import rival_methods
 
     refused = {"scaled_matmul": {"m": 16, "n": 32, "k": 48, "dtype": "float8_e5m2"}}
     refused["grouped_matmul"] = {"tokens": 40, "experts": 3, "n": 33, "k": 48}
     for name, sizes in refused.items():
         problem = kernel_named(name).problem(**sizes)
-        assert (methods_beside(problem.declaration, [problem]), problem.declaration.rivals(problem)) == ([], {})
+        assert (rival_methods(problem.declaration, [problem]), problem.declaration.rivals(problem)) == ([], {})

@@ -185,7 +185,7 @@ def test_one_whose_host_is_slow_serves_in_graphs_alone(tuned, monkeypatch, name)
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "sizes",
     [
         {},
         {"causal": False, "kv_heads": 4},
@@ -195,10 +195,10 @@ def test_one_whose_host_is_slow_serves_in_graphs_alone(tuned, monkeypatch, name)
     ],
     ids=str,
 )
-def test_a_second_call_of_flash_attention_4_is_of_its_compiled_function(monkeypatch, asked) -> None:
+def test_a_second_call_of_flash_attention_4_is_of_its_compiled_function(monkeypatch, sizes) -> None:
 
     function = pytest.importorskip("flash_attn.cute.interface")._flash_attn_fwd
-    problem = Attention.problem(**{**SIZES, **asked})
+    problem = Attention.problem(**{**SIZES, **sizes})
     kept = flash_attention_4(problem)
     for seed in range(3):
         torch.manual_seed(seed)
@@ -217,7 +217,7 @@ PACKED = {"batch": 1, "packed": 5, "causal": True, "alignment": "bottom_right"}
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "sizes",
     [
         {},
         {"causal": True, "head_dim": 128},
@@ -231,10 +231,10 @@ PACKED = {"batch": 1, "packed": 5, "causal": True, "alignment": "bottom_right"}
     ],
     ids=str,
 )
-def test_gradients_of_rivals_are_right_by_our_log_sum_exp_and_graphs_hold_them(asked) -> None:
+def test_gradients_of_rivals_are_right_by_our_log_sum_exp_and_graphs_hold_them(sizes) -> None:
     """The output and the log-sum-exp are computed in float32. A deterministic rival gives the same bits again."""
 
-    p = AttentionBackward.problem(**{**BACKWARD, **asked})
+    p = AttentionBackward.problem(**{**BACKWARD, **sizes})
     if not raced_backward(p):
         pytest.skip("FlashAttention-4 is not installed")
     stored = random_inputs(AttentionBackward, numpy, numpy.random.default_rng(2), p)

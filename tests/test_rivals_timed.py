@@ -205,18 +205,18 @@ def test_every_rival_is_checked_and_timed_beside_our_winner(process) -> None:
             "shape": lambda X, Y: X[:1] + Y[:1],
         }
     )
-    told = {each.name: each for each in found}
-    assert list(told) == ["torch", "wrong", "refuses", "mine", "few", "shape"]
-    assert told["wrong"].failure.startswith("wrong result: ")
-    assert told["refuses"].failure == "RuntimeError: No available kernel."
-    assert told["few"].failure == "it returns 0 arrays; the outputs are Out"
-    assert told["shape"].failure == "its Out has shape (1, 16), not (8, 16)"
+    times = {each.name: each for each in found}
+    assert list(times) == ["torch", "wrong", "refuses", "mine", "few", "shape"]
+    assert times["wrong"].failure.startswith("wrong result: ")
+    assert times["refuses"].failure == "RuntimeError: No available kernel."
+    assert times["few"].failure == "it returns 0 arrays; the outputs are Out"
+    assert times["shape"].failure == "its Out has shape (1, 16), not (8, 16)"
     for name in ("torch", "mine"):
-        assert told[name].samples == 8
-        assert told[name].failure == ""
-        assert told[name].capturable
-    assert told["torch"].version == f"torch {torch.__version__}"
-    assert told["mine"].version == "mine 1"
+        assert times[name].samples == 8
+        assert times[name].failure == ""
+        assert times[name].capturable
+    assert times["torch"].version == f"torch {torch.__version__}"
+    assert times["mine"].version == "mine 1"
     assert len(process.launched) == 1 + 8  # of ours, on torch's stream
     assert set(process.streams) == {7}
 
@@ -285,6 +285,7 @@ def test_a_process_that_cannot_be_started_is_told_once(races, caplog) -> None:
     assert caplog.text.count("rivals are not timed: the GPU cannot be used: ") == 1
 
 
+@pytest.mark.slow
 def test_two_processes_on_a_made_up_gpu_race_our_winner_and_its_rivals(races) -> None:
     runner, timer = races("fake_rival_worker.py")
     found = {each.name: each for each in timer.race(PROBLEM, candidate(100.0))}
@@ -331,12 +332,12 @@ REFUSED = [
 ONLY_FLEX = [problem(causal=True, lengths=True, window=9), problem(causal=True, starts=True, softcap=True, sinks=True)]
 
 
-@pytest.mark.parametrize("asked", [*COMPUTED, *REFUSED], ids=str)
-def test_flash_attention_4_computes_what_it_can_and_refuses_the_rest_as_a_status(cuda, flash_4, asked) -> None:  # noqa: F811
-    row = cell([METHODS["flash_attention_4"]], problem=asked)["flash_attention_4"]
-    computes = asked in COMPUTED
+@pytest.mark.parametrize("p", [*COMPUTED, *REFUSED], ids=str)
+def test_flash_attention_4_computes_what_it_can_and_refuses_the_rest_as_a_status(cuda, flash_4, p) -> None:  # noqa: F811
+    row = cell([METHODS["flash_attention_4"]], problem=p)["flash_attention_4"]
+    computes = p in COMPUTED
     assert row.status.startswith("ok" if computes else "not served: FlashAttention-4 ")
-    assert ("flash_attention_4" in attention_rivals.raced(asked)) is (row.median_us is not None) is computes
+    assert ("flash_attention_4" in attention_rivals.raced(p)) is (row.median_us is not None) is computes
     assert not computes or 0 < row.rel_err < 1e-3
 
 
@@ -436,17 +437,17 @@ def test_torchs_backends_are_rivals_where_their_masks_are_ours() -> None:
     assert "torch_efficient" not in attention_rivals.raced(problem())  # grouped heads
 
 
-@pytest.mark.parametrize("asked", [COMPUTED[0], *COMPUTED[2:4], COMPUTED[-1], *ONLY_FLEX], ids=str)
-def test_flex_attention_and_masks_compute_what_is_asked_for(cuda, monkeypatch, asked) -> None:  # noqa: F811
+@pytest.mark.parametrize("p", [COMPUTED[0], *COMPUTED[2:4], COMPUTED[-1], *ONLY_FLEX], ids=str)
+def test_flex_attention_and_masks_compute_what_is_asked_for(cuda, monkeypatch, p) -> None:  # noqa: F811
     from torch.nn.attention import flex_attention as flex
 
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(torch.compiler, "reset", lambda: None)
     monkeypatch.setattr(flex, "create_block_mask", partial(flex.create_block_mask, _compile=False))
     flex_here = dataclasses.replace(METHODS["torch_flex"], package="")  # Triton is not needed where nothing is compiled
-    rows = cell([flex_here, METHODS["torch_auto"], METHODS["eager"]], problem=asked)
+    rows = cell([flex_here, METHODS["torch_auto"], METHODS["eager"]], problem=p)
     said = {name: row.status if row.median_us is None or row.rel_err < 1e-3 else "wrong" for name, row in rows.items()}
-    plain = asked is COMPUTED[0]
+    plain = p is COMPUTED[0]
     assert said["torch_flex"].startswith("not served: it is compiled for windows" if plain else "ok")
-    assert said["torch_auto"].startswith("not served: it knows no softcap, sinks" if asked.sinks else "ok")
+    assert said["torch_auto"].startswith("not served: it knows no softcap, sinks" if p.sinks else "ok")
     assert said["eager"].startswith("ok" if plain else "not served: it knows no ")

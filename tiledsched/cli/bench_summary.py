@@ -27,7 +27,7 @@ class CellSummary:
     ours_us: float
     """Our time in microseconds."""
     rival_us: float
-    """Time of the fastest rival. Rivals are torch's backends and FlashAttention-4, which torch can be told to use."""
+    """Time of the fastest rival. Rivals are torch's backends and FlashAttention-4, which torch can be set to use."""
     rival_method: str
     """Name of that rival."""
     ratio: float

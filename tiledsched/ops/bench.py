@@ -14,7 +14,7 @@ from tiledsched.core.registry import load_kernel
 from tiledsched.core.rivals import Method
 from tiledsched.ops.own_methods import own_methods, own_outputs
 from tiledsched.rivals.bench import BenchOptions, run_bench
-from tiledsched.rivals.methods import CEILING, MATMUL, methods_beside
+from tiledsched.rivals.methods import CEILING, MATMUL, rival_methods
 from tiledsched.rivals.rows import BenchRow, Cell, append_rows, finished_cells
 from tiledsched.rivals.sampling import USUAL_PACE, Pace
 
@@ -23,7 +23,7 @@ def methods_of(kernel: KernelClass, problems: Sequence[Problem] = ()) -> Mapping
     """The methods for a kernel by name, in the order of the rows: our own, every rival that it has for one of the problems, and
     the matmul.
     """
-    return {each.name: each for each in (*own_methods(kernel), *methods_beside(kernel, problems), CEILING)}
+    return {each.name: each for each in (*own_methods(kernel), *rival_methods(kernel, problems), CEILING)}
 
 
 def choose_methods(

@@ -34,7 +34,7 @@ class TorchHarness:
     """Runs methods on the current CUDA device.
 
     Args:
-        verify: also compile what our own method launches, where that can be told, and compare its machine code with the
+        verify: also compile what our own method launches, where that is known, and compare its machine code with the
             measured artifact; about a second a problem.
         own: computes a problem by our own kernel; see :func:`tiledsched.rivals.cases.make_case`.
 

@@ -1,4 +1,4 @@
-"""The methods that a kernel names beside our own, and the names of ours, which `tiledsched.ops.bench` makes."""
+"""The methods of a bench that are rivals of our kernel, and the names of the methods that run our own code."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ SERVED = "served"
 LEFT_OUT = "left_out"
 """The method that runs what would be served if nobody had tuned the suites that hold the problem."""
 DETERMINISTIC = "deterministic"
-"""The method that runs our kernel with a fixed order of sums, where a kernel may be asked for that."""
+"""The method that runs our kernel with a fixed order of sums, where a kernel has the flag `deterministic`."""
 FLASH_4 = "flash_attention_4"
-"""FlashAttention-4, which torch can be told to use: a summary counts it among torch's methods."""
+"""FlashAttention-4. torch can be set to use it, so a summary counts it among torch's methods."""
 MATMUL = "matmul"
 MATMUL_SIZE = 8192
 """Rows and columns of the square matrices whose product is the practical ceiling of arithmetic."""
@@ -36,9 +36,9 @@ def rivals_module(kernel: KernelClass) -> Any:
     return importlib.import_module(f"{folder}.rivals")
 
 
-def methods_beside(kernel: KernelClass, problems: Sequence[Problem]) -> list[Method]:
-    """The methods beside our own: those that the kernel's folder lists and that know one of the problems, where some are named;
-    of a kernel that does not ship, the rivals that it names for one of them.
+def rival_methods(kernel: KernelClass, problems: Sequence[Problem]) -> list[Method]:
+    """The rivals of a kernel as methods: those that the kernel's folder lists and that know one of the problems, or any where no
+    problem is named; of a kernel that does not ship, the rivals that it names for one of the problems.
     """
     module = rivals_module(kernel)
     if module is not None:

@@ -32,7 +32,7 @@ from tiledsched.rivals.races import rival_time
 from tiledsched.rivals.trials import Trial, capture_short, try_call
 
 LONGEST = 200
-"""Characters of an error's first line that are told."""
+"""Most characters of an error's first line that are reported."""
 
 
 class Rivals:
@@ -70,7 +70,7 @@ class Rivals:
                     for name, each in found.items()
                 ]
             finally:
-                with suppress(RuntimeError):  # of a context that is lost, which is told elsewhere
+                with suppress(RuntimeError):  # where the context is lost, another error says so
                     torch.cuda.empty_cache()
 
     def _try(self, function: Function, arrays: ProblemArrays, launch: Launch, flush: Any) -> Trial | str:
