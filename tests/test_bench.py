@@ -27,10 +27,9 @@ from tiledsched.ops.bench import bench_here, choose_methods, methods_of
 from tiledsched.ops.own_methods import UNTUNED, untuned_schedule
 from tiledsched.rivals.bench import BenchOptions, PreparedCell, Ready, bench_cell, run_bench
 from tiledsched.rivals.harness import TorchHarness
-from tiledsched.rivals.methods import OURS
+from tiledsched.rivals.methods import OURS, Trial
 from tiledsched.rivals.rows import COLUMNS, BenchRow, append_rows, finished_cells, read_rows
 from tiledsched.rivals.sampling import LEAST_SAMPLES, QUEUED, Pace, sample_counts, sample_in_turn, spread_evenly
-from tiledsched.rivals.trials import Trial
 
 METHODS = methods_of(Attention)
 SUITES = {name: Attention.suite(name) for name in Attention.suites}

@@ -239,7 +239,7 @@ def test_inputs_that_do_not_fit_are_a_status_of_every_method(cuda, monkeypatch) 
 
 
 def test_short_calls_are_graphs_when_sustained_and_calls_that_cannot_be_captured_are_not(cuda, monkeypatch) -> None:
-    monkeypatch.setattr("tiledsched.rivals.trials.GRAPH_BELOW_US", 1e9)
+    monkeypatch.setattr("tiledsched.rivals.methods.GRAPH_BELOW_US", 1e9)
 
     def make(arrays):
         result = METHODS["torch_auto"].make(arrays)()
@@ -339,8 +339,7 @@ def test_any_kernel_is_timed_beside_the_rivals_it_names(cuda, tmp_path, monkeypa
 def test_the_rivals_of_kernels_that_ship_compute_what_the_kernels_do(cuda, name, sizes) -> None:
     """On the CPU: torch's own operators, the second time into the same output."""
     from tiledsched.core.registry import kernel_named
-    from tiledsched.rivals.cases import case_error, make_case
-    from tiledsched.rivals.methods import rival_methods
+    from tiledsched.rivals.methods import case_error, make_case, rival_methods
 
     problem, cupy = kernel_named(name).problem(**sizes), sys.modules["cupy"]
     found = {each.name: each for each in rival_methods(problem.declaration, [problem])}

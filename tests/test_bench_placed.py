@@ -29,9 +29,8 @@ from tiledsched.ops import plans
 from tiledsched.ops import sdpa as serve
 from tiledsched.ops.bench import methods_of
 from tiledsched.ops.varlen import sdpa_paged, sdpa_varlen
-from tiledsched.rivals.cases import case_error, make_case
 from tiledsched.rivals.harness import details
-from tiledsched.rivals.methods import OURS, SERVED
+from tiledsched.rivals.methods import OURS, SERVED, case_error, make_case
 from tiledsched.serve.lookup import LookupTable
 
 METHODS = methods_of(Attention)

@@ -8,8 +8,7 @@ from tiledsched.cli.bench_summary import summarise
 from tiledsched.kernels.attention import Attention
 from tiledsched.ops.bench import choose_methods, methods_of
 from tiledsched.rivals.bench import BenchOptions, run_bench
-from tiledsched.rivals.cases import case_error, make_case
-from tiledsched.rivals.methods import OURS, SERVED
+from tiledsched.rivals.methods import OURS, SERVED, case_error, make_case
 
 torch = pytest.importorskip("torch")
 cupy = pytest.importorskip("cupy")

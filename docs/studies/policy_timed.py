@@ -148,7 +148,7 @@ def _build(problem: Problem, answers: Sequence[Served]) -> None:
     import cupy
     import torch
 
-    from tiledsched.rivals.cases import make_case
+    from tiledsched.rivals.methods import make_case
 
     try:
         arrays = make_case(torch, cupy, problem).arrays

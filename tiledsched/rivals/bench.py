@@ -16,10 +16,9 @@ from tiledsched.core.problem import Problem
 from tiledsched.core.rivals import Method
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.timing import STILL_WARM_S, Log, Stopwatch
-from tiledsched.rivals.methods import MATMUL
+from tiledsched.rivals.methods import MATMUL, Trial
 from tiledsched.rivals.rows import OK, BenchRow, Cell
 from tiledsched.rivals.sampling import LEAST_SAMPLES, USUAL_PACE, Pace, sample_counts, sample_in_turn
-from tiledsched.rivals.trials import Trial
 
 
 @dataclass(frozen=True, kw_only=True)

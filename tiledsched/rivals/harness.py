@@ -22,9 +22,15 @@ from tiledsched.measure.nvml import ConditionsLog, current_device
 from tiledsched.measure.timing import GRAPH_LAUNCHES
 from tiledsched.measure.torch_timing import TorchStopwatch
 from tiledsched.rivals.bench import PreparedCell, Ready
-from tiledsched.rivals.cases import case_error, make_case, our_kernel_is_missing, output_dtype
-from tiledsched.rivals.methods import MATMUL
-from tiledsched.rivals.trials import capture_short, try_call
+from tiledsched.rivals.methods import (
+    MATMUL,
+    capture_short,
+    case_error,
+    make_case,
+    our_kernel_is_missing,
+    output_dtype,
+    try_call,
+)
 
 PACKAGES = ("torch", "triton", "cuda-tile", "tilegym", "flash-attn", "flash-attn-4", "nvidia-cutlass-dsl")
 """Packages whose versions are recorded, where they are installed."""
@@ -36,7 +42,7 @@ class TorchHarness:
     Args:
         verify: also compile what our own method launches, where that is known, and compare its machine code with the
             measured artifact; about a second a problem.
-        own: computes a problem by our own kernel; see :func:`tiledsched.rivals.cases.make_case`.
+        own: computes a problem by our own kernel; see :func:`tiledsched.rivals.methods.make_case`.
 
     Raises:
         MeasureError: torch or CuPy is missing, or torch sees no CUDA device.

@@ -27,9 +27,8 @@ from tiledsched.measure.runner import RivalTime
 from tiledsched.measure.timing import sample_rounds
 from tiledsched.measure.torch_arrays import as_stored, as_tensors
 from tiledsched.measure.torch_timing import TorchStopwatch
-from tiledsched.rivals.cases import as_list, outputs_by_name
+from tiledsched.rivals.methods import Trial, as_list, capture_short, outputs_by_name, try_call
 from tiledsched.rivals.races import rival_time
-from tiledsched.rivals.trials import Trial, capture_short, try_call
 
 LONGEST = 200
 """Most characters of an error's first line that are reported."""

@@ -28,7 +28,7 @@ def main(*arguments: str) -> int:
     from tiledsched.core.registry import load_kernel
     from tiledsched.ops.bench import choose_methods
     from tiledsched.ops.own_methods import own_outputs
-    from tiledsched.rivals.cases import make_case
+    from tiledsched.rivals.methods import make_case
     from tiledsched.serve.process import wait_for_programs
 
     wait_for_programs()
