@@ -464,7 +464,7 @@ def test_explain_and_plan_for_tell_what_backward_does(launches) -> None:
 
 
 def test_backward_calls_are_seen(launches, tmp_path) -> None:
-    from tiledsched.store.seen import read_seen
+    from tiledsched.store.captured_calls import read_seen
 
     given = leaves()
     with ts.capture(tmp_path):

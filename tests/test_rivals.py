@@ -305,7 +305,7 @@ def test_a_rival_is_called_on_the_device_of_the_tensors_and_at_once_where_that_i
 ) -> None:
     attention.run("eager", "eager")
     with monkeypatch.context() as patch:
-        patch.setattr("tiledsched.serve.launch._launch_elsewhere", None)
+        patch.setattr("tiledsched.serve.execute._launch_elsewhere", None)
         attention.run()
     runtime, entered = attention.launches.runtime, []
 

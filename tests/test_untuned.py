@@ -8,7 +8,7 @@ import pytest
 import served_entries
 
 from tiledsched.core.device import arch_spec
-from tiledsched.core.launch import problem_class
+from tiledsched.core.launches import problem_class
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.similarity import about
 from tiledsched.core.space_files import space_for

@@ -34,8 +34,9 @@ from tiledsched.report.document import to_markdown
 from tiledsched.rivals.bench import BenchOptions, run_bench
 from tiledsched.rivals.rows import TIMES
 from tiledsched.serve import process
+from tiledsched.serve.chain import Served
 from tiledsched.serve.entries import load_entries
-from tiledsched.serve.lookup import LookupTable, Served
+from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.transfer import NEAR_KIND, TransferParameters
 from tiledsched.store.exchange import read_text
 from tiledsched.store.records import Entry

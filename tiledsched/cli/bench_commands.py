@@ -33,7 +33,7 @@ from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass
 
 if TYPE_CHECKING:
-    from tiledsched.studies.ablation.rows import AblationRow
+    from tiledsched.studies.ablation.ladder import AblationRow
 
 MOST_PROFILES = 8
 """Problems that one `study profile` takes: each method spends seconds under the profiler."""
@@ -306,8 +306,8 @@ def ablation(
     tiledsched study ablation -p B=4,H=16,S=4096,D=128
     tiledsched study ablation --arch sm_90 --replay landscape.json.xz
     """
+    from tiledsched.studies.ablation.ladder import write_rows
     from tiledsched.studies.ablation.pages import write_ablation
-    from tiledsched.studies.ablation.rows import write_rows
     from tiledsched.studies.ablation.run import replay_ablation, run_ablation
 
     arch = run.arch(arch)

@@ -16,7 +16,7 @@ from tiledsched.core.cases import output_specs
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import UnsupportedError
 from tiledsched.core.fields import Flag
-from tiledsched.core.launch import steps, tile_kernels
+from tiledsched.core.launches import steps, tile_kernels
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.rivals import Arrays, Call, Method
 from tiledsched.core.schedule import KnobValue, Schedule
@@ -28,8 +28,8 @@ from tiledsched.kernels.attention.rivals import refuse_features
 from tiledsched.kernels.attention.scales import DEFAULT_CAP
 from tiledsched.kernels.attention.suites import ALL_MODELS
 from tiledsched.rivals.methods import DETERMINISTIC, LEFT_OUT, OURS, SERVED
+from tiledsched.serve.chain import Served
 from tiledsched.serve.entries import load_entries, table_of
-from tiledsched.serve.lookup import Served
 from tiledsched.store.records import Entry
 
 UNTUNED: dict[str, KnobValue] = {
@@ -287,7 +287,7 @@ def launched_plan(
     Raises:
         UnsupportedError: why there is no plan.
     """
-    from tiledsched.serve.launch import launch_first
+    from tiledsched.serve.execute import launch_first
 
     cache, key, call = _plans(), (name, arrays.problem, arrays.tensors[0].get_device()), attention_call(arrays)
 
@@ -311,7 +311,7 @@ def _explained(plan: Callable[[Arrays], Any], may_verify: bool = True) -> Callab
     """What is launched by a plan, and why."""
 
     def explain(arrays: Arrays, verify: bool) -> Any:
-        from tiledsched.serve.launch import explain_plan
+        from tiledsched.serve.execute import explain_plan
 
         return explain_plan(plan(arrays), attention_call(arrays).tensors, verify=verify and may_verify)
 

@@ -15,8 +15,8 @@ from tiledsched.kernels.attention.similarity import FEW_ROWS
 from tiledsched.ops.arguments import check_tensors, unserved
 from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
 from tiledsched.serve import process
-from tiledsched.serve.launch import launch_plan
-from tiledsched.serve.lookup import Served
+from tiledsched.serve.chain import Served
+from tiledsched.serve.execute import launch_plan
 from tiledsched.serve.plan import Decision, Plan, beyond_int32, choose, make_plan, rival_fields
 from tiledsched.serve.plan_cache import PlanCache
 from tiledsched.serve.schema import Output
@@ -207,7 +207,7 @@ def launch_attention(
     first: bool = False,
     keep_zeros: bool = False,
 ) -> Any:
-    """The output, or output and log-sum-exp; see :func:`tiledsched.serve.launch.launch_plan`."""
+    """The output, or output and log-sum-exp; see :func:`tiledsched.serve.execute.launch_plan`."""
     if features is NO_FEATURES:
         result = launch_plan(plan, (q, k, v), None, first, keep_zeros)
     else:

@@ -20,8 +20,7 @@ from tiledsched.core.problem import Problem
 from tiledsched.core.registry import load_kernel
 from tiledsched.core.rivals import Call, Function, call_on
 from tiledsched.measure import timing
-from tiledsched.measure.arrays import ProblemArrays
-from tiledsched.measure.launch import Launch
+from tiledsched.measure.arrays import Launch, ProblemArrays
 from tiledsched.measure.nvml import ConditionsLog
 from tiledsched.measure.runner import RivalTime
 from tiledsched.measure.timing import sample_rounds

@@ -13,7 +13,8 @@ from tiledsched.core.problem import Problem, rate_text
 from tiledsched.core.sources import is_shipped
 from tiledsched.measure.runner import RivalTime
 from tiledsched.rivals.offers import Offer
-from tiledsched.serve.lookup import LookupTable, Served
+from tiledsched.serve.chain import Served
+from tiledsched.serve.lookup import LookupTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ class Explanation:
             self.problem in gated or self.problem.declaration.reference is None
         ):  # then there is no right result to compare with
             return ""
-        from tiledsched.core.launch import problem_class  # imports cuTile
+        from tiledsched.core.launches import problem_class  # imports cuTile
 
         device, kernel = arch_spec(self.arch), self.problem.declaration
         alike = problem_class(kernel, self.problem, schedule, device)
@@ -218,7 +219,7 @@ def launched_fingerprint(objects: Sequence[Any], arguments: Sequence[Sequence[An
     """
     from cuda.tile.compilation import CallingConvention, KernelSignature
 
-    from tiledsched.core.launch import assumed
+    from tiledsched.core.launches import assumed
 
     signatures = [
         assumed(

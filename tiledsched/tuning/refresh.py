@@ -25,7 +25,8 @@ from tiledsched.store.exchange import read_table
 from tiledsched.store.records import Entry, Place, StoredMeasurement
 from tiledsched.tuning.options import RefreshOptions, TuneOptions
 from tiledsched.tuning.resources import Resources
-from tiledsched.tuning.tuner import Silent, TuneReport, Watcher
+from tiledsched.tuning.results import TuneReport
+from tiledsched.tuning.watcher import Watcher
 
 KEPT, RACED, LEFT = "kept", "raced", "to race"
 
@@ -146,7 +147,7 @@ class Refresh:
     def __init__(
         self, resources: Resources, kernel: KernelClass, options: RefreshOptions, watcher: Watcher | None = None
     ) -> None:
-        self._resources, self._kernel, self._options, self._watcher = resources, kernel, options, watcher or Silent()
+        self._resources, self._kernel, self._options, self._watcher = resources, kernel, options, watcher or Watcher()
         self._started, self._compiler = time.monotonic(), resources.toolchain.tileiras
         self._ends = math.inf if options.budget_s is None else self._started + options.budget_s
         self._builder = resources.builder(kernel, options.compile_timeout_s)

@@ -19,6 +19,7 @@ from tiledsched.kernels.attention.backends import (
     torch_operator,
 )
 from tiledsched.kernels.attention.bench_case import Drawn, compared_pairs, keys_of, rows_of
+from tiledsched.kernels.attention.problem import mask_of
 from tiledsched.kernels.attention.reference import attention_and_lse
 from tiledsched.kernels.attention_backward.backends import (
     TORCH_CUDNN,
@@ -28,7 +29,6 @@ from tiledsched.kernels.attention_backward.backends import (
     torch_flash,
     torch_varlen,
 )
-from tiledsched.kernels.attention_backward.problem import mask_of
 from tiledsched.kernels.attention_backward.reference import attention_gradients
 
 GRADIENTS = ("dQ", "dK", "dV")

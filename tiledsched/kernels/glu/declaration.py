@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import tiledsched.core.fields as ts
@@ -12,7 +12,7 @@ from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.glu.rivals import in_torch
 from tiledsched.kernels.persistent import resident_blocks
-from tiledsched.kernels.row_schedules import LOADS, RowSimilarity, StreamingCost, TileDemand
+from tiledsched.kernels.row_schedules import LOADS, OneFunction, RowSimilarity, StreamingCost, TileDemand
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 """The kernel sees the index."""
@@ -31,7 +31,7 @@ class GluCost(StreamingCost):
         )
 
 
-class Glu(Kernel):
+class Glu(OneFunction, Kernel):
     """Out = activation(Gate) * Up, element by element."""
 
     name = "glu"
@@ -86,13 +86,6 @@ class Glu(Kernel):
         """One block per tile; as many as fit at once where blocks are persistent."""
         tiles = tiles_of(p, s)
         return (resident_blocks(tiles, s, device) if s["PERSISTENT"] else tiles,)
-
-    @staticmethod
-    def entry(p: Problem, s: Schedule) -> Callable[..., None]:
-        """The only one."""
-        from tiledsched.kernels.glu import tiles
-
-        return tiles.glu
 
     @staticmethod
     def reference(xp: Any, Gate: Any, Up: Any, activation: str) -> Any:

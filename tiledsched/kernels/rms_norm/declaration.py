@@ -9,12 +9,11 @@ import tiledsched.core.fields as ts
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.kernels import row_schedules
 from tiledsched.kernels.rms_norm.rivals import in_torch
-from tiledsched.kernels.row_schedules import ELEMENTS, WIDTHS
+from tiledsched.kernels.row_schedules import ELEMENTS, WIDTHS, RowCost, RowKernel
 
 
-class RmsNorm(Kernel):
+class RmsNorm(RowKernel, Kernel):
     """Out = X / sqrt(mean(X * X) + eps) * W by rows; with `residual`, X + R takes the place of X and is an output, Sum."""
 
     name = "rms_norm"
@@ -29,12 +28,7 @@ class RmsNorm(Kernel):
     Sum = ts.out("rows columns", when="residual", aligned=True)
     eps = ts.scalar(1e-5)
 
-    knobs = row_schedules.KNOBS
-    constraints = row_schedules.CONSTRAINTS
-    exploring = row_schedules.EXPLORING
-    derived = row_schedules.DERIVED
     axes = ("columns", "rows", "residual", "dtype")
-    plain = {"HOLD": True, "PERSISTENT": False}
     suites = {
         "widths": [
             {"rows": ELEMENTS // columns, "columns": columns, "residual": residual}
@@ -49,9 +43,7 @@ class RmsNorm(Kernel):
         ],
     }
 
-    cost = row_schedules.RowCost()
-    constants = staticmethod(row_schedules.constants)
-    grid = staticmethod(row_schedules.grid)
+    cost = RowCost()
 
     @staticmethod
     def entry(p: Problem, s: Schedule) -> Callable[..., None]:

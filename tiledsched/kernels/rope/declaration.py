@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import tiledsched.core.fields as ts
@@ -11,7 +11,7 @@ from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.rope.reference import rotated
 from tiledsched.kernels.rope.rivals import in_torch
-from tiledsched.kernels.row_schedules import RowSimilarity, StreamingCost, TileDemand
+from tiledsched.kernels.row_schedules import OneFunction, RowSimilarity, StreamingCost, TileDemand
 
 FP32_PER_ELEMENT = 8.0
 """Instructions per element: conversions, and two products."""
@@ -40,7 +40,7 @@ class RopeCost(StreamingCost):
         )
 
 
-class Rope(Kernel):
+class Rope(OneFunction, Kernel):
     """Queries and keys, each pair of elements of a head rotated by the angle of its position."""
 
     name = "rope"
@@ -102,13 +102,6 @@ class Rope(Kernel):
         return blocks_of(p, s) // p.batch, p.batch
 
     @staticmethod
-    def entry(p: Problem, s: Schedule) -> Callable[..., None]:
-        """The only one."""
-        from tiledsched.kernels.rope import tiles
-
-        return tiles.rope
-
-    @staticmethod
     def reference(xp: Any, Q: Any, K: Any, Cos: Any, Sin: Any) -> Any:
         """The rotated queries and keys."""
         return tuple(rotated(xp.stack, each, Cos, Sin) for each in (Q, K))
@@ -137,20 +130,13 @@ class Rope(Kernel):
 
 
 class RopeInPlace(Rope):
-    """The same, where queries and keys lie."""
+    """Queries and keys as `Rope` rotates them, written where they lie."""
 
     name = "rope_in_place"
     Q = ts.inout("batch seq q_heads parts width")
     K = ts.inout("batch seq k_heads parts width")
     OutQ = OutK = None
     suites = {"models": [{"batch": batch, "seq": seq} | LLAMA for batch, seq in ((1, 4096), (4, 4096))]}
-
-    @staticmethod
-    def entry(p: Problem, s: Schedule) -> Callable[..., None]:
-        """The only one."""
-        from tiledsched.kernels.rope import tiles
-
-        return tiles.rope_in_place
 
     @staticmethod
     def small() -> list[Problem]:

@@ -13,8 +13,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import SearchSpace, accuracy_class
 from tiledsched.core.space_files import space_for
 from tiledsched.ops.own_methods import untuned
-from tiledsched.studies.ablation.ladder import Ladder
-from tiledsched.studies.ablation.rows import AblationRow
+from tiledsched.studies.ablation.ladder import AblationRow, Ladder
 from tiledsched.studies.ablation.sources import CompiledPrograms, RecordedPrograms
 
 if TYPE_CHECKING:
