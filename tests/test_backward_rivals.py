@@ -22,7 +22,7 @@ from tiledsched.kernels.attention_backward.reference import attention_gradients
 from tiledsched.measure.torch_arrays import as_tensors
 from tiledsched.ops.bench import methods_of
 from tiledsched.ops.own_methods import own_outputs
-from tiledsched.rivals.harness import details
+from tiledsched.rivals.bench import details
 from tiledsched.rivals.methods import DETERMINISTIC, OURS, SERVED, case_error, make_case
 
 METHODS = methods_of(AttentionBackward)

@@ -25,8 +25,7 @@ from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Conditions
 from tiledsched.ops.bench import bench_here, choose_methods, methods_of
 from tiledsched.ops.own_methods import UNTUNED, untuned_schedule
-from tiledsched.rivals.bench import BenchOptions, PreparedCell, Ready, bench_cell, run_bench
-from tiledsched.rivals.harness import TorchHarness
+from tiledsched.rivals.bench import BenchOptions, PreparedCell, Ready, TorchHarness, bench_cell, run_bench
 from tiledsched.rivals.methods import OURS, Trial
 from tiledsched.rivals.rows import COLUMNS, BenchRow, append_rows, finished_cells, read_rows
 from tiledsched.rivals.sampling import LEAST_SAMPLES, QUEUED, Pace, sample_counts, sample_in_turn, spread_evenly

@@ -18,7 +18,7 @@ from tiledsched.measure.runner import Device
 from tiledsched.ops.bench import methods_of
 from tiledsched.ops.own_methods import own_outputs
 from tiledsched.rivals import methods as methods_module
-from tiledsched.rivals.bench import BenchOptions, bench_cell
+from tiledsched.rivals.bench import BenchOptions, TorchHarness, bench_cell
 from tiledsched.rivals.methods import OURS, SERVED
 from tiledsched.rivals.sampling import Pace
 
@@ -101,14 +101,12 @@ def cuda(monkeypatch):
     sample = Device(
         name="NVIDIA Sample", arch="sm_90", sm_count=132, memory_bytes=1 << 37, l2_bytes=1 << 20, driver="580.1"
     )
-    monkeypatch.setattr("tiledsched.rivals.harness.current_device", lambda: sample)
+    monkeypatch.setattr("tiledsched.rivals.bench.current_device", lambda: sample)
     monkeypatch.setattr(methods_module, "MATMUL_SIZE", 64)
     return state
 
 
 def harness():
-    from tiledsched.rivals.harness import TorchHarness
-
     return TorchHarness(own=own_outputs)
 
 

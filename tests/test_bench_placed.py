@@ -29,7 +29,7 @@ from tiledsched.ops import plans
 from tiledsched.ops import sdpa as serve
 from tiledsched.ops.bench import methods_of
 from tiledsched.ops.varlen import sdpa_paged, sdpa_varlen
-from tiledsched.rivals.harness import details
+from tiledsched.rivals.bench import details
 from tiledsched.rivals.methods import OURS, SERVED, case_error, make_case
 from tiledsched.serve.lookup import LookupTable
 

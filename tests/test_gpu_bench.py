@@ -7,7 +7,7 @@ import pytest
 from tiledsched.cli.bench_summary import summarise
 from tiledsched.kernels.attention import Attention
 from tiledsched.ops.bench import choose_methods, methods_of
-from tiledsched.rivals.bench import BenchOptions, run_bench
+from tiledsched.rivals.bench import BenchOptions, TorchHarness, run_bench
 from tiledsched.rivals.methods import OURS, SERVED, case_error, make_case
 
 torch = pytest.importorskip("torch")
@@ -24,8 +24,6 @@ PROBLEMS = [
 
 @pytest.fixture(scope="module")
 def harness():
-    from tiledsched.rivals.harness import TorchHarness
-
     return TorchHarness()
 
 

@@ -20,7 +20,7 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import RivalTime
 from tiledsched.ops import own_methods
 from tiledsched.ops.bench import methods_of
-from tiledsched.rivals.harness import details
+from tiledsched.rivals.bench import details
 from tiledsched.rivals.methods import LEFT_OUT, OURS, SERVED
 from tiledsched.rivals.offers import expected_offers, measured_offers, pays
 from tiledsched.serve.explain import explain_problem

@@ -13,7 +13,7 @@ from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import load_kernel
 from tiledsched.core.rivals import Method
 from tiledsched.ops.own_methods import own_methods, own_outputs
-from tiledsched.rivals.bench import BenchOptions, run_bench
+from tiledsched.rivals.bench import BenchOptions, TorchHarness, run_bench
 from tiledsched.rivals.methods import CEILING, MATMUL, rival_methods
 from tiledsched.rivals.rows import BenchRow, Cell, append_rows, finished_cells
 from tiledsched.rivals.sampling import USUAL_PACE, Pace
@@ -94,7 +94,6 @@ def bench_here(
         MeasureError: the GPU cannot be used.
     """
     from tiledsched.measure.lock import holding_current_gpu
-    from tiledsched.rivals.harness import TorchHarness
 
     if db:
         os.environ["TILEDSCHED_DB"] = db  # what is launched reads its own settings
