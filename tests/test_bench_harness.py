@@ -10,16 +10,21 @@ import types
 
 import numpy
 import pytest
+from test_cli import SUM
 
 import tiledsched.measure.torch_timing as timing_module
 from tiledsched.core.errors import MeasureError, UnsupportedError
+from tiledsched.core.registry import kernel_named, load_kernel
+from tiledsched.core.rivals import Arrays, called
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Device
-from tiledsched.ops.bench import methods_of
+from tiledsched.ops import own_methods
+from tiledsched.ops.bench import choose_methods, methods_of
 from tiledsched.ops.own_methods import own_outputs
 from tiledsched.rivals import methods as methods_module
 from tiledsched.rivals.bench import BenchOptions, TorchHarness, bench_cell
-from tiledsched.rivals.methods import OURS, SERVED
+from tiledsched.rivals.methods import OURS, SERVED, case_error, make_case, rival_methods
+from tiledsched.rivals.rows import append_rows, read_rows
 from tiledsched.rivals.sampling import Pace
 
 torch = pytest.importorskip("torch")
@@ -285,13 +290,6 @@ def test_every_method_is_queued_behind_a_spin_twice_as_long_as_the_slowest_takes
 
 
 def test_any_kernel_is_timed_beside_the_rivals_it_names(cuda, tmp_path, monkeypatch) -> None:
-    from test_cli import SUM
-
-    from tiledsched.core.registry import load_kernel
-    from tiledsched.ops import own_methods
-    from tiledsched.ops.bench import choose_methods
-    from tiledsched.rivals.rows import append_rows, read_rows
-
     (tmp_path / "sums.py").write_text(SUM.replace("FACTOR", "1"))
     kernel = load_kernel(f"{tmp_path}/sums.py:Add")
     problem = kernel.problem(rows=40, columns=70, dtype="float16")
@@ -336,9 +334,6 @@ def test_any_kernel_is_timed_beside_the_rivals_it_names(cuda, tmp_path, monkeypa
 )
 def test_the_rivals_of_kernels_that_ship_compute_what_the_kernels_do(cuda, name, sizes) -> None:
     """On the CPU: torch's own operators, the second time into the same output."""
-    from tiledsched.core.registry import kernel_named
-    from tiledsched.rivals.methods import case_error, make_case, rival_methods
-
     problem, cupy = kernel_named(name).problem(**sizes), sys.modules["cupy"]
     found = {each.name: each for each in rival_methods(problem.declaration, [problem])}
     assert list(found)[:2] == ["torch", "torch_compile"]
@@ -350,10 +345,17 @@ def test_the_rivals_of_kernels_that_ship_compute_what_the_kernels_do(cuda, name,
         assert error.relative < 8e-3
 
 
-def test_what_torch_does_not_take_has_no_rival_of_torchs() -> None:
-    from tiledsched.core.registry import kernel_named
-    from tiledsched.rivals.methods import rival_methods
+def test_of_several_variants_the_fastest_that_takes_the_arrays_is_called() -> None:
+    problem = kernel_named("softmax").problem(rows=5, columns=70)
+    refusing = {"refuses": lambda x: 1 / 0}
+    variants = {**refusing, "slow": lambda x: (2.0, x), "quick": lambda x: (1.0, x)}
+    arrays = Arrays(torch=torch, problem=problem, tensors=("X",), look_us=lambda call: call()[0])
+    assert called(lambda p: variants)(arrays)() == (1.0, "X")
+    with pytest.raises(ZeroDivisionError):
+        called(lambda p: refusing)(arrays)
 
+
+def test_what_torch_does_not_take_has_no_rival_of_torchs() -> None:
     refused = {"scaled_matmul": {"m": 16, "n": 32, "k": 48, "dtype": "float8_e5m2"}}
     refused["grouped_matmul"] = {"tokens": 40, "experts": 3, "n": 33, "k": 48}
     for name, sizes in refused.items():
