@@ -201,10 +201,9 @@ def test_the_report_of_an_empty_home_has_every_modelled_problem_whole(arch):
         f"Nothing was measured on {arch}: every figure is the performance model's estimate"
     )
     assert not report.measured.problems
-    assert {(one.problem.causal, one.problem.dtype) for one in report.modelled.problems} == {
-        (causal, dtype) for causal in (False, True) for dtype in ("float16", "bfloat16")
-    }
-    for one in report.modelled.problems:
+    found = {(one.problem.causal, one.problem.dtype): one for one in report.modelled.problems}
+    assert set(found) == {(causal, dtype) for causal in (False, True) for dtype in ("float16", "bfloat16")}
+    for one in found.values():
         assert one.provenance == MODELLED
         assert one.programs >= 90
         assert one.served.schedule in {timed.schedule for timed in one.timed}
@@ -212,9 +211,7 @@ def test_the_report_of_an_empty_home_has_every_modelled_problem_whole(arch):
         assert {timed.schedule for timed in one.timed if spilled(timed.facts.spill_bytes)} <= named
         best = [build for build in source.shipped_builds(one.problem) if build.schedule == one.best.schedule]
         assert one.best.us == pytest.approx(model(one.problem, best)[one.best.schedule.id], rel=1e-5)
-    assert [each.us for each in modelled[False, "float16"].timed] == [
-        each.us for each in modelled[False, "bfloat16"].timed
-    ]
+    assert [each.us for each in found[False, "float16"].timed] == [each.us for each in found[False, "bfloat16"].timed]
 
 
 def test_the_least_sure_problem_is_measured_first():

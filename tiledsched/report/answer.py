@@ -305,7 +305,7 @@ def _median(values: Sequence[float]) -> str:
 
 
 def _cases(problems: Sequence[ProblemReport]) -> str:
-    return plural(len(problems), "problem") + (", plural on each GPU" if len(_devices(problems)) > 1 else "")
+    return plural(len(problems), "problem") + (", counted on each GPU" if len(_devices(problems)) > 1 else "")
 
 
 def _devices(problems: Sequence[ProblemReport]) -> list[str]:
