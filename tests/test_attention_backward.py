@@ -24,7 +24,6 @@ from tiledsched.kernels.attention_backward.reference import attention_gradients
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.store.shipped import read_shipped_entries
 
-SMALL = AttentionBackward.small()
 make = AttentionBackward.problem
 
 
