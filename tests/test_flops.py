@@ -99,6 +99,7 @@ def test_tensors_without_values_count_the_longest_there_may_be() -> None:
         assert AttentionFeatures(block_table=table, key_lengths=ends[:2]).pairs(q, pages) == 2 * 24 * 6 * 16
 
 
+@pytest.mark.slow
 def test_calls_do_not_import_what_counts() -> None:
     """Which imports Triton."""
     code = """

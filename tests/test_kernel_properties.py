@@ -78,7 +78,7 @@ def test_output_matches_the_reference(kind, data, seed, sm_count, order):
 
 
 @pytest.mark.parametrize("kind", ["plain", "features"])
-@settings(DRAWN, max_examples=10)
+@settings(DRAWN, max_examples=6)
 @given(
     data=st.data(),
     kv_splits=st.sampled_from([2, 4, 8]),
@@ -167,6 +167,7 @@ SWEPT += [
 ]
 
 
+@pytest.mark.slow
 def test_every_value_of_every_knob():
     """Each is taken by some schedule of each arch's space, and is right where it is first met: which arch a schedule is for makes
     no difference here. One drawn schedule stands for many values.
