@@ -25,7 +25,7 @@ import tiledsched
 from tiledsched.core import data_files
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import TiledschedError
-from tiledsched.core.launch import steps
+from tiledsched.core.launches import steps
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import SHIPPED, kernel_named
 from tiledsched.core.schedule import Schedule
@@ -174,7 +174,7 @@ def compiler() -> str:
 
 
 def class_of(p: Problem, s: Schedule) -> str:
-    from tiledsched.core.launch import problem_class
+    from tiledsched.core.launches import problem_class
 
     return problem_class(p.declaration, p, s, arch_spec(ARCH)).id
 
@@ -294,7 +294,7 @@ def programs(name: str) -> list[Program]:
     kernel = kernel_named(name)
     entries = shipped_entries(name)
     table = LookupTable(
-        entries, kernel, compiler=compiler(), spills=lambda arch: shipped_spills(name, arch, compiler())
+        entries, kernel, compiler=compiler(), spills_of=lambda arch: shipped_spills(name, arch, compiler())
     )
     found: dict[str, Program] = {}
     for problem in dict.fromkeys((*drawn(kernel), *(entry.problem for entry in entries))):
@@ -407,7 +407,7 @@ def write(path: Path, wanted: Sequence[Program]) -> dict[str, int]:
     problem, of how each of its programs is launched.
     """
     from tiledsched.build.cubin import read_artifact
-    from tiledsched.measure.launch import launch_of
+    from tiledsched.measure.arrays import launch_of
 
     codes: dict[str, bytes] = {}
     cases: dict[Problem, dict[str, Any]] = {}

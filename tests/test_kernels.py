@@ -16,7 +16,7 @@ from tiledsched.checking.interpreted import check_schedule
 from tiledsched.checking.sizes import neighbours
 from tiledsched.core.cases import call_reference, expected_outputs, own_inputs, random_inputs
 from tiledsched.core.device import ARCHS
-from tiledsched.core.launch import steps
+from tiledsched.core.launches import steps
 from tiledsched.core.registry import SHIPPED, kernel_named, problem_from_json, shipped_functions
 from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule

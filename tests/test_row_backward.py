@@ -11,8 +11,10 @@ from torch.utils.checkpoint import checkpoint
 import tiledsched as ts
 from tiledsched.core.cases import call_reference
 from tiledsched.core.errors import UnsupportedError
+from tiledsched.core.rivals import Arrays
 from tiledsched.kernels.rms_norm_backward import RmsNormBackward
 from tiledsched.kernels.softmax_backward import SoftmaxBackward
+from tiledsched.ops.bench import methods_of
 
 KERNELS = (RmsNormBackward, SoftmaxBackward)
 ROUNDING = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
@@ -150,14 +152,12 @@ def test_second_derivatives_are_refused(launches, name):
 
 @pytest.mark.parametrize("p", [p for kernel in KERNELS for p in kernel.small()[:6]], ids=str)
 def test_what_torch_computes_meanwhile_and_torchs_rival_are_the_reference(p):
-    from tiledsched.bench.rivals import rivals_of
-
     kernel = p.declaration
     inputs = make_inputs(kernel, p)
     exact = call_reference(kernel, np, p, {name: each.astype(np.float64) for name, each in inputs.items()})
     tensors = [torch.from_numpy(each.astype(np.float32)).to(getattr(torch, p.dtype)) for each in inputs.values()]
-    for call in (kernel.stand_in(p, kernel.scalar_values(p)), rivals_of(kernel, p)["torch"]):
-        made_ = call(*tensors)
+    benched = methods_of(kernel, [p])["torch"].make(Arrays(torch=torch, problem=p, tensors=tuple(tensors)))
+    for made_ in (kernel.stand_in(p, kernel.scalar_values(p))(*tensors), benched()):
         for one, right in zip(made_ if isinstance(made_, tuple) else (made_,), exact, strict=True):
             assert one.dtype == tensors[0].dtype
             error = np.linalg.norm(one.double().numpy() - right) / np.linalg.norm(right)

@@ -14,19 +14,19 @@ import torch
 from tiledsched.core.arrays import LARGEST_INT32
 from tiledsched.core.errors import ProblemError, UnsupportedError
 from tiledsched.core.storage import strides_of
+from tiledsched.kernels.attention.backends import empty_output
 from tiledsched.kernels.attention.options import SCHEMA
-from tiledsched.kernels.attention.rivals import empty_output
 from tiledsched.kernels.attention_backward import AttentionBackward
+from tiledsched.kernels.attention_backward.backends import raced
 from tiledsched.kernels.attention_backward.problem import gradient_scales
-from tiledsched.kernels.attention_backward.rivals import late_rivals
 from tiledsched.ops.arguments import check_tensors, odd_scale, unserved
 from tiledsched.ops.fallback import MOST_SCORES, attend_in_torch, computes_at_once, report
 from tiledsched.ops.features import AttentionFeatures
 from tiledsched.ops.plans import AttentionCall, longest_sequence
 from tiledsched.serve import process
+from tiledsched.serve.chain import Served
+from tiledsched.serve.execute import has_tangent, in_layout, is_transformed, launch_first, launch_plan
 from tiledsched.serve.flops import inform_counters, set_formula
-from tiledsched.serve.launch import has_tangent, in_layout, is_transformed, launch_first, launch_plan
-from tiledsched.serve.lookup import Served
 from tiledsched.serve.plan import Plan, beyond_int32, choose, make_plan
 from tiledsched.serve.plan_cache import PlanCache, are_ordinary, call_key
 from tiledsched.serve.schema import Output
@@ -164,7 +164,7 @@ class BackwardCall(NamedTuple):
         except ProblemError as error:
             return str(error)
         inputs = self.inputs()
-        rivals = lambda: late_rivals(problem, scale, cap)  # noqa: E731
+        rivals = lambda: raced(problem, scale, cap, late=True)  # noqa: E731
         decision = choose("sdpa's backward pass", problem, tuple(inputs.values()), rivals, served)
         if isinstance(decision, str):
             return decision
@@ -197,7 +197,7 @@ class BackwardCall(NamedTuple):
                 )
 
     def launch(self, plan: Plan, tensors: tuple[Any, ...], first: bool = False, keep_zeros: bool = False) -> Gradients:
-        """The gradients, by the launches of a plan or its rival; see :func:`tiledsched.serve.launch.launch_plan`."""
+        """The gradients, by the launches of a plan or its rival; see :func:`tiledsched.serve.execute.launch_plan`."""
         features = self.forward.features
         extras = () if features.cu_seqlens_q is None else longest_sequence(plan.problem, features)
         return _four(launch_plan(plan, tensors, None, first, keep_zeros, extras))
@@ -250,7 +250,7 @@ def differentiate(call: BackwardCall, *, keep_zeros: bool = False) -> Gradients:
 
     Args:
         call: of which `dout` may be expanded and of any strides.
-        keep_zeros: as for :func:`tiledsched.serve.launch.launch_plan`.
+        keep_zeros: as for :func:`tiledsched.serve.execute.launch_plan`.
 
     Raises:
         ProblemError, ConfigError: as :meth:`BackwardCall.find_plan`.

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
+from tiledsched.kernels.attention.backends import empty_output
 from tiledsched.kernels.attention.options import SCHEMA
-from tiledsched.kernels.attention.rivals import empty_output
 from tiledsched.ops import sharding
 from tiledsched.ops.arguments import needs_gradients, odd_scale, unserved
 from tiledsched.ops.backward import gradients, undifferentiable
 from tiledsched.ops.fallback import attend_in_torch, computes_at_once, report
 from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
 from tiledsched.ops.plans import AttentionCall, cache, launch_attention, plan_key
+from tiledsched.serve.execute import has_tangent, is_transformed, launch_first
 from tiledsched.serve.flops import inform_counters, set_formula
-from tiledsched.serve.launch import has_tangent, is_transformed, launch_first
 from tiledsched.serve.plan import Plan
 from tiledsched.serve.plan_cache import PlanCache, are_ordinary, lock
 

@@ -340,9 +340,9 @@ class Attention(Kernel):
     @staticmethod
     def rivals(p: Problem) -> Mapping[str, Callable[..., Any]]:
         """torch's backends, and FlashAttention-4 if it is installed."""
-        from tiledsched.kernels.attention.rivals import rivals
+        from tiledsched.kernels.attention.backends import raced
 
-        return rivals(p)
+        return raced(p)
 
     @staticmethod
     def small() -> list[Problem]:

@@ -355,9 +355,9 @@ class AttentionBackward(Kernel):
     @staticmethod
     def rivals(p: Problem) -> Mapping[str, Callable[..., Any]]:
         """torch's cuDNN and flash backends, and FlashAttention-4 if it is installed."""
-        from tiledsched.kernels.attention_backward.rivals import rivals
+        from tiledsched.kernels.attention_backward.backends import raced
 
-        return rivals(p)
+        return raced(p)
 
     @staticmethod
     def small() -> list[Problem]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import tiledsched.core.fields as ts
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
+from tiledsched.kernels.layer_norm.rivals import in_torch, raced
 from tiledsched.kernels.row_schedules import ELEMENTS, KNOBS, RowKernel, RowSimilarity, WholeRowCost
 
 WIDTHS = (768, 1024, 1280, 3072, 5120, 8192)
@@ -70,24 +70,9 @@ class LayerNorm(RowKernel, Kernel):
         out = out if W is None else out * W
         return out if B is None else out + B
 
-    @staticmethod
-    def rivals(p: Problem) -> Mapping[str, Callable[..., Any]]:
-        """torch's own."""
-        from torch.nn.functional import layer_norm
+    rivals = staticmethod(raced)
 
-        eps = float(p.declaration.scalar_values(p)["eps"])
-
-        def call(X: Any, *more: Any) -> Any:
-            return layer_norm(X, (p.columns,), *affine(p, more), eps)
-
-        return {"torch": call}
-
-    @staticmethod
-    def stand_in(p: Problem, numbers: Mapping[str, float]) -> Callable[..., Any]:
-        """torch's own, with the eps of the call."""
-        from torch.nn.functional import layer_norm
-
-        return lambda X, *more: layer_norm(X, (p.columns,), *affine(p, more), numbers["eps"])
+    stand_in = staticmethod(in_torch)
 
     @staticmethod
     def small() -> list[Problem]:
@@ -101,10 +86,3 @@ class LayerNorm(RowKernel, Kernel):
             )
             for rows, columns in ((5, 1000), (7, 512), (3, 5120), (1, 24))
         ]
-
-
-def affine(p: Problem, given: tuple[Any, ...]) -> tuple[Any, Any]:
-    """(weight, bias) of a problem's inputs after the first; None for what the problem does not have."""
-    left = list(given)
-    weight = left.pop(0) if p.weighted else None
-    return weight, left.pop(0) if p.biased else None

@@ -6,7 +6,7 @@ What runs on the GPU is in `tiles` beside it; cuTile is imported where a launch 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import tiledsched.core.fields as ts
@@ -15,6 +15,7 @@ from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.similarity import Similarity, about
 from tiledsched.core.storage import ALIGNMENT
+from tiledsched.kernels.matmul.rivals import raced
 from tiledsched.kernels.persistent import resident_blocks
 from tiledsched.kernels.product_model import ELEMENT_BYTES, ProductCost
 from tiledsched.kernels.product_schedules import MODELS, combine_tile, row_bytes, work_tiles
@@ -199,12 +200,7 @@ class Matmul(Kernel):
         """The product."""
         return A @ B
 
-    @staticmethod
-    def rivals(p: Problem) -> Mapping[str, Callable[..., Any]]:
-        """cuBLAS, through torch."""
-        import torch
-
-        return {"torch": torch.mm}
+    rivals = staticmethod(raced)
 
     @staticmethod
     def flops(p: Problem) -> float:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import tiledsched.core.fields as ts
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
+from tiledsched.kernels.rms_norm.rivals import in_torch
 from tiledsched.kernels.row_schedules import ELEMENTS, WIDTHS, RowCost, RowKernel
 
 
@@ -58,18 +59,7 @@ class RmsNorm(RowKernel, Kernel):
         out = x / xp.sqrt((x * x).mean(-1, keepdims=True) + eps) * W
         return out if R is None else (out, x)
 
-    @staticmethod
-    def stand_in(p: Problem, numbers: Mapping[str, float]) -> Callable[..., Any]:
-        """torch's own."""
-        from torch.nn.functional import rms_norm
-
-        def call(X: Any, *more: Any) -> Any:
-            *residual, W = more
-            total = X + residual[0] if residual else X
-            out = rms_norm(total, (p.columns,), W, numbers["eps"])
-            return (out, total) if residual else out
-
-        return call
+    stand_in = staticmethod(in_torch)
 
     @staticmethod
     def small() -> list[Problem]:

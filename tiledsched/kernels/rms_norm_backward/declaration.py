@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from tiledsched.core.problem import Problem
 from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.rms_norm import RmsNorm
+from tiledsched.kernels.rms_norm_backward.rivals import in_torch
 from tiledsched.kernels.row_schedules import (
     CONSTRAINTS,
     DERIVED,
@@ -165,18 +166,7 @@ class RmsNormBackward(Kernel):
         dx = scale * (gradient - X * scale**2 * (gradient * X).mean(-1, keepdims=True))
         return dx if dSum is None else dx + dSum, (dOut * X * scale).sum(0)
 
-    @staticmethod
-    def stand_in(p: Problem, numbers: Mapping[str, float]) -> Callable[..., Any]:
-        """The gradients of X and W, by elementary functions of torch."""
-
-        def call(dOut: Any, X: Any, W: Any, dSum: Any = None) -> Any:
-            x, gradient = X.float(), dOut.float()
-            scale = (x.square().mean(-1, keepdim=True) + numbers["eps"]).rsqrt()
-            weighed, x = gradient * W.float(), x * scale
-            dx = scale * (weighed - x * (weighed * x).mean(-1, keepdim=True))
-            return (dx if dSum is None else dx + dSum).to(X.dtype), (gradient * x).sum(0).to(W.dtype)
-
-        return call
+    stand_in = staticmethod(in_torch)
 
     @staticmethod
     def small() -> list[Problem]:

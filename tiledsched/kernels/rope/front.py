@@ -11,7 +11,7 @@ from torch import Tensor
 from tiledsched.core.errors import ProblemError, UnsupportedError
 from tiledsched.ops.front import GRADIENTS, operator
 from tiledsched.serve import process
-from tiledsched.serve.launch import is_transformed
+from tiledsched.serve.execute import is_transformed
 
 
 def rope(
