@@ -72,7 +72,7 @@ OTHER_REGISTERS = 24
 FEW_BYTES_COST = 0.12
 """Share by which the time of a stream grows for each time that what is under way would fit once more into enough."""
 FEW_WARPS_COST = 0.08
-"""The same for warps on an SM and :data:`MANY_WARPS`."""
+"""Share by which the time of a stream grows for each time that the warps on an SM would fit once more into `MANY_WARPS`."""
 MANY_WARPS = 32
 PERSISTENT_COST = 0.05
 """Share by which blocks that take one work tile after the other are slower than a plain grid."""
