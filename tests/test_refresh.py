@@ -400,6 +400,7 @@ def test_the_command(db, capsys, words, code, said) -> None:
     assert said in "".join(capsys.readouterr())
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_what_ships_is_built_by_this_compiler(tmp_path, db, capsys) -> None:
     """Both compilers' entries ship: with either the evidence stands, of this source as it is or of the same machine code."""

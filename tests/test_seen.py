@@ -33,9 +33,9 @@ from tiledsched.store.seen import SeenProblem
 from tiledsched.tuning.options import TuneOptions
 from tiledsched.tuning.resources import Tools
 from tiledsched.tuning.search import NO_SEARCH
-from tiledsched.tuning.seen import ASSUMED_LOSSES, RIVAL_LOSS, SeenWorth, rank, tune_by_worth, worth_of
 from tiledsched.tuning.session import Session
 from tiledsched.tuning.tuner import LEAST_SEARCH_S, Tuner
+from tiledsched.tuning.worth import ASSUMED_LOSSES, RIVAL_LOSS, SeenWorth, rank, tune_by_worth, worth_of
 
 H200 = Device(name="NVIDIA H200", arch="sm_90", sm_count=132)
 SCALE = '''

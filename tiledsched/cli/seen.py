@@ -20,7 +20,7 @@ from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.store.seen import Seen, SeenProblem, clear_seen, read_seen, seen_folder
 
 if TYPE_CHECKING:
-    from tiledsched.tuning.seen import SeenWorth
+    from tiledsched.tuning.worth import SeenWorth
 
 HERE = "1"
 """The value of `--seen` where no folder is named."""
@@ -217,7 +217,7 @@ def only_arch(chosen: Chosen) -> str:
 def ranked(run: Invocation, chosen: Chosen, **flags: Any) -> list[SeenWorth]:
     """The problems by what tuning them would win; `flags` are settings that flags of the command give."""
     from tiledsched.serve.entries import load_table
-    from tiledsched.tuning.seen import rank
+    from tiledsched.tuning.worth import rank
 
     settings = run.settings(**flags)
     return rank(chosen.problems, lambda kernel: load_table(settings, kernel=kernel, archs=chosen.archs))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tiledsched.tuning.record import RecordResult
     from tiledsched.tuning.refresh import RefreshReport
     from tiledsched.tuning.results import TuneReport, TuneResult
-    from tiledsched.tuning.seen import SeenTune
+    from tiledsched.tuning.worth import SeenTune
 
 LOW_CLOCK = (
     "Times at a low clock decide little: let the GPU cool, or check its power supply (nvidia-smi -q -d PERFORMANCE), and tune "
