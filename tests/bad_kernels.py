@@ -9,7 +9,7 @@ from cuda.tile.compilation import KernelSignature, export_kernel
 
 from tiledsched.build.cubin import Artifact, read_artifact
 from tiledsched.core.device import arch_spec
-from tiledsched.core.launch import signature, steps
+from tiledsched.core.launches import signature, steps
 from tiledsched.core.problem import Problem
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention

@@ -1,4 +1,4 @@
-"""Stands in for the process that compiles programs: does what the request's schedule says."""
+"""The process that compiles programs in the background, with a compiler that does what the request's schedule says."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import os
 import subprocess
 import sys
 import time
-from multiprocessing.connection import Connection
+from types import SimpleNamespace
 
-from tiledsched.serve.programs import BuildRequest, StoredProgram
+from tiledsched.build.store import StoredProgram
+from tiledsched.serve import background
+
+OUTCOMES = {"refuse": StoredProgram(error="no such tile"), "fail": "OSError: no space"}
 
 
-def answer(request: BuildRequest) -> StoredProgram | str:
+def build(request: background.BuildRequest) -> StoredProgram | str:
     """`do` is fine, refuse, fail, die, die_once or hang."""
-    what = request.schedule["do"]
+    what = request.task.schedule["do"]
     tried = request.path.with_suffix(".tried")
     if what == "die" or (what == "die_once" and not tried.exists()):
         tried.touch()
@@ -22,24 +25,11 @@ def answer(request: BuildRequest) -> StoredProgram | str:
         compiler = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         tried.write_text(f"{os.getpid()} {compiler.pid}")
         time.sleep(600)
-    if what == "refuse":
-        return StoredProgram(error="no such tile")
-    if what == "fail":
-        return "OSError: no space"
-    return StoredProgram(cubin=str(os.getpid()).encode(), symbol="made")
-
-
-def main(descriptor: str, folder: str, parent: str) -> None:
-    """As `tiledsched.serve.build_worker.main`."""
-    os.setpgrp()
-    with Connection(int(descriptor)) as connection:
-        connection.send((None, False))
-        try:
-            while True:
-                connection.send((answer(connection.recv()[1]), False))
-        except (EOFError, ConnectionError):
-            return
+    return OUTCOMES.get(what, StoredProgram(cubin=str(os.getpid()).encode(), symbol="made"))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    background.build = build
+    pool = SimpleNamespace(start_process=lambda folder, parent: os.setpgrp())
+    sys.modules["tiledsched.build.pool"] = pool  # which takes half a second to import
+    background.main(*sys.argv[1:])

@@ -319,7 +319,7 @@ def others_log(log, beside):
 def made_up_rivals(seen):
     """Answers of a process that times rivals: one is faster; of an odd problem all fail. Its version tells what it was asked."""
     from tiledsched.core.errors import Failure, FailureKind
-    from tiledsched.measure.rivals import RivalSamples
+    from tiledsched.rivals.races import RivalSamples
 
     def race(state, *arguments):
         if state.arrays.problem.seq_q % 2:

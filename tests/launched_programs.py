@@ -11,7 +11,7 @@ import torch
 from serve_on_cpu import runtime_on_cpu, using
 
 import tiledsched as ts
-from tiledsched.core import launch as launches
+from tiledsched.core import launches
 from tiledsched.serve.prebuilt import ServedKernel
 
 TYPES = {torch.float16: "<f2", torch.float32: "<f4", torch.int32: "<i4", torch.int64: "<i8", torch.uint8: "|u1"}

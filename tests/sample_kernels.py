@@ -15,7 +15,7 @@ import tiledsched.core.fields as ts
 from tiledsched.checking.errors import OutputErrors, case_errors
 from tiledsched.checking.inputs import make_cases
 from tiledsched.core.kernel import Kernel
-from tiledsched.core.launch import scratch, steps
+from tiledsched.core.launches import scratch, steps
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.interpreter import run

@@ -13,7 +13,7 @@ import pytest
 
 import tiledsched as ts
 from tiledsched.checking.interpreted import check_schedule
-from tiledsched.core import launch as launches
+from tiledsched.core import launches
 from tiledsched.core import registry as kernel_names
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,15 @@ import op_kernels
 from attention_gradients import errors, exact_gradients
 from serve_on_cpu import TOLERANCE, Launches, capturing, expected, on_another_stream, runtime_on_cpu, tensors, using
 from store_samples import entry
+from torch.nn import functional
 
 import tiledsched as ts
-from tiledsched.core import launch as launches
+from tiledsched.build import keys
+from tiledsched.build.compiler import BuildTask, compile_schedule
+from tiledsched.build.cubin import read_artifact
+from tiledsched.build.keys import captured_values, program_key
+from tiledsched.build.store import StoredProgram, read_program, write_program
+from tiledsched.core import launches
 from tiledsched.core.config import Settings
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import LaunchError
@@ -27,50 +34,42 @@ from tiledsched.core.registry import kernel_named
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
+from tiledsched.ops import plans
 from tiledsched.ops import sdpa as serve
 from tiledsched.ops.fallback import MOST_SCORES, computes_at_once
 from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
-from tiledsched.ops.functions import cross_entropy, geglu, layer_norm, matmul, rms_norm, rope, softmax, swiglu
-from tiledsched.serve import background, prebuilt, process, programs
-from tiledsched.serve.background import BackgroundBuilder, Build
+from tiledsched.rivals.offers import Offer, Rival
+from tiledsched.serve import background, prebuilt, process
+from tiledsched.serve.background import BackgroundBuilder, Build, BuildRequest
 from tiledsched.serve.entries import layers
-from tiledsched.serve.programs import (
-    BuildRequest,
-    StoredProgram,
-    captured_values,
-    program_key,
-    read_program,
-    write_program,
-)
-from tiledsched.serve.rivals import Rival, RivalOffer
+from tiledsched.store.captured_calls import read_seen
 from tiledsched.store.db import TuningDB
 
 CODE = StoredProgram(cubin=b"machine code", symbol="attention")
-
-
-class AwaitedBuild(Build):
-    """Is done as soon as somebody waits for it."""
-
-    awaited = 0
-
-    def wait(self) -> None:
-        if not self.is_done:
-            AwaitedBuild.awaited += 1
-            self.end(CODE)
+WORKER = (sys.executable, str(Path(__file__).parent / "fake_build_worker.py"))
+PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
+SCHEDULE = space_for("sm_90", Attention).default(PROBLEM)
 
 
 class Builds:
-    """Stands in for the compiling processes: what is submitted is done when a test says so."""
+    """Stands in for the compiling processes: what is submitted is done when a test says so, or when a call waits for it."""
 
     def __init__(self) -> None:
         self.builds: dict[Path, Build] = {}
         self.requests: list[BuildRequest] = []
+        self.awaited = 0
 
     def submit(self, request: BuildRequest) -> Build:
         if request.path not in self.builds:
             self.requests.append(request)
-            self.builds[request.path] = AwaitedBuild(request)
+            self.builds[request.path] = build = Build(request)
+            build.wait = lambda: self.await_one(build)
         return self.builds[request.path]
+
+    def await_one(self, build: Build) -> None:
+        if not build.is_done:
+            self.awaited += 1
+            build.end(CODE)
 
     def finish(self, outcome: StoredProgram | str = CODE) -> None:
         for each in self.builds.values():
@@ -81,12 +80,11 @@ class Builds:
 class Serving:
     """A GPU whose programs have to be compiled."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
         self.builds, self.launches, self.loaded = Builds(), Launches(), set()
         self.compiled_here: list[object] = []
         self.runtime = runtime_on_cpu(self.launch)
         self.runtime.builder = self.builds
-        self.folder = folder
 
     def launch(self, stream, grid, kernel, arguments) -> None:
         """As cuTile does: a kernel object is asked for its program with the first arguments of a kind."""
@@ -96,16 +94,20 @@ class Serving:
             self.loaded.add((kernel, str(signature)))
         self.launches(stream, grid, kernel, arguments)
 
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Launches, programs compiled by calls, and programs that other processes were to compile."""
+        return len(self.launches), len(self.compiled_here), len(self.builds.requests)
+
 
 @pytest.fixture
 def serving(monkeypatch, tmp_path, fresh):
     """Serve on it, in the background by default."""
     for name, value in (("DB", tmp_path / "none.db"), ("CACHE", tmp_path / "cache"), ("COMPILE", "background")):
         monkeypatch.setenv(f"TILEDSCHED_{name}", str(value))
-    for module in (prebuilt, programs):
+    for module in (prebuilt, keys):
         monkeypatch.setattr(module, "compiler_at_hand", lambda: "13.5.37")
-    found = Serving(tmp_path / "cache")
-    AwaitedBuild.awaited = 0
+    found = Serving()
     process.forget_plans()
 
     def compiles(self, *given):
@@ -117,26 +119,29 @@ def serving(monkeypatch, tmp_path, fresh):
         yield found
 
 
-def agrees(out, q, k, v) -> bool:
-    torch.testing.assert_close(out, expected(q, k, v), **TOLERANCE[q.dtype])
-    return True
+def call(*given, function=serve.sdpa) -> None:
+    """Call attention on some tensors, by default the same ones each time; the result is checked."""
+    q, k, v = given or tensors()
+    torch.testing.assert_close(function(q, k, v), expected(q, k, v), **TOLERANCE[q.dtype])
 
 
-def test_torch_serves_until_the_program_is_built(serving, caplog) -> None:
+def test_torch_serves_until_the_program_is_built(serving, caplog, tmp_path) -> None:
+    """These calls are captured and counted as others are."""
     caplog.set_level("INFO")
-    q, k, v = tensors()
-    for _ in range(3):
-        assert agrees(serve.sdpa(q, k, v), q, k, v)
-    assert (len(serving.builds.requests), serving.launches) == (1, [])
-    assert caplog.text.count("compiling; torch serves until the program is built") == 1
-    assert "  compiling   torch serves until the program is built" in str(serve.explain(q, k, v))
-    serving.builds.finish()
-    assert "compiling" not in str(serve.explain(q, k, v))
-    for _ in range(2):
-        assert agrees(serve.sdpa(q, k, v), q, k, v)
-    assert (len(serving.launches), serving.compiled_here, serving.builds.builds) == (2, [], {})
+    with ts.capture(tmp_path / "notes"):
+        for _ in range(3):
+            call(function=ts.sdpa)
+        assert serving.counts == (0, 0, 1)
+        assert caplog.text.count("compiling; torch serves until the program is built") == 1
+        assert "  compiling   torch serves until the program is built" in str(serve.explain(*tensors()))
+        serving.builds.finish()
+        assert "compiling" not in str(serve.explain(*tensors()))
+        for _ in range(2):
+            call(function=ts.sdpa)
+    call()
+    assert (serving.counts, serving.builds.builds, len(plans.cache.ready)) == ((3, 0, 1), {}, 1)
     assert caplog.text.count("the program is built, and serves from now on") == 1
-    assert plans_ready() == 1
+    assert [each.calls for each in read_seen(tmp_path / "notes").problems] == [5]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -164,78 +169,69 @@ def test_gradients_are_torchs_until_their_programs_are_built_or_waited_for_where
     assert bool(serving.builds.requests) is not deterministic
 
 
-def plans_ready() -> int:
-    from tiledsched.ops.plans import cache
-
-    return len(cache.ready)
-
-
+@pytest.mark.slow
 def test_compiled_code_is_served_alike(serving) -> None:
-    q, k, v = tensors()
     compiled = torch.compile(lambda *given: serve.sdpa(*given), fullgraph=True, backend="aot_eager")
-    assert agrees(compiled(q, k, v), q, k, v)
-    assert (len(serving.builds.requests), serving.launches) == (1, [])
+    call(function=compiled)
+    assert serving.counts == (0, 0, 1)
     serving.builds.finish()
-    assert agrees(compiled(q, k, v), q, k, v)
-    assert (len(serving.launches), serving.compiled_here) == (1, [])
+    call(function=compiled)
+    assert serving.counts == (1, 0, 1)
 
 
 @pytest.mark.parametrize("change", [{"compile": "wait"}, {"fallback": "error"}, {"rivals": "off"}])
 def test_a_call_waits_where_settings_say_that_only_our_kernel_computes(serving, change) -> None:
-    q, k, v = tensors()
     with ts.configure(**change):
-        assert agrees(serve.sdpa(q, k, v), q, k, v)
-    assert (len(serving.launches), len(serving.compiled_here), serving.builds.requests) == (1, 1, [])
+        call()
+    assert serving.counts == (1, 1, 0)
 
 
 def test_a_call_that_warms_up_for_a_capture_waits_for_the_build_under_way(serving) -> None:
-    q, k, v = tensors()
-    serve.sdpa(q, k, v)
-    assert serving.launches == []
+    call()
+    assert serving.counts == (0, 0, 1)
     with on_another_stream():
-        assert agrees(serve.sdpa(q, k, v), q, k, v)
-    assert (len(serving.launches), AwaitedBuild.awaited, serving.compiled_here) == (1, 1, [])
+        call()
+    assert (serving.counts, serving.builds.awaited) == ((1, 0, 1), 1)
     with capturing():
-        serve.sdpa(q, k, v)
+        serve.sdpa(*tensors())
     assert len(serving.launches) == 2
 
 
 def test_a_capture_holds_torchs_only_where_torch_has_run(serving, caplog) -> None:
-    q, k, v = tensors()
-    with capturing(), pytest.raises(LaunchError, match="has not run in this process yet"):
-        serve.sdpa(q, k, v)
-    serve.sdpa(q, k, v)
+    not_run = pytest.raises(LaunchError, match="has not run in this process yet")
+    with capturing(), not_run:
+        serve.sdpa(*tensors())
+    serve.sdpa(*tensors())
     with capturing():
         for _ in range(2):
-            assert agrees(serve.sdpa(q, k, v), q, k, v)
-        with ts.configure(fallback="error"), pytest.raises(LaunchError, match="has not run in this process yet"):
-            serve.sdpa(q, k, v)
+            call()
+        with ts.configure(fallback="error"), not_run:
+            serve.sdpa(*tensors())
     warned = [each for each in caplog.records if "a CUDA graph is being captured, which holds torch's" in each.message]
     assert [(each.levelname, "TILEDSCHED_COMPILE=wait" in each.message) for each in warned] == [("WARNING", True)]
     assert serving.launches == []
 
 
 def test_what_the_compiler_refuses_gives_way_to_the_next_choice(serving, caplog) -> None:
-    q, k, v = tensors(rows=200, columns=64)
-    serve.sdpa(q, k, v)
-    first = serve.plan_for(q, k, v).served
+    given = tensors(rows=200, columns=64)
+    call(*given)
+    first = serve.plan_for(*given).served.schedule
     serving.builds.finish(StoredProgram(error="Return code 5"))
-    serve.sdpa(q, k, v)
+    call(*given)
     assert "Return code 5" in caplog.text
-    second = serve.plan_for(q, k, v).served.schedule
-    assert second != first.schedule
-    assert [each.schedule for each in serving.builds.requests] == [first.schedule, second]
+    second = serve.plan_for(*given).served.schedule
+    assert second != first
+    assert [each.task.schedule for each in serving.builds.requests] == [first, second]
     serving.builds.finish()
-    assert agrees(serve.sdpa(q, k, v), q, k, v)
-    assert (len(serving.launches), serving.compiled_here) == (1, [])
+    call(*given)
+    assert serving.counts == (1, 0, 2)
 
 
 def test_what_no_process_could_compile_is_compiled_by_the_call(serving, caplog) -> None:
-    q, k, v = tensors()
-    serve.sdpa(q, k, v)
+    call()
     serving.builds.finish("compile process ended with code 7")
-    assert agrees(serve.sdpa(q, k, v), q, k, v)
-    assert (len(serving.launches), len(serving.compiled_here)) == (1, 1)
+    call()
+    assert serving.counts == (1, 1, 1)
     assert "ended with code 7; the program is compiled by the call instead" in caplog.text
 
 
@@ -244,9 +240,8 @@ def test_where_torch_fails_the_call_waits(serving, monkeypatch, caplog) -> None:
         raise torch.OutOfMemoryError("no memory for all scores")
 
     monkeypatch.setattr("tiledsched.ops.operator.attend_in_torch", fails)
-    q, k, v = tensors()
-    assert agrees(serve.sdpa(q, k, v), q, k, v)
-    assert (len(serving.launches), AwaitedBuild.awaited) == (1, 1)
+    call()
+    assert (len(serving.launches), serving.builds.awaited) == (1, 1)
     assert "no memory for all scores; the call waits for the program instead" in caplog.text
 
 
@@ -258,31 +253,30 @@ def test_where_no_process_can_compile_the_call_does(serving, monkeypatch, where)
         monkeypatch.setattr(Attention, "__module__", where)
         monkeypatch.setattr(prebuilt, "_source_hash", lambda kernel: "abc")
     else:
-        for module in (prebuilt, programs):
+        for module in (prebuilt, keys):
             monkeypatch.setattr(module, "compiler_at_hand", lambda: "")
-    serve.sdpa(*tensors())
-    assert (len(serving.compiled_here), serving.builds.requests) == (1, [])
+    call()
+    assert serving.counts == (1, 1, 0)
 
 
 def test_a_program_on_disk_is_launched_at_once_by_any_process(serving) -> None:
-    q, k, v = tensors()
-    serve.sdpa(q, k, v)
+    call()
     (request,) = serving.builds.requests
     write_program(request.path, CODE)  # another rank has compiled it
     serving.builds.builds.clear()
     serve.reload()
-    assert agrees(serve.sdpa(q, k, v), q, k, v)
-    assert (len(serving.launches), serving.builds.builds) == (1, {})
+    call()
+    assert (serving.counts, serving.builds.builds) == ((1, 0, 1), {})
 
 
 def test_all_launches_of_a_schedule_are_compiled_at_a_time(serving) -> None:
-    q, k, v = tensors(rows=1, keys=2048, columns=64)
+    given = tensors(rows=1, keys=2048, columns=64)
     with ts.configure(kv_splits=4, kv_combine="launch"):
-        serve.sdpa(q, k, v)
+        serve.sdpa(*given)
         assert [each.place for each in serving.builds.requests] == [0, 1]
         serving.builds.finish()
-        assert agrees(serve.sdpa(q, k, v), q, k, v)
-    assert (len(serving.launches), serving.compiled_here) == (2, [])
+        call(*given)
+    assert serving.counts == (2, 0, 2)
 
 
 def test_a_rival_serves_while_our_program_is_compiled_and_is_kept_afterwards(serving, monkeypatch) -> None:
@@ -291,19 +285,18 @@ def test_a_rival_serves_while_our_program_is_compiled_and_is_kept_afterwards(ser
 
     def rival(q, k, v):
         called.append(q)
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return functional.scaled_dot_product_attention(q, k, v)
 
-    offer = RivalOffer(name="other", ratio=0.5, capturable=False, reason="it is faster")
+    offer = Offer(name="other", ratio=0.5, capturable=False, reason="it is faster")
     monkeypatch.setattr(
         "tiledsched.serve.plan.choose_rivals", lambda served, make: (Rival(offer=offer, call=rival), None)
     )
-    q, k, v = tensors()
     for calls in (1, 2):
-        assert agrees(serve.sdpa(q, k, v), q, k, v)
-        assert (len(called), len(serving.builds.requests), serving.launches, plans_ready()) == (calls, 1, [], 0)
+        call()
+        assert (len(called), serving.counts, len(plans.cache.ready)) == (calls, (0, 0, 1), 0)
     serving.builds.finish()
-    serve.sdpa(q, k, v)
-    assert (len(called), len(serving.launches), serving.compiled_here, plans_ready()) == (3, 1, [], 1)
+    call()
+    assert (len(called), serving.counts, len(plans.cache.ready)) == (3, (1, 0, 1), 1)
 
 
 @pytest.mark.parametrize(
@@ -315,8 +308,6 @@ def test_a_rival_serves_while_our_program_is_compiled_and_is_kept_afterwards(ser
 )
 def test_an_axis_of_one_element_is_no_program_of_its_own(problem, names) -> None:
     """cuTile infers that it is constant, which no machine code reads; programs built ahead would not be found."""
-    from dataclasses import replace
-
     from cuda.tile.compilation import KernelSignature
 
     kernel = problem.declaration
@@ -376,23 +367,23 @@ def test_what_stands_in_is_laid_out_like_our_own_output(serving, lse) -> None:
 X, W = torch.randn(8, 64).half(), torch.randn(64).half()
 ANGLES, LABELS = torch.ones(8, 32), torch.tensor([3, 63, 0, -100, 7, 1, 2, 5])
 TURNED = torch.stack((X[:, ::2] - X[:, 1::2], X[:, 1::2] + X[:, ::2]), -1).reshape(1, 8, 64)
-LOSS = torch.nn.functional.cross_entropy(X.float(), LABELS, label_smoothing=0.1, reduction="sum")
+LOSS = functional.cross_entropy(X.float(), LABELS, label_smoothing=0.1, reduction="sum")
 
 
 @pytest.mark.parametrize(
     ("call", "want"),
     [
-        (lambda: matmul(X, X.t()), X @ X.t()),
-        (lambda: softmax(X), torch.softmax(X, -1)),
-        (lambda: rms_norm(X, W, 1e-3), torch.nn.functional.rms_norm(X, (64,), W, 1e-3)),
-        (lambda: rms_norm(X, W, residual=X)[0], torch.nn.functional.rms_norm(2 * X, (64,), W, 1e-5)),
-        (lambda: rms_norm(X, W, residual=X)[1], 2 * X),
-        (lambda: layer_norm(X, W, W, 1e-3), torch.nn.functional.layer_norm(X, (64,), W, W, 1e-3)),
-        (lambda: layer_norm(X), torch.nn.functional.layer_norm(X, (64,))),
-        (lambda: swiglu(X), torch.nn.functional.silu(X[:, :32]) * X[:, 32:]),
-        (lambda: geglu(X, X, approximate="tanh"), torch.nn.functional.gelu(X, approximate="tanh") * X),
-        (lambda: rope(X[None], X[None], ANGLES, ANGLES, interleaved=True)[1], TURNED),
-        (lambda: cross_entropy(X, LABELS, label_smoothing=0.1, reduction="sum"), LOSS),
+        (lambda: ts.matmul(X, X.t()), X @ X.t()),
+        (lambda: ts.softmax(X), torch.softmax(X, -1)),
+        (lambda: ts.rms_norm(X, W, 1e-3), functional.rms_norm(X, (64,), W, 1e-3)),
+        (lambda: ts.rms_norm(X, W, residual=X)[0], functional.rms_norm(2 * X, (64,), W, 1e-5)),
+        (lambda: ts.rms_norm(X, W, residual=X)[1], 2 * X),
+        (lambda: ts.layer_norm(X, W, W, 1e-3), functional.layer_norm(X, (64,), W, W, 1e-3)),
+        (lambda: ts.layer_norm(X), functional.layer_norm(X, (64,))),
+        (lambda: ts.swiglu(X), functional.silu(X[:, :32]) * X[:, 32:]),
+        (lambda: ts.geglu(X, X, approximate="tanh"), functional.gelu(X, approximate="tanh") * X),
+        (lambda: ts.rope(X[None], X[None], ANGLES, ANGLES, interleaved=True)[1], TURNED),
+        (lambda: ts.cross_entropy(X, LABELS, label_smoothing=0.1, reduction="sum"), LOSS),
     ],
     ids=[
         "matmul",
@@ -411,10 +402,10 @@ LOSS = torch.nn.functional.cross_entropy(X.float(), LABELS, label_smoothing=0.1,
 def test_torch_serves_for_the_operators_that_ship(serving, monkeypatch, call, want) -> None:
     monkeypatch.setenv("TILEDSCHED_RIVALS", "record")  # else cuBLAS serves so small a product
     torch.testing.assert_close(call(), want, **TOLERANCE[torch.float16])
-    assert (len(serving.builds.requests), serving.launches) == (1, [])
+    assert serving.counts == (0, 0, 1)
     serving.builds.finish()
     torch.testing.assert_close(call(), want, **TOLERANCE[torch.float16])
-    assert (len(serving.launches), serving.compiled_here) == (1, [])
+    assert serving.counts == (1, 0, 1)
 
 
 class ProductWithRivals(op_kernels.Product):
@@ -431,38 +422,13 @@ def test_a_declared_operator_is_served_by_its_rival_or_waits(serving) -> None:
     a = torch.randn(16, 32).half()
     rival = ts.op("first_calls::product", ProductWithRivals)
     torch.testing.assert_close(rival(a, a.t()), a.float() @ a.t().float(), rtol=1e-3, atol=1e-3)
-    assert (len(serving.builds.requests), serving.launches) == (1, [])
+    assert serving.counts == (0, 0, 1)
     ts.op("first_calls::none", op_kernels.Product)(a, a.t())
     ts.op("first_calls::scale", op_kernels.Scale)(torch.ones(8))
-    assert (len(serving.builds.requests), len(serving.launches), len(serving.compiled_here)) == (1, 2, 2)
+    assert serving.counts == (2, 2, 1)
 
 
 # Programs on disk
-
-
-def test_a_program_is_read_as_it_was_written_and_damage_is_never_run(tmp_path, caplog) -> None:
-    path = tmp_path / "sm_90" / "ab12"
-    assert read_program(path) is None
-    for each in (CODE, StoredProgram(error="no")):
-        write_program(path, each)
-        assert read_program(path) == each
-    write_program(path, CODE)
-    whole = path.read_bytes()
-    for place in range(0, len(whole), 7):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        assert read_program(path) is None
-        assert not path.exists()
-    path.write_bytes(whole[:-1])
-    assert read_program(path) is None
-    (path.parent / "cd34").write_bytes(whole)
-    assert read_program(path.parent / "cd34") is None
-    assert "is damaged (its checksum is wrong), and is made anew" in caplog.text
-    (tmp_path / "file").touch()
-    write_program(tmp_path / "file" / "ab12", CODE)  # there is no room for it, and it is compiled again
-
-
-PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
-SCHEDULE = space_for("sm_90", Attention).default(PROBLEM)
 
 
 def key(problem=PROBLEM, schedule=SCHEDULE, source="abc", captured=(), hints=(("occupancy", 2),), arch="sm_90") -> str:
@@ -471,39 +437,28 @@ def key(problem=PROBLEM, schedule=SCHEDULE, source="abc", captured=(), hints=(("
     return program_key(source, list(captured), dict(hints), signature, arch)
 
 
-def test_a_programs_name_tells_everything_that_it_depends_on(monkeypatch) -> None:
-    monkeypatch.setattr(programs, "compiler_at_hand", lambda: "13.5.37")
-    keys = [
-        key(),
-        key(source="abd"),
-        key(captured=["TILE", "1"]),
-        key(hints=(("occupancy", 3),)),
-        key(arch="sm_121"),
-        key(PROBLEM.replace(causal=True)),
-        key(schedule=SCHEDULE.replace(tile_m=128)),
-    ]
-    assert key(PROBLEM.replace(seq_q=2048, seq_k=2048)) == keys[0]  # another length of the same class
-    monkeypatch.setattr(programs, "host_arch", lambda: "aarch64")
-    keys.append(key())
-    monkeypatch.setattr(programs, "compiler_at_hand", lambda: "13.4.92")
-    keys.append(key())
-    assert len({*keys}) == len(keys)
-    monkeypatch.setattr(programs, "compiler_at_hand", lambda: "")
+def test_a_programs_key_tells_everything_that_it_depends_on(monkeypatch) -> None:
+    monkeypatch.setattr(keys, "compiler_at_hand", lambda: "13.5.37")
+    changes = [{}, {"source": "abd"}, {"captured": ["TILE", "1"]}, {"hints": (("occupancy", 3),)}, {"arch": "sm_121"}]
+    changes += [{"problem": PROBLEM.replace(causal=True)}, {"schedule": SCHEDULE.replace(tile_m=128)}]
+    found = [key(**each) for each in changes]
+    assert key(PROBLEM.replace(seq_q=2048, seq_k=2048)) == found[0]  # another length of the same class
+    for name, value in (("host_arch", "aarch64"), ("compiler_at_hand", "13.4.92")):
+        monkeypatch.setattr(keys, name, lambda value=value: value)
+        found.append(key())
+    assert len({*found}) == len(found)
+    monkeypatch.setattr(keys, "compiler_at_hand", lambda: "")
     assert key() == ""  # nothing is compiled here
 
 
-def test_what_a_function_captures_is_part_of_its_programs_name() -> None:
+def test_what_a_function_captures_is_part_of_its_programs_key() -> None:
     def made(tile):
         def inner():
             return tile
 
-        def outer():
-            return inner()
+        return lambda: inner()
 
-        return outer
-
-    assert captured_values(made(2)) != captured_values(made(3))
-    assert captured_values(made(2)) == captured_values(made(2))
+    assert captured_values(made(2)) == captured_values(made(2)) != captured_values(made(3))
     assert captured_values(made([2])) is None  # a list may change
 
 
@@ -513,36 +468,31 @@ def test_what_a_function_captures_is_part_of_its_programs_name() -> None:
 def test_a_first_call_reads_a_copy_of_the_database_while_that_stays_as_it_is(tmp_path, monkeypatch) -> None:
     """Opening the database imports SQLAlchemy, for half a second."""
     path, settings = tmp_path / "x.db", Settings(db=str(tmp_path / "x.db"), cache=str(tmp_path / "cache"))
-    opened = []
-    open_db = TuningDB.open
-
-    def counted(*given, **named):
-        opened.append(given)
-        return open_db(*given, **named)
+    opened, open_db = [], TuningDB.open
 
     def tune(occupancy) -> None:
         with open_db(path) as db:
             db.put_entry(entry("modelled", problem=PROBLEM, schedule=SCHEDULE.replace(occupancy=occupancy)))
         os.utime(path, ns=(0, occupancy * 10**9))
 
-    def read() -> list[object]:
-        (layer,) = [each for each in layers(settings, ["sm_90"], Attention) if each.name == "user"]
-        return [(each.schedule["occupancy"], each.problem, each.provenance, each.layer) for each in layer.entries]
+    def read(occupancy, opens) -> None:
+        """Read twice: the occupancy served, and how often the database was opened by then."""
+        for _ in range(2):
+            (layer,) = [each for each in layers(settings, ["sm_90"], Attention) if each.name == "user"]
+            found = [(each.schedule["occupancy"], each.problem, each.provenance, each.layer) for each in layer.entries]
+            assert found == [(occupancy, PROBLEM, "modelled", "")]
+        assert len(opened) == opens
 
-    monkeypatch.setattr(TuningDB, "open", counted)
+    monkeypatch.setattr(TuningDB, "open", lambda *given, **named: opened.append(given) or open_db(*given, **named))
     tune(2)
-    assert read() == read() == [(2, PROBLEM, "modelled", "")]
-    assert len(opened) == 1
+    read(2, 1)
     tune(3)
-    assert read() == read() == [(3, PROBLEM, "modelled", "")]
-    assert len(opened) == 2
+    read(3, 2)
     (copy,) = (tmp_path / "cache" / "entries").iterdir()
     copy.write_bytes(copy.read_bytes()[:-2])
-    assert read() == [(3, PROBLEM, "modelled", "")]
-    assert len(opened) == 3
+    read(3, 3)
     os.utime(path)  # just changed: perhaps once more, within the same tick of the clock
-    read(), read()
-    assert len(opened) == 5
+    read(3, 5)
 
 
 # The processes
@@ -550,45 +500,29 @@ def test_a_first_call_reads_a_copy_of_the_database_while_that_stays_as_it_is(tmp
 
 @pytest.fixture
 def builder():
-    made = BackgroundBuilder((sys.executable, str(Path(__file__).parent / "fake_build_worker.py")), processes=1)
+    made = BackgroundBuilder(WORKER, processes=1)
     yield made
     made.close()
 
 
-def request(path: Path, do: str = "fine") -> BuildRequest:
-    return BuildRequest(
-        path=path,
-        kernel="attention",
-        schedule=Schedule({"do": do}),
-        problem=PROBLEM,
-        wide=False,
-        place=0,
-        parameters=(),
-        arch="sm_90",
-        timeout_s=60.0,
-    )
-
-
-def built(builder, path, do="fine") -> Build:
-    found = builder.submit(request(path, do))
-    found.wait()
+def built(builder, path, do="fine", wait=True) -> Build:
+    task = BuildTask(kernel="attention", schedule=Schedule({"do": do}), problem=PROBLEM, arch="sm_90")
+    found = builder.submit(BuildRequest(path=path, task=task, wide=False, place=0, parameters=()))
+    if wait:
+        found.wait()
     return found
 
 
-def test_one_process_compiles_one_program_after_the_other(builder, tmp_path) -> None:
-    first, second = (builder.submit(request(tmp_path / name)) for name in "ab")
-    assert builder.submit(request(tmp_path / "a")) is first
-    for each in (first, second):
-        each.wait()
+def test_one_process_compiles_one_program_after_the_other_and_is_started_anew_where_it_dies(builder, tmp_path) -> None:
+    first, second = (built(builder, tmp_path / name, wait=False) for name in "ab")
+    assert built(builder, tmp_path / "a") is first
+    second.wait()
     assert first.program.cubin == second.program.cubin != str(os.getpid()).encode()
     assert built(builder, tmp_path / "c", "refuse").program.error == "no such tile"
     assert built(builder, tmp_path / "d", "fail").failure == "OSError: no space"
-
-
-def test_a_process_that_dies_is_started_once_more(builder, tmp_path) -> None:
-    assert built(builder, tmp_path / "a", "die_once").program.symbol == "made"
-    assert "ended with code 7" in built(builder, tmp_path / "b", "die").failure
-    assert built(builder, tmp_path / "c").program.symbol == "made"
+    assert built(builder, tmp_path / "e", "die_once").program.symbol == "made"
+    assert "ended with code 7" in built(builder, tmp_path / "f", "die").failure
+    assert built(builder, tmp_path / "g").program.symbol == "made"
 
 
 def test_a_process_that_hangs_is_ended_with_its_compiler(builder, tmp_path, monkeypatch) -> None:
@@ -598,23 +532,20 @@ def test_a_process_that_hangs_is_ended_with_its_compiler(builder, tmp_path, monk
 
 
 def test_processes_end_when_there_is_nothing_to_do(tmp_path) -> None:
-    builder = BackgroundBuilder((sys.executable, str(Path(__file__).parent / "fake_build_worker.py")), idle_s=0.0)
-    assert built(builder, tmp_path / "a").program.symbol == "made"
-    for thread in [each for each in threading.enumerate() if each.name == "tiledsched-build"]:
-        thread.join()  # of others, which were closed, too
-    assert builder._workers == []
-    assert built(builder, tmp_path / "b").program.symbol == "made"
+    builder = BackgroundBuilder(WORKER, idle_s=0.0)
+    for name in "ab":
+        assert built(builder, tmp_path / name).program.symbol == "made"
+        for thread in [each for each in threading.enumerate() if each.name == "tiledsched-build"]:
+            thread.join()  # of others, which were closed, too
+        assert builder._workers == []
     builder.close()
-
-
-def test_where_no_process_starts_the_build_says_so(tmp_path) -> None:
     builder = BackgroundBuilder((str(tmp_path / "no such program"),))
     assert "No such file" in built(builder, tmp_path / "a").failure
     builder.close()
 
 
 def test_a_forked_process_starts_anew(builder, tmp_path) -> None:
-    waiting = builder.submit(request(tmp_path / "a", "hang"))
+    waiting = built(builder, tmp_path / "a", "hang", wait=False)
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -635,12 +566,11 @@ PROGRAM = f"""
 import sys
 from pathlib import Path
 from tiledsched.core.schedule import Schedule
-from tiledsched.serve.background import BackgroundBuilder
-from tiledsched.serve.programs import BuildRequest
-builder = BackgroundBuilder((sys.executable, {str(Path(__file__).parent / "fake_build_worker.py")!r}))
+from tiledsched.build.compiler import BuildTask
+from tiledsched.serve.background import BackgroundBuilder, BuildRequest
 path = Path(sys.argv[1])
-what = dict(path=path, kernel="", schedule=Schedule({{"do": "hang"}}), problem=None, wide=False, place=0, parameters=())
-builder.submit(BuildRequest(**what, arch="sm_90", timeout_s=60.0))
+task = BuildTask(kernel="", schedule=Schedule({{"do": "hang"}}), problem=None, arch="sm_90")
+BackgroundBuilder({WORKER!r}).submit(BuildRequest(path=path, task=task, wide=False, place=0, parameters=()))
 tried = path.with_suffix(".tried")
 while not (tried.exists() and tried.read_text()):
     pass
@@ -650,31 +580,20 @@ while not (tried.exists() and tried.read_text()):
 def test_a_program_ends_at_once_and_takes_its_processes_along(tmp_path) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path / "a")], timeout=60, capture_output=True)
     assert (done.returncode, done.stderr) == (0, b"")
-    worker, compiler = map(int, (tmp_path / "a.tried").read_text().split())
-    for pid in (worker, compiler):
+    for pid in (tmp_path / "a.tried").read_text().split():  # of the worker and its compiler
         state = Path(f"/proc/{pid}/stat")
         assert not state.exists() or state.read_text().split()[2] == "Z"
 
 
 @pytest.mark.compiler
+@pytest.mark.slow
 def test_the_process_compiles_what_a_launch_would(tmp_path) -> None:
     """The machine code is that of a build; a second process, and a second schedule's failure, are found on disk."""
-    from tiledsched.build.compiler import compile_schedule
-    from tiledsched.build.cubin import read_artifact
-
     problem, schedule = PROBLEM.replace(head_dim=32), SCHEDULE.replace(tile_m=64, tile_n=32)
     (step,) = launches.steps(Attention, problem, schedule, arch_spec("sm_90"))
-    asked = BuildRequest(
-        path=tmp_path / "abcdef0",
-        kernel=Attention.locator(),
-        schedule=schedule,
-        problem=problem,
-        wide=False,
-        place=0,
-        parameters=tuple(launches.signature(Attention, problem, schedule, step).parameters),
-        arch="sm_90",
-        timeout_s=60.0,
-    )
+    parameters = tuple(launches.signature(Attention, problem, schedule, step).parameters)
+    task = BuildTask(kernel=Attention.locator(), schedule=schedule, problem=problem, arch="sm_90")
+    asked = BuildRequest(path=tmp_path / "abcdef0", task=task, wide=False, place=0, parameters=parameters)
     builder = BackgroundBuilder()
     build = builder.submit(asked)
     build.wait()
@@ -683,17 +602,3 @@ def test_the_process_compiles_what_a_launch_would(tmp_path) -> None:
     want = compile_schedule(Attention, problem, schedule, "sm_90")
     assert read_artifact(build.program.cubin, "sm_90").fingerprint == want.fingerprint
     assert read_program(asked.path) == build.program
-
-
-def test_calls_that_torch_serves_meanwhile_are_captured_and_counted(serving, tmp_path) -> None:
-    from tiledsched.store.seen import read_seen
-
-    q, k, v = tensors()
-    with ts.capture(tmp_path / "notes"):
-        for _ in range(3):
-            ts.sdpa(q, k, v)
-        serving.builds.finish()
-        for _ in range(3):
-            ts.sdpa(q, k, v)
-    assert serving.launches
-    assert [each.calls for each in read_seen(tmp_path / "notes").problems] == [6]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy
 import pytest
 
-from tiledsched.core import launch as launches
+from tiledsched.core import launches
 from tiledsched.core.config import load_settings
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import Failure

@@ -1,38 +1,27 @@
-"""Machine code for hosts of several architectures: kept apart, never launched on another, and known as one program.
-
-The cubins in `data` are softmax's for sm_90, 4096 rows of 512, by tileiras 13.4.92 with either `--host-arch`.
-"""
+"""Machine code for hosts of several architectures: never launched on another, and known as one program."""
 
 from __future__ import annotations
 
-import lzma
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cubins import ARCH, CUBINS, HOSTS, MADE, REFERENCE
 
-from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.compiler import compile_schedule
-from tiledsched.build.cubin import _host_code, is_whole, join, parts, read_artifact
-from tiledsched.build.host_code import check_host, for_host, host_arch, host_of, host_section
+from tiledsched.build.cubin import host_instructions, is_whole, join, parts, read_artifact
+from tiledsched.build.host_code import check_host, for_host, host_arch, host_of
 from tiledsched.build.toolchain import installed_toolchain
 from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import CompilerError
-from tiledsched.core.launch import signature, steps
+from tiledsched.core.launches import signature, steps
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.softmax import Softmax
 from tiledsched.serve.entries import load_entries
 from tiledsched.serve.prebuilt import make_kernel
-
-ARCH, HOSTS = "sm_90", ("x86_64", "aarch64")
-CUBINS = {
-    host: lzma.decompress((Path(__file__).parent / "data" / f"softmax.{host}.cubin.xz").read_bytes()) for host in HOSTS
-}
-REFERENCE = host_section(CUBINS["x86_64"])
-MADE = {"x86_64": read_artifact(CUBINS["x86_64"], ARCH), "aarch64": read_artifact(CUBINS["aarch64"], ARCH, REFERENCE)}
 
 
 def test_a_program_has_one_fingerprint_on_all_hosts() -> None:
@@ -50,7 +39,7 @@ def test_a_program_has_one_fingerprint_on_all_hosts() -> None:
 
 
 def test_what_the_host_code_writes_is_part_of_the_program() -> None:
-    code = _host_code(REFERENCE)
+    code = host_instructions(REFERENCE)
     other = REFERENCE.replace(code, bytes([code[0] ^ 1]) + code[1:])
     changed = {
         read_artifact(CUBINS["x86_64"].replace(REFERENCE, other), ARCH).fingerprint,
@@ -58,22 +47,6 @@ def test_what_the_host_code_writes_is_part_of_the_program() -> None:
     }
     assert len(changed) == 1
     assert changed != {MADE["x86_64"].fingerprint}
-
-
-def test_hosts_of_both_kinds_share_a_cache_folder(tmp_path) -> None:
-    """Neither finds the other's machine code, and neither replaces it."""
-    stores = {host: ArtifactStore(tmp_path, host) for host in HOSTS}
-    fingerprint = MADE["x86_64"].fingerprint
-    for host, store in stores.items():
-        assert not store.has(ARCH, fingerprint)
-        store.put(MADE[host])
-    for host, store in stores.items():
-        assert store.get(ARCH, fingerprint) == MADE[host]
-        assert stores["x86_64"].for_host(host).get(ARCH, fingerprint) == MADE[host]
-    assert ArtifactStore(tmp_path).path(ARCH, fingerprint) == stores[host_arch()].path(ARCH, fingerprint)
-    stores["x86_64"].path(ARCH, fingerprint).write_bytes(lzma.compress(MADE["aarch64"].cubin))
-    assert stores["x86_64"].get(ARCH, fingerprint) is None
-    assert not stores["x86_64"].has(ARCH, fingerprint)
 
 
 @pytest.mark.parametrize(
@@ -182,6 +155,7 @@ def test_what_cutiles_cache_has_for_other_hosts_is_compiled_anew(monkeypatch, tm
 
 
 @pytest.mark.compiler
+@pytest.mark.slow
 def test_evidence_of_x86_64_hosts_holds_on_aarch64(tmp_path, monkeypatch) -> None:
     """Both values of `--host-arch` give the machine code that the shipped table names."""
     monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path))

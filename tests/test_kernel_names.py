@@ -19,7 +19,7 @@ from test_refresh import put_measured, toolchain
 import tiledsched as ts
 from tiledsched import doctor
 from tiledsched.checking.interpreted import check_schedule
-from tiledsched.core import launch as launches
+from tiledsched.core import launches
 from tiledsched.core import registry as kernel_names
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import ConfigError
@@ -31,7 +31,7 @@ from tiledsched.serve.entries import load_entries, load_table
 from tiledsched.store.db import TuningDB
 from tiledsched.store.evidence import contradictions, stale
 from tiledsched.store.records import Entry
-from tiledsched.tuning.programs import Builder
+from tiledsched.tuning.builder import Builder
 
 DOCS = Path(__file__).parents[1] / "docs" / "kernels.md"
 ATTENTION_ID = "d5fe3bf5edc5"

@@ -35,7 +35,7 @@ from kernel_checks import (
     schedule_for,
 )
 
-from tiledsched.core import launch as launches
+from tiledsched.core import launches
 from tiledsched.core.device import arch_spec
 from tiledsched.interpreter import SmallDevice
 from tiledsched.kernels.attention import Attention, entries_source

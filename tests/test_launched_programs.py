@@ -15,6 +15,7 @@ pytest.importorskip("torch")
 HERE = Path(__file__).parent
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("cc") and sys.platform == "linux"), reason="needs a C compiler")
 def test_what_a_launch_looks_for_is_what_was_built_ahead(tmp_path) -> None:
     """Of kernels without constant sizes a launch takes an older calling convention than a build; and of scratch memory with one

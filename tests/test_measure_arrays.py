@@ -28,7 +28,7 @@ from tiledsched.build.cubin import _info_records, parts, symbol_of
 from tiledsched.core.arrays import ArraySpec
 from tiledsched.core.cases import input_specs
 from tiledsched.core.errors import DeclarationError
-from tiledsched.core.launch import steps
+from tiledsched.core.launches import steps
 from tiledsched.core.storage import is_float, storage_type
 from tiledsched.measure.arrays import ProblemArrays, allocate, each, laid_out, launch_of, number, pack
 from tiledsched.measure.torch_arrays import as_stored, as_tensors

@@ -12,7 +12,7 @@ import tiledsched as ts
 from tiledsched.checking.interpreted import check_schedule
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import DeclarationError
-from tiledsched.core.launch import steps
+from tiledsched.core.launches import steps
 
 Int = ct.Constant[int]
 ZERO = ct.PaddingMode.ZERO

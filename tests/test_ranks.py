@@ -79,25 +79,11 @@ def test_ranks_that_differ_are_named(home, monkeypatch) -> None:
 
 
 @pytest.mark.compiler
+@pytest.mark.slow
 def test_a_campaigns_bundle_is_named_by_its_contents(home, capsys) -> None:
     problems = [Softmax.problem(rows=64, columns=columns) for columns in (64, 128)]
-    assert (
-        main(
-            [
-                "tune",
-                "softmax",
-                "--arch",
-                "sm_90",
-                "--problem",
-                "rows=64,columns=64:128",
-                "--runner",
-                "none",
-                "--trials",
-                "1",
-            ]
-        )
-        == 0
-    )
+    tune = "tune softmax --arch sm_90 --problem rows=64,columns=64:128 --runner none --trials 1"
+    assert main(tune.split()) == 0
     with TuningDB.open(home / "x.db") as db:
         leases = Leases(db)
         campaign = leases.open(CampaignPlan(job="tune", kernel=Softmax.locator(), problems={"sm_90": problems}))
@@ -107,18 +93,8 @@ def test_a_campaigns_bundle_is_named_by_its_contents(home, capsys) -> None:
     for folder in ("one", "two"):
         (home / folder).mkdir()
         capsys.readouterr()
-        words = [
-            "warmup",
-            "softmax",
-            "--arch",
-            "sm_90",
-            "--campaign",
-            campaign.id[:8],
-            "--out",
-            str(home / folder),
-            "--json",
-        ]
-        assert main(words) == 0
+        words = f"warmup softmax --arch sm_90 --campaign {campaign.id[:8]} --json".split()
+        assert main([*words, "--out", str(home / folder)]) == 0
         (made,) = json.loads(capsys.readouterr().out)["bundles"]
         assert made["problems"] == 1  # of two, the one that was done
         names += [path.name for path in (home / folder).iterdir()]

@@ -24,8 +24,8 @@ from tiledsched.measure.replay import ReplayRunner
 from tiledsched.measure.runner import Batch, Checked, Conditions
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import export_landscape, read_table
+from tiledsched.tuning.builder import Builder
 from tiledsched.tuning.options import RecordOptions
-from tiledsched.tuning.programs import Builder
 from tiledsched.tuning.record import COVERAGE, FIELD, LEADERS, SUSTAINED, Recorder, plan
 
 ROOT = Path(__file__).parent.parent
@@ -119,9 +119,6 @@ class Compiler(FakeBuilds):
             return artifact(self.fingerprint(schedule, self.version))
         return Failure(kind=FailureKind.COMPILE_ERROR, message="no")
 
-    def get(self, arch, fingerprint):
-        return artifact(fingerprint)
-
 
 class Gpu:
     """Counts what is asked of it, and can be interrupted or find a result wrong."""
@@ -188,7 +185,7 @@ class Site:
         return next(self.recorder(None, **options).record([PROBLEM], folder))
 
     def samples(self, regime: str) -> list[int]:
-        return [len(one.measurement.samples_us) for one in self.db.latest_measurements(PROBLEM, regime=regime)]
+        return [len(one.measurement.samples_us) for one in self.db.measurements(PROBLEM, regime=regime, latest=True)]
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ from store_samples import TOOLCHAIN, artifact
 
 from tiledsched.build import compiler
 from tiledsched.build import pool as pool_module
-from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.pool import BuildPool
+from tiledsched.build.store import ProgramStore
 from tiledsched.build.toolchain import compiler_folder
 from tiledsched.core import files
 from tiledsched.core.canonical import stable_id
@@ -30,7 +30,7 @@ from tiledsched.core.space_files import space_for
 from tiledsched.fleet.retry import is_full
 from tiledsched.kernels.attention import Attention
 from tiledsched.store.db import TuningDB
-from tiledsched.tuning.programs import Builder
+from tiledsched.tuning.builder import Builder
 
 PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
 H200 = arch_spec("sm_90")
@@ -74,7 +74,7 @@ def builder(db, tmp_path):
     def make(pool, **changes):
         values = {
             "db": db,
-            "artifacts": ArtifactStore(tmp_path),
+            "artifacts": ProgramStore(tmp_path),
             "kernel": Attention,
             "arch": "sm_90",
             "toolchain": TOOLCHAIN,
@@ -98,7 +98,7 @@ def test_nothing_is_compiled_twice(builder):
 def test_hosts_of_two_kinds_share_a_database_without_building_to_and_fro(builder, db, tmp_path, shared):
     """Each builds what it launches once; the record is the same for both."""
     pool, wanted, found = StubPool(), [schedule(), schedule(tile_m=128)], []
-    stores = [ArtifactStore(tmp_path / ("" if shared else host), host) for host in ("x86_64", "aarch64")]
+    stores = [ProgramStore(tmp_path / ("" if shared else host), host) for host in ("x86_64", "aarch64")]
     for compiled in (2, 2, 0, 0):
         made = builder(pool, artifacts=stores[len(found) % 2])
         assert made.build(wanted, PROBLEM) == compiled
@@ -109,7 +109,7 @@ def test_hosts_of_two_kinds_share_a_database_without_building_to_and_fro(builder
 
 def test_a_cache_that_cannot_be_written_is_said_before_and_after_building(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    shaped, full = ArtifactStore(tmp_path / "file"), ArtifactStore(tmp_path)
+    shaped, full = ProgramStore(tmp_path / "file"), ProgramStore(tmp_path)
     with pytest.raises(
         ConfigError, match=r"cannot keep machine code in .*; free some space there, or name another folder"
     ):
@@ -118,7 +118,7 @@ def test_a_cache_that_cannot_be_written_is_said_before_and_after_building(tmp_pa
     with pytest.raises(ConfigError, match="cannot keep machine code"):
         shaped.put(artifact("ab" * 12))
     full.ready()
-    monkeypatch.setattr("tiledsched.build.artifacts.write_whole", raising(OSError(28, "No space left on device")))
+    monkeypatch.setattr("tiledsched.build.sealed.write_whole", raising(OSError(28, "No space left on device")))
     with pytest.raises(ConfigError, match="No space left on device"):
         full.put(artifact("ab" * 12))
 
@@ -294,7 +294,7 @@ def test_one_code_with_two_grids_is_two_programs(builder):
 def test_a_deadline_or_ctrl_c_leaves_the_rest(builder, monkeypatch):
     pool, wanted = StubPool(), [schedule(occupancy=n) for n in range(1, 9)]
     shop = builder(pool)
-    monkeypatch.setattr("tiledsched.tuning.programs.time.monotonic", lambda: pool.compiled)
+    monkeypatch.setattr("tiledsched.tuning.builder.time.monotonic", lambda: pool.compiled)
     assert shop.build(wanted, PROBLEM, deadline_s=2.5) == 3
     assert pool.stopped_early
     assert builder(pool).missing(wanted, PROBLEM) == wanted[3:]

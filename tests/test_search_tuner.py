@@ -28,10 +28,10 @@ from tiledsched.measure.replay import ReplayRunner
 from tiledsched.measure.runner import Checked, Measurement, RivalTime
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import TableFile, read_table
+from tiledsched.tuning.builder import Builder
 from tiledsched.tuning.effort import EFFORTS
 from tiledsched.tuning.options import TuneOptions
 from tiledsched.tuning.prior import Elsewhere, Shipped, estimator, plain_schedules, promising_part
-from tiledsched.tuning.programs import Builder
 from tiledsched.tuning.search import NO_SEARCH
 from tiledsched.tuning.tuner import Tuner
 from tiledsched.tuning.watcher import Watcher
@@ -229,8 +229,9 @@ def test_times_in_graphs_are_not_reused(db) -> None:
     """Short paced launches were timed in graphs once, out of warm caches: another quantity."""
     recorded = Recorded(LANDSCAPES[1])
     tune(recorded, db, effort="quick")
-    latest = db.latest_measurements(recorded.problem)
-    in_graphs = [each for each in latest if each.measurement.conditions.graph_launches]
+    in_graphs = [
+        each for each in db.measurements(recorded.problem, latest=True) if each.measurement.conditions.graph_launches
+    ]
     assert len(in_graphs) >= 8
     assert tune(recorded, db, effort="quick").measured >= len(in_graphs)
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from fake_builds import FakeBuilds
+from golden import lacking
 from served_entries import SUMMARY, entry
 from test_search_tuner import LANDSCAPES, Recorded
 
@@ -17,19 +18,18 @@ from tiledsched.build.cubin import Artifact
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.checking.accuracy import Accuracy
 from tiledsched.cli import main
-from tiledsched.core import registry
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import ConfigError, Failure, FailureKind
 from tiledsched.core.registry import load_kernel
-from tiledsched.fleet.leases import Leases
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Batch, Checked, Conditions, Device, RivalTime
+from tiledsched.rivals.offers import Offer
+from tiledsched.serve.chain import Served
 from tiledsched.serve.entries import load_table
-from tiledsched.serve.lookup import LookupTable, Served
-from tiledsched.serve.rivals import RivalOffer
+from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.transfer import ExpectedLoss
+from tiledsched.store.captured_calls import SeenProblem
 from tiledsched.store.db import TuningDB
-from tiledsched.store.seen import SeenProblem
 from tiledsched.tuning.options import TuneOptions
 from tiledsched.tuning.resources import Tools
 from tiledsched.tuning.search import NO_SEARCH
@@ -69,17 +69,15 @@ class NAME(ts.Kernel):
 class Machine(FakeBuilds):
     """A compiler, a GPU and rivals, for any kernel. Tiles of 32 rows are fastest; `broken` rows run on no schedule."""
 
-    device, device_name, name, regimes = H200, H200.name, "gpu", frozenset({"burst"})
-
     def __init__(self, broken=()) -> None:
         super().__init__()
         self.broken, self.began, self.raced = broken, [], []
+        self.device, self.device_name, self.name, self.regimes = H200, H200.name, "gpu", frozenset({"burst"})
         facts = next(iter(Recorded(LANDSCAPES[0]).facts.values()))
         self.facts = dataclasses.replace(facts, spill_bytes=0)
 
     @property
     def tools(self) -> Tools:
-        rivals = SimpleNamespace(race=self.race, close=self.close, versions=lambda problem: {})
         return Tools(
             toolchain=lambda: dataclasses.replace(SUMMARY.toolchain, tileiras=compiler_at_hand() or "13.5"),
             artifacts=lambda folder: self,
@@ -87,7 +85,9 @@ class Machine(FakeBuilds):
             devices=lambda: [H200],
             lacking=lambda: "",
             runner=lambda kernel, seed: self,
-            rivals=lambda kernel, runner, regime: rivals,
+            rivals=lambda kernel, runner, regime: SimpleNamespace(
+                race=self.race, close=self.close, versions=lambda problem: {}
+            ),
         )
 
     def get(self, arch, fingerprint) -> Artifact:
@@ -118,7 +118,8 @@ class Machine(FakeBuilds):
 
     def race(self, problem, candidate):
         self.raced.append(problem.rows)
-        ours, same = self.us(candidate), {"ratio": 0.9, "ratio_low": 0.9, "ratio_high": 0.9}
+        ours = self.us(candidate)
+        same = {"ratio": 0.9, "ratio_low": 0.9, "ratio_high": 0.9}
         return [RivalTime(name="other", median_us=0.9 * ours, ours_us=ours, samples=9, **same)]
 
 
@@ -137,20 +138,19 @@ def kernels(home):
     return [load_kernel(f"{home}/{name.lower()}.py:{name}") for name in ("First", "Second")]
 
 
-def seen_problem(problem, calls=1):
-    return SeenProblem(
-        problem=problem,
-        calls=calls,
-        sample=problem,
-        place="",
-        arch="sm_90",
-        device=H200.name,
-        layouts=("contiguous",),
-        processes=1,
-        provenance="default",
-        schedule={},
-        rival="",
-    )
+def seen_problem(problem, calls=1, **more):
+    values = {
+        "sample": problem,
+        "place": "",
+        "arch": "sm_90",
+        "device": H200.name,
+        "layouts": ("contiguous",),
+        "processes": 1,
+        "provenance": "default",
+        "schedule": {},
+        "rival": "",
+    }
+    return SeenProblem(problem=problem, calls=calls, **(values | more))
 
 
 def note(home, *problems, folder="seen", **more):
@@ -178,11 +178,11 @@ def made_up(rng) -> tuple[SeenProblem, Served, float]:
     its = entry(problem, source="tune run 1" if searched else f"tune run 1, {NO_SEARCH}")
     its = its.replace(measurement=dataclasses.replace(SUMMARY, median_us=us))
     expected = ExpectedLoss(mean=loss, worst=1.0, cases=3, kernel="attention", arch="sm_90")
-    offers = (RivalOffer(name="r", ratio=rival, capturable=True, only_captured=False, reason=""),) if rival else ()
+    offers = (Offer(name="r", ratio=rival, capturable=True, only_captured=False, reason=""),) if rival else ()
     served = Served(
         schedule=its.schedule if measured else its.schedule.replace(occupancy=4),
         provenance="measured" if measured else "transferred",
-        reason="",
+        steps=(),
         entry=its,
         forced={},
         expected_loss=None if measured else expected,
@@ -249,12 +249,11 @@ def tuned(machine, rows, **options):
 
 def test_every_problem_races_rivals_before_the_most_worthwhile_is_searched_first(kernels):
     first, second = kernels
-    problems, machine = (
-        [(first.problem(rows=64), 9), (first.problem(rows=640), 900), (second.problem(rows=128), 9)],
-        Machine(),
-    )
+    problems = [(first.problem(rows=64), 9), (first.problem(rows=640), 900), (second.problem(rows=128), 9)]
+    machine = Machine()
     done = tuned(machine, ranked(problems))
-    assert machine.raced == machine.began == [640, 64, 128, 640, 64, 128]
+    assert machine.began == [640, 64, 128, 640, 64, 128]
+    assert machine.raced == machine.began
     assert not done.left
     assert not done.raced
     best = {each.problem.rows: each.schedule["TILE"] for report in done.reports for each in report.entries}
@@ -264,7 +263,8 @@ def test_every_problem_races_rivals_before_the_most_worthwhile_is_searched_first
 
 
 def test_a_race_without_a_search_is_what_a_short_budget_gives_and_the_rest_is_named(kernels):
-    done = tuned(Machine(), ranked([(kernels[0].problem(rows=rows), rows) for rows in (64, 128, 640)]), budget_s=0.0)
+    problems = [(kernels[0].problem(rows=rows), rows) for rows in (64, 128, 640)]
+    done = tuned(Machine(), ranked(problems), budget_s=0.0)
     assert [each.rows for each in done.raced] == [640]
     assert {each.rows: why for each, why in done.left.items()} == dict.fromkeys((128, 64), "the budget ended first")
     (report,) = done.reports
@@ -278,8 +278,8 @@ def test_without_a_gpu_the_model_ranks_and_no_race_is_run(kernels):
     assert (machine.began, len(done.reports), done.left, done.raced) == ([], 2, {}, [])
     assert {each.provenance for report in done.reports for each in report.entries} == {"modelled"}
     done = tuned(Machine(), ranked(problems), runner="none", budget_s=0.0)
-    (report,) = done.reports
-    assert {each.rows for each in done.left} == {64, 128, 640} - {report.entries[0].problem.rows}
+    assert len(done.reports) == 1
+    assert {each.rows for each in done.left} == {64, 128, 640} - {done.reports[0].entries[0].problem.rows}
     with pytest.raises(ConfigError, match=r"a race needs a GPU of sm_90.* leave out --effort race"):
         tuned(machine, ranked(problems), runner="none", effort="race")
 
@@ -288,24 +288,33 @@ def test_a_problem_that_fails_costs_no_other_its_tune(kernels):
     problems = [(kernels[0].problem(rows=rows), rows) for rows in (64, 128, 640)]
     done = tuned(Machine(broken=(640,)), ranked(problems))
     ((problem, why),) = done.left.items()
-    assert (problem.rows, "no schedule of 1 works" in why) == (640, True)
+    assert problem.rows == 640
+    assert "no schedule of 1 works" in why
     assert [each.problem.rows for each in done.reports[0].entries] == [128, 64]
 
 
 def test_the_budget_is_shared_by_worth(kernels, monkeypatch):
-    problems, given, now = [kernels[0].problem(rows=rows) for rows in (64, 128, 640, 6400)], [], [0.0]
+    problems, given = [kernels[0].problem(rows=rows) for rows in (64, 128, 640, 6400)], []
 
     class Noted(Tuner):
         def _run(self, problem, deadline_s):
             given.append(deadline_s - now[0])
-            now[0] = deadline_s
+            now[0] += deadline_s - now[0]
             return problem
 
-    monkeypatch.setattr("tiledsched.tuning.tuner.time", SimpleNamespace(monotonic=lambda: now[0]))
-    machine, options = Machine(), TuneOptions(budget_s=200.0)
+    from tiledsched.tuning import tuner as tuners
+
+    now = [0.0]
+    monkeypatch.setattr(tuners, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    machine = Machine()
     with Session("sm_90", tools=machine.tools) as session:
-        builder, space = session.builder(kernels[0]), session.space(kernels[0])
-        tuner = Noted(builder, space, options, run_id=1, runner=machine)
+        tuner = Noted(
+            session.builder(kernels[0]),
+            session.space(kernels[0]),
+            TuneOptions(budget_s=200.0),
+            run_id=1,
+            runner=machine,
+        )
         assert tuner.tune(problems, [60.0, 39.0, 1.0, 0.0]) == problems[:3]
     assert given == pytest.approx([120.0, 78.0, 2.0])
     assert list(tuner.left) == problems[3:]
@@ -315,45 +324,42 @@ def test_the_budget_is_shared_by_worth(kernels, monkeypatch):
 # The command line
 
 
-@pytest.fixture
-def say(capsys):
-    """Runs a command on this machine, or another one; what it prints, its spaces made one."""
-
-    def run(*words, code=0, machine=None, devices=(H200,)):
-        tools = {"tools": machine.tools} if machine else {}
-        assert main([*map(str, words)], devices=lambda: list(devices), **tools) == code
-        found = capsys.readouterr()
-        run.out, run.err = found
-        return " ".join("".join(found).split())
-
-    return run
+def said(printed):
+    return " ".join(printed.out.split()), " ".join(printed.err.split())
 
 
-def test_one_command_tunes_what_was_seen_and_then_nothing_is_left(home, kernels, say):
+def test_one_command_tunes_what_was_seen_and_then_nothing_is_left(cli, home, kernels):
     first, second = kernels
     note(home, (first.problem(rows=64), 9), (second.problem(rows=640), 5000))
     note(home, (second.problem(rows=640), 5000), (second.problem(rows=128), 1))
     machine = Machine()
-    said = say("show", "--seen", machine=machine)
-    assert "~10,000" in said
-    assert "tiledsched tune --seen --budget 600" in said
-    assert said.index("rows=640") < said.index("rows=64 ")
-    say("tune", "--seen", "--budget", "600", "--effort", "quick", "--json", machine=machine)
-    found = json.loads(say.out)
-    assert (found["schema_version"], {each["schedule"]["TILE"] for each in found["entries"]}) == (1, {32})
+    given = {"tools": machine.tools, "devices": lambda: [H200]}
+    out, _ = said(cli(["show", "--seen"], **given))
+    assert "~10,000" in out
+    assert out.index("rows=640") < out.index("rows=64 ")
+    assert "tiledsched tune --seen --budget 600" in out
+    found = cli(["tune", "--seen", "--budget", "600", "--effort", "quick", "--json"], **given).json
+    assert found["schema_version"] == 1
+    assert {each["schedule"]["TILE"] for each in found["entries"]} == {32}
     assert (len(found["entries"]), found["left"], found["only_raced"], found["already_tuned"]) == (3, [], [], 0)
     assert machine.began[0] == 640
-    say("show", "--seen", "--json", machine=machine)
-    rows = json.loads(say.out)["seen"]
+    rows = cli(["show", "--seen", "--json"], **given).json["seen"]
     assert {(each["now"]["provenance"], each["now_rival"], each["us_is"]) for each in rows} == {
         ("measured", "other", "measured")
     }
-    later = Machine()
-    assert "3 tuned before" in say("tune", "--seen", machine=later)
-    assert later.began == []
 
 
-def test_ctrl_c_keeps_what_was_found(home, kernels, say):
+def test_what_a_search_found_is_not_tuned_again(home, kernels, cli):
+    problem = kernels[0].problem(rows=64)
+    note(home, (problem, 3))
+    with Session("sm_90", tools=Machine().tools) as session:
+        session.tune(kernels[0], [problem])
+    machine = Machine()
+    assert "1 tuned before" in said(cli(["tune", "--seen"], tools=machine.tools, devices=lambda: [H200]))[0]
+    assert machine.began == []
+
+
+def test_ctrl_c_keeps_what_was_found(home, kernels, cli):
     note(home, *((kernels[0].problem(rows=rows), rows) for rows in (64, 128)))
 
     class Stopped(Machine):
@@ -362,112 +368,136 @@ def test_ctrl_c_keeps_what_was_found(home, kernels, say):
             if len(self.began) == 2:
                 raise KeyboardInterrupt
 
-    said = say("tune", "--seen", "--budget", "600", code=130, machine=Stopped())
-    assert "what was found until now is stored. The same command goes on" in said
+    given = {"tools": Stopped().tools, "devices": lambda: [H200]}
+    assert (
+        "what was found until now is stored. The same command goes on"
+        in said(cli(["tune", "--seen", "--budget", "600"], code=130, **given))[1]
+    )
     with TuningDB.open(None) as db:
         assert [(each.problem.rows, each.source) for each in db.entries()] == [(128, f"tune run 1, {NO_SEARCH}")]
 
 
-def test_refresh_and_report_are_of_what_was_seen(home, kernels, say):
+def test_refresh_and_report_are_of_what_was_seen(home, kernels, cli, monkeypatch):
     first, second = kernels
     note(home, (first.problem(rows=64), 9), (second.problem(rows=128), 9))
     machine = Machine()
+    given = {"tools": machine.tools, "devices": lambda: [H200]}
     with Session("sm_90", tools=machine.tools) as session:
         session.tune(first, [first.problem(rows=64), first.problem(rows=640)])
-    said = say("refresh", "--seen", "--json", machine=machine)
-    (one,) = json.loads(say.out)["kernels"]
+    found = cli(["refresh", "--seen", "--json"], **given)
+    (one,) = json.loads(found.out)["kernels"]
     assert (one["kernel"], one["current"]) == (first.name, 1)
-    assert f"nothing of {second.name} that was seen is measured; run: tiledsched tune --seen" in said
-    say("report", first.locator(), "--seen", "-o", home / "report", "--json", machine=machine)
-    text = (home / "report" / "report.md").read_text()
-    assert ("rows=64" in text, "rows=640" in text) == (True, False)
+    assert f"nothing of {second.name} that was seen is measured; run: tiledsched tune --seen" in found.err
+    for draw in ("as_svg", "as_png"):  # tests/test_report_files.py draws
+        monkeypatch.setattr(f"tiledsched.report.document.{draw}", lambda spec: b"")
+    cli(["report", first.locator(), "--seen", "-o", str(home / "report"), "--json"], **given)
+    page = (home / "report" / "report.md").read_text()
+    assert ("rows=640" in page, "rows=64" in page) == (False, True)
 
 
-def test_problems_that_a_budget_does_not_reach_are_named_with_what_to_do(home, kernels, say):
+def test_problems_that_a_budget_does_not_reach_are_named_with_what_to_do(home, kernels, cli):
     note(home, *((kernels[0].problem(rows=rows), 1) for rows in (64, 128)))
-    said = say("tune", "--seen", "--budget", "0", machine=Machine())
-    for words in (
-        "left: ",
-        "rows=64 float16: the budget ended first",
-        "only raced against rivals, not searched",
-        "The same command goes on with these",
-    ):
-        assert words in said
+    machine = Machine()
+    out, _ = said(cli(["tune", "--seen", "--budget", "0"], tools=machine.tools, devices=lambda: [H200]))
+    assert (
+        lacking(
+            out,
+            "left: ",
+            "rows=64 float16: the budget ended first",
+            "only raced against rivals, not searched",
+            "The same command goes on with these",
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize("command", ["tune", "warmup", "refresh", "report", "show", "fleet run tune"])
-def test_nothing_seen_says_how_to_capture(command, home, say):
-    said = say(*command.split(), "--seen", code=2)
-    assert "nothing was seen" in said
-    assert "TILEDSCHED_CAPTURE=1 python your_model.py" in said
+def test_nothing_seen_says_how_to_capture(command, home, cli):
+    _, err = said(cli([*command.split(), "--seen"], devices=lambda: [H200], code=2))
+    assert lacking(err, "nothing was seen", "TILEDSCHED_CAPTURE=1 python your_model.py") == []
 
 
-def test_each_kind_of_nothing_has_its_own_sentence(home, kernels, say):
-    problem, place = kernels[0].problem(rows=64), kernels[0].locator()
-    note(home, (problem, 3), arch="sm_100", device="NVIDIA B200")
-    for command, words in (
-        ("tune --seen", "nothing was seen on sm_90, only on sm_100; pass --arch sm_100"),
-        ("tune softmax --seen --arch sm_100", f"nothing of softmax was seen, only of {problem.kernel}"),
-        (f"show {place} --seen --arch sm_100 -p rows=3", "no problem that was seen matches -p"),
-        ("tune --seen --suite x", "leave out --suite"),
-        ("tune --seen softmax", "a kernel stands before the flag: softmax --seen"),
-        ("show --clear", "pass --seen, too"),
-    ):
-        assert words in say(*command.split(), code=2)
-    note(home, (problem, 3))
-    said = say("tune", "--seen", code=2, devices=())
-    assert "there is no GPU here, and problems were seen on sm_100, sm_90; pass --arch sm_100" in said
+@pytest.mark.parametrize(
+    ("line", "here", "words"),
+    [
+        ("tune --seen", [H200], "nothing was seen on sm_90, only on sm_100; pass --arch sm_100"),
+        ("tune softmax --seen --arch sm_100", [H200], "nothing of softmax was seen, only of first:First"),
+        ("show FIRST --seen --arch sm_100 -p rows=3", [H200], "no problem that was seen matches -p"),
+        ("tune --seen --suite x", [H200], "leave out --suite"),
+        ("tune --seen softmax", [H200], "a kernel stands before the flag: softmax --seen"),
+        ("show --clear", [H200], "pass --seen, too"),
+        ("tune --seen", [], "there is no GPU here, and problems were seen on sm_100, sm_90; pass --arch sm_100"),
+    ],
+)
+def test_each_kind_of_nothing_has_its_own_sentence(home, kernels, cli, line, here, words):
+    note(home, (kernels[0].problem(rows=64), 3), arch="sm_100", device="NVIDIA B200")
+    if not here:
+        note(home, (kernels[0].problem(rows=64), 3))
+    line = line.replace("FIRST", kernels[0].locator())
+    assert words in cli(line.split(), devices=lambda: here, code=2).err
 
 
-def test_a_kernel_of_a_file_is_left_out_until_it_is_named(home, kernels, say, monkeypatch):
+def test_a_kernel_of_a_file_is_left_out_until_it_is_named(home, kernels, cli, monkeypatch):
+    from tiledsched.core import registry
+
     note(home, (kernels[0].problem(rows=64), 3))
-    place, machine = kernels[0].locator(), Machine()
+    place = kernels[0].locator()
     for each in kernels:
         monkeypatch.delitem(registry._known, each.name)
         monkeypatch.delitem(sys.modules, each.__module__)
-    for code, command in enumerate(("show", "tune")):
-        assert f"name it: tiledsched tune {place} --seen" in say(command, "--seen", code=2 * code, machine=machine)
-    say("tune", place, "--seen", "--effort", "race", machine=machine)
+    machine = Machine()
+    given = {"tools": machine.tools, "devices": lambda: [H200]}
+    assert f"is not known here; name it: tiledsched tune {place} --seen" in said(cli(["show", "--seen"], **given))[0]
+    assert f"name it: tiledsched tune {place} --seen" in said(cli(["tune", "--seen"], code=2, **given))[1]
+    assert main(["tune", place, "--seen", "--effort", "race"], **given) == 0
     assert machine.began == [64]
 
 
-def test_a_folder_may_be_named_and_forgotten(home, kernels, say):
+def test_a_folder_may_be_named_and_forgotten(home, kernels, cli):
     note(home, (kernels[0].problem(rows=64), 3), folder="elsewhere")
-    where = home / "elsewhere"
-    said = say("show", "--seen", where, "--arch", "sm_90", devices=())
-    assert f"tiledsched tune --seen {where} --budget 600" in said
-    assert say("show", "--seen", where, "--clear", devices=()) == f"1 file removed from {where}"
-    assert not where.exists()
+    where = str(home / "elsewhere")
+    assert (
+        f"tiledsched tune --seen {where} --budget 600"
+        in said(cli(["show", "--seen", where, "--arch", "sm_90"], devices=list))[0]
+    )
+    assert said(cli(["show", "--seen", where, "--clear"], devices=list))[0] == f"1 file removed from {where}"
+    assert not (home / "elsewhere").exists()
 
 
-def test_damaged_lines_are_counted_and_a_line_fits_the_terminal(home, kernels, say):
+def test_damaged_lines_are_counted_and_a_line_fits_the_terminal(home, kernels, cli):
     note(home, (Attention.problem(seq_q=4096, seq_k=4096, head_dim=64, heads=16), 12345), layout="strided")
     (home / "seen" / "damaged.jsonl").write_text("{\n[]\n")
-    said = say("show", "--seen")
-    for words in ("2 damaged lines or files", "(strided arrays)", "A tune measures contiguous arrays"):
-        assert words in said
-    assert max(map(len, say.out.splitlines())) <= 80
+    found = cli(["show", "--seen"], devices=lambda: [H200])
+    assert "2 damaged lines or files" in found.err
+    assert max(map(len, found.out.splitlines())) <= 80
+    assert lacking(found.out, "(strided arrays)", "A tune measures contiguous arrays") == []
 
 
-def test_an_arch_without_a_search_space_is_told(home, kernels, say):
+def test_an_arch_without_a_search_space_is_told(home, kernels, cli):
     note(home, (Attention.problem(seq_q=64, seq_k=64, head_dim=64), 3), arch="sm_70", device="NVIDIA V100")
-    said = say("show", "--seen", devices=())
-    assert "?: nothing can be served for attention on sm_70, which has no search space." in said
-    said = say("tune", "--seen", code=2, devices=())
-    assert "no kernel that was seen has a search space for sm_70" in said
+    assert (
+        "?: nothing can be served for attention on sm_70, which has no search space."
+        in said(cli(["show", "--seen"], devices=list))[0]
+    )
+    assert (
+        "no kernel that was seen has a search space for sm_70" in said(cli(["tune", "--seen"], devices=list, code=2))[1]
+    )
 
 
-def test_a_fleet_does_what_was_seen_on_each_arch_most_worthwhile_first(home, kernels, say):
+def test_a_fleet_does_what_was_seen_on_each_arch_most_worthwhile_first(home, kernels, cli):
+    from tiledsched.fleet.leases import Leases
+
     one, two = kernels[0].problem(rows=64), kernels[0].problem(rows=8192)
     note(home, (one, 9000), (two, 1))
     note(home, (two, 3), arch="sm_100", device="NVIDIA B200")
-    words = ("fleet", "run", "tune", kernels[0].locator(), "--seen", "--arch", "sm_90,sm_100", "--open-only")
-    say(*words, devices=())
-    name = say.out.strip()
+    words = ["fleet", "run", "tune", kernels[0].locator(), "--seen", "--arch", "sm_90,sm_100", "--open-only"]
+    name = cli(words, devices=list).out.strip()
+    taken = {}
     with TuningDB.open(None) as db:
         leases = Leases(db)
         campaign = leases.campaign(name)
-        for arch, expected in (("sm_90", [one, two]), ("sm_100", [two])):
+        for arch in ("sm_90", "sm_100"):
             worker = leases.join(name, hostname="h", pid=1, gpu=arch, device_name="", arch=arch)
-            taken = [leases.take(campaign, worker, {arch}) for _ in range(3)]
-            assert [each.problem for each in taken if each] == expected
+            taken[arch] = [leases.take(campaign, worker, {arch}) for _ in range(3)]
+    assert [each.problem for each in taken["sm_90"] if each] == [one, two]
+    assert [each.problem for each in taken["sm_100"] if each] == [two]

@@ -29,7 +29,7 @@ from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.gpu import GpuRunner
 from tiledsched.measure.replay import ReplayRunner
-from tiledsched.measure.rivals import RivalRaces
+from tiledsched.rivals.races import RivalRaces
 from tiledsched.store.db import TuningDB
 from tiledsched.tuning.options import TuneOptions
 from tiledsched.tuning.prior import estimator

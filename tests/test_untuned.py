@@ -8,16 +8,16 @@ import pytest
 import served_entries
 
 from tiledsched.core.device import arch_spec
-from tiledsched.core.launch import problem_class
+from tiledsched.core.launches import problem_class
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.similarity import about
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.matmul import Matmul
+from tiledsched.rivals.forecast import OURS, Forecast, TimedProblem, TimedProblems, timed_problems
+from tiledsched.rivals.offers import PLANNED_WORTH_US, forecast_offers
 from tiledsched.serve import process
 from tiledsched.serve.entries import load_entries, table_of
-from tiledsched.serve.forecast import OURS, Forecast, TimedProblem, TimedProblems, timed_problems
-from tiledsched.serve.rivals import PLANNED_WORTH_US, forecast_offers
 from tiledsched.serve.transfer import transfer
 
 SPEC = arch_spec("sm_90")

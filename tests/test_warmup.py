@@ -11,16 +11,20 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 
+import cuda.tile as ct
 import pytest
 import served_entries
 import store_samples
+from cuda.tile._cext import default_tile_context
+from cuda.tile.compilation import ArrayConstraint, CallingConvention, KernelSignature
 
-from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.compiler import Built
 from tiledsched.build.cubin import Artifact, read_artifact
 from tiledsched.build.host_code import host_arch
 from tiledsched.build.pool import BuildPool
-from tiledsched.core import launch as launches
+from tiledsched.build.store import ProgramStore
+from tiledsched.cli import main
+from tiledsched.core import launches
 from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import CompilerError, ConfigError, Failure, FailureKind
@@ -33,7 +37,6 @@ from tiledsched.serve.bundle import BundledProgram, named_bundle, read_bundle, w
 from tiledsched.serve.entries import load_entries, load_table, table_of
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.prebuilt import find_program, make_kernel, serves, usable_bundle
-from tiledsched.serve.programs import programs_folder
 from tiledsched.store.records import Entry
 
 ARCH = "sm_90"
@@ -106,22 +109,34 @@ def test_a_bundle_gives_back_what_was_put_in_and_the_same_bytes_each_time(tmp_pa
     assert [each.name for each in path.parent.iterdir()] == ["one.zip"]
 
 
+HALF = {"source_hashes": [], "compiler": "c", "entries": [], "programs": [{"kernel": "attention"}]}
+NO_INDEX = {
+    "a list": ("[]", "has schema_version None"),
+    "empty": ("{}", "has schema_version None"),
+    "deep": ("[" * 50_000, "is no bundle"),
+    "newer": (json.dumps({"schema_version": 3}), "has schema_version 3, this tiledsched reads 2"),
+    "no programs": (json.dumps({"schema_version": 2}), "is no bundle"),
+    "half a program": (json.dumps({"schema_version": 2, **HALF}), "is no bundle"),
+    "numbers": (json.dumps({"schema_version": 2, **HALF, "entries": 3, "programs": 5}), "is no bundle"),
+}
+
+
+@pytest.mark.parametrize(("text", "words"), NO_INDEX.values(), ids=NO_INDEX)
+def test_a_file_with_another_index_is_no_bundle(tmp_path, text, words) -> None:
+    with zipfile.ZipFile(tmp_path / "bad.zip", "w") as file:
+        file.writestr("bundle.json", text)
+    with pytest.raises(ConfigError, match=rf"bad\.zip {words}"):
+        read_bundle(tmp_path / "bad.zip")
+
+
 def test_what_is_no_bundle_is_refused_with_what_to_do(tmp_path) -> None:
     with pytest.raises(ConfigError, match="tiledsched warmup --arch"):
         read_bundle(tmp_path / "missing.zip")
     (tmp_path / "text.zip").write_text("text")
     with pytest.raises(ConfigError, match=r"text\.zip is no bundle"):
         read_bundle(tmp_path / "text.zip")
-    with zipfile.ZipFile(tmp_path / "newer.zip", "w") as file:
-        file.writestr("bundle.json", json.dumps({"schema_version": 3}))
-    with pytest.raises(ConfigError, match="schema_version 3, this tiledsched reads 2"):
-        read_bundle(tmp_path / "newer.zip")
-    bundle = read_bundle(write(tmp_path / "good.zip"))
-    with pytest.raises(ConfigError, match="damaged"):
-        bundle.artifact(program(fingerprint="00" * 12))
-    (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="give another path"):
-        write(tmp_path / "file" / "out.zip")
+        write(tmp_path / "text.zip" / "out.zip")
 
 
 def test_a_bundle_that_is_named_must_be_there(tmp_path, monkeypatch) -> None:
@@ -171,65 +186,47 @@ def test_programs_for_other_hosts_are_left_out_and_their_evidence_is_served(
         read_bundle(path).artifact(program())
     with zipfile.ZipFile(path) as file:
         index = json.loads(file.read("bundle.json"))
-    for row in index["programs"]:
-        assert row.pop("host_arch") in ("x86_64", "aarch64")
+    for row in index["programs"]:  # as they were written before 2026
+        del row["host_arch"], row["problem"]["kernel"]
     with zipfile.ZipFile(tmp_path / "old.zip", "w") as file:
         file.writestr("bundle.json", json.dumps(index))
     assert {each.host_arch for each in read_bundle(tmp_path / "old.zip").programs} == {"x86_64"}
 
 
-def test_hosts_of_both_kinds_share_a_cache_folder(monkeypatch) -> None:
-    folders = []
-    for machine in ("x86_64", "aarch64"):
-        monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
-        folders.append(programs_folder(SETTINGS, ARCH))
-    assert len({*folders}) == 2
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[]",
-        "{}",
-        "[" * 50_000,
-        json.dumps({"schema_version": 2}),
-        json.dumps(
-            {
-                "schema_version": 2,
-                "source_hashes": [],
-                "compiler": "c",
-                "entries": [],
-                "programs": [{"kernel": "attention"}],
-            }
-        ),
-        json.dumps({"schema_version": 2, "source_hashes": {}, "compiler": "c", "entries": 3, "programs": 5}),
-    ],
-    ids=["a list", "empty", "deep", "no programs", "half a program", "numbers"],
-)
-def test_a_malformed_index_is_no_bundle(tmp_path, text) -> None:
-    with zipfile.ZipFile(tmp_path / "bad.zip", "w") as file:
-        file.writestr("bundle.json", text)
-    with pytest.raises(ConfigError, match=r"bad\.zip (is no bundle|has schema_version None)"):
-        read_bundle(tmp_path / "bad.zip")
-
-
-def test_flipped_bytes_are_damage_and_never_machine_code(tmp_path) -> None:
-    path = write(tmp_path / "b.zip")
-    data = bytearray(path.read_bytes())
-    place = data.index(b"cubins/") + len(program().cubin_name) + 4
-    data[place] ^= 0xFF
-    path.write_bytes(bytes(data))
-    with pytest.raises(ConfigError, match="is damaged"):
-        read_bundle(path).artifact(program())
+def changed(path: Path, change) -> None:
+    """Write a bundle again with other machine code."""
+    with zipfile.ZipFile(path) as file:
+        held = {name: file.read(name) for name in file.namelist()}
+    with zipfile.ZipFile(path, "w") as file:
+        for name, data in held.items():
+            file.writestr(name, data if name == "bundle.json" else change(data))
 
 
 def test_other_machine_code_than_the_bundle_says_is_refused(tmp_path, monkeypatch) -> None:
-    bundle = read_bundle(write(tmp_path / "b.zip"))
-    with pytest.raises(ConfigError, match=r"is damaged .*not a cubin"):
-        bundle.artifact(program())
-    monkeypatch.setattr(bundles, "read_artifact", lambda code, arch: artifact("cd" * 12, arch))
-    with pytest.raises(ConfigError, match="is machine code cdcdcd"):
-        bundle.artifact(program())
+    """Bits of a cubin that a launch reads and its fingerprint does not tell are in the hash of the whole file."""
+    path = write(tmp_path / "b.zip")
+    for fingerprint, change, words in (
+        (None, bytes, "not a cubin"),
+        ("ab" * 12, bytes, ""),
+        ("cd" * 12, bytes, "is machine code cdcdcd"),
+        ("ab" * 12, lambda data: data[:-1] + b"?", "has another hash"),
+    ):
+        changed(path, change)
+        with monkeypatch.context() as patch:
+            if fingerprint:
+                patch.setattr(bundles, "read_artifact", lambda code, arch, made=fingerprint: artifact(made, arch))
+            if words:
+                with pytest.raises(ConfigError, match=rf"is damaged .*{words}"):
+                    read_bundle(path).artifact(program())
+            else:
+                assert read_bundle(path).artifact(program()).fingerprint == fingerprint
+    with pytest.raises(ConfigError, match="is damaged"):
+        read_bundle(path).artifact(program(fingerprint="00" * 12))
+    data = bytearray(write(path).read_bytes())
+    data[data.index(b"cubins/") + len(program().cubin_name) + 4] ^= 0xFF
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match="is damaged"):
+        read_bundle(path).artifact(program())
 
 
 BUILT = replace(served_entries.SUMMARY.toolchain, cuda_tile="1.7.0")
@@ -265,20 +262,6 @@ def test_a_program_that_was_measured_is_the_one_that_was_measured(tmp_path, name
         assert bundle.artifact(bundle.programs[0]).fingerprint == "cd" * 12
 
 
-def test_what_a_fingerprint_leaves_out_is_checked_too(tmp_path, monkeypatch) -> None:
-    """Bits of a cubin that a launch reads and the fingerprint does not: the hash of the whole file tells them."""
-    path = write(tmp_path / "b.zip")
-    monkeypatch.setattr(bundles, "read_artifact", lambda code, arch: artifact("ab" * 12, arch))
-    assert read_bundle(path).artifact(program()).fingerprint == "ab" * 12
-    with zipfile.ZipFile(path) as file:
-        held = {name: file.read(name) for name in file.namelist()}
-    with zipfile.ZipFile(path, "w") as file:
-        for name, data in held.items():
-            file.writestr(name, data if name == "bundle.json" else data[:-1] + b"?")
-    with pytest.raises(ConfigError, match="has another hash"):
-        read_bundle(path).artifact(program())
-
-
 # Which launches may use a program
 
 
@@ -290,28 +273,16 @@ def built_for(problem=PROBLEM, schedule=SCHEDULE):
 
 def asked(problem=PROBLEM, schedule=SCHEDULE, **changes):
     """The signature of a launch: as built, with what a launch infers of its tensors on top."""
-    from cuda.tile.compilation import ArrayConstraint, KernelSignature
-
     built = built_for(problem, schedule)
     inferred = {"shape_divisible_by": (1, 16, 16, 1)} | changes
-    parameters = []
-    for each in built.parameters:
-        if isinstance(each, ArrayConstraint):
-            fields = {
-                name: getattr(each, name)
-                for name in inspect.signature(ArrayConstraint.__init__).parameters
-                if name != "self"
-            } | inferred
-            each = ArrayConstraint(fields.pop("dtype"), fields.pop("ndim"), **fields)
-        parameters.append(each)
+    names = [*inspect.signature(ArrayConstraint.__init__).parameters][1:]
+    parameters = [
+        ArrayConstraint(**({name: getattr(each, name) for name in names} | inferred))
+        if isinstance(each, ArrayConstraint)
+        else each
+        for each in built.parameters
+    ]
     return KernelSignature(parameters, built.calling_convention)
-
-
-def test_a_launch_that_knows_more_of_its_tensors_may_use_the_program() -> None:
-    built = built_for()
-    assert serves(built, built)
-    assert serves(built, asked())
-    assert serves(built, asked(stride_divisible_by=(64, 64, 8, 1), base_addr_divisible_by=256))
 
 
 @pytest.mark.parametrize(
@@ -329,17 +300,25 @@ def test_a_launch_that_knows_more_of_its_tensors_may_use_the_program() -> None:
         {"may_alias_internally": True},
         {"alias_groups": ("a",)},
         {"stride_lower_bound_incl": (None, 0, 0, None)},
+        {"index_dtype": ct.int64},
+        {"problem": PROBLEM.replace(causal=True)},
+        {"problem": PROBLEM.replace(dtype="bfloat16")},
+        {"problem": PROBLEM.replace(head_dim=128)},
+        {"problem": PROBLEM.replace(kv_heads=8)},
+        {"problem": PROBLEM.replace(seq_k=1000)},
+        {"schedule": SCHEDULE.replace(tile_m=128)},
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_a_launch_that_breaks_an_assumption_may_not(changes) -> None:
+def test_a_launch_may_use_a_program_unless_it_breaks_an_assumption(changes) -> None:
     assert not serves(built_for(), asked(**changes))
+    assert serves(built_for(), built_for())
+    assert serves(built_for(), asked())
+    assert serves(built_for(), asked(stride_divisible_by=(64, 64, 8, 1), base_addr_divisible_by=256))
 
 
 @pytest.mark.parametrize("layout", ["row", "column"])
 def test_a_launch_without_constant_sizes_may_use_the_program_by_the_older_convention(layout) -> None:
-    from cuda.tile.compilation import CallingConvention, KernelSignature
-
     product = Matmul.problem(m=200, n=300, k=400, b_layout=layout)
     schedule = space_for(ARCH, Matmul).default(product)
     (step,) = launches.steps(Matmul, product, schedule, arch_spec(ARCH))
@@ -347,28 +326,6 @@ def test_a_launch_without_constant_sizes_may_use_the_program_by_the_older_conven
     launched = KernelSignature(built.parameters, CallingConvention.cutile_python_v1())
     assert not serves(built, launched)
     assert serves(built, launches.assumed(Matmul, launched, step))
-
-
-def test_indices_of_another_width_are_another_program() -> None:
-    import cuda.tile as ct
-
-    assert not serves(built_for(), asked(index_dtype=ct.int64))
-
-
-@pytest.mark.parametrize(
-    ("problem", "schedule"),
-    [
-        (PROBLEM.replace(causal=True), SCHEDULE),
-        (PROBLEM.replace(dtype="bfloat16"), SCHEDULE),
-        (PROBLEM.replace(head_dim=128), SCHEDULE),
-        (PROBLEM.replace(kv_heads=8), SCHEDULE),
-        (PROBLEM.replace(seq_k=1000), SCHEDULE),
-        (PROBLEM, SCHEDULE.replace(tile_m=128)),
-    ],
-    ids=["causal", "dtype", "head_dim", "group", "length", "tile"],
-)
-def test_another_problem_class_or_tile_is_another_program(problem, schedule) -> None:
-    assert not serves(built_for(), asked(problem, schedule))
 
 
 # Kernels that look into bundles
@@ -396,20 +353,7 @@ def test_a_kernel_takes_the_program_with_its_hints_and_signature(tmp_path, monke
     assert not other.prebuilt
 
 
-def test_damaged_machine_code_is_compiled_instead(tmp_path, monkeypatch, caplog) -> None:
-    import cuda.tile as ct
-
-    monkeypatch.setenv("TILEDSCHED_BUNDLE", str(write(tmp_path / "b.zip")))
-    monkeypatch.setattr(ct.kernel, "_compile", lambda self, *given: ("compiled", given))
-    (kernel,) = make_kernel(Attention, SCHEDULE, PROBLEM, SETTINGS, arch_spec(ARCH))
-    assert kernel._compile(asked(), "context", (9, 0))[0] == "compiled"  # what the tests write is no cubin
-    assert "is damaged" in caplog.text
-    assert "compiled instead" in caplog.text
-
-
-def test_where_no_bundle_holds_it_the_kernel_compiles_or_says_why_it_cannot(tmp_path, monkeypatch) -> None:
-    import cuda.tile as ct
-
+def test_where_no_bundle_holds_it_the_kernel_compiles_or_says_why_it_cannot(tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setenv("TILEDSCHED_BUNDLE", str(write(tmp_path / "b.zip")))
     (kernel,) = make_kernel(Attention, SCHEDULE, PROBLEM, SETTINGS, arch_spec(ARCH))
     other = asked(PROBLEM.replace(causal=True))
@@ -420,6 +364,10 @@ def test_where_no_bundle_holds_it_the_kernel_compiles_or_says_why_it_cannot(tmp_
     assert signature.parameters == assumed != other.parameters
     (elsewhere,) = make_kernel(Attention, SCHEDULE, PROBLEM, SETTINGS, arch_spec("sm_100"))
     assert elsewhere._compile(asked(), "context", (10, 0))[0] == "compiled"  # the bundle is for another arch
+    assert caplog.text == ""
+    assert kernel._compile(asked(), "context", (9, 0))[0] == "compiled"  # what the tests write is no cubin
+    assert "is damaged" in caplog.text
+    assert "compiled instead" in caplog.text
 
     def missing(self, *given):
         raise FileNotFoundError("'tileiras' compiler not found")
@@ -430,27 +378,20 @@ def test_where_no_bundle_holds_it_the_kernel_compiles_or_says_why_it_cannot(tmp_
 
 
 def test_what_cutile_asks_a_kernel_for_is_what_we_answer() -> None:
-    import cuda.tile as ct
-
-    assert list(inspect.signature(ct.kernel._compile).parameters) == [
-        "self",
-        "signature",
-        "context",
-        "compute_capability",
-    ]
+    asked_for = ["self", "signature", "context", "compute_capability"]
+    assert list(inspect.signature(ct.kernel._compile).parameters) == asked_for
 
 
 @pytest.mark.compiler
+@pytest.mark.slow
 def test_a_program_built_ahead_is_the_one_cutile_would_compile_and_no_compiler_starts(tmp_path) -> None:
     """In a new process whose compiler cannot be started: the machine code comes all the same."""
-    from cuda.tile._cext import default_tile_context
-
     problem = PROBLEM.replace(head_dim=32)
     schedule = SCHEDULE.replace(tile_m=64, tile_n=32)
     table = LookupTable([entry(problem, schedule)], Attention)
     with BuildPool(1) as pool:
         made = warmup.prepare(
-            ARCH, None, [entry(problem, schedule)], table, Attention, ArtifactStore(), pool, "a compiler", SETTINGS
+            ARCH, None, [entry(problem, schedule)], table, Attention, ProgramStore(), pool, "a compiler", SETTINGS
         )
     assert (made.programs, made.compiled, made.reused, made.failures) == (1, 1, 0, ())
     signature = built_for(problem, schedule)
@@ -460,7 +401,8 @@ def test_a_program_built_ahead_is_the_one_cutile_would_compile_and_no_compiler_s
 import subprocess, sys
 def forbidden(*given, **more): raise AssertionError(f"started {{given}}")
 subprocess.run = subprocess.Popen = forbidden
-from tiledsched.core import launch as launches
+from tiledsched.cli import main
+from tiledsched.core import launches
 from tiledsched.core.config import load_settings
 from tiledsched.core.device import arch_spec
 from tiledsched.core.registry import problem_from_json
@@ -487,91 +429,63 @@ assert answer[1:] == {theirs[1:]!r}
 class Pool:
     """Stands in for the compile processes; a tile of 128 rows does not build."""
 
-    tasks: list = []
-
-    def __init__(self, jobs=None) -> None:
-        Pool.tasks.clear()
+    def __init__(self) -> None:
+        self.tasks: list = []
+        self.spilling: tuple[int, ...] = ()
+        """Programs with these occupancies spill registers."""
 
     def __enter__(self):
         return self
 
-    def __exit__(self, *error) -> None:
-        pass
+    def __exit__(self, *error) -> None: ...
 
     def build(self, tasks):
-        for task in tasks:
-            Pool.tasks.append(task)
+        self.tasks = list(tasks)
+        for task in self.tasks:
             name = launches.problem_class(Attention, task.problem, task.schedule, arch_spec(ARCH)).id + task.schedule.id
-            failed = (
-                Failure(kind=FailureKind.COMPILE_ERROR, message="too big") if task.schedule["tile_m"] == 128 else None
+            made, failure = artifact(name[:24].ljust(24, "0"), ARCH), None
+            made = replace(
+                made, facts=replace(made.facts, spill_bytes=128 * (task.schedule["occupancy"] in self.spilling))
             )
-            yield Built(
-                task=task,
-                artifact=None if failed else artifact(name[:24].ljust(24, "0"), ARCH),
-                failure=failed,
-                seconds=1.0,
-            )
+            if task.schedule["tile_m"] == 128:
+                made, failure = None, Failure(kind=FailureKind.COMPILE_ERROR, message="too big")
+            yield Built(task=task, artifact=made, failure=failure, seconds=1.0)
+
+    def prepare(self, path, entries, arch=ARCH, store=None, **more):
+        table = LookupTable(entries, Attention)
+        store = store or ProgramStore()
+        return warmup.prepare(arch, path, entries, table, Attention, store, self, "a compiler", SETTINGS, **more)
 
 
 @pytest.fixture
 def pool(monkeypatch, named_code):
-    monkeypatch.setattr("tiledsched.build.pool.BuildPool", Pool)
-    Pool.tasks.clear()
-    return Pool
+    made = Pool()
+    monkeypatch.setattr("tiledsched.build.pool.BuildPool", lambda jobs: made)
+    return made
 
 
-def prepare(path, entries, arch=ARCH, **more):
-    return warmup.prepare(
-        arch,
-        path,
-        entries,
-        LookupTable(entries, Attention),
-        Attention,
-        ArtifactStore(),
-        Pool(),
-        "a compiler",
-        SETTINGS,
-        **more,
-    )
+def counts(made) -> tuple[int, int, int]:
+    """Programs, how many of them were built, and how many were there."""
+    return made.programs, made.compiled, made.reused
 
 
 def test_each_program_is_built_once_and_a_second_time_nothing_is(tmp_path, pool) -> None:
     entries = [entry(), entry(PROBLEM.replace(seq_q=2048, seq_k=2048)), entry(PROBLEM.replace(causal=True), HINTED)]
-    made = prepare(tmp_path / "b.zip", entries)
-    assert (made.problems, made.programs, made.compiled, made.reused) == (
-        3,
-        2,
-        2,
-        0,
-    )  # a length is no program of its own
+    made = pool.prepare(tmp_path / "b.zip", entries)
+    assert (made.problems, counts(made)) == (3, (2, 2, 0))  # a length is no program of its own
     bundle = read_bundle(tmp_path / "b.zip")
     assert {(each.schedule, each.problem.causal) for each in bundle.programs} == {(SCHEDULE, False), (HINTED, True)}
     assert bundle.entries == tuple(entries)
     assert made.size_bytes == (tmp_path / "b.zip").stat().st_size
-    again = prepare(tmp_path / "b.zip", entries)
-    assert (again.programs, again.compiled, again.reused) == (2, 0, 2)
+    assert counts(pool.prepare(tmp_path / "b.zip", entries)) == (2, 0, 2)
 
 
-def test_machine_code_is_used_again_only_where_the_kernel_is_the_same(tmp_path, pool) -> None:
-    store = ArtifactStore()
-    known = artifact("ab" * 12, ARCH)
-    store.put(known)
+@pytest.mark.parametrize(("source_hash", "reused"), [(Attention.source_hash(), 1), ("0" * 12, 0)])
+def test_machine_code_is_used_again_only_where_the_kernel_is_the_same(tmp_path, pool, source_hash, reused) -> None:
+    store, known = ProgramStore(), artifact("ab" * 12, ARCH)
     store.get = lambda arch, fingerprint: known if fingerprint == known.fingerprint else None  # type: ignore[method-assign]
-    measured = entry(fingerprint=known.fingerprint, source_hash=Attention.source_hash())
-    older = entry(fingerprint=known.fingerprint, source_hash="0" * 12)
-    for one, reused in ((measured, 1), (older, 0)):
-        made = warmup.prepare(
-            ARCH,
-            tmp_path / f"{reused}.zip",
-            [one],
-            LookupTable([one], Attention),
-            Attention,
-            store,
-            Pool(),
-            "a compiler",
-            SETTINGS,
-        )
-        assert (made.reused, made.compiled) == (reused, 1 - reused)
+    tuned = entry(fingerprint=known.fingerprint, source_hash=source_hash)
+    assert counts(pool.prepare(tmp_path / "b.zip", [tuned], store=store)) == (1, 1 - reused, reused)
 
 
 def test_more_kinds_of_problem_are_prepared_on_request(tmp_path, pool) -> None:
@@ -584,57 +498,45 @@ def test_more_kinds_of_problem_are_prepared_on_request(tmp_path, pool) -> None:
     assert Attention.likely(PROBLEM, {"group": ["3"]}) == []  # 32 heads are no multiple of 3
     decode = Attention.likely(PROBLEM.replace(causal=True), {"decode": []})
     assert [(each.seq_q, each.causal) for each in decode] == [(1024, True), (1, False)]
-    made = prepare(tmp_path / "b.zip", [entry()], likely=lambda problem: Attention.likely(problem, every))
+    made = pool.prepare(tmp_path / "b.zip", [entry()], likely=lambda problem: Attention.likely(problem, every))
     assert made.programs == made.problems == 8
 
 
 def test_problems_that_are_given_are_prepared_measured_or_not_for_their_gpu(tmp_path, pool) -> None:
     mine = entry(schedule=HINTED, provenance="measured", device="NVIDIA H100")
-    entries = [entry(provenance="measured"), mine]
     other = PROBLEM.replace(batch=3, head_dim=80)
-    made = prepare(tmp_path / "b.zip", entries, problems=[PROBLEM, other], device="NVIDIA H100")
-    assert (made.problems, made.programs) == (2, 2)
+    more = {"problems": [PROBLEM, other], "device": "NVIDIA H100"}
+    assert pool.prepare(tmp_path / "b.zip", [entry(provenance="measured"), mine], **more).problems == 2
     by_problem = {each.problem: each.schedule for each in read_bundle(tmp_path / "b.zip").programs}
     assert by_problem.keys() == {PROBLEM, other}
     assert by_problem[PROBLEM] == HINTED
-    assert prepare(tmp_path / "c.zip", [], problems=[PROBLEM]).programs == 1
+    assert pool.prepare(tmp_path / "c.zip", [], problems=[PROBLEM]).programs == 1  # by the default
 
 
-def test_warmup_builds_what_was_seen_of_every_kernel(tmp_path, pool, monkeypatch, capsys) -> None:
-    from tiledsched.cli import main
-
-    words = {"place": "", "layout": "strided", "arch": ARCH, "device": "NVIDIA H200", "provenance": "", "rival": ""}
-    line = {"v": 1, "id": 0, "schedule": {}, **words}
-    sample = PROBLEM.replace(seq_q=4001, seq_k=4001)
-    line |= {"problem": Attention.similarity.bucketed(sample).to_json(), "sample": sample.to_json()}
-    (tmp_path / "seen").mkdir()
-    (tmp_path / "seen" / "a.jsonl").write_text(json.dumps(line))
-    assert main(["warmup", "--seen", "--json"], devices=list) == 0
-    (made,) = json.loads(capsys.readouterr().out)["bundles"]
-    assert (made["arch"], made["problems"], made["failures"]) == (ARCH, 2, [])
-    assert main(["warmup", "--seen", "--also", "decode"], devices=list) == 2
-    assert "leave out --also" in capsys.readouterr().err
+def test_problems_that_nobody_tuned_are_prepared_by_the_schedules_that_they_are_served_with(pool) -> None:
+    """What transfers serve; and in the cache folder, where the first launch finds it by its name."""
+    near = PROBLEM.replace(seq_q=1100, seq_k=1100)
+    made = pool.prepare(None, [entry(schedule=HINTED, provenance="measured")], problems=[near])
+    assert (made.problems, made.programs, made.path) == (1, 1, ProgramStore().folder / ARCH)
+    (task,) = pool.tasks
+    assert (task.problem, task.schedule["occupancy"]) == (near, 2)
+    (kernel,) = make_kernel(Attention, task.schedule, near, SETTINGS, arch_spec(ARCH))
+    cubin, symbol, *more = kernel._compile(asked(near, task.schedule), None, (9, 0))
+    assert (len(cubin), symbol, more) == (24, "attention", [None, ()])
 
 
-def test_what_does_not_build_is_told_and_the_rest_is_written(tmp_path, pool) -> None:
-    entries = [entry(), entry(PROBLEM.replace(causal=True), SCHEDULE.replace(tile_m=128))]
-    made = prepare(tmp_path / "b.zip", entries)
-    assert made.programs == 2  # the default is served instead
+def test_the_next_choice_of_what_does_not_build_is_prepared_too(tmp_path, pool) -> None:
+    """After the last one it is the default."""
+    too_big, second = SCHEDULE.replace(tile_m=128), SCHEDULE.replace(occupancy=3)
+    made = pool.prepare(tmp_path / "a.zip", [entry(), entry(PROBLEM.replace(causal=True), too_big)])
+    assert made.programs == 2
     assert made.to_json()["failures"][0]["message"] == "too big"
     assert "1 would not build (too big)" in str(made)
+    made = pool.prepare(tmp_path / "b.zip", [entry(schedule=too_big, runner_up=second, margin=0.02)])
+    assert [failure.message for _, failure in made.failures] == ["too big"]
+    assert [each.schedule for each in read_bundle(tmp_path / "b.zip").programs] == [second]
     with pytest.raises(ConfigError, match="tiledsched tune attention --arch sm_121"):
-        prepare(tmp_path / "c.zip", entries, "sm_121")
-
-
-def spilling(build):
-    """Builds of which those with an occupancy of 2 spill."""
-
-    def build_spilling(self, tasks):
-        for each in build(self, tasks):
-            keeps = 128 if each.task.schedule["occupancy"] == 2 else 8
-            yield replace(each, artifact=replace(each.artifact, facts=replace(each.artifact.facts, spill_bytes=keeps)))
-
-    return build_spilling
+        pool.prepare(tmp_path / "c.zip", [entry()], "sm_121")
 
 
 def test_the_next_choice_of_what_spills_is_prepared_too(tmp_path, pool, monkeypatch) -> None:
@@ -642,16 +544,13 @@ def test_the_next_choice_of_what_spills_is_prepared_too(tmp_path, pool, monkeypa
     first, second = SCHEDULE.replace(occupancy=2), SCHEDULE.replace(occupancy=3)
     tuned = entry(schedule=first, runner_up=second, margin=0.02, provenance="measured")
     other = PROBLEM.replace(seq_q=1025, seq_k=1025)
-    monkeypatch.setattr(Pool, "build", spilling(Pool.build))
-    assert prepare(tmp_path / "a.zip", [tuned]).programs == 1
-    made = prepare(tmp_path / "b.zip", [tuned], likely=lambda problem: [other])
-    assert (made.problems, made.programs) == (2, 3)
+    pool.spilling = (2,)
+    assert pool.prepare(tmp_path / "a.zip", [tuned]).programs == 1
+    made = pool.prepare(tmp_path / "b.zip", [tuned], likely=lambda problem: [other])
+    assert made.problems == 2
     bundle = read_bundle(tmp_path / "b.zip")
-    assert {(each.problem, each.schedule["occupancy"]) for each in bundle.programs} == {
-        (PROBLEM, 2),
-        (other, 2),
-        (other, 3),
-    }
+    held = [(each.problem, each.schedule["occupancy"]) for each in bundle.programs]
+    assert sorted(held, key=str) == sorted([(PROBLEM, 2), (other, 2), (other, 3)], key=str)
     # What was found out is kept in the bundle, for machines without a compiler.
     (lost,) = made.lost
     assert (lost.task.problem, lost.task.schedule["occupancy"]) == (other, 2)
@@ -662,116 +561,86 @@ def test_the_next_choice_of_what_spills_is_prepared_too(tmp_path, pool, monkeypa
     assert table_of([tuned], load_settings(), kernel=Attention).resolve(other, ARCH).schedule["occupancy"] == 3
 
 
-def test_warmup_stores_what_spills(tmp_path, pool, monkeypatch, capsys) -> None:
-    from tiledsched.cli import main
-
-    entries = [entry(schedule=SCHEDULE.replace(occupancy=2), runner_up=SCHEDULE.replace(occupancy=3))]
-    monkeypatch.setattr("tiledsched.serve.entries.load_entries", lambda *given: entries)
-    monkeypatch.setattr(Pool, "build", spilling(Pool.build))
-    assert main(["warmup", "--arch", ARCH, "--json"]) == 0
-    (said,) = json.loads(capsys.readouterr().out)["bundles"]
-    assert said["programs"] == 2
-    table = load_table(load_settings(), kernel=Attention)
-    assert table.resolve(PROBLEM, ARCH).schedule["occupancy"] == 3
-    assert main(["warmup", "--arch", ARCH, "--json"]) == 0
-    (said,) = json.loads(capsys.readouterr().out)["bundles"]
-    assert (said["programs"], said["compiled"]) == (1, 0)
-
-
-def test_the_next_choice_of_what_does_not_build_is_prepared_too(tmp_path, pool) -> None:
-    first, second = SCHEDULE.replace(tile_m=128), SCHEDULE.replace(occupancy=3)
-    tuned = entry(schedule=first, runner_up=second, margin=0.02, provenance="modelled")
-    made = prepare(tmp_path / "b.zip", [tuned])
-    assert [failure.message for _, failure in made.failures] == ["too big"]
-    assert [each.schedule for each in read_bundle(tmp_path / "b.zip").programs] == [second]
-
-
-def test_problems_that_nobody_tuned_are_prepared_by_the_schedules_that_they_are_served_with(pool, tmp_path) -> None:
-    """What transfers serve; and in the cache folder, where the first launch finds it by its name."""
-    tuned = entry(schedule=HINTED, provenance="measured")
-    near = PROBLEM.replace(seq_q=1100, seq_k=1100)
-    made = prepare(None, [tuned], problems=[near])
-    assert (made.problems, made.programs, made.path) == (1, 1, programs_folder(SETTINGS, ARCH))
-    (task,) = pool.tasks
-    assert (task.problem, task.schedule["occupancy"]) == (near, 2)
-    (kernel,) = make_kernel(Attention, task.schedule, near, SETTINGS, arch_spec(ARCH))
-    cubin, symbol, *more = kernel._compile(asked(near, task.schedule), None, (9, 0))
-    assert (len(cubin), symbol, more) == (24, "attention", [None, ()])
-    assert prepare(None, [], problems=[PROBLEM]).programs == 1  # where nothing is tuned, the default is served
-
-
 # The commands
 
 
 @pytest.fixture
-def small_table(monkeypatch):
-    entries = [entry()]
-    monkeypatch.setattr("tiledsched.serve.entries.load_entries", lambda *given: entries)
+def told(pool, monkeypatch, capsys):
+    """Calls the command with a table of one entry, and returns what it prints as JSON about the one bundle that it makes."""
+
+    def call(*words, code=0, **tuned):
+        if tuned:
+            monkeypatch.setattr("tiledsched.serve.entries.load_entries", lambda *given: [entry(**tuned)])
+        assert main(["warmup", *words, "--json"], devices=list) == code
+        (said,) = json.loads(capsys.readouterr().out)["bundles"]
+        return said
+
+    return call
 
 
-def test_warmup_and_bundle_write_and_tell(tmp_path, pool, small_table, capsys) -> None:
-    from tiledsched.cli import main
+def test_warmup_builds_what_was_seen_of_every_kernel(tmp_path, told) -> None:
+    words = {"place": "", "layout": "strided", "arch": ARCH, "device": "NVIDIA H200", "provenance": "", "rival": ""}
+    sample = PROBLEM.replace(seq_q=4001, seq_k=4001)
+    line = {"v": 1, "id": 0, "schedule": {}, "sample": sample.to_json(), **words}
+    line["problem"] = Attention.similarity.bucketed(sample).to_json()
+    (tmp_path / "seen").mkdir()
+    (tmp_path / "seen" / "a.jsonl").write_text(json.dumps(line))
+    made = told("--seen")
+    assert (made["arch"], made["problems"], made["failures"]) == (ARCH, 2, [])
 
-    assert main(["warmup", "--arch", ARCH, "--json"]) == 0
-    (said,) = json.loads(capsys.readouterr().out)["bundles"]
+
+def test_warmup_stores_what_spills(told, pool) -> None:
+    pool.spilling = (2,)
+    tuned = {"schedule": SCHEDULE.replace(occupancy=2), "runner_up": SCHEDULE.replace(occupancy=3)}
+    assert told("--arch", ARCH, **tuned)["programs"] == 2
+    table = load_table(load_settings(), kernel=Attention)
+    assert table.resolve(PROBLEM, ARCH).schedule["occupancy"] == 3
+    again = told("--arch", ARCH)
+    assert (again["programs"], again["compiled"]) == (1, 0)
+
+
+def test_warmup_writes_to_the_cache_and_to_files(tmp_path, pool, told, capsys) -> None:
+    said = told("--arch", ARCH, schedule=SCHEDULE)
     assert said["file"] == str(tmp_path / "cache" / "programs" / ARCH)
-    assert (said["programs"], said["failures"]) == (1, [])
-    assert said["seconds"] >= 0
-    pool.tasks.clear()
+    assert (said["programs"], said["failures"], said["seconds"] >= 0) == (1, [], True)
     assert main(["warmup", "--arch", ARCH, "--out", str(tmp_path / "out.zip")]) == 0
     assert pool.tasks == []  # warmup has built it
     assert "(1 had before, 0 built now)" in capsys.readouterr().out
-    assert main(["warmup", "--arch", ARCH, "--out", str(tmp_path / "out.zip"), "--also", "any-length"]) == 0
-    assert f"{ARCH}: 2 programs for 2 problems" in capsys.readouterr().out
+    assert told("--arch", ARCH, "--out", str(tmp_path / "out.zip"), "--also", "any-length")["problems"] == 2
     assert len(read_bundle(tmp_path / "out.zip").programs) == 2
+    assert told("--arch", ARCH, code=1, schedule=SCHEDULE.replace(tile_m=128))["failures"]
 
 
 @pytest.mark.parametrize(
-    ("words", "host"),
+    ("arch", "words", "host"),
     [
-        (["--arch", "sm_90"], "x86_64"),
-        (["--arch", "sm_90", "-o", "b.zip"], "x86_64"),
-        (["--arch", "sm_90", "-o", "b.zip", "--host-arch", "aarch64"], "aarch64"),
-        (["--arch", "sm_121"], "x86_64"),
-        (["--arch", "sm_121", "-o", "b.zip"], "aarch64"),  # a GB10 has no other
-        (["--arch", "sm_121", "-o", "b.zip", "--host-arch", "x86_64"], "x86_64"),
+        ("sm_90", "", "x86_64"),
+        ("sm_90", "-o b.zip", "x86_64"),
+        ("sm_90", "-o b.zip --host-arch aarch64", "aarch64"),
+        ("sm_121", "", "x86_64"),
+        ("sm_121", "-o b.zip", "aarch64"),  # a GB10 has no other
+        ("sm_121", "-o b.zip --host-arch x86_64", "x86_64"),
     ],
 )
-def test_a_bundle_is_for_the_hosts_that_load_it(words, host, tmp_path, pool, monkeypatch, capsys) -> None:
-    from tiledsched.cli import main
-
+def test_a_bundle_is_for_the_hosts_that_load_it(arch, words, host, tmp_path, pool, told, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    monkeypatch.setattr("tiledsched.serve.entries.load_entries", lambda *given: [entry(arch=words[1])])
     for tasks in (1, 0):  # the second time the bundle has it
-        pool.tasks.clear()
-        assert main(["warmup", *words, "--json"]) == 0
-        (said,) = json.loads(capsys.readouterr().out)["bundles"]
+        said = told("--arch", arch, *words.split(), arch=arch)
         assert said["host_arch"] == host
         assert [task.host_arch for task in pool.tasks] == [host] * tasks
-    if "-o" in words:
+    if words:
         assert {each.host_arch for each in read_bundle(Path(said["file"])).programs} == {host}
 
 
-def test_hosts_are_chosen_for_a_file(capsys) -> None:
-    from tiledsched.cli import main
-
-    assert main(["warmup", "--arch", ARCH, "--host-arch", "aarch64"]) == 2
-    assert "--host-arch chooses what goes to a file; pass -o FILE, too" in capsys.readouterr().err
-
-
-def test_warmup_fails_where_a_program_would_not_build(pool, monkeypatch, capsys) -> None:
-    from tiledsched.cli import main
-
-    monkeypatch.setattr(
-        "tiledsched.serve.entries.load_entries", lambda *given: [entry(schedule=SCHEDULE.replace(tile_m=128))]
-    )
-    assert main(["warmup", "--arch", ARCH]) == 1
-    assert "would not build" in capsys.readouterr().out
-
-
-def test_warmup_without_a_gpu_asks_for_an_arch(capsys) -> None:
-    from tiledsched.cli import main
-
-    assert main(["warmup"], devices=list) == 2
-    assert "pass --arch" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("--seen --also decode", "leave out --also"),
+        ("--arch sm_90 --host-arch aarch64", "--host-arch chooses what goes to a file; pass -o FILE, too"),
+        ("", "pass --arch"),
+    ],
+)
+def test_what_warmup_does_not_take_is_said(words, why, capsys) -> None:
+    assert main(["warmup", *words.split()], devices=list) == 2
+    assert why in capsys.readouterr().err

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from tiledsched.core.cases import call_reference
-from tiledsched.core.launch import steps
+from tiledsched.core.launches import steps
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.interpreter import run

@@ -15,19 +15,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tiledsched.bench.rows import OK, BenchRow, append_rows, read_rows
-from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.cubin import Artifact
+from tiledsched.build.store import ProgramStore
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import Failure, TiledschedError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.problem_lists import kernel_of, problems_of
 from tiledsched.measure.runner import Candidate, Runner
+from tiledsched.rivals.rows import OK, BenchRow, append_rows, read_rows
 from tiledsched.serve.entries import load_entries
 from tiledsched.serve.prebuilt import usable_bundle
 from tiledsched.store.records import Entry
 from tiledsched.studies.ablation.ladder import outcome_of
-from tiledsched.tuning.programs import Builder
+from tiledsched.tuning.builder import Builder
 from tiledsched.tuning.session import Session
 
 SERVED, STALE = "tiledsched", "stale"
@@ -49,7 +49,7 @@ def served_by(entries: Iterable[Entry], problem: Problem, device: str) -> dict[s
 class MachineCode:
     """Measured machine code by its fingerprint, from the cache or else from the bundle in use."""
 
-    def __init__(self, store: ArtifactStore, kernel: KernelClass, arch: str) -> None:
+    def __init__(self, store: ProgramStore, kernel: KernelClass, arch: str) -> None:
         self._store, self._arch = store, arch
         bundle = usable_bundle(kernel)
         self._bundled = {

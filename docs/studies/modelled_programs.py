@@ -30,7 +30,7 @@ from tiledsched.core import data_files
 from tiledsched.core.device import ARCHS, arch_spec
 from tiledsched.core.errors import TiledschedError
 from tiledsched.core.files import write_whole
-from tiledsched.core.launch import problem_class
+from tiledsched.core.launches import problem_class
 from tiledsched.core.problem import KernelClass, Problem, ProblemClass
 from tiledsched.core.problem_lists import kernel_of
 from tiledsched.core.resources import spilled

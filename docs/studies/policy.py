@@ -175,7 +175,7 @@ class Study:
 
     def _code(self, problem: Problem, schedule: Schedule) -> tuple[str, Schedule]:
         """What the machine code depends on."""
-        from tiledsched.core.launch import problem_class
+        from tiledsched.core.launches import problem_class
 
         return problem_class(self.kernel, problem, schedule, self.spec).id, schedule
 

@@ -20,7 +20,7 @@ from tiledsched.report.document import Table, to_markdown
 from tiledsched.store.evidence import for_compiler
 from tiledsched.store.records import BuildRecord, Entry
 from tiledsched.store.shipped import read_shipped_entries
-from tiledsched.tuning.programs import Builder
+from tiledsched.tuning.builder import Builder
 from tiledsched.tuning.session import Session
 
 BLACKWELL = "sm_100,sm_103,sm_110,sm_120,sm_121"

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tiledsched.build.artifacts import default_cache_folder
 from tiledsched.build.cubin import Artifact, join, read_artifact
 from tiledsched.build.host_code import for_host, host_arch
+from tiledsched.build.store import default_cache_folder
 from tiledsched.build.toolchain import ANY_WORKER_WARPS, compiler_at_hand, release
 from tiledsched.core.blame import LONGEST, describe
 from tiledsched.core.device import arch_spec
@@ -115,7 +115,7 @@ def compile_schedule(
     """The machine code of every launch of a schedule, for hosts like this one unless others are named. Whatever the compiler
     trips over is raised.
     """
-    from tiledsched.core.launch import signature, steps, tile_kernels
+    from tiledsched.core.launches import signature, steps, tile_kernels
 
     device = arch_spec(arch)
     objects = tile_kernels(kernel, {arch: schedule}, problem, device)

@@ -7,12 +7,11 @@ A cubin is a 64-bit ELF file. Its `.nv.info` sections hold records `<u8 format, 
 from __future__ import annotations
 
 import hashlib
-import io
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
+from tiledsched.build.elf import HEADER, NOBITS, Section, section_headers, sections
 from tiledsched.build.host_code import carried, carrying, host_of
 from tiledsched.core.errors import CompilerError
 from tiledsched.core.resources import ResourceFacts as ResourceFacts
@@ -22,7 +21,6 @@ FACTS_AT = {0x10: ("threads", 0), 0x11: ("spill_bytes", 4), 0x2F: ("registers", 
 """Attribute -> the fact that its record holds, and at which byte. By cuobjdump's names these are EIATTR_MAX_THREADS_REQUIRED (of
 which x counts), EIATTR_FRAME_SIZE and EIATTR_REGCOUNT (both after the index of a symbol), and EIATTR_CLUSTER_DIMS (x again).
 """
-SHT_NOBITS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +41,8 @@ class Artifact:
     """The architecture of the hosts that it runs on; empty where it runs on any."""
 
 
+TEXT = ".text."
+"""Begins the name of the section that holds a kernel's code; the kernel's name follows."""
 SEQUENCE = b"TILESEQ1"
 """Begins the file of a schedule that launches several kernels in a row: their cubins follow, each after its size."""
 
@@ -83,20 +83,7 @@ def parts_with_host_code(data: bytes) -> list[bytes]:
 
 def symbol_of(cubin: bytes) -> str:
     """The name of the one kernel in a cubin."""
-    return next(
-        section.name.removeprefix(".text.") for section in _sections(cubin) if section.name.startswith(".text.")
-    )
-
-
-def _sections(elf: bytes) -> list[Any]:
-    """Sections of an ELF file. The reader is imported here, because most uses of this module do not need it."""
-    from elftools.common.exceptions import ELFError
-    from elftools.elf.elffile import ELFFile
-
-    try:
-        return list(ELFFile(io.BytesIO(elf)).iter_sections())
-    except ELFError as error:
-        raise CompilerError(f"not a cubin: {error}; delete the file and build again") from error
+    return next(each.name.removeprefix(TEXT) for each in sections(cubin) if each.name.startswith(TEXT))
 
 
 def read_artifact(data: bytes, arch: str, reference: bytes = b"") -> Artifact:
@@ -114,56 +101,59 @@ def read_artifact(data: bytes, arch: str, reference: bytes = b"") -> Artifact:
         return join([read_artifact(part, arch) for part in parts_with_host_code(data)])
     cubin, known = carried(data)
     reference = reference or known
-    sections = _sections(cubin)
-    texts = [section for section in sections if section.name.startswith(".text.")]
+    found = sections(cubin)
+    texts = [section for section in found if section.name.startswith(TEXT)]
     if len(texts) != 1:
         raise CompilerError(f"expected one kernel in the cubin, found {len(texts)}; was the compile cut short?")
-    kernel = texts[0].name.removeprefix(".text.")
-    facts = _facts(sections, arch, kernel=kernel, code_bytes=texts[0]["sh_size"])
-    return Artifact(
-        arch=arch,
-        fingerprint=_fingerprint(sections, kernel, facts, reference),
-        facts=facts,
-        cubin=carrying(strip_debug(cubin), reference),
-        host_arch=host_of(cubin),
-    )
+    kernel = texts[0].name.removeprefix(TEXT)
+    try:
+        facts = _facts(found, arch, kernel=kernel, code_bytes=texts[0].size)
+        return Artifact(
+            arch=arch,
+            fingerprint=_fingerprint(found, kernel, facts, reference),
+            facts=facts,
+            cubin=carrying(strip_debug(cubin), reference),
+            host_arch=host_of(cubin),
+        )
+    except (struct.error, ArithmeticError, LookupError) as error:
+        raise CompilerError(f"not a cubin: {error}; delete the file and build again") from error
 
 
-def _fingerprint(sections: list[Any], kernel: str, facts: ResourceFacts, reference: bytes) -> str:
+def _fingerprint(found: Sequence[Section], kernel: str, facts: ResourceFacts, reference: bytes) -> str:
     digest = hashlib.sha256()
-    for section in sections:
-        if section.name.startswith((".text.", ".nv.constant")):
+    for section in found:
+        if section.name.startswith((TEXT, ".nv.constant")):
             # Without the kernel's name, which differs between ahead-of-time and launch-time builds.
             digest.update(section.name.removesuffix(f".{kernel}").encode())
-            digest.update(section.data())
+            digest.update(section.data)
         elif section.name == ".nv.host":
-            digest.update(_host_code(reference or section.data()))
+            digest.update(host_instructions(reference or section.data))
     launch = (facts.registers, facts.threads, facts.shared_bytes, facts.num_ctas)
     digest.update(repr(launch).encode())
     return digest.hexdigest()[:24]
 
 
-def _host_code(data: bytes) -> bytes:
+def host_instructions(data: bytes) -> bytes:
     """The code in an object file that the driver runs on the host at launch: it writes the TMA descriptors, which hold the
     arrays' constant sizes. Two kernels can differ in nothing else. The kernel's name is not in it.
     """
-    return b"".join(section.data() for section in _sections(data) if section.name in (".text", ".ltext"))
+    return b"".join(section.data for section in sections(data) if section.name in (".text", ".ltext"))
 
 
-def _facts(sections: list[Any], arch: str, *, kernel: str, code_bytes: int) -> ResourceFacts:
-    found = {"registers": 0, "spill_bytes": 0, "threads": 0, "num_ctas": 1, "shared_bytes": 0}
-    for section in sections:
+def _facts(found: Sequence[Section], arch: str, *, kernel: str, code_bytes: int) -> ResourceFacts:
+    values = {"registers": 0, "spill_bytes": 0, "threads": 0, "num_ctas": 1, "shared_bytes": 0}
+    for section in found:
         if section.name in (".nv.info", f".nv.info.{kernel}"):
-            for attribute, value in _info_records(section.data()):
+            for attribute, value in _info_records(section.data):
                 if attribute in FACTS_AT:
                     name, offset = FACTS_AT[attribute]
-                    found[name] = max(found[name], struct.unpack_from("<I", value, offset)[0])
+                    values[name] = max(values[name], struct.unpack_from("<I", value, offset)[0])
         elif section.name == f".nv.shared.{kernel}":
-            found["shared_bytes"] = section["sh_size"]
-    if not found["registers"] or not found["threads"]:
+            values["shared_bytes"] = section.size
+    if not values["registers"] or not values["threads"]:
         raise CompilerError(f"the cubin of {kernel!r} names no register or thread count; its format is unknown here")
-    resident = ctas_per_sm(arch, found["registers"], found["threads"], found["shared_bytes"])
-    return ResourceFacts(code_bytes=code_bytes, ctas_per_sm=resident, **found)
+    resident = ctas_per_sm(arch, values["registers"], values["threads"], values["shared_bytes"])
+    return ResourceFacts(code_bytes=code_bytes, ctas_per_sm=resident, **values)
 
 
 def _info_records(data: bytes) -> Iterator[tuple[int, bytes]]:
@@ -178,16 +168,10 @@ def _info_records(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 def is_whole(cubin: bytes) -> bool:
     """Whether every section lies inside the file. A driver given a file cut short may refuse it, crash or hang."""
-    if len(cubin) < 64 or cubin[:4] != b"\x7fELF":
+    try:
+        section_headers(cubin)
+    except CompilerError:
         return False
-    (table,) = struct.unpack_from("<Q", cubin, 40)
-    entry_bytes, count = struct.unpack_from("<HH", cubin, 58)
-    if entry_bytes != 64 or table + count * entry_bytes > len(cubin):
-        return False
-    for i in range(count):
-        kind, offset, size = struct.unpack_from("<4xI16xQQ", cubin, table + i * entry_bytes)
-        if kind != SHT_NOBITS and offset + size > len(cubin):
-            return False
     return True
 
 
@@ -202,22 +186,16 @@ def strip_debug(cubin: bytes) -> bytes:
     Sections keep their indices, so no symbol or relocation needs renumbering: a debug section becomes empty, and the
     other sections move up. Program headers follow the sections they point at.
     """
-    e_phoff, e_shoff = struct.unpack_from("<QQ", cubin, 32)
-    e_phnum, e_shentsize, e_shnum, e_shstrndx = struct.unpack_from("<HHHH", cubin, 56)
-    headers = [list(struct.unpack_from("<IIQQQQIIQQ", cubin, e_shoff + i * e_shentsize)) for i in range(e_shnum)]
-    names_at = headers[e_shstrndx][4]
-
-    def name_of(header: list[int]) -> str:
-        start = names_at + header[0]
-        return cubin[start : cubin.index(b"\0", start)].decode()
-
+    (e_phoff,) = struct.unpack_from("<Q", cubin, 32)
+    (e_phnum,) = struct.unpack_from("<H", cubin, 56)
+    headers = section_headers(cubin)
     out = bytearray(cubin[:64])
     moved: dict[int, int] = {}  # old offset of a section with contents -> new one; some sections share theirs
-    for header in headers[1:]:
-        kind, offset, align = header[1], header[4], max(1, header[8])
-        if _is_debug(name_of(header)):
+    for header, section in zip(headers[1:], sections(cubin)[1:], strict=True):
+        offset, align = header[4], max(1, header[8])
+        if _is_debug(section.name):
             header[5] = 0
-        filled = header[5] > 0 and kind != SHT_NOBITS
+        filled = header[5] > 0 and header[1] != NOBITS
         if filled and offset in moved:
             header[4] = moved[offset]
             continue
@@ -225,11 +203,11 @@ def strip_debug(cubin: bytes) -> bytes:
         header[4] = len(out)
         if filled:
             moved[offset] = len(out)
-            out.extend(cubin[offset : offset + header[5]])
+            out.extend(section.data)
     out.extend(b"\0" * (-len(out) % 8))
     new_shoff = len(out)
     for header in headers:
-        out.extend(struct.pack("<IIQQQQIIQQ", *header))
+        out.extend(HEADER.pack(*header))
     new_phoff = len(out)
     moved[e_phoff] = new_phoff
     for i in range(e_phnum):

@@ -20,9 +20,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from tiledsched.build.elf import sections
+from tiledsched.build.sealed import read_sealed, write_sealed
 from tiledsched.build.toolchain import tool_version
 from tiledsched.core.errors import CompilerError
-from tiledsched.core.files import read_bounded, write_whole
 
 REFERENCE = "x86_64"
 """The architecture whose host code stands for what the host code of a program writes, on every host."""
@@ -46,25 +47,19 @@ def host_folder(folder: Path, host: str) -> Path:
 
 
 def host_section(cubin: bytes) -> bytes:
-    """The object file for the host in a whole cubin; empty where it has none and runs on any host."""
-    if len(cubin) < 64:
-        return b""
-    (table,) = struct.unpack_from("<Q", cubin, 40)
-    size, count = struct.unpack_from("<HH", cubin, 58)
-    for at in range(table, table + size * count, size):
-        kind, offset, length = struct.unpack_from("<4xI16xQQ", cubin, at)
-        if kind == SECTION:
-            return cubin[offset : offset + length]
-    return b""
+    """The object file for the host in a cubin; empty where it has none and runs on any host.
+
+    Raises:
+        CompilerError: the bytes are as many as a cubin has at least, and no whole cubin.
+    """
+    return next((each.data for each in sections(cubin) if each.kind == SECTION), b"") if len(cubin) >= 64 else b""
 
 
 def host_of(cubin: bytes) -> str:
     """The architecture of the hosts that a whole cubin runs on; empty where it runs on any."""
     section = host_section(cubin)
-    if not section:
-        return ""
-    (number,) = struct.unpack_from("<H", section, 18)
-    return ELF_MACHINES.get(number, f"of ELF machine {number}")
+    number = int.from_bytes(section[18:20], "little")
+    return ELF_MACHINES.get(number, f"of ELF machine {number}") if section else ""
 
 
 def check_host(cubin: bytes) -> None:
@@ -137,7 +132,7 @@ def for_host(host: str, known: Path | None = None) -> Iterator[list[bytes]]:
             made = Path(args[-1]).read_bytes()
             if known is not None and host_of(made) not in ("", REFERENCE):
                 version = tool_version(Path(binary.path))
-                file = known / f"{sha256(version.encode() + host_section(made)).hexdigest()[:32]}.o"
+                file = known / sha256(version.encode() + host_section(made)).hexdigest()[:40]
                 references.append(_reference(file, plain, args, flags, timeout_sec))
 
         binary.run = run
@@ -153,12 +148,11 @@ def _reference(file: Path, run: Any, args: Sequence[str], flags: Sequence[str], 
     """The reference's host code of a program: from a file where a program with the same host code had it, else compiled. Most
     programs of a search differ only in their device code.
     """
-    with suppress(OSError):
-        return read_bounded(file)
+    kept = read_sealed(file, dict[str, Any])
+    if kept is not None:
+        return kept[1]
     out = f"{args[-1]}.{REFERENCE}"
     run([args[0], "-o", out], [*flags, f"--host-arch={REFERENCE}"], timeout_s)
     made = host_section(Path(out).read_bytes())
-    with suppress(OSError):  # a full disk: it is compiled again
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, made)
+    write_sealed(file, {}, made)
     return made

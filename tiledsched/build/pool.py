@@ -9,13 +9,11 @@ from __future__ import annotations
 import concurrent.futures.process
 import contextlib
 import importlib
-import multiprocessing
 import os
 import shutil
 import signal
 import sys
 import tempfile
-import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -25,18 +23,21 @@ from tiledsched.build.compiler import BuildTask, Built, compile_task, no_room, p
 from tiledsched.core.blame import first_line
 from tiledsched.core.errors import CompilerError, Failure, FailureKind, NoRoomError
 from tiledsched.core.files import OwnFolder, has_room, is_full
-from tiledsched.core.processes import SafeSpawnContext
+from tiledsched.core.processes import SafeSpawnContext, end_with_parent
 
 GRACE_S = 20.0
 """Time beyond a task's own limit before its whole process is killed: the compiler's limit fires first."""
 
 
-def start_process(folder: str) -> None:
-    """Set up a compile process: a group of its own, so that ending it ends the compiler it started, too; and `folder` for what
-    it and the compiler write meanwhile.
+def start_process(folder: str, parent: int) -> None:
+    """Set up a compile process. It leads a group of its own, so that ending it ends the compiler it started, too.
+
+    Args:
+        folder: for what the process and the compiler write meanwhile.
+        parent: id of the process that started this one. When that is gone, this process ends, even if the compiler hangs.
     """
     os.setpgrp()
-    _end_with_parent()
+    end_with_parent(parent)
     named = os.environ.get("CUDA_TILE_TEMP_DIR")
     tempfile.tempdir = os.environ["TMPDIR"] = os.environ["CUDA_TILE_TEMP_DIR"] = folder
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
@@ -52,19 +53,6 @@ def start_process(folder: str) -> None:
             shutil.rmtree(before, ignore_errors=True)
 
 
-def _end_with_parent() -> None:
-    """End this process and its compiler when the one that started it is gone, even if the compiler hangs just then."""
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return  # nobody started it: a test, or somebody's own script
-
-    def watch() -> None:
-        parent.join()
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 def default_jobs() -> int:
     """Processes to compile with: one per CPU this process may use."""
     return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1))
@@ -77,7 +65,7 @@ class BuildPool:
         self.jobs = jobs or default_jobs()
         self._pool: ProcessPool | None = None
         self._folder: OwnFolder | None = None
-        self._running: dict[concurrent.futures.Future[Built], BuildTask] = {}
+        self._running: dict[BuildTask, concurrent.futures.Future[Built]] = {}
 
     def build(self, tasks: Iterable[BuildTask], *, leave: int = 0) -> Iterator[Built]:
         """Compile every task; yield each outcome as it is known, in no particular order.
@@ -92,44 +80,27 @@ class BuildPool:
             CompilerError: the processes end before they compile anything.
             NoRoomError: there is no room for what compilers write meanwhile.
         """
-        wanted = self._start(tasks)
-        ended = False
+        unfinished, ended = set(), False
+        for task in tasks:
+            unfinished.add(task)
+            if task not in self._running:
+                self._running[task] = self.submit(task)
         try:
-            while len(wanted & self._running.keys()) > leave:
-                done, _ = concurrent.futures.wait(self._running, return_when=concurrent.futures.FIRST_COMPLETED)
-                for future in done:
-                    del self._running[future]
-                    yield future.result()
+            while len(unfinished) > leave:
+                done, _ = concurrent.futures.wait(
+                    self._running.values(), return_when=concurrent.futures.FIRST_COMPLETED
+                )
+                for task in [task for task, future in self._running.items() if future in done]:
+                    unfinished.discard(task)
+                    yield self.outcome(task, self._running.pop(task))
             ended = True
         finally:
             if not ended:
                 self.close()
 
-    def _start(self, tasks: Iterable[BuildTask]) -> set[concurrent.futures.Future[Built]]:
-        """The futures of `tasks`, of which those not running yet are started."""
-        running = {task: future for future, task in self._running.items()}
-        wanted = set()
-        for task in tasks:
-            future = running.get(task)
-            if future is None:
-                future = self.submit(task)
-                self._running[future] = task
-            wanted.add(future)
-        return wanted
-
     def submit(self, task: BuildTask) -> concurrent.futures.Future[Built]:
-        """Start one build, without waiting in :meth:`build`; the future holds its outcome. Any thread may call it."""
-        outcome: concurrent.futures.Future[Built] = concurrent.futures.Future()
-
-        def tell(future: concurrent.futures.Future[Built]) -> None:
-            with contextlib.suppress(concurrent.futures.InvalidStateError):
-                try:
-                    outcome.set_result(self._outcome(task, future))
-                except BaseException as error:
-                    outcome.set_exception(error)
-
-        self._schedule(compile_task, args=(task,), timeout=task.timeout_s + GRACE_S).add_done_callback(tell)
-        return outcome
+        """Start one build, without waiting in :meth:`build`. Any thread may call it; :meth:`outcome` says what became of it."""
+        return self._schedule(compile_task, args=(task,), timeout=task.timeout_s + GRACE_S)
 
     def start(self) -> None:
         """Start the processes in the background, ahead of the first task. Safe to call again."""
@@ -139,13 +110,12 @@ class BuildPool:
     def _schedule(self, function: Any, **more: Any) -> concurrent.futures.Future[Any]:
         """Have one of the processes call a function."""
         try:
-            future: concurrent.futures.Future[Any] = self._started().schedule(function, **more)
+            return self._started().schedule(function, **more)
         except concurrent.futures.process.BrokenProcessPool as error:
             why = f": {error.__cause__}" if error.__cause__ else ""
             raise CompilerError(
                 f"cannot start compile processes{why}; the current folder must still be there, and limits allow {self.jobs} more"
             ) from error
-        return future
 
     def _started(self) -> ProcessPool:
         if self._pool is None:
@@ -160,7 +130,7 @@ class BuildPool:
             self._pool = ProcessPool(
                 max_workers=self.jobs,
                 initializer=start_process,
-                initargs=[self._folder.path],
+                initargs=[self._folder.path, os.getpid()],
                 context=SafeSpawnContext(),
             )
         return self._pool
@@ -181,7 +151,13 @@ class BuildPool:
         if self._running:
             self.close()
 
-    def _outcome(self, task: BuildTask, future: concurrent.futures.Future[Built]) -> Built:
+    def outcome(self, task: BuildTask, future: concurrent.futures.Future[Built]) -> Built:
+        """What became of a build; waits for it.
+
+        Raises:
+            CompilerError: the process ended before it compiled anything.
+            NoRoomError: there is no room for what compilers write meanwhile.
+        """
         try:
             return future.result()
         except concurrent.futures.TimeoutError:

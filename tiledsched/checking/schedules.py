@@ -311,7 +311,7 @@ class _Check:
 
     def launched(self, p: Problem, s: Schedule) -> Any:
         """What a schedule launches: two that launch the same compute the same."""
-        from tiledsched.core.launch import steps  # imports cuTile, before which a session prepares its process
+        from tiledsched.core.launches import steps  # imports cuTile, before which a session prepares its process
 
         try:
             return tuple(

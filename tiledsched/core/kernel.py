@@ -50,7 +50,7 @@ from tiledsched.core.space_files import declared_space
 from tiledsched.core.storage import PACKED, POWERS_OF_TWO, is_float
 
 if TYPE_CHECKING:
-    from tiledsched.core.launch import Step
+    from tiledsched.core.launches import Step
 
 FUNCTIONS = {
     "grid": ("p", "s", "device"),
@@ -396,7 +396,7 @@ _RecordingSchedule.__name__ = "Schedule"  # which the errors of an author's code
 
 def _check_launches(kernel: KernelClass, example: Problem) -> None:
     """Check that every parameter has an argument, that the grid is integers, and that every knob and array has an effect."""
-    from tiledsched.core.launch import steps
+    from tiledsched.core.launches import steps
 
     knobs = kernel.knob_fields()
     schedule = _RecordingSchedule({name: each.default for name, each in knobs.items()})

@@ -8,9 +8,11 @@ keeps PYTHONPATH and editable installs.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker, util
@@ -45,6 +47,27 @@ def child_environment() -> dict[str, str]:
         with suppress(FileNotFoundError):  # the folder is gone, and all that could be imported from it
             places.setdefault(os.getcwd())
     return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+
+
+def end_with_parent(parent: int, folder: str = "") -> None:
+    """End this process soon after the process that started it is gone, whatever its threads do then. A process that leads a group
+    ends the whole group, and with it the compilers, for example, that it started.
+
+    Args:
+        parent: id of the process that started this one, as that process said it: by now it may be gone.
+        folder: a folder for temporary files that is removed before; empty for none.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 @contextmanager

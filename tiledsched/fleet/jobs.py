@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiledsched.bench.job import bench_here
 from tiledsched.core.errors import Failure, MeasureError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import check_allowed
 from tiledsched.fleet.gpus import Gpu
 from tiledsched.measure.estimate import Timing
+from tiledsched.ops.bench import bench_here
 from tiledsched.tuning.options import Options, RecordOptions, RefreshOptions, TuneOptions, options_of
 from tiledsched.tuning.session import Session
 from tiledsched.tuning.watcher import Watcher

@@ -17,7 +17,7 @@ import numpy as np
 
 from tiledsched.core.blame import author_line, describe
 from tiledsched.core.errors import ProblemError
-from tiledsched.core.launch import annotated, scratch, steps
+from tiledsched.core.launches import annotated, scratch, steps
 from tiledsched.core.storage import poison, storage_type, tile_type
 from tiledsched.interpreter import memory, products, reductions, shapes  # noqa: F401
 from tiledsched.interpreter.arrays import Array, check_hints

@@ -69,7 +69,7 @@ def launch_of(kernel: KernelClass, p: Problem, s: Schedule, device: Any, fingerp
     Raises:
         DeclarationError: the declaration gives no launch.
     """
-    from tiledsched.core.launch import scratch, steps
+    from tiledsched.core.launches import scratch, steps
 
     found = steps(kernel, p, s, device)
     return Launch(

@@ -16,7 +16,6 @@ import random
 import shutil
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +34,7 @@ from tiledsched.core.blame import first_line
 from tiledsched.core.cases import Case
 from tiledsched.core.errors import Failure, FailureKind
 from tiledsched.core.problem import Problem
+from tiledsched.core.processes import end_with_parent
 from tiledsched.core.registry import load_kernel
 from tiledsched.measure import timing
 from tiledsched.measure.arrays import Launch, Packed, ProblemArrays
@@ -360,18 +360,6 @@ def _context_lost() -> bool:
     return False
 
 
-def _end_with_parent(folder: str, parent: int) -> None:
-    """End this process when the one that started it is gone, even if a kernel hangs just then."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        shutil.rmtree(folder, ignore_errors=True)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 Requests = Mapping[str, Callable[..., Any]]
 """What each verb does, given the state and the request's arguments."""
 REQUESTS: Requests = {
@@ -393,7 +381,7 @@ def main(descriptor: str, folder: str, parent: str, requests: Requests = REQUEST
     this process ends: a new one gets a new context.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when we end
-    _end_with_parent(folder, int(parent))
+    end_with_parent(int(parent), folder)
     with Connection(int(descriptor)) as connection:
         try:
             _serve(connection, State(folder), requests)

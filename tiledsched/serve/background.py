@@ -1,7 +1,8 @@
 """Programs compiled in processes of their own, for calls that do not wait for them.
 
-A thread hands a process one program after the other. A process that dies, or does not answer in time, is started once more for
-the same program. Processes end when nothing was asked of them for a while, and with the process that started them.
+A thread hands a process, which runs :func:`main`, one program after the other. A process that dies, or does not answer in time,
+is started once more for the same program. Processes end when nothing was asked of them for a while, and with the process that
+started them.
 """
 
 from __future__ import annotations
@@ -13,15 +14,20 @@ import queue
 import signal
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tiledsched.build.compiler import DEFAULT_TIMEOUT_S
+from tiledsched.build.compiler import DEFAULT_TIMEOUT_S, BuildTask, export, says_nothing_of_program
+from tiledsched.build.store import Claims, StoredProgram, read_program, write_program
+from tiledsched.core.blame import first_line
+from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import Failure, MeasureError, TiledschedError
 from tiledsched.core.processes import python_command
-from tiledsched.serve.programs import BuildRequest, StoredProgram
+from tiledsched.core.registry import load_kernel
 
-WORKER_COMMAND = python_command("tiledsched.serve.build_worker")
+WORKER_COMMAND = python_command("tiledsched.serve.background")
 START_S = 60.0
 """How long a process may take to start."""
 ANSWER_S = 2 * DEFAULT_TIMEOUT_S
@@ -33,6 +39,22 @@ PROCESSES = max(1, min(4, (os.cpu_count() or 1) // 4))
 ENDING = "this process is ending"
 TRIES = 2
 """How often a program is given to a process that dies or hangs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildRequest:
+    """A program of one launch to compile: everything that another process needs, small enough to send to it."""
+
+    path: Path
+    """The file that keeps the program."""
+    task: BuildTask
+    """The schedule, and a problem whose launches are compiled by the same function."""
+    wide: bool
+    """Whether the problem is served by functions with 64-bit indices, which its values do not say."""
+    place: int
+    """The number of the launch among the launches of the schedule."""
+    parameters: tuple[Any, ...]
+    """What the launch tells of its arguments, with the assumptions that it is compiled on."""
 
 
 class Build:
@@ -62,11 +84,6 @@ class Build:
     def wait(self) -> None:
         """Wait until it is done."""
         self._ended.wait()
-
-    def abandon(self) -> None:
-        """As :meth:`end`, in a process that was forked: nobody there is at work on it."""
-        self._ended = threading.Event()
-        self.end("the process was forked while its program was compiled")
 
 
 class BackgroundBuilder:
@@ -138,7 +155,8 @@ class BackgroundBuilder:
                 worker.connection.close()
         for build in self.builds.values():
             if not build.is_done:
-                build.abandon()
+                build._ended = threading.Event()  # the old one may be locked
+                build.end("the process was forked while its program was compiled")
         self._workers.clear()
         self.builds.clear()
         self._reset()
@@ -169,7 +187,12 @@ class BackgroundBuilder:
             if self._closed:
                 break
             try:
-                worker = worker or self._started()
+                if worker is None:
+                    from tiledsched.measure.gpu import WorkerProcess
+
+                    worker = WorkerProcess(self._command)
+                    self._workers.append(worker)
+                    worker.answer(START_S, "start")
                 outcome = worker.ask(ANSWER_S, "build", build.request)
                 if not isinstance(outcome, Failure):
                     break
@@ -187,17 +210,6 @@ class BackgroundBuilder:
             self._unfinished -= 1
         build.end(outcome)
 
-    def _started(self) -> Any:
-        from tiledsched.measure.gpu import WorkerProcess
-
-        worker = WorkerProcess(self._command)
-        self._workers.append(worker)
-        answer = worker.answer(START_S, "start")
-        if isinstance(answer, Failure):
-            self._stop(worker)
-            raise MeasureError(answer.message)
-        return worker
-
     def _stop(self, worker: Any) -> None:
         """End a process and the compiler that it started, which are a group of their own."""
         with contextlib.suppress(ValueError):
@@ -211,3 +223,64 @@ class BackgroundBuilder:
 
 BUILDER = BackgroundBuilder()
 """Compiles for all operators of this process."""
+
+
+def main(descriptor: str, folder: str, parent: str) -> None:
+    """The process that compiles: say that it is ready, and then compile what is asked for, until the other side closes.
+
+    Args:
+        descriptor: of the connection.
+        folder: for temporary files.
+        parent: id of the process that started this one. When that is gone this process ends, and with it its compiler.
+    """
+    from tiledsched.build.pool import start_process  # which programs that are served do without
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when we end
+    start_process(folder, int(parent))
+    with Connection(int(descriptor)) as connection:
+        try:
+            connection.send((None, False))
+            while True:
+                _, request = connection.recv()
+                connection.send((build(request), False))
+        except (EOFError, ConnectionError):  # nobody is left to ask, or to be told
+            return
+
+
+def build(request: BuildRequest) -> StoredProgram | str:
+    """The program of a request, from its file or compiled and kept there; or why it cannot be compiled by this process."""
+    claims = Claims(request.path.parent)
+    claims.claim(request.path, wait=True)
+    try:
+        program = read_program(request.path)
+        if program is None:
+            program = _compile(request)
+            write_program(request.path, program)
+        return program
+    except Exception as error:  # whatever a compiler trips over must cost one program, not the process
+        return first_line(error)
+    finally:
+        claims.close()
+
+
+def _compile(request: BuildRequest) -> StoredProgram:
+    import cuda.tile as ct
+    from cuda.tile.compilation import CallingConvention, KernelSignature
+
+    from tiledsched.core import launches
+
+    task = request.task
+    if request.wide:
+        vars(task.problem)["wide"] = True
+    kernel = load_kernel(task.kernel)
+    objects = launches.tile_kernels(kernel, {task.arch: task.schedule}, task.problem, arch_spec(task.arch))
+    symbol = launches.symbol(kernel)
+    signature = KernelSignature(request.parameters, CallingConvention.cutile_python_v2(), symbol=symbol)
+    try:
+        with ct.compiler_timeout(task.timeout_s):
+            made = export([objects[request.place]], [signature], task.arch)
+    except ct.TileError as error:
+        if isinstance(error, ct.TileCompilerTimeoutError) or says_nothing_of_program(error):
+            raise
+        return StoredProgram(error=str(error).replace("\nUnknown location", "")[:2000])
+    return StoredProgram(cubin=made.cubin, symbol=symbol)

@@ -26,9 +26,8 @@ from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ConfigError, TiledschedError
 from tiledsched.core.files import MOST_BYTES, TooLargeError, kind_of_file, write_whole
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.core.registry import problem_from_json
 from tiledsched.core.schedule import Schedule
-from tiledsched.store.codec import decode
+from tiledsched.store.codec import decode, encode
 from tiledsched.store.records import Entry
 from tiledsched.store.spills import Spills
 
@@ -58,17 +57,6 @@ class BundledProgram:
     """The fingerprint of its machine code."""
     host_arch: str = REFERENCE
     """The architecture of the hosts that it was built for."""
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain dict of JSON values."""
-        return {
-            "kernel": self.kernel,
-            "arch": self.arch,
-            "schedule": self.schedule.to_json(),
-            "problem": self.problem.to_json(),
-            "fingerprint": self.fingerprint,
-            "host_arch": self.host_arch,
-        }
 
     @property
     def cubin_name(self) -> str:
@@ -162,7 +150,7 @@ class Bundle:
 
 def _built_for(problem: Problem, program: BundledProgram) -> str:
     """What the machine code of a program would depend on, were it built for this problem."""
-    from tiledsched.core.launch import problem_class  # imports cuTile, which who only reads entries does without
+    from tiledsched.core.launches import problem_class  # imports cuTile, which who only reads entries does without
 
     return problem_class(problem.declaration, problem, program.schedule, arch_spec(program.arch)).id
 
@@ -215,27 +203,22 @@ def write_bundle(
         "schema_version": SCHEMA_VERSION,
         "source_hashes": dict(source_hashes),
         "compiler": compiler,
-        "programs": [program.to_json() for program in programs],
+        "programs": [encode(program) for program in programs],
         "entries": [entry.to_json() for entry in entries],
         "spills": {name: dict(archs) for name, archs in spills.items()},
     }
     cubins = {program.cubin_name: artifacts[program.arch, program.fingerprint].cubin for program in programs}
     index["hashes"] = {name: hashlib.sha256(cubin).hexdigest() for name, cubin in cubins.items()}
-    contents = io.BytesIO()
+    first, contents = (json.dumps(index, sort_keys=True, indent=1) + "\n").encode(), io.BytesIO()
     with zipfile.ZipFile(contents, "w") as file:
-        _add(file, INDEX, (json.dumps(index, sort_keys=True, indent=1) + "\n").encode())
-        for name in sorted(cubins):
-            _add(file, name, cubins[name])
+        for name, data in [(INDEX, first), *sorted(cubins.items())]:
+            file.writestr(zipfile.ZipInfo(name, EPOCH), data, compress_type=zipfile.ZIP_DEFLATED)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, contents.getvalue())
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; give another path") from error
     return len(contents.getvalue())
-
-
-def _add(file: zipfile.ZipFile, name: str, data: bytes) -> None:
-    file.writestr(zipfile.ZipInfo(name, EPOCH), data, compress_type=zipfile.ZIP_DEFLATED)
 
 
 def read_bundle(path: Path) -> Bundle:
@@ -257,22 +240,12 @@ def read_bundle(path: Path) -> Bundle:
     if version != SCHEMA_VERSION:
         raise ConfigError(f"{path} has schema_version {version!r}, this tiledsched reads {SCHEMA_VERSION}; {MAKE}")
     try:
-        programs = tuple(
-            BundledProgram(
-                kernel=row["kernel"],
-                arch=row["arch"],
-                schedule=Schedule(row["schedule"]),
-                problem=problem_from_json({"kernel": row["kernel"], **row["problem"]}),
-                fingerprint=row["fingerprint"],
-                host_arch=str(row.get("host_arch", REFERENCE)),  # earlier ones do not name it
-            )
-            for row in index["programs"]
-        )
+        rows = [{**row, "problem": {"kernel": row["kernel"], **row["problem"]}} for row in index["programs"]]
         return Bundle(
             path=path,
             source_hashes=dict(index["source_hashes"]),
             compiler=str(index["compiler"]),
-            programs=programs,
+            programs=tuple(decode(BundledProgram, row, "programs") for row in rows),  # earlier ones name no host
             table=list(index["entries"]),
             spills=dict(index.get("spills", {})),  # earlier ones know of none
             hashes=dict(index["hashes"]),

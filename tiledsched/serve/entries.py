@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched import __version__
-from tiledsched.build.artifacts import default_cache_folder
+from tiledsched.build.sealed import read_sealed, write_sealed
+from tiledsched.build.store import default_cache_folder
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core import data_files
 from tiledsched.core.canonical import stable_id
@@ -24,12 +25,10 @@ from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import known_knobs
 from tiledsched.serve.bundle import named_bundle, read_bundle
 from tiledsched.serve.lookup import LookupTable
-from tiledsched.serve.sealed import read_sealed, write_sealed
 from tiledsched.store.evidence import clocks_of, of_kernel, precedence
 from tiledsched.store.location import database_exists, location, site_location
 from tiledsched.store.records import Entry, Place
-from tiledsched.store.serving_copy import read_copy, write_copy
-from tiledsched.store.shipped import read_shipped_entries
+from tiledsched.store.shipped import read_copy, read_shipped_entries, write_copy
 from tiledsched.store.spills import Spills, joined, shipped_spills
 
 log = logging.getLogger("tiledsched")
@@ -136,7 +135,7 @@ def _stored(name: str, url: str | None, kernel: str, settings: Settings) -> Laye
     process reads the copy, in a tenth of the time, while the file stays as it is."""
     where = location(url)
     copy, state = _copy_path(name, where, kernel, settings), _state(where) if kernel else None
-    known = read_sealed(copy) if state else None
+    known = read_sealed(copy, dict[str, Any]) if state else None
     if known is not None and known[0]["state"] == state:
         return Layer(name=name, where=where, entries=read_copy(known[1]))
     entries: Sequence[Entry] = ()
@@ -236,7 +235,7 @@ def table_of(
         rivals=settings.rivals == "serve",
         compiler=compiler_at_hand() if compiler is None else compiler,
         at_hand=lambda: _bundled(kernel),
-        spills=lambda arch: known_spills(kernel, settings, arch),
+        spills_of=lambda arch: known_spills(kernel, settings, arch),
     )
 
 
@@ -263,7 +262,7 @@ def stored_spills(settings: Settings, **of: str) -> Spills:
         return {}
     where = location(settings.db)
     copy, state = _copy_path("spills", where, f"{compiler} {sorted(of.items())}", settings), _state(where)
-    known = read_sealed(copy) if state else None
+    known = read_sealed(copy, dict[str, Any]) if state else None
     if known is not None and known[0]["state"] == state:
         copied: Spills = json.loads(known[1])
         return copied

@@ -19,33 +19,23 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tiledsched.build.compiler import DEFAULT_TIMEOUT_S, pass_on_worker_warps
+from tiledsched.build.compiler import BuildTask, pass_on_worker_warps
 from tiledsched.build.cubin import is_whole, parts, strip_debug
 from tiledsched.build.host_code import check_host, for_host, host_arch, host_of
+from tiledsched.build.keys import captured_values, program_key
+from tiledsched.build.store import ProgramStore, StoredProgram, default_cache_folder, read_program, write_program
 from tiledsched.build.toolchain import compiler_at_hand
-from tiledsched.core import launch as launches
-from tiledsched.core import preparations
+from tiledsched.core import launches, preparations
 from tiledsched.core.config import Settings
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import CompilerError, ConfigError, DeclarationError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import HINT_KNOBS, Schedule
-from tiledsched.serve.background import BUILDER, BackgroundBuilder, Build
+from tiledsched.serve.background import BUILDER, BackgroundBuilder, Build, BuildRequest
 from tiledsched.serve.bundle import Bundle, BundledProgram, named_bundle, read_bundle
-from tiledsched.serve.programs import (
-    BuildRequest,
-    StoredProgram,
-    captured_values,
-    program_key,
-    programs_folder,
-    read_program,
-    write_program,
-)
 
 log = logging.getLogger("tiledsched")
 _thread = threading.local()
-
-
 Prebuilt = tuple[Bundle, BundledProgram]
 """A program that was built ahead, and the bundle that holds it."""
 
@@ -72,12 +62,9 @@ def make_kernel(
     Raises:
         ConfigError: `TILEDSCHED_BUNDLE` names something that is no bundle.
     """
-    objects, folder = (
-        launches.tile_kernels(kernel, {device.arch: schedule}, problem, device),
-        programs_folder(settings, device.arch),
-    )
+    objects = launches.tile_kernels(kernel, {device.arch: schedule}, problem, device)
     wanted = launches.steps(kernel, problem, schedule, device)
-    bundle = usable_bundle(kernel)
+    store, bundle = ProgramStore(default_cache_folder(settings.cache)), usable_bundle(kernel)
     candidates = [  # the signature of a launch decides which of them fits
         (bundle, program)
         for program in (bundle.programs_of(kernel, device.arch) if bundle else ())
@@ -87,7 +74,7 @@ def make_kernel(
         made.__class__ = ServedKernel  # the same object otherwise, with the hints it was given
         made.prebuilt, made.declaration, made.step, made.place = candidates, kernel, step, place
         made.arch, made.schedule, made.problem = device.arch, schedule, problem
-        made.folder, made.builder, made.siblings, made.builds = folder, builder, objects, []
+        made.store, made.builder, made.siblings, made.builds = store, builder, objects, []
     return objects
 
 
@@ -235,7 +222,7 @@ class ServedKernel(ct.kernel):
     place: int
     schedule: Schedule
     problem: Problem
-    folder: Path
+    store: ProgramStore
     builder: BackgroundBuilder
     siblings: list[ServedKernel]
     """The kernel objects of all launches of the schedule, this one among them."""
@@ -268,7 +255,12 @@ class ServedKernel(ct.kernel):
         mine = {**hints["default"], **hints.get(self.arch, {})}
         source = preparations.source_hash() if self.step.prepares else _source_hash(kernel)  # type: ignore[arg-type]
         key = program_key(source, captured_values(self._pyfunc), mine, wanted, self.arch)
-        return self.folder / key if key else None
+        return self.store.path(self.arch, key) if key else None
+
+    def declared(self) -> tuple[Any, Path | None]:
+        """The signature of a launch on contiguous arrays, and the file of its program; None where no file can hold that."""
+        wanted = launches.signature(self.declaration, self.problem, self.schedule, self.step)
+        return wanted, self.program_path(wanted)
 
     def _bundled(self, signature: Any) -> bytes:
         """Machine code from a bundle; empty where none holds it."""
@@ -294,7 +286,9 @@ class ServedKernel(ct.kernel):
         if program is None and build is None and missed is not None:
             build = self._submit(path, wanted)
             for each in self.siblings if build else ():  # whose launches come after it
-                each._submit_declared()
+                declared, file = each.declared()
+                if file is not None and not file.exists():
+                    each._submit(file, declared)
         if program is None and build is not None:
             if missed is not None and not build.is_done:
                 self.builds.append(build)
@@ -311,8 +305,7 @@ class ServedKernel(ct.kernel):
         """Have another process compile a program; None where none can."""
         from cuda.tile.compilation import CallingConvention
 
-        kernel = self.declaration
-        convention = CallingConvention.cutile_python_v2()
+        kernel, convention = self.declaration, CallingConvention.cutile_python_v2()
         if (
             kernel.__module__ == "__main__"
             or wanted.calling_convention.code != convention.code
@@ -326,23 +319,12 @@ class ServedKernel(ct.kernel):
         return self.builder.submit(
             BuildRequest(
                 path=path,
-                kernel=where,
-                schedule=self.schedule,
-                problem=self.problem,
+                task=BuildTask(kernel=where, schedule=self.schedule, problem=self.problem, arch=self.arch),
                 wide=bool(getattr(self.problem, "wide", False)),
                 place=self.place,
                 parameters=tuple(wanted.parameters),
-                arch=self.arch,
-                timeout_s=DEFAULT_TIMEOUT_S,
             )
         )
-
-    def _submit_declared(self) -> None:
-        """Have the program compiled that launches on contiguous arrays run, unless it is there."""
-        wanted = launches.signature(self.declaration, self.problem, self.schedule, self.step)
-        path = self.program_path(wanted)
-        if path is not None and not path.exists():
-            self._submit(path, wanted)
 
     def _compiled_here(self, wanted: Any, *target: Any) -> Any:
         """What cuTile compiles, in this process.

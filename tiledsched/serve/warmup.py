@@ -16,24 +16,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.cubin import Artifact, join, parts_with_host_code, read_artifact
 from tiledsched.build.host_code import host_arch
 from tiledsched.build.pool import BuildPool
-from tiledsched.core import launch as launches
+from tiledsched.build.store import ProgramStore, StoredProgram, default_cache_folder, read_program, write_program
+from tiledsched.core import launches
 from tiledsched.core.config import Settings
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ConfigError, Failure, TiledschedError
 from tiledsched.core.files import read_bounded
-from tiledsched.core.launch import problem_class
+from tiledsched.core.launches import problem_class
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import source_part
 from tiledsched.serve.bundle import BundledProgram, read_bundle, write_bundle
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.prebuilt import make_kernel
-from tiledsched.serve.programs import StoredProgram, programs_folder, read_program, write_program
 from tiledsched.store.records import Entry
 from tiledsched.store.spills import lost_bytes
 
@@ -102,7 +101,7 @@ def prepare(
     entries: Sequence[Entry],
     table: LookupTable,
     kernel: KernelClass,
-    artifacts: ArtifactStore,
+    artifacts: ProgramStore,
     pool: BuildPool,
     compiler: str,
     settings: Settings,
@@ -142,14 +141,17 @@ def prepare(
         raise ConfigError(f"nothing is tuned for {arch}; run: tiledsched tune {where} --arch {arch}")
     device = device or next((entry.device_name for entry in mine), "")
     wanted = list(dict.fromkeys(each for problem in asked for each in (problem, *likely(problem))))
-    files = _ProgramFiles(kernel, arch, settings, artifacts.host_arch)
+
+    def files(schedule: Schedule, problem: Problem) -> list[Path | None]:
+        """The file of each launch on contiguous arrays, which this machine has of programs for its own hosts."""
+        objects = make_kernel(kernel, schedule, problem, settings, arch_spec(arch))
+        return [each.declared()[1] for each in objects] if artifacts.host_arch == host_arch() else []
+
     # Of a kernel that is known from its results only, the results go along: its programs are those of its own caller.
     has_code = any(each is not None for each in (kernel.function, kernel.entry, kernel.launches))
     found = _at_hand(arch, path, mine, kernel, artifacts) if has_code else {}
     had = set(found)
     needed: dict[Key, tuple[Schedule, Problem]] = {}
-    failed: dict[Key, str] = {}
-    failures: list[tuple[Schedule, Failure]] = []
     outcomes: dict[Key, Built] = {}
     lost: dict[Key, Built] = {}
     waiting = [(problem, table.resolve(problem, arch, device)) for problem in wanted] if has_code else []
@@ -158,11 +160,11 @@ def prepare(
         fresh = {
             key: (served.schedule, problem)
             for key, (problem, served) in zip(keys, waiting, strict=True)
-            if key not in needed and key not in failed
+            if key not in needed
         }
         for key in [each for each in fresh if each not in found]:
-            known = files.read(*fresh[key])
-            if isinstance(known, Artifact):
+            known = _stored(files(*fresh[key]), arch)
+            if known is not None:
                 found[key] = known
                 had.add(key)
         needed |= fresh
@@ -175,32 +177,32 @@ def prepare(
         ]
         progress(f"{arch}: {len(needed)} programs, {len(tasks)} to build")
         for done, built in enumerate(pool.build(tasks), start=1):
-            outcomes[key := _key(kernel, arch, built.task.problem, built.task.schedule)] = built
+            key = _key(kernel, arch, built.task.problem, built.task.schedule)
+            outcomes[key] = built
             if built.artifact is not None:
                 artifacts.put(built.artifact)
                 found[key] = built.artifact
-            elif built.failure is not None:
-                failures.append((built.task.schedule, built.failure))
-                failed[key] = built.failure.message
             if done % max(1, len(tasks) // 4) == 0:
                 progress(f"built {done}/{len(tasks)}")
         # What turns out to spill and was not measured gives way to the next choice, as what fails does in a call, too.
-        bad = {key: built for key, built in outcomes.items() if _lost(built)}
-        given_up = [
-            (*pair, key) for key, pair in zip(keys, waiting, strict=True) if pair[1].alternatives and key in bad
-        ]
-        for key in {key for _, _, key in given_up}:
-            lost[key] = bad[key]
-            table = table.knowing(arch, {key[0]: {key[1]: _lost(bad[key])}})
-        again = [(problem, served, table.resolve(problem, arch, device)) for problem, served, _ in given_up]
-        following = [(problem, now) for problem, served, now in again if now.schedule != served.schedule]
+        for key, (_, served) in zip(keys, waiting, strict=True):
+            if served.alternatives and key in outcomes and _lost(outcomes[key]) and key not in lost:
+                lost[key] = outcomes[key]
+                table = table.knowing(arch, {key[0]: {key[1]: _lost(outcomes[key])}})
+        following = []
         for key, (problem, served) in zip(keys, waiting, strict=True):
-            if key in failed and not served.alternatives and (default := table.fallback_for(served, problem, arch)):
-                following.append((problem, default))
+            now = None
+            if served.alternatives and key in lost:
+                now = table.resolve(problem, arch, device)
+            elif key not in found and not served.alternatives:
+                now = table.fallback_for(served, problem, arch)
+            if now is not None and now.schedule != served.schedule:
+                following.append((problem, now))
         waiting = following
     built_pairs = {key: pair for key, pair in needed.items() if key in found}
     if path is None:
-        path, size = files.folder, sum(files.write(*pair, found[key]) for key, pair in built_pairs.items())
+        path, symbol = ProgramStore(default_cache_folder(settings.cache)).folder / arch, launches.symbol(kernel)
+        size = sum(_store(files(*pair), symbol, found[key]) for key, pair in built_pairs.items())
     else:
         programs = [
             BundledProgram(
@@ -231,50 +233,28 @@ def prepare(
         problems=len(wanted),
         reused=reused,
         compiled=len(built_pairs) - reused,
-        failures=tuple(failures),
+        failures=tuple((each.task.schedule, each.failure) for each in outcomes.values() if each.failure),
         lost=tuple(lost.values()),
         size_bytes=size,
         seconds=time.perf_counter() - started,
     )
 
 
-class _ProgramFiles:
-    """The files of a kernel's programs in the cache folder, by schedule and problem.
+def _stored(paths: Sequence[Path | None], arch: str) -> Artifact | None:
+    """The machine code of the launches whose programs are in some files; None where some have to be compiled."""
+    programs = [read_program(path) if path else None for path in paths]
+    with suppress(TiledschedError):
+        if programs and all(each is not None and each.cubin for each in programs):
+            return join([read_artifact(each.cubin, arch) for each in programs if each is not None])
+    return None
 
-    Args:
-        kernel: the kernel.
-        arch: the GPU's.
-        settings: say where the cache folder is.
-        host: the architecture of the hosts; of other hosts than this one, nothing is there.
-    """
 
-    def __init__(self, kernel: KernelClass, arch: str, settings: Settings, host: str) -> None:
-        self._kernel, self._arch, self._settings, self._mine = kernel, arch, settings, host == host_arch()
-        self.folder = programs_folder(settings, arch)
-
-    def _paths(self, schedule: Schedule, problem: Problem) -> list[Path | None]:
-        """The file of each launch on contiguous arrays."""
-        objects = make_kernel(self._kernel, schedule, problem, self._settings, arch_spec(self._arch))
-        signatures = (launches.signature(self._kernel, problem, schedule, each.step) for each in objects)
-        return [made.program_path(each) for made, each in zip(objects, signatures, strict=True)] if self._mine else []
-
-    def read(self, schedule: Schedule, problem: Problem) -> Artifact | None:
-        """The machine code of all launches; None where some have to be compiled."""
-        paths = self._paths(schedule, problem)
-        programs = [read_program(path) if path else None for path in paths]
-        if not programs or not all(each is not None and each.cubin for each in programs):
-            return None
-        with suppress(TiledschedError):
-            return join([read_artifact(each.cubin, self._arch) for each in programs if each is not None])
-        return None
-
-    def write(self, schedule: Schedule, problem: Problem, artifact: Artifact) -> int:
-        """Keep the machine code of all launches; returns its bytes."""
-        symbol = launches.symbol(self._kernel)
-        for path, cubin in zip(self._paths(schedule, problem), parts_with_host_code(artifact.cubin), strict=True):
-            if path is not None and not path.exists():
-                write_program(path, StoredProgram(cubin=cubin, symbol=symbol))
-        return len(artifact.cubin)
+def _store(paths: Sequence[Path | None], symbol: str, artifact: Artifact) -> int:
+    """Keep the machine code of each launch in its file; returns its bytes."""
+    for path, cubin in zip(paths, parts_with_host_code(artifact.cubin), strict=True):
+        if path is not None and not path.exists():
+            write_program(path, StoredProgram(cubin=cubin, symbol=symbol))
+    return len(artifact.cubin)
 
 
 def renamed_by_contents(done: Prepared, name: str) -> Prepared:
@@ -296,7 +276,7 @@ def _key(kernel: KernelClass, arch: str, problem: Problem, schedule: Schedule) -
 
 
 def _at_hand(
-    arch: str, path: Path | None, entries: Iterable[Entry], kernel: KernelClass, artifacts: ArtifactStore
+    arch: str, path: Path | None, entries: Iterable[Entry], kernel: KernelClass, artifacts: ProgramStore
 ) -> dict[Key, Artifact]:
     """Machine code of this kernel source that need not be built: that of the entries, and that of an earlier bundle."""
     source_hash = kernel.source_hash()

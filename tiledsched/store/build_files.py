@@ -49,7 +49,7 @@ class BuildFile:
         For an element type that was not compiled, a fingerprint begins with the one that was. A problem that was not looked at
         takes a tenth of a millisecond for each build that may be its own.
         """
-        from tiledsched.core.launch import problem_class
+        from tiledsched.core.launches import problem_class
 
         ours = self._as_ours(problem, arch)
         if ours is None:

@@ -31,7 +31,7 @@ SCHEMA_VERSION = 1
 
 def classes_of(problem: Problem, schedule: Schedule, arch: str) -> list[str]:
     """The ids of the classes of a problem, of which something may be known: first the one of which facts ship."""
-    from tiledsched.core.launch import problem_class  # imports cuTile, which who only reads entries does without
+    from tiledsched.core.launches import problem_class  # imports cuTile, which who only reads entries does without
 
     kernel = problem.declaration
     shipped = [] if kernel.spill_class is None else [stable_id(kernel.spill_class(problem, schedule))]

@@ -86,7 +86,7 @@ def recorded(db: TuningDB, problem: Problem, device_name: str, regime: str) -> R
     Raises:
         DatabaseError: the problem was not measured on the device.
     """
-    everything = db.latest_measurements(problem, device_name=device_name, regime=regime)
+    everything = db.measurements(problem, device_name=device_name, regime=regime, latest=True)
     if not everything:
         raise DatabaseError(
             f"nothing is measured of {problem} on {device_name} in the {regime} regime; run: tiledsched record"
@@ -121,7 +121,7 @@ def recorded(db: TuningDB, problem: Problem, device_name: str, regime: str) -> R
 
 
 def _serves(build: BuildRecord, problem: Problem, device: Device) -> bool:
-    from tiledsched.core.launch import problem_class  # imports cuTile
+    from tiledsched.core.launches import problem_class  # imports cuTile
 
     try:
         return problem_class(problem.declaration, problem, build.schedule, device) == build.problem_class

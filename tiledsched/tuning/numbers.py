@@ -11,7 +11,7 @@ from tiledsched.core.errors import ConfigError, Failure, FailureKind
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Candidate, Measurement
 from tiledsched.store.records import SAME_NUMBERS
-from tiledsched.tuning.programs import Program
+from tiledsched.tuning.builder import Program
 
 
 @dataclass(frozen=True, kw_only=True)

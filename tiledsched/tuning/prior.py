@@ -264,7 +264,10 @@ class Elsewhere:
         for other in near:
             if other not in self._programs:  # what ships was recorded on whatever device of the arch
                 taken, facts = (
-                    (self._db.latest_measurements(other, device_name=device_name, regime=self._regime), self._facts)
+                    (
+                        self._db.measurements(other, device_name=device_name, regime=self._regime, latest=True),
+                        self._facts,
+                    )
                     if other in measured
                     else self._shipped.landscape(other, self._regime)
                 )

@@ -25,8 +25,8 @@ from tiledsched.core.space import SearchSpace, accuracy_class
 from tiledsched.measure.clocks import describe_throttling, summarise_throttling
 from tiledsched.measure.runner import REGIMES, Device, Failed, Measurement, Runner
 from tiledsched.store.exchange import export_landscape, landscape_file_name
+from tiledsched.tuning.builder import Builder, Key, Program, deadlines
 from tiledsched.tuning.options import RecordOptions
-from tiledsched.tuning.programs import Builder, Key, Program, deadlines
 from tiledsched.tuning.race import Outcome, Rules, race
 
 COVERAGE = 0.05

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.cubin import Artifact, ResourceFacts
 from tiledsched.build.pool import BuildPool
+from tiledsched.build.store import ProgramStore
 from tiledsched.core.errors import ConfigError, Failure, FailureKind
 from tiledsched.core.space_files import chosen_space, space_for
 from tiledsched.measure.replay import ReplayRunner
@@ -17,7 +17,7 @@ from tiledsched.store.exchange import read_table
 from tiledsched.tuning.resources import Tools
 
 
-class ReplayedPrograms(ArtifactStore):
+class ReplayedPrograms(ProgramStore):
     """Programs of which only the facts are known."""
 
     def __init__(self, facts: Mapping[str, ResourceFacts]) -> None:

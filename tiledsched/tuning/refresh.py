@@ -17,8 +17,8 @@ from tiledsched.core import data_files
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.problem_lists import Cases, problems_of
 from tiledsched.core.schedule import Schedule
-from tiledsched.measure.rivals import RivalRaces
 from tiledsched.measure.runner import Runner
+from tiledsched.rivals.races import RivalRaces
 from tiledsched.serve.entries import load_entries
 from tiledsched.store.evidence import for_compiler, leaders
 from tiledsched.store.exchange import read_table

@@ -12,9 +12,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.compiler import DEFAULT_TIMEOUT_S, prepare_process
 from tiledsched.build.pool import BuildPool
+from tiledsched.build.store import ProgramStore
 from tiledsched.build.toolchain import Toolchain, check_arch, installed_toolchain
 from tiledsched.core import config
 from tiledsched.core.config import Settings, load_settings
@@ -30,9 +30,10 @@ from tiledsched.measure.runner import Runner
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from tiledsched.measure.rivals import RivalRaces
+    from tiledsched.build.pool import BuildPool
+    from tiledsched.rivals.races import RivalRaces
     from tiledsched.store.db import TuningDB
-    from tiledsched.tuning.programs import Builder
+    from tiledsched.tuning.builder import Builder
 
 Opened = TypeVar("Opened")
 MAX_CANDIDATES_BYTES = 1 << 26
@@ -49,13 +50,13 @@ def serving_anew() -> Iterator[None]:
             forget()
 
 
-def ready_artifacts(folder: Path | None) -> ArtifactStore:
+def ready_artifacts(folder: Path | None) -> ProgramStore:
     """The store of machine code in `folder`, which is made where it is missing.
 
     Raises:
         ConfigError: it cannot be made or written to.
     """
-    artifacts = ArtifactStore(folder)
+    artifacts = ProgramStore(folder)
     artifacts.ready()
     return artifacts
 
@@ -74,7 +75,7 @@ def start_runner(kernel: KernelClass, seed: int) -> Runner:
 def start_rival_timer(kernel: KernelClass, runner: Runner, regime: str) -> RivalRaces | None:
     """A process that times the kernel's rivals on the runner's GPU; None where it has none, or torch is missing."""
     from tiledsched.measure.gpu import GpuRunner
-    from tiledsched.measure.rivals import RivalRaces, can_race
+    from tiledsched.rivals.races import RivalRaces, can_race
 
     if not isinstance(runner, GpuRunner) or not can_race(kernel):
         return None
@@ -87,7 +88,7 @@ class Tools:
 
     toolchain: Callable[[], Toolchain] = installed_toolchain
     """The compiler."""
-    artifacts: Callable[[Path | None], ArtifactStore] = ready_artifacts
+    artifacts: Callable[[Path | None], ProgramStore] = ready_artifacts
     """The store of machine code, by the cache folder of the settings."""
     pool: Callable[[int | None], BuildPool] = BuildPool
     """Compile processes, by how many are wanted; one per CPU where that is None."""
@@ -152,7 +153,7 @@ class Resources:
         return found
 
     @cached_property
-    def artifacts(self) -> ArtifactStore:
+    def artifacts(self) -> ProgramStore:
         """The store of machine code.
 
         Raises:
@@ -203,7 +204,7 @@ class Resources:
 
     def builder(self, kernel: KernelClass, timeout_s: float = DEFAULT_TIMEOUT_S) -> Builder:
         """What builds schedules of a kernel and keeps what came of it in the database."""
-        from tiledsched.tuning.programs import Builder
+        from tiledsched.tuning.builder import Builder
 
         return Builder(self.db, self.artifacts, kernel, self.arch, self.toolchain, self.pool, timeout_s=timeout_s)
 

@@ -26,12 +26,12 @@ from tiledsched.measure.clocks import describe_throttling, summarise_throttling
 from tiledsched.measure.runner import REGIMES, Candidate, Checked, Failed, Measurement, RivalTime, Runner
 from tiledsched.store.evidence import clocks_of, for_compiler, of_kernel, timed_as_now
 from tiledsched.store.records import Entry
+from tiledsched.tuning.builder import Builder, Program
 from tiledsched.tuning.effort import EFFORTS
 from tiledsched.tuning.inert import SURE, InertChanges
 from tiledsched.tuning.numbers import NumbersKept, WantedNumbers
 from tiledsched.tuning.options import TuneOptions
 from tiledsched.tuning.prior import Elsewhere, Shipped, estimator, plain_schedules, promising_part, winners_nearby
-from tiledsched.tuning.programs import Builder, Program
 from tiledsched.tuning.race import RULES, Outcome, RaceResult, near, race, settle, time_ratio
 from tiledsched.tuning.results import TuneResult
 from tiledsched.tuning.samplers import OURS

@@ -26,8 +26,8 @@ from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import SearchSpace
 from tiledsched.measure.runner import Measurement
+from tiledsched.tuning.builder import Builder, Key, Program
 from tiledsched.tuning.inert import InertChanges
-from tiledsched.tuning.programs import Builder, Key, Program
 from tiledsched.tuning.race import Outcome
 from tiledsched.tuning.samplers import IN_ORDER, NUMBERS_ONLY, OURS, SAMPLERS, make_sampler
 from tiledsched.tuning.surrogate import Known, SurrogateSampler

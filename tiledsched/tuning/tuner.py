@@ -20,8 +20,8 @@ from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Runner
 from tiledsched.store.records import BuildRecord
+from tiledsched.tuning.builder import Program, deadlines
 from tiledsched.tuning.prior import estimator
-from tiledsched.tuning.programs import Program, deadlines
 from tiledsched.tuning.results import TuneResult
 from tiledsched.tuning.search import OUT_OF_TIME, ProblemTune, Search, TuneContext, commonest_message
 from tiledsched.tuning.study import learn

@@ -11,12 +11,13 @@ from typing import Any
 from tiledsched.core.device import ARCHS, arch_spec
 from tiledsched.core.errors import CompilerError, ConfigError, TiledschedError
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.measure.rivals import can_race
-from tiledsched.serve.lookup import LookupTable, Served
-from tiledsched.serve.rivals import pays
+from tiledsched.rivals.offers import pays
+from tiledsched.rivals.races import can_race
+from tiledsched.serve.chain import Served
+from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.transfer import log_us
+from tiledsched.store.captured_calls import SeenProblem
 from tiledsched.store.records import Entry
-from tiledsched.store.seen import SeenProblem
 from tiledsched.tuning.options import TuneOptions
 from tiledsched.tuning.results import TuneReport
 from tiledsched.tuning.search import NO_SEARCH, OUT_OF_TIME

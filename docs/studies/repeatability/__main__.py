@@ -27,7 +27,7 @@ from tiledsched.core.problem_lists import kernel_of
 from tiledsched.core.space import SearchSpace
 from tiledsched.measure.runner import Runner
 from tiledsched.store.db import TuningDB
-from tiledsched.tuning.programs import Builder
+from tiledsched.tuning.builder import Builder
 from tiledsched.tuning.session import Session
 
 

@@ -221,7 +221,7 @@ def only_step(kernel: KernelClass, candidate: Candidate, problem: Problem, devic
     Raises:
         MeasureError: it has several.
     """
-    from tiledsched.core.launch import steps
+    from tiledsched.core.launches import steps
 
     found = steps(kernel, problem, candidate.schedule, device)
     if len(found) != 1:
@@ -242,7 +242,7 @@ def built_kernel(kernel: KernelClass, candidate: Candidate, problem: Problem, de
     """
     import cuda.tile as ct
 
-    from tiledsched.core.launch import annotated, signature, symbol
+    from tiledsched.core.launches import annotated, signature, symbol
 
     step = only_step(kernel, candidate, problem, device)
     expected = signature(kernel, problem, candidate.schedule, step).calling_convention.code
@@ -362,7 +362,7 @@ class ExhaustiveJit(Exhaustive):
     name = "exhaustive-jit"
 
     def _kernel_object(self, candidate: Candidate, problem: Problem) -> Any:
-        from tiledsched.core.launch import tile_kernels
+        from tiledsched.core.launches import tile_kernels
 
         return tile_kernels(self._kernel, {candidate.artifact.arch: candidate.schedule}, problem, self._device)[0]
 

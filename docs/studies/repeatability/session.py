@@ -20,7 +20,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import SearchSpace, accuracy_class
 from tiledsched.measure.runner import Batch, Candidate, Device, Runner
 from tiledsched.store.db import TuningDB
-from tiledsched.tuning.programs import Builder, Key
+from tiledsched.tuning.builder import Builder, Key
 
 REFEREE_ROUNDS = 60
 """Samples of each program in the referee's run: six blocks of ten."""

@@ -1,0 +1,70 @@
+"""Files of the cache folder that tell whether they are whole: a checksum, a line of JSON, and contents."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from tiledsched.core.files import read_bounded, write_whole
+
+log = logging.getLogger("tiledsched")
+Facts = TypeVar("Facts")
+MAGIC = b"TILESEALED1 "
+"""Begins each file. The checksum of what follows, SHA-256 in hexadecimal digits, and a line break come next."""
+START = len(MAGIC) + 64 + 1
+
+
+def write_sealed(path: Path, facts: Any, contents: bytes) -> OSError | None:
+    """Write a file, whole or not at all. Returns why nothing was written, or None: a cache may be lost.
+
+    Args:
+        path: the file. Its name goes into it, so that no file takes the place of another one.
+        facts: what its contents are, as a dict of JSON values or a `msgspec.Struct`.
+        contents: any bytes.
+    """
+    rest = json.dumps({**msgspec.to_builtins(facts), "name": path.name}).encode() + b"\n" + contents
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, _head(rest) + rest)
+    except OSError as error:
+        return error
+    return None
+
+
+def read_sealed(path: Path, kind: type[Facts]) -> tuple[Facts, bytes] | None:
+    """The facts and the contents of a file. None where there is no file, or it is damaged in any way: then it is removed.
+
+    Args:
+        path: the file.
+        kind: the type of its facts. A file with facts of another type is damaged, too.
+    """
+    try:
+        data = read_bounded(path)
+    except OSError:
+        return None
+    line, _, contents = data[START:].partition(b"\n")
+    try:
+        facts = json.loads(line)
+        if data[:START] == _head(data[START:]) and facts["name"] == path.name:
+            return msgspec.convert(facts, kind), contents
+    except (ValueError, LookupError, TypeError, RecursionError, msgspec.ValidationError):
+        pass
+    discard(path, "its checksum is wrong")
+    return None
+
+
+def discard(path: Path, why: str) -> None:
+    """Remove a file that cannot be used, and say why."""
+    log.warning("%s is damaged (%s), and is made anew", path, why)
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def _head(rest: bytes) -> bytes:
+    return MAGIC + hashlib.sha256(rest).hexdigest().encode() + b"\n"
