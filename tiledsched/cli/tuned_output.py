@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tiledsched.checking.schedules import CheckRow
     from tiledsched.measure.runner import RivalTime
     from tiledsched.store import records
-    from tiledsched.tuning import record, refresh, results, seen
+    from tiledsched.tuning import record, refresh, results, worth
 
 LOW_CLOCK = (
     "Times at a low clock decide little: let the GPU cool, or check its power supply (nvidia-smi -q -d PERFORMANCE), and tune "
@@ -88,7 +88,7 @@ def print_tuned(report: results.TuneReport, replayed: str = "") -> None:
         print_wrapped(LOW_CLOCK)
 
 
-def print_tuned_seen(done: seen.SeenTune, tuned: int) -> None:
+def print_tuned_seen(done: worth.SeenTune, tuned: int) -> None:
     """Print what a tune of the problems that were seen found, and what is left with what to do about it.
 
     Args:

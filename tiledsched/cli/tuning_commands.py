@@ -110,7 +110,7 @@ def tune(
 def _tune_seen(run: Invocation, found: Seen, chosen: TuneOptions, jobs: int | None, report: str | None) -> int:
     """Tune the problems that programs called, of every kernel; the exit code."""
     from tiledsched.cli.progress import TuneProgress
-    from tiledsched.tuning.seen import tune_by_worth
+    from tiledsched.tuning.worth import tune_by_worth
 
     arch = only_arch(found)
     by_kernel(found)  # raises where no kernel is known, and says which are left out
