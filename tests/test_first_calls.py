@@ -324,7 +324,9 @@ def test_an_axis_of_one_element_is_no_program_of_its_own(problem, names) -> None
     assert asked.parameters == built.parameters
 
 
-FEATURES = AttentionFeatures(softcap=30.0)
+FEATURES, OFFSETS = AttentionFeatures(softcap=30.0), torch.empty(4, device="meta")
+PACKED = AttentionFeatures(cu_seqlens_q=OFFSETS, cu_seqlens_k=OFFSETS)
+PAGES = AttentionFeatures(block_table=torch.empty(2, 8, device="meta"), key_lengths=OFFSETS[:2])
 
 
 @pytest.mark.parametrize(
@@ -336,20 +338,14 @@ FEATURES = AttentionFeatures(softcap=30.0)
         (1 << 14, 1 << 14, None, True, NO_FEATURES, False),
         (1 << 14, 1 << 14, None, False, FEATURES, False),
         (MOST_SCORES >> 13, 1 << 11, None, False, FEATURES, True),
+        (300, 300, None, False, PACKED, False),  # only the GPU knows the lengths of the sequences
+        (300, 300, None, False, PACKED._replace(max_seqlen_q=100, max_seqlen_k=100), True),
+        (1, 300, None, False, PAGES, True),
     ],
 )
 def test_torch_stands_in_where_it_needs_no_gigabytes(rows, keys, causal, lse, features, at_once) -> None:
     q, k = (torch.empty(1, 4, each, 64, device="meta") for each in (rows, keys))
     assert computes_at_once(q, k, causal, lse, features) == at_once
-
-
-def test_torch_stands_in_for_packed_sequences_whose_lengths_are_said() -> None:
-    q, offsets = torch.empty(1, 4, 300, 64, device="meta"), torch.empty(4, device="meta")
-    packed = AttentionFeatures(cu_seqlens_q=offsets, cu_seqlens_k=offsets)
-    assert not computes_at_once(q, q, None, False, packed)
-    assert computes_at_once(q, q, None, False, packed._replace(max_seqlen_q=100, max_seqlen_k=100))
-    pages = AttentionFeatures(block_table=torch.empty(2, 8, device="meta"), key_lengths=offsets[:2])
-    assert computes_at_once(torch.empty(2, 4, 1, 64, device="meta"), q, None, False, pages)
 
 
 @pytest.mark.parametrize("lse", [False, True])
