@@ -18,6 +18,7 @@ import store_samples
 from cuda.tile._cext import default_tile_context
 from cuda.tile.compilation import ArrayConstraint, CallingConvention, KernelSignature
 
+from tiledsched.build import store as store_module
 from tiledsched.build.compiler import Built
 from tiledsched.build.cubin import Artifact, read_artifact
 from tiledsched.build.host_code import host_arch
@@ -31,7 +32,6 @@ from tiledsched.core.errors import CompilerError, ConfigError, Failure, FailureK
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.matmul import Matmul
-from tiledsched.serve import bundle as bundles
 from tiledsched.serve import warmup
 from tiledsched.serve.bundle import BundledProgram, named_bundle, read_bundle, write_bundle
 from tiledsched.serve.entries import load_entries, load_table, table_of
@@ -89,7 +89,7 @@ def home(monkeypatch, tmp_path):
 @pytest.fixture
 def named_code(monkeypatch):
     """The machine code of these tests, which is no cubin, is read as what it was made of."""
-    for each in (bundles, warmup):
+    for each in (store_module, warmup):
         monkeypatch.setattr(each, "read_artifact", told_by_its_name)
 
 
@@ -172,7 +172,7 @@ def test_programs_for_other_hosts_are_left_out_and_their_evidence_is_served(
     assert "tiledsched warmup --arch ARCH --host-arch x86_64 -o FILE" in caplog.text
     assert read_bundle(path).artifact(foreign).fingerprint == foreign.fingerprint
     monkeypatch.setattr(
-        bundles, "read_artifact", lambda code, arch: replace(told_by_its_name(code, arch), host_arch="aarch64")
+        store_module, "read_artifact", lambda code, arch: replace(told_by_its_name(code, arch), host_arch="aarch64")
     )
     with pytest.raises(ConfigError, match="is for aarch64 hosts"):
         read_bundle(path).artifact(program())
@@ -206,7 +206,7 @@ def test_other_machine_code_than_the_bundle_says_is_refused(tmp_path, monkeypatc
         changed(path, change)
         with monkeypatch.context() as patch:
             if fingerprint:
-                patch.setattr(bundles, "read_artifact", lambda code, arch, made=fingerprint: artifact(made, arch))
+                patch.setattr(store_module, "read_artifact", lambda code, arch, made=fingerprint: artifact(made, arch))
             if words:
                 with pytest.raises(ConfigError, match=rf"is damaged .*{words}"):
                     read_bundle(path).artifact(program())
