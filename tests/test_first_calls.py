@@ -456,6 +456,7 @@ def test_what_a_function_captures_is_part_of_its_programs_key() -> None:
 
     assert captured_values(made(2)) == captured_values(made(2)) != captured_values(made(3))
     assert captured_values(made([2])) is None  # a list may change
+    assert program_key("abc", None, {}, None, "sm_90") == ""
 
 
 # The user's database
