@@ -57,7 +57,7 @@ oldest-compiler: $(OLDEST_READY)
 oldest: $(OLDEST_READY)
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest --numprocesses auto --dist worksteal -m compiler \
 	    -k 'not launch_runs and not kernels_name_is and not widths_of_one and not misbehave and not hints_reach and not without_torch' \
-	    tests/test_build.py tests/test_host_code.py tests/test_matmul.py tests/test_refresh.py
+	    tests/test_build.py tests/test_host_code.py tests/test_products.py tests/test_refresh.py
 
 # The host of a DGX Spark is aarch64: what it installs must not have to be compiled there.
 aarch64: $(VENV)/.test-ready

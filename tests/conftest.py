@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import signal
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
@@ -33,19 +32,37 @@ if (
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+class Printed(NamedTuple):
+    """What a command printed."""
+
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """Its standard output, as JSON."""
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def cli(capsys):
+    """Run the command line: check the exit code, and return what was printed."""
+    from tiledsched.cli import main
+
+    def run(words, *, code: int = 0, **fakes) -> Printed:
+        assert main(words, **fakes) == code
+        return Printed(*capsys.readouterr())
+
+    return run
+
+
 def pytest_collection_finish() -> None:
     """What was imported by now stays to the end, so that the garbage collector need not look at it again."""
     gc.collect()
     gc.freeze()
 
 
-TABLES = {
-    "sqlite": "SELECT count(*) FROM sqlite_master",
-    "postgresql": "SELECT count(*) FROM pg_class WHERE relnamespace = current_schema()::regnamespace",
-}
-POSTGRESQL: list[tuple[str, Any]] = []
-"""What the migrations and the views changed in the first schema of a PostgreSQL server."""
-MIGRATING = {"test_kills", "test_store_schema", "test_store_views"}
+MIGRATING = {"test_kills", "test_store_schema"}
 """The tests whose databases go through the migrations, every one."""
 
 
@@ -59,25 +76,9 @@ def new_schema() -> tuple[str, ...]:
     return tuple(each for each in statements if each not in ("BEGIN TRANSACTION;", "COMMIT;"))
 
 
-@contextmanager
-def written_down(engine: Any, statements: list[tuple[str, Any]]) -> Iterator[None]:
-    """Appends the statements of the block that change something, with their values."""
-    from sqlalchemy import event
-
-    def note(connection: Any, cursor: Any, statement: str, parameters: Any, *more: Any) -> None:
-        if not statement.lstrip().startswith(("SELECT", "SHOW")):
-            statements.append((statement, parameters))
-
-    event.listen(engine, "before_cursor_execute", note)
-    try:
-        yield
-    finally:
-        event.remove(engine, "before_cursor_execute", note)
-
-
 @pytest.fixture(autouse=True, scope="module")
 def schema_at_hand(request):
-    """New databases get their schema as one script, since hundreds of tests make them: SQLite files and schemas of PostgreSQL."""
+    """New SQLite files get their schema as one script, since hundreds of tests make them."""
     from tiledsched.core.registry import SHIPPED
     from tiledsched.store.database import Database
     from tiledsched.store.engine import HEAD
@@ -88,16 +89,15 @@ def schema_at_hand(request):
     migrate, script = Database.upgrade, new_schema()
 
     def upgrade(self: Database) -> str:
-        name = self._engine.dialect.name
-        with self._engine.connect().execution_options(immediate=name == "sqlite") as connection, connection.begin():
-            if not connection.exec_driver_sql(TABLES[name]).scalar():
-                for statement, parameters in ((each, None) for each in script) if name == "sqlite" else POSTGRESQL:
-                    connection.exec_driver_sql(statement, parameters)
-                if name == "sqlite" or POSTGRESQL:
-                    self._shown.update(SHIPPED)
-                    return HEAD
-        with written_down(self._engine, [] if name == "sqlite" or POSTGRESQL else POSTGRESQL):
-            return migrate(self)
+        if self._engine.dialect.name == "sqlite":
+            with self._engine.connect().execution_options(immediate=True) as connection, connection.begin():
+                is_new = not connection.exec_driver_sql("SELECT count(*) FROM sqlite_master").scalar()
+                for statement in script * is_new:
+                    connection.exec_driver_sql(statement)
+            if is_new:
+                self._shown.update(SHIPPED)
+                return HEAD
+        return migrate(self)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Database, "upgrade", upgrade)

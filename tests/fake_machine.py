@@ -14,7 +14,7 @@ from tiledsched.build.toolchain import Toolchain
 from tiledsched.core.resources import ResourceFacts
 from tiledsched.measure.runner import Conditions, Device
 from tiledsched.remember.description import Request
-from tiledsched.remember.machine import CallProgram, run_time_numbers
+from tiledsched.remember.machine import CallProgram, SearchMachine, run_time_numbers
 
 H200 = Device(name="NVIDIA H200", arch="sm_90", sm_count=132, memory_bytes=1 << 37, l2_bytes=1 << 25, driver="580.1")
 FACTS = ResourceFacts(
@@ -31,8 +31,8 @@ def time_of_text(program: CallProgram) -> float:
     return 50 + int(hashlib.sha256(program.schedule.id.encode()).hexdigest()[:4], 16) % 100
 
 
-class FakeMachine:
-    """See `tiledsched.remember.machine.SearchMachine`.
+class FakeMachine(SearchMachine):
+    """A machine whose programs and times are made up.
 
     Args:
         time_us: a program's time, in microseconds; an exception that it raises is the launch's.

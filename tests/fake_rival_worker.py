@@ -65,10 +65,11 @@ def main() -> None:
         "graph": lambda graph: contextlib.nullcontext(),
     }.items():
         setattr(torch.cuda, name, value)
-    from tiledsched.kernels.attention import rivals
-    from tiledsched.measure import rival_worker, worker
+    from tiledsched.kernels.attention import backends
+    from tiledsched.measure import worker
+    from tiledsched.rivals import worker as rival_worker
 
-    rivals.torch_operator = operator
+    backends.torch_operator = operator
     worker.is_whole, worker.symbol_of = lambda cubin: True, lambda cubin: "made_up"
     rival_worker.main(*sys.argv[1:4])
 

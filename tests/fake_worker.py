@@ -19,8 +19,6 @@ from pathlib import Path
 
 import numpy
 
-START_MODES = ("ready", "named", "crowded", "doubtful", "silent", "no-gpu", "crash")
-
 
 def cubin(us: float = 100.0, *, noise: float = 0.0, **acts: str) -> bytes:
     """Machine code that takes `us` microseconds. `acts`: what happens on load, check or sample instead (see `act`)."""
@@ -321,7 +319,7 @@ def others_log(log, beside):
 def made_up_rivals(seen):
     """Answers of a process that times rivals: one is faster; of an odd problem all fail. Its version tells what it was asked."""
     from tiledsched.core.errors import Failure, FailureKind
-    from tiledsched.measure.rivals import RivalSamples
+    from tiledsched.rivals.races import RivalSamples
 
     def race(state, *arguments):
         if state.arrays.problem.seq_q % 2:
@@ -349,7 +347,7 @@ def main(mode: str, descriptor: str, folder: str, parent: str) -> None:
     sys.modules["cupy"] = fake_cupy(mode)
     from tiledsched.core.registry import load_kernel
     from tiledsched.measure import timing, worker
-    from tiledsched.measure.launch import Launch
+    from tiledsched.measure.arrays import Launch
 
     def watched(verb, act):
         def acting(state, *arguments):

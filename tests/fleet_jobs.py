@@ -3,33 +3,30 @@
 Its problems are those of the landscapes with other numbers of heads: each is searched, raced and stored as on a GPU, and takes
 a fraction of a second. What happens is told by the environment, which workers on a made-up cluster inherit:
 FLEET_GPUS (`sm_90:4,sm_100:2`) and FLEET_FOLDER, where each job notes itself, and where files named after heads say what
-goes wrong: `crash-7`, `hang-7`, `error-7` once, `fail-7` always; while `full-UUID` is there, that GPU's process
-finds the disk of the cache full; `stay-7` keeps a job from ending while it is there.
+goes wrong: `crash-7`, `hang-7`, `error-7` once, `fail-7` always; `stay-7` keeps a job from ending while it is there.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import errno
 import functools
 import os
-import shutil
 import signal
+import threading
 import time
 from contextlib import contextmanager
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from unittest.mock import patch
 
-from tiledsched.build import sealed
 from tiledsched.build.compiler import Built
 from tiledsched.build.cubin import Artifact
-from tiledsched.build.store import ProgramStore
 from tiledsched.core import config, data_files
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import Failure, FailureKind, MeasureError, NoValidScheduleError
 from tiledsched.core.space_files import space_for
 from tiledsched.fleet import jobs as real
-from tiledsched.fleet import local_store
+from tiledsched.fleet.clock import Clock
 from tiledsched.fleet.gpus import Gpu
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
@@ -44,6 +41,24 @@ PROGRAMS = 8
 OTHER = "13.4.10"
 """A compiler of which nothing ships."""
 NAMES = {"sm_90": "NVIDIA Replayed", "sm_100": "NVIDIA Replayed B"}
+
+
+class MovedClock:
+    """A time that stands until a test moves it, or somebody waits."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.clock = Clock(now=self.now, monotonic=lambda: self.seconds, wait=self.wait)
+
+    def now(self) -> datetime:
+        return datetime(2026, 1, 1, tzinfo=timezone.utc) + timedelta(seconds=self.seconds)
+
+    def pass_s(self, seconds: float) -> None:
+        self.seconds += seconds
+
+    def wait(self, seconds: float, stop: threading.Event | None = None) -> bool:
+        self.seconds += seconds
+        return stop is not None and stop.is_set()
 
 
 def problems(count: int, first: int = 1):
@@ -164,23 +179,6 @@ def once(word: str) -> bool:
     return True
 
 
-def full() -> Path:
-    """While it is there, this process finds the disk full."""
-    return folder() / f"full-{os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
-
-
-def on_a_disk_that_may_be_full(write):
-    def written(*given):
-        if full().exists():
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(*given)
-
-    return written
-
-
-copy, write_whole = shutil.copyfile, sealed.write_whole
-
-
 def begin(problem, progress) -> None:
     """What goes wrong with a problem, where something is to."""
     number = problem.values["heads"]
@@ -192,9 +190,6 @@ def begin(problem, progress) -> None:
         time.sleep(600)
     if once(f"error-{number}"):
         raise MeasureError("the GPU has fallen off the bus; run: tiledsched doctor")
-    if full().exists():
-        local_store.shutil.copyfile, sealed.write_whole = map(on_a_disk_that_may_be_full, (copy, write_whole))
-        ProgramStore().put(Artifact(arch="sm_90", fingerprint="f" * 24, facts=None, cubin=b""))
     if (folder() / f"fail-{number}").exists():
         raise NoValidScheduleError("no schedule works; relax the constraints")
 

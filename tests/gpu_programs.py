@@ -25,11 +25,13 @@ import tiledsched
 from tiledsched.core import data_files
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import TiledschedError
+from tiledsched.core.launches import steps
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import SHIPPED, kernel_named
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
+from tiledsched.store.records import Entry
 from tiledsched.store.shipped import read_shipped_entries
 
 ROOT = Path(__file__).parent.parent
@@ -185,8 +187,8 @@ def program_of(p: Problem, s: Schedule, alternatives: tuple[Schedule, ...] = ())
 
 @lru_cache
 def tile_hash(name: str) -> str:
-    """Hash of a kernel's tile code as the compiler sees it: without comments, docstrings and layout. With it goes what the
-    declaration says of launches and constants.
+    """Hash of a kernel's tile code as the compiler sees it: without comments, docstrings and layout. With it goes what is launched
+    for the problems and schedules of its table.
     """
     home, found = Path(inspect.getfile(kernel_named(name))), dict[Path, str]()
     left = sorted(home.parent.glob("*.py"))
@@ -196,8 +198,24 @@ def tile_hash(name: str) -> str:
         if code and path not in found:
             found[path] = code
             left += imported
-    texts = [*(found[path] for path in sorted(found)), *launching_code(home)]
+    texts = [*(found[path] for path in sorted(found)), *map(launched, shipped_entries(name))]
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
+
+
+@lru_cache
+def shipped_entries(name: str) -> list[Entry]:
+    return read_shipped_entries(data_files.tuning_db() / "tables" / name / f"{ARCH}.json")
+
+
+def launched(entry: Entry) -> str:
+    """The functions that the schedule of an entry launches, each with its grid and its constants."""
+    found = steps(entry.problem.declaration, entry.problem, entry.schedule, arch_spec(ARCH))
+    return repr(
+        [
+            (each.function.__name__, each.grid, *(arg.value for arg in each.arguments if arg.kind == "constant"))
+            for each in found
+        ]
+    )
 
 
 @lru_cache
@@ -208,15 +226,6 @@ def tile_code(path: Path) -> tuple[str, list[Path]]:
         return "", []
     names = [each.module.replace(".", "/") for each in body if isinstance(each, ast.ImportFrom) and each.module]
     return code_of(tree), [module for each in names if (module := PACKAGE.parent / f"{each}.py").is_file()]
-
-
-@lru_cache
-def launching_code(path: Path) -> list[str]:
-    """The code of the functions of a declaration that decide what is launched."""
-    functions = [
-        each for each in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(each, ast.FunctionDef)
-    ]
-    return [code_of(each) for each in functions if each.name in ("constants", "entry", "grid", "launches")]
 
 
 def code_of(node: Any) -> str:
@@ -240,8 +249,7 @@ def hashes() -> dict[str, str]:
     """
     found = {}
     for name in sorted(SHIPPED):
-        entries = read_shipped_entries(data_files.tuning_db() / "tables" / name / f"{ARCH}.json")
-        served = sorted(f"{each.problem.id} {each.schedule.id}" for each in entries)
+        served = sorted(f"{each.problem.id} {each.schedule.id}" for each in shipped_entries(name))
         found[name] = hashlib.sha256("\n".join([tile_hash(name), *served]).encode()).hexdigest()[:8]
     return found
 
@@ -282,9 +290,9 @@ def programs(name: str) -> list[Program]:
     from tiledsched.store.spills import shipped_spills
 
     kernel = kernel_named(name)
-    entries = read_shipped_entries(data_files.tuning_db() / "tables" / name / f"{ARCH}.json")
+    entries = shipped_entries(name)
     table = LookupTable(
-        entries, kernel, compiler=compiler(), spills=lambda arch: shipped_spills(name, arch, compiler())
+        entries, kernel, compiler=compiler(), spills_of=lambda arch: shipped_spills(name, arch, compiler())
     )
     found: dict[str, Program] = {}
     for problem in dict.fromkeys((*drawn(kernel), *(entry.problem for entry in entries))):
@@ -397,7 +405,7 @@ def write(path: Path, wanted: Sequence[Program]) -> dict[str, int]:
     problem, of how each of its programs is launched.
     """
     from tiledsched.build.cubin import read_artifact
-    from tiledsched.measure.launch import launch_of
+    from tiledsched.measure.arrays import launch_of
 
     codes: dict[str, bytes] = {}
     cases: dict[Problem, dict[str, Any]] = {}

@@ -33,7 +33,7 @@ import gpu_programs
 
 from tiledsched.core.errors import Failure
 from tiledsched.core.processes import child_environment, python_command
-from tiledsched.measure.gpu import WorkerDiedError, WorkerProcess
+from tiledsched.measure.gpu import WorkerProcess
 
 RECORD = ROOT / "docs" / "results" / "gpu_suite.csv"
 HEAD = ("date", "commit", "compiler", "gpu", "driver", "programs", "cases", "failures", "tests", "tests_failed")
@@ -83,10 +83,7 @@ class Lane:
         if self._worker is None or not self._worker.alive():
             self.close()
             self._worker = WorkerProcess(self.command)
-            try:
-                answer = self._worker.answer(START_S, "start")
-            except WorkerDiedError as error:
-                answer = error.failure
+            answer = self._worker.answer(START_S, "start")
             if isinstance(answer, Failure):
                 raise SystemExit(f"the GPU cannot be used: {answer.message}")
             self.device = answer[0]
@@ -94,10 +91,7 @@ class Lane:
 
     def ask(self, seconds: float, verb: str, *arguments: Any) -> Any:
         """An answer; the death of the process is a Failure."""
-        try:
-            return self.start().ask(seconds, verb, *arguments)
-        except WorkerDiedError as error:
-            return error.failure
+        return self.start().ask(seconds, verb, *arguments)
 
     def outcomes(self, problem: Any, programs: Sequence[tuple[Any, Any]]) -> Iterator[Outcome]:
         """What comes of each program on a problem. After a fault, the rest runs in another process."""

@@ -36,8 +36,8 @@ from tiledsched.core.extras import package_version
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
+from tiledsched.measure.arrays import Launch
 from tiledsched.measure.gpu import GpuRunner, Timeouts
-from tiledsched.measure.launch import Launch
 from tiledsched.measure.runner import Candidate, Failed, Measurement
 from tiledsched.tuning.race import RaceResult, Rules, race
 

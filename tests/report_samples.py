@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+
 from tiledsched.build.cubin import Artifact, ResourceFacts
 from tiledsched.checking.accuracy import Accuracy
 from tiledsched.core.device import arch_spec
+from tiledsched.core.errors import Failure
 from tiledsched.core.launches import problem_class
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Conditions, Device, Measurement
-from tiledsched.report import build_report
+from tiledsched.report import build_report, write_report
+from tiledsched.report.document import Chart, Explorer
 from tiledsched.report.records import ProblemReport, Timed
+from tiledsched.report.text import document
 from tiledsched.store.records import BuildRecord, Entry, Toolchain
 
 TOOLCHAIN = Toolchain(cuda_tile="1.7.0", tileiras="13.4.12", ptxas="13.4.12", nvvm="13.4.12")
@@ -20,6 +31,48 @@ DEVICE = Device(
 )
 PROBLEM = Attention.standard(seq_len=4096, head_dim=64)
 SOURCE = "abc"
+
+
+def check_golden(name, text):
+    """Compares a text with a file of tests/data, today's date aside; WRITE_TEST_DATA=1 writes the file anew."""
+    path, day = Path(__file__).parent / "data" / name, datetime.now(timezone.utc)
+    found = re.sub(rf"{day:%Y-%m}(-{day:%d}( \d\d:\d\d)?)?", "TODAY", text)
+    if os.environ.get("WRITE_TEST_DATA") == "1":
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(found, encoding="utf-8")
+    assert found == path.read_text(encoding="utf-8")
+
+
+def specs_of(blocks):
+    """The charts of a document, a line for each of their parts."""
+    found = {}
+    for block in blocks:
+        if isinstance(block, Chart):
+            found[block.name] = block.spec
+        elif isinstance(block, Explorer):
+            found |= {f"{case.title}: {name}": rows for case in block.cases for name, rows in case.rows.items()}
+            found |= {view.name: view.spec for view in block.views} | block.shared
+    return "".join(f"{name}: {json.dumps(value, default=list)}\n" for name, value in found.items())
+
+
+def check_report(name, report, folder):
+    """Compares the sentences, tables, files and charts of a report with a file of tests/data/report."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tiledsched.report.document.drawings", lambda blocks: {})
+        files = [path for path in write_report(report, folder) if path.suffix != ".html"]
+    texts = [f"== {path.name}\n{path.read_text(encoding='utf-8')}" for path in files]
+    text = "\n".join([*texts, specs_of(document(report))])
+    check_golden(f"report/{name.replace(' ', '_').replace(',', '')}.txt", text)
+
+
+def grid(tiles=(1.0, 1.06, 1.5, 2.1), occupancies=(1.0, 1.2), inert=1.0):
+    """Times of four tiles with four programs each. The default, 64x64, is the third tile."""
+    return {
+        plain(*tile, occupancy=occupancy, latency_k=latency): 100.0 * slower * factor * (inert if latency else 1)
+        for tile, slower in zip(((128, 64), (128, 128), (64, 64), (64, 128)), tiles, strict=True)
+        for occupancy, factor in zip((1, 2), occupancies, strict=True)
+        for latency in (0, 2)
+    }
 
 
 def plain(tile_m, tile_n, **knobs):
@@ -89,6 +142,26 @@ def add_builds(db, builds):
     db.record_builds(builds)
 
 
+def add_failure(db, stage, schedule, kind, message, **more):
+    db.record_failure(None, "attention", "sm_90", stage, schedule, Failure(kind=kind, message=message), **more)
+
+
+def entry(schedule, **more):
+    """A measured entry of PROBLEM."""
+    known = {"kernel": "attention", "arch": "sm_90", "problem": PROBLEM, "provenance": "measured", "regime": "burst"}
+    code = {"fingerprint": schedule.id * 2, "device_name": DEVICE.name, "toolchain": TOOLCHAIN}
+    return Entry(**{**known, **code, "schedule": schedule, **more})
+
+
+def add_entry(db, schedule, **more):
+    db.put_entry(entry(schedule, **more))
+
+
+def add_raced(db, times, winner, **more):
+    """Measurements, and the entry that serves the winner."""
+    db.put_entry(entry(winner, measurement_id=add_times(db, times)[winner], **more))
+
+
 def add_modelled(db, schedule, *, problem=PROBLEM, arch="sm_90", **changes):
     db.put_entry(
         Entry(
@@ -154,11 +227,9 @@ def problem_of(times, same_programs=None, *, problem=PROBLEM, provenance="measur
         shared=(),
         timed=timed,
         runner_up=timed[1] if len(timed) > 1 else None,
-        ties=(),
         default=None,
         median_us=timed[len(timed) // 2].us,
         programs=len(timed) - len(same),
-        measurements=len(timed),
         served=None,
         **more,
     )

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
+import pytest
 import sqlalchemy as sa
 from postgres import server
 
@@ -29,7 +30,7 @@ from tiledsched.store.engine import resolve_url
 from tiledsched.store.models import RunRow
 from tiledsched.store.records import BuildRecord, Entry, StoredMeasurement
 
-BACKENDS = ("file", "postgresql")
+BACKENDS = ("file", pytest.param("postgresql", marks=pytest.mark.slow))
 START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
 TOOLCHAIN = Toolchain(cuda_tile="1.7.0", tileiras="13.4.12", ptxas="13.4.12", nvvm="13.4.12")
 DEVICE = Device(
@@ -187,9 +188,10 @@ def fill(db: TuningDB) -> None:
 def fill_fleet(db: TuningDB) -> None:
     """A row in every table of a fleet's."""
     from tiledsched.fleet.campaign import CampaignPlan, Outcome
+    from tiledsched.fleet.clock import Clock
     from tiledsched.fleet.leases import Leases
 
-    leases = Leases(db, clock=lambda: START)
+    leases = Leases(db, clock=Clock(now=lambda: START))
     campaign = leases.open(CampaignPlan(job="tune", kernel="attention", problems={"sm_90": [PROBLEM]}))
     worker = leases.join(campaign.id, hostname="host", pid=1, gpu="GPU-1", device_name=DEVICE.name, arch="sm_90")
     told = {"fingerprint": "f" * 24, "median_us": 100.0, "ci_low_us": 99.0, "ci_high_us": 101.0}

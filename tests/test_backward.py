@@ -22,9 +22,9 @@ from tiledsched.ops import sdpa as serve
 from tiledsched.ops.backward import sdpa_backward_operator
 from tiledsched.ops.operator import sdpa_lse_operator
 from tiledsched.ops.varlen import sdpa_paged, sdpa_varlen
+from tiledsched.rivals.offers import Offer, Rival
 from tiledsched.serve import plan as plan_module
 from tiledsched.serve.lookup import LookupTable
-from tiledsched.serve.rivals import Rival, RivalOffer
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -419,12 +419,12 @@ def test_a_rival_that_serves_takes_what_the_kernel_takes(launches, monkeypatch, 
         return [each.half().contiguous() for each in exact_gradients(q, k, v, dout)]
 
     def choose(served, make):
-        offer = RivalOffer(name="other", ratio=0.5, capturable=False, reason="it is faster")
+        offer = Offer(name="other", ratio=0.5, capturable=False, reason="it is faster")
         call = make().get("other")
         return call and Rival(offer=offer, call=call), None
 
     monkeypatch.setattr(plan_module, "choose_rivals", choose)
-    monkeypatch.setattr(backward, "late_rivals", lambda problem, scale, cap: {"other": compute})
+    monkeypatch.setattr(backward, "raced", lambda problem, scale, cap, late: {"other": compute})
     q, k, v = given = [each.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for each in tensors()]
     begins = torch.tensor([0, 10, 24], dtype=torch.int32)
     for at in range(3):
@@ -464,7 +464,7 @@ def test_explain_and_plan_for_tell_what_backward_does(launches) -> None:
 
 
 def test_backward_calls_are_seen(launches, tmp_path) -> None:
-    from tiledsched.store.seen import read_seen
+    from tiledsched.store.captured_calls import read_seen
 
     given = leaves()
     with ts.capture(tmp_path):

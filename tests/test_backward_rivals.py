@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import importlib.machinery
 import math
 import sys
-import types
 
 import numpy
 import pytest
 
 torch = pytest.importorskip("torch")
+from fake_rivals import install_flash_4
 from test_bench_harness import cell, cuda  # noqa: F401
 
-from tiledsched.bench.case import make_case
-from tiledsched.bench.methods import DETERMINISTIC, OURS, SERVED, methods_of
 from tiledsched.core.cases import expected_outputs, random_inputs
 from tiledsched.core.errors import UnsupportedError
-from tiledsched.kernels.attention_backward import rivals
+from tiledsched.core.rivals import call_on
+from tiledsched.kernels.attention.backends import FLASH_4
+from tiledsched.kernels.attention_backward import backends as rivals
 from tiledsched.kernels.attention_backward.declaration import AttentionBackward
-from tiledsched.measure.rivals import call_on
 from tiledsched.measure.torch_arrays import as_tensors
+from tiledsched.ops.bench import methods_of
+from tiledsched.ops.own_methods import own_outputs
+from tiledsched.rivals.cases import case_error, make_case
+from tiledsched.rivals.harness import details
+from tiledsched.rivals.methods import DETERMINISTIC, OURS, SERVED
 
 METHODS = methods_of(AttentionBackward)
-CUDNN, FLASH, VARLEN, FLASH_4 = rivals.TORCH_CUDNN, rivals.TORCH_FLASH, rivals.TORCH_VARLEN, rivals.FLASH_4
+CUDNN, FLASH, VARLEN = rivals.TORCH_CUDNN, rivals.TORCH_FLASH, rivals.TORCH_VARLEN
 
 
 def problem(**more):
@@ -169,12 +172,7 @@ TOLD: list[bool] = []
 def libraries(monkeypatch):
     """FlashAttention-4 and torch's operators as they would be on a GPU."""
     TOLD.clear()
-    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
-        module = types.ModuleType(name)
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        module.__path__ = []
-        monkeypatch.setitem(sys.modules, name, module)
-    sys.modules["flash_attn.cute.interface"]._flash_attn_bwd = flash_4
+    install_flash_4(monkeypatch, _flash_attn_bwd=flash_4)
     monkeypatch.setattr(rivals, "torch_operator", torch_operator)
 
 
@@ -186,11 +184,11 @@ def tensors(p):
 
 @pytest.mark.parametrize("asked", COMPUTED, ids=str)
 def test_each_rival_computes_what_it_can_from_any_forward_and_refuses_the_rest(asked) -> None:
-    assert set(rivals.rivals(asked)) == set(rivals.late_rivals(asked)) == COMPUTED[asked]
+    assert set(rivals.raced(asked)) == set(rivals.raced(asked, late=True)) == COMPUTED[asked]
     given, right = tensors(asked)
-    for make in (rivals.rivals, rivals.late_rivals):
-        for name, rival in make(asked).items():
-            bound = (given[-2].diff().max(), given[-1].diff().max()) if asked.packed and make != rivals.rivals else ()
+    for late in (False, True):
+        for name, rival in rivals.raced(asked, late=late).items():
+            bound = (given[-2].diff().max(), given[-1].diff().max()) if asked.packed and late else ()
             found = rival(*given, *map(int, bound)) if bound else call_on(rival, given)()
             assert len(found) == len(right)
             for made, wanted in zip(found, right, strict=True):
@@ -208,8 +206,8 @@ def test_gradients_lie_as_the_inputs_and_a_plan_of_cudnn_sees_one_layout() -> No
     turned = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in given[:5]]
     for q, k, v in (given[:3], turned[:3]):
         for out, dout in ((given[3], turned[4]), (turned[3], given[4].mean((0, 1), keepdim=True).expand_as(given[4]))):
-            rivals.rivals(p)[CUDNN](q, k, v, out, dout, given[5])
-            found = rivals.rivals(p)[FLASH_4](q, k, v, out, dout, given[5])
+            rivals.raced(p)[CUDNN](q, k, v, out, dout, given[5])
+            found = rivals.raced(p)[FLASH_4](q, k, v, out, dout, given[5])
             assert [each.stride() for each in found] == [each.stride() for each in (q, k, v)]
 
 
@@ -217,7 +215,7 @@ def test_rows_behind_the_last_sequence_have_zero_gradients() -> None:
     p = packed()
     given, _ = tensors(p)
     given[-1][-1] = given[-2][-1] = 36
-    for name, rival in rivals.rivals(p).items():
+    for name, rival in rivals.raced(p).items():
         for made in call_on(rival, given)():
             assert made[:, :, :36].abs().sum() > 0
             assert made.isfinite().all(), name
@@ -227,7 +225,7 @@ def test_rows_behind_the_last_sequence_have_zero_gradients() -> None:
 def test_scale_and_cap_are_those_of_the_call() -> None:
     p = problem(softcap=True)
     given, _ = tensors(p)
-    found = rivals.rivals(p, 0.5, 3.0)[FLASH_4](*given)
+    found = rivals.raced(p, 0.5, 3.0)[FLASH_4](*given)
     wanted = gradients(*given, 0.5, shift=0, causal=False, window=(None, None), cap=3.0)
     for made, right in zip(found, wanted, strict=True):
         assert (made - right).abs().max() < 2e-3
@@ -235,12 +233,12 @@ def test_scale_and_cap_are_those_of_the_call() -> None:
 
 def test_what_is_not_there_is_no_rival(monkeypatch) -> None:
     monkeypatch.setenv(rivals.RAGGED_CUDNN, "1")
-    assert set(rivals.rivals(problem())) == {FLASH, FLASH_4}
+    assert set(rivals.raced(problem())) == {FLASH, FLASH_4}
     monkeypatch.delattr(sys.modules["flash_attn.cute.interface"], "_flash_attn_bwd")
     with pytest.raises(UnsupportedError, match="no backward pass"):
         rivals.flash_attention_4(problem())
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    assert set(rivals.rivals(problem())) == {FLASH}
+    assert set(rivals.raced(problem())) == {FLASH}
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", None)
     with pytest.raises(UnsupportedError, match="cannot be imported"):
         rivals.flash_attention_4(problem())
@@ -256,21 +254,24 @@ def ours_first(launches, monkeypatch):
     def refuse(name):
         raise UnsupportedError("no GPU")
 
-    monkeypatch.setattr("tiledsched.bench.rivals.attention_backward.torch_operator", refuse)
+    monkeypatch.setattr("tiledsched.kernels.attention_backward.rivals.torch_operator", refuse)
 
 
 @pytest.mark.parametrize("asked", [problem(causal=True), packed(sinks=True)], ids=str)
 def test_every_method_has_the_error_of_each_gradient(cuda, ours_first, asked) -> None:  # noqa: F811
-    case = make_case(torch, sys.modules["cupy"], asked)
+    cupy = sys.modules["cupy"]
+    case = make_case(torch, cupy, asked, own_outputs)
     assert case.compared == f"{asked.sequences * 2}/{asked.sequences * 2}"
     for name in (OURS, SERVED, DETERMINISTIC, *(COMPUTED.get(asked) or {FLASH_4}), f"{FLASH_4}_{DETERMINISTIC}"):
-        error = case.error(METHODS[name].make(case.arrays)())
+        error = case_error(cupy, case, METHODS[name].make(case.arrays)())
         apart = dict(each.split("=") for each in error.by_output.split())
         assert list(apart) == ["dQ", "dK", "dV"]
         assert 0 < max(map(float, apart.values())) == pytest.approx(error.relative, rel=1e-2)
         assert error.relative < 2e-3, name
     assert set(TOLD) == {False, True}
-    schedules = {name: case.details(name, verify=False) for name in (OURS, DETERMINISTIC)}
+    schedules = {
+        name: details(METHODS[name], case.arrays, verify=False, captured=False) for name in (OURS, DETERMINISTIC)
+    }
     assert "atomic" not in schedules[DETERMINISTIC]["schedule"]
     assert schedules[OURS]["provenance"] in ("default", "modelled", "transferred")
 

@@ -12,23 +12,22 @@ import numpy
 import pytest
 
 import tiledsched.measure.torch_timing as timing_module
-from tiledsched.bench import methods as methods_module
-from tiledsched.bench.methods import OURS, SERVED, methods_of
-from tiledsched.bench.run import BenchOptions, bench_cell
-from tiledsched.bench.sampling import Pace
 from tiledsched.core.errors import MeasureError, UnsupportedError
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Device
+from tiledsched.ops.bench import methods_of
+from tiledsched.ops.own_methods import own_outputs
+from tiledsched.rivals import methods as methods_module
+from tiledsched.rivals.bench import BenchOptions, bench_cell
+from tiledsched.rivals.methods import OURS, SERVED
+from tiledsched.rivals.sampling import Pace
 
 torch = pytest.importorskip("torch")
+pytest.importorskip("torch.nn.attention.bias")  # before anything of torch is replaced
 
 METHODS = methods_of(Attention)
 QUICK = Pace(gap_s=0.0, warmup_s=0.0)
 PROBLEM = Attention.problem(seq_q=48, seq_k=48, head_dim=16, batch=2, heads=4, kv_heads=2, causal=True)
-
-
-LATE: list[bool] = []
-"""Whether the spin was over before all was queued: popped at each question, false when empty."""
 
 
 class Event:
@@ -42,7 +41,7 @@ class Event:
         pass
 
     def query(self) -> bool:
-        return bool(LATE) and LATE.pop()
+        return False
 
     def elapsed_time(self, other) -> float:
         return (other.at - self.at) * 1e3
@@ -102,15 +101,15 @@ def cuda(monkeypatch):
     sample = Device(
         name="NVIDIA Sample", arch="sm_90", sm_count=132, memory_bytes=1 << 37, l2_bytes=1 << 20, driver="580.1"
     )
-    monkeypatch.setattr("tiledsched.bench.harness.current_device", lambda: sample)
+    monkeypatch.setattr("tiledsched.rivals.harness.current_device", lambda: sample)
     monkeypatch.setattr(methods_module, "MATMUL_SIZE", 64)
     return state
 
 
 def harness():
-    from tiledsched.bench.harness import TorchHarness
+    from tiledsched.rivals.harness import TorchHarness
 
-    return TorchHarness()
+    return TorchHarness(own=own_outputs)
 
 
 def made(make, name=OURS):
@@ -143,6 +142,22 @@ def test_right_methods_have_times_errors_and_the_ceiling(cuda) -> None:
     assert f"torch {torch.__version__}" in rows["eager"].versions
 
 
+CPU_PROBLEMS = [
+    Attention.problem(seq_q=33, seq_k=33, head_dim=16, batch=2, heads=2, kv_heads=2, causal=True),
+    Attention.problem(seq_q=20, seq_k=50, head_dim=32, heads=4, kv_heads=2, dtype="bfloat16"),
+    Attention.problem(seq_q=20, seq_k=50, head_dim=32, heads=4, kv_heads=1, causal=True),
+    Attention.problem(seq_q=20, seq_k=50, head_dim=32, heads=2, kv_heads=2, causal=True, alignment="bottom_right"),
+    Attention.problem(seq_q=16, seq_k=16, head_dim=32, value_dim=16, heads=2, kv_heads=2, causal=True),
+]
+
+
+@pytest.mark.parametrize("problem", CPU_PROBLEMS, ids=str)
+def test_what_torch_computes_is_the_problem(cuda, problem) -> None:
+    for row in cell((METHODS[name] for name in ("eager", "torch_math", "torch_auto")), problem=problem).values():
+        assert row.status == "ok"
+        assert 0 < row.rel_err < (1e-3 if problem.dtype == "float16" else 8e-3)
+
+
 def test_inputs_are_those_of_the_problem_every_time(cuda) -> None:
     seen = []
 
@@ -153,26 +168,20 @@ def test_inputs_are_those_of_the_problem_every_time(cuda) -> None:
     problem = PROBLEM.replace(dtype="bfloat16", value_dim=8, seq_k=60, alignment="bottom_right")
     for _ in range(2):
         assert cell([made(make, "eager")], problem=problem)["eager"].status == "ok"
-    first, second = seen
-    assert (tuple(first.q.shape), tuple(first.k.shape), tuple(first.v.shape)) == (
-        (2, 4, 48, 16),
-        (2, 2, 60, 16),
-        (2, 2, 60, 8),
-    )
-    assert first.q.dtype == torch.bfloat16
-    assert first.call.causal == "bottom_right"
-    assert torch.equal(first.q, second.q)
-    assert torch.equal(first.v, second.v)
+    first, second = (each.tensors for each in seen)
+    assert [tuple(each.shape) for each in first] == [(2, 4, 48, 16), (2, 2, 60, 16), (2, 2, 60, 8)]
+    assert first[0].dtype == torch.bfloat16
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
 def test_every_way_to_fail_is_a_status(cuda) -> None:
     def poisoned(arrays):
-        return lambda: torch.full_like(arrays.q, float("nan"))
+        return lambda: torch.full_like(arrays.tensors[0], float("nan"))
 
     rows = cell(
         [
             made(raising(UnsupportedError("head_dim 512 is above 256"))),
-            made(lambda arrays: lambda: arrays.q, "untuned"),
+            made(lambda arrays: lambda: arrays.tensors[0], "untuned"),
             made(poisoned, "torch_flash"),
             made(raising(torch.cuda.OutOfMemoryError("CUDA out of memory. Tried ...")), "torch_cudnn"),
             made(raising(RuntimeError("No available kernel.\nAborting")), "torch_efficient"),
@@ -235,7 +244,7 @@ def test_inputs_that_do_not_fit_are_a_status_of_every_method(cuda, monkeypatch) 
 
 
 def test_short_calls_are_graphs_when_sustained_and_calls_that_cannot_be_captured_are_not(cuda, monkeypatch) -> None:
-    monkeypatch.setattr("tiledsched.bench.harness.GRAPH_BELOW_US", 1e9)
+    monkeypatch.setattr("tiledsched.rivals.trials.GRAPH_BELOW_US", 1e9)
 
     def make(arrays):
         result = METHODS["torch_auto"].make(arrays)()
@@ -258,25 +267,6 @@ def test_a_row_says_why_its_schedule_is_not_known(cuda) -> None:
     row = cell([made(METHODS["torch_auto"].make, SERVED)])[SERVED]
     assert row.status == "ok"
     assert row.provenance.startswith("not known: UnsupportedError: q is on cpu")
-
-
-def test_a_host_that_was_late_is_never_timed_and_gets_more_spin_from_then_on(cuda, monkeypatch) -> None:
-    spins, calls = [], []
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: spins.append(cycles / timing_module.CYCLES_PER_US))
-    LATE.extend([False, True, True])
-    watch = timing_module.TorchStopwatch(
-        torch, [lambda: calls.append("slow"), lambda: calls.append("quick")], torch.empty(1)
-    )
-    watch.queue(0, paced=True)
-    assert spins == [300, 600, 1200]
-    watch.queue(1, paced=True)
-    assert spins[3:] == [1200]  # all are timed alike
-    assert calls == ["slow"] * 3 + ["quick"]
-    LATE.extend([True] * 20)
-    with pytest.raises(MeasureError, match="leave it out with --methods"):
-        watch.queue(1, paced=True)
-    assert len(calls) == 4 + timing_module.MOST_DOUBLINGS + 1
-    LATE.clear()
 
 
 def test_every_method_is_queued_behind_a_spin_twice_as_long_as_the_slowest_takes_the_host(cuda, monkeypatch) -> None:
@@ -304,17 +294,14 @@ def test_every_method_is_queued_behind_a_spin_twice_as_long_as_the_slowest_takes
 def test_any_kernel_is_timed_beside_the_rivals_it_names(cuda, tmp_path, monkeypatch) -> None:
     from test_cli import SUM
 
-    from tiledsched.bench import methods as methods_module
-    from tiledsched.bench.methods import choose_methods
-    from tiledsched.bench.rows import append_rows, read_rows
     from tiledsched.core.registry import load_kernel
+    from tiledsched.ops import own_methods
+    from tiledsched.ops.bench import choose_methods
+    from tiledsched.rivals.rows import append_rows, read_rows
 
     (tmp_path / "sums.py").write_text(SUM.replace("FACTOR", "1"))
     kernel = load_kernel(f"{tmp_path}/sums.py:Add")
     problem = kernel.problem(rows=40, columns=70, dtype="float16")
-    served = types.SimpleNamespace(schedule=types.SimpleNamespace(short=lambda: "TILE=64"), provenance="measured")
-    operator = types.SimpleNamespace(explain=lambda *given, verify: types.SimpleNamespace(served=served, rival="torch"))
-    monkeypatch.setattr("tiledsched.bench.case.operator_call", lambda arrays: (operator, []))
 
     class Operator:
         """Its own kernel is wrong, and what is served in its place is not."""
@@ -322,34 +309,25 @@ def test_any_kernel_is_timed_beside_the_rivals_it_names(cuda, tmp_path, monkeypa
         own = staticmethod(torch.sub)
         __call__ = staticmethod(torch.add)
 
-    monkeypatch.setattr(methods_module, "operator_call", lambda arrays: (Operator(), list(arrays.tensors)))
+        def explain(self, *given, verify):
+            return types.SimpleNamespace(rival="torch")
+
+    monkeypatch.setattr(own_methods, "operator_call", lambda arrays: (Operator(), list(arrays.tensors)))
     methods = choose_methods(kernel, None, [problem])
     assert [method.name for method in methods] == [OURS, SERVED, "torch", "torch_swapped"]
     rows = bench_cell(harness(), ("burst", problem), BenchOptions(methods=tuple(methods), rounds=6, pace=QUICK))
     assert [row.status.partition(":")[0] for row in rows] == ["wrong result", "ok", "ok", "ok"]
     assert (rows[1].schedule, rows[1].provenance) == ("torch", "rival")
-    rows = [rows[0], *rows[2:]]
-    assert (rows[1].compared, rows[1].tflops) == ("all", 0.0)
-    assert 0 < rows[1].rel_err < 1e-3
-    assert rows[1].gbps == pytest.approx(3 * 40 * 70 * 2 / rows[1].median_us / 1e3)
+    assert (rows[2].compared, rows[2].tflops) == ("all", 0.0)
+    assert 0 < rows[2].rel_err < 1e-3
+    assert rows[2].gbps == pytest.approx(3 * 40 * 70 * 2 / rows[2].median_us / 1e3)
     append_rows(rows, tmp_path / "rows.csv")
-    again = read_rows(tmp_path / "rows.csv")
-    assert [row.problem for row in again] == [problem] * 3
-    assert [row.to_csv() for row in again] == [row.to_csv() for row in rows]
+    assert [row.to_csv() for row in read_rows(tmp_path / "rows.csv")] == [row.to_csv() for row in rows]
 
 
-def test_the_rivals_of_kernels_that_ship_compute_what_the_kernels_do(cuda, monkeypatch) -> None:
-    """On the CPU: torch's own operators, and TileGym's left out."""
-    import tiledsched.bench.rivals as rivals
-    from tiledsched.bench.case import make_case
-    from tiledsched.core.registry import kernel_named
-
-    monkeypatch.setattr(
-        rivals.importlib.util,
-        "find_spec",
-        lambda name, real=rivals.importlib.util.find_spec: None if name == "tilegym" else real(name),
-    )
-    problems = [
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
         ("matmul", {"m": 20, "n": 30, "k": 40, "b_layout": "column"}),
         *(("scaled_matmul", {"m": 20, "n": 32, "k": 48, "scales": words, "bias": True}) for words in ("row", "tensor")),
         ("grouped_matmul", {"tokens": 40, "experts": 3, "n": 32, "k": 48, "b_layout": "column"}),
@@ -360,13 +338,32 @@ def test_the_rivals_of_kernels_that_ship_compute_what_the_kernels_do(cuda, monke
         *(("glu", {"rows": 5, "columns": 70, "activation": word}) for word in ("silu", "gelu", "gelu_tanh")),
         *(("rope", {"batch": 2, "seq": 5, "q_heads": 3, "k_heads": 1, "width": 16, "parts": n}) for n in (1, 2)),
         *(("cross_entropy", {"rows": 40, "columns": 70, "smoothed": flag}) for flag in (True, False)),
-    ]
-    for name, sizes in problems:
+    ],
+    ids=str,
+)
+def test_the_rivals_of_kernels_that_ship_compute_what_the_kernels_do(cuda, name, sizes) -> None:
+    """On the CPU: torch's own operators, the second time into the same output."""
+    from tiledsched.core.registry import kernel_named
+    from tiledsched.rivals.cases import case_error, make_case
+    from tiledsched.rivals.methods import methods_beside
+
+    problem, cupy = kernel_named(name).problem(**sizes), sys.modules["cupy"]
+    found = {each.name: each for each in methods_beside(problem.declaration, [problem])}
+    assert list(found)[:2] == ["torch", "torch_compile"]
+    case = make_case(torch, cupy, problem)
+    call = found["torch"].make(case.arrays)
+    for _ in range(2):
+        error = case_error(cupy, case, call())
+        assert error.verdict("bfloat16") == ""
+        assert error.relative < 8e-3
+
+
+def test_what_torch_does_not_take_has_no_rival_of_torchs() -> None:
+    from tiledsched.core.registry import kernel_named
+    from tiledsched.rivals.methods import methods_beside
+
+    refused = {"scaled_matmul": {"m": 16, "n": 32, "k": 48, "dtype": "float8_e5m2"}}
+    refused["grouped_matmul"] = {"tokens": 40, "experts": 3, "n": 33, "k": 48}
+    for name, sizes in refused.items():
         problem = kernel_named(name).problem(**sizes)
-        found = rivals.rivals_of(problem.declaration, problem)
-        assert list(found) == ["torch", "torch_compile"]
-        case = make_case(torch, sys.modules["cupy"], problem)
-        for _ in range(2):  # the second time into the same output
-            error = case.error(found["torch"](*case.arrays.tensors))
-            assert error.verdict("bfloat16") == ""
-            assert error.relative < 8e-3
+        assert (methods_beside(problem.declaration, [problem]), problem.declaration.rivals(problem)) == ([], {})

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.machinery
 import sys
-import types
 from functools import partial
 
 import numpy
@@ -13,23 +11,27 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch._dynamo.utils")  # before anything of torch is replaced
+from fake_rivals import OUT, TOLD, flash, install_flash_4
 from serve_on_cpu import TOLERANCE, capturing
 from test_bench_harness import cell, cuda  # noqa: F401
 from test_rivals import a_rival, an_entry
-from test_rivals_timed import attend, process  # noqa: F401
+from test_rivals_timed import process  # noqa: F401
 
-from tiledsched.bench.case import make_case
-from tiledsched.bench.methods import OURS, SERVED, methods_of
 from tiledsched.checking.inputs import make_cases
 from tiledsched.core.errors import LaunchError, UnsupportedError
-from tiledsched.kernels.attention import Attention, rivals
+from tiledsched.core.rivals import call_on
+from tiledsched.kernels.attention import Attention
+from tiledsched.kernels.attention import backends as rivals
 from tiledsched.kernels.attention.inputs import places
 from tiledsched.measure.arrays import ProblemArrays
-from tiledsched.measure.rivals import call_on
 from tiledsched.measure.torch_arrays import as_tensors
 from tiledsched.ops import plans
 from tiledsched.ops import sdpa as serve
+from tiledsched.ops.bench import methods_of
 from tiledsched.ops.varlen import sdpa_paged, sdpa_varlen
+from tiledsched.rivals.cases import case_error, make_case
+from tiledsched.rivals.harness import details
+from tiledsched.rivals.methods import OURS, SERVED
 from tiledsched.serve.lookup import LookupTable
 
 METHODS = methods_of(Attention)
@@ -68,55 +70,6 @@ TOP_LEFT = problem(packed=3, seq_k=90, causal=True)
 EVERY = [*PACKED, ODD, *PAGED, MIXED]
 
 
-# Stand-ins: each sequence by itself
-
-
-def flash(
-    q,
-    k,
-    v,
-    cu_seqlens_q=None,
-    cu_seqlens_k=None,
-    seqused_k=None,
-    max_seqlen_q=None,
-    max_seqlen_k=None,
-    page_table=None,
-    softmax_scale=None,
-    causal=False,
-    softcap=None,
-    window_size_left=None,
-    window_size_right=None,
-    learnable_sink=None,
-    out=None,
-):
-    """FlashAttention-4's inner function, which says what it was told in `TOLD`."""
-    TOLD.append((max_seqlen_q, max_seqlen_k, q.data_ptr(), k.data_ptr()))
-    window = None if window_size_left is None else (window_size_left, window_size_right)
-    made = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=q.dtype) if out is None else out.zero_()
-    for index in range(len(seqused_k) if cu_seqlens_q is None else len(cu_seqlens_q) - 1):
-        rows = made[index] if cu_seqlens_q is None else made[cu_seqlens_q[index] : cu_seqlens_q[index + 1]]
-        queries = q[index] if cu_seqlens_q is None else q[cu_seqlens_q[index] : cu_seqlens_q[index + 1]]
-        if page_table is None:
-            keys, values = (each[cu_seqlens_k[index] : cu_seqlens_k[index + 1]] for each in (k, v))
-        else:
-            assert page_table.dtype == torch.int32
-            used = int(seqused_k[index])
-            own = page_table[index, : -(-used // k.shape[1])].long()
-            keys, values = (each[own].flatten(0, 1)[:used] for each in (k, v))
-        if len(queries) and len(keys):
-            one = attend(
-                *(x[None] for x in (queries, keys, values)),
-                softmax_scale,
-                causal,
-                window,
-                softcap or 0.0,
-                learnable_sink,
-            )[0]
-            rows.copy_(one.nan_to_num())
-    OUT.append(made.data_ptr())
-    return made, None
-
-
 def varlen(
     q, k, v, cu_q, cu_k, most_q, most_k, dropout, causal, mask, *, scale, window_size_left=None, window_size_right=None
 ):
@@ -127,22 +80,12 @@ def varlen(
     )
 
 
-TOLD: list[tuple[object, ...]] = []
-OUT: list[int] = []
-
-
 @pytest.fixture
 def others(monkeypatch):
     """FlashAttention-4, torch's operator, and flex attention as they would be on a GPU."""
     from torch.nn.attention import flex_attention as flex
 
-    TOLD.clear()
-    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
-        module = types.ModuleType(name)
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        module.__path__ = []
-        monkeypatch.setitem(sys.modules, name, module)
-    sys.modules["flash_attn.cute.interface"]._flash_attn_fwd = flash
+    install_flash_4(monkeypatch, _flash_attn_fwd=flash)
     monkeypatch.setattr(rivals, "torch_operator", lambda name: varlen)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(torch.compiler, "reset", lambda: None)
@@ -152,11 +95,12 @@ def others(monkeypatch):
 
 def ran(asked, names):
     """What each method says of itself, called once: its error over all of its output, or why it takes no part."""
-    case, said = make_case(torch, sys.modules["cupy"], asked), {}
+    cupy, said = sys.modules["cupy"], {}
+    case = make_case(torch, cupy, asked)
     assert case.compared == f"{asked.sequences * 4}/{asked.sequences * 4}"
     for name in names:
         try:
-            said[name] = case.error(METHODS[name].make(case.arrays)()).relative
+            said[name] = case_error(cupy, case, METHODS[name].make(case.arrays)()).relative
         except UnsupportedError as error:
             said[name] = str(error)
     return said, case
@@ -176,9 +120,9 @@ def test_every_method_computes_it_or_refuses_in_a_line(cuda, launches, others, a
     assert set(said.values()) == {"it knows no packed sequences, and no pages"}
     assert len(launches) == 3  # ours is launched once to be ready
     assert len(plans.cache.plans) == 1  # what is served is the plan that is called ours
-    details = case.details(OURS, verify=False)
-    assert details["schedule"]
-    assert details["provenance"] in ("default", "modelled", "transferred")
+    said = details(METHODS[OURS], case.arrays, verify=False, captured=False)
+    assert said["schedule"]
+    assert said["provenance"] in ("default", "modelled", "transferred")
 
 
 def test_rows_tell_of_every_method(cuda, others) -> None:  # noqa: F811
@@ -202,7 +146,7 @@ def test_rows_lie_before_heads_and_nothing_is_copied(cuda, launches, others) -> 
     for asked in (PACKED[1], PAGED[0]):
         TOLD.clear()
         cell([dataclasses.replace(METHODS[FLASH_4], make=make)], problem=asked)
-        q, k = seen[-1].q, seen[-1].k
+        q, k = seen[-1].tensors[:2]
         assert q[0].transpose(0, 1).is_contiguous()
         assert k.transpose(1, 2).is_contiguous()
         most_q, most_k, *at = TOLD[0]
@@ -232,11 +176,11 @@ def test_what_was_wrong_in_one_sequence_is_seen(cuda, launches, others, monkeypa
 
 
 def test_rivals_are_those_that_know_it(others) -> None:
-    assert [set(rivals.rivals(each)) for each in PACKED] == [{VARLEN, FLASH_4}] * 3
-    assert [set(rivals.rivals(each)) for each in (ODD, *PAGED, MIXED)] == [{FLASH_4}] * 5
-    assert not rivals.rivals(TOP_LEFT)
-    assert not rivals.rivals(PACKED[0].replace(lse=True))
-    assert not rivals.rivals(paged(seq_q=40, alignment="top_left"))
+    assert [set(rivals.raced(each)) for each in PACKED] == [{VARLEN, FLASH_4}] * 3
+    assert [set(rivals.raced(each)) for each in (ODD, *PAGED, MIXED)] == [{FLASH_4}] * 5
+    assert not rivals.raced(TOP_LEFT)
+    assert not rivals.raced(PACKED[0].replace(lse=True))
+    assert not rivals.raced(paged(seq_q=40, alignment="top_left"))
 
 
 def test_an_older_flash_attention_4_that_knows_no_pages_refuses_them(others, monkeypatch) -> None:
@@ -246,7 +190,7 @@ def test_an_older_flash_attention_4_that_knows_no_pages_refuses_them(others, mon
     monkeypatch.setattr(sys.modules["flash_attn.cute"], "flash_attn_varlen_func", older, raising=False)
     with pytest.raises(UnsupportedError, match="does not take page_table"):
         rivals.flash_attention_4(PAGED[0])
-    assert FLASH_4 in rivals.rivals(PACKED[0])
+    assert FLASH_4 in rivals.raced(PACKED[0])
 
 
 def test_torchs_operator_is_called_by_its_schema(monkeypatch) -> None:
@@ -274,7 +218,7 @@ def test_the_inputs_that_bring_out_mistakes_hold_empty_sequences_and_rivals_are_
     ).cases
     odd = cases[1].inputs
     assert 0 in (odd["Lengths"] if asked.page else numpy.diff(odd["CuQ"]))
-    for name, function in rivals.rivals(asked).items():
+    for name, function in rivals.raced(asked).items():
         for case in cases:
             out = call_on(function, as_tensors(torch, asked, case.inputs))()
             torch.testing.assert_close(out.double().numpy(), case.expected[0], rtol=1e-2, atol=0.05, msg=name)

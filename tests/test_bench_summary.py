@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from test_bench import OTHER, PROBLEM, sample_rows
 
-from tiledsched.bench.rows import read_rows
-from tiledsched.bench.summary import geometric_mean, summarise, to_markdown
 from tiledsched.cli import main
+from tiledsched.cli.bench_summary import geometric_mean, summarise, to_markdown
+from tiledsched.rivals.rows import read_rows
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results" / "h200"
 THIRD = PROBLEM.replace(dtype="bfloat16")
@@ -38,7 +38,7 @@ def test_ours_is_compared_with_the_best_of_torch_in_each_cell() -> None:
 
 
 def test_flash_attention_4_counts_as_a_rival() -> None:
-    from tiledsched.kernels.attention.rivals import FLASH_4
+    from tiledsched.rivals.methods import FLASH_4
 
     found = [*rows(), *sample_rows(**{FLASH_4: 70.0})]
     burst, _ = summarise(found)

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 CHECK = """
 import json, sys
 import torch
-from tiledsched.bench.rivals.triton_attention import attention_forward, triton_attention
+from tiledsched.kernels.attention.triton import attention_forward, triton_attention
 
 def expected(q, k, v, causal, bottom_right):
     group = q.shape[1] // k.shape[1]
@@ -70,7 +70,7 @@ def test_it_is_right_in_triton_s_interpreter() -> None:
 
 
 def test_few_rows_are_tried_with_small_tiles_and_many_rows_with_large_ones() -> None:
-    from tiledsched.bench.rivals.triton_attention import CONFIGS, _worth_trying
+    from tiledsched.kernels.attention.triton import CONFIGS, _worth_trying
 
     few, many = (_worth_trying(CONFIGS, {"seq_q": rows}) for rows in (8, 512))
     assert {config.kwargs["TILE_M"] for config in few} == {16}
@@ -80,7 +80,9 @@ def test_few_rows_are_tried_with_small_tiles_and_many_rows_with_large_ones() -> 
 
 def test_nothing_of_triton_is_imported_before_it_is_used() -> None:
     """The rest of the bench imports without it."""
-    assert importlib.util.find_spec("tiledsched.bench.rivals.triton_attention") is not None
-    code = "import sys, tiledsched.bench.rivals.attention, tiledsched.bench.harness; assert 'triton' not in sys.modules"
+    assert importlib.util.find_spec("tiledsched.kernels.attention.triton") is not None
+    code = (
+        "import sys, tiledsched.kernels.attention.rivals, tiledsched.rivals.harness; assert 'triton' not in sys.modules"
+    )
     root = Path(__file__).parent.parent
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root)

@@ -60,38 +60,36 @@ def check(call, given):
     assert torch.equal(out, want.detach())
 
 
-def test_the_second_call_is_of_the_compiled_function_alone() -> None:
+@pytest.mark.parametrize(
+    ("given", "python"),
+    [
+        ([tensors(seed) for seed in range(3)], 1),
+        ([tensors(), tensors(rows_outside=False), tensors(rows=6), tensors(1), tensors(2, rows_outside=False)], 3),
+    ],
+    ids=["alike", "tensors that lie otherwise"],
+)
+def test_a_call_like_an_earlier_one_is_of_the_compiled_function_alone(given, python) -> None:
     theirs, call = made(plain)
     cache = theirs.compile_cache
-    for seed in range(3):
-        check(call, tensors(seed))
-    assert theirs.python == 1
+    for each in given:
+        check(call, each)
+    assert theirs.python == python
     assert theirs.compile_cache is cache
 
 
-def test_tensors_that_lie_otherwise_are_a_first_call_again() -> None:
-    theirs, call = made(plain)
-    for given in (tensors(), tensors(rows_outside=False), tensors(rows=6), tensors(1), tensors(2, rows_outside=False)):
-        check(call, given)
-    assert theirs.python == 3
+TAIL = (None, 0.5, None, ())
+HANDED_OVER = {
+    "copied": lambda q, k, v, out: [(q.clone(), k, v, out, *TAIL)],  # because it lay otherwise
+    "split": lambda q, k, v, out: [(q, k, v, torch.empty_like(out), *TAIL), (q, k, v, out, *TAIL)],
+    "log-sum-exp": lambda q, k, v, out: [(q, k, v, out, torch.empty(3), 0.5, None, ())],
+    "scalars": lambda q, k, v, out: [(q, k, v, out, None, 0.5, None, (None, torch.empty(3)))],
+    "twice": lambda q, k, v, out: [(k, q, v, out, *TAIL), (q, k, v, out, *TAIL)],
+}
 
 
-@pytest.mark.parametrize(
-    "hand_over",
-    [
-        lambda q, k, v, out: [(q.clone(), k, v, out, None, 0.5, None, ())],  # a copy, because it lay otherwise
-        lambda q, k, v, out: [
-            (q, k, v, torch.empty_like(out), None, 0.5, None, ()),
-            (q, k, v, out, None, 0.5, None, ()),
-        ],  # splits
-        lambda q, k, v, out: [(q, k, v, out, torch.empty(3), 0.5, None, ())],  # a log-sum-exp
-        lambda q, k, v, out: [(q, k, v, out, None, 0.5, None, (None, torch.empty(3)))],
-        lambda q, k, v, out: [(k, q, v, out, None, 0.5, None, ()), (q, k, v, out, None, 0.5, None, ())],
-    ],
-    ids=["copied", "split", "lse", "scalars", "twice"],
-)
-def test_what_is_not_sure_to_be_all_is_not_kept(hand_over) -> None:
-    theirs, call = made(hand_over)
+@pytest.mark.parametrize("how", HANDED_OVER)
+def test_what_is_not_sure_to_be_all_is_not_kept(how) -> None:
+    theirs, call = made(HANDED_OVER[how])
     for seed in range(3):
         check(call, tensors(seed))
     assert theirs.python == 3
@@ -124,7 +122,6 @@ def test_a_failure_leaves_their_cache_and_the_next_call_as_they_were() -> None:
 def test_calls_of_another_thread_are_not_taken_for_ours() -> None:
     theirs, call = made(plain)
     begun, done = threading.Event(), threading.Event()
-    seen = []
 
     def slow(*given):
         if not begun.is_set():
@@ -135,7 +132,7 @@ def test_calls_of_another_thread_are_not_taken_for_ours() -> None:
     def elsewhere():
         begun.wait(10)
         q, k, v, out = tensors(7)
-        seen.append(theirs(q, k, v, out=out)[0])
+        theirs(q, k, v, out=out)
         done.set()
 
     theirs.compiled = slow
@@ -155,9 +152,8 @@ def test_a_function_without_such_a_cache_is_called_as_it_is() -> None:
         compiled(q, k, v, out, None, 0.5, None, None)
         return out
 
-    call = CallCache(function, function)
     for seed in range(2):
-        check(call, tensors(seed))
+        check(CallCache(function, function), tensors(seed))
     assert len(called) == 2
 
 
@@ -197,43 +193,34 @@ class Gradients:
         dq.copy_(scale * sums)
 
 
-def differentiate(call, seed, rows=8):
-    q, out, _, dq = tensors(seed, rows=rows)
-    dk = torch.empty_like(q)
-    call(q, out, dq, dk)
-    torch.testing.assert_close(dq, 2 * q + out)
-    torch.testing.assert_close(dk, q + 1)
+PASSES = {
+    "several functions": (Gradients(), range(3), (8, 8, 6, 8, 6), 2),
+    "queries copied": (Gradients(lambda q, out: (q.clone(), out)), range(3), (8,) * 3, 3),
+    "output copied": (Gradients(lambda q, out: (q, out.clone())), range(3), (8,) * 3, 3),
+    "a function unknown": (Gradients(), (0, None), (8,) * 2, 2),
+}
 
 
-def test_a_pass_of_several_functions_is_repeated_with_arrays_of_its_own() -> None:
+@pytest.mark.parametrize("name", PASSES)
+def test_a_pass_is_repeated_where_all_its_functions_are_known_and_copy_nothing(name) -> None:
+    theirs, known, calls, python = PASSES[name]
+    functions = [theirs, theirs.before, theirs.after]
+    call = PassCache(theirs, [None if place is None else functions[place] for place in known])
+    for seed, rows in enumerate(calls):
+        q, out, _, dq = tensors(seed, rows=rows)
+        dk = torch.empty_like(q)
+        call(q, out, dq, dk)
+        torch.testing.assert_close(dq, 2 * q + out)
+        torch.testing.assert_close(dk, q + 1)
+    assert (theirs.python, theirs.zeros) == (python, [True] * len(calls))
+    assert all(type(each.compile_cache) is dict for each in functions)
+
+
+def test_a_pass_on_one_tensor_twice_is_not_repeated() -> None:
     theirs = Gradients()
     call = PassCache(theirs, [theirs, theirs.before, theirs.after])
-    for seed, rows in enumerate((8, 8, 6, 8, 6)):
-        differentiate(call, seed, rows)
+    for _ in range(2):
+        q, _, dk, dq = tensors()
+        call(q, q, dq, dk)
+        torch.testing.assert_close(dq, 3 * q)
     assert theirs.python == 2
-    assert theirs.zeros == [True] * 5
-    assert all(type(each.compile_cache) is dict for each in (theirs, theirs.before, theirs.after))
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [lambda q, out: (q.clone(), out), lambda q, out: (q, out.clone())],
-    ids=["queries copied", "output copied"],
-)
-def test_a_pass_that_copies_a_tensor_is_not_repeated(changed) -> None:
-    theirs = Gradients(changed)
-    call = PassCache(theirs, [theirs, theirs.before, theirs.after])
-    for seed in range(3):
-        differentiate(call, seed)
-    assert theirs.python == 3
-
-
-def test_a_pass_on_one_tensor_twice_or_with_functions_unknown_is_not_repeated() -> None:
-    theirs = Gradients()
-    for functions in ([theirs, None], [theirs, theirs.before, theirs.after]):
-        call = PassCache(theirs, functions)
-        for _ in range(2):
-            q, _, dk, dq = tensors()
-            call(q, q, dq, dk)
-            torch.testing.assert_close(dq, 3 * q)
-    assert theirs.python == 4

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,7 @@ from tiledsched.core.errors import ConfigError
 from tiledsched.ops.sdpa import sdpa
 from tiledsched.ops.varlen import sdpa_varlen
 from tiledsched.serve import capture as capturing_module
-from tiledsched.store.seen import clear_seen, read_seen, seen_folder
+from tiledsched.store.captured_calls import clear_seen, read_seen, seen_folder
 
 pytestmark = pytest.mark.usefixtures("launches")
 norm = ts.op("tiledsched_tests::seen_rms_norm", kernels.RmsNorm)
@@ -42,12 +42,13 @@ def only(folder):
 
 def test_a_problem_is_on_disk_once_its_plan_is_made_and_its_calls_follow(folder):
     q, k, v = tensors(rows=24)
+    sdpa(q, k, v)
+    assert not folder.exists()
     with ts.capture(folder):
-        sdpa(q, k, v)
+        sdpa(q, k, v)  # by a plan made anew
         first = only(folder)
         assert (first.calls, first.layouts, first.device, first.arch) == (0, ("contiguous",), "NVIDIA H200", "sm_90")
-        assert first.place.endswith(":Attention")
-        assert first.sample.seq_q == 24
+        assert (first.place.rpartition(":")[2], first.sample.seq_q) == ("Attention", 24)
         assert first.provenance
         assert first.schedule
         for _ in range(4):
@@ -57,40 +58,24 @@ def test_a_problem_is_on_disk_once_its_plan_is_made_and_its_calls_follow(folder)
     assert only(folder).calls == 5  # not captured any more
 
 
-def test_plans_made_before_are_noted_too_and_nothing_is_where_capture_is_off(folder):
-    q, k, v = tensors()
-    sdpa(q, k, v)
-    assert not folder.exists()
-    with ts.capture(folder):
-        sdpa(q, k, v)
-        assert only(folder).sample.seq_q == 24
-
-
 @pytest.mark.parametrize(
-    ("value", "found"),
+    ("value", "database", "found"),
     [
-        ("", None),
-        ("0", None),
-        ("off", None),
-        ("1", "beside/seen"),
-        ("yes", "beside/seen"),
-        (True, "beside/seen"),
-        (False, None),
-        (Path("/there"), "/there"),
-        ("~/there", "home/there"),
+        *((value, "beside/tuning.db", None) for value in ("", "0", "off", False)),
+        *((value, "beside/tuning.db", "beside/seen") for value in ("1", "yes", True)),
+        (Path("/there"), None, "/there"),
+        ("~/there", None, "home/there"),
+        ("1", "postgresql://host/name", "data/tiledsched/seen"),
+        ("1", "sqlite:////there/x.db", "/there/seen"),
     ],
 )
-def test_where_the_notes_go(value, found, tmp_path, monkeypatch):
+def test_where_the_notes_go(value, database, found, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     with configure(capture=value):
-        settings = load_settings({"db": str(tmp_path / "beside" / "tuning.db")})
-    assert seen_folder(settings.capture, settings.db) == (found and tmp_path / found)
-
-
-def test_notes_beside_a_database_on_a_server_go_to_the_users_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    assert seen_folder("1", "postgresql://host/name") == tmp_path / "tiledsched" / "seen"
-    assert seen_folder("1", "sqlite:////there/x.db") == Path("/there/seen")
+        settings = load_settings()
+    url = database if database is None or "://" in database else str(tmp_path / database)
+    assert seen_folder(settings.capture, url) == (found and tmp_path / found)
 
 
 def test_lengths_of_decoding_are_one_problem(folder):
@@ -104,13 +89,12 @@ def test_lengths_of_decoding_are_one_problem(folder):
 
 
 def test_packed_sequences_operators_and_functional_kernels_are_seen(folder):
-    from tiledsched.ops import functions
 
     with ts.capture(folder):
         x, w = torch.ones(5, 100, dtype=torch.float16), torch.ones(100, dtype=torch.float16)
         for _ in range(3):
             norm(x, w)
-        functions.softmax(torch.ones(4, 64, dtype=torch.float16))
+        ts.softmax(torch.ones(4, 64, dtype=torch.float16))
         q, k, v = (torch.ones(20, 2, 16, dtype=torch.float16) for _ in range(3))
         ends = torch.tensor([0, 8, 20], dtype=torch.int32)
         sdpa_varlen(q, k, v, ends)
@@ -131,19 +115,18 @@ def test_a_kernel_declared_at_a_prompt_is_noted_without_a_place(folder, monkeypa
 def test_layouts_are_told(folder):
     q, k, v = tensors(rows=24)
     shifted = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)
-    with ts.capture(folder):
-        for each in (q, q.transpose(1, 2).contiguous().transpose(1, 2), shifted):
-            ts.configure(sync=False)  # plans anew: a plan is made for any layout of contiguous tensors
+    for each in (q, q.transpose(1, 2).contiguous().transpose(1, 2), shifted):
+        with ts.capture(folder):  # plans anew: a plan is made for any layout of contiguous tensors
             sdpa(each, k, v)
     assert only(folder).layouts == ("contiguous", "strided", "unaligned")
 
 
 def test_a_rival_that_serves_is_told_and_counted_once(folder, monkeypatch):
+    from tiledsched.rivals.offers import Offer, Rival
     from tiledsched.serve import plan as plans
-    from tiledsched.serve.rivals import Rival, RivalOffer
 
     def rivals(served, make):
-        offer = RivalOffer(name="other", ratio=0.5, capturable=False, reason="it is faster")
+        offer = Offer(name="other", ratio=0.5, capturable=False, reason="it is faster")
         rival = Rival(offer=offer, call=lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v))
         return rival, None
 
@@ -178,17 +161,13 @@ def test_a_choice_that_gives_way_is_noted_once_and_still_counted(folder):
 def test_threads_lose_no_call(folder):
     given = [tensors(rows=rows) for rows in (8, 40, 300)]
 
-    def work():
+    def work(number):
         for _ in range(20):
             for each in given:
                 sdpa(*each)
 
-    with changed(launch=lambda *given: None), ts.capture(folder):
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
+    with changed(launch=lambda *given: None), ts.capture(folder), ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(work, range(4))) == [None] * 4
     assert [each.calls for each in read_seen(folder).problems] == [80, 80, 80]
 
 
@@ -224,6 +203,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.slow
 def test_processes_share_a_folder_and_a_killed_one_loses_only_counts(folder, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM.format(tests=str(Path(__file__).parent))))
@@ -239,19 +219,20 @@ def test_processes_share_a_folder_and_a_killed_one_loses_only_counts(folder, tmp
 
 @pytest.mark.parametrize("what", ["a file in its place", "read only", "full"])
 def test_what_cannot_be_written_costs_one_warning_and_no_call(what, folder, monkeypatch, caplog):
+    def denied(*given, **how):
+        raise PermissionError(13, "denied")
+
     if what == "a file in its place":
         folder.write_text("")
     elif what == "full":
         monkeypatch.setattr(os, "write", lambda file, data: 3)
     else:
-        monkeypatch.setattr(Path, "mkdir", lambda *given, **how: (_ for _ in ()).throw(PermissionError(13, "denied")))
+        monkeypatch.setattr(Path, "mkdir", denied)
     with ts.capture(folder):
         for rows in (24, 300):
             assert sdpa(*tensors(rows=rows)).shape[2] == rows
-    assert [record.message for record in caplog.records if "captured" in record.message] == [
-        record.message for record in caplog.records if str(folder) in record.message
-    ]
-    assert sum("no longer captured" in record.message for record in caplog.records) == 1
+    (warning,) = (record.message for record in caplog.records if "captured" in record.message)
+    assert f"no longer captured in {folder}" in warning
 
 
 def test_a_process_notes_so_many_problems_and_no_more(folder, monkeypatch, caplog):

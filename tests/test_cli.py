@@ -15,6 +15,7 @@ from pathlib import Path
 
 import click
 import pytest
+from golden import check_golden, lacking
 
 from tiledsched.build import toolchain
 from tiledsched.cli import main, renamed
@@ -85,11 +86,11 @@ ONE = "B=16,H=32,S=1024,D=64,causal=no"
 TWO = "B=16,H=32,S=1024:4096,D=64,causal=no"
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
-def test_the_whole_road_without_a_gpu(home, capsys) -> None:
+def test_the_whole_road_without_a_gpu(home, cli) -> None:
     (home / "my.toml").write_text(PLAIN)
-    assert main([*TUNE, TWO, "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
+    said = cli([*TUNE, TWO, "--json"]).json
     assert said["schema_version"] == 1
     first, second = said["results"]
     assert first["schedules"] == first["compiled"] == valid_schedules() == 4
@@ -98,45 +99,28 @@ def test_the_whole_road_without_a_gpu(home, capsys) -> None:
     assert second["compiled"] == 0  # another length, the same machine code
     assert {entry["provenance"] for entry in said["entries"]} == {"modelled"}
 
-    assert main([*TUNE, TWO]) == 0
-    out = capsys.readouterr().out
-    assert "0 compiled now" in out
-    assert "Nothing was measured" in out
-    assert "modelled" in out
-
-    assert main(["show", "attention", "--arch", "sm_121", "--json"]) == 0
-    rows = [
-        row
-        for row in json.loads(capsys.readouterr().out)["entries"]
-        if row["S"] in (1024, 4096)
-        and row["D"] == row["head_dim"] == 64
-        and not row["causal"]
-        and row["dtype"] == "float16"
-    ]
-    assert {row["S"] for row in rows} == {1024, 4096}
-    for row in rows:
-        assert row["arch"] == "sm_121"
-        assert row["provenance"] == "modelled"
-        assert row["median_us"] is None
-        assert set(row["schedule"]) >= {"tile_m", "tile_n", "occupancy"}
-
-    assert main(["explain", "--arch", "sm_121", "-p", ONE]) == 0
-    assert "an estimate; nothing was measured" in capsys.readouterr().out
-    assert main(["explain", "--arch", "sm_121", "-p", "S=3000,D=64,causal", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["provenance"] == "modelled"
-
-    assert main(["db", "check"]) == 0
-    assert main(["db", "export", "--arch", "sm_121", "--out", "table.json"]) == 0
-    assert main(["db", "import", "table.json", "--db", "other.db"]) == 0
-    assert main(["db", "import", "other.db", "--json"]) == 0
-    assert main(["db", "check", "--upgrade", "--forget-failures", "--kind", "hang", "--json"]) == 0
-    capsys.readouterr()
-    assert main(["show", "--landscapes", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["landscapes"] == []
+    out = cli([*TUNE, TWO]).out
+    assert [words in out for words in ("0 compiled now", "Nothing was measured", "modelled")] == [True] * 3
+    rows = cli(["show", "attention", "--arch", "sm_121", "-p", TWO, "--json"]).json["entries"]
+    mine = [row for row in rows if row["S"] in (1024, 4096) and row["B"] == 16 and row["dtype"] == "float16"]
+    assert {row["S"] for row in mine} >= {1024, 4096}
+    assert {(row["arch"], row["provenance"], row["median_us"]) for row in mine} == {("sm_121", "modelled", None)}
+    assert "an estimate; nothing was measured" in cli(["explain", "--arch", "sm_121", "-p", ONE]).out
+    assert cli(["explain", "--arch", "sm_121", "-p", "S=3000,D=64,causal", "--json"]).json["provenance"] == "modelled"
+    for line in (
+        "db check",
+        "db export --arch sm_121 --out table.json",
+        "db import table.json --db other.db",
+        "db import other.db --json",
+        "db check --upgrade --forget-failures --kind hang --json",
+    ):
+        cli(line.split())
+    assert cli(["show", "--landscapes", "--json"]).json["landscapes"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
-def test_programs_are_built_then_recorded_and_another_run_measures_nothing(home, capsys) -> None:
+def test_programs_are_built_then_recorded_and_another_run_measures_nothing(home, cli) -> None:
     from test_record import Gpu
 
     from tiledsched.store.exchange import read_table
@@ -159,16 +143,16 @@ def test_programs_are_built_then_recorded_and_another_run_measures_nothing(home,
         "--out",
         "landscapes",
     ]
-    assert main([*record, "--build-only", "--json"], tools=tools) == 0
-    said = capsys.readouterr()
+    said = cli([*record, "--build-only", "--json"], tools=tools)
     (built,) = json.loads(said.out)["problems"]
     assert built["distinct_programs"] == built["wanted"] == 3 <= built["compiled"]
     assert built["landscapes"] == []
     assert "3 programs" in said.err
-    assert main([*record, "--build-only"], tools=tools) == 0
-    assert "3 distinct programs of 3 built, nothing measured, 0 compiled now" in capsys.readouterr().out
-    assert main(record, tools=tools) == 0
-    said = capsys.readouterr()
+    assert (
+        "3 distinct programs of 3 built, nothing measured, 0 compiled now"
+        in cli([*record, "--build-only"], tools=tools).out
+    )
+    said = cli(record, tools=tools)
     burst, sustained = said.out.splitlines()
     assert re.search(
         r"D=64 float16 burst: 3 distinct programs, 0 failed, best \d+\.\d TFLOP/s, worst \d\.\d\dx; ", burst
@@ -177,8 +161,7 @@ def test_programs_are_built_then_recorded_and_another_run_measures_nothing(home,
     assert "sustained, 3 of 3 programs measured" in said.err
     assert [len(read_table(line.split("; ")[-1]).measurements) for line in (burst, sustained)] == [3, 2]
 
-    assert main([*record, "--json"], tools=tools) == 0
-    data = json.loads(capsys.readouterr().out)
+    data = cli([*record, "--json"], tools=tools).json
     (problem,) = data["problems"]
     assert (problem["compiled"], problem["measured"], problem["failed"], problem["complete"]) == (0, 0, 0, True)
     assert [(one["regime"], one["distinct_programs"]) for one in problem["landscapes"]] == [
@@ -190,7 +173,7 @@ def test_programs_are_built_then_recorded_and_another_run_measures_nothing(home,
         assert db.execute("select status from runs").fetchall() == [("done",)] * 4
 
 
-def test_landscapes_tell_what_is_measured_and_where_the_regimes_disagree(home, capsys) -> None:
+def test_landscapes_tell_what_is_measured_and_where_the_regimes_disagree(home, cli) -> None:
     from report_samples import DEVICE, PROBLEM, add_times, plain
 
     from tiledsched.store.db import TuningDB
@@ -198,8 +181,7 @@ def test_landscapes_tell_what_is_measured_and_where_the_regimes_disagree(home, c
     with TuningDB.open() as db:
         add_times(db, {plain(128, 64): 100.0, plain(128, 128): 110.0})
         add_times(db, {plain(128, 64): 150.0, plain(128, 128): 120.0}, regime="sustained")
-    assert main(["show", "--landscapes", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
+    said = cli(["show", "--landscapes", "--json"]).json
     assert said["schema_version"] == 1
     assert said["landscapes"] == [
         {
@@ -214,10 +196,8 @@ def test_landscapes_tell_what_is_measured_and_where_the_regimes_disagree(home, c
     ]
     (one,) = said["regimes"]
     assert (one["problem"], one["same"], one["burst_loss"]) == (PROBLEM.to_json(), False, pytest.approx(0.25))
-    assert main(["show", "--landscapes"]) == 0
-    out = capsys.readouterr().out
-    assert "+25.0%*" in out
-    assert "+10.0%*" in out
+    out = cli(["show", "--landscapes"]).out
+    assert lacking(out, "+25.0%*", "+10.0%*") == []
 
 
 @pytest.mark.parametrize(
@@ -268,9 +248,8 @@ def test_landscapes_tell_what_is_measured_and_where_the_regimes_disagree(home, c
         ("bench --csv x.csv --resume", "--resume is gone; use --csv FILE alone"),
     ],
 )
-def test_wrong_use_is_explained_and_exits_with_2(home, capsys, line, words) -> None:
-    assert main(line.split(), devices=list, tools=Tools(devices=list)) == 2
-    said = capsys.readouterr().err
+def test_wrong_use_is_explained_and_exits_with_2(home, cli, line, words) -> None:
+    said = cli(line.split(), devices=list, tools=Tools(devices=list), code=2).err
     assert words in said
     assert said.splitlines()[-1].startswith("tiledsched: ")
 
@@ -284,9 +263,8 @@ def commands(group: Group = root, above: str = "") -> dict[str, click.Command]:
 
 
 @pytest.mark.parametrize("old", renamed.COMMANDS)
-def test_an_old_command_names_the_new_one(capsys, old) -> None:
-    assert main([*old.split(), "--json"]) == 2
-    assert capsys.readouterr().err == f"tiledsched: {old} is gone; use {renamed.COMMANDS[old]}\n"
+def test_an_old_command_names_the_new_one(cli, old) -> None:
+    assert cli([*old.split(), "--json"], code=2).err == f"tiledsched: {old} is gone; use {renamed.COMMANDS[old]}\n"
     new = re.findall(r"tiledsched ((?:[a-z]+ ?)+)", renamed.COMMANDS[old])
     assert [
         name for name in new if " ".join(name.split()[:2]) not in commands() and name.split()[0] not in commands()
@@ -294,9 +272,10 @@ def test_an_old_command_names_the_new_one(capsys, old) -> None:
 
 
 @pytest.mark.parametrize("flag", [flag for flag in renamed.FLAGS if flag.startswith("--")])
-def test_an_old_flag_of_attention_names_the_problem(capsys, flag) -> None:
-    assert main(["tune", flag, "16", "--verbose"]) == 2
-    assert capsys.readouterr().err == f"tiledsched: {flag} is gone; use {renamed.FLAGS[flag]}\n"
+def test_an_old_flag_of_attention_names_the_problem(cli, flag) -> None:
+    assert (
+        cli(["tune", flag, "16", "--verbose"], code=2).err == f"tiledsched: {flag} is gone; use {renamed.FLAGS[flag]}\n"
+    )
     named = renamed.FLAGS[flag].removeprefix("-p ").split(",")[0]
     if flag not in ("--window-right", "--page"):  # which need another beside them
         assert read_problems(Attention, f"S=64,D=32,causal,B=1,heads=16,{named}")
@@ -323,10 +302,9 @@ def test_the_programs_options_stand_anywhere(home, capsys, caplog, line) -> None
     assert not Path("no.db").exists()
 
 
-def test_a_wrong_environment_is_explained(home, capsys, monkeypatch) -> None:
+def test_a_wrong_environment_is_explained(home, cli, monkeypatch) -> None:
     monkeypatch.setenv("TILEDSCHED_REGIME", "tropical")
-    assert main(["show"]) == 2
-    assert "allowed: burst, sustained" in capsys.readouterr().err
+    assert "allowed: burst, sustained" in cli(["show"], code=2).err
 
 
 @pytest.mark.parametrize("words", [["show", "--json"], ["--help"], ["tune", "--help"]])
@@ -417,30 +395,26 @@ def test_without_a_problem_the_default_suite_is_meant() -> None:
         ("sums.py:Sub", "it declares Add"),
     ],
 )
-def test_a_wrong_kernel_or_problem_says_what_is_allowed(added, capsys, line, words) -> None:
-    assert main(["check", *line.split()]) == 2
-    assert words in capsys.readouterr().err
+def test_a_wrong_kernel_or_problem_says_what_is_allowed(added, cli, line, words) -> None:
+    assert words in cli(["check", *line.split()], code=2).err
 
 
-def test_check_tells_right_from_wrong(added, capsys) -> None:
-    assert main(["check", added, "--schedules", "3", "--problem", "rows=3,columns=67"]) == 0
-    said, progress = capsys.readouterr()
+def test_check_tells_right_from_wrong(added, cli) -> None:
+    said, progress = cli(["check", added, "--schedules", "3", "--problem", "rows=3,columns=67"])
     assert re.match(
         r"rows=3 columns=67 float32: 3 of 3 .*\n  tiles that every schedule took, at least: \d+ of rows, ", said
     )
     assert progress.startswith("rows=3 columns=67 float32: schedule 1 of 3")
-    assert main(["check", "wrong.py:Add", "--schedules", "2", "--json"]) == 1
-    said = json.loads(capsys.readouterr().out)
+    said = cli(["check", "wrong.py:Add", "--schedules", "2", "--json"], code=1).json
     assert said["schema_version"] == 1
     assert said["rows"]
     assert not any(row["passed"] for row in said["rows"])
 
 
 @pytest.mark.parametrize("name", sorted([*commands(), "fleet", "db", "study", ""]))
-def test_help_is_short_and_starts_with_a_sentence(home, capsys, monkeypatch, name) -> None:
+def test_help_is_short_and_starts_with_a_sentence(home, cli, monkeypatch, name) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert main([*name.split(), "-h"]) == 0
-    said = capsys.readouterr().out
+    said = cli([*name.split(), "-h"]).out
     assert said.startswith(f"Usage: tiledsched {name}".rstrip())
     assert max(map(len, said.splitlines())) <= 80
     if name in commands():
@@ -448,17 +422,12 @@ def test_help_is_short_and_starts_with_a_sentence(home, capsys, monkeypatch, nam
     assert main(name.split() if name not in commands() else ["-h"]) == 0  # a group alone shows its help
 
 
-def test_the_help_of_a_kernel_shows_its_keys_and_suites(added, capsys) -> None:
-    assert main(["tune", added, "--help"]) == 0
-    said = capsys.readouterr().out
-    assert "Problems of sums:Add" in said
-    assert "N, rows, columns, scaled, dtype" in said
-    assert "print the result as JSON" in said
+def test_the_help_of_a_kernel_shows_its_keys_and_suites(added, cli) -> None:
+    said = cli(["tune", added, "--help"]).out
+    assert lacking(said, "Problems of sums:Add", "N, rows, columns, scaled, dtype", "print the result as JSON") == []
     assert re.search(r"suites +square", said)
-    assert main(["fleet", "run", "bench", "--help"]) == 0
-    said = capsys.readouterr().out
-    assert "--ray-address" in said
-    assert "--methods" in said
+    said = cli(["fleet", "run", "bench", "--help"]).out
+    assert lacking(said, "--ray-address", "--methods") == []
 
 
 def test_options_are_those_of_the_options_classes() -> None:
@@ -474,23 +443,20 @@ def test_options_are_those_of_the_options_classes() -> None:
 
 
 @pytest.mark.compiler
-def test_any_kernel_is_tuned_shown_and_explained_without_a_gpu(added, capsys, monkeypatch) -> None:
-    assert main(["tune", added, "--arch", "sm_90", "--problem", "N=256", "--runner", "none", "--json"]) == 0
-    (entry,) = json.loads(capsys.readouterr().out)["entries"]
+def test_any_kernel_is_tuned_shown_and_explained_without_a_gpu(added, cli, monkeypatch) -> None:
+    (entry,) = cli(["tune", added, "--arch", "sm_90", "--problem", "N=256", "--runner", "none", "--json"]).json[
+        "entries"
+    ]
     assert (entry["kernel"], entry["N"], entry["rows"], entry["dtype"]) == ("sums:Add", 256, 256, "float32")
     assert (entry["provenance"], entry["tflops"]) == ("modelled", None)
-    assert main(["show", added]) == 0
-    out = capsys.readouterr().out
+    out = cli(["show", added]).out
     assert "tuned schedules of sums:Add" in out
     assert "attention" not in out
-    assert main(["show", "sums:Add", "--json"]) == 0  # by the name that tables have
-    assert len(json.loads(capsys.readouterr().out)["entries"]) == 1
-    assert main(["explain", added, "--arch", "sm_90", "--problem", "N=256", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
+    assert len(cli(["show", "sums:Add", "--json"]).json["entries"]) == 1
+    said = cli(["explain", added, "--arch", "sm_90", "--problem", "N=256", "--json"]).json
     assert said["provenance"] == said["rows"][0]["provenance"] == "modelled"
     monkeypatch.setenv("COLUMNS", "80")
-    assert main(["show", added]) == 0
-    assert "sm_90 rows=256 columns=256 float32: not measured (modelled)\n    " in capsys.readouterr().out
+    assert "sm_90 rows=256 columns=256 float32: not measured (modelled)\n    " in cli(["show", added]).out
 
 
 def test_progress_off_a_terminal_is_a_few_lines(capsys) -> None:
@@ -506,26 +472,20 @@ def test_progress_off_a_terminal_is_a_few_lines(capsys) -> None:
         watcher.stage(Attention.problem(seq_q=1, seq_k=1, head_dim=16), "compiling", 0)
     said = capsys.readouterr()
     assert said.out == ""
-    lines = said.err.splitlines()
-    assert len(lines) == 5
-    assert lines[0].endswith("compiling 100")
-    assert [line.split(" compiling ")[-1] for line in lines[1:]] == [
-        "25/100, 0:00:09 left, best so far 12.5 us (modelled): 64x64",
-        "50/100, 0:00:06 left, best so far 12.5 us (modelled): 64x64",
-        "75/100, 0:00:03 left, best so far 12.5 us (modelled): 64x64",
-        "100/100, best so far 12.5 us (modelled): 64x64",
-    ]
+    check_golden("progress.txt", said.err)
 
 
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [("[]", "must hold a list of schedules"), ("{", "cannot read candidates"), ('[{"tile_q": 1}]', "unknown knobs")],
 )
-def test_candidates_that_cannot_be_read(tmp_path, capsys, text, wanted) -> None:
+def test_candidates_that_cannot_be_read(tmp_path, cli, text, wanted) -> None:
     path = tmp_path / "candidates.json"
     path.write_text(text)
-    assert main(["tune", "--arch", "sm_90", "--candidates", str(path), "--db", str(tmp_path / "a.db")]) == 2
-    assert wanted in capsys.readouterr().err
+    assert (
+        wanted
+        in cli(["tune", "--arch", "sm_90", "--candidates", str(path), "--db", str(tmp_path / "a.db")], code=2).err
+    )
 
 
 @pytest.mark.parametrize("budget_s", [None, 30.0])
@@ -555,15 +515,13 @@ def test_an_arch_is_known_by_its_gpus(said) -> None:
 
 
 @pytest.mark.parametrize("here", [[], ["sm_90"], ["sm_89", "sm_90"]])
-def test_without_an_arch_it_is_that_of_the_gpu_here(home, here, capsys) -> None:
+def test_without_an_arch_it_is_that_of_the_gpu_here(home, here, cli) -> None:
     found = [Device(name="", arch=arch, sm_count=0) for arch in here]
     arch = (here or ["sm_121"])[0]
-    assert main(["explain", "-p", ONE], devices=lambda: found) == 0
-    said = capsys.readouterr()
+    said = cli(["explain", "-p", ONE], devices=lambda: found)
     assert f"for {arch}; --arch names another" in said.err
     assert arch in said.out
-    assert main(["show", "-p", ONE], devices=lambda: found) == 0
-    assert "--arch" not in capsys.readouterr().err
+    assert "--arch" not in cli(["show", "-p", ONE], devices=lambda: found).err
 
 
 def test_every_product_is_of_an_arch_that_is_known() -> None:
@@ -589,7 +547,7 @@ def test_what_was_measured_is_answered_at_80_columns(capsys, monkeypatch, stored
     import store_samples
 
     from tiledsched.cli import tuned_output
-    from tiledsched.tuning.tuner import TuneReport, TuneResult
+    from tiledsched.tuning.results import TuneReport, TuneResult
 
     long = Schedule(tile_m=128, tile_n=64, **{f"a_knob_with_a_long_name_{i}": i for i in range(1, 4)})
     entry = store_samples.entry(
@@ -619,33 +577,31 @@ def test_what_was_measured_is_answered_at_80_columns(capsys, monkeypatch, stored
     assert said == ANSWER if stored else "kept: a measured entry stands above" in said
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
-def test_a_newcomers_tune_ends_with_the_answer_and_commands_that_work(home, capsys, monkeypatch) -> None:
+def test_a_newcomers_tune_ends_with_the_answer_and_commands_that_work(cli, home, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     (home / "my.toml").write_text(PLAIN)
-    assert main(["tune", *TUNE[3:], ONE, "--trials", "3"], devices=list) == 0
-    said = capsys.readouterr()
+    said = cli(["tune", *TUNE[3:], ONE, "--trials", "3"], devices=list)
     assert "tiledsched: for sm_121" in said.err
     assert re.search(r"compiling 3/3, best so far [\d.]+ us \(modelled\): 64x", said.err)
     answer, _, rest = said.out.partition("\nNext:\n")
     assert max(map(len, said.out.splitlines()[:-4])) <= 80
-    entry = list_entries(capsys, "--arch", "sm_121", "--problem", "B=16,S=1024,D=64,dtype=float16,causal=no")[0]
+    entry = list_entries(cli, "--arch", "sm_121", "--problem", "B=16,S=1024,D=64,dtype=float16,causal=no")[0]
     flat = " ".join(answer.split())
-    assert f"{' '.join(shown(entry))} " in flat
-    assert "Nothing was measured" in flat
-    assert "the model's favourites were built" in flat
+    assert (
+        lacking(flat, f"{' '.join(shown(entry))} ", "Nothing was measured", "the model's favourites were built") == []
+    )
     assert re.search(r"us modelled, \d+ TFLOP/s; the default takes .*; the runner-up takes", flat)
     assert f"3 of {valid_schedules()} schedules built" in flat
     commands = [shlex.split(command) for command in re.findall(r"^    tiledsched (.*)$", rest, re.MULTILINE)]
     assert [words[0] for words in commands] == ["explain", "report", "tune"]
     assert commands[1] == ["report", "--arch", "sm_121", "-o", "report"]
-    assert main(commands[0]) == 0
-    capsys.readouterr()
+    cli(commands[0])
     monkeypatch.setattr(WithShipped, "_build_files", ())  # else a chart of each of 72 problems that ship
     for draw in ("as_svg", "as_png"):  # tests/test_report_files.py draws
         monkeypatch.setattr(f"tiledsched.report.document.{draw}", lambda spec: b"")
-    assert main([*commands[2], "--report", "report"]) == 0
-    flat = " ".join(capsys.readouterr().out.split())
+    flat = " ".join(cli([*commands[2], "--report", "report"]).out.split())
     assert f"{valid_schedules()} of {valid_schedules()} schedules built" in flat
     page, text = ((home / "report" / f"report.{suffix}").read_text() for suffix in ("html", "md"))
     assert "Nothing was measured on sm_121" in page
@@ -667,9 +623,8 @@ def everything(tmp_path_factory) -> list[dict]:
     return json.loads(out.getvalue())["entries"]
 
 
-def list_entries(capsys, *filters) -> list[dict]:
-    assert main(["show", "attention", *filters, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)["entries"]
+def list_entries(cli, *filters) -> list[dict]:
+    return cli(["show", "attention", *filters, "--json"]).json["entries"]
 
 
 @pytest.mark.parametrize(
@@ -690,47 +645,31 @@ def list_entries(capsys, *filters) -> list[dict]:
         ),
     ],
 )
-def test_filters_show_what_is_like_them_and_nothing_else(everything, home, capsys, filters, holds) -> None:
-    found = list_entries(capsys, *filters)
+def test_filters_show_what_is_like_them_and_nothing_else(cli, everything, home, filters, holds) -> None:
+    found = list_entries(cli, *filters)
     assert found == [one for one in everything if holds(one)]
     assert 0 < len(found) < len(everything)
 
 
-def test_filters_reach_all_kernels_and_say_when_nothing_is_like_them(home, capsys) -> None:
+def test_filters_reach_all_kernels_and_say_when_nothing_is_like_them(cli, home, capsys) -> None:
     assert main(["show", "--problem", "columns=4096", "--json"]) == 0
     rows = {"rms_norm", "softmax", "rms_norm_backward", "softmax_backward"}
     assert {one["kernel"] for one in json.loads(capsys.readouterr().out)["entries"]} == rows
-    assert main(["show", "--problem", "columns=7"]) == 0
-    assert capsys.readouterr() == ("", "no tuned problem matches; leave out a filter\n")
-    assert main(["show", "--problem", "colour=red"]) == 2
-    assert "the keys of" in capsys.readouterr().err
+    assert cli(["show", "--problem", "columns=7"]) == ("", "no tuned problem matches; leave out a filter\n")
+    assert "the keys of" in cli(["show", "--problem", "colour=red"], code=2).err
 
 
-def test_show_without_a_filter_is_a_summary_or_of_the_gpu_here(home, capsys, monkeypatch) -> None:
+def test_show_without_a_filter_is_a_summary_or_of_the_gpu_here(cli, home, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    entries = list_entries(capsys)
-    assert main(["show"], devices=list) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 30
-    assert max(map(len, lines)) <= 80
-    flat = " ".join(" ".join(lines).split())
-    for arch, how in (("sm_90", "measured"), ("sm_121", "modelled")):
-        count = sum((one["arch"], one["provenance"]) == (arch, how) for one in entries)
-        (line,) = re.findall(rf"attention on [^:]*\b{arch}\b[^:]*: [^:]*?layer \w+", flat)
-        assert f"{count} {how}" in line
-    assert lines[-1].split() == ["tiledsched", "show", "attention", "--arch", "sm_121"]
-    here = [Device(name="NVIDIA L4", arch="sm_89", sm_count=58)]
-    assert main(["show"], devices=lambda: here) == 0
-    said = capsys.readouterr()
+    check_golden("show.txt", cli(["show"], devices=list).out)
+    said = cli(["show"], devices=lambda: [Device(name="NVIDIA L4", arch="sm_89", sm_count=58)])
     assert "for sm_89; --arch names another" in said.err
-    assert "sm_90" not in said.out
-    assert "sm_89" in said.out
+    assert ("sm_90" in said.out, "sm_89" in said.out) == (False, True)
 
     def broken() -> list[Device]:
         raise MeasureError("the driver does not answer")
 
-    assert main(["show", "attention"], devices=broken) == 0
-    assert "attention on sm_90: " in capsys.readouterr().out
+    assert "attention on sm_90: " in cli(["show", "attention"], devices=broken).out
 
 
 @pytest.mark.parametrize(
@@ -746,34 +685,29 @@ def test_show_without_a_filter_is_a_summary_or_of_the_gpu_here(home, capsys, mon
         ("report sm_90", "--arch sm_90"),
     ],
 )
-def test_a_word_that_wants_a_flag_is_told_which(home, capsys, line, flag) -> None:
-    assert main(line.split()) == 2
-    assert flag in capsys.readouterr().err
+def test_a_word_that_wants_a_flag_is_told_which(home, cli, line, flag) -> None:
+    assert flag in cli(line.split(), code=2).err
 
 
-def test_the_landscapes_that_ship_are_listed_without_a_database(home, capsys) -> None:
-    assert main(["show", "--landscapes", "attention", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
+def test_the_landscapes_that_ship_are_listed_without_a_database(home, cli) -> None:
+    said = cli(["show", "--landscapes", "attention", "--json"]).json
     assert (said["landscapes"], said["regimes"]) == ([], [])
     files = (data_files.tuning_db() / "landscapes" / "attention").rglob("*.json.xz")
     assert {one["file"] for one in said["shipped"]} == set(map(str, files))
-    assert main(["show", "--landscapes", "--arch", "sm_121"]) == 0
-    out = capsys.readouterr().out
+    out = cli(["show", "--landscapes", "--arch", "sm_121"]).out
     files = [path.name for path in (data_files.tuning_db() / "model" / "attention").glob("programs_*.json.xz")]
     assert "measured landscapes" not in out
     assert "(modelled)" in out
     assert all(name in out for name in files)
-    assert main(["show", "--landscapes", "--arch", "sm_90", "matmul"]) == 0
-    out = capsys.readouterr().out
+    out = cli(["show", "--landscapes", "--arch", "sm_90", "matmul"]).out
     assert "matmul on sm_90: m=3072 n=5120 k=2560 bfloat16" in out
     assert "attention" not in out
 
 
-def test_show_hides_no_schedule_at_80_columns(home, capsys, monkeypatch) -> None:
-    entries = list_entries(capsys, "--arch", "sm_90", "-p", "D=128")
+def test_show_hides_no_schedule_at_80_columns(cli, home, monkeypatch) -> None:
+    entries = list_entries(cli, "--arch", "sm_90", "-p", "D=128")
     monkeypatch.setenv("COLUMNS", "80")
-    assert main(["show", "attention", "--arch", "sm_90", "-p", "D=128"]) == 0
-    out = capsys.readouterr().out
+    out = cli(["show", "attention", "--arch", "sm_90", "-p", "D=128"]).out
     assert max(map(len, out.splitlines())) <= 80
     flat = " ".join(out.split())
     assert all(" ".join(shown(entry)) in flat for entry in entries)
@@ -806,17 +740,16 @@ def test_problems_are_read_as_people_write_them() -> None:
             read(text)
 
 
-def test_explain_takes_what_decides_as_tune_does(added, capsys) -> None:
+def test_explain_takes_what_decides_as_tune_does(added, cli) -> None:
     (Path("narrow.toml")).write_text(
         'kernel = "sums:Add"\narch = "sm_90"\n[knobs.TILE]\nchoices = [256]\ndefault = 256\n'
     )
     words = ["--problem", "N=64", "--accum-mode", "fp32", "--regime", "sustained"]
-    assert main(["explain", added, "--arch", "sm_90", *words]) == 0
-    assert "TILE=64" in capsys.readouterr().out
-    assert main(["explain", added, "--arch", "sm_90", *words, "--space", "narrow.toml"]) == 0
-    assert "TILE=256" in capsys.readouterr().out
-    assert main(["explain", added, "--arch", "sm_80", *words, "--space", "narrow.toml"]) == 2
-    assert "pass --arch sm_90" in capsys.readouterr().err
+    assert "TILE=64" in cli(["explain", added, "--arch", "sm_90", *words]).out
+    assert "TILE=256" in cli(["explain", added, "--arch", "sm_90", *words, "--space", "narrow.toml"]).out
+    assert (
+        "pass --arch sm_90" in cli(["explain", added, "--arch", "sm_80", *words, "--space", "narrow.toml"], code=2).err
+    )
 
 
 @pytest.mark.parametrize(
@@ -829,12 +762,11 @@ def test_explain_takes_what_decides_as_tune_does(added, capsys) -> None:
         ("tiledsched db check --js", "--json"),
     ],
 )
-def test_a_shell_completes_commands_flags_and_their_words(capsys, monkeypatch, line, wanted) -> None:
+def test_a_shell_completes_commands_flags_and_their_words(cli, monkeypatch, line, wanted) -> None:
     monkeypatch.setenv("_TILEDSCHED_COMPLETE", "bash_complete")
     monkeypatch.setenv("COMP_WORDS", line)
     monkeypatch.setenv("COMP_CWORD", str(len(line.split()) - 1))
-    assert main([]) == 0
-    assert f"plain,{wanted}\n" in capsys.readouterr().out
+    assert f"plain,{wanted}\n" in cli([]).out
 
 
 def test_the_log_goes_above_the_bars_and_is_silent_about_interrupted_cleanup(monkeypatch) -> None:
@@ -848,28 +780,25 @@ def test_the_log_goes_above_the_bars_and_is_silent_about_interrupted_cleanup(mon
     assert said.getvalue() == "waiting for GPU\nException during reset\nOSError: broken\n"
 
 
-def test_a_replay_tells_nothing_as_measured_and_keeps_nothing(tmp_path, monkeypatch, capsys) -> None:
+def test_a_replay_tells_nothing_as_measured_and_keeps_nothing(tmp_path, monkeypatch, cli) -> None:
     """Nor does it need a compiler or a GPU: whoever wants to see a tune can see one."""
     for name in ("DB", "CACHE"):
         monkeypatch.setenv(f"TILEDSCHED_{name}", str(tmp_path / name))
     monkeypatch.setattr(toolchain, "compiler_folder", lambda: None)
     (file,) = map(str, (ROOT / "tuning_db/landscapes/rms_norm/held_out").iterdir())
     words = ["tune", "--replay", file, "--trials", "6"]
-    assert main(words, devices=lambda: pytest.fail("a GPU is looked for")) == 0
-    told = " ".join(capsys.readouterr().out.split())
+    told = " ".join(cli(words, devices=lambda: pytest.fail("a GPU is looked for")).out.split())
     assert told.startswith(
         "Nothing was measured or stored: times are drawn from those that were recorded on NVIDIA H200. What is served "
         "stays as it is. rows=12288 columns=6144 bfloat16 residual"
     )
     assert re.search(r" on replay of NVIDIA H200 .* us replayed, .* distinct programs, \d+ replayed, \d+ failed", told)
-    assert main([*words, "--json"]) == 0
-    (entry,) = json.loads(capsys.readouterr().out)["entries"]
+    (entry,) = cli([*words, "--json"]).json["entries"]
     assert {found for key, found in flattened(entry) if key == "provenance"} == {"replayed"}
     assert {found for key, found in flattened(entry) if key == "runner"} == {"replay"}
     assert not any(tmp_path.iterdir())
     for more in (["--db", "x.db"], ["--report", "r"], ["--arch", "sm_90"], ["-p", "rows=8"], ["--suite", "models"]):
-        assert main([*words, *more]) == 2
-        assert "leave out -p, --suite, --seen, --arch, --db and --report" in capsys.readouterr().err
+        assert "leave out -p, --suite, --seen, --arch, --db and --report" in cli([*words, *more], code=2).err
 
 
 def flattened(value):

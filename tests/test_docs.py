@@ -133,6 +133,7 @@ def test_python_parses(path):
         ast.parse(code)
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 @pytest.mark.parametrize(
     "path",

@@ -12,7 +12,6 @@ import pytest
 
 from tiledsched import __version__, doctor
 from tiledsched.build import toolchain
-from tiledsched.cli import main
 from tiledsched.cli.machine_commands import print_findings
 from tiledsched.core.extras import installing
 from tiledsched.measure.runner import Device
@@ -98,102 +97,78 @@ def test_everything_works(whole, parts):
     assert works(whole, "measuring") == "on NVIDIA H200 (sm_90, 139 GiB)"
 
 
-def test_no_compiler(machine, monkeypatch):
+def hang():
+    raise subprocess.TimeoutExpired("python", 20)
+
+
+T4 = Device(name="NVIDIA T4", arch="sm_75", sm_count=40, driver="580.1")
+GB10 = Device(name="NVIDIA GB10", arch="sm_121", sm_count=0)
+OLD = dict.fromkeys(("tileiras", "ptxas", "nvidia-nvvm"), "13.2.10")
+CUPY_12 = {"cupy-cuda12x": "13.6.0"}
+WRONG = [
+    ("compiler", {"ptxas": "13.2.50"}, {}, "broken", ["ptxas 13.2.50", "different releases", toolchain.INSTALL]),
+    ("compiler", {"ptxas": ""}, {}, "broken", [toolchain.INSTALL]),
+    ("compiler", {"tileiras": ""}, {}, "broken", [toolchain.INSTALL]),
+    ("targets", OLD, {}, "warn", ["tileiras 13.2.10 is too old for sm_90, sm_110"]),
+    ("arch", OLD, {"list_devices": lambda: [H200]}, "broken", []),
+    ("cuda-tile", {"cuda-tile": ""}, {}, "missing", ["cuda-tile>=1.7,<2"]),
+    ("cuda-tile", {"cuda-tile": "1.2.0"}, {}, "broken", ["cuda-tile>=1.7,<2"]),
+    ("cuda-tile", {"cuda-tile": "2.0.0"}, {}, "broken", ["cuda-tile>=1.7,<2"]),
+    ("driver", {}, {"find_driver": lambda: "550.54.15"}, "broken", ["580"]),
+    ("driver", {}, {"find_driver": lambda: ""}, "warn", []),
+    ("driver", {}, {"find_driver": lambda: None}, "missing", ["580"]),
+    ("driver", {}, {"find_driver": lambda: "580.159.04"}, "ok", ["580.159.04"]),
+    ("gpu", {}, {"find_driver": lambda: "580.1", "find_module": lambda name: None}, "missing", ["nvidia-ml-py"]),
+    ("gpu", {}, {"find_driver": lambda: "580.1"}, "broken", ["NVML lists no GPU"]),
+    ("gpu", {}, {"list_devices": lambda: [GB10], "find_driver": lambda: ""}, "ok", ["NVIDIA GB10 (sm_121)"]),
+    ("driver", {}, {"list_devices": lambda: [GB10], "find_driver": lambda: ""}, "warn", []),
+    ("arch", {}, {"list_devices": lambda: [T4]}, "broken", ["sm_75", "known are sm_80"]),
+    ("gpu", {}, {"list_devices": lambda: 1 / 0}, "broken", ["ZeroDivisionError"]),
+    ("compiler", {}, {"list_devices": lambda: 1 / 0}, "ok", []),
+    ("cupy", {}, {"list_devices": lambda: [H200], "cupy_devices": lambda: (0, "no CUDA")}, "broken", ["no CUDA"]),
+    ("cupy", {}, {"list_devices": lambda: [H200], "cupy_devices": hang}, "broken", ["no answer"]),
+    ("cupy", CUPY_12, {"list_devices": lambda: [H200]}, "broken", ["uninstall cupy-cuda13x cupy-cuda12x"]),
+    ("cupy", CUPY_12 | {"cupy-cuda13x": ""}, {"list_devices": lambda: [H200]}, "warn", ["not built for CUDA 13"]),
+    ("torch", {"torch": "2.11.0+cu130"}, {"torch_cuda": lambda folder: "13.0"}, "ok", ["built for CUDA 13.0"]),
+    ("torch", {}, {"list_devices": lambda: [H200], "torch_cuda": lambda folder: ""}, "broken", ["without CUDA"]),
+    ("torch", {}, {"torch_cuda": lambda folder: "12.8"}, "warn", ["CUDA 12.8, not 13"]),
+    ("torch", {"torch": "2.8.1"}, {"torch_cuda": lambda folder: "13.0"}, "broken", ["2.9 or newer"]),
+    ("torch", {"torch": "2.9.0"}, {"torch_cuda": lambda folder: None}, "warn", ["cannot be read"]),
+    ("cache", {}, {"free_bytes": lambda folder: 200 << 20}, "warn", ["free some space"]),
+    ("cache", {}, {"free_bytes": lambda folder: 1 << 20}, "broken", ["free some space"]),
+]
+"""Finding, changed versions, changed fields of a machine without a GPU, status, and words of the detail or the remedy."""
+
+
+@pytest.mark.parametrize(("name", "versions", "fields", "status", "words"), WRONG)
+def test_what_is_wrong_is_found(whole, parts, name, versions, fields, status, words):
+    parts |= versions
+    machine = dataclasses.replace(whole, **{"list_devices": list, **fields})
+    finding = found(machine, name)
+    assert finding.status == status
+    assert [each for each in words if each not in f"{finding.detail} {finding.remedy}"] == []
+    assert [each.name for each in doctor.examine(machine)] == list(doctor.CHECKS)
+
+
+def test_what_does_not_work_needs_what_is_not_there(whole, machine, parts, monkeypatch):
+    parts |= OLD
+    assert works(dataclasses.replace(whole), "measuring") == "no: needs arch"
+    whole.list_devices, whole.find_driver = lambda: [GB10], lambda: ""
+    assert works(whole, "measuring") == "on NVIDIA GB10 (sm_121)"
+    monkeypatch.setenv("CUDA_HOME", "/usr/local/cuda-12.4")
+    assert found(machine, "environment").detail.startswith("CUDA_HOME=/usr/local/cuda-12.4")
+    assert found(machine, "environment").remedy.endswith("unset CUDA_HOME")
+    monkeypatch.setenv("TILEDSCHED_REGIME", "lukewarm")
+    assert found(machine, "settings").status == "broken"
+    assert "TILEDSCHED_REGIME" in found(machine, "settings").detail
+    assert found(machine, "database").status == "ok"
+
+
+def test_without_a_compiler_reports_can_be_written(machine, monkeypatch):
     monkeypatch.setattr(toolchain, "compiler_folder", lambda: None)
     assert found(machine, "compiler")[::2] == ("missing", toolchain.INSTALL)
-    assert found(machine, "targets").status == "missing"
-    assert works(machine, "building") == "no: needs compiler"
+    assert (found(machine, "targets").status, works(machine, "building")) == ("missing", "no: needs compiler")
     assert works(machine, "reports").startswith("without charts")
-
-
-def test_parts_of_different_releases(machine, parts):
-    parts["ptxas"] = "13.2.50"
-    finding = found(machine, "compiler")
-    assert finding.status == "broken"
-    assert "ptxas 13.2.50" in finding.detail
-    assert "different releases" in finding.detail
-    assert toolchain.INSTALL in finding.remedy
-
-
-@pytest.mark.parametrize("tool", ["tileiras", "ptxas"])
-def test_a_part_that_does_not_run(machine, parts, tool):
-    parts[tool] = ""
-    assert found(machine, "compiler").status == "broken"
-    assert toolchain.INSTALL in found(machine, "compiler").remedy
-
-
-def test_compiler_too_old_for_some_archs(whole, parts):
-    parts |= dict.fromkeys(("tileiras", "ptxas", "nvidia-nvvm"), "13.2.10")
-    finding = found(whole, "targets")
-    assert finding.status == "warn"
-    assert finding.detail.endswith("tileiras 13.2.10 is too old for sm_90, sm_110")
-    assert found(whole, "arch").status == "broken"
-    assert works(whole, "measuring") == "no: needs arch"
-
-
-@pytest.mark.parametrize(("version", "status"), [("", "missing"), ("1.2.0", "broken"), ("2.0.0", "broken")])
-def test_cuda_tile(machine, parts, version, status):
-    parts["cuda-tile"] = version
-    assert found(machine, "cuda-tile").status == status
-    assert "cuda-tile>=1.7,<2" in found(machine, "cuda-tile").remedy
-
-
-def test_cuda_home_is_pointed_out(machine, monkeypatch):
-    monkeypatch.setenv("CUDA_HOME", "/usr/local/cuda-12.4")
-    finding = found(machine, "environment")
-    assert finding.status == "warn"
-    assert "CUDA_HOME=/usr/local/cuda-12.4" in finding.detail
-    assert finding.remedy.endswith("unset CUDA_HOME")
-
-
-def test_driver_without_nvml_binding(machine):
-    machine.find_driver = lambda: "580.159.04"
-    assert found(machine, "driver")[:2] == ("ok", "580.159.04")
-    assert found(machine, "gpu")[::2] == ("missing", "pip install nvidia-ml-py")
-    machine.find_module = importlib.util.find_spec
-    assert found(machine, "gpu").status == ("broken" if importlib.util.find_spec("pynvml") else "missing")
-
-
-@pytest.mark.parametrize(("version", "status"), [("550.54.15", "broken"), ("", "warn"), (None, "missing")])
-def test_driver(machine, version, status):
-    machine.find_driver = lambda: version
-    assert found(machine, "driver").status == status
-    assert status == "warn" or "580" in found(dataclasses.replace(machine), "driver").remedy
-
-
-def test_a_gpu_that_tells_little(whole):
-    """One that shares the host's memory, of a driver that does not tell its version."""
-    whole.list_devices = lambda: [Device(name="NVIDIA GB10", arch="sm_121", sm_count=0)]
-    whole.find_driver = lambda: ""
-    assert found(whole, "gpu").detail == "NVIDIA GB10 (sm_121)"
-    assert found(whole, "driver").status == "warn"
-    assert works(whole, "measuring") == "on NVIDIA GB10 (sm_121)"
-
-
-def test_gpu_without_a_search_space(whole):
-    whole.list_devices = lambda: [Device(name="NVIDIA T4", arch="sm_75", sm_count=40, driver="580.1")]
-    finding = found(whole, "arch")
-    assert finding.status == "broken"
-    assert "sm_75" in finding.detail
-    assert finding.remedy.startswith("known are sm_80")
-
-
-def test_cupy_that_sees_nothing_or_hangs(whole):
-    def hang():
-        raise subprocess.TimeoutExpired("python", 20)
-
-    whole.cupy_devices = lambda: (0, "CUDARuntimeError: no CUDA-capable device")
-    assert found(whole, "cupy").status == "broken"
-    assert "no CUDA-capable device" in found(whole, "cupy").detail
-    whole.cupy_devices = hang
-    assert found(whole, "cupy").status == "broken"
-
-
-def test_two_cupys_and_the_wrong_cupy(whole, parts):
-    parts["cupy-cuda12x"] = "13.6.0"
-    assert "pip uninstall cupy-cuda13x cupy-cuda12x" in found(whole, "cupy").remedy
-    del parts["cupy-cuda13x"]
-    assert found(whole, "cupy").status == "warn"
 
 
 @pytest.mark.parametrize(
@@ -224,22 +199,6 @@ def test_torch_cuda_is_read_from_its_file(tmp_path, line, cuda):
     assert doctor.torch_cuda(tmp_path / "absent") is None
 
 
-@pytest.mark.parametrize(
-    ("version", "cuda", "status"),
-    [
-        ("2.11.0+cu130", "13.0", "ok"),
-        ("2.11.0", "", "broken"),
-        ("2.11.0", "12.8", "warn"),
-        ("2.8.1", "13.0", "broken"),
-        ("2.9.0", None, "warn"),
-    ],
-)
-def test_torch(whole, parts, version, cuda, status):
-    parts["torch"] = version
-    whole.torch_cuda = lambda folder: cuda
-    assert found(whole, "torch").status == status
-
-
 def test_database_in_order(machine, tmp_path):
     from report_samples import add_modelled, plain
 
@@ -265,31 +224,12 @@ def test_cache(machine, tmp_path):
     folder.mkdir(parents=True)
     (folder / "a").write_bytes(b"x" * 2048)
     assert found(machine, "cache").detail == f"{tmp_path / 'cache'}: 1 file, 2.0 kB; 1.1 TB free"
-    for free, status in ((200 << 20, "warn"), (1 << 20, "broken")):
-        machine.free_bytes = lambda folder, free=free: free
-        assert found(machine, "cache").status == status
 
 
 def test_cache_that_is_a_file(machine, tmp_path):
     (tmp_path / "cache").write_text("")
     assert found(machine, "cache").status == "broken"
     assert works(machine, "building") == "no: needs cache"
-
-
-def test_a_wrong_setting_is_a_finding(machine, monkeypatch):
-    monkeypatch.setenv("TILEDSCHED_REGIME", "lukewarm")
-    assert found(machine, "settings").status == "broken"
-    assert "TILEDSCHED_REGIME" in found(machine, "settings").detail
-    assert found(machine, "database").status == "ok"
-
-
-def test_a_check_that_crashes_hides_no_other(machine):
-    machine.list_devices = lambda: 1 / 0
-    findings = {finding.name: finding for finding in doctor.examine(machine)}
-    assert list(findings) == list(doctor.CHECKS)
-    assert findings["gpu"].status == "broken"
-    assert "ZeroDivisionError" in findings["gpu"].detail
-    assert findings["compiler"].status == "ok"
 
 
 def test_json(machine):
@@ -324,10 +264,9 @@ def test_text_is_aligned_and_as_wide_as_the_terminal(machine, capsys, monkeypatc
     assert " ".join(narrow.split()) == " ".join(text.split())
 
 
-def test_the_command_looks_at_the_database_that_is_named(parts, tmp_path, capsys):
+def test_the_command_looks_at_the_database_that_is_named(parts, tmp_path, cli):
     TuningDB.open(tmp_path / "named.db").close()
-    assert main(["doctor", "--db", str(tmp_path / "named.db"), "--json"], devices=list) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = cli(["doctor", "--db", str(tmp_path / "named.db"), "--json"], devices=list).json
     assert found["schema_version"] == 1
     (database,) = [each for each in found["findings"] if each["name"] == "database"]
     assert database["detail"].startswith(str(tmp_path / "named.db"))

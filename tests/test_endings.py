@@ -116,12 +116,14 @@ def told_to_end(child: subprocess.Popen[str], number: int, home) -> list[str]:
         return [run.status for run in runs(db)]
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_command_that_is_told_to_end_leaves_nothing(home, number) -> None:
     assert told_to_end(started(home, 1), number, home) == ["interrupted"]
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_a_killed_run_loses_nothing_and_the_next_cleans_up_and_goes_on(home) -> None:
     rng, committed = random.Random(7), set()

@@ -38,12 +38,12 @@ from tiledsched.ops import plans
 from tiledsched.ops import sdpa as serve
 from tiledsched.ops.fallback import MOST_SCORES, computes_at_once
 from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
+from tiledsched.rivals.offers import Offer, Rival
 from tiledsched.serve import background, prebuilt, process
 from tiledsched.serve.background import BackgroundBuilder, Build, BuildRequest
 from tiledsched.serve.entries import layers
-from tiledsched.serve.rivals import Rival, RivalOffer
+from tiledsched.store.captured_calls import read_seen
 from tiledsched.store.db import TuningDB
-from tiledsched.store.seen import read_seen
 
 CODE = StoredProgram(cubin=b"machine code", symbol="attention")
 WORKER = (sys.executable, str(Path(__file__).parent / "fake_build_worker.py"))
@@ -287,7 +287,7 @@ def test_a_rival_serves_while_our_program_is_compiled_and_is_kept_afterwards(ser
         called.append(q)
         return functional.scaled_dot_product_attention(q, k, v)
 
-    offer = RivalOffer(name="other", ratio=0.5, capturable=False, reason="it is faster")
+    offer = Offer(name="other", ratio=0.5, capturable=False, reason="it is faster")
     monkeypatch.setattr(
         "tiledsched.serve.plan.choose_rivals", lambda served, make: (Rival(offer=offer, call=rival), None)
     )

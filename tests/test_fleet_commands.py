@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import signal
 from collections import Counter
 
@@ -13,13 +12,12 @@ import sqlalchemy as sa
 from store_samples import entry
 from test_fleet import gone, home, started, wait_for
 
-from tiledsched.bench.rows import read_rows
-from tiledsched.cli import main
 from tiledsched.core.config import load_settings
 from tiledsched.core.labels import format_problem
 from tiledsched.fleet import running as fleet_run
 from tiledsched.fleet.leases import Leases
 from tiledsched.kernels.attention import Attention
+from tiledsched.rivals.rows import read_rows
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import read_table
 from tiledsched.store.models import AttemptRow
@@ -32,7 +30,7 @@ STAYS = 2
 
 
 @pytest.fixture
-def run(home, monkeypatch, capsys):
+def run(home, monkeypatch, cli):
     """Run a command of a fleet whose first worker is killed with a problem done and not yet brought home; what it printed."""
     plan = fleet_run.plan
     monkeypatch.setattr(
@@ -43,8 +41,7 @@ def run(home, monkeypatch, capsys):
 
     def run(command, *flags):
         asked = ["fleet", "run", command, "attention", "--arch", "sm_90", "--lease", "1", *flags]
-        assert main([*asked, "--open-only"]) == 0
-        campaign = capsys.readouterr().out.split()[-1]
+        campaign = cli([*asked, "--open-only"]).out.split()[-1]
         (home / f"stay-{STAYS}").touch()
         monkeypatch.setenv("FLEET_GPUS", "sm_90:1")
         worker = started(home)
@@ -54,8 +51,7 @@ def run(home, monkeypatch, capsys):
         assert gone(home)
         for word in (f"stay-{STAYS}", f"stays-{STAYS}"):
             (home / word).unlink()
-        assert main([*asked, "--json"]) == 0
-        said = json.loads(capsys.readouterr().out)
+        said = cli([*asked, "--json"]).json
         assert (said["campaign"], said["command"]) == (campaign, f"fleet_jobs:{command}")
         assert (said["done"], said["failed"]) == (len(PROBLEMS), 0)
         with TuningDB.open(home / "x.db") as db:
@@ -112,6 +108,7 @@ def named() -> list[str]:
     return [word for problem in PROBLEMS for word in ("--problem", format_problem(problem))]
 
 
+@pytest.mark.slow
 def test_record_writes_the_landscapes_of_the_single_command(run, home) -> None:
     flags = ["--programs", "8", "--sustained-leaders", "2"]
     said = run("record", *named(), *flags, "--out", str(home / "fleet"))
@@ -136,6 +133,7 @@ def samples(stored):
     return {(each.measurement.schedule, each.measurement.fingerprint): each.measurement.samples_us for each in stored}
 
 
+@pytest.mark.slow
 def test_refresh_serves_what_the_single_command_does(run, home, monkeypatch) -> None:
     for path in ("x.db", "alone.db"):
         fill(home / path)
@@ -164,6 +162,7 @@ def test_refresh_serves_what_the_single_command_does(run, home, monkeypatch) -> 
     ) == len(PROBLEMS)
 
 
+@pytest.mark.slow
 def test_bench_writes_the_rows_of_the_single_command(run, home) -> None:
     fill(home / "x.db")
     fill(home / "alone.db")
@@ -177,11 +176,13 @@ def test_bench_writes_the_rows_of_the_single_command(run, home) -> None:
     assert len(rows) == 2 * len(PROBLEMS)
 
 
-def test_a_method_that_there_is_not_opens_no_campaign(tmp_path, capsys) -> None:
+def test_a_method_that_there_is_not_opens_no_campaign(tmp_path, cli) -> None:
     db = tmp_path / "x.db"
     assert (
-        main(["fleet", "run", "bench", "--arch", "sm_90", "--suite", "llama", "--methods", "servd", "--db", str(db)])
-        == 2
+        "unknown method 'servd'; known are tiledsched, served,"
+        in cli(
+            ["fleet", "run", "bench", "--arch", "sm_90", "--suite", "llama", "--methods", "servd", "--db", str(db)],
+            code=2,
+        ).err
     )
-    assert "unknown method 'servd'; known are tiledsched, served," in capsys.readouterr().err
     assert not db.exists()

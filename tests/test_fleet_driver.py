@@ -10,6 +10,7 @@ import pytest
 from tiledsched.core.errors import ConfigError
 from tiledsched.fleet import on_ray
 from tiledsched.fleet.campaign import CampaignPlan, Outcome
+from tiledsched.fleet.clock import Clock
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.on_ray import Driver
 from tiledsched.store.db import TuningDB
@@ -58,6 +59,9 @@ class Actor:
 class MadeUpRay:
     """As much of Ray as the driver asks for."""
 
+    util = types.SimpleNamespace(
+        scheduling_strategies=types.SimpleNamespace(NodeAffinitySchedulingStrategy=lambda node_id, soft: node_id)
+    )
     exceptions = types.SimpleNamespace(RayError=RayError, RayTaskError=type("RayTaskError", (RayError,), {}))
 
     def __init__(self, leases: Leases, campaign) -> None:
@@ -95,10 +99,10 @@ class MadeUpRay:
 @pytest.fixture
 def start(tmp_path, monkeypatch):
     """Make a Ray and a driver of a campaign of so many problems."""
-    monkeypatch.setattr(on_ray, "LOOK_EVERY_S", 0.0)
-    monkeypatch.setattr(on_ray, "on_node", lambda node: node)
+    moved = fleet_jobs.MovedClock()
+    clock = Clock(monotonic=lambda: moved.pass_s(on_ray.LOOK_EVERY_S) or moved.seconds, wait=moved.wait)
     with TuningDB.open(tmp_path / "x.db") as db:
-        leases = Leases(db)
+        leases = Leases(db, clock=clock)
 
         def make(count, **more):
             problems = {"sm_90": fleet_jobs.problems(count)}

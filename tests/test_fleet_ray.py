@@ -39,6 +39,9 @@ NODES = (("n0", "sm_90", 1), ("n1", "sm_100", 1), ("n2", "sm_90", 1))[: 3 if KIL
 TESTS = str(Path(__file__).parent)
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     server()  # before: what is of this fleet is told by its environment

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tiledsched import configure
 from tiledsched.core.errors import UnsupportedError
-from tiledsched.kernels.attention.rivals import rivals
+from tiledsched.kernels.attention.backends import raced
 from tiledsched.ops import backward
 from tiledsched.ops.varlen import sdpa_varlen
 
@@ -114,7 +114,7 @@ def test_rivals_give_the_log_sum_exp(serve, causal, rows_first) -> None:
     lse = torch.logsumexp(scores, -1)
     dout = torch.randn_like(q)
     wanted = exact_gradients(q, k, v, dout, causal=causal)
-    found = rivals(p)
+    found = raced(p)
     assert {"torch_cudnn", "torch_flash"} <= found.keys()
     for name, call in found.items():
         for _ in range(2):

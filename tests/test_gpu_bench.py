@@ -6,10 +6,11 @@ import importlib.util
 
 import pytest
 
-from tiledsched.bench.methods import OURS, SERVED, choose_methods, methods_of
-from tiledsched.bench.run import BenchOptions, run_bench
-from tiledsched.bench.summary import summarise
+from tiledsched.cli.bench_summary import summarise
 from tiledsched.kernels.attention import Attention
+from tiledsched.ops.bench import choose_methods, methods_of
+from tiledsched.rivals.bench import BenchOptions, run_bench
+from tiledsched.rivals.methods import OURS, SERVED
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("cupy")
@@ -25,7 +26,7 @@ PROBLEMS = [
 
 @pytest.fixture(scope="module")
 def harness():
-    from tiledsched.bench.harness import TorchHarness
+    from tiledsched.rivals.harness import TorchHarness
 
     return TorchHarness()
 
@@ -121,7 +122,7 @@ def test_slow_launches_and_quick_ones_have_the_times_they_have_alone(harness) ->
     ],
 )
 def test_the_triton_kernel_is_right(shape, dtype) -> None:
-    from tiledsched.bench.rivals.triton_attention import triton_attention
+    from tiledsched.kernels.attention.triton import triton_attention
 
     batch, heads, kv_heads, seq_q, seq_k, head_dim, value_dim = shape
     generator = torch.Generator(device="cuda").manual_seed(1)

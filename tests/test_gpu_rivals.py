@@ -4,10 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("cupy")
+from tiledsched import configure, explain, sdpa
+from tiledsched.checking.errors import case_errors, wrong_result
+from tiledsched.checking.inputs import make_cases
+from tiledsched.core.cases import expected_outputs, output_specs, random_inputs
+from tiledsched.core.rivals import call_on
+from tiledsched.core.space_files import space_for
+from tiledsched.kernels.attention import Attention
+from tiledsched.kernels.attention.backends import flash_attention_4, raced
+from tiledsched.kernels.attention_backward.backends import raced as raced_backward
+from tiledsched.kernels.attention_backward.declaration import AttentionBackward
+from tiledsched.measure.torch_arrays import as_stored, as_tensors
+from tiledsched.ops import plans
+from tiledsched.ops import sdpa as serve
+from tiledsched.serve import entries, process
+from tiledsched.tuning.session import tune
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 SIZES = {
@@ -25,8 +42,6 @@ SIZES = {
 @pytest.fixture(scope="module")
 def tuning(tmp_path_factory):
     """The database of a tune with rivals, and what it stored."""
-    from tiledsched.kernels.attention import Attention
-    from tiledsched.tuning.session import tune
 
     db = str(tmp_path_factory.mktemp("tuned") / "tuning.db")
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
@@ -36,7 +51,6 @@ def tuning(tmp_path_factory):
 @pytest.fixture
 def tuned(tuning, monkeypatch):
     """What a tune with rivals stored, and a process that serves it."""
-    from tiledsched.ops import sdpa as serve
 
     monkeypatch.setenv("TILEDSCHED_DB", tuning[0])
     serve.reload()
@@ -67,8 +81,6 @@ def test_torchs_backends_are_timed_beside_the_winner(tuned) -> None:
 @pytest.mark.measures
 @pytest.mark.parametrize("name", ["torch_cudnn", "torch_flash", "torch_efficient", "flash_attention_4"])
 def test_each_serves_where_it_is_said_to_be_faster(tuned, monkeypatch, name) -> None:
-    from tiledsched import configure, explain, sdpa
-    from tiledsched.serve import entries
 
     if name not in {each.name for each in tuned.rivals}:
         pytest.skip(f"{name} is not installed")
@@ -96,43 +108,16 @@ def test_each_serves_where_it_is_said_to_be_faster(tuned, monkeypatch, name) -> 
             torch.testing.assert_close(out, own, rtol=2e-2, atol=2e-2)
 
 
-ODD_ROWS, ODD_KEYS = [0, 1, 1, 130, 700, 764], [0, 17, 30, 130, 130, 764]
-"""Of five sequences: one row; no rows; more rows than keys; rows without any key; few rows of many keys."""
-
-
 @pytest.mark.parametrize("page", [0, 16, 64, 128])
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("packed", [5, 0])
 @pytest.mark.parametrize("window", [0, 50])
 @pytest.mark.parametrize("name", ["torch_varlen", "flash_attention_4"])
-def test_rivals_of_packed_sequences_and_pages_answer_as_we_do(name, packed, page, window) -> None:
-    """Rows that see no key are zero; what a table says beyond a sequence's keys does not matter; graphs hold the call."""
-    from tiledsched import configure, sdpa_paged, sdpa_varlen
-    from tiledsched.kernels.attention import Attention, rivals
-
-    if not (packed or page):
-        pytest.skip("nothing is placed")
-    if name == "flash_attention_4" and not rivals.flash_4_installed():
-        pytest.skip("it is not installed")
-    if name == "torch_varlen" and page:
-        pytest.skip("it has no pages")
-    numbers = torch.Generator(device="cuda").manual_seed(3)
-
-    def draw(*shape):
-        return torch.randn(shape, generator=numbers, device="cuda").to(torch.bfloat16)
-
-    def whole(values):
-        return torch.tensor(values, dtype=torch.int32, device="cuda")
-
-    lengths, most = [500, 0, 1, 129, 640], 640
-    table = torch.randperm(5 * most // (page or most), generator=numbers, device="cuda").reshape(5, -1).int()
-    for index, length in enumerate(lengths if page else ()):
-        table[index, -(-length // page) :] = (-1, 10**6)[index % 2]
-    q = draw(764, 8, 128) if packed else draw(5, 30, 8, 128)
-    k, v = (draw(5 * most // page, page, 2, 128) if page else draw(764, 2, 128) for _ in range(2))
-    more = {"causal": True, "window": window or None}
+def test_rivals_of_packed_sequences_and_pages_are_right(name, packed, page, window) -> None:
+    """Some sequences are empty, and rows that see no key are zero; what lies beyond a sequence's keys does not matter; graphs hold
+    the call."""
     p = Attention.problem(
         seq_q=764 if packed else 30,
-        seq_k=most if page else 764,
+        seq_k=640 if page else 764,
         head_dim=128,
         heads=8,
         kv_heads=2,
@@ -142,53 +127,43 @@ def test_rivals_of_packed_sequences_and_pages_answer_as_we_do(name, packed, page
         window=window,
         page=page,
         batch=1 if packed else 5,
-        packed=5 if packed else 0,
+        packed=packed,
         lengths=page > 0,
     )
-    with configure(rivals="off", fallback="error"):
-        if not packed:
-            own = sdpa_paged(q, k, v, table, whole(lengths), **more)
-        elif page:
-            own = sdpa_varlen(
-                q, k, v, whole(ODD_ROWS), None, 570, most, block_table=table, seqused_k=whole(lengths), **more
-            )
-        else:
-            own = sdpa_varlen(q, k, v, whole(ODD_ROWS), whole(ODD_KEYS), 570, 634, **more)
-    asked = [whole(lengths)] if page else []
-    asked += [whole(ODD_ROWS)] if packed else []
-    asked += [table] if page else [whole(ODD_KEYS)]
-    heads = [rivals.heads_first(q), *(each.transpose(1, 2) if page else rivals.heads_first(each) for each in (k, v))]
-    call = rivals.rivals(p)[name].bind(*heads, *asked)
-    out = call()
-    assert out.stride()[1:] == heads[0].stride()[1:]
-    torch.testing.assert_close(out, rivals.heads_first(own), rtol=2e-2, atol=2e-2)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        again = call()
-    graph.replay()
-    torch.testing.assert_close(again, out)
+    rival = raced(p).get(name) if packed or page else None
+    if rival is None:
+        pytest.skip("it is not installed, or does not know the problem")
+    (spec,), ours = output_specs(Attention, p), space_for("sm_90", Attention).default(p)
+    for case in make_cases(Attention, numpy, numpy.random.default_rng(3), p):
+        call = call_on(rival, [each.cuda() for each in as_tensors(torch, p, case.inputs)])
+        out = call()
+        stored = {"Out": as_stored(torch, numpy, out.cpu(), spec)}
+        errors = case_errors(numpy, [spec], stored, case, Attention.tolerance(p, ours), Attention.check_tile(p, ours))
+        assert wrong_result(errors, case) is None
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            again = call()
+        graph.replay()
+        torch.testing.assert_close(again, out)
 
 
 @pytest.mark.measures
 @pytest.mark.parametrize("name", ["torch_cudnn", "flash_attention_4"])
 def test_one_whose_host_is_slow_serves_in_graphs_alone(tuned, monkeypatch, name) -> None:
-    from tiledsched import configure, explain, sdpa
-    from tiledsched.ops import plans
-    from tiledsched.serve import entries, process
 
     process.runtime.loaded.clear()  # as in a process where no other test has called it
     time = next((each for each in tuned.rivals if each.name == name), None)
     if time is None or not time.capturable:
         pytest.skip(f"{name} is not installed, or no graph holds it")
     q, k, v = tensors()
-    called, made = [], plans.late_rivals
+    called, made = [], plans.raced
 
-    def counted(*given):
-        call = made(*given)[name]
+    def counted(*given, late):
+        call = made(*given, late=late)[name]
         return {name: lambda *tensors: called.append(torch.cuda.is_current_stream_capturing()) or call(*tensors)}
 
-    monkeypatch.setattr(plans, "late_rivals", counted)
+    monkeypatch.setattr(plans, "raced", counted)
     with configure(rivals="off"):
         own = sdpa(q, k, v, causal=True)
     late = dataclasses.replace(time, ratio=0.5, ratio_low=0.49, ratio_high=0.51, host_us=1e6)
@@ -223,8 +198,6 @@ def test_one_whose_host_is_slow_serves_in_graphs_alone(tuned, monkeypatch, name)
     ids=str,
 )
 def test_a_second_call_of_flash_attention_4_is_of_its_compiled_function(monkeypatch, asked) -> None:
-    from tiledsched.kernels.attention import Attention
-    from tiledsched.kernels.attention.rivals import flash_attention_4
 
     function = pytest.importorskip("flash_attn.cute.interface")._flash_attn_fwd
     problem = Attention.problem(**{**SIZES, **asked})
@@ -262,22 +235,15 @@ PACKED = {"batch": 1, "packed": 5, "causal": True, "alignment": "bottom_right"}
 )
 def test_gradients_of_rivals_are_right_by_our_log_sum_exp_and_graphs_hold_them(asked) -> None:
     """The output and the log-sum-exp are computed in float32. A deterministic rival gives the same bits again."""
-    import numpy
-
-    from tiledsched.core.cases import expected_outputs, random_inputs
-    from tiledsched.kernels.attention_backward.declaration import AttentionBackward
-    from tiledsched.kernels.attention_backward.rivals import rivals
-    from tiledsched.measure.rivals import call_on
-    from tiledsched.measure.torch_arrays import as_tensors
 
     p = AttentionBackward.problem(**{**BACKWARD, **asked})
-    if not rivals(p):
+    if not raced_backward(p):
         pytest.skip("FlashAttention-4 is not installed")
     stored = random_inputs(AttentionBackward, numpy, numpy.random.default_rng(2), p)
     right = expected_outputs(AttentionBackward, numpy, p, stored, "float64")
     given = tuple(each.cuda() for each in as_tensors(torch, p, stored))
     turned = tuple(each.transpose(1, 2).contiguous().transpose(1, 2) for each in given[:5]) + given[5:]
-    for name, rival in rivals(p).items():
+    for name, rival in raced_backward(p).items():
         for inputs in (given, turned):
             call = call_on(rival, inputs)
             found = call()

@@ -23,7 +23,7 @@ from tiledsched.core.device import arch_spec
 from tiledsched.core.registry import SHIPPED, kernel_named
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
-from tiledsched.measure.launch import launch_of
+from tiledsched.measure.arrays import launch_of
 
 RUN = "on a machine with an H100 or H200: make test-gpu (its programs can be built elsewhere: python tests/gpu_suite.py build)"
 

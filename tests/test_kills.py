@@ -19,11 +19,11 @@ from store_samples import BACKENDS, fill, new_url, runs
 
 from tiledsched.core import files
 from tiledsched.core.files import write_whole
-from tiledsched.store.backup import back_up
 from tiledsched.store.db import TuningDB
 from tiledsched.store.engine import HEAD
 from tiledsched.store.exchange import export_table, read_table
 
+pytestmark = pytest.mark.slow
 TRIES = int(os.environ.get("KILLS", "2"))
 MERGING = """
     import sys
@@ -47,14 +47,13 @@ OPENING = """
     """
 WRITING = """
     import sys
-    from tiledsched.store.backup import back_up
     from tiledsched.store.db import TuningDB
     from tiledsched.store.exchange import export_table
     with TuningDB.open(sys.argv[1], read_only=True) as db:
         print("ready", flush=True)
         for number in range(100000):
             export_table(db, sys.argv[2] + "/table.json")
-            back_up(db, sys.argv[2] + "/copy.db", replace=True)
+            db.back_up(sys.argv[2] + "/copy.db", replace=True)
             print(number, flush=True)
     """
 REFRESHING = """
@@ -147,7 +146,7 @@ def test_a_killed_export_or_backup_leaves_the_file_that_was_there(tmp_path, monk
         fill(db)
         entries = db.entries()
         export_table(db, tmp_path / "table.json")
-        back_up(db, tmp_path / "copy.db")
+        db.back_up(tmp_path / "copy.db")
     for _ in range(TRIES):
         killed(WRITING, tmp_path / "x.db", tmp_path, after_s=pause.uniform(0.05, 0.3))
         assert len(read_table(tmp_path / "table.json").entries) == 2

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 from test_bench import QUICK, Harness
 
-from tiledsched.bench.job import bench_to_file
-from tiledsched.bench.rows import BenchRow, read_rows
 from tiledsched.build.compiler import compile_schedule
 from tiledsched.checking.interpreted import check_schedule
 from tiledsched.cli import main
@@ -20,8 +18,9 @@ from tiledsched.core.device import ARCHS
 from tiledsched.core.errors import UnsupportedError
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.estimate import Timing
-from tiledsched.report.document import Paragraph, Table, to_markdown
-from tiledsched.studies.ladder import pages, published, rungs, summary
+from tiledsched.ops.bench import bench_here
+from tiledsched.rivals.rows import BenchRow, read_rows
+from tiledsched.studies.ladder import pages, rungs
 from tiledsched.studies.ladder.rungs import EDITS, NAIVE, PlainAttention, plain_problem
 
 PROBLEM = Attention.problem(
@@ -94,21 +93,6 @@ def rows_of(lengths=(1024, 4096), like=PROBLEM):
     return found
 
 
-def test_a_line_for_each_rung_and_the_answer_in_sentences():
-    blocks = pages.document(rows_of())
-    (table,) = (block for block in blocks if isinstance(block, Table))
-    assert table.head == ("rung, and what it adds", "TFLOP/s at S=4096, measured", "gain over the rung before")
-    assert [row[0].partition(":")[0] for row in table.rows] == [f"`{name}`" for name in (*rungs.rungs(), "tiledsched")]
-    assert table.rows[0][1:] == ("100.0", "-")
-    assert table.rows[1][1:] == ("111.1", "1.11x (1.11 to 1.11)")
-    (answer,) = (block.text for block in blocks if isinstance(block, Paragraph) and block.answer)
-    assert answer.startswith(
-        "For B=2 H=3 D=64 float16 causal, `tiledsched` reaches 209 TFLOP/s at S=4096: it is 2.09 times as fast as `naive`, which "
-        "reaches 100 TFLOP/s."
-    )
-    assert "1.11 times as fast as before (geometric mean of 2 lengths)" in answer
-
-
 def test_gains_and_charts_equal_brute_force_and_draw_nothing_untimed():
     """Random times, some missing: a gain is of two times of one length, and a mean is over as many as it says."""
     rng = random.Random(4)
@@ -118,13 +102,13 @@ def test_gains_and_charts_equal_brute_force_and_draw_nothing_untimed():
         rows.append(replace(row, timing=timing, status="ok" if timing else "out of memory"))
     us = {(row.method, row.problem.seq_q): row.median_us for row in rows}
     names = [*rungs.rungs(), "tiledsched"]
-    found = summary.climbed(rows)
+    found = pages.climbed(rows)
     assert [rung.name for rung in found] == names
     for before, rung in zip(["", *names], found, strict=False):
         both = [length for length in (512, 1024, 2048) if us[rung.name, length] and us.get((before, length))]
         assert rung.gains == {length: us[before, length] / us[rung.name, length] for length in both}
         assert rung.gain == (pytest.approx(math.prod(rung.gains.values()) ** (1 / len(both))) if both else None)
-    values = pages.rates(found)["data"]["values"]
+    values = pages.rates(found, {})["data"]["values"]
     assert {(value["rung"], value["S"]) for value in values} == {key for key, time in us.items() if time}
     assert sum(time is None for time in us.values()) > 3
 
@@ -137,25 +121,12 @@ def test_nvidias_figures_stand_beside_ours_only_where_the_problem_is_theirs():
             for line in csv.DictReader(file)
             if line["source"] in ("playbook ladder", "playbook TileGym", "playbook B300")
         ]
-    assert sorted((each.gpu, each.seq, each.tflops) for each in published.PUBLISHED) == sorted(
+    assert sorted((gpu, seq, tflops) for (gpu, seq, _), tflops in rungs.PUBLISHED.items()) == sorted(
         (line["device"], int(line["problem"].split("S=")[1].split()[0]), float(line["value"])) for line in theirs
     )
-    problem = Attention.problem(seq_q=2048, seq_k=2048, **published.PROBLEM)
-    assert {each.rung: each.tflops for each in published.published_for(problem) if each.gpu == "GB10"}[
-        "occupancy"
-    ] == 79.5
+    problem = Attention.problem(seq_q=2048, seq_k=2048, **rungs.PROBLEM)
     for change in ({"causal": False}, {"batch": 1}, {"dtype": "bfloat16"}, {"seq_q": 512, "seq_k": 512}):
-        assert published.published_for(problem.replace(**change)) == []
-    text = to_markdown(pages.document(rows_of((2048,), problem)))
-    assert "| S=2048, `occupancy` | 152.4 | 79.5 | - |" in text
-    assert "They are not ours" in text
-    assert "NVIDIA" not in to_markdown(pages.document(rows_of())).replace("NVIDIA Sample", "")
-
-
-def test_what_failed_says_why():
-    rows = [BenchRow(problem=PROBLEM, method="naive", regime="burst", status="out of memory", device="x")]
-    (table,) = (block for block in pages.document(rows) if isinstance(block, Table))
-    assert table.rows == [("B=2 H=3 D=64 float16 causal", "naive", "200", "out of memory")]
+        assert not rungs.published_for(problem.replace(**change))
 
 
 @pytest.mark.parametrize(
@@ -205,8 +176,8 @@ def test_a_ladder_goes_on_where_it_stopped(tmp_path, monkeypatch):
     path, harness = tmp_path / "ladder.csv", Harness()
     problems = [PROBLEM.replace(seq_q=length, seq_k=length) for length in (1024, 4096)]
     how = {"methods": rungs.methods(), "rounds": 6, "harness": harness, "pace": QUICK}
-    bench_to_file(Attention, problems[:1], path, **how)
-    bench_to_file(Attention, problems, path, **how)
+    bench_here(Attention, problems[:1], path=path, **how)
+    bench_here(Attention, problems, path=path, **how)
     assert harness.prepared == [("burst", each) for each in problems]
     assert [row.method for row in read_rows(path)] == [*rungs.rungs(), "tiledsched"] * 2
     assert main(["study", "ladder", "--summary", "--out", str(tmp_path), "-p", "B=2,H=3,S=1024,D=64,causal"]) == 0

@@ -30,8 +30,7 @@ from tiledsched.core.cases import input_specs
 from tiledsched.core.errors import DeclarationError
 from tiledsched.core.launches import steps
 from tiledsched.core.storage import is_float, storage_type
-from tiledsched.measure.arrays import ProblemArrays, allocate, each, laid_out, number, pack
-from tiledsched.measure.launch import launch_of
+from tiledsched.measure.arrays import ProblemArrays, allocate, each, laid_out, launch_of, number, pack
 from tiledsched.measure.torch_arrays import as_stored, as_tensors
 
 KERNEL_PARAMETER, KERNEL_PARAMETER_V2 = 0x17, 0x45
@@ -83,8 +82,9 @@ def test_right_kernels_pass_every_case(kernel):
 )
 def test_other_layouts_sizes_and_types(changes):
     p, s = first(ScaleAdd)
-    for case in cases_of(ScaleAdd, p.replace(**changes)):
-        (errors,) = run_on_cpu(ScaleAdd, p.replace(**changes), s, case)
+    p = p.replace(**changes)
+    for case in cases_of(ScaleAdd, p):
+        (errors,) = run_on_cpu(ScaleAdd, p, s, case)
         assert (errors.errors <= errors.limit / 3).all()
 
 
@@ -120,11 +120,9 @@ def test_an_array_is_its_address_sizes_and_strides():
     (arguments,) = arrays.arguments(launch, case)
     assert arguments[0] is case.inputs["X"]
     assert arguments[10] is arrays.outputs["Out"]
-    assert [int(one) for one in arguments[1:5]] == [40, 200, 200, 1]
-    assert [int(one) for one in arguments[6:10]] == [40, 200, 1, 40]
+    assert [int(one) for one in (*arguments[1:5], *arguments[6:10])] == [40, 200, 200, 1, 40, 200, 1, 40]
     assert {type(one) for one in arguments[1:5]} == {numpy.int32}
-    assert arguments[15] == numpy.float32(2.5)
-    assert type(arguments[15]) is numpy.float32
+    assert (arguments[15], type(arguments[15])) == (numpy.float32(2.5), numpy.float32)
     assert pickle.loads(pickle.dumps(launch)) == launch
     assert launch.steps[0].arguments[-1] == ("scalar", "float32", 2.5)
 
@@ -140,16 +138,14 @@ def test_a_list_is_a_table_and_its_length():
     assert xs.flags.c_contiguous  # rows follow one another without padding
 
 
-def test_steps_share_the_workspace():
+def test_steps_share_the_workspace_and_scratch_is_poisoned_or_cleared():
     arrays, launch, case = prepared(RowSums)
     sums, add = arrays.arguments(launch, case)
     (workspace,) = arrays.scratch(launch.scratch).values()
     assert sums[5] is add[0] is workspace
-    assert workspace.shape == (8, 300)
-    assert [step.grid for step in launch.steps] == [(300, 8, 1), (300, 1, 1)]
-
-
-def test_equal_scratch_is_shared_poisoned_and_cleared():
+    assert (workspace.shape, [step.grid for step in launch.steps]) == ((8, 300), [(300, 8, 1), (300, 1, 1)])
+    arrays.poison(launch.scratch)
+    assert numpy.isnan(workspace).all()
     arrays, launch, _ = prepared(CountUp)
     (counter,) = arrays.scratch(launch.scratch).values()
     assert arrays.scratch(tuple(launch.scratch))["Counter"] is counter
@@ -160,9 +156,6 @@ def test_equal_scratch_is_shared_poisoned_and_cleared():
     assert arrays.not_zero(launch.scratch) == ["Counter"]
     arrays.clear(launch.scratch)
     assert arrays.not_zero(launch.scratch) == []
-    arrays, launch, _ = prepared(RowSums)
-    arrays.poison(launch.scratch)
-    assert numpy.isnan(arrays.scratch(launch.scratch)["Partial"]).all()
 
 
 def test_what_is_changed_in_place_is_neither_poisoned_nor_an_input():
@@ -198,11 +191,17 @@ def test_torch_and_numpy_share_memory_of_every_type(dtype):
     numpy.testing.assert_array_equal(back, stored)
 
 
-def test_numbers_are_of_their_type():
-    assert number("int32", 7) == numpy.int32(7)
-    assert type(number("int64", 1 << 40)) is numpy.int64
-    assert number("bfloat16", 1.0) == 0x3F80
-    assert number("float16", 0.1) == numpy.float16(0.1)
+@pytest.mark.parametrize(
+    ("dtype", "value", "expected"),
+    [
+        ("int32", 7, numpy.int32(7)),
+        ("int64", 1 << 40, numpy.int64(1 << 40)),
+        ("bfloat16", 1.0, numpy.uint16(0x3F80)),
+        ("float16", 0.1, numpy.float16(0.1)),
+    ],
+)
+def test_numbers_are_of_their_type(dtype, value, expected):
+    assert (number(dtype, value), type(number(dtype, value))) == (expected, type(expected))
     with pytest.raises(OverflowError):
         number("int32", 1 << 31)
 
@@ -210,8 +209,7 @@ def test_numbers_are_of_their_type():
 def test_inputs_lie_as_declared():
     spec = ArraySpec(name="X", role="in", dtype="float16", shapes=((4, 6),), column=True)
     right = allocate(numpy, spec)
-    assert right.strides == (2, 8)
-    assert laid_out(numpy, right, spec, (4, 6)) is right
+    assert (right.strides, laid_out(numpy, right, spec, (4, 6)) is right) == ((2, 8), True)
     rows = numpy.arange(24, dtype=numpy.float16).reshape(4, 6)
     copied = laid_out(numpy, rows, spec, (4, 6))
     assert copied.strides == (2, 8)
@@ -219,9 +217,5 @@ def test_inputs_lie_as_declared():
     for wrong in (rows[:3], rows.astype(numpy.float32)):
         with pytest.raises(DeclarationError, match=r"X is declared as float16 \(4, 6\); .* correct them"):
             laid_out(numpy, wrong, spec, (4, 6))
-    assert (
-        each(allocate(numpy, ArraySpec(name="Xs", role="out", dtype="bfloat16", shapes=((2,), (3,)), listed=True)))[
-            1
-        ].dtype
-        == numpy.uint16
-    )
+    listed = ArraySpec(name="Xs", role="out", dtype="bfloat16", shapes=((2,), (3,)), listed=True)
+    assert each(allocate(numpy, listed))[1].dtype == numpy.uint16

@@ -93,13 +93,11 @@ def test_right_candidate(runner, problem):
     runner.begin(problem)
     assert (runner.device.name, runner.device.arch, runner.device.sm_count) == ("Made-up GPU", "sm_90", 8)
     checked = runner.check(candidate(123.0))
-    assert checked.first_look_us == pytest.approx(123.0)
-    assert checked.accuracy.repeatable
+    assert (checked.first_look_us, checked.accuracy.repeatable) == (pytest.approx(123.0), True)
     assert 0 < checked.accuracy.worst_tile_error < 1e-2
     assert 0 < checked.accuracy.max_abs_error < 0.05
     assert not runner.check(candidate(50.0, check="unrepeatable")).accuracy.repeatable
-    other = runner.check(candidate(50.0, check="other-bits")).accuracy
-    again = runner.check(candidate(99.0)).accuracy
+    other, again = (runner.check(each).accuracy for each in (candidate(50.0, check="other-bits"), candidate(99.0)))
     assert (again.same_numbers(checked.accuracy), again.same_numbers(other), other.repeatable) == (True, False, True)
     inputs, outputs = again.outputs.split(".")
     assert len(inputs) == len(outputs) == 16
@@ -124,10 +122,8 @@ def test_other_problems(runner, problem, kv_splits):
     right = candidate(123.0)
     right = replace(right, schedule=right.schedule.replace(kv_splits=kv_splits))
     assert isinstance(runner.check(right), Checked)
-    for regime, launches in (("burst", 0), ("sustained", 20)):
-        (batch,) = runner.sample([right], rounds=2, regime=regime)
-        assert batch.samples_us == pytest.approx((123.0, 123.0))
-        assert batch.conditions.graph_launches == launches
+    assert_samples(runner, {right: 123.0}, "burst", 0)
+    assert_samples(runner, {right: 123.0}, "sustained", 20)
     for act, what in (
         ("wrong-lse", "random inputs: error 1 above 0.002 in Lse[0, 1], row tile"),
         ("unwritten-lse", "error inf above 0.002 in Lse"),
@@ -138,20 +134,20 @@ def test_other_problems(runner, problem, kv_splits):
         assert what in failure.message
 
 
-def test_samples_are_interleaved_and_exact(runner):
-    batches = runner.sample([candidate(us) for us in (10.0, 20.0, 30.0)], rounds=5, regime="burst")
-    assert [batch.samples_us for batch in batches] == [pytest.approx((us,) * 5) for us in (10.0, 20.0, 30.0)]
-    sustained = runner.sample([candidate(10.0)], rounds=3, regime="sustained")[0]
-    assert sustained.samples_us == pytest.approx((10.0,) * 3)
+def assert_samples(runner, us_of, regime="burst", graph_launches=0):
+    """Candidates take the times they should, and are timed one by one, or in graphs of so many launches; their conditions."""
+    batches = runner.sample(list(us_of), rounds=3, regime=regime)
+    assert [batch.samples_us for batch in batches] == [pytest.approx((us,) * 3) for us in us_of.values()]
+    assert {batch.conditions.graph_launches for batch in batches} == {graph_launches}
+    return batches[0].conditions
 
 
 def test_a_look_is_one_launch_or_two(runner, monkeypatch):
-    assert runner.probe(candidate(123.0)) == pytest.approx(123.0)
-    assert runner.probe(candidate(9e4)) == pytest.approx(9e4)
+    for us in (123.0, 9e4):
+        assert runner.probe(candidate(us)) == pytest.approx(us)
     monkeypatch.setattr(runner, "_timeouts", replace(TIMEOUTS, probe_s=0.8))
-    slow, failing = candidate(60.0, probe="hang"), candidate(61.0, probe="illegal")
-    assert runner.probe(slow).kind is FailureKind.HANG
-    assert runner.probe(failing).kind is FailureKind.ILLEGAL_ADDRESS
+    for act, kind in (("hang", FailureKind.HANG), ("illegal", FailureKind.ILLEGAL_ADDRESS)):
+        assert runner.probe(candidate(60.0, probe=act)).kind is kind
     assert_usable(runner)
 
 
@@ -175,91 +171,68 @@ def test_time_limits_follow_the_expectation(runner, monkeypatch):
 
 def test_pacing_is_calibrated_once_per_problem(make_runner):
     runner = make_runner()
-    pair = [candidate(100.0), candidate(200.0)]
+    pair = {candidate(100.0): 100.0, candidate(200.0): 200.0}
     for each in pair:
         runner.probe(each)
     assert runner.gap_trials == ()
-    batch = runner.sample(pair, rounds=2, regime="burst")[0]
+    conditions = assert_samples(runner, pair)
     trial, longer = runner.gap_trials
     assert (trial.gap_ms, trial.median_us) == (pytest.approx(0.2), pytest.approx(100.0))  # the fastest, twice its time
-    assert longer.gap_ms == pytest.approx(0.4)
-    assert (batch.conditions.gap_ms, batch.conditions.graph_launches) == (trial.gap_ms, 0)
-    runner.sample(pair, rounds=2, regime="burst")
+    assert (longer.gap_ms, conditions.gap_ms) == (pytest.approx(0.4), trial.gap_ms)
+    assert_samples(runner, pair)
     assert runner.gap_trials == (trial, longer)
-    each_for_itself = make_runner(
-        timeouts=replace(TIMEOUTS, sample_s=1.0, each_sample_s=0.2)
-    )  # 1 second and 0.2 for each
-    each_for_itself.sample(pair, rounds=2, regime="burst")
-    assert each_for_itself.gap_trials == (trial, longer)
     given = make_runner(gap_ms=1.0)
-    assert given.sample(pair, rounds=2, regime="burst")[0].conditions.gap_ms == 1.0
+    assert assert_samples(given, pair).gap_ms == 1.0
     assert given.gap_trials == ()
 
 
-def test_short_launches_at_the_power_cap_are_timed_in_graphs(runner):
+def test_short_launches_are_timed_in_graphs_at_the_power_cap_and_not_calibrated(runner):
     """All of a problem in the same way, and the time is that of one launch. Paced ones are timed one by one."""
-    pair = [candidate(140.0), candidate(200.0)]
-    for each in pair:
-        runner.probe(each)
-    for regime, launches in (("burst", 0), ("sustained", 20)):
-        batches = runner.sample(pair, rounds=3, regime=regime)
-        assert [batch.samples_us for batch in batches] == [pytest.approx((us,) * 3) for us in (140.0, 200.0)]
-        assert [batch.conditions.graph_launches for batch in batches] == [launches] * 2
-    runner.begin(PROBLEM)
-    runner.probe(candidate(160.0))
-    (batch,) = runner.sample([candidate(160.0)], rounds=1, regime="sustained")
-    assert batch.conditions.graph_launches == 0
-
-
-def test_short_launches_are_not_calibrated(runner):
+    for fastest, graph_launches in ((140.0, 20), (160.0, 0)):
+        runner.begin(PROBLEM)
+        pair = {candidate(fastest): fastest, candidate(200.0): 200.0}
+        for each in pair:
+            runner.probe(each)
+        assert_samples(runner, pair, "burst", 0)
+        assert_samples(runner, pair, "sustained", graph_launches)
     before = runner.gap_trials
+    runner.begin(PROBLEM)
     runner.probe(candidate(30.0))
-    (batch,) = runner.sample([candidate(30.0)], rounds=3, regime="burst")
-    assert batch.samples_us == pytest.approx((30.0,) * 3)
-    assert (batch.conditions.gap_ms, runner.gap_trials) == (SHORT_GAP_MS, before)
+    assert assert_samples(runner, {candidate(30.0): 30.0}).gap_ms == SHORT_GAP_MS
+    assert runner.gap_trials is before
 
 
 def test_a_calibration_that_fails_costs_nobody_else(runner):
-    group = [candidate(50.0, calibrate="exit"), candidate(60.0)]
+    group = {candidate(50.0, calibrate="exit"): 50.0, candidate(60.0): 60.0}
     for each in group:
         runner.probe(each)
-    batches = runner.sample(group, rounds=2, regime="burst")
-    assert [batch.samples_us for batch in batches] == [pytest.approx((50.0,) * 2), pytest.approx((60.0,) * 2)]
-    assert batches[0].conditions.gap_ms == 10.0
+    assert assert_samples(runner, group).gap_ms == 10.0
 
 
-def test_the_others_are_still_interleaved(runner, monkeypatch):
-    """After the culprit is found, the healthy ones are timed in one run, not one after another."""
-    asked = []
-    together = runner._sample_together
+@pytest.fixture
+def together(runner, monkeypatch):
+    """Notes how many candidates are timed together, and for how many rounds; those in company fail if so told."""
+    real = runner._sample_together
 
     def watched(group, rounds, regime):
-        asked.append((len(group), rounds))
-        return together(group, rounds, regime)
+        watched.noted.append((len(group), rounds))
+        return watched.failure if watched.failure and len(group) > 1 else real(group, rounds, regime)
 
+    watched.failure, watched.noted = None, []
     monkeypatch.setattr(runner, "_sample_together", watched)
+    return watched
+
+
+def test_the_others_are_still_interleaved(runner, together):
+    """After the culprit is found, the healthy ones are timed in one run, not one after another."""
     group = [candidate(10.0), candidate(20.0, sample="exit"), candidate(30.0), candidate(40.0, load="corrupt")]
     batches = runner.sample(group, rounds=4, regime="burst")
     assert [isinstance(batch, Failure) for batch in batches] == [False, True, False, True]
-    assert asked == [(4, 4), (1, 1), (1, 1), (1, 1), (1, 1), (2, 4)]
-
-
-def test_all_of_a_run_fail(runner):
+    assert together.noted == [(4, 4), (1, 1), (1, 1), (1, 1), (1, 1), (2, 4)]
     batches = runner.sample([candidate(1.0, sample="launch"), candidate(2.0, sample="exit")], rounds=2, regime="burst")
     assert [batch.kind for batch in batches] == [FailureKind.LAUNCH_FAILURE, FailureKind.WORKER_KILLED]
-    assert_usable(runner)
-
-
-def test_a_failure_only_together_does_not_lose_anyone(runner, monkeypatch):
-    together = runner._sample_together
-    failure = Failure(kind=FailureKind.HANG, message="only in company")
-
-    def fails_in_company(group, rounds, regime):
-        return failure if len(group) > 1 else together(group, rounds, regime)
-
-    monkeypatch.setattr(runner, "_sample_together", fails_in_company)
-    batches = runner.sample([candidate(10.0), candidate(20.0)], rounds=2, regime="burst")
-    assert [batch.samples_us for batch in batches] == [pytest.approx((10.0,) * 2), pytest.approx((20.0,) * 2)]
+    together.failure = Failure(kind=FailureKind.HANG, message="only in company")
+    assert_samples(runner, {candidate(10.0): 10.0, candidate(20.0): 20.0})
 
 
 @pytest.mark.parametrize("mode", ["check", "sample", "begin"])
@@ -308,21 +281,16 @@ def test_the_worker_ignores_ctrl_c(runner):
     ],
 )
 def test_no_start(mode, words):
+    """Neither a start nor a `begin` is waited for before it is needed; what does not start leaves nothing behind."""
     timeouts = Timeouts(start_s=0.5 if mode == "silent" else 20.0)
     runner = GpuRunner(kernel_named("attention"), timeouts=timeouts, worker_command=command(mode))
+    runner.begin(PROBLEM)
     for _ in range(2):  # whoever asks again is told again
         with pytest.raises(MeasureError, match=words) as caught:
             _ = runner.device
         assert str(caught.value).endswith("run: tiledsched doctor")
-
-
-def test_gpu_lost_on_the_way(make_runner, tmp_path):
-    """The candidate that broke it is a failure; that no GPU comes back is an error, and asking again says so again."""
-    runner = make_runner(f"ready:{tmp_path / 'started'}")
-    assert runner.check(candidate(check="ecc")).kind is FailureKind.GPU_LOST
-    for _ in range(2):
-        with pytest.raises(MeasureError, match="no CUDA-capable device"):
-            runner.check(candidate())
+    assert is_gone(runner._worker.process)
+    assert not Path(runner._worker._folder.path).exists()
 
 
 @pytest.mark.parametrize("ask", [GpuRunner.wait, lambda runner: runner.check(candidate(10.0))], ids=["wait", "check"])
@@ -332,14 +300,6 @@ def test_a_problem_that_does_not_fit_is_told_by_the_next_request(runner, ask):
         ask(runner)
     runner.begin(PROBLEM)
     assert_usable(runner)
-
-
-def test_the_worker_starts_while_others_do_something_else():
-    """Neither a start nor a `begin` is waited for before it is needed."""
-    runner = GpuRunner(kernel_named("attention"), timeouts=Timeouts(start_s=0.2), worker_command=command("silent"))
-    runner.begin(PROBLEM)
-    with pytest.raises(MeasureError, match="no answer to start"):
-        _ = runner.device
 
 
 def test_same_seed_same_requests(make_runner, monkeypatch):
@@ -368,14 +328,7 @@ def test_close_twice_leaves_nothing_behind(make_runner):
     assert not folder.exists()
 
 
-def test_a_failed_start_leaves_nothing_behind():
-    runner = GpuRunner(kernel_named("attention"), worker_command=command("no-gpu"))
-    with pytest.raises(MeasureError):
-        _ = runner.device
-    assert is_gone(runner._worker.process)
-    assert not Path(runner._worker._folder.path).exists()
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["starting", "idle", "hanging"])
 def test_the_worker_ends_with_its_parent(when, monkeypatch, tmp_path):
     """Even when the parent is killed, before it heard anything or in the middle of a kernel that never ends."""
@@ -435,16 +388,16 @@ print(sorted(heavy & set(sys.modules)))
 
 def test_who_runs_beside_is_told_with_the_samples_and_by_itself(make_runner):
     runner = make_runner("crowded")
-    (batch,) = runner.sample([candidate(100.0)], rounds=2, regime="burst")
-    assert batch.conditions.concurrent_pids == (4711,)
+    assert assert_samples(runner, {candidate(100.0): 100.0}).concurrent_pids == (4711,)
     trials = runner.gap_trials
     assert trials
     assert runner._gap_ms is None  # what was found beside it is found again
-    (asked,) = runner.sample([candidate(100.0)], rounds=0, regime="burst")
-    assert (asked.samples_us, asked.conditions.concurrent_pids) == ((), (4711,))
+    (told,) = runner.sample([candidate(100.0)], rounds=0, regime="burst")
+    assert (told.samples_us, told.conditions.concurrent_pids) == ((), (4711,))
     assert runner.gap_trials is trials
 
 
+@pytest.mark.slow
 def test_others_are_looked_for_since_the_first_of_a_row_of_requests(make_runner):
     runner = make_runner("crowded", gap_ms=0.0)
     looked_back, since = [], []

@@ -12,8 +12,9 @@ from test_measure_gpu import TIMEOUTS, command
 
 from tiledsched.build.cubin import join
 from tiledsched.core.canonical import stable_id
-from tiledsched.core.errors import Failure, FailureKind, MeasureError
+from tiledsched.core.errors import FailureKind, MeasureError
 from tiledsched.core.registry import load_kernel
+from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention_backward import AttentionBackward
 from tiledsched.measure.gpu import GpuRunner
@@ -61,40 +62,32 @@ def test_any_declared_kernel(begin, kernel):
         assert batch.conditions.graph_launches == (20 if graphs else 0)
 
 
-@pytest.mark.parametrize("changes", [{"order": "column"}, {"rows": 33, "columns": 77, "dtype": "bfloat16"}], ids=str)
-def test_other_layouts_and_sizes(begin, changes):
-    problem = first(ScaleAdd)[0].replace(**changes)
-    runner = begin(ScaleAdd, problem)
-    assert isinstance(runner.check(candidate(ScaleAdd)), Checked)
-    assert "in Out, row tile 0" in runner.check(candidate(ScaleAdd, check="wrong")).message
-
-
-def test_where_something_is_wrong(begin):
-    message = begin(Pick).check(candidate(Pick, check="wrong")).message
-    assert message == (
-        "random inputs: unequal elements 1 above 0 in Out, row tile 0, column tile 3, the first of 1 wrong tiles of 4"
-    )
-    message = begin(Dequantize).check(candidate(Dequantize, check="unwritten")).message
-    assert "relative error inf above 0.008 in Out, row tile 0" in message
-
-
-def test_a_workspace_that_is_not_left_zero_is_a_wrong_result(begin):
-    """And costs nobody else."""
-    runner = begin(CountUp)
-    failure = runner.check(candidate(CountUp, 50.0, check="unzeroed"))
+@pytest.mark.parametrize(
+    ("kernel", "changes", "check", "words"),
+    [
+        (ScaleAdd, {"order": "column"}, "wrong", "in Out, row tile 0"),
+        (ScaleAdd, {"rows": 33, "columns": 77, "dtype": "bfloat16"}, "wrong", "in Out, row tile 0"),
+        (
+            Pick,
+            {},
+            "wrong",
+            "random inputs: unequal elements 1 above 0 in Out, row tile 0, column tile 3, the first of 1 wrong tiles of 4",
+        ),
+        (Dequantize, {}, "unwritten", "relative error inf above 0.008 in Out, row tile 0"),
+        (CountUp, {}, "unzeroed", "Counter must be left zero"),  # and costs nobody else
+        # Launches in a row find the array as it was, and a right kernel is right in each.
+        (Accumulate, {}, "wrong-in-a-row", "after launches in a row, relative error"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_said_and_costs_nobody_else(begin, kernel, changes, check, words):
+    runner = begin(kernel, first(kernel)[0].replace(**changes))
+    failure = runner.check(candidate(kernel, 50.0, check=check))
     assert failure.kind is FailureKind.WRONG_RESULT
-    assert "Counter must be left zero" in failure.message
-    assert isinstance(runner.check(candidate(CountUp)), Checked)
-
-
-def test_a_race_in_a_kernel_that_changes_in_place(begin):
-    """Launches in a row find the array as it was, and a right kernel is right in each."""
-    runner = begin(Accumulate)
-    checked = runner.check(candidate(Accumulate))
-    assert isinstance(checked, Checked), checked
-    assert checked.accuracy.repeatable
-    failure = runner.check(candidate(Accumulate, 50.0, check="wrong-in-a-row"))
-    assert "after launches in a row, relative error" in failure.message
+    assert words in failure.message
+    right = runner.check(candidate(kernel))
+    assert isinstance(right, Checked), right
+    assert right.accuracy.repeatable
 
 
 FILE = """
@@ -134,7 +127,7 @@ def test_a_kernel_in_a_file(begin, declared):
     """The worker finds the file; it is in none of the places where modules are looked for."""
     kernel = declared()
     problem = kernel.problem(count=1000)
-    made = Candidate(schedule=first_schedule(kernel), artifact=artifact(cubin(100.0), "a" * 24))
+    made = Candidate(schedule=Schedule(TILE=128), artifact=artifact(cubin(100.0), "a" * 24))
     assert isinstance(begin(kernel, problem).check(made), Checked)
 
 
@@ -148,23 +141,15 @@ def test_a_reference_that_is_wrong_is_told(begin, declared, reference):
 def test_a_grid_that_fails_costs_the_candidate(begin, declared):
     kernel = declared(grid="return 1 // (s['TILE'] - 256)")
     runner = begin(kernel, kernel.problem(count=1000))
-    made = [
-        Candidate(schedule=first_schedule(kernel).replace(TILE=tile), artifact=artifact(cubin(100.0), f"{tile:024d}"))
-        for tile in (256, 512)
-    ]
-    failure = runner.check(made[0])
-    assert isinstance(failure, Failure)
+    raising, empty = (
+        Candidate(schedule=Schedule(TILE=tile), artifact=artifact(cubin(100.0), f"{tile:024d}")) for tile in (256, 512)
+    )
+    failure = runner.check(raising)
     assert failure.kind is FailureKind.LAUNCH_FAILURE
     assert "ZeroDivisionError" in failure.message
-    assert runner.probe(made[1]).kind is FailureKind.LAUNCH_FAILURE  # 0 blocks
+    assert runner.probe(empty).kind is FailureKind.LAUNCH_FAILURE  # 0 blocks
     kernel.grid = staticmethod(lambda p, s, device: 4)
-    assert isinstance(runner.check(made[1]), Checked)
-
-
-def first_schedule(kernel):
-    from tiledsched.core.schedule import Schedule
-
-    return Schedule({name: choices[0] for name, choices in kernel.knobs.items()})
+    assert isinstance(runner.check(empty), Checked)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -77,21 +77,21 @@ def binding(monkeypatch):
     return install
 
 
-def test_devices(binding):
-    binding(nvmlDeviceGetMemoryInfo=types.SimpleNamespace(total=1 << 37))
-    expected = Device(name="NVIDIA GB10", arch="sm_121", sm_count=0, memory_bytes=1 << 37, driver="580.1")
-    assert nvml.devices() == [expected]
-
-
-def test_unified_memory_is_not_reported(binding):
-    """A GB10 shares the host's memory, and NVML then answers the question with an error."""
-    binding()
-    assert [(device.arch, device.memory_bytes) for device in nvml.devices()] == [("sm_121", 0)]
-
-
-def test_a_device_that_computes_nothing_is_left_out(binding):
-    binding(nvmlDeviceGetCudaComputeCapability=None)
-    assert nvml.devices() == []
+@pytest.mark.parametrize(
+    ("answers", "memory_bytes"),
+    [
+        ({"nvmlDeviceGetMemoryInfo": types.SimpleNamespace(total=1 << 37)}, 1 << 37),
+        ({}, 0),  # a GB10 shares the host's memory, and NVML then answers the question with an error
+        ({"nvmlDeviceGetCudaComputeCapability": None}, None),  # it computes nothing
+        ({"nvmlInit": None}, None),
+        ({"nvmlDeviceGetCount": None}, None),
+        ({"nvmlDeviceGetCount": 0}, None),
+    ],
+)
+def test_devices(binding, answers, memory_bytes):
+    binding(**answers)
+    expected = Device(name="NVIDIA GB10", arch="sm_121", sm_count=0, memory_bytes=memory_bytes or 0, driver="580.1")
+    assert nvml.devices() == ([] if memory_bytes is None else [expected])
 
 
 @pytest.mark.parametrize(
@@ -116,54 +116,42 @@ def test_the_driver(binding, monkeypatch, tmp_path, answers, text, program, vers
     assert nvml.driver_version() == version
 
 
-@pytest.mark.parametrize("answers", [{"nvmlInit": None}, {"nvmlDeviceGetCount": None}, {"nvmlDeviceGetCount": 0}])
-def test_no_driver(binding, answers):
-    binding(**answers)
-    assert nvml.devices() == []
-
-
 def test_no_binding(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert nvml.devices() == []
 
 
-DEVICE = Device(name="NVIDIA GB10", arch="sm_121", sm_count=48)
-
-
-def test_conditions(binding):
-    binding(
-        nvmlDeviceGetClockInfo={"sm": [1980, 1500, 1400], "memory": [3201, 3201, 3201]},
-        nvmlDeviceGetPowerUsage=[650_000, 701_500, 690_000],
-        nvmlDeviceGetTemperature=[50, 61, 60],
-        nvmlDeviceGetCurrentClocksThrottleReasons=[0x1, 0x4, 0x4 | 0x20],
-    )
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        (
+            {
+                "nvmlDeviceGetClockInfo": {"sm": [1980, 1500, 1400], "memory": [3201, 3201, 3201]},
+                "nvmlDeviceGetPowerUsage": [650_000, 701_500, 690_000],
+                "nvmlDeviceGetTemperature": [50, 61, 60],
+                "nvmlDeviceGetCurrentClocksThrottleReasons": [0x1, 0x4, 0x4 | 0x20],
+            },
+            Conditions(
+                sm_clock_mhz=1500,
+                memory_clock_mhz=3201,
+                power_w=701.5,
+                temperature_c=61,
+                throttle_reasons=("power cap", "software thermal"),
+            ),
+        ),
+        (  # told in part: the third reading of the power fails
+            {"nvmlDeviceGetClockInfo": {"sm": 2400}, "nvmlDeviceGetPowerUsage": [45_000, 44_000, None]},
+            Conditions(sm_clock_mhz=2400, power_w=45.0),
+        ),
+        ({"nvmlDeviceGetHandleByPciBusId": None}, Conditions()),
+    ],
+)
+def test_conditions(binding, answers, expected):
+    binding(**answers)
     log = nvml.ConditionsLog()
     for _ in range(3):
         log.poll()
-    assert log.summary() == Conditions(
-        sm_clock_mhz=1500,
-        memory_clock_mhz=3201,
-        power_w=701.5,
-        temperature_c=61,
-        throttle_reasons=("power cap", "software thermal"),
-    )
-
-
-def test_conditions_that_are_told_in_part(binding):
-    binding(nvmlDeviceGetClockInfo={"sm": 2400}, nvmlDeviceGetPowerUsage=[45_000, 44_000])
-    log = nvml.ConditionsLog()
-    for _ in range(3):  # the third power reading fails
-        if not log._nvml.answers["nvmlDeviceGetPowerUsage"]:
-            log._nvml.answers["nvmlDeviceGetPowerUsage"] = None
-        log.poll()
-    assert log.summary() == Conditions(sm_clock_mhz=2400, power_w=45.0)
-
-
-def test_no_conditions(binding):
-    binding(nvmlDeviceGetHandleByPciBusId=None)
-    log = nvml.ConditionsLog()
-    log.poll()
-    assert log.summary() == Conditions()
+    assert log.summary() == expected
 
 
 OURS, TRAINING, DESKTOP = os.getpid(), 4711, 815
@@ -226,12 +214,6 @@ def test_processes_of_others(binding, compute, graphics, samples, others, beside
     assert told.disturbance == (f"beside process {beside[0]} on the GPU" if beside else "")
 
 
-def test_others_that_left_or_came_are_seen(binding):
-    made = binding(nvmlDeviceGetComputeRunningProcesses=[[process(OURS), process(1)], [process(OURS), process(2)]])
-    made.NVML_ERROR_NOT_FOUND = 6
-    assert nvml.ConditionsLog().summary().others == (1, 2)
-
-
 @pytest.mark.parametrize(
     ("before", "after", "ours"),
     [
@@ -286,9 +268,14 @@ def test_the_name_that_cuda_will_give(binding, answers, name):
     assert nvml.expected_name() == name
 
 
-def test_the_gpu_that_is_open(binding):
-    binding(nvmlDeviceGetUUID=b"GPU-aa")
+def test_the_gpu_that_is_open_and_others_that_left_or_came(binding):
+    made = binding(
+        nvmlDeviceGetUUID=b"GPU-aa",
+        nvmlDeviceGetComputeRunningProcesses=[[process(OURS), process(1)], [process(OURS), process(2)]],
+    )
+    made.NVML_ERROR_NOT_FOUND = 6
     assert nvml.current_gpu() == ("GPU-aa", "NVIDIA GB10")
+    assert nvml.ConditionsLog().summary().others == (1, 2)
     binding(nvmlDeviceGetHandleByPciBusId=None)
     assert nvml.current_gpu() == ("", "")
 
@@ -318,6 +305,9 @@ def test_a_gpu_that_is_stuck_is_named_and_waited_for_once(stuck, monkeypatch):
             ask()
         monkeypatch.setattr(nvml, "LISTED_S", 60.0)  # nobody waits for it again
     assert threading.active_count() == threads + 1
+    found = {each.name: each for each in doctor.examine()}
+    assert (found["gpu"].status, "it is stuck" in found["gpu"].detail) == ("broken", True)
+    assert found["gpu"].remedy.startswith("see what nvidia-smi says")
     stuck.well.set()
     wait([nvml.asked._unanswered], 5)
     assert len(nvml.devices()) == 2
@@ -328,12 +318,6 @@ def test_who_names_another_gpu_goes_on_without_the_stuck_one(stuck, monkeypatch)
     assert [device.arch for device in nvml.devices()] == ["sm_121"]
     assert [uuid for uuid, _ in nvml.gpus()] == ["GPU-aa"]
     assert nvml.only_gpu() == ("GPU-aa", "NVIDIA GB10")
-
-
-def test_doctor_says_that_a_gpu_is_stuck(stuck):
-    found = {each.name: each for each in doctor.examine()}
-    assert (found["gpu"].status, "it is stuck" in found["gpu"].detail) == ("broken", True)
-    assert found["gpu"].remedy.startswith("see what nvidia-smi says")
 
 
 def test_a_gpu_that_gets_stuck_while_it_measures(stuck):

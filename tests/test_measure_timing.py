@@ -45,15 +45,13 @@ class Log:
 def test_burst_is_paced_interleaved_and_shuffled() -> None:
     watch, log = Watch(), Log()
     samples = sample_rounds(watch, 3, rounds=6, regime="burst", rng=random.Random(1), log=log, gap_s=0.004)
+    order, paced, starts = zip(*watch.queued, strict=True)
+    rounds = [order[i : i + 3] for i in range(0, 18, 3)]
     assert samples == [[100.0 + i] * 6 for i in range(3)]
-    rounds = [[index for index, _, _ in watch.queued[i : i + 3]] for i in range(0, 18, 3)]
-    assert all(sorted(order) == [0, 1, 2] for order in rounds)
-    assert len({tuple(order) for order in rounds}) > 1
-    starts = [start for _, _, start in watch.queued]
-    gaps = [later - earlier for earlier, later in itertools.pairwise(starts)]
-    assert min(gaps) >= 0.9 * 0.004
-    assert all(paced for _, paced, _ in watch.queued)
-    assert log.polls == 6
+    assert {tuple(sorted(each)) for each in rounds} == {(0, 1, 2)}
+    assert len(set(rounds)) > 1
+    assert min(later - earlier for earlier, later in itertools.pairwise(starts)) >= 0.9 * 0.004
+    assert (set(paced), log.polls) == ({True}, 6)
 
 
 class Noisy(Watch):
@@ -115,23 +113,20 @@ def test_without_a_steady_gap_the_calmest_counts() -> None:
 
 
 def test_sustained_keeps_a_round_queued_and_counts_only_warm_samples() -> None:
-    watch, log = Watch(), Log()
-    started = time.perf_counter()
+    watch, log, started = Watch(), Log(), time.perf_counter()
     samples = sample_rounds(watch, 2, rounds=4, regime="sustained", rng=random.Random(1), log=log, warmup_s=0.05)
     assert time.perf_counter() - started >= 0.05
     assert samples == [[100.0] * 4, [101.0] * 4]
     assert len(watch.queued) > 2 * 4
     assert not any(paced for _, paced, _ in watch.queued)
-    assert log.polls == 4
-    assert watch.waiting == 0
+    assert (log.polls, watch.waiting) == (4, 0)
     assert min(watch.waiting_after_reads[:-2]) >= 2  # the next round is queued before this one is read
 
 
 @pytest.mark.parametrize("regime", ["burst", "sustained"])
 def test_the_same_seed_gives_the_same_orders(regime) -> None:
-    orders = []
-    for _ in range(2):
-        watch = Watch()
+    watches = Watch(), Watch()
+    for watch in watches:
         sample_rounds(watch, 4, rounds=3, regime=regime, rng=random.Random(5), log=Log(), gap_s=0, warmup_s=0)
-        orders.append([index for index, _, _ in watch.queued][:12])
-    assert orders[0] == orders[1]
+    first, second = ([index for index, *_ in watch.queued][:12] for watch in watches)
+    assert first == second

@@ -11,7 +11,6 @@ from test_declaration import own_names  # noqa: F401  # what a test declares is 
 
 from tiledsched.build.compiler import compile_schedule
 from tiledsched.checking.interpreted import check_schedule
-from tiledsched.cli import main
 from tiledsched.core import registry
 from tiledsched.core.blame import describe, nearest
 from tiledsched.core.errors import ConfigError, TiledschedError
@@ -338,13 +337,12 @@ LINES = [
 
 @pytest.mark.parametrize(("line", "words"), LINES, ids=[line for line, _ in LINES])
 def test_a_misspelt_word_of_a_command_is_answered_by_the_one_that_was_meant(
-    line, words, tmp_path, monkeypatch, capsys
+    line, words, tmp_path, monkeypatch, cli
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "x.db"))
     written(tmp_path)
-    assert main(line.split()) == (0 if line == "show atention" else 2)
-    assert words in capsys.readouterr().err
+    assert words in cli(line.split(), code=0 if line == "show atention" else 2).err
 
 
 @pytest.mark.parametrize(

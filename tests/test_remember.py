@@ -14,7 +14,7 @@ import textwrap
 import threading
 from collections import namedtuple
 from enum import Enum
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import cuda.tile as ct
 import numpy as np
@@ -83,28 +83,23 @@ def machine(tmp_path, monkeypatch, empty_database):
         yield made
 
 
-def search(space=SPACE, *, x=X, factor=0.5, kernel=scale, hints=lambda c: {"occupancy": c.occupancy}, **more):
-    return tiledsched.exhaustive_search(
-        space,
-        0,
-        lambda c: (4096 // c.tile, 1, 1),
-        kernel,
-        lambda c: (x, OUT, factor, c.tile),
-        hints,
-        quiet=True,
-        **more,
-    )
+def ask(space, args, grid=lambda c: (4096 // c.tile,), kernel=scale, hints=None, **more):
+    return tiledsched.exhaustive_search(space, 0, grid, kernel, args, hints, quiet=True, **more)
 
 
-def again(machine, **more):
+def search(space=SPACE, *, x=X, factor=0.5, hints=lambda c: {"occupancy": c.occupancy}, **more):
+    return ask(space, lambda c: (x, OUT, factor, c.tile), hints=hints, **more)
+
+
+def again(machine, call=search, **more):
     """What another search does: the configurations compiled and the launches made by it."""
     machine.compiled.clear()
     machine.done.clear()
-    result = search(**more)
+    result = call(**more)
     return result, list(machine.compiled), machine.done["launches"]
 
 
-@pytest.mark.parametrize("database", ["sqlite", "postgresql"])
+@pytest.mark.parametrize("database", ["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
 def test_the_second_call_measures_nothing(machine, monkeypatch, database):
     if database == "postgresql":
         monkeypatch.setenv("TILEDSCHED_DB", postgres.server())
@@ -123,17 +118,19 @@ def test_the_second_call_measures_nothing(machine, monkeypatch, database):
 
 def test_a_larger_space_measures_only_what_is_new_and_the_best_so_far(machine):
     search(SPACE[:4])  # 128 with occupancy 2 is among them
-    result, compiled, _ = again(machine, space=SPACE)
-    assert sorted(config.tile for config in compiled) == [128, 256, 256]
-    assert result.best.config is SPACE[3]
-    assert len(result.successes) == 6
-    for part in (SPACE, SPACE[::-1], SPACE[2:], SPACE[3:4]):
-        found, compiled, launches = again(machine, space=part)
-        assert (compiled, launches) == ([], 0)
-        assert found.best.config is SPACE[3]
-    rest, compiled, _ = again(machine, space=SPACE[:2])  # without the winner
-    assert compiled == []
-    assert rest.best.config is SPACE[1]
+    for part, compiled, best in (
+        (SPACE, [128, 256, 256], SPACE[3]),
+        (SPACE, [], SPACE[3]),
+        (SPACE[::-1], [], SPACE[3]),
+        (SPACE[2:], [], SPACE[3]),
+        (SPACE[3:4], [], SPACE[3]),
+        (SPACE[:2], [], SPACE[1]),  # without the winner
+    ):
+        found, made, launches = again(machine, space=part)
+        assert sorted(config.tile for config in made) == compiled
+        assert bool(launches) == bool(compiled)
+        assert found.best.config is best
+        assert len(found.successes) == len(part)
 
 
 OTHER = {
@@ -144,7 +141,6 @@ OTHER = {
     "number": {"factor": 0.25},
     "NumPy's number": {"factor": np.float32(0.125)},
     "word": {"factor": None},
-    "kernel": {"kernel": make_kernel(1)},
     "captured": {"kernel": make_kernel(2)},
     "decorator": {"kernel": scale.replace_hints(opt_level=2)},
     "hints": {"hints": lambda c: {"occupancy": c.occupancy, "num_ctas": 2}},
@@ -156,12 +152,8 @@ def test_other_questions_have_other_answers(machine):
     search()
     search(kernel=make_kernel(1))
     for name, more in OTHER.items():
-        if name == "kernel":
-            continue
-        _, compiled, _ = again(machine, **more)
-        assert len(compiled) == 6, name
-        _, compiled, _ = again(machine, **more)
-        assert compiled == [], name
+        for count in (6, 0):
+            assert len(again(machine, **more)[1]) == count, name
     assert again(machine)[1] == []
 
 
@@ -229,15 +221,14 @@ def test_what_a_kernel_calls_counts(machine, monkeypatch):
 
 
 def test_another_grid_is_another_program(machine):
-    def ask(factor):
-        machine.compiled.clear()
-        args = lambda c: (X, OUT, 1.0, c.tile)  # noqa: E731
-        tiledsched.exhaustive_search(SPACE, 0, lambda c: (max(factor, c.tile),), scale, args, quiet=True)
-        return [config.tile for config in machine.compiled]
+    def compiled(factor):
+        grid = lambda c: (max(factor, c.tile),)  # noqa: E731
+        found = again(machine, ask, space=SPACE, args=lambda c: (X, OUT, 1.0, c.tile), grid=grid)[1]
+        return [config.tile for config in found]
 
-    assert len(ask(1)) == 6
-    assert ask(2) == []
-    assert set(ask(128)) >= {64}, "a grid of 64 blocks became one of 128"
+    assert len(compiled(1)) == 6
+    assert compiled(2) == []
+    assert set(compiled(128)) >= {64}, "a grid of 64 blocks became one of 128"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,17 +257,10 @@ Pair = namedtuple("Pair", "tile mode")
 )
 def test_any_kind_of_configuration(machine, space, tile):
     machine.time_us = lambda program: 100.0 + tile(program.config) / 10
-
-    def ask():
-        return tiledsched.exhaustive_search(
-            space, 0, lambda c: (4096 // tile(c),), add, lambda c: (X, OUT, tile(c)), quiet=True
-        )
-
-    first = ask()
+    call = functools.partial(ask, space, lambda c: (X, OUT, tile(c)), lambda c: (4096 // tile(c),), add)
+    first = call()
     assert first.best.config is space[0]
-    machine.done.clear()
-    assert ask() == first
-    assert machine.done["compiles"] == machine.done["launches"] == 0
+    assert again(machine, call) == (first, [], 0)
 
 
 def test_a_kernel_for_each_configuration(machine):
@@ -308,26 +292,16 @@ def test_equal_programs_are_measured_once(machine):
 def test_numbers_that_vary_make_programs_of_one_machine_code_different(machine):
     machine.code = lambda program: "one"
     machine.time_us = lambda program: 200.0 - program.config
-
-    def ask(space):
-        return tiledsched.exhaustive_search(
-            space, 0, lambda c: (1,), scale, lambda c: (X, OUT, float(c), 64), quiet=True
-        )
-
-    assert ask([1, 2, 3]).best.config == 3
-    machine.done.clear()
-    assert [each.mean_us for each in ask([3, 1, 2]).successes] == [197.0, 199.0, 198.0]
-    assert machine.done["launches"] == 0
+    call = functools.partial(ask, args=lambda c: (X, OUT, float(c), 64), grid=lambda c: (1,))
+    assert call([1, 2, 3]).best.config == 3
+    result, _, launches = again(machine, call, space=[3, 1, 2])
+    assert ([each.mean_us for each in result.successes], launches) == ([197.0, 199.0, 198.0], 0)
 
 
 def test_ties_go_to_the_first_unless_another_is_served(machine):
     machine.time_us = lambda program: 100.0
     assert search(SPACE[2:]).best.config is SPACE[2]
     assert again(machine, space=SPACE)[0].best.config is SPACE[2], "served before the others came"
-
-
-def fails(program):
-    raise ct.TileCompilerTimeoutError("`tileiras` exceeded 5 s\nand more", "", "") if program else ValueError
 
 
 def test_failures_are_rows_and_are_not_tried_again(machine):
@@ -342,17 +316,12 @@ def test_failures_are_rows_and_are_not_tried_again(machine):
         return 100.0
 
     machine.code, machine.time_us = compile_it, run
-    result = search()
-    assert [each.config.tile for each in result.successes] == [128, 128]
-    assert [(config.tile, kind, text.splitlines()[0]) for config, kind, text in result.failures] == [
-        (64, ValueError, "cannot launch 64"),
-        (64, ValueError, "cannot launch 64"),
-        (256, RuntimeError, "tile side is too large"),
-        (256, RuntimeError, "tile side is too large"),
-    ]
-    found, compiled, launches = again(machine)
-    assert (compiled, launches) == ([], 0)
-    assert [row[1:] for row in found.failures] == [(kind, text.splitlines()[0]) for _, kind, text in result.failures]
+    wanted = [(64, ValueError, "cannot launch 64")] * 2 + [(256, RuntimeError, "tile side is too large")] * 2
+    for _ in range(2):
+        result, *_, launches = again(machine)
+        assert [each.config.tile for each in result.successes] == [128, 128]
+        assert [(config.tile, kind, text.splitlines()[0]) for config, kind, text in result.failures] == wanted
+    assert (machine.compiled, launches) == ([], 0)
     with TuningDB.open(os.environ["TILEDSCHED_DB"]) as db:
         assert {each.failure.message for each in db.failures()} == {"ValueError: cannot launch 64"}
 
@@ -388,20 +357,17 @@ def test_whole_outputs_are_compared(machine, in_list):
 
     machine.compute, machine.time_us = compute, lambda program: 200.0 - 10 * program.config
 
-    def ask(check):
-        args = lambda c: (X, [out] if in_list else out, c)  # noqa: E731
-        return tiledsched.exhaustive_search([1, 2, 3, 4], 0, lambda c: (1,), add, args, quiet=True, check=check)
-
-    assert ask(False).best.config == 4
-    result = ask(True)
+    args = lambda c: (X, [out] if in_list else out, c)  # noqa: E731
+    call = functools.partial(ask, [1, 2, 3, 4], args, lambda c: (1,), add)
+    assert call(check=False).best.config == 4
+    result = call(check=True)
     assert result.best.config == 1
     assert [config for config, _, _ in result.failures] == [2, 3, 4]
     message = result.failures[0][2]
     assert "differs from that of config=1 occ=4: relative error 0.01 above 0.002, largest difference 0.01" in message
-    machine.done.clear()
-    assert ask(True).best.config == 1
-    assert machine.done["launches"] == 0
-    assert ask(False).best.config == 1, "what is known to be wrong stays out"
+    found, _, launches = again(machine, call, check=True)
+    assert (found.best.config, launches) == (1, 0)
+    assert call(check=False).best.config == 1, "what is known to be wrong stays out"
 
 
 def test_arguments_are_made_anew_for_each_launch_and_once_for_a_stored_answer(machine):
@@ -411,13 +377,10 @@ def test_arguments_are_made_anew_for_each_launch_and_once_for_a_stored_answer(ma
         made.append(c)
         return X, OUT, 1.0, c.tile
 
-    def ask():
-        return tiledsched.exhaustive_search(SPACE, 0, lambda c: (4096 // c.tile,), scale, args, quiet=True)
-
-    first = ask()
+    first = ask(SPACE, args)
     assert len(made) > machine.done["launches"]
     made.clear()
-    assert ask() == first
+    assert ask(SPACE, args) == first
     assert len(made) == 1
 
 
@@ -429,14 +392,6 @@ def test_a_value_without_identity_is_measured_each_time_with_a_warning(machine, 
     assert results[0].best.config is SPACE[3]
     assert machine.done["measuring"] == 2
     assert sum("are not stored: the call depends on argument 2" in each.message for each in caplog.records) == 1
-
-
-def test_without_a_gpu_what_is_stored_is_answered(machine):
-    first = search()
-    machine.there = None
-    assert search() == first
-    with pytest.raises(MeasureError, match="there is no GPU to measure on"):
-        search(factor=9.0)
 
 
 BESIDE = """
@@ -454,50 +409,54 @@ def larger(search):
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python does not tell columns")
 def test_what_stands_beside_a_lambda_is_not_part_of_it(machine, tmp_path, monkeypatch):
-    """The same call at another place of a program, also in a capture; a lambda with another text counts as another."""
+    """A call at another place of a program is answered, also in a capture; a lambda with another text is another call."""
     (tmp_path / "beside.py").write_text(BESIDE)
     monkeypatch.syspath_prepend(tmp_path)
     beside = importlib.import_module("beside")
 
-    def search(args, grid):
-        return tiledsched.exhaustive_search(SPACE, 0, grid, scale, args, quiet=True)
-
+    search = functools.partial(ask, SPACE)
     found = beside.first(search)
     machine.graph = True
     assert beside.second(search) == found
     for call in (beside.other, beside.larger):
-        with pytest.raises(MeasureError, match="while a CUDA graph is captured"):
+        with pytest.raises(MeasureError, match="while a CUDA graph is captured; call it once before"):
             call(search)
 
 
-def test_nothing_is_measured_while_a_graph_is_captured(machine):
+@pytest.mark.parametrize(
+    ("lacking", "match"),
+    [("there", "there is no GPU to measure on"), ("graph", "while a CUDA graph is captured; call it once before")],
+)
+def test_where_nothing_can_be_measured_what_is_stored_is_answered(machine, lacking, match):
     first = search()
-    machine.graph = True
+    setattr(machine, lacking, None if lacking == "there" else True)
     assert search() == first
-    with pytest.raises(MeasureError, match="while a CUDA graph is captured; call it once before"):
+    with pytest.raises(MeasureError, match=match):
         search(factor=9.0)
 
 
 def test_other_compilers_and_gpus_have_answers_of_their_own(machine):
     search()
-    machine.version = "13.6.1"
-    assert len(again(machine)[1]) == 6
-    machine.there = dataclasses.replace(H200, name="NVIDIA H100")
-    assert len(again(machine)[1]) == 6
-    machine.there, machine.version = H200, "13.5.37"
-    assert again(machine)[1] == []
+    for gpu, version, count in (
+        (H200, "13.6.1", 6),
+        (dataclasses.replace(H200, name="NVIDIA H100"), "13.6.1", 6),
+        (H200, "13.5.37", 0),
+    ):
+        machine.there, machine.version = gpu, version
+        assert len(again(machine)[1]) == count
 
 
 def test_settings_measure_anew_or_not_at_all(machine, monkeypatch):
     search()
     machine.time_us = lambda program: 300.0 - tile_time(program)
-    monkeypatch.setenv("TILEDSCHED_REMEMBER", "new")
-    assert search().best.config is SPACE[4]
-    monkeypatch.setenv("TILEDSCHED_REMEMBER", "on")
-    assert again(machine)[0].best.config is SPACE[4]
-    machine.time_us = tile_time
-    monkeypatch.setenv("TILEDSCHED_REMEMBER", "off")
-    assert again(machine)[0].best.config is SPACE[3]
+    for setting, time_us, best in (
+        ("new", machine.time_us, SPACE[4]),
+        ("on", machine.time_us, SPACE[4]),
+        ("off", tile_time, SPACE[3]),
+    ):
+        monkeypatch.setenv("TILEDSCHED_REMEMBER", setting)
+        machine.time_us = time_us
+        assert again(machine)[0].best.config is best
 
 
 def test_where_nothing_can_be_stored_the_answer_is_given(machine, monkeypatch, tmp_path, caplog):
@@ -509,44 +468,40 @@ def test_where_nothing_can_be_stored_the_answer_is_given(machine, monkeypatch, t
 
 
 def test_what_was_timed_beside_others_is_not_stored(machine):
-    machine.others = (77,)
-    search()
-    machine.others = ()
-    assert len(again(machine)[1]) == 6
+    for others in ((77,), ()):
+        machine.others = others
+        assert len(again(machine)[1]) == 6
 
 
 def test_of_two_processes_that_measure_at_once_both_give_one_answer(machine):
-    inner = {}
-    plain = machine.build
+    winners, plain = [], machine.build
 
     def build(programs, request):
-        if not inner:  # another process is faster, and finds another winner
-            inner["winner"] = None
-            machine.time_us = lambda program: 300.0 - tile_time(program)
-            inner["winner"] = search().best.config
-            machine.time_us = tile_time
+        machine.build = plain
+        machine.time_us = lambda program: (
+            300.0 - tile_time(program)
+        )  # another process is faster, and finds another winner
+        winners.append(search().best.config)
+        machine.time_us = tile_time
         plain(programs, request)
 
     machine.build = build
-    assert search().best.config is inner["winner"] is SPACE[4]
-    assert again(machine)[0].best.config is SPACE[4]
+    winners += [search().best.config, again(machine)[0].best.config]
+    assert winners == [SPACE[4]] * 3
 
 
 def test_results_are_shown_as_any_other_without_the_code(machine, tmp_path, capsys):
     search()
     name = f"{scale._pyfunc.__module__}:scale"
-
-    def tell(*words):
+    for words, said in (
+        (["explain", name, "--arch", "sm_90"], "factor=0.5"),
+        (["explain", name, "--arch", "sm_90", "-p", "factor=0.5", "--json"], '"provenance": "measured"'),
+        (["show", name], "tile=128"),
+        (["db", "export", name, "-o", str(tmp_path / "table.json")], ""),
+        (["db", "check"], ""),
+    ):
         assert main(words) == 0
-        return capsys.readouterr().out
-
-    assert "factor=0.5" in tell("explain", name, "--arch", "sm_90")
-    row = json.loads(tell("explain", name, "--arch", "sm_90", "-p", "factor=0.5", "--json"))
-    assert row["provenance"] == "measured"
-    assert row["schedule"] == {"tile": 128, "occupancy": 2}
-    assert "tile=128" in tell("show", name)
-    tell("db", "export", name, "-o", str(tmp_path / "table.json"))
-    tell("db", "check")
+        assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("way", ["table", "bundle", "site"])
@@ -567,32 +522,22 @@ def test_what_is_shipped_elsewhere_answers(machine, monkeypatch, tmp_path, way):
 
 
 def test_a_function_with_wrappers_and_partials_is_read(machine):
-    def counted(function):
-        @functools.wraps(function)
-        def inner(*args):
-            counted.calls = getattr(counted, "calls", 0) + 1
-            return function(*args)
+    counts = {"wrapped": 0, "method": 0}
+    plain = lambda c: (X, OUT, 1.0, c.tile)  # noqa: E731
 
-        return inner
+    @functools.wraps(plain)
+    def wrapped(*args):
+        counts["wrapped"] += 1
+        return plain(*args)
 
     class Owner:
-        def __init__(self):
-            self.calls = 0
-
         def args(self, c):
-            self.calls += 1
+            counts["method"] += 1
             return X, OUT, 1.0, c.tile
 
-    owner = Owner()
-    for function in (
-        counted(lambda c: (X, OUT, 1.0, c.tile)),
-        functools.partial(lambda x, c: (x, OUT, 1.0, c.tile), X),
-        owner.args,
-    ):
+    for function in (wrapped, functools.partial(lambda x, c: (x, OUT, 1.0, c.tile), X), Owner().args):
         for count in (6, 0):
-            machine.compiled.clear()
-            tiledsched.exhaustive_search(SPACE, 0, lambda c: (4096 // c.tile,), scale, function, quiet=True)
-            assert len(machine.compiled) == count
+            assert len(again(machine, ask, space=SPACE, args=function)[1]) == count
 
 
 class Kernel:
@@ -608,6 +553,11 @@ class Kernel:
             return f"{signature} {_compile.compile_cubin(self.number)}".encode(), "symbol", None, ()
 
 
+class WithoutGpu(machines.SearchMachine):
+    def gpu(self):
+        return "sm_90", "a GPU"
+
+
 def test_compilers_run_side_by_side_and_launches_use_what_they_made(monkeypatch):
     together = threading.Barrier(2, timeout=60)
 
@@ -617,7 +567,6 @@ def test_compilers_run_side_by_side_and_launches_use_what_they_made(monkeypatch)
 
     monkeypatch.setattr(_compile, "compile_cubin", compiler)
     monkeypatch.setattr("tiledsched.build.pool.default_jobs", lambda: 4)
-    monkeypatch.setattr(machines.GpuMachine, "gpu", lambda self: ("sm_90", "a GPU"))
     monkeypatch.setattr(ct, "launch", lambda stream, grid, kernel, args: kernel._compile(f"types of {args}", "context"))
     request = Request(
         configs=(1, 2, -1),
@@ -633,7 +582,7 @@ def test_compilers_run_side_by_side_and_launches_use_what_they_made(monkeypatch)
     programs = [
         machines.CallProgram(config=c, schedule=Schedule(c=c), grid=(1,), kernel=Kernel(c)) for c in request.configs
     ]
-    machines.GpuMachine().build(programs, request)
+    WithoutGpu().build(programs, request)
     assert [type(each.error) for each in programs] == [type(None), type(None), ValueError]
     assert len({each.artifact.fingerprint for each in programs[:2]}) == 2
     assert ct.launch(0, (1,), programs[1].kernel, (4,))[0] == b"types of (4,) 2", "nothing is compiled again"
@@ -644,23 +593,13 @@ def test_arguments_are_made_before_a_launch_is_timed(monkeypatch):
     told = []
     late = iter([True, False])
 
-    class Event:
-        def __init__(self, enable_timing):
-            pass
+    def event(enable_timing):
+        record = functools.partial(told.append, "event")
+        return SimpleNamespace(
+            record=record, query=lambda: next(late), synchronize=lambda: None, elapsed_time=lambda other: 0.02
+        )
 
-        def record(self):
-            told.append("event")
-
-        def query(self):
-            return next(late)
-
-        def synchronize(self):
-            pass
-
-        def elapsed_time(self, other):
-            return 0.02
-
-    cuda = SimpleNamespace(Event=Event, _sleep=lambda cycles: told.append("spin"))
+    cuda = SimpleNamespace(Event=event, _sleep=lambda cycles: told.append("spin"))
     flush = SimpleNamespace(zero_=lambda: told.append("flush"))
     monkeypatch.setattr(ct, "launch", lambda stream, grid, kernel, args: told.append(f"launch {args}"))
 
@@ -677,31 +616,27 @@ def test_arguments_are_made_before_a_launch_is_timed(monkeypatch):
     assert told == once + again, "the spin was over too soon, so that it is launched again, on new arguments"
 
 
-def test_remember_puts_it_in_place_and_takes_it_away():
+def test_remember_puts_it_in_place_and_takes_it_away(monkeypatch):
     import cuda.tile.tune as tune
 
+    import tiledsched.remember as package
+
     before = tune.exhaustive_search
-    module = type(sys)("imported_before")
+    module = ModuleType("imported_before")
     module.search = before
-    sys.modules["imported_before"] = module
-    try:
-        with tiledsched.remember(check=True):
-            assert tune.exhaustive_search is module.search is not before
-            assert tune.exhaustive_search.keywords == {"check": True}
-        assert tune.exhaustive_search is module.search is before
-        made = tiledsched.remember()
-        import tiledsched.remember as package
-
-        assert tune.exhaustive_search is not before
-        made.undo()
-        made.undo()
-        assert module.search is before
-        with package():
-            assert module.search is not before
-    finally:
-        del sys.modules["imported_before"]
+    monkeypatch.setitem(sys.modules, "imported_before", module)
+    with tiledsched.remember(check=True):
+        assert tune.exhaustive_search is module.search is not before
+        assert tune.exhaustive_search.keywords == {"check": True}
+    assert tune.exhaustive_search is module.search is before
+    made = package()
+    assert tune.exhaustive_search is module.search is not before
+    made.undo()
+    made.undo()
+    assert tune.exhaustive_search is module.search is before
 
 
+@pytest.mark.slow
 def test_an_edited_kernel_is_another_and_a_program_runs_under_remember(tmp_path):
     """In processes of their own: `python -m tiledsched.remember` runs a program that cannot be edited."""
     (tmp_path / "fake_machine.py").symlink_to(os.path.join(os.path.dirname(__file__), "fake_machine.py"))
@@ -762,7 +697,7 @@ print(json.dumps([__name__, sys.argv, sys.path[0], tune.exhaustive_search.keywor
 
 
 def test_a_program_finds_its_words_and_its_folder(tmp_path, monkeypatch, capsys, remembers_no_more):
-    """As Python starts it: its folder is the first to import from, unless Python was told to be safe."""
+    """A program is started as Python starts it: its folder is the first to import from, unless Python was started with `-P`."""
     path = tmp_path / "its_words.py"
     path.write_text(TELLS)
     monkeypatch.setattr(sys, "argv", [])
@@ -797,6 +732,7 @@ def test_what_runs_programs_says_how_it_is_used(capsys, remembers_no_more):
         run_program(["gone.py"])
 
 
+@pytest.mark.slow
 def test_a_session_of_tilegym_is_answered_in_the_next_process(tmp_path):
     """TileGym's own files, unedited: nineteen of its call sites, up to the launches that need a GPU."""
     pytest.importorskip("tilegym")

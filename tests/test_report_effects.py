@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 
 import pytest
 from hypothesis import given, settings
@@ -108,72 +107,6 @@ def test_an_inert_knob_that_only_plain_programs_tried_is_untried() -> None:
     found = [each for each in value_effects(problem_of(times)) if each.knob == "inert"]
     assert [(each.value, each.ratio, each.pairs) for each in found] == [(1, None, 1), (2, None, 1)]
     assert of(joined_effects([problem_of(times)]), "inert").advice == "untried"
-
-
-def test_an_inert_knob_costs_nothing() -> None:
-    noise = random.Random(1)
-    one = grid(
-        lambda tile, inert: 100.0 * (1.2 if tile == 32 else 1) * noise.uniform(0.997, 1.003),
-        tile=range(32, 40),
-        inert=(0, 1),
-    )
-    (found,) = (each for each in value_effects(one) if each.knob == "inert")
-    assert found.ratio == pytest.approx(1.0, abs=0.003)
-    assert found.ci_low < 1 < found.ci_high
-    assert of(joined_effects([one]), "inert").advice == "leave"
-
-
-def test_slow_programs_do_not_count() -> None:
-    """The knob doubles the time of programs that never win, and does nothing to the others."""
-    one = grid(lambda n, k: 100.0 * (1 if n < 5 else 2 + 2 * k), n=range(10), k=(0, 1))
-    (found,) = (each for each in value_effects(one) if each.knob == "k")
-    assert (found.ratio, found.pairs) == (1.0, 5)
-
-
-def test_a_planted_effect_is_found() -> None:
-    one = grid(lambda n, k: (100.0 + n) * (1.1 if k == "bad" else 1), n=range(6), k=("good", "bad"))
-    (found,) = (each for each in value_effects(one) if each.knob == "k")
-    assert (found.value, found.against, found.pairs) == ("bad", "good", 6)
-    assert found.ci_low == pytest.approx(found.ratio) == found.ci_high == pytest.approx(1.1)
-
-
-def test_one_program_counts_once() -> None:
-    """Where the knob leaves the machine code as it is, the pair's ratio is 1; a third schedule of that program adds nothing."""
-    plain = [Schedule(n=n, k=0, other=0) for n in range(4)]
-    inert = [each.replace(k=1) for each in plain[:3]]
-    again = [each.replace(other=1) for each in (*plain[:3], *inert)]
-    times = {each: 100.0 + each["n"] for each in (*plain, *inert, *again)} | {plain[3].replace(k=1): 110.0}
-    one = problem_of(times, {each: each.replace(k=0, other=0) for each in (*inert, *again)})
-    (found,) = (each for each in value_effects(one) if each.knob == "k")
-    assert found.pairs == 4
-    assert found.ratio == pytest.approx((110.0 / 103.0) ** 0.25)
-
-
-def test_every_problem_counts_once() -> None:
-    """Of four problems one has ten times the pairs; the mean and its interval are over the four."""
-    factors = (1.2, 1.1, 1.1, 1.1)
-    problems = [
-        grid(lambda n, k, f=factor: 100.0 * (f if k else 1), n=range(40 if factor == 1.2 else 4), k=(0, 1))
-        for factor in factors
-    ]
-    (found,) = of(joined_effects(problems), "k").effects
-    logs = [math.log(each) for each in factors]
-    assert (found.pairs, found.problems) == (52, 4)
-    assert found.ratio == pytest.approx(math.exp(sum(logs) / 4))
-    expected = [math.exp(each) for each in ttest_1samp(logs, 0).confidence_interval(0.95)]
-    assert [found.ci_low, found.ci_high] == pytest.approx(expected)
-
-
-def test_below_four_problems_the_interval_is_over_the_pairs() -> None:
-    noise = random.Random(2)
-    one = grid(lambda n, k: 100.0 * noise.uniform(0.99, 1.01), n=range(5), k=(0, 1))
-    (alone,) = (each for each in value_effects(one) if each.knob == "k")
-    verdict = of(joined_effects([one]), "k")
-    (joined,) = verdict.effects
-    assert sorted([joined.ratio, 1 / joined.ratio]) == pytest.approx(sorted([alone.ratio, 1 / alone.ratio]))
-    (two,) = of(joined_effects([one, one]), "k").effects
-    assert two.ratio == pytest.approx(joined.ratio)
-    assert (two.pairs, two.problems) == (10, 2)
 
 
 def flipping(best, n=6):

@@ -6,12 +6,10 @@ import itertools
 import random
 
 import pytest
-from report_samples import landscape, plain, report_of
+from report_samples import plain
 
 from tiledsched.core import data_files
-from tiledsched.report.interactions import interactions
-from tiledsched.report.text import _tables
-from tiledsched.store.db import TuningDB
+from tiledsched.report.analysis import interactions
 from tiledsched.store.exchange import read_table
 
 
@@ -58,11 +56,3 @@ def test_latency_hints_matter_for_the_persistent_kernel_of_128x128() -> None:
     assert hint.circumstance == "tile=128x128, persistent"
     assert hint.effect_with > 0.1
     assert abs(hint.effect_without) < 0.03
-
-
-def test_the_report_holds_them() -> None:
-    with TuningDB.open(":memory:") as db:
-        landscape(db)
-        report = report_of(db, "sm_90")
-    assert report.modelled.interactions == ()
-    assert ("interactions.csv" in _tables(report)) == bool(report.measured.interactions)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 
 import cuda.tile as ct
 import pytest
-from report_samples import DEVICE, PROBLEM, add_builds, add_modelled, add_times, build_of, plain, report_of
+from report_samples import (
+    DEVICE,
+    PROBLEM,
+    add_builds,
+    add_modelled,
+    add_times,
+    build_of,
+    check_report,
+    plain,
+    report_of,
+)
 
 import tiledsched.core.fields as ts
 from tiledsched.core.errors import Failure, FailureKind
@@ -21,9 +30,6 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.report import write_report
 from tiledsched.report.answer import answer, next_step
 from tiledsched.report.axes import axes_of, cell
-from tiledsched.report.document import to_markdown
-from tiledsched.report.text import document
-from tiledsched.report.views import tile_rows
 from tiledsched.store.db import TuningDB
 
 ATTENTIONS_WORDS = re.compile(
@@ -37,12 +43,6 @@ def smooth(
 ):
     """Copies a part; nothing of it is run."""
     ct.store(Out, (ct.bid(0), 0), ct.load(X, (ct.bid(0), 0), (SPAN, LANES)))
-
-
-@pytest.fixture
-def charts_are_no_files(monkeypatch):
-    """tests/test_report_files.py draws those of every kind."""
-    monkeypatch.setattr("tiledsched.report.document.drawings", lambda blocks: {})
 
 
 def numbered(p, s):
@@ -99,6 +99,24 @@ class Product(Kernel):
         return 2.0 * p.length * p.width * p.inner
 
 
+class Ragged(Kernel):
+    """Sizes in a list, and nothing that problems could share."""
+
+    name = "report_tests.ragged"
+    function = smooth
+    groups = ts.sizes()
+    X = ts.array(lambda p: (sum(p.groups), 8), dtype="float16")
+    Out = ts.out(lambda p: (sum(p.groups), 8), dtype="float16")
+    knobs = {"SPAN": [1], "LANES": [1], "turn": ["left"]}
+    constants = numbered
+
+    def grid(p, s, device):
+        return (len(p.groups),)
+
+    def reference(xp, X):
+        return X
+
+
 LONG, SHORT = (Smooth.problem(length=length, width=64) for length in (8192, 512))
 
 
@@ -124,15 +142,14 @@ def add_smooth(db, problem, factor=1.0, **changes):
     add_times(db, {one: factor * smooth_us(one) for one in choices(Smooth)}, problem=problem, **changes)
 
 
-def rows_of(text):
-    return list(csv.DictReader(io.StringIO(text)))
+def product(width, **more):
+    return Product.problem(length=128, inner=32, width=width, **more)
 
 
-def table_under(markdown, heading):
-    """The first table after a heading, as a list of dicts."""
-    block = next(block for block in markdown.split(heading, 1)[1].split("\n\n") if block.startswith("|"))
-    head, _, *rows = ([cell.strip() for cell in line.strip("|").split(" | ")] for line in block.strip().split("\n"))
-    return [dict(zip(head, row, strict=True)) for row in rows]
+def add_product(db, width, samples):
+    """`threads` matters most; the tile is known by its name."""
+    times = {one: 1.0 + one["threads"] + one["BLOCK_M"] / 1e3 + one["BLOCK_N"] / 1e4 for one in choices(Product)}
+    add_times(db, times, problem=product(width, samples=samples))
 
 
 def test_its_own_words_and_no_others(db, tmp_path, monkeypatch):
@@ -191,107 +208,37 @@ def test_its_own_words_and_no_others(db, tmp_path, monkeypatch):
     ]
 
 
-def test_tables(db):
-    add_smooth(db, LONG)
-    add_smooth(db, SHORT, 0.1)
-    markdown = to_markdown(document(report_of(db, kernel=Smooth)))
-    short, long = table_under(markdown, "### width=64 float16")
-    assert (short["problem"], long["problem"], long["measured µs"]) == ("length=512", "length=8192", "100.0")
-    assert long["rate"] == f"{2 * 8192 * 64 * 2 / 100e-6 / 1e9:.1f} GB/s"  # once in, once out, two bytes each
-    assert long["default takes longer by"] == "100.0%"  # of the declaration's first choices
-    lines = table_under(markdown, "## Best and second best tile by size, measured")
-    assert [(line["problems"], line["length"], line["best tile"]) for line in lines] == [
-        ("width=64, dtype=float16, NVIDIA H200", "short: 512", "256x1"),
-        ("width=64, dtype=float16, NVIDIA H200", "long: 8192", "256x1"),
-    ]
-    assert "Each tile (SPAN x LANES) is judged" in markdown
-    assert "Short is length up to 1024" in markdown
+KERNELS = {
+    "another kernel": (
+        Smooth,
+        [
+            partial(add_smooth, problem=LONG),
+            partial(add_smooth, problem=SHORT, factor=0.1),
+            partial(add_modelled, schedule=choices(Smooth)[0], problem=LONG.replace(dtype="float32")),
+        ],
+    ),
+    "one schedule of another kernel": (Smooth, [partial(add_times, times={choices(Smooth)[0]: 10.0}, problem=LONG)]),
+    "axes labels and named tiles": (
+        Product,
+        [
+            *(partial(add_product, width=width, samples=samples) for width in (4096, 256) for samples in (1, 2)),
+            partial(add_times, times={choices(Product)[0]: 5.0}, problem=product(4096, order="nt")),
+            partial(add_times, times={choices(Product)[0]: 5.0}, problem=product(256, repeats=3)),
+        ],
+    ),
+    "nothing to share": (
+        Ragged,
+        [partial(add_times, times={choices(Ragged)[0]: 5.0}, problem=Ragged.problem(groups=[300, 200]))],
+    ),
+}
 
 
-def test_csv_columns(db, tmp_path, charts_are_no_files):
-    add_smooth(db, LONG)
-    add_modelled(db, choices(Smooth)[0], problem=SHORT)
-    write_report(report_of(db, kernel=Smooth), tmp_path)
-    rows = rows_of((tmp_path / "schedules.csv").read_text())
-    assert list(rows[0]) == [
-        "arch",
-        "device",
-        "regime",
-        "provenance",
-        "problem_id",
-        "length",
-        "width",
-        "dtype",
-        "schedule_id",
-        "LANES",
-        "SPAN",
-        "turn",
-        "median_us",
-        "ci_low_us",
-        "ci_high_us",
-        "samples",
-        "gbps",
-        "relative",
-        "modelled_us",
-        "modelled_gbps",
-        "modelled_relative",
-        "same_program_as",
-        "fingerprint",
-        "registers",
-        "threads",
-        "shared_bytes",
-        "spill_bytes",
-        "code_bytes",
-        "ctas_per_sm",
-    ]
-    assert (len(rows), rows[0]["length"], rows[0]["width"], rows[0]["SPAN"], rows[0]["turn"]) == (
-        13,
-        "8192",
-        "64",
-        "256",
-        "left",
-    )
-    assert float(rows[0]["gbps"]) == pytest.approx(LONG.gbps(100.0), rel=1e-5)
-    assert float(rows[12]["modelled_gbps"]) == pytest.approx(SHORT.gbps(90.0), rel=1e-5)
-    assert rows[12]["gbps"] == rows[0]["modelled_gbps"] == ""
-    lines = rows_of((tmp_path / "sensitivity.csv").read_text())
-    assert list(lines[0]) == [
-        "arch",
-        "device",
-        "provenance",
-        "scope",
-        "width",
-        "dtype",
-        "size_regime",
-        "sizes",
-        "problems",
-        "problem_id",
-        "best_tile",
-        "runner_up_tile",
-        "drop_percent",
-        "worst_drop_percent",
-        "modelled_drop_percent",
-        "modelled_worst_drop_percent",
-    ]
-    assert (lines[1]["scope"], lines[1]["sizes"], lines[1]["worst_drop_percent"]) == ("regime", "8192", "140.000")
-
-
-def test_tiles_are_drawn_over_the_two_knobs_that_matter_most(db):
-    add_smooth(db, LONG)
-    report = report_of(db, kernel=Smooth)
-    assert report.tile_knobs == ("SPAN", "LANES")
-    (one,) = report.measured.problems
-    assert {tile.tile: round(tile.relative, 3) for tile in one.tiles} == {
-        (256, 1): 1.0,
-        (256, 2): 1.2,
-        (512, 1): 1.5,
-        (512, 2): 1.8,
-        (128, 1): 2.0,
-        (128, 2): 2.4,
-    }
-    rows = tile_rows(one)
-    assert {(row["rows"], row["columns"]): row["said"] for row in rows}[128, 2] == "2.40"
-    assert [row["rows"] for row in rows if row["best"]] == [256]
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_report_of_a_kernel_is_as_it_was(db, tmp_path, name):
+    kernel, steps = KERNELS[name]
+    for step in steps:
+        step(db)
+    check_report(name, report_of(db, kernel=kernel), tmp_path)
 
 
 def test_hints_are_a_tile_only_where_nothing_else_varies(db):
@@ -304,14 +251,6 @@ def test_hints_are_a_tile_only_where_nothing_else_varies(db):
     }
     add_times(db, times, problem=LONG)
     assert report_of(db, kernel=Smooth).tile_knobs == ("SPAN", "occupancy")
-
-
-def test_one_schedule_makes_no_tile(db, tmp_path, charts_are_no_files):
-    add_times(db, {choices(Smooth)[0]: 10.0}, problem=LONG)
-    report = report_of(db, kernel=Smooth)
-    assert (report.tile_knobs, report.measured.sensitivity) == (None, ())
-    write_report(report, tmp_path)
-    assert "Tiles" not in (tmp_path / "report.md").read_text()
 
 
 def test_what_is_stored_of_other_kernels_is_left_alone(db):
@@ -327,35 +266,6 @@ def test_what_is_stored_of_other_kernels_is_left_alone(db):
     nothing = report_of(db, "sm_121", kernel=Smooth)
     assert answer(nothing) == ("Nothing of report_tests.smooth was measured on sm_121, and nothing was modelled.",)
     assert next_step(nothing).startswith("Run `tiledsched tune report_tests.smooth --arch sm_121`")
-
-
-def test_axes_labels_and_named_tiles(db, tmp_path, charts_are_no_files):
-    wide, narrow = (Product.problem(length=128, inner=32, width=width) for width in (4096, 256))
-    for problem, samples in itertools.product((wide, narrow), (1, 2)):
-        add_times(
-            db,
-            {one: 1.0 + one["threads"] + one["BLOCK_M"] / 1e3 + one["BLOCK_N"] / 1e4 for one in choices(Product)},
-            problem=problem.replace(samples=samples),
-        )
-    add_times(db, {choices(Product)[0]: 5.0}, problem=wide.replace(order="nt"))
-    report = report_of(db, kernel=Product)
-    assert report.tile_knobs == ("BLOCK_M", "BLOCK_N")  # by name, though `threads` matters more
-    markdown = to_markdown(document(report))
-    table = table_under(markdown, "### order=nn float16")
-    # `repeats` is at its default everywhere: nothing to tell apart.
-    assert [row["problem"] for row in table] == [
-        f"N={width} M=128 inner=32 samples={samples}" for width in (256, 4096) for samples in (1, 2)
-    ]
-    assert table[0]["rate"] == f"{2 * 128 * 256 * 32 / (float(table[0]['measured µs']) * 1e-6) / 1e12:.1f} TFLOP/s"
-    add_times(db, {choices(Product)[0]: 5.0}, problem=narrow.replace(repeats=3))
-    markdown = to_markdown(document(report_of(db, kernel=Product)))
-    table = table_under(markdown, "### order=nn float16")
-    repeats = [re.search("repeats=([0-9])", row["problem"])[1] for row in table]
-    assert repeats == ["1", "3", "1", "1", "1"]
-    assert "repeats" not in table_under(markdown, "### order=nt float16")[0]["problem"]
-    write_report(report, tmp_path)
-    row = rows_of((tmp_path / "schedules.csv").read_text())[0]
-    assert (row["problem_samples"], row["samples"], row["knob_threads"], row["threads"]) == ("1", "5", "1", "")
 
 
 def test_layout_of_declarations():
@@ -383,27 +293,3 @@ def test_layout_of_declarations():
     assert lists.size(Ragged.problem(groups=[300, 200])) == 500
     assert cell(Ragged.problem(groups=[300, 200]), ("groups",)) == "300,200"
     assert axes_of(Ragged).swept == ("groups",)
-
-
-class Ragged(Kernel):
-    """Sizes in a list, and nothing that problems could share."""
-
-    name = "report_tests.ragged"
-    function = smooth
-    groups = ts.sizes()
-    X = ts.array(lambda p: (sum(p.groups), 8), dtype="float16")
-    Out = ts.out(lambda p: (sum(p.groups), 8), dtype="float16")
-    knobs = {"SPAN": [1], "LANES": [1], "turn": ["left"]}
-    constants = numbered
-
-    def grid(p, s, device):
-        return (len(p.groups),)
-
-    def reference(xp, X):
-        return X
-
-
-def test_problems_with_nothing_to_share(db):
-    add_times(db, {choices(Ragged)[0]: 5.0}, problem=Ragged.problem(groups=[300, 200]))
-    markdown = to_markdown(document(report_of(db, kernel=Ragged)))
-    assert table_under(markdown, "### report_tests.ragged")[0]["problem"] == "groups=300,200"

@@ -13,11 +13,12 @@ from report_samples import PROBLEM, add_modelled, landscape, plain, report_of
 from docs.studies.screenshots import PICTURES, described, photograph
 from tiledsched.cli import main
 from tiledsched.report.charts import panel_names
-from tiledsched.report.document import Chart, Heading, to_html, write_document
+from tiledsched.report.document import Chart, Explorer, to_html, write_document
 from tiledsched.report.text import document
-from tiledsched.report.views import shown_problems, tile_rows, views_of
+from tiledsched.report.views import shown_problems, tile_rows
 from tiledsched.store.db import TuningDB
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[1]
 CASES = [
     PROBLEM,
@@ -83,7 +84,7 @@ def test_each_panel_stands_under_its_own_problem(browser, folder, reports):  # n
 
 
 def test_the_reader_chooses_a_problem_and_sees_its_numbers(browser, folder, reports):  # noqa: F811
-    wanted = views_of(reports)
+    wanted = next(block for block in document(reports) if isinstance(block, Explorer)).cases
     with opened(browser, folder / "both.html") as page:
         labels = page.locator(".choices label").all()
         choices = {each.evaluate("each => each.firstChild.textContent"): each.locator("select") for each in labels}
@@ -98,13 +99,13 @@ def test_the_reader_chooses_a_problem_and_sees_its_numbers(browser, folder, repo
             view = page.locator(".view[data-view=tile-map] .chart")
             found = [each["text"] for each in texts(view)]
             words = page.locator(".view[data-view=tile-map] .chart").inner_text().replace("\n", " ")
-            assert case.problem in words
+            assert case.title in words
             assert case.source in words
             assert {row["said"] for row in case.rows["tiles"]} <= {*found}
             effects = [each["text"] for each in texts(page.locator(".view[data-view=knob-effects] .chart"))]
             assert {row["said"] for row in case.rows["knobs"]} <= {*effects}
-            seen.add(case.problem)
-        assert len(seen) == len({case.problem for case in wanted}) > 4
+            seen.add(case.title)
+        assert len(seen) == len({case.title for case in wanted}) > 4
 
 
 def test_pictures_are_saved_with_their_problem_on_white_paper(browser, folder, tmp_path):  # noqa: F811
@@ -117,20 +118,6 @@ def test_pictures_are_saved_with_their_problem_on_white_paper(browser, folder, t
     for words in ("Which tile is best", "attention B=", "measured on NVIDIA H200 (sm_90), 20", 'fill="white"'):
         assert words in drawn
     assert (tmp_path / "saved.PNG").read_bytes().startswith(b"\x89PNG")
-
-
-def test_headings_and_charts_of_one_name_do_not_collide(browser, tmp_path):  # noqa: F811
-    spec = {"data": {"values": [{"a": 1}]}, "mark": "bar", "encoding": {"x": {"field": "a", "type": "quantitative"}}}
-    blocks = [
-        Heading(text="knobs"),
-        *(Chart(name="knobs", spec=spec, text="k") for _ in range(2)),
-        Heading(text="Knobs"),
-    ]
-    blocks.append(Heading(text="Knobs (sm_90)"))
-    write_document(tmp_path, blocks, title="t", markdown="m.md", page="p.html")
-    with opened(browser, tmp_path / "p.html") as page:
-        assert page.locator(".chart svg").count() == 2
-        assert len(set(ids(page))) == len(ids(page))
 
 
 def test_a_chart_that_fails_says_so_and_the_others_are_drawn(browser, tmp_path, monkeypatch):  # noqa: F811

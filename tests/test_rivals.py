@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
 import sqlite3
 import threading
-from contextlib import contextmanager
 
 import pytest
 import store_samples
@@ -15,13 +14,17 @@ from test_search_tuner import LANDSCAPES, Recorded, tune
 
 from tiledsched import configure
 from tiledsched.core.errors import DatabaseError, LaunchError
+from tiledsched.core.rivals import Arrays
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import RivalTime
-from tiledsched.serve import rivals as rivals_module
+from tiledsched.ops import own_methods
+from tiledsched.ops.bench import methods_of
+from tiledsched.rivals.harness import details
+from tiledsched.rivals.methods import LEFT_OUT, OURS, SERVED
+from tiledsched.rivals.offers import expected_offers, measured_offers, pays
 from tiledsched.serve.explain import explain_problem
 from tiledsched.serve.lookup import LookupTable
-from tiledsched.serve.rivals import expected_offers, measured_offers, pays
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import export_table, read_table
 
@@ -108,63 +111,81 @@ def test_the_fastest_is_offered_first_with_what_was_measured() -> None:
     assert [(each.name, each.only_captured) for each in found] == [("late", True), ("torch_flash", False)]
 
 
-def test_of_a_problem_that_was_not_measured_near_ones_and_the_expected_loss_decide() -> None:
-    equal, near = a_rival(1.0), of(1024)
-    asked = of(1280)
-    assert expected_offers(asked, [an_entry(near, (a_rival(0.97),))], 0.0)[0].ratio == pytest.approx(0.975)
-    assert expected_offers(asked, [an_entry(near, (equal,))], 0.0) == ()
-    (offer,) = expected_offers(asked, [an_entry(near, (equal,))], 0.04)
-    assert offer.ratio == pytest.approx(1.005 / 1.04)
+NEAR, ASKED = of(1024), of(1280)
+PACKED = of(1024).replace(batch=1, packed=8, seq_q=8192, seq_k=8192)
+SLOW_HOST = {"host_us": 500.0}
+
+
+@pytest.mark.parametrize(
+    ("asked", "known", "loss", "names"),
+    [
+        (ASKED, [(NEAR, a_rival(0.97))], 0.0, ["torch_flash"]),
+        (ASKED, [(NEAR, a_rival(1.0))], 0.0, []),
+        (ASKED, [(NEAR, a_rival(1.0))], 0.04, ["torch_flash"]),
+        (ASKED, [(NEAR, a_rival(failure="RuntimeError: no"))], 0.5, []),  # all must have been computed
+        (ASKED, [(NEAR, a_rival(0.5, name="torch_cudnn"))], 0.5, []),  # which plans every new problem
+        (ASKED, [(NEAR, a_rival(**SLOW_HOST, capturable=False))], 0.5, []),
+        (of(16384), [(NEAR, a_rival(0.5))], 0.5, []),  # too far to say anything
+        (ASKED, [(NEAR, None)], 0.5, []),
+        (PACKED, [(NEAR, a_rival(0.5))], 0.5, []),  # rivals have functions of their own for packed sequences
+        (PACKED.replace(packed=7), [(PACKED, a_rival(0.5))], 0.0, ["torch_flash"]),
+        (ASKED.replace(value_dim=32), [(ASKED, a_rival(0.5))], 0.5, []),  # and programs of their own for each width
+        # Nearer problems that did not race a rival say nothing about it.
+        (
+            ASKED,
+            [*((of(1024 + 128 * i), a_rival(1.3, name="torch_efficient")) for i in range(5)), (of(2048), a_rival(0.9))],
+            0.0,
+            ["torch_flash"],
+        ),
+    ],
+)
+def test_of_a_problem_that_was_not_measured_near_ones_and_the_expected_loss_decide(asked, known, loss, names) -> None:
+    entries = [an_entry(problem, (rival,) if rival else None) for problem, rival in known]
+    assert [each.name for each in expected_offers(asked, entries, loss)] == names
+
+
+def test_the_ratio_that_is_expected_is_that_of_near_problems_less_our_own_loss() -> None:
+    assert expected_offers(ASKED, [an_entry(NEAR, (a_rival(0.97),))], 0.0)[0].ratio == pytest.approx(0.975)
+    (offer,) = expected_offers(ASKED, [an_entry(NEAR, (a_rival(1.0),))], 0.04)
+    assert (offer.ratio, offer.only_captured) == (pytest.approx(1.005 / 1.04), False)
     assert "by its times on 1 similar problem " in offer.reason
     assert "the 4.0% that our untuned choice is expected to lose" in offer.reason
-    # Nearer problems count for more, and all must have been computed.
-    both = [an_entry(near, (a_rival(0.9),)), an_entry(of(2048), (a_rival(1.3),))]
-    nearer = expected_offers(of(1040), both, 0.5)[0].ratio
-    assert nearer < expected_offers(of(1900), both, 0.5)[0].ratio
-    assert expected_offers(asked, [an_entry(near, (a_rival(failure="RuntimeError: no"),))], 0.5) == ()
-    # Nearer ones that did not race it say nothing, and what plans every new problem serves none.
-    others = [an_entry(of(1024 + 128 * step), (a_rival(1.3, name="torch_efficient"),)) for step in range(5)]
-    assert [each.name for each in expected_offers(asked, [*others, an_entry(of(2048), (a_rival(0.9),))], 0.0)] == [
-        "torch_flash"
-    ]
-    assert expected_offers(asked, [an_entry(near, (a_rival(0.5, name="torch_cudnn"),))], 0.5) == ()
-    late = {"host_us": 500.0}
-    assert expected_offers(asked, [an_entry(near, (a_rival(**late, capturable=False),))], 0.5) == ()
-    assert expected_offers(asked, [an_entry(near, (a_rival(**late),))], 0.5)[0].only_captured
-    assert not offer.only_captured
-    assert expected_offers(of(16384), [an_entry(near, (a_rival(0.5),))], 0.5) == ()  # too far to say anything
-    assert expected_offers(asked, [an_entry(near, None)], 0.5) == ()
-    packed = of(1024).replace(batch=1, packed=8, seq_q=8192, seq_k=8192)  # rivals have functions of their own for these
-    assert Attention.similarity.distance(packed, near) < 1
-    assert expected_offers(packed, [an_entry(near, (a_rival(0.5),))], 0.5) == ()
-    assert expected_offers(packed.replace(packed=7), [an_entry(packed, (a_rival(0.5),))], 0.0)
-    narrow = asked.replace(value_dim=asked.head_dim // 2)  # and programs of their own for each width
-    assert Attention.similarity.distance(narrow, asked) == 1
-    assert expected_offers(narrow, [an_entry(asked, (a_rival(0.5),))], 0.5) == ()
+    both = [an_entry(NEAR, (a_rival(0.9),)), an_entry(of(2048), (a_rival(1.3),))]
+    assert expected_offers(of(1040), both, 0.5)[0].ratio < expected_offers(of(1900), both, 0.5)[0].ratio
+    assert expected_offers(ASKED, [an_entry(NEAR, (a_rival(**SLOW_HOST),))], 0.5)[0].only_captured
 
 
-def test_the_table_offers_rivals_only_where_they_may_serve() -> None:
+OTHER_TYPE = PROBLEM.replace(dtype="bfloat16" if PROBLEM.dtype == "float16" else "float16")
+
+
+@pytest.mark.parametrize(
+    ("more", "problem", "device", "provenance", "named"),
+    [
+        ([], PROBLEM, GPU, "measured", True),
+        ([], PROBLEM, "Another GPU", "transferred", True),
+        ([], PROBLEM.replace(batch=PROBLEM.batch + 1), GPU, "transferred", True),
+        ([an_entry(OTHER_TYPE, None)], OTHER_TYPE, GPU, "measured", True),
+        (
+            [an_entry(OTHER_TYPE, (a_rival(1.1),))],
+            OTHER_TYPE,
+            GPU,
+            "measured",
+            True,
+        ),  # tuned where it was not installed
+        # Its own evidence goes before that of its like.
+        ([an_entry(OTHER_TYPE, (a_rival(1.2, name="flash_attention_4"),))], OTHER_TYPE, GPU, "measured", False),
+    ],
+)
+def test_the_table_offers_rivals_where_they_may_serve(more, problem, device, provenance, named) -> None:
+    served = LookupTable([an_entry(), *more], Attention, rivals=True).resolve(problem, "sm_90", device)
+    assert served.provenance == provenance
+    assert [each.name for each in served.rivals] == (["flash_attention_4"] if named else [])
+
+
+def test_the_table_offers_none_where_settings_say_so_and_explains_those_that_it_offers() -> None:
     known = [an_entry()]
-    here = LookupTable(known, Attention, rivals=True).resolve(PROBLEM, "sm_90", GPU)
-    assert [each.name for each in here.rivals] == ["flash_attention_4"]
-    assert here.provenance == "measured"
-    assert LookupTable(known, Attention).resolve(PROBLEM, "sm_90", GPU).rivals == ()
-    elsewhere = LookupTable(known, Attention, rivals=True).resolve(PROBLEM, "sm_90", "Another GPU")
-    assert "expected to be 1.10x faster" in elsewhere.rivals[0].reason
-    untuned = LookupTable(known, Attention, rivals=True).resolve(PROBLEM.replace(batch=PROBLEM.batch + 1), "sm_90", GPU)
-    assert untuned.provenance == "transferred"
-    assert [each.name for each in untuned.rivals] == ["flash_attention_4"]
-    beside = PROBLEM.replace(dtype="bfloat16" if PROBLEM.dtype == "float16" else "float16")
-    unraced = LookupTable([*known, an_entry(beside, None)], Attention, rivals=True).resolve(beside, "sm_90", GPU)
-    assert (unraced.provenance, [each.name for each in unraced.rivals]) == ("measured", ["flash_attention_4"])
-    torch_alone = an_entry(beside, (a_rival(1.1),))  # tuned where that one was not installed
-    partly = LookupTable([*known, torch_alone], Attention, rivals=True).resolve(beside, "sm_90", GPU)
-    assert [each.name for each in partly.rivals] == ["flash_attention_4"]
-    assert "by its times on 1 similar problem " in unraced.rivals[0].reason
-    lost = an_entry(beside, (a_rival(1.2, name="flash_attention_4"),))  # its own evidence goes before that of its like
-    assert LookupTable([*known, lost], Attention, rivals=True).resolve(beside, "sm_90", GPU).rivals == ()
-    forced = LookupTable(known, Attention, rivals=True, forced={"tile_n": 32}).resolve(PROBLEM, "sm_90", GPU)
-    assert forced.rivals == ()  # who forces knobs wants to see them
+    for settings in ({}, {"rivals": True, "forced": {"tile_n": 32}}):  # who forces knobs wants to see them
+        assert LookupTable(known, Attention, **settings).resolve(PROBLEM, "sm_90", GPU).rivals == ()
     text = str(explain_problem(LookupTable(known, Attention, rivals=True), PROBLEM, "sm_90", GPU))
     assert "rival       flash_attention_4, where it is installed: 1.11x faster than our kernel on this problem" in text
     raced = "raced       flash_attention_4 90.0 us (0.90x ours, host 340 us); torch_flash RuntimeError: No available kernel."
@@ -174,29 +195,16 @@ def test_the_table_offers_rivals_only_where_they_may_serve() -> None:
 # The store
 
 
-def test_rivals_come_through_files_merges_and_checks(tmp_path) -> None:
+def test_rivals_come_through_files_and_those_that_cannot_be_read_are_told(tmp_path) -> None:
     with TuningDB.open(tmp_path / "one.db") as db:
         store_samples.fill(db)
         export_table(db, tmp_path / "table.json")
-        (measured,) = db.entries(provenance="measured")
-        assert measured.rivals == RIVALS
-        (other,) = db.entries(provenance="modelled")
-        assert other.rivals is None
     table = read_table(tmp_path / "table.json")
-    assert {each.rivals for each in table.entries} == {RIVALS, None}
-    text = json.loads((tmp_path / "table.json").read_text())
-    assert sum("rivals" in each for each in text["entries"]) == 1  # not said where there are none
-    with TuningDB.open(tmp_path / "two.db") as db:
-        db.merge(table.measurements, table.entries, table.artifacts)
-        assert db.check() == []
-        assert db.entries(provenance="measured")[0].rivals == RIVALS
-        export_table(db, tmp_path / "again.json")
-    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "table.json").read_bytes()
-    connection = sqlite3.connect(tmp_path / "two.db")
-    connection.execute('UPDATE entries SET rivals = \'[{"name": "x y"}]\' WHERE rivals IS NOT NULL')
-    connection.commit()
-    connection.close()
-    with TuningDB.open(tmp_path / "two.db") as db:
+    assert {each.provenance: each.rivals for each in table.entries} == {"measured": RIVALS, "modelled": None}
+    assert (tmp_path / "table.json").read_text().count('"rivals"') == 1  # not said where there are none
+    with contextlib.closing(sqlite3.connect(tmp_path / "one.db")) as connection, connection:
+        connection.execute('UPDATE entries SET rivals = \'[{"name": "x y"}]\' WHERE rivals IS NOT NULL')
+    with TuningDB.open(tmp_path / "one.db") as db:
         assert any("its rivals cannot be read" in line for line in db.check())
         with pytest.raises(DatabaseError, match="rivals"):
             db.entries()
@@ -227,146 +235,136 @@ def test_a_tune_keeps_what_rivals_took_beside_the_winner(tmp_path) -> None:
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch._dynamo.utils")  # before anything of torch is replaced
+from serve_on_cpu import capturing, expected, on_another_stream, tensors
+
+from tiledsched import explain
+from tiledsched.ops import plans
+from tiledsched.ops import sdpa as serve
+
+MODES = {"eager": contextlib.nullcontext, "stream": on_another_stream, "graph": capturing}
+"""How sdpa is called: as in a loop, while torch warms up for a capture, and in a capture."""
+LATE = {"name": "flash_attention_4", "host_us": 500.0}
+"""Of a rival whose host is too slow for eager calls."""
+
+
+class Served:
+    """sdpa on a table whose evidence is that a rival is faster; `calls` say of each call of the rival whether it was captured."""
+
+    def __init__(self, launches) -> None:
+        self.launches, self.calls, self.given = launches, [], tensors(heads=2, rows=24)
+        self.want, self.make_rivals = expected(*self.given), lambda: self.rivals
+        self.problem = plans.AttentionCall(*self.given, None, None, False).problem()
+        self.rivals = dict.fromkeys(("torch_flash", "flash_attention_4"), self.rival)
+        self.known()
+
+    def rival(self, q, k, v):
+        """Another implementation, whose output has axes in an order of its own."""
+        self.calls.append(self.launches.runtime.is_capturing())
+        return self.want.transpose(1, 2).contiguous().transpose(1, 2)
+
+    def known(self, *times, **more) -> None:
+        """Have the table know these times, or that of one rival."""
+        entry = an_entry(self.problem, times or (a_rival(**more),)).replace(device_name="NVIDIA H200")
+        self.launches.runtime.load_table = lambda settings, **given: LookupTable(
+            [entry], Attention, rivals=settings.rivals == "serve"
+        )
+        serve.reload()
+
+    def run(self, *modes, **more):
+        """Call sdpa in each of the modes; (how often the rival has computed, how often our kernel was launched)."""
+        for mode in modes or ("eager",):
+            with MODES[mode]():
+                out = serve.sdpa(*self.given, **more)
+            assert out.stride() == self.given[0].stride()
+            if not more:
+                torch.testing.assert_close(out, self.want, rtol=2e-3, atol=2e-3)
+        return len(self.calls), len(self.launches)
+
+    @property
+    def plan(self):
+        """What serves."""
+        return serve.plan_for(*self.given)
 
 
 @pytest.fixture
 def attention(launches, monkeypatch):
-    """sdpa on a table whose evidence is that a rival is faster; `calls` are the rival's."""
-    from serve_on_cpu import expected, tensors
-
-    from tiledsched.ops import plans
-    from tiledsched.ops import sdpa as serve
-
-    q, k, v = tensors(heads=2, rows=24)
-    problem = plans.AttentionCall(q, k, v, None, None, False).problem()
-    offer = a_rival()
-    calls = []
-
-    class Served:
-        def __init__(self) -> None:
-            self.q, self.k, self.v, self.calls, self.launches = q, k, v, calls, launches
-            self.sdpa, self.plans, self.serve, self.offer = serve.sdpa, plans, serve, offer
-            self.want = expected(q, k, v)
-
-        def make_rivals(self):
-            """The rivals that are installed, by name."""
-            return self.rivals
-
-        def known(self, **more) -> None:
-            self.known_times((a_rival(**more),))
-
-        def known_times(self, times) -> None:
-            entry = an_entry(problem, times).replace(device_name="NVIDIA H200")
-            launches.runtime.load_table = lambda settings, **given: LookupTable(
-                [entry], Attention, rivals=settings.rivals == "serve"
-            )
-            serve.reload()
-
-    def call(q, k, v):
-        calls.append((q, k, v))
-        return expected(q, k, v).transpose(1, 2).contiguous().transpose(1, 2)  # in an order of its own
-
-    served = Served()
-    served.rivals = {"torch_flash": call}
-    monkeypatch.setattr(plans, "late_rivals", lambda p, scale, cap: served.make_rivals())
-    served.known()
+    served = Served(launches)
+    monkeypatch.setattr(plans, "raced", lambda p, scale, cap, late: served.make_rivals())
     return served
 
 
 def test_the_rival_is_called_and_our_kernel_is_not(attention) -> None:
-    q, k, v = attention.q, attention.k, attention.v
-    for _ in range(3):  # the operator, then the short way
-        out = attention.sdpa(q, k, v)
-        assert torch.equal(out, attention.want)
-        assert out.stride() == q.stride()
-    assert len(attention.calls) == 3
-    assert attention.launches == []
-    plan = attention.serve.plan_for(q, k, v)
-    assert attention.plans.find_ready(q, k, v, None, None, False) is plan
+    assert attention.run("eager", "eager", "eager") == (3, 0)  # the operator, then the short way
+    plan = attention.plan
+    assert plans.find_ready(*attention.given, None, None, False) is plan
     assert (plan.rival.name, plan.own.rival, plan.own.launch_on) == ("torch_flash", None, plan.device)
 
 
 def test_a_rival_is_called_on_the_device_of_the_tensors_and_at_once_where_that_is_current(
     attention, monkeypatch
 ) -> None:
-    from tiledsched.serve import launch as launching
-
-    q, k, v = attention.q, attention.k, attention.v
-    for _ in range(2):
-        attention.sdpa(q, k, v)
+    attention.run("eager", "eager")
     with monkeypatch.context() as patch:
-        patch.setattr(launching, "_launch_elsewhere", None)
-        attention.sdpa(q, k, v)
+        patch.setattr("tiledsched.serve.execute._launch_elsewhere", None)
+        attention.run()
     runtime, entered = attention.launches.runtime, []
 
-    @contextmanager
+    @contextlib.contextmanager
     def on_device(index):
         entered.append(index)
         runtime.current_device = lambda: index
         yield
 
     runtime.on_device, runtime.current_device = on_device, lambda: 3
-    assert torch.equal(attention.sdpa(q, k, v), attention.want)
-    assert (entered, len(attention.calls), attention.launches) == ([-1], 4, [])
+    assert (attention.run(), entered) == ((4, 0), [-1])
 
 
 def test_a_rival_that_compiles_itself_does_so_in_a_thread_while_torch_serves(attention, monkeypatch) -> None:
     for name, value in (("COMPILE", "background"), ("FALLBACK", "torch"), ("RIVALS", "serve")):
         monkeypatch.setenv(f"TILEDSCHED_{name}", value)
-    may_end, threads = threading.Event(), []
+    may_end, threads, first = threading.Event(), [], attention.given[0]
 
     def call(q, k, v):
         threads.append(threading.current_thread())
         if threads[-1] is not threading.main_thread():
             assert may_end.wait(60)
-            assert (q.shape, q.stride(), q.dtype) == (attention.q.shape, attention.q.stride(), attention.q.dtype)
+            assert (q.shape, q.stride(), q.dtype) == (first.shape, first.stride(), first.dtype)
         return attention.want
 
     attention.rivals = {"flash_attention_4": call}
     attention.known(name="flash_attention_4")
-    for _ in range(2):
-        torch.testing.assert_close(
-            attention.sdpa(attention.q, attention.k, attention.v), attention.want, rtol=2e-3, atol=2e-3
-        )
-    (builds,) = attention.plans.cache.building.values()
+    attention.run("eager", "eager")
+    (builds,) = plans.cache.building.values()
     (each,) = [each for each in threading.enumerate() if each.name == "tiledsched-rival"]
     may_end.set()
     each.join(60)
     assert (threads, [build.is_done for build in builds]) == ([each], [True])
-    for count in (2, 3):
-        assert attention.sdpa(attention.q, attention.k, attention.v) is attention.want
-        assert (len(threads), threads[-1]) == (count, threading.main_thread())
-    assert attention.launches == []
+    attention.run("eager", "eager")
+    assert (threads[1:], attention.launches) == ([threading.main_thread()] * 2, [])
 
 
 @pytest.mark.parametrize("setting", ["record", "off"])
-def test_a_setting_keeps_our_kernel(attention, setting) -> None:
+@pytest.mark.parametrize("times", [{}, LATE], ids=["fast host", "slow host"])
+def test_a_setting_keeps_our_kernel(attention, setting, times) -> None:
+    attention.known(**times)
     with configure(rivals=setting):
-        attention.sdpa(attention.q, attention.k, attention.v)
-        plan = attention.serve.plan_for(attention.q, attention.k, attention.v)
-    assert attention.calls == []
-    assert len(attention.launches) == 1
-    assert (plan.rival, plan.launch_on) == (None, plan.device)
+        assert attention.run("eager", "stream", "graph") == (0, 3)
+        assert (attention.plan.rival, attention.plan.launch_on) == (None, attention.plan.device)
 
 
 def test_it_is_explained_and_logged(attention, caplog) -> None:
-    from tiledsched import explain
-
     caplog.set_level("INFO", "tiledsched")
-    found = explain(attention.q, attention.k, attention.v)
-    assert found.rival == "torch_flash"
+    found = explain(*attention.given)
+    assert (found.rival, found.to_json()["rival"]) == ("torch_flash", "torch_flash")
     assert "  rival       torch_flash is called instead: 1.11x faster than our kernel" in str(found)
-    assert found.to_json()["rival"] == "torch_flash"
     assert "torch_flash is served instead" in caplog.text
 
 
 def test_a_rival_that_is_not_installed_or_cannot_be_made_serves_nothing(attention, caplog) -> None:
-    attention.rivals = {}
-    attention.sdpa(attention.q, attention.k, attention.v)
-    attention.make_rivals = lambda: 1 / 0
-    attention.serve.reload()
-    attention.sdpa(attention.q, attention.k, attention.v)
-    assert len(attention.launches) == 2
+    for attention.make_rivals in (dict, lambda: 1 / 0):
+        serve.reload()
+        attention.run()
+    assert (attention.calls, len(attention.launches)) == ([], 2)
     assert "no rival can be made, our own kernel is served: ZeroDivisionError" in caplog.text
 
 
@@ -376,105 +374,50 @@ def test_a_rival_that_refuses_its_first_call_gives_way_to_our_kernel(attention, 
         raise RuntimeError("No available kernel.")
 
     attention.rivals = {"torch_flash": refuse}
-    for _ in range(3):
-        torch.testing.assert_close(
-            attention.sdpa(attention.q, attention.k, attention.v), attention.want, rtol=2e-3, atol=2e-3
-        )
-    assert (len(attention.calls), len(attention.launches)) == (1, 3)
+    assert attention.run("eager", "eager", "eager") == (1, 3)
     assert "torch_flash, which was measured to be faster, failed: RuntimeError: No available kernel." in caplog.text
     assert "our own kernel is served instead" in caplog.text
 
 
 def test_a_later_failure_gives_way_for_that_call_and_says_what_to_do(attention, monkeypatch, caplog) -> None:
-    attention.sdpa(attention.q, attention.k, attention.v)
-    plan = attention.serve.plan_for(attention.q, attention.k, attention.v)
-    monkeypatch.setitem(vars(plan.rival), "call", lambda *given: 1 / 0)
-    for _ in range(2):
-        out = attention.sdpa(attention.q, attention.k, attention.v)
-        torch.testing.assert_close(out, attention.want, rtol=2e-3, atol=2e-3)
-    assert (len(attention.calls), len(attention.launches)) == (1, 2)
+    attention.run()
+    monkeypatch.setitem(vars(attention.plan.rival), "call", lambda *given: 1 / 0)
+    assert attention.run("eager", "eager") == (1, 2)
     assert caplog.text.count("TILEDSCHED_RIVALS=off serves our own kernel; our own kernel is served instead") == 1
 
 
 def test_a_graph_holds_the_rival_only_if_it_can(attention) -> None:
-    from serve_on_cpu import capturing
-
-    q, k, v = attention.q, attention.k, attention.v
-    with capturing(), pytest.raises(LaunchError, match="call sdpa once"):
-        attention.sdpa(q, k, v)
-    attention.serve.reload()
-    attention.sdpa(q, k, v)
-    with capturing():
-        attention.sdpa(q, k, v)
-    assert (len(attention.calls), len(attention.launches)) == (2, 0)
+    with pytest.raises(LaunchError, match="call sdpa once"):
+        attention.run("graph")
+    serve.reload()
+    assert attention.run("eager", "graph") == (2, 0)
     attention.known(capturable=False)
-    attention.sdpa(q, k, v)  # and our own program is loaded on the way
-    assert (len(attention.calls), len(attention.launches)) == (3, 1)
-    with capturing():
-        torch.testing.assert_close(attention.sdpa(q, k, v), attention.want, rtol=2e-3, atol=2e-3)
-    assert (len(attention.calls), len(attention.launches)) == (3, 2)
+    assert attention.run("eager") == (3, 1)  # and our own program is loaded on the way
+    assert attention.run("graph") == (3, 2)
 
 
-class Late:
-    """A rival whose host is too slow for eager calls, and what it was called in: captures, or not."""
-
-    def __init__(self, attention, **more) -> None:
-        self.attention, self.captured = attention, []
-        attention.known(name="flash_attention_4", host_us=500.0, **more)
-
-    def __call__(self, *given):
-        self.captured.append(self.attention.launches.runtime.is_capturing())
-        return self.attention.want.clone()
-
-
-@pytest.fixture
-def late(attention):
-    made = Late(attention)
-    attention.rivals = {"flash_attention_4": made}
-    return made
-
-
-def test_a_rival_whose_host_is_slow_serves_in_graphs_alone(attention, late) -> None:
-    from serve_on_cpu import capturing, on_another_stream
-
-    from tiledsched import explain
-
-    q, k, v = attention.q, attention.k, attention.v
-    attention.sdpa(q, k, v)
-    # Its first call takes seconds, and no capture may ever come.
-    assert (late.captured, len(attention.launches)) == ([], 1)
-    with on_another_stream():
-        for _ in range(2):
-            attention.sdpa(q, k, v)
-    assert (late.captured, len(attention.launches)) == ([False], 3)  # once, to be compiled where a capture finds it
-    with capturing():
-        assert torch.equal(attention.sdpa(q, k, v), attention.want)
-    attention.sdpa(q, k, v)
-    assert (late.captured, len(attention.launches)) == ([False, True], 4)
-    found = explain(q, k, v)
+def test_a_rival_whose_host_is_slow_serves_in_graphs_alone(attention) -> None:
+    attention.known(**LATE)
+    assert attention.run() == (0, 1)  # its first call takes seconds, and no capture may ever come
+    assert attention.run("stream", "stream") == (1, 3)  # once, to be compiled where a capture finds it
+    assert attention.run("graph", "eager") == (2, 4)
+    assert attention.calls == [False, True]
+    found = explain(*attention.given)
     assert (found.rival, found.in_graphs) == ("", "flash_attention_4")
     assert "in a captured graph flash_attention_4 is served: 1.11x faster" in str(found)
     assert "its eager calls would wait for the host" in str(found)
-    for setting in ("record", "off"):
-        with configure(rivals=setting):
-            attention.sdpa(q, k, v)
-            with capturing():
-                attention.sdpa(q, k, v)
-    assert (len(late.captured), len(attention.launches)) == (2, 8)
-    attention.known(name="flash_attention_4", host_us=500.0, capturable=False)
-    attention.sdpa(q, k, v)
-    plan = attention.serve.plan_for(q, k, v)
-    assert (len(late.captured), plan.in_graphs, plan.launch_on) == (2, None, plan.device)  # eager calls ask nothing
+    attention.known(**LATE, capturable=False)
+    assert attention.run() == (2, 5)
+    assert (attention.plan.in_graphs, attention.plan.launch_on) == (None, attention.plan.device)  # calls ask nothing
 
 
 @pytest.mark.parametrize("times", [{"host_us": 500.0}, {"capturable": False}], ids=["in graphs", "eager calls"])
-def test_our_own_choice_that_does_not_compile_gives_way_beside_a_rival_too(attention, late, times) -> None:
+def test_our_own_choice_that_does_not_compile_gives_way_beside_a_rival_too(attention, times) -> None:
     """A rival that serves graphs alone leaves eager calls to our kernel, and one that no graph holds leaves graphs to it."""
     from cuda.tile import TileError
 
     attention.known(name="flash_attention_4", **times)
-    runtime, q, k, v = attention.launches.runtime, attention.q, attention.k, attention.v
-    second = attention.serve.plan_for(q, k, v).served.schedule.replace(occupancy=3)
+    runtime, second = attention.launches.runtime, attention.plan.served.schedule.replace(occupancy=3)
     load, refused = runtime.load_table, []
 
     class WithAlternatives(LookupTable):
@@ -493,192 +436,131 @@ def test_our_own_choice_that_does_not_compile_gives_way_beside_a_rival_too(atten
         attention.launches(*given)
 
     runtime.load_table, runtime.launch = load_table, launch
-    attention.serve.reload()
-    for _ in range(2):
-        torch.testing.assert_close(attention.sdpa(q, k, v), attention.want, rtol=2e-3, atol=2e-3)
-    plan = attention.serve.plan_for(q, k, v)
+    serve.reload()
+    attention.run("eager", "eager")
+    plan = attention.plan
     assert (len(refused), plan.served.schedule) == (1, second)
     assert {each.name for each in (plan.rival, plan.in_graphs) if each} == {"flash_attention_4"}
 
 
-def test_what_was_never_called_before_a_capture_does_not_serve_in_it(attention, late) -> None:
-    from serve_on_cpu import capturing, on_another_stream
-
-    q, k, v = attention.q, attention.k, attention.v
+def test_what_was_never_called_before_a_capture_does_not_serve_in_it(attention) -> None:
+    attention.known(**LATE)
     with configure(rivals="off"):
-        attention.sdpa(q, k, v)  # our program is loaded
-    with capturing():
-        attention.sdpa(q, k, v)
-    assert (late.captured, len(attention.launches)) == ([], 2)
-    with on_another_stream():  # the first eager call is still to come then
-        attention.sdpa(q, k, v)
-    with capturing():
-        attention.sdpa(q, k, v)
-    assert (late.captured, len(attention.launches)) == ([False, True], 3)
-    with capturing():  # numbers that it may not be compiled for
-        attention.sdpa(q, k, v, scale=0.5)
-    assert (late.captured, len(attention.launches)) == ([False, True], 4)
+        attention.run()  # our program is loaded
+    assert attention.run("graph") == (0, 2)
+    assert attention.run("stream", "graph") == (2, 3)  # the first eager call is still to come then
+    assert attention.run("graph", scale=0.5) == (2, 4)  # numbers that it may not be compiled for
+    assert attention.calls == [False, True]
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_one_that_fails_to_be_made_ready_costs_nothing_but_itself(attention, caplog, first) -> None:
-    from serve_on_cpu import capturing, on_another_stream
-
-    attention.known(name="flash_attention_4", host_us=500.0)
+    attention.known(**LATE)
     attention.rivals = {"flash_attention_4": lambda *given: 1 / 0}
-    q, k, v = attention.q, attention.k, attention.v
-    if not first:
-        attention.sdpa(q, k, v)
-    with on_another_stream():
-        for _ in range(2):
-            torch.testing.assert_close(attention.sdpa(q, k, v), attention.want, rtol=2e-3, atol=2e-3)
-    with capturing():
-        attention.sdpa(q, k, v)
-    assert len(attention.launches) == 4 - first
+    modes = ("stream", "stream", "graph")
+    assert attention.run(*modes if first else ("eager", *modes)) == (0, 4 - first)
     if first:
-        plan = attention.serve.plan_for(q, k, v)
-        assert (plan.in_graphs, plan.launch_on) == (None, plan.device)
+        assert (attention.plan.in_graphs, attention.plan.launch_on) == (None, attention.plan.device)
     assert caplog.text.count("failed: ZeroDivisionError") == 1
 
 
-def test_one_rival_may_serve_eagerly_and_another_in_graphs(attention, late) -> None:
-    from serve_on_cpu import capturing, on_another_stream
-
-    eager = []
-    offers = {"torch_flash": lambda *given: eager.append(1) or attention.want.clone(), "flash_attention_4": late}
-    attention.rivals = offers
+def test_one_rival_may_serve_eagerly_and_another_in_graphs(attention) -> None:
+    eager, late = [], a_rival(0.8, **LATE)
+    attention.rivals["torch_flash"] = lambda *given: eager.append(1) or attention.want.clone()
     for capturable in (True, False):
-        times = (a_rival(capturable=capturable), a_rival(0.8, name="flash_attention_4", host_us=500.0))
-        attention.known_times(times)
-        eager.clear()
-        late.captured.clear()
+        attention.known(a_rival(capturable=capturable), late)
         attention.launches.runtime.loaded.clear()
-        with on_another_stream():
-            attention.sdpa(attention.q, attention.k, attention.v)
-        with capturing():
-            attention.sdpa(attention.q, attention.k, attention.v)
-        assert (eager, late.captured, len(attention.launches)) == ([1], [False, True], 0)
-    offers["flash_attention_4"] = lambda *given: 1 / 0
-    attention.known_times((a_rival(), times[1]))
+        attention.run("stream", "graph")
+    assert (len(eager), attention.calls, attention.launches) == (2, [False, True] * 2, [])
+    attention.rivals["flash_attention_4"] = lambda *given: 1 / 0
+    attention.known(a_rival(), late)
     attention.launches.runtime.loaded.clear()
-    with on_another_stream():
-        attention.sdpa(attention.q, attention.k, attention.v)  # which makes way for the other
-    with capturing():
-        attention.sdpa(attention.q, attention.k, attention.v)
-    assert (len(eager), len(attention.launches)) == (3, 0)
+    attention.run("stream", "graph")  # the rival of graphs makes way for the other
+    assert (len(eager), attention.launches) == (4, [])
 
 
 def test_it_is_called_in_compiled_code(attention) -> None:
     torch._dynamo.reset()
-    compiled = torch.compile(lambda q, k, v: attention.sdpa(q, k, v) * 1, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(attention.q, attention.k, attention.v), attention.want)
+    compiled = torch.compile(lambda q, k, v: serve.sdpa(q, k, v) * 1, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(*attention.given), attention.want)
     assert (len(attention.calls), attention.launches) == (1, [])
 
 
-def test_the_bench_tells_our_kernel_from_what_is_served(attention) -> None:
-    from tiledsched.bench.methods import OURS, SERVED
-    from tiledsched.bench.rivals.attention import METHODS
-    from tiledsched.bench.rivals.attention_case import AttentionArrays, PairCase
+@pytest.fixture
+def benched(attention):
+    """The methods of a bench, and the inputs of the problem of :func:`attention`."""
+    return methods_of(Attention), Arrays(torch=torch, problem=attention.plan.problem, tensors=attention.given)
 
-    plan = attention.serve.plan_for(attention.q, attention.k, attention.v)
-    arrays = AttentionArrays(torch=torch, problem=plan.problem, tensors=(attention.q, attention.k, attention.v))
-    METHODS[OURS].make(arrays)()
+
+def test_the_bench_tells_our_kernel_from_what_is_served(attention, benched) -> None:
+    methods, arrays = benched
+    methods[OURS].make(arrays)()
     assert (len(attention.calls), len(attention.launches)) == (0, 2)  # once to be ready
-    METHODS[SERVED].make(arrays)()
+    methods[SERVED].make(arrays)()
     assert (len(attention.calls), len(attention.launches)) == (1, 2)
-    case = PairCase(arrays, [], None, [], {})
-    assert case.details(OURS, verify=False)["provenance"] == "measured"
+    assert details(methods[OURS], arrays, verify=False, captured=False)["provenance"] == "measured"
+    rival = {"schedule": "torch_flash", "provenance": "rival", "measured_program": None}
     for captured in (False, True):
-        assert case.details(SERVED, verify=False, captured=captured) == {
-            "schedule": "torch_flash",
-            "provenance": "rival",
-            "measured_program": None,
-        }
+        assert details(methods[SERVED], arrays, verify=False, captured=captured) == rival
     attention.known(capturable=False)
-    assert case.details(SERVED, verify=False, captured=True)["provenance"] == "measured"
+    assert details(methods[SERVED], arrays, verify=False, captured=True)["provenance"] == "measured"
 
 
-def test_the_bench_asks_what_would_serve_had_nobody_tuned_the_suite(attention, monkeypatch) -> None:
-    """Of a stranger's problem only itself is left out; of a suite's, the suite, and not the union of suites."""
-    from tiledsched.bench.methods import LEFT_OUT
-    from tiledsched.bench.rivals import attention_plans
-    from tiledsched.bench.rivals.attention import METHODS
-    from tiledsched.bench.rivals.attention_case import AttentionArrays, PairCase
-    from tiledsched.kernels.attention import Attention
-
-    plan = attention.serve.plan_for(attention.q, attention.k, attention.v)
-    monkeypatch.setattr(attention_plans, "_entries", lambda arch: [plan.served.entry])
-    arrays = AttentionArrays(torch=torch, problem=plan.problem, tensors=(attention.q, attention.k, attention.v))
-    METHODS[LEFT_OUT].make(arrays)()
+def test_the_bench_asks_what_would_serve_had_nobody_tuned_the_suite(attention, benched, monkeypatch) -> None:
+    """Of a stranger's problem only itself is left out; of a suite's, the suite, and not the union of suites. Entries are read
+    again under other settings: a process of a fleet benches from one database after the other.
+    """
+    methods, arrays = benched
+    loads, entry = [], attention.plan.served.entry
+    monkeypatch.setattr(own_methods, "load_entries", lambda *given: loads.append(given) or [entry])
+    own_methods._entries.cache_clear()
+    methods[LEFT_OUT].make(arrays)()
     assert (attention.calls, len(attention.launches)) == ([], 2)
-    assert PairCase(arrays, [], None, [], {}).details(LEFT_OUT, verify=False)["provenance"] == "default"
-    assert attention_plans.left_out(plan.problem) == {plan.problem}
-    assert attention_plans.left_out(Attention.suite("bert")[0]) == set(Attention.suite("bert"))
-
-
-def test_what_is_left_out_is_read_again_under_other_settings(monkeypatch) -> None:
-    """A process of a fleet benches from one database after the other."""
-    from tiledsched.bench.rivals import attention_plans
-
-    loads = []
-    monkeypatch.setattr(attention_plans, "load_entries", lambda *given: loads.append(given) or [])
-    attention_plans._entries.cache_clear()
-    for _ in range(2):
-        attention_plans._entries("sm_90")
+    assert details(methods[LEFT_OUT], arrays, verify=False, captured=False)["provenance"] == "default"
     assert len(loads) == 1
     with configure(rivals="off"):
-        attention_plans._entries("sm_90")
-    attention_plans._entries("sm_90")
-    assert len(loads) == 3
-    attention_plans._entries.cache_clear()
+        own_methods._entries("sm_90")
+    assert len(loads) == 2
+    assert own_methods.left_out(arrays.problem) == {arrays.problem}
+    assert own_methods.left_out(Attention.suite("bert")[0]) == set(Attention.suite("bert"))
+    own_methods._entries.cache_clear()
 
 
 def test_any_operator_is_handed_over_too_unless_its_numbers_are_not_those_declared(launches, monkeypatch) -> None:
     import op_kernels
-    from serve_on_cpu import capturing, on_another_stream
 
     from tiledsched.serve import process
     from tiledsched.serve.op import op
 
     x, w = torch.randn(4, 64, dtype=torch.float16), torch.randn(64, dtype=torch.float16)
-    calls = []
+    calls, norm = [], op("testrivals::norm", op_kernels.RmsNorm)
 
     def normalise(X, W):
         calls.append(X)
         return torch.nn.functional.rms_norm(X, (64,), W, 1e-5).t().contiguous().t()
 
     monkeypatch.setattr(op_kernels.RmsNorm, "rivals", staticmethod(lambda p: {"torch": normalise}))
-    norm = op("testrivals::norm", op_kernels.RmsNorm)
-    p = norm.schema.problem((x, w, None, 1e-5))
-    offers = measured_offers(an_entry(rivals=(a_rival(name="torch"),)), "here")
+    (offer,) = measured_offers(an_entry(rivals=(a_rival(name="torch"),)), "here")
 
     class WithRivals(LookupTable):
         def resolve(self, *given):
-            return dataclasses.replace(super().resolve(*given), rivals=offers)
+            return dataclasses.replace(super().resolve(*given), rivals=(offer,))
+
+    def run(mode="eager", call=norm, **numbers):
+        with MODES[mode]():
+            out = call(x, w, **numbers)
+        if not numbers:
+            torch.testing.assert_close(out, torch.nn.functional.rms_norm(x, (64,), w, 1e-5), rtol=2e-3, atol=2e-3)
+        assert out.is_contiguous()
+        return len(calls), len(launches)
 
     launches.runtime.load_table = lambda settings, *, kernel, archs: WithRivals([], kernel)
     process.forget_plans()
-    for _ in range(3):
-        out = norm(x, w)
-        torch.testing.assert_close(out, torch.nn.functional.rms_norm(x, (64,), w, 1e-5), rtol=2e-3, atol=2e-3)
-        assert out.is_contiguous()
-    assert (len(calls), launches) == (3, [])
+    assert [run() for _ in range(3)] == [(1, 0), (2, 0), (3, 0)]
     assert norm.explain(x, w).rival == "torch"
-    norm(x, w, eps=0.5)
-    norm.own(x, w)
-    assert (len(calls), len(launches)) == (3, 2)
-    offers = (dataclasses.replace(offers[0], only_captured=True),)
+    assert (run(eps=0.5), run(call=norm.own)) == ((3, 1), (3, 2))
+    offer = dataclasses.replace(offer, only_captured=True)
     process.forget_plans()
     launches.runtime.loaded.clear()
-    norm(x, w)
-    assert (len(calls), len(launches)) == (3, 3)
-    with on_another_stream():
-        norm(x, w)
-    assert (len(calls), len(launches)) == (4, 4)
-    with capturing():
-        norm(x, w)
-        norm(x, w, eps=0.5)
-    assert (len(calls), len(launches)) == (5, 5)
+    assert (run(), run("stream"), run("graph"), run("graph", eps=0.5)) == ((3, 3), (4, 4), (5, 4), (5, 5))
     assert (norm.explain(x, w).rival, norm.explain(x, w).in_graphs) == ("", "torch")
-    assert p.columns == 64
-    assert rivals_module.ELSEWHERE not in (-1, 0)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.machinery
-import inspect
 import math
 import sys
 import types
@@ -17,20 +15,23 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch._dynamo.utils")  # before anything of torch is replaced
+from fake_rivals import attend, flash, install_flash_4, older, older_varlen
 from test_bench import Harness, options
 from test_bench_harness import cell, cuda  # noqa: F401
 from test_measure_gpu import PROBLEM, candidate
 
-from tiledsched.bench.methods import OURS, methods_of
-from tiledsched.bench.run import bench_cell
 from tiledsched.checking.inputs import make_cases
-from tiledsched.core.errors import UnsupportedError
+from tiledsched.core.errors import MeasureError, UnsupportedError
+from tiledsched.core.rivals import Arrays
 from tiledsched.kernels.attention import Attention
-from tiledsched.kernels.attention import rivals as attention_rivals
+from tiledsched.kernels.attention import backends as attention_rivals
 from tiledsched.measure.arrays import ProblemArrays
-from tiledsched.measure.rival_worker import Rivals
-from tiledsched.measure.rivals import RivalRaces, RivalSamples, rival_time
 from tiledsched.measure.torch_timing import CYCLES_PER_US, TorchStopwatch, host_cost_us
+from tiledsched.ops.bench import methods_of
+from tiledsched.rivals.bench import bench_cell
+from tiledsched.rivals.methods import OURS
+from tiledsched.rivals.races import RivalRaces, RivalSamples, rival_time
+from tiledsched.rivals.worker import Rivals
 
 METHODS = methods_of(Attention)
 HERE = Path(__file__).parent
@@ -86,18 +87,21 @@ FA4, OWN = (400.0, 100.0), (10.0, 104.0)
 """(host, GPU) microseconds of a call."""
 
 
-def test_a_slow_host_is_not_timed() -> None:
+@pytest.mark.parametrize(
+    ("told_us", "spins"),
+    [(FA4[0], [800.0, 800.0]), (0.0, [300.0, 600.0, 600.0])],  # both alike; with 0.3 ms it would be 200
+    ids=["told", "noticed, and its sample taken again"],
+)
+def test_a_slow_host_is_not_timed(told_us, spins) -> None:
     machine = Machine()
-    watch = watch_of(machine, FA4, OWN, host_us=FA4[0])
+    watch = watch_of(machine, FA4, OWN, host_us=told_us)
     assert [watch.read(watch.queue(index, paced=True)) for index in (0, 1)] == pytest.approx([100.0, 104.0])
-    assert machine.spins == [800.0, 800.0]  # both alike
+    assert machine.spins == spins
 
 
-def test_a_host_slower_than_was_told_is_noticed_and_its_sample_taken_again() -> None:
-    machine = Machine()
-    watch = watch_of(machine, FA4, OWN)
-    assert watch.read(watch.queue(0, paced=True)) == pytest.approx(100.0)  # with 0.3 ms it would be 200
-    assert machine.spins == [300.0, 600.0]
+def test_a_call_that_waits_for_the_gpu_is_not_timed() -> None:
+    with pytest.raises(MeasureError, match="leave it out with --methods"):
+        watch_of(Machine(), (1e6, 1.0)).queue(0, paced=True)
 
 
 def test_back_to_back_a_sample_is_marked_where_the_gpu_had_nothing_left_to_do() -> None:
@@ -115,24 +119,10 @@ def test_back_to_back_a_sample_is_marked_where_the_gpu_had_nothing_left_to_do() 
 
 
 def test_a_method_whose_host_is_too_slow_has_a_status_and_no_time() -> None:
-    class Late(Harness):
-        def prepare(self, problem, methods, regime):
-            prepared = super().prepare(problem, methods, regime)
-            watch = prepared.watch
-            read = watch.read
-            watch.read = lambda queued: math.nan if late(queued) else read(queued)
-            return prepared
-
-    def late(queued) -> bool:
-        index = queued[0] if isinstance(queued, tuple) else queued
-        return index == 1
-
     how = options(names=(OURS, "torch_flash"))
-    problem = Attention.standard(seq_len=1024, head_dim=64)
-    ours, flash = bench_cell(Late(), ("sustained", problem), how)
-    assert ours.status == "ok"
-    assert flash.status.startswith("host too slow: in ")
-    assert flash.median_us is None
+    ours, slow = bench_cell(Harness(late={"torch_flash"}), ("sustained", COMPUTED[0]), how)
+    assert (ours.status, slow.median_us) == ("ok", None)
+    assert slow.status.startswith("host too slow: in ")
 
 
 def test_the_hosts_cost_is_that_of_a_call_alone() -> None:
@@ -223,8 +213,8 @@ def test_every_rival_is_checked_and_timed_beside_our_winner(process) -> None:
     assert list(told) == ["torch", "wrong", "refuses", "mine", "few", "shape"]
     assert told["wrong"].failure.startswith("wrong result: ")
     assert told["refuses"].failure == "RuntimeError: No available kernel."
-    assert told["few"].failure == "it returns 0 arrays of 1"
-    assert told["shape"].failure == "its Out has shape (1, 16)"
+    assert told["few"].failure == "it returns 0 arrays; the outputs are Out"
+    assert told["shape"].failure == "its Out has shape (1, 16), not (8, 16)"
     for name in ("torch", "mine"):
         assert len(told[name].samples_us) == len(told[name].ours_us) == 8
         assert told[name].failure == ""
@@ -310,85 +300,15 @@ def test_two_processes_on_a_made_up_gpu_race_our_winner_and_its_rivals(races) ->
     assert runner.sample([candidate(100.0)], rounds=2, regime="burst")[0].samples_us == pytest.approx((100.0, 100.0))
 
 
-# FlashAttention-4, which no machine without a GPU has
-
-
-def attend(q, k, v, scale, causal=False, window=None, softcap=0.0, sink=None, used=None):
-    """On `[batch, rows, heads, columns]`, the mask aligned at the bottom right."""
-    q, k, v = (each.transpose(1, 2).float() for each in (q, k, v))
-    k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
-    scores = q @ k.transpose(-1, -2) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    rows, keys = scores.shape[-2:]
-    last, column = torch.arange(rows)[:, None] + keys - rows, torch.arange(keys)[None]
-    if causal or window:
-        scores = scores.masked_fill(column > last, -math.inf)
-    if window:
-        scores = scores.masked_fill(column < last - window[0], -math.inf)
-    if used is not None:
-        scores = scores.masked_fill(column >= used[:, None, None, None], -math.inf)
-    lse = scores.logsumexp(-1, keepdim=True)
-    if sink is not None:
-        lse = torch.logaddexp(lse, sink.float()[None, :, None, None].expand_as(lse))
-    return ((scores - lse).exp() @ v).transpose(1, 2)
-
-
-def inner(
-    q,
-    k,
-    v,
-    seqused_k=None,
-    softmax_scale=None,
-    causal=False,
-    softcap=None,
-    window_size_left=None,
-    window_size_right=None,
-    learnable_sink=None,
-    num_splits=1,
-    out=None,
-    lse=None,
-    return_lse=False,
-):
-    if num_splits != 1:
-        raise NotImplementedError("no splits on this GPU")
-    window = None if window_size_left is None else (window_size_left, window_size_right)
-    if return_lse:
-        rows = q.transpose(1, 2).float() @ k.transpose(1, 2).float().repeat_interleave(2, 1).mT * softmax_scale
-        lse.copy_(torch.logsumexp(rows.masked_fill(~torch.ones_like(rows).bool().tril(), -torch.inf), -1))
-    made = attend(q, k, v, softmax_scale, causal, window, softcap, learnable_sink, seqused_k).to(q.dtype)
-    return (made if out is None else out.copy_(made)), None
-
-
-def outer(q, k, v, softmax_scale=None, causal=False, window_size=(None, None), learnable_sink=None, softcap=0.0):
-    window = None if window_size[0] is None else window_size
-    return attend(q, k, v, softmax_scale, causal, window, softcap, learnable_sink).to(q.dtype), None
-
-
-def outer_lengths(q, k, v, seqused_k=None, **more):
-    return attend(q, k, v, more["softmax_scale"], more.get("causal", False), used=seqused_k).to(q.dtype)
-
-
-outer_lengths.__signature__ = inspect.Signature(
-    [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
-        for name in ("q", "k", "v", "seqused_k", "softmax_scale", "causal")
-    ]
-)
+# FlashAttention-4
 
 
 @pytest.fixture(params=["inner", "outer"])
 def flash_4(request, monkeypatch):
     """A FlashAttention-4 of one beta or another."""
-    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
-        module = types.ModuleType(name)
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        module.__path__ = []
-        monkeypatch.setitem(sys.modules, name, module)
-    cute, interface = sys.modules["flash_attn.cute"], sys.modules["flash_attn.cute.interface"]
-    cute.flash_attn_func, cute.flash_attn_varlen_func = outer, outer_lengths
-    if request.param == "inner":
-        interface._flash_attn_fwd = inner
+    inner = {"_flash_attn_fwd": flash} if request.param == "inner" else {}
+    package = install_flash_4(monkeypatch, **inner)
+    package.flash_attn_func, package.flash_attn_varlen_func = older, older_varlen
     return request.param
 
 
@@ -415,33 +335,27 @@ REFUSED = [
 ONLY_FLEX = [problem(causal=True, lengths=True, window=9), problem(causal=True, starts=True, softcap=True, sinks=True)]
 
 
-@pytest.mark.parametrize("asked", COMPUTED, ids=str)
-def test_flash_attention_4_computes_what_it_can(cuda, flash_4, asked) -> None:  # noqa: F811
-    rows = cell([METHODS["flash_attention_4"]], problem=asked)
-    assert rows["flash_attention_4"].status == "ok"
-    assert 0 < rows["flash_attention_4"].rel_err < 1e-3
-
-
-@pytest.mark.parametrize("asked", REFUSED, ids=str)
-def test_and_refuses_the_rest_as_a_status(cuda, flash_4, asked) -> None:  # noqa: F811
-    rows = cell([METHODS["flash_attention_4"]], problem=asked)
-    assert rows["flash_attention_4"].status.startswith("not served: FlashAttention-4 ")
-    assert rows["flash_attention_4"].median_us is None
-    assert "flash_attention_4" not in attention_rivals.rivals(asked)
+@pytest.mark.parametrize("asked", [*COMPUTED, *REFUSED], ids=str)
+def test_flash_attention_4_computes_what_it_can_and_refuses_the_rest_as_a_status(cuda, flash_4, asked) -> None:  # noqa: F811
+    row = cell([METHODS["flash_attention_4"]], problem=asked)["flash_attention_4"]
+    computes = asked in COMPUTED
+    assert row.status.startswith("ok" if computes else "not served: FlashAttention-4 ")
+    assert ("flash_attention_4" in attention_rivals.raced(asked)) is (row.median_us is not None) is computes
+    assert not computes or 0 < row.rel_err < 1e-3
 
 
 @pytest.mark.parametrize("columns", [16, 8])
 def test_as_a_rival_it_reads_any_strides_and_answers_in_those_of_q(flash_4, columns, monkeypatch) -> None:
     """Into an output of ours, which lies so, where it takes one: a copy of the output may take as long as attention."""
     p = problem(causal=True, value_dim=columns if columns < 16 else 0)
-    call = attention_rivals.rivals(p, 0.3)["flash_attention_4"]
+    call = attention_rivals.raced(p, 0.3)["flash_attention_4"]
     q, k = (torch.randn(2, heads, 24, 16, dtype=torch.float16) for heads in (4, 2))
     v = torch.randn(2, 2, 24, columns, dtype=torch.float16)
     copies = []
     monkeypatch.setattr(
         torch.Tensor, "copy_", lambda to, made, copy=torch.Tensor.copy_: copies.append(made) or copy(to, made)
     )
-    want = attend(*(each.transpose(1, 2) for each in (q, k, v)), 0.3, True).transpose(1, 2)
+    want = attend(*(each.transpose(1, 2) for each in (q, k, v)), 0.3, True)[0].transpose(1, 2)
     for given in (q, q.transpose(1, 2).contiguous().transpose(1, 2)):
         out = call(given, k, v)
         torch.testing.assert_close(out.float(), want, rtol=2e-3, atol=2e-3)
@@ -451,45 +365,40 @@ def test_as_a_rival_it_reads_any_strides_and_answers_in_those_of_q(flash_4, colu
 
 
 def test_it_gives_the_log_sum_exp_where_it_writes_it_for_us(flash_4) -> None:
-    found = attention_rivals.rivals(problem(causal=True, lse=True), 0.3)
+    found = attention_rivals.raced(problem(causal=True, lse=True), 0.3)
     assert ("flash_attention_4" in found) == (flash_4 == "inner")
     assert "torch_efficient" not in found
-    if flash_4 == "inner":
-        q, k, v = (torch.randn(2, heads, 24, 16, dtype=torch.float16) for heads in (4, 2, 2))
-        plain = attention_rivals.rivals(problem(causal=True), 0.3)["flash_attention_4"]
-        for _ in range(2):
-            out, lse = found["flash_attention_4"](q, k, v)
-            assert torch.equal(out, plain(q, k, v))
-            scores = q.float() @ k.float().repeat_interleave(2, 1).mT * 0.3
-            scores = scores.masked_fill(~torch.ones(24, 24, dtype=torch.bool).tril(), -torch.inf)
-            torch.testing.assert_close(lse, torch.logsumexp(scores, -1, keepdim=True))
+    q, k, v = (torch.randn(2, heads, 24, 16, dtype=torch.float16) for heads in (4, 2, 2))
+    right, sums = attend(*(each.transpose(1, 2) for each in (q, k, v)), 0.3, True)
+    for _ in range(2 if flash_4 == "inner" else 0):
+        out, lse = found["flash_attention_4"](q, k, v)
+        torch.testing.assert_close((out.float(), lse), (right.transpose(1, 2), sums[..., None]), rtol=2e-3, atol=2e-3)
     for other in (problem(causal=True, window=5, lse=True), problem(sinks=True, lse=True)):
-        assert attention_rivals.rivals(other) == {}
+        assert attention_rivals.raced(other) == {}
 
 
 def test_its_times_are_of_its_own_version(flash_4, monkeypatch) -> None:
     monkeypatch.setattr(attention_rivals, "package_version", lambda name: f"of {name}")
-    assert attention_rivals.rivals(problem())["flash_attention_4"].version == "flash-attn-4 of flash-attn-4"
+    assert attention_rivals.raced(problem())["flash_attention_4"].version == "flash-attn-4 of flash-attn-4"
 
 
 def test_what_serves_imports_it_at_its_first_call(flash_4, monkeypatch) -> None:
     made, real = [], attention_rivals.flash_attention_4
     monkeypatch.setattr(attention_rivals, "flash_attention_4", lambda *given: made.append(given) or real(*given))
-    call = attention_rivals.late_rivals(problem(), 0.3)["flash_attention_4"]
+    call = attention_rivals.raced(problem(), 0.3, late=True)["flash_attention_4"]
     assert made == []
     q = torch.randn(2, 4, 24, 16, dtype=torch.float16)
     k, v = (torch.randn(2, 4, 24, 16, dtype=torch.float16) for _ in range(2))
-    want = attend(*(each.transpose(1, 2) for each in (q, k, v)), 0.3, False).transpose(1, 2)
+    want = attend(*(each.transpose(1, 2) for each in (q, k, v)), 0.3, False)[0].transpose(1, 2)
     for _ in range(2):
         torch.testing.assert_close(call(q, k, v).float(), want, rtol=2e-3, atol=2e-3)
     assert len(made) == 1
-    assert "flash_attention_4" not in attention_rivals.late_rivals(REFUSED[0])
+    assert "flash_attention_4" not in attention_rivals.raced(REFUSED[0], late=True)
 
 
 def test_without_it_it_is_no_rival(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    assert not attention_rivals.flash_4_installed()
-    assert "flash_attention_4" not in attention_rivals.rivals(problem())
+    assert "flash_attention_4" not in attention_rivals.raced(problem())
     with pytest.raises(UnsupportedError, match="cannot be imported"):
         attention_rivals.flash_4_function(problem())
     assert METHODS["flash_attention_4"].refusal(problem(), 1 << 30) == "not installed: flash_attn.cute"
@@ -518,7 +427,7 @@ def test_a_backend_of_torchs_is_called_by_its_own_operator(monkeypatch, name) ->
 
 def test_torchs_backends_are_rivals_where_their_masks_are_ours() -> None:
     def named(**more) -> set[str]:
-        return set(attention_rivals.rivals(problem(kv_heads=4, **more))) & set(attention_rivals.BACKENDS)
+        return set(attention_rivals.raced(problem(kv_heads=4, **more))) & set(attention_rivals.BACKENDS)
 
     every = set(attention_rivals.BACKENDS)
     assert named() == named(causal=True) == named(seq_k=40) == every
@@ -528,15 +437,15 @@ def test_torchs_backends_are_rivals_where_their_masks_are_ours() -> None:
     assert named(seq_q=40, causal=True, alignment="bottom_right") == set()
     assert named(lse=True) == {"torch_cudnn", "torch_flash"}
     assert named(causal=True, window=4) == named(lengths=True) == set()
-    assert "torch_efficient" not in attention_rivals.rivals(problem())  # grouped heads
+    assert "torch_efficient" not in attention_rivals.raced(problem())  # grouped heads
 
 
 @pytest.mark.parametrize("asked", [*COMPUTED[2:4], COMPUTED[-1], *ONLY_FLEX], ids=str)
 def test_flex_attention_and_masks_compute_what_is_asked_for(monkeypatch, asked) -> None:
     from torch.nn.attention import flex_attention as flex
 
-    from tiledsched.bench.rivals.attention_case import AttentionArrays
     from tiledsched.ops.fallback import attend_in_torch
+    from tiledsched.ops.own_methods import attention_call
 
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(torch.compiler, "reset", lambda: None)
@@ -546,9 +455,9 @@ def test_flex_attention_and_masks_compute_what_is_asked_for(monkeypatch, asked) 
     beside = [torch.randn(4)] if asked.sinks else []
     beside += [torch.tensor([0, 5])] if asked.starts else []
     beside += [torch.tensor([24, 17])] if asked.lengths else []
-    arrays = AttentionArrays(torch=torch, problem=asked, tensors=(q, k, v, *beside))
+    arrays = Arrays(torch=torch, problem=asked, tensors=(q, k, v, *beside))
     alignment = asked.alignment if asked.causal else None
-    want = attend_in_torch(q, k, v, None, 0.0, alignment, None, False, arrays.features)
+    want = attend_in_torch(q, k, v, None, 0.0, alignment, None, False, attention_call(arrays).features)
     torch.testing.assert_close(METHODS["torch_flex"].make(arrays)(), want, rtol=1e-4, atol=1e-5)
     if asked.softcap or asked.sinks:
         with pytest.raises(UnsupportedError, match="it knows no softcap, sinks"):

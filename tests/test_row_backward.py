@@ -1,271 +1,22 @@
-"""Gradients of root-mean-square normalisation and of softmax: right in the interpreter over their schedules, their faults noticed,
-and the functions' gradients as torch takes them.
-"""
+"""Gradients of root-mean-square normalisation and of softmax, as torch takes them from the functions."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from tile_checks import NUMPY, check, make_inputs, mutated, run_schedule, sample, searched
+from tile_checks import make_inputs
 from torch.utils.checkpoint import checkpoint
 
 import tiledsched as ts
-from tiledsched.build.compiler import compile_schedule
-from tiledsched.checking.interpreted import check_schedule
 from tiledsched.core.cases import call_reference
-from tiledsched.core.device import ARCHS
 from tiledsched.core.errors import UnsupportedError
-from tiledsched.core.resources import ResourceFacts
-from tiledsched.core.schedule import Schedule
-from tiledsched.core.space_files import space_for
-from tiledsched.interpreter import InterpreterError
+from tiledsched.core.rivals import Arrays
 from tiledsched.kernels.rms_norm_backward import RmsNormBackward
 from tiledsched.kernels.softmax_backward import SoftmaxBackward
+from tiledsched.ops.bench import methods_of
 
 KERNELS = (RmsNormBackward, SoftmaxBackward)
-NORM = {"TILE_ROWS": 1, "HOLD": True, "AHEAD": False, "loads": "plain", "num_worker_warps": 4, "occupancy": 1}
-SOFTMAX = {"TILE_ROWS": 1, "HOLD": True, "PERSISTENT": False, "loads": "plain", "num_worker_warps": 4, "occupancy": 0}
-
-
-def along(p, seed=0, eps_rows=()):
-    """Inputs whose gradients lie along what was normalised, so that every term counts; rows in `eps_rows` are tiny."""
-    inputs = make_inputs(p.declaration, p, seed)
-    x = inputs["X"].astype(np.float32)
-    x[list(eps_rows)] *= 2.0**-9
-    signed = np.sign(inputs["W"].astype(np.float32)) * np.sign(x) * np.abs(inputs["dOut"].astype(np.float32))
-    kind = NUMPY[p.dtype]
-    return inputs | {"X": x.astype(kind), "dOut": signed.astype(kind)}
-
-
-@pytest.mark.parametrize("p", [p for kernel in KERNELS for p in kernel.small()], ids=str)
-def test_schedules_are_right(p):
-    kernel = p.declaration
-    inputs = along(p, eps_rows=[0]) if kernel is RmsNormBackward else None
-    for s in sample(kernel, p, 4, seed=str(p)):
-        check(kernel, p, s, inputs)
-
-
-@pytest.mark.parametrize("p", [kernel.small()[0] for kernel in KERNELS], ids=str)
-def test_schedules_are_right_on_adversarial_inputs(p):
-    (s,) = sample(p.declaration, p, 1, seed=str(p))
-    passed, _, message = check_schedule(p.declaration, p, s)
-    assert passed, message
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (16, 4096), (131072, 1024), (8192, 16384), (300, 65536)])
-def test_every_problem_has_schedules_and_none_has_too_many(kernel, rows, columns):
-    p = kernel.problem(rows=rows, columns=columns)
-    for arch in ("sm_90", "sm_121"):
-        assert 1 <= len(searched(kernel, p, arch)) <= 320
-
-
-WALKS = (
-    {"TILE_COLUMNS": 1024},
-    {"TILE_COLUMNS": 1024, "AHEAD": True, "TILE_ROWS": 2},
-    {"TILE_COLUMNS": 512, "AHEAD": True},
-    {"TILE_COLUMNS": 512, "loads": "gather", "TILE_ROWS": 2},
-    {"TILE_COLUMNS": 512, "HOLD": False, "TILE_ROWS": 2, "loads": "tma"},
-)
-"""How rows are walked: whole, read ahead, in several tiles, and read twice."""
-
-
-class WithoutEpsilon(RmsNormBackward):
-    """Nothing keeps what is divided by from being 0."""
-
-    name = "without_epsilon"
-    eps = ts.scalar(0.0)
-
-
-def test_rows_beyond_the_last_add_nothing_where_epsilon_is_zero():
-    p = WithoutEpsilon.problem(rows=3, columns=40, dtype="float16")
-    for walk in WALKS:
-        check(WithoutEpsilon, p, Schedule(NORM | walk | {"BLOCKS": 16, "TILE_ROWS": 2}), along(p))
-
-
-@pytest.mark.parametrize("walk", [WALKS[1], WALKS[-1]], ids=str)
-def test_the_gradient_of_the_weight_has_the_same_bits_in_any_order_of_blocks(walk):
-    """It is summed up in float32, which has the half that is left of 300 ones."""
-    p = RmsNormBackward.problem(rows=301, columns=24, dtype="float16")
-    s = Schedule(NORM | walk | {"BLOCKS": 16})
-    inputs = make_inputs(RmsNormBackward, p)
-    found = [run_schedule(RmsNormBackward, p, s, inputs, order)["dW"] for order in ("forward", "reverse")]
-    assert np.array_equal(*found)
-    ones = {"X": np.ones((301, 24)), "dOut": np.ones((301, 24)), "W": np.ones(24)}
-    ones["dOut"][-1] = -299.5
-    halves = {name: each.astype(np.float16) for name, each in ones.items()}
-    np.testing.assert_allclose(run_schedule(RmsNormBackward, p, s, halves)["dW"], 0.5, atol=2e-3)
-
-
-def battery_of_rms_norm_backward():
-    """Cases that between them notice every mutation of the gradients of normalisation."""
-    for residual in (False, True):
-        p = RmsNormBackward.problem(rows=37, columns=600, residual=residual, dtype="float16")
-        for walk in WALKS:
-            check(RmsNormBackward, p, Schedule(NORM | {"BLOCKS": 16} | walk), along(p, eps_rows=[1, 5]))
-    p = RmsNormBackward.problem(rows=100, columns=40, dtype="float16")  # more parts than are read at once
-    check(RmsNormBackward, p, Schedule(NORM | {"BLOCKS": 132, "TILE_COLUMNS": 512}), along(p))
-    test_rows_beyond_the_last_add_nothing_where_epsilon_is_zero()
-
-
-def battery_of_softmax_backward():
-    """Cases that between them notice every mutation of the gradient of softmax."""
-    p = SoftmaxBackward.problem(rows=7, columns=1000, dtype="float16")
-    inputs = make_inputs(SoftmaxBackward, p)
-    inputs["dOut"] = (1 + 0.1 * inputs["dOut"].astype(np.float32)).astype(np.float16)
-    for walk in (
-        {"TILE_COLUMNS": 1024},
-        {"TILE_COLUMNS": 512},
-        {"TILE_COLUMNS": 512, "HOLD": False},
-        {"TILE_COLUMNS": 512, "loads": "gather", "TILE_ROWS": 2},
-        {"TILE_COLUMNS": 1024, "PERSISTENT": True, "TILE_ROWS": 2, "loads": "tma", "occupancy": 1},
-    ):
-        check(SoftmaxBackward, p, Schedule(SOFTMAX | walk), inputs)
-
-
-BATTERIES = {"rms_norm_backward": battery_of_rms_norm_backward, "softmax_backward": battery_of_softmax_backward}
-MUTATIONS = {
-    "rms_norm_backward": {
-        "mean over the tile": ("keepdims=True) / const.COLUMNS + eps", "keepdims=True) / const.TILE_COLUMNS + eps"),
-        "no epsilon": ("/ const.COLUMNS + eps)", "/ const.COLUMNS)"),
-        "root for its inverse": ("ct.rsqrt(", "ct.sqrt("),
-        "pull not scaled twice": ("(scale * scale / const.COLUMNS)", "(scale / const.COLUMNS)"),
-        "pull summed, not averaged": ("(scale * scale / const.COLUMNS)", "(scale * scale)"),
-        "no pull": ("scale * (weighed[j] - x[j] * pull)", "scale * weighed[j]"),
-        "no pull, read twice": ("load_vector(W, j, const) - x * pull)", "load_vector(W, j, const))"),
-        "the wrong way": ("weighed[j] - x[j] * pull", "weighed[j] + x[j] * pull"),
-        "not weighed": ("gradients[j] * weight_of(W, weight, j, const)", "gradients[j]"),
-        "weights of the first tile": ("load_vector(W, j, const) if", "load_vector(W, 0, const) if"),
-        "dots not weighed, read twice": (
-            "load_rows(dOut, row, j, const) * load_vector(W, j, const) * x",
-            "load_rows(dOut, row, j, const) * x",
-        ),
-        "squares of the first tile": ("squares = squares + x[j] * x[j]", "squares = squares"),
-        "dots of the first tile": ("dots = dots + weighed[j] * x[j]", "dots = dots"),
-        "dW of weighed gradients": ("sums[j] + gradients[j] *", "sums[j] + weighed[j] *"),
-        "dW not scaled": ("gradients[j] * (x[j] * scale)", "gradients[j] * x[j]"),
-        "dW of the last row": ("sums[j] + gradients[j]", "gradients[j]"),
-        "dW of the last row, read twice": ("+ load_part(Parts, j, const), const)", ", const)"),
-        "dW begins with anything": (
-            "store_part(Parts, j, ct.zeros((const.TILE_ROWS, const.TILE_COLUMNS), ct.float32), const)",
-            "pass",
-        ),
-        "a part counted for each row": ("part = ct.where(first, part, 0.0)", "part = part"),
-        "parts of the first block": ("ct.store(Parts, (ct.bid(0), j)", "ct.store(Parts, (0, j)"),
-        "parts of the first column": ("ct.store(Parts, (ct.bid(0), j)", "ct.store(Parts, (ct.bid(0), 0)"),
-        "the first parts only": ("Parts, (i, ct.bid(0))", "Parts, (0, ct.bid(0))"),
-        "parts of the first columns": ("Parts, (i, ct.bid(0))", "Parts, (i, 0)"),
-        "the last parts only": ("total = total + ct.load(", "total = ct.load("),
-        "the last parts left out": ("ct.cdiv(Parts.shape[0], SUM_ROWS)", "Parts.shape[0] // SUM_ROWS"),
-        "rows beyond the last count": ("scale = ct.where(places < rows, scale, 0.0)", "pass"),
-        "the last row is none": ("places < rows, scale", "places < rows - 1, scale"),
-        "blocks skip rows": (
-            "row_tiles, ct.num_blocks(0)):\n            given",
-            "row_tiles, ct.num_blocks(0) + 1):\n            given",
-        ),
-        "the same row twice": ("given = following", "given = given"),
-        "ahead by one": ("min(row + ct.num_blocks(0), row_tiles - 1)", "min(row + 1, row_tiles - 1)"),
-        "blocks skip rows, read twice": (
-            "ct.cdiv(X.shape[0], const.TILE_ROWS), ct.num_blocks(0)):\n        squares",
-            "ct.cdiv(X.shape[0], const.TILE_ROWS), ct.num_blocks(0) + 1):\n        squares",
-        ),
-        "no gradient of the sum": ("gradient = gradient + load_rows(dSum, row, j, const)", "gradient = gradient"),
-        "the sum's gradient of the first tile": ("load_rows(dSum, row, j, const)", "load_rows(dSum, row, 0, const)"),
-    },
-    "softmax_backward": {
-        "mean not taken": ("(gradients[j].astype(ct.float32) - mean)", "gradients[j].astype(ct.float32)"),
-        "mean not taken, read twice": ("share * (gradient - mean)", "share * gradient"),
-        "the wrong way": ("gradients[j].astype(ct.float32) - mean", "gradients[j].astype(ct.float32) + mean"),
-        "products of the first tile": (
-            "products + gradients[j].astype(ct.float32) * shares[j].astype(ct.float32)",
-            "products",
-        ),
-        "products of the last tile": (
-            "products = products + load_rows(dOut, row, j, const)",
-            "products = load_rows(dOut, row, j, const)",
-        ),
-        "summed in float16": (
-            "products = gradients[0].astype(ct.float32) * shares[0].astype(ct.float32)",
-            "products = gradients[0] * shares[0]",
-        ),
-        "shares of the first tile": ("load_tile(Out, row, j, const)", "load_tile(Out, row, 0, const)"),
-        "stored as the first": (
-            "store_rows(dX, row, j, share * (gradient - mean)",
-            "store_rows(dX, row, 0, share * (gradient - mean)",
-        ),
-        "persistent blocks skip rows": ("ct.num_blocks(0)):", "ct.num_blocks(0) + 1):"),
-    },
-}
-
-
-@pytest.mark.parametrize("name", BATTERIES)
-def test_the_batteries_pass_the_kernels(name):
-    BATTERIES[name]()
-
-
-@pytest.mark.parametrize(("name", "fault"), [(name, fault) for name in MUTATIONS for fault in MUTATIONS[name]])
-def test_mutations_are_noticed(name, fault):
-    modules = ["tiledsched.kernels.rows", f"tiledsched.kernels.{name}.tiles"]
-    with mutated(modules, *MUTATIONS[name][fault]), pytest.raises((AssertionError, InterpreterError)):
-        BATTERIES[name]()
-
-
-@pytest.mark.parametrize(
-    ("kernel", "faster", "slower"),
-    [
-        # (knobs, registers, threads, shared memory, bytes spilled), as compiled; times on an H200
-        (
-            RmsNormBackward,
-            (NORM | {"loads": "tma", "occupancy": 3, "BLOCKS": 396}, 92, 256, 29784, 0),  # 208 us
-            (NORM | {"num_worker_warps": 8, "occupancy": 2, "BLOCKS": 264}, 106, 256, 9216, 0),  # 314 us
-        ),
-        (
-            SoftmaxBackward,
-            (SOFTMAX, 84, 128, 1040, 0),  # 189 us
-            (
-                SOFTMAX | {"TILE_ROWS": 2, "loads": "tma", "num_worker_warps": 8, "occupancy": 4},
-                40,
-                384,
-                1040,
-                160,
-            ),  # 375 us
-        ),
-    ],
-    ids=["rms_norm_backward", "softmax_backward"],
-)
-def test_the_model_orders_programs_as_they_were_measured(kernel, faster, slower):
-    def us(knobs, registers, threads, shared, spilled):
-        facts = ResourceFacts(
-            registers=registers,
-            threads=threads,
-            shared_bytes=shared,
-            spill_bytes=spilled,
-            num_ctas=1,
-            code_bytes=0,
-            ctas_per_sm=1,
-        )
-        s = Schedule({"TILE_COLUMNS": 4096} | knobs)
-        return kernel.cost.model(p, s, facts, ARCHS["sm_90"])
-
-    p = kernel.problem(rows=32768, columns=4096)
-    assert p.min_bytes / 4.8e6 < us(*faster) < 0.9 * us(*slower)
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_what_nobody_measured_gets_the_default_or_what_is_surely_faster(kernel):
-    spec = ARCHS["sm_121"]
-    space = space_for("sm_121", kernel)
-    for p in kernel.suite("widths"):
-        estimate = lambda s, p=p: kernel.cost.model(p, s, kernel.cost.expected(p, s, spec), spec)  # noqa: E731
-        default = space.default(p)
-        found = kernel.similarity.cold_start(p, default, space, estimate)
-        assert found == default or estimate(found) < 0.85 * estimate(default)
-
-
-# The functions
-
-
 ROUNDING = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
 """Largest relative error of a gradient: twice what rounding makes, and with a residual the sum is rounded before."""
 
@@ -401,23 +152,13 @@ def test_second_derivatives_are_refused(launches, name):
 
 @pytest.mark.parametrize("p", [p for kernel in KERNELS for p in kernel.small()[:6]], ids=str)
 def test_what_torch_computes_meanwhile_and_torchs_rival_are_the_reference(p):
-    from tiledsched.bench.rivals import rivals_of
-
     kernel = p.declaration
     inputs = make_inputs(kernel, p)
     exact = call_reference(kernel, np, p, {name: each.astype(np.float64) for name, each in inputs.items()})
     tensors = [torch.from_numpy(each.astype(np.float32)).to(getattr(torch, p.dtype)) for each in inputs.values()]
-    for call in (kernel.stand_in(p, kernel.scalar_values(p)), rivals_of(kernel, p)["torch"]):
-        made_ = call(*tensors)
+    benched = methods_of(kernel, [p])["torch"].make(Arrays(torch=torch, problem=p, tensors=tuple(tensors)))
+    for made_ in (kernel.stand_in(p, kernel.scalar_values(p))(*tensors), benched()):
         for one, right in zip(made_ if isinstance(made_, tuple) else (made_,), exact, strict=True):
             assert one.dtype == tensors[0].dtype
             error = np.linalg.norm(one.double().numpy() - right) / np.linalg.norm(right)
             assert error < 6e-3, error
-
-
-@pytest.mark.compiler
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_121"])
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_the_default_compiles_without_spills(kernel, arch):
-    p = kernel.problem(rows=32768, columns=4096)
-    assert compile_schedule(kernel, p, space_for(arch, kernel).default(p), arch).facts.spill_bytes <= 16

@@ -8,17 +8,20 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import fake_compiler
 import pytest
 from fake_builds import FakeBuilds
 from store_samples import TOOLCHAIN, artifact
 
+from tiledsched.build import compiler
 from tiledsched.build import pool as pool_module
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.store import ProgramStore
 from tiledsched.build.toolchain import compiler_folder
+from tiledsched.core import files
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import CompilerError, ConfigError, Failure, FailureKind, NoRoomError
@@ -31,49 +34,28 @@ from tiledsched.tuning.builder import Builder
 
 PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
 H200 = arch_spec("sm_90")
-KNOBS = {
-    "tile_m": 64,
-    "tile_n": 64,
-    "occupancy": 1,
-    "num_worker_warps": 4,
-    "num_ctas": 1,
-    "latency_k": 0,
-    "latency_v": 0,
-    "opt_level": 3,
-    "accum_mode": "fp32",
-    "loop_split": False,
-    "block_order": "natural",
-    "persistent": "no",
-    "kv_direction": "forward",
-    "q_subtiles": 1,
-    "kv_subtiles": 1,
-    "qk_ahead": False,
-    "tma_loads": True,
-    "tma_store": True,
-    "check_bounds": True,
-    "division": "approximate",
-    "lazy_rescale": False,
-}
-BAD = Failure(kind=FailureKind.COMPILE_ERROR, message="TileError: no")
+PLAIN = space_for("sm_90", Attention).default(PROBLEM)
 
 
 def schedule(**knobs) -> Schedule:
-    return Schedule(KNOBS | knobs)
+    plain = {"tile_m": 64, "tile_n": 64, "occupancy": 1, "num_worker_warps": 4, "persistent": "no", "opt_level": 3}
+    return PLAIN.replace(**{**plain, **knobs})
 
 
 class StubPool(FakeBuilds):
-    """Compiles by looking up `outcomes`; what is not there gets machine code of its own."""
+    """Compiles by looking up `outcomes`, in so many seconds; what is not there gets machine code of its own."""
 
-    def __init__(self, outcomes=None):
+    def __init__(self, outcomes=None, seconds=1.0):
         super().__init__()
-        self.outcomes, self.stopped_early = outcomes or {}, False
+        self.outcomes, self.seconds, self.stopped_early = outcomes or {}, seconds, False
 
     def outcome(self, schedule):
         return self.outcomes.get(schedule, artifact(stable_id(schedule.id, 24)))
 
     def build(self, tasks, *, leave=0):
         try:
-            yield from super().build(tasks)
+            for built in super().build(tasks):
+                yield replace(built, seconds=self.seconds)
         except GeneratorExit:
             self.stopped_early = True
             raise
@@ -103,53 +85,51 @@ def builder(db, tmp_path):
 
 
 def test_nothing_is_compiled_twice(builder):
-    pool = StubPool()
-    wanted = [schedule(), schedule(tile_m=128), schedule()]
+    pool, wanted, steps = StubPool(), [schedule(), schedule(tile_m=128), schedule()], []
     shop = builder(pool)
     assert shop.missing(wanted, PROBLEM) == wanted[:2]
-    steps = []
     assert shop.build(wanted, PROBLEM, progress=lambda done, record: steps.append((done, record.schedule))) == 2
     assert steps == [(1, wanted[0]), (2, wanted[1])]
-    assert shop.build(wanted, PROBLEM) == 0
-    assert builder(pool).build(iter(wanted), PROBLEM) == 0
+    assert shop.build(wanted, PROBLEM) == builder(pool).build(iter(wanted), PROBLEM) == 0
     assert pool.schedules == wanted[:2]
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one cache", "two caches"])
 def test_hosts_of_two_kinds_share_a_database_without_building_to_and_fro(builder, db, tmp_path, shared):
     """Each builds what it launches once; the record is the same for both."""
-    pool, wanted = StubPool(), [schedule(), schedule(tile_m=128)]
+    pool, wanted, found = StubPool(), [schedule(), schedule(tile_m=128)], []
     stores = [ProgramStore(tmp_path / ("" if shared else host), host) for host in ("x86_64", "aarch64")]
-    found = []
     for compiled in (2, 2, 0, 0):
         made = builder(pool, artifacts=stores[len(found) % 2])
         assert made.build(wanted, PROBLEM) == compiled
-        found.append(db.find_builds("attention", made.source_hash, TOOLCHAIN, "sm_90"))
-    assert {key: record.fingerprint for key, record in found[0].items()} == {
-        key: record.fingerprint for key, record in found[-1].items()
-    }
+        records = db.find_builds("attention", made.source_hash, TOOLCHAIN, "sm_90")
+        found.append({key: record.fingerprint for key, record in records.items()})
+    assert found == [found[0]] * 4
 
 
 def test_a_cache_that_cannot_be_written_is_said_before_and_after_building(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    shaped = ProgramStore(tmp_path / "file")
+    shaped, full = ProgramStore(tmp_path / "file"), ProgramStore(tmp_path)
     with pytest.raises(
         ConfigError, match=r"cannot keep machine code in .*; free some space there, or name another folder"
     ):
         shaped.ready()
-    assert shaped.get("sm_90", "ab" * 12) is None
-    assert not shaped.has("sm_90", "ab" * 12)
+    assert (shaped.get("sm_90", "ab" * 12), shaped.has("sm_90", "ab" * 12)) == (None, False)
     with pytest.raises(ConfigError, match="cannot keep machine code"):
         shaped.put(artifact("ab" * 12))
-    full = ProgramStore(tmp_path)
     full.ready()
-
-    def no_space(path, content):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("tiledsched.build.sealed.write_whole", no_space)
+    monkeypatch.setattr("tiledsched.build.sealed.write_whole", raising(OSError(28, "No space left on device")))
     with pytest.raises(ConfigError, match="No space left on device"):
         full.put(artifact("ab" * 12))
+
+
+def raising(error):
+    """A function that raises, whatever it is given."""
+
+    def fail(*given):
+        raise error
+
+    return fail
 
 
 @pytest.mark.parametrize(
@@ -157,42 +137,41 @@ def test_a_cache_that_cannot_be_written_is_said_before_and_after_building(tmp_pa
     [
         (FailureKind.COMPILE_ERROR, 1.0, False),
         (FailureKind.COMPILER_KILLED, 1.0, True),
-        (FailureKind.COMPILE_TIMEOUT, 1.0, True),
+        (FailureKind.COMPILE_TIMEOUT, 1.0, True),  # the limit is 120 s: a compile that had less may end now
         (FailureKind.COMPILE_TIMEOUT, 140.0, False),
     ],
 )
-def test_only_what_the_compiler_says_is_a_fact(builder, kind, seconds, again):
-    """The limit is 120 s: a compile that had less may end now."""
-
-    class Pool(StubPool):
-        def build(self, tasks, *, leave=0):
-            for built in super().build(tasks, leave=leave):
-                yield replace(built, seconds=seconds)
-
-    failing = Pool({schedule(): Failure(kind=kind, message="so it was")})
-    shop = builder(failing)
-    shop.build([schedule()], PROBLEM)
-    assert shop.record(schedule(), PROBLEM).failure.kind is kind  # a row
-    assert shop.build([schedule()], PROBLEM) == 0  # once a run
+def test_failures_are_stored_and_only_what_the_compiler_says_is_a_fact(builder, db, kind, seconds, again):
+    bad, good = schedule(tile_m=128), schedule()
+    shop = builder(StubPool({bad: Failure(kind=kind, message="so it was")}, seconds))
+    assert shop.build([good, bad], PROBLEM) == 2
+    record = shop.record(bad, PROBLEM)
+    assert (record.failure.kind, record.fingerprint, record.facts) == (kind, "", None)  # a row
+    assert shop.build([good, bad], PROBLEM) == 0  # once a run
+    assert [program.schedule for program in shop.programs([bad, good], PROBLEM, H200)] == [good]
+    builds = db.find_builds("attention", Attention.source_hash(), TOOLCHAIN, "sm_90")
+    assert sorted(build.failure is None for build in builds.values()) == [False, True]
     later = builder(StubPool())
-    assert (later.record(schedule(), PROBLEM) is None) == again
-    assert later.build([schedule()], PROBLEM) == again
+    assert (later.record(bad, PROBLEM) is None) == again
+    assert later.build([good, bad], PROBLEM) == again
 
 
-@pytest.mark.parametrize("words", ["Return code -9\nkilled", "cannot open: Too many open files"])
-def test_the_system_is_told_from_the_compiler(monkeypatch, words):
-    from tiledsched.build import compiler
+ONE_TASK = BuildTask(kernel=Attention.locator(), schedule=schedule(), problem=PROBLEM, arch="sm_90", timeout_s=9)
 
-    def fail(*_):
-        raise RuntimeError(words)
 
-    wanted = BuildTask(kernel=Attention.locator(), schedule=schedule(), problem=PROBLEM, arch="sm_90", timeout_s=9)
-    monkeypatch.setattr(compiler, "compile_schedule", fail)
-    assert compiler.compile_task(wanted).failure.kind is FailureKind.COMPILER_KILLED
-    monkeypatch.setattr(compiler, "compile_schedule", lambda *_: (_ for _ in ()).throw(FileNotFoundError("TMPDIR")))
-    assert compiler.compile_task(wanted).failure.kind is FailureKind.COMPILER_KILLED
-    monkeypatch.setattr(compiler, "compile_schedule", lambda *_: (_ for _ in ()).throw(ValueError("Return code 5")))
-    assert compiler.compile_task(wanted).failure.kind is FailureKind.COMPILE_ERROR
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RuntimeError("Return code -9\nkilled"), FailureKind.COMPILER_KILLED),
+        (RuntimeError("cannot open: Too many open files"), FailureKind.COMPILER_KILLED),
+        (FileNotFoundError("TMPDIR"), FailureKind.COMPILER_KILLED),
+        (ValueError("Return code 5"), FailureKind.COMPILE_ERROR),
+    ],
+    ids=str,
+)
+def test_the_system_is_told_from_the_compiler(monkeypatch, error, kind):
+    monkeypatch.setattr(compiler, "compile_schedule", raising(error))
+    assert compiler.compile_task(ONE_TASK).failure.kind is kind
 
 
 @pytest.mark.parametrize(
@@ -207,27 +186,16 @@ def test_the_system_is_told_from_the_compiler(monkeypatch, words):
 )
 def test_a_full_disk_is_no_fault_of_what_was_compiled(monkeypatch, tmp_path, error):
     """The last error says nothing of a disk, which is full all the same."""
-    from tiledsched.build import compiler
-    from tiledsched.core import files
-
-    class Full:
-        def __init__(self, dir):
-            assert dir == str(tmp_path / "tiledsched-x")
-
-        def __enter__(self):
-            raise OSError(28, "No space left on device")
-
-        def __exit__(self, *exception): ...
-
-    wanted = BuildTask(kernel=Attention.locator(), schedule=schedule(), problem=PROBLEM, arch="sm_90", timeout_s=9)
-    monkeypatch.setattr(compiler, "compile_schedule", lambda *_: (_ for _ in ()).throw(error))
+    monkeypatch.setattr(compiler, "compile_schedule", raising(error))
     monkeypatch.setattr(files.tempfile, "tempdir", str(tmp_path / "tiledsched-x"))
     if str(error) == "Return code 1":
         (tmp_path / "tiledsched-x").mkdir()
-        assert compiler.compile_task(wanted).failure.kind is FailureKind.COMPILE_ERROR
-        monkeypatch.setattr(files.tempfile, "TemporaryFile", Full)
+        assert compiler.compile_task(ONE_TASK).failure.kind is FailureKind.COMPILE_ERROR
+        full = mock.MagicMock()
+        full.return_value.__enter__.side_effect = OSError(28, "No space left on device")
+        monkeypatch.setattr(files.tempfile, "TemporaryFile", full)
     with pytest.raises(NoRoomError, match=rf"no room to compile in {tmp_path} of .*Error.* with TMPDIR") as told:
-        compiler.compile_task(wanted)
+        compiler.compile_task(ONE_TASK)
     assert is_full(told.value)
     assert is_full(NoRoomError("as it comes from another process"))
     one, other = ValueError("one"), ValueError("other")
@@ -235,9 +203,9 @@ def test_a_full_disk_is_no_fault_of_what_was_compiled(monkeypatch, tmp_path, err
     assert not is_full(one)
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_a_run_and_loses_nothing(processes, builder):
-    shop = builder(processes)
-    wanted = [schedule(do=what) for what in ("fine", "full")]
+    shop, wanted = builder(processes), [schedule(do=what) for what in ("fine", "full")]
     shop.build(wanted[:1], PROBLEM)
     with pytest.raises(NoRoomError, match="no room to compile in"):
         shop.build(wanted, PROBLEM)
@@ -262,21 +230,24 @@ def test_a_run_in_which_all_fail_alike_ends(builder):
     assert builder(StubPool({**dict.fromkeys(wanted, dead), wanted[3]: other})).build(wanted[1:], PROBLEM) == 11
 
 
-def test_problems_of_one_class_share_builds(builder):
-    pool = StubPool()
-    shop = builder(pool)
-    shop.build([schedule()], PROBLEM)
-    assert shop.build([schedule()], PROBLEM.replace(seq_q=4096, seq_k=8192, batch=7)) == 0
-    assert shop.build([schedule()], PROBLEM.replace(seq_k=1000)) == 1  # needs a column mask
-    assert shop.build([schedule()], PROBLEM.replace(causal=True)) == 1
+def test_problems_of_one_class_share_builds_and_another_toolchain_or_arch_builds_anew(builder):
+    shop = builder(StubPool())
+    for changes, built in (
+        ({}, 1),
+        ({"seq_q": 4096, "seq_k": 8192, "batch": 7}, 0),
+        ({"seq_k": 1000}, 1),  # needs a column mask
+        ({"causal": True}, 1),
+    ):
+        assert shop.build([schedule()], PROBLEM.replace(**changes)) == built
+    for changes in ({"toolchain": replace(TOOLCHAIN, tileiras="13.4.99")}, {"arch": "sm_100"}):
+        assert builder(StubPool(), **changes).missing([schedule()], PROBLEM)
 
 
 def test_what_was_built_is_asked_of_no_problem_that_it_cannot_serve(builder):
-    space = space_for("sm_90", Attention)
+    space, shop = space_for("sm_90", Attention), builder(StubPool())
     few = PROBLEM.replace(heads=32, kv_heads=8, seq_q=1, head_dim=128)
     many = few.replace(kv_heads=1)
     packed = next(space.schedules(few, pinned={"tile_m": 16, "pack_gqa": True}))
-    shop = builder(StubPool())
     shop.build([packed], few)
     assert shop.built(few, space) == [packed]
     with pytest.raises(ZeroDivisionError):  # a tile of 16 rows holds no row of 32 heads
@@ -284,60 +255,26 @@ def test_what_was_built_is_asked_of_no_problem_that_it_cannot_serve(builder):
     assert shop.built(many, space) == []
 
 
-def test_another_toolchain_arch_or_source_builds_anew(builder):
-    shop = builder(StubPool())
-    shop.build([schedule()], PROBLEM)
-    for changes in ({"toolchain": replace(TOOLCHAIN, tileiras="13.4.99")}, {"arch": "sm_100"}):
-        assert builder(StubPool(), **changes).missing([schedule()], PROBLEM)
-
-
-def test_a_missing_file_is_built_again(builder):
-    pool = StubPool()
-    shop = builder(pool)
-    shop.build([schedule()], PROBLEM)
-    path = shop.artifacts.path("sm_90", shop.record(schedule(), PROBLEM).fingerprint)
-    path.unlink()
-    assert shop.missing([schedule()], PROBLEM) == [schedule()]
-    assert builder(pool).build([schedule()], PROBLEM) == 1
-    assert path.is_file()
-
-
-@pytest.mark.parametrize("damage", [b"", b"not compressed at all", "cut", "other"])
-def test_a_damaged_file_is_missing_from_the_first_look_on(builder, damage):
+@pytest.mark.parametrize("damage", [None, b"", b"not compressed at all", "cut", "other"])
+def test_a_missing_or_damaged_file_is_built_again(builder, damage):
     shop = builder(StubPool())
     shop.build([schedule()], PROBLEM)
     fingerprint = shop.record(schedule(), PROBLEM).fingerprint
     path = shop.artifacts.path("sm_90", fingerprint)
-    if damage == "cut":
-        path.write_bytes(path.read_bytes()[:-20])
+    if damage is None:
+        path.unlink()
     elif damage != "other":  # the sample's own contents are no cubin
-        path.write_bytes(damage)
-    assert shop.missing([schedule()], PROBLEM) == []
-    assert shop.artifacts.get("sm_90", fingerprint) is None
+        path.write_bytes(path.read_bytes()[:-20] if damage == "cut" else damage)
+    assert shop.missing([schedule()], PROBLEM) == ([schedule()] if damage is None else [])
+    assert shop.artifacts.get("sm_90", fingerprint) is None  # missing from the first look on
     assert shop.missing([schedule()], PROBLEM) == [schedule()]
     assert shop.build([schedule()], PROBLEM) == 1
-
-
-def test_failures_are_stored_and_not_tried_again(builder, db):
-    pool = StubPool({schedule(tile_m=128): BAD})
-    shop = builder(pool)
-    assert shop.build([schedule(), schedule(tile_m=128)], PROBLEM) == 2
-    for again in (shop, builder(pool)):
-        assert again.missing([schedule(), schedule(tile_m=128)], PROBLEM) == []
-        record = again.record(schedule(tile_m=128), PROBLEM)
-        assert (record.failure, record.fingerprint, record.facts) == (BAD, "", None)
-    builds = db.find_builds("attention", Attention.source_hash(), TOOLCHAIN, "sm_90")
-    assert sorted(build.failure is None for build in builds.values()) == [False, True]
-    assert [program.schedule for program in shop.programs([schedule(tile_m=128), schedule()], PROBLEM, H200)] == [
-        schedule()
-    ]
+    assert path.is_file()
 
 
 def test_equivalents_are_one_program(builder):
-    same = artifact("a" * 24)
-    alike = [schedule(opt_level=3), schedule(opt_level=2), schedule(latency_k=2)]
-    other = schedule(tile_m=128)
-    shop = builder(StubPool(dict.fromkeys(alike, same)))
+    alike, other = [schedule(opt_level=3), schedule(opt_level=2), schedule(latency_k=2)], schedule(tile_m=128)
+    shop = builder(StubPool(dict.fromkeys(alike, artifact("a" * 24))))
     shop.build([*alike, other], PROBLEM)
     programs = shop.programs([alike[1], other, alike[0], alike[2], schedule(tile_n=128)], PROBLEM, H200)
     assert [program.schedules for program in programs] == [(alike[1], alike[0], alike[2]), (other,)]
@@ -347,38 +284,30 @@ def test_equivalents_are_one_program(builder):
 
 def test_one_code_with_two_grids_is_two_programs(builder):
     """Persistent kernels of one machine code launch as many blocks as their occupancy hint says."""
-    same = artifact("a" * 24)
-    pair = [schedule(persistent="strided", occupancy=1), schedule(persistent="strided", occupancy=2)]
-    shop = builder(StubPool(dict.fromkeys(pair, same)))
+    pair = [schedule(persistent="strided", occupancy=occupancy) for occupancy in (1, 2)]
+    shop = builder(StubPool(dict.fromkeys(pair, artifact("a" * 24))))
     shop.build(pair, PROBLEM)
-    assert [program.grids[0][0] for program in shop.programs(pair, PROBLEM, H200)] == [132, 264]
-    small = PROBLEM.replace(batch=1, heads=1, kv_heads=1)
-    assert [program.grids[0][0] for program in shop.programs(pair, small, H200)] == [16]
+    for problem, grids in ((PROBLEM, [132, 264]), (PROBLEM.replace(batch=1, heads=1, kv_heads=1), [16])):
+        assert [program.grids[0][0] for program in shop.programs(pair, problem, H200)] == grids
 
 
-def test_a_deadline_leaves_the_rest(builder, monkeypatch):
-    pool = StubPool()
-    wanted = [schedule(occupancy=n) for n in range(1, 9)]
+def test_a_deadline_or_ctrl_c_leaves_the_rest(builder, monkeypatch):
+    pool, wanted = StubPool(), [schedule(occupancy=n) for n in range(1, 9)]
     shop = builder(pool)
     monkeypatch.setattr("tiledsched.tuning.builder.time.monotonic", lambda: pool.compiled)
     assert shop.build(wanted, PROBLEM, deadline_s=2.5) == 3
     assert pool.stopped_early
     assert builder(pool).missing(wanted, PROBLEM) == wanted[3:]
-    assert shop.build(wanted, PROBLEM) == 5
-    assert pool.schedules == wanted
-
-
-def test_ctrl_c_keeps_what_was_built(builder):
-    pool = StubPool()
-    wanted = [schedule(occupancy=n) for n in range(1, 6)]
 
     def interrupt(done, total):
         if done == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        builder(pool).build(wanted, PROBLEM, progress=interrupt)
-    assert builder(pool).missing(wanted, PROBLEM) == wanted[2:]
+        shop.build(wanted, PROBLEM, progress=interrupt)
+    assert builder(pool).missing(wanted, PROBLEM) == wanted[5:]
+    assert shop.build(wanted, PROBLEM) == 3
+    assert pool.schedules == wanted
 
 
 # The pool of processes
@@ -400,42 +329,28 @@ def processes(monkeypatch):
 
 
 def outcomes(pool, tasks):
-    found = {}
-    for built in pool.build(tasks):
-        assert built.task not in found
-        found[built.task] = built
+    found = {built.task: built for built in pool.build(tasks)}
     return [found[each] for each in tasks]
 
 
 def test_each_way_to_end_costs_one_task(processes):
-    tasks = [
-        task("fine", n=1),
-        task("kill"),
-        task("error"),
-        task("sleep", timeout_s=0.3),
-        task("exit"),
-        *(task("fine", n=n) for n in range(2, 6)),
-    ]
-    found = outcomes(processes, tasks)
+    assert list(processes.build([])) == []
+    assert processes._pool is None, "no tasks start no process"
+    fine = [task("fine", n=n) for n in range(5)]
+    ends = [task("kill"), task("error"), task("sleep", timeout_s=0.3), task("exit")]
+    found = outcomes(processes, [fine[0], *ends, *fine[1:]])
     kinds = [built.failure and built.failure.kind for built in found]
     killed, stopped = FailureKind.COMPILER_KILLED, FailureKind.COMPILE_TIMEOUT
     assert kinds == [None, killed, FailureKind.COMPILE_ERROR, stopped, killed, None, None, None, None]
-    assert "code 7" in found[4].failure.message
-    assert found[3].seconds == pytest.approx(0.5)
-    for built in found:
-        assert (built.artifact is None) == (built.failure is not None)
+    assert ("code 7" in found[4].failure.message, found[3].seconds) == (True, pytest.approx(0.5))
+    assert all((built.artifact is None) == (built.failure is not None) for built in found)
     assert outcomes(processes, [task("fine", n=9)])[0].artifact is not None
 
 
-def test_no_tasks_start_no_process(processes):
-    assert list(processes.build([])) == []
-    assert processes._pool is None
-
-
+@pytest.mark.slow
 def test_leaving_early_stops_the_processes(processes):
-    tasks = [task("fine"), *(task("sleep", n=n) for n in range(4))]
     started = time.monotonic()
-    for built in processes.build(tasks):
+    for built in processes.build([task("fine"), *(task("sleep", n=n) for n in range(4))]):
         pid = int(built.seconds)
         break
     assert time.monotonic() - started < 30
@@ -454,6 +369,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 @needs_compiler
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_real_compiles(builder, tmp_path):
     """Two archs, equivalents, an error and a compiler stopped at its limit, all through the pool."""

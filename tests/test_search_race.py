@@ -1,4 +1,4 @@
-"""The race, on a runner made of arithmetic: given times, noise, drift and failures."""
+"""The race, on a runner made of arithmetic: given times, noise, drift, failures and other processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import random
 import statistics
 import time
-from dataclasses import replace
 
 import pytest
 from store_samples import DEVICE, PROBLEM, artifact
@@ -17,7 +16,7 @@ from tiledsched.core.errors import Failure, FailureKind, MeasureError
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Batch, Candidate, Checked, Conditions, Failed, Measurement
 from tiledsched.measure.statistics import median_interval
-from tiledsched.tuning.race import RULES, Rules, near, race, settle
+from tiledsched.tuning.race import MOST_NEAR, RULES, Rules, near, race, settle
 
 ACCURACY = Accuracy(max_abs_error=1e-3, worst_tile_error=5e-4, worst_tile=(0, 0, 0), repeatable=True)
 HANG = Failure(kind=FailureKind.HANG, message="no answer")
@@ -26,40 +25,35 @@ HANG = Failure(kind=FailureKind.HANG, message="no answer")
 class SyntheticRunner:
     """Times are `true_us` times a drift that grows with every sample taken, times noise.
 
-    `failing`: name -> "probe", "check", or the number of samples after which it fails. `looks_us`: looks that mislead.
+    Args:
+        true_us: microseconds by name.
+        failing: name -> "probe", "check", or the number of samples after which it fails.
+        looks_us: looks that mislead, by name.
+        interrupts: number of launches -> what is raised at that launch and later.
+        disturbed: whether another process runs, by the place among the calls of `sample`.
     """
 
-    name = "gpu"
-    device = DEVICE
-    device_name = DEVICE.name
+    name, device = "gpu", DEVICE
 
-    def __init__(self, true_us, *, noise=0.0, drift=0.0, seed=0, failing=None, interrupt_after=math.inf, looks_us=None):
-        self.looks_us = looks_us or {}
-        self.looked, self.checked = [], []
-        self.true_us, self.noise, self.drift = true_us, noise, drift
-        self.failing = failing or {}
-        self.interrupt_after = interrupt_after
-        self.rng = random.Random(seed)
-        self.taken = 0
-        self.samples = dict.fromkeys(true_us, 0)
-        self.calls = []
-
-    def begin(self, problem): ...
-
-    def close(self): ...
+    def __init__(
+        self, true_us, *, noise=0.0, drift=0.0, seed=0, failing=None, looks_us=None, interrupts=None, disturbed=None
+    ):
+        self.true_us, self.noise, self.drift, self.failing = true_us, noise, drift, failing or {}
+        self.looks_us, self.interrupts, self.disturbed = dict(looks_us or {}), interrupts or {}, disturbed
+        self.rng, self.taken, self.samples = random.Random(seed), 0, dict.fromkeys(true_us, 0)
+        self.looked, self.checked, self.calls, self.reported = [], [], [], []
 
     def time_of(self, name):
-        if self.taken >= self.interrupt_after:
-            raise KeyboardInterrupt
+        for after, error in self.interrupts.items():
+            if self.taken >= after:
+                raise error
         self.taken += 1
         return self.true_us[name] * (1 + self.drift * self.taken) * math.exp(self.rng.gauss(0, self.noise))
 
     def probe(self, candidate):
         name = candidate.schedule["name"]
         self.looked.append(name)
-        if self.failing.get(name) == "probe":
-            return HANG
-        return self.looks_us.pop(name, None) or self.time_of(name)
+        return HANG if self.failing.get(name) == "probe" else self.looks_us.pop(name, None) or self.time_of(name)
 
     def check(self, candidate):
         name = candidate.schedule["name"]
@@ -70,6 +64,7 @@ class SyntheticRunner:
 
     def sample(self, candidates, *, rounds, regime):
         names = [candidate.schedule["name"] for candidate in candidates]
+        beside = (4711,) if self.disturbed and self.disturbed(len(self.calls)) else ()
         self.calls.append((tuple(names), rounds))
         times = {name: [] for name in names}
         for _ in range(rounds):
@@ -77,170 +72,181 @@ class SyntheticRunner:
             self.rng.shuffle(order)
             for name in order:
                 times[name].append(self.time_of(name))
+        batches = []
         for name in names:
             self.samples[name] += rounds
-        conditions = Conditions(sm_clock_mhz=1980)
-        limits = {name: limit for name, limit in self.failing.items() if not isinstance(limit, str)}
-        return [
-            HANG
-            if self.samples[name] > limits.get(name, math.inf)
-            else Batch(samples_us=tuple(times[name]), conditions=conditions)
-            for name in names
-        ]
-
-
-def candidate(name):
-    return Candidate(schedule=Schedule(name=name), artifact=artifact(stable_id(name, 24)))
+            limit = self.failing.get(name)
+            failed = isinstance(limit, int) and self.samples[name] > limit
+            conditions = Conditions(sm_clock_mhz=1980, concurrent_pids=beside)
+            batches.append(HANG if failed else Batch(samples_us=tuple(times[name]), conditions=conditions))
+        return batches
 
 
 def run(runner, order=None, **more):
-    """The race's result and what it reported, by name."""
-    reported = []
-    candidates = [candidate(name) for name in order or runner.true_us]
-    result = race(runner, PROBLEM, candidates, on_outcome=reported.append, **more)
-    names = [outcome.schedule["name"] for outcome in reported]
-    assert len(names) == len(set(names)), "reported twice"
-    assert set(reported) == set(result.outcomes)
-    return result, dict(zip(names, reported, strict=True))
+    """The race's result and what it reported, by name; a race that nobody disturbed reports each candidate once."""
+    candidates = [
+        Candidate(schedule=Schedule(name=name), artifact=artifact(stable_id(name, 24)))
+        for name in order or runner.true_us
+    ]
+    result = race(runner, PROBLEM, candidates, on_outcome=runner.reported.append, **more)
+    names = [name_of(outcome) for outcome in runner.reported]
+    assert runner.disturbed or (len(names) == len(set(names)) and set(runner.reported) == set(result.outcomes))
+    return result, dict(zip(names, runner.reported, strict=True))
 
 
 def name_of(schedule_or_measurement):
-    return getattr(schedule_or_measurement, "schedule", schedule_or_measurement)["name"]
+    return schedule_or_measurement and getattr(schedule_or_measurement, "schedule", schedule_or_measurement)["name"]
 
 
-@pytest.mark.parametrize("seed", range(10))
+def verdict(result):
+    """Names of the winner, of its ties and of the runner-up."""
+    return name_of(result.winner), list(map(name_of, result.ties)), name_of(result.runner_up)
+
+
+@pytest.mark.parametrize("seed", range(4))
 def test_the_fastest_wins_through_noise_and_drift(seed):
     times = {f"c{i}": 100 * 1.015**i for i in range(40)}
-    order = list(times)
-    random.Random(seed).shuffle(order)
     runner = SyntheticRunner(times, noise=0.005, drift=2e-5, seed=seed)
-    result, reported = run(runner, order)
-    assert name_of(result.winner) == "c0"
-    assert name_of(result.runner_up) == "c1"
-    assert result.margin == pytest.approx(0.015, abs=0.005)
-    assert not result.ties
+    result, reported = run(runner, random.Random(seed).sample(list(times), 40))
+    assert verdict(result) == ("c0", [], "c1")
+    assert result.margin == pytest.approx(0.015, abs=0.007)
     assert set(reported) == set(times)
     assert sum(runner.samples.values()) < 40 * 15
-    assert 13 <= runner.samples["c0"] <= Rules().most_rounds
-    assert max(runner.samples.values()) == runner.samples["c0"]
+    assert 13 <= runner.samples["c0"] == max(runner.samples.values()) <= Rules().most_rounds
+
+
+PREFER_B = {"preference": (Schedule(name="b"),)}
+VERDICTS = {
+    "a clock that falls by a third, the slower ones first": (
+        {f"c{i}": 127.0 - 3 * i for i in range(10)},
+        {"noise": 0.001, "drift": 1e-3},
+        {},
+        ("c9", [], "c8"),
+        0.03,
+    ),
+    "of a falling clock who left early has the better median, and is not the runner-up": (
+        {"a": 100.0, "b": 106.0, "early": 115.0},
+        {"drift": 2e-2, "noise": 0.003},
+        {},
+        ("a", [], "b"),
+        0.06,
+    ),
+    "closer than matters is a tie": ({"a": 100.0, "b": 100.05}, {}, PREFER_B, ("b", ["a"], None), None),
+    "farther than that is none": ({"a": 100.0, "b": 100.4}, {}, PREFER_B, ("a", [], "b"), 0.004),
+    "three noisy samples prove nothing, and 5% more is not preferred": (
+        {"a": 100.0, "b": 105.0},
+        {"noise": 0.003},
+        {**PREFER_B, "rules": Rules(most_rounds=3)},
+        ("a", ["b"], None),
+        None,
+    ),
+    "one alone": ({"only": 5.0}, {}, {}, ("only", [], None), None),
+    "every finalist breaks down, and the rest has a winner": (
+        {"a": 80.0, "b": 80.5, "good": 100.0, "slow": 120.0},
+        {"noise": 0.02, "failing": {"a": 20, "b": 20}},
+        {},
+        ("good", [], "slow"),
+        0.2,
+    ),
+    **{
+        f"all fail, {when}": ({"a": 1.0, "b": 1.0}, {"failing": {"a": when, "b": when}}, {}, (None, [], None), None)
+        for when in ("probe", "check", 0, 5)
+    },
+    **{
+        f"one fails, {when}": (
+            {"doomed": 99.9, "a": 100.0, "b": 101.0, "c": 104.0},
+            {"noise": 0.003, "failing": {"doomed": when}},
+            {},
+            ("a", [], "b"),
+            0.01,
+        )
+        for when in ("probe", "check", 0, 3, 9)
+    },
+}
+
+
+@pytest.mark.parametrize("case", VERDICTS)
+def test_a_verdict(case):
+    times, how, more, expected, margin = VERDICTS[case]
+    runner = SyntheticRunner(times, **how)
+    result, reported = run(runner, **more)
+    assert verdict(result) == expected
+    assert result.margin == (margin and pytest.approx(margin, rel=0.5))
+    assert set(reported) == set(times)
+    failed = {name: each for name, each in reported.items() if isinstance(each, Failed)}
+    assert set(failed) == set(runner.failing)
+    assert all((each.failure, each.fingerprint) == (HANG, stable_id(name, 24)) for name, each in failed.items())
 
 
 def test_a_measurement_holds_its_evidence():
-    result, _ = run(SyntheticRunner({"a": 100.0, "b": 110.0}, noise=0.01), regime="sustained")
-    winner = result.winner
+    winner = run(SyntheticRunner({"a": 100.0, "b": 110.0}, noise=0.01), regime="sustained")[0].winner
     assert (winner.problem, winner.device, winner.regime, winner.runner) == (PROBLEM, DEVICE, "sustained", "gpu")
-    assert winner.fingerprint == stable_id("a", 24)
+    assert (winner.fingerprint, winner.accuracy, winner.conditions.sm_clock_mhz) == (stable_id("a", 24), ACCURACY, 1980)
     assert winner.median_us == statistics.median(winner.samples_us)
     assert (winner.ci_low_us, winner.ci_high_us) == median_interval(winner.samples_us, 0.95)
-    assert winner.ci_low_us <= winner.median_us <= winner.ci_high_us
-    assert winner.accuracy == ACCURACY
-    assert winner.conditions.sm_clock_mhz == 1980
 
 
-def test_drift_alone_does_not_decide():
-    """A clock that falls by a third during the race, and the slower candidates all tried first."""
-    times = {f"c{i}": 100.0 + 3 * i for i in range(10)}
-    runner = SyntheticRunner(times, noise=0.001, drift=1e-3)
-    result, _ = run(runner, sorted(times, reverse=True))
-    assert name_of(result.winner) == "c0"
-    assert name_of(result.runner_up) == "c1"
-    assert result.margin == pytest.approx(0.03, abs=0.01)
+@pytest.mark.parametrize(
+    ("times", "noise", "least", "most"),
+    [
+        ({"a": 100.0, "b": 100.0}, 0.0, {"a": 8, "b": 8}, {"a": 8, "b": 8}),
+        ({"a": 100.0, "b": 100.0}, 0.0015, {"a": 13, "b": 13}, {"a": 45, "b": 45}),
+        ({"a": 100.0, "b": 100.0}, 0.05, {"a": 58, "b": 58}, {"a": 60, "b": 60}),
+        ({"a": 100.0, "b": 115.0}, 0.01, {"a": 21, "b": 3}, {"a": 60, "b": 3}),  # a lone winner is measured precisely
+        ({"a": 100.0, "b": 103.0, "c": 101.0}, 0.005, {"b": 8}, {"b": 13}),  # the beaten leave as the test is sure
+    ],
+)
+def test_samples_follow_the_noise(times, noise, least, most):
+    runner = SyntheticRunner(times, noise=noise)
+    winner = run(runner)[0].winner
+    assert all(least[name] <= runner.samples[name] <= most[name] for name in least), runner.samples
+    half_width = (winner.ci_high_us - winner.ci_low_us) / 2
+    assert runner.samples["a"] > 55 or half_width <= Rules().precision * winner.median_us
 
 
-def test_the_runner_up_is_who_stayed_longest():
-    """With a falling clock, one eliminated early has the better median: its samples are from better days."""
-    times = {"a": 100.0, "b": 106.0, "early": 115.0}
-    result, reported = run(SyntheticRunner(times, drift=2e-2, noise=0.003))
-    assert reported["early"].median_us < reported["b"].median_us
-    assert (name_of(result.winner), name_of(result.runner_up)) == ("a", "b")
-    assert result.margin == pytest.approx(0.06, abs=0.03)
-
-
-def test_heats_end_when_the_interval_is_small():
-    """Samples follow the noise: none more than needed where there is none, all that are allowed where there is much."""
-    for noise, least, most in ((0.0, 8, 8), (0.0015, 13, 45), (0.05, 58, 60)):
-        runner = SyntheticRunner({"a": 100.0, "b": 100.0}, noise=noise)
-        result, _ = run(runner)
-        assert least <= runner.samples["a"] <= most, noise
-        assert runner.samples["a"] == runner.samples["b"]
-        assert len(result.ties) == 1
-        if runner.samples["a"] < 55:
-            winner = result.winner
-            assert winner.ci_high_us - winner.ci_low_us <= 2 * Rules().precision * winner.median_us
-
-
-def test_a_lone_winner_is_still_measured_precisely():
-    runner = SyntheticRunner({"a": 100.0, "b": 115.0}, noise=0.01)
-    result, _ = run(runner)
-    assert runner.samples["b"] == 3
-    assert runner.samples["a"] > 20
-    assert result.winner.ci_high_us - result.winner.ci_low_us < 1.5
-
-
-def test_the_beaten_leave_as_soon_as_the_test_is_sure():
-    runner = SyntheticRunner({"a": 100.0, "b": 103.0, "c": 101.0}, noise=0.005)
-    run(runner)
-    assert 8 <= runner.samples["b"] <= 13
-    assert runner.samples["b"] <= runner.samples["c"] <= runner.samples["a"]
-
-
-@pytest.mark.parametrize("regime", ["burst", "sustained"])
-def test_each_regime_has_its_rules(regime):
-    runner = SyntheticRunner({"a": 100.0}, noise=0.001)
-    run(runner, regime=regime)
-    assert runner.calls[0][1] == RULES[regime].opening_rounds
-
-
-def test_short_ones_take_more_rounds():
+def test_each_regime_and_short_programs_have_their_rules():
     """Paced launches of a few microseconds spread by several percent: 2% are found all the same."""
-    short, long = ({"a": us, "b": us * 1.02} for us in (10.0, 100.0))
-    for times, factor in ((short, 4), (long, 1)):
-        runner = SyntheticRunner(times, noise=0.04, seed=3)
-        run(runner)
-        assert runner.calls[0][1] == factor * RULES["burst"].opening_rounds
-        assert factor * 50 < runner.samples["a"] <= factor * RULES["burst"].most_rounds
-    won = [name_of(run(SyntheticRunner(short, noise=0.04, seed=seed))[0].winner) for seed in range(10)]
-    assert won == ["a"] * 10
-    runner = SyntheticRunner(short, noise=0.04)
-    run(runner, regime="sustained")
-    assert runner.calls[0][1] == RULES["sustained"].opening_rounds
+    for us, regime, factor in (
+        (100.0, "burst", 1),
+        (100.0, "sustained", 1),
+        (10.0, "burst", 4),
+        (10.0, "sustained", 1),
+    ):
+        runner = SyntheticRunner({"a": us, "b": us * 1.02}, noise=0.04, seed=3)
+        run(runner, regime=regime)
+        assert runner.calls[0][1] == factor * RULES[regime].opening_rounds
+        assert factor * 50 < runner.samples["a"] <= factor * RULES[regime].most_rounds
+    short = {"a": 10.0, "b": 10.2}
+    assert {name_of(run(SyntheticRunner(short, noise=0.04, seed=seed))[0].winner) for seed in range(6)} == {"a"}
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_ties_resolve_by_preference_then_id(seed):
     times = {"a": 100.0, "b": 100.01, "c": 100.02, "slow": 105.0}
-    noise = 0.002
     tied = [Schedule(name=name) for name in "abc"]
     for preferred in tied:
-        result, _ = run(SyntheticRunner(times, noise=noise, seed=seed), preference=(preferred,))
-        assert result.winner.schedule == preferred
-        assert set(result.ties) == set(tied) - {preferred}
-        assert name_of(result.runner_up) == "slow"
-        assert result.margin == pytest.approx(0.05, abs=0.02)
-    result, _ = run(SyntheticRunner(times, noise=noise, seed=seed), ["c", "slow", "b", "a"])
+        result, _ = run(SyntheticRunner(times, noise=0.002, seed=seed), preference=(preferred,))
+        assert (result.winner.schedule, set(result.ties)) == (preferred, set(tied) - {preferred})
+        assert (name_of(result.runner_up), result.margin) == ("slow", pytest.approx(0.05, abs=0.02))
+    result, _ = run(SyntheticRunner(times, noise=0.002, seed=seed), ["c", "slow", "b", "a"])
     assert [result.winner.schedule, *result.ties] == sorted(tied, key=lambda schedule: schedule.id)
 
 
-def test_closer_than_matters_is_a_tie_even_without_noise():
-    result, _ = run(SyntheticRunner({"a": 100.0, "b": 100.05}), preference=(Schedule(name="b"),))
-    assert (name_of(result.winner), list(map(name_of, result.ties))) == ("b", ["a"])
-    assert result.runner_up is None
-    assert result.margin is None
-    result, _ = run(SyntheticRunner({"a": 100.0, "b": 100.4}), preference=(Schedule(name="b"),))
-    assert (name_of(result.winner), name_of(result.runner_up), result.ties) == ("a", "b", ())
-    assert result.margin == pytest.approx(0.004)
-
-
-def test_the_hopeless_cost_one_look():
+def test_the_hopeless_cost_one_look_and_what_loses_the_opening_is_not_checked():
     runner = SyntheticRunner({"good": 100.0, "bad": 250.0, "worse": 5000.0, "fair": 140.0})
     result, reported = run(runner)
+    worse = reported["worse"]
     assert (runner.samples["bad"], runner.samples["worse"], runner.samples["fair"]) == (0, 0, 3)
-    assert runner.looked == ["good", "bad", "worse", "fair", "bad"]
-    assert runner.checked == ["good"]  # what loses the opening need not be right
-    assert reported["worse"].samples_us == (5000.0,)
-    assert (reported["worse"].ci_low_us, reported["worse"].ci_high_us) == (5000.0, 5000.0)
-    assert reported["worse"].accuracy is reported["fair"].accuracy is None
-    assert name_of(result.runner_up) == "fair"
+    assert (runner.looked, runner.checked) == (["good", "bad", "worse", "fair", "bad"], ["good"])
+    assert (worse.samples_us, worse.ci_low_us, worse.ci_high_us, worse.accuracy) == ((5000.0,), 5000.0, 5000.0, None)
+    assert (verdict(result), reported["fair"].accuracy) == (("good", [], "fair"), None)
+    runner = SyntheticRunner({"good": 100.0, "fair": 140.0, "bad": 900.0})
+    _, reported = run(runner, rules=Rules(check_all=True))
+    assert (runner.checked, reported["fair"].accuracy) == (["good", "fair"], ACCURACY)
+    runner = SyntheticRunner({"a": 100.0, "b": 90.0})
+    result, reported = run(runner, known_us=20.0)  # against what is known already
+    assert (result.winner, runner.checked) == (None, [])
+    assert [reported[name].samples_us for name in "ab"] == [(100.0,), (90.0,)]
 
 
 def test_a_doubtful_look_is_repeated():
@@ -248,43 +254,17 @@ def test_a_doubtful_look_is_repeated():
     for scale, hiccup_us, again in ((100.0, 18_000.0, ["best"]), (0.1, 98.0, ["far", "best"])):
         times = {"a": 100.0 * scale, "best": 90.0 * scale, "far": 300.0 * scale}
         runner = SyntheticRunner(times, looks_us={"best": hiccup_us})
-        result, _ = run(runner)
+        assert name_of(run(runner)[0].winner) == "best"
         assert runner.looked == ["a", "best", "far", *again]
-        assert name_of(result.winner) == "best"
-
-
-def test_check_all_checks_everyone_who_is_not_hopeless():
-    runner = SyntheticRunner({"good": 100.0, "fair": 140.0, "bad": 900.0})
-    _, reported = run(runner, rules=Rules(check_all=True))
-    assert runner.checked == ["good", "fair"]
-    assert reported["fair"].accuracy == ACCURACY
 
 
 def test_what_is_wrong_makes_nobody_hopeless():
-    """A kernel that returns at once is fast, and wrong."""
+    """A kernel that returns at once is fast, and wrong; one that looked slow leads the opening, and is checked then."""
     times = {"wrong": 1.0, "good": 100.0, "fair": 140.0, "wrong too": 80.0}
     runner = SyntheticRunner(times, failing={"wrong": "check", "wrong too": "check"}, looks_us={"wrong too": 120.0})
     result, reported = run(runner)
-    assert (name_of(result.winner), runner.samples["fair"]) == ("good", 3)
-    assert isinstance(reported["wrong"], Failed)
-    assert isinstance(reported["wrong too"], Failed)  # looked slow, led the opening, and was checked then
-    assert runner.samples["wrong too"] == 3
-
-
-def test_hopeless_against_what_is_known_already():
-    runner = SyntheticRunner({"a": 100.0, "b": 90.0})
-    result, reported = run(runner, known_us=20.0)
-    assert result.winner is None
-    assert not runner.checked
-    assert [reported[name].samples_us for name in "ab"] == [(100.0,), (90.0,)]
-
-
-def test_not_beaten_is_a_tie_but_only_the_close_may_win():
-    """Three noisy samples prove nothing: all are tied, and the preferred one is still not taken for 5% more."""
-    rules = Rules(most_rounds=3)
-    runner = SyntheticRunner({"a": 100.0, "b": 105.0}, noise=0.003)
-    result, _ = run(runner, preference=(Schedule(name="b"),), rules=rules)
-    assert (name_of(result.winner), list(map(name_of, result.ties)), result.runner_up) == ("a", ["b"], None)
+    assert (name_of(result.winner), runner.samples["fair"], runner.samples["wrong too"]) == ("good", 3, 3)
+    assert {name for name, each in reported.items() if isinstance(each, Failed)} == {"wrong", "wrong too"}
 
 
 @pytest.mark.parametrize("right", [True, False])
@@ -296,192 +276,134 @@ def test_an_unchecked_candidate_never_wins(right):
     assert isinstance(reported["a"], Failed)
     assert isinstance(reported["hopeless"], Measurement if right else Failed)
     assert runner.checked == ["a", "hopeless"]
-    if right:
-        assert name_of(result.winner) == "hopeless"
-        assert result.winner.accuracy == ACCURACY
-    else:
-        assert result.winner is None
+    assert (result.winner and result.winner.accuracy) == (ACCURACY if right else None)
 
 
-def test_many_candidates_open_in_groups():
-    runner = SyntheticRunner({f"c{i:02}": 100.0 + i / 2 for i in range(70)})
-    run(runner)
-    assert [(len(names), rounds) for names, rounds in runner.calls[:3]] == [(32, 3), (32, 3), (6, 3)]
-
-
-@pytest.mark.parametrize("when", ["probe", "check", 0, 3, 9])
-def test_failures_at_every_stage(when):
-    times = {"doomed": 99.9, "a": 100.0, "b": 101.0, "c": 104.0}
-    result, reported = run(SyntheticRunner(times, noise=0.003, failing={"doomed": when}))
-    assert isinstance(reported["doomed"], Failed)
-    assert reported["doomed"].failure == HANG
-    assert reported["doomed"].fingerprint == stable_id("doomed", 24)
-    assert name_of(result.winner) == "a"
-    assert set(reported) == set(times)
-
-
-def test_when_every_finalist_breaks_down_the_rest_still_have_a_winner():
-    times = {"a": 80.0, "b": 80.5, "good": 100.0, "slow": 120.0}
-    result, reported = run(SyntheticRunner(times, noise=0.02, failing={"a": 20, "b": 20}))
-    assert {name for name, outcome in reported.items() if isinstance(outcome, Failed)} == {"a", "b"}
-    assert (name_of(result.winner), name_of(result.runner_up)) == ("good", "slow")
-
-
-@pytest.mark.parametrize("when", ["probe", "check", 0, 5])
-def test_all_fail(when):
-    result, reported = run(SyntheticRunner({"a": 1.0, "b": 1.0}, failing={"a": when, "b": when}))
-    assert (result.winner, result.runner_up, result.ties, result.margin) == (None, None, (), None)
-    assert all(isinstance(outcome, Failed) for outcome in reported.values())
-    assert len(reported) == 2
-
-
-def test_one_candidate_and_none():
-    result, reported = run(SyntheticRunner({"only": 5.0}))
-    assert name_of(result.winner) == "only"
-    assert (result.ties, result.runner_up, result.margin, len(reported)) == ((), None, None, 1)
-    assert race(SyntheticRunner({}), PROBLEM, []).outcomes == ()
-
-
-def test_a_deadline_in_the_past_still_times_one_candidate():
-    runner = SyntheticRunner({"default": 100.0, "better": 50.0}, failing={"broken": "probe"})
-    runner.true_us["broken"] = 1.0
-    result, reported = run(runner, ["broken", "default", "better"], deadline_s=time.monotonic() - 1)
-    assert name_of(result.winner) == "default"
-    assert set(reported) == {"broken", "default"}
-    assert runner.samples["default"] == 3
-
-
-def test_a_deadline_in_the_middle_starts_nothing_new(monkeypatch):
-    """Time is the number of launches. 69 looks, one check, then two of three opening groups, and it is late."""
+def test_many_candidates_open_in_groups_until_a_deadline(monkeypatch):
+    """Time is the number of launches: 69 looks, one check, then two of three opening groups, and it is late."""
     times = {f"c{i:02}": 100.0 + i / 2 for i in range(68)} | {"hopeless": 900.0}
+    runner = SyntheticRunner(times)
+    run(runner)
+    assert [(len(names), rounds) for names, rounds in runner.calls[:3]] == [(32, 3), (32, 3), (4, 3)]
     runner = SyntheticRunner(times)
     monkeypatch.setattr("tiledsched.tuning.race.time.monotonic", lambda: runner.taken)
     result, reported = run(runner, deadline_s=69 + 1 + 32 * 3 + 1)
-    assert len(reported) == 65
-    assert len(runner.calls) == 2
-    assert name_of(result.winner) == "c00"
+    assert (len(reported), len(runner.calls), name_of(result.winner)) == (65, 2, "c00")
 
 
-def settled(burst, capped, **more):
+def test_a_deadline_in_the_past_still_times_one_candidate():
+    runner = SyntheticRunner({"broken": 1.0, "default": 100.0, "better": 50.0}, failing={"broken": "probe"})
+    result, reported = run(runner, deadline_s=time.monotonic() - 1)
+    assert (name_of(result.winner), set(reported)) == ("default", {"broken", "default"})
+    assert runner.samples["default"] == 3
+    assert race(SyntheticRunner({}), PROBLEM, []).outcomes == ()
+
+
+# Both regimes
+
+
+def settled(burst, capped):
     """The verdict over both regimes, of programs with these times in each; those with none fail at the power cap."""
-    order = sorted(burst, key=burst.get)
-    result, _ = run(SyntheticRunner(burst, noise=1e-4, **more))
+    result, _ = run(SyntheticRunner(burst, noise=1e-4))
     close = [name_of(each) for each in near(result)]
     failing = {name: "probe" for name in close if name not in capped}
     runner = SyntheticRunner({name: capped.get(name, 1.0) for name in close}, noise=1e-4, failing=failing)
-    under, _ = run(runner, regime="sustained")
-    return order[0], close, settle(result, under)
+    return close, settle(result, run(runner, regime="sustained")[0])
 
 
-def test_of_what_is_near_the_winner_the_least_product_of_both_regimes_wins():
-    burst = {"fast": 100.0, "steady": 101.0, "slow": 101.5, "far": 103.0}
-    first, close, result = settled(burst, {"fast": 90.0, "steady": 80.0, "slow": 85.0})
-    assert (first, close) == ("fast", ["fast", "steady", "slow"])
-    assert name_of(result.winner) == "steady"
-    assert result.winner.median_us == pytest.approx(101.0, rel=0.002), "its time is that of the burst regime"
-    assert (result.ties, name_of(result.runner_up)) == ((), "slow")
-    assert result.margin == pytest.approx(math.sqrt(101.5 / 101.0 * 85 / 80) - 1, abs=1e-3)
-
-
-def test_what_gains_less_at_the_power_cap_than_it_loses_changes_nothing():
-    _, _, result = settled({"fast": 100.0, "steady": 101.5}, {"fast": 80.0, "steady": 79.5})
-    assert (name_of(result.winner), name_of(result.runner_up)) == ("fast", "steady")
-    _, _, result = settled({"fast": 100.0, "level": 101.0, "far": 104.0}, {"fast": 80.8, "level": 80.0})
-    assert (name_of(result.winner), [name_of(tie) for tie in result.ties]) == ("fast", ["level"])
-    assert name_of(result.runner_up) == "far"
-    assert result.margin == pytest.approx(0.04, abs=2e-3)
-
-
-def test_what_fails_at_the_power_cap_is_not_served_for_being_near():
-    _, _, result = settled({"fast": 100.0, "steady": 101.0}, {"fast": 90.0})
-    assert (name_of(result.winner), result.ties) == ("fast", ())
-    _, _, result = settled({"fast": 100.0, "steady": 101.0, "slow": 101.5}, {"steady": 90.0, "slow": 99.0})
-    assert name_of(result.winner) == "steady"
-    burst, _ = run(SyntheticRunner({"fast": 100.0, "steady": 101.0}, noise=1e-4))
-    nothing, _ = run(SyntheticRunner({"fast": 1.0, "steady": 1.0}, failing={"fast": "probe", "steady": "probe"}))
-    assert settle(burst, nothing) is burst
-    assert near(nothing) == []
+@pytest.mark.parametrize(
+    ("burst", "capped", "expected", "margin"),
+    [
+        (  # the least product of both wins
+            {"fast": 100.0, "steady": 101.0, "slow": 101.5, "far": 103.0},
+            {"fast": 90.0, "steady": 80.0, "slow": 85.0},
+            ("steady", [], "slow"),
+            math.sqrt(101.5 / 101.0 * 85 / 80) - 1,
+        ),
+        (  # what gains less at the power cap than it loses changes nothing
+            {"fast": 100.0, "steady": 101.5},
+            {"fast": 80.0, "steady": 79.5},
+            ("fast", [], "steady"),
+            math.sqrt(1.015 * 79.5 / 80) - 1,
+        ),
+        (
+            {"fast": 100.0, "level": 101.0, "far": 104.0},
+            {"fast": 80.8, "level": 80.0},
+            ("fast", ["level"], "far"),
+            0.04,
+        ),
+        ({"fast": 100.0, "steady": 101.0}, {"fast": 90.0}, ("fast", [], "steady"), 0.01),  # what fails is not served
+        (
+            {"fast": 100.0, "steady": 101.0, "slow": 101.5},
+            {"steady": 90.0, "slow": 99.0},
+            ("steady", [], "slow"),
+            math.sqrt(101.5 / 101.0 * 1.1) - 1,
+        ),
+    ],
+)
+def test_what_is_near_the_winner_is_settled_over_both_regimes(burst, capped, expected, margin):
+    close, result = settled(burst, capped)
+    assert close == [name for name, us in burst.items() if us <= 102.0]
+    assert verdict(result) == expected
+    assert result.margin == pytest.approx(margin, abs=2e-3)
+    assert result.winner.median_us == pytest.approx(burst[expected[0]], rel=0.002), (
+        "its time is that of the burst regime"
+    )
 
 
 def test_a_tie_that_time_ran_out_for_is_one_still():
     burst, _ = run(SyntheticRunner({"fast": 100.0, "level": 100.05, "far": 104.0}, noise=1e-4))
-    assert len(burst.ties) == 1
+    (tie,) = burst.ties
     alone, _ = run(SyntheticRunner({name_of(burst.winner): 90.0}, noise=1e-4), regime="sustained")
     result = settle(burst, alone)
-    assert (result.winner, result.ties, result.runner_up, result.margin) == (
-        burst.winner,
-        burst.ties,
-        burst.runner_up,
-        pytest.approx(burst.margin),
-    )
-    other, _ = run(SyntheticRunner({name_of(burst.ties[0]): 90.0}, noise=1e-4), regime="sustained")
+    assert (verdict(result), result.margin) == (verdict(burst), pytest.approx(burst.margin))
+    other, _ = run(SyntheticRunner({name_of(tie): 90.0}, noise=1e-4), regime="sustained")
     assert settle(burst, other) is burst, "nor does it win for having raced alone"
+    nothing, _ = run(SyntheticRunner({"fast": 1.0}, failing={"fast": "probe"}))
+    assert settle(burst, nothing) is burst
+    assert near(nothing) == []
+    many, _ = run(SyntheticRunner({f"c{i:02}": 100.0 + i / 100 for i in range(30)}, noise=1e-4))
+    assert len(near(many)) == MOST_NEAR == 8
 
 
-def test_few_race_in_both_regimes():
-    close = near(run(SyntheticRunner({f"c{i:02}": 100.0 + i / 100 for i in range(30)}, noise=1e-4))[0])
-    assert len(close) == 8
+# Interruptions
 
 
 @pytest.mark.parametrize("after", [0, 3, 10, 21, 30, 60, 100])
 def test_ctrl_c_reports_what_is_known_once(after):
     times = {"a": 100.0, "b": 100.5, "c": 101.0, "slow": 140.0, "bad": 900.0, "doomed": 1.0}
-    runner = SyntheticRunner(times, failing={"doomed": "check"}, interrupt_after=after, noise=0.02)
-    reported = []
+    runner = SyntheticRunner(times, failing={"doomed": "check"}, interrupts={after: KeyboardInterrupt()}, noise=0.02)
     with pytest.raises(KeyboardInterrupt):
-        race(runner, PROBLEM, [candidate(name) for name in times], on_outcome=reported.append)
-    names = [name_of(outcome) for outcome in reported]
-    assert len(names) == len(set(names))
+        run(runner)
+    names = [name_of(outcome) for outcome in runner.reported]
     sampled = {name for name, count in runner.samples.items() if count}
     looked_at_all, checked_all = after >= len(times), after >= len(times) + 4
     assert set(names) == sampled | ({"doomed"} if looked_at_all else set()) | ({"bad"} if checked_all else set())
+    assert len(names) == len(set(names))
 
 
 def test_ctrl_c_inside_the_report_does_not_report_twice():
-    reported = []
+    class Store(list):
+        def append(self, outcome):
+            super().append(outcome)
+            if len(self) == 2:
+                raise KeyboardInterrupt
 
-    def store(outcome):
-        reported.append(name_of(outcome))
-        if len(reported) == 2:
-            raise KeyboardInterrupt
-
-    names = ["a", "slow", "slower", "slowest"]
-    runner = SyntheticRunner(dict(zip(names, (100.0, 140.0, 150.0, 160.0), strict=True)))
+    runner = SyntheticRunner({"a": 100.0, "slow": 140.0, "slower": 150.0, "slowest": 160.0})
+    runner.reported = Store()
     with pytest.raises(KeyboardInterrupt):
-        race(runner, PROBLEM, [candidate(name) for name in names], on_outcome=store)
-    assert sorted(reported) == sorted(names)
+        run(runner)
+    assert sorted(map(name_of, runner.reported)) == sorted(runner.true_us)
 
 
 def test_losing_the_gpu_reports_what_is_known():
-    runner = SyntheticRunner({"a": 100.0, "b": 100.0})
-    sample, reported = runner.sample, []
-
-    def lost_later(candidates, **how):
-        if runner.calls:
-            raise MeasureError("the GPU is gone")
-        return sample(candidates, **how)
-
-    runner.sample = lost_later
+    runner = SyntheticRunner({"a": 100.0, "b": 100.0}, interrupts={10: MeasureError("the GPU is gone")})
     with pytest.raises(MeasureError):
-        race(runner, PROBLEM, [candidate("a"), candidate("b")], on_outcome=reported.append)
-    assert [type(outcome) for outcome in reported] == [Measurement, Measurement]
+        run(runner)
+    assert [type(outcome) for outcome in runner.reported] == [Measurement, Measurement]
 
 
-class Disturbed(SyntheticRunner):
-    """Another process runs while some of the samples are taken, by their place among the calls of `sample`."""
-
-    def __init__(self, *given, disturbed, **more):
-        super().__init__(*given, **more)
-        self.disturbed = disturbed
-
-    def sample(self, candidates, *, rounds, regime):
-        beside = (4711,) if self.disturbed(len(self.calls)) else ()
-        return [
-            batch
-            if isinstance(batch, Failure)
-            else replace(batch, conditions=replace(batch.conditions, concurrent_pids=beside))
-            for batch in super().sample(candidates, rounds=rounds, regime=regime)
-        ]
+# Other processes on the GPU
 
 
 @pytest.fixture
@@ -490,56 +412,46 @@ def impatient(monkeypatch):
     monkeypatch.setattr("tiledsched.tuning.race.PAUSE_S", 0.0)
 
 
-def raced(runner, **more):
-    reported = []
-    result = race(runner, PROBLEM, list(map(candidate, runner.true_us)), on_outcome=reported.append, **more)
-    return result, reported
-
-
 @pytest.mark.parametrize("call", [0, 1, 3])
 def test_what_is_timed_beside_others_is_told_and_raced_again(call, impatient, caplog):
     times = {"a": 100.0, "b": 101.0, "slow": 140.0, "hopeless": 900.0, "bad": 50.0}
-    runner = Disturbed(times, noise=0.01, disturbed=lambda index: index == call, failing={"bad": "check"})
-    result, reported = raced(runner)
-    assert name_of(result.winner) == "a"
-    assert result.disturbance == ""
+    runner = SyntheticRunner(times, noise=0.01, disturbed=lambda index: index == call, failing={"bad": "check"})
+    result, _ = run(runner)
+    assert (name_of(result.winner), result.disturbance) == ("a", "")
     assert {name_of(outcome) for outcome in result.outcomes} == set(times)
-    measured = [outcome for outcome in reported if isinstance(outcome, Measurement)]
-    assert {name_of(each) for each in measured if each.conditions.concurrent_pids == (4711,)} >= {"a", "hopeless"}
-    assert all(
-        not outcome.conditions.concurrent_pids for outcome in result.outcomes if isinstance(outcome, Measurement)
-    )
-    assert [name_of(outcome) for outcome in reported].count("bad") == 1
-    assert runner.checked.count("bad") == 1  # what is wrong is wrong in any company
+    beside = {name_of(each) for each in runner.reported if getattr(each, "conditions", None) and others(each)}
+    assert beside >= {"a", "hopeless"}
+    assert not any(others(outcome) for outcome in result.outcomes if isinstance(outcome, Measurement))
+    assert [name_of(each) for each in runner.reported].count("bad") == runner.checked.count("bad") == 1
     assert "timed beside process 4711 on the GPU, which decides nothing" in caplog.text
 
 
+def others(measurement):
+    return measurement.conditions.concurrent_pids
+
+
 def test_who_was_beaten_before_is_out_by_a_time_that_counts(impatient):
-    runner = Disturbed({"a": 100.0, "beaten": 108.0}, noise=0.002, disturbed=lambda index: index == 2)
-    _, reported = raced(runner)
-    assert [(name_of(each), each.conditions.concurrent_pids) for each in reported][:2] == [
-        ("beaten", ()),
-        ("a", (4711,)),
-    ]
+    runner = SyntheticRunner({"a": 100.0, "beaten": 108.0}, noise=0.002, disturbed=lambda index: index == 2)
+    run(runner)
+    assert [(name_of(each), others(each)) for each in runner.reported][:2] == [("beaten", ()), ("a", (4711,))]
 
 
 @pytest.mark.parametrize("deadline_s", [math.inf, 0.0])
 def test_a_gpu_that_is_never_alone_decides_nothing(deadline_s, impatient, monkeypatch):
-    if deadline_s:
-        monkeypatch.setattr("tiledsched.tuning.race.PATIENCE_S", 0.05)
-    runner = Disturbed({"a": 100.0, "b": 101.0, "bad": 50.0}, disturbed=lambda index: True, failing={"bad": "check"})
-    result, reported = raced(runner, deadline_s=deadline_s)
-    assert (result.winner, result.runner_up, result.ties) == (None, None, ())
-    assert result.disturbance == "beside process 4711 on the GPU"
+    monkeypatch.setattr("tiledsched.tuning.race.PATIENCE_S", 0.05 if deadline_s else 60.0)
+    times = {"a": 100.0, "b": 101.0, "bad": 50.0}
+    runner = SyntheticRunner(times, disturbed=lambda index: True, failing={"bad": "check"})
+    result, _ = run(runner, deadline_s=deadline_s)
+    assert (verdict(result), result.disturbance) == ((None, [], None), "beside process 4711 on the GPU")
     assert [type(outcome) for outcome in result.outcomes] in ([Failed], [])
-    assert all(isinstance(each, Failed) or each.conditions.concurrent_pids for each in reported)
-    assert len(reported) > 4 if deadline_s else len(reported) == 1
+    assert all(isinstance(each, Failed) or others(each) for each in runner.reported)
+    assert len(runner.reported) > 4 if deadline_s else len(runner.reported) == 1
 
 
 def test_looks_alone_are_asked_about_too(impatient):
     """All are hopeless against what is known: nothing is sampled, and who else ran is asked for by itself."""
-    runner = Disturbed({"a": 400.0, "b": 500.0}, disturbed=lambda index: index == 0)
-    result, reported = raced(runner, known_us=100.0)
+    runner = SyntheticRunner({"a": 400.0, "b": 500.0}, disturbed=lambda index: index == 0)
+    result, _ = run(runner, known_us=100.0)
     assert [rounds for _, rounds in runner.calls] == [0, 0]
-    assert [each.conditions.concurrent_pids for each in reported] == [(4711,)] * 2 + [()] * 2
+    assert [others(each) for each in runner.reported] == [(4711,)] * 2 + [()] * 2
     assert len(result.outcomes) == 2

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from fake_builds import FakeBuilds
+from golden import lacking
 from served_entries import SUMMARY, entry
 from test_search_tuner import LANDSCAPES, Recorded
 
@@ -22,17 +23,19 @@ from tiledsched.core.errors import ConfigError, Failure, FailureKind
 from tiledsched.core.registry import load_kernel
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Batch, Checked, Conditions, Device, RivalTime
+from tiledsched.rivals.offers import Offer
+from tiledsched.serve.chain import Served
 from tiledsched.serve.entries import load_table
-from tiledsched.serve.lookup import LookupTable, Served
-from tiledsched.serve.rivals import RivalOffer
+from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.transfer import ExpectedLoss
+from tiledsched.store.captured_calls import SeenProblem
 from tiledsched.store.db import TuningDB
-from tiledsched.store.seen import SeenProblem
 from tiledsched.tuning.options import TuneOptions
 from tiledsched.tuning.resources import Tools
+from tiledsched.tuning.search import NO_SEARCH
 from tiledsched.tuning.seen import ASSUMED_LOSSES, RIVAL_LOSS, SeenWorth, rank, tune_by_worth, worth_of
 from tiledsched.tuning.session import Session
-from tiledsched.tuning.tuner import LEAST_SEARCH_S, NO_SEARCH, Tuner
+from tiledsched.tuning.tuner import LEAST_SEARCH_S, Tuner
 
 H200 = Device(name="NVIDIA H200", arch="sm_90", sm_count=132)
 SCALE = '''
@@ -175,11 +178,11 @@ def made_up(rng) -> tuple[SeenProblem, Served, float]:
     its = entry(problem, source="tune run 1" if searched else f"tune run 1, {NO_SEARCH}")
     its = its.replace(measurement=dataclasses.replace(SUMMARY, median_us=us))
     expected = ExpectedLoss(mean=loss, worst=1.0, cases=3, kernel="attention", arch="sm_90")
-    offers = (RivalOffer(name="r", ratio=rival, capturable=True, only_captured=False, reason=""),) if rival else ()
+    offers = (Offer(name="r", ratio=rival, capturable=True, only_captured=False, reason=""),) if rival else ()
     served = Served(
         schedule=its.schedule if measured else its.schedule.replace(occupancy=4),
         provenance="measured" if measured else "transferred",
-        reason="",
+        steps=(),
         entry=its,
         forced={},
         expected_loss=None if measured else expected,
@@ -321,47 +324,42 @@ def test_the_budget_is_shared_by_worth(kernels, monkeypatch):
 # The command line
 
 
-def said(capsys):
-    found = capsys.readouterr()
-    return " ".join(found.out.split()), " ".join(found.err.split())
+def said(printed):
+    return " ".join(printed.out.split()), " ".join(printed.err.split())
 
 
-def test_one_command_tunes_what_was_seen_and_then_nothing_is_left(home, kernels, capsys):
+def test_one_command_tunes_what_was_seen_and_then_nothing_is_left(cli, home, kernels):
     first, second = kernels
     note(home, (first.problem(rows=64), 9), (second.problem(rows=640), 5000))
     note(home, (second.problem(rows=640), 5000), (second.problem(rows=128), 1))
     machine = Machine()
     given = {"tools": machine.tools, "devices": lambda: [H200]}
-    assert main(["show", "--seen"], **given) == 0
-    out, _ = said(capsys)
+    out, _ = said(cli(["show", "--seen"], **given))
     assert "~10,000" in out
     assert out.index("rows=640") < out.index("rows=64 ")
     assert "tiledsched tune --seen --budget 600" in out
-    assert main(["tune", "--seen", "--budget", "600", "--effort", "quick", "--json"], **given) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = cli(["tune", "--seen", "--budget", "600", "--effort", "quick", "--json"], **given).json
     assert found["schema_version"] == 1
     assert {each["schedule"]["TILE"] for each in found["entries"]} == {32}
     assert (len(found["entries"]), found["left"], found["only_raced"], found["already_tuned"]) == (3, [], [], 0)
     assert machine.began[0] == 640
-    assert main(["show", "--seen", "--json"], **given) == 0
-    rows = json.loads(capsys.readouterr().out)["seen"]
+    rows = cli(["show", "--seen", "--json"], **given).json["seen"]
     assert {(each["now"]["provenance"], each["now_rival"], each["us_is"]) for each in rows} == {
         ("measured", "other", "measured")
     }
 
 
-def test_what_a_search_found_is_not_tuned_again(home, kernels, capsys):
+def test_what_a_search_found_is_not_tuned_again(home, kernels, cli):
     problem = kernels[0].problem(rows=64)
     note(home, (problem, 3))
     with Session("sm_90", tools=Machine().tools) as session:
         session.tune(kernels[0], [problem])
     machine = Machine()
-    assert main(["tune", "--seen"], tools=machine.tools, devices=lambda: [H200]) == 0
-    assert "1 tuned before" in said(capsys)[0]
+    assert "1 tuned before" in said(cli(["tune", "--seen"], tools=machine.tools, devices=lambda: [H200]))[0]
     assert machine.began == []
 
 
-def test_ctrl_c_keeps_what_was_found(home, kernels, capsys):
+def test_ctrl_c_keeps_what_was_found(home, kernels, cli):
     note(home, *((kernels[0].problem(rows=rows), rows) for rows in (64, 128)))
 
     class Stopped(Machine):
@@ -371,70 +369,75 @@ def test_ctrl_c_keeps_what_was_found(home, kernels, capsys):
                 raise KeyboardInterrupt
 
     given = {"tools": Stopped().tools, "devices": lambda: [H200]}
-    assert main(["tune", "--seen", "--budget", "600"], **given) == 130
-    assert "what was found until now is stored. The same command goes on" in said(capsys)[1]
+    assert (
+        "what was found until now is stored. The same command goes on"
+        in said(cli(["tune", "--seen", "--budget", "600"], code=130, **given))[1]
+    )
     with TuningDB.open(None) as db:
         assert [(each.problem.rows, each.source) for each in db.entries()] == [(128, f"tune run 1, {NO_SEARCH}")]
 
 
-def test_refresh_and_report_are_of_what_was_seen(home, kernels, capsys):
+def test_refresh_and_report_are_of_what_was_seen(home, kernels, cli, monkeypatch):
     first, second = kernels
     note(home, (first.problem(rows=64), 9), (second.problem(rows=128), 9))
     machine = Machine()
     given = {"tools": machine.tools, "devices": lambda: [H200]}
     with Session("sm_90", tools=machine.tools) as session:
         session.tune(first, [first.problem(rows=64), first.problem(rows=640)])
-    assert main(["refresh", "--seen", "--json"], **given) == 0
-    found = capsys.readouterr()
+    found = cli(["refresh", "--seen", "--json"], **given)
     (one,) = json.loads(found.out)["kernels"]
     assert (one["kernel"], one["current"]) == (first.name, 1)
     assert f"nothing of {second.name} that was seen is measured; run: tiledsched tune --seen" in found.err
-    assert main(["report", first.locator(), "--seen", "-o", str(home / "report"), "--json"], **given) == 0
-    assert "rows=640" not in (home / "report" / "report.md").read_text()
-    assert "rows=64" in (home / "report" / "report.md").read_text()
+    for draw in ("as_svg", "as_png"):  # tests/test_report_files.py draws
+        monkeypatch.setattr(f"tiledsched.report.document.{draw}", lambda spec: b"")
+    cli(["report", first.locator(), "--seen", "-o", str(home / "report"), "--json"], **given)
+    page = (home / "report" / "report.md").read_text()
+    assert ("rows=640" in page, "rows=64" in page) == (False, True)
 
 
-def test_problems_that_a_budget_does_not_reach_are_named_with_what_to_do(home, kernels, capsys):
+def test_problems_that_a_budget_does_not_reach_are_named_with_what_to_do(home, kernels, cli):
     note(home, *((kernels[0].problem(rows=rows), 1) for rows in (64, 128)))
     machine = Machine()
-    assert main(["tune", "--seen", "--budget", "0"], tools=machine.tools, devices=lambda: [H200]) == 0
-    out, _ = said(capsys)
-    assert "left: " in out
-    assert "rows=64 float16: the budget ended first" in out
-    assert "only raced against rivals, not searched" in out
-    assert "The same command goes on with these" in out
+    out, _ = said(cli(["tune", "--seen", "--budget", "0"], tools=machine.tools, devices=lambda: [H200]))
+    assert (
+        lacking(
+            out,
+            "left: ",
+            "rows=64 float16: the budget ended first",
+            "only raced against rivals, not searched",
+            "The same command goes on with these",
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize("command", ["tune", "warmup", "refresh", "report", "show", "fleet run tune"])
-def test_nothing_seen_says_how_to_capture(command, home, capsys):
-    assert main([*command.split(), "--seen"], devices=lambda: [H200]) == 2
-    _, err = said(capsys)
-    assert "nothing was seen" in err
-    assert "TILEDSCHED_CAPTURE=1 python your_model.py" in err
+def test_nothing_seen_says_how_to_capture(command, home, cli):
+    _, err = said(cli([*command.split(), "--seen"], devices=lambda: [H200], code=2))
+    assert lacking(err, "nothing was seen", "TILEDSCHED_CAPTURE=1 python your_model.py") == []
 
 
-def test_each_kind_of_nothing_has_its_own_sentence(home, kernels, capsys):
-    problem = kernels[0].problem(rows=64)
-    note(home, (problem, 3), arch="sm_100", device="NVIDIA B200")
-    here = {"devices": lambda: [H200]}
-    assert main(["tune", "--seen"], **here) == 2
-    assert "nothing was seen on sm_90, only on sm_100; pass --arch sm_100" in said(capsys)[1]
-    assert main(["tune", "softmax", "--seen", "--arch", "sm_100"], **here) == 2
-    assert f"nothing of softmax was seen, only of {problem.kernel}" in said(capsys)[1]
-    assert main(["show", kernels[0].locator(), "--seen", "--arch", "sm_100", "-p", "rows=3"], **here) == 2
-    assert "no problem that was seen matches -p" in said(capsys)[1]
-    assert main(["tune", "--seen", "--suite", "x"], **here) == 2
-    assert "leave out --suite" in said(capsys)[1]
-    assert main(["tune", "--seen", "softmax"], **here) == 2
-    assert "a kernel stands before the flag: softmax --seen" in said(capsys)[1]
-    assert main(["show", "--clear"], **here) == 2
-    assert "pass --seen, too" in said(capsys)[1]
-    note(home, (problem, 3))
-    assert main(["tune", "--seen"], devices=list) == 2
-    assert "there is no GPU here, and problems were seen on sm_100, sm_90; pass --arch sm_100" in said(capsys)[1]
+@pytest.mark.parametrize(
+    ("line", "here", "words"),
+    [
+        ("tune --seen", [H200], "nothing was seen on sm_90, only on sm_100; pass --arch sm_100"),
+        ("tune softmax --seen --arch sm_100", [H200], "nothing of softmax was seen, only of first:First"),
+        ("show FIRST --seen --arch sm_100 -p rows=3", [H200], "no problem that was seen matches -p"),
+        ("tune --seen --suite x", [H200], "leave out --suite"),
+        ("tune --seen softmax", [H200], "a kernel stands before the flag: softmax --seen"),
+        ("show --clear", [H200], "pass --seen, too"),
+        ("tune --seen", [], "there is no GPU here, and problems were seen on sm_100, sm_90; pass --arch sm_100"),
+    ],
+)
+def test_each_kind_of_nothing_has_its_own_sentence(home, kernels, cli, line, here, words):
+    note(home, (kernels[0].problem(rows=64), 3), arch="sm_100", device="NVIDIA B200")
+    if not here:
+        note(home, (kernels[0].problem(rows=64), 3))
+    line = line.replace("FIRST", kernels[0].locator())
+    assert words in cli(line.split(), devices=lambda: here, code=2).err
 
 
-def test_a_kernel_of_a_file_is_left_out_until_it_is_named(home, kernels, capsys, monkeypatch):
+def test_a_kernel_of_a_file_is_left_out_until_it_is_named(home, kernels, cli, monkeypatch):
     from tiledsched.core import registry
 
     note(home, (kernels[0].problem(rows=64), 3))
@@ -444,52 +447,51 @@ def test_a_kernel_of_a_file_is_left_out_until_it_is_named(home, kernels, capsys,
         monkeypatch.delitem(sys.modules, each.__module__)
     machine = Machine()
     given = {"tools": machine.tools, "devices": lambda: [H200]}
-    assert main(["show", "--seen"], **given) == 0
-    assert f"is not known here; name it: tiledsched tune {place} --seen" in said(capsys)[0]
-    assert main(["tune", "--seen"], **given) == 2
-    assert f"name it: tiledsched tune {place} --seen" in said(capsys)[1]
+    assert f"is not known here; name it: tiledsched tune {place} --seen" in said(cli(["show", "--seen"], **given))[0]
+    assert f"name it: tiledsched tune {place} --seen" in said(cli(["tune", "--seen"], code=2, **given))[1]
     assert main(["tune", place, "--seen", "--effort", "race"], **given) == 0
     assert machine.began == [64]
 
 
-def test_a_folder_may_be_named_and_forgotten(home, kernels, capsys):
+def test_a_folder_may_be_named_and_forgotten(home, kernels, cli):
     note(home, (kernels[0].problem(rows=64), 3), folder="elsewhere")
     where = str(home / "elsewhere")
-    assert main(["show", "--seen", where, "--arch", "sm_90"], devices=list) == 0
-    assert f"tiledsched tune --seen {where} --budget 600" in said(capsys)[0]
-    assert main(["show", "--seen", where, "--clear"], devices=list) == 0
-    assert said(capsys)[0] == f"1 file removed from {where}"
+    assert (
+        f"tiledsched tune --seen {where} --budget 600"
+        in said(cli(["show", "--seen", where, "--arch", "sm_90"], devices=list))[0]
+    )
+    assert said(cli(["show", "--seen", where, "--clear"], devices=list))[0] == f"1 file removed from {where}"
     assert not (home / "elsewhere").exists()
 
 
-def test_damaged_lines_are_counted_and_a_line_fits_the_terminal(home, kernels, capsys):
+def test_damaged_lines_are_counted_and_a_line_fits_the_terminal(home, kernels, cli):
     note(home, (Attention.problem(seq_q=4096, seq_k=4096, head_dim=64, heads=16), 12345), layout="strided")
     (home / "seen" / "damaged.jsonl").write_text("{\n[]\n")
-    assert main(["show", "--seen"], devices=lambda: [H200]) == 0
-    found = capsys.readouterr()
+    found = cli(["show", "--seen"], devices=lambda: [H200])
     assert "2 damaged lines or files" in found.err
     assert max(map(len, found.out.splitlines())) <= 80
-    assert "(strided arrays)" in found.out
-    assert "A tune measures contiguous arrays" in found.out
+    assert lacking(found.out, "(strided arrays)", "A tune measures contiguous arrays") == []
 
 
-def test_an_arch_without_a_search_space_is_told(home, kernels, capsys):
+def test_an_arch_without_a_search_space_is_told(home, kernels, cli):
     note(home, (Attention.problem(seq_q=64, seq_k=64, head_dim=64), 3), arch="sm_70", device="NVIDIA V100")
-    assert main(["show", "--seen"], devices=list) == 0
-    assert "?: nothing can be served for attention on sm_70, which has no search space." in said(capsys)[0]
-    assert main(["tune", "--seen"], devices=list) == 2
-    assert "no kernel that was seen has a search space for sm_70" in said(capsys)[1]
+    assert (
+        "?: nothing can be served for attention on sm_70, which has no search space."
+        in said(cli(["show", "--seen"], devices=list))[0]
+    )
+    assert (
+        "no kernel that was seen has a search space for sm_70" in said(cli(["tune", "--seen"], devices=list, code=2))[1]
+    )
 
 
-def test_a_fleet_does_what_was_seen_on_each_arch_most_worthwhile_first(home, kernels, capsys):
+def test_a_fleet_does_what_was_seen_on_each_arch_most_worthwhile_first(home, kernels, cli):
     from tiledsched.fleet.leases import Leases
 
     one, two = kernels[0].problem(rows=64), kernels[0].problem(rows=8192)
     note(home, (one, 9000), (two, 1))
     note(home, (two, 3), arch="sm_100", device="NVIDIA B200")
     words = ["fleet", "run", "tune", kernels[0].locator(), "--seen", "--arch", "sm_90,sm_100", "--open-only"]
-    assert main(words, devices=list) == 0
-    name = capsys.readouterr().out.strip()
+    name = cli(words, devices=list).out.strip()
     taken = {}
     with TuningDB.open(None) as db:
         leases = Leases(db)

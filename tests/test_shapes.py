@@ -24,7 +24,7 @@ from tiledsched.serve.entries import load_entries
 from tiledsched.serve.schema import OpSchema
 from tiledsched.store.db import TuningDB
 from tiledsched.store.evidence import of_kernel
-from tiledsched.store.serving_copy import read_copy, write_copy
+from tiledsched.store.shipped import read_copy, write_copy
 
 SIZES = {"rows": 7, "columns": 48, "experts": 5}
 

@@ -10,7 +10,8 @@ from torch.nn import functional
 
 import tiledsched as ts
 from tiledsched.core.errors import ProblemError, UnsupportedError
-from tiledsched.ops import functions
+from tiledsched.kernels.rope import front
+from tiledsched.ops.front import operator
 
 pytestmark = pytest.mark.usefixtures("launches", "quiet")
 CLOSE = {"rtol": 2e-2, "atol": 2e-2}
@@ -147,9 +148,9 @@ def test_what_no_function_takes_is_refused(call, why):
 
 @pytest.fixture
 def not_looked():
-    functions._looks.clear()
+    front._looks.clear()
     yield
-    functions._looks.clear()
+    front._looks.clear()
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -225,6 +226,6 @@ TRACED = {
 @pytest.mark.parametrize("call", TRACED.values(), ids=TRACED)
 def test_one_graph_under_torch_compile(call):
     """Also where the first call is the one that is traced."""
-    functions._operator.cache_clear()
+    operator.cache_clear()
     x = made(2, 4, 5, 16)
     torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="aot_eager")(x), call(x))

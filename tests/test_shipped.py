@@ -11,21 +11,18 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
-from kernel_checks import check
 
 from tiledsched.build.toolchain import installed_toolchain
 from tiledsched.core import data_files
 from tiledsched.core.device import arch_spec
 from tiledsched.core.launches import steps
-from tiledsched.core.problem import Problem
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.resources import spilled
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.store import exchange
-from tiledsched.store.serving_copy import write_copy
-from tiledsched.store.shipped import copy_path, read_shipped_entries
+from tiledsched.store.shipped import copy_path, read_shipped_entries, write_copy
 
 ROOT = Path(__file__).parent.parent
 read_table = lru_cache(exchange.read_table)
@@ -33,10 +30,6 @@ read_table = lru_cache(exchange.read_table)
 TABLES = sorted((data_files.tuning_db() / "tables").glob("*/*.json"))
 BLACKWELL = [path for path in TABLES if int(path.stem.removeprefix("sm_")) >= 100]
 LANDSCAPES = sorted((data_files.tuning_db() / "landscapes" / "attention").glob("*.json.xz"))
-STEP = 16
-"""One of so many measured schedules is run: all of them take minutes."""
-PARTS = 2
-"""Of those that are run, so that processes share them."""
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -90,9 +83,10 @@ def test_no_shipped_machine_code_is_lost(path) -> None:
 
 
 @pytest.mark.compiler
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["attention/sm_90", "attention/sm_121", "matmul/sm_90", "rms_norm/sm_90"])
 def test_shipped_machine_code_is_made_again(name) -> None:
-    """Of each tile function that the table runs, the smallest program that was built with the compiler at hand."""
+    """For each tile function that the table runs, the smallest program that this compiler built is built again."""
     from tiledsched.build.compiler import compile_schedule, prepare_process
 
     prepare_process()
@@ -108,34 +102,6 @@ def test_shipped_machine_code_is_made_again(name) -> None:
     for entry in smallest.values():
         built = compile_schedule(declared, entry.problem, entry.schedule, arch)
         assert built.fingerprint == entry.fingerprint, f"{entry.problem} with {entry.schedule.short()}"
-
-
-def small_problem(problem: Problem) -> Problem:
-    """Like `problem`, with few sequences and heads, and shorter where there are many rows; few rows may have split keys."""
-    heads = {"batch": 1, "heads": 2 * problem.group, "kv_heads": 2}
-    if problem.seq_q == problem.seq_k:
-        length = 512 - -problem.seq_q % 128  # as uneven as it is: what has no mask has nothing to split
-        return problem.replace(seq_q=length, seq_k=length, **heads)
-    if problem.seq_q > 128:
-        rows = min(problem.seq_q, 256 - -problem.seq_q % 128)
-        return problem.replace(seq_q=rows, seq_k=min(problem.seq_k, 2048), **heads)
-    return problem.replace(seq_k=min(problem.seq_k, 8192), **heads)
-
-
-@pytest.mark.parametrize("part", range(PARTS))
-def test_what_was_measured_is_right_in_the_interpreter(part) -> None:
-    """Neighbours of winners leave what is explored, and with it what the tests of the kernel draw from."""
-    space = space_for("sm_90", Attention)
-    entries = read_table(data_files.tuning_db() / "tables" / "attention" / "sm_90.json").entries
-    cases = dict.fromkeys((small_problem(entry.problem), space.complete(entry.schedule)) for entry in entries)
-    assert len(cases) > 100
-    for problem, schedule in list(cases)[part * STEP :: PARTS * STEP]:
-        assert space.unworkable(schedule, problem) == []
-        check(problem, schedule)
-        less = problem.seq_k - (37 if not problem.page else 3 * problem.page)
-        uneven = problem.replace(seq_k=less, seq_q=min(problem.seq_q, less), heads=problem.group, kv_heads=1)
-        if not space.unworkable(schedule, uneven):
-            check(uneven, schedule)
 
 
 @pytest.mark.parametrize("path", LANDSCAPES, ids=lambda path: path.name.split(".")[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 
@@ -38,6 +38,11 @@ from tiledsched.store import queries
 from tiledsched.store.db import TuningDB
 from tiledsched.store.engine import HEAD
 from tiledsched.store.models import ProblemRow, RunRow
+from tiledsched.store.records import LandscapeSummary
+
+BUILT = ("attention", "abc", TOOLCHAIN, "sm_90")
+"""What :func:`build` builds: kernel, source, compiler and arch."""
+NEWER = Toolchain(cuda_tile="1.8.0", tileiras="13.5", ptxas="13.5", nvvm="13.5")
 
 
 @pytest.fixture(params=[*BACKENDS, "memory"])
@@ -62,38 +67,25 @@ def test_a_mistake_of_the_caller_is_not_called_damage(db):
         raise TypeError("of the caller")
 
 
-def test_builds_come_back_by_schedule_and_class(db):
+def test_builds_come_back_by_schedule_and_class_and_replace_those_before(db):
     odd = problem_class(signature="0" * 12)
-    made = [build(), build(artifact("e" * 24), problem_class=odd), build(FAILURE, sched=schedule(256, 256))]
-    for one in made:
-        db.record_build(one)
-    assert db.find_builds("attention", "abc", TOOLCHAIN, "sm_90") == {one.key: one for one in made}
-
-
-@pytest.mark.parametrize(
-    "other", [("attn", "abc", "sm_90"), ("attention", "abd", "sm_90"), ("attention", "abc", "sm_80")]
-)
-def test_builds_of_other_code_are_not_found(db, other):
-    db.record_build(build())
-    kernel, source_hash, arch = other
-    assert db.find_builds(kernel, source_hash, TOOLCHAIN, arch) == {}
-    newer = Toolchain(cuda_tile="1.8.0", tileiras="13.5", ptxas="13.5", nvvm="13.5")
-    assert db.find_builds("attention", "abc", newer, "sm_90") == {}
-
-
-def test_a_build_again_replaces_the_first(db):
-    db.record_build(build(FAILURE))
-    again = build(artifact(registers=200), seconds=2.0)
-    db.record_build(again)
-    assert db.find_builds("attention", "abc", TOOLCHAIN, "sm_90") == {again.key: again}
-    assert db.artifacts("sm_90")["sm_90", "f" * 24].facts == again.facts
-
-
-def test_a_schedule_keeps_booleans_and_numbers_apart(db):
-    made = [build(sched=schedule(persistent=True)), build(sched=schedule(persistent=1))]
+    made = [
+        build(),
+        build(artifact("e" * 24), problem_class=odd),
+        build(FAILURE, sched=schedule(256, 256)),
+        build(sched=schedule(persistent=True)),
+        build(sched=schedule(persistent=1)),  # another schedule, although 1 == True
+    ]
     db.record_builds(made)
-    found = db.find_builds("attention", "abc", TOOLCHAIN, "sm_90")
-    assert {key: one.schedule["persistent"] for key, one in found.items()} == {made[0].key: True, made[1].key: 1}
+    found = db.find_builds(*BUILT)
+    assert found == {one.key: one for one in made}
+    assert {type(found[one.key].schedule["persistent"]) for one in made[3:]} == {bool, int}
+    for place, other in enumerate(("attn", "abd", NEWER, "sm_80")):
+        assert db.find_builds(*BUILT[:place], other, *BUILT[place + 1 :]) == {}
+    for again in (build(artifact(registers=200), seconds=2.0), build(FAILURE), build(artifact(registers=200))):
+        db.record_build(again)
+        assert db.find_builds(*BUILT)[again.key] == again
+    assert db.artifacts("sm_90")["sm_90", "f" * 24].facts == again.facts
 
 
 def test_a_run_starts_and_ends(db):
@@ -145,76 +137,61 @@ def test_measurements_come_back_whole_and_newest_first(db):
 
 def test_measurements_are_found_by_each_of_their_properties(db):
     record(db, measurement(100.0))
-    for wanted in (
-        {"problem": PROBLEM},
-        {"arch": "sm_90"},
-        {"device_name": DEVICE.name},
-        {"regime": "burst"},
-        {"fingerprint": "f" * 24},
-        {"kernel": "attention"},
-        {"runner": "gpu"},
+    for name, mine, other in (
+        ("problem", PROBLEM, PROBLEM.replace(causal=True)),
+        ("arch", "sm_90", "sm_80"),
+        ("device_name", DEVICE.name, "x"),
+        ("regime", "burst", "sustained"),
+        ("fingerprint", "f" * 24, "0"),
+        ("kernel", "attention", "x"),
+        ("runner", "gpu", "replay"),
+        ("run_id", None, 7),
     ):
-        assert len(db.measurements(**wanted)) == 1, wanted
-    for other in (
-        {"problem": PROBLEM.replace(causal=True)},
-        {"arch": "sm_80"},
-        {"device_name": "x"},
-        {"regime": "sustained"},
-        {"fingerprint": "0"},
-        {"kernel": "x"},
-        {"runner": "replay"},
-        {"run_id": 7},
-    ):
-        assert db.measurements(**other) == [], other
+        assert len(db.measurements(**{name: mine})) == 1, name
+        assert db.measurements(**{name: other}) == [], name
 
 
 def test_the_latest_measurement_of_each_program_makes_the_landscape(db):
-    import dataclasses
+    def latest():
+        return [one.measurement.median_us for one in db.landscape(PROBLEM, DEVICE.name, "burst")]
 
-    newer_driver = dataclasses.replace(DEVICE, driver="590.1")
-    record(db, measurement(100.0))
-    record(db, measurement(110.0, device=newer_driver))  # the same program, measured again
-    record(db, measurement(80.0, schedule=schedule(64), fingerprint="e" * 24))
-    record(db, measurement(70.0, regime="sustained"))
-    record(db, measurement(60.0, problem=PROBLEM.replace(causal=True)))
-    assert [one.measurement.median_us for one in db.latest_measurements(PROBLEM, regime="burst")] == [80.0, 110.0]
-    assert [one.measurement.median_us for one in db.landscape(PROBLEM, DEVICE.name, "burst")] == [80.0, 110.0]
+    for taken in (
+        measurement(100.0),
+        measurement(110.0, device=replace(DEVICE, driver="590.1")),  # the same program, measured again
+        measurement(80.0, schedule=schedule(64), fingerprint="e" * 24),
+        measurement(70.0, regime="sustained"),
+        measurement(60.0, problem=PROBLEM.replace(causal=True)),
+    ):
+        record(db, taken)
+    assert latest() == [80.0, 110.0]
     record(db, measurement(95.0, schedule=schedule(persistent=True)))  # the same machine code, another grid
-    assert [one.measurement.median_us for one in db.landscape(PROBLEM, DEVICE.name, "burst")] == [80.0, 95.0, 110.0]
-    newer = Toolchain(cuda_tile="1.8.0", tileiras="13.5", ptxas="13.5", nvvm="13.5")
-    db.record_measurement(None, "attention", "moved to another file", newer, measurement(85.0))  # the same machine code
-    assert [one.measurement.median_us for one in db.landscape(PROBLEM, DEVICE.name, "burst")] == [80.0, 85.0, 95.0]
-    held = db.latest_measurements(PROBLEM, "sm_90", DEVICE.name, "burst", fingerprint="f" * 24)
+    assert latest() == [80.0, 95.0, 110.0]
+    db.record_measurement(None, "attention", "moved to another file", NEWER, measurement(85.0))  # the same machine code
+    assert latest() == [80.0, 85.0, 95.0]
+    held = db.measurements(PROBLEM, "sm_90", DEVICE.name, "burst", fingerprint="f" * 24, latest=True)
     assert [one.measurement.median_us for one in held] == [85.0, 95.0]
     assert db.landscapes("sm_80") == db.landscapes(kernel="x") == []
     assert len(db.landscapes("sm_90", "attention")) == 3
-    summary = {(line.problem.causal, line.regime): line for line in db.landscapes()}
-    assert len(summary) == 3
-    line = summary[False, "burst"]
-    assert (line.problem, line.device_name, line.arch) == (PROBLEM, DEVICE.name, "sm_90")
-    assert (line.distinct_programs, line.measurements) == (3, 5)  # one machine code at two grids is two programs
+    line = LandscapeSummary(
+        problem=PROBLEM, device_name=DEVICE.name, arch="sm_90", regime="burst", distinct_programs=3, measurements=5
+    )
+    assert line in db.landscapes(), "one machine code at two grids is two programs"
 
 
 def test_failures_are_rows_with_kind_and_message(db):
     fill(db)
     measured, built = db.failures()
     assert (built.stage, built.failure, built.problem, built.fingerprint, built.device_name) == (
-        "build",
-        FAILURE,
-        None,
-        "",
-        "",
+        *("build", FAILURE, None, "", ""),
     )
-    assert (measured.stage, measured.problem, measured.fingerprint, measured.device_name) == (
-        "measure",
-        PROBLEM,
-        "e" * 24,
-        DEVICE.name,
-    )
+    assert (measured.problem, measured.fingerprint, measured.device_name) == (PROBLEM, "e" * 24, DEVICE.name)
     assert db.failures(arch="sm_80") == []
     assert db.failures(problem=PROBLEM) == db.failures(stage="measure") == [measured]
     with pytest.raises(DatabaseError, match="stage"):
         db.record_failure(None, "attention", "sm_90", "launch", schedule(), FAILURE)
+    for kind in FailureKind:
+        db.record_failure(None, "attention", "sm_90", "measure", schedule(), Failure(kind=kind, message="é" * 5000))
+    assert {one.failure.kind for one in db.failures()} == set(FailureKind)
 
 
 def test_an_entry_comes_back_with_its_evidence(db):
@@ -239,24 +216,22 @@ def test_an_entry_comes_back_with_its_evidence(db):
     assert got.to_json()["measurement"]["median_us"] == 100.0
 
 
-def test_an_entry_needs_a_provenance_and_measured_needs_evidence(db):
-    with pytest.raises(DatabaseError, match="guessed"):
-        db.put_entry(entry("guessed"))
-    with pytest.raises(DatabaseError, match="names no measurement"):
-        db.put_entry(entry("measured"))
-    assert db.entries() == []
-
-
 def test_a_weaker_entry_never_replaces_a_stronger(db):
+    for provenance, match in (("guessed", "guessed"), ("measured", "names no measurement")):
+        with pytest.raises(DatabaseError, match=match):
+            db.put_entry(entry(provenance))
     number = record(db, measurement(100.0))
-    assert db.put_entry(entry("default"))
-    assert db.put_entry(entry("modelled"))
-    assert not db.put_entry(entry("default"))
-    assert db.put_entry(entry("transferred", measurement_id=number))
-    assert db.put_entry(entry("measured", measurement_id=number))
-    for weaker in ("transferred", "modelled", "default"):
-        assert not db.put_entry(entry(weaker))
-    assert db.put_entry(entry("measured", measurement_id=number, candidates=8))  # as strong: the last word holds
+    for new, is_stored in (
+        (entry("default"), True),
+        (entry("modelled"), True),
+        (entry("default"), False),
+        (entry("transferred", measurement_id=number), True),
+        (entry("measured", measurement_id=number), True),
+        (entry("transferred"), False),
+        (entry("modelled"), False),
+        (entry("measured", measurement_id=number, candidates=8), True),  # as strong: the last word holds
+    ):
+        assert db.put_entry(new) == is_stored
     (got,) = db.entries()
     assert (got.provenance, got.candidates) == ("measured", 8)
 
@@ -295,16 +270,10 @@ def test_failures_are_forgotten_and_nothing_else_is(db):
     assert db.forget_failures("sm_90", "attention", "compiler_killed") == 1
     assert db.forget_failures("sm_90") == 2
     assert (db.forget_failures(), db.forget_failures()) == (1, 0)
-    (left,) = db.find_builds("attention", "abc", TOOLCHAIN, "sm_90").values()
+    (left,) = db.find_builds(*BUILT).values()
     assert left.failure is None
     assert db.failures() == []
     assert db.check() == []
-
-
-def test_a_merge_with_a_wrong_entry_changes_nothing(db):
-    with pytest.raises(DatabaseError, match="names no measurement"):
-        db.merge([stored()], [entry("measured", updated_at=START)])
-    assert db.measurements() == []
 
 
 def test_writers_in_threads_lose_nothing(db):
@@ -315,12 +284,9 @@ def test_writers_in_threads_lose_nothing(db):
         for i in range(start, start + 20):
             db.record_build(build(sched=schedule(tile_m=i)))
 
-    threads = [threading.Thread(target=write, args=(start,)) for start in (0, 100, 200)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(db.find_builds("attention", "abc", TOOLCHAIN, "sm_90")) == 60
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(write, (0, 100, 200)))
+    assert len(db.find_builds(*BUILT)) == 60
 
 
 def test_check_names_what_was_changed_behind_our_back(db):
@@ -345,6 +311,8 @@ def test_check_names_what_was_changed_behind_our_back(db):
 def test_failed_writes_leave_nothing(db):
     with pytest.raises(DatabaseError, match="constraint"):
         db.record_measurement(12345, "attention", "abc", TOOLCHAIN, measurement())  # no such run
+    with pytest.raises(DatabaseError, match="names no measurement"):
+        db.merge([stored()], [entry("measured", updated_at=START)])
     assert db.measurements() == []
     assert db.artifacts() == {}
 
@@ -359,10 +327,12 @@ def test_knob_effects_count_pairs_that_differ_in_one_knob():
         build(FAILURE, sched=schedule(128, occupancy=4)),
         build(artifact("c" * 24), sched=schedule(64, occupancy=1), problem_class=problem_class(causal=True)),
     ]
-    effects = {effect.knob: effect for effect in queries.knob_effects(made)}
-    assert (effects["occupancy"].pairs, effects["occupancy"].same, effects["occupancy"].inert) == (4, 4, True)
-    assert (effects["tile_m"].pairs, effects["tile_m"].same, effects["tile_m"].inert) == (2, 0, False)
-    assert (effects["tile_n"].pairs, effects["tile_n"].inert) == (0, False)
+    effects = {each.knob: (each.pairs, each.same, each.inert) for each in queries.knob_effects(made)}
+    assert {knob: effects[knob] for knob in ("occupancy", "tile_m", "tile_n")} == {
+        "occupancy": (4, 4, True),
+        "tile_m": (2, 0, False),
+        "tile_n": (0, 0, False),
+    }
 
 
 def test_what_a_kernel_with_other_fields_left_behind_stops_nothing(db):
@@ -375,7 +345,7 @@ def test_what_a_kernel_with_other_fields_left_behind_stops_nothing(db):
     assert not found.measurement.problem.known
     assert (found.measurement.problem.length, found.measurement.problem.flops) == (7, 0.0)
     assert [line.problem for line in db.landscapes()] == [found.measurement.problem]
-    assert queries.compare_regimes(db.latest_measurements()) == []
+    assert queries.compare_regimes(db.measurements(latest=True)) == []
 
 
 def test_rows_of_a_problem_that_had_another_name_are_found_under_todays(db):
@@ -397,12 +367,6 @@ def test_rows_of_a_problem_that_had_another_name_are_found_under_todays(db):
     assert len(db.landscape(today, DEVICE.name, "burst")) == 2
 
 
-def test_every_kind_of_failure_fits(db):
-    for kind in FailureKind:
-        db.record_failure(None, "attention", "sm_90", "measure", schedule(), Failure(kind=kind, message="é" * 5000))
-    assert {one.failure.kind for one in db.failures()} == set(FailureKind)
-
-
 def test_what_was_timed_beside_others_is_kept_and_not_answered(db):
     def taken(median_us, **conditions):
         return measurement(median_us, conditions=Conditions(sm_clock_mhz=1980, **conditions))
@@ -412,7 +376,7 @@ def test_what_was_timed_beside_others_is_kept_and_not_answered(db):
     record(db, taken(90.0, others=(815, 4711), concurrent_pids=(4711,)))
     record(db, measurement(80.0, regime="sustained", conditions=Conditions(concurrent_pids=(4711,))))
     assert [one.measurement.median_us for one in db.measurements(PROBLEM)] == [101.0, 100.0]
-    assert [one.measurement.median_us for one in db.latest_measurements(PROBLEM)] == [101.0]
+    assert [one.measurement.median_us for one in db.measurements(PROBLEM, latest=True)] == [101.0]
     assert db.measurements(PROBLEM)[0].measurement.conditions == Conditions(
         sm_clock_mhz=1980, others=(815,), concurrent_pids=None
     )

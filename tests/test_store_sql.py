@@ -11,16 +11,17 @@ import sqlite3
 import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 from store_samples import BACKENDS, TOOLCHAIN, fill, measurement, new_url, schedule
+from test_store_faults import filled
 
 from tiledsched.cli import main
 from tiledsched.core.errors import DatabaseError
 from tiledsched.store import sql as sql_module
-from tiledsched.store.backup import back_up
 from tiledsched.store.db import TuningDB
 from tiledsched.store.engine import resolve_url
 from tiledsched.store.models import Base
@@ -152,6 +153,7 @@ def test_a_query_of_one_slow_function_heeds_its_time_limit(tmp_path, monkeypatch
         assert time.monotonic() - started < 15  # without the limit, minutes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "grant",
     [
@@ -183,24 +185,24 @@ def test_who_may_reach_files_of_the_server_asks_nothing(tmp_path, grant) -> None
         engine.dispose()
 
 
-def test_a_database_in_memory_is_asked_too() -> None:
-    with TuningDB.open(":memory:") as db:
-        fill(db)
-        assert answer(db, "select count(*) from entries")[1] == [(2,)]
-
-
 def test_what_is_not_there_is_answered_with_what_is(asked) -> None:
+    with TuningDB.open(":memory:") as db:
+        assert answer(db, "select count(*) from entries")[1] == [(0,)], "a database in memory is read, too"
     with pytest.raises(DatabaseError, match="there are artifacts, attention, attention_backward, builds"):
         answer(asked, "select * from entires")
 
 
 def test_the_command(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "x.db"))
-    with TuningDB.open(tmp_path / "x.db") as db:
-        fill(db)
+    filled(tmp_path / "x.db")
     query = ["db", "query", "select provenance, model_us from entries order by 1"]
     assert main(query) == 0
     assert capsys.readouterr().out.splitlines() == ["provenance  model_us", "measured    90.0", "modelled    90.0"]
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["db", "query", "select * from entries"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any(line.startswith("provenance      measured") for line in lines), "a block for each row"
     assert main([*query, "--csv", "--limit", "1"]) == 0
     assert list(csv.reader(io.StringIO(capsys.readouterr().out))) == [
         ["provenance", "model_us"],
@@ -225,50 +227,39 @@ def test_the_command(tmp_path, monkeypatch, capsys) -> None:
     assert "a query reads and changes nothing" in capsys.readouterr().err
 
 
-def test_a_narrow_terminal_gets_a_block_for_each_row(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "x.db"))
-    with TuningDB.open(tmp_path / "x.db") as db:
-        fill(db)
-    monkeypatch.setenv("COLUMNS", "80")
-    assert main(["db", "query", "select * from entries"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert any(line.startswith("provenance      measured") for line in lines)
-
-
 # Copies
 
 
 def test_a_copy_is_whole_while_somebody_writes(tmp_path) -> None:
     done = threading.Event()
-    with TuningDB.open(tmp_path / "x.db") as db, TuningDB.open(tmp_path / "x.db", read_only=True) as reader:
+
+    def write(db) -> None:
+        while not done.is_set():
+            db.record_measurement(None, "attention", "abc", TOOLCHAIN, measurement(100.0, schedule=schedule(64, 32)))
+
+    with (
+        TuningDB.open(tmp_path / "x.db") as db,
+        TuningDB.open(tmp_path / "x.db", read_only=True) as reading,
+        ThreadPoolExecutor() as threads,
+    ):
         fill(db)
-
-        def write() -> None:
-            while not done.is_set():
-                db.record_measurement(
-                    None, "attention", "abc", TOOLCHAIN, measurement(100.0, schedule=schedule(64, 32))
-                )
-
-        writer = threading.Thread(target=write)
-        writer.start()
+        writer = threads.submit(write, db)
         try:
-            for number in range(5):
-                assert back_up(reader, tmp_path / "copy.db", replace=number > 0) > 10_000
+            for number in range(3):
+                assert reading.back_up(tmp_path / "copy.db", replace=number > 0) > 10_000
                 with TuningDB.open(tmp_path / "copy.db") as copy:
                     assert copy.check() == []
                     assert copy.entries() == db.entries()
                     assert len(copy.measurements()) >= 2
         finally:
             done.set()
-            writer.join()
+        writer.result()
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]
 
 
 def test_a_copy_takes_nobodys_place_unasked(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "x.db"))
-    with TuningDB.open(tmp_path / "x.db") as db:
-        fill(db)
+    filled(tmp_path / "x.db")
     (tmp_path / "mine").write_text("precious")
     assert main(["db", "backup", str(tmp_path / "mine")]) == 2
     assert "is there already; give another path, or pass --force" in capsys.readouterr().err
@@ -281,10 +272,11 @@ def test_a_copy_takes_nobodys_place_unasked(tmp_path, monkeypatch, capsys) -> No
     assert "give another path" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_server_has_tools_of_its_own(tmp_path) -> None:
     with new_url("postgresql", tmp_path) as url, TuningDB.open(url) as db:
         with pytest.raises(DatabaseError, match="pg_dump"):
-            back_up(db, tmp_path / "copy.db")
+            db.back_up(tmp_path / "copy.db")
         assert list(tmp_path.iterdir()) == []
 
 
@@ -294,6 +286,8 @@ def test_a_server_has_tools_of_its_own(tmp_path) -> None:
 def test_every_column_is_documented() -> None:
     rows = re.findall(r"^\|`(\w+)`\|(.*)\|$", DOCUMENTED.split("<!-- columns -->")[1].split("\n\n")[0], re.MULTILINE)
     said = {table: re.findall(r"`(\w+)`", columns) for table, columns in rows}
-    assert said == {
-        name: [column.name for column in table.columns] for name, table in sorted(Base.metadata.tables.items())
-    }
+    with TuningDB.open(":memory:") as db, db.reading() as session:
+        there = sa.inspect(session.connection())
+        assert said == {
+            name: [column["name"] for column in there.get_columns(name)] for name in sorted(Base.metadata.tables)
+        }

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
-import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from report_samples import SOURCE, TOOLCHAIN, taken
+from report_samples import SOURCE, TOOLCHAIN, check_golden, taken
 from test_bench import QUICK, Harness
 
-from tiledsched.bench.rows import BenchRow, append_rows
 from tiledsched.cli import main
 from tiledsched.core.errors import MeasureError
 from tiledsched.core.schedule import Schedule
@@ -20,11 +17,10 @@ from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Conditions
-from tiledsched.report.document import as_svg, to_html, to_markdown
+from tiledsched.rivals.rows import BenchRow, append_rows
 from tiledsched.store.db import TuningDB
-from tiledsched.studies.evaluation import figures, tiles
-from tiledsched.studies.evaluation.pages import document, fastest_rivals, speedups, write_evaluation
-from tiledsched.studies.evaluation.rows import COLUMNS, METHODS, OURS, problems, result_of
+from tiledsched.studies.evaluation import run as tiles
+from tiledsched.studies.evaluation.rows import COLUMNS, TILING_COLUMNS, problems, result_of
 from tiledsched.studies.evaluation.run import run_evaluation, write_pages
 
 PAPER = (
@@ -81,7 +77,7 @@ def test_the_grid_is_the_papers():
     assert {p.head_dim for p in found} == {64, 96, 128, 160}
     assert {(p.batch, p.heads, p.kv_heads) for p in found} == {(1, 8, 8)}
     assert ",".join(COLUMNS) == PAPER
-    assert ",".join(tiles.COLUMNS) == PAPER_TILES
+    assert ",".join(TILING_COLUMNS) == PAPER_TILES
 
 
 @pytest.mark.parametrize(
@@ -126,87 +122,9 @@ def lines_of(path):
     return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
 
 
-def test_what_is_written(tmp_path):
-    found = rows(triton="not installed: triton", torch_cudnn="RuntimeError: No available kernel.")[: 2 * len(FACTOR)]
-    written = {path.name for path in write_evaluation(tmp_path, found, [])}
-    assert {
-        "benchmark_results.csv",
-        "tuning_results.csv",
-        "table3_reproducibility.md",
-        "table4_tiling_sensitivity.md",
-        "study_summary.md",
-        "study.html",
-        "figure3_throughput_vs_s.svg",
-        "figure3_throughput_vs_s.png",
-        "figure4_regime_map.svg",
-        "figure5_bw_proxy.svg",
-        "figure6_flash_style.svg",
-        "figure6_explicit_baselines.svg",
-        "figure7_forced_backends.svg",
-    } <= written
-    lines = lines_of(tmp_path / "benchmark_results.csv")
-    assert len(lines) == 2 * 8
-    assert all(line["status"] for line in lines)
-    assert {line["median_ms"] for line in lines if line["method"] == "triton"} == {"nan"}
-    summary = (tmp_path / "study_summary.md").read_text(encoding="utf-8")
-    assert "| triton | unsupported | 2 | not installed: triton |" in summary
-
-
-def test_the_answer_is_in_sentences_and_small_enough():
-    found = rows(triton="not installed: triton")
-    text = to_markdown(document(found, []))
-    assert "Measured on NVIDIA Sample: 560 times of attention, of 80 problems" in text
-    assert (
-        "`tiledsched` is 1.10 times as fast as torch's SDPA, which chooses its backend itself (geometric mean of 80 problems)."
-        in text
-    )
-    assert "On 80 of 80 problems some other method is faster; there `tiledsched` takes at most 5.3% longer." in text
-    assert "| `torch_sdpa_cudnn_forced` | 0.95x | 80 of 80 | 0.95x |" in text
-    assert len(to_html(document(found, []), title="study")) < 3_000_000
-
-
-def test_the_fastest_rival_is_that_of_brute_force():
-    """On random times, some of them missing."""
-    rng = random.Random(9)
-    results = [replace(result_of(row), median_ms=rng.choice([None, rng.uniform(1, 9)])) for row in rows()]
-    by_cell = {}
-    for row in results:
-        by_cell.setdefault(row.cell, {})[row.method] = row.median_ms
-    wanted = []
-    for times in by_cell.values():
-        others = [time for method, time in times.items() if method != OURS and time]
-        if times[OURS] and others:
-            wanted.append((times[OURS], min(others)))
-    assert sorted((ours.median_ms, best.median_ms) for ours, best in fastest_rivals(results)) == sorted(wanted)
-    assert 20 < len(wanted) < 80
-
-
-def test_speedups_are_over_cells_where_both_have_a_time():
-    results = [result_of(row) for row in rows(torch_cudnn="out of memory")]
-    found = speedups(results)
-    assert set(found) == set(METHODS.values()) - {OURS, "torch_sdpa_cudnn_forced"}
-    assert found["standard_eager"] == pytest.approx([9.0] * 80)
-
-
-def test_figures_show_what_there_is():
-    results = [result_of(row) for row in rows()]
-    found = figures.of_results(results)
-    assert len(found) == 6
-    regime_map = found["figure4_regime_map"][2]["data"]["values"]
-    assert len(regime_map) == 80
-    assert {value["said"] for value in regime_map} == {"1.10"}
-    assert {value["method"] for value in found["figure7_forced_backends"][2]["data"]["values"]} == {
-        OURS,
-        *figures.FORCED,
-    }
-    for _, _, spec in found.values():
-        assert b"<svg" in as_svg(spec)[:100]
-    assert figures.of_results([]) == {}
-
-
 def test_tiles_are_tried_with_a_few_occupancies_and_warps():
     space = space_for("sm_90", Attention)
-    regime, problem = tiles.problems()[0]
+    regime, problem = tiles.tile_problems()[0]
     served = space.default(problem)
     found = tiles.candidates(space, problem, served)
     assert regime == "Short S"
@@ -218,7 +136,7 @@ def test_tiles_are_tried_with_a_few_occupancies_and_warps():
 
 def test_the_tiles_table_is_of_what_was_raced(tmp_path):
     assert tiles.tiling_rows(tmp_path, Attention) == []
-    problem = tiles.problems()[0][1]
+    problem = tiles.tile_problems()[0][1]
     space = space_for("sm_90", Attention)
     served = space.default(problem)
     with TuningDB.open(str(tmp_path / "tiles.db")) as db:
@@ -241,9 +159,6 @@ def test_the_tiles_table_is_of_what_was_raced(tmp_path):
         "runner_median_ms": 0.12688,
         "sensitivity_drop_percent": pytest.approx(3.36456, abs=1e-4),
     }
-    text = to_markdown(document(rows()[:8], [row]))
-    assert "| Short S: S=1024, D=64 | 64x128 | 64x64 | 3.36% |" in text
-    assert "With its second best tile `tiledsched` takes 3.4% longer than with its best (1 problem)." in text
 
 
 class Stopping(Harness):
@@ -259,6 +174,7 @@ class Stopping(Harness):
         return super().prepare(problem, methods, regime)
 
 
+@pytest.mark.slow
 def test_a_study_goes_on_where_it_stopped(tmp_path, monkeypatch):
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "none.db"))
     monkeypatch.setattr("tiledsched.report.document.drawings", lambda blocks: {})  # drawing takes seconds
@@ -304,13 +220,15 @@ def test_wrong_use_is_told(tmp_path, monkeypatch, capsys, words, message):
 
 def test_the_command_writes_what_a_folder_holds(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("tiledsched.report.document.drawings", lambda blocks: {})  # drawing takes seconds
-    append_rows(rows()[: len(FACTOR)], tmp_path / "bench.csv")
+    append_rows(rows(triton="not installed: triton")[: len(FACTOR)], tmp_path / "bench.csv")
     assert main(["study", "paper", "--summary", "--out", str(tmp_path), "--json"]) == 0
     said = capsys.readouterr()
     assert "79 of 80 problems are left" in said.err
     found = json.loads(said.out)
     assert (found["problems"], found["left"]) == (1, 79)
     assert str(tmp_path / "study_summary.md") in found["files"]
+    for name in ("benchmark_results.csv", "tuning_results.csv", "table4_tiling_sensitivity.md"):
+        check_golden(f"studies/{name}", (tmp_path / name).read_text(encoding="utf-8"))
 
 
 def test_tiles_stop_with_the_budget(tmp_path):

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 from browser import browser, opened  # noqa: F401
+from report_samples import check_golden, specs_of
 from test_ablation import LANDSCAPE
 from test_ladder import rows_of
 from test_profile import PROBLEM, raw
 from test_study import rows as study_rows
 
+from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention import Attention
-from tiledsched.report.document import Block, Paragraph, Table, to_html
+from tiledsched.report.document import Block, Chart, Paragraph, Table, to_html, to_markdown
+from tiledsched.report.records import TileTime
 from tiledsched.studies.ablation import pages as ablation
-from tiledsched.studies.ablation.rows import AblationRow
+from tiledsched.studies.ablation.ladder import AblationRow
 from tiledsched.studies.ablation.run import replay_ablation
 from tiledsched.studies.evaluation import pages as evaluation
+from tiledsched.studies.evaluation.rows import TilingRow
 from tiledsched.studies.ladder import pages as ladder
-from tiledsched.studies.ladder.published import PROBLEM as THEIRS
+from tiledsched.studies.ladder.rungs import PROBLEM as THEIRS
 from tiledsched.studies.profile import pages as profile
 from tiledsched.studies.profile.metrics import MethodProfile, read_raw
 
+TILES = TilingRow(
+    regime="Short S",
+    problem=Attention.standard(seq_len=1024, head_dim=64),
+    **{
+        name: TileTime(tile=tile, us=us, relative=us / 122.75, schedule=Schedule(), programs=1, searched=True)
+        for name, tile, us in (("best", (64, 128), 122.75), ("runner_up", (64, 64), 126.88))
+    },
+)
 PLAYBOOK = Attention.problem(seq_q=2048, seq_k=2048, **THEIRS)
 
 
@@ -46,7 +59,9 @@ PAGES = {
     "ladder of one rung": lambda: ladder.document(rows_of()[1:2]),
     "ladder without a time": lambda: ladder.document(failed(rows_of())),
     "study": lambda: evaluation.document(study_rows(triton="not installed: triton"), []),
-    "study of one problem": lambda: evaluation.document(study_rows()[:8], []),
+    "study of two problems": lambda: evaluation.document(
+        study_rows(triton="not installed: triton", torch_math="out of memory")[:16], [TILES]
+    ),
     "study without a time": lambda: evaluation.document(failed(study_rows()[:8]), []),
     "profile": lambda: profile.document(PROBLEM, profiled(2), device="NVIDIA Sample"),
     "profile of many": lambda: profile.document(PROBLEM, profiled(7), device="NVIDIA Sample"),
@@ -72,6 +87,18 @@ def test_the_first_line_says_what_was_measured_and_tables_are_narrow(documents, 
     assert all(len(block.head) <= 6 for block in documents[name] if isinstance(block, Table))
 
 
+@pytest.mark.parametrize("name", [name for name in PAGES if name != "study"])
+def test_a_page_is_as_it_was(documents, name):
+    """Sentences, tables, and what each chart draws."""
+    charts = [f"{block.name}.svg" for block in documents[name] if isinstance(block, Chart)]
+    text = to_markdown(documents[name], charts) + specs_of(documents[name])
+    check_golden(
+        f"studies/{re.sub(r'[^a-zA-Z]+', '_', name)}.txt",
+        re.sub(r"tiledsched \| [0-9.a-z]+", "tiledsched | VERSION", text),
+    )
+
+
+@pytest.mark.slow
 def test_every_page_is_drawn_within_400_pixels(browser, documents, tmp_path):  # noqa: F811
     """All pages in one: their headings and charts do not collide either, and the drawing code is read once."""
     blocks = [block for document in documents.values() for block in document]

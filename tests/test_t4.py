@@ -92,24 +92,14 @@ METADATA_SCHEMA = {
 FASTEST, SLOWER = plain(128, 64), plain(64, 64, loop_split=True)
 
 
-def failed(db, schedule, kind, fingerprint="") -> None:
-    """A failure in the store: of the build, or on the GPU."""
+def failed(db, schedule, kind, fingerprint="", device="NVIDIA H200") -> None:
+    """A failure in the store: of the build, or, where a fingerprint is given, on a GPU."""
     failure = Failure(kind=kind, message="planted")
-    if not fingerprint:
-        add_builds(db, [build_of(schedule, failure)])
-        return
-    add_builds(db, [build_of(schedule, fingerprint)])
-    db.record_failure(
-        None,
-        "attention",
-        "sm_90",
-        "measure",
-        schedule,
-        failure,
-        problem=PROBLEM,
-        fingerprint=fingerprint,
-        device=taken(schedule, 1.0).device,
-    )
+    add_builds(db, [build_of(schedule, fingerprint or failure)])
+    if fingerprint:
+        gpu = taken(schedule, 1.0, device=device).device
+        kernel = ("attention", "sm_90", "measure")
+        db.record_failure(None, *kernel, schedule, failure, problem=PROBLEM, fingerprint=fingerprint, device=gpu)
 
 
 def fail_each(db, kinds) -> None:
@@ -154,61 +144,40 @@ def test_times_are_milliseconds(landscape) -> None:
 
 
 def test_failures_have_words(db, landscape) -> None:
+    built, ran = "CompilationFailedConfig", "RuntimeFailedConfig"
     kinds = {
-        FailureKind.COMPILE_ERROR: "compile",
-        FailureKind.COMPILE_TIMEOUT: "timeout",
-        FailureKind.HANG: "timeout",
-        FailureKind.WRONG_RESULT: "correctness",
-        FailureKind.ILLEGAL_ADDRESS: "runtime",
+        FailureKind.COMPILE_ERROR: ("compile", built),
+        FailureKind.COMPILE_TIMEOUT: ("timeout", built),
+        FailureKind.HANG: ("timeout", ran),
+        FailureKind.WRONG_RESULT: ("correctness", ran),
+        FailureKind.ILLEGAL_ADDRESS: ("runtime", ran),
     }
     fail_each(db, kinds)
     bad = [result for result in t4_results(landscape())["results"] if result["invalidity"] != "correct"]
-    assert {result["configuration"]["latency_k"]: result["invalidity"] for result in bad} == dict(
-        enumerate(kinds.values())
-    )
     assert all(result["correctness"] == 0 and result["times"]["runtimes"] == [] for result in bad)
-    errors = {
-        entry["latency_k"]: entry["time"]
-        for entry in kernel_tuner_cache(landscape())["cache"].values()
-        if isinstance(entry["time"], str)
-    }
-    built, ran = "CompilationFailedConfig", "RuntimeFailedConfig"
-    assert errors == {0: built, 1: built, 2: ran, 3: ran, 4: ran}
+    words = {result["configuration"]["latency_k"]: result["invalidity"] for result in bad}
+    rows = [row for row in kernel_tuner_cache(landscape())["cache"].values() if isinstance(row["time"], str)]
+    errors = {row["latency_k"]: row["time"] for row in rows}
+    assert {number: (words[number], errors[number]) for number in words} == dict(enumerate(kinds.values()))
     assert set(INVALIDITY) <= set(FailureKind)
 
 
-def test_a_failure_that_was_overcome_is_none(db, landscape) -> None:
+def test_failures_that_were_overcome_or_are_of_other_programs_or_devices_are_left_out(db, landscape) -> None:
     failed(db, FASTEST, FailureKind.OUT_OF_MEMORY, "a" * 24)
-    assert {result["invalidity"] for result in t4_results(landscape())["results"]} == {"correct"}
-
-
-def test_failures_of_other_machine_code_or_devices_are_left_out(db, landscape) -> None:
     failed(db, plain(128, 32), FailureKind.HANG, "b" * 24)
     add_builds(db, [build_of(plain(128, 32), "c" * 24)])  # compiled anew since
-    elsewhere = taken(plain(64, 32), 1.0, device="NVIDIA Other").device
-    add_builds(db, [build_of(plain(64, 32), "d" * 24)])
-    db.record_failure(
-        None,
-        "attention",
-        "sm_90",
-        "measure",
-        plain(64, 32),
-        Failure(kind=FailureKind.HANG, message="h"),
-        problem=PROBLEM,
-        fingerprint="d" * 24,
-        device=elsewhere,
-    )
+    failed(db, plain(64, 32), FailureKind.HANG, "d" * 24, device="NVIDIA Other")
     assert landscape().failures == ()
+    assert {result["invalidity"] for result in t4_results(landscape())["results"]} == {"correct"}
 
 
 def test_metadata_says_what_was_computed(landscape) -> None:
     metadata = t4_metadata(landscape())["metadata"]
     assert metadata["hardware"]["hardware_description"][0]["name"] == DEVICE.name
     assert f"cuda-tile=={TOOLCHAIN.cuda_tile}" in metadata["environment"]["requirements"]
-    assert metadata["tiledsched"]["problem"] == PROBLEM.to_json()
-    assert metadata["tiledsched"]["kernel"] == metadata["tiledsched"]["problem"]["kernel"] == "attention"
-    assert metadata["tiledsched"]["regime"] == "burst"
-    assert metadata["tiledsched"]["tune_params"]["tile_m"] == [64, 128]
+    said = metadata["tiledsched"]
+    assert (said["problem"], said["kernel"], said["regime"]) == (PROBLEM.to_json(), "attention", "burst")
+    assert said["tune_params"]["tile_m"] == [64, 128]
 
 
 def test_the_cache_is_keyed_as_kernel_tuner_looks_it_up(landscape) -> None:
@@ -225,22 +194,20 @@ def test_the_cache_is_keyed_as_kernel_tuner_looks_it_up(landscape) -> None:
     assert all(type(value) in (int, bool, str) for values in cache["tune_params"].values() for value in values)
 
 
-def test_a_moved_source_loses_nothing(db, landscape) -> None:
-    db.record_measurement(None, "attention", "moved", TOOLCHAIN, taken(SLOWER, 140.0))
-    assert [(one.source_hash, one.measurement.median_us) for one in landscape().measurements] == [
-        (SOURCE, 100.0),
-        ("moved", 140.0),
-    ]
-    assert t4_metadata(landscape())["metadata"]["tiledsched"]["source_hash"] == "moved"
-
-
 def test_a_configuration_stands_once(db, landscape) -> None:
-    """A schedule that became other machine code since: the newer counts, faster or not."""
+    """A source that moved loses nothing; of a schedule that became other machine code since, the newer counts, faster or not."""
+
+    def found():
+        return [
+            (each.source_hash, each.measurement.fingerprint, each.measurement.median_us)
+            for each in landscape().measurements
+        ]
+
+    db.record_measurement(None, "attention", "moved", TOOLCHAIN, taken(SLOWER, 140.0))
+    assert found() == [(SOURCE, "a" * 24, 100.0), ("moved", SLOWER.id * 2, 140.0)]
+    assert t4_metadata(landscape())["metadata"]["tiledsched"]["source_hash"] == "moved"
     add_times(db, {FASTEST: 110.0}, fingerprints={FASTEST: "b" * 24})
-    assert [(one.measurement.fingerprint, one.measurement.median_us) for one in landscape().measurements] == [
-        ("b" * 24, 110.0),
-        (SLOWER.id * 2, 150.0),
-    ]
+    assert found() == [(SOURCE, "b" * 24, 110.0), ("moved", SLOWER.id * 2, 140.0)]
 
 
 def test_a_kernel_that_is_not_known_here_is_exported(tmp_path) -> None:
@@ -258,20 +225,14 @@ def test_a_kernel_that_is_not_known_here_is_exported(tmp_path) -> None:
     assert (told["time"], told["TFLOP/s"]) == (0.04, 0.0)
 
 
-def test_spaces_of_different_knobs_do_not_fit_one_cache(db, landscape) -> None:
+def test_what_cannot_be_exported_is_said(db, landscape, tmp_path) -> None:
+    with pytest.raises(DatabaseError, match="another folder"):
+        export_foreign(landscape(), tmp_path / "missing", "t4")
+    with pytest.raises(DatabaseError, match="tiledsched record"):
+        recorded(db, PROBLEM, "NVIDIA Other", "burst")
     add_times(db, {plain(128, 128, one_more=1): 120.0})
     with pytest.raises(DatabaseError, match=r"one_more.*older space"):
         kernel_tuner_cache(landscape())
-
-
-def test_nothing_measured_is_an_error(db) -> None:
-    with pytest.raises(DatabaseError, match="tiledsched record"):
-        recorded(db, PROBLEM, "NVIDIA Other", "burst")
-
-
-def test_a_folder_that_cannot_be_written(landscape, tmp_path) -> None:
-    with pytest.raises(DatabaseError, match="another folder"):
-        export_foreign(landscape(), tmp_path / "missing", "t4")
 
 
 def test_the_command_writes_them(db, tmp_path, capsys) -> None:
@@ -296,12 +257,6 @@ def test_the_command_writes_them(db, tmp_path, capsys) -> None:
 # And back
 
 
-def table_bytes(db, folder) -> bytes:
-    """Everything measured of the problem, as a table."""
-    export_landscape(db, folder / "table.json", PROBLEM, DEVICE.name, "burst", full=True)
-    return (folder / "table.json").read_bytes()
-
-
 @pytest.mark.parametrize("form", ["t4", "tiledsched"])
 def test_what_was_written_is_read_again_without_loss(form, db, tmp_path, capsys) -> None:
     failed(db, plain(32, 32), FailureKind.COMPILE_ERROR)
@@ -314,7 +269,9 @@ def test_what_was_written_is_read_again_without_loss(form, db, tmp_path, capsys)
     for _ in range(2):  # the second time everything is known
         assert main(["db", "import", *files, "--db", str(tmp_path / "other.db")]) == 0
     with TuningDB.open(tmp_path / "other.db") as other:
-        assert table_bytes(other, tmp_path) == table_bytes(db, tmp_path)
+        for each, path in ((db, tmp_path / "one.json"), (other, tmp_path / "other.json")):
+            export_landscape(each, path, PROBLEM, DEVICE.name, "burst", full=True)
+        assert (tmp_path / "other.json").read_bytes() == (tmp_path / "one.json").read_bytes()
         assert len(other.artifacts()) == len(db.artifacts())
         assert other.check() == []
 
@@ -330,36 +287,22 @@ def test_a_full_landscape_holds_what_was_measured_before(db, tmp_path, capsys) -
     assert main(["db", "export", "--landscapes", str(tmp_path / "x"), "--full", "--format", "t4"]) == 2
 
 
-def test_times_without_machine_code_are_no_evidence(db, tmp_path, capsys) -> None:
-    results = t4_results(recorded(db, PROBLEM, DEVICE.name, "burst"))
-    for each in results["results"]:
+def test_times_without_machine_code_are_no_evidence(landscape, tmp_path, capsys) -> None:
+    without, changed = t4_results(landscape()), t4_results(landscape())
+    for each in without["results"]:
         each["measurements"] = [one for one in each["measurements"] if one["name"] != "tiledsched"]
-    foreign = tmp_path / "foreign.t4.json"
-    foreign.write_text(json.dumps(results))
-    cache = tmp_path / "cache.json"
-    cache.write_text(json.dumps(kernel_tuner_cache(recorded(db, PROBLEM, DEVICE.name, "burst"))))
-    for path in (foreign, cache):
-        assert main(["db", "import", str(path), "--db", str(tmp_path / "other.db")]) == 2
+    changed["results"][0]["configuration"]["tile_m"] = 256
+    evidence = ("without which a time is no evidence", "tune --candidates")
+    for name, text, words in (
+        ("foreign.t4.json", json.dumps(without), evidence),
+        ("cache.json", json.dumps(kernel_tuner_cache(landscape())), evidence),
+        ("x.t4.json", json.dumps(changed), ("results[0].configuration: is not that of the measurement it carries",)),
+        ("x.csv", "uid,fingerprint,schedule.tile_m,median_us\n1,2,128,3.5\n", ("is not JSON", "tune --candidates")),
+    ):
+        (tmp_path / name).write_text(text)
+        assert main(["db", "import", str(tmp_path / name), "--db", str(tmp_path / "other.db")]) == 2
         said = capsys.readouterr().err
-        assert f"{path.name}" in said
-        assert "without which a time is no evidence" in said
-        assert "tune --candidates" in said
-
-
-def test_a_result_changed_by_hand_is_refused(db, tmp_path, capsys) -> None:
-    results = t4_results(recorded(db, PROBLEM, DEVICE.name, "burst"))
-    results["results"][0]["configuration"]["tile_m"] = 256
-    (tmp_path / "x.t4.json").write_text(json.dumps(results))
-    assert main(["db", "import", str(tmp_path / "x.t4.json"), "--db", str(tmp_path / "other.db")]) == 2
-    assert "results[0].configuration: is not that of the measurement it carries" in capsys.readouterr().err
-
-
-def test_csv_is_no_longer_a_table(tmp_path, capsys) -> None:
-    (tmp_path / "x.csv").write_text("uid,fingerprint,schedule.tile_m,median_us\n1,2,128,3.5\n")
-    assert main(["db", "import", str(tmp_path / "x.csv"), "--db", str(tmp_path / "other.db")]) == 2
-    said = capsys.readouterr().err
-    assert "x.csv is not JSON" in said
-    assert "tune --candidates" in said
+        assert all(each in said for each in (name, *words))
     assert main(["db", "export", "--landscapes", str(tmp_path), "--format", "csv"]) == 2
     assert "--format csv is gone; use --format tiledsched" in capsys.readouterr().err
 
@@ -402,7 +345,7 @@ def test_a_value_that_says_a_choice_is_that_choice(tmp_path, name, text) -> None
     path = tmp_path / name
     path.write_bytes(text.encode())
     space = replace(space_for("sm_90", Attention), knobs=KNOBS)
-    (found,) = read_candidates(path, space)
+    (found,), *_ = read_candidates(path, space)
     assert Schedule(found) == Schedule(TILE=2048, occupancy=2, loads="tma", fast=True)
 
 
@@ -480,7 +423,7 @@ def test_candidates_are_read_from_whatever_tuners_write(db, tmp_path) -> None:
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-        listed = space.limited_to(read_candidates(tmp_path / name, space)).candidates
+        listed = space.limited_to(*read_candidates(tmp_path / name, space)).candidates
         assert {(each["tile_m"], each["tile_n"], each["loop_split"]) for each in listed} == {
             (128, 64, False),
             (64, 64, True),

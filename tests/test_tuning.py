@@ -8,9 +8,12 @@ import math
 import re
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from test_search_tuner import LANDSCAPES, Recorded
+from test_search_tuner import tune as tune_recorded
 
 import tiledsched as ts
 from tiledsched.build.compiler import BuildTask, compile_task, prepare_process
@@ -23,10 +26,15 @@ from tiledsched.core.errors import ConfigError, DeclarationError, MeasureError, 
 from tiledsched.core.problem_lists import problems_of
 from tiledsched.core.registry import load_kernel
 from tiledsched.core.space_files import space_for
+from tiledsched.kernels.attention import Attention
+from tiledsched.measure.gpu import GpuRunner
+from tiledsched.measure.replay import ReplayRunner
+from tiledsched.rivals.races import RivalRaces
 from tiledsched.store.db import TuningDB
 from tiledsched.tuning.options import TuneOptions
 from tiledsched.tuning.prior import estimator
-from tiledsched.tuning.resources import Tools
+from tiledsched.tuning.resources import Tools, start_rival_timer
+from tiledsched.tuning.results import TuneReport
 from tiledsched.tuning.session import Session
 
 ROOT = Path(__file__).parent.parent
@@ -96,57 +104,57 @@ def tuned(folder):
 
 
 @pytest.mark.compiler
-def test_a_tune_returns_what_is_served(tuned, kernel) -> None:
+def test_a_tune_returns_what_is_served_and_a_second_one_compiles_nothing(tuned, kernel) -> None:
     assert (tuned.kernel, tuned.arch, tuned.measured) == (kernel, "sm_90", False)
     assert list(tuned.winners) == kernel.suite("even")
     space = space_for("sm_90", kernel)
     assert all(space.violations(schedule, problem) == [] for problem, schedule in tuned.winners.items())
     first, second = tuned.results
     assert (first.schedules, first.compiled, second.compiled) == (4, 4, 0)  # another length, the same machine code
-    assert {entry.provenance for entry in tuned.entries} == {"modelled"}
-    assert {entry.run_id for entry in tuned.entries} == {tuned.run_id}
+    assert {(entry.provenance, entry.run_id) for entry in tuned.entries} == {("modelled", tuned.run_id)}
+    again = ts.tune(kernel, [{"rows": 4096}], arch="sm_90", runner="none", jobs=1)
+    assert [result.compiled for result in again.results] == [0]
+    assert again.winners == {kernel.problem(rows=4096): tuned.entries[0].schedule}
+    assert again.run_id != tuned.run_id
 
 
-@pytest.mark.compiler
-def test_its_rows_are_plain_and_hold_the_evidence(tuned, kernel) -> None:
-    rows = json.loads(json.dumps(tuned.rows))
-    assert [(row["kernel"], row["rows"], row["dtype"]) for row in rows] == [
-        (kernel.name, 4096, "float16"),
-        (kernel.name, 1024, "float16"),
-    ]
-    for row, schedule in zip(rows, tuned.winners.values(), strict=True):
-        assert row["schedule"] == schedule.to_json()
-        assert (row["provenance"], row["median_us"], row["measured_programs"], row["failed"]) == (
-            "modelled",
-            None,
-            0,
-            0,
+def test_a_report_is_rows_prints_itself_and_is_a_table_in_a_notebook(tmp_path) -> None:
+    recorded = Recorded(LANDSCAPES[4])
+    with TuningDB.open(tmp_path / "x.db") as db:
+        results = [tune_recorded(recorded, db, trials=8), tune_recorded(recorded, db, measure=False)]
+        entries = [*db.entries(provenance="measured"), results[1].entry]
+    report = TuneReport(kernel=Attention, arch="sm_90", run_id=1, results=results, entries=entries, measured=True)
+    head, *lines = str(report).splitlines()
+    html, rows = report._repr_html_(), json.loads(json.dumps(report.rows))
+    assert (head, html.count("<tr>"), html.count("<th>"), len(rows)) == ("attention on sm_90", 3, 4, 2)
+    assert html.startswith("<table>")
+    for line, row, entry, result in zip(lines, rows, entries, results, strict=True):
+        us = entry.median_us or entry.model_us
+        for words in (str(entry.problem), entry.schedule.short(), f"{us:.1f} us", entry.provenance):
+            assert words in line
+            assert f"<td>{words}</td>" in html
+        assert (row["kernel"], row["seq_q"], row["schedule"]) == ("attention", 1024, entry.schedule.to_json())
+        assert (row["median_us"], row["model_us"], row["provenance"]) == (
+            entry.median_us,
+            entry.model_us,
+            entry.provenance,
         )
-        assert row["model_us"] > 0
-        assert 1 <= row["programs"] <= 4
+        assert (row["programs"], row["measured_programs"], row["failed"]) == (
+            result.programs,
+            result.measured,
+            result.failed,
+        )
         assert row["runner_up"] != row["schedule"]
 
 
-@pytest.mark.compiler
-def test_it_prints_itself_and_is_a_table_in_a_notebook(tuned) -> None:
-    head, *lines = str(tuned).splitlines()
-    assert head == "scale:Scale on sm_90"
-    html = tuned._repr_html_()
-    assert html.startswith("<table>")
-    assert html.count("<tr>") == 1 + len(lines) == 3
-    for line, (problem, schedule), row in zip(lines, tuned.winners.items(), tuned.rows, strict=True):
-        for words in (str(problem), schedule.short(), f"{row['model_us']:.1f} us", "modelled"):
-            assert words in line
-            assert f"<td>{words}</td>" in html
-
-
-@pytest.mark.compiler
-def test_a_second_tune_compiles_nothing(tuned, kernel) -> None:
-    again = ts.tune(kernel, [{"rows": 4096}], arch="sm_90", runner="none", jobs=1)
-    assert [result.compiled for result in again.results] == [0]
-    problem = kernel.problem(rows=4096)
-    assert again.winners == {problem: tuned.winners[problem]}
-    assert again.run_id != tuned.run_id
+def test_rivals_are_timed_beside_a_gpu_where_the_kernel_names_some(kernel) -> None:
+    with closing(GpuRunner(Attention, worker_command=["true"])) as gpu:
+        assert start_rival_timer(kernel, gpu, "burst") is None
+        assert (
+            start_rival_timer(Attention, ReplayRunner(Attention, Recorded(LANDSCAPES[4]).measurements), "burst") is None
+        )
+        made = start_rival_timer(Attention, gpu, "burst")
+        assert isinstance(made, RivalRaces) == (importlib.util.find_spec("torch") is not None)
 
 
 @pytest.mark.compiler
@@ -158,16 +166,16 @@ def test_few_trials_without_a_gpu_build_the_default_and_the_models_favourite(ker
             built.extend(task.schedule for task in tasks)
             return super().build(tasks, **more)
 
-    problem, space, spec = kernel.problem(rows=4096), space_for("sm_90", kernel), arch_spec("sm_90")
-    estimate = estimator(problem, spec)
-    others = [each for each in space.schedules(problem) if each != space.default(problem)]
-    favourite = min(others, key=lambda schedule: (estimate(schedule, None), schedule.id))
+    problem, space = kernel.problem(rows=4096), space_for("sm_90", kernel)
+    default, estimate = space.default(problem), estimator(problem, arch_spec("sm_90"))
+    others = [each for each in space.schedules(problem) if each != default]
     settings, tools = load_settings({"db": str(tmp_path / "few.db")}), Tools(pool=lambda jobs: Noted(1))
     with Session("sm_90", settings=settings, tools=tools) as session:
         session.tune(kernel, [problem], TuneOptions(runner="none", trials=2))
-    assert built == [space.default(problem), favourite]
+    assert built == [default, min(others, key=lambda schedule: (estimate(schedule, None), schedule.id))]
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_a_script_that_tunes_as_it_is_imported_is_told(tmp_path) -> None:
     script, db = tmp_path / "script.py", tmp_path / "script.db"
@@ -233,13 +241,10 @@ def test_every_listed_candidate_is_raced_refused_or_unknown(folder, home, capsys
     assert sum(result["candidates"].values()) == 5
 
 
-def test_a_kernel_without_suites_wants_problems(tmp_path) -> None:
+def test_a_kernel_without_suites_wants_problems_and_one_at_a_prompt_cannot_be_tuned(tmp_path) -> None:
     (tmp_path / "bare.py").write_text(re.sub(r"    suites = .*\n", "", SCALE))
     with pytest.raises(ConfigError, match="it declares no suites"):
         ts.tune(f"{tmp_path}/bare.py:Scale", arch="sm_90", runner="none")
-
-
-def test_a_kernel_at_a_prompt_cannot_be_tuned_and_that_is_said(folder) -> None:
     program = SCALE + "\nts.tune(Scale, 'even', arch='sm_90', runner='none')\n"
     run = subprocess.run([sys.executable, "-"], input=program, capture_output=True, text=True, check=False)
     assert run.returncode == 1
@@ -259,10 +264,15 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
+def checked(source, *columns, schedules=1):
+    """The rows of a check of the tutorial's kernel as `source` has it, on rows of so many columns."""
+    Path("changed.py").write_text(source)
+    problems = [{"rows": 3, "columns": each} for each in columns]
+    return list(ts.check("changed.py:Softmax", problems, schedules=schedules))
+
+
 def test_a_right_kernel_passes_its_check(home) -> None:
-    rows = list(
-        ts.check("softmax.py:Softmax", [{"rows": 3, "columns": 1000}, {"rows": 2, "columns": 1024}], schedules=2)
-    )
+    rows = checked(SOFTMAX, 1000, 1024, schedules=2)
     assert [(row.problem.columns, row.passed, row.message) for row in rows] == [
         (columns, True, "") for columns in (1000, 1000, 1024, 1024)
     ]
@@ -271,29 +281,21 @@ def test_a_right_kernel_passes_its_check(home) -> None:
     assert json.loads(json.dumps(rows[0].to_json()))["problem"]["columns"] == 1000
 
 
-def test_the_mistake_that_the_tutorial_plants_is_found(home) -> None:
-    assert PADDING in SOFTMAX
-    Path("mistaken.py").write_text(SOFTMAX.replace(PADDING, ""))
-    rows = list(
-        ts.check("mistaken.py:Softmax", [{"rows": 3, "columns": 4000}, {"rows": 3, "columns": 1024}], schedules=1)
-    )
+def test_the_mistake_that_the_tutorial_plants_is_found(home, capsys) -> None:
+    mistaken = SOFTMAX.replace(PADDING, "")
+    rows = checked(mistaken, 4000, 1024)
+    assert mistaken != SOFTMAX
     assert [row.passed for row in rows] == [False, True]  # a tile that is full has nothing to pad
     assert rows[0].message
     assert rows[0].worst_error > 4e-3 or math.isnan(rows[0].worst_error)
+    assert main(["check", "changed.py:Softmax", "--problem", "rows=3,columns=4000", "--schedules", "1"]) == 1
+    assert "0 of 1 schedules right" in capsys.readouterr().out
 
 
 def test_a_wrong_result_says_where(home) -> None:
-    Path("halved.py").write_text(SOFTMAX.replace("e / ct.sum(e,", "e / ct.sum(e * 2,"))
-    (row,) = ts.check("halved.py:Softmax", [{"rows": 3, "columns": 1024}], schedules=1)
-    assert not row.passed
-    assert row.worst_error == pytest.approx(0.5, abs=0.01)
+    (row,) = checked(SOFTMAX.replace("e / ct.sum(e,", "e / ct.sum(e * 2,"), 1024)
+    assert (row.passed, row.worst_error) == (False, pytest.approx(0.5, abs=0.01))
     assert "Out" in row.message
-
-
-def test_the_check_of_the_command_line_fails_where_something_is_wrong(home, capsys) -> None:
-    Path("mistaken.py").write_text(SOFTMAX.replace(PADDING, ""))
-    assert main(["check", "mistaken.py:Softmax", "--problem", "rows=3,columns=4000", "--schedules", "1"]) == 1
-    assert "0 of 1 schedules right" in capsys.readouterr().out
 
 
 # Kernels of others
@@ -311,13 +313,9 @@ def example(request):
 every_example = pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem, indirect=True)
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_a_declaration_of_a_strangers_kernel_is_short(path) -> None:
-    assert len(path.read_text().splitlines()) <= 40
-
-
-def test_there_is_a_small_problem_for_every_example() -> None:
+def test_a_declaration_of_a_strangers_kernel_is_short() -> None:
     assert [path.stem for path in EXAMPLES] == sorted(TINY)
+    assert [path for path in EXAMPLES if len(path.read_text().splitlines()) > 40] == []
 
 
 @every_example

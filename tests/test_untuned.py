@@ -14,10 +14,10 @@ from tiledsched.core.similarity import about
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.matmul import Matmul
+from tiledsched.rivals.forecast import OURS, Forecast, TimedProblem, TimedProblems, timed_problems
+from tiledsched.rivals.offers import PLANNED_WORTH_US, forecast_offers
 from tiledsched.serve import process
 from tiledsched.serve.entries import load_entries, table_of
-from tiledsched.serve.forecast import OURS, Forecast, TimedProblem, TimedProblems, timed_problems
-from tiledsched.serve.rivals import PLANNED_WORTH_US, forecast_offers
 from tiledsched.serve.transfer import transfer
 
 SPEC = arch_spec("sm_90")

@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from tiledsched.core.space import SearchSpace as SearchSpace
     from tiledsched.core.space_files import load_space as load_space
     from tiledsched.core.space_files import space_for as space_for
-    from tiledsched.ops.functions import cross_entropy as cross_entropy
-    from tiledsched.ops.functions import geglu as geglu
-    from tiledsched.ops.functions import grouped_matmul as grouped_matmul
-    from tiledsched.ops.functions import layer_norm as layer_norm
-    from tiledsched.ops.functions import matmul as matmul
-    from tiledsched.ops.functions import rms_norm as rms_norm
-    from tiledsched.ops.functions import rope as rope
-    from tiledsched.ops.functions import scaled_matmul as scaled_matmul
-    from tiledsched.ops.functions import softmax as softmax
-    from tiledsched.ops.functions import swiglu as swiglu
+    from tiledsched.kernels.cross_entropy.front import cross_entropy as cross_entropy
+    from tiledsched.kernels.glu.front import geglu as geglu
+    from tiledsched.kernels.glu.front import swiglu as swiglu
+    from tiledsched.kernels.grouped_matmul.front import grouped_matmul as grouped_matmul
+    from tiledsched.kernels.layer_norm.front import layer_norm as layer_norm
+    from tiledsched.kernels.matmul.front import matmul as matmul
+    from tiledsched.kernels.rms_norm.front import rms_norm as rms_norm
+    from tiledsched.kernels.rope.front import rope as rope
+    from tiledsched.kernels.scaled_matmul.front import scaled_matmul as scaled_matmul
+    from tiledsched.kernels.softmax.front import softmax as softmax
     from tiledsched.ops.sdpa import explain as explain
     from tiledsched.ops.sdpa import sdpa as sdpa
     from tiledsched.ops.varlen import sdpa_paged as sdpa_paged
@@ -55,42 +55,51 @@ if TYPE_CHECKING:
     from tiledsched.tuning.session import tune as tune
 
 __version__ = "0.1.0"
-_PUBLIC = {
-    "core.arrays": "Tolerance",
-    "core.config": "configure",
-    "core.cost": "Cost",
-    "core.errors": "TiledschedError",
-    "core.fields": "array arrays choice copy dim dtype flag inout knob out outs scalar sizes workspace zero",
-    "core.kernel": "Kernel",
-    "core.problem": "Problem",
-    "core.registry": "load_kernel",
-    "core.schedule": "Schedule",
-    "core.similarity": "Similarity",
-    "core.space": "SearchSpace",
-    "core.space_files": "load_space space_for",
-    "ops.functions": "cross_entropy geglu grouped_matmul layer_norm matmul rms_norm rope scaled_matmul softmax swiglu",
-    "ops.sdpa": "explain sdpa",
-    "ops.varlen": "sdpa_paged sdpa_varlen",
-    "remember.replacing": "remember",
-    "remember.search": "exhaustive_search",
-    "serve.capture": "capture",
-    "serve.op": "op",
-    "serve.ranks": "check_ranks",
-    "tuning.session": "check tune",
+_HOMES = {
+    name: f"tiledsched.{module}"
+    for module, names in {
+        "core.arrays": "Tolerance",
+        "core.config": "configure",
+        "core.cost": "Cost",
+        "core.errors": "TiledschedError",
+        "core.fields": "array arrays choice copy dim dtype flag inout knob out outs scalar sizes workspace zero",
+        "core.kernel": "Kernel",
+        "core.problem": "Problem",
+        "core.registry": "load_kernel",
+        "core.schedule": "Schedule",
+        "core.similarity": "Similarity",
+        "core.space": "SearchSpace",
+        "core.space_files": "load_space space_for",
+        "ops.sdpa": "explain sdpa",
+        "ops.varlen": "sdpa_paged sdpa_varlen",
+        "remember.replacing": "remember",
+        "remember.search": "exhaustive_search",
+        "serve.capture": "capture",
+        "serve.op": "op",
+        "serve.ranks": "check_ranks",
+        "tuning.session": "check tune",
+    }.items()
+    for name in names.split()
 }
-"""Module -> the public names that it defines."""
-_HOMES = {name: f"tiledsched.{module}" for module, names in _PUBLIC.items() for name in names.split()}
-__all__ = ["__version__", *_HOMES]
+"""Public name -> the module that defines it. The functions of kernels that ship are public, too: `core.registry` finds them."""
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use, so that `import tiledsched` costs next to nothing."""
-    if name in _HOMES:
-        import importlib
-        import sys
+    import importlib
+    import sys
 
-        if name == "op" and sys.modules.get("torch", name) is None:  # kept from being imported
-            return importlib.import_module("tiledsched.serve.later").LaterOperator
-        found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
-        return found
-    raise AttributeError(f"module 'tiledsched' has no attribute {name!r}")
+    if name == "op" and sys.modules.get("torch", name) is None:  # kept from being imported
+        return importlib.import_module("tiledsched.serve.later").LaterOperator
+    if name not in _HOMES and (not name.startswith("_") or name == "__all__"):
+        _HOMES.update(importlib.import_module("tiledsched.core.registry").shipped_functions())
+    if name == "__all__":
+        return ["__version__", *_HOMES]
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tiledsched' has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__")})

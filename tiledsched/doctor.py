@@ -23,15 +23,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rich.filesize import decimal
 
 from tiledsched import __version__
-from tiledsched.build import toolchain
-from tiledsched.build.compiler import MISLEADING_VARIABLES
-from tiledsched.build.host_code import host_arch
-from tiledsched.build.store import default_cache_folder
+from tiledsched.build import compiler, host_code, store, toolchain
 from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.device import ARCHS, arch_spec
 from tiledsched.core.errors import CompilerError, ConfigError, TiledschedError
 from tiledsched.core.extras import installing, package_version
 from tiledsched.core.processes import SAFE_PATH
+from tiledsched.core.text import plural
 from tiledsched.measure import nvml
 
 if TYPE_CHECKING:
@@ -170,10 +168,8 @@ def _python(machine: Machine) -> Finding:
 
 
 def _settings(machine: Machine) -> Finding:
-    changed = [
-        f"{name} from {where}" for name, where in sorted(load_settings({"db": machine.database}).sources.items())
-    ]
-    return Finding("ok", ", ".join(changed) or "all at their defaults")
+    sources = sorted(load_settings({"db": machine.database}).sources.items())
+    return Finding("ok", ", ".join(f"{name} from {where}" for name, where in sources) or "all at their defaults")
 
 
 def _cuda_tile(machine: Machine) -> Finding:
@@ -211,7 +207,7 @@ def _targets(machine: Machine) -> Finding:
     oldest = {arch: toolchain.OLDEST.get(arch, toolchain.OLDEST_ANY) for arch in ARCHS}
     old = [arch for arch in ARCHS if toolchain.release(installed.tileiras) < oldest[arch]]
     good = [arch for arch in ARCHS if arch not in old]
-    detail = f"for {', '.join(good) or 'no arch'} on {host_arch()} hosts"
+    detail = f"for {', '.join(good) or 'no arch'} on {host_code.host_arch()} hosts"
     if not old:
         return Finding("ok", detail)
     detail += f"; tileiras {installed.tileiras} is too old for {', '.join(old)}"
@@ -219,20 +215,20 @@ def _targets(machine: Machine) -> Finding:
 
 
 def _environment(machine: Machine) -> Finding:
-    names = [name for name in MISLEADING_VARIABLES if os.environ.get(name)]
-    if not names:
-        return Finding("ok", f"neither {' nor '.join(MISLEADING_VARIABLES)} is set")
-    values = ", ".join(f"{name}={os.environ[name]}" for name in names)
-    detail = f"{values}: tuning clears this for the compiler, but a program that calls sdpa does not"
-    return Finding("warn", detail, f"where sdpa's kernels fail to compile: unset {' '.join(names)}")
+    known = compiler.MISLEADING_VARIABLES
+    values = {name: os.environ[name] for name in known if os.environ.get(name)}
+    if not values:
+        return Finding("ok", f"neither {' nor '.join(known)} is set")
+    detail = ", ".join(f"{name}={value}" for name, value in values.items())
+    detail += ": tuning clears this for the compiler, but a program that calls sdpa does not"
+    return Finding("warn", detail, f"where sdpa's kernels fail to compile: unset {' '.join(values)}")
 
 
 def _driver(machine: Machine) -> Finding:
     version, update = machine.driver, f"install NVIDIA driver {OLDEST_DRIVER} or newer"
     if version is None:
-        return Finding(
-            "missing", "no NVIDIA driver here", f"{update} to measure and serve; building and reports need none"
-        )
+        remedy = f"{update} to measure and serve; building and reports need none"
+        return Finding("missing", "no NVIDIA driver here", remedy)
     if not version:
         return Finding("warn", "there is a driver, but its version cannot be read", NVIDIA_SMI)
     if _numbers(version)[0] < OLDEST_DRIVER:
@@ -242,7 +238,9 @@ def _driver(machine: Machine) -> Finding:
 
 def _gpu(machine: Machine) -> Finding:
     if machine.devices:
-        kinds = Counter(f"{one.name} ({one.arch}{_memory(one)})" for one in machine.devices)
+        # A GPU that shares the host's memory has none of its own.
+        memory = {one: f", {one.memory_bytes / 2**30:.0f} GiB" * bool(one.memory_bytes) for one in machine.devices}
+        kinds = Counter(f"{one.name} ({one.arch}{memory[one]})" for one in machine.devices)
         return Finding("ok", ", ".join(f"{count} x {kind}" if count > 1 else kind for kind, count in kinds.items()))
     if machine.driver is None:
         return Finding("missing", "none: there is no NVIDIA driver")
@@ -252,11 +250,6 @@ def _gpu(machine: Machine) -> Finding:
         )
     remedy = f"{NVIDIA_SMI}; a container must be started with its GPUs"
     return Finding("broken", "there is a driver, but NVML lists no GPU that can compute", remedy)
-
-
-def _memory(device: Device) -> str:
-    """How much memory it has, where NVML says so: a GPU that shares the host's has none of its own."""
-    return f", {device.memory_bytes / 2**30:.0f} GiB" if device.memory_bytes else ""
 
 
 def _arch(machine: Machine) -> Finding:
@@ -287,7 +280,7 @@ def _cupy(machine: Machine) -> Finding:
     if not count:
         remedy = f"check CUDA_VISIBLE_DEVICES and the driver, or reinstall: {installing('gpu')}"
         return Finding("broken", f"{detail} sees no GPU: {error or 'it counts none'}", remedy)
-    detail += f" sees {_plural(count, 'GPU', 'GPUs')}"
+    detail += f" sees {plural(count, 'GPU', 'GPUs')}"
     if found[0] not in ("cupy-cuda13x", "cupy"):
         return Finding("warn", f"{detail}, but is not built for CUDA 13", f"if measuring fails: {again}")
     return Finding("ok", detail)
@@ -360,7 +353,7 @@ def _database(machine: Machine) -> Finding:
     with TuningDB.open(machine.settings.db, read_only=True) as db:
         counts = Counter(entry.provenance for entry in db.entries())
         where = url.database if url.get_backend_name() == "sqlite" else db.url
-        detail = f"{where}: schema {db.schema_revision}, {_plural(counts.total(), 'entry', 'entries')}"
+        detail = f"{where}: schema {db.schema_revision}, {plural(counts.total(), 'entry', 'entries')}"
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
     return Finding("ok", f"{detail} ({kinds})" if kinds else detail)
 
@@ -368,7 +361,7 @@ def _database(machine: Machine) -> Finding:
 def _layers(machine: Machine) -> Finding:
     """Where entries are served from, the uppermost layer first."""
     detail = "; ".join(
-        f"{layer.name} ({layer.where}): {_plural(len(layer.entries), 'entry', 'entries')}"
+        f"{layer.name} ({layer.where}): {plural(len(layer.entries), 'entry', 'entries')}"
         for layer in reversed(machine.layers)
     )
     wrong = "; ".join(layer.error for layer in machine.layers if layer.error)
@@ -394,7 +387,7 @@ def _evidence(machine: Machine) -> Finding:
         return Finding("ok", f"nothing was measured{where}")
     counts = Counter(entry.compiler or "unknown" for entry in measured)
     by_compiler = ", ".join(f"{count} with tileiras {version}" for version, count in sorted(counts.items()))
-    detail = f"{_plural(counts.total(), 'entry', 'entries')} measured{where}: {by_compiler}"
+    detail = f"{plural(counts.total(), 'entry', 'entries')} measured{where}: {by_compiler}"
     changed, old = stale_by_cause(for_compiler(measured, here), here)
     remedies = []
     if changed:
@@ -413,13 +406,13 @@ def _evidence(machine: Machine) -> Finding:
 
 def _cache(machine: Machine) -> Finding:
     cache = machine.settings.cache
-    folder = Path(os.path.abspath(os.path.expanduser(cache) if cache else default_cache_folder()))
+    folder = Path(os.path.abspath(os.path.expanduser(cache) if cache else store.default_cache_folder()))
     existing = next(each for each in (folder, *folder.parents) if os.path.exists(each))
     if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
         return Finding("broken", f"{folder} cannot be written", "name another folder with TILEDSCHED_CACHE")
     free = machine.free_bytes(existing)
     sizes = [path.stat().st_size for path in folder.rglob("*") if os.path.isfile(path)]
-    what = f"{_plural(len(sizes), 'file', 'files')}, {decimal(sum(sizes))}" if existing == folder else "will be created"
+    what = f"{plural(len(sizes), 'file', 'files')}, {decimal(sum(sizes))}" if existing == folder else "will be created"
     detail = f"{folder}: {what}; {decimal(free)} free"
     if free >= LITTLE_SPACE:
         return Finding("ok", detail)
@@ -458,7 +451,3 @@ def _split(error: TiledschedError) -> tuple[str, str]:
 def _numbers(version: str) -> tuple[int, ...]:
     """(2, 11, 0) for 2.11.0+cu130."""
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
-
-
-def _plural(count: int, one: str, many: str) -> str:
-    return f"{count:,} {one if count == 1 else many}"

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tiledsched.bench.rows import OK, BenchRow, append_rows, read_rows
 from tiledsched.build.cubin import Artifact
 from tiledsched.build.store import ProgramStore
 from tiledsched.core.config import load_settings
@@ -23,6 +22,7 @@ from tiledsched.core.errors import Failure, TiledschedError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.problem_lists import kernel_of, problems_of
 from tiledsched.measure.runner import Candidate, Runner
+from tiledsched.rivals.rows import OK, BenchRow, append_rows, read_rows
 from tiledsched.serve.entries import load_entries
 from tiledsched.serve.prebuilt import usable_bundle
 from tiledsched.store.records import Entry

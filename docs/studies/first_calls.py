@@ -85,14 +85,14 @@ def make_call(what: str, ours: bool) -> Callable[[], Any]:
         m, n, inner = sizes
         a, b = new(m, inner), new(inner, n)
         if ours:
-            from tiledsched.ops.functions import matmul
+            from tiledsched.kernels.matmul.front import matmul
 
             return lambda: matmul(a, b)
         return lambda: torch.mm(a, b)
     rows, columns = sizes
     x, w = new(rows, columns), new(columns)
     if ours:
-        from tiledsched.ops.functions import rms_norm
+        from tiledsched.kernels.rms_norm.front import rms_norm
 
         return lambda: rms_norm(x, w)
     return lambda: torch.nn.functional.rms_norm(x, (columns,), w, 1e-5)

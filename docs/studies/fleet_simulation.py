@@ -41,6 +41,7 @@ from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import Problem, ProblemClass
 from tiledsched.core.registry import problem_from_json
 from tiledsched.fleet.campaign import Campaign, CampaignPlan, Lease, Outcome
+from tiledsched.fleet.clock import Clock
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.local_store import what_is_known
 from tiledsched.store.db import TuningDB
@@ -216,7 +217,7 @@ class _Simulation:
         self.options, self.times, self.db, self.say = options, times, db, say
         self.rng, self.now_s = random.Random(options.seed), 0.0
         self.server = _Server(options.cores)
-        self.leases: Leases | ModelledLeases = Leases(db, clock=self.time)
+        self.leases: Leases | ModelledLeases = Leases(db, clock=Clock(now=self.time))
         self.real = True
         self.costs_s: dict[str, list[float]] = defaultdict(list)
         """What real questions took, by kind."""

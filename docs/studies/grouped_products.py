@@ -35,14 +35,14 @@ def rows_of(p: Problem, rounds: int) -> Iterator[dict[str, Any]]:
     import torch
 
     from tiledsched.measure.torch_timing import TorchStopwatch, host_cost_us
-    from tiledsched.ops.functions import _operator
+    from tiledsched.ops.front import operator
 
     def normal(*shape: int) -> Any:
         return torch.randn(*shape, device="cuda").to(getattr(torch, p.dtype))
 
     a, b = normal(p.tokens, p.k), normal(p.experts, p.n, p.k).transpose(1, 2)
     flush = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
-    ours, theirs = _operator(p.kernel).own, kernel_named(p.kernel).rivals(p)["torch_grouped_mm"]
+    ours, theirs = operator(p.kernel).own, kernel_named(p.kernel).rivals(p)["torch_grouped_mm"]
     for spread, ends in cases(p):
         offsets = torch.from_numpy(ends.copy()).cuda()
         calls = [lambda offsets=offsets: ours(a, b, offsets), lambda offsets=offsets: theirs(a, b, offsets)]

@@ -18,9 +18,10 @@ from tiledsched.core.registry import kernel_named
 from tiledsched.core.schedule import KnobValue
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
+from tiledsched.core.text import NOTHING
 from tiledsched.measure.runner import Measurement
-from tiledsched.report.document import NOTHING, Table, to_markdown
-from tiledsched.report.interactions import interactions
+from tiledsched.report.analysis import interactions
+from tiledsched.report.document import Table, to_markdown
 from tiledsched.report.text import interactions_table
 from tiledsched.store.exchange import read_table
 

@@ -19,12 +19,11 @@ import itertools
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from docs.studies.landscapes import Landscape, read_landscape, shape_of
 from docs.studies.policy import ANY, Judged, Study, summary
-from tiledsched.bench.rows import read_rows
 from tiledsched.build.toolchain import release
 from tiledsched.core.device import arch_spec
 from tiledsched.core.files import write_whole
@@ -33,7 +32,8 @@ from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.report.document import Table, to_markdown
-from tiledsched.serve.transfer import NEAR_KIND, LossBand, transfer
+from tiledsched.rivals.rows import read_rows
+from tiledsched.serve.transfer import NEAR_KIND, ExpectedLoss, transfer
 from tiledsched.store.evidence import for_compiler
 from tiledsched.store.exchange import read_table, read_text
 from tiledsched.store.records import Entry
@@ -94,6 +94,20 @@ def judged(entries: Sequence[Entry], races: Mapping[Problem, Sequence[Race]]) ->
                 problem=problem, schedule=choice.schedule, loss=max(losses), measured=True, distance=choice.distance
             )
     return list(found.values()), unknown
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossBand:
+    """The expected loss within a range of distances."""
+
+    group: str
+    """The kernel's name for the group of problems; empty for every problem."""
+    other_kind: bool
+    """Whether the neighbours are of another kind."""
+    up_to: float
+    """Largest distance of the nearest entry; bands are in rising order."""
+    loss: ExpectedLoss
+    """The loss measured there."""
 
 
 def near_bands(seen: Iterable[Judged]) -> list[LossBand]:

@@ -23,8 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from docs.studies.flags import integers, positive
-from tiledsched.bench.rows import TIMES
-from tiledsched.bench.run import BenchOptions, run_bench
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.files import csv_text, write_whole
 from tiledsched.core.problem import Problem
@@ -33,9 +31,12 @@ from tiledsched.kernels.attention.suites import drawn
 from tiledsched.measure.estimate import Timing
 from tiledsched.report.document import Table as Printed
 from tiledsched.report.document import to_markdown
+from tiledsched.rivals.bench import BenchOptions, run_bench
+from tiledsched.rivals.rows import TIMES
 from tiledsched.serve import process
+from tiledsched.serve.chain import Served
 from tiledsched.serve.entries import load_entries
-from tiledsched.serve.lookup import LookupTable, Served
+from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.transfer import NEAR_KIND, TransferParameters
 from tiledsched.store.exchange import read_text
 from tiledsched.store.records import Entry
@@ -128,17 +129,17 @@ def different(choices: Choices) -> list[Served]:
 
 def _method(served: Served, launched: dict[str, str]) -> Any:
     """The launch of a choice, as a method of the bench. `launched` receives the schedule that was launched in the end."""
-    from tiledsched.bench.methods import Method
-    from tiledsched.bench.rivals.attention_plans import launched_plan, plan_call
+    from tiledsched.core.rivals import Method
+    from tiledsched.ops.own_methods import attention_call, launched_plan, plan_call
 
     name = served.schedule.short()
 
     def make(arrays: Any) -> Callable[[], Any]:
-        plan = launched_plan(name, arrays, lambda: arrays.call.make_plan(served))
+        plan = launched_plan(name, arrays, lambda: attention_call(arrays).make_plan(served))
         launched[name] = plan.served.schedule.short()
         return plan_call(arrays, plan)
 
-    return Method(name=name, about="a choice", make=make)
+    return Method(name=name, make=make)
 
 
 def _build(problem: Problem, answers: Sequence[Served]) -> None:
@@ -148,7 +149,7 @@ def _build(problem: Problem, answers: Sequence[Served]) -> None:
     import cupy
     import torch
 
-    from tiledsched.bench.case import make_case
+    from tiledsched.rivals.cases import make_case
 
     try:
         arrays = make_case(torch, cupy, problem).arrays
@@ -258,7 +259,7 @@ def main() -> None:
         return
     if not (asked.seeds and asked.policies and asked.csv):
         parser.error("--seeds, --policies and --csv are needed; or --summary")
-    from tiledsched.bench.harness import TorchHarness
+    from tiledsched.rivals.harness import TorchHarness
 
     harness = TorchHarness()
     process.wait_for_programs()  # torch is not to be timed as ours

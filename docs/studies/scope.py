@@ -21,7 +21,7 @@ import numpy as np
 from docs.studies.landscapes import Landscape, read_landscape
 from docs.studies.policy import ANY, Judged, Study, summary
 from tiledsched.report.document import Table, to_markdown
-from tiledsched.serve.lookup import NEIGHBOURHOOD
+from tiledsched.serve.chain import NEIGHBOURHOOD
 from tiledsched.store.exchange import read_table
 from tiledsched.store.records import Entry
 from tiledsched.tuning.race import Rules

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import os
 import re
@@ -55,18 +56,16 @@ def _ended_by_signals(*, last: bool) -> Iterator[None]:
     With `last`, nothing is left to be done after it: a signal ends the process without a word.
     """
 
-    before: dict[signal.Signals, Any] = {}
-    told: list[int] = []
+    first = itertools.count()
 
     def end(number: int, frame: object) -> None:
-        told.append(number)
-        if len(told) == 1:  # the next must not interrupt the cleaning up that the first one began
+        if next(first) == 0:  # the next must not interrupt the cleaning up that the first one began
             raise Ended(number)
 
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):  # nohup ignores HUP
-                before[number] = signal.signal(number, end)
+    ours = signal.SIG_DFL, signal.default_int_handler  # nohup ignores HUP
+    in_main = threading.current_thread() is threading.main_thread()
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if in_main and signal.getsignal(n) in ours]
+    before = {number: signal.signal(number, end) for number in numbers}
     try:
         yield
     finally:

@@ -47,6 +47,7 @@ MOST_SECONDS = 1e8
 EVERYWHERE = "Every command"
 """The heading of the options that all commands have."""
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+Decorator = Callable[..., Callable[[Decorated], Decorated]]
 
 
 @dataclass
@@ -251,7 +252,10 @@ class Group(_Explained, click.Group):
         """Write the commands, and after them the options."""
         for heading, commands in self.sections.items():
             with formatter.section(heading):
-                formatter.write_dl([line for each in commands for line in _one_line(each)], col_max=26)
+                listed, above = commands, ""
+                if len(commands) == 1 and isinstance(commands[0], Group):  # a section of its own lists what is in it
+                    listed, above = [*commands[0].commands.values()], f"{commands[0].name} "
+                formatter.write_dl([(f"{above}{each.name}", _first_sentence(each)) for each in listed], col_max=26)
         super().format_options(ctx, formatter)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -266,12 +270,8 @@ class Group(_Explained, click.Group):
         return super().resolve_command(ctx, args)
 
 
-def _one_line(command: click.Command, above: str = "") -> list[tuple[str, str]]:
-    """The name of a command and the first sentence of its help; of a group, those of each of its commands."""
-    name = f"{above}{command.name}"
-    if isinstance(command, Group) and not above:
-        return [line for each in command.commands.values() for line in _one_line(each, f"{name} ")]
-    return [(name, (command.help or "").partition(".\n")[0].replace("\n", " ").rstrip("."))]
+def _first_sentence(command: click.Command) -> str:
+    return (command.help or "").partition(".\n")[0].replace("\n", " ").rstrip(".")
 
 
 def check_word(word: str) -> None:
@@ -280,16 +280,8 @@ def check_word(word: str) -> None:
     Raises:
         ConfigError: it is; the message names the flag.
     """
-    flag = (
-        "--arch"
-        if arch_named(word) in ARCHS
-        else "--provenance"
-        if word in PROVENANCES
-        else "-p"
-        if "=" in word
-        else ""
-    )
-    if flag:
+    fits = {"--arch": arch_named(word) in ARCHS, "--provenance": word in PROVENANCES, "-p": "=" in word}
+    for flag in filter(fits.get, fits):
         raise ConfigError(f"{word} is no kernel; pass it with its flag: {flag} {word}")
 
 
@@ -362,14 +354,10 @@ class ArchType(click.ParamType):
         return arch
 
 
-def option(*names: str, **more: Any) -> Callable[[Decorated], Decorated]:
-    """An option of a command, under `heading`."""
-    return click.option(*names, cls=Option, **more)
-
-
-def argument(*names: str, **more: Any) -> Callable[[Decorated], Decorated]:
-    """A positional argument of a command, with `help`."""
-    return click.argument(*names, cls=Argument, **more)
+option: Decorator = functools.partial(click.option, cls=Option)
+"""An option of a command, under `heading`."""
+argument: Decorator = functools.partial(click.argument, cls=Argument)
+"""A positional argument of a command, with `help`."""
 
 
 def several(*decorators: Callable[[Decorated], Decorated]) -> Callable[[Decorated], Decorated]:
@@ -476,9 +464,8 @@ def _generated(each: OptionSpec, heading: str) -> Callable[[Decorated], Decorate
 
 def arch_option(text: str, *, many: bool = False, **more: Any) -> Callable[[Decorated], Decorated]:
     """`--arch`: one arch; with `many`, a list of them. None where it is not given."""
-    if many:
-        return option("--arch", type=CommaList(ArchType()), metavar="ARCH[,ARCH]", help=text, **more)
-    return option("--arch", type=ArchType(), metavar="ARCH", help=text, **more)
+    kind, metavar = (CommaList(ArchType()), "ARCH[,ARCH]") if many else (ArchType(), "ARCH")
+    return option("--arch", type=kind, metavar=metavar, help=text, **more)
 
 
 target_option = arch_option(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -33,7 +33,7 @@ from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass
 
 if TYPE_CHECKING:
-    from tiledsched.studies.ablation.rows import AblationRow
+    from tiledsched.studies.ablation.ladder import AblationRow
 
 MOST_PROFILES = 8
 """Problems that one `study profile` takes: each method spends seconds under the profiler."""
@@ -119,15 +119,14 @@ def bench(
     tiledsched bench -p B=4,H=16,S=4096,D=64:128 --csv rows.csv
     tiledsched bench --summary rows.csv
     """
-    from tiledsched.bench.job import bench_here
-    from tiledsched.bench.rows import append_rows, finished_cells, read_rows
-    from tiledsched.bench.summary import summarise, to_markdown
+    from tiledsched.cli.bench_summary import summarise, to_markdown
+    from tiledsched.ops.bench import bench_here
+    from tiledsched.rivals.rows import read_rows
 
     if summary:
         summaries = summarise([row for path in summary for row in read_rows(Path(path))])
         run.print({"summary": summaries}, to_markdown(summaries))
         return
-    path = Path(csv) if csv else None
     rows = bench_here(
         kernel,
         named_problems(kernel, problem, suite),
@@ -138,8 +137,7 @@ def bench(
         rounds=rounds,
         budget_s=budget,
         verify=verify,
-        done=lambda names: finished_cells(path, names) if path else set(),
-        keep=lambda found: append_rows(found, path) if path else None,
+        path=Path(csv) if csv else None,
         progress=note,
     )
     summaries = summarise(rows)
@@ -235,8 +233,8 @@ def ladder(
     tiledsched study ladder
     tiledsched study ladder --targets     # the hints of every arch
     """
-    from tiledsched.bench.job import bench_to_file
-    from tiledsched.bench.rows import read_rows
+    from tiledsched.ops.bench import bench_here
+    from tiledsched.rivals.rows import read_rows
     from tiledsched.serve.entries import load_table
     from tiledsched.studies.ladder.pages import write_ladder
     from tiledsched.studies.ladder.rungs import methods, plain_problem, usual
@@ -253,8 +251,8 @@ def ladder(
         plain_problem(each)  # raises where the naive kernel cannot compute it
     path = Path(out) / "ladder.csv"
     if not summary:
-        how = {"regime": regime, "rounds": rounds, "budget_s": budget, "progress": note}
-        bench_to_file(kernel, problems, path, methods=methods(), **how)
+        how: dict[str, Any] = {"regime": regime, "rounds": rounds, "budget_s": budget, "progress": note}
+        bench_here(kernel, problems, path=path, methods=methods(), **how)
     elif not path.exists():
         raise ConfigError(f"{out} holds no ladder; leave out --summary to measure one")
     rows = [row for row in read_rows(path) if row.regime == regime]
@@ -308,8 +306,8 @@ def ablation(
     tiledsched study ablation -p B=4,H=16,S=4096,D=128
     tiledsched study ablation --arch sm_90 --replay landscape.json.xz
     """
+    from tiledsched.studies.ablation.ladder import write_rows
     from tiledsched.studies.ablation.pages import write_ablation
-    from tiledsched.studies.ablation.rows import write_rows
     from tiledsched.studies.ablation.run import replay_ablation, run_ablation
 
     arch = run.arch(arch)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import click
 
 from tiledsched import __version__
+from tiledsched.cli import (
+    bench_commands,
+    db_commands,
+    fleet_commands,
+    machine_commands,
+    result_commands,
+    tuning_commands,
+)
 from tiledsched.cli.app import PROGRAM_OPTIONS, Group
-from tiledsched.cli.bench_commands import bench, study
-from tiledsched.cli.db_commands import db
-from tiledsched.cli.fleet_commands import fleet
-from tiledsched.cli.machine_commands import doctor, warmup
-from tiledsched.cli.result_commands import compare, explain, report, show
-from tiledsched.cli.tuning_commands import check, record, refresh, tune
 
 EPILOG = """\b
 Problems are named with -p, e.g. tiledsched tune attention -p S=4096,D=128.
@@ -27,12 +29,22 @@ root = Group(
     params=list(PROGRAM_OPTIONS),
     context_settings={"help_option_names": ["-h", "--help"]},
     sections={
-        "Find schedules": [tune, check, record, refresh],
-        "Look at them": [show, explain, report, compare],
-        "Compare with other implementations": [bench, study],
-        "Use them": [warmup, doctor],
-        "Many GPUs and hosts": [fleet],
-        "Database": [db],
+        "Find schedules": [
+            tuning_commands.tune,
+            tuning_commands.check,
+            tuning_commands.record,
+            tuning_commands.refresh,
+        ],
+        "Look at them": [
+            result_commands.show,
+            result_commands.explain,
+            result_commands.report,
+            result_commands.compare,
+        ],
+        "Compare with other implementations": [bench_commands.bench, bench_commands.study],
+        "Use them": [machine_commands.warmup, machine_commands.doctor],
+        "Many GPUs and hosts": [fleet_commands.fleet],
+        "Database": [db_commands.db],
     },
 )
 click.version_option(__version__, prog_name="tiledsched", message="%(prog)s %(version)s")(root)

@@ -24,9 +24,10 @@ from tiledsched.cli.app import (
     made_folder,
     option,
 )
-from tiledsched.cli.output import note, plural, print_table
+from tiledsched.cli.output import note, print_table
 from tiledsched.core.errors import ConfigError, FailureKind
 from tiledsched.core.files import csv_cell
+from tiledsched.core.text import plural
 
 if TYPE_CHECKING:
     from tiledsched.store.db import TuningDB
@@ -235,10 +236,8 @@ def backup(run: Invocation, file: str, force: bool) -> None:
     \b
     tiledsched db backup tuning-backup.db
     """
-    from tiledsched.store.backup import back_up
-
     with run.open_db(read_only=True) as db:
-        size = back_up(db, file, replace=force)
+        size = db.back_up(file, replace=force)
     run.print({"file": file, "bytes": size}, f"{size:,} bytes written to {file}")
 
 

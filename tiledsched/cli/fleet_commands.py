@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,13 +25,12 @@ from tiledsched.cli.bench_commands import bench
 from tiledsched.cli.output import note
 from tiledsched.cli.problems import named_problems
 from tiledsched.cli.result_commands import written_report
-from tiledsched.cli.seen import choose as choose_seen
-from tiledsched.cli.seen import ranked
+from tiledsched.cli.seen_flag import ranked, select
 from tiledsched.cli.tuning_commands import measured_problems, needs_folder, record, refresh, tune
 from tiledsched.core.blame import did_you_mean
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.fleet.campaign import DEADLINE_S, LEASE_S, MOST_ATTEMPTS
+from tiledsched.fleet.campaign import DEADLINE_S, LEASE_S, MOST_ATTEMPTS, Limits
 
 if TYPE_CHECKING:
     from tiledsched.fleet.campaign import CampaignPlan
@@ -131,7 +129,6 @@ def run_fleet(
     tiledsched fleet run bench --csv rows.csv --open-only
     """
     from tiledsched.fleet.leases import Leases
-    from tiledsched.fleet.running import Limits
     from tiledsched.fleet.running import run as run_campaign
 
     name, *rest = words or ("",)
@@ -148,8 +145,7 @@ def run_fleet(
         raise ConfigError("a fleet measures and does not replay; rehearse with: tiledsched tune --replay FILE")
     if name == "record" and not open_only:
         needs_folder(given["out"], given["build_only"])
-    budget = given.get("budget", given.get("budget_s"))
-    limits = Limits(lease_s=lease, deadline_s=deadline, most_attempts=attempts, budget_s=budget)
+    limits = Limits(lease_s=lease, deadline_s=deadline, most_attempts=attempts)
     planned = _plan(run, name, given, run.archs(arch), limits)
     if open_only:
         with run.open_db() as db:
@@ -173,57 +169,58 @@ def run_fleet(
         files += written_report(run, given["kernel"], list(planned.problems), given["report"], regime=given["regime"])
     if given.get("csv"):
         files.append(_write_rows(results, Path(given["csv"])))
-    rows = fleet_output.result_rows(results)
+    rows = [
+        {"problem": problem, "arch": arch, "worker": worker, "result": result}
+        for problem, arch, result, worker in results
+    ]
     found = {**status.to_json(), "rows": rows, "files": files}
     run.print(found, lambda: fleet_output.print_results(rows, status, files))
     return 0 if status.campaign.status == "done" and not status.failed else 1
 
 
-def _plan(run: Invocation, name: str, given: dict[str, Any], archs: list[str], limits: Any) -> CampaignPlan:
+def _plan(run: Invocation, name: str, given: dict[str, Any], archs: list[str], limits: Limits) -> CampaignPlan:
     """The campaign of a command: its problems on each arch."""
-    from tiledsched.bench.methods import choose_methods
     from tiledsched.fleet.leases import expected
     from tiledsched.fleet.running import plan
+    from tiledsched.ops.bench import choose_methods
 
     kernel: KernelClass = given["kernel"]
-    options = {key: value for key, value in given.items() if key not in HERE}
+    problems: list[Problem] = []
+    by_arch: dict[str, list[Problem]] | None = None
     if given.get("seen"):
-        return _plan_seen(run, name, given, archs, options, limits)
-    if name == "refresh":  # what is measured differs from arch to arch
-        by_arch = {arch: measured_problems(run, kernel, arch, given["problem"]) for arch in archs}
-        problems = [problem for found in by_arch.values() for problem in found]
-        planned = plan(name, kernel, problems, archs, options=options, limits=limits)
-        return dataclasses.replace(planned, problems={arch: expected(found) for arch, found in by_arch.items()})
-    problems = named_problems(kernel, given["problem"], given["suite"])
+        by_arch = _seen_by_arch(run, name, given, archs)
+    elif name == "refresh":  # what is measured differs from arch to arch
+        by_arch = {arch: expected(measured_problems(run, kernel, arch, given["problem"])) for arch in archs}
+    else:
+        problems = named_problems(kernel, given["problem"], given["suite"])
     if name == "bench":
         if given["summary"]:
             raise ConfigError("a fleet sums up no files; leave out --summary")
         if given["csv"] and os.path.exists(given["csv"]):
             raise ConfigError(f"{given['csv']} is there already; choose another file")
         choose_methods(kernel, given["methods"], problems)  # a wrong name would fail every problem on every host
-    return plan(name, kernel, problems, archs, options=options, limits=limits)
+    return plan(
+        name,
+        kernel,
+        problems,
+        archs,
+        options={key: value for key, value in given.items() if key not in HERE},
+        limits=limits,
+        budget_s=given.get("budget", given.get("budget_s")),
+        by_arch=by_arch,
+    )
 
 
-def _plan_seen(
-    run: Invocation, name: str, given: dict[str, Any], archs: list[str], options: dict[str, Any], limits: Any
-) -> CampaignPlan:
-    """The campaign of a command with `--seen`, which is of one kernel: what was seen on each arch, most worthwhile first."""
-    from tiledsched.fleet.running import plan
-
-    kernel: KernelClass = given["kernel"]
-    more = {"filters": given["problem"], "suite": given.get("suite")}
-    found = choose_seen(run, given["seen"], kernel=kernel.name, archs=archs, **more)
+def _seen_by_arch(run: Invocation, name: str, given: dict[str, Any], archs: list[str]) -> dict[str, list[Problem]]:
+    """What `--seen` means of a campaign's one kernel: what was seen on each arch, most worthwhile first."""
+    kernel, suite = given["kernel"], given.get("suite")
+    found = select(run, given["seen"], kernel=kernel.name, archs=archs, filters=given["problem"], suite=suite)
     by_arch: dict[str, list[Problem]] = {arch: [] for arch in archs}
     for row in ranked(run, found):
         by_arch[row.seen.arch].append(row.seen.problem)
     if name == "refresh":
-        by_arch = {
-            arch: [each for each in measured_problems(run, kernel, arch, ()) if each in found]
-            for arch, found in by_arch.items()
-        }
-    problems = list(dict.fromkeys(problem for each in by_arch.values() for problem in each))
-    planned = plan(name, kernel, problems, archs, options=options, limits=limits)
-    return dataclasses.replace(planned, problems=by_arch)
+        return {arch: measured_problems(run, kernel, arch, among=problems) for arch, problems in by_arch.items()}
+    return by_arch
 
 
 def _write_landscapes(db: TuningDB, results: Any, folder: Path) -> list[Path]:
@@ -238,7 +235,7 @@ def _write_landscapes(db: TuningDB, results: Any, folder: Path) -> list[Path]:
 
 
 def _write_rows(results: Any, path: Path) -> Path:
-    from tiledsched.bench.rows import BenchRow, append_rows
+    from tiledsched.rivals.rows import BenchRow, append_rows
 
     for _, _, result, _ in results:
         cells = [

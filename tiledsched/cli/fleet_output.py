@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,6 @@ from tiledsched.cli.output import table_lines
 from tiledsched.core.schedule import Schedule
 
 if TYPE_CHECKING:
-    from tiledsched.core.problem import Problem
     from tiledsched.fleet.status import FleetStatus, WorkerStatus
 
 MOST_WORKERS, MOST_FAILURES = 40, 20
@@ -89,14 +88,6 @@ def spread_lines(status: FleetStatus) -> list[str]:
             f"{each.gpu} on {each.hostname} differs: {each.over_fleet:+.1%}, its own noise {each.noise:.1%}{apart}"
         )
     return lines
-
-
-def result_rows(results: Iterable[tuple[Problem, str, dict[str, Any], str]]) -> list[dict[str, Any]]:
-    """A row for each problem that was done, for JSON and for people."""
-    return [
-        {"problem": problem, "arch": arch, "worker": worker, "result": result}
-        for problem, arch, result, worker in results
-    ]
 
 
 def print_results(rows: Sequence[dict[str, Any]], status: FleetStatus, files: Sequence[Path]) -> None:

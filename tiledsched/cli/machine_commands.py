@@ -12,7 +12,7 @@ import click
 from tiledsched.cli.app import Invocation, arch_option, command, jobs_option, kernel_argument, option, problem_options
 from tiledsched.cli.output import note, print_wrapped
 from tiledsched.cli.problems import named_problems, read_variants
-from tiledsched.cli.seen import choose, kernel_is_named, seen_option
+from tiledsched.cli.seen_flag import archs_of, by_kernel, seen_option, select
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass, Problem
@@ -89,13 +89,12 @@ def warmup(
     if seen:
         if also or campaign:
             raise ConfigError("--seen says which problems are meant; leave out --also and --campaign")
-        only = kernel.name if kernel_is_named() else None
-        found = choose(run, seen, kernel=only, archs=arch, filters=problem, suite=suite)
+        found = select(run, seen, kernel=kernel, archs=arch, filters=problem, suite=suite)
         device_names.update((one.arch, one.device) for one in found.problems)
         wanted = {
             (one, name): problems
-            for name in found.archs
-            for one, problems in found.by_kernel(arch=name, samples=True).items()
+            for name in archs_of(found)
+            for one, problems in by_kernel(found, arch=name, samples=True).items()
         }
     else:
         named = named_problems(kernel, problem, suite) if problem or suite else []

@@ -73,11 +73,6 @@ def note(text: str) -> None:
         return
 
 
-def plural(count: int, one: str, many: str = "") -> str:
-    """A count and what is counted, e.g. `1 problem` or `1,200 problems`."""
-    return f"{count:,} {one if count == 1 else many or one + 's'}"
-
-
 def print_wrapped(text: str, indent: str = "", *, hanging: str | None = None) -> None:
     """Print one paragraph. Words are never cut, so that no part of a schedule is lost.
 
@@ -91,6 +86,12 @@ def print_wrapped(text: str, indent: str = "", *, hanging: str | None = None) ->
     wrapper = textwrap.TextWrapper(width(), initial_indent=indent, subsequent_indent=hanging)
     wrapper.break_long_words = wrapper.break_on_hyphens = False
     print(wrapper.fill(text))
+
+
+def print_lines(*lines: str) -> None:
+    """Print indented paragraphs; those that are empty are left out."""
+    for line in filter(None, lines):
+        print_wrapped(line, "  ")
 
 
 def table_lines(columns: Sequence[str], rows: Iterable[Iterable[Any]], right: Collection[str] = ()) -> list[str]:

@@ -16,6 +16,7 @@ from tiledsched.cli.output import note
 from tiledsched.core.files import printable
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
+from tiledsched.tuning.watcher import Watcher
 
 LINE_EVERY_S = 2.0
 """Seconds between two lines of progress off a terminal."""
@@ -23,7 +24,7 @@ MODELLED_STAGE = "compiling"
 """The stage in which the best schedule is the model's estimate, because no GPU takes part in it."""
 
 
-class TuneProgress:
+class TuneProgress(Watcher):
     """Shows how much is done, the best schedule so far and the time left.
 
     On a terminal that is a bar; elsewhere a line when a stage begins and at each quarter of it.

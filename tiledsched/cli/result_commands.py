@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tiledsched.cli import seen as seen_problems
-from tiledsched.cli import served_output
+from tiledsched.cli import seen_flag, served_output
 from tiledsched.cli.app import (
     FOLDER,
     USUAL_ARCH,
@@ -26,13 +25,15 @@ from tiledsched.cli.app import (
     problem_options,
     target_option,
 )
-from tiledsched.cli.output import note, plural, print_next
+from tiledsched.cli.output import note, print_next
 from tiledsched.cli.problems import matching, named_problems
 from tiledsched.core.blame import did_you_mean
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import SHIPPED
+from tiledsched.core.text import plural
 from tiledsched.measure.nvml import UNNAMED
+from tiledsched.store.captured_calls import clear_seen
 from tiledsched.store.records import PROVENANCES
 from tiledsched.tuning.options import TuneOptions
 
@@ -58,7 +59,7 @@ only_regime = option("--regime", type=REGIMES, help="only what was measured in i
 @option("--compiler", metavar="VERSION", help="what is served with this compiler, or `all` (default: the one here)")
 @option("--layers", is_flag=True, help="which layer answers: the user's, the site's, a bundle, or what ships")
 @option("--landscapes", is_flag=True, help="list the landscapes that ship and the measurements in the database instead")
-@seen_problems.seen_option
+@seen_flag.seen_option
 @option("--clear", is_flag=True, heading="Problems", help="with --seen: forget what was seen")
 def show(
     run: Invocation,
@@ -156,14 +157,16 @@ def _show_seen(
 ) -> None:
     """List what programs called, what is most worth tuning first; or forget it."""
     if clear:
-        folder, files = seen_problems.clear(run, value)
+        folder = seen_flag.folder_of(run, value)
+        files = clear_seen(folder)
         run.print({"folder": folder, "removed": files}, f"{plural(files, 'file')} removed from {folder}")
         return
-    chosen = seen_problems.choose(run, value, kernel=kernel, archs=[arch] if arch else None, filters=problem)
-    rows = seen_problems.ranked(run, chosen)
-    run.print(seen_problems.to_json(rows, chosen), lambda: seen_problems.print_seen(rows))
+    chosen = seen_flag.select(run, value, kernel=kernel, archs=[arch], filters=problem)
+    rows = seen_flag.ranked(run, chosen)
+    found = {"folder": chosen.folder, "skipped_lines": chosen.skipped, "seen": rows}
+    run.print(found, lambda: seen_flag.print_seen(rows))
     if not run.json:
-        tune = ["tune", *([kernel] if kernel else []), "--seen", *([] if value == seen_problems.HERE else [value])]
+        tune = ["tune", *([kernel] if kernel else []), "--seen", *([] if value == seen_flag.HERE else [value])]
         print_next([("tune them, within ten minutes", [*tune, "--budget", "600"])])
 
 
@@ -178,7 +181,7 @@ def _show_landscapes(run: Invocation, kernel: str | None, arch: str | None) -> N
         with run.open_db(read_only=True) as db:
             lines = db.landscapes(arch, kernel)
             compared = [
-                one for one in compare_regimes(db.latest_measurements()) if kernel in (None, one.problem.kernel)
+                one for one in compare_regimes(db.measurements(latest=True)) if kernel in (None, one.problem.kernel)
             ]
     if not lines:
         note("nothing is measured in your database; tune on a GPU first, or db import a landscape")
@@ -266,7 +269,7 @@ def _device_here(names: Sequence[str], measured: Collection[str]) -> str:
 
 @command("report")
 @kernel_argument
-@seen_problems.seen_option
+@seen_flag.seen_option
 @arch_option("which GPUs, e.g. sm_90, or sm_90,sm_121 to compare them (default: the GPU here)", many=True)
 @option("-o", "--out", type=FOLDER, default="report", metavar="DIR", help="folder to write to (default: report)")
 @generated_options(TuneOptions, "regime")
@@ -288,16 +291,15 @@ def report(
     tiledsched report matmul --arch sm_90,sm_121 -o report
     """
     if seen:
-        only = kernel.name if seen_problems.kernel_is_named() else None
-        found = seen_problems.choose(run, seen, kernel=only, archs=arch)
-        groups = found.by_kernel()
+        found = seen_flag.select(run, seen, kernel=kernel, archs=arch)
+        groups = seen_flag.by_kernel(found)
         files = [
             file
             for each, problems in groups.items()
             for file in written_report(
                 run,
                 each,
-                found.archs,
+                seen_flag.archs_of(found),
                 f"{out}/{each.name}" if len(groups) > 1 else out,
                 regime=regime,
                 device=device,

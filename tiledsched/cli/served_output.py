@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from tiledsched.cli.output import note, plural, print_table, print_wrapped, table_lines, width
+from tiledsched.cli.output import note, print_table, print_wrapped, table_lines, width
 from tiledsched.core.device import ARCHS
 from tiledsched.core.labels import labels_of
 from tiledsched.core.problem import Problem, rate_of, rate_text, unit_of
+from tiledsched.core.text import plural
 from tiledsched.measure.clocks import describe_throttling
 from tiledsched.measure.runner import Device
 from tiledsched.store.evidence import stale, stale_by_cause, throttled
 from tiledsched.store.records import PROVENANCES, Entry, LandscapeSummary
 
 if TYPE_CHECKING:
-    from tiledsched.bench.rows import BenchRow
     from tiledsched.report.compare import Compared, Comparison
+    from tiledsched.rivals.rows import BenchRow
     from tiledsched.serve.entries import Layer
     from tiledsched.store.manifest import ShippedLandscape
     from tiledsched.store.queries import RegimeComparison
-    from tiledsched.studies.ablation.rows import AblationRow
+    from tiledsched.studies.ablation.ladder import AblationRow
 
 ABLATION = (
     "view",
@@ -272,7 +272,7 @@ def print_compared(found: Comparison, *, everything: bool = False) -> None:
     changed.
     """
     from tiledsched.report.compare import rows_to_show
-    from tiledsched.report.comparison_text import conditions_of, drift_of, side_facts, verdict_of
+    from tiledsched.report.comparison_text import conditions_of, drift_of, reasons_of, side_facts, verdict_of
 
     print_wrapped(verdict_of(found))
     for name, text in side_facts(found):
@@ -298,10 +298,10 @@ def print_compared(found: Comparison, *, everything: bool = False) -> None:
             print(*lines, sep="\n")
     if len(shown) < len(rows):
         print_wrapped(f"{len(rows) - len(shown)} more: --all lists all, and -o DIR writes a page of them")
-    reasons = Counter((side, why) for side, _, why in found.unpaired)
+    reasons = reasons_of(found)
     if reasons:
         print_wrapped("not compared:")
-    for (side, why), count in reasons.most_common():
+    for side, count, why, _ in reasons:
         print_wrapped(f"{plural(count, 'problem')} of {side}: {why}", "  ")
     print()
 

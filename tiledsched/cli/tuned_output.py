@@ -7,20 +7,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiledsched.cli.output import plural, print_wrapped
+from tiledsched.cli.output import print_lines, print_wrapped
+from tiledsched.cli.served_output import entry_json
 from tiledsched.core.extras import installing
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import KernelClass, Problem, describe_values, rate_text
 from tiledsched.core.space import RACED, UNKNOWN
+from tiledsched.core.text import plural
 
 if TYPE_CHECKING:
     from tiledsched.checking.schedules import CheckRow
     from tiledsched.measure.runner import RivalTime
-    from tiledsched.store.records import Entry, MergeResult
-    from tiledsched.tuning.record import RecordResult
-    from tiledsched.tuning.refresh import RefreshReport
-    from tiledsched.tuning.seen import SeenTune
-    from tiledsched.tuning.tuner import TuneReport, TuneResult
+    from tiledsched.store import records
+    from tiledsched.tuning import record, refresh, results, seen
 
 LOW_CLOCK = (
     "Times at a low clock decide little: let the GPU cool, or check its power supply (nvidia-smi -q -d PERFORMANCE), and tune "
@@ -30,7 +29,7 @@ NO_DIFFERENCE = 5e-4
 """Relative differences below this are printed as none."""
 
 
-def tune_result_json(result: TuneResult) -> dict[str, Any]:
+def tune_result_json(result: results.TuneResult) -> dict[str, Any]:
     """One problem's tuning, in numbers."""
     numbers = ("stored", "schedules", "programs", "compiled", "measured", "failed", "left", "over_default")
     return {
@@ -44,11 +43,17 @@ def tune_result_json(result: TuneResult) -> dict[str, Any]:
     }
 
 
-def print_tuned(report: TuneReport, replayed: str = "") -> None:
+def tuned_json(reports: Sequence[results.TuneReport]) -> dict[str, Any]:
+    """The `results` and `entries` of tunes, as `--json` prints them."""
+    return {
+        "results": [tune_result_json(result) for report in reports for result in report.results],
+        "entries": [entry_json(entry) for report in reports for entry in report.entries],
+    }
+
+
+def print_tuned(report: results.TuneReport, replayed: str = "") -> None:
     """Print for each problem what wins, by how much, and what it took to find it; of a replay, on which GPU it was recorded."""
-    how = "measured"
     if replayed:
-        how = "replayed"
         print_wrapped(
             f"Nothing was measured or stored: times are drawn from those that were recorded on {replayed}. What is served "
             "stays as it is."
@@ -62,35 +67,30 @@ def print_tuned(report: TuneReport, replayed: str = "") -> None:
             f"Nothing was measured: this run used no {report.arch} GPU. {built}, and the performance model ranked the "
             "programs. On a machine with that GPU, tune measures, unless --runner none is given."
         )
+    how = "replayed" if replayed else "measured"
     for result, entry in zip(report.results, report.entries, strict=True):
         print()
         print_wrapped(f"{entry.problem} on {entry.device_name or entry.arch}")
-        print_wrapped(entry.schedule.short(), "  ")
-        print_wrapped(_verdict(result, entry, how), "  ")
-        if result.numbers:
-            print_wrapped(str(result.numbers), "  ")
-        if entry.rivals:
-            print_wrapped(_rivals(entry.rivals, entry.problem.declaration), "  ")
         of = f" of {result.schedules + result.left}" if not report.measured else ""
-        did = "" if replayed else f"; {result.compiled} compiled now"
-        did += f", {result.measured} {how}" if report.measured else ""
-        print_wrapped(
-            f"{result.schedules}{of} schedules built, {result.programs} distinct programs{did}, {result.failed} failed, "
-            f"{result.seconds:.1f} s",
-            "  ",
+        compiled = f"; {result.compiled} compiled now" if not replayed else ""
+        measured = f", {result.measured} {how}" if report.measured else ""
+        print_lines(
+            entry.schedule.short(),
+            _verdict(result, entry, how),
+            str(result.numbers or ""),
+            _rivals(entry.rivals, entry.problem.declaration) if entry.rivals else "",
+            f"{result.schedules}{of} schedules built, {result.programs} distinct programs{compiled}{measured}, "
+            f"{result.failed} failed, {result.seconds:.1f} s",
+            f"did not build: {result.why_failed}" if result.why_failed else "",
+            "" if result.candidates is None else _candidates(result.candidates),
+            f"clock held down {result.held_down}" if result.held_down else "",
         )
-        if result.why_failed:
-            print_wrapped(f"did not build: {result.why_failed}", "  ")
-        if result.candidates is not None:
-            print_wrapped(_candidates(result.candidates), "  ")
-        if result.held_down:
-            print_wrapped(f"clock held down {result.held_down}", "  ")
     if any(result.held_down for result in report.results):
         print()
         print_wrapped(LOW_CLOCK)
 
 
-def print_tuned_seen(done: SeenTune, tuned: int) -> None:
+def print_tuned_seen(done: seen.SeenTune, tuned: int) -> None:
     """Print what a tune of the problems that were seen found, and what is left with what to do about it.
 
     Args:
@@ -100,15 +100,12 @@ def print_tuned_seen(done: SeenTune, tuned: int) -> None:
     for report in done.reports:
         print_tuned(report)
     print()
-    results = sum(len(each.results) for each in done.reports)
-    text = f"{plural(results, 'problem')} done"
-    if tuned:
-        text += f", {tuned} tuned before"
-    print_wrapped(f"{text}.")
-    for problem in done.raced:
-        print_wrapped(f"only raced against rivals, not searched: {problem.kernel} {problem}", "  ")
-    for problem, why in done.left.items():
-        print_wrapped(f"left: {problem.kernel} {problem}: {why}", "  ")
+    results = plural(sum(len(each.results) for each in done.reports), "problem")
+    print_wrapped(f"{results} done{f', {tuned} tuned before' if tuned else ''}.")
+    print_lines(
+        *(f"only raced against rivals, not searched: {problem.kernel} {problem}" for problem in done.raced),
+        *(f"left: {problem.kernel} {problem}: {why}" for problem, why in done.left.items()),
+    )
     if done.raced or done.left:
         print_wrapped("The same command goes on with these, most worthwhile first; a longer --budget reaches more.")
 
@@ -126,7 +123,7 @@ def _candidates(rows: Mapping[str, int]) -> str:
     )
 
 
-def _verdict(result: TuneResult, entry: Entry, how: str) -> str:
+def _verdict(result: results.TuneResult, entry: records.Entry, how: str) -> str:
     """How fast the winner is and by how much it wins; or which stronger entry stays in its place."""
     from tiledsched.store.evidence import throttled
 
@@ -150,8 +147,8 @@ def _verdict(result: TuneResult, entry: Entry, how: str) -> str:
 
 def _rivals(times: Sequence[RivalTime], kernel: KernelClass) -> str:
     """The rivals that were timed next to the winner, and those that may be served in its place."""
+    from tiledsched.rivals.offers import pays
     from tiledsched.serve.explain import rival_text
-    from tiledsched.serve.rivals import pays
 
     faster = [each.name for each in times if pays(each, kernel)]
     in_graphs = [each.name for each in times if pays(each, kernel, captured=True) and each.name not in faster]
@@ -170,30 +167,27 @@ def print_report(files: Sequence[Path]) -> None:
         print_wrapped(f"Charts are drawn by a package that is not installed: {installing('report')}")
 
 
-def print_refreshed(report: RefreshReport) -> None:
+def print_refreshed(report: refresh.RefreshReport) -> None:
     """Print what was raced again or must be, a paragraph for each, and then a summary of all entries."""
     from tiledsched.store.evidence import throttled
 
     for row in report.rows:
-        was = row.was
+        was, now, lines = row.was, row.now, list[str]()
         if row.outcome == "kept":
             continue
         print_wrapped(f"{was.problem} on {was.device_name}, {was.regime}: {row.why}")
-        print_wrapped(
-            f"was  {was.median_us:.1f} us, tileiras {was.compiler or 'unknown'}: {was.schedule.short()}", "  "
-        )
-        if row.now is not None and row.now.median_us is not None and row.change is not None:
-            print_wrapped(f"now  {row.now.median_us:.1f} us ({row.change:+.1%}): {row.now.schedule.short()}", "  ")
-            if row.same_numbers is not None:
-                print_wrapped(
-                    f"its results are {'the same' if row.same_numbers else 'not the same'}, bit for bit", "  "
-                )
-            if row.now.same_numbers:
-                print_wrapped(row.now.same_numbers, "  ")
-            if slowed := throttled(row.now, {}):
-                print_wrapped(f"clock held down {slowed}", "  ")
-        for schedule in row.leaders[1:] if row.now is None else ():
-            print_wrapped(f"to race against it: {schedule.short()}", "  ")
+        if now is None:
+            lines = [f"to race against it: {schedule.short()}" for schedule in row.leaders[1:]]
+        elif now.median_us is not None and row.change is not None:
+            same, slowed = "the same" if row.same_numbers else "not the same", throttled(now, {})
+            lines = [
+                f"now  {now.median_us:.1f} us ({row.change:+.1%}): {now.schedule.short()}",
+                "" if row.same_numbers is None else f"its results are {same}, bit for bit",
+                now.same_numbers or "",
+                f"clock held down {slowed}" if slowed else "",
+            ]
+        compiler = was.compiler or "unknown"
+        print_lines(f"was  {was.median_us:.1f} us, tileiras {compiler}: {was.schedule.short()}", *lines)
     name = report.kernel.name
     total = report.current + len(report.rows)
     if not total:
@@ -218,7 +212,7 @@ def print_refreshed(report: RefreshReport) -> None:
     )
 
 
-def record_result_json(result: RecordResult) -> dict[str, Any]:
+def record_result_json(result: record.RecordResult) -> dict[str, Any]:
     """One problem of `record --json`."""
     numbers = ("wanted", "compiled", "measured", "failed", "failed_builds", "failed_programs", "complete")
     of_file = ("regime", "distinct_programs", "best_us", "best_tflops", "worst_ratio")
@@ -234,7 +228,7 @@ def record_result_json(result: RecordResult) -> dict[str, Any]:
     }
 
 
-def print_recorded(result: RecordResult) -> None:
+def print_recorded(result: record.RecordResult) -> None:
     """Print a line for each landscape of one problem, or for its builds where nothing was measured."""
     if not result.files:
         print(
@@ -306,7 +300,7 @@ def _range_text(rows: Sequence[CheckRow]) -> str:
     return describe_values(found)
 
 
-def print_merged(result: MergeResult) -> None:
+def print_merged(result: records.MergeResult) -> None:
     """Print what was taken into a database, and for evidence that contradicts it, the command that decides."""
     print(
         f"entries: {result.entries_added} added, {result.entries_replaced} replaced, {result.entries_kept} kept; "

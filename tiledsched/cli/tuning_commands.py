@@ -27,17 +27,17 @@ from tiledsched.cli.app import (
 from tiledsched.cli.output import note, print_next
 from tiledsched.cli.problems import matching, named_problems
 from tiledsched.cli.result_commands import written_report
-from tiledsched.cli.seen import Chosen, choose, kernel_is_named, only_arch, ranked, seen_option
-from tiledsched.cli.served_output import entry_json
+from tiledsched.cli.seen_flag import by_kernel, only_arch, ranked, seen_option, select
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.tuning.options import CHECK_ARCH, CheckOptions, RecordOptions, RefreshOptions, TuneOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from tiledsched.tuning.tuner import TuneReport
+    from tiledsched.store.captured_calls import Seen
+    from tiledsched.tuning.results import TuneReport
 
 
 @command("tune")
@@ -92,16 +92,14 @@ def tune(
         rehearse(run, replay, chosen)
         return 0
     if seen:
-        only = kernel.name if kernel_is_named() else None
-        found_seen = choose(run, seen, kernel=only, archs=[arch] if arch else None, filters=problem, suite=suite)
-        return _tune_seen(run, found_seen, chosen, jobs, report)
+        selected = select(run, seen, kernel=kernel, archs=[arch], filters=problem, suite=suite)
+        return _tune_seen(run, selected, chosen, jobs, report)
     wanted, arch = named_problems(kernel, problem, suite), run.arch(arch)
     with TuneProgress(len(wanted), chosen.budget_s) as watcher, run.session(arch, jobs) as session:
         found = session.tune(kernel, wanted, chosen, watcher=watcher, command={"words": run.words})
     files = written_report(run, kernel, [arch], report, regime=options["regime"]) if report else []
     if run.json:
-        results, entries = map(tuned_output.tune_result_json, found.results), map(entry_json, found.entries)
-        run.print({"run": found.run_id, "results": list(results), "entries": list(entries), "files": files})
+        run.print({"run": found.run_id, **tuned_output.tuned_json([found]), "files": files})
         return 0
     tuned_output.print_tuned(found)
     if files:
@@ -110,13 +108,13 @@ def tune(
     return 0
 
 
-def _tune_seen(run: Invocation, found: Chosen, chosen: TuneOptions, jobs: int | None, report: str | None) -> int:
+def _tune_seen(run: Invocation, found: Seen, chosen: TuneOptions, jobs: int | None, report: str | None) -> int:
     """Tune the problems that programs called, of every kernel; the exit code."""
     from tiledsched.cli.progress import TuneProgress
     from tiledsched.tuning.seen import tune_by_worth
 
     arch = only_arch(found)
-    found.by_kernel()  # raises where no kernel is known, and says which are left out
+    by_kernel(found)  # raises where no kernel is known, and says which are left out
     flags = {name: getattr(chosen, name) for name in ("regime", "accum_mode", "rivals")}
     rows = [row for row in ranked(run, found, **flags) if row.served is not None]
     rows = list({row.seen.problem: row for row in reversed(rows)}.values())[::-1]  # once for GPUs of several names
@@ -137,12 +135,9 @@ def _tune_seen(run: Invocation, found: Chosen, chosen: TuneOptions, jobs: int | 
         for file in written_report(run, each.kernel, [arch], f"{report}/{each.kernel.name}", regime=chosen.regime)
     ]
     if run.json:
-        results = [tuned_output.tune_result_json(result) for each in done.reports for result in each.results]
-        entries = [entry_json(entry) for each in done.reports for entry in each.entries]
         left = [{"problem": problem, "why": why} for problem, why in done.left.items()]
-        runs = [each.run_id for each in done.reports]
-        more = {"already_tuned": tuned, "only_raced": list(done.raced), "left": left}
-        run.print({"runs": runs, "results": results, "entries": entries, **more, "files": files})
+        more = {"already_tuned": tuned, "only_raced": list(done.raced), "left": left, "files": files}
+        run.print({"runs": [each.run_id for each in done.reports], **tuned_output.tuned_json(done.reports), **more})
     else:
         tuned_output.print_tuned_seen(done, tuned)
         print(*files, sep="\n", end="\n" * bool(files))
@@ -160,8 +155,8 @@ def rehearse(run: Invocation, files: tuple[str, ...], chosen: TuneOptions) -> No
         with run.session(recording.arch) as session:
             found = session.tune(recording.kernel, recording.problems, chosen, watcher=watcher)
     if run.json:
-        entries = [entry_json(replace(each, provenance="replayed")) for each in found.entries]
-        run.print({"results": list(map(tuned_output.tune_result_json, found.results)), "entries": entries})
+        entries = [replace(each, provenance="replayed") for each in found.entries]
+        run.print(tuned_output.tuned_json([replace(found, entries=entries)]))
         return
     tuned_output.print_tuned(found, replayed=recording.device_name)
 
@@ -314,10 +309,11 @@ def refresh(
 
     chosen = RefreshOptions.from_mapping(options, "refresh")
     if seen:
-        only = kernel.name if kernel_is_named() else None
-        found = choose(run, seen, kernel=only, archs=[arch] if arch else None, filters=problem)
-        arch, groups = only_arch(found), found.by_kernel()
-        wanted = {each: _measured_of(run, each, arch, problems) for each, problems in groups.items()}
+        found = select(run, seen, kernel=kernel, archs=[arch], filters=problem)
+        arch = only_arch(found)
+        wanted = {
+            each: measured_problems(run, each, arch, among=problems) for each, problems in by_kernel(found).items()
+        }
     else:
         arch = run.arch(arch)
         wanted = {kernel: measured_problems(run, kernel, arch, problem)}
@@ -339,14 +335,14 @@ def refresh(
             tuned_output.print_refreshed(report)
 
 
-def _measured_of(run: Invocation, kernel: KernelClass, arch: str, problems: Sequence[Problem]) -> list[Problem]:
-    """Those of the problems that are measured for an arch."""
-    known = set(measured_problems(run, kernel, arch, ()))
-    return [each for each in problems if each in known]
-
-
-def measured_problems(run: Invocation, kernel: KernelClass, arch: str, filters: tuple[str, ...]) -> list[Problem]:
-    """The problems that were measured for an arch and that the filters let through.
+def measured_problems(
+    run: Invocation,
+    kernel: KernelClass,
+    arch: str,
+    filters: tuple[str, ...] = (),
+    among: Iterable[Problem] | None = None,
+) -> list[Problem]:
+    """The problems that were measured for an arch and that the filters let through; with `among`, only these.
 
     Raises:
         ConfigError: some were measured, and the filters let none of them through.
@@ -355,6 +351,8 @@ def measured_problems(run: Invocation, kernel: KernelClass, arch: str, filters: 
 
     entries = load_entries(run.settings(), {arch}, kernel)
     known = {entry.problem for entry in entries if entry.arch == arch and entry.provenance == "measured"}
+    if among is not None:
+        return [each for each in among if each in known]
     found = matching(known, filters)
     if known and not found:
         raise ConfigError("no problem that was measured matches -p; leave it out, or name less")

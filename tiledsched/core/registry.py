@@ -5,6 +5,7 @@ A kernel is one that this process declared, one that ships, one of an installed 
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import copyreg
 import functools
@@ -24,7 +25,7 @@ from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError, 
 from tiledsched.core.fields import Value
 from tiledsched.core.files import real_path
 from tiledsched.core.problem import FILE_PREFIX, Declaration, KernelClass, Problem, unknown_kernel
-from tiledsched.core.sources import BESIDE
+from tiledsched.core.sources import BESIDE, FRONT, SHIPPED_KERNELS
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -32,27 +33,33 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 ENTRY_POINTS = "tiledsched.kernels"
 """The entry-point group under which a package ships kernels: a name, and `module:Class`."""
+FOLDER = Path(__file__).parents[1] / "kernels"
+"""The folder of the kernels that ship. Each has a folder in it, by its name."""
 SHIPPED = {
-    "attention": "tiledsched.kernels.attention:Attention",
-    "attention_backward": "tiledsched.kernels.attention_backward:AttentionBackward",
-    "grouped_matmul": "tiledsched.kernels.grouped_matmul:GroupedMatmul",
-    "matmul": "tiledsched.kernels.matmul:Matmul",
-    "rms_norm": "tiledsched.kernels.rms_norm:RmsNorm",
-    "rms_norm_backward": "tiledsched.kernels.rms_norm_backward:RmsNormBackward",
-    "scaled_matmul": "tiledsched.kernels.scaled_matmul:ScaledMatmul",
-    "softmax": "tiledsched.kernels.softmax:Softmax",
-    "softmax_backward": "tiledsched.kernels.softmax_backward:SoftmaxBackward",
-    "layer_norm": "tiledsched.kernels.layer_norm:LayerNorm",
-    "glu": "tiledsched.kernels.glu:Glu",
-    "rope": "tiledsched.kernels.rope:Rope",
-    "rope_in_place": "tiledsched.kernels.rope:RopeInPlace",
-    "cross_entropy": "tiledsched.kernels.cross_entropy:CrossEntropy",
+    name: f"{SHIPPED_KERNELS}{name}:{name.title().replace('_', '')}"
+    for name in sorted(path.parent.name for path in FOLDER.glob("*/__init__.py"))
 }
-"""The kernels that ship: name -> where each is declared."""
+"""The kernels that ship: name -> where each is declared. The class has the name of the folder: LayerNorm in `layer_norm`."""
 ALLOWED_VARIABLE = "TILEDSCHED_FLEET_JOBS"
 """Modules and files, with commas between them, whose code a database may name."""
 _known: dict[str, KernelClass] = {}
 _allowed: set[str] = set()
+
+
+@functools.cache
+def shipped_functions() -> dict[str, str]:
+    """The public functions of the kernels that ship: name -> the module that defines it, which is the `front` of its folder.
+
+    The names are read from the source, because importing a front imports torch.
+    """
+    found: dict[str, str] = {}
+    for path in FOLDER.glob(f"*/{FRONT}.py"):
+        functions = (
+            each for each in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(each, ast.FunctionDef)
+        )
+        names = (each.name for each in functions if not each.name.startswith("_"))
+        found |= dict.fromkeys(names, f"{SHIPPED_KERNELS}{path.parent.name}.{FRONT}")
+    return found
 
 
 def register(kernel: KernelClass) -> None:

@@ -14,6 +14,8 @@ DIGITS = 12
 """Hex digits of a hash."""
 SHIPPED_KERNELS = "tiledsched.kernels."
 """How the names of the modules begin that declare the kernels that ship."""
+FRONT = "front"
+"""The module in the folder of a kernel that ships which has its torch-shaped functions. It is no source of machine code."""
 LIBRARIES = frozenset({"cuda", "torch", "numpy", "cupy", "ml_dtypes", "tiledsched"})
 """Packages whose source is not part of a kernel."""
 
@@ -83,7 +85,8 @@ def _files(kernel: type) -> frozenset[str]:
     left, found = [declared], {declared.__name__: str(declared.__file__)}
     if declared.__name__.startswith(SHIPPED_KERNELS):
         # A shipped kernel imports its tile code where it needs the code, so that all files of the folder count.
-        found |= {str(path): str(path) for path in Path(str(declared.__file__)).parent.glob("*.py")}
+        files = Path(str(declared.__file__)).parent.glob("*.py")
+        found |= {str(path): str(path) for path in files if path.stem != FRONT}
     folder = os.path.dirname(str(declared.__file__))
     while left:
         module = left.pop()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tiledsched.fleet.running import Limits as Limits
+    from tiledsched.fleet.campaign import Limits as Limits
     from tiledsched.fleet.running import plan as plan
     from tiledsched.fleet.running import run as run
 

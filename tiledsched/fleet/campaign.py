@@ -51,7 +51,19 @@ Answer = tuple[Outcome, dict[str, Any] | None, str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Terms:
+class Limits:
+    """How long a campaign waits and how often it tries. The same work opened again with other limits is the same campaign."""
+
+    lease_s: float = LEASE_S
+    """How long a lease holds unless renewed: what a dead host costs."""
+    deadline_s: float = DEADLINE_S
+    """How long one attempt may take, before it is killed as hung."""
+    most_attempts: int = MOST_ATTEMPTS
+    """Attempts at one problem, at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms(Limits):
     """What is to be done for every problem of a campaign, and how long it may take."""
 
     job: str
@@ -64,12 +76,6 @@ class Terms:
     """Version that every worker must have; empty for any."""
     source_hash: str = ""
     """Hash of the kernel's source, which every worker must have; empty for any."""
-    lease_s: float = LEASE_S
-    """How long a lease holds unless renewed."""
-    deadline_s: float = DEADLINE_S
-    """How long one attempt may take."""
-    most_attempts: int = MOST_ATTEMPTS
-    """Attempts at one problem, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)

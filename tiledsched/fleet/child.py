@@ -36,10 +36,10 @@ from tiledsched.core.registry import allow, kernel_of_data
 from tiledsched.fleet.builds import SharedBuilds
 from tiledsched.fleet.campaign import Answer, Campaign, Lease, Outcome, Setup
 from tiledsched.fleet.jobs import Job, find_job
+from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.local_store import LocalStore, remove, whole
 from tiledsched.fleet.retry import RETRY_S, is_full, retry_while_unavailable
 from tiledsched.store.db import TuningDB
-from tiledsched.store.models import LeaseRow
 from tiledsched.tuning.resources import Tools
 from tiledsched.tuning.samplers import check_sampler
 from tiledsched.tuning.session import Session
@@ -142,7 +142,7 @@ class Child:
             self._local = self._make_local_store(self._cache, self._setup.db)
         for path in self._local.left_behind():
             if whole(path):
-                bring = functools.partial(self._local.bring_home, path, self._home, held=False)
+                bring = functools.partial(self._local.bring_home, path, self._home, replaces=False)
                 retry_while_unavailable(bring, stop=self._stop)
             else:
                 remove(path)
@@ -183,33 +183,25 @@ class Child:
         except (Exception, StoppedError) as error:
             answer = self._ended_by(error)
         try:
-            held = retry_while_unavailable(lambda: holds(self._home, lease), retry_s=self._retry_s(), stop=self._stop)
-            retry_while_unavailable(
-                lambda: self._local_store().bring_home(path, self._home, held=held),
-                retry_s=self._retry_s(),
-                stop=self._stop,
-            )
+            leases = Leases(self._home, retry_s=STOPPING_S if self._stop.is_set() else RETRY_S, stop=self._stop)
+            holds = leases.holds(lease)
+            leases.retry(lambda: self._local_store().bring_home(path, self._home, replaces=holds))
         except Exception as error:  # the file stays, for the next process here
             return self._ended_by(error) if answer[0] is Outcome.DONE else answer
         return answer
 
     def _ended_by(self, error: BaseException) -> Answer:
         """The answer after an error."""
-        text = str(error) if isinstance(error, TiledschedError) else f"{type(error).__name__}: {error}"
-        outcome = Outcome.ERROR  # whatever it is costs this attempt; another GPU or host may do better
+        text = (str(error) if isinstance(error, TiledschedError) else f"{type(error).__name__}: {error}")[:LONGEST]
         if isinstance(error, THE_PROBLEMS_FAULT):
-            outcome = Outcome.FAILED
-        elif self._stop.is_set():  # there was no time left for it: that is no attempt
-            outcome, text = Outcome.RELEASED, "told to stop"
-        elif is_full(error):
-            outcome = Outcome.FULL
-        return outcome, None, text[:LONGEST]
+            return Outcome.FAILED, None, text
+        if self._stop.is_set():  # there was no time left for it: that is no attempt
+            return Outcome.RELEASED, None, "told to stop"
+        # Whatever else it is costs this attempt; another GPU or host may do better.
+        return Outcome.FULL if is_full(error) else Outcome.ERROR, None, text
 
     def _say(self, text: str) -> None:
         self._pipe.send(("say", text))
-
-    def _retry_s(self) -> float:
-        return STOPPING_S if self._stop.is_set() else RETRY_S
 
     def control(self, problem: Problem, arch: str) -> Answer:
         """Time the control program."""
@@ -241,17 +233,6 @@ def why_not(wanted: Campaign, kernel: KernelClass, job: Job) -> str:
             f"{', '.join(unknown)}; bring this host up to date, or open the campaign again with this version"
         )
     return ""
-
-
-def holds(db: TuningDB, lease: Lease) -> bool:
-    """Whether a lease is still its worker's."""
-    with db.reading() as session:
-        row = session.get(LeaseRow, lease.id)
-        return row is not None and (row.worker_id, row.attempts, row.state) == (
-            lease.worker_id,
-            lease.attempt,
-            "leased",
-        )
 
 
 def main(descriptor: str, parent: str) -> None:

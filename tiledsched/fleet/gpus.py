@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tiledsched.core.errors import MeasureError
+from tiledsched.fleet.clock import CLOCK, Clock
 from tiledsched.measure.driver_timeout import Asker
 from tiledsched.measure.nvml import HELD_DOWN, gpus, state_of
 
@@ -46,19 +46,20 @@ class GpuState:
 
     Args:
         gpu: which.
+        clock: by which the age of an answer is told.
     """
 
-    def __init__(self, gpu: Gpu) -> None:
-        self._gpu, self._asker, self._answer = gpu, Asker(), dict[str, Any]()
-        self._answered_s = time.monotonic()
+    def __init__(self, gpu: Gpu, clock: Clock = CLOCK) -> None:
+        self._clock, self._gpu, self._asker, self._answer = clock, gpu, Asker(), dict[str, Any]()
+        self._answered_s = self._clock.monotonic()
 
     def read(self, within_s: float = ANSWER_S) -> dict[str, Any]:
         """The GPU's state; where the driver does not answer in time, the last one known and how old that is (`age_s`)."""
         try:
             self._answer = self._asker(self._gpu.state, within_s)
         except MeasureError:
-            return {**self._answer, "age_s": round(time.monotonic() - self._answered_s, 1)}
-        self._answered_s = time.monotonic()
+            return {**self._answer, "age_s": round(self._clock.monotonic() - self._answered_s, 1)}
+        self._answered_s = self._clock.monotonic()
         return self._answer
 
 

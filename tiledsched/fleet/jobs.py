@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiledsched.bench.job import bench_here
 from tiledsched.core.errors import Failure, MeasureError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import check_allowed
-from tiledsched.core.schedule import Schedule
 from tiledsched.fleet.gpus import Gpu
 from tiledsched.measure.estimate import Timing
+from tiledsched.ops.bench import bench_here
 from tiledsched.tuning.options import Options, RecordOptions, RefreshOptions, TuneOptions, options_of
 from tiledsched.tuning.session import Session
+from tiledsched.tuning.watcher import Watcher
 
 Progress = Callable[[str], None]
 """Takes a line of text that says what is done just now."""
@@ -29,7 +29,7 @@ CONTROL_ROUNDS = 30
 """Samples of the control program, each time."""
 
 
-class StageProgress:
+class StageProgress(Watcher):
     """A watcher of a tune that reports its stages as lines of text."""
 
     def __init__(self, say: Progress) -> None:
@@ -43,9 +43,6 @@ class StageProgress:
     def step(self, done: int) -> None:
         """`done` steps of the stage are done."""
         self._say(f"{self._what} {done}/{self._total}")
-
-    def best(self, us: float, schedule: Schedule) -> None:
-        """Nothing: the result holds the best schedule."""
 
 
 def tune(session: Session, kernel: KernelClass, problem: Problem, progress: Progress, **options: Any) -> dict[str, Any]:

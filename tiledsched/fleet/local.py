@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from tiledsched.build.pool import default_jobs
 from tiledsched.core.errors import ConfigError, MeasureError
 from tiledsched.fleet.campaign import Campaign
+from tiledsched.fleet.clock import CLOCK, Clock
 from tiledsched.fleet.gpus import Gpu, gpus_here
 from tiledsched.fleet.jobs import find_job
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.retry import RETRY_S, retry_while_unavailable
-from tiledsched.fleet.worker import STOP_S, Heart, Worker
+from tiledsched.fleet.worker import POLL_S, STOP_S, Heart, Worker
 from tiledsched.store.db import TuningDB
-
-POLL_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +42,7 @@ def work(
     stop: threading.Event | None = None,
     say: Callable[[str], None] = lambda line: None,
     retry_s: float = RETRY_S,
+    clock: Clock = CLOCK,
 ) -> Worked:
     """Work on campaigns with the GPUs of this host until nothing is left to do.
 
@@ -56,19 +56,18 @@ def work(
         stop: ends it, within ten seconds. Ctrl-C does, too.
         say: told what happens, a line each.
         retry_s: how long the database may be away.
+        clock: by which all of it waits.
 
     Raises:
         ConfigError: there is no such campaign, or no GPU here.
         KeyboardInterrupt: after Ctrl-C, once everything is ended.
     """
     stop = stop or threading.Event()
-    looked_at: list[str] = []
-    done: list[str] = []
-    count, notes = 0, list[str]()
+    looked_at, done, notes, count = list[str](), list[str](), list[str](), 0
     refused: ConfigError | None = None
-    with retry_while_unavailable(lambda: TuningDB.open(db), retry_s=retry_s, stop=stop) as opened:
-        leases = Leases(opened, retry_s=retry_s, stop=stop)
-        gives_up = time.monotonic() + wait_s
+    with retry_while_unavailable(lambda: TuningDB.open(db), retry_s=retry_s, stop=stop, clock=clock) as opened:
+        leases = Leases(opened, retry_s=retry_s, stop=stop, clock=clock)
+        gives_up = clock.monotonic() + wait_s
         while not stop.is_set():
             found = [leases.campaign(campaign)] if campaign else leases.campaigns(running=True)[::-1]
             left = [each for each in found if each.id not in looked_at]
@@ -76,11 +75,7 @@ def work(
                 looked_at.append(left[0].id)
                 try:
                     if leases.end(left[0].id) == "running":
-                        here = (
-                            list(gpus)
-                            if gpus is not None
-                            else gpus_here(find_job(left[0].job).gpus, without=without_gpu)
-                        )
+                        here = gpus_here(find_job(left[0].job).gpus, without=without_gpu) if gpus is None else gpus
                         notes += work_on(leases, db, left[0], here, jobs=jobs, stop=stop, say=say)
                         count = max(count, len(here))
                     done.append(left[0].id)
@@ -89,10 +84,10 @@ def work(
                         raise
                     say(str(error))
                     refused = error
-            elif done or time.monotonic() >= gives_up:
+            elif done or clock.monotonic() >= gives_up:
                 break
             else:
-                stop.wait(min(5.0, max(0.0, gives_up - time.monotonic())))
+                clock.wait(min(5.0, max(0.0, gives_up - clock.monotonic())), stop)
     if refused is not None and not done:
         raise refused
     return Worked(campaigns=tuple(done), gpus=count, notes=tuple(notes))
@@ -122,25 +117,22 @@ def work_on(
             "start workers where such GPUs are, or see: tiledsched doctor"
         )
     each_jobs = max(1, (jobs or default_jobs()) // len(mine))
-    workers: list[Worker] = []
+    workers = [Worker(leases, db, campaign, gpu, jobs=each_jobs, stop=stop, say=say) for gpu in mine]
+    threads = [threading.Thread(target=_run, args=(worker,), daemon=True) for worker in workers]
     heart = Heart(leases, campaign, workers)
-    threads: list[threading.Thread] = []
     try:
-        for gpu in mine:
-            workers.append(Worker(leases, db, campaign, gpu, jobs=each_jobs, stop=stop, say=say))
-            threads.append(threading.Thread(target=_run, args=(workers[-1],), daemon=True))
-        heart.start()
-        for thread in threads:
+        for thread in (heart, *threads):
             thread.start()
         while any(thread.is_alive() for thread in threads):
-            time.sleep(POLL_S)
-    finally:
-        stop_all = any(thread.is_alive() for thread in threads)
-        if stop_all:
-            stop.set()
-            gives_up = time.monotonic() + STOP_S + 2.0
-            for thread in threads:
+            time.sleep(POLL_S)  # a signal that interrupts Thread.join makes Python 3.11 take the thread for ended
+    except BaseException:
+        stop.set()
+        gives_up = time.monotonic() + STOP_S + 2.0
+        for thread in threads:
+            if thread.ident is not None:
                 thread.join(max(0.0, gives_up - time.monotonic()))
+        raise
+    finally:
         heart.end()
     return [f"{worker.gpu.name or worker.gpu.uuid}: {worker.note}" for worker in workers if worker.note]
 

@@ -83,9 +83,9 @@ class LocalStore:
         self._brought[path] = {_content(entry) for entry in entries}
         return path
 
-    def bring_home(self, path: Path, home: TuningDB, *, held: bool) -> dict[str, int]:
+    def bring_home(self, path: Path, home: TuningDB, *, replaces: bool) -> dict[str, int]:
         """Send what is new in one of these databases, see :func:`bring_home`, and remove it."""
-        done = bring_home(path, home, held=held, known=self._brought.get(path, set()))
+        done = bring_home(path, home, replaces=replaces, known=self._brought.get(path, set()))
         self._brought.pop(path, None)
         remove(path)
         return done
@@ -123,22 +123,22 @@ def what_is_known(home: TuningDB, problem: Problem, arch: str) -> tuple[list[Sto
         return [measurement_of(*row) for row in rows], entries
 
 
-def bring_home(path: Path, home: TuningDB, *, held: bool, known: Collection[Content] = ()) -> dict[str, int]:
+def bring_home(path: Path, home: TuningDB, *, replaces: bool, known: Collection[Content] = ()) -> dict[str, int]:
     """Send what a local database found to the one it was copied from; doing it twice changes nothing.
 
     Args:
         path: of the local database.
         home: where to.
-        held: whether the lease is held: then what was found replaces what is served, as it would in a single command. Else it is
-            evidence, and what is served changes only if that is stronger.
+        replaces: whether the lease is still its worker's: then what was found replaces what is served, as it would in a single
+            command. Else it is evidence, and what is served changes only if that is stronger.
         known: what was copied there from `home`.
     """
     with _here(path.parent), TuningDB.open(path) as local:
         measurements, entries = local.measurements(disturbed=True), local.entries()
         artifacts, builds, failures = list(local.artifacts().values()), builds_of(local), failures_of(local)
     new = [entry.replace(measurement_id=None, run_id=None) for entry in entries if _content(entry) not in known]
-    done = home.merge(measurements, [] if held else new, artifacts)
-    if held and new:
+    done = home.merge(measurements, [] if replaces else new, artifacts)
+    if replaces and new:
 
         def put(session: Session) -> None:
             for entry in sorted(new, key=lambda each: each.key):

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,10 +29,9 @@ from tiledsched.fleet.jobs import find_job
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.local import Worked
 from tiledsched.fleet.retry import RETRY_S, retry_while_unavailable
-from tiledsched.fleet.worker import STOP_S, Heart, Worker
+from tiledsched.fleet.worker import POLL_S, STOP_S, Heart, Worker
 from tiledsched.store.db import TuningDB
 
-log = logging.getLogger("tiledsched")
 LOOK_EVERY_S = 2.0
 """Between two looks at the nodes and at the campaign."""
 MOST_RESTARTS = 3
@@ -63,13 +61,6 @@ def ray_module() -> Any:
     return ray
 
 
-def on_node(node: str) -> Any:
-    """Ray's scheduling strategy for an actor that runs on the node of this id, or nowhere."""
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    return NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-
-
 class GpuActor:
     """Runs one worker on the GPU that Ray gave this actor, a problem a call.
 
@@ -89,29 +80,15 @@ class GpuActor:
         self._stop = threading.Event()
         leases = Leases(retry_while_unavailable(lambda: TuningDB.open(db), stop=self._stop), stop=self._stop)
         campaign = leases.campaign(campaign_id)
-        gpu = _own_gpu(campaign.job, slot)
-        self._said: list[str] = []
-        self._worker = Worker(
-            leases,
-            db,
-            campaign,
-            gpu,
-            jobs=jobs or max(1, default_jobs() // actors),
-            stop=self._stop,
-            say=self._said.append,
-        )
+        gpu, self._said = _own_gpu(campaign.job, slot), list[str]()
+        jobs = jobs or max(1, default_jobs() // actors)
+        self._worker = Worker(leases, db, campaign, gpu, jobs=jobs, stop=self._stop, say=self._said.append)
         Heart(leases, campaign, [self._worker]).start()
 
     def hello(self) -> dict[str, Any]:
         """The worker's id, its GPU and its host."""
-        gpu = self._worker.gpu
-        return {
-            "worker": self._worker.id,
-            "gpu": gpu.uuid,
-            "name": gpu.name,
-            "arch": gpu.arch,
-            "host": socket.gethostname(),
-        }
+        gpu, host = self._worker.gpu, socket.gethostname()
+        return {"worker": self._worker.id, "gpu": gpu.uuid, "name": gpu.name, "arch": gpu.arch, "host": host}
 
     def step(self) -> dict[str, Any]:
         """Do one problem, or wait a little: what happened, whether to go on, and if not, why. At the end it leaves."""
@@ -129,12 +106,10 @@ class GpuActor:
 
 def _own_gpu(job: str, slot: int | None) -> Gpu:
     """The GPU that Ray gave to this actor."""
-    ray = ray_module()
+    context = ray_module().get_runtime_context()
     if slot is not None:
-        return Gpu(
-            uuid=f"{socket.gethostname()}-{ray.get_runtime_context().get_node_id()[:8]}-{slot}", name="", arch=""
-        )
-    given = [str(each) for each in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]
+        return Gpu(uuid=f"{socket.gethostname()}-{context.get_node_id()[:8]}-{slot}", name="", arch="")
+    given = [str(each) for each in context.get_accelerator_ids().get("GPU", [])]
     listed = (find_job(job).gpus or gpus_of_driver)()  # its numbers are of all, whatever CUDA_VISIBLE_DEVICES says
     found = visible(listed, {"CUDA_VISIBLE_DEVICES": ",".join(given)})
     if len(found) != 1:
@@ -200,17 +175,15 @@ class Driver:
 
     def run(self) -> Worked:
         """Run until the campaign ends, and replace every actor that dies meanwhile."""
-        look_at = 0.0
+        clock, look_at = self._leases.clock, 0.0
         try:
-            while True:
-                if time.monotonic() >= look_at:
-                    look_at = time.monotonic() + LOOK_EVERY_S
-                    if self._hopeless():
-                        break
+            while clock.monotonic() < look_at or not self._hopeless():
+                if clock.monotonic() >= look_at:
+                    look_at = clock.monotonic() + LOOK_EVERY_S
                     self._look_at_nodes()
                 calls = {seat.call: seat for seat in self._seats.values() if seat.actor is not None}
                 if not calls:
-                    time.sleep(0.2)
+                    clock.wait(POLL_S, None)
                     continue
                 ready, _ = self._ray.wait(list(calls), num_returns=1, timeout=1.0)
                 for call in ready:
@@ -231,7 +204,8 @@ class Driver:
     def _start(self, seat: _Seat, actors: int) -> None:
         gpu = {} if self._without_gpu else {"num_gpus": 1}
         options = {"num_cpus": 0, "max_concurrency": 2, "max_restarts": 0, "max_task_retries": 0, **gpu}
-        remote = self._ray.remote(GpuActor).options(**options, scheduling_strategy=on_node(seat.node))
+        there = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=seat.node, soft=False)
+        remote = self._ray.remote(GpuActor).options(**options, scheduling_strategy=there)
         seat.actor = remote.remote(
             self._db, self._campaign.id, seat.slot if self._without_gpu else None, self._jobs, actors, allowed_places()
         )
@@ -283,7 +257,7 @@ class Driver:
 
     def _hopeless(self) -> bool:
         """Give up on what no GPU is there for, for long enough; whether nothing else is left."""
-        now, open_archs = time.monotonic(), self._leases.open_archs(self._campaign.id)
+        now, open_archs = self._leases.clock.monotonic(), self._leases.open_archs(self._campaign.id)
         archs = {seat.arch for seat in self._seats.values() if seat.actor is not None}
         for arch in open_archs:
             if archs & {arch, "", None}:  # what is not known yet may be it

@@ -6,7 +6,6 @@ import logging
 import random
 import sqlite3
 import threading
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -14,6 +13,7 @@ import sqlalchemy as sa
 
 from tiledsched.core import files
 from tiledsched.core.errors import DatabaseError, NoRoomError
+from tiledsched.fleet.clock import CLOCK, Clock
 
 T = TypeVar("T")
 RETRY_S = 600.0
@@ -40,7 +40,7 @@ def is_full(error: BaseException | None) -> bool:
 
 
 def retry_while_unavailable(
-    ask: Callable[[], T], *, retry_s: float = RETRY_S, stop: threading.Event | None = None
+    ask: Callable[[], T], *, retry_s: float = RETRY_S, stop: threading.Event | None = None, clock: Clock = CLOCK
 ) -> T:
     """What `ask` returns; again and again while the database is away.
 
@@ -48,23 +48,21 @@ def retry_while_unavailable(
         ask: one or more whole transactions that may be made again.
         retry_s: how long to go on.
         stop: ends the waiting early where it is set.
+        clock: by which it is waited.
 
     Raises:
         DatabaseError: it was away all that time, or refused.
     """
-    gives_up, pause_s, told = time.monotonic() + retry_s, FIRST_S, False
+    gives_up, pause_s, announced = clock.monotonic() + retry_s, FIRST_S, False
     while True:
         try:
             return ask()
         except DatabaseError as error:
-            if not is_away(error) or time.monotonic() >= gives_up or (stop is not None and stop.is_set()):
+            if not is_away(error) or clock.monotonic() >= gives_up or (stop is not None and stop.is_set()):
                 raise
-            if not told:
+            if not announced:
                 log.warning("%s; trying again for %.0f s", error, retry_s)
-                told = True
-        wait_s = random.uniform(0.5, 1.0) * min(pause_s, max(0.0, gives_up - time.monotonic()))
-        if stop is None:
-            time.sleep(wait_s)
-        else:
-            stop.wait(wait_s)
+                announced = True
+        wait_s = random.uniform(0.5, 1.0) * min(pause_s, max(0.0, gives_up - clock.monotonic()))
+        clock.wait(wait_s, stop)
         pause_s = min(2 * pause_s, LONGEST_S)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tiledsched.build.toolchain import compiler_at_hand
@@ -12,7 +11,7 @@ from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.problem_lists import Cases, kernel_of, problems_of
 from tiledsched.core.registry import allow
-from tiledsched.fleet.campaign import DEADLINE_S, LEASE_S, MOST_ATTEMPTS, CampaignPlan
+from tiledsched.fleet.campaign import CampaignPlan, Limits
 from tiledsched.fleet.gpus import gpus_here
 from tiledsched.fleet.jobs import JOBS, find_job
 from tiledsched.fleet.leases import Leases, expected
@@ -23,20 +22,6 @@ from tiledsched.store.db import TuningDB
 from tiledsched.store.location import location
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """How long a campaign waits and how often it tries. The same work opened again with other limits is the same campaign."""
-
-    lease_s: float = LEASE_S
-    """How long a lease holds unless renewed: what a dead host costs."""
-    deadline_s: float = DEADLINE_S
-    """How long one attempt may take, before it is killed as hung."""
-    most_attempts: int = MOST_ATTEMPTS
-    """Attempts at one problem, at most."""
-    budget_s: float | None = None
-    """Seconds after which nothing more is begun; None for no limit."""
-
-
 def plan(
     command: str,
     kernel: KernelClass | str,
@@ -45,6 +30,8 @@ def plan(
     *,
     options: Mapping[str, Any] | None = None,
     limits: Limits | None = None,
+    budget_s: float | None = None,
+    by_arch: Mapping[str, Sequence[Problem]] | None = None,
 ) -> CampaignPlan:
     """A campaign: each problem for each arch, those of most work first.
 
@@ -55,29 +42,28 @@ def plan(
         archs: e.g. sm_90 and sm_100.
         options: keyword arguments of the function of that name (`tiledsched.tune`, ...), as JSON has them.
         limits: how long it waits and how often it tries.
+        budget_s: seconds after which nothing more is begun; None for no limit.
+        by_arch: what is to be done for each arch, in this order, in place of `problems` and `archs`.
 
     Raises:
         ConfigError: there is no such command, or it has no such option.
     """
-    kernel, limits = kernel_of(kernel), limits or Limits()
+    kernel = kernel_of(kernel)
     if command not in JOBS and ":" not in command:
         raise ConfigError(f"a fleet does {', '.join(JOBS)}, not {command!r}; name one of them")
     given = {name: value for name, value in (options or {}).items() if value is not None}
     described = JOBS[command].options if command in JOBS else None
     if described is not None:
         given = described.from_mapping(given, command).to_json()
-    wanted: Sequence[Problem] = expected(problems_of(kernel, problems))
     return CampaignPlan(
         job=command,
         kernel=kernel.locator(),
-        problems=dict.fromkeys(archs, wanted),
+        problems=by_arch or dict.fromkeys(archs, expected(problems_of(kernel, problems))),
         options=given,
         compiler=compiler_at_hand(),
         source_hash=kernel.source_hash(),
-        lease_s=limits.lease_s,
-        deadline_s=limits.deadline_s,
-        most_attempts=limits.most_attempts,
-        budget_s=limits.budget_s,
+        budget_s=budget_s,
+        **vars(limits or Limits()),
     )
 
 

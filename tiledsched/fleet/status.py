@@ -118,9 +118,9 @@ class FleetStatus:
 
 def controls_of(db: TuningDB, campaign_id: str) -> list[Control]:
     """Every timing of a campaign's control program."""
-    asked = sa.select(ControlRow, WorkerRow.hostname).join(WorkerRow, WorkerRow.id == ControlRow.worker_id)
+    query = sa.select(ControlRow, WorkerRow.hostname).join(WorkerRow, WorkerRow.id == ControlRow.worker_id)
     with db.reading() as session:
-        rows = session.execute(asked.where(ControlRow.campaign_id == campaign_id).order_by(ControlRow.id))
+        rows = session.execute(query.where(ControlRow.campaign_id == campaign_id).order_by(ControlRow.id))
         return [record_of(Control, row, hostname=hostname) for row, hostname in rows]
 
 
@@ -185,7 +185,7 @@ def _workers(session: Session, campaign: Campaign, now: datetime, ends: Counter[
     rows = session.scalars(sa.select(WorkerRow).where(WorkerRow.campaign_id == campaign.id))
     found = []
     for row in rows:
-        said, seen_s = row.conditions or {}, (now - row.seen_at).total_seconds()
+        conditions, seen_s = row.conditions or {}, (now - row.seen_at).total_seconds()
         state = row.state if row.state == "ended" or seen_s <= SILENT * campaign.lease_s else "silent"
         found.append(
             WorkerStatus(
@@ -196,14 +196,14 @@ def _workers(session: Session, campaign: Campaign, now: datetime, ends: Counter[
                 device_name=row.device_name,
                 arch=row.arch,
                 state=state,
-                doing=row.note if state == "ended" else str(said.get("doing", "")),
+                doing=row.note if state == "ended" else str(conditions.get("doing", "")),
                 done=sum(ends[row.id, str(each)] for each in (Outcome.DONE, Outcome.LATE)),
                 faults=sum(ends[row.id, str(each)] for each in (Outcome.ERROR, Outcome.HUNG, Outcome.EXPIRED)),
-                sm_clock_mhz=said.get("sm_clock_mhz"),
-                temperature_c=said.get("temperature_c"),
-                power_w=said.get("power_w"),
-                throttle_reasons=tuple(said.get("throttle_reasons", ())),
-                age_s=said.get("age_s", 0.0),
+                sm_clock_mhz=conditions.get("sm_clock_mhz"),
+                temperature_c=conditions.get("temperature_c"),
+                power_w=conditions.get("power_w"),
+                throttle_reasons=tuple(conditions.get("throttle_reasons", ())),
+                age_s=conditions.get("age_s", 0.0),
                 seen_s=round(seen_s, 1),
             )
         )

@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
@@ -24,6 +23,7 @@ from tiledsched.core.processes import child_environment, python_command
 from tiledsched.core.registry import allowed_places
 from tiledsched.fleet.calibration import is_outlier
 from tiledsched.fleet.campaign import Answer, Campaign, Outcome, Setup
+from tiledsched.fleet.clock import Clock
 from tiledsched.fleet.gpus import ANSWER_S, Gpu, GpuState, illness
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.status import controls_of
@@ -62,6 +62,7 @@ class Worker:
         jobs: compile processes.
         stop: ends it, within ten seconds.
         say: told what happens, a line each.
+        start: starts a child, given its setup, what its environment has besides, and the clock.
     """
 
     def __init__(
@@ -74,10 +75,11 @@ class Worker:
         jobs: int,
         stop: threading.Event,
         say: Callable[[str], None] = lambda line: None,
+        start: Callable[[Setup, Mapping[str, str], Clock], _Process] | None = None,
     ) -> None:
         self.gpu, self.campaign, self.note, self.ended = gpu, campaign, "", False
-        self.gpu_state = GpuState(gpu)
-        self._leases, self._stop, self._say = leases, stop, say
+        self.gpu_state = GpuState(gpu, leases.clock)
+        self._leases, self._stop, self._say, self._start = leases, stop, say, start or _Process
         self._setup = Setup(db=db, campaign=campaign, jobs=jobs, allowed=allowed_places())
         self._child: _Process | None = None
         self._label, self._faults, self._since_control = "", 0, CONTROL_EVERY
@@ -113,7 +115,7 @@ class Worker:
         elif self._stop.is_set() or self.note or self.finished():
             return False
         else:
-            self._stop.wait(self._idle_s)
+            self._leases.clock.wait(self._idle_s, self._stop)
             self._idle_s = min(2 * self._idle_s, self.campaign.lease_s / 4, 10.0)
         return not self._stop.is_set()
 
@@ -132,7 +134,8 @@ class Worker:
         lease = self._leases.take(self.campaign, self.id, self._archs)
         if lease is None:
             return None
-        began = time.monotonic()
+        clock = self._leases.clock
+        began = clock.monotonic()
         what = f"{lease.problem} ({lease.arch}, attempt {lease.attempt})"
         outcome, result, message = self._ask(what, "work", lease, self._share_s())
         waits = outcome is Outcome.FULL and self._waited_s < ROOM_S
@@ -144,7 +147,7 @@ class Worker:
         self._fault = message
         outcome = self._leases.finish(lease, outcome, result=result, message=message)
         self._say(
-            f"{lease.problem} on {self.gpu.name or self.gpu.uuid}: {outcome}, {time.monotonic() - began:.1f} s"
+            f"{lease.problem} on {self.gpu.name or self.gpu.uuid}: {outcome}, {clock.monotonic() - began:.1f} s"
             + (f": {message}" if message else "")
         )
         if waits:
@@ -157,7 +160,7 @@ class Worker:
         pause_s = min(max(1.0, self._waited_s), 10.0, ROOM_S)
         self._doing = f"waits for room on its disk: {message}"
         self._say(f"{self.gpu.name or self.gpu.uuid} {self._doing}")
-        self._stop.wait(pause_s)
+        self._leases.clock.wait(pause_s, self._stop)
         self._waited_s += pause_s
         self._doing = ""
 
@@ -174,18 +177,20 @@ class Worker:
 
     def _cool_down(self) -> None:
         """Wait while the GPU is throttled by heat: what it measured so would be worth little."""
-        gives_up = time.monotonic() + COOLING_S
-        while (ill := illness(self.gpu_state.read())) and time.monotonic() < gives_up and not self._stop.wait(1.0):
+        clock = self._leases.clock
+        gives_up = clock.monotonic() + COOLING_S
+        while (ill := illness(self.gpu_state.read())) and clock.monotonic() < gives_up:
             self._doing = f"cooling: {ill}"
+            if clock.wait(1.0, self._stop):
+                break
         self._doing = ""
 
     def _ready(self) -> bool:
         """Whether a child is there, and this GPU has shown what it is; `note` says why not."""
         if self._child is None:
             try:
-                self._child = _Process(
-                    self._setup, {**self.gpu.environment(), **({LABEL_VARIABLE: self._label} if self._label else {})}
-                )
+                label = {LABEL_VARIABLE: self._label} if self._label else {}
+                self._child = self._start(self._setup, {**self.gpu.environment(), **label}, self._leases.clock)
             except ChildLostError as error:
                 self._faults += 1
                 if self._faults > MOST_FAULTS:
@@ -208,8 +213,8 @@ class Worker:
         self._since_control = 0
         if problem is None:
             return True
-        outcome, told, message = self._ask("control program", "control", problem, self.gpu.arch)
-        if told is None:
+        outcome, timed, message = self._ask("control program", "control", problem, self.gpu.arch)
+        if timed is None:
             if outcome is Outcome.FULL and self._waited_s < ROOM_S:
                 self._since_control = CONTROL_EVERY
                 self._wait_for_room(message)
@@ -217,7 +222,7 @@ class Worker:
                 self.note = f"cannot run the control program: {message}"
             return False
         self._faults = 0
-        self._leases.note_control(self.campaign.id, self.id, self.gpu.uuid, self.gpu.arch, told)
+        self._leases.note_control(self.campaign.id, self.id, self.gpu.uuid, self.gpu.arch, timed)
         label = self.gpu.uuid[:12] if is_outlier(controls_of(self._leases.db, self.campaign.id), self.gpu.uuid) else ""
         if label != self._label:
             self._label = label
@@ -240,7 +245,9 @@ class Worker:
             self._doing = f"{what}: {stage}"
 
         self._doing = what
-        answer = self._child.ask((verb, *arguments), deadline_s=self.campaign.deadline_s, stop=self._stop, told=hear)
+        answer = self._child.ask(
+            (verb, *arguments), deadline_s=self.campaign.deadline_s, stop=self._stop, on_stage=hear
+        )
         self._doing = ""
         if self._child.lost:
             self._child = None
@@ -267,14 +274,15 @@ class Worker:
 class _Process:
     """A child process, which ends with this process however this ends, and the pipe to it."""
 
-    def __init__(self, setup: Setup, environment: Mapping[str, str]) -> None:
+    def __init__(self, setup: Setup, environment: Mapping[str, str], clock: Clock) -> None:
+        self._clock = clock
         self._pipe, theirs = Pipe()
-        told = {**child_environment(), "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **environment}
+        whole = {**child_environment(), "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **environment}
         command = [*python_command("tiledsched.fleet.child"), str(theirs.fileno()), str(os.getpid())]
         self._process = subprocess.Popen(
             command,
             pass_fds=[theirs.fileno()],
-            env=told,
+            env=whole,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
@@ -293,13 +301,13 @@ class _Process:
         raise ChildLostError(f"the working process {why}")
 
     def ask(
-        self, request: Sequence[Any], *, deadline_s: float, stop: threading.Event, told: Callable[[str], None]
+        self, request: Sequence[Any], *, deadline_s: float, stop: threading.Event, on_stage: Callable[[str], None]
     ) -> Answer:
         """The child's answer to one request; what it says meanwhile is passed on.
 
         A child that ends, is past its deadline, or does not stop in time is killed, and `lost` then.
         """
-        deadline, stopping = time.monotonic() + deadline_s, None
+        deadline, stopping = self._clock.monotonic() + deadline_s, None
         try:
             self._pipe.send(request)
             while True:
@@ -307,9 +315,9 @@ class _Process:
                     verb, *values = self._pipe.recv()
                     if verb == "answer":
                         return values[0], values[1], values[2]
-                    told(*values)
+                    on_stage(*values)
                     continue
-                now = time.monotonic()
+                now = self._clock.monotonic()
                 if stop.is_set() and stopping is None:
                     stopping = now + STOP_S
                     self._process.send_signal(signal.SIGTERM)
@@ -375,7 +383,7 @@ class Heart(threading.Thread):
     def run(self) -> None:
         """Renew the leases of all workers until `end` is called."""
         within_s = min(self._campaign.lease_s / 8, ANSWER_S)
-        while not self._ended.wait(min(self._campaign.lease_s / 4, 30.0)):
+        while not self._leases.clock.wait(min(self._campaign.lease_s / 4, 30.0), self._ended):
             # What a worker that ended could not give back must run out.
             workers = [worker for worker in list(self._workers) if not worker.ended]
             if not workers:

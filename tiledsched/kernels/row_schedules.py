@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import tiledsched.core.fields as ts
 from tiledsched.core.cost import LAUNCH_US, WARPS_PER_GROUP, Cost, smooth_max
@@ -14,6 +16,7 @@ from tiledsched.core.problem import Problem
 from tiledsched.core.resources import REGISTERS_PER_SM, ResourceFacts, ctas_per_sm
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.similarity import Similarity
+from tiledsched.core.sources import is_shipped
 from tiledsched.kernels.persistent import resident_blocks
 
 LOADS = ("plain", "tma", "gather")
@@ -79,15 +82,37 @@ SPILL_COST = 1 / 200
 """Share by which each spilled byte a thread lengthens a stream."""
 
 
-def constants(p: Problem, s: Schedule) -> Mapping[str, Any]:
-    """Parameters that are called like no knob."""
-    return {"LOADS": LOADS.index(str(s["loads"]))}
+class OneFunction:
+    """A kernel whose tile code is one function, called as the kernel, in the module `tiles` of its folder."""
+
+    @classmethod
+    def entry(cls, p: Problem, s: Schedule) -> Callable[..., None]:
+        """The function of the kernel's name; cuTile is imported here, where a launch needs it."""
+        home: Any = next(each for each in cls.__mro__ if is_shipped(each))  # a class of one's own may be made of it
+        tiles = importlib.import_module(f"{home.__module__.rpartition('.')[0]}.tiles")
+        found: Callable[..., None] = getattr(tiles, home.name)
+        return found
 
 
-def grid(p: Problem, s: Schedule, device: Any) -> tuple[int]:
-    """One block per tile of rows; as many as fit at once where blocks are persistent."""
-    tiles = -(-p.rows // s.number("TILE_ROWS"))
-    return (resident_blocks(tiles, s, device) if s["PERSISTENT"] else tiles,)
+class RowKernel(OneFunction):
+    """What the declarations of kernels over whole rows share; each is a :class:`Kernel`, too."""
+
+    knobs: ClassVar[Mapping[str, Any]] = KNOBS
+    constraints: ClassVar[Mapping[str, str]] = CONSTRAINTS
+    exploring: ClassVar[Mapping[str, str]] = EXPLORING
+    derived: ClassVar[Mapping[str, Callable[[Any], Any]]] = DERIVED
+    plain: ClassVar[Mapping[str, Any]] = MappingProxyType({"HOLD": True, "PERSISTENT": False})
+
+    @staticmethod
+    def constants(p: Problem, s: Schedule) -> Mapping[str, Any]:
+        """Parameters that are called like no knob."""
+        return {"LOADS": LOADS.index(str(s["loads"]))}
+
+    @staticmethod
+    def grid(p: Problem, s: Schedule, device: Any) -> tuple[int]:
+        """One block per tile of rows; as many as fit at once where blocks are persistent."""
+        tiles = -(-p.rows // s.number("TILE_ROWS"))
+        return (resident_blocks(tiles, s, device) if s["PERSISTENT"] else tiles,)
 
 
 def row_coverage(p: Problem, s: Schedule) -> tuple[int, bool]:
@@ -95,42 +120,6 @@ def row_coverage(p: Problem, s: Schedule) -> tuple[int, bool]:
     tile = s.number("TILE_COLUMNS")
     covered = -(-p.columns // tile) * tile
     return covered, bool(s["HOLD"]) or covered == tile
-
-
-class RowCost(Cost):
-    """The time of a kernel that reads and writes rows of 16-bit elements."""
-
-    def model(self, p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
-        """Estimated time in microseconds. Only the order of estimates counts."""
-        read = sum(each.role == "in" and len(each.shape) == 2 for each in p.declaration.arrays(p))
-        tile_rows, tile = s.number("TILE_ROWS"), s.number("TILE_COLUMNS")
-        resident = facts.resident(spec.arch)
-        slots = spec.sm_count * resident
-        blocks = -(-p.rows // tile_rows)
-        covered, one_pass = row_coverage(p, s)
-
-        bytes_total = float(p.min_bytes)
-        if not one_pass:  # read again, from the L2 cache as long as it holds what is under way
-            again = float(p.rows * p.columns * 2 * read)
-            fits = slots * tile_rows * p.columns * 2 * read <= spec.l2_bytes / 2
-            bytes_total += again * (0.25 if fits else 1.0)
-        under_way = 1.0 * resident * tile_rows * (covered if one_pass else tile) * 2 * read
-        under_way *= DUTY_AHEAD if s["PERSISTENT"] and s["loads"] == "tma" else DUTY
-        per_cycle = spec.dram_gbps * COPY_SHARE / spec.sm_count / spec.clock_ghz
-        needed = LATENCY_CYCLES * per_cycle
-        memory_us = (
-            bytes_total / (spec.dram_gbps * COPY_SHARE * 1e3) * (1.0 + (needed / max(1.0, under_way)) ** 2) ** 0.5
-        )
-
-        elements = tile_rows * covered * (1.0 if one_pass else 1.6)
-        cycles = elements * FP32_PER_ELEMENT / spec.fp32_ops
-        cycles += 2.0 * max(0, facts.spill_bytes - 32) * facts.threads / SPILL_BYTES_PER_CYCLE
-        alone = elements * FP32_PER_ELEMENT / min(spec.fp32_ops, facts.threads) + BLOCK_CYCLES + LATENCY_CYCLES
-        if s["PERSISTENT"] and s["loads"] == "tma":
-            alone -= LATENCY_CYCLES
-        waves = float(math.ceil(blocks / slots)) if blocks <= 4 * slots else blocks / slots
-        compute_us = waves * max(alone, resident * cycles) / (spec.clock_ghz * 1e3)
-        return LAUNCH_US + smooth_max(memory_us, compute_us)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +132,7 @@ class TileDemand:
     """What it asks of memory before it waits for an answer."""
     instructions: float
     """Its float32 instructions, of all threads together."""
-    live: float
+    live: float = 0.0
     """Float32 values that it holds in registers at once."""
     enough: float = 2.4
     """What all blocks of an SM should have asked of memory, in what memory answers within a latency: more where blocks pause."""
@@ -151,12 +140,93 @@ class TileDemand:
     """Bytes of the whole problem that are read once more."""
 
 
-class StreamingCost(Cost):
-    """The time of a kernel that streams arrays through its blocks; a subclass says what a work tile takes."""
+class RowModel(Cost):
+    """The time of a kernel that streams rows through its blocks.
+
+    The stream takes as long as its bytes at the rate of a copy, and longer where too little is under way. The blocks take turns
+    on the SMs, which compute. The longer of the two counts. A subclass says what a work tile takes, and what the stream loses.
+    """
+
+    launches = 1
+    """Launches of the kernel."""
 
     def work(self, p: Problem, s: Schedule) -> TileDemand:
         """What a work tile of a schedule takes."""
         raise NotImplementedError
+
+    def slowdown(self, s: Schedule, work: TileDemand, facts: ResourceFacts, resident: int, answered: float) -> float:
+        """How many times as long the stream takes as a copy, where memory answers `answered` bytes of an SM in a latency."""
+        raise NotImplementedError
+
+    def traffic(self, p: Problem, s: Schedule, work: TileDemand, slots: int, spec: ArchSpec) -> float:
+        """Bytes of the stream, while `slots` blocks run at once."""
+        return p.min_bytes + work.again
+
+    def turns(self, p: Problem, s: Schedule, work: TileDemand, slots: int) -> float:
+        """How many work tiles follow one another on an SM."""
+        return float(math.ceil(work.count / slots)) if work.count <= 4 * slots else work.count / slots
+
+    def latency(self, s: Schedule) -> float:
+        """Cycles for which a work tile waits for its first bytes."""
+        return LATENCY_CYCLES
+
+    def spill_cycles(self, facts: ResourceFacts) -> float:
+        """Cycles that spilled registers take of an SM, in each work tile."""
+        return 0.0
+
+    def model(self, p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
+        """Estimated time in microseconds. Only the order of estimates counts."""
+        work, resident = self.work(p, s), facts.resident(spec.arch)
+        slots, rate = spec.sm_count * resident, spec.dram_gbps * COPY_SHARE
+        answered = LATENCY_CYCLES * rate / spec.sm_count / spec.clock_ghz
+        stream = self.traffic(p, s, work, slots, spec) / (rate * 1e3)
+        stream *= self.slowdown(s, work, facts, resident, answered)
+        alone = work.instructions / min(spec.fp32_ops, facts.threads) + BLOCK_CYCLES + self.latency(s)
+        busy = resident * (work.instructions / spec.fp32_ops + self.spill_cycles(facts))
+        compute = self.turns(p, s, work, slots) * max(alone, busy) / (spec.clock_ghz * 1e3)
+        return self.launches * LAUNCH_US + smooth_max(stream, compute)
+
+
+class RowCost(RowModel):
+    """The time of a kernel that reads and writes rows of 16-bit elements."""
+
+    def work(self, p: Problem, s: Schedule) -> TileDemand:
+        """A row that is neither held nor one tile is read again."""
+        bytes_read = 2 * sum(each.role == "in" and len(each.shape) == 2 for each in p.declaration.arrays(p))
+        rows, (covered, one_pass) = s.number("TILE_ROWS"), row_coverage(p, s)
+        return TileDemand(
+            count=-(-p.rows // rows),
+            bytes=1.0 * rows * (covered if one_pass else s.number("TILE_COLUMNS")) * bytes_read,
+            instructions=rows * covered * (1.0 if one_pass else 1.6) * FP32_PER_ELEMENT,
+            again=0.0 if one_pass else float(p.rows * p.columns * bytes_read),
+        )
+
+    def traffic(self, p: Problem, s: Schedule, work: TileDemand, slots: int, spec: ArchSpec) -> float:
+        """What is read again comes from the L2 cache for the most part, as long as it holds what is under way."""
+        fits = slots * s.number("TILE_ROWS") * work.again / p.rows <= spec.l2_bytes / 2
+        return p.min_bytes + work.again * (0.25 if fits else 1.0)
+
+    def slowdown(self, s: Schedule, work: TileDemand, facts: ResourceFacts, resident: int, answered: float) -> float:
+        """Few bytes under way lengthen the stream."""
+        duty = DUTY_AHEAD if loads_ahead(s) else DUTY
+        return float((1.0 + (answered / max(1.0, resident * work.bytes * duty)) ** 2) ** 0.5)
+
+    def latency(self, s: Schedule) -> float:
+        """Other warps load the next rows of a persistent block ahead."""
+        return 0.0 if loads_ahead(s) else LATENCY_CYCLES
+
+    def spill_cycles(self, facts: ResourceFacts) -> float:
+        """Spilled registers are written and read once in each work tile."""
+        return 2.0 * max(0, facts.spill_bytes - 32) * facts.threads / SPILL_BYTES_PER_CYCLE
+
+
+def loads_ahead(s: Schedule) -> bool:
+    """Whether warps of their own load the next rows of a persistent block."""
+    return bool(s["PERSISTENT"]) and s["loads"] == "tma"
+
+
+class StreamingCost(RowModel):
+    """The time of a kernel that streams arrays through its blocks, also of machine code that is not built."""
 
     def expected(self, p: Problem, s: Schedule, spec: ArchSpec) -> ResourceFacts:
         """The resources of machine code that holds the values of a work tile in registers; those that do not fit spill."""
@@ -174,21 +244,11 @@ class StreamingCost(Cost):
             ctas_per_sm=ctas_per_sm(spec.arch, registers, threads, 0),
         )
 
-    def model(self, p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
-        """Estimated time in microseconds. Only the order of estimates counts."""
-        work, resident = self.work(p, s), facts.resident(spec.arch)
-        rate = spec.dram_gbps * COPY_SHARE
-        enough = work.enough * LATENCY_CYCLES * rate / spec.sm_count / spec.clock_ghz
-        lack = FEW_BYTES_COST * max(0.0, enough / (resident * work.bytes) - 1.0)
+    def slowdown(self, s: Schedule, work: TileDemand, facts: ResourceFacts, resident: int, answered: float) -> float:
+        """Few bytes and few warps under way lengthen the stream, and so do blocks that stay and registers that spill."""
+        lack = FEW_BYTES_COST * max(0.0, work.enough * answered / (resident * work.bytes) - 1.0)
         lack += FEW_WARPS_COST * max(0.0, MANY_WARPS * 32 / (resident * facts.threads) - 1.0)
-        lack += PERSISTENT_COST * bool(s.get("PERSISTENT", False)) + SPILL_COST * facts.spill_bytes
-        memory_us = (p.min_bytes + work.again) / (rate * 1e3) * (1.0 + lack)
-
-        slots = spec.sm_count * resident
-        waves = float(math.ceil(work.count / slots)) if work.count <= 4 * slots else work.count / slots
-        alone = work.instructions / min(spec.fp32_ops, facts.threads) + BLOCK_CYCLES + LATENCY_CYCLES
-        busy = resident * work.instructions / spec.fp32_ops
-        return LAUNCH_US + smooth_max(memory_us, waves * max(alone, busy) / (spec.clock_ghz * 1e3))
+        return 1.0 + lack + PERSISTENT_COST * bool(s.get("PERSISTENT", False)) + SPILL_COST * facts.spill_bytes
 
 
 class RowSimilarity(Similarity):

@@ -1,4 +1,5 @@
-"""The arrays of one problem where its kernels run, and how a launch's arguments are made of them. It works for NumPy and CuPy.
+"""What the measuring process launches: the launches of one candidate as plain data, without a kernel and without a compiler, and
+the arrays of one problem, of which the arguments are made. It works for NumPy and CuPy.
 
 Arguments follow version 2 of cuTile's calling convention, as its launcher lays them out (cuda-tile 1.7, `cext/tile_kernel.cpp`
 of NVIDIA/cutile-python, and `_ir/type.py` and `_ir2bytecode.py` of the package). An array is its address, every size and
@@ -11,17 +12,84 @@ and what it reads of the next row is dropped.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
 
-from tiledsched.core.arrays import ArraySpec
+from tiledsched.core.arrays import ArraySpec, Tolerance
 from tiledsched.core.cases import Arrays, Case, output_specs
 from tiledsched.core.errors import DeclarationError
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.schedule import Schedule
 from tiledsched.core.storage import is_float, poison, same_bits, storage_type, strides_of, to_storage
-from tiledsched.measure.launch import Launch, LaunchStep
+
+Argument = tuple[str, str, Any]
+"""("array", name, wide), ("list", name, wide) or ("scalar", dtype, value). `wide`: indexed with 64 bits. Constants are in the
+machine code, so that no launch passes them.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchStep:
+    """One of the functions that a candidate launches in a row."""
+
+    grid: tuple[int, int, int]
+    """Blocks."""
+    arguments: tuple[Argument, ...]
+    """In the order of the function's parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """All that is needed to run one artifact on the current problem."""
+
+    fingerprint: str
+    """Key of the loaded machine code."""
+    steps: tuple[LaunchStep, ...]
+    """What is launched, in order; the machine code has a function for each."""
+    scratch: tuple[ArraySpec, ...]
+    """Arrays it takes besides those of the problem."""
+    tolerance: Tolerance
+    """How close to the reference its result must be."""
+    tile: tuple[int, int]
+    """Rows and columns of the tiles that errors are taken over."""
+
+
+def launch_of(kernel: KernelClass, p: Problem, s: Schedule, device: Any, fingerprint: str) -> Launch:
+    """What launching a schedule takes.
+
+    Args:
+        kernel: declares it.
+        p: the problem.
+        s: the schedule.
+        device: anything with `sm_count` and `arch`, for the grid.
+        fingerprint: of its machine code.
+
+    Raises:
+        DeclarationError: the declaration gives no launch.
+    """
+    from tiledsched.core.launches import scratch, steps
+
+    found = steps(kernel, p, s, device)
+    return Launch(
+        fingerprint=fingerprint,
+        steps=tuple(
+            LaunchStep(
+                grid=step.grid,
+                arguments=tuple(
+                    ("scalar", each.dtype, each.value) if each.kind == "scalar" else (each.kind, each.name, each.wide)
+                    for each in step.arguments
+                    if each.kind != "constant"
+                ),
+            )
+            for step in found
+        ),
+        scratch=scratch(kernel, p, s, found),
+        tolerance=kernel.tolerance(p, s),
+        tile=kernel.check_tile(p, s),
+    )
+
 
 WORDS_AT_ONCE = 1 << 24
 """Words of 8 bytes of which a digest is taken at a time: it bounds the memory needed."""

@@ -56,7 +56,7 @@ def summarise_throttling(taken: Iterable[Measurement], seen_mhz: int = 0) -> str
 
 
 def summarise_states(states: Iterable[tuple[Conditions, Device, str, int]], seen_mhz: int = 0) -> str:
-    """As :func:`summarise_throttling`, from conditions, device and regime, each with the number of measurements that had them."""
+    """What :func:`summarise_throttling` says, of conditions, device and regime with the number of measurements that had them."""
     reporting = [state for state in states if state[0].sm_clock_mhz or state[0].throttle_reasons]
     reporting.sort(key=lambda state: state[0].sm_clock_mhz)
     seen_mhz = max([seen_mhz, *(conditions.sm_clock_mhz for conditions, *_ in reporting)])

@@ -8,7 +8,7 @@ import signal
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from tiledsched.core.errors import Failure, FailureKind, MeasureError
 from tiledsched.core.files import OwnFolder
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.processes import child_environment, python_command
-from tiledsched.measure.launch import Launch, launch_of
+from tiledsched.measure.arrays import Launch, launch_of
 from tiledsched.measure.lock import GpuLock, hold
 from tiledsched.measure.nvml import expected_name
 from tiledsched.measure.runner import REGIMES, Batch, Candidate, Checked, Device, GapTrial
@@ -44,6 +44,8 @@ DEFAULT_GAP_MS = BURST_GAP_S * 1e3
 SHORT_GAP_MS = 2.0
 """Distance of launches below `SHORT_US`: they leave the GPU at rest anyway, and spread too much to calibrate by."""
 
+CRASHES = (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT)
+"""How a process ends by a fault of its own, and not by somebody's SIGKILL or exit."""
 ADVICE = {
     ("begin", FailureKind.OUT_OF_MEMORY): "try smaller sizes",
     ("begin", FailureKind.LAUNCH_FAILURE): "correct what the kernel declares",
@@ -73,14 +75,6 @@ class Timeouts:
     """...and this many times the candidate's own time at first look, for every launch."""
 
 
-class WorkerDiedError(Exception):
-    """The worker ended or was killed before it answered."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.message)
-        self.failure = failure
-
-
 class WorkerProcess:
     """A child process, the pipe to it and the folder it may write to.
 
@@ -105,30 +99,20 @@ class WorkerProcess:
         self.loaded: set[str] = set()
 
     def ask(self, timeout_s: float, verb: str, *arguments: Any) -> Any:
-        """Send one request and wait for its answer; a failure the worker reports is returned.
+        """Send one request and wait for its answer, which is a Failure where the worker reports one, or died."""
+        return self.send(verb, *arguments) or self.answer(timeout_s, verb)
 
-        Raises:
-            WorkerDiedError: as for `answer`.
-        """
-        self.send(verb, *arguments)
-        return self.answer(timeout_s, verb)
-
-    def send(self, verb: str, *arguments: Any) -> None:
-        """Send one request, whose answer is to be waited for before the next one.
-
-        Raises:
-            WorkerDiedError: it ended before.
-        """
+    def send(self, verb: str, *arguments: Any) -> Failure | None:
+        """Send one request, whose answer is to be waited for before the next one; a Failure where the worker has ended."""
         try:
             self.connection.send((verb, *arguments))
-        except OSError as error:
-            raise WorkerDiedError(self._ended(f"before {verb}")) from error
+        except OSError:
+            return self._ended(f"before {verb}")
+        return None
 
     def answer(self, timeout_s: float, verb: str) -> Any:
-        """The answer to the request sent last, or, first of all, to "start"; a failure the worker reports is returned.
-
-        Raises:
-            WorkerDiedError: it ended, or `timeout_s` passed and it was killed.
+        """The answer to the request sent last, or, first of all, to "start". It is a Failure where the worker reports one, where
+        it ended, and where `timeout_s` passed and it was killed.
         """
         try:
             if self.connection.poll(timeout_s):
@@ -136,14 +120,14 @@ class WorkerProcess:
                 if lost:
                     self.kill()
                 return value
-        except (EOFError, OSError) as error:
-            raise WorkerDiedError(self._ended(f"during {verb}")) from error
+        except (EOFError, OSError):
+            return self._ended(f"during {verb}")
         except BaseException:  # Ctrl-C: an answer nobody waited for must not be taken for the next one
             self.kill()
             raise
         self.kill()
         message = f"no answer to {verb} within {timeout_s:g} s; measuring process killed"
-        raise WorkerDiedError(Failure(kind=FailureKind.HANG, message=message))
+        return Failure(kind=FailureKind.HANG, message=message)
 
     def alive(self) -> bool:
         """Whether it can take a request. Between requests there is nothing to read, unless it ended."""
@@ -212,7 +196,7 @@ class GpuRunner:
     ) -> None:
         self._kernel = kernel
         self.seed = seed
-        """Of inputs and sample orders."""
+        """Seed of the inputs and of the orders of samples."""
         self._timeouts = timeouts or Timeouts()
         self._command = tuple(worker_command)
         self._problem: Problem | None = None
@@ -223,7 +207,7 @@ class GpuRunner:
         self._graph_launches: int | None = None
         self.gap_trials: tuple[GapTrial, ...] = ()
         """What the last calibration saw; empty before the first."""
-        self._told = False
+        self._warned = False
         self._lock = hold(*gpu) if gpu else None
         self._worker = WorkerProcess(self._command, self._lock)
         self._device: Device | None = None
@@ -260,10 +244,7 @@ class GpuRunner:
 
     def _expect(self, timeout_s: float, verb: str, problem: str) -> Any:
         """The answer to `verb`, without which nothing can be measured: a failure is an error that begins with `problem`."""
-        try:
-            answer = self._worker.answer(timeout_s, verb)
-        except WorkerDiedError as error:
-            answer = error.failure
+        answer = self._worker.answer(timeout_s, verb)
         if isinstance(answer, Failure):
             advice = ADVICE.get((verb, answer.kind), "run: tiledsched doctor")
             raise MeasureError(f"{problem}: {answer.message}; {advice}")
@@ -297,9 +278,7 @@ class GpuRunner:
         self._beginning = True
         if self._starting and self._lock is None:
             return  # it does so once the GPU is held
-        # Of a worker that ended, `wait` says why.
-        with suppress(WorkerDiedError):
-            self._worker.send("begin", self._kernel.locator(), self._problem, self._draw_seed("inputs"))
+        self._worker.send("begin", self._kernel.locator(), self._problem, self._draw_seed("inputs"))
 
     def wait(self) -> None:
         """Wait until the worker is ready for candidates. Whoever asks something of it waits by itself."""
@@ -340,12 +319,9 @@ class GpuRunner:
         if not self._worker.alive():
             self._restart()
             self.wait()
-        try:
-            launches = [self._launch(candidate) for candidate in candidates]
-            failed = next((launch for launch in launches if isinstance(launch, Failure)), None)
-            return failed or self._worker.ask(timeout_s, verb, *arguments, *launches)
-        except WorkerDiedError as error:
-            return error.failure
+        launches = [self._launch(candidate) for candidate in candidates]
+        failed = next((launch for launch in launches if isinstance(launch, Failure)), None)
+        return failed or self._worker.ask(timeout_s, verb, *arguments, *launches)
 
     def sample(self, candidates: Sequence[Candidate], *, rounds: int, regime: str) -> list[Batch | Failure]:
         """Interleaved timing. If the group fails, one launch of each alone finds the culprits; the others go again."""
@@ -370,8 +346,8 @@ class GpuRunner:
         if any(each.concurrent_pids for each in seen):
             self._gap_ms = self._given_gap_ms
         doubtful = next((each.others for each in seen if each.concurrent_pids is None), ())
-        if doubtful and not self._told:
-            self._told = True
+        if doubtful and not self._warned:
+            self._warned = True
             log.warning(
                 "process %s has the GPU open, and NVML does not tell here whether it runs: what is measured may be "
                 "measured beside it",
@@ -388,7 +364,10 @@ class GpuRunner:
             return
         if regime == "sustained":
             if self._graph_launches is None:
-                graphs = self._expected(fastest) < GRAPH_BELOW_US and not self._changes_in_place()
+                assert self._problem is not None
+                # A graph of several launches does not restore the arrays that they change.
+                changes = any(spec.role == "inout" for spec in self._kernel.arrays(self._problem))
+                graphs = self._expected(fastest) < GRAPH_BELOW_US and not changes
                 self._graph_launches = GRAPH_LAUNCHES if graphs else 0
         elif self._gap_ms is None and self._expected(fastest) < SHORT_US:
             self._gap_ms = SHORT_GAP_MS
@@ -399,11 +378,6 @@ class GpuRunner:
             if not isinstance(answer, Failure):
                 self.gap_trials = tuple(answer)
                 self._gap_ms = steady_gap(answer).gap_ms
-
-    def _changes_in_place(self) -> bool:
-        """Whether arrays must be restored between launches, which a graph of several does not."""
-        assert self._problem is not None
-        return any(spec.role == "inout" for spec in self._kernel.arrays(self._problem))
 
     def _expected(self, candidate: Candidate) -> float:
         return self._expected_us.get(candidate.artifact.fingerprint, UNKNOWN_US)
@@ -425,26 +399,18 @@ class GpuRunner:
     def _launch(self, candidate: Candidate) -> Launch | Failure:
         """What the worker needs to run `candidate`, which is loaded first if it is not yet."""
         assert self._problem is not None
-        artifact = candidate.artifact
-        if artifact.fingerprint not in self._worker.loaded:
-            try:
-                answer = self._worker.ask(self._timeouts.load_s, "load", artifact.fingerprint, artifact.cubin)
-            except WorkerDiedError as error:
-                if error.failure.kind is not FailureKind.WORKER_KILLED or not self._crashed():
-                    raise
-                # The driver does not refuse every torn file: some it reads past the end of, and crashes.
-                return Failure(kind=FailureKind.ARTIFACT_CORRUPT, message=error.failure.message)
+        artifact, worker = candidate.artifact, self._worker
+        if artifact.fingerprint not in worker.loaded:
+            answer = worker.ask(self._timeouts.load_s, "load", artifact.fingerprint, artifact.cubin)
             if isinstance(answer, Failure):
-                return answer
-            self._worker.loaded.add(artifact.fingerprint)
+                # The driver does not refuse every torn file: some it reads past the end of, and crashes.
+                crashed = answer.kind is FailureKind.WORKER_KILLED and worker.process.poll() in CRASHES
+                return replace(answer, kind=FailureKind.ARTIFACT_CORRUPT) if crashed else answer
+            worker.loaded.add(artifact.fingerprint)
         try:
             return launch_of(self._kernel, self._problem, candidate.schedule, self.device, artifact.fingerprint)
         except Exception as error:  # the author's grid, say: it costs the candidate, not the run
             return Failure(kind=FailureKind.LAUNCH_FAILURE, message=first_line(error))
-
-    def _crashed(self) -> bool:
-        """Whether the worker ended by a fault of its own, not by somebody's SIGKILL or exit."""
-        return self._worker.process.poll() in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT)
 
     def meet(self, others: frozenset[int]) -> frozenset[int]:
         """What NVML calls the worker; `others` are processes of the same run, which disturb no measurement."""

@@ -75,13 +75,13 @@ def hold(uuid: str, name: str) -> GpuLock | None:
     """
     if not uuid:
         return None
-    wait_s, began, told = load_settings().gpu_wait, time.monotonic(), False
+    wait_s, began, warned = load_settings().gpu_wait, time.monotonic(), False
     while True:
         with _changing:
             if uuid in _held:
                 _held[uuid].holders += 1
                 return _held[uuid]
-            descriptor = _open_file(uuid, quiet=told)
+            descriptor = _open_file(uuid, quiet=warned)
             if descriptor is None:
                 return None
             try:
@@ -97,9 +97,9 @@ def hold(uuid: str, name: str) -> GpuLock | None:
                 f"GPU {name} ({uuid}) is held by {by}, and one process at a time measures on a GPU; run again "
                 "when it has ended, or wait for it: TILEDSCHED_GPU_WAIT says for how many seconds"
             )
-        if not told:
+        if not warned:
             log.warning("waiting for GPU %s (%s): held by %s", name, uuid, by)
-            told = True
+            warned = True
         time.sleep(POLL_S if wait_s is None else min(POLL_S, wait_s))
 
 

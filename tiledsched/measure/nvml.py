@@ -103,10 +103,11 @@ def gpus() -> list[tuple[str, Device]]:
     Raises:
         MeasureError: the driver does not answer.
     """
-    return asked(_list_gpus, LISTED_S)
+    return [(uuid, device) for uuid, device, _ in asked(_list_gpus, LISTED_S)]
 
 
-def _list_gpus() -> list[tuple[str, Device]]:
+def _list_gpus() -> list[tuple[str, Device, bool]]:
+    """UUID and description of each GPU, and whether it is divided into instances (MIG)."""
     nvml = _binding()
     found = []
     for handle in _handles(nvml) if nvml else ():
@@ -121,7 +122,8 @@ def _list_gpus() -> list[tuple[str, Device]]:
             memory_bytes=int(memory.total) if memory else 0,
             driver=_text(_tell(nvml.nvmlSystemGetDriverVersion)),
         )
-        found.append((_text(_tell(nvml.nvmlDeviceGetUUID, handle)), device))
+        divided = bool((_tell(nvml.nvmlDeviceGetMigMode, handle) or [0])[0])
+        found.append((_text(_tell(nvml.nvmlDeviceGetUUID, handle)), device, divided))
     return found
 
 
@@ -131,14 +133,14 @@ def driver_version() -> str | None:
     Raises:
         MeasureError: the driver does not answer.
     """
-    told = asked(lambda: _text(_tell(nvml.nvmlSystemGetDriverVersion)) if (nvml := _binding()) else None, LISTED_S)
-    if told:
-        return told
+    version = asked(lambda: _text(_tell(nvml.nvmlSystemGetDriverVersion)) if (nvml := _binding()) else None, LISTED_S)
+    if version:
+        return version
     try:
         found = re.search(r"\b(\d{3,}(?:\.\d+)+)\b", DRIVER_FILE.read_text())
         return found.group(1) if found else ""
     except OSError:
-        return "" if told == "" or shutil.which("nvidia-smi") else None
+        return "" if version == "" or shutil.which("nvidia-smi") else None
 
 
 def why_unusable() -> str:
@@ -173,15 +175,9 @@ def expected_name() -> str:
     Raises:
         MeasureError: the driver does not answer.
     """
-    names = asked(_list_names, LISTED_S)
-    return labelled(names.pop()) if len(names) == 1 and "" not in names else ""
-
-
-def _list_names() -> set[str]:
-    nvml = _binding()
-    handles = list(_handles(nvml)) if nvml else []
-    divided = any((_tell(nvml.nvmlDeviceGetMigMode, handle) or [0])[0] for handle in handles)
-    return set() if divided else {_text(_tell(nvml.nvmlDeviceGetName, handle)) for handle in handles}
+    found = asked(_list_gpus, LISTED_S)
+    names = {"" if divided or device.name == labelled(UNNAMED) else device.name for _, device, divided in found}
+    return names.pop() if len(names) == 1 else ""
 
 
 def only_gpu() -> tuple[str, str] | None:
@@ -379,8 +375,8 @@ class ConditionsLog:
         seen = self._seen
         computing, drawing = (a | b for a, b in zip(self._listed, self._ask(self._list, READ_S), strict=True))
         listed = computing | drawing
-        told = bool(listed & self._ours)  # else ours could not be told from others'
-        others = listed - self._ours if told else frozenset()
+        is_told = bool(listed & self._ours)  # else ours could not be told from others'
+        others = listed - self._ours if is_told else frozenset()
         reasons = {name for reading in seen.get("throttle_reasons", []) for name in reading}
         return Conditions(
             sm_clock_mhz=int(statistics.median(seen.get("sm_clock_mhz", [0]))),
@@ -389,5 +385,5 @@ class ConditionsLog:
             temperature_c=max(seen.get("temperature_c", [0])),
             throttle_reasons=tuple(name for name in THROTTLE_REASONS.values() if name in reasons),
             others=tuple(sorted(others)),
-            concurrent_pids=self._ask(lambda: self._ran(others, computing), READ_S) if told else (),
+            concurrent_pids=self._ask(lambda: self._ran(others, computing), READ_S) if is_told else (),
         )

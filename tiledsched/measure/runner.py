@@ -198,29 +198,24 @@ class Runner(Protocol):
     @property
     def device(self) -> Device:
         """The GPU measured, or the one whose record is replayed."""
-        ...
 
     @property
     def device_name(self) -> str:
         """Name of the GPU, which may be known before the rest is."""
-        ...
 
     def begin(self, problem: Problem) -> None:
         """Make fresh random inputs and the high-precision reference for `problem`; candidates that follow are for it.
 
         It may go on in the background. What goes wrong then is raised by the next call.
         """
-        ...
 
     def probe(self, candidate: Candidate) -> float | Failure:
         """Load `candidate` and time a launch of it, in microseconds: good enough to tell the hopeless, no more."""
-        ...
 
     def check(self, candidate: Candidate) -> Checked | Failure:
         """Run `candidate` over NaN-poisoned output, on random inputs (twice, and in quick succession) and on adversarial ones;
         compare every tile.
         """
-        ...
 
     def sample(self, candidates: Sequence[Candidate], *, rounds: int, regime: str) -> list[Batch | Failure]:
         """Time candidates against each other: `rounds` launches each, interleaved, in shuffled order.
@@ -228,8 +223,6 @@ class Runner(Protocol):
         The conditions also tell who else ran on the GPU since the first request of a row of them; with no rounds, only they
         are asked for.
         """
-        ...
 
     def close(self) -> None:
         """Give the GPU back. Safe to call twice."""
-        ...

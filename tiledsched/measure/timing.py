@@ -56,11 +56,9 @@ class Stopwatch(Protocol):
         The spin keeps the GPU busy while the host queues what follows it, so that the events time the kernel and never
         the host.
         """
-        ...
 
     def read(self, queued: Any) -> float:
         """Wait for the stop event; microseconds between the two."""
-        ...
 
 
 class Log(Protocol):
@@ -68,11 +66,9 @@ class Log(Protocol):
 
     def poll(self) -> None:
         """Take one reading."""
-        ...
 
     def summary(self) -> Conditions:
         """All readings in one."""
-        ...
 
 
 def sample_rounds(

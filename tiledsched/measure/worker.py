@@ -37,8 +37,7 @@ from tiledsched.core.problem import Problem
 from tiledsched.core.processes import end_with_parent
 from tiledsched.core.registry import load_kernel
 from tiledsched.measure import timing
-from tiledsched.measure.arrays import Packed, ProblemArrays
-from tiledsched.measure.launch import Launch
+from tiledsched.measure.arrays import Launch, Packed, ProblemArrays
 from tiledsched.measure.nvml import ConditionsLog, current_device, current_gpu, current_processes, own_processes
 from tiledsched.measure.runner import Batch, Checked, Device, GapTrial
 from tiledsched.measure.timing import calibrate, sample_rounds
@@ -142,7 +141,7 @@ def _rehearse(state: State, arrays: ProblemArrays) -> None:
     """
     arrays.poison(())
     for case in arrays.cases:
-        _errors(arrays, case, Tolerance(relative=0.0), REHEARSED_TILE)
+        case_errors(cupy, arrays.output_specs, arrays.outputs, case, Tolerance(relative=0.0), REHEARSED_TILE)
     arrays.same_outputs(arrays.copy_outputs())
     with state.stream:
         arrays.restore(arrays.cases[0])
@@ -188,8 +187,7 @@ def check(state: State, launch: Launch) -> Checked | Failure:
         return Failure(kind=FailureKind.WRONG_RESULT, message=words)
     first = arrays.copy_outputs()
     elapsed_us = _poisoned_launch(state, launch, random)
-    errors = _errors(arrays, random, launch.tolerance, launch.tile)
-    failure = wrong_result(errors, random)
+    errors, failure = _compare(arrays, random, launch)
     if failure is not None:
         return failure
     repeatable = arrays.same_outputs(first)
@@ -198,8 +196,7 @@ def check(state: State, launch: Launch) -> Checked | Failure:
     for _ in range(ROWS):
         _poisoned_launch(state, launch, random, in_a_row)
         if not arrays.same_outputs(first):
-            hot = _errors(arrays, random, launch.tolerance, launch.tile)
-            failure = wrong_result(hot, random, "after launches in a row, ")
+            _, failure = _compare(arrays, random, launch, "after launches in a row, ")
             if failure is not None:
                 return failure
             repeatable = False
@@ -211,8 +208,7 @@ def check(state: State, launch: Launch) -> Checked | Failure:
     for case in adversarial:
         _poisoned_launch(state, launch, case)
         outputs.append(arrays.digest(arrays.outputs))
-        errors = _errors(arrays, case, launch.tolerance, launch.tile)
-        failure = wrong_result(errors, case)
+        errors, failure = _compare(arrays, case, launch)
         if failure is not None:
             return failure
         largest = max(accuracy.adversarial_tile_error, summary(errors, repeatable=repeatable).worst_tile_error)
@@ -226,8 +222,12 @@ def _written(digests: Sequence[int]) -> str:
     return hashlib.blake2b(repr(list(digests)).encode(), digest_size=8).hexdigest()
 
 
-def _errors(arrays: ProblemArrays, case: Case, tolerance: Tolerance, tile: tuple[int, int]) -> list[OutputErrors]:
-    return case_errors(cupy, arrays.output_specs, arrays.outputs, case, tolerance, tile)
+def _compare(
+    arrays: ProblemArrays, case: Case, launch: Launch, when: str = ""
+) -> tuple[list[OutputErrors], Failure | None]:
+    """The errors of the outputs, and what is wrong with them; None where they are right. The message begins with `when`."""
+    errors = case_errors(cupy, arrays.output_specs, arrays.outputs, case, launch.tolerance, launch.tile)
+    return errors, wrong_result(errors, case, when)
 
 
 def _poisoned_launch(state: State, launch: Launch, case: Case, in_a_row: int = 1) -> float:

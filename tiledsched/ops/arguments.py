@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tiledsched.core.errors import ProblemError
-from tiledsched.kernels.attention.problem import MAX_HEAD_DIM
+from tiledsched.kernels.attention.options import MAX_HEAD_DIM
 from tiledsched.serve import process
 
 DTYPES = (torch.float16, torch.bfloat16)

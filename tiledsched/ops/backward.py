@@ -14,25 +14,26 @@ import torch
 from tiledsched.core.arrays import LARGEST_INT32
 from tiledsched.core.errors import ProblemError, UnsupportedError
 from tiledsched.core.storage import strides_of
-from tiledsched.kernels.attention.rivals import empty_output
+from tiledsched.kernels.attention.backends import empty_output
+from tiledsched.kernels.attention.options import SCHEMA
 from tiledsched.kernels.attention_backward import AttentionBackward
+from tiledsched.kernels.attention_backward.backends import raced
 from tiledsched.kernels.attention_backward.problem import gradient_scales
-from tiledsched.kernels.attention_backward.rivals import late_rivals
 from tiledsched.ops.arguments import check_tensors, odd_scale, unserved
 from tiledsched.ops.fallback import MOST_SCORES, attend_in_torch, computes_at_once, report
-from tiledsched.ops.features import FEATURE_SCHEMA, AttentionFeatures
+from tiledsched.ops.features import AttentionFeatures
 from tiledsched.ops.plans import AttentionCall, longest_sequence
 from tiledsched.serve import process
+from tiledsched.serve.chain import Served
+from tiledsched.serve.execute import has_tangent, in_layout, is_transformed, launch_first, launch_plan
 from tiledsched.serve.flops import inform_counters, set_formula
-from tiledsched.serve.launch import has_tangent, in_layout, is_transformed, launch_first, launch_plan
-from tiledsched.serve.lookup import Served
 from tiledsched.serve.plan import Plan, beyond_int32, choose, make_plan
 from tiledsched.serve.plan_cache import PlanCache, are_ordinary, call_key
 from tiledsched.serve.schema import Output
 
 ARGUMENTS = (
     "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, str? causal=None, float? scale=None, "
-    f"{FEATURE_SCHEMA}, Tensor? dlse=None, bool? deterministic=None"
+    f"{SCHEMA}, Tensor? dlse=None, bool? deterministic=None"
 )
 FEATURES = len(AttentionFeatures._fields)
 NO_SECOND = (
@@ -121,7 +122,7 @@ class BackwardCall(NamedTuple):
         """What a launch takes, by the names of the kernel's arrays."""
         q, k, v, _, _, _, features = self.forward
         found = {"Q": q, "K": k, "V": v, "Out": self.out, "dOut": self.dout, "Lse": self.lse}
-        if any(each is not None for each in features[2:8]):
+        if any(each is not None for each in features.tensors):
             found |= features.feature_arrays(q)
         return found if self.dlse is None else found | {"dLse": self.dlse}
 
@@ -163,7 +164,7 @@ class BackwardCall(NamedTuple):
         except ProblemError as error:
             return str(error)
         inputs = self.inputs()
-        rivals = lambda: late_rivals(problem, scale, cap)  # noqa: E731
+        rivals = lambda: raced(problem, scale, cap, late=True)  # noqa: E731
         decision = choose("sdpa's backward pass", problem, tuple(inputs.values()), rivals, served)
         if isinstance(decision, str):
             return decision
@@ -196,7 +197,7 @@ class BackwardCall(NamedTuple):
                 )
 
     def launch(self, plan: Plan, tensors: tuple[Any, ...], first: bool = False, keep_zeros: bool = False) -> Gradients:
-        """The gradients, by the launches of a plan or its rival; see :func:`tiledsched.serve.launch.launch_plan`."""
+        """The gradients, by the launches of a plan or its rival; see :func:`tiledsched.serve.execute.launch_plan`."""
         features = self.forward.features
         extras = () if features.cu_seqlens_q is None else longest_sequence(plan.problem, features)
         return _four(launch_plan(plan, tensors, None, first, keep_zeros, extras))
@@ -249,7 +250,7 @@ def differentiate(call: BackwardCall, *, keep_zeros: bool = False) -> Gradients:
 
     Args:
         call: of which `dout` may be expanded and of any strides.
-        keep_zeros: as for :func:`tiledsched.serve.launch.launch_plan`.
+        keep_zeros: as for :func:`tiledsched.serve.execute.launch_plan`.
 
     Raises:
         ProblemError, ConfigError: as :meth:`BackwardCall.find_plan`.
@@ -299,7 +300,7 @@ def gradients(
     """
     q, k, v, out, lse = saved
     dout = torch.zeros_like(out) if dout is None else dout
-    tensors = [each for each in (dout, q, k, v, out, lse, dlse, *features[2:8]) if each is not None]
+    tensors = [each for each in (dout, q, k, v, out, lse, dlse, *features.tensors) if each is not None]
     if not (_traced() or torch.is_grad_enabled() or is_transformed()) and are_ordinary(tensors):
         call = _read_call(dout, q, k, v, out, lse, causal, scale, features, dlse, deterministic)
         return differentiate(call, keep_zeros=True)

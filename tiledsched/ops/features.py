@@ -3,43 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
 from tiledsched.core.errors import ProblemError
+from tiledsched.kernels.attention.options import ARRAYS, FeatureArguments
 from tiledsched.ops.arguments import check_array
 
-_INTEGERS = ("Starts", "Lengths", "CuQ", "CuK", "Table")
-"""The kernel's names of the integer arrays from `key_starts` to `block_table`."""
 
+class AttentionFeatures(FeatureArguments):
+    """The optional features of a call: the arguments of the operators, and what the kernels make of them."""
 
-class AttentionFeatures(NamedTuple):
-    """The optional features of a call, as the operators take them; each at its default where the call does not have it."""
-
-    window: int = 0
-    """Keys that a row sees up to its own, which is one of them; 0 for all."""
-    softcap: float = 0.0
-    """Cap of the scaled scores; 0 for none."""
-    sinks: Any = None
-    """`[heads]`: a logit more in the denominator of each row."""
-    key_starts: Any = None
-    """`[batch]`: the first key of each sequence that counts."""
-    key_lengths: Any = None
-    """`[batch]`: the first key of each sequence that does not count any more."""
-    cu_seqlens_q: Any = None
-    """`[sequences + 1]`: where packed sequences begin in q."""
-    cu_seqlens_k: Any = None
-    """`[sequences + 1]`: where packed sequences begin in k and v."""
-    block_table: Any = None
-    """`[sequences, pages]`: which entries of k and v hold a sequence's keys."""
-    max_seqlen_q: int = 0
-    """Rows of the longest packed sequence; 0 where the caller did not say."""
-    max_seqlen_k: int = 0
-    """Keys of the longest packed sequence; 0 where the caller did not say."""
-    window_right: int = 0
-    """Keys that a row sees after its own."""
+    __slots__ = ()
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -98,20 +75,14 @@ class AttentionFeatures(NamedTuple):
         found: dict[str, Any] = {}
         if self.sinks is not None:
             found["Sinks"] = self.sinks.detach().to(q.dtype).contiguous()
-        for name, each in zip(_INTEGERS, self[3:8], strict=True):
-            if each is not None:
+        for name, each in zip(ARRAYS, self.tensors, strict=True):
+            if each is not None and name not in found:
                 usual = each.dtype is torch.int32 and each.is_contiguous()
                 found[name] = each if usual else each.to(torch.int32).contiguous()
         return found
 
 
 NO_FEATURES = AttentionFeatures()
-FEATURE_SCHEMA = (
-    "SymInt window=0, float softcap=0.0, Tensor? sinks=None, Tensor? key_starts=None, Tensor? key_lengths=None, "
-    "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? block_table=None, SymInt max_seqlen_q=0, "
-    "SymInt max_seqlen_k=0, SymInt window_right=0"
-)
-"""The arguments of attention's operators that hold the features, in their order, as torch writes schemas."""
 Window: TypeAlias = "int | tuple[int, int] | None"
 """The type of the `window` argument of `sdpa`."""
 ALL_KEYS = 1 << 30

@@ -11,22 +11,21 @@ from typing import Any
 
 import torch
 
-from tiledsched.kernels.attention.rivals import empty_output
+from tiledsched.kernels.attention.backends import empty_output
+from tiledsched.kernels.attention.options import SCHEMA
 from tiledsched.ops import sharding
 from tiledsched.ops.arguments import needs_gradients, odd_scale, unserved
 from tiledsched.ops.backward import gradients, undifferentiable
 from tiledsched.ops.fallback import attend_in_torch, computes_at_once, report
-from tiledsched.ops.features import FEATURE_SCHEMA, NO_FEATURES, AttentionFeatures
+from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
 from tiledsched.ops.plans import AttentionCall, cache, launch_attention, plan_key
+from tiledsched.serve.execute import has_tangent, is_transformed, launch_first
 from tiledsched.serve.flops import inform_counters, set_formula
-from tiledsched.serve.launch import has_tangent, is_transformed, launch_first
 from tiledsched.serve.plan import Plan
 from tiledsched.serve.plan_cache import PlanCache, are_ordinary, lock
 
 NO_TANGENT = "forward-mode derivatives are asked for and the kernel has none"
-ARGUMENTS = (
-    f"Tensor q, Tensor k, Tensor v, str? causal=None, float? scale=None, {FEATURE_SCHEMA}, bool? deterministic=None"
-)
+ARGUMENTS = f"Tensor q, Tensor k, Tensor v, str? causal=None, float? scale=None, {SCHEMA}, bool? deterministic=None"
 FEATURES = len(NO_FEATURES)
 _library = torch.library.Library("tiledsched", "FRAGMENT")
 _traced = torch.compiler.is_dynamo_compiling
@@ -147,7 +146,7 @@ class DifferentiableAttention(torch.autograd.Function):
     ) -> Any:
         """The output; with `lse` also the log-sum-exp. A `plan` is one that was launched before."""
         ctx.set_materialize_grads(False)
-        arrays = features[2:8]
+        arrays = features.tensors
         if plan is not None or (
             not is_transformed() and are_ordinary(each for each in (q, k, v, *arrays) if each is not None)
         ):
@@ -206,7 +205,7 @@ def _register(name: str, result: str, lse: bool) -> Any:
 
     def autograd(q: Any, k: Any, v: Any, causal: str | None = None, scale: float | None = None, *given: Any) -> Any:
         features, deterministic = read(given) if given else (NO_FEATURES, None)
-        tensors = (q, k, v, *(each for each in features[2:8] if each is not None))
+        tensors = (q, k, v, *(each for each in features.tensors if each is not None))
         plain = not is_transformed() and are_ordinary(tensors)  # autocast has cast before
         differentiable, plan = needs_gradients(q, k, v, features.sinks), None
         reason = NO_TANGENT if has_tangent(tensors) else ""

@@ -12,7 +12,7 @@ import numpy
 import torch
 
 from tiledsched.serve import process
-from tiledsched.serve.launch import is_transformed
+from tiledsched.serve.execute import is_transformed
 from tiledsched.serve.plan_cache import are_ordinary
 
 HIDDEN = -1e4

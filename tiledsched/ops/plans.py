@@ -9,14 +9,14 @@ from tiledsched.core.errors import ProblemError
 from tiledsched.core.problem import Problem
 from tiledsched.core.storage import strides_of
 from tiledsched.kernels.attention import Attention
-from tiledsched.kernels.attention.rivals import empty_output, late_rivals
+from tiledsched.kernels.attention.backends import empty_output, raced
 from tiledsched.kernels.attention.scales import scales
 from tiledsched.kernels.attention.similarity import FEW_ROWS
 from tiledsched.ops.arguments import check_tensors, unserved
 from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
 from tiledsched.serve import process
-from tiledsched.serve.launch import launch_plan
-from tiledsched.serve.lookup import Served
+from tiledsched.serve.chain import Served
+from tiledsched.serve.execute import launch_plan
 from tiledsched.serve.plan import Decision, Plan, beyond_int32, choose, make_plan, rival_fields
 from tiledsched.serve.plan_cache import PlanCache
 from tiledsched.serve.schema import Output
@@ -149,7 +149,7 @@ class AttentionCall(NamedTuple):
             numbers = dict(zip(("scale_log2", "cap_scale"), scales(problem, scale, cap), strict=True))
         except ProblemError as error:
             return str(error)
-        decision = choose("sdpa", problem, (q, k, v), lambda: late_rivals(problem, scale, cap), served)
+        decision = choose("sdpa", problem, (q, k, v), lambda: raced(problem, scale, cap, late=True), served)
         if isinstance(decision, str):
             return decision
         decodes = q.shape[2] <= FEW_ROWS and features is NO_FEATURES
@@ -207,7 +207,7 @@ def launch_attention(
     first: bool = False,
     keep_zeros: bool = False,
 ) -> Any:
-    """The output, or output and log-sum-exp; see :func:`tiledsched.serve.launch.launch_plan`."""
+    """The output, or output and log-sum-exp; see :func:`tiledsched.serve.execute.launch_plan`."""
     if features is NO_FEATURES:
         result = launch_plan(plan, (q, k, v), None, first, keep_zeros)
     else:

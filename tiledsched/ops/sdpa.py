@@ -24,8 +24,8 @@ from tiledsched.ops.features import FEATURE_ARGUMENTS, NO_FEATURES, Window, read
 from tiledsched.ops.operator import DifferentiableAttention, cast_for_autocast, find_trained, serve_checked
 from tiledsched.ops.padding import hidden_ends
 from tiledsched.ops.plans import AttentionCall, find_ready, launch_attention
+from tiledsched.serve.execute import explain_plan, is_plain_call, launch_plan
 from tiledsched.serve.explain import Explanation
-from tiledsched.serve.launch import explain_plan, is_plain_call, launch_plan
 from tiledsched.serve.plan import Plan
 from tiledsched.serve.process import forget_kernels, settings
 

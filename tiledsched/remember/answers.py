@@ -5,6 +5,7 @@ every other result.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -12,9 +13,8 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tiledsched.build.cubin import Artifact
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.core.config import Settings
 from tiledsched.core.errors import DatabaseError, Failure, FailureKind
@@ -24,6 +24,9 @@ from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Device, Measurement
 from tiledsched.remember.description import MARK, Call, Grid
 from tiledsched.store.location import database_exists, database_file, location, site_location
+
+if TYPE_CHECKING:
+    from tiledsched.store.records import BuildRecord, Entry
 
 log = logging.getLogger("tiledsched")
 REGIME = "burst"
@@ -172,11 +175,11 @@ class AnswerStore:
     def _read_rows(self, url: str | None) -> Answers:
         call = self._call
         with _queries(url) as rows:
-            dims = (
-                (number, json.loads(held) if isinstance(held, str) else held)
-                for number, held in rows(PROBLEMS, self._words)
+            stored = (
+                (number, json.loads(dims) if isinstance(dims, str) else dims)
+                for number, dims in rows(PROBLEMS, self._words)
             )
-            problem = self._of_this_call((number, held) for number, held in dims)
+            problem = self._of_this_call(stored)
             if problem is None:
                 return Answers()
             found, words = Answers(problem=problem), {**self._words, "problem": problem.id}
@@ -207,8 +210,8 @@ class AnswerStore:
                 elif kind not in PASSING:
                     found.failures[schedule] = Failure(kind=FailureKind(kind), message=message or "")
             for schedule, kind, message, command in rows(FAILED, words):
-                noted = json.loads(command) if isinstance(command, str) else command
-                same = all(noted.get(word) == words[word] for word in ("source", "compiler"))
+                options = json.loads(command) if isinstance(command, str) else command
+                same = all(options.get(word) == words[word] for word in ("source", "compiler"))
                 time = found.times.get(schedule)
                 if same and kind not in PASSING and (time is None or (kind == WRONG and not time.checked)):
                     found.times.pop(schedule, None)
@@ -220,10 +223,10 @@ class AnswerStore:
         return found
 
     def _of_this_call(self, stored: Iterable[tuple[str, Mapping[str, Any]]]) -> Problem | None:
-        """Of stored problems of the kernel that of this call."""
+        """The stored problem of the kernel that is this call's; None where there is none."""
         for number, dims in stored:
-            noted = dims.get(MARK)
-            if isinstance(noted, str) and self._call.has_mark(noted):
+            mark = dims.get(MARK)
+            if isinstance(mark, str) and self._call.has_mark(mark):
                 values = {name: tuple(each) if isinstance(each, list) else each for name, each in sorted(dims.items())}
                 problem = Problem(self._call.kernel, values)
                 if problem.id == number:
@@ -277,69 +280,35 @@ class AnswerStore:
 
         from tiledsched.store.db import TuningDB, new_measurement
         from tiledsched.store.models import EntryRow
-        from tiledsched.store.records import BuildRecord, Entry
         from tiledsched.store.writing import put_builds, put_entry, put_measurements
 
         call, words = self._call, self._words
         command = {"command": "exhaustive_search", **{word: words[word] for word in ("kernel", "source", "compiler")}}
         with TuningDB.open(self._settings.db) as db:
             run_id = db.start_run({**command, "configurations": len(call.schedules)}, self._arch)
-            builds = [
-                BuildRecord.of(
-                    each.outcome,
-                    kernel=call.kernel,
-                    source_hash=call.source,
-                    toolchain=found.toolchain,
-                    arch=self._arch,
-                    schedule=each.schedule,
-                    problem_class=class_of(found.problem, each.grid),
-                    seconds=each.seconds,
-                )
-                for each in found.built
-            ]
             stored = {
                 taken.schedule: new_measurement(run_id, call.kernel, call.source, found.toolchain, taken)
                 for taken in found.measured
             }
-            winner = stored.get(found.winner) if found.winner is not None else None
-            entry = None
-            if winner is not None:
-                entry = Entry(
-                    kernel=call.kernel,
-                    arch=self._arch,
-                    problem=found.problem,
-                    device_name=self._device_name,
-                    regime=REGIME,
-                    provenance="measured",
-                    schedule=winner.measurement.schedule,
-                    fingerprint=winner.measurement.fingerprint,
-                    measurement=winner.summary,
-                    runner_up=found.runner_up,
-                    margin=found.margin,
-                    ties=found.ties,
-                    candidates=found.candidates,
-                    source=f"exhaustive_search of {len(call.schedules)} configurations, {SPACE}{call.space}",
-                    toolchain=found.toolchain,
-                    source_hash=call.source,
-                    run_id=run_id,
-                )
+            entry = found.entry
+            if entry is not None:
+                entry = entry.replace(measurement=stored[entry.schedule].summary, run_id=run_id)
 
             def put(session: Session) -> None:
-                put_builds(session, builds)
+                put_builds(session, found.builds)
                 put_measurements(session, list(stored.values()))
                 if entry is None:
                     return
                 columns = (EntryRow.schedule_id, EntryRow.source, EntryRow.source_hash, EntryRow.measurement_id)
-                same = {
-                    EntryRow.kernel: call.kernel,
-                    EntryRow.arch: self._arch,
-                    EntryRow.problem_id: found.problem.id,
-                    EntryRow.device_name: self._device_name,
-                    EntryRow.regime: REGIME,
-                    EntryRow.compiler: entry.compiler,
-                }
-                query = select(*columns).where(*(column == value for column, value in same.items())).with_for_update()
-                there = session.execute(query).first()
+                query = select(*columns).filter_by(
+                    kernel=call.kernel,
+                    arch=self._arch,
+                    problem_id=found.problem.id,
+                    device_name=self._device_name,
+                    regime=REGIME,
+                    compiler=entry.compiler,
+                )
+                there = session.execute(query.with_for_update()).first()
                 if there is None or tuple(there) == before.entry:
                     put_entry(session, entry, merging=False)
 
@@ -359,32 +328,27 @@ class AnswerStore:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BuildOutcome:
-    """What became of the build of one schedule."""
-
-    schedule: Schedule
-    grid: Grid
-    outcome: Artifact | Failure
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What a search found, as it is stored."""
+    """What a search found."""
 
+    answers: Answers
+    """What is known of the call now."""
+    alone: bool
+    """Whether no other process ran on the GPU meanwhile; else nothing is stored."""
     problem: Problem
+    """The call's problem."""
     device: Device
+    """The GPU."""
     toolchain: Toolchain
-    built: Sequence[BuildOutcome]
+    """The compiler."""
+    builds: Sequence[BuildRecord]
+    """What became of each build."""
     measured: Sequence[Measurement]
+    """The new measurements."""
     failed: Sequence[tuple[Schedule, Failure]]
     """What built and did not run, or computed something else."""
-    winner: Schedule | None
-    """What is served from now on; None where what is served stays."""
-    ties: tuple[Schedule, ...]
-    runner_up: Schedule | None
-    margin: float | None
-    candidates: int
+    entry: Entry | None
+    """What is served from now on, without its measurement; None where what is served stays."""
 
 
 def stored_places(settings: Settings, call: Call) -> list[tuple[str, str]]:
@@ -424,11 +388,7 @@ def _queries(url: str | None) -> Iterator[Any]:
         connection.close()
 
 
-_warned: set[str] = set()
-
-
+@functools.cache
 def warn_once(message: str) -> None:
     """Warn of something once in the life of this process."""
-    if message not in _warned:
-        _warned.add(message)
-        log.warning(message)
+    log.warning(message)

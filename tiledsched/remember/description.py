@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
-from tiledsched.core.canonical import canonical_json
+from tiledsched.core.canonical import canonical_json, stable_id
 from tiledsched.core.fields import Value
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import KnobValue, Schedule
-from tiledsched.remember.identity import OpaqueError, Reader, digest, fields_of, is_array, is_kernel, name_of
+from tiledsched.remember.identity import OpaqueError, Reader, fields_of, is_array, is_kernel, name_of
 
 MARK = "call"
 """The field of a problem that tells calls apart; see :meth:`Call.mark`. Every problem of this package has the field, and no other
@@ -78,7 +78,7 @@ class Call:
     @functools.cached_property
     def space(self) -> str:
         """A digest of the set of schedules."""
-        return digest(sorted(self.places))
+        return stable_id(sorted(self.places))
 
     def mark(self, varying: Sequence[int]) -> str:
         """What tells this call from others of the kernel: a digest of the arguments that all configurations have in common, the
@@ -91,7 +91,7 @@ class Call:
         """Whether a stored mark is of this call. `args_fn` is called once.
 
         Raises:
-            OpaqueError: an argument cannot be told from others.
+            OpaqueError: an argument cannot be told from others of its type.
         """
         shared, _, rest = mark.partition(" ")
         places, _, example = rest.partition(" ")
@@ -106,8 +106,8 @@ class Call:
         """A digest of a configuration's arguments without those that vary, and of what the kernel captured."""
         key = place, tuple(varying)
         if key not in self._digests:
-            kept = [None if number in varying else each for number, each in enumerate(self._arguments(place))]
-            self._digests[key] = digest([kept, self.captured, self.request.flush_l2])
+            shared = [None if number in varying else each for number, each in enumerate(self._arguments(place))]
+            self._digests[key] = stable_id([shared, self.captured, self.request.flush_l2])
         return self._digests[key]
 
     def _arguments(self, place: int) -> list[Any]:
@@ -124,7 +124,7 @@ class Call:
         parameters. `args_fn` is called once for each configuration.
 
         Raises:
-            OpaqueError: an argument cannot be told from others.
+            OpaqueError: an argument cannot be told from others of its type.
         """
         each = [self._arguments(place) for place in sorted(self.places.values())]
         varying = [
@@ -153,14 +153,14 @@ def describe_call(request: Request, arch: str) -> Call:
         OpaqueError: a value that the kernel captured, or a field of a configuration, cannot be told from others of its type.
     """
     kernels = [request.kernel_of(config) for config in request.configs]
-    told = {number: _describe_kernel(each) for number, each in {id(each): each for each in kernels}.items()}
-    names = sorted({name for name, _, _ in told.values()})
+    described = {number: _describe_kernel(each) for number, each in {id(each): each for each in kernels}.items()}
+    names = sorted({name for name, _, _ in described.values()})
     several = not is_kernel(request.kernel)
     name = names[0] if len(names) == 1 else name_of(request.kernel)
     reader = Reader()
     for function in (request.args_fn, request.grid_fn):
         reader.code_of(function)
-    first = told[id(kernels[0])]
+    first = described[id(kernels[0])]
     schedules = []
     for config, kernel in zip(request.configs, kernels, strict=True):
         knobs = config_knobs(config)
@@ -168,12 +168,12 @@ def describe_call(request: Request, arch: str) -> Call:
             if knobs.get(hint) != number:
                 knobs[hint if hint not in knobs else f"hint_{hint}"] = number
         if several:
-            knobs["kernel"] = f"{told[id(kernel)][0].rpartition(':')[2]} {digest(told[id(kernel)][1:], 8)}"
+            knobs["kernel"] = f"{described[id(kernel)][0].rpartition(':')[2]} {stable_id(described[id(kernel)][1:], 8)}"
         schedules.append(Schedule(knobs))
     return Call(
         request=request,
         kernel=name,
-        source=digest([reader.code, *([] if several else [first[1]])]) + digest(name),
+        source=stable_id([reader.code, *([] if several else [first[1]])]) + stable_id(name),
         captured="" if several else first[2],
         schedules=tuple(schedules),
         grids=tuple(_grid(request.grid_fn(config)) for config in request.configs),
@@ -194,19 +194,17 @@ def _describe_kernel(kernel: Any) -> tuple[str, list[str], str]:
     captured = reader.function(function)
     annotations = {name: str(each) for name, each in getattr(function, "__annotations__", {}).items()}
     captured["annotations"] = {name: text for name, text in annotations.items() if " at 0x" not in text}
-    return name_of(function), reader.code, digest(captured, 8)
+    return name_of(function), reader.code, stable_id(captured, 8)
 
 
 def plain_value(value: Any) -> Value:
     """A described value as the field of a problem has it."""
     if isinstance(value, (bool, int)):
         return value
-    text = (
-        value.removeprefix("float ") if isinstance(value, str) else "None" if value is None else canonical_json(value)
-    )
+    text = _text_of(value)
     if text.isprintable() and len(text) <= LONGEST:
         return text
-    return f"{type(value).__name__} of {len(value)}: {digest(value, 8)}"
+    return f"{type(value).__name__} of {len(value)}: {stable_id(value, 8)}"
 
 
 def config_knobs(config: Any) -> dict[str, KnobValue]:
@@ -216,31 +214,33 @@ def config_knobs(config: Any) -> dict[str, KnobValue]:
         OpaqueError: a field cannot be told from others of its type.
     """
     if isinstance(config, Mapping):
-        held: Mapping[Any, Any] = config
+        fields: Mapping[Any, Any] = config
     elif isinstance(config, (list, tuple)) and not hasattr(config, "_asdict"):
-        held = {f"config{place}": each for place, each in enumerate(config)}
+        fields = {f"config{place}": each for place, each in enumerate(config)}
     elif isinstance(config, (str, int, float, enum.Enum, type(None))) or is_array(config):
-        held = {"config": config}
+        fields = {"config": config}
     else:
-        held = fields_of(config) or {"config": config}
+        fields = fields_of(config) or {"config": config}
     found: dict[str, KnobValue] = {}
-    for name, value in held.items():
+    for name, value in fields.items():
         reader = Reader()
-        told = reader.value(value, f"the field {name} of a configuration")
-        if isinstance(told, dict) and told.keys() == {"type", "class"}:
+        described = reader.value(value, f"the field {name} of a configuration")
+        if isinstance(described, dict) and described.keys() == {"type", "class"}:
             raise OpaqueError(f"the field {name} of a configuration, a {type(value).__qualname__}")
         if reader.code or isinstance(value, FunctionType):
-            told = [told, digest(reader.code, 8)]
-        found[str(name)] = told if isinstance(told, (bool, int)) else _printable(told)
+            described = [described, stable_id(reader.code, 8)]
+        text = _text_of(described)
+        found[str(name)] = (
+            described if isinstance(described, (bool, int)) else text if text.isprintable() else repr(text)
+        )
     return found
 
 
-def _printable(value: Any) -> str:
-    """A described value as text that can be printed; a long one is cut, and has a digest."""
-    text = (
-        value.removeprefix("float ") if isinstance(value, str) else "None" if value is None else canonical_json(value)
-    )
-    return text if text.isprintable() else repr(text)
+def _text_of(value: Any) -> str:
+    """The text of a described value, which may hold characters that cannot be printed."""
+    if isinstance(value, str):
+        return value.removeprefix("float ")
+    return "None" if value is None else canonical_json(value)
 
 
 def hints_for(kernel: Any, hints: Mapping[str, Any], arch: str) -> dict[str, int]:

@@ -1,7 +1,8 @@
 """What a function is: the text of its code and of the code that it calls, and the values that it captured.
 
-Both can be told without calling the function and without compiling it, in well below a millisecond once it was read. Code is
-told by its source text, so that another version of Python reads the same; arrays by type, shape, strides and alignment.
+Both are found without calling the function and without compiling it, in well below a millisecond once its source was read. Code
+is identified by its source text, so that another version of Python gives the same result, and arrays by type, shape, strides and
+alignment.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import dataclasses
 import dis
 import enum
 import functools
-import hashlib
 import linecache
 import os
 import sys
@@ -21,7 +21,8 @@ from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, Modul
 from typing import Any
 
 from tiledsched.core.canonical import canonical_json
-from tiledsched.core.sources import DIGITS, LIBRARIES
+from tiledsched.core.sources import LIBRARIES
+from tiledsched.core.storage import strides_of
 
 PLAIN = (bool, int, str, type(None))
 MOST_PARTS = 5000
@@ -36,11 +37,6 @@ FULL_ALIGNMENT = 16
 
 class OpaqueError(Exception):
     """A value that cannot be told from others of its type. The message names it."""
-
-
-def digest(value: Any, digits: int = DIGITS) -> str:
-    """Hex digits that stand for plain data."""
-    return hashlib.sha256(canonical_json(value).encode()).hexdigest()[:digits]
 
 
 def is_number(value: Any) -> bool:
@@ -77,11 +73,7 @@ def describe_array(array: Any) -> str:
         strides = [int(step) // int(array.dtype.itemsize) for step in array.strides]
     else:
         strides = []
-    usual: list[int] = []
-    step = 1
-    for side in reversed(shape):
-        usual.insert(0, step)
-        step *= side
+    usual = strides_of(shape, column=False)
     if strides and any(mine != theirs and side != 1 for mine, theirs, side in zip(strides, usual, shape, strict=True)):
         words.append(f"strides {'x'.join(map(str, strides))}")
     lowest = (where := address(array)) & -where
@@ -176,9 +168,9 @@ class Reader:
             return
         self._met.add(id(function))
         self.code.append(_text_of(function.__code__))
-        held = [value for _, value in _cells(function)]
+        captured = [value for _, value in _cells(function)]
         loads = _names_in(function.__code__) & function.__globals__.keys()
-        for value in [*held, *(function.__globals__[name] for name in sorted(loads))]:
+        for value in [*captured, *(function.__globals__[name] for name in sorted(loads))]:
             self.code_of(value)
 
     def function(self, function: Any) -> dict[str, Any]:
@@ -208,12 +200,12 @@ class Reader:
         """A value as plain data.
 
         Args:
-            value: it.
+            value: the value.
             name: what it is called, for errors.
             attributes: names that the code reads of objects.
 
         Raises:
-            OpaqueError: it cannot be told from others.
+            OpaqueError: the value cannot be told from others of its type.
         """
         self._parts += 1
         if self._parts > MOST_PARTS:
@@ -260,8 +252,8 @@ class Reader:
         if is_library(kind.__module__, getattr(module, "__file__", None)) or id(kind) in self._met:
             return name
         self._met.add(id(kind))
-        held = {each: one for each, one in vars(kind).items() if each in attributes or isinstance(one, FunctionType)}
-        read = {each: self.value(one, each, attributes) for each, one in sorted(held.items()) if not _is_made(one)}
+        members = {each: one for each, one in vars(kind).items() if each in attributes or isinstance(one, FunctionType)}
+        read = {each: self.value(one, each, attributes) for each, one in sorted(members.items()) if not _is_made(one)}
         return {"class": name[NAME], **read} if read else name
 
     def _function(self, function: Any) -> Any:
@@ -288,11 +280,11 @@ class Reader:
         if id(value) in self._met:
             return {NAME: kind.__qualname__}
         self._met.add(id(value))
-        held = fields_of(value)
-        if held is None:
+        fields = fields_of(value)
+        if fields is None:
             raise OpaqueError(f"{name}, of the type {kind.__module__}.{kind.__qualname__}")
-        told = {each: self.value(one, each, attributes) for each, one in held.items()}
-        return {"type": kind.__qualname__, "class": self._class(kind, attributes), **told}
+        described = {each: self.value(one, each, attributes) for each, one in fields.items()}
+        return {"type": kind.__qualname__, "class": self._class(kind, attributes), **described}
 
 
 def _plain_function(function: Any) -> FunctionType | None:

@@ -1,4 +1,4 @@
-"""What a search needs of the machine: a GPU, a compiler and a stopwatch. Tests bring a machine of their own."""
+"""What a search needs of the machine: a GPU, a compiler and a stopwatch. Tests hand in a machine of their own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from tiledsched.build.cubin import Artifact, read_artifact
 from tiledsched.build.toolchain import Toolchain, compiler_at_hand, installed_toolchain
@@ -23,6 +23,7 @@ from tiledsched.measure.runner import Device
 from tiledsched.measure.timing import Log, Stopwatch
 from tiledsched.measure.torch_timing import TorchStopwatch
 from tiledsched.remember.description import Grid, Request
+from tiledsched.remember.identity import is_array
 
 COMPILE_TIMEOUT_S = 120.0
 """For a program, where the caller sets no limit."""
@@ -51,58 +52,6 @@ class CallProgram:
     """Run-time numbers of its launch, which tell programs of equal machine code apart."""
 
 
-class SearchMachine(Protocol):
-    """What builds and launches. `GpuMachine` is the real one."""
-
-    def gpu(self) -> tuple[str, str] | None:
-        """The arch and the name of the current GPU; None where there is none."""
-        ...
-
-    def device(self) -> Device:
-        """All that is known of the current GPU."""
-        ...
-
-    def compiler(self) -> str:
-        """The version of the compiler, e.g. 13.5.37; empty where there is none."""
-        ...
-
-    def toolchain(self) -> Toolchain:
-        """All versions; raises CompilerError where there is no compiler."""
-        ...
-
-    def capturing(self) -> bool:
-        """Whether a CUDA graph is being captured, so that nothing may be measured."""
-        ...
-
-    def measuring(self, request: Request) -> Any:
-        """A context in which this process alone measures on the GPU, on the stream of the request."""
-        ...
-
-    def build(self, programs: Sequence[CallProgram], request: Request) -> None:
-        """Give each program its artifact or its error."""
-        ...
-
-    def first_launch(self, program: CallProgram, request: Request) -> None:
-        """Launch once, for at most `request.timeout_s` seconds where that is set. Errors are raised."""
-        ...
-
-    def stopwatch(self, programs: Sequence[CallProgram], request: Request) -> Stopwatch:
-        """Times launches of programs, each time with new arguments."""
-        ...
-
-    def log(self) -> Log:
-        """Reads the state of the GPU."""
-        ...
-
-    def check_gpu(self, error: Exception) -> None:
-        """Make sure that the GPU can still be used after an error; raises MeasureError where it cannot."""
-        ...
-
-    def run(self, program: CallProgram, args: tuple[Any, ...], request: Request) -> None:
-        """Launch a program on arguments and wait for it."""
-        ...
-
-
 class _CompileRequested(Exception):  # noqa: N818
     """Carries what cuTile asks a kernel to compile, out of the launch that asked."""
 
@@ -111,11 +60,15 @@ class _CompileRequested(Exception):  # noqa: N818
         self.given, self.named = given, named
 
 
-class GpuMachine:
-    """The current CUDA device of this process, cuTile's compiler, and the events of torch or, without torch, cuTile's own."""
+class SearchMachine:
+    """What a search needs: the current CUDA device of this process, cuTile's compiler, and the events of torch or, without torch,
+    cuTile's own. A machine for tests overrides every public method.
+    """
 
-    def __init__(self) -> None:
-        self._flush: Any = None
+    compiler = staticmethod(functools.cache(compiler_at_hand))
+    """The version of the compiler, e.g. 13.5.37; empty where there is none."""
+    _flush: Any = None
+    """Memory that is written before a timed launch, to empty the L2 cache."""
 
     @property
     def _torch(self) -> Any:
@@ -124,7 +77,10 @@ class GpuMachine:
         return torch if torch is not None and torch.cuda.is_available() else None
 
     def gpu(self) -> tuple[str, str] | None:
-        """See `SearchMachine`. The driver is not asked for more, which takes longer than the rest of a stored answer."""
+        """The arch and the name of the current GPU; None where there is none.
+
+        The driver is not asked for more, which takes longer than the rest of a stored answer.
+        """
         from tiledsched.measure.nvml import labelled
 
         if self._torch is not None:
@@ -137,27 +93,23 @@ class GpuMachine:
         return device.arch, device.name
 
     def device(self) -> Device:
-        """See `SearchMachine`."""
+        """All that is known of the current GPU."""
         from tiledsched.measure.nvml import current_device
 
         return current_device()
 
-    def compiler(self) -> str:
-        """See `SearchMachine`."""
-        return _compiler()
-
     def toolchain(self) -> Toolchain:
-        """See `SearchMachine`."""
+        """All versions; raises CompilerError where there is no compiler."""
         return installed_toolchain()
 
     def capturing(self) -> bool:
-        """See `SearchMachine`."""
+        """Whether a CUDA graph is being captured, so that nothing may be measured."""
         torch = self._torch
         return torch is not None and torch.cuda.is_current_stream_capturing()
 
     @contextmanager
     def measuring(self, request: Request) -> Iterator[None]:
-        """See `SearchMachine`."""
+        """A context in which this process alone measures on the GPU, on the stream of the request."""
         from tiledsched.measure.lock import holding_current_gpu
 
         torch, stream = self._torch, request.stream
@@ -176,20 +128,23 @@ class GpuMachine:
                 self._flush = None
 
     def build(self, programs: Sequence[CallProgram], request: Request) -> None:
-        """See `SearchMachine`. cuTile's frontend runs here, one kernel at a time; the compilers that it starts run at once."""
+        """Give each program its artifact or its error.
+
+        cuTile's frontend runs here, one kernel at a time; the compilers that it starts run at once.
+        """
         from tiledsched.build.pool import default_jobs
 
         jobs: list[tuple[CallProgram, _CompileRequested]] = []
         for program in programs:
             try:
-                told = self._signature(program, request)
+                wanted = self._signature(program, request)
             except Exception as error:
                 program.error = error
                 continue
-            if told is None:  # this version compiled and launched it at once
+            if wanted is None:  # this version compiled and launched it at once
                 program.artifact = _unknown_program(program.schedule.id * 2)
             else:
-                jobs.append((program, told))
+                jobs.append((program, wanted))
         arch = (self.gpu() or ("", ""))[0]
         with _limit(), _side_by_side(), ThreadPoolExecutor(min(default_jobs(), max(1, len(jobs)))) as threads:
             list(threads.map(lambda job: _compile_requested(job[0], job[1], arch), jobs))
@@ -206,14 +161,14 @@ class GpuMachine:
         program.kernel._compile = tell
         try:
             ct.launch(request.stream, program.grid, program.kernel, args)
-        except _CompileRequested as told:
-            return told
+        except _CompileRequested as wanted:
+            return wanted
         finally:
             del program.kernel._compile
         return None
 
     def first_launch(self, program: CallProgram, request: Request) -> None:
-        """See `SearchMachine`."""
+        """Launch once, for at most `request.timeout_s` seconds where that is set. Errors are raised."""
         args = request.args_fn(program.config)
         if request.timeout_s is None:
             self.run(program, args, request)
@@ -223,7 +178,7 @@ class GpuMachine:
         benchmark_with_timeout(request.stream, program.grid, program.kernel, args, request.timeout_s, request.flush_l2)
 
     def run(self, program: CallProgram, args: tuple[Any, ...], request: Request) -> None:
-        """See `SearchMachine`."""
+        """Launch a program on arguments and wait for it."""
         import cuda.tile as ct
 
         ct.launch(request.stream, program.grid, program.kernel, args)
@@ -235,7 +190,7 @@ class GpuMachine:
             _synchronize_context()
 
     def stopwatch(self, programs: Sequence[CallProgram], request: Request) -> Stopwatch:
-        """See `SearchMachine`."""
+        """A stopwatch for launches of programs, each time with new arguments."""
         torch = self._torch
         if torch is None or os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":  # no launch can be queued behind another one
             return BenchmarkStopwatch(programs, request)
@@ -245,14 +200,14 @@ class GpuMachine:
         return CallStopwatch(torch, programs, request, self._flush)
 
     def log(self) -> Log:
-        """See `SearchMachine`."""
+        """A reader of the GPU's state."""
         from tiledsched.measure.driver_timeout import asked
         from tiledsched.measure.nvml import ConditionsLog
 
         return ConditionsLog(ask=asked)
 
     def check_gpu(self, error: Exception) -> None:
-        """See `SearchMachine`."""
+        """Make sure that the GPU can still be used after an error; raises MeasureError where it cannot."""
         if self._torch is None:
             return
         try:
@@ -280,7 +235,7 @@ class CallStopwatch(TorchStopwatch):
         self._calls[index] = functools.partial(ct.launch, request.stream, program.grid, program.kernel, args)
 
     def read(self, queued: tuple[int, Any, Any]) -> float:
-        """As of `TorchStopwatch`; the arguments are let go."""
+        """The microseconds of a queued launch, whose arguments are freed."""
         self._calls[queued[0]] = _nothing
         return super().read(queued)
 
@@ -304,32 +259,25 @@ class BenchmarkStopwatch:
         return float(_benchmark(request.stream, program.grid, program.kernel, args, request.flush_l2))
 
     def read(self, queued: float) -> float:
-        """Those microseconds."""
+        """The microseconds that `queue` measured."""
         return queued
-
-
-@functools.cache
-def _compiler() -> str:
-    return compiler_at_hand()
 
 
 def run_time_numbers(kernel: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of a launch that are neither arrays nor compile-time constants."""
-    from tiledsched.remember.identity import is_array
-
     annotated = getattr(getattr(kernel, "_annotated_function", None), "parameter_annotations", ())
     constant = [bool(getattr(each, "constant", False)) for each in annotated] or [False] * len(args)
-    kept = [value for value, fixed in zip(args, constant, strict=False) if not fixed and not is_array(value)]
-    return tuple(value if isinstance(value, (bool, int, float, str)) else repr(type(value)) for value in kept)
+    numbers = [value for value, fixed in zip(args, constant, strict=False) if not fixed and not is_array(value)]
+    return tuple(value if isinstance(value, (bool, int, float, str)) else repr(type(value)) for value in numbers)
 
 
-def _compile_requested(program: CallProgram, told: _CompileRequested, arch: str) -> None:
+def _compile_requested(program: CallProgram, wanted: _CompileRequested, arch: str) -> None:
     """Compile what cuTile asked for. The launch that asks again is given the same."""
     kernel = program.kernel
     original = type(kernel)._compile
     began = time.perf_counter()
     try:
-        made = original(kernel, *told.given, **told.named)
+        made = original(kernel, *wanted.given, **wanted.named)
         program.artifact = _read(made[0], arch)
     except Exception as error:
         program.error = error
@@ -338,7 +286,7 @@ def _compile_requested(program: CallProgram, told: _CompileRequested, arch: str)
         program.seconds = time.perf_counter() - began
 
     def compiled(*given: Any, **named: Any) -> Any:
-        same = given[:1] == told.given[:1]  # the signature
+        same = given[:1] == wanted.given[:1]  # the signature
         return made if same else original(kernel, *given, **named)
 
     kernel._compile = compiled
@@ -394,11 +342,11 @@ def _side_by_side() -> Iterator[None]:
     def without_lock(*given: Any, **named: Any) -> Any:
         if not lock._is_owned():
             return wait(*given, **named)
-        held = lock._release_save()
+        state = lock._release_save()
         try:
             return wait(*given, **named)
         finally:
-            lock._acquire_restore(held)
+            lock._acquire_restore(state)
 
     with _patching:
         _compile.compile_cubin = without_lock
@@ -408,7 +356,7 @@ def _side_by_side() -> Iterator[None]:
             _compile.compile_cubin = wait
 
 
-machine: SearchMachine = GpuMachine()
+machine = SearchMachine()
 """What every search uses."""
 
 
@@ -421,8 +369,3 @@ def using(other: SearchMachine) -> Iterator[None]:
         yield
     finally:
         machine = before
-
-
-def current() -> SearchMachine:
-    """What every search uses."""
-    return machine

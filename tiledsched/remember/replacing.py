@@ -49,6 +49,6 @@ def _replace(one: Callable[..., Any], other: Callable[..., Any]) -> None:
             if value is one:
                 setattr(module, name, other)
             elif type(value) is type and value.__module__ == module.__name__:
-                for inner, held in list(vars(value).items()):
-                    if held is one or (isinstance(held, staticmethod) and held.__func__ is one):
+                for inner, attribute in list(vars(value).items()):
+                    if attribute is one or (isinstance(attribute, staticmethod) and attribute.__func__ is one):
                         setattr(value, inner, staticmethod(other))

@@ -6,7 +6,7 @@ import builtins
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from tiledsched.core.config import load_settings
@@ -78,7 +78,7 @@ def exhaustive_search(
     )
     if not request.configs:
         raise ValueError("Search space is empty.")
-    result = Search(machines.current(), request).result()
+    result = Search(machines.machine, request).result()
     if not quiet:
         print(result)
     return result
@@ -128,7 +128,7 @@ class Search:
                     return self._answer(call, known)
             found = self._measure(call, known, problem)
         if store is not None and found.alone:
-            stored = self._counted(store.write(found.findings, known))
+            stored = self._counted(store.write(found, known))
             if stored.covers(call):
                 return self._answer(call, stored)
         return self._answer(call, found.answers)
@@ -172,7 +172,7 @@ class Search:
     def _counted(self, known: Answers) -> Answers:
         return known.unchecked() if self._request.check else known
 
-    def _measure(self, call: Call, known: Answers, problem: Problem) -> Measured:
+    def _measure(self, call: Call, known: Answers, problem: Problem) -> Findings:
         """Build what is not known, and race it with the fastest that is known."""
         needed = threading.Thread(target=_import_what_is_needed, args=[self._machine, self._settings.db], daemon=True)
         needed.start()  # while the compiler runs
@@ -191,9 +191,9 @@ class Search:
         from tiledsched.remember.measuring import Measuring
 
         measuring = Measuring(self._machine, call, problem, known, incumbent, programs)
-        findings = measuring.measure()
+        found = measuring.measure()
         self.errors |= {each.id: error for each, error in measuring.errors.items()}
-        return Measured(answers=measuring.answers, findings=findings, alone=measuring.alone)
+        return found
 
     def _program(self, call: Call, schedule: Schedule) -> CallProgram:
         """What is built for the first configuration with a schedule."""
@@ -246,18 +246,6 @@ class Search:
             return type(error), str(error)
         name, _, message = failure.message.partition(": ")
         return _exception_named(name), message or failure.message
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """What a race brought."""
-
-    answers: Answers
-    """What is known of the call now."""
-    findings: Findings
-    """What is to be stored."""
-    alone: bool
-    """Whether no other process ran on the GPU meanwhile: else nothing is stored."""
 
 
 def _import_what_is_needed(machine: SearchMachine, url: str | None) -> None:

@@ -1,17 +1,26 @@
-"""Computes what tiles and knobs are worth from the times of schedules. These are pure functions: no database is read."""
+"""Computes what tiles, knobs and few schedules are worth from the times of schedules. These are pure functions: no database is
+read.
+
+Knobs that depend on each other are read off matched pairs, programs that differ in one knob only: where the change of that knob
+does one thing in one kind of kernel and another in the rest.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 import operator
+import shlex
 import statistics
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tiledsched.core.schedule import KnobValue, Schedule
-from tiledsched.report.records import ProblemReport, Tile, TileSensitivity, TileTime, Timed
+from tiledsched.report.records import MEASURED, Interaction, ProblemReport, Tile, TileSensitivity, TileTime, Timed
 
 T = TypeVar("T")
 WITHIN = 1.3
@@ -100,7 +109,6 @@ def sensitivity(problems: Sequence[ProblemReport]) -> tuple[TileSensitivity, ...
                     runner_up=ranked[1],
                     drop=means[ranked[1]] / means[ranked[0]] - 1,
                     spread=means[ranked[-1]] / means[ranked[0]] - 1,
-                    tiles=len(ranked),
                 )
             )
     return tuple(lines)
@@ -149,4 +157,165 @@ def _differ_in(place: int | None, first: Sequence[int], second: Sequence[int]) -
         and len(first) == len(second)
         and first[place] != second[place]
         and sum(map(operator.ne, first, second)) == 1
+    )
+
+
+Times = Sequence[tuple[Schedule, float]]
+"""The distinct programs of one problem on one device: one schedule of each, and its time in microseconds."""
+FEWEST_PAIRS = 4
+"""Pairs that an interaction needs on either side."""
+FEWEST_ERRORS = 3.0
+"""Difference that an interaction needs, in standard errors. With two, chance would produce some among the dozens
+examined.
+"""
+LEAST_DIFFERENCE = math.log(1.03)
+"""Difference that an interaction needs, in log time."""
+EQUAL = 1 + 1e-9
+"""Two differences within this ratio are equal: a circumstance and its opposite have the same one."""
+_Change = tuple[str, KnobValue, KnobValue]
+"""A knob, its value before, and its value after."""
+
+
+def interactions(problems: Sequence[Times], *, most: int = 12) -> tuple[Interaction, ...]:
+    """Changes of one knob whose effect depends on the rest of the schedule, the largest difference first.
+
+    For every change of one knob from one value to another, and for every circumstance (the value of another knob, the
+    tile, the tile of a persistent kernel), the mean log ratio of times with it is compared with the mean without it. Of
+    one change the circumstance with the largest difference is given.
+    """
+    changes: dict[_Change, list[float]] = defaultdict(list)
+    holds: dict[_Change, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    tile = named_tile(dict.fromkeys(knob for times in problems for schedule, _ in times for knob in schedule)) or ()
+    for times in problems:
+        best = min((us for _, us in times), default=math.inf)
+        close = [us <= WITHIN * best for _, us in times]
+        known: dict[Schedule, list[tuple[str, Sequence[str]]]] = {}
+        for knob, first, second in neighbours([(schedule, (schedule, us)) for schedule, us in times], close):
+            (before, before_us), (after, after_us) = sorted((first, second), key=lambda one: _rank(one[0][knob]))
+            if before not in known:
+                known[before] = list(_circumstances(before, tile))
+            change = knob, before[knob], after[knob]
+            for circumstance, names in known[before]:
+                if knob not in names:
+                    holds[change][circumstance].append(len(changes[change]))
+            changes[change].append(math.log(after_us / before_us))
+    found = [one for change, all_of in changes.items() if (one := _largest(change, np.array(all_of), holds[change]))]
+    return tuple(sorted(found, key=lambda one: (-abs(one.effect_with - one.effect_without), one.knob)))[:most]
+
+
+def _rank(value: KnobValue) -> tuple[float, str]:
+    """Sorts numbers by value and words by the alphabet; it decides in which direction a change is described."""
+    return (0.0, value) if isinstance(value, str) else (float(value), "")
+
+
+def _circumstances(schedule: Schedule, tile: Sequence[str]) -> Iterator[tuple[str, Sequence[str]]]:
+    """What can be said of a schedule, each with the knobs that it names. `tile` names the knobs of a tile's rows and columns."""
+    if tile and {*tile} <= set(schedule):
+        size = f"tile={'x'.join(str(schedule[name]) for name in tile)}"
+        yield size, tile
+        if "persistent" in schedule:
+            how = "one block per tile" if schedule["persistent"] in ("no", 0) else "persistent"
+            yield f"{size}, {how}", (*tile, "persistent")
+    for name, value in schedule.items():
+        yield f"{name}={str(value).lower()}", (name,)
+
+
+def _largest(change: _Change, effects: NDArray[np.float64], holds: Mapping[str, list[int]]) -> Interaction | None:
+    """The circumstance under which a change has an effect that differs most from its effect elsewhere; None where no
+    difference is certain.
+
+    Args:
+        change: the knob, its value before, and its value after.
+        effects: log ratio of the times for each pair.
+        holds: circumstance -> the places of the pairs under it.
+    """
+    best: Interaction | None = None
+    for circumstance, places in sorted(holds.items()):
+        inside, outside = effects[places], np.delete(effects, places)
+        if min(inside.size, outside.size) < FEWEST_PAIRS:
+            continue
+        error = math.sqrt(inside.var(ddof=1) / inside.size + outside.var(ddof=1) / outside.size)
+        if abs(inside.mean() - outside.mean()) < max(LEAST_DIFFERENCE, FEWEST_ERRORS * error):
+            continue
+        one = Interaction(
+            knob=change[0],
+            before=change[1],
+            after=change[2],
+            circumstance=circumstance,
+            effect_with=math.expm1(inside.mean()),
+            pairs_with=inside.size,
+            effect_without=math.expm1(outside.mean()),
+            pairs_without=outside.size,
+        )
+        if best is None or abs(one.effect_with - one.effect_without) > EQUAL * abs(
+            best.effect_with - best.effect_without
+        ):
+            best = one
+    return best
+
+
+LEAST_PROGRAMS = 20
+"""A problem with fewer programs shows too little of what other schedules would cost."""
+LIMITS = (0.01, 0.02, 0.05)
+
+
+def broad(problems: Sequence[ProblemReport]) -> list[ProblemReport]:
+    """The problems with enough programs to show what other schedules cost, or with all programs that there are."""
+    return [one for one in problems if one.programs >= LEAST_PROGRAMS or one.whole]
+
+
+def few_schedules(
+    problems: Sequence[ProblemReport], limits: Sequence[float] = LIMITS
+) -> tuple[dict[float, tuple[Schedule, ...]], str]:
+    """Few schedules that keep every problem within each limit of its best, and the same in words, which are empty where there are
+    fewer than two problems.
+
+    The schedules are chosen greedily: next comes the schedule that serves most of the remaining problems, then the cheaper one.
+    A schedule serves only problems on which it was timed, so that each set is enough, and a smaller one may exist. Where
+    problems have several accuracy classes, those of the most frequent one are considered.
+    """
+    modes = Counter(one.accum_mode for one in problems)
+    wanted = [one for one in problems if one.accum_mode == max(modes, key=lambda mode: modes[mode])]
+    losses = [{timed.schedule: timed.relative - 1 for timed in one.timed} for one in wanted]
+    sets = {limit: _chosen(losses, limit) for limit in limits}
+    return sets, _sentence(wanted, losses, sets) if len(wanted) > 1 else ""
+
+
+def _chosen(losses: Sequence[dict[Schedule, float]], limit: float) -> tuple[Schedule, ...]:
+    left, chosen = list(losses), list[Schedule]()
+    while left:
+        covers: dict[Schedule, list[float]] = {}
+        for each in left:
+            for schedule, loss in each.items():
+                if loss <= limit:
+                    covers.setdefault(schedule, []).append(loss)
+        best = min(covers, key=lambda each: (-len(covers[each]), statistics.fmean(covers[each]), each.id))
+        chosen.append(best)
+        left = [each for each in left if each.get(best, limit + 1) > limit]
+    return tuple(chosen)
+
+
+def _sentence(
+    problems: Sequence[ProblemReport],
+    losses: Sequence[Mapping[Schedule, float]],
+    sets: Mapping[float, Sequence[Schedule]],
+) -> str:
+    """The sets in words, with how often their schedules were timed, and how to time them more often."""
+    *others, (limit, widest) = sets.items()
+    number = len(widest)
+    enough = f"{number} schedule{' is' if number == 1 else 's are'} enough"
+    serve = f"{enough} to keep all {len(problems)} problems within {limit * 100:.0f}% of their best"
+    more = [f"{len(chosen)} within {limit * 100:.0f}%" for limit, chosen in reversed(others)]
+    known = statistics.fmean(sum(each in loss for loss in losses) for each in widest)
+    kind = "timed" if problems[0].provenance == MEASURED else "estimated"
+    said = (
+        f"{', '.join([serve, *more])}. A schedule counts only for problems on which it was {kind}; each of the {number} was on "
+        f"{known:.0f} of the {len(problems)} on average."
+    )
+    if known == len(problems) or kind == "estimated":
+        return said
+    command = ["tiledsched", "tune", problems[0].problem.kernel, "--candidates", "winners.csv", "-p", "PROBLEM"]
+    return (
+        f"{said} Fewer may be enough: `{shlex.join(command)}`, run for each problem with the file beside this page, times every "
+        "problem's best schedule on it, where it is valid."
     )

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import shlex
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import unit_of
-from tiledsched.core.schedule import HINT_KNOBS, Schedule
+from tiledsched.core.schedule import HINT_KNOBS
+from tiledsched.core.text import code, figure, joined, longer, plural, short, tile_text
 from tiledsched.report.analysis import named_tile
 from tiledsched.report.axes import show
 from tiledsched.report.effects import joined_effects
-from tiledsched.report.records import AS_GOOD, MEASURED, KnobVerdict, ProblemReport, Report, Tile
+from tiledsched.report.records import AS_GOOD, MEASURED, KnobVerdict, ProblemReport, Report
 from tiledsched.report.views import explored
 
 MOST_NAMED = 6
@@ -31,17 +32,18 @@ def answer(report: Report) -> tuple[str, ...]:
     """
     section = report.measured if report.measured.problems else report.modelled
     problems = explored(section.problems)
-    lines = [_source(report, problems)]
-    lines += [
-        f"The clock of {device.device.name} was held down {device.held_down}. Times at a low clock decide little."
-        for device in report.conditions
-        if device.held_down
+    lines = [
+        _source(report, problems),
+        *(
+            f"The clock of {device.device.name} was held down {device.held_down}. Times at a low clock decide little."
+            for device in report.conditions
+            if device.held_down
+        ),
     ]
-    if problems:
-        lines += [_tiles(report, problems), _default(problems), *_knobs(report, problems), _best(report, problems)]
-    else:
-        lines += _of_winners(section.problems)
-    return tuple(filter(None, lines))
+    if not problems:
+        return (*lines, *_of_winners(section.problems))
+    found = [_tiles(report, problems), _default(problems), *_knobs(report, problems), _best(report, problems)]
+    return tuple(filter(None, [*lines, *found]))
 
 
 def problem_answer(one: ProblemReport, report: Report) -> str:
@@ -52,29 +54,29 @@ def problem_answer(one: ProblemReport, report: Report) -> str:
     others = []
     if _tile_knobs(report) and one.second_tile:
         others.append(
-            f"the second best {_unit(report)[1]}, {_tile(one.second_tile.tile)}, takes "
+            f"the second best {_unit(report)[1]}, {tile_text(one.second_tile.tile)}, takes "
             f"{longer(one.second_tile.relative - 1)}"
         )
     elif _tile_knobs(report) and len(one.tiles) > 1:
-        tried = f"{_tile(one.tiles[1].tile)}: {_count(one.tiles[1].programs, 'program')}"
+        tried = f"{tile_text(one.tiles[1].tile)}: {plural(one.tiles[1].programs, 'program')}"
         lines.append(f"Too little was tried of any other {_unit(report)[1]} to say what it costs ({tried}).")
     if one.default and one.default.relative > 1:
         others.append(f"the untuned default takes {longer(one.default.relative - 1)}")
     elif one.default or measured:
         lines.append(f"The untuned default {'is the best' if one.default else 'was not timed'}.")
-    lines += [_sentence(_and(others))] if others else []
+    lines += [_sentence(joined(others))] if others else []
     if one.programs > 1:
         programs = [timed.relative for timed in one.timed if timed.same_program_as is None]
         near, wider = (sum(relative <= 1 + limit for relative in programs) for limit in (0.01, 0.05))
         lines.append(
-            f"Of {_count(one.programs, 'program')}, the best included, {near} {'is' if near == 1 else 'are'} within 1% of the "
+            f"Of {plural(one.programs, 'program')}, the best included, {near} {'is' if near == 1 else 'are'} within 1% of the "
             f"best time and {wider} within 5%."
         )
     else:
         lines.append(f"No other schedule {'was timed' if measured else 'has an estimate'}{_raced(one)}.")
     if one.rivals:
         lines.append(
-            f"Of other implementations, {_and(f'{name} takes {longer(ratio - 1)}' for name, ratio in one.rivals)}."
+            f"Of other implementations, {joined(f'{name} takes {longer(ratio - 1)}' for name, ratio in one.rivals)}."
         )
     return " ".join(lines)
 
@@ -101,7 +103,7 @@ def next_step(report: Report) -> str:
             f"To learn what other schedules cost, run {command} on the same GPU: it measures 300 programs of a problem."
         )
     if bare := [one for one in problems if _tile_knobs(report) and len(one.tiles) > 1 and one.second_tile is None]:
-        command, over = _command(report, "record", bare[0]), _count(len(bare), "problem")
+        command, over = _command(report, "record", bare[0]), plural(len(bare), "problem")
         unit = _unit(report)[1]
         return f"To learn what any other {unit} costs, run {command} on the same GPU: too few were timed for {over}."
     if unknown := [each for each in _verdicts(report, problems) if each.advice in ("unclear", "untried")]:
@@ -125,29 +127,13 @@ def least_sure(report: Report) -> str:
     if not close:
         return ""
     most, first = min(close, key=lambda each: (-each[0], each[1].best.us, len(format_problem(each[1].problem))))
-    tiles = " and ".join("x".join(map(str, tile.tile)) for tile in first.tiles[:2])
-    command = shlex.join(
-        ["tiledsched", "tune", report.kernel, "--arch", report.arch, "-p", format_problem(first.problem)]
-    )
+    tiles = " and ".join(tile_text(tile.tile) for tile in first.tiles[:2])
     return (
         f"For {len(close)} of {len(report.modelled.problems)} modelled problems the estimates of the two best tiles are within "
         f"{MODEL_ERROR * 100:.1f}% of each other, which is the model's mean error where others measured, so measure these first. "
-        f"The least sure is {first.problem}, with {most} tiles that close, the best of them {tiles}: run `{command}` on "
-        "a machine with this GPU."
+        f"The least sure is {first.problem}, with {most} tiles that close, the best of them {tiles}: run "
+        f"{_command(report, 'tune', first)} on a machine with this GPU."
     )
-
-
-def longer(drop: float, than: str = "") -> str:
-    """How much longer something takes, in words: `6.3% longer`, `2.1 times as long`, where wanted with what it is compared
-    with.
-    """
-    if abs(drop) < 0.0005:
-        words, link = "as long", "as"
-    elif drop < 1:
-        words, link = f"{_percent(abs(drop))} {'longer' if drop > 0 else 'less time'}", "than"
-    else:
-        words, link = f"{1 + drop:,.{1 if drop < 99 else 0}f} times as long", "as"
-    return f"{words} {link} {than}" if than else words
 
 
 def _source(report: Report, problems: Sequence[ProblemReport]) -> str:
@@ -165,15 +151,15 @@ def _source(report: Report, problems: Sequence[ProblemReport]) -> str:
     months = sorted(f"{date:%Y-%m}" for device in report.conditions for date in (device.first, device.last))
     when = ", " + " to ".join(dict.fromkeys((months[0], months[-1]))) if months else ""
     cap = ", at its power cap" if report.regime == "sustained" else ""
-    said = f"Measured on {_and(_devices(measured))} ({report.arch}{when}){cap}: "
+    said = f"Measured on {joined(_devices(measured))} ({report.arch}{when}){cap}: "
     if problems:
         said += f"{sum(one.programs for one in problems):,} programs of {kernel} for {_cases(problems)}"
         if rest := len(measured) - len(problems):
-            said += f"; of {_count(rest, 'other problem')} little but the winner of a search is known"
+            said += f"; of {plural(rest, 'other problem')} little but the winner of a search is known"
     else:
         said += f"the best {'schedule' if len(measured) == 1 else 'schedules'} of {_cases(measured)} of {kernel}"
     if modelled:
-        said += f"; {_count(len(modelled), 'other problem')} {'is' if len(modelled) == 1 else 'are'} only modelled"
+        said += f"; {plural(len(modelled), 'other problem')} {'is' if len(modelled) == 1 else 'are'} only modelled"
     return f"{said}."
 
 
@@ -194,7 +180,7 @@ def _raced(one: ProblemReport) -> str:
     """What the entry says of the runner-up, whose own time is not known."""
     if one.runner_up is None or one.runner_up_drop is None:
         return ""
-    return f", but the race's runner-up, {_short(one.runner_up.schedule)}, took {longer(one.runner_up_drop)}"
+    return f", but the race's runner-up, {short(one.runner_up.schedule)}, took {longer(one.runner_up_drop)}"
 
 
 def _tile_knobs(report: Report) -> tuple[str, ...]:
@@ -208,7 +194,7 @@ def _unit(report: Report) -> tuple[str, str]:
     knobs = _tile_knobs(report)
     if named_tile(knobs) or all(any(word in knob.lower() for word in ("tile", "block")) for knob in knobs):
         return "its tile", "tile"
-    return " and ".join(map(_code, knobs)), "pair of values"
+    return " and ".join(map(code, knobs)), "pair of values"
 
 
 def _tiles(report: Report, problems: Sequence[ProblemReport]) -> str:
@@ -222,12 +208,12 @@ def _tiles(report: Report, problems: Sequence[ProblemReport]) -> str:
         return (
             f"How much {report.kernel} depends on {what} is not known: too few programs of any other {unit} were timed."
         )
-    where = f"On {_and(_devices(problems))}" if problems[0].provenance == MEASURED else "By the estimate"
+    measured = problems[0].provenance == MEASURED
+    where = f"On {joined(_devices(problems))}" if measured else "By the estimate"
     drop, most = statistics.median(second), statistics.median(worst) if worst else 0.0
     said = f"{longer(drop)} ({_median(second)})"
     if most > drop:
         said += f", and the worst {longer(most)}" + ("" if len(worst) == len(second) else f" ({_median(worst)})")
-    measured = problems[0].provenance == MEASURED
     if drop > (AS_GOOD if measured else MODEL_ERROR):
         return f"{where}, {report.kernel} is sensitive to {what}: the second best {unit} takes {said}."
     verdict = f"has more than one good {unit}" if most > MATTERS else f"is not sensitive to {what}"
@@ -251,26 +237,21 @@ def _verdicts(report: Report, problems: Sequence[ProblemReport]) -> list[KnobVer
 
 def _knobs(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
     """What to do about the other knobs."""
-    of: dict[str, list[KnobVerdict]] = {"choose": [], "leave": [], "unclear": [], "untried": [], "unseen": []}
+    of: dict[str, list[KnobVerdict]] = defaultdict(list)
     for each in _verdicts(report, problems):
         unseen = problems[0].provenance != MEASURED and _without_effect(each)
         of["unseen" if unseen else each.advice].append(each)
-    lines = []
-    if of["choose"]:
-        chosen = _list([f"{_code(each.knob)} ({_preferred(each, len(problems))})" for each in of["choose"]])
-        lines.append(f"Tune {chosen} for each problem.")
-    if of["leave"]:
-        left = _list([f"{_code(each.knob)} at {show(each.value)}" for each in of["leave"]])
-        lines.append(f"Leave {left}: no other value tried is more than 1% faster.")
-    if of["unseen"]:
-        lines.append(f"The model sees no difference between values of {_names(of['unseen'])}.")
-    if of["unclear"]:
-        what = "problem" if len(problems) > 1 else "program"
-        too = ", too" if of["choose"] else ""
-        lines.append(f"Tune {_names(of['unclear'])}{too}: no value is known to be good for every {what}.")
-    if of["untried"]:
-        lines.append(f"Too few programs that differ in one knob alone were timed to judge {_names(of['untried'])}.")
-    return lines
+    chosen = [f"{code(each.knob)} ({_preferred(each, len(problems))})" for each in of["choose"]]
+    left = [f"{code(each.knob)} at {show(each.value)}" for each in of["leave"]]
+    what, too = "problem" if len(problems) > 1 else "program", ", too" if chosen else ""
+    sentences = {
+        "choose": f"Tune {_list(chosen)} for each problem.",
+        "leave": f"Leave {_list(left)}: no other value tried is more than 1% faster.",
+        "unseen": f"The model sees no difference between values of {_names(of['unseen'])}.",
+        "unclear": f"Tune {_names(of['unclear'])}{too}: no value is known to be good for every {what}.",
+        "untried": f"Too few programs that differ in one knob alone were timed to judge {_names(of['untried'])}.",
+    }
+    return [sentence for advice, sentence in sentences.items() if of[advice]]
 
 
 def _without_effect(verdict: KnobVerdict) -> bool:
@@ -283,7 +264,7 @@ def _preferred(verdict: KnobVerdict, problems: int) -> str:
     """Which values problems prefer: `1 is faster for 11 problems, 2 for 3`."""
     (first, number), *others = verdict.preferred
     words = [
-        f"{show(first)} is faster for {_count(number, 'problem')}",
+        f"{show(first)} is faster for {plural(number, 'problem')}",
         *(f"{show(value)} for {n}" for value, n in others),
     ]
     rest = problems - sum(times for _, times in verdict.preferred)
@@ -298,30 +279,25 @@ def _best(report: Report, problems: Sequence[ProblemReport]) -> str:
     counts = Counter(one.tiles[0].tile for one in problems if one.tiles and _tile_knobs(report)).most_common()
     if counts:
         (first, number), *others = counts
-        best, more = f"{_tile(first)} is the best {unit} for", [f"{_tile(tile)} for {times}" for tile, times in others]
-        said = f"Of {len(problems)} problems, {_and([f'{best} {number}', *more])}. " if more else f"{best} all. "
+        best, more = (
+            f"{tile_text(first)} is the best {unit} for",
+            [f"{tile_text(tile)} for {times}" for tile, times in others],
+        )
+        said = f"Of {len(problems)} problems, {joined([f'{best} {number}', *more])}. " if more else f"{best} all. "
     units = Counter(unit_of(one.problem) for one in problems)
     unit = max(units, key=lambda each: units[each])
     top = max((one for one in problems if unit_of(one.problem) == unit), key=lambda one: one.best.rate)
-    return f"{said}Among these problems, the highest rate is that of {top.problem}: {_short(top.best.schedule)}, {_time(top)}."
+    return f"{said}Among these problems, the highest rate is that of {top.problem}: {short(top.best.schedule)}, {_time(top)}."
 
 
 def _best_of(one: ProblemReport) -> str:
-    return f"the best schedule is {_short(one.best.schedule)}: {_time(one)}"
+    return f"the best schedule is {short(one.best.schedule)}: {_time(one)}"
 
 
 def _time(one: ProblemReport) -> str:
     """The best time of a problem and its rate."""
-    rate = f" ({_figure(one.best.rate)} {unit_of(one.problem)})" if one.best.rate else ""
-    return f"{_figure(one.best.us)} µs{rate}"
-
-
-def _figure(number: float) -> str:
-    return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"
-
-
-def _percent(fraction: float) -> str:
-    return f"{fraction * 100:.{0 if fraction >= 0.0995 else 1}f}%"
+    rate = f" ({figure(one.best.rate)} {unit_of(one.problem)})" if one.best.rate else ""
+    return f"{figure(one.best.us)} µs{rate}"
 
 
 def _median(values: Sequence[float]) -> str:
@@ -329,47 +305,26 @@ def _median(values: Sequence[float]) -> str:
 
 
 def _cases(problems: Sequence[ProblemReport]) -> str:
-    return _count(len(problems), "problem") + (", counted on each GPU" if len(_devices(problems)) > 1 else "")
+    return plural(len(problems), "problem") + (", plural on each GPU" if len(_devices(problems)) > 1 else "")
 
 
 def _devices(problems: Sequence[ProblemReport]) -> list[str]:
     return [*dict.fromkeys(one.device_name for one in problems)]
 
 
-def _tile(tile: Tile) -> str:
-    return f"{tile[0]}x{tile[1]}"
-
-
-def _short(schedule: Schedule) -> str:
-    return _code(schedule.short())
-
-
 def _command(report: Report, name: str, one: ProblemReport | None = None, *more: str) -> str:
     problem = ["-p", format_problem(one.problem)] if one else []
-    return _code(shlex.join(["tiledsched", name, report.kernel, "--arch", report.arch, *problem, *more]))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+    return code(shlex.join(["tiledsched", name, report.kernel, "--arch", report.arch, *problem, *more]))
 
 
 def _names(verdicts: Iterable[KnobVerdict]) -> str:
-    return _list([_code(each.knob) for each in verdicts])
+    return _list([code(each.knob) for each in verdicts])
 
 
 def _list(words: Sequence[str]) -> str:
     more = len(words) - MOST_NAMED
-    return _and([*words[:MOST_NAMED], f"{more} more"] if more > 1 else words)
-
-
-def _and(words: Iterable[str]) -> str:
-    *first, last = words
-    return f"{', '.join(first)} and {last}" if first else last
+    return joined([*words[:MOST_NAMED], f"{more} more"] if more > 1 else words)
 
 
 def _sentence(words: str) -> str:
     return f"{words[:1].upper()}{words[1:]}."
-
-
-def _code(text: str) -> str:
-    return "`" + text.replace("`", "'") + "`"

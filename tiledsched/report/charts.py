@@ -14,6 +14,7 @@ from typing import Any
 
 from tiledsched.core.device import ARCHS, arch_spec
 from tiledsched.core.problem import unit_of
+from tiledsched.core.text import change, plural
 from tiledsched.report.analysis import named_tile
 from tiledsched.report.ceilings import roof_of
 from tiledsched.report.document import View
@@ -42,37 +43,31 @@ COST: Spec = {"scheme": "viridis", "reverse": True, "domain": [1, SCALE_END], "c
 """The colours of times relative to the best."""
 
 
-def _percent(loss: float) -> str:
-    return f"{loss * 100:+.1f}%"
-
-
 def costs(report: Report, problems: Sequence[ProblemReport]) -> Spec | None:
     """What a choice costs: a dot for each problem, a tick for the median."""
-    rows = []
-    for place, one in enumerate(problems):
-        choices = (
+    rows: list[dict[str, Any]] = [
+        {
+            "choice": choice,
+            "relative": 1 + drop,
+            "loss": change(drop),
+            "problem": str(one.problem),
+            "best": one.best.schedule.short(),
+            "us": round(one.best.us, 1),
+            "jitter": round(place * GOLDEN % 1, 3),
+        }
+        for place, one in enumerate(problems)
+        for choice, drop in (
             ("second best tile", one.tile_drop),
             ("default schedule", one.default_drop),
             ("median program", one.median_drop if one.programs > 2 else None),
         )
-        rows += [
-            {
-                "choice": choice,
-                "relative": 1 + drop,
-                "loss": _percent(drop),
-                "problem": str(one.problem),
-                "best": one.best.schedule.short(),
-                "us": round(one.best.us, 1),
-                "jitter": round(place * GOLDEN % 1, 3),
-            }
-            for choice, drop in choices
-            if drop is not None
-        ]
+        if drop is not None
+    ]
     if not rows:
         return None
-    names = dict.fromkeys(str(row["choice"]) for row in rows)
     medians = {
-        name: statistics.median(float(str(row["relative"])) for row in rows if row["choice"] == name) for name in names
+        name: statistics.median(row["relative"] for row in rows if row["choice"] == name)
+        for name in dict.fromkeys(row["choice"] for row in rows)
     }
     x = quantity(
         "relative",
@@ -97,7 +92,7 @@ def costs(report: Report, problems: Sequence[ProblemReport]) -> Spec | None:
         },
     }
     middle = {
-        "data": {"values": [{"choice": name, "relative": at, "said": _percent(at - 1)} for name, at in medians.items()]}
+        "data": {"values": [{"choice": name, "relative": at, "said": change(at - 1)} for name, at in medians.items()]}
     }
     ticks = {
         **middle,
@@ -268,23 +263,22 @@ def effects_chart(title: str, colour: Spec) -> Spec:
 
 def rates(reports: Sequence[Report]) -> Spec | None:
     """The best rate of every problem over its size, with a panel for each group; several archs in colours."""
-    rows: list[dict[str, Any]] = []
-    for report in reports:
-        for section in (report.measured, report.modelled):
-            for one in section.problems:
-                if one.best.rate and one.accum_mode == "fp32":
-                    rows.append(
-                        {
-                            "group": report.axes.describe_shared(one.problem) or report.kernel,
-                            "source": f"{one.device_name or report.arch}, {section.provenance}",
-                            "size": one.size,
-                            "rate": round(one.best.rate, 1),
-                            "unit": unit_of(one.problem),
-                            "problem": str(one.problem),
-                            "us": round(one.best.us, 2),
-                            "schedule": one.best.schedule.short(),
-                        }
-                    )
+    rows: list[dict[str, Any]] = [
+        {
+            "group": report.axes.describe_shared(one.problem) or report.kernel,
+            "source": f"{one.device_name or report.arch}, {section.provenance}",
+            "size": one.size,
+            "rate": round(one.best.rate, 1),
+            "unit": unit_of(one.problem),
+            "problem": str(one.problem),
+            "us": round(one.best.us, 2),
+            "schedule": one.best.schedule.short(),
+        }
+        for report in reports
+        for section in (report.measured, report.modelled)
+        for one in section.problems
+        if one.best.rate and one.accum_mode == "fp32"
+    ]
     if not rows:
         return None
     unit = Counter(row["unit"] for row in rows).most_common(1)[0][0]
@@ -338,7 +332,7 @@ def regimes(report: Report) -> Spec | None:
         {
             "way": way,
             "loss": loss,
-            "said": _percent(loss),
+            "said": change(loss),
             "sure": "yes" if sure else "no",
             "problem": str(one.problem),
             "programs": one.programs,
@@ -622,4 +616,4 @@ def source_of_problems(report: Report, problems: Sequence[ProblemReport]) -> str
     days = sorted(f"{one.taken:%Y-%m-%d}" for one in problems if one.taken)
     where = list(dict.fromkeys(source_of(report, replace(one, taken=None)) for one in problems))
     when = f", {' to '.join(dict.fromkeys([days[0], days[-1]]))}" if days else ""
-    return f"{report.kernel}, {len(problems)} problem{'' if len(problems) == 1 else 's'}, {'; '.join(where)}{when}"
+    return f"{report.kernel}, {plural(len(problems), 'problem')}, {'; '.join(where)}{when}"

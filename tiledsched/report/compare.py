@@ -162,12 +162,6 @@ class Compared:
         """A plain dict."""
         a, b = self.a.to_json(), self.b.to_json()
         shared = {name: b[name] for name in ("kernel", "arch", "regime", "accum_mode", "problem_id", "problem")}
-        sides = {
-            f"{side}_{name}": value
-            for side, one in (("a", a), ("b", b))
-            for name, value in one.items()
-            if name not in shared
-        }
         return {
             **shared,
             "verdict": self.verdict,
@@ -176,7 +170,8 @@ class Compared:
             "ratio_high": self.high,
             "winner_changed": self.winner_changed,
             "same_program": self.same_program,
-            **sides,
+            **{f"a_{name}": value for name, value in a.items() if name not in shared},
+            **{f"b_{name}": value for name, value in b.items() if name not in shared},
         }
 
 
@@ -281,10 +276,8 @@ def side_of(
     best: dict[Key, KnownTime] = {}
     for one in served:
         best.setdefault(key_of(one), one)
-    chosen = set(best)
-    for (key, _), one in newest.items():
-        if key not in chosen and (key not in best or one.us < best[key].us):
-            best[key] = one
+    for key, one in _fastest(newest.values(), ON_ONE_GPU).items():
+        best.setdefault(key, one)
     return Side(name=name, best=best, programs=newest, estimates=_fastest(estimates, ON_ONE_GPU))
 
 
@@ -312,11 +305,8 @@ def compare(a: Side, b: Side, threshold: float = THRESHOLD) -> Comparison:
     ]
     rows.sort(key=lambda row: ((*VERDICTS, ESTIMATED).index(row.verdict), -row.ratio, row.b.problem))
     others = {(key[:width], program): one for (key, program), one in b.programs.items()}
-    drift = []
-    for (key, program), one in a.programs.items():
-        other = others.get((key[:width], program))
-        if other is not None and one.fingerprint and not _one_measurement(one, other):
-            drift.append(other.us / one.us)
+    both = [(one, others.get((key[:width], program))) for (key, program), one in a.programs.items()]
+    drift = [b.us / a.us for a, b in both if b is not None and a.fingerprint and not _one_measurement(a, b)]
     only_a = tuple(one for key, one in first.items() if key not in second)
     only_b = tuple(one for key, one in second.items() if key not in first)
     return Comparison(

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tiledsched.core.files import csv_text
+from tiledsched.core.text import code, microseconds, plural
 from tiledsched.report.compare import ESTIMATED, Compared, Comparison, KnownTime
-from tiledsched.report.comparison_text import conditions_of, drift_of, excess, label_of, plural, side_facts, verdict_of
+from tiledsched.report.comparison_text import (
+    conditions_of,
+    drift_of,
+    excess,
+    label_of,
+    reasons_of,
+    side_facts,
+    verdict_of,
+)
 from tiledsched.report.document import Block, Chart, Heading, Paragraph, Table, write_document
 from tiledsched.report.vega import BLUE, ORANGE, RED, Spec, chart, quantity, tips, titled
 
@@ -47,8 +55,7 @@ def write_comparison(found: Comparison, folder: Path) -> list[Path]:
 
 def comparison_csv(found: Comparison) -> str:
     """One row for each problem that both sides know, with the fields of `--json`."""
-    rows = [{name: "" if value is None else value for name, value in row.to_json().items()} for row in found.rows]
-    return csv_text(rows, list(rows[0]) if rows else ["problem"])
+    return csv_text([row.to_json() for row in found.rows], None if found.rows else ["problem"])
 
 
 def comparison_blocks(found: Comparison) -> list[Block]:
@@ -63,7 +70,11 @@ def comparison_blocks(found: Comparison) -> list[Block]:
     if drawn := drawn_rows(found):
         blocks.append(Paragraph(text=_caption(found)))
         blocks.append(
-            Chart(name="comparison", spec=slopes(found), text=f"Time in B over time in A, of {plural(len(drawn))}")
+            Chart(
+                name="comparison",
+                spec=slopes(found),
+                text=f"Time in B over time in A, of {plural(len(drawn), 'problem')}",
+            )
         )
     for verdict, title in (("slower", "What became slower"), ("faster", "What became faster")):
         blocks += _times([row for row in found.rows if row.verdict == verdict], title, found)
@@ -92,8 +103,8 @@ def _caption(found: Comparison) -> str:
     )
     if found.modelled:
         return text + "The lines are dotted because at least one of the two times is an estimate."
-    text += "The bar at its end is the 95% interval of that ratio. "
     text += (
+        "The bar at its end is the 95% interval of that ratio. "
         f"Slower and faster are differences of more than {found.threshold * 100:g}% whose two 95% intervals are apart; the same "
         f"is what surely differs by less; a dashed line is undecided."
     )
@@ -177,7 +188,7 @@ def slopes(found: Comparison) -> Spec:
     # Short lines, which also fit a narrow page.
     names = [f"{name}: {_shortened(text)}" for name, text in (("A", found.a), ("B", found.b))]
     whole = chart(values, {"width": "container", "layer": layers}, height=380)
-    return titled(whole, f"Time of {plural(len(values))} in B against A", *names, *_sides_of(found.rows))
+    return titled(whole, f"Time of {plural(len(values), 'problem')} in B against A", *names, *_sides_of(found.rows))
 
 
 def _sides_of(rows: Sequence[Compared]) -> list[str]:
@@ -204,22 +215,14 @@ def _shortened(name: str, most: int = 40) -> str:
 
 
 def _time(one: KnownTime) -> str:
-    us, low, high = (_us(each) for each in (one.us, one.timing.ci_low_us, one.timing.ci_high_us))
+    us, low, high = (microseconds(each) for each in (one.us, one.timing.ci_low_us, one.timing.ci_high_us))
     return f"{us} µs, estimated" if one.modelled else f"{us} µs [{low}, {high}]"
-
-
-def _us(us: float) -> str:
-    return f"{us:,.1f}" if us >= 100 else f"{us:.2f}"
 
 
 def _change(row: Compared) -> str:
     if row.one_measurement:
         return "the same time"
     return f"{excess(row.ratio)} longer" if row.ratio >= 1 else f"{excess(1 / row.ratio)} less (A takes it longer)"
-
-
-def _code(text: str) -> str:
-    return "`" + text.replace("`", "'") + "`" if text else "-"
 
 
 def _heading(title: str, rows: Sequence[object]) -> Heading:
@@ -230,11 +233,10 @@ def _times(rows: Sequence[Compared], title: str, found: Comparison) -> list[Bloc
     """A table of times, or nothing without rows."""
     if not rows:
         return []
-    head = ("problem", "B / A, and both times", "both schedules")
     cells = [
         (label_of(row.b, found), f"{row.ratio:.3f}: {_time(row.a)}, {_time(row.b)}", _schedules(row)) for row in rows
     ]
-    return [_heading(title, rows), Table(head=head, rows=cells)]
+    return [_heading(title, rows), Table(head=("problem", "B / A, and both times", "both schedules"), rows=cells)]
 
 
 def _winners(found: Comparison) -> list[Block]:
@@ -255,29 +257,17 @@ def _winners(found: Comparison) -> list[Block]:
 
 
 def _schedules(row: Compared) -> str:
-    return f"{_code(row.a.schedule)}, {_code(row.b.schedule) if row.winner_changed else 'the same'}"
+    return f"{code(row.a.schedule)}, {code(row.b.schedule) if row.winner_changed else 'the same'}"
 
 
 def _cost_of_old_winner(row: Compared) -> str:
-    old = row.old_winner
-    if old is None:
+    if row.old_winner is None:
         return "not timed in B"
-    if row.winner_tied:
-        return "a tie"
-    return f"{excess(old.us / row.b.us)} longer"
+    return "a tie" if row.winner_tied else f"{excess(row.old_winner.us / row.b.us)} longer"
 
 
 def _unpaired(found: Comparison) -> list[Block]:
     """What only one side knows, by the reason for which it could not be compared."""
-    if not found.unpaired:
-        return []
-    counts = Counter((side, why) for side, _, why in found.unpaired)
-    examples = {(side, why): one for side, one, why in reversed(found.unpaired)}
-    cells = [
-        (side, str(count), f"{why}.", label_of(examples[side, why], found))
-        for (side, why), count in counts.most_common()
-    ]
-    return [
-        Heading(text=f"What could not be compared, and why ({len(found.unpaired)})"),
-        Table(head=("only in", "problems", "why", "for example"), rows=cells),
-    ]
+    cells = [(side, str(count), f"{why}.", example) for side, count, why, example in reasons_of(found)]
+    heading = Heading(text=f"What could not be compared, and why ({len(found.unpaired)})")
+    return [heading, Table(head=("only in", "problems", "why", "for example"), rows=cells)] if cells else []

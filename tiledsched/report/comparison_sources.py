@@ -80,7 +80,9 @@ def read_side(word: str, db: str | None, wanted: Wanted) -> Side:
         DatabaseError: it cannot be read.
     """
     source, selector = _split(word)
-    if source and (schedules := _report_file(Path(source))) is not None:
+    files = [each for each in (Path(source), Path(source) / "schedules.csv") if each.name.endswith("schedules.csv")]
+    schedules = next((each for each in files if each.is_file()), None) if source else None
+    if schedules is not None:
         if selector:
             raise ConfigError(f"{word}: a report is taken whole; compare a database instead, or leave out @{selector}")
         found = [one for one in _of_report(schedules) if wanted.holds(one.kernel, one.arch, one.regime)]
@@ -99,9 +101,9 @@ def read_side(word: str, db: str | None, wanted: Wanted) -> Side:
         entries, measurements = _selected(entries, measurements, selector)
         side = side_of(
             word,
-            [_served(one) for one in for_compiler((one for one in entries if one.measurement), "")],
-            map(_taken, _newest_first(measurements)),
-            [_estimated(one) for one in entries if one.measurement is None and one.model_us],
+            map(_of_entry, for_compiler((one for one in entries if one.measurement), "")),
+            map(_of_stored, sorted(measurements, key=lambda one: (one.created_at, one.uid), reverse=True)),
+            [_of_entry(one) for one in entries if one.measurement is None and one.model_us],
         )
         if not _usable(side) and selector:
             raise ConfigError(
@@ -130,45 +132,24 @@ def _split(word: str) -> tuple[str, str]:
     return "", word
 
 
-def _report_file(path: Path) -> Path | None:
-    """The schedules.csv of a report, given the file or its folder; None where there is none."""
-    for each in (path, path / "schedules.csv"):
-        if each.name.endswith("schedules.csv") and each.is_file():
-            return each
-    return None
-
-
 def _evidence(source: str, db: str | None, wanted: Wanted) -> Evidence:
-    if source == SHIPPED:
-        return _shipped(wanted)
-    if not source:
-        entries, measurements = _shipped(wanted)
-        if database_exists(db):
-            own = _stored(db, wanted)
-            entries, measurements = [*own[0], *entries], [*own[1], *measurements]
-        return entries, measurements
+    """The evidence of a source; without one that of the user's database over what ships."""
+    if source in ("", SHIPPED):
+        tables = sorted((data_files.tuning_db() / "tables").glob("*/*.json"))
+        shipped = _read(
+            path for path in tables if wanted.kernel in ("", path.parent.name) and wanted.arch in ("", path.stem)
+        )
+        own = _stored(db, wanted) if not source and database_exists(db) else ([], [])
+        return [*own[0], *shipped[0]], [*own[1], *shipped[1]]
     path = Path(os.path.expanduser(source))
-    if "://" not in source and (os.path.isdir(path) or source.endswith(TABLES)):
-        return _files(path)
+    if "://" not in source and (path.is_dir() or source.endswith(TABLES)):
+        found = sorted(each for each in path.rglob("*") if each.name.endswith(TABLES)) if path.is_dir() else [path]
+        if not found:
+            raise ConfigError(f"{path} holds no table and no landscape; give {ACCEPTED}")
+        return _read(found)
     if not database_exists(source):
         raise ConfigError(f"there is no database at {source}; give {ACCEPTED}")
     return _stored(source, wanted)
-
-
-def _shipped(wanted: Wanted) -> Evidence:
-    folder = data_files.tuning_db() / "tables"
-    return _read(
-        path
-        for path in sorted(folder.glob("*/*.json"))
-        if wanted.kernel in ("", path.parent.name) and wanted.arch in ("", path.stem)
-    )
-
-
-def _files(path: Path) -> Evidence:
-    found = sorted(each for each in path.rglob("*") if each.name.endswith(TABLES)) if os.path.isdir(path) else [path]
-    if not found:
-        raise ConfigError(f"{path} holds no table and no landscape; give {ACCEPTED}")
-    return _read(found)
 
 
 def _read(paths: Iterable[Path]) -> Evidence:
@@ -201,13 +182,9 @@ def _selected(
             [one for one in measurements if one.created_at < end], ""
         )
     if VERSION.fullmatch(selector):
-
-        def fits(version: str) -> bool:
-            return version == selector or version.startswith(f"{selector}.")
-
-        return [one for one in entries if fits(one.compiler)], [
-            one for one in measurements if fits(one.toolchain.tileiras)
-        ]
+        fits = re.compile(rf"{re.escape(selector)}(\..*)?").fullmatch
+        left = [one for one in measurements if fits(one.toolchain.tileiras)]
+        return [one for one in entries if fits(one.compiler)], left
     if not selector:
         return list(entries), of_one_compiler(measurements, "")
     word, arch = selector.lower(), arch_named(selector)
@@ -241,56 +218,50 @@ def _end(measurements: Sequence[StoredMeasurement], selector: str) -> datetime |
     return min(one.created_at for one in measurements if one.run_id == newest.run_id)
 
 
-def _newest_first(measurements: Iterable[StoredMeasurement]) -> list[StoredMeasurement]:
-    return sorted(measurements, key=lambda one: (one.created_at, one.uid), reverse=True)
+def _of_stored(stored: StoredMeasurement) -> KnownTime:
+    one, compiler = stored.measurement, stored.toolchain.tileiras
+    return _known(stored.kernel, one.problem, one.schedule, one.fingerprint, compiler, one.regime, stored.summary)
 
 
-def _taken(stored: StoredMeasurement) -> KnownTime:
-    one = stored.measurement
-    identity = {"regime": one.regime, "fingerprint": one.fingerprint, "compiler": stored.toolchain.tileiras}
-    return _known(stored.kernel, one.problem, one.schedule, stored.summary, **identity)
+def _of_entry(entry: Entry) -> KnownTime:
+    """The time of what is served: measured, or where it is not, the model's estimate."""
+    taken, estimate = entry.measurement, (entry.arch, entry.model_us or 0.0)
+    regime = entry.regime if taken else ""
+    return _known(
+        entry.kernel, entry.problem, entry.schedule, entry.fingerprint, entry.compiler, regime, taken, estimate
+    )
 
 
-def _served(entry: Entry) -> KnownTime:
-    assert entry.measurement is not None
-    identity = {"regime": entry.regime, "fingerprint": entry.fingerprint, "compiler": entry.compiler}
-    return _known(entry.kernel, entry.problem, entry.schedule, entry.measurement, **identity)
-
-
-def _known(kernel: str, problem: Problem, schedule: Schedule, found: MeasurementSummary, **identity: Any) -> KnownTime:
+def _known(
+    kernel: str,
+    problem: Problem,
+    schedule: Schedule,
+    fingerprint: str,
+    compiler: str,
+    regime: str,
+    taken: MeasurementSummary | None,
+    estimate: tuple[str, float] = ("", 0.0),
+) -> KnownTime:
+    """A measured time, or an estimate of (arch, microseconds) where `taken` is None."""
+    arch, us = (taken.device.arch, taken.median_us) if taken else estimate
+    low, high = (taken.ci_low_us, taken.ci_high_us) if taken else (us, us)
     return KnownTime(
         kernel=kernel,
-        arch=found.device.arch,
-        device=found.device.name,
+        arch=arch,
+        device=taken.device.name if taken else "",
+        regime=regime,
         **_named(problem),
         schedule_id=schedule.id,
         schedule=schedule.short(),
         accum_mode=str(schedule.get("accum_mode", "fp32")),
-        timing=Timing(median_us=found.median_us, ci_low_us=found.ci_low_us, ci_high_us=found.ci_high_us),
-        uid=found.uid,
-        when=found.created_at,
-        gpu=found.device,
-        conditions=found.conditions,
-        **identity,
-    )
-
-
-def _estimated(entry: Entry) -> KnownTime:
-    assert entry.model_us
-    return KnownTime(
-        kernel=entry.kernel,
-        arch=entry.arch,
-        device="",
-        regime="",
-        **_named(entry.problem),
-        schedule_id=entry.schedule.id,
-        schedule=entry.schedule.short(),
-        accum_mode=entry.accum_mode,
-        fingerprint=entry.fingerprint,
-        timing=Timing(median_us=entry.model_us, ci_low_us=entry.model_us, ci_high_us=entry.model_us),
-        uid="",
-        compiler=entry.compiler,
-        modelled=True,
+        fingerprint=fingerprint,
+        timing=Timing(median_us=us, ci_low_us=low, ci_high_us=high),
+        uid=taken.uid if taken else "",
+        compiler=compiler,
+        when=taken.created_at if taken else None,
+        gpu=taken.device if taken else None,
+        conditions=taken.conditions if taken else None,
+        modelled=taken is None,
     )
 
 
@@ -322,10 +293,9 @@ def _of_report(path: Path) -> list[KnownTime]:
         "ci_low_us",
         "ci_high_us",
     )
-    lacking = [name for name in needed if name not in head]
-    if lacking:
+    if lacking := next((name for name in needed if name not in head), ""):
         raise DatabaseError(
-            f"{path} has no column {lacking[0]}: it is no schedules.csv of a report; write it anew with "
+            f"{path} has no column {lacking}: it is no schedules.csv of a report; write it anew with "
             "`tiledsched report`"
         )
     fields = head[head.index("problem_id") + 1 : head.index("schedule_id")]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from tiledsched.core.text import percent, plural
 from tiledsched.measure.clocks import describe_throttling
 from tiledsched.report.compare import Compared, Comparison, KnownTime
 
@@ -17,7 +19,7 @@ def verdict_of(found: Comparison) -> str:
     rows, (a, b) = found.rows, names_of(found)
     if not rows:
         return f"{a} and {b} have no problem in common."
-    total = plural(len(rows))
+    total = plural(len(rows), "problem")
     if found.modelled:
         sides = [name for name, taken in ((a, rows[0].a), (b, rows[0].b)) if taken.modelled]
         whose = f"the times of {' and of '.join(sides)} are the performance model's"
@@ -60,14 +62,7 @@ def names_of(found: Comparison) -> tuple[str, str]:
 
 def excess(ratio: float) -> str:
     """How much longer the slower of two times is: 1.042 is `4.2%`, and from 2 on it is `a factor of 2.5`."""
-    if ratio >= 2:
-        return f"a factor of {ratio:.3g}"
-    return f"{(ratio - 1) * 100:.{0 if ratio >= 1.0995 else 1}f}%"
-
-
-def plural(count: int) -> str:
-    """A number of problems, in words."""
-    return f"{count} problem" + "s" * (count != 1)
+    return f"a factor of {ratio:.3g}" if ratio >= 2 else percent(ratio - 1)
 
 
 def conditions_of(found: Comparison) -> list[str]:
@@ -77,21 +72,24 @@ def conditions_of(found: Comparison) -> list[str]:
     others = [row for row in rows if row.a.device != row.b.device]
     if others:
         a, b = (_listed(getattr(row, side).device for row in others) for side in ("a", "b"))
-        told.append(f"A was measured on {a} and B on {b}: for {plural(len(others))} this is a comparison of GPUs.")
+        told.append(
+            f"A was measured on {a} and B on {b}: for {plural(len(others), 'problem')} this is a comparison of GPUs."
+        )
     unlike = [row for row in rows if _unlike(row)]
     if unlike:
         told.append(
-            f"In {plural(len(unlike))} the two GPUs have one name and are not alike: {_unlike(unlike[0])}. "
+            f"In {plural(len(unlike), 'problem')} the two GPUs have one name and are not alike: {_unlike(unlike[0])}. "
             "A difference may be the GPU's."
         )
     seen: dict[str, int] = {}
-    for taken in (taken for row in found.rows for taken in (row.a, row.b) if taken.conditions is not None):
+    for taken in (taken for row in found.rows for taken in (row.a, row.b)):
         seen[taken.device] = max(seen.get(taken.device, 0), taken.conditions.sm_clock_mhz if taken.conditions else 0)
     for side in ("a", "b"):
         slowed = [words for row in rows if (words := _throttling(getattr(row, side), seen))]
         if slowed:
             told.append(
-                f"In {plural(len(slowed))} the clock of {side.upper()}'s GPU was held down, {slowed[0]}: these times are too "
+                f"In {plural(len(slowed), 'problem')} the clock of {side.upper()}'s GPU was held down, "
+                f"{slowed[0]}: these times are too "
                 "long, and say little about the schedules."
             )
     return told
@@ -104,10 +102,9 @@ def _unlike(row: Compared) -> str:
         return ""
     if a.sm_count != b.sm_count:
         return f"{a.sm_count} SMs and {b.sm_count} SMs"
-    memory = [one.memory_bytes / 2**30 for one in (a, b)]
-    if all(memory) and abs(memory[0] - memory[1]) > 1:
-        return f"{memory[0]:.0f} GiB and {memory[1]:.0f} GiB of memory"
-    return ""
+    first, second = a.memory_bytes / 2**30, b.memory_bytes / 2**30
+    unlike = first and second and abs(first - second) > 1
+    return f"{first:.0f} GiB and {second:.0f} GiB of memory" if unlike else ""
 
 
 def _throttling(taken: KnownTime, seen_mhz: Mapping[str, int]) -> str:
@@ -162,3 +159,12 @@ def drift_of(found: Comparison) -> str:
         f"programs with the same machine code: {len(found.drift)} measured on both sides take {mean:.3f}x; that is the machine "
         "or the day, no schedule"
     )
+
+
+def reasons_of(found: Comparison) -> list[tuple[str, int, str, str]]:
+    """What could not be compared, by side and reason, the most frequent first: the side, how many problems, why, and one of
+    them.
+    """
+    counts = Counter((side, why) for side, _, why in found.unpaired)
+    examples = {(side, why): one for side, one, why in reversed(found.unpaired)}
+    return [(side, n, why, label_of(examples[side, why], found)) for (side, why), n in counts.most_common()]

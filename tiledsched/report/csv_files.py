@@ -7,9 +7,10 @@ from typing import Any
 
 from tiledsched.core.files import csv_text
 from tiledsched.core.problem import Problem, unit_of
+from tiledsched.core.text import tile_text
 from tiledsched.report.analysis import size_regime
 from tiledsched.report.effects import value_effects
-from tiledsched.report.records import MEASURED, MODELLED, Report, Section, Tile
+from tiledsched.report.records import MEASURED, MODELLED, Report, Section
 from tiledsched.report.views import explored
 
 RATE_COLUMNS = {"TFLOP/s": "tflops", "GB/s": "gbps"}
@@ -46,9 +47,10 @@ def schedules_csv(report: Report) -> str:
         "knob",
         (*first, *fields.values(), "schedule_id", *last),
     )
-    rows = []
+    rows: list[dict[str, Any]] = []
     for one in problems:
         measured = one.provenance == MEASURED
+        prefix = "" if measured else "modelled_"
         shared = {
             "arch": report.arch,
             "device": one.device_name,
@@ -57,29 +59,23 @@ def schedules_csv(report: Report) -> str:
             "problem_id": one.problem.id,
             **_values(one.problem, fields),
         }
-        for timed in one.timed:
-            row: dict[str, Any] = {
+        rows += [
+            {
                 **shared,
                 "schedule_id": timed.schedule.id,
                 **{knobs[knob]: value for knob, value in timed.schedule.items()},
-                "same_program_as": timed.same_program_as.id if timed.same_program_as else "",
+                "same_program_as": timed.same_program_as and timed.same_program_as.id,
                 "fingerprint": timed.fingerprint,
-            }
-            prefix = "" if measured else "modelled_"
-            row |= {
                 "median_us" if measured else "modelled_us": _number(timed.us),
                 f"{prefix}relative": _number(timed.relative),
                 f"{prefix}{RATE_COLUMNS[unit_of(one.problem)]}": _number(timed.rate),
+                "ci_low_us": _number(getattr(timed.timing, "ci_low_us", None)),
+                "ci_high_us": _number(getattr(timed.timing, "ci_high_us", None)),
+                "samples": timed.samples if timed.timing else None,
+                **{name: getattr(timed.facts, name, None) for name in FACT_COLUMNS},
             }
-            if timed.timing is not None:
-                row |= {
-                    "ci_low_us": _number(timed.timing.ci_low_us),
-                    "ci_high_us": _number(timed.timing.ci_high_us),
-                    "samples": timed.samples,
-                }
-            if timed.facts is not None:
-                row |= {name: getattr(timed.facts, name) for name in FACT_COLUMNS}
-            rows.append(row)
+            for timed in one.timed
+        ]
     return _csv([*first, *fields.values(), "schedule_id", *knobs.values(), *last], rows)
 
 
@@ -103,38 +99,38 @@ def sensitivity_csv(report: Report) -> str:
     shared = list(_columns(report.axes.shared, "problem", (*first, *last)).values())
     rows: list[dict[str, Any]] = []
     for section in (report.measured, report.modelled):
-        for one in section.problems:
-            if one.tiles:
-                rows.append(
-                    {
-                        "device": one.device_name,
-                        "scope": "problem",
-                        **dict(zip(shared, one.shared, strict=True)),
-                        **dict.fromkeys(accum, one.accum_mode),
-                        "size_regime": size_regime(one.size),
-                        "sizes": one.size,
-                        "problems": 1,
-                        "problem_id": one.problem.id,
-                        "best_tile": _tile(one.tiles[0].tile),
-                        "runner_up_tile": _tile(one.second_tile.tile if one.second_tile else None),
-                    }
-                    | _drops(section, one.tile_drop, one.worst_tile.relative - 1 if one.worst_tile else None)
-                )
-        for line in section.sensitivity:
-            rows.append(
-                {
-                    "device": line.device_name,
-                    "scope": "regime",
-                    **dict(zip(shared, line.shared, strict=True)),
-                    **dict.fromkeys(accum, line.accum_mode),
-                    "size_regime": line.regime,
-                    "sizes": " ".join(map(str, line.sizes)),
-                    "problems": line.problems,
-                    "best_tile": _tile(line.best),
-                    "runner_up_tile": _tile(line.runner_up),
-                }
-                | _drops(section, line.drop, line.spread)
-            )
+        rows += [
+            {
+                "device": one.device_name,
+                "scope": "problem",
+                **dict(zip(shared, one.shared, strict=True)),
+                **dict.fromkeys(accum, one.accum_mode),
+                "size_regime": size_regime(one.size),
+                "sizes": one.size,
+                "problems": 1,
+                "problem_id": one.problem.id,
+                "best_tile": tile_text(one.tiles[0].tile),
+                "runner_up_tile": one.second_tile and tile_text(one.second_tile.tile),
+                **_drops(section, one.tile_drop, one.worst_tile.relative - 1 if one.worst_tile else None),
+            }
+            for one in section.problems
+            if one.tiles
+        ]
+        rows += [
+            {
+                "device": line.device_name,
+                "scope": "regime",
+                **dict(zip(shared, line.shared, strict=True)),
+                **dict.fromkeys(accum, line.accum_mode),
+                "size_regime": line.regime,
+                "sizes": " ".join(map(str, line.sizes)),
+                "problems": line.problems,
+                "best_tile": tile_text(line.best),
+                "runner_up_tile": tile_text(line.runner_up),
+                **_drops(section, line.drop, line.spread),
+            }
+            for line in section.sensitivity
+        ]
     return _csv([*first, *shared, *last], [{"arch": report.arch, **row} for row in rows])
 
 
@@ -258,17 +254,13 @@ def _drops(section: Section, drop: float | None, worst: float | None) -> dict[st
     prefix = "modelled_" if section.provenance == MODELLED else ""
     return {
         "provenance": section.provenance,
-        f"{prefix}drop_percent": "" if drop is None else f"{drop * 100:.3f}",
-        f"{prefix}worst_drop_percent": "" if worst is None else f"{worst * 100:.3f}",
+        f"{prefix}drop_percent": None if drop is None else f"{drop * 100:.3f}",
+        f"{prefix}worst_drop_percent": None if worst is None else f"{worst * 100:.3f}",
     }
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.6g}"
-
-
-def _tile(tile: Tile | None) -> str:
-    return f"{tile[0]}x{tile[1]}" if tile else ""
+def _number(value: float | None) -> str | None:
+    return None if value is None else f"{value:.6g}"
 
 
 def _csv(head: Sequence[str], rows: Sequence[dict[str, Any]]) -> str:

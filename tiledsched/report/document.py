@@ -14,11 +14,10 @@ from typing import Any
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.extras import installing
 from tiledsched.core.files import printable, write_whole
+from tiledsched.core.text import NOTHING
 from tiledsched.report.vega import titled
 
 VEGA_LITE = "6.4"
-NOTHING = "-"
-"""Stands in a table cell that has no value."""
 CODE = re.compile("`([^`]+)`")
 NUMBER = re.compile(r"[\d.,]+[%x]?|\[[\d., ]+\]|" + NOTHING)
 
@@ -154,9 +153,7 @@ class Explorer:
             for name in rows[0] if rows else ():
                 values = [row[name] for row in rows]
                 words = all(isinstance(value, str) for value in values)
-                found[name] = [texts.setdefault(value, len(texts)) for value in values] if words else values
-                if words:
-                    found[name] = {"texts": found[name]}
+                found[name] = {"texts": [texts.setdefault(each, len(texts)) for each in values]} if words else values
             return found
 
         cases = [
@@ -230,20 +227,20 @@ def write_document(
 
 def drawings(blocks: Sequence[Block]) -> dict[str, bytes] | None:
     """The SVG and PNG files of all charts, by file name; None where vl-convert, which draws them, is not installed."""
-    found: dict[str, bytes] = {}
+    specs: dict[str, Mapping[str, Any]] = {}
+    for one in blocks:
+        if isinstance(one, Chart):
+            specs[one.name] = one.spec
+        elif isinstance(one, Explorer):
+            specs |= {view.name: spec for view, spec in one.drawn()}
     try:
-        for one in blocks:
-            specs: list[tuple[Chart | View, Mapping[str, Any]]] = []
-            if isinstance(one, Chart):
-                specs = [(one, one.spec)]
-            elif isinstance(one, Explorer):
-                specs = [*one.drawn()]
-            for named, spec in specs:
-                found[f"{named.name}.svg"] = as_svg(spec)
-                found[f"{named.name}.png"] = as_png(spec)
+        return {
+            f"{name}.{kind}": draw(spec)
+            for name, spec in specs.items()
+            for kind, draw in (("svg", as_svg), ("png", as_png))
+        }
     except ImportError:
         return None
-    return found
 
 
 def as_svg(spec: Mapping[str, Any]) -> bytes:
@@ -266,8 +263,8 @@ def as_png(spec: Mapping[str, Any]) -> bytes:
 
 def _on_paper(spec: Mapping[str, Any]) -> dict[str, Any]:
     """The chart for a file, where there is no page whose width it could take."""
-    shown: dict[str, Any] = _shown(spec)
-    return {**shown, "config": CONFIG, **({"width": PAPER_WIDTH} if shown.get("width") == "container" else {})}
+    width = {"width": PAPER_WIDTH} if spec.get("width") == "container" else {}
+    return {**_shown(spec), "config": CONFIG, **width}
 
 
 def to_markdown(blocks: Sequence[Block], drawn: Collection[str] = ()) -> str:
@@ -290,24 +287,16 @@ def _markdown(block: Block, drawn: Collection[str]) -> str:
         return f"![{_plain(block.text)}]({file})" if file in drawn else ""
     if isinstance(block, Explorer):
         case = block.cases[block.first]
-        pictures = [(view, f"{view.name}.svg") for view, _ in block.drawn()]
-        return "\n\n".join(
-            [
-                f"**{_plain(case.title)}**, {_plain(case.source)}. {_plain(case.lead)}",
-                *(
-                    f"![{_plain(view.caption)}]({file})\n\n{_plain(view.caption)}"
-                    for view, file in pictures
-                    if file in drawn
-                ),
-            ]
-        )
+        pictures = [
+            f"![{_plain(view.caption)}]({view.name}.svg)\n\n{_plain(view.caption)}"
+            for view, _ in block.drawn()
+            if f"{view.name}.svg" in drawn
+        ]
+        return "\n\n".join([f"**{_plain(case.title)}**, {_plain(case.source)}. {_plain(case.lead)}", *pictures])
     marks = ["---:" if block.numeric(column) else "---" for column in range(len(block.head))]
     lines = [block.head, marks, *block.rows]
-    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
-
-
-def _cell(text: str) -> str:
-    return _plain(text).replace("|", "\\|")
+    cells = ((_plain(cell).replace("|", "\\|") for cell in line) for line in lines)
+    return "\n".join("| " + " | ".join(line) + " |" for line in cells)
 
 
 def _plain(text: str) -> str:
@@ -386,15 +375,13 @@ def unique_ids(blocks: Sequence[Block]) -> dict[int, str]:
     """The id of each heading and chart on the page, by its place among the blocks: its words and, where those words were
     taken before, a number.
     """
-    taken: set[str] = set()
-    found = {}
+    found: dict[int, str] = {}
     for place, block in enumerate(blocks):
         if isinstance(block, (Heading, Chart, Explorer)):
             words = f"chart-{block.name}" if isinstance(block, Chart) else getattr(block, "text", "cases")
             stem = re.sub(r"\W+", "-", words.lower()).strip("-") or "part"
             free = (f"{stem}-{number}" if number > 1 else stem for number in itertools.count(1))
-            found[place] = next(name for name in free if name not in taken)
-            taken.add(found[place])
+            found[place] = next(name for name in free if name not in found.values())
     return found
 
 
@@ -402,8 +389,7 @@ def _html(block: Block, own_id: str = "") -> str:
     if isinstance(block, Heading):
         return f'<h{block.level} id="{own_id}">{_inline(block.text)}</h{block.level}>'
     if isinstance(block, Paragraph):
-        kinds = {"warning": block.warning, "measured": block.measured, "answer": block.answer}
-        names = " ".join(name for name, holds in kinds.items() if holds)
+        names = " ".join(name for name in ("warning", "measured", "answer") if getattr(block, name))
         return f'<p class="{names}">{_inline(block.text)}</p>' if names else f"<p>{_inline(block.text)}</p>"
     if isinstance(block, Chart):
         place = f'<div class="chart" data-spec="{own_id}" role="img" aria-label="{html.escape(printable(block.text))}"></div>'
@@ -427,10 +413,11 @@ def _html(block: Block, own_id: str = "") -> str:
 
 def _figure(view: View) -> str:
     """The place of a view, with its caption."""
-    kinds = "view tall" if view.tall else "view"
-    chart = f'<div class="chart" role="img" aria-label="{_inline(view.heading)}"></div>'
-    caption = f'<figcaption>{_inline(view.caption)} <span class="note"></span></figcaption>'
-    return f'<figure class="{kinds}" data-view="{view.name}">{chart}{caption}</figure>'
+    return (
+        f'<figure class="view{" tall" if view.tall else ""}" data-view="{view.name}">'
+        f'<div class="chart" role="img" aria-label="{_inline(view.heading)}"></div>'
+        f'<figcaption>{_inline(view.caption)} <span class="note"></span></figcaption></figure>'
+    )
 
 
 def _data(own_id: str, values: Any) -> str:

@@ -13,11 +13,11 @@ from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
 from tiledsched.core.schedule import HINT_KNOBS, KnobValue
 from tiledsched.report.analysis import WITHIN, named_tile, neighbours
 from tiledsched.report.records import AS_GOOD, KnobVerdict, ProblemReport, Timed, ValueEffect
-
-__all__ = ["LEAST_PAIRS", "KnobVerdict", "ValueEffect", "joined_effects", "tile_knobs", "value_effects"]
 
 LEAST_PAIRS = 4
 """Fewer pairs conclude nothing. Half of a 95% interval is 1.6 standard deviations of the pairs with four of them, 2.5 with
@@ -41,11 +41,11 @@ def value_effects(one: ProblemReport) -> tuple[ValueEffect, ...]:
     """
     ratios = _matched_ratios(one)
     best = one.best.schedule
-    found = {}
-    for knob, values in _values([one]).items():
-        if knob in best:
-            against = type(best[knob]), best[knob]
-            found[knob] = _effects_against(knob, against, values, [ratios.get(knob, {})])
+    found = {
+        knob: _effects_against(knob, _key(one.best, knob), values, [ratios.get(knob, {})])
+        for knob, values in _values([one]).items()
+        if knob in best
+    }
     return tuple(
         effect for knob in sorted(found, key=lambda knob: (-_cost(found[knob]), knob)) for effect in found[knob]
     )
@@ -148,7 +148,7 @@ def _verdict(
         if mine and other
     )
     advice = "leave" if fine else "choose" if contradicted else "unclear" if any(known.values()) else "untried"
-    value = fine[0] if fine else order[0]
+    value = (*fine, *order)[0]
     return KnobVerdict(
         knob=knob,
         advice=advice,
@@ -237,6 +237,8 @@ def _program(timed: Timed) -> object:
 
 def _effect(knob: str, value: _Key, against: _Key, parts: Sequence[Sequence[float]]) -> ValueEffect:
     """The effect of a value from the log ratios of each problem's pairs."""
+    from scipy.special import stdtrit
+
     known = [part for part in parts if part]
     pairs = sum(map(len, known))
     ratio = low = high = None
@@ -244,12 +246,11 @@ def _effect(knob: str, value: _Key, against: _Key, parts: Sequence[Sequence[floa
     if freedom >= LEAST_PAIRS - 1:
         means = [statistics.fmean(part) for part in known]
         middle = statistics.fmean(means)
-        if len(known) >= LEAST_PAIRS:
-            error = statistics.stdev(means) / math.sqrt(len(known))
-        else:
-            squares = sum((each - mean) ** 2 for part, mean in zip(known, means, strict=True) for each in part)
-            error = math.sqrt(squares / freedom * sum(1 / len(part) for part in known)) / len(known)
-        half = error * _student(freedom)
+        # Of few problems the deviations within them are pooled.
+        within = sum(float(np.var(part)) * len(part) for part in known) / freedom * sum(1 / len(part) for part in known)
+        variance = statistics.variance(means) * len(known) if len(known) >= LEAST_PAIRS else within
+        error = math.sqrt(variance) / len(known)
+        half = error * float(stdtrit(freedom, (1 + CONFIDENCE) / 2))  # Student's quantile
         ratio, low, high = math.exp(middle), math.exp(middle - half), math.exp(middle + half)
     return ValueEffect(
         knob=knob,
@@ -261,13 +262,6 @@ def _effect(knob: str, value: _Key, against: _Key, parts: Sequence[Sequence[floa
         pairs=pairs,
         problems=len(known),
     )
-
-
-def _student(freedom: int) -> float:
-    """The quantile of Student's distribution that leaves 2.5% above it."""
-    from scipy.special import stdtrit
-
-    return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
 
 
 def _cost(effects: Iterable[ValueEffect]) -> float:

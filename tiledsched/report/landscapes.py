@@ -48,8 +48,6 @@ class Landscape:
     """Schedules that were measured."""
     median_us: float
     """Median of the newest measurement of each schedule."""
-    measurements: int
-    """Measurements, repeats included."""
     trace_us: tuple[float, ...]
     """Time of each program of the newest run, in the order in which they were first measured."""
 
@@ -170,6 +168,8 @@ class _Tally:
     shared: Circumstances
     count: int = 0
     samples: int = 0
+    power_w: float = 0.0
+    temperature_c: int = 0
 
 
 class _Members:
@@ -221,7 +221,6 @@ class _Members:
             newest=[whole[row.id] for schedule, row in self.rows.items() if schedule in self.listed],
             schedules=len(self.rows),
             median_us=statistics.median(row.median_us for row in self.rows.values()),
-            measurements=self.count,
             trace_us=tuple(reversed(self._trace.values())),
         )
 
@@ -278,10 +277,11 @@ class _Counted:
 
     def wanted(self) -> set[int]:
         """The numbers of the measurements that are to be read whole."""
-        found = set()
-        for members in self.members.values():
-            found |= {members.newest.id, members.oldest.id, *(members.rows[each].id for each in members.listed)}
-        return found
+        return {
+            number
+            for members in self.members.values()
+            for number in (members.newest.id, members.oldest.id, *(members.rows[each].id for each in members.listed))
+        }
 
 
 class _States:
@@ -289,50 +289,44 @@ class _States:
 
     def __init__(self) -> None:
         self.states: dict[tuple[object, ...], _Tally] = {}
-        self._power_w, self._temperature_c = 0.0, 0
-        self._newest: StoredMeasurement | None = None
-        self._oldest: StoredMeasurement | None = None
+        self._ends: list[StoredMeasurement] = []
+        """The newest and the oldest measurement of each problem."""
 
     def add(self, tallies: Iterable[_Tally], newest: StoredMeasurement, oldest: StoredMeasurement) -> None:
         """Take more measurements into account."""
         for tally in tallies:
             conditions, device, toolchain, *others = tally.shared
-            self._power_w = max(self._power_w, conditions.power_w)
-            self._temperature_c = max(self._temperature_c, conditions.temperature_c)
             said = conditions.sm_clock_mhz, conditions.memory_clock_mhz, conditions.throttle_reasons
             state = self.states.setdefault((*said, id(device), id(toolchain), *others), _Tally(tally.shared))
             state.count += tally.count
             state.samples += tally.samples
-        if self._newest is None or (newest.created_at, newest.id) > (self._newest.created_at, self._newest.id):
-            self._newest = newest
-        if self._oldest is None or oldest.created_at < self._oldest.created_at:
-            self._oldest = oldest
+            state.power_w = max(state.power_w, conditions.power_w)
+            state.temperature_c = max(state.temperature_c, conditions.temperature_c)
+        self._ends += [newest, oldest]
 
     def conditions(self) -> DeviceConditions:
         """The conditions of those that were added; at least one was."""
-        assert self._newest is not None
-        assert self._oldest is not None
         states = [*self.states.values()]
+        newest = max(self._ends, key=lambda one: (one.created_at, one.id))
         reasons: Counter[str] = Counter()
         for each in states:
-            for reason in each.shared.conditions.throttle_reasons:
-                reasons[reason] += each.count
+            reasons.update(dict.fromkeys(each.shared.conditions.throttle_reasons, each.count))
         return DeviceConditions(
-            device=self._newest.measurement.device,
+            device=newest.measurement.device,
             drivers=tuple(sorted({each.shared.device.driver for each in states} - {""})),
             compilers=tuple(sorted({each.shared.toolchain.compiler for each in states})),
             source_hashes=tuple(sorted({source_part(each.shared.source_hash) for each in states} - {""})),
             runners=tuple(sorted({each.shared.runner for each in states})),
             sm_clock_mhz=_range(each.shared.conditions.sm_clock_mhz for each in states),
             memory_clock_mhz=_range(each.shared.conditions.memory_clock_mhz for each in states),
-            power_w=self._power_w,
-            temperature_c=self._temperature_c,
+            power_w=max(each.power_w for each in states),
+            temperature_c=max(each.temperature_c for each in states),
             held_down=summarise_states(
                 (each.shared.conditions, each.shared.device, each.shared.regime, each.count) for each in states
             ),
             throttle_reasons=tuple(sorted(reasons.items(), key=lambda item: (-item[1], item[0]))),
-            first=self._oldest.created_at,
-            last=self._newest.created_at,
+            first=min(one.created_at for one in self._ends),
+            last=newest.created_at,
             measurements=sum(each.count for each in states),
             samples=sum(each.samples for each in states),
         )

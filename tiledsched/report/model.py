@@ -5,11 +5,9 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tiledsched.build.cubin import ResourceFacts
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.device import ARCHS
 from tiledsched.core.fields import Choice, Flag
@@ -20,11 +18,10 @@ from tiledsched.core.sources import source_part
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
 from tiledsched.measure.estimate import Timing
-from tiledsched.report.analysis import sensitivity, tile_times
-from tiledsched.report.axes import Axes, axes_of
+from tiledsched.report.analysis import interactions, sensitivity, tile_times
+from tiledsched.report.axes import axes_of
 from tiledsched.report.ceilings import measured_ceilings
 from tiledsched.report.effects import tile_knobs
-from tiledsched.report.interactions import interactions
 from tiledsched.report.landscapes import Landscape, LandscapeKey, accum_mode, read_measured
 from tiledsched.report.records import MEASURED, MODELLED, FailureCount, ProblemReport, Report, Section, Timed
 from tiledsched.report.sources import WithShipped
@@ -34,8 +31,6 @@ from tiledsched.store.records import BuildRecord, Entry, FailureRecord, StoredMe
 
 if TYPE_CHECKING:
     from tiledsched.store.db import TuningDB
-
-__all__ = ["ModelTimes", "Report", "build_report"]
 
 T = TypeVar("T")
 ModelTimes = Callable[[Problem, list[BuildRecord]], dict[str, float]]
@@ -54,7 +49,6 @@ def build_report(
     regime: str = "burst",
     device_name: str | None = None,
     model_times: ModelTimes | None = None,
-    space: SearchSpace | None = None,
     served: Iterable[Entry] = (),
 ) -> Report:
     """The report on the schedules of a kernel on `arch`, from all that `db` knows of them.
@@ -67,11 +61,9 @@ def build_report(
         device_name: one device of the arch; None for all, each by itself.
         model_times: estimates for the problems that were not measured. Without it only the winner and the runner-up
             of each modelled entry are known.
-        space: where the default schedules come from; None for the kernel's own.
         served: entries of every kernel: the highest rates measured among them are the ceilings.
     """
     compiler = compiler_at_hand()
-    space = space or _or_none(space_for, arch, kernel)
     known = [
         entry
         for entry in of_kernel(db.entries(arch=arch, kernel=kernel.name), kernel)
@@ -88,21 +80,17 @@ def build_report(
     )
     entries = _shown_entries(reading.compilers, known, compiler)
     builds = _Builds(db, arch, kernel, reading.sources, entries)
-    desk = _Desk(
-        kernel=kernel, axes=axes_of(kernel), arch=arch, builds=builds, space=space, entries=entries, regime=regime
-    )
-
+    desk = _Desk(kernel, arch, regime, builds, entries)
     measured = [desk.measured(key, landscape) for key, landscape in reading.landscapes.items()]
-
     done = {(problem, accum) for problem, _, accum in reading.landscapes}
     modelled = []
     for entry in entries:
         key = (entry.problem, entry.accum_mode)
         if entry.provenance == MODELLED and key not in done:
             done.add(key)
-            one = desk.modelled(entry, model_times)
-            modelled += [one] if one else []
-    tile = tile_knobs(measured or modelled)
+            modelled.append(desk.modelled(entry, model_times))
+    estimated = [one for one in modelled if one]
+    tile = tile_knobs(measured or estimated)
     return Report(
         kernel=kernel.name,
         arch=arch,
@@ -112,7 +100,7 @@ def build_report(
         device_name=device_name or "",
         elsewhere=reading.found - reading.taken,
         measured=_section(MEASURED, measured, tile),
-        modelled=_section(MODELLED, modelled, tile),
+        modelled=_section(MODELLED, estimated, tile),
         unmeasured=tuple(
             entry
             for entry in entries
@@ -182,8 +170,9 @@ class _Builds:
         self.all: list[BuildRecord] = []
         for (source_hash, _), toolchain in wanted.items():
             self.all += db.find_builds(kernel.name, source_hash, toolchain, arch).values()
-        self._facts = {fingerprint: record.facts for (_, fingerprint), record in db.artifacts(arch).items()}
-        self._facts |= {build.fingerprint: build.facts for build in self.all if build.facts}
+        self.facts = {fingerprint: record.facts for (_, fingerprint), record in db.artifacts(arch).items()}
+        """Resources of machine code, by fingerprint."""
+        self.facts |= {build.fingerprint: build.facts for build in self.all if build.facts}
         self._kernel = kernel
         self._compiled_in = [
             name
@@ -197,14 +186,7 @@ class _Builds:
         self._serving: dict[Problem, list[BuildRecord]] = {}
         self.modelled_compilers: set[str] = set()
         """Compilers behind modelled landscapes, one line each."""
-        self.shipped: Callable[[Problem], list[BuildRecord]] = lambda problem: []
-        self.shipped_times: Callable[[Problem], dict[Schedule, tuple[ResourceFacts | None, float]]] = lambda problem: {}
-        if isinstance(db, WithShipped):
-            self.shipped, self.shipped_times = db.shipped_builds, db.shipped_times
-
-    def facts(self, fingerprint: str) -> ResourceFacts | None:
-        """Resources of machine code; None where they are not known."""
-        return self._facts.get(fingerprint)
+        self.ships = db if isinstance(db, WithShipped) else None
 
     def of(self, problem: Problem, device: Any) -> list[BuildRecord]:
         """Successful builds whose machine code can serve `problem`."""
@@ -234,7 +216,7 @@ class _Builds:
         ]
         shipped = [
             build
-            for build in self.shipped(entry.problem)
+            for build in (self.ships.shipped_builds(entry.problem) if self.ships else ())
             if build.fingerprint and accum_mode(build.schedule) == entry.accum_mode
         ]
         if len({(build.toolchain, build.source_hash) for build in (*own, *shipped[:1])}) > 1:
@@ -281,25 +263,17 @@ def _or_none(function: Callable[..., T], *arguments: object) -> T | None:
         return None
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Desk:
     """What is needed to write the report on one problem."""
 
-    kernel: KernelClass
-    axes: Axes
-    arch: str
-    builds: _Builds
-    space: SearchSpace | None
-    entries: list[Entry]
-    regime: str
-    defaults: dict[Problem, Schedule | None] = field(default_factory=dict)
-
-    @cached_property
-    def _entries_of(self) -> dict[tuple[Problem, str], list[Entry]]:
-        found: dict[tuple[Problem, str], list[Entry]] = defaultdict(list)
-        for entry in self.entries:
-            found[entry.problem, entry.accum_mode].append(entry)
-        return found
+    def __init__(self, kernel: KernelClass, arch: str, regime: str, builds: _Builds, entries: list[Entry]) -> None:
+        self.kernel, self.arch, self.regime, self.builds = kernel, arch, regime, builds
+        self.axes = axes_of(kernel)
+        self.space: SearchSpace | None = _or_none(space_for, arch, kernel)
+        self._defaults: dict[Problem, Schedule | None] = {}
+        self._entries: dict[tuple[Problem, str], list[Entry]] = defaultdict(list)
+        for entry in entries:
+            self._entries[entry.problem, entry.accum_mode].append(entry)
 
     def measured(self, key: LandscapeKey, landscape: Landscape) -> ProblemReport:
         """The report on one problem and device."""
@@ -327,14 +301,13 @@ class _Desk:
                 us=found.median_us,
                 timing=Timing(median_us=found.median_us, ci_low_us=found.ci_low_us, ci_high_us=found.ci_high_us),
                 samples=len(found.samples_us),
-                facts=self.builds.facts(found.fingerprint),
-                worst_tile_error=found.accuracy.worst_tile_error if found.accuracy else None,
+                facts=self.builds.facts.get(found.fingerprint),
             )
         for schedule, program in others:
             if program in by_program and schedule not in timed:
                 own = timed[by_program[program].measurement.schedule]
                 timed[schedule] = replace(own, schedule=schedule, same_program_as=own.schedule)
-        written = self._write_up(MEASURED, key, list(timed.values()), self._served(key), landscape.measurements)
+        written = self._write_up(MEASURED, key, list(timed.values()), self._served(key))
         taken = max(one.created_at for one in landscape.newest)
         written = replace(written, trace=tuple(us / written.best.us for us in landscape.trace_us), taken=taken)
         if unlisted := landscape.schedules - len(by_schedule):
@@ -359,13 +332,10 @@ class _Desk:
         left_out = spills.difference(named) if len(spills) < len(builds) else set()
         programs: dict[ProgramKey, list[BuildRecord]] = defaultdict(list)
         for build in builds:
-            if build.schedule in left_out:
-                continue
-            programs[self._program(build.fingerprint, problem, build.schedule, device)].append(build)
+            if build.schedule not in left_out:
+                programs[self._program(build.fingerprint, problem, build.schedule, device)].append(build)
         first = [
             min(alike, key=lambda build: (build.schedule not in named, *plainness(build.schedule, default)))
-            if len(alike) > 1
-            else alike[0]
             for alike in programs.values()
         ]
         others = {
@@ -396,14 +366,13 @@ class _Desk:
             ]
         if not timed:
             return None
-        written = self._write_up(MODELLED, (problem, "", entry.accum_mode), timed, entry, 0)
-        return replace(written, whole=whole)
+        return replace(self._write_up(MODELLED, (problem, "", entry.accum_mode), timed, entry), whole=whole)
 
     def _estimates(
         self, problem: Problem, builds: Sequence[BuildRecord], model_times: ModelTimes
     ) -> dict[Schedule, float]:
         """The model's estimates, in microseconds: those that ship, and of what else was built, those made now."""
-        ship = self.builds.shipped_times(problem)
+        ship = self.builds.ships.shipped_times(problem) if self.builds.ships else {}
         found = {
             build.schedule: ship[build.schedule][1]
             for build in builds
@@ -420,14 +389,12 @@ class _Desk:
         problem, device_name, accum_mode = key
         fitting = [
             entry
-            for entry in self._entries_of.get((problem, accum_mode), ())
+            for entry in self._entries.get((problem, accum_mode), ())
             if entry.device_name in ("", device_name) and entry.regime in ("", self.regime)
         ]
         return min(fitting, key=lambda entry: (entry.rank, not entry.device_name, not entry.regime), default=None)
 
-    def _write_up(
-        self, provenance: str, key: LandscapeKey, timed: list[Timed], served: Entry | None, measurements: int
-    ) -> ProblemReport:
+    def _write_up(self, provenance: str, key: LandscapeKey, timed: list[Timed], served: Entry | None) -> ProblemReport:
         problem, device_name, accum_mode = key
         chosen = served.schedule if served else None  # among equal times, the one that is served stands first
         timed.sort(key=lambda one: (one.us, one.same_program_as is not None, one.schedule != chosen, one.schedule.id))
@@ -444,19 +411,17 @@ class _Desk:
             shared=self.axes.shared_values(problem),
             timed=tuple(timed),
             runner_up=runner_up or _raced(timed[0], served),
-            ties=tuple(one.schedule for one in programs if one.schedule in ties),
             default=self._default(problem, timed),
             median_us=statistics.median(one.us for one in programs),
             programs=len(programs),
-            measurements=measurements,
             served=served,
         )
 
     def default(self, problem: Problem) -> Schedule | None:
         """The default schedule of a problem; None where its space has none."""
-        if problem not in self.defaults:
-            self.defaults[problem] = _or_none(self.space.default, problem) if self.space else None
-        return self.defaults[problem]
+        if problem not in self._defaults:
+            self._defaults[problem] = _or_none(self.space.default, problem) if self.space else None
+        return self._defaults[problem]
 
     def _default(self, problem: Problem, timed: Sequence[Timed]) -> Timed | None:
         """The default schedule, if it has a time.
@@ -514,10 +479,9 @@ def _count_failures(failures: Iterable[FailureRecord], builds: Iterable[BuildRec
             candidate = failed.schedule.id, failed.problem.id if failed.problem else ""
             example = failed.failure.message, failed.schedule
             found[failed.stage, str(failed.failure.kind)].setdefault(candidate, example)
-    counts = []
-    for (stage, kind), candidates in found.items():
-        message, schedule = next(iter(candidates.values()))
-        counts.append(
-            FailureCount(stage=stage, kind=kind, candidates=len(candidates), example=message, schedule=schedule)
-        )
+    examples = {way: next(iter(candidates.values())) for way, candidates in found.items()}
+    counts = [
+        FailureCount(stage=stage, kind=kind, candidates=len(found[stage, kind]), example=message, schedule=schedule)
+        for (stage, kind), (message, schedule) in examples.items()
+    ]
     return tuple(sorted(counts, key=lambda line: (-line.candidates, line.stage, line.kind)))

@@ -50,8 +50,6 @@ class Timed:
     """
     facts: ResourceFacts | None = None
     """Resources of the machine code; None where unknown."""
-    worst_tile_error: float | None = None
-    """Largest relative error of any output tile against the reference; None where it was not computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,16 +156,12 @@ class ProblemReport:
     """Every schedule with a time, fastest first; at least one."""
     runner_up: Timed | None
     """The fastest schedule that can be told apart from the best; None where there is none."""
-    ties: tuple[Schedule, ...]
-    """Schedules of other programs that cannot be told apart from the best."""
     default: Timed | None
     """The default schedule; None where it has no time."""
     median_us: float
     """Median over the distinct programs, in microseconds."""
     programs: int
     """Distinct programs (machine code and grid) with a time."""
-    measurements: int
-    """Measurements, repeats included; 0 where modelled."""
     served: Entry | None
     """What the database serves for this problem; None where it has no entry."""
     whole: bool = False
@@ -185,17 +179,6 @@ class ProblemReport:
     def best(self) -> Timed:
         """The fastest schedule."""
         return self.timed[0]
-
-    @property
-    def worst(self) -> Timed:
-        """The slowest schedule that gave the right answer."""
-        return self.timed[-1]
-
-    @property
-    def noise(self) -> float:
-        """Half the 95% interval of the best time, over that time: differences below it are noise. 0 where modelled."""
-        time = self.best.timing
-        return (time.ci_high_us - time.ci_low_us) / 2 / time.median_us if time else 0.0
 
     @property
     def runner_up_drop(self) -> float | None:
@@ -273,8 +256,6 @@ class TileSensitivity:
     """Mean time of the runner-up over that of the best, minus 1."""
     spread: float
     """Mean time of the worst tile over that of the best, minus 1."""
-    tiles: int
-    """How many tiles were searched enough in every problem."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiledsched.core import data_files
 from tiledsched.core.errors import DatabaseError
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tiledsched.store.db import TuningDB
 
 log = logging.getLogger("tiledsched")
+T = TypeVar("T")
 
 
 class WithShipped:
@@ -52,42 +53,29 @@ class WithShipped:
         self._entries = [entry for entry in mine if self._is_reported(entry.problem)]
         folder = data_files.tuning_db()
         recorded = sorted((folder / "landscapes" / kernel.name).rglob("*.json.xz"))
-        elsewhere = {path for path, of in _archs_of_landscapes().items() if of != arch}
+        archs = _archs_of_landscapes()
         tables = [
-            folder / "tables" / kernel.name / f"{arch}.json",
-            *(path for path in recorded if path not in elsewhere),
+            *(folder / "tables" / kernel.name).glob(f"{arch}.json"),
+            *(path for path in recorded if archs.get(path, arch) == arch),
         ]
         self._shipped: dict[str, StoredMeasurement] = {}
         self._artifacts: dict[tuple[str, str], ArtifactRecord] = {}
-        for path in tables:
-            if path.is_file():
-                try:
-                    table = read_table(path)
-                except DatabaseError as error:
-                    log.warning("%s; it is left out", error)
-                    continue
-                found = [
-                    stored
-                    for stored in table.measurements
-                    if stored.measurement.device.arch == arch and self._is_reported(stored.measurement.problem)
-                ]
-                self._leave_out_other_runs(found)
-                self._shipped |= {stored.uid: stored for stored in found}
-                self._artifacts |= {
-                    (each.arch, each.fingerprint): each for each in table.artifacts if each.arch == arch
-                }
+        for table in _read_each(read_table, tables):
+            found = [
+                stored
+                for stored in table.measurements
+                if stored.measurement.device.arch == arch and self._is_reported(stored.measurement.problem)
+            ]
+            # Times of two runs, often on two GPUs of one name, differ by several percent, and a landscape's leaders were
+            # timed in turn: what an earlier file has of its problems under its compiler is left out.
+            sizes = Counter(map(_conditions_of, found))
+            whole = {key for key, size in sizes.items() if size >= LANDSCAPE}
+            kept = {uid: one for uid, one in self._shipped.items() if _conditions_of(one) not in whole}
+            self._shipped = kept | {stored.uid: stored for stored in found}
+            self._artifacts |= {(each.arch, each.fingerprint): each for each in table.artifacts if each.arch == arch}
 
     def _is_reported(self, problem: Problem) -> bool:
         return self._only is None or problem in self._only
-
-    def _leave_out_other_runs(self, landscape: Sequence[StoredMeasurement]) -> None:
-        """Leave out what an earlier file has of a landscape's problems under its compiler.
-
-        Times of two runs, often on two GPUs of one name, differ by several percent; a landscape's leaders were timed in turn.
-        """
-        sizes = Counter(map(_conditions_of, landscape))
-        whole = {key for key, size in sizes.items() if size >= LANDSCAPE}
-        self._shipped = {uid: stored for uid, stored in self._shipped.items() if _conditions_of(stored) not in whole}
 
     def entries(self, **wanted: Any) -> list[Entry]:
         """What is served on the arch for the kernel, from every layer."""
@@ -114,10 +102,9 @@ class WithShipped:
             return choose(problem, rows) if choose and problem not in shipped else None
 
         for problem, own in self._db.measurements_by_problem(arch, kernel, choose_own, above=above):
-            if not self._is_reported(problem):
-                continue
-            known = {stored.uid for stored in own}
-            yield problem, _newest_first([*own, *(each for each in shipped.pop(problem, ()) if each.uid not in known)])
+            if self._is_reported(problem):
+                every = {stored.uid: stored for stored in (*shipped.pop(problem, ()), *own)}
+                yield problem, _newest_first(every.values())
         for problem, found in shipped.items():
             yield problem, _newest_first(found)
 
@@ -127,13 +114,8 @@ class WithShipped:
 
     @cached_property
     def _build_files(self) -> list[BuildFile]:
-        found = []
-        for path in sorted((data_files.tuning_db() / "model" / self._kernel.name).glob("programs_*.json.xz")):
-            try:
-                found.append(read_builds(path))
-            except DatabaseError as error:
-                log.warning("%s; it is left out", error)
-        return found
+        folder = data_files.tuning_db() / "model" / self._kernel.name
+        return [*_read_each(read_builds, sorted(folder.glob("programs_*.json.xz")))]
 
     def shipped_builds(self, problem: Problem) -> list[BuildRecord]:
         """The builds that ship and can serve a problem on the arch; see `BuildFile.builds_for`."""
@@ -141,13 +123,19 @@ class WithShipped:
 
     def shipped_times(self, problem: Problem) -> dict[Schedule, tuple[ResourceFacts | None, float]]:
         """The model's estimates that ship for a problem: resources and microseconds, by schedule."""
-        found: dict[Schedule, tuple[ResourceFacts | None, float]] = {}
-        for file in self._build_files:
-            found |= file.times_for(problem, self._arch)
-        return found
+        return dict(item for file in self._build_files for item in file.times_for(problem, self._arch).items())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._db, name)
+
+
+def _read_each(read: Callable[[Path], T], paths: Iterable[Path]) -> Iterator[T]:
+    """What each file holds; one that cannot be read is named in the log and left out."""
+    for path in paths:
+        try:
+            yield read(path)
+        except DatabaseError as error:
+            log.warning("%s; it is left out", error)
 
 
 def _newest_first(found: Iterable[StoredMeasurement]) -> list[StoredMeasurement]:

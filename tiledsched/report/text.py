@@ -9,10 +9,12 @@ from typing import Any
 
 from tiledsched.core.device import PRODUCTS
 from tiledsched.core.problem import Problem, unit_of
-from tiledsched.core.schedule import SHORT, Schedule
+from tiledsched.core.schedule import SHORT
+from tiledsched.core.text import NOTHING, change, code, microseconds, percent_cell, plural, short, tile_text
 from tiledsched.report import charts
+from tiledsched.report.analysis import few_schedules
 from tiledsched.report.answer import answer, next_step, problem_answer
-from tiledsched.report.axes import cell, show
+from tiledsched.report.axes import Axes, cell, show
 from tiledsched.report.csv_files import (
     interactions_csv,
     knobs_csv,
@@ -21,22 +23,20 @@ from tiledsched.report.csv_files import (
     sensitivity_csv,
     winners_csv,
 )
-from tiledsched.report.document import (
-    NOTHING,
-    Block,
-    Chart,
-    Explorer,
-    ExplorerCase,
-    Heading,
-    Paragraph,
-    Table,
-    write_document,
-)
+from tiledsched.report.document import Block, Chart, Explorer, ExplorerCase, Heading, Paragraph, Table, write_document
 from tiledsched.report.effects import joined_effects, preferred_values
-from tiledsched.report.records import DeviceConditions, Interaction, ProblemReport, Report, Section, Tile
-from tiledsched.report.regret import few_schedules
+from tiledsched.report.records import DeviceConditions, Interaction, ProblemReport, Report, Section, TileSensitivity
 from tiledsched.report.vega import Spec
-from tiledsched.report.views import distinct, explored, shown_problems, views_of
+from tiledsched.report.views import (
+    FEWEST_DOTS,
+    MOST_PROGRAMS,
+    choices_of,
+    distinct,
+    explored,
+    shown_problems,
+    source_of,
+    views_of,
+)
 
 MOST_CHOSEN = 5
 """Knobs in the table of preferred values, at most; those whose values cost most are taken."""
@@ -52,10 +52,11 @@ def write_report(reports: Report | Sequence[Report], out_dir: str | Path) -> lis
         ConfigError: the folder cannot be made or written.
     """
     several = [reports] if isinstance(reports, Report) else list(reports)
-    tables: dict[str, str] = {}
-    for report in several:
-        before = f"{report.arch}_" if len(several) > 1 else ""
-        tables |= {before + name: content for name, content in _tables(report).items()}
+    tables = {
+        f"{report.arch}_{name}" if len(several) > 1 else name: content
+        for report in several
+        for name, content in _tables(report).items()
+    }
     return write_document(
         Path(out_dir), document(several), title=_title(several), markdown="report.md", page="report.html", more=tables
     )
@@ -76,18 +77,15 @@ def _tables(report: Report) -> dict[str, str]:
 def document(reports: Report | Sequence[Report]) -> list[Block]:
     """The whole report: the answer, the views of one problem, the charts of all problems, then the figures."""
     several = [reports] if isinstance(reports, Report) else list(reports)
-    blocks: list[Block] = []
+    title: list[Block] = [Heading(text=_title(several), level=1)]
+    blocks: list[Block] = [*title] if len(several) > 1 else []
     for report in several:
         first, *rest = answer(report)
         measured = bool(report.measured.problems)
         blocks.append(Paragraph(text=first, warning=not measured, measured=measured))
-        blocks += [Heading(text=_title(several), level=1)] if len(several) == 1 else []
+        blocks += title if len(several) == 1 else []
         blocks += [Paragraph(text=" ".join(rest), answer=True)] if rest else []
-    if len(several) > 1:
-        blocks.insert(0, Heading(text=_title(several), level=1))
-    blocks += _explorer(several)
-    if len(several) > 1:
-        blocks += _side_by_side(several)
+    blocks += _explorer(several) + (_side_by_side(several) if len(several) > 1 else [])
     for report in several:
         blocks += _all_problems(report, f" on {report.arch}" if len(several) > 1 else "")
         blocks += [Paragraph(text=text) for text in [next_step(report)] if text]
@@ -113,18 +111,22 @@ def _explorer(reports: Sequence[Report]) -> list[Block]:
     cases: list[ExplorerCase] = []
     shared: dict[str, list[dict[str, Any]]] = {}
     by_case = [(report, one) for report in reports for one in shown_problems(report)]
-    for (report, one), found in zip(by_case, views_of(reports), strict=True):
+    optional = [
+        name for name in reports[0].axes.optional if len({getattr(one.problem, name) for _, one in by_case}) > 1
+    ]
+    most = max(FEWEST_DOTS, MOST_PROGRAMS // max(1, len(by_case)))
+    for report, one in by_case:
         name = f"{report.arch} {one.device_name}"
         shared[name] = charts.roofs(report, one) if name not in shared else shared[name]
-        roofline = found.rows["roofline"] if shared[name] else ()
+        rows, notes = views_of(one, most)
         cases.append(
             ExplorerCase(
-                values=found.values,
-                title=f"{report.kernel} {found.problem}",
-                source=found.source,
+                values=choices_of(report, one, optional),
+                title=f"{report.kernel} {one.problem}",
+                source=source_of(report, one),
                 lead=problem_answer(one, report),
-                rows={**found.rows, "roofline": roofline, "roofs": name},
-                notes={**found.notes, "roofline": charts.share_of_ceiling(report, one)},
+                rows={**rows, "roofline": rows["roofline"] if shared[name] else (), "roofs": name},
+                notes={**notes, "roofline": charts.share_of_ceiling(report, one)},
             )
         )
     views = [view for view in charts.views(reports) if any(case.rows[view.main] for case in cases)]
@@ -132,8 +134,8 @@ def _explorer(reports: Sequence[Report]) -> list[Block]:
         return []
     first = max(range(len(by_case)), key=lambda place: (by_case[place][0] is reports[0], by_case[place][1].best.rate))
     names = [
-        f"`{short}` is `{knob}`"
-        for knob, short in SHORT.items()
+        f"`{letters}` is `{knob}`"
+        for knob, letters in SHORT.items()
         if any(knob in one.best.schedule for _, one in by_case)
     ]
     text = f"In schedules, {', '.join(names)}; a knob that is not named is at its plainest value." if names else ""
@@ -194,13 +196,9 @@ def _all_problems(report: Report, after: str) -> list[Block]:
 
 def _few(problems: Sequence[ProblemReport]) -> list[Block]:
     """How few schedules are enough."""
-    found = few_schedules(problems)
-    rows = [
-        (f"{each.limit * 100:.0f}%", str(len(each.schedules)), ", ".join(map(_short, each.schedules)))
-        for each in found.sets
-    ]
-    table = [_table(("within", "schedules", "which"), rows)] if rows else []
-    return [Paragraph(text=found.sentence), *table] if found.sentence else []
+    sets, sentence = few_schedules(problems)
+    rows = ((f"{limit * 100:.0f}%", str(len(chosen)), ", ".join(map(short, chosen))) for limit, chosen in sets.items())
+    return [Paragraph(text=sentence), _table(("within", "schedules", "which"), rows)] if sentence else []
 
 
 def _side_by_side(reports: Sequence[Report]) -> list[Block]:
@@ -214,8 +212,8 @@ def _side_by_side(reports: Sequence[Report]) -> list[Block]:
         (
             str(problem),
             *(
-                f"{_us(found[report.arch].best.us)} µs {found[report.arch].provenance}: "
-                f"{_short(found[report.arch].best.schedule)}"
+                f"{microseconds(found[report.arch].best.us)} µs {found[report.arch].provenance}: "
+                f"{short(found[report.arch].best.schedule)}"
                 if report.arch in found
                 else NOTHING
                 for report in reports
@@ -234,10 +232,24 @@ def _side_by_side(reports: Sequence[Report]) -> list[Block]:
         ]
     if rows:
         blocks += [
-            Heading(text=f"Best schedules of {_count(len(rows), 'problem')} on each GPU", folded=True),
+            Heading(text=f"Best schedules of {plural(len(rows), 'problem')} on each GPU", folded=True),
             _table(("problem", *(report.arch for report in reports)), rows),
         ]
     return blocks
+
+
+def _part(
+    title: str, head: Iterable[str], rows: Iterable[Iterable[str]], text: str = "", charts: Sequence[Block] = ()
+) -> list[Block]:
+    """A folded table under a heading, with a text and charts before it; nothing where it has no rows."""
+    table = _table(head, rows)
+    told = [Paragraph(text=text)] if text else []
+    return [Heading(text=title, folded=True), *told, *charts, table] if table.rows else []
+
+
+def _with_accumulators(problem: Problem, accum_mode: str) -> str:
+    """A problem, with its accumulators where they are not fp32."""
+    return str(problem) + (f", {accum_mode} accumulators" if accum_mode != "fp32" else "")
 
 
 def _figures(report: Report, after: str) -> list[Block]:
@@ -246,29 +258,74 @@ def _figures(report: Report, after: str) -> list[Block]:
     for section in (report.measured, report.modelled):
         if section.problems:
             blocks += _section(section, report, f", {section.provenance}{after}")
-    blocks += [
-        *_regimes(report, after),
-        *_inert(report, after),
-        *_unmeasured(report, after),
-        *_same_numbers(report, after),
-        *_failures(report, after),
-    ]
+    blocks += _regimes(report, after)
+    blocks += _part(
+        f"Knobs that do not change the machine code{after}",
+        ("knob", "pairs built", "same machine code", "share"),
+        (
+            (f"`{knob.knob}`", f"{knob.pairs:,}", f"{knob.same:,}", percent_cell(knob.same / knob.pairs))
+            for knob in report.inert
+        ),
+        f"Over {plural(report.builds, 'build')}: pairs of schedules that differ in one knob only, and how many of them "
+        "are the same machine code. A grid may depend on a knob that the machine code does not.",
+    )
+    blocks += _part(
+        f"Served without a measurement or an estimate{after}",
+        ("problem", "how it is known", "schedule", "source"),
+        (
+            (
+                _with_accumulators(entry.problem, entry.accum_mode),
+                entry.provenance,
+                short(entry.schedule),
+                entry.source or NOTHING,
+            )
+            for entry in report.unmeasured
+        ),
+    )
+    # The problems for which only what computes the bits of what was served could win.
+    blocks += _part(
+        f"Tuned with --numerics same{after}",
+        ("problem", "schedule", "whose numbers"),
+        (
+            (str(one.problem), short(one.served.schedule), one.served.same_numbers)
+            for one in report.measured.problems
+            if one.served is not None and one.served.same_numbers
+        ),
+    )
+    blocks += _part(
+        f"Candidates that failed{after}",
+        ("stage", "kind", "candidates", "for example", "schedule"),
+        (
+            (line.stage, line.kind, str(line.candidates), code(line.example), short(line.schedule))
+            for line in report.failures
+        ),
+    )
     return blocks + _conditions(report, after)
 
 
 def _section(section: Section, report: Report, after: str) -> list[Block]:
     blocks: list[Block] = [
-        Heading(text=f"Best schedules of {_count(len(section.problems), 'problem')}{after}", folded=True)
+        Heading(text=f"Best schedules of {plural(len(section.problems), 'problem')}{after}", folded=True)
     ]
     for _, members in groupby(section.problems, key=lambda one: one.group):
         group = list(members)
         blocks += [Heading(text=report.group_text(group[0]), level=3), _best_table(group, report)]
     blocks += _preferences(section, after)
-    if section.sensitivity:
-        blocks += [
-            Heading(text=f"Best and second best tile by size{after}", folded=True),
-            *_sensitivity(section, report),
-        ]
+    axes, tile = report.axes, " x ".join(report.tile_knobs or ())
+    # The form of Table 4 of TiledAttention: what the choice of tile is worth, by size.
+    blocks += _part(
+        f"Best and second best tile by size{after}",
+        (
+            "problems",
+            axes.swept_title,
+            "best tile",
+            f"second best takes longer by ({section.provenance})",
+            "worst takes longer by",
+        ),
+        (_sensitivity_row(line, axes) for line in section.sensitivity),
+        f"Each tile ({tile}) is judged by its best schedule over all other knobs; where a line joins several problems, "
+        f"by the geometric mean. Short is {axes.swept_title} up to 1024, medium up to 4096, long above.",
+    )
     if section.interactions:
         blocks += [
             Heading(text=f"Knobs that depend on each other{after}", folded=True),
@@ -280,35 +337,28 @@ def _section(section: Section, report: Report, after: str) -> list[Block]:
 
 def _best_table(group: Sequence[ProblemReport], report: Report) -> Table:
     """The best schedule of each problem of a group."""
-    kind = group[0].provenance
-    rows = [
-        (
-            _sizes(one, report, group),
-            _short(one.best.schedule),
-            _us(one.best.us),
-            f"{one.best.rate:,.1f} {unit_of(one.problem)}",
-            _percent(one.tile_drop),
-            _percent(one.default_drop),
-        )
-        for one in group
-    ]
+    columns = report.axes.columns_of([one.problem for one in group])
     return _table(
         (
             "problem",
             "best schedule",
-            f"{kind} µs",
+            f"{group[0].provenance} µs",
             "rate",
             "second best tile takes longer by",
             "default takes longer by",
         ),
-        rows,
+        (
+            (
+                " ".join(f"{title}={cell(one.problem, fields)}" for title, fields in columns.items()),
+                short(one.best.schedule),
+                microseconds(one.best.us),
+                f"{one.best.rate:,.1f} {unit_of(one.problem)}",
+                percent_cell(one.tile_drop),
+                percent_cell(one.default_drop),
+            )
+            for one in group
+        ),
     )
-
-
-def _sizes(one: ProblemReport, report: Report, group: Sequence[ProblemReport]) -> str:
-    """A problem within its group."""
-    columns = report.axes.columns_of([each.problem for each in group])
-    return " ".join(f"{title}={cell(one.problem, fields)}" for title, fields in columns.items())
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
@@ -319,53 +369,29 @@ def _preferences(section: Section, after: str) -> list[Block]:
     """Which value each problem prefers of the knobs that have to be chosen for each problem."""
     problems = explored(section.problems)
     knobs = [verdict.knob for verdict in joined_effects(problems) if verdict.advice == "choose"][:MOST_CHOSEN]
-    if not knobs:
-        return []
-    rows = [
-        (str(one.problem), *(NOTHING if value is None else show(value) for value in values))
-        for one, values in zip(problems, preferred_values(problems, knobs), strict=True)
-        if any(value is not None for value in values)
-    ]
-    text = (
+    return _part(
+        f"Which value each problem prefers{after}",
+        ("problem", *(f"`{knob}`" for knob in knobs)),
+        (
+            (str(one.problem), *(NOTHING if value is None else show(value) for value in values))
+            for one, values in zip(problems, preferred_values(problems, knobs), strict=True)
+            if any(value is not None for value in values)
+        ),
         "A problem prefers a value if, over its matched pairs, no value compared with it is faster and at least one is surely "
-        "slower. Problems that prefer no value are left out."
+        "slower. Problems that prefer no value are left out.",
     )
-    return [
-        Heading(text=f"Which value each problem prefers{after}", folded=True),
-        Paragraph(text=text),
-        _table(("problem", *(f"`{knob}`" for knob in knobs)), rows),
-    ]
 
 
-def _sensitivity(section: Section, report: Report) -> list[Block]:
-    """What the choice of tile is worth, by size: the form of Table 4 of TiledAttention."""
-    axes, tile = report.axes, " x ".join(report.tile_knobs or ())
-    text = (
-        f"Each tile ({tile}) is judged by its best schedule over all other knobs; where a line joins several problems, "
-        f"by the geometric mean. Short is {axes.swept_title} up to 1024, medium up to 4096, long above."
+def _sensitivity_row(line: TileSensitivity, axes: Axes) -> tuple[str, ...]:
+    words = [f"{title}={show(value)}" for title, value in zip(axes.titles.values(), line.shared, strict=True)]
+    accum = [f"{line.accum_mode} accumulators"] if line.accum_mode != "fp32" else []
+    return (
+        ", ".join([*words, *accum, *([line.device_name] if line.device_name else [])]),
+        f"{line.regime}: {', '.join(map(str, line.sizes))}",
+        tile_text(line.best),
+        f"{tile_text(line.runner_up)}: {percent_cell(line.drop)}",
+        percent_cell(line.spread),
     )
-    head = (
-        "problems",
-        axes.swept_title,
-        "best tile",
-        f"second best takes longer by ({section.provenance})",
-        "worst takes longer by",
-    )
-    rows = []
-    for line in section.sensitivity:
-        named = dict(zip(axes.titles.values(), map(show, line.shared), strict=True))
-        accum = [f"{line.accum_mode} accumulators"] if line.accum_mode != "fp32" else []
-        words = [f"{title}={value}" for title, value in named.items()]
-        rows.append(
-            (
-                ", ".join([*words, *accum, *([line.device_name] if line.device_name else [])]),
-                f"{line.regime}: {', '.join(map(str, line.sizes))}",
-                _tile(line.best),
-                f"{_tile(line.runner_up)}: {_percent(line.drop)}",
-                _percent(line.spread),
-            )
-        )
-    return [Paragraph(text=text), _table(head, rows)]
 
 
 INTERACTIONS = (
@@ -382,9 +408,9 @@ def interactions_table(found: Sequence[Interaction]) -> Table:
             (
                 f"`{one.knob}`: {show(one.before)} to {show(one.after)}",
                 f"`{one.circumstance}`",
-                f"{one.effect_with * 100:+.1f}%",
+                change(one.effect_with),
                 str(one.pairs_with),
-                f"{one.effect_without * 100:+.1f}%",
+                change(one.effect_without),
                 str(one.pairs_without),
             )
             for one in found
@@ -393,103 +419,36 @@ def interactions_table(found: Sequence[Interaction]) -> Table:
 
 
 def _regimes(report: Report, after: str) -> list[Block]:
-    if not report.regimes:
-        return []
-    text = (
-        f"Of {_count(len(report.regimes), 'problem')} with programs measured in both regimes, "
+    spec = charts.regimes(report)
+    title = "What the winner of one regime costs in the other"
+    return _part(
+        f"Burst against sustained{after}",
+        (
+            "problem",
+            "programs in both",
+            "burst winner",
+            "sustained winner",
+            "burst winner when sustained",
+            "sustained winner in a burst",
+        ),
+        (
+            (
+                _with_accumulators(one.problem, one.accum_mode),
+                str(one.programs),
+                short(one.burst_winner),
+                "the same" if one.same else short(one.sustained_winner),
+                percent_cell(one.burst_loss) + ("*" if one.burst_loss_distinct else ""),
+                percent_cell(one.sustained_loss) + ("*" if one.sustained_loss_distinct else ""),
+            )
+            for one in report.regimes
+        ),
+        f"Of {plural(len(report.regimes), 'problem')} with programs measured in both regimes, "
         f"{sum(not one.same for one in report.regimes)} have another winner at the power cap. Each figure says "
         f"how much longer the winner of "
         "one regime takes in the other than that regime's own winner, both timed in that other regime; a star "
-        "marks 95% intervals that are apart."
+        "marks 95% intervals that are apart.",
+        [Chart(name=f"regimes-{report.arch}", spec=spec, text=title)] if spec else (),
     )
-    head = (
-        "problem",
-        "programs in both",
-        "burst winner",
-        "sustained winner",
-        "burst winner when sustained",
-        "sustained winner in a burst",
-    )
-    rows = [
-        (
-            str(one.problem) + (f", {one.accum_mode} accumulators" if one.accum_mode != "fp32" else ""),
-            str(one.programs),
-            _short(one.burst_winner),
-            "the same" if one.same else _short(one.sustained_winner),
-            _percent(one.burst_loss) + ("*" if one.burst_loss_distinct else ""),
-            _percent(one.sustained_loss) + ("*" if one.sustained_loss_distinct else ""),
-        )
-        for one in report.regimes
-    ]
-    spec = charts.regimes(report)
-    chart = (
-        [Chart(name=f"regimes-{report.arch}", spec=spec, text="What the winner of one regime costs in the other")]
-        if spec
-        else []
-    )
-    return [
-        Heading(text=f"Burst against sustained{after}", folded=True),
-        Paragraph(text=text),
-        *chart,
-        _table(head, rows),
-    ]
-
-
-def _inert(report: Report, after: str) -> list[Block]:
-    if not report.inert:
-        return []
-    text = (
-        f"Over {_count(report.builds, 'build')}: pairs of schedules that differ in one knob only, and how many of them "
-        "are the same machine code. A grid may depend on a knob that the machine code does not."
-    )
-    rows = [
-        (f"`{knob.knob}`", f"{knob.pairs:,}", f"{knob.same:,}", _percent(knob.same / knob.pairs))
-        for knob in report.inert
-    ]
-    head = ("knob", "pairs built", "same machine code", "share")
-    return [
-        Heading(text=f"Knobs that do not change the machine code{after}", folded=True),
-        Paragraph(text=text),
-        _table(head, rows),
-    ]
-
-
-def _unmeasured(report: Report, after: str) -> list[Block]:
-    if not report.unmeasured:
-        return []
-    rows = [
-        (
-            str(entry.problem) + (f", {entry.accum_mode} accumulators" if entry.accum_mode != "fp32" else ""),
-            entry.provenance,
-            _short(entry.schedule),
-            entry.source or NOTHING,
-        )
-        for entry in report.unmeasured
-    ]
-    title = f"Served without a measurement or an estimate{after}"
-    return [Heading(text=title, folded=True), _table(("problem", "how it is known", "schedule", "source"), rows)]
-
-
-def _same_numbers(report: Report, after: str) -> list[Block]:
-    """The problems for which only what computes the bits of what was served could win, and what that cost."""
-    rows = [
-        (str(one.problem), _short(one.served.schedule), one.served.same_numbers)
-        for one in report.measured.problems
-        if one.served is not None and one.served.same_numbers
-    ]
-    title = f"Tuned with --numerics same{after}"
-    return [Heading(text=title, folded=True), _table(("problem", "schedule", "whose numbers"), rows)] if rows else []
-
-
-def _failures(report: Report, after: str) -> list[Block]:
-    if not report.failures:
-        return []
-    rows = [
-        (line.stage, line.kind, str(line.candidates), _code(line.example), _short(line.schedule))
-        for line in report.failures
-    ]
-    head = ("stage", "kind", "candidates", "for example", "schedule")
-    return [Heading(text=f"Candidates that failed{after}", folded=True), _table(head, rows)]
 
 
 def _conditions(report: Report, after: str) -> list[Block]:
@@ -501,7 +460,7 @@ def _conditions(report: Report, after: str) -> list[Block]:
         ]
     if report.elsewhere:
         text = (
-            f"Left out: {_count(report.elsewhere, 'measurement')} of another regime, device, compiler or way of timing."
+            f"Left out: {plural(report.elsewhere, 'measurement')} of another regime, device, compiler or way of timing."
         )
         blocks.append(Paragraph(text=text))
     found = sum(one.programs for one in report.measured.problems)
@@ -513,20 +472,19 @@ def _conditions(report: Report, after: str) -> list[Block]:
             "are of those listed."
         )
         blocks.append(Paragraph(text=text))
-    if report.modelled.problems and report.model_compilers:
-        rows = tuple(("modelled from builds by", compiler) for compiler in report.model_compilers)
-        blocks += [
-            Heading(text=f"Conditions: model{after}", folded=True),
-            Table(head=("condition", "value"), rows=rows),
-        ]
-    return blocks
+    compilers = report.model_compilers if report.modelled.problems else ()
+    return blocks + _part(
+        f"Conditions: model{after}",
+        ("condition", "value"),
+        (("modelled from builds by", compiler) for compiler in compilers),
+    )
 
 
 def _condition_table(device: DeviceConditions, regime: str) -> Table:
     gpu = device.device
     memory = f", {gpu.memory_bytes / 2**30:.0f} GiB" if gpu.memory_bytes else ""
     cache = f", {gpu.l2_bytes / 2**20:.0f} MiB of L2" if gpu.l2_bytes else ""
-    reasons = (f"{name} (in {_count(count, 'measurement')})" for name, count in device.throttle_reasons)
+    reasons = (f"{name} (in {plural(count, 'measurement')})" for name, count in device.throttle_reasons)
     rows = (
         ("device", f"{gpu.arch}, {gpu.sm_count} SMs{memory}{cache}"),
         ("regime", regime),
@@ -549,27 +507,3 @@ def _clock(mhz: tuple[int, int] | None) -> str:
     if mhz is None:
         return "not known"
     return f"{mhz[0]} MHz" if mhz[0] == mhz[1] else f"{mhz[0]} to {mhz[1]} MHz"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
-
-
-def _us(us: float) -> str:
-    return f"{us:,.1f}" if us >= 100 else f"{us:.2f}"
-
-
-def _percent(fraction: float | None, unknown: str = NOTHING) -> str:
-    return unknown if fraction is None else f"{fraction * 100:,.1f}%"
-
-
-def _short(schedule: Schedule) -> str:
-    return _code(schedule.short())
-
-
-def _tile(tile: Tile | None) -> str:
-    return f"{tile[0]}x{tile[1]}" if tile else NOTHING
-
-
-def _code(text: str) -> str:
-    return "`" + text.replace("`", "'") + "`" if text else NOTHING

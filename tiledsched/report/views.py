@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tiledsched.core.problem import unit_of
+from tiledsched.core.text import change
+from tiledsched.report.analysis import broad
 from tiledsched.report.axes import cell, show
 from tiledsched.report.effects import LEAST_PAIRS, value_effects
 from tiledsched.report.records import ProblemReport, Report, Timed, ValueEffect
-from tiledsched.report.regret import broad
 
 SCALE_END = 3.0
 """Times beyond this many times the best share one colour or one bar, so that one bad program does not grey out the rest."""
@@ -19,28 +19,14 @@ EDGES = (1.0, 1.01, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.75, 2.0, 2.5, S
 """Where the bars of the histogram of programs begin, as multiples of the best time."""
 MOST_PROGRAMS = 12_000
 """Programs on a page, at most; where there are more, each problem shows the fastest and evenly spread others."""
+FEWEST_DOTS = 40
+"""Programs of a problem on a page, however many problems there are."""
 FASTEST = 0.3
 """The share of the programs shown that are the fastest, where not all are shown."""
 MOST_PROBLEMS = 150
 """Problems that a page lets its reader choose from, at most; those with the most programs are taken."""
 
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProblemViews:
-    """What a page shows of one problem."""
-
-    values: Mapping[str, str]
-    """Title of a choice on the page (GPU, S, D, ...) -> what it is for this problem."""
-    problem: str
-    """The problem as people read it."""
-    source: str
-    """On which GPU it was measured and when, or that it was modelled."""
-    rows: Mapping[str, Sequence[Row]]
-    """Name of a data set of a view -> its rows."""
-    notes: Mapping[str, str]
-    """Name of a view -> what has to be said of it for this problem."""
 
 
 def explored(problems: Sequence[ProblemReport]) -> list[ProblemReport]:
@@ -89,7 +75,7 @@ def knob_rows(effects: Iterable[ValueEffect]) -> list[Row]:
             "relative": round(each.ratio, 4),
             "low": round(each.ci_low or each.ratio, 4),
             "high": round(each.ci_high or each.ratio, 4),
-            "said": f"{(each.ratio - 1) * 100:+.1f}%",
+            "said": change(each.ratio - 1),
             "pairs": each.pairs,
             "problems": each.problems,
         }
@@ -202,34 +188,27 @@ def choices_of(report: Report, one: ProblemReport, optional: Sequence[str]) -> d
     return found | {"accumulators": one.accum_mode}
 
 
-def views_of(reports: Sequence[Report]) -> list[ProblemViews]:
-    """All that a page shows of single problems, in the order of the reports."""
-    shown = [(report, one) for report in reports for one in shown_problems(report)]
-    optional = [name for name in reports[0].axes.optional if len({getattr(one.problem, name) for _, one in shown}) > 1]
-    most = max(40, MOST_PROGRAMS // max(1, len(shown)))
-    found = []
-    for report, one in shown:
-        resources, effects = resource_rows(one, most), value_effects(one)
-        partly = f"{len(resources)} of {one.programs} programs are drawn." if len(resources) < one.programs else ""
-        found.append(
-            ProblemViews(
-                values=choices_of(report, one, optional),
-                problem=str(one.problem),
-                source=source_of(report, one),
-                rows={
-                    "tiles": tile_rows(one),
-                    "knobs": knob_rows(effects),
-                    "programs": histogram_rows(one),
-                    "marks": mark_rows(one),
-                    "resources": resources,
-                    "roofline": roofline_rows(one),
-                    "trace": trace_rows(one),
-                },
-                notes={
-                    "knobs": untried(effects),
-                    "resources": partly if resources else "The resources of these programs are not known.",
-                    "trace": "" if one.trace else "No search of this problem is recorded in the database.",
-                },
-            )
-        )
-    return found
+def views_of(one: ProblemReport, most: int) -> tuple[dict[str, Sequence[Row]], dict[str, str]]:
+    """All that a page shows of one problem: name of a data set -> its rows, and name of a view -> what has to be said of it.
+
+    Args:
+        one: the problem.
+        most: at most so many programs are drawn as dots.
+    """
+    resources, effects = resource_rows(one, most), value_effects(one)
+    partly = f"{len(resources)} of {one.programs} programs are drawn." if len(resources) < one.programs else ""
+    rows: dict[str, Sequence[Row]] = {
+        "tiles": tile_rows(one),
+        "knobs": knob_rows(effects),
+        "programs": histogram_rows(one),
+        "marks": mark_rows(one),
+        "resources": resources,
+        "roofline": roofline_rows(one),
+        "trace": trace_rows(one),
+    }
+    notes = {
+        "knobs": untried(effects),
+        "resources": partly if resources else "The resources of these programs are not known.",
+        "trace": "" if one.trace else "No search of this problem is recorded in the database.",
+    }
+    return rows, notes

@@ -23,7 +23,7 @@ from tiledsched.build.compiler import DEFAULT_TIMEOUT_S, BuildTask, export, says
 from tiledsched.build.store import Claims, StoredProgram, read_program, write_program
 from tiledsched.core.blame import first_line
 from tiledsched.core.device import arch_spec
-from tiledsched.core.errors import TiledschedError
+from tiledsched.core.errors import Failure, MeasureError, TiledschedError
 from tiledsched.core.processes import python_command
 from tiledsched.core.registry import load_kernel
 
@@ -194,9 +194,11 @@ class BackgroundBuilder:
                     self._workers.append(worker)
                     worker.answer(START_S, "start")
                 outcome = worker.ask(ANSWER_S, "build", build.request)
-                break
+                if not isinstance(outcome, Failure):
+                    break
+                raise MeasureError(outcome.message)
             except Exception as error:  # whoever waits for the build must hear of it
-                outcome = str(getattr(error, "failure", None) or error)
+                outcome = str(error)
                 if worker is not None:
                     self._stop(worker)
                 worker = None

@@ -1,8 +1,8 @@
 """Noting the problems that a process calls, so that they can be tuned: `tiledsched tune --seen`.
 
 A problem is noted when its plan is made. It is on disk then, as a line of a file of this process alone (see
-`tiledsched.store.seen`); a hot call only counts. The counts follow now and then, when further plans are made, and at the end of
-the process. Whatever goes wrong costs the notes, with one warning, and never a call.
+`tiledsched.store.captured_calls`); a hot call only counts. The counts follow now and then, when further plans are made, and
+at the end of the process. Whatever goes wrong costs the notes, with one warning, and never a call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tiledsched.core.config import Settings, configure
 from tiledsched.core.errors import DeclarationError
 from tiledsched.core.problem import Problem
 from tiledsched.core.storage import ALIGNMENT
-from tiledsched.store.seen import ENDING, VERSION, seen_folder
+from tiledsched.store.captured_calls import ENDING, VERSION, seen_folder
 
 log = logging.getLogger("tiledsched")
 MOST_NOTED = 4096

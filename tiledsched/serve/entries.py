@@ -28,8 +28,7 @@ from tiledsched.serve.lookup import LookupTable
 from tiledsched.store.evidence import clocks_of, of_kernel, precedence
 from tiledsched.store.location import database_exists, location, site_location
 from tiledsched.store.records import Entry, Place
-from tiledsched.store.serving_copy import read_copy, write_copy
-from tiledsched.store.shipped import read_shipped_entries
+from tiledsched.store.shipped import read_copy, read_shipped_entries, write_copy
 from tiledsched.store.spills import Spills, joined, shipped_spills
 
 log = logging.getLogger("tiledsched")
@@ -236,7 +235,7 @@ def table_of(
         rivals=settings.rivals == "serve",
         compiler=compiler_at_hand() if compiler is None else compiler,
         at_hand=lambda: _bundled(kernel),
-        spills=lambda arch: known_spills(kernel, settings, arch),
+        spills_of=lambda arch: known_spills(kernel, settings, arch),
     )
 
 

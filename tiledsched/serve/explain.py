@@ -12,8 +12,9 @@ from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import Problem, rate_text
 from tiledsched.core.sources import is_shipped
 from tiledsched.measure.runner import RivalTime
-from tiledsched.serve.lookup import LookupTable, Served
-from tiledsched.serve.rivals import RivalOffer
+from tiledsched.rivals.offers import Offer
+from tiledsched.serve.chain import Served
+from tiledsched.serve.lookup import LookupTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,7 @@ class Explanation:
             "entry": entry.to_json() if entry else None,
             "rival": self.rival or None,
             "in_graphs": self.in_graphs or None,
-            "rivals": [asdict(each) for each in self.served.rivals],
+            "rivals": [each.to_json() for each in self.served.rivals],
             "controls": dict(self.controls),
             "launched_fingerprint": self.launched_fingerprint or None,
             "is_measured_program": self.is_measured_program,
@@ -187,7 +188,7 @@ class Explanation:
         return "\n".join(lines)
 
 
-def _first(offers: Sequence[RivalOffer], name: str) -> RivalOffer | None:
+def _first(offers: Sequence[Offer], name: str) -> Offer | None:
     """The offer of that name, else the fastest; None where there is none."""
     return next((each for each in offers if each.name == name), offers[0] if offers else None)
 

@@ -25,11 +25,10 @@ from tiledsched.core.errors import ConfigError, DeclarationError, LaunchError, P
 from tiledsched.core.problem import Declaration, KernelClass, Problem
 from tiledsched.core.registry import load_kernel
 from tiledsched.core.storage import PACKED, POWERS_OF_TWO, to_float, to_storage
+from tiledsched.rivals.offers import stand_in
 from tiledsched.serve import process
-from tiledsched.serve.explain import Explanation
-from tiledsched.serve.flops import inform_counters, set_formula
-from tiledsched.serve.gradients import join
-from tiledsched.serve.launch import (
+from tiledsched.serve.chain import Served
+from tiledsched.serve.execute import (
     explain_plan,
     has_tangent,
     in_layout,
@@ -39,10 +38,11 @@ from tiledsched.serve.launch import (
     launch_first,
     launch_plan,
 )
-from tiledsched.serve.lookup import Served
+from tiledsched.serve.explain import Explanation
+from tiledsched.serve.flops import inform_counters, set_formula
+from tiledsched.serve.gradients import join
 from tiledsched.serve.plan import Plan, beyond_int32, choose, make_plan, overlaps_itself, torch_type
 from tiledsched.serve.plan_cache import PlanCache, are_ordinary, call_key
-from tiledsched.serve.rivals import stand_in
 from tiledsched.serve.schema import NO_DEFAULT, OpSchema
 
 _NAME = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*")

@@ -16,16 +16,18 @@ import torch
 
 from tiledsched.core.arrays import LARGEST_INT32, ArraySpec
 from tiledsched.core.launches import Step, scratch, steps
-from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.problem import Problem
 from tiledsched.core.storage import strides_of, tile_type
+from tiledsched.rivals.offers import ELSEWHERE, Rival, choose_rivals
 from tiledsched.serve import capture, process
-from tiledsched.serve.lookup import Served
-from tiledsched.serve.rivals import ELSEWHERE, Rival, choose_rivals
+from tiledsched.serve.chain import Served
 from tiledsched.serve.schema import Output
 
 ScratchArray = tuple[tuple[int, ...], tuple[int, ...], Any, int | None]
 """Shape, strides and torch type of an array that launches need in addition to inputs and outputs; then its number among the
 scratch arrays where it must hold zeros, else None."""
+FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)
+"""torch's type of two numbers of four bits in a byte; None where it has none."""
 Pick = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 
 
@@ -162,14 +164,18 @@ def make_plan(
     counts |= dict(zip(outputs, lists, strict=True)) | dict.fromkeys((*(each.name for each in extra), *numbers))
     places, end = _places(counts)
     picks, constants = _picks(launches, places, end)
-    vectors = _vectors(kernel, problem, inputs, places)
-    if vectors:
-        picks = [_restriding(pick, vectors) for pick in picks]
-    pairs = [
-        places[name] for name, each in inputs.items() if str(getattr(each, "dtype", "")) == "torch.float4_e2m1fn_x2"
-    ]
-    if pairs:  # cuTile has no arrays of this type
-        picks = [_as_bytes(pick, pairs) for pick in picks]
+    changes: dict[int, Callable[[Any], Any]] = {}
+    for name, each in inputs.items():
+        place, spec = places[name], kernel.array_spec(name, problem)
+        if not isinstance(place, int):
+            continue
+        # torch gives the strides of an axis of one element any value, from which cuTile would infer another program.
+        vector = spec.column and each.is_contiguous() and each.ndim > 1 and each.shape[-1] == 1
+        strides, packed = strides_of(spec.shape, True) if vector else None, each.dtype is FLOAT4
+        if vector or packed:
+            changes[place] = functools.partial(_as_launched, strides=strides, packed=packed)
+    if changes:
+        picks = [_changing(pick, changes) for pick in picks]
     flat = [
         (shape, strides, torch_type(each.dtype))
         for each in outputs.values()
@@ -297,40 +303,22 @@ def _picks(
     return [None if each == whole else _picker(each) for each in wanted], tuple(constants)
 
 
-def _vectors(
-    kernel: KernelClass, problem: Problem, inputs: Mapping[str, Any], places: Mapping[str, int | slice]
-) -> dict[int, tuple[int, ...]]:
-    """By its place in the row, the strides of each array with a single column that lies as the kernel's column layout has it.
-    torch gives the strides of an axis of one element any value, from which cuTile would infer another program."""
-    found = {}
-    for name, each in inputs.items():
-        place, spec = places[name], kernel.array_spec(name, problem)
-        if isinstance(place, int) and spec.column and each.is_contiguous() and each.ndim > 1 and each.shape[-1] == 1:
-            found[place] = strides_of(spec.shape, True)
-    return found
+def _as_launched(array: Any, strides: tuple[int, ...] | None, packed: bool) -> Any:
+    """An array with other strides, or as bytes: cuTile has no arrays of torch's type of two numbers in a byte."""
+    seen = array.view(torch.uint8) if packed else array
+    return seen if strides in (None, seen.stride()) else seen.as_strided(seen.shape, strides)
 
 
-def _restriding(pick: Pick | None, vectors: Mapping[int, tuple[int, ...]]) -> Pick:
-    """A pick of the same arguments, in which some arrays have the strides given."""
+def _changing(pick: Pick | None, changes: Mapping[int, Callable[[Any], Any]]) -> Pick:
+    """A pick of the same arguments from a row in which the arrays at some places are seen in another way."""
 
-    def restrided(row: tuple[Any, ...]) -> tuple[Any, ...]:
+    def changed(row: tuple[Any, ...]) -> tuple[Any, ...]:
         arrays = list(row)
-        for place, strides in vectors.items():
-            if arrays[place].stride() != strides:
-                arrays[place] = arrays[place].as_strided(arrays[place].shape, strides)
+        for place, change in changes.items():
+            arrays[place] = change(arrays[place])
         return tuple(arrays) if pick is None else pick(tuple(arrays))
 
-    return restrided
-
-
-def _as_bytes(pick: Pick | None, places: Sequence[int | slice]) -> Pick:
-    """A pick of the same arguments, in which some arrays are seen as bytes."""
-
-    def viewed(row: tuple[Any, ...]) -> tuple[Any, ...]:
-        arrays = [each.view(torch.uint8) if place in places else each for place, each in enumerate(row)]
-        return tuple(arrays) if pick is None else pick(tuple(arrays))
-
-    return viewed
+    return changed
 
 
 def _picker(places: Sequence[int | slice]) -> Pick:

@@ -49,7 +49,7 @@ def are_ordinary(tensors: Iterable[Any]) -> bool:
 
     Others are subclasses (DTensors are), nested, sparse and zero tensors, those with a pending negation or conjugate, and
     wrappers of transforms: what they hold only torch's dispatcher can say. Forward-mode duals are told by
-    :func:`tiledsched.serve.launch.is_plain_call`.
+    :func:`tiledsched.serve.execute.is_plain_call`.
     """
     for each in tensors:  # noqa: SIM110  # faster than all()
         if type(each) not in _PLAIN or _keys_of(each).raw_repr() & _SPECIAL_KEYS:

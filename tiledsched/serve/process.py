@@ -19,12 +19,13 @@ from tiledsched.core.launches import Step, annotated
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import HINT_KNOBS, Schedule
 from tiledsched.measure.runner import Device
+from tiledsched.rivals.offers import Rival
 from tiledsched.serve.background import BUILDER, BackgroundBuilder, Build
+from tiledsched.serve.chain import Served
 from tiledsched.serve.entries import load_table
-from tiledsched.serve.lookup import LookupTable, Served
+from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.plan_cache import PlanCache, lock
 from tiledsched.serve.prebuilt import make_kernel
-from tiledsched.serve.rivals import Rival
 
 log = logging.getLogger("tiledsched")
 _kernels: dict[tuple[Any, ...], tuple[Any, ...]] = {}

@@ -224,55 +224,41 @@ def _towards(value: KnobValue, default: KnobValue, choices: Sequence[KnobValue])
     return [*sorted(between, key=lambda each: abs(each - value)), default]
 
 
-def expected_loss(found: Transfer, problem: Problem) -> ExpectedLoss | None:
-    """The loss to expect of a transfer, by the problem's group and the distance of the nearest entry.
+def expected_loss(entry: Entry, distance: float, problem: Problem) -> ExpectedLoss | None:
+    """The loss to expect where a problem is served by the schedule of an entry, by the problem's group.
 
     Where it was not measured on the entry's arch, that of another arch, which the loss names; None where it was never measured on
     problems like this one.
+
+    Args:
+        entry: whose schedule serves.
+        distance: of the nearest entry.
+        problem: what is to be computed.
     """
     kernel = problem.declaration
     group = kernel.similarity.loss_group(problem)
     if not group:
         return None
-    other = kernel.similarity.kind(found.entry.problem) != kernel.similarity.kind(problem)
-    losses = [
-        band.loss
+    other = kernel.similarity.kind(entry.problem) != kernel.similarity.kind(problem)
+    bands = [
+        band
         for band in loss_bands(kernel.name)
-        if band.other_kind == other and found.distance <= band.up_to and band.group in ("", group)
+        if band["other_kind"] == other and distance <= band["up_to"] and band["group"] in ("", group)
     ]
-    return min(losses, key=lambda loss: loss.arch != found.entry.arch, default=None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossBand:
-    """The expected loss within a range of distances."""
-
-    group: str
-    """The kernel's name for the group of problems; empty for every problem."""
-    other_kind: bool
-    """Whether the neighbours are of another kind."""
-    up_to: float
-    """Largest distance of the nearest entry; bands are in rising order."""
-    loss: ExpectedLoss
-    """The loss measured there."""
+    found = min(bands, key=lambda band: band["arch"] != entry.arch, default=None)
+    if found is None:
+        return None
+    return ExpectedLoss(
+        mean=found["mean"], worst=found["worst"], cases=found["cases"], kernel=kernel.name, arch=found["arch"]
+    )
 
 
 @lru_cache(maxsize=16)
-def loss_bands(kernel: str) -> tuple[LossBand, ...]:
-    """The bands of a kernel in `tuning_db/model/KERNEL/transfer.json`; none where there is no such file, or it is damaged."""
+def loss_bands(kernel: str) -> Sequence[Mapping[str, Any]]:
+    """The losses within ranges of distances, in rising order, as `tuning_db/model/KERNEL/transfer.json` has them; none where
+    there is no such file, or it is damaged. `docs/studies/policy_losses.py` describes a band."""
     found = model_file(kernel, "transfer.json")
-    rows: Sequence[Mapping[str, Any]] = found["bands"] if found else ()
-    return tuple(
-        LossBand(
-            group=row["group"],
-            other_kind=bool(row["other_kind"]),
-            up_to=row["up_to"],
-            loss=ExpectedLoss(
-                mean=row["mean"], worst=row["worst"], cases=int(row["cases"]), kernel=kernel, arch=row["arch"]
-            ),
-        )
-        for row in rows
-    )
+    return found["bands"] if found else ()
 
 
 @lru_cache(maxsize=8192)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import random
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy.engine import URL, Engine
 from sqlalchemy.orm import Session
 
 from tiledsched.core.errors import ConfigError, DatabaseError
+from tiledsched.core.files import partial_path
 from tiledsched.core.registry import SHIPPED, kernel_named
 from tiledsched.store import engine as engines
 from tiledsched.store.health import problems_found
@@ -127,6 +130,42 @@ class Database:
         """What is wrong with the database, a line for each thing; empty where it is sound."""
         with self.reading() as session:
             return problems_found(session)
+
+    def back_up(self, path: str | os.PathLike[str], *, replace: bool = False) -> int:
+        """Copy the database as it is at one moment, even while others write, to a file that appears whole or not at all.
+
+        The copy can be opened as a database.
+
+        Returns:
+            The size of the copy in bytes.
+
+        Raises:
+            DatabaseError: the file exists and `replace` is false, it cannot be written, or the database is on a server, which has
+                tools of its own for backups.
+        """
+        target = Path(os.path.expanduser(path))
+        if target.exists() and not replace:
+            raise DatabaseError(f"{target} is there already; give another path, or pass --force")
+        if target.exists() and not target.is_file():  # the copy would take the place of a device, such as /dev/null
+            raise DatabaseError(f"{target} is no regular file; give another path")
+        partial = partial_path(target)
+        with self.reading() as session:
+            driver: Any = session.connection().connection.driver_connection
+            if not isinstance(driver, sqlite3.Connection):
+                raise DatabaseError(f"{self.url} is on a server; back it up with pg_dump")
+            try:
+                with closing(sqlite3.connect(partial)) as copy:
+                    driver.backup(copy)
+                    copy.execute(
+                        "PRAGMA journal_mode=DELETE"
+                    )  # a single file, without a -wal that could be left behind
+                os.replace(partial, target)
+            except (OSError, sqlite3.Error) as error:
+                raise DatabaseError(f"cannot write {target}: {error}; give another path") from error
+            finally:
+                for left in (partial, Path(f"{partial}-journal"), Path(f"{partial}-wal"), Path(f"{partial}-shm")):
+                    left.unlink(missing_ok=True)
+        return target.stat().st_size
 
     def connect(self) -> Any:
         """A further connection to an SQLite file, or to a copy of a database in memory, of the driver's own: no pool keeps it."""

@@ -289,13 +289,9 @@ class TuningDB(Database):
             if found:
                 yield problem, found
 
-    def latest_measurements(self, *args: Any, **wanted: Any) -> list[StoredMeasurement]:
-        """The measurements that :meth:`measurements` finds with `latest`: those that were not repeated since."""
-        return self.measurements(*args, **wanted, latest=True)
-
     def landscape(self, problem: Problem, device_name: str, regime: str) -> list[StoredMeasurement]:
         """The newest measurement of every candidate of one problem on one device, the fastest first."""
-        found = self.latest_measurements(problem, device_name=device_name, regime=regime)
+        found = self.measurements(problem, device_name=device_name, regime=regime, latest=True)
         return sorted(found, key=lambda stored: (stored.measurement.median_us, stored.measurement.schedule.id))
 
     def landscapes(self, arch: str | None = None, kernel: str | None = None) -> list[LandscapeSummary]:

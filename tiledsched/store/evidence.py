@@ -156,13 +156,13 @@ def timed_alike(measurements: Sequence[StoredMeasurement]) -> list[StoredMeasure
     if all(as_now.values()):
         return list(measurements)
     mixed = {place(stored) for stored in measurements if not as_now[stored.uid]}
-    kept = [
+    alike = [
         stored
         for stored in measurements
         if as_now[stored.uid] and (place(stored) not in mixed or len(stored.measurement.samples_us) > 1)
     ]
-    covered = {place(stored) for stored in kept}
-    return [*kept, *(stored for stored in measurements if place(stored) not in covered)]
+    covered = {place(stored) for stored in alike}
+    return [*alike, *(stored for stored in measurements if place(stored) not in covered)]
 
 
 def _distance(version: str, compiler: str) -> tuple[Any, ...]:
@@ -206,9 +206,7 @@ def of_kernel(entries: Iterable[Entry], kernel: KernelClass | None = None) -> li
         kernel: whose entries are wanted; None for the kernel that each entry's problem is known to be of.
     """
 
-    @functools.cache
-    def mine(note: str, of: KernelClass) -> bool:
-        return may_be_of(note, of)
+    mine = functools.cache(may_be_of)
 
     def belongs(entry: Entry) -> bool:
         if kernel is not None and not entry.problem.known:
@@ -219,9 +217,9 @@ def of_kernel(entries: Iterable[Entry], kernel: KernelClass | None = None) -> li
     return [entry for entry in entries if belongs(entry)]
 
 
-def may_be_of(noted: str, kernel: KernelClass) -> bool:
-    """Whether evidence that notes this of its source may be of a kernel, and not of another one of its name."""
-    return is_shipped(kernel) or of_one_kernel(noted, kernel.evidence_source())
+def may_be_of(source_hash: str, kernel: KernelClass) -> bool:
+    """Whether evidence with this note of its source may be of a kernel, and not of another one of its name."""
+    return is_shipped(kernel) or of_one_kernel(source_hash, kernel.evidence_source())
 
 
 def leaders(entry: Entry) -> list[Schedule]:

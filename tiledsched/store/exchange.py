@@ -21,12 +21,11 @@ from tiledsched.core.errors import DatabaseError
 from tiledsched.core.fields import Value
 from tiledsched.core.files import read_bounded, unpacked, write_whole
 from tiledsched.core.problem import Problem
-from tiledsched.store.codec import decode, encode
+from tiledsched.store.codec import decode, encode, untrue_estimates
 from tiledsched.store.evidence import standing
 from tiledsched.store.foreign import OTHER_FILE, of_json
 from tiledsched.store.manifest import check_shipped
 from tiledsched.store.records import ArtifactRecord, Entry, MergeResult, StoredMeasurement
-from tiledsched.store.validation import untrue_estimates
 
 if TYPE_CHECKING:
     from tiledsched.store.db import TuningDB

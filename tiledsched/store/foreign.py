@@ -86,8 +86,10 @@ def of_t4(data: Mapping[str, Any], name: str) -> dict[str, Any]:
     Raises:
         DatabaseError: a result does not name its machine code, or contradicts the measurement that it carries.
     """
-    measurements, artifacts = [], []
-    for i, result in enumerate(_results(data, name)):
+    measurements, artifacts, results = [], [], data["results"]
+    if not isinstance(results, list) or not all(isinstance(each, dict) for each in results):
+        raise DatabaseError(f"{name}: results: expected a list of objects; {OTHER_FILE}")
+    for i, result in enumerate(results):
         listed = result.get("measurements")
         record = (
             next((each.get("value") for each in listed if isinstance(each, dict) and each.get("name") == RECORD), None)
@@ -112,13 +114,6 @@ def of_t4(data: Mapping[str, Any], name: str) -> dict[str, Any]:
         artifacts.append(row.pop("artifact", None))
         measurements.append(row)
     return _table(measurements, artifacts)
-
-
-def _results(data: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    results = data["results"]
-    if not isinstance(results, list) or not all(isinstance(each, dict) for each in results):
-        raise DatabaseError(f"{name}: results: expected a list of objects; {OTHER_FILE}")
-    return results
 
 
 def _table(measurements: list[dict[str, Any]], artifacts: Iterable[Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session, defer
 
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import DatabaseError
-from tiledsched.store.codec import decode
+from tiledsched.store.codec import decode, untrue_estimates
 from tiledsched.store.models import (
     Base,
     DeviceRow,
@@ -24,7 +24,9 @@ from tiledsched.store.models import (
     ToolchainRow,
 )
 from tiledsched.store.records import PROVENANCES
-from tiledsched.store.validation import untrue_estimates
+
+UNREADABLE = (ValueError, TypeError, AttributeError, KeyError, OverflowError)
+"""What reading a column raises that holds no JSON or no time."""
 
 
 def problems_found(session: Session) -> list[str]:
@@ -41,18 +43,10 @@ def _read(session: Session, part: Callable[[Session], list[str]]) -> list[str]:
     """What one check finds, or one line where the check cannot read to the end."""
     try:
         return part(session)
-    except sa.exc.DatabaseError as error:
+    except (sa.exc.DatabaseError, *UNREADABLE) as error:
         session.rollback()
-        return [f"cannot be read to its end: {error.orig}; restore a copy"]
-    except (
-        ValueError,
-        TypeError,
-        AttributeError,
-        KeyError,
-        OverflowError,
-    ) as error:  # a column holds no JSON or no time
-        session.rollback()
-        return [f"cannot be read to its end: {type(error).__name__}: {error}; restore a copy"]
+        words = error.orig if isinstance(error, sa.exc.DatabaseError) else f"{type(error).__name__}: {error}"
+        return [f"cannot be read to its end: {words}; restore a copy"]
 
 
 def _tables(session: Session) -> list[str]:

@@ -129,6 +129,29 @@ class Base(DeclarativeBase):
     }
 
 
+class Numbered:
+    """Rows that have a number in their database."""
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+
+
+class OfProgram(Numbered):
+    """Rows about one schedule of a kernel on an arch."""
+
+    kernel: Mapped[str] = mapped_column(String(200))
+    arch: Mapped[str] = mapped_column(String(16))
+    schedule_id: Mapped[str] = mapped_column(ForeignKey("schedules.id"))
+
+
+class Timed(Numbered):
+    """Rows that hold a timing of machine code."""
+
+    fingerprint: Mapped[str] = mapped_column(String(64))
+    median_us: Mapped[float]
+    ci_low_us: Mapped[float]
+    ci_high_us: Mapped[float]
+
+
 class DeviceRow(Base):
     """A GPU with its driver. The same GPU under another driver is another row."""
 
@@ -205,7 +228,7 @@ class ArtifactRow(Base):
     cubin_bytes: Mapped[int]
 
 
-class BuildRow(Base):
+class BuildRow(OfProgram, Base):
     """One compile, with the artifact's fingerprint, or the kind and message of the failure."""
 
     __tablename__ = "builds"
@@ -217,12 +240,8 @@ class BuildRow(Base):
         CheckConstraint("(fingerprint IS NULL) <> (failure_kind IS NULL)", name="outcome"),
     )
 
-    id: Mapped[int] = mapped_column(primary_key=True)
-    kernel: Mapped[str] = mapped_column(String(200))
     source_hash: Mapped[str] = mapped_column(String(64))
     toolchain_id: Mapped[str] = mapped_column(ForeignKey("toolchains.id"))
-    arch: Mapped[str] = mapped_column(String(16))
-    schedule_id: Mapped[str] = mapped_column(ForeignKey("schedules.id"))
     problem_class_id: Mapped[str] = mapped_column(String(12))
     problem_class: Mapped[ProblemClass]
     fingerprint: Mapped[str | None] = mapped_column(String(64))
@@ -232,12 +251,11 @@ class BuildRow(Base):
     created_at: Mapped[datetime]
 
 
-class RunRow(Base):
+class RunRow(Numbered, Base):
     """One run of `tune`."""
 
     __tablename__ = "runs"
 
-    id: Mapped[int] = mapped_column(primary_key=True)
     status: Mapped[str] = mapped_column(String(16), index=True)
     command: Mapped[dict[str, Any]]
     arch: Mapped[str] = mapped_column(String(16))
@@ -248,7 +266,7 @@ class RunRow(Base):
     finished_at: Mapped[datetime | None]
 
 
-class MeasurementRow(Base):
+class MeasurementRow(OfProgram, Timed, Base):
     """A measurement: samples, estimate and conditions. `uid` is the same in every database."""
 
     __tablename__ = "measurements"
@@ -258,22 +276,14 @@ class MeasurementRow(Base):
         Index(None, "arch", "fingerprint"),
     )
 
-    id: Mapped[int] = mapped_column(primary_key=True)
     uid: Mapped[str] = mapped_column(String(24), unique=True)
     run_id: Mapped[int | None] = mapped_column(ForeignKey("runs.id"))
-    kernel: Mapped[str] = mapped_column(String(200))
     source_hash: Mapped[str] = mapped_column(String(64))
     toolchain_id: Mapped[str] = mapped_column(ForeignKey("toolchains.id"))
     problem_id: Mapped[str] = mapped_column(ForeignKey("problems.id"))
-    schedule_id: Mapped[str] = mapped_column(ForeignKey("schedules.id"))
     device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"))
-    arch: Mapped[str] = mapped_column(String(16))
-    fingerprint: Mapped[str] = mapped_column(String(64))
     regime: Mapped[str] = mapped_column(String(16))
     runner: Mapped[str] = mapped_column(String(16))
-    median_us: Mapped[float]
-    ci_low_us: Mapped[float]
-    ci_high_us: Mapped[float]
     timing: Mapped[Timing] = composite(
         lambda median, low, high: Timing(median_us=median, ci_low_us=low, ci_high_us=high),
         "median_us",
@@ -287,18 +297,15 @@ class MeasurementRow(Base):
     created_at: Mapped[datetime]
 
 
-class FailureRow(Base):
+class FailureRow(OfProgram, Base):
     """A candidate that gave no usable measurement."""
 
     __tablename__ = "failures"
+    __table_args__ = (Index(None, "arch"),)
 
-    id: Mapped[int] = mapped_column(primary_key=True)
     run_id: Mapped[int | None] = mapped_column(ForeignKey("runs.id"))
-    kernel: Mapped[str] = mapped_column(String(200))
-    arch: Mapped[str] = mapped_column(String(16), index=True)
     stage: Mapped[str] = mapped_column(String(16))
     problem_id: Mapped[str | None] = mapped_column(ForeignKey("problems.id"), index=True)
-    schedule_id: Mapped[str] = mapped_column(ForeignKey("schedules.id"))
     fingerprint: Mapped[str | None] = mapped_column(String(64))
     device_id: Mapped[str | None] = mapped_column(ForeignKey("devices.id"))
     kind: Mapped[str] = mapped_column(String(32))
@@ -315,7 +322,7 @@ def of_name(kernel: str) -> ColumnElement[bool]:
     return or_(EntryRow.kernel == kernel, EntryRow.kernel.startswith(f"{kernel}{NAMESAKE}", autoescape=True))
 
 
-class EntryRow(Base):
+class EntryRow(OfProgram, Base):
     """An entry: what is served for one kernel, arch, problem, device, regime, accumulator mode and compiler."""
 
     __tablename__ = "entries"
@@ -326,16 +333,12 @@ class EntryRow(Base):
         ForeignKeyConstraint(["arch", "fingerprint"], ["artifacts.arch", "artifacts.fingerprint"]),
     )
 
-    id: Mapped[int] = mapped_column(primary_key=True)
-    kernel: Mapped[str] = mapped_column(String(200))
-    arch: Mapped[str] = mapped_column(String(16))
     problem_id: Mapped[str] = mapped_column(ForeignKey("problems.id"))
     device_name: Mapped[str] = mapped_column(String(128))
     regime: Mapped[str] = mapped_column(String(16))
     accum_mode: Mapped[str] = mapped_column(String(16))
     compiler: Mapped[str] = mapped_column(String(64))
     provenance: Mapped[str] = mapped_column(String(16))
-    schedule_id: Mapped[str] = mapped_column(ForeignKey("schedules.id"))
     fingerprint: Mapped[str | None] = mapped_column(String(64))
     measurement_id: Mapped[int | None] = mapped_column(ForeignKey("measurements.id"))
     model_us: Mapped[float | None]
@@ -390,7 +393,7 @@ class WorkerRow(Base):
     seen_at: Mapped[datetime]
 
 
-class LeaseRow(Base):
+class LeaseRow(Numbered, Base):
     """One problem of a campaign: waiting, leased to a worker until a time, done or failed."""
 
     __tablename__ = "fleet_leases"
@@ -399,7 +402,6 @@ class LeaseRow(Base):
         Index("ix_fleet_leases_next", "campaign_id", "state", "arch", "attempts", "number"),
     )
 
-    id: Mapped[int] = mapped_column(primary_key=True)
     campaign_id: Mapped[str] = mapped_column(ForeignKey("fleet_campaigns.id"))
     number: Mapped[int]
     arch: Mapped[str] = mapped_column(String(16))
@@ -413,12 +415,11 @@ class LeaseRow(Base):
     done_at: Mapped[datetime | None]
 
 
-class AttemptRow(Base):
+class AttemptRow(Numbered, Base):
     """One worker's attempt at one problem, and how it ended. A result that came too late is stored as well."""
 
     __tablename__ = "fleet_attempts"
 
-    id: Mapped[int] = mapped_column(primary_key=True)
     lease_id: Mapped[int] = mapped_column(ForeignKey("fleet_leases.id"), index=True)
     number: Mapped[int]
     worker_id: Mapped[str] = mapped_column(ForeignKey("fleet_workers.id"), index=True)
@@ -429,19 +430,14 @@ class AttemptRow(Base):
     result: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
 
 
-class ControlRow(Base):
+class ControlRow(Timed, Base):
     """A timing of a campaign's control program on one GPU."""
 
     __tablename__ = "fleet_controls"
 
-    id: Mapped[int] = mapped_column(primary_key=True)
     campaign_id: Mapped[str] = mapped_column(ForeignKey("fleet_campaigns.id"), index=True)
     worker_id: Mapped[str] = mapped_column(ForeignKey("fleet_workers.id"))
     gpu: Mapped[str] = mapped_column(String(64))
     arch: Mapped[str] = mapped_column(String(16))
-    fingerprint: Mapped[str] = mapped_column(String(64))
-    median_us: Mapped[float]
-    ci_low_us: Mapped[float]
-    ci_high_us: Mapped[float]
     conditions: Mapped[dict[str, Any]]
     taken_at: Mapped[datetime]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from datetime import datetime
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -85,18 +85,7 @@ def select_measurements() -> Select:
 
 
 class UnreadSamples(tuple[float, ...]):
-    """Samples that were left in the database: only their number is known."""
-
-    number: int
-
-    def __new__(cls, count: int) -> UnreadSamples:
-        """So many samples."""
-        made = super().__new__(cls)
-        made.number = count
-        return made
-
-    def __len__(self) -> int:
-        return self.number
+    """Stands for samples that were left in the database: it has their number, and reading one is an error."""
 
     def __iter__(self) -> Iterator[float]:
         raise ValueError("these samples were not read; ask for `measurements`")
@@ -117,7 +106,7 @@ class Circumstances(NamedTuple):
 
 
 class PlainRow(NamedTuple):
-    """As much of a measurement as tells whether it is worth reading whole."""
+    """The part of a measurement that decides whether the whole of it is read."""
 
     id: int
     run_id: int | None
@@ -157,8 +146,7 @@ class WithoutSamples:
         self._toolchains = {row.id: row.toolchain for row in session.scalars(select(ToolchainRow))}
         self._schedules: dict[str, Schedule] = {}
         self._samples: dict[int, UnreadSamples] = {}
-        self._conditions: dict[str, Conditions] = {}
-        self._circumstances: dict[Any, Circumstances] = {}
+        self._shared = lru_cache(maxsize=REMEMBERED)(self._circumstances)
 
     def read(self, session: Session, problem: Problem, ids: Collection[int] | None = None) -> list[StoredMeasurement]:
         """The measurements of one problem, or those of it with some ids, the newest first."""
@@ -180,32 +168,25 @@ class WithoutSamples:
         """
         row = MeasurementRow
         shared = cast(row.conditions, Text), row.device_id, row.toolchain_id, row.source_hash, row.runner, row.regime
-        asked = (
+        query = (
             select(row.id, row.run_id, row.schedule_id, row.fingerprint, row.median_us, row.sample_count, *shared)
             .where(*self._of(problem))
             .order_by(row.created_at.desc(), row.id.desc())
         )
-        schedules, known = self._schedules, self._circumstances
+        schedules, shared_by = self._schedules, self._shared
         # The connection itself gives rows in half of the time that the session takes.
-        result = session.connection().execute(asked, execution_options={"yield_per": AT_ONCE})
+        result = session.connection().execute(query, execution_options={"yield_per": AT_ONCE})
         for some in result.partitions():
             self._read_schedules(session, {found[2] for found in some})
             for found in some:
                 number, run_id, schedule_id, fingerprint, median_us, samples = found[:6]
                 if type(median_us) is not float:
                     _check_times(median_us)
-                key = found[6:]
-                alike = known.get(key) or self._shared(key)
+                alike = shared_by(*found[6:])
                 yield PlainRow(number, run_id, schedules[schedule_id], alike, fingerprint, median_us, samples)
 
-    def _shared(self, key: Any) -> Circumstances:
-        conditions, device_id, toolchain_id, *others = key
-        if len(self._circumstances) >= REMEMBERED:
-            self._circumstances.clear()
-        made = Circumstances(
-            self._read_conditions(conditions), self._devices[device_id], self._toolchains[toolchain_id], *others
-        )
-        return self._circumstances.setdefault(key, made)
+    def _circumstances(self, conditions: str, device_id: str, toolchain_id: str, *others: str) -> Circumstances:
+        return Circumstances(_conditions(conditions), self._devices[device_id], self._toolchains[toolchain_id], *others)
 
     def _of(self, problem: Problem) -> list[ColumnElement[bool]]:
         return [MeasurementRow.problem_id.in_(self.problems[problem][0]), *self._wanted]
@@ -215,13 +196,6 @@ class WithoutSamples:
         for start in range(0, len(unknown), AT_ONCE):
             some = select(ScheduleRow).where(ScheduleRow.id.in_(unknown[start : start + AT_ONCE]))
             self._schedules |= {row.id: row.knobs for row in session.scalars(some)}
-
-    def _read_conditions(self, written: str) -> Conditions:
-        if written not in self._conditions:  # those of one run share them
-            if len(self._conditions) >= REMEMBERED:
-                self._conditions.clear()
-            self._conditions[written] = decode(Conditions, json.loads(written), "conditions")
-        return self._conditions[written]
 
     def _whole(self) -> Select:
         row = MeasurementRow
@@ -264,9 +238,9 @@ class WithoutSamples:
             ci_low_us=ci_low_us,
             ci_high_us=ci_high_us,
             samples_us=self._samples.get(sample_count)
-            or self._samples.setdefault(sample_count, UnreadSamples(sample_count)),
+            or self._samples.setdefault(sample_count, UnreadSamples((0.0,) * sample_count)),
             accuracy=None if accuracy is None else _accuracy(accuracy),
-            conditions=self._read_conditions(conditions),
+            conditions=_conditions(conditions),
             runner=runner,
         )
         return _made(
@@ -296,6 +270,12 @@ def _made(kind: type[Made], **values: Any) -> Made:
     return made
 
 
+@lru_cache(maxsize=REMEMBERED)
+def _conditions(text: str) -> Conditions:
+    """The conditions that stand in a row. The measurements of one run share them."""
+    return decode(Conditions, json.loads(text), "conditions")
+
+
 def _accuracy(text: str) -> Accuracy:
     try:
         return _READ_ACCURACY.decode(text)
@@ -314,10 +294,10 @@ def of_known_kernels(
 
     Args:
         session: an open session.
-        conditions: what is asked for.
+        conditions: the conditions of a query.
         kernel: the kernel whose measurements these are; None for the kernels that this process knows by their names.
     """
-    noted = (
+    sources = (
         select(MeasurementRow.kernel, MeasurementRow.source_hash)
         .join(ProblemRow, ProblemRow.id == MeasurementRow.problem_id)
         .join(DeviceRow, DeviceRow.id == MeasurementRow.device_id)
@@ -325,7 +305,7 @@ def of_known_kernels(
         .distinct()
     )
     others = []
-    for name, note in session.execute(noted):
+    for name, note in session.execute(sources):
         try:
             mine = may_be_of(note, kernel or kernel_named(name))
         except ConfigError:  # nobody here can tell

@@ -19,8 +19,8 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import place_part
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Conditions, Device, Measurement, RivalTime
+from tiledsched.store.codec import PROVENANCES as PROVENANCES
 from tiledsched.store.codec import encode
-from tiledsched.store.validation import PROVENANCES as PROVENANCES
 
 RUN_STATUSES = ("running", "done", "interrupted", "failed")
 STAGES = ("build", "measure")
@@ -53,6 +53,15 @@ def _types(kind: type) -> dict[str, tuple[type, ...]]:
         arms = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         found[name] = tuple(get_origin(arm) or arm for arm in arms) + ((int,) if float in arms else ())
     return found
+
+
+class Printable:
+    """A record that commands print as JSON."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict: schedules and problems become objects, times ISO 8601 text."""
+        data: dict[str, Any] = encode(self)
+        return data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +148,7 @@ class BuildRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasurementSummary(Timing):
+class MeasurementSummary(Timing, Printable):
     """A measurement without its raw samples, as an entry carries it."""
 
     id: int
@@ -160,11 +169,6 @@ class MeasurementSummary(Timing):
     """The compiler of the program."""
     created_at: datetime
     """UTC."""
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain dict for `--json` output."""
-        data: dict[str, Any] = encode(self)
-        return data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +208,7 @@ class StoredMeasurement:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class Entry(Printable):
     """What is served for one problem on one arch or device, and why.
 
     Unique on kernel, arch, problem, device_name, regime, accum_mode and compiler.
@@ -300,11 +304,6 @@ class Entry:
         """A copy with `changes` applied."""
         return replace(self, **changes)
 
-    def to_json(self) -> dict[str, Any]:
-        """A plain dict for `--json` output; schedules and the problem become objects, times ISO 8601 text."""
-        data: dict[str, Any] = encode(self)
-        return data
-
 
 @dataclass(frozen=True, kw_only=True)
 class FailureRecord:
@@ -372,7 +371,7 @@ class Contradiction:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergeResult:
+class MergeResult(Printable):
     """The outcome of an import or a merge."""
 
     entries_added: int = 0
@@ -397,8 +396,3 @@ class MergeResult:
         # Where both name a contradiction of one key, the second is the newer one.
         latest = {each.entry.key: each for each in (*self.contradictions, *other.contradictions)}
         return MergeResult(**counts, contradictions=tuple(latest.values()))
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain dict."""
-        data: dict[str, Any] = encode(self)
-        return data

@@ -86,7 +86,7 @@ def recorded(db: TuningDB, problem: Problem, device_name: str, regime: str) -> R
     Raises:
         DatabaseError: the problem was not measured on the device.
     """
-    everything = db.latest_measurements(problem, device_name=device_name, regime=regime)
+    everything = db.measurements(problem, device_name=device_name, regime=regime, latest=True)
     if not everything:
         raise DatabaseError(
             f"nothing is measured of {problem} on {device_name} in the {regime} regime; run: tiledsched record"

@@ -55,14 +55,15 @@ def create_view(connection: Connection, kernel: KernelClass) -> str:
     short = view_name(kernel.name)
     names = [short, f"{short[: LONGEST_NAME - 7]}_{stable_id(kernel.name, 6)}"]
     had = next((name for name in names if mine is not None and name == mine.name), None)
-    if mine is not None and had and mine.definition == str(query) and had in _views(connection):
+    is_there = had in sa.inspect(connection).get_view_names()
+    if mine is not None and had and is_there and mine.definition == str(query):
         return had
     quoted = connection.dialect.identifier_preparer.quote_identifier
-    if had and had in _views(connection):
+    if had and is_there:
         connection.exec_driver_sql(f"DROP VIEW {quoted(had)}")
     connection.execute(sa.delete(ViewRow).where(ViewRow.kernel == kernel.name))
     name = had or names[0]
-    if _taken(connection, name):
+    if sa.inspect(connection).has_table(name):  # or a view of that name
         name = names[1]
     connection.execute(sa.delete(ViewRow).where(ViewRow.name == name))  # of a view that is gone
     connection.exec_driver_sql(f"CREATE VIEW {quoted(name)} AS {query}")
@@ -75,16 +76,6 @@ def view_name(kernel: str) -> str:
     last = re.split(r"[:.]", kernel)[-1]
     words = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])", "_", last)
     return re.sub(r"[^a-z0-9_]", "_", words.lower())[:LONGEST_NAME] or "kernel"
-
-
-def _views(connection: Connection) -> list[str]:
-    """The names of the views."""
-    return sa.inspect(connection).get_view_names()
-
-
-def _taken(connection: Connection, name: str) -> bool:
-    """Whether a table or view has the name."""
-    return sa.inspect(connection).has_table(name)
 
 
 def _query(kernel: KernelClass) -> sa.Select[Any]:

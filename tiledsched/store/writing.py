@@ -151,7 +151,20 @@ def put_artifacts(session: Session, records: Iterable[ArtifactRecord]) -> None:
 def put_builds(session: Session, records: Sequence[BuildRecord]) -> None:
     """Store builds. Each replaces an earlier one with the same key."""
     parents = Parents()
-    rows = [build_values(record, parents) for record in records]
+    rows = [
+        _row(
+            BuildRow,
+            record,
+            toolchain_id=parents.add(record.toolchain),
+            schedule_id=parents.add(record.schedule),
+            problem_class_id=record.problem_class.id,
+            fingerprint=record.fingerprint or None,
+            failure_kind=str(record.failure.kind) if record.failure else None,
+            failure_message=record.failure.message if record.failure else None,
+            created_at=now(),
+        )
+        for record in records
+    ]
     parents.insert(session)
     put_artifacts(session, (record.artifact for record in records if record.failure is None))
     upsert(session, BuildRow, rows, BUILD_KEY)
@@ -225,15 +238,15 @@ def _keyed(session: Session, row: dict[str, Any]) -> dict[str, Any] | None:
     place = place_part(row["source_hash"])
     own = {**row, "kernel": f"{row['kernel']}{NAMESAKE}{place}"}
 
-    def noted(each: dict[str, Any]) -> str | None:
+    def source_of(each: dict[str, Any]) -> str | None:
         same = [getattr(EntryRow, name) == each[name] for name in ENTRY_KEY]
         return session.scalars(select(EntryRow.source_hash).where(*same).with_for_update()).first()
 
-    if place and noted(own) is not None:
+    if place and source_of(own) is not None:
         return own
     if insert_row(session, EntryRow, row) is not None:
         return None
-    if of_one_kernel(noted(row) or "", row["source_hash"]):
+    if of_one_kernel(source_of(row) or "", row["source_hash"]):
         return row
     return None if insert_row(session, EntryRow, own) is not None else own
 
@@ -265,21 +278,6 @@ def _row(model: type[Base], source: Any, **other: Any) -> dict[str, Any]:
 @cache
 def _columns(model: type[Base]) -> tuple[str, ...]:
     return tuple(name for name in model.__table__.columns.keys() if name != "id")  # noqa: SIM118
-
-
-def build_values(record: BuildRecord, parents: Parents) -> dict[str, Any]:
-    """The row for a build."""
-    return _row(
-        BuildRow,
-        record,
-        toolchain_id=parents.add(record.toolchain),
-        schedule_id=parents.add(record.schedule),
-        problem_class_id=record.problem_class.id,
-        fingerprint=record.fingerprint or None,
-        failure_kind=str(record.failure.kind) if record.failure else None,
-        failure_message=record.failure.message if record.failure else None,
-        created_at=now(),
-    )
 
 
 def measurement_values(record: StoredMeasurement, parents: Parents) -> dict[str, Any]:

@@ -118,49 +118,42 @@ def options_of(cls: type[Options]) -> tuple[OptionSpec, ...]:
     return tuple(OptionSpec(name=each.name, default=each.default, **each.metadata) for each in dataclasses.fields(cls))
 
 
-def _budget() -> Any:
-    return option(
-        None,
-        type=float,
-        minimum=0,
-        metavar="SECONDS",
-        help="stop after this long, all problems together",
-        default_help="no limit",
-    )
-
-
-def _accum_mode() -> Any:
-    return option(
-        None,
-        choices=SETTINGS["accum_mode"],
-        help="accuracy class, of kernels that have several",
-        default_help="as the settings say: fp32",
-    )
-
-
+# What several options classes have in common: arguments of `option`.
+BUDGET: Mapping[str, Any] = {
+    "default": None,
+    "type": float,
+    "minimum": 0,
+    "metavar": "SECONDS",
+    "help": "stop after this long, all problems together",
+    "default_help": "no limit",
+}
+ACCUM_MODE: Mapping[str, Any] = {
+    "default": None,
+    "choices": SETTINGS["accum_mode"],
+    "help": "accuracy class, of kernels that have several",
+    "default_help": "as the settings say: fp32",
+}
 NUMERICS = ("any", "same")
 """Which results a schedule may give to win: any right ones, or bit for bit those of what is served."""
 
-
-def _numerics() -> Any:
-    return option(
-        "any",
-        choices=NUMERICS,
-        help="which results may win: any that are right (any), or only those that equal what is served today bit for bit on "
-        "every checked input (same), which needs a GPU and times no rivals",
-    )
-
-
-def _space() -> Any:
-    return option(
-        None, metavar="FILE", is_file=True, help="your own search space (TOML)", default_help="the kernel's own"
-    )
-
-
-def _compile_timeout() -> Any:
-    return option(
-        DEFAULT_TIMEOUT_S, metavar="SECONDS", help="how long one schedule may compile before it counts as failed"
-    )
+SAME_NUMERICS: Mapping[str, Any] = {
+    "default": "any",
+    "choices": NUMERICS,
+    "help": "which results may win: any that are right (any), or only those that equal what is served today bit for bit on "
+    "every checked input (same), which needs a GPU and times no rivals",
+}
+SPACE: Mapping[str, Any] = {
+    "default": None,
+    "metavar": "FILE",
+    "is_file": True,
+    "help": "your own search space (TOML)",
+    "default_help": "the kernel's own",
+}
+COMPILE_TIMEOUT: Mapping[str, Any] = {
+    "default": DEFAULT_TIMEOUT_S,
+    "metavar": "SECONDS",
+    "help": "how long one schedule may compile before it counts as failed",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,14 +175,14 @@ class TuneOptions(Options):
         "without a GPU, schedules to build",
         default_help="as the effort says",
     )
-    budget_s: float | None = _budget()
+    budget_s: float | None = option(**BUDGET)
     regime: str | None = option(
         None,
         choices=SETTINGS["regime"],
         help="what decides: times of a cool GPU at full clocks (burst), or at its power cap (sustained)",
         default_help="as the settings say: burst",
     )
-    accum_mode: str | None = _accum_mode()
+    accum_mode: str | None = option(**ACCUM_MODE)
     rivals: str | None = option(
         None,
         choices=SETTINGS["rivals"],
@@ -197,7 +190,7 @@ class TuneOptions(Options):
         "faster serve (serve)",
         default_help="as the settings say: serve",
     )
-    numerics: str = _numerics()
+    numerics: str = option(**SAME_NUMERICS)
     sampler: str = option(
         OURS,
         metavar="NAME",
@@ -215,7 +208,7 @@ class TuneOptions(Options):
         "Kernel Tuner cache",
         default_help="the whole space",
     )
-    space: str | None = _space()
+    space: str | None = option(**SPACE)
     runner: str = option(
         "auto",
         choices=("auto", "gpu", "none"),
@@ -223,7 +216,7 @@ class TuneOptions(Options):
         "present (auto)",
     )
     seed: int = option(0, metavar="N", help="seed of the sampler, the inputs and the order of launches")
-    compile_timeout_s: float = _compile_timeout()
+    compile_timeout_s: float = option(**COMPILE_TIMEOUT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,11 +228,11 @@ class RecordOptions(Options):
         24, minimum=0, metavar="N", help="how many of the fastest are measured in the sustained regime, too"
     )
     build_only: bool = option(False, help="build the programs and stop; needs no GPU")
-    budget_s: float | None = _budget()
-    accum_mode: str | None = _accum_mode()
-    space: str | None = _space()
+    budget_s: float | None = option(**BUDGET)
+    accum_mode: str | None = option(**ACCUM_MODE)
+    space: str | None = option(**SPACE)
     seed: int = option(0, metavar="N", help="seed of the choice of schedules, the inputs and the order of launches")
-    compile_timeout_s: float = _compile_timeout()
+    compile_timeout_s: float = option(**COMPILE_TIMEOUT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +240,7 @@ class RefreshOptions(Options):
     """How much is done for entries whose machine code is no longer what was measured."""
 
     effort: str = option("quick", choices=tuple(EFFORTS), help="how much the races of a refresh do")
-    budget_s: float | None = _budget()
+    budget_s: float | None = option(**BUDGET)
     neighbours: bool = option(
         False,
         help="also race schedules that differ from the fastest so far in one or two knobs, beyond what the space explores",
@@ -257,9 +250,9 @@ class RefreshOptions(Options):
         choices=("auto", "none"),
         help="race where a GPU of the arch is present (auto), or only say what would be raced (none)",
     )
-    numerics: str = _numerics()
+    numerics: str = option(**SAME_NUMERICS)
     seed: int = option(0, metavar="N", help="seed of the sampler, the inputs and the order of launches")
-    compile_timeout_s: float = _compile_timeout()
+    compile_timeout_s: float = option(**COMPILE_TIMEOUT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,5 +262,5 @@ class CheckOptions(Options):
     schedules: int = option(
         20, minimum=1, metavar="N", help="schedules of each problem: the default, and others drawn from the space"
     )
-    space: str | None = _space()
+    space: str | None = option(**SPACE)
     seed: int = option(0, metavar="N", help="seed of the inputs and of the choice of schedules")

@@ -22,14 +22,14 @@ from tiledsched.store.db import TuningDB
 from tiledsched.store.evidence import leaders, timed_as_now
 from tiledsched.store.exchange import read_table
 from tiledsched.store.manifest import shipped_landscapes
-from tiledsched.store.records import Entry
+from tiledsched.store.records import Entry, StoredMeasurement
 from tiledsched.tuning.resources import Resources
 from tiledsched.tuning.study import Estimate
 from tiledsched.tuning.surrogate import Known
 
 MeasuredPrograms = dict[Problem, list[tuple[Schedule, ResourceFacts | None, float]]]
 """The measured programs of each problem: schedule, facts, microseconds."""
-Landscape = tuple[list[Measurement], Mapping[str, ResourceFacts | None]]
+Landscape = tuple[Sequence[StoredMeasurement], Mapping[str, ResourceFacts | None]]
 """Measurements, and facts by fingerprint."""
 MOST_PROBLEMS = 4
 """The most similar problems that a search learns from: more of them changed no result of the search benchmark."""
@@ -228,8 +228,7 @@ class Shipped:
     def landscape(self, problem: Problem, regime: str) -> Landscape:
         """One of those: measurements, and facts by fingerprint."""
         table = read_table(self.recorded[problem, regime])
-        facts = {artifact.fingerprint: artifact.facts for artifact in table.artifacts}
-        return [stored.measurement for stored in table.measurements], facts
+        return table.measurements, {artifact.fingerprint: artifact.facts for artifact in table.artifacts}
 
 
 class Elsewhere:
@@ -264,36 +263,29 @@ class Elsewhere:
         near = nearest(problem, measured | recorded, itself=itself)
         for other in near:
             if other not in self._programs:  # what ships was recorded on whatever device of the arch
-                self._programs[other] = (
-                    self._read(other, device_name)
+                taken, facts = (
+                    (
+                        self._db.measurements(other, device_name=device_name, regime=self._regime, latest=True),
+                        self._facts,
+                    )
                     if other in measured
-                    else self._judged(*self._shipped.landscape(other, self._regime))
+                    else self._shipped.landscape(other, self._regime)
                 )
+                self._programs[other] = self._judged([stored.measurement for stored in taken], facts)
         return known_elsewhere(problem, {other: self._programs[other] for other in near}, spec, itself=itself)
 
     def note(self, problem: Problem, programs: list[tuple[Schedule, ResourceFacts | None, float]]) -> None:
         """What was measured of `problem` just now."""
         self._programs[problem] = programs
 
-    def _read(self, problem: Problem, device_name: str) -> list[tuple[Schedule, ResourceFacts | None, float]]:
-        """The newest measurement of each program."""
-        taken = [
-            stored.measurement
-            for stored in self._db.latest_measurements(problem, device_name=device_name, regime=self._regime)
-        ]
-        return self._judged(taken, self._facts)
-
     def _judged(
         self, taken: Sequence[Measurement], facts: Mapping[str, ResourceFacts | None]
     ) -> list[tuple[Schedule, ResourceFacts | None, float]]:
+        """Those taken at the GPU's clock, alone and in the accuracy class that is tuned; if enough, only those timed as now."""
         taken = [one for one in taken if not one.conditions.concurrent_pids]
         seen_mhz = max((one.conditions.sm_clock_mhz for one in taken), default=0)
         at_clock = [one for one in taken if not describe_throttling(one.conditions, one.device, one.regime, seen_mhz)]
         as_now = [one for one in at_clock if timed_as_now(one.regime, one.conditions)]
         taken = as_now if len(as_now) >= FEWEST_PROGRAMS else taken
-        schedules = [self._space.complete(one.schedule) for one in taken]
-        return [
-            (schedule, facts.get(one.fingerprint), one.median_us)
-            for schedule, one in zip(schedules, taken, strict=True)
-            if schedule.get("accum_mode", self._accum_mode) == self._accum_mode
-        ]
+        programs = [(self._space.complete(one.schedule), facts.get(one.fingerprint), one.median_us) for one in taken]
+        return [each for each in programs if each[0].get("accum_mode", self._accum_mode) == self._accum_mode]

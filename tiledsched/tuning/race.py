@@ -326,31 +326,25 @@ class RaceState:
         return any(relative_uncertainty(racer.samples_us, rules.confidence) > rules.precision for racer in keep)
 
     def finish(self, racer: Racer) -> None:
-        """Report it, once."""
-        if racer.finished:
+        """Report a racer's outcome, once; nothing of one that was interrupted before its first sample."""
+        if racer.finished or (racer.failure is None and not racer.samples_us):
             return
         racer.finished = True
-        outcome = self._outcome(racer)
-        if outcome is not None:
-            self.outcomes.append(outcome)
-            self._report(outcome)
-
-    def _outcome(self, racer: Racer) -> Outcome | None:
-        if racer.failure is not None:
-            return Failed(
+        outcome: Outcome = (
+            self.measurement(racer)
+            if racer.failure is None
+            else Failed(
                 schedule=racer.candidate.schedule,
                 fingerprint=racer.candidate.artifact.fingerprint,
                 failure=racer.failure,
             )
-        return self.measurement(racer) if racer.samples_us else None  # None: interrupted before its first sample
+        )
+        self.outcomes.append(outcome)
+        self._report(outcome)
 
     def measurement(self, racer: Racer) -> Measurement:
         """What is known of a racer that has samples."""
-        conditions = (
-            replace(racer.conditions, concurrent_pids=self.concurrent_pids)
-            if self.concurrent_pids
-            else racer.conditions
-        )
+        concurrent = self.concurrent_pids or racer.conditions.concurrent_pids
         return Measurement(
             problem=self.problem,
             schedule=racer.candidate.schedule,
@@ -360,7 +354,7 @@ class RaceState:
             **vars(Timing.of(racer.samples_us, self.rules.confidence)),
             samples_us=tuple(racer.samples_us),
             accuracy=racer.accuracy,
-            conditions=conditions,
+            conditions=replace(racer.conditions, concurrent_pids=concurrent),
             runner=self.runner.name,
         )
 

@@ -17,15 +17,16 @@ from tiledsched.core import data_files
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.problem_lists import Cases, problems_of
 from tiledsched.core.schedule import Schedule
-from tiledsched.measure.rivals import RivalRaces
 from tiledsched.measure.runner import Runner
+from tiledsched.rivals.races import RivalRaces
 from tiledsched.serve.entries import load_entries
 from tiledsched.store.evidence import for_compiler, leaders
 from tiledsched.store.exchange import read_table
 from tiledsched.store.records import Entry, Place, StoredMeasurement
 from tiledsched.tuning.options import RefreshOptions, TuneOptions
 from tiledsched.tuning.resources import Resources
-from tiledsched.tuning.tuner import Silent, TuneReport, Watcher
+from tiledsched.tuning.results import TuneReport
+from tiledsched.tuning.watcher import Watcher
 
 KEPT, RACED, LEFT = "kept", "raced", "to race"
 
@@ -146,7 +147,7 @@ class Refresh:
     def __init__(
         self, resources: Resources, kernel: KernelClass, options: RefreshOptions, watcher: Watcher | None = None
     ) -> None:
-        self._resources, self._kernel, self._options, self._watcher = resources, kernel, options, watcher or Silent()
+        self._resources, self._kernel, self._options, self._watcher = resources, kernel, options, watcher or Watcher()
         self._started, self._compiler = time.monotonic(), resources.toolchain.tileiras
         self._ends = math.inf if options.budget_s is None else self._started + options.budget_s
         self._builder = resources.builder(kernel, options.compile_timeout_s)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiledsched.build.compiler import DEFAULT_TIMEOUT_S, prepare_process
+from tiledsched.build.pool import BuildPool
 from tiledsched.build.store import ProgramStore
 from tiledsched.build.toolchain import Toolchain, check_arch, installed_toolchain
 from tiledsched.core import config
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from tiledsched.build.pool import BuildPool
-    from tiledsched.measure.rivals import RivalRaces
+    from tiledsched.rivals.races import RivalRaces
     from tiledsched.store.db import TuningDB
     from tiledsched.tuning.builder import Builder
 
@@ -60,13 +61,6 @@ def ready_artifacts(folder: Path | None) -> ProgramStore:
     return artifacts
 
 
-def start_pool(jobs: int | None) -> BuildPool:
-    """Compile processes, one per CPU unless `jobs` says how many."""
-    from tiledsched.build.pool import BuildPool
-
-    return BuildPool(jobs)
-
-
 def start_runner(kernel: KernelClass, seed: int) -> Runner:
     """A process that measures the kernel on this machine's GPU.
 
@@ -81,7 +75,7 @@ def start_runner(kernel: KernelClass, seed: int) -> Runner:
 def start_rival_timer(kernel: KernelClass, runner: Runner, regime: str) -> RivalRaces | None:
     """A process that times the kernel's rivals on the runner's GPU; None where it has none, or torch is missing."""
     from tiledsched.measure.gpu import GpuRunner
-    from tiledsched.measure.rivals import RivalRaces, can_race
+    from tiledsched.rivals.races import RivalRaces, can_race
 
     if not isinstance(runner, GpuRunner) or not can_race(kernel):
         return None
@@ -96,8 +90,8 @@ class Tools:
     """The compiler."""
     artifacts: Callable[[Path | None], ProgramStore] = ready_artifacts
     """The store of machine code, by the cache folder of the settings."""
-    pool: Callable[[int | None], BuildPool] = start_pool
-    """Compile processes, by how many are wanted."""
+    pool: Callable[[int | None], BuildPool] = BuildPool
+    """Compile processes, by how many are wanted; one per CPU where that is None."""
     devices: Callable[[], Sequence[Any]] = lambda: nvml.devices()
     """The GPUs of this machine, each with `name` and `arch`."""
     lacking: Callable[[], str] = lambda: nvml.why_unusable()
@@ -206,9 +200,7 @@ class Resources:
             SpaceError, ConfigError: a file cannot be used.
         """
         found = self._tools.space(self.arch, kernel, file)
-        if candidates is None:
-            return found
-        return found.limited_to(*_listed(Path(candidates), found))
+        return found if candidates is None else found.limited_to(*read_candidates(Path(candidates), found))
 
     def builder(self, kernel: KernelClass, timeout_s: float = DEFAULT_TIMEOUT_S) -> Builder:
         """What builds schedules of a kernel and keeps what came of it in the database."""
@@ -287,17 +279,12 @@ class Resources:
         self.close()
 
 
-def read_candidates(path: Path, space: SearchSpace) -> list[dict[str, KnobValue]]:
-    """The schedules that a file lists, as values by knob.
+def read_candidates(path: Path, space: SearchSpace) -> tuple[list[dict[str, KnobValue]], str, Mapping[str, int]]:
+    """The schedules that a file lists, as values by knob, its name, and why other rows of it are none.
 
     Raises:
         ConfigError: it cannot be read, or lists none.
     """
-    return _listed(path, space)[0]
-
-
-def _listed(path: Path, space: SearchSpace) -> tuple[list[dict[str, KnobValue]], str, Mapping[str, int]]:
-    """The schedules that a file lists, its name, and why other rows of it are none."""
     from tiledsched.store.foreign import configurations
 
     try:

@@ -11,15 +11,18 @@ from typing import Any
 from tiledsched.core.device import ARCHS, arch_spec
 from tiledsched.core.errors import CompilerError, ConfigError, TiledschedError
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.measure.rivals import can_race
-from tiledsched.serve.lookup import LookupTable, Served
-from tiledsched.serve.rivals import pays
+from tiledsched.rivals.offers import pays
+from tiledsched.rivals.races import can_race
+from tiledsched.serve.chain import Served
+from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.transfer import log_us
+from tiledsched.store.captured_calls import SeenProblem
 from tiledsched.store.records import Entry
-from tiledsched.store.seen import SeenProblem
 from tiledsched.tuning.options import TuneOptions
+from tiledsched.tuning.results import TuneReport
+from tiledsched.tuning.search import NO_SEARCH, OUT_OF_TIME
 from tiledsched.tuning.session import Session
-from tiledsched.tuning.tuner import NO_SEARCH, OUT_OF_TIME, TuneReport, Watcher
+from tiledsched.tuning.watcher import Watcher
 
 ASSUMED_LOSSES = {"measured": 0.05, "transferred": 0.1, "modelled": 0.25, "default": 0.25, "forced": 0.1}
 """By provenance, how much slower than the best schedule what is served is taken to be where that is unknown. What a search found,
@@ -72,7 +75,7 @@ class SeenWorth:
         return self.calls * (self.call_us or 0.0) * self.served_loss / (1 + self.served_loss)
 
     def raced(self, entry: Entry) -> SeenWorth:
-        """The same, with the times of a race of what is served and the rivals."""
+        """This problem's worth, with the times of a race of what is served and the rivals."""
         paying = [each for each in entry.rivals or () if pays(each, entry.problem.declaration)]
         fastest = min(paying, key=lambda each: each.ratio or 1.0, default=None)
         return replace(

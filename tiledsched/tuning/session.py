@@ -21,7 +21,8 @@ from tiledsched.tuning.samplers import OURS, make_sampler
 if TYPE_CHECKING:
     from tiledsched.tuning.record import RecordResult
     from tiledsched.tuning.refresh import RefreshReport
-    from tiledsched.tuning.tuner import TuneReport, Watcher
+    from tiledsched.tuning.results import TuneReport
+    from tiledsched.tuning.watcher import Watcher
 
 
 class Session(Resources):
@@ -79,7 +80,8 @@ class Session(Resources):
                 "built; leave out --sampler"
             )
         from tiledsched.tuning.prior import Incumbents, Shipped, served_now
-        from tiledsched.tuning.tuner import Tuner, TuneReport
+        from tiledsched.tuning.results import TuneReport
+        from tiledsched.tuning.tuner import Tuner
 
         timed = settings.rivals != "off" and options.numerics != "same"  # a rival's numbers are its own
         rivals = self.open_rivals(kernel, settings.regime) if timed else None

@@ -17,7 +17,7 @@ import numpy as np
 import optuna
 from numpy.typing import NDArray
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
-from optuna.samplers import BaseSampler
+from optuna.samplers import BaseSampler, RandomSampler
 from optuna.trial import TrialState, create_trial
 
 from tiledsched.core.errors import ConfigError
@@ -29,7 +29,7 @@ from tiledsched.measure.runner import Measurement
 from tiledsched.tuning.builder import Builder, Key, Program
 from tiledsched.tuning.inert import InertChanges
 from tiledsched.tuning.race import Outcome
-from tiledsched.tuning.samplers import NUMBERS_ONLY, OURS, SAMPLERS, make_sampler
+from tiledsched.tuning.samplers import IN_ORDER, NUMBERS_ONLY, OURS, SAMPLERS, make_sampler
 from tiledsched.tuning.surrogate import Known, SurrogateSampler
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ class ScheduleStudy:
         self._valid = list(space.schedules(problem, pinned=pinned) if among is None else dict.fromkeys(among))
         self._rng = random.Random(seed)
         inner = make_sampler(sampler, seed)
+        self._in_order = sampler in IN_ORDER
         if sampler in (OURS, "random"):
             self._rng.shuffle(self._valid)
         if sampler == OURS:  # equal promise goes to the schedule closest to the plain kernel, then to chance
@@ -119,7 +120,7 @@ class ScheduleStudy:
         }
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.study: Study = optuna.create_study(
-            direction="minimize", sampler=OnlyValid(inner, self._distributions, self._take)
+            direction="minimize", sampler=OnlyValid(inner or RandomSampler(seed), self._distributions, self._take)
         )
 
     def widen(self, more: Iterable[Schedule]) -> None:
@@ -224,7 +225,7 @@ class ScheduleStudy:
             return Schedule({name: each[params[name]] for name, each in self._choices.items()})
         return Schedule({name: params[name] for name in self._choices})
 
-    def _take(self, proposal: Callable[[], Mapping[str, Any]] | None) -> dict[str, Any]:
+    def _take(self, proposal: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
         """What is tried: the first of all first, then what is proposed, or else the nearest to it that was not tried."""
         first = next((index for index in self._first if self._unseen[index]), None)
         if first is not None:
@@ -233,7 +234,7 @@ class ScheduleStudy:
         now[list(self._later)] = False
         wanted: Schedule | None = None
         while now.any():
-            if proposal is not None and (wanted is None or self._guide is not None):
+            if not self._in_order and (wanted is None or self._guide is not None):
                 wanted = self._schedule(proposal())
             index = int(np.argmax(now)) if wanted is None else self._nearest(wanted, now)
             if self._repeats is None or not self._repeats(self._valid[index]):
@@ -311,15 +312,15 @@ class Trials:
         programs = self._builder.programs(list(worked), self._problem, self._device)
         return [(program.schedule, program.facts, worked[program.schedule]) for program in programs]
 
-    def note_builds(self, asked: Sequence[Schedule]) -> int:
+    def note_builds(self, proposed: Sequence[Schedule]) -> int:
         """Take down what became of builds; how many of them failed. A schedule not reached before a deadline is left."""
         failed = 0
-        for schedule in asked:
+        for schedule in proposed:
             record = self._builder.record(schedule, self._problem)
             if record is not None and record.failure is not None:
                 failed += 1
                 self._study.tell(schedule, None)
-        programs = self._builder.programs(asked, self._problem, self._device)
+        programs = self._builder.programs(proposed, self._problem, self._device)
         learn(self._inert, self._problem, programs)
         for program in programs:
             if program.key in self._known:
@@ -363,19 +364,19 @@ def learn(
 
 
 class OnlyValid(BaseSampler):
-    """Any sampler, or none, held to what can be tried.
+    """Any sampler, held to what can be tried.
 
     Args:
-        inner: what proposes; None for nobody.
+        inner: what proposes.
         distributions: of all parameters.
         take: makes of a proposal the parameters of the trial. It asks for the proposal only if it needs one.
     """
 
     def __init__(
         self,
-        inner: BaseSampler | None,
+        inner: BaseSampler,
         distributions: Mapping[str, BaseDistribution],
-        take: Callable[[Callable[[], Mapping[str, Any]] | None], dict[str, Any]],
+        take: Callable[[Callable[[], Mapping[str, Any]]], dict[str, Any]],
     ) -> None:
         self._inner, self._distributions, self._take = inner, distributions, take
 
@@ -387,11 +388,10 @@ class OnlyValid(BaseSampler):
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
         """What is tried."""
-        return self._take(None if self._inner is None else lambda: self._proposal(study, trial))
+        return self._take(lambda: self._proposal(study, trial))
 
     def _proposal(self, study: Study, trial: FrozenTrial) -> dict[str, Any]:
         inner = self._inner
-        assert inner is not None
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of what is experimental
@@ -415,13 +415,11 @@ class OnlyValid(BaseSampler):
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
         """Pass the call on to the wrapped sampler."""
-        if self._inner is not None:
-            self._inner.before_trial(study, trial)
+        self._inner.before_trial(study, trial)
 
     def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
         """Pass the call on to the wrapped sampler."""
-        if self._inner is not None:
-            self._inner.after_trial(study, trial, state, values)
+        self._inner.after_trial(study, trial, state, values)
 
 
 HINT_WEIGHTS: Mapping[str, float] = {"num_ctas": 5.0, "num_worker_warps": 1.0, "occupancy": 0.4}

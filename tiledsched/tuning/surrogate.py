@@ -165,8 +165,7 @@ class Surrogate:
             task=np.concatenate([np.zeros(len(here), dtype=np.int64), points.task]),
         )
         # Before the first value here nothing but differences matter: the level is left out.
-        self._levels = np.full(len(alike), LEVEL)
-        self._levels[0] = LEVEL if here else 0.0
+        self._levels = np.array([LEVEL if here else 0.0, *[LEVEL] * (len(alike) - 1)])
         self._learn(seen, np.concatenate([losses(list(here.values())), truth]))
         worked = any(value is not None for value in here.values())
         self._best = 0.0 if worked else float(self._mean.min(initial=math.inf))

@@ -11,260 +11,32 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
-from html import escape
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
 
-from tiledsched.core.blame import says_line
-from tiledsched.core.config import Settings
-from tiledsched.core.device import ArchSpec, arch_spec
-from tiledsched.core.errors import ConfigError, Failure, FailureKind, MeasureError, NoValidScheduleError
+from tiledsched.core.device import arch_spec
+from tiledsched.core.errors import ConfigError, MeasureError, NoValidScheduleError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.resources import spilled
-from tiledsched.core.schedule import KnobValue, Schedule
-from tiledsched.core.space import RACED, SearchSpace, accuracy_class
-from tiledsched.measure.clocks import describe_throttling, summarise_throttling
-from tiledsched.measure.runner import REGIMES, Candidate, Checked, Failed, Measurement, RivalTime, Runner
-from tiledsched.store.evidence import clocks_of, for_compiler, of_kernel, throttled, timed_as_now
-from tiledsched.store.records import BuildRecord, Entry
-from tiledsched.tuning.builder import Builder, Program, deadlines
-from tiledsched.tuning.effort import EFFORTS
-from tiledsched.tuning.inert import SURE, InertChanges
-from tiledsched.tuning.numbers import NumbersKept, WantedNumbers
-from tiledsched.tuning.options import TuneOptions
-from tiledsched.tuning.prior import Elsewhere, Shipped, estimator, plain_schedules, promising_part, winners_nearby
-from tiledsched.tuning.race import RULES, Outcome, RaceResult, near, race, settle, time_ratio
-from tiledsched.tuning.samplers import OURS
-from tiledsched.tuning.study import ScheduleStudy, Trials, learn
-from tiledsched.tuning.surrogate import Known
+from tiledsched.core.schedule import Schedule
+from tiledsched.measure.runner import Runner
+from tiledsched.store.records import BuildRecord
+from tiledsched.tuning.builder import Program, deadlines
+from tiledsched.tuning.prior import estimator
+from tiledsched.tuning.results import TuneResult
+from tiledsched.tuning.search import OUT_OF_TIME, ProblemTune, Search, TuneContext, commonest_message
+from tiledsched.tuning.study import learn
 
-DEFAULTS = Settings()
-"""What decides where neither the options nor the settings say it."""
 LEARNT_AT_ONCE = 8
 """Schedules built, where there is no GPU, before the first look at which changes of knobs leave the machine code as it is."""
-MOST_WINNERS = 4
-"""Winners of similar problems that are tried first where nothing else is known of those problems."""
-Served = Callable[[Problem, str], "Sequence[Schedule]"]
-"""What would be served for a problem on a device of this name were nothing tuned, and what came close to it where its time may
-have changed since; none where this space knows nothing.
-"""
-Rivals = Callable[[Problem, Candidate], "list[RivalTime] | None"]
-"""Times a kernel's rivals next to a winner, on the problem it won; None where they cannot be timed."""
-OUT_OF_TIME = "the budget ended first"
-"""Why a problem has no result that the budget did not reach."""
-NO_SEARCH = "no search"
-"""What the source of an entry says that stands on a race of what was served, without a search."""
 LEAST_S, LEAST_SEARCH_S = 2.0, 15.0
 """Where problems share a budget by what they are worth: none is begun with less than so many seconds left, and a search gets so
 many where they are left: in less time hardly anything is built."""
 MOST_IN_A_ROW = 3
 """So many problems that fail one after the other end such a tune: the problems are not the cause."""
-LOOKS = {
-    regime: replace(rules, most_rounds=rules.opening_rounds + rules.heat_rounds) for regime, rules in RULES.items()
-}
-"""Rules by which a batch is measured: enough samples to learn from; the deciding race comes last."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TuneResult:
-    """What tuning one problem found."""
-
-    entry: Entry
-    """What is served from now on (or would be, if the store did not hold something better)."""
-    stored: bool
-    """False when a stronger entry was kept."""
-    schedules: int
-    """Schedules considered."""
-    programs: int
-    """Distinct programs among them."""
-    compiled: int
-    """How often the compiler ran."""
-    measured: int
-    """Programs measured in this run."""
-    failed: int
-    """Schedules that did not build, run or compute correctly."""
-    seconds: float
-    """Wall time."""
-    left: int = 0
-    """Schedules that effort, trials or time left unbuilt, where the model ranks."""
-    over_default: float | None = None
-    """(default - winner) / winner, of their measured medians or of the model's estimates; None where the default gave neither."""
-    over_runner_up: float | None = None
-    """(runner-up - winner) / winner, likewise; None where there is no runner-up."""
-    held_down: str = ""
-    """In words, how far below its clock the GPU was held in how many of this run's measurements; empty where it was in none."""
-    candidates: Mapping[str, int] | None = None
-    """What became of the rows of the file of candidates: `raced` or why not, with the number of rows; None without a file."""
-    why_failed: str = ""
-    """The commonest message of the schedules that did not build; empty where all did."""
-
-    numbers: NumbersKept | None = None
-    """What it cost that only the same numbers could win; None where any right ones could."""
-
-    def is_served(self, now: Entry) -> bool:
-        """Whether what was found is what is served, given the entry that is served for the problem now."""
-        found = self.entry
-        return self.stored and (now.provenance, now.schedule, now.source) == (
-            found.provenance,
-            found.schedule,
-            found.source,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TuneReport:
-    """What a tune found."""
-
-    kernel: KernelClass
-    """The kernel that was tuned."""
-    arch: str
-    """The arch it was tuned for."""
-    run_id: int
-    """Number of the run in the database."""
-    results: Sequence[TuneResult]
-    """One for each problem: how much was tried, and what won."""
-    entries: Sequence[Entry]
-    """What is served for each problem now; the entry that was there where it is stronger than what was found."""
-    measured: bool
-    """Whether a GPU measured; otherwise the performance model ranked what was built."""
-    left: Mapping[Problem, str] = field(default_factory=dict)
-    """The problems that have no result, and why: the budget ended first, or no schedule works."""
-
-    @property
-    def winners(self) -> dict[Problem, Schedule]:
-        """The schedule that is served for each problem now."""
-        return {entry.problem: entry.schedule for entry in self.entries}
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        """A plain dict for each problem: sizes, winner, ties, runner-up and evidence."""
-        return [
-            {
-                **entry.problem.to_json(),
-                "arch": entry.arch,
-                "device": entry.device_name,
-                "provenance": entry.provenance,
-                "schedule": entry.schedule.to_json(),
-                "median_us": entry.median_us,
-                "model_us": entry.model_us,
-                "ties": [tie.to_json() for tie in entry.ties],
-                "margin": entry.margin,
-                "runner_up": entry.runner_up.to_json() if entry.runner_up else None,
-                "rivals": None if entry.rivals is None else [asdict(each) for each in entry.rivals],
-                "programs": result.programs,
-                "measured_programs": result.measured,
-                "failed": result.failed,
-                "seconds": round(result.seconds, 3),
-            }
-            for entry, result in zip(self.entries, self.results, strict=True)
-        ]
-
-    def _lines(self) -> list[tuple[str, str, str, str]]:
-        lines, seen_mhz = [], clocks_of(self.entries)
-        for entry in self.entries:
-            us = entry.median_us if entry.median_us is not None else entry.model_us
-            said = entry.median_us is not None or entry.provenance == "modelled"
-            time = "" if us is None else f"{us:.1f} us" + ("" if said else " (modelled)")
-            slowed = ", clock held down" if throttled(entry, seen_mhz) else ""
-            lines.append((str(entry.problem), entry.schedule.short(), time, entry.provenance + slowed))
-        return lines
-
-    def __str__(self) -> str:
-        return "\n".join([f"{self.kernel.name} on {self.arch}", *("  " + "  ".join(line) for line in self._lines())])
-
-    def _repr_html_(self) -> str:
-        """A table, for notebooks."""
-        head = "".join(f"<th>{word}</th>" for word in ("problem", "schedule", "time", "provenance"))
-        body = "".join(
-            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>" for line in self._lines()
-        )
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-class Watcher(Protocol):
-    """Shows progress, e.g. the bars of the command line."""
-
-    def stage(self, problem: Problem, what: str, total: int) -> None:
-        """A stage of `total` steps begins."""
-
-    def step(self, done: int) -> None:
-        """`done` steps of it are done."""
-
-    def best(self, us: float, schedule: Schedule) -> None:
-        """A schedule is the best so far; `us` is measured, or estimated where nothing is measured."""
-
-
-class Silent:
-    """A watcher that shows nothing."""
-
-    def stage(self, problem: Problem, what: str, total: int) -> None:
-        """Do nothing."""
-
-    def step(self, done: int) -> None:
-        """Do nothing."""
-
-    def best(self, us: float, schedule: Schedule) -> None:
-        """Do nothing."""
-
-
-class Tuner:
-    """Tunes one kernel for one arch.
-
-    Args:
-        builder: builds schedules of the kernel; its database holds what is known and takes what is found.
-        space: the schedules that are searched.
-        options: how much to do.
-        run_id: number of the run in the database.
-        runner: measures on the GPU; None to let the model rank.
-        watcher: shows progress.
-        served: what would be served without this run. It takes part, and loses only to what is faster.
-        shipped: what comes with the package. It says where to look first.
-        rivals: times rivals next to each winner; None to keep what was known of them.
-    """
-
-    def __init__(
-        self,
-        builder: Builder,
-        space: SearchSpace,
-        options: TuneOptions,
-        *,
-        run_id: int,
-        runner: Runner | None = None,
-        watcher: Watcher | None = None,
-        served: Served | None = None,
-        shipped: Shipped | None = None,
-        rivals: Rivals | None = None,
-    ) -> None:
-        self.builder, self.space, self.options, self.run_id, self.runner = builder, space, options, run_id, runner
-        self.served, self.shipped, self.rivals = served, shipped or Shipped(), rivals
-        self.watcher = watcher or Silent()
-        self.regime = options.regime or DEFAULTS.regime
-        self.accum_mode = options.accum_mode or DEFAULTS.accum_mode
-        self.pinned = accuracy_class(space, self.accum_mode)
-        self.effort = EFFORTS[options.effort]
-        self.most_programs = self.effort.programs if options.trials is None else options.trials
-        self.most_builds = self.effort.modelled if options.trials is None else options.trials
-        # The surrogate learns more from small batches, but every compile process should have something to do.
-        self.guided = options.sampler == OURS
-        self.propose_batch = self.measure_batch = max(8, 2 * builder.pool.jobs)
-        if self.guided:
-            self.propose_batch = max(self.effort.batch * self.effort.builds, builder.pool.jobs)
-            self.measure_batch = self.propose_batch // self.effort.builds
-        # Of each batch the last to compile take several times as long as most: they go on while the others are measured,
-        # where there are cores enough for both.
-        self.leave = max(0, builder.pool.jobs - 4) // 2
-        self.inert = InertChanges(space.knobs)
-        self.elsewhere = Elsewhere(builder.db, space, self.regime, self.accum_mode, self.shipped)
-        self.left: dict[Problem, str] = {}
-        """Problems without a result, and why."""
-
-    @cached_property
-    def clocks(self) -> dict[str, int]:
-        """By the name of each GPU, the highest clock at which it was measured for what is stored, in MHz."""
-        return clocks_of(self.builder.db.entries(self.space.arch, self.builder.kernel.name))
+class Tuner(TuneContext):
+    """Tunes problems of one kernel for one arch; see :class:`TuneContext` for the arguments."""
 
     def tune(self, problems: Sequence[Problem], worths: Sequence[float] | None = None) -> list[TuneResult]:
         """Tune every problem in turn.
@@ -282,16 +54,20 @@ class Tuner:
             ConfigError: neighbours or the same numbers are wanted, and nothing is measured that would tell them; or the runner
                 does not tell whether outputs are the same.
         """
-        if self.options.neighbours and self.runner is None:
-            raise ConfigError(
-                f"neighbours of the fastest schedule are known only where it is measured, and no GPU of "
-                f"{self.space.arch} is used here; leave out --neighbours"
-            )
-        if self.options.numerics == "same" and self.runner is None:
-            raise ConfigError(
-                f"only a GPU tells whether results are the same bit for bit, and no GPU of {self.space.arch} is used here; "
-                "leave out --numerics same"
-            )
+        for wanted, why, flag in (
+            (
+                self.options.neighbours,
+                "neighbours of the fastest schedule are known only where it is measured",
+                "neighbours",
+            ),
+            (
+                self.options.numerics == "same",
+                "only a GPU tells whether results are the same bit for bit",
+                "numerics same",
+            ),
+        ):
+            if wanted and self.runner is None:
+                raise ConfigError(f"{why}, and no GPU of {self.space.arch} is used here; leave out --{flag}")
         if worths is not None:
             return self._tune_by_worth(problems, worths)
         pairs = zip(problems, deadlines(self.options.budget_s, len(problems)), strict=True)
@@ -323,12 +99,12 @@ class Tuner:
 
     def _run(self, problem: Problem, deadline_s: float) -> TuneResult:
         if self.runner is None:
-            return _Ranking(self, problem, deadline_s).run()
-        return _Search(self, self.runner, problem, deadline_s).run()
+            return Ranking(self, problem, deadline_s).run()
+        return Search(self, self.runner, problem, deadline_s).run()
 
     def _build_served(self, problems: Sequence[Problem], runner: Runner, deadline_s: float) -> None:
         """Build what is to race on all problems at once, so that every compile process has something to do."""
-        searches = [_Search(self, runner, problem, deadline_s) for problem in problems]
+        searches = [Search(self, runner, problem, deadline_s) for problem in problems]
         pairs = [
             (schedule, each.problem)
             for each in searches
@@ -338,116 +114,7 @@ class Tuner:
         self.builder.build_for_each(pairs, progress=lambda done, _: self.watcher.step(done), deadline_s=deadline_s)
 
 
-class _ProblemTune:
-    """The tune of one problem: what it has in common with a GPU and without one."""
-
-    def __init__(self, tuner: Tuner, problem: Problem, deadline_s: float) -> None:
-        self.tuner, self.problem, self.deadline_s, self.started = tuner, problem, deadline_s, time.monotonic()
-        self.builder, self.space, self.watcher = tuner.builder, tuner.space, tuner.watcher
-        self.db, self.kernel, self.spec = tuner.builder.db, tuner.builder.kernel, arch_spec(tuner.space.arch)
-        self.compiled = self.measured = self.failed = 0
-        self._refused: dict[Schedule, None] = {}
-        """What computes right, and not the numbers that are wanted."""
-
-    @cached_property
-    def default(self) -> Schedule:
-        """The default schedule of the problem, in the accuracy class that is tuned."""
-        return self.space.default(self.problem, pinned=self.tuner.pinned)
-
-    def workable(self, schedule: Schedule) -> bool:
-        """Whether a schedule is of the accuracy class that is tuned and can work for the problem."""
-        return fits(schedule, self.tuner.pinned) and not self.space.unworkable(schedule, self.problem)
-
-    def find_incumbents(self, device_name: str) -> list[Schedule]:
-        """What would be served on a device without this run, from this database or any other source: it can only be beaten."""
-        found = for_compiler(self.entries(device_name) if device_name else [], self.builder.toolchain.tileiras)
-        incumbents = [entry.schedule for entry in found if entry.provenance == "measured"]
-        if self.tuner.served is not None:
-            incumbents += self.tuner.served(self.problem, device_name)
-        return [each for each in dict.fromkeys(map(self.space.complete, incumbents)) if self.workable(each)]
-
-    def entries(self, device_name: str) -> list[Entry]:
-        """The entries in the database for the problem on a device, in the regime and the accuracy class that are tuned."""
-        found = self.db.entries(
-            self.space.arch,
-            self.kernel.name,
-            problem=self.problem,
-            device_name=device_name,
-            regime=self.tuner.regime,
-            accum_mode=self.tuner.accum_mode,
-        )
-        return of_kernel(found, self.kernel)
-
-    def candidates(
-        self, tried: Iterable[Schedule], worked: Container[Schedule], pinned: Mapping[str, KnobValue]
-    ) -> dict[str, int] | None:
-        """What became of the rows of the file of candidates; None where there is no file."""
-        if not self.space.listed_in:
-            return None
-        reached = {each: RACED if each in worked else self._failure(each) for each in tried}
-        return self.space.count_candidates(self.problem, pinned, reached)
-
-    def _failure(self, schedule: Schedule) -> str:
-        record = self.builder.record(schedule, self.problem)
-        kind = record.failure.kind if record is not None and record.failure is not None else "failed on the GPU"
-        return "differs from the incumbent's numbers" if schedule in self._refused else str(kind).replace("_", " ")
-
-    def entry(self, schedule: Schedule, fingerprint: str, programs: int, **more: Any) -> Entry:
-        """The entry that this tune writes for a winner among so many programs."""
-        run, listed = f"tune run {self.tuner.run_id}", self.space.listed_in
-        how = "neighbours" if self.tuner.options.neighbours else ""
-        numbers = more.pop("numbers", None)
-        if not self.tuner.most_programs and not self.was_searched(more.get("device_name", "")):
-            how = NO_SEARCH
-        return Entry(
-            kernel=self.kernel.name,
-            arch=self.space.arch,
-            problem=self.problem,
-            schedule=schedule,
-            fingerprint=fingerprint,
-            accum_mode=self.tuner.accum_mode,
-            candidates=programs,
-            source=", ".join(filter(None, [run, listed, how])) + (f"; {numbers}" if numbers else ""),
-            toolchain=self.builder.toolchain,
-            source_hash=self.builder.evidence_source,
-            run_id=self.tuner.run_id,
-            **more,
-        )
-
-    def was_searched(self, device_name: str) -> bool:
-        """Whether what the database holds for the problem on a device, of this compiler and source, was found by a search."""
-        now = self.builder.toolchain.tileiras, self.builder.evidence_source
-        return any(
-            NO_SEARCH not in each.source
-            for each in self.entries(device_name)
-            if each.provenance == "measured" and (each.compiler, each.source_hash) == now
-        )
-
-    def nothing_works(self, schedules: Sequence[Schedule]) -> NoValidScheduleError:
-        """The error for a problem of which none of these schedules works."""
-        if not schedules:
-            return NoValidScheduleError(
-                f"{self.space.source} holds no valid schedule for {self.problem}; relax its constraints"
-            )
-        records = [self.builder.record(schedule, self.problem) for schedule in schedules]
-        failures = [record.failure for record in records if record and record.failure]
-        failures += [each.failure for each in self.db.failures(self.space.arch, self.problem)]
-        why = ", ".join(sorted({str(failure.kind) for failure in failures})) or OUT_OF_TIME
-        first = Counter(failure.message for failure in failures).most_common(1)
-        said, ours = f": {first[0][0]}" if first else "", bool(first) and says_line(first[0][0])
-        todo = "correct that line, and check the kernel: tiledsched check" if ours else "run: tiledsched doctor"
-        return NoValidScheduleError(
-            f"no schedule of {len(schedules)} works for {self.problem} on {self.space.arch}: {why}{said}; {todo}"
-        )
-
-    def why_failed(self, schedules: Iterable[Schedule]) -> str:
-        """The commonest message of the schedules that did not build; empty where all did."""
-        records = (self.builder.record(schedule, self.problem) for schedule in schedules)
-        found = Counter(record.failure.message for record in records if record and record.failure).most_common(1)
-        return found[0][0] if found else ""
-
-
-class _Ranking(_ProblemTune):
+class Ranking(ProblemTune):
     """Tunes a problem without a GPU: the model ranks the programs of the schedules it likes best."""
 
     def run(self) -> TuneResult:
@@ -461,7 +128,9 @@ class _Ranking(_ProblemTune):
         pinned = self.tuner.pinned | self.space.modelled_pins()
         # What is served comes first, so that a program is known by it where others build to the same.
         schedules = list(dict.fromkeys([*first, *self.space.schedules(problem, pinned=pinned)]))
-        self.build(expected_order(schedules, problem, self.spec, first=first), first)
+        estimate = estimator(problem, self.spec)
+        by_estimate = sorted(schedules, key=lambda each: (estimate(each, None), each.id))
+        self.build(list(dict.fromkeys([*first, *by_estimate])), first)
         reached = {each: record for each in schedules if (record := builder.record(each, problem))}
         programs = builder.programs(list(reached), problem, self.spec)
         if not programs:
@@ -491,7 +160,7 @@ class _Ranking(_ProblemTune):
             over_default=self.estimate(plain) / least_us - 1 if plain else None,
             over_runner_up=self.estimate(second) / least_us - 1 if second else None,
             candidates=self.candidates(reached, {each for one in programs for each in one.schedules}, pinned),
-            why_failed=self.why_failed(reached),
+            why_failed=commonest_message(self.build_failures(reached)),
         )
 
     def build(self, order: Sequence[Schedule], first: Sequence[Schedule]) -> None:
@@ -546,393 +215,6 @@ class _Ranking(_ProblemTune):
         """The model's least estimate for any schedule of a program, in microseconds."""
         model = self.kernel.cost.model
         return min(model(self.problem, schedule, program.facts, self.spec) for schedule in program.schedules)
-
-
-class _Search(_ProblemTune):
-    """Tunes a problem with a GPU: proposes, builds and measures in batches, and lets the leaders race for the decision."""
-
-    def __init__(self, tuner: Tuner, runner: Runner, problem: Problem, deadline_s: float) -> None:
-        super().__init__(tuner, problem, deadline_s)
-        self.runner, self.spec = runner, arch_spec(tuner.space.arch, runner.device_name)
-        self._measurement_ids: dict[tuple[Schedule, str], int] = {}
-        self._taken: list[Measurement] = []
-        self.wanted: WantedNumbers | None = None
-        self.seen_mhz = 0
-        """The highest clock of the GPU in earlier measurements."""
-
-    def run(self) -> TuneResult:
-        """Search, and let a race decide."""
-        tuner, problem = self.tuner, self.problem
-        self.runner.begin(problem)
-        if not self.db.entries(self.space.arch, self.kernel.name, problem=problem, provenance="measured"):
-            self.builder.pool.start()  # and both while we look up and judge what there is
-        trials = self.begin()
-        tried = self.search(trials)
-        tuner.elsewhere.note(problem, trials.measured())
-        return self.decide(trials, tried)
-
-    def begin(self) -> Trials:
-        """Look up what is known, and begin a study with it."""
-        tuner, problem, space = self.tuner, self.problem, self.space
-        estimate, among = estimator(problem, self.spec), None
-        searches = tuner.most_programs > 0
-        partly = searches and tuner.guided and not space.candidates
-        plain = plain_schedules(space, problem, tuner.pinned, estimate) if partly else []
-        self.incumbents = self.find_incumbents(self.runner.device_name)
-        self.wanted = self.find_wanted() if tuner.options.numerics == "same" else None
-        evidence = self.evidence()
-        self.rebuild(evidence)
-        known_us = {
-            schedule: us
-            for (schedule, fingerprint), us in evidence.items()
-            if self.builder.fingerprint(schedule, problem) == fingerprint
-        }
-        # Times of other machine code are no verdict; they tell where to look.
-        elsewhere: list[Known] = []
-        if tuner.guided and searches:
-            elsewhere = tuner.elsewhere.known(problem, self.runner.device_name, self.spec, itself=not known_us)
-        first = [self.default, *self.incumbents, *(self.winners_elsewhere() if searches and not elsewhere else [])]
-        if partly:  # what is tried first is built while the rest is judged
-            early = [each for each in first if each in self.incumbents or not space.violations(each, problem)]
-            self.compiled += self.builder.build(early, problem, leave=len(early))
-            leaders = [Schedule(known.candidates[0]) for known in elsewhere]
-            among = promising_part(space, problem, tuner.pinned, plain, [*first, *leaders]) + self.incumbents
-        elif not searches:
-            among = first
-        # What is served was perhaps never a candidate here; it is not replaced by what it would beat.
-        self.study = ScheduleStudy(
-            space.including(self.incumbents),
-            problem,
-            pinned=tuner.pinned,
-            sampler=tuner.options.sampler,
-            seed=tuner.options.seed,
-            elsewhere=elsewhere,
-            first=first,
-            estimate=estimate,
-            among=among,
-            repeats=self.repeats,
-        )
-        # From here on the worker must have opened the device: all that comes before it is done meanwhile.
-        return Trials(self.builder, problem, self.runner.device, self.study, known_us, tuner.inert)
-
-    def evidence(self) -> dict[tuple[Schedule, str], float | None]:
-        """Times in the store by schedule and machine code, on this device, at its clock and timed as now; the newest first.
-
-        None, last, for what failed on this device and never ran since. Where the same numbers are wanted, None also for what is
-        known to compute others, and nothing for what is not known to compute the same: it is measured again.
-        """
-        found: dict[tuple[Schedule, str], float | None] = {}
-        device_name = self.runner.device_name
-        known = self.db.measurements(self.problem, self.space.arch, device_name, self.tuner.regime)
-        clocks = [stored.measurement.conditions.sm_clock_mhz for stored in known]
-        self.seen_mhz = max([*clocks, self.tuner.clocks.get(device_name, 0)])
-        for stored in known:
-            taken = stored.measurement
-            slowed = describe_throttling(taken.conditions, taken.device, taken.regime, self.seen_mhz)
-            if timed_as_now(taken.regime, taken.conditions) and not slowed:
-                key = self.space.complete(stored.measurement.schedule), stored.measurement.fingerprint
-                wanted = True if self.wanted is None else self.wanted.known(taken)
-                if wanted is not None:
-                    found.setdefault(key, taken.median_us if wanted else None)
-                if wanted is False:
-                    self._refused[key[0]] = None
-        for key in self.builder.broken(self.problem, device_name):
-            found.setdefault(key, None)
-        return {key: us for key, us in found.items() if self.workable(key[0])}
-
-    def rebuild(self, evidence: Mapping[tuple[Schedule, str], float | None]) -> None:
-        """Build what was measured of another compiler's or another source's machine code.
-
-        The fastest first, in batches, for as long as some of it comes out the same: of that nothing is measured again.
-        """
-        allowed = set(self.space.candidates)
-        ranked = sorted(evidence, key=lambda key: us if (us := evidence[key]) is not None else math.inf)
-        left = [
-            each
-            for each in dict.fromkeys(schedule for schedule, _ in ranked)
-            if self.builder.record(each, self.problem) is None and (not allowed or each in allowed)
-        ][: self.tuner.most_programs]
-        for start in range(0, len(left), self.tuner.propose_batch):
-            batch = left[start : start + self.tuner.propose_batch]
-            self.compiled += self.builder.build(batch, self.problem, deadline_s=self.deadline_s)
-            if not any((each, self.builder.fingerprint(each, self.problem)) in evidence for each in batch):
-                break
-
-    def winners_elsewhere(self) -> list[Schedule]:
-        """What won on similar problems, by the database and by what ships."""
-        tuned = [
-            *of_kernel(self.db.entries(self.space.arch, self.kernel.name, provenance="measured"), self.kernel),
-            *self.tuner.shipped.winners,
-        ]
-        winners = winners_nearby(self.problem, for_compiler(tuned, self.builder.toolchain.tileiras))
-        return list(dict.fromkeys(map(self.space.complete, winners)))[:MOST_WINNERS]
-
-    def repeats(self, schedule: Schedule) -> bool:
-        """Whether building it would most likely give a program that was tried already. What is built costs nothing."""
-        built = self.builder.record(schedule, self.problem) is not None
-        return not built and self.tuner.inert.equal(self.problem, schedule) >= SURE
-
-    def search(self, trials: Trials) -> list[Schedule]:
-        """Propose, build and measure until enough is known; what was tried, earlier runs included."""
-        tuner, problem, study = self.tuner, self.problem, self.study
-        tried, underway, followed = list(trials.times), list[Schedule](), set[Schedule]()
-        searched_s = 0.8 * (self.deadline_s - self.started)  # the rest is left for the decision
-        most = tuner.most_programs if tuner.options.neighbours else min(tuner.most_programs, study.size)
-        self.watcher.stage(problem, "measuring", most)
-        while (left := tuner.most_programs - trials.programs) > 0:
-            if trials.programs and time.monotonic() - self.started > searched_s:
-                break
-            best, best_us = trials.best
-            if tuner.options.neighbours and best is not None and best not in followed:
-                followed.add(best)
-                study.widen(self.space.neighbours(best, problem, pinned=tuner.pinned))
-            if trials.programs and study.expected_gain() < tuner.effort.least_gain:
-                break
-            asked = study.ask(tuner.propose_batch)
-            # What is tried first is built in any case: a run out of time still serves something measured.
-            deadline_s = self.deadline_s if trials.programs else math.inf
-            late = [] if asked else underway
-            self.compiled += self.builder.build(
-                [*asked, *late], problem, leave=min(len(asked) // 4, tuner.leave), deadline_s=deadline_s
-            )
-            tried += asked
-            underway += asked
-            reached = [each for each in underway if self.builder.record(each, problem)]
-            underway = [each for each in underway if not self.builder.record(each, problem)]
-            self.failed += trials.note_builds(reached)
-            chosen = study.choose(min(tuner.measure_batch, left))
-            if not asked and not chosen and not underway:
-                break
-            result = self.race(
-                self.builder.programs(chosen, problem, self.runner.device),
-                rules=replace(LOOKS[tuner.regime], check_all=self.wanted is not None),
-                known_us=best_us,
-                deadline_s=deadline_s,
-            )
-            trials.note_outcomes(chosen, result.outcomes)
-            self.measured += len(result.outcomes)
-            self.failed += sum(
-                isinstance(outcome, Failed) and outcome.failure.kind is not FailureKind.OTHER_NUMBERS
-                for outcome in result.outcomes
-            )
-            self.watcher.step(trials.programs)
-            best, best_us = trials.best
-            if best is not None:
-                self.watcher.best(best_us, best)
-            if result.disturbance:
-                break
-        return tried
-
-    def race(self, programs: Sequence[Program], *, regime: str = "", **how: Any) -> RaceResult:
-        """Race programs in the regime that is tuned, or another; every outcome is stored at once."""
-        candidates = self.builder.candidates(programs)
-        regime = regime or self.tuner.regime
-        if self.wanted is not None:
-            how.setdefault("requires", self.wanted.why_not)
-        return race(self.runner, self.problem, candidates, regime=regime, on_outcome=self.keep, **how)
-
-    def keep(self, outcome: Outcome) -> None:
-        """Store one outcome, at once."""
-        number = self.builder.keep(outcome, self.tuner.run_id, self.problem, self.runner.device)
-        if isinstance(outcome, Failed) and outcome.failure.kind is FailureKind.OTHER_NUMBERS:
-            self._refused[outcome.schedule] = None
-        if isinstance(outcome, Measurement):
-            self._taken.append(outcome)
-            if number is not None:
-                self._measurement_ids[outcome.schedule, outcome.regime] = number
-
-    def decide(self, trials: Trials, tried: Sequence[Schedule]) -> TuneResult:
-        """Race the leaders and the default afresh and store the winner. What is served already keeps its place in a tie."""
-        problem, finalists_wanted = self.problem, self.tuner.effort.finalists
-        preferred = [*self.incumbents, self.default]
-        unreached = [
-            schedule for schedule in preferred if schedule not in trials.times
-        ]  # time ran out before their turn
-        ordered = [*trials.ranked, *unreached]
-        self.compiled += self.builder.build([*ordered[: 4 * finalists_wanted], *preferred], problem)
-        programs = self.builder.programs(ordered, problem, self.runner.device)
-        finalists = programs[:finalists_wanted]
-        finalists += [each for each in programs[finalists_wanted:] if set(preferred) & set(each.schedules)]
-        tried = tried or list(dict.fromkeys(preferred))
-        if not finalists:
-            raise self.nothing_works(tried)
-        self.watcher.stage(problem, "deciding", len(finalists))
-        result = self.sound(finalists, preferred)
-        if result.disturbance:
-            raise MeasureError(
-                f"nothing is decided for {problem}, and what is served stays: all was timed {result.disturbance}; "
-                "end it (nvidia-smi lists it), or run again when it has ended"
-            )
-        if result.winner is None:
-            raise self.nothing_works(tried)
-        self.watcher.step(len(finalists))
-        winner = result.winner
-        measurement_id = self._measurement_ids[winner.schedule, self.tuner.regime]
-        numbers = self.price_of_same_numbers(winner, finalists)
-        times_us = {each.schedule: each.median_us for each in result.outcomes if isinstance(each, Measurement)}
-        plain_us = next((times_us.get(each.schedule) for each in finalists if self.default in each.schedules), None)
-        entry = self.entry(
-            winner.schedule,
-            winner.fingerprint,
-            len(programs),
-            provenance="measured",
-            device_name=self.runner.device.name,
-            regime=self.tuner.regime,
-            measurement_id=measurement_id,
-            runner_up=result.runner_up.schedule if result.runner_up else None,
-            margin=result.margin,
-            ties=result.ties,
-            rivals=self.rival_times(winner, finalists),
-            numbers=numbers,
-        )
-        return TuneResult(
-            entry=entry,
-            stored=self.db.put_entry(entry),
-            schedules=len(tried),
-            programs=len(programs),
-            compiled=self.compiled,
-            measured=self.measured,
-            failed=self.failed,
-            seconds=time.monotonic() - self.started,
-            over_default=plain_us / winner.median_us - 1 if plain_us else None,
-            over_runner_up=result.margin,
-            held_down=summarise_throttling(self._taken, self.seen_mhz),
-            candidates=self.candidates(trials.times, trials.ranked, self.tuner.pinned),
-            numbers=numbers,
-            why_failed=self.why_failed(tried),
-        )
-
-    def sound(self, finalists: list[Program], preferred: Sequence[Schedule]) -> RaceResult:
-        """The verdict of a race, whose winner is also right on the sizes beside its tiles, which it will serve: one that is not
-        fails, leaves `finalists`, and the others race again."""
-        while True:
-            order = [each.schedule for one in preferred for each in finalists if one in each.schedules]
-            result = self.race(finalists, preference=order)
-            if result.winner is None:
-                return result
-            result = self.settled(result, finalists)
-            winner = result.winner
-            failure = self.failure_at_borders(winner) if winner is not None else None
-            if winner is None or failure is None:
-                return result
-            self.keep(Failed(schedule=winner.schedule, fingerprint=winner.fingerprint, failure=failure))
-            finalists[:] = [each for each in finalists if winner.schedule not in each.schedules]
-            if not finalists:
-                return RaceResult(winner=None, outcomes=())
-
-    def failure_at_borders(self, winner: Measurement) -> Failure | None:
-        """How a schedule fails the accuracy gate on small problems at the borders of its tiles; None where it passes on all that
-        build."""
-        if self.runner.name != "gpu":  # a recording holds no other problems
-            return None
-        from tiledsched.checking.sizes import neighbours  # imports cuTile
-
-        near = neighbours(self.kernel, self.space, self.problem, winner.schedule)
-        self.compiled += self.builder.build_for_each([(winner.schedule, each) for each in near])
-        try:
-            for problem in near:
-                for program in self.builder.programs([winner.schedule], problem, self.runner.device):
-                    self.runner.begin(problem)
-                    checked = self.runner.check(self.builder.candidates([program])[0])
-                    if isinstance(checked, Failure):
-                        return replace(
-                            checked, message=f"right on {self.problem}, wrong on {problem}: {checked.message}"
-                        )
-        finally:
-            if near:
-                self.runner.begin(self.problem)
-        return None
-
-    def find_wanted(self) -> WantedNumbers | None:
-        """The numbers that a schedule must give to win: those of what is served, or else of the first that works of what could
-        be, the default last; None where nothing of that works, so that any right numbers are the first.
-        """
-        served = self.tuner.served(self.problem, self.runner.device_name)[:1] if self.tuner.served is not None else []
-        first = [each for each in map(self.space.complete, served) if each in self.incumbents]
-        for schedule in dict.fromkeys([*first, *self.incumbents, self.default]):
-            self.compiled += self.builder.build([schedule], self.problem)
-            for program in self.builder.programs([schedule], self.problem, self.runner.device):
-                for candidate in self.builder.candidates([program]):
-                    checked = self.runner.check(candidate)
-                    if isinstance(checked, Checked) and checked.accuracy is not None:
-                        return WantedNumbers(program=program, accuracy=checked.accuracy, grids=self.grids_of)
-        return None
-
-    def grids_of(self, schedule: Schedule) -> tuple[tuple[int, int, int], ...]:
-        """The grids of the launches of a schedule for the problem on this device."""
-        return self.kernel.grids(self.problem, schedule, self.runner.device)
-
-    def price_of_same_numbers(self, winner: Measurement, finalists: Sequence[Program]) -> NumbersKept | None:
-        """What it costs that only the same numbers could win: the winner races what was refused for its numbers."""
-        if self.wanted is None:
-            return None
-        own = next(each for each in finalists if winner.schedule in each.schedules)
-        refused = self.builder.programs(list(self._refused), self.problem, self.runner.device)
-        refused = [each for each in refused if each.key not in (own.key, self.wanted.program.key)]
-        found = NumbersKept(
-            incumbent=self.wanted.program.schedule,
-            repeatable=self.wanted.accuracy.repeatable,
-            refused=len(refused),
-            gain=None,
-        )
-        if not refused or time.monotonic() > self.deadline_s:
-            return found
-        self.watcher.stage(self.problem, "what other numbers would win", len(refused))
-        result = self.race([own, *refused], preference=[winner.schedule], requires=None, deadline_s=self.deadline_s)
-        self.watcher.step(len(refused))
-        ours = next((each for each in result.outcomes if each.schedule == own.schedule), None)
-        if not isinstance(ours, Measurement) or result.winner is None or len(result.outcomes) < 2:
-            return found
-        if result.winner.schedule == own.schedule:
-            return replace(found, gain=0.0)
-        return replace(found, fastest=result.winner.schedule, gain=1 - time_ratio(result.winner, ours))
-
-    def settled(self, result: RaceResult, finalists: Sequence[Program]) -> RaceResult:
-        """The verdict of the burst race, those near its winner timed in the sustained regime, too."""
-        close = {each.schedule for each in near(result)}
-        both = self.tuner.regime == "burst" and self.tuner.effort.both_regimes and self.runner.regimes >= set(REGIMES)
-        if not both or len(close) < 2 or time.monotonic() > self.deadline_s:
-            return result
-        self.watcher.stage(self.problem, "at the power cap", len(close))
-        sustained = self.race(
-            [each for each in finalists if each.schedule in close],
-            regime="sustained",
-            rules=LOOKS["sustained"],
-            deadline_s=self.deadline_s,
-        )
-        self.watcher.step(len(close))
-        return result if sustained.disturbance else settle(result, sustained)
-
-    def rival_times(self, winner: Measurement, finalists: Sequence[Program]) -> tuple[RivalTime, ...] | None:
-        """What rivals take next to the winner. Where they are not timed, what was stored with an entry of the same machine
-        code. Where the numbers must stay, what is known of them next to what was served: whether one serves stays, too.
-        """
-        if self.tuner.rivals is not None:
-            self.watcher.stage(self.problem, "rivals", 1)
-            own = [each for each in finalists if each.schedule == winner.schedule]
-            found = self.tuner.rivals(self.problem, self.builder.candidates(own)[0])
-            self.watcher.step(1)
-            if found is not None:
-                return tuple(found)
-        device, known, codes = self.runner.device.name, self.entries(self.runner.device.name), [winner.fingerprint]
-        if self.wanted is not None:
-            place = self.kernel.name, self.space.arch, self.problem, device, self.tuner.regime, self.tuner.accum_mode
-            known += [each for each in self.tuner.shipped.winners if each.place == place]
-            codes.insert(0, self.wanted.program.fingerprint)
-        return next((each.rivals for code in codes for each in known if each.fingerprint == code and each.rivals), None)
-
-
-def expected_order(
-    schedules: Sequence[Schedule], problem: Problem, spec: ArchSpec, *, first: Sequence[Schedule]
-) -> list[Schedule]:
-    """The order in which to build where the model ranks: `first`, then by the model's estimate before anything is built."""
-    estimate = estimator(problem, spec)
-    return list(dict.fromkeys([*first, *sorted(schedules, key=lambda each: (estimate(each, None), each.id))]))
-
-
-def fits(schedule: Schedule, pinned: Mapping[str, KnobValue]) -> bool:
-    """Whether a schedule has the pinned knobs at their values."""
-    return all(schedule.get(name) == value for name, value in pinned.items())
 
 
 def modelled_times(arch: str, kernel: KernelClass) -> Callable[[Problem, Sequence[BuildRecord]], dict[str, float]]:

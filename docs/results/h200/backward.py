@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from tiledsched.bench.rows import BenchRow, Cell, read_rows
+from tiledsched.rivals.rows import BenchRow, Cell, read_rows
 
 OURS, SERVED, FIXED = "tiledsched", "served", "deterministic"
 CUDNN, FLASH, FLASH_4 = "torch_cudnn", "torch_flash", "flash_attention_4"

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from tiledsched.kernels.attention import Attention
-from tiledsched.serve.rivals import pays
+from tiledsched.rivals.offers import pays
 from tiledsched.store.reading import read_rivals
 
 TABLE = Path(__file__).parents[3] / "tuning_db" / "tables" / "attention" / "sm_90.json"

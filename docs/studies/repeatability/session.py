@@ -21,7 +21,6 @@ from tiledsched.core.space import SearchSpace, accuracy_class
 from tiledsched.measure.runner import Batch, Candidate, Device, Runner
 from tiledsched.store.db import TuningDB
 from tiledsched.tuning.builder import Builder, Key
-from tiledsched.tuning.tuner import fits
 
 REFEREE_ROUNDS = 60
 """Samples of each program in the referee's run: six blocks of ten."""
@@ -59,7 +58,10 @@ def known_programs(db: TuningDB, builder: Builder, space: SearchSpace, problem: 
     found: dict[Key, Known] = {}
     for stored in db.landscape(problem, device.name, "burst"):
         one = stored.measurement
-        if not space.violations(one.schedule, problem) and fits(one.schedule, accuracy_class(space, ACCUM_MODE)):
+        if (
+            not space.violations(one.schedule, problem)
+            and accuracy_class(space, ACCUM_MODE).items() <= one.schedule.items()
+        ):
             key = (one.fingerprint, builder.kernel.grids(problem, one.schedule, device))
             found.setdefault(key, Known(schedule=one.schedule, key=key, median_us=one.median_us))
     return list(found.values())

@@ -135,7 +135,7 @@ def race(problem: Problem, schedules: Mapping[str, Schedule], folder: Path, jobs
     space = space_for(ARCH, kernel)
     with TuningDB.open(str(folder / "race.db"), read_only=True) as db:
         (line,) = db.landscapes()
-        stored = db.latest_measurements(problem, ARCH, line.device_name, "burst")
+        stored = db.measurements(problem, ARCH, line.device_name, "burst", latest=True)
         builds = {
             each.schedule: each.fingerprint
             for each in db.find_builds(kernel.name, kernel.source_hash(), stored[0].toolchain, ARCH).values()

@@ -42,30 +42,6 @@ def test_no_order_is_wrong_that_the_published_noise_leaves_decidable(groups):
     assert "wrong" not in verdicts
 
 
-def test_a_sign_that_flips_in_its_authors_own_sessions_decides_nothing(groups):
-    (pair,) = (
-        each
-        for each in blackwell.orders()
-        if each.names == ("64x64", "64x128") and each.problem.seq_q == 1024 and each.problem.head_dim == 128
-    )
-    assert {ratio > 1 for ratio in pair.published} == {True, False}
-    assert pair.verdict == "undecidable"
-
-
-def test_the_playbooks_figures_are_causal():
-    """Its scripts time 4 x 32 heads under the causal mask, which has as many operations as 64 heads without one."""
-    for figure in blackwell.figures():
-        if figure.source in ("playbook ladder", "playbook B300"):
-            problem = figure.attention
-            assert (problem.batch, problem.heads, problem.causal) == (4, 32, True)
-    assert len(blackwell.read_rows("figures.csv")) == 698
-
-
-def test_every_source_is_named():
-    assert {figure.source for figure in blackwell.figures()} <= set(blackwell.conditions())
-    assert all(row["where"] for row in blackwell.read_rows("sources.csv"))
-
-
 def test_the_page_and_the_csv_have_what_the_study_prints(groups, tmp_path):
     text = PAGE.read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if "|" in line]

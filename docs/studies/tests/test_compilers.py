@@ -5,9 +5,9 @@ from __future__ import annotations
 import store_samples as samples
 
 from docs.studies import compilers
-from tiledsched.bench.rows import append_rows, read_rows
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.measure.runner import Batch, Conditions
+from tiledsched.rivals.rows import append_rows, read_rows
 
 OLD, NEW = (Toolchain(cuda_tile="1.7.0", tileiras=each, ptxas=each, nvvm=each) for each in ("13.4.92", "13.5.37"))
 
@@ -85,10 +85,3 @@ def test_what_each_compiler_serves_is_timed_in_one_run(tmp_path, capsys) -> None
     said = capsys.readouterr().out
     assert "what is served now, burst: +1.5% by geometric mean of 1, 1 slower by more than 1%, worst +1.5%" in said
     assert "the old schedules, burst: +13.0% by geometric mean of 1" in said
-
-
-def test_missing_machine_code_leaves_the_others_their_times() -> None:
-    rows = compare(Stopwatch({"stale": 113.0, "new": 101.5}), MachineCode(missing="old"))
-    assert [row.median_us for row in rows] == [None, 113.0, 101.5]
-    assert "not at hand" in rows[0].status
-    assert not compilers.ratios(rows, "13.4.92", "tiledsched")

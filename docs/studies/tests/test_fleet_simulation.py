@@ -38,11 +38,11 @@ def test_the_simulator_uses_the_real_leases_and_loses_nothing(monkeypatch) -> No
 def test_modelled_leases_answer_as_real_ones_do(tmp_path, clock) -> None:
     rng = random.Random(3)
     with TuningDB.open(tmp_path / "x.db") as db:
-        real = Leases(db, clock=clock)
+        real = Leases(db, clock=clock.clock)
         campaign = real.open(plan(10))
         workers = [join(real, campaign, f"GPU-{number}") for number in range(3)]
         held = {workers[0]: real.take(campaign, workers[0], ["sm_90"])}
-        modelled = ModelledLeases(real, campaign, {each.id: each for each in problems(10)}, clock)
+        modelled = ModelledLeases(real, campaign, {each.id: each for each in problems(10)}, clock.now)
         for _ in range(120):
             worker = rng.choice(workers)
             move = rng.random()

@@ -6,7 +6,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import itertools
 
 from docs.studies import gpt
 from tiledsched import configure
@@ -19,25 +18,6 @@ def trained(methods, steps=3, **more):
     data = gpt.tokens(SHAPE, 2, steps)
     taken = gpt.take_turns(runs, data, 2, "cpu", **more)
     return runs, taken
-
-
-def test_the_stream_is_made_from_its_seed_and_repeats_itself() -> None:
-    data = gpt.tokens(gpt.SHAPES["tiny"], 3, 2)
-    assert data.shape == (2, 3, 65)
-    assert torch.equal(data, gpt.tokens(gpt.SHAPES["tiny"], 3, 2))
-    assert not torch.equal(data, gpt.tokens(gpt.SHAPES["tiny"], 3, 2, seed=1))
-    assert torch.equal(data[..., 32:], data[..., :33])
-    followers = {}
-    for walk in data[..., :32].flatten(0, 1).tolist():
-        for one, other in itertools.pairwise(walk):
-            followers.setdefault(one, set()).add(other)
-    assert max(map(len, followers.values())) <= 4
-
-
-def test_the_model_has_gpt_2s_number_of_weights() -> None:
-    with torch.device("meta"):
-        model = gpt.GPT(gpt.Shape(), gpt.torchs)
-    assert sum(each.numel() for each in model.parameters()) == 124_475_904
 
 
 def test_methods_take_turns_and_equal_ones_have_equal_bits(quiet) -> None:
@@ -54,19 +34,6 @@ def test_methods_take_turns_and_equal_ones_have_equal_bits(quiet) -> None:
     rows = gpt.summarise(runs, "tiny", 2, "cpu")
     assert [row.distance for row in rows] == [0.0, 0.0, 0.0]
     assert "DIFFER" in gpt.to_text(rows, (0.0, 0.0), same=False)
-
-
-def test_noise_is_how_far_apart_runs_of_torch_are() -> None:
-    runs, _ = trained(["ours"], steps=1)
-    for name, shift in (("flash", 0.0), ("cudnn-compiled", 0.5), ("cudnn", 0.25)):
-        runs.append(gpt.Run(**{**vars(runs[0]), "name": name, "losses": [each + shift for each in runs[0].losses]}))
-    assert gpt.noise(runs) == pytest.approx((0.5, 0.5))
-
-
-def test_a_budget_ends_the_run_between_rounds(quiet) -> None:
-    answers = iter([True, False])
-    _, taken = trained(["ours"], left=lambda: next(answers))
-    assert taken == 2
 
 
 def test_the_command_writes_rows_and_losses(quiet, tmp_path, capsys) -> None:

@@ -6,10 +6,7 @@ import contextlib
 import gc
 import time
 
-import pytest
-
-from docs.studies import host_cost
-from docs.studies.host_cost import CALLS_PER_BLOCK, LOOKUPS, HostCost, HostMethod, measure_host_costs, per_lookup
+from docs.studies.host_cost import CALLS_PER_BLOCK, HostMethod, measure_host_costs
 
 
 def busy_for(seconds: float) -> None:
@@ -51,24 +48,3 @@ def test_methods_take_turns_and_are_timed_alone() -> None:
     assert len({block[0] for block in blocks[:2]}) == 2  # every method once a round
     orders = {tuple(block[0] for block in blocks[i : i + 2]) for i in range(0, 12, 2)}
     assert len(orders) == 2
-
-
-def test_lookups_are_timed_together_and_told_apart() -> None:
-    cost = per_lookup(HostCost(method="lookup", median_us=40.0, p90_us=60.0))
-    assert (cost.median_us, cost.p90_us) == (40.0 / LOOKUPS, 60.0 / LOOKUPS)
-
-
-def test_the_file_has_a_row_for_each_method(tmp_path) -> None:
-    path = tmp_path / "host.csv"
-    host_cost.write_csv(str(path), [HostCost(method="sdpa", median_us=8.12345, p90_us=9.0)])
-    assert path.read_text() == "method,median_us,p90_us\nsdpa,8.123,9.0\n"
-
-
-def test_without_a_gpu_it_says_so(capsys) -> None:
-    torch = pytest.importorskip("torch")
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    with pytest.raises(SystemExit) as stop:
-        host_cost.main([])
-    assert stop.value.code == 2
-    assert "no CUDA device" in capsys.readouterr().err

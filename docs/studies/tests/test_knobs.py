@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import lzma
 from dataclasses import replace
 
 import pytest
 from report_samples import plain, taken
 
-from docs.studies.knobs import fastest_first, knob_row, problem_row, tables, verdict
+from docs.studies.knobs import fastest_first, knob_row, problem_row, verdict
 from tiledsched.core import data_files
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
-from tiledsched.store.exchange import read_table
 
 SPACE = space_for("sm_90", Attention)
 FIRST = [
@@ -39,39 +36,7 @@ def test_a_knob_value_is_compared_with_the_plain_one() -> None:
     assert row[5:] == ("0.963", "1.125", "0.963", "1.125", "0.800", "3")
 
 
-def test_intervals_that_overlap_are_not_clearly_ahead() -> None:
-    got = verdict(SPACE, [[taken(plain(64, 64), 100.0), taken(plain(64, 64, qk_ahead=True), 99.5)]], "qk_ahead", True)
-    assert (got.in_best, got.ahead) == (1, 0)
-
-
-def test_other_values_are_not_the_plain_one() -> None:
-    times = {"natural": 120.0, "heads_fastest": 100.0, "swizzled": 110.0}
-    landscape = [taken(plain(64, 64, block_order=order), us) for order, us in times.items()]
-    got = verdict(SPACE, [landscape], "block_order", "swizzled")
-    assert (got.over_plain, got.over_others) == (pytest.approx((120 / 110,)), pytest.approx((100 / 110,)))
-    assert got.in_best == 0
-
-
 def test_the_best_is_compared_with_the_best_without_structure() -> None:
     row = problem_row(SPACE.modelled_pins(), fastest_first(FIRST))
     assert row[1:4] == ("4", "64x64 kv_subtiles=2 warps=4 occ=1", "160.0")
     assert row[5:] == ("1.125x", "yes")
-
-
-def test_a_shipped_landscape_read_as_bare_json_gives_the_same() -> None:
-    data = json.loads(lzma.decompress(SHIPPED.read_bytes()))
-    times = [
-        (one["measurement"]["median_us"], one["measurement"]["schedule"])
-        for one in data["measurements"]
-        if one["measurement"]["accuracy"]
-    ]
-    one_tile = min(us for us, schedule in times if schedule["kv_subtiles"] == 1)
-    two_tiles = min(us for us, schedule in times if schedule["kv_subtiles"] == 2)
-    landscape = [stored.measurement for stored in read_table(SHIPPED).measurements]
-    knobs, problems = tables(SPACE, [landscape])
-    row = {cells[0]: cells for cells in knobs.rows}["`kv_subtiles=2`"]
-    assert row[5] == row[6] == f"{one_tile / two_tiles:.3f}"
-    assert "`accum_mode=fp16`" not in [cells[0] for cells in knobs.rows]  # never recorded
-    ((*_, us, tflops, _, _),) = problems.rows
-    assert us == f"{min(us for us, _ in times):.1f}"
-    assert tflops == f"{4 * 4 * 32 * 4096 * 4096 * 64 / min(us for us, _ in times) / 1e6:.0f}"

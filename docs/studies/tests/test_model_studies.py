@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-import subprocess
-import sys
 
 import pytest
 import store_samples as samples
@@ -18,11 +16,9 @@ from docs.studies.model_agreement import agreement, evaluate, stored_landscapes,
 from docs.studies.model_residual import fit
 from tiledsched.core import data_files
 from tiledsched.core.device import arch_spec
-from tiledsched.core.errors import ConfigError
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.model import estimate_us
 from tiledsched.store.db import TuningDB
-from tiledsched.store.exchange import import_table
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +55,6 @@ class TestResidual:
         ahead, plain = (fitted.log_factor(PLAIN.replace(qk_ahead=each), FACTS) for each in (True, False))
         assert math.exp(ahead - plain) == pytest.approx(1.2, rel=0.01)
 
-    def test_slow_programs_hardly_count(self):
-        good, bad = self.landscape(1024, 1.0), self.landscape(2048, 30.0)
-        fitted = fit([good, bad], ridge=0.01)
-        ahead, plain = (fitted.log_factor(PLAIN.replace(qk_ahead=each), FACTS) for each in (True, False))
-        assert math.exp(ahead - plain) < 1.05
-
     def test_held_out_means_without_the_problem_itself(self):
         landscapes = [self.landscape(1024, 1.5), self.landscape(2048, 1.5), self.landscape(4096, 1 / 1.5)]
         *_, last = evaluate(landscapes, held_out=True)
@@ -80,11 +70,6 @@ def test_the_target_is_met_on_held_out_landscapes(recorded) -> None:
 
 
 class TestEvaluate:
-    def test_ranks_that_are_equal_share_their_mean(self):
-        assert agreement(PROBLEM, "sm_90", [1, 2, 3, 4], [10, 20, 30, 40]).rho == pytest.approx(1.0)
-        assert agreement(PROBLEM, "sm_90", [1, 2, 3, 4], [4, 3, 2, 1]).rho == pytest.approx(-1.0)
-        assert agreement(PROBLEM, "sm_90", [1, 2, 2, 3], [1, 2, 3, 4]).rho == pytest.approx(0.9486832980505138)
-
     def test_regret_counts_the_slowest_of_equals_first(self):
         found = agreement(PROBLEM, "sm_90", [100.0, 110.0, 150.0], [5.0, 5.0, 9.0])
         assert (found.best_rank, found.near_rank) == (2, 2)
@@ -116,41 +101,6 @@ class TestEvaluate:
         assert (found.programs, found.rho, found.best_rank) == (3, pytest.approx(1.0), 1)
         assert found.regret[1] == 0.0
         assert f"| {samples.PROBLEM} | sm_90 | 3 | 1.00 | 1 | 1 | 0.0% |" in table([found])
-
-    def test_only_programs_the_model_can_tell_apart(self, database):
-        with TuningDB.open(str(database)) as db:
-            run = db.start_run({}, "sm_90")
-            schedule, fingerprint = PLAIN.replace(tma_loads=False), "f" * 24
-            db.record_build(samples.build(samples.artifact(fingerprint), sched=schedule))
-            db.record_measurement(
-                run,
-                "attention",
-                "abc",
-                samples.TOOLCHAIN,
-                samples.measurement(0.1, schedule=schedule, fingerprint=fingerprint),
-            )
-            landscapes = stored_landscapes(db)
-            (everything,), (plain,) = evaluate(landscapes), evaluate(landscapes, at_defaults=True)
-        assert (everything.programs, plain.programs) == (4, 3)
-        assert (plain.best_rank, plain.regret[1]) == (1, 0.0)  # the best of those that count
-        assert everything.regret[1] > 0
-
-    def test_the_command(self, database):
-        command = [sys.executable, "-m", "docs.studies.model_agreement", "--db", str(database)]
-        printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-        assert "| problem | arch |" in printed.stdout
-        assert "Among the first 10: the best in 1 of 1 problems" in printed.stdout
-
-    def test_a_file_gives_what_the_database_gives(self, tmp_path):
-        path = data_files.tuning_db() / "landscapes" / "attention" / "h200_burst_s1024_d64_float16_causal_b1_h8.json.xz"
-        with TuningDB.open(str(tmp_path / "t.db")) as db:
-            import_table(db, path)
-            (stored,) = stored_landscapes(db)
-        assert evaluate([stored]) == evaluate([read_landscape(path)])
-
-    def test_a_table_is_not_a_landscape(self):
-        with pytest.raises(ConfigError, match="the programs of one problem"):
-            read_landscape(data_files.tuning_db() / "tables" / "attention" / "sm_90.json")
 
 
 class TestScorecard:

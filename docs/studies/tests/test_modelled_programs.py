@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import pytest
 
@@ -55,17 +54,3 @@ def test_a_run_goes_on_where_an_earlier_one_stopped(tmp_path):
 def test_another_arch_is_named_only_where_the_machine_code_is_the_same(tmp_path):
     found, _ = compiled(tmp_path, Pool(by_arch=True))
     assert found.alike == {}
-
-
-def test_of_another_element_type_only_the_resources_count():
-    kind = study.kinds_of(Softmax, "sm_121", 1)[0]
-    ((schedule, problem),) = kind.wanted.values()
-    (built,) = Pool().build([next(study.tasks_of(kind, []))[3]])
-    one = study.record_of(kind, built, study.Toolchain(cuda_tile="1", tileiras="1.1", ptxas="", nvvm=""))
-    other = replace(one, fingerprint="f" * 24)
-    assert study.same(one, one)
-    assert not study.same(one, other)
-    other = replace(other, problem_class=study.problem_class(Softmax, problem.replace(dtype="float16"), schedule, None))
-    assert study.same(one, other)
-    assert study.same(one, replace(other, facts=replace(one.facts, spill_bytes=8)))
-    assert not study.same(one, replace(other, facts=replace(one.facts, registers=8)))

@@ -7,7 +7,6 @@ import lzma
 
 import pytest
 
-from docs.studies import policy_timed
 from docs.studies.policy_timed import (
     ALIKE,
     COLUMNS,
@@ -22,11 +21,10 @@ from docs.studies.policy_timed import (
     tables_of,
     timed,
 )
-from tiledsched.bench.rows import BenchRow
 from tiledsched.core.files import csv_text
 from tiledsched.kernels.attention import Attention
-from tiledsched.kernels.attention.suites import drawn
 from tiledsched.measure.estimate import Timing
+from tiledsched.rivals.rows import BenchRow
 from tiledsched.serve import process
 from tiledsched.serve.entries import load_entries
 from tiledsched.serve.transfer import NEAR_KIND, TransferParameters
@@ -41,20 +39,6 @@ def entries():
 
 def row(problem, policy, median_us, **more):
     return Row(problem=problem, policy=policy, choice="64x64", timing=Timing.of([median_us] * 6), status="ok", **more)
-
-
-def test_each_seed_draws_problems_of_its_own_and_the_suite_has_its_own() -> None:
-    first, second = (set(map(Attention.as_problem, drawn(seed))) for seed in (101, 102))
-    assert len(first) == len(second) == 40
-    assert not first & second
-    assert [*map(Attention.as_problem, drawn())] == Attention.suite("drawn")
-    assert not set(Attention.suite("drawn")) & (first | second)
-
-
-def test_what_the_table_knows_is_left_out(entries) -> None:
-    everything = problems_of([101], [])
-    known = entries[0].replace(problem=everything[3])
-    assert problems_of([101, 101], [known]) == [each for each in everything if each != everything[3]]
 
 
 def test_a_policy_is_what_is_served_with_some_numbers_changed() -> None:
@@ -115,10 +99,3 @@ def test_a_summary_compares_what_all_policies_have(tmp_path) -> None:
     assert "| x | 1.0000x | 1.1180x | 1 | 1 | 1.25x |" in said
     assert "| y | 0.9165x | 1.0247x | 0 | 0 | 1.05x |" in said
     assert said.endswith("4 problems, in 3 of which choices differ; 2 are timed in all.\n")
-
-
-def test_without_what_it_needs_it_says_so(monkeypatch, capsys) -> None:
-    monkeypatch.setattr("sys.argv", ["policy_timed", "--seeds", "101"])
-    with pytest.raises(SystemExit):
-        policy_timed.main()
-    assert "--seeds, --policies and --csv are needed; or --summary" in capsys.readouterr().err

@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import itertools
-import sys
 from datetime import datetime, timezone
-from types import SimpleNamespace
 
 import pytest
 from fake_builds import FakeBuilds, print_of
 from store_samples import DEVICE, TOOLCHAIN, artifact, measurement
 
 from docs.studies.repeatability import __main__ as command
-from docs.studies.repeatability.methods import Choice, Counted, Exhaustive, InTurn, RaceMethod, built_kernel
-from docs.studies.repeatability.rows import COLUMNS, StudyRow, append_rows, check_columns, read_rows
-from docs.studies.repeatability.session import (
-    Field,
-    Known,
-    block_medians,
-    find_field,
-    known_programs,
-    mixed,
-    referee,
-    run_session,
-    spread,
-)
+from docs.studies.repeatability.methods import Choice, Exhaustive, InTurn, RaceMethod
+from docs.studies.repeatability.rows import StudyRow, read_rows
+from docs.studies.repeatability.session import Field, Known, find_field, mixed, run_session
 from docs.studies.repeatability.summary import summarise
-from tiledsched.build.compiler import Built
-from tiledsched.core import launches
-from tiledsched.core.errors import ConfigError, Failure, FailureKind, MeasureError
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
-from tiledsched.measure.runner import Batch, Candidate, Checked
+from tiledsched.measure.runner import Candidate
 from tiledsched.store.db import TuningDB
 from tiledsched.tuning.builder import Builder
 
@@ -124,43 +108,6 @@ def test_the_field_is_the_default_and_known_programs_in_no_order_of_speed(db) ->
     assert again == field
 
 
-def test_a_program_that_builds_otherwise_today_is_left_out(db) -> None:
-    made = FakeBuilds()
-    made.changed = {SCHEDULES[1]}
-    field = find_field(db, builder(db, made), SPACE, PROBLEM, DEVICE, 9)
-    assert SCHEDULES[1] not in {each.schedule for each in field.candidates}
-    assert len(field.candidates) == 8
-
-
-def test_known_are_distinct_programs_with_fp32_accumulators_of_this_space(db) -> None:
-    twin = dataclasses.replace(measured()[3], schedule=SCHEDULES[4], fingerprint=print_of(SCHEDULES[3]), median_us=1.0)
-    half = SPACE.default(PROBLEM, pinned={"accum_mode": "fp16"})
-    foreign = DEFAULT.replace(tile_m=1)
-    for one in (twin, *(measurement(1.0, schedule=each, fingerprint=print_of(each)) for each in (half, foreign))):
-        db.record_measurement(None, "attention", TEMPLATE.source_hash(), TOOLCHAIN, one)
-    known = known_programs(db, builder(db), SPACE, PROBLEM, DEVICE)
-    assert len(known) == len({each.key for each in known})
-    assert not {half, foreign} & {each.schedule for each in known}
-    assert known[0].schedule == SCHEDULES[4]
-    assert sorted(each.median_us for each in known) == [each.median_us for each in known]
-
-
-def test_a_problem_nobody_measured_says_what_to_do(db) -> None:
-    unknown = PROBLEM.replace(heads=3, kv_heads=3)
-    with pytest.raises(MeasureError, match="tiledsched tune"):
-        find_field(db, builder(db), SPACE, unknown, DEVICE, 9)
-
-
-def test_a_default_that_does_not_build_says_what_to_do(db) -> None:
-    made = FakeBuilds()
-    failure = Failure(kind=FailureKind.COMPILE_ERROR, message="no")
-    made.build = lambda tasks, leave=0: (
-        Built(task=each, artifact=None, failure=failure, seconds=0.1) for each in tasks
-    )
-    with pytest.raises(MeasureError, match="default schedule does not build"):
-        find_field(db, builder(db, made), SPACE, PROBLEM, DEVICE, 9)
-
-
 # Methods
 
 
@@ -172,54 +119,6 @@ def test_the_race_method_says_what_it_took() -> None:
     assert (choice.schedule, choice.estimate_us, choice.ties, choice.failures) == (DEFAULT, 100.0, (), 0)
     assert choice.launches >= 5 * 3
     assert choice.kernel_seconds == pytest.approx(choice.launches * 1.05e-4, rel=0.1)
-
-
-def test_launches_are_counted() -> None:
-    counted = Counted(ReplayRunner(TEMPLATE, measured(noise=0.0)))
-    counted.begin(PROBLEM)
-    counted.probe(candidates()[0])
-    assert (counted.launches, counted.kernel_us) == (1, 100.0)
-    assert isinstance(counted.check(candidates()[0]), Checked)
-    spent = counted.launches, counted.kernel_us
-    assert spent[1] == 100.0 * spent[0]
-    counted.sample(candidates(2), rounds=3, regime="burst")
-    assert (counted.launches, counted.kernel_us) == (spent[0] + 6, spent[1] + 300.0 + 315.0)
-    unknown = Candidate(schedule=DEFAULT, artifact=artifact("1" * 24))
-    assert isinstance(counted.probe(unknown), Failure)
-    assert counted.launches == spent[0] + 6
-
-
-def convention(code):
-    return SimpleNamespace(calling_convention=SimpleNamespace(code=code))
-
-
-def asked_for():
-    (step,) = launches.steps(TEMPLATE, PROBLEM, DEFAULT, DEVICE)
-    return launches.signature(TEMPLATE, PROBLEM, DEFAULT, step).calling_convention.code
-
-
-def test_a_built_kernel_launches_the_artifact_and_never_compiles() -> None:
-    import cuda.tile as ct
-
-    assert list(inspect.signature(ct.kernel._compile).parameters)[:3] == ["self", "signature", "context"]
-    chosen = candidates(1)[0]
-    kernel = built_kernel(TEMPLATE, chosen, PROBLEM, DEVICE)
-    assert isinstance(kernel, ct.kernel)
-    assert kernel.replace_hints(occupancy=2) is kernel
-    code = asked_for()
-    assert kernel._compile(convention(code), None) == (chosen.artifact.cubin, "attention", None, ())
-    with pytest.raises(MeasureError, match="calling convention"):
-        kernel._compile(convention("other"), None)
-
-
-def test_methods_without_torch_or_gpu_say_what_to_do(monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(MeasureError, match="pip install"):
-        InTurn(TEMPLATE).prepare(PROBLEM, candidates(1))
-    dark = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False))
-    monkeypatch.setitem(sys.modules, "torch", dark)
-    with pytest.raises(MeasureError, match="doctor"):
-        Exhaustive(TEMPLATE).prepare(PROBLEM, candidates(1))
 
 
 # A session
@@ -275,63 +174,6 @@ def test_regret_comes_from_one_interleaved_run_of_the_chosen_and_the_leaders() -
     assert {row.session for row in rows} == {"2026-01-02T03:04:05+00:00"}
 
 
-def test_the_seed_orders_problems_and_methods() -> None:
-    field = Field(candidates=candidates(12), leaders=candidates(4))
-    fields = [(PROBLEM, field), (OTHER, field)]
-    orders = set()
-    for seed in range(8):
-        log: list = []
-        session([Fixed(name, DEFAULT, log) for name in ("race", "in-turn", "exhaustive")], seed=seed, fields=fields)
-        assert len(set(log)) == 6
-        assert log[0][0] == log[1][0] == log[2][0]
-        again: list = []
-        session([Fixed(name, DEFAULT, again) for name in ("race", "in-turn", "exhaustive")], seed=seed, fields=fields)
-        assert again == log
-        orders.add(tuple(log))
-    assert len(orders) > 4
-
-
-def test_an_interrupted_session_keeps_what_is_done() -> None:
-    class Interrupted(Fixed):
-        def choose(self, problem, candidates):
-            if self._log:
-                raise KeyboardInterrupt
-            return super().choose(problem, candidates)
-
-    field = Field(candidates=candidates(12), leaders=candidates(4))
-    kept: list = []
-    with pytest.raises(KeyboardInterrupt):
-        session([Interrupted("race", DEFAULT)], fields=[(PROBLEM, field), (OTHER, field)], keep=kept.extend)
-    assert len({row.problem for row in kept}) == 1
-    assert {row.method for row in kept} == {"race", "referee"}
-
-
-def test_the_referee_goes_on_without_a_program_that_fails() -> None:
-    field = Field(candidates=candidates(12), leaders=candidates(4))
-
-    class Faulty(ReplayRunner):
-        broken = (DEFAULT,)
-
-        def check(self, candidate):
-            failure = Failure(kind=FailureKind.HANG, message="planted")
-            return failure if candidate.schedule in self.broken else super().check(candidate)
-
-    runner = Faulty(TEMPLATE, measured())
-    samples = referee(runner, PROBLEM, field, [SCHEDULES[7]], rounds=40)
-    assert set(samples) == {*SCHEDULES[1:4], SCHEDULES[7]}
-    assert {len(values) for values in samples.values()} == {40}
-    runner.broken = tuple(SCHEDULES)
-    with pytest.raises(MeasureError, match="doctor"):
-        referee(runner, PROBLEM, field, [])
-
-
-def test_spread() -> None:
-    assert spread([9.0, 11.0]) == pytest.approx(2**0.5 / 10)
-    assert spread([9.0]) is None
-    assert block_medians([*range(10), *range(20, 30), 99]) == [4.5, 24.5]
-    assert block_medians([1.0] * 9) == []
-
-
 # Rows and their summary
 
 
@@ -360,35 +202,6 @@ def row(session="a", method="race", schedule="x", *, problem=PROBLEM, **more) ->
         "versions": "cuda-tile 1.7.0",
     }
     return StudyRow(**{**values, **more})
-
-
-def test_rows_come_back_from_a_file_that_grows(tmp_path) -> None:
-    path = tmp_path / "sub" / "study.csv"
-    first = [row(ties=("x", "y"), regret=0.0125), row(method="in-turn", problem=OTHER.replace(causal=True))]
-    failed = row(method="exhaustive", schedule="", estimate_us=None, regret=None, cv=None, cv_of_10=None, ties=())
-    append_rows(first, path)
-    append_rows([failed], path)
-    assert read_rows(path) == [*first, failed]
-    assert path.read_text().splitlines()[0].split(",") == COLUMNS
-    assert len(path.read_text().splitlines()) == 4
-
-
-def test_files_that_are_no_study_are_refused(tmp_path) -> None:
-    path = tmp_path / "other.csv"
-    path.write_text("a,b\n1,2\n")
-    with pytest.raises(ConfigError, match="another file"):
-        check_columns(path)
-    with pytest.raises(ConfigError, match="another file"):
-        append_rows([row()], path)
-    with pytest.raises(ConfigError, match="not a study"):
-        read_rows(path)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_rows(tmp_path / "missing.csv")
-    append_rows([row()], tmp_path / "torn.csv")
-    with (tmp_path / "torn.csv").open("a") as file:
-        file.write("2026,1\n")
-    with pytest.raises(ConfigError, match="not a study"):
-        read_rows(tmp_path / "torn.csv")
 
 
 STUDY = [
@@ -435,26 +248,6 @@ def test_summary_of_methods() -> None:
     assert exhaustive.ratio_to_race == pytest.approx((8 / 4 + 9 / 6) / 2)
 
 
-def test_summary_of_noise() -> None:
-    first, second = summarise(STUDY).noise
-    assert (first.problem, first.programs, first.sessions) == (PROBLEM, 2, 2)
-    assert (first.cv, first.cv_of_10) == (0.020, 0.0015)
-    assert first.cv_between_sessions == pytest.approx(2**0.5 / 100)
-    assert (second.problem, second.cv, second.cv_between_sessions) == (OTHER, 0.5, None)
-
-
-def test_problems_on_two_devices_are_not_mixed() -> None:
-    summary = summarise([row("a", ties=("x",)), row("b", schedule="y", ties=("y",), device="NVIDIA Other")])
-    assert (summary.methods[0].problems, summary.methods[0].same_winner) == (2, 1.0)
-    assert summary.methods[0].in_other_tie_sets is None
-
-
-def test_without_races_there_is_nothing_to_compare_with() -> None:
-    only = summarise([row(method="in-turn", schedule="", regret=None)]).methods[0]
-    assert (only.same_winner, only.in_tie_set, only.ratio_to_race, only.worst_regret) == (0.0, None, None, None)
-    assert summarise([]).methods == ()
-
-
 # The command
 
 
@@ -478,36 +271,6 @@ def test_a_session_appends_rows_and_stores_no_measurement(db, tmp_path, capsys) 
     printed = capsys.readouterr().out
     assert "exhaustive" in printed
     assert "S=4096" in printed
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["-p", "S=1024,D=64"], "--csv"),
-        (["--csv", "study.csv"], "-p PROBLEM"),
-        (["--summary", "missing.csv"], "cannot be read"),
-        (["-p", "S=1024,D=64", "--csv", "other.csv"], "another file"),
-    ],
-)
-def test_wrong_use_is_explained_before_anything_is_measured(arguments, words, tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "other.csv").write_text("a,b\n")
-    assert command.main(arguments) == 2
-    assert words in capsys.readouterr().err
-
-
-def test_unknown_methods_are_refused(capsys) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        command.main(["--methods", "race,guess"])
-    assert "race, in-turn, exhaustive" in capsys.readouterr().err
-
-
-def test_batches_are_what_the_counter_counts() -> None:
-    """A graph of several launches counts as so many."""
-    batch = Batch(samples_us=(10.0, 12.0), conditions=dataclasses.replace(measured()[0].conditions, graph_launches=20))
-    counted = Counted(SimpleNamespace(name="gpu", sample=lambda *args, **more: [batch]))
-    counted.sample(candidates(1), rounds=2, regime="burst")
-    assert (counted.launches, counted.kernel_us) == (40, 440.0)
 
 
 # On a real GPU
@@ -553,16 +316,3 @@ def test_torch_methods_launch_the_artifact_and_get_it_right() -> None:
         assert choice.failures == 0
         assert choice.schedule in {candidate.schedule for candidate in field}
         assert 1.0 < choice.estimate_us < 1e4
-
-
-def test_the_referee_does_not_judge_beside_others() -> None:
-    class Disturbed(ReplayRunner):
-        def sample(self, candidates, *, rounds, regime):
-            return [
-                dataclasses.replace(each, conditions=dataclasses.replace(each.conditions, concurrent_pids=(4711,)))
-                for each in super().sample(candidates, rounds=rounds, regime=regime)
-            ]
-
-    field = Field(candidates=candidates(12), leaders=candidates(4))
-    with pytest.raises(MeasureError, match="timed beside process 4711 on the GPU, which decides nothing; end it"):
-        referee(Disturbed(TEMPLATE, measured()), PROBLEM, field, [])

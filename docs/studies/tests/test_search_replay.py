@@ -9,10 +9,10 @@ import pytest
 
 from docs.studies.search import ours
 from docs.studies.search.__main__ import main
-from docs.studies.search.bench import run_bench, shipped_landscapes
+from docs.studies.search.bench import shipped_landscapes
 from docs.studies.search.field import read_field
 from docs.studies.search.methods import METHODS
-from docs.studies.search.scores import DEPTHS, Run, Trace, read_runs, score, summarise, write_runs
+from docs.studies.search.scores import DEPTHS, Run, Trace, read_runs, score, summarise
 from tiledsched.core.errors import ConfigError
 from tiledsched.tuning.effort import EFFORTS
 
@@ -97,18 +97,6 @@ def test_a_run_that_never_came_near_counts_as_infinite() -> None:
     assert never.measurements_to_1pct is None
 
 
-@pytest.mark.parametrize("name", ["runs.csv", "runs.csv.xz"])
-def test_runs_are_written_and_read_back(tmp_path, name) -> None:
-    runs = [made("a", 0, 10), made("a", 1, None), made("b", 0, 20, 0.3)]
-    write_runs(runs, tmp_path / name)
-    assert read_runs(tmp_path / name) == runs
-    with pytest.raises(ConfigError, match="cannot read"):
-        read_runs(tmp_path / "missing.csv")
-    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(ConfigError, match="other columns"):
-        read_runs(tmp_path / "other.csv")
-
-
 def test_nothing_of_the_problem_or_its_siblings_is_learnt_from(fields) -> None:
     same = [field for field in fields if field.problem.head_dim == 64 and field.problem.causal]
     assert len(same) == 2  # S=1024, D=64, causal, with 512 and with 8 heads in all
@@ -138,10 +126,3 @@ def test_the_command(tmp_path, capsys) -> None:
     assert "tiledsched-quick" in out
     assert figure.read_bytes().startswith(b"\x89PNG")
     assert {run.sampler for run in read_runs(tmp_path / "runs.csv")} == {"random", "grid", "tiledsched-quick"}
-
-
-def test_what_is_wrong_is_said() -> None:
-    with pytest.raises(ConfigError, match=r"unknown sampler 'genetic'; known are"):
-        run_bench(shipped_landscapes(), ["genetic"], seeds=1, jobs=1)
-    with pytest.raises(ConfigError, match="no landscapes"):
-        run_bench([], ["random"], seeds=1, jobs=1)

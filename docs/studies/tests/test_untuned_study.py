@@ -5,12 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 
-import pytest
-
 from docs.studies import untuned
-from docs.studies.untuned import COLUMNS, DRAWS, Row, cross_validated, drawn, judged, read, shipped_times, summary
+from docs.studies.untuned import DRAWS, Row, cross_validated, judged, read, shipped_times, summary
 from tiledsched.core import data_files
-from tiledsched.core.files import csv_text
 from tiledsched.kernels.matmul import Matmul
 
 RESULTS = data_files.tuning_db().parent / "docs" / "results" / "h200"
@@ -28,16 +25,6 @@ def rows(served="torch", graph=None, problem=None, **times):
     return [*found, dataclasses.replace(row, method="served", eager=served, graph=graph or served, host_us=12.0)]
 
 
-@pytest.mark.parametrize("kernel", list(DRAWS))
-def test_each_seed_draws_problems_of_its_own_without_those_that_are_known(kernel) -> None:
-    first = drawn(kernel, 1, 30)
-    assert first == drawn(kernel, 1, 30)
-    assert len(set(first)) == 30
-    assert not set(first) & set(drawn(kernel, 2, 30))
-    assert drawn(kernel, 1, 29, first[:1]) == first[1:]
-    assert all(p.flops <= untuned.MOST_FLOPS for p in first)
-
-
 def test_a_caller_sees_the_gpu_in_graphs_and_the_slower_of_host_and_gpu_in_eager_calls() -> None:
     (found,) = judged(rows("ours 0", "torch", torch=(10.0, 15.0), ours_0=(20.0, 11.0)))
     assert (found.graph, found.eager) == (1.0, 15 / 20)
@@ -47,13 +34,6 @@ def test_a_caller_sees_the_gpu_in_graphs_and_the_slower_of_host_and_gpu_in_eager
     text = summary(judged(rows("ours 0", torch=(10.0, 15.0), ours_0=(20.0, 11.0))))
     assert "matmul graph: 1 problems, geometric mean 0.500x, below 0.95x 1" in text
     assert "  graph 0.500 eager 0.750 ours 0 against torch 10.0 us: m=64" in text
-
-
-def test_rows_come_back_from_a_file(tmp_path) -> None:
-    made = rows(torch=(10.0, 15.0))
-    path = tmp_path / "rows.csv"
-    path.write_text(csv_text([row.to_csv() for row in made], COLUMNS))
-    assert read(path) == made
 
 
 def test_what_ships_are_the_times_of_the_rows_in_the_results() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 import warnings
 from pathlib import Path
@@ -47,25 +46,6 @@ def small_models(transformers, monkeypatch):
     return model_run
 
 
-def test_a_conversation_grows_so_that_no_length_comes_twice(small_models, capsys, monkeypatch) -> None:
-    seen = []
-    monkeypatch.setattr(
-        small_models,
-        "prefill",
-        lambda model, prompt, run=small_models.prefill: seen.append(prompt.shape) or run(model, prompt),
-    )
-    arguments = [*ON_THE_CPU, "--model", "llama", "--batch", "2", "--prompt", "12", "--growing", "--json"]
-    assert small_models.main([*arguments, "--no-compare"]) == 0
-    assert {row["growing"] for row in json.loads(capsys.readouterr().out)["rows"]} == {True}
-    lengths = [shape[1] for shape in seen]
-    assert sorted(lengths) == sorted([12, 12 + 4, 12 + 8] * 2), (
-        "3 tokens are generated after each, in 1 + 2 rounds of both"
-    )
-    assert small_models.main(arguments) == 0
-    assert seen[-1][1] <= 16, "compared is the first prompt"
-    capsys.readouterr()
-
-
 def test_models_run_under_both_and_tell_how_far_apart_they_are(small_models, capsys, tmp_path) -> None:
     arguments = [*ON_THE_CPU, "--batch", "1,2", "--prompt", "12", "--csv", str(tmp_path / "rows.csv"), "--json"]
     assert small_models.main(arguments) == 0
@@ -98,37 +78,6 @@ def test_models_run_under_both_and_tell_how_far_apart_they_are(small_models, cap
         assert comparison["control_first_difference"] is None
     assert "cpu" in " ".join(said["comparisons"][0]["fallbacks"])
     assert len((tmp_path / "rows.csv").read_text().splitlines()) == 25
-
-
-def test_a_spent_budget_starts_nothing_more(small_models, capsys) -> None:
-    assert small_models.main([*ON_THE_CPU, "--budget", "0"]) == 0
-    assert small_models.main([*ON_THE_CPU, "--budget", "0", "--repeat", "2"]) == 0
-    assert capsys.readouterr().out == "nothing was measured\n" * 2
-    answers = iter([True, True, False])
-    work = small_models.Workload(batch=1, prompt=4, new_tokens=1, rounds=1, dtype=torch.float32, device="cpu")
-    rows = list(small_models.measure(small_models.MODELS, [work, work], left=lambda: next(answers, False)))
-    assert {(row.model, row.batch) for row in rows} == {("llama", 1)}
-    assert "7 of 8 were not measured" in small_models.to_text(rows, 8)
-
-
-def test_what_does_not_fit_in_memory_is_left_out(small_models, monkeypatch) -> None:
-    real, noted = small_models.prefill, []
-
-    def prefill(model, prompt):
-        if len(prompt) > 1:
-            raise torch.OutOfMemoryError
-        return real(model, prompt)
-
-    monkeypatch.setattr(small_models, "prefill", prefill)
-    large, fits = (
-        small_models.Workload(batch=batch, prompt=4, new_tokens=1, rounds=1, dtype=torch.float32, device="cpu")
-        for batch in (3, 1)
-    )
-    rows = list(
-        small_models.measure({"llama": small_models.MODELS["llama"]}, [large, fits], comparing=False, note=noted.append)
-    )
-    assert noted == ["llama 3x4: not enough memory"]
-    assert [row.batch for row in rows] == [1] * 4
 
 
 USUAL = {
@@ -210,23 +159,6 @@ for row in json.loads({json.dumps(rows)!r}):
     assert [line[written[0].index("run")] for line in written[1:]] == ["1"] * 4 + ["2"] * 4
 
 
-def test_a_fresh_process_hands_back_what_it_found(small_models, capsys, tmp_path, monkeypatch) -> None:
-    script = tmp_path / "small.py"
-    script.write_text(f"""
-import sys
-from docs.studies import whole_models as model_run
-small = model_run.ModelShape(**{SMALL!r}, family="Qwen2")
-model_run.MODELS = {{"qwen2": small}}
-sys.exit(model_run.main())
-""")
-    monkeypatch.setattr(small_models, "COMMAND", (sys.executable, str(script)))
-    arguments = [*ON_THE_CPU, "--model", "qwen2", "--batch", "1", "--prompt", "8", "--repeat", "1", "--budget", "500"]
-    assert small_models.main(arguments) == 0
-    said = capsys.readouterr().out
-    assert said.count("torch's math backend") == 1
-    assert re.search(r"^\| qwen2 \| 1 \| 8 \| prefill \| \d\.\d{3}x", said, re.MULTILINE)
-
-
 def test_the_summary_is_of_all_runs(small_models) -> None:
     rows = [
         small_models.Row(
@@ -257,30 +189,3 @@ def test_the_summary_is_of_all_runs(small_models) -> None:
     assert "not measured" not in text
     short = small_models.to_text([row for row in rows if (row.run, row.prompt) != (3, 8192)], 6)  # a budget was spent
     assert "1 of 6 were not measured" in short
-
-
-def test_a_model_is_made_in_its_dtype(small_models) -> None:
-    model = small_models.make_model(small_models.MODELS["qwen2"], small_models.Workload(device="cpu"))
-    assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
-    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
-    assert torch.get_default_dtype() == torch.float32
-
-
-def test_differing_choices_are_told_with_their_gap(transformers, monkeypatch) -> None:
-    from docs.studies import whole_models as model_run
-    from tiledsched.ops.integrations import transformers as integration
-
-    shape = model_run.ModelShape(**{**SMALL, "layers": 2}, family="Llama")
-    work = model_run.Workload(batch=2, prompt=12, new_tokens=8, dtype=torch.float32, device="cpu")
-    serving = integration.sdpa
-    monkeypatch.setattr(integration, "sdpa", lambda *given, **more: -serving(*given, **more))  # a wrong kernel
-    model = model_run.make_model(shape, work)
-    found = model_run.compare(model, "llama", work, torch.arange(24).reshape(2, 12) % 64)
-    assert found.prompt_error > 0.01
-    assert found.step_error > 0.01
-    assert found.control_step_error < 1e-5
-    assert found.control_agreement == 1.0
-    assert found.agreement < 1.0
-    assert not found.same_tokens
-    assert found.first_difference is not None
-    assert found.largest_gap > 0

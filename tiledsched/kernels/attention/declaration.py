@@ -18,7 +18,8 @@ from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention import likely, problem
 from tiledsched.kernels.attention.model import AttentionCost
-from tiledsched.kernels.attention.scales import DEFAULT_CAP, default_scale, scales
+from tiledsched.kernels.attention.options import ARRAYS, FIELDS, SIZES, feature_constants
+from tiledsched.kernels.attention.scales import scales
 from tiledsched.kernels.attention.similarity import AttentionSimilarity, copies_rows
 from tiledsched.kernels.attention.suites import STANDARD, SUITES
 from tiledsched.kernels.attention.tiling import (
@@ -84,25 +85,9 @@ class Attention(Kernel):
     """
 
     name = "attention"
-    seq_q = ts.dim()
-    seq_k = ts.dim()
-    head_dim = ts.dim(constant=True, most=problem.MAX_HEAD_DIM)
-    dtype = ts.dtype(*problem.DTYPES)
-    causal = ts.flag()
-    batch = ts.dim(1)
-    heads = ts.dim(1)
-    kv_heads = ts.dim(1)
-    alignment = ts.choice(*problem.ALIGNMENTS, omit_default=True)
-    value_dim = ts.dim(0, constant=True, least=0, most=problem.MAX_HEAD_DIM, omit_default=True)
+    locals().update(SIZES)
     lse = ts.flag(omit_default=True)
-    window = ts.dim(0, least=0, omit_default=True)
-    window_right = ts.dim(0, least=0, omit_default=True)
-    softcap = ts.flag(omit_default=True)
-    sinks = ts.flag(omit_default=True)
-    starts = ts.flag(omit_default=True)
-    lengths = ts.flag(omit_default=True)
-    packed = ts.dim(0, least=0, omit_default=True)
-    page = ts.dim(0, least=0, omit_default=True)
+    locals().update(FIELDS)
     derived = problem.DERIVED
     suites = SUITES
     default_suite = STANDARD
@@ -110,12 +95,7 @@ class Attention(Kernel):
     Q = ts.array("batch heads seq_q head_dim")
     K = ts.array("key_entries kv_heads key_rows head_dim")
     V = ts.array("key_entries kv_heads key_rows value_columns")
-    Sinks = ts.array("heads", when="sinks")
-    Starts = ts.array("batch", dtype="int32", when="starts", below="seq_k")
-    Lengths = ts.array("sequences", dtype="int32", when="lengths", below="past_keys")
-    CuQ = ts.array("offsets", dtype="int32", when="ends_q")
-    CuK = ts.array("offsets", dtype="int32", when="ends_k")
-    Table = ts.array("sequences pages", dtype="int32", when="paged", below="key_entries")
+    locals().update(ARRAYS)
     Out = ts.out("batch heads seq_q value_columns")
     Lse = ts.out("batch heads seq_q 1", dtype="float32", when="lse", absolute=True)
     Partial = ts.workspace(lambda p, s: (slots(p, s), s.number("tile_m"), sum(column_widths(p.tile_v, p.parts_v, s))))
@@ -236,13 +216,7 @@ class Attention(Kernel):
             "Q_IN_REGISTERS": bool(s.get("q_in_registers", False)),
             "UNROLL": unroll(s),
             "PEEL_FIRST": bool(s.get("peel_first", True)),
-            "WINDOW": p.window > 0,
-            "WINDOW_RIGHT": p.window_right > 0,
-            "SOFTCAP": p.softcap,
-            "SINKS": p.sinks,
-            "STARTS": p.starts,
-            "LENGTHS": p.lengths,
-            "PACKED": p.packed > 0,
+            **feature_constants(p),
             "PAGE": p.page,
             "PAGE_BY_PAGE": s.get("page_lookup", "gather") == "scalar",
         }
@@ -305,19 +279,14 @@ class Attention(Kernel):
             Q,
             K,
             V,
-            causal=p.causal,
-            scale=default_scale(p),
             dtype=str(Q.dtype),
-            alignment=p.alignment,
-            window=p.window,
-            window_right=p.window_right,
-            cap=DEFAULT_CAP if p.softcap else 0.0,
             sinks=Sinks,
             starts=Starts,
             lengths=Lengths,
             cu_q=CuQ,
             cu_k=CuK,
             table=Table,
+            **problem.mask_of(p),
         )
         return out, lse[..., None]
 
@@ -371,9 +340,9 @@ class Attention(Kernel):
     @staticmethod
     def rivals(p: Problem) -> Mapping[str, Callable[..., Any]]:
         """torch's backends, and FlashAttention-4 if it is installed."""
-        from tiledsched.kernels.attention.rivals import rivals
+        from tiledsched.kernels.attention.backends import raced
 
-        return rivals(p)
+        return raced(p)
 
     @staticmethod
     def small() -> list[Problem]:

@@ -11,6 +11,7 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
+from tiledsched.kernels.attention.options import ARRAYS, PADDED_ARRAYS
 from tiledsched.kernels.attention.tiles import Constants
 
 PATH = Path(__file__).with_name("entries.py")
@@ -130,7 +131,7 @@ for _entry in [each for each in globals().values() if isinstance(each, FunctionT
     if _entry is not widened:
         globals()[f"{_entry.__name__}_wide"] = widened(_entry)
 '''
-ARRAYS = {
+ANNOTATIONS = {
     "Q": "HeadArray",
     "K": "HeadArray",
     "V": "HeadArray",
@@ -142,16 +143,17 @@ ARRAYS = {
     "Counters": "CounterArray",
 }
 """Array -> its annotation; all others are plain arrays."""
+PADDED = " ".join(PADDED_ARRAYS)
 VARLEN = ("PACKED", "PAGE", "PAGE_BY_PAGE")
 """Constants of packed sequences and of keys in pages."""
 KINDS = {
     "attention": ("", "Out = softmax(scale * Q @ K^T, masked) @ V for arrays `[batch, heads, rows, columns]`."),
     "attention_features": (
-        "Sinks Starts Lengths",
+        PADDED,
         "Attention with optional features; see :mod:`tiledsched.kernels.attention.features`.",
     ),
     "attention_varlen": (
-        "Sinks Starts Lengths CuQ CuK Table",
+        " ".join(ARRAYS),
         "Attention of packed sequences or keys in pages; see :mod:`tiledsched.kernels.attention.packed`.",
     ),
 }
@@ -189,7 +191,7 @@ def _kernels() -> Iterable[str]:
         if kind != "attention_varlen":
             constants = [each for each in constants if each.name not in VARLEN]
         numbers = ["scale_log2: float"] + ["cap_scale: float", "window: int", "window_right: int"] * optional
-        given = ", ".join(["Sinks", "Starts", "Lengths", "window", "window_right", "cap_scale", *more.split()[3:]])
+        given = ", ".join([*PADDED_ARRAYS, "window", "window_right", "cap_scale", *more.split()[len(PADDED_ARRAYS) :]])
         for ending, (arrays, also, call) in LAUNCHES.items():
             lines = ["    const = Constants(", *(f"        {each.name}," for each in constants), "    )"]
             lines += [f"    features = Features({given})"] * optional
@@ -215,7 +217,7 @@ def _function(
     about: Sequence[str],
     lines: Sequence[str],
 ) -> str:
-    parameters = [f"{each}: {ARRAYS.get(each, 'ct.Array')}" for each in arrays] + list(numbers)
+    parameters = [f"{each}: {ANNOTATIONS.get(each, 'ct.Array')}" for each in arrays] + list(numbers)
     parameters += [f"{each.name}: {str(each.type).capitalize()}" for each in constants]
     listed = "".join(f"    {each},\n" for each in parameters)
     body = "\n".join(lines)

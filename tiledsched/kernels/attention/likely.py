@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import Problem
-from tiledsched.kernels.attention.problem import DTYPES
+from tiledsched.kernels.attention.options import DTYPES
 
 VARIANTS: Mapping[str, str] = {
     "dtype": f"these element types ({' or '.join(DTYPES)}) in place of the tuned ones",

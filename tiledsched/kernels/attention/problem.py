@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from tiledsched.core.arrays import LARGEST_INT32
 from tiledsched.core.errors import ProblemError
 from tiledsched.core.fields import ITEM_BYTES, Value
+from tiledsched.kernels.attention.options import ALIGNMENTS, FIELDS, feature_words
+from tiledsched.kernels.attention.scales import DEFAULT_CAP, default_scale
 
-DTYPES = ("float16", "bfloat16")
-ALIGNMENTS = ("top_left", "bottom_right")
-MAX_HEAD_DIM = 256
 SMALLEST_PAGE = 16
 """The keys of a page are a multiple of this number."""
 TOKENS = 16 * 1024
 """Tokens in the default problem: batch * seq_q. The convention of the FlashAttention papers."""
 HIDDEN = 2048
 """heads * head_dim in the default problem, from the same papers."""
-LARGEST_INT32 = 2**31 - 1
 
 
 def canonical(values: dict[str, Value]) -> dict[str, Value]:
@@ -190,8 +189,8 @@ DERIVED = {
     "wide": is_wide,
     "visible_pairs": visible_pairs,
     "past_keys": lambda p: p.seq_k + 1,  # what lengths lie below
-    "has_features": lambda p: bool(
-        p.window or p.window_right or p.softcap or p.sinks or p.starts or p.lengths or p.packed
+    "has_features": lambda p: any(
+        getattr(p, name) for name in FIELDS if name != "page"
     ),  # whether it is more than plain attention
     "is_varlen": lambda p: bool(p.packed or p.page),  # whether sequences do not lie one in each entry of a batch
     "spanned": lambda p: bool(
@@ -225,11 +224,7 @@ def describe(p: Any) -> str:
     columns = f"D={p.head_dim}/{p.value_dim}" if p.value_dim else f"D={p.head_dim}"
     mask = " causal" if p.causal else ""
     mask += " bottom-right" if p.alignment == "bottom_right" else ""
-    more = f" window={p.window}" if p.window else ""
-    more += f" right={p.window_right}" if p.window_right else ""
-    more += f" packed={p.packed}" if p.packed else ""
-    more += f" page={p.page}" if p.page else ""
-    more += "".join(f" +{name}" for name in ("softcap", "sinks", "starts", "lengths", "lse") if getattr(p, name))
+    more = feature_words(p, " ", "=", "+") + (" +lse" if p.lse else "")
     return f"B={p.batch} {heads} {seq} {columns} {p.dtype}{mask}{more}"
 
 
@@ -239,10 +234,20 @@ def file_words(p: Any) -> str:
     heads = f"h{p.heads}" if p.heads == p.kv_heads else f"h{p.heads}-{p.kv_heads}"
     mask = "full" if not p.causal else "causal" if p.alignment == "top_left" else "bottom-right"
     columns = f"d{p.head_dim}-{p.value_dim}" if p.value_dim else f"d{p.head_dim}"
-    more = (f"_window{p.window}" if p.window else "") + (f"_right{p.window_right}" if p.window_right else "")
-    more += (f"_packed{p.packed}" if p.packed else "") + (f"_page{p.page}" if p.page else "")
-    more += "".join(f"_{name}" for name in ("softcap", "sinks", "starts", "lengths", "lse") if getattr(p, name))
+    more = feature_words(p, "_", "", "") + ("_lse" if p.lse else "")
     return f"{seq}_{columns}_{p.dtype}_{mask}_b{p.batch}_{heads}{more}"
+
+
+def mask_of(p: Any) -> dict[str, Any]:
+    """The arguments of the reference, of forward as of the gradients, that say what a row sees and how scores are made."""
+    return {
+        "causal": p.causal,
+        "scale": default_scale(p),
+        "alignment": p.alignment,
+        "window": p.window,
+        "window_right": p.window_right,
+        "cap": DEFAULT_CAP if p.softcap else 0.0,
+    }
 
 
 def standard(

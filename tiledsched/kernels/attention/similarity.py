@@ -10,6 +10,7 @@ from typing import Any
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.similarity import Similarity
 from tiledsched.core.storage import ALIGNMENT
+from tiledsched.kernels.attention.options import FIELDS
 from tiledsched.kernels.attention.tiling import steps_per_turn
 
 FEW_ROWS = 64
@@ -23,8 +24,8 @@ WIDE_HEAD, SMALL_TILE = 128, 32
 TIMING_OCTAVES = (3.0, 7.5, 6.0, 9.0, 2.25)
 """Octaves of rows, keys, key heads, group and columns over which ratios of times lose about half of what they have in common.
 With these, 802 problems predict each other about best (docs/results/serving.md)."""
-FEATURES = ("softcap", "sinks", "starts", "lengths", "ends_q", "paged")
-"""Flags of a problem that change its machine code a little."""
+FEATURES = tuple(name for name in FIELDS if not name.startswith("window"))
+"""Fields of a problem that change its machine code a little."""
 
 
 class AttentionSimilarity(Similarity):
@@ -36,10 +37,10 @@ class AttentionSimilarity(Similarity):
         By decreasing effect: head dimension (rounded up to a power of two), mask, number of query rows in all, sequence length,
         element type.
         """
-        rows = _octaves(p.batch * p.heads * p.seq_q, q.batch * q.heads * q.seq_q)
-        distance = 0.2 * _octaves(p.tile_d, q.tile_d) + 0.1 * (p.causal != q.causal) + 0.1 * rows
-        distance += 0.1 * _feature_distance(p, q)
-        return math.exp(-distance - 0.02 * _octaves(p.mean_keys, q.mean_keys) - 0.02 * (p.dtype != q.dtype))
+        rows = octaves_apart(p.batch * p.heads * p.seq_q, q.batch * q.heads * q.seq_q)
+        distance = 0.2 * octaves_apart(p.tile_d, q.tile_d) + 0.1 * (p.causal != q.causal) + 0.1 * rows
+        distance += 0.1 * feature_distance(p, q)
+        return math.exp(-distance - 0.02 * octaves_apart(p.mean_keys, q.mean_keys) - 0.02 * (p.dtype != q.dtype))
 
     def kind(self, p: Any) -> tuple[bool, int, bool, bool, bool]:
         """What two problems must share so that the winner of one says much about the other.
@@ -73,10 +74,10 @@ class AttentionSimilarity(Similarity):
         the same width take other code, too. With few rows, a packed group of query heads shares what it reads.
         """
         few = p.mean_rows <= FEW_ROWS
-        lengths = _octaves(p.mean_keys, q.mean_keys) + 0.5 * _octaves(p.mean_rows, q.mean_rows)
-        lengths += _octaves(p.tile_v, q.tile_v)
+        lengths = octaves_apart(p.mean_keys, q.mean_keys) + 0.5 * octaves_apart(p.mean_rows, q.mean_rows)
+        lengths += octaves_apart(p.tile_v, q.tile_v)
         one, another = (each.sequences * (each.kv_heads if few else each.heads) for each in (p, q))
-        blocks = _octaves(one, another)
+        blocks = octaves_apart(one, another)
         other = (
             0.1 * (p.dtype != q.dtype)
             + 0.1 * (p.causal != q.causal)
@@ -85,9 +86,9 @@ class AttentionSimilarity(Similarity):
         )
         ragged = (p.seq_k % WIDE_TILE == 0) != (q.seq_k % WIDE_TILE == 0)
         packs = few and (p.group > 1) != (q.group > 1)
-        columns = 0.0 if few or p.tile_d != q.tile_d else _octaves(p.head_dim, q.head_dim)
+        columns = 0.0 if few or p.tile_d != q.tile_d else octaves_apart(p.head_dim, q.head_dim)
         return float(
-            lengths + 0.5 * blocks + other + ragged + 4.0 * packs + 6.0 * columns + 0.3 * _feature_distance(p, q)
+            lengths + 0.5 * blocks + other + ragged + 4.0 * packs + 6.0 * columns + 0.3 * feature_distance(p, q)
         )
 
     def timing_features(self, p: Any) -> tuple[float, ...]:
@@ -169,17 +170,18 @@ def copies_rows(p: Any) -> bool:
     return any(columns * p.element_bytes % ALIGNMENT for columns in (p.head_dim, p.value_columns))
 
 
-def _octaves(first: int, second: int) -> float:
+def octaves_apart(first: int, second: int) -> float:
+    """Doublings between two sizes."""
     return abs(math.log2(first / second))
 
 
-def _feature_distance(p: Any, q: Any) -> float:
+def feature_distance(p: Any, q: Any) -> float:
     """Octaves between the keys that a row sees, where a window bounds them, and one for each feature that only one has."""
     one, another = (
         min(each.window + each.window_right if each.window else each.mean_keys, each.mean_keys) for each in (p, q)
     )
-    octaves = _octaves(one, another) if p.window or q.window else 0.0
-    return octaves + sum(getattr(p, name) != getattr(q, name) for name in FEATURES)
+    octaves = octaves_apart(one, another) if p.window or q.window else 0.0
+    return octaves + sum(bool(getattr(p, name)) != bool(getattr(q, name)) for name in FEATURES)
 
 
 def _about(length: int, decoding: bool = False) -> int:

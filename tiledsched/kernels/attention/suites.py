@@ -21,7 +21,8 @@ from tiledsched.kernels.attention.models import (
     head_sizes,
     problems_in,
 )
-from tiledsched.kernels.attention.problem import DTYPES, standard
+from tiledsched.kernels.attention.options import DTYPES
+from tiledsched.kernels.attention.problem import standard
 
 SEQ_LENS = (512, 1024, 2048, 4096, 8192, 16384)
 MASKS = (False, True)

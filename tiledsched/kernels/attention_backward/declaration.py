@@ -15,7 +15,8 @@ from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention.declaration import BLOCK_ORDERS
-from tiledsched.kernels.attention.problem import ALIGNMENTS, DTYPES, MAX_HEAD_DIM
+from tiledsched.kernels.attention.options import ARRAYS, FIELDS, MAX_HEAD_DIM, SIZES, feature_constants
+from tiledsched.kernels.attention.problem import mask_of
 from tiledsched.kernels.attention.tiling import column_widths
 from tiledsched.kernels.attention_backward import problem
 from tiledsched.kernels.attention_backward.model import AttentionBackwardCost
@@ -55,23 +56,7 @@ class AttentionBackward(Kernel):
     """
 
     name = "attention_backward"
-    seq_q = ts.dim()
-    seq_k = ts.dim()
-    head_dim = ts.dim(constant=True, most=MAX_HEAD_DIM)
-    dtype = ts.dtype(*DTYPES)
-    causal = ts.flag()
-    batch = ts.dim(1)
-    heads = ts.dim(1)
-    kv_heads = ts.dim(1)
-    alignment = ts.choice(*ALIGNMENTS, omit_default=True)
-    value_dim = ts.dim(0, constant=True, least=0, most=MAX_HEAD_DIM, omit_default=True)
-    window = ts.dim(0, least=0, omit_default=True)
-    window_right = ts.dim(0, least=0, omit_default=True)
-    softcap = ts.flag(omit_default=True)
-    sinks = ts.flag(omit_default=True)
-    starts = ts.flag(omit_default=True)
-    lengths = ts.flag(omit_default=True)
-    packed = ts.dim(0, least=0, omit_default=True)
+    locals().update(SIZES | FIELDS)
     deterministic = ts.flag(omit_default=True)
     dlse = ts.flag(omit_default=True)
     derived = problem.DERIVED
@@ -82,12 +67,9 @@ class AttentionBackward(Kernel):
     Out = ts.array("batch heads seq_q value_columns")
     dOut = ts.array("batch heads seq_q value_columns")
     Lse = ts.array("batch heads seq_q", dtype="float32")
-    Sinks = ts.array("heads", when="sinks")
-    Starts = ts.array("batch", dtype="int32", when="starts", below="seq_k")
-    Lengths = ts.array("batch", dtype="int32", when="lengths", below="past_keys")
-    CuQ = ts.array("offsets", dtype="int32", when="ends_q")
-    CuK = ts.array("offsets", dtype="int32", when="ends_q")
+    locals().update(ARRAYS)
     dLse = ts.array("batch heads seq_q", dtype="float32", when="dlse")
+    page = Table = None  # there are no gradients of keys in pages
     dQ = ts.out("batch heads seq_q head_dim")
     dK = ts.out("batch kv_heads seq_k head_dim")
     dV = ts.out("batch kv_heads seq_k value_columns")
@@ -262,12 +244,7 @@ class AttentionBackward(Kernel):
             "EVEN_DQ": p.seq_k % s.number("tile_n_dq") == 0 and not uneven,
             "CAUSAL": p.causal,
             "BOTTOM_RIGHT": p.alignment == "bottom_right",
-            "WINDOW": p.window > 0,
-            "WINDOW_RIGHT": p.window_right > 0,
-            "SOFTCAP": p.softcap,
-            "STARTS": p.starts,
-            "LENGTHS": p.lengths,
-            "PACKED": p.packed > 0,
+            **feature_constants(p),
             "LATENCY_Q": s.number("latency_q"),
             "LATENCY_DO": s.number("latency_do"),
             "TMA_LOADS": bool(s["tma_loads"]),
@@ -349,7 +326,7 @@ class AttentionBackward(Kernel):
             lengths=Lengths,
             cu_q=CuQ,
             cu_k=CuK,
-            **problem.mask_of(p),
+            **mask_of(p),
         )[: 3 + p.sinks]
 
     @staticmethod
@@ -378,9 +355,9 @@ class AttentionBackward(Kernel):
     @staticmethod
     def rivals(p: Problem) -> Mapping[str, Callable[..., Any]]:
         """torch's cuDNN and flash backends, and FlashAttention-4 if it is installed."""
-        from tiledsched.kernels.attention_backward.rivals import rivals
+        from tiledsched.kernels.attention_backward.backends import raced
 
-        return rivals(p)
+        return raced(p)
 
     @staticmethod
     def small() -> list[Problem]:

@@ -21,8 +21,8 @@ from tiledsched.kernels.attention.inputs import (
     sequences,
     unused_slots,
 )
+from tiledsched.kernels.attention.problem import mask_of
 from tiledsched.kernels.attention.reference import attention_and_lse
-from tiledsched.kernels.attention_backward.problem import mask_of
 
 EDGE_FACTOR = 4.0
 QUERY_NORM = 64.0

@@ -7,7 +7,7 @@ from typing import Any
 from tiledsched.core.fields import Value
 from tiledsched.core.problem import Problem
 from tiledsched.kernels.attention import problem as forward
-from tiledsched.kernels.attention.scales import DEFAULT_CAP, default_scale, scales
+from tiledsched.kernels.attention.scales import default_scale, scales
 
 DERIVED = forward.DERIVED | {"page": lambda p: 0, "lse": lambda p: False}
 """As of attention forward, without pages and with a log-sum-exp that is not asked for."""
@@ -45,18 +45,6 @@ def describe(p: Any) -> str:
 def file_words(p: Any) -> str:
     """The problem in the name of a file, as that of forward."""
     return forward.file_words(p) + "_dlse" * p.dlse + "_deterministic" * p.deterministic
-
-
-def mask_of(p: Problem) -> dict[str, Any]:
-    """The arguments of the reference, of forward as of the gradients, that say what a row sees and how scores are made."""
-    return {
-        "causal": p.causal,
-        "scale": default_scale(p),
-        "alignment": p.alignment,
-        "window": p.window,
-        "window_right": p.window_right,
-        "cap": DEFAULT_CAP if p.softcap else 0.0,
-    }
 
 
 def gradient_scales(p: Problem, scale: float | None = None, cap: float | None = None) -> tuple[float, float, float]:

@@ -6,12 +6,10 @@ import math
 from typing import Any
 
 from tiledsched.core.similarity import Similarity, about
-from tiledsched.kernels.attention.similarity import copies_rows
+from tiledsched.kernels.attention.similarity import copies_rows, feature_distance, octaves_apart
 
 TILE = 128
 """Rows or keys of the largest tiles: lengths that this divides need no masks at their ends."""
-FEATURES = ("softcap", "sinks", "starts", "lengths", "packed")
-"""Fields of a problem that change its machine code a little."""
 
 
 class AttentionBackwardSimilarity(Similarity):
@@ -40,15 +38,13 @@ class AttentionBackwardSimilarity(Similarity):
         The work of a block follows the lengths, and the number of blocks also the key heads, which hardly change what wins, nor
         how far rivals are ahead. Element type matters least. A last tile that is cut off takes other code.
         """
-        lengths = _octaves(p.mean_keys, q.mean_keys) + 0.5 * _octaves(p.mean_rows, q.mean_rows)
-        blocks = 0.2 * _octaves(p.sequences * p.kv_heads, q.sequences * q.kv_heads)
-        other = 0.1 * (p.dtype != q.dtype) + 0.2 * _octaves(p.group, q.group) + 0.3 * (p.head_dim != q.head_dim)
+        lengths = octaves_apart(p.mean_keys, q.mean_keys) + 0.5 * octaves_apart(p.mean_rows, q.mean_rows)
+        blocks = 0.2 * octaves_apart(p.sequences * p.kv_heads, q.sequences * q.kv_heads)
+        other = 0.1 * (p.dtype != q.dtype) + 0.2 * octaves_apart(p.group, q.group) + 0.3 * (p.head_dim != q.head_dim)
         ragged = any(
             (one % TILE == 0) != (another % TILE == 0) for one, another in ((p.seq_q, q.seq_q), (p.seq_k, q.seq_k))
         )
-        seen = _octaves(_most_keys(p), _most_keys(q)) if p.window or q.window else 0.0
-        features = seen + sum(bool(getattr(p, name)) != bool(getattr(q, name)) for name in FEATURES)
-        return lengths + blocks + other + ragged + 0.3 * features
+        return lengths + blocks + other + ragged + 0.3 * feature_distance(p, q)
 
     def bucketed(self, p: Any) -> Any:
         """The problem of about the lengths of `p` whose answer serves `p`, too."""
@@ -60,12 +56,3 @@ class AttentionBackwardSimilarity(Similarity):
     def requires_same_kind(self, p: Any) -> bool:
         """Whether winners of other kinds are useless: where threads copy rows, and where sums have a fixed order."""
         return copies_rows(p) or p.deterministic
-
-
-def _octaves(first: int, second: int) -> float:
-    return abs(math.log2(first / second))
-
-
-def _most_keys(p: Any) -> int:
-    """The most keys that a row sees."""
-    return min(p.window + p.window_right, p.mean_keys) if p.window else int(p.mean_keys)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tiledsched.kernels.attention.models import BRAIN, MASKED, Values, head_sizes, problems_in
-from tiledsched.kernels.attention.problem import DTYPES, standard
+from tiledsched.kernels.attention.options import DTYPES
+from tiledsched.kernels.attention.problem import standard
 from tiledsched.kernels.attention.suites import MASKS, SEQ_LENS
 
 ALL_MODELS = "models"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
+from tiledsched.kernels.cross_entropy.rivals import in_torch
 from tiledsched.kernels.row_schedules import LOADS, RowSimilarity, StreamingCost, TileDemand
 
 IGNORED = -100
@@ -159,10 +160,7 @@ class CrossEntropy(Kernel):
         lse = xp.where(xp.isinf(highest), highest, highest + log_total)
         return xp.where(labels == ignore_index, 0.0, xp.where(known, loss, xp.nan)), lse
 
-    @staticmethod
-    def stand_in(p: Problem, numbers: Mapping[str, float]) -> Callable[..., Any]:
-        """torch's own."""
-        return of_torch(int(numbers["ignore_index"]), float(numbers["smoothing"]))
+    stand_in = staticmethod(in_torch)
 
     @staticmethod
     def small() -> list[Problem]:
@@ -176,17 +174,3 @@ class CrossEntropy(Kernel):
             )
             for rows, columns in ((5, 1000), (3, 9000), (1, 24))
         ]
-
-
-def of_torch(ignore_index: int, smoothing: float) -> Callable[[Any, Any], Any]:
-    """The kernel in torch's functions."""
-    import torch
-
-    def call(Logits: Any, Labels: Any) -> Any:
-        wide = Logits.float()
-        loss = torch.nn.functional.cross_entropy(
-            wide, Labels.long(), ignore_index=ignore_index, label_smoothing=smoothing, reduction="none"
-        )
-        return loss, torch.logsumexp(wide, -1)
-
-    return call

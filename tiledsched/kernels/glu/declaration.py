@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import tiledsched.core.fields as ts
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
+from tiledsched.kernels.glu.rivals import in_torch
 from tiledsched.kernels.persistent import resident_blocks
-from tiledsched.kernels.row_schedules import LOADS, RowSimilarity, StreamingCost, TileDemand
+from tiledsched.kernels.row_schedules import LOADS, OneFunction, RowSimilarity, StreamingCost, TileDemand
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 """The kernel sees the index."""
@@ -30,7 +31,7 @@ class GluCost(StreamingCost):
         )
 
 
-class Glu(Kernel):
+class Glu(OneFunction, Kernel):
     """Out = activation(Gate) * Up, element by element."""
 
     name = "glu"
@@ -87,13 +88,6 @@ class Glu(Kernel):
         return (resident_blocks(tiles, s, device) if s["PERSISTENT"] else tiles,)
 
     @staticmethod
-    def entry(p: Problem, s: Schedule) -> Callable[..., None]:
-        """The only one."""
-        from tiledsched.kernels.glu import tiles
-
-        return tiles.glu
-
-    @staticmethod
     def reference(xp: Any, Gate: Any, Up: Any, activation: str) -> Any:
         """The gated elements."""
         if activation == "gelu":
@@ -103,10 +97,7 @@ class Glu(Kernel):
             share = 0.5 * (1.0 + xp.tanh(0.5 * twice))
         return Gate * share * Up
 
-    @staticmethod
-    def stand_in(p: Problem, numbers: Mapping[str, float]) -> Callable[..., Any]:
-        """torch's own activation, and a product."""
-        return of_torch(p.activation)
+    stand_in = staticmethod(in_torch)
 
     @staticmethod
     def small() -> list[Problem]:
@@ -121,16 +112,6 @@ class Glu(Kernel):
 def tiles_of(p: Problem, s: Schedule) -> int:
     """Tiles that cover the output."""
     return -(-p.rows // s.number("TILE_ROWS")) * -(-p.columns // s.number("TILE_COLUMNS"))
-
-
-def of_torch(activation: str) -> Callable[[Any, Any], Any]:
-    """The unit in torch's functions."""
-    from torch.nn.functional import gelu, silu
-
-    if activation == "silu":
-        return lambda Gate, Up: silu(Gate) * Up
-    approximate = "tanh" if activation == "gelu_tanh" else "none"
-    return lambda Gate, Up: gelu(Gate, approximate=approximate) * Up
 
 
 def erfc(xp: Any, x: Any) -> Any:

@@ -16,6 +16,7 @@ from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.grouped_matmul.model import GroupedMatmulCost, skewed_ends
+from tiledsched.kernels.grouped_matmul.rivals import raced
 from tiledsched.kernels.grouped_matmul.similarity import GroupedMatmulSimilarity
 from tiledsched.kernels.grouped_matmul.suites import SUITES
 from tiledsched.kernels.persistent import resident_blocks
@@ -140,14 +141,7 @@ class GroupedMatmul(Kernel):
             begin = end
         return out
 
-    @staticmethod
-    def rivals(p: Problem) -> Mapping[str, Callable[..., Any]]:
-        """torch's grouped product, which takes bfloat16 whose rows start at multiples of 16 bytes."""
-        if p.dtype != "bfloat16" or p.odd or row_bytes(p.n):
-            return {}
-        import torch
-
-        return {"torch_grouped_mm": lambda A, B, Offsets: torch._grouped_mm(A, B, offs=Offsets)}
+    rivals = staticmethod(raced)
 
     @staticmethod
     def flops(p: Problem) -> float:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import tiledsched.core.fields as ts
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.kernels import row_schedules
-from tiledsched.kernels.row_schedules import ELEMENTS, RowSimilarity, StreamingCost, TileDemand
+from tiledsched.kernels.layer_norm.rivals import in_torch, raced
+from tiledsched.kernels.row_schedules import (
+    ELEMENTS,
+    KNOBS,
+    RowKernel,
+    RowSimilarity,
+    StreamingCost,
+    TileDemand,
+    row_coverage,
+)
 
 WIDTHS = (768, 1024, 1280, 3072, 5120, 8192)
 """Columns of a suite: as in BERT and ViT (base and large), Whisper large, FLUX, Wan 14B, and Falcon 40B."""
@@ -28,7 +35,7 @@ class LayerNormCost(StreamingCost):
     def work(self, p: Problem, s: Schedule) -> TileDemand:
         """A row that is not held is read again, from the L2 cache for the most part."""
         rows, tile = s.number("TILE_ROWS"), s.number("TILE_COLUMNS")
-        covered, held = row_schedules.row_coverage(p, s)
+        covered, held = row_coverage(p, s)
         return TileDemand(
             count=-(-p.rows // rows),
             bytes=2.0 * rows * min(covered if held else tile, p.columns),
@@ -39,7 +46,7 @@ class LayerNormCost(StreamingCost):
         )
 
 
-class LayerNorm(Kernel):
+class LayerNorm(RowKernel, Kernel):
     """Out = (X - mean) / sqrt(variance + eps) * W + B by rows; without `weighted` there is no W, without `biased` no B."""
 
     name = "layer_norm"
@@ -54,13 +61,12 @@ class LayerNorm(Kernel):
     Out = ts.out("rows columns")
     eps = ts.scalar(1e-5)
 
-    knobs = row_schedules.KNOBS | {
+    knobs = KNOBS | {
         "TILE_COLUMNS": ts.knob((2048, 256, 512, 1024, 4096, 8192, 16384), about="columns of a tile", weight=0.4),
         "loads": ts.knob(("gather", "plain", "tma"), about="how rows move", weight=1.0),
         "num_worker_warps": ts.knob((4, 1, 2, 8), about="warps that compute", weight=0.4),
         "occupancy": ts.knob((0, 4, 8, 16), about="blocks an SM should hold; 0 leaves it to the compiler", weight=0.4),
     }
-    constraints = row_schedules.CONSTRAINTS
     exploring = {
         "TILE_COLUMNS < 2 * columns or TILE_COLUMNS == 256": "less than half of the tile would be used",
         "HOLD or TILE_COLUMNS < columns": "a row of one tile is held in any case",
@@ -77,9 +83,7 @@ class LayerNorm(Kernel):
         "occupancy < 16 or num_worker_warps == 2": "an SM holds no more registers",
         "occupancy != 8 or num_worker_warps == 4": "of eight warps an SM holds fewer blocks, and of two more",
     }
-    derived = row_schedules.DERIVED
     axes = ("columns", "rows", "dtype")
-    plain = {"HOLD": True, "PERSISTENT": False}
     suites = {
         "widths": [{"rows": ELEMENTS // columns, "columns": columns} for columns in WIDTHS],
         "models": [{"rows": 8192, "columns": 5000}, *({"rows": 512, "columns": columns} for columns in (768, 5120))],
@@ -87,15 +91,6 @@ class LayerNorm(Kernel):
 
     cost = LayerNormCost()
     similarity = RowSimilarity()
-    constants = staticmethod(row_schedules.constants)
-    grid = staticmethod(row_schedules.grid)
-
-    @staticmethod
-    def entry(p: Problem, s: Schedule) -> Callable[..., None]:
-        """The only one."""
-        from tiledsched.kernels.layer_norm import tiles
-
-        return tiles.layer_norm
 
     @staticmethod
     def reference(xp: Any, X: Any, W: Any, B: Any, eps: float) -> Any:
@@ -105,24 +100,9 @@ class LayerNorm(Kernel):
         out = out if W is None else out * W
         return out if B is None else out + B
 
-    @staticmethod
-    def rivals(p: Problem) -> Mapping[str, Callable[..., Any]]:
-        """torch's own."""
-        from torch.nn.functional import layer_norm
+    rivals = staticmethod(raced)
 
-        eps = float(p.declaration.scalar_values(p)["eps"])
-
-        def call(X: Any, *more: Any) -> Any:
-            return layer_norm(X, (p.columns,), *affine(p, more), eps)
-
-        return {"torch": call}
-
-    @staticmethod
-    def stand_in(p: Problem, numbers: Mapping[str, float]) -> Callable[..., Any]:
-        """torch's own, with the eps of the call."""
-        from torch.nn.functional import layer_norm
-
-        return lambda X, *more: layer_norm(X, (p.columns,), *affine(p, more), numbers["eps"])
+    stand_in = staticmethod(in_torch)
 
     @staticmethod
     def small() -> list[Problem]:
@@ -136,10 +116,3 @@ class LayerNorm(Kernel):
             )
             for rows, columns in ((5, 1000), (7, 512), (3, 5120), (1, 24))
         ]
-
-
-def affine(p: Problem, given: tuple[Any, ...]) -> tuple[Any, Any]:
-    """(weight, bias) of a problem's inputs after the first; None for what the problem does not have."""
-    left = list(given)
-    weight = left.pop(0) if p.weighted else None
-    return weight, left.pop(0) if p.biased else None

@@ -5,13 +5,14 @@ What runs on the GPU is in `tiles` beside it; cuTile is imported where a launch 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import tiledsched.core.fields as ts
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
+from tiledsched.kernels.matmul.rivals import raced
 from tiledsched.kernels.matmul.similarity import MatmulSimilarity
 from tiledsched.kernels.matmul.suites import SUITES
 from tiledsched.kernels.persistent import resident_blocks
@@ -138,12 +139,7 @@ class Matmul(Kernel):
         """The product."""
         return A @ B
 
-    @staticmethod
-    def rivals(p: Problem) -> Mapping[str, Callable[..., Any]]:
-        """cuBLAS, through torch."""
-        import torch
-
-        return {"torch": torch.mm}
+    rivals = staticmethod(raced)
 
     @staticmethod
     def flops(p: Problem) -> float:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import tiledsched.core.fields as ts
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.kernels import row_schedules
-from tiledsched.kernels.row_schedules import ELEMENTS, WIDTHS
+from tiledsched.kernels.rms_norm.rivals import in_torch
+from tiledsched.kernels.row_schedules import ELEMENTS, WIDTHS, RowCost, RowKernel
 
 
-class RmsNorm(Kernel):
+class RmsNorm(RowKernel, Kernel):
     """Out = X / sqrt(mean(X * X) + eps) * W by rows; with `residual`, X + R takes the place of X and is an output, Sum."""
 
     name = "rms_norm"
@@ -28,12 +28,7 @@ class RmsNorm(Kernel):
     Sum = ts.out("rows columns", when="residual", aligned=True)
     eps = ts.scalar(1e-5)
 
-    knobs = row_schedules.KNOBS
-    constraints = row_schedules.CONSTRAINTS
-    exploring = row_schedules.EXPLORING
-    derived = row_schedules.DERIVED
     axes = ("columns", "rows", "residual", "dtype")
-    plain = {"HOLD": True, "PERSISTENT": False}
     suites = {
         "widths": [
             {"rows": ELEMENTS // columns, "columns": columns, "residual": residual}
@@ -48,9 +43,7 @@ class RmsNorm(Kernel):
         ],
     }
 
-    cost = row_schedules.RowCost()
-    constants = staticmethod(row_schedules.constants)
-    grid = staticmethod(row_schedules.grid)
+    cost = RowCost()
 
     @staticmethod
     def entry(p: Problem, s: Schedule) -> Callable[..., None]:
@@ -66,18 +59,7 @@ class RmsNorm(Kernel):
         out = x / xp.sqrt((x * x).mean(-1, keepdims=True) + eps) * W
         return out if R is None else (out, x)
 
-    @staticmethod
-    def stand_in(p: Problem, numbers: Mapping[str, float]) -> Callable[..., Any]:
-        """torch's own."""
-        from torch.nn.functional import rms_norm
-
-        def call(X: Any, *more: Any) -> Any:
-            *residual, W = more
-            total = X + residual[0] if residual else X
-            out = rms_norm(total, (p.columns,), W, numbers["eps"])
-            return (out, total) if residual else out
-
-        return call
+    stand_in = staticmethod(in_torch)
 
     @staticmethod
     def small() -> list[Problem]:

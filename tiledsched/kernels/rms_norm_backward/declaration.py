@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import tiledsched.core.fields as ts
 from tiledsched.core.arrays import Tolerance
-from tiledsched.core.cost import LAUNCH_US, smooth_max
-from tiledsched.core.device import ArchSpec
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
-from tiledsched.kernels import row_schedules
 from tiledsched.kernels.rms_norm import RmsNorm
+from tiledsched.kernels.rms_norm_backward.rivals import in_torch
 from tiledsched.kernels.row_schedules import (
-    BLOCK_CYCLES,
-    COPY_SHARE,
+    CONSTRAINTS,
+    DERIVED,
     LATENCY_CYCLES,
     SPILL_COST,
+    RowKernel,
     RowSimilarity,
     StreamingCost,
     TileDemand,
+    row_coverage,
 )
 
 SUM_ROWS, SUM_COLUMNS = 64, 32
@@ -47,7 +47,7 @@ class RmsNormBackwardCost(StreamingCost):
     def work(self, p: Problem, s: Schedule) -> TileDemand:
         """A row that is not held is read again, and the part of dW with it, from the L2 cache for the most part."""
         rows, tile = s.number("TILE_ROWS"), s.number("TILE_COLUMNS")
-        covered, held = row_schedules.row_coverage(p, s)
+        covered, held = row_coverage(p, s)
         parts = 8.0 * blocks(p, s) * p.columns
         return TileDemand(
             count=-(-p.rows // rows),
@@ -57,24 +57,21 @@ class RmsNormBackwardCost(StreamingCost):
             again=0.5 * parts if held else 0.5 * (parts + 6.0 * p.rows * p.columns),
         )
 
-    def model(self, p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
-        """Estimated time in microseconds of both launches. Only the order of estimates counts."""
-        work, resident = self.work(p, s), facts.resident(spec.arch)
-        rate = spec.dram_gbps * COPY_SHARE
-        staged = facts.shared_bytes if s["loads"] == "tma" else 0  # known of code that is built
-        enough = ENOUGH * LATENCY_CYCLES * rate / spec.sm_count / spec.clock_ghz
-        lack = (
-            FEW_BYTES_COST * max(0.0, enough / (resident * (staged or work.bytes)) - 1.0)
-            + SPILL_COST * facts.spill_bytes
-        )
-        memory_us = (p.min_bytes + work.again) / (rate * 1e3) * (1.0 + lack)
+    launches = 2
 
-        waves = -(-blocks(p, s) // (spec.sm_count * resident))
-        turns = waves * -(-work.count // blocks(p, s))
-        alone = work.instructions / min(spec.fp32_ops, facts.threads) + BLOCK_CYCLES
-        alone += 0.0 if reads_ahead(s) else LATENCY_CYCLES
-        busy = resident * work.instructions / spec.fp32_ops
-        return 2 * LAUNCH_US + smooth_max(memory_us, turns * max(alone, busy) / (spec.clock_ghz * 1e3))
+    def slowdown(self, s: Schedule, work: TileDemand, facts: ResourceFacts, resident: int, answered: float) -> float:
+        """Few bytes under way lengthen the stream, and so do registers that spill."""
+        staged = facts.shared_bytes if s["loads"] == "tma" else 0  # known of code that is built
+        lack = FEW_BYTES_COST * max(0.0, ENOUGH * answered / (resident * (staged or work.bytes)) - 1.0)
+        return 1.0 + lack + SPILL_COST * facts.spill_bytes
+
+    def turns(self, p: Problem, s: Schedule, work: TileDemand, slots: int) -> float:
+        """The tiles that a block takes, as often as blocks follow one another."""
+        return -(-blocks(p, s) // slots) * -(-work.count // blocks(p, s))
+
+    def latency(self, s: Schedule) -> float:
+        """A block that reads ahead waits for its first rows only."""
+        return 0.0 if reads_ahead(s) else LATENCY_CYCLES
 
 
 class RmsNormBackward(Kernel):
@@ -110,7 +107,7 @@ class RmsNormBackward(Kernel):
             (264, 396, 132, 528, 792, 16, 32, 64), about="most blocks, each of which has a part of dW", weight=0.4
         ),
     }
-    constraints = row_schedules.CONSTRAINTS
+    constraints = CONSTRAINTS
     exploring = {
         "TILE_COLUMNS < 2 * columns or TILE_COLUMNS == 512": "less than half of the tile would be used",
         "HOLD or TILE_COLUMNS < columns": "a row of one tile is held in any case",
@@ -136,7 +133,7 @@ class RmsNormBackward(Kernel):
         "2 * BLOCKS > sm_count * occupancy or 2 * TILE_ROWS * BLOCKS > rows": "SMs would be idle",
         "TILE_ROWS * BLOCKS <= rows or BLOCKS == 16": "blocks without rows",
     }
-    derived = row_schedules.DERIVED
+    derived = DERIVED
     axes = RmsNorm.axes
     plain = {"HOLD": True, "AHEAD": False}
     suites = RmsNorm.suites
@@ -146,7 +143,7 @@ class RmsNormBackward(Kernel):
     @staticmethod
     def constants(p: Problem, s: Schedule) -> Mapping[str, Any]:
         """Parameters that are called like no knob."""
-        return {**row_schedules.constants(p, s), "SUM_ROWS": SUM_ROWS, "SUM_COLUMNS": SUM_COLUMNS}
+        return {**RowKernel.constants(p, s), "SUM_ROWS": SUM_ROWS, "SUM_COLUMNS": SUM_COLUMNS}
 
     @classmethod
     def tolerance(cls, p: Problem, s: Schedule) -> Tolerance:
@@ -169,18 +166,7 @@ class RmsNormBackward(Kernel):
         dx = scale * (gradient - X * scale**2 * (gradient * X).mean(-1, keepdims=True))
         return dx if dSum is None else dx + dSum, (dOut * X * scale).sum(0)
 
-    @staticmethod
-    def stand_in(p: Problem, numbers: Mapping[str, float]) -> Callable[..., Any]:
-        """The gradients of X and W, by elementary functions of torch."""
-
-        def call(dOut: Any, X: Any, W: Any, dSum: Any = None) -> Any:
-            x, gradient = X.float(), dOut.float()
-            scale = (x.square().mean(-1, keepdim=True) + numbers["eps"]).rsqrt()
-            weighed, x = gradient * W.float(), x * scale
-            dx = scale * (weighed - x * (weighed * x).mean(-1, keepdim=True))
-            return (dx if dSum is None else dx + dSum).to(X.dtype), (gradient * x).sum(0).to(W.dtype)
-
-        return call
+    stand_in = staticmethod(in_torch)
 
     @staticmethod
     def small() -> list[Problem]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import tiledsched.core.fields as ts
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.kernels.row_schedules import RowSimilarity, StreamingCost, TileDemand
+from tiledsched.kernels.rope.reference import rotated
+from tiledsched.kernels.rope.rivals import in_torch
+from tiledsched.kernels.row_schedules import OneFunction, RowSimilarity, StreamingCost, TileDemand
 
 FP32_PER_ELEMENT = 8.0
 """Instructions per element: conversions, and two products."""
@@ -38,7 +40,7 @@ class RopeCost(StreamingCost):
         )
 
 
-class Rope(Kernel):
+class Rope(OneFunction, Kernel):
     """Queries and keys, each pair of elements of a head rotated by the angle of its position."""
 
     name = "rope"
@@ -100,13 +102,6 @@ class Rope(Kernel):
         return blocks_of(p, s) // p.batch, p.batch
 
     @staticmethod
-    def entry(p: Problem, s: Schedule) -> Callable[..., None]:
-        """The only one."""
-        from tiledsched.kernels.rope import tiles
-
-        return tiles.rope
-
-    @staticmethod
     def reference(xp: Any, Q: Any, K: Any, Cos: Any, Sin: Any) -> Any:
         """The rotated queries and keys."""
         return tuple(rotated(xp.stack, each, Cos, Sin) for each in (Q, K))
@@ -117,10 +112,7 @@ class Rope(Kernel):
         angle = rng.uniform(0.0, 6.283185307179586, (p.tables, p.seq, p.half))
         return {"Cos": xp.cos(angle), "Sin": xp.sin(angle)}
 
-    @staticmethod
-    def stand_in(p: Problem, numbers: Mapping[str, float]) -> Callable[..., Any]:
-        """torch's products and sums."""
-        return of_torch()
+    stand_in = staticmethod(in_torch)
 
     @staticmethod
     def small() -> list[Problem]:
@@ -138,20 +130,13 @@ class Rope(Kernel):
 
 
 class RopeInPlace(Rope):
-    """The same, where queries and keys lie."""
+    """Queries and keys as `Rope` rotates them, written where they lie."""
 
     name = "rope_in_place"
     Q = ts.inout("batch seq q_heads parts width")
     K = ts.inout("batch seq k_heads parts width")
     OutQ = OutK = None
     suites = {"models": [{"batch": batch, "seq": seq} | LLAMA for batch, seq in ((1, 4096), (4, 4096))]}
-
-    @staticmethod
-    def entry(p: Problem, s: Schedule) -> Callable[..., None]:
-        """The only one."""
-        from tiledsched.kernels.rope import tiles
-
-        return tiles.rope_in_place
 
     @staticmethod
     def small() -> list[Problem]:
@@ -177,25 +162,3 @@ def tile_keys(p: Problem, s: Schedule) -> int:
 def blocks_of(p: Problem, s: Schedule) -> int:
     """Tiles that cover queries and keys."""
     return int(p.batch) * -(-p.seq // s.number("TILE_SEQ")) * head_tiles(p, s)
-
-
-def rotated(stack: Callable[..., Any], x: Any, cos: Any, sin: Any) -> Any:
-    """`x` as the kernel has it, rotated, by the `stack` of NumPy, CuPy or torch."""
-    shape = x.shape
-    cos, sin = cos[:, :, None, :], sin[:, :, None, :]
-    if shape[-2] == 1:
-        a, b = x[..., 0, 0::2], x[..., 0, 1::2]
-        return stack((a * cos - b * sin, b * cos + a * sin), -1).reshape(shape)
-    a, b = x[..., 0, :], x[..., 1, :]
-    return stack((a * cos - b * sin, b * cos + a * sin), -2)
-
-
-def of_torch() -> Callable[..., Any]:
-    """The kernel in torch's functions, computed in float32 and rounded once."""
-    import torch
-
-    def call(Q: Any, K: Any, Cos: Any, Sin: Any) -> Any:
-        found = (rotated(torch.stack, each.float(), Cos.float(), Sin.float()) for each in (Q, K))
-        return tuple(out.to(Q.dtype) for out in found)
-
-    return call

@@ -6,7 +6,7 @@ What runs on the GPU is in `tiles` beside it; cuTile is imported where a launch 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy
@@ -19,6 +19,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.persistent import resident_blocks
 from tiledsched.kernels.product_schedules import combine_tile, work_tiles
 from tiledsched.kernels.scaled_matmul.model import ScaledMatmulCost
+from tiledsched.kernels.scaled_matmul.rivals import raced
 from tiledsched.kernels.scaled_matmul.similarity import ScaledMatmulSimilarity
 from tiledsched.kernels.scaled_matmul.suites import SUITES
 
@@ -162,21 +163,7 @@ class ScaledMatmul(Kernel):
             return Tolerance(relative=relative)
         return Tolerance(relative=relative + math.sqrt(p.k) * FAST_SUM_ERROR, except_kinds=(SUMMED_ALIKE,))
 
-    @staticmethod
-    def rivals(p: Problem) -> Mapping[str, Callable[..., Any]]:
-        """cuBLAS, through torch; torch has no products of two operands in e5m2."""
-        if p.dtype != "float8_e4m3fn":
-            return {}
-        import torch
-
-        kind = getattr(torch, str(p.out_dtype))
-
-        def call(A: Any, B: Any, ScaleA: Any, ScaleB: Any, Bias: Any = None) -> Any:
-            if p.scales == "row":
-                ScaleA, ScaleB = ScaleA[:, None], ScaleB[None, :]
-            return torch._scaled_mm(A, B, ScaleA, ScaleB, Bias, out_dtype=kind, use_fast_accum=p.fast_accum)
-
-        return {"cublas_scaled": call}
+    rivals = staticmethod(raced)
 
     @staticmethod
     def flops(p: Problem) -> float:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import tiledsched.core.fields as ts
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
-from tiledsched.core.schedule import Schedule
-from tiledsched.kernels import row_schedules
-from tiledsched.kernels.row_schedules import ELEMENTS, WIDTHS
+from tiledsched.kernels.row_schedules import ELEMENTS, WIDTHS, RowCost, RowKernel
+from tiledsched.kernels.softmax.rivals import in_torch
 
 
-class Softmax(Kernel):
+class Softmax(RowKernel, Kernel):
     """Out = exp(X) / sum(exp(X)) by rows, computed without overflow."""
 
     name = "softmax"
@@ -23,24 +21,10 @@ class Softmax(Kernel):
     X = ts.array("rows columns")
     Out = ts.out("rows columns")
 
-    knobs = row_schedules.KNOBS
-    constraints = row_schedules.CONSTRAINTS
-    exploring = row_schedules.EXPLORING
-    derived = row_schedules.DERIVED
     axes = ("columns", "rows", "dtype")
-    plain = {"HOLD": True, "PERSISTENT": False}
     suites = {"widths": [{"rows": ELEMENTS // columns, "columns": columns} for columns in WIDTHS]}
 
-    cost = row_schedules.RowCost()
-    constants = staticmethod(row_schedules.constants)
-    grid = staticmethod(row_schedules.grid)
-
-    @staticmethod
-    def entry(p: Problem, s: Schedule) -> Callable[..., None]:
-        """The only one."""
-        from tiledsched.kernels.softmax import tiles
-
-        return tiles.softmax
+    cost = RowCost()
 
     @staticmethod
     def reference(xp: Any, X: Any) -> Any:
@@ -48,12 +32,7 @@ class Softmax(Kernel):
         powers = xp.exp(X - X.max(-1, keepdims=True))
         return powers / powers.sum(-1, keepdims=True)
 
-    @staticmethod
-    def stand_in(p: Problem, numbers: Mapping[str, float]) -> Callable[..., Any]:
-        """torch's own."""
-        import torch
-
-        return lambda X: torch.softmax(X, -1)
+    stand_in = staticmethod(in_torch)
 
     @staticmethod
     def small() -> list[Problem]:

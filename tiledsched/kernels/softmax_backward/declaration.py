@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import tiledsched.core.fields as ts
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.kernels import row_schedules
-from tiledsched.kernels.row_schedules import StreamingCost, TileDemand
+from tiledsched.kernels.row_schedules import RowKernel, RowSimilarity, StreamingCost, TileDemand, row_coverage
 from tiledsched.kernels.softmax import Softmax
+from tiledsched.kernels.softmax_backward.rivals import in_torch
 
 FP32_PER_ELEMENT = 8.0
 """Instructions per element: conversions, products, a sum."""
@@ -25,7 +25,7 @@ class SoftmaxBackwardCost(StreamingCost):
     def work(self, p: Problem, s: Schedule) -> TileDemand:
         """A row that is not held is read again, from the L2 cache for the most part."""
         rows, tile = s.number("TILE_ROWS"), s.number("TILE_COLUMNS")
-        covered, held = row_schedules.row_coverage(p, s)
+        covered, held = row_coverage(p, s)
         return TileDemand(
             count=-(-p.rows // rows),
             bytes=4.0 * rows * min(covered if held else tile, p.columns),
@@ -35,7 +35,7 @@ class SoftmaxBackwardCost(StreamingCost):
         )
 
 
-class SoftmaxBackward(Kernel):
+class SoftmaxBackward(RowKernel, Kernel):
     """dX = Out * (dOut - sum(dOut * Out)) by rows: the gradient of X where Out = softmax(X)."""
 
     name = "softmax_backward"
@@ -46,25 +46,11 @@ class SoftmaxBackward(Kernel):
     Out = ts.array("rows columns")
     dX = ts.out("rows columns")
 
-    knobs = row_schedules.KNOBS
-    constraints = row_schedules.CONSTRAINTS
-    exploring = row_schedules.EXPLORING
-    derived = row_schedules.DERIVED
     axes = Softmax.axes
-    plain = Softmax.plain
     suites = Softmax.suites
 
     cost = SoftmaxBackwardCost()
-    similarity = row_schedules.RowSimilarity()
-    constants = staticmethod(row_schedules.constants)
-    grid = staticmethod(row_schedules.grid)
-
-    @staticmethod
-    def entry(p: Problem, s: Schedule) -> Callable[..., None]:
-        """The only one."""
-        from tiledsched.kernels.softmax_backward import tiles
-
-        return tiles.softmax_backward
+    similarity = RowSimilarity()
 
     @staticmethod
     def inputs(xp: Any, rng: Any, p: Problem) -> Mapping[str, Any]:
@@ -76,12 +62,7 @@ class SoftmaxBackward(Kernel):
         """The gradient of each row."""
         return Out * (dOut - (dOut * Out).sum(-1, keepdims=True))
 
-    @staticmethod
-    def stand_in(p: Problem, numbers: Mapping[str, float]) -> Callable[..., Any]:
-        """torch's own."""
-        import torch
-
-        return lambda dOut, Out: torch._softmax_backward_data(dOut, Out, -1, Out.dtype)
+    stand_in = staticmethod(in_torch)
 
     @staticmethod
     def small() -> list[Problem]:

@@ -9,19 +9,97 @@ interleaved in one run: times of different runs are never compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from tiledsched.bench.rows import OK
+from tiledsched.core.canonical import canonical_json
 from tiledsched.core.errors import Failure
+from tiledsched.core.files import csv_text, write_whole
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import SearchSpace
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Batch, Candidate, Runner
-from tiledsched.studies.ablation.rows import LADDER, TRIED, WITHOUT, AblationRow
-from tiledsched.studies.ablation.sources import ProgramSource, said
+from tiledsched.rivals.rows import OK, SIZES, timing_columns
+from tiledsched.studies.ablation.sources import CompiledPrograms, RecordedPrograms, said
 from tiledsched.tuning.builder import Key
+
+LADDER, WITHOUT, TRIED = "ladder", "without", "tried"
+FIRST_COLUMNS = ("dtype", "causal", *SIZES)
+"""Values of attention with a column of their own; empty for a problem that has no such field."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AblationRow:
+    """One schedule on the way from the plain schedule to the tuned one, or next to the tuned one."""
+
+    problem: Problem
+    """The problem."""
+    regime: str
+    """burst or sustained."""
+    view: str
+    """`ladder` for a rung; `without` for the tuned schedule with one knob changed back; `tried` for a possible rung, in
+    the run that chose among several.
+    """
+    rung: int
+    """Place on the ladder, where 0 is the plain schedule; for `tried`, the rung it might have been."""
+    knob: str
+    """The knobs changed, joined by +; empty for rung 0."""
+    before: str
+    """Their values before."""
+    after: str
+    """Their values after."""
+    schedule: str
+    """The whole schedule as people read it."""
+    schedule_id: str
+    """Its id."""
+    timing: Timing | None = None
+    """The time; None where there is none."""
+    speedup_over_previous: float | None = None
+    """Time before the change over time after it. For `without`, the time before is the tuned schedule's."""
+    speedup_over_plain: float | None = None
+    """Time of rung 0 over its own time; None for `tried`, which ran in another run."""
+    status: str
+    """`ok`, or why there is no time: a broken constraint, a failed build or launch, or nothing recorded."""
+    device: str = ""
+    """Name of the GPU."""
+    runner: str = ""
+    """gpu or replay."""
+    taken: str = ""
+    """Day on which it was timed, in UTC, as YYYY-MM-DD; empty where it was not recorded."""
+
+    def to_csv(self) -> dict[str, Any]:
+        """One cell for each column, also for `--json`."""
+        p = self.problem.values
+        return {
+            "regime": self.regime,
+            **{name: p.get(name, "") for name in FIRST_COLUMNS},
+            "view": self.view,
+            "rung": self.rung,
+            "knob": self.knob,
+            "from": self.before,
+            "to": self.after,
+            **timing_columns(self.timing, 4),
+            "speedup_over_previous": _rounded(self.speedup_over_previous),
+            "speedup_over_plain": _rounded(self.speedup_over_plain),
+            "status": self.status,
+            "schedule": self.schedule,
+            "schedule_id": self.schedule_id,
+            "alignment": p.get("alignment", ""),
+            "value_dim": p.get("value_dim", ""),
+            "device": self.device,
+            "runner": self.runner,
+            "kernel": self.problem.kernel,
+            "problem": canonical_json(self.problem.to_json()),
+            "taken": self.taken,
+        }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
 
 TOGETHER = (("tile_m", "tile_n"), ("latency_k", "latency_v"), ("occupancy", "num_ctas"))
 """Knobs that are changed together; every other knob is a group of its own."""
@@ -78,7 +156,7 @@ class Ladder:
     def __init__(
         self,
         runner: Runner,
-        source: ProgramSource,
+        source: CompiledPrograms | RecordedPrograms,
         space: SearchSpace,
         kernel: KernelClass,
         problem: Problem,
@@ -116,12 +194,13 @@ class Ladder:
         turned_back = [((name,), tuned.replace(**{name: plain[name]})) for name in tuned if tuned[name] != plain[name]]
         schedules = [schedule for _, schedule in (*rungs, *turned_back)]
         outcomes = self._time(schedules, self._rounds, check=True)
-        ladder = self._ladder_rows(rungs, outcomes)
-        top = ladder[-1]
-        for group, schedule in turned_back:
-            row = self._row(WITHOUT, len(rungs) - 1, group, tuned, schedule, outcomes[schedule])
-            ladder.append(replace(row, speedup_over_previous=_over(top, row), speedup_over_plain=_over(ladder[0], row)))
-        return [*ladder, *self._rows]
+        found = []
+        for rung, (group, schedule) in enumerate(rungs):
+            before = rungs[max(rung - 1, 0)][1]
+            found.append(self._row(LADDER, rung, group, before, schedule, outcomes, plain))
+        last = len(rungs) - 1
+        found += [self._row(WITHOUT, last, group, tuned, each, outcomes, plain) for group, each in turned_back]
+        return [*found, *self._rows]
 
     def _next_rung(
         self, current: Schedule, tuned: Schedule, left: Sequence[Group], rung: int
@@ -133,10 +212,7 @@ class Ladder:
             return left[0], tuned
         options = {group: current.replace(**{name: tuned[name] for name in group}) for group in left}
         outcomes = self._time([current, *options.values()], LOOK_ROUNDS, check=False)
-        before = self._row(TRIED, rung, (), current, current, outcomes[current])
-        for group, schedule in options.items():
-            row = self._row(TRIED, rung, group, current, schedule, outcomes[schedule])
-            self._rows.append(replace(row, speedup_over_previous=_over(before, row)))
+        self._rows += [self._row(TRIED, rung, group, current, each, outcomes) for group, each in options.items()]
         timed = [
             (not self._leads_on(schedule, tuned, frozenset(left) - {group}), outcome.median_us, group)
             for group, schedule in options.items()
@@ -159,15 +235,15 @@ class Ladder:
         outcomes: dict[Schedule, Outcome] = {}
         wanted = []
         for schedule in dict.fromkeys(schedules):
-            broken = refusals(self._space, schedule, self._problem)
-            if broken:
+            if broken := refusals(self._space, schedule, self._problem):
                 outcomes[schedule] = f"not valid: {'; '.join(broken)}"
             else:
                 wanted.append(schedule)
         programs: dict[Key, tuple[Candidate, list[Schedule]]] = {}
         for schedule, found in self._source.find(wanted, self._problem).items():
-            failed = found if isinstance(found, str) else self._wrong(found) if check else self._unfit(found)
-            if isinstance(found, str) or failed:
+            # A program that runs is timed where a rung is chosen; for a rung, its results must be right, too.
+            failed = self._wrong(found) if check or isinstance(found, str) else said(self._runner.probe(found))
+            if failed or isinstance(found, str):
                 outcomes[schedule] = failed
             else:
                 programs.setdefault(self._key(found), (found, []))[1].append(schedule)
@@ -182,42 +258,28 @@ class Ladder:
         grids = self._kernel.grids(self._problem, candidate.schedule, self._runner.device)
         return candidate.artifact.fingerprint, grids
 
-    def _unfit(self, candidate: Candidate) -> str:
-        """Why a program cannot be timed; empty where it can."""
-        seen = self._runner.probe(candidate)
-        return said(seen) if isinstance(seen, Failure) else ""
-
     def _wrong(self, found: Candidate | str) -> str:
         """Why a program may not be a rung; empty where it may. Each program's accuracy is checked once."""
         if isinstance(found, str):
             return found
         key = self._key(found)
         if key not in self._checked:
-            checked = self._runner.check(found)
-            self._checked[key] = said(checked) if isinstance(checked, Failure) else ""
+            self._checked[key] = said(self._runner.check(found))
         return self._checked[key]
 
-    def _ladder_rows(
-        self, rungs: Sequence[tuple[Group, Schedule]], outcomes: dict[Schedule, Outcome]
-    ) -> list[AblationRow]:
-        rows: list[AblationRow] = []
-        for rung, (group, schedule) in enumerate(rungs):
-            previous = rungs[rung - 1][1] if rung else schedule
-            row = self._row(LADDER, rung, group, previous, schedule, outcomes[schedule])
-            first, before = (rows[0], rows[-1]) if rows else (row, None)
-            rows.append(
-                replace(
-                    row,
-                    speedup_over_plain=_over(first, row),
-                    speedup_over_previous=_over(before, row) if before else None,
-                )
-            )
-        return rows
-
     def _row(
-        self, view: str, rung: int, group: Group, before: Schedule, after: Schedule, outcome: Outcome
+        self,
+        view: str,
+        rung: int,
+        group: Group,
+        before: Schedule,
+        after: Schedule,
+        outcomes: Mapping[Schedule, Outcome],
+        plain: Schedule | None = None,
     ) -> AblationRow:
-        row = AblationRow(
+        """The row of a schedule: its speedup is over `before`, unless it is the same one, and over `plain`."""
+        outcome = outcomes[after]
+        return AblationRow(
             problem=self._problem,
             regime=self._regime,
             view=view,
@@ -227,14 +289,14 @@ class Ladder:
             after="+".join(str(after[name]) for name in group),
             schedule=after.short(),
             schedule_id=after.id,
-            status=OK,
+            status=outcome if isinstance(outcome, str) else OK,
+            timing=None if isinstance(outcome, str) else outcome,
+            speedup_over_previous=_over(outcomes[before], outcome) if rung or view == TRIED else None,
+            speedup_over_plain=_over(outcomes[plain], outcome) if plain else None,
             device=self._runner.device.name,
             runner=self._runner.name,
             taken=self._taken,
         )
-        if isinstance(outcome, str):
-            return replace(row, status=outcome)
-        return replace(row, timing=outcome)
 
 
 def outcome_of(batch: Batch | Failure) -> Outcome:
@@ -246,6 +308,14 @@ def outcome_of(batch: Batch | Failure) -> Outcome:
     return Timing.of(batch.samples_us)
 
 
-def _over(before: AblationRow, after: AblationRow) -> float | None:
-    """Speedup from one row to the other; None where either has no time."""
-    return before.timing.median_us / after.timing.median_us if before.timing and after.timing else None
+def _over(before: Outcome, after: Outcome) -> float | None:
+    """Speedup from one time to the other; None where either is missing."""
+    if isinstance(before, Timing) and isinstance(after, Timing):
+        return before.median_us / after.median_us
+    return None
+
+
+def write_rows(rows: Sequence[AblationRow], path: Path) -> None:
+    """Write all rows to a CSV file, in place of what it held."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, csv_text([row.to_csv() for row in rows]))

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tiledsched.report.answer import longer
-from tiledsched.report.document import NOTHING, Block, Chart, Heading, Paragraph, Table, write_document
-from tiledsched.report.vega import BLUE, ORANGE, RED, Spec, chart, quantity, tips, titled, word
-from tiledsched.studies.ablation.rows import LADDER, TRIED, WITHOUT, AblationRow
-from tiledsched.studies.phrases import counted, first_line, joined, times_as_fast
+from tiledsched.core.text import change, figure, joined, longer, plural, ratio, times_as_fast
+from tiledsched.report.document import Block, Chart, Heading, Paragraph, Table, write_document
+from tiledsched.report.vega import BLUE, ORANGE, RED, Spec, quantity, tips, titled, word
+from tiledsched.studies.ablation.ladder import LADDER, TRIED, WITHOUT, AblationRow
+from tiledsched.studies.pages import first_line, labelled_bars, untimed
 
 SMALL = 0.01
 """A knob that costs less than this when it is turned back is said to cost little."""
@@ -29,9 +29,7 @@ def document(rows: Sequence[AblationRow]) -> list[Block]:
     timed = [row for row in shown if row.timing]
     problems = {str(problem): problem for problem in dict.fromkeys(row.problem for row in rows)}
     replayed = " They are replayed from a recording" if any(row.runner == "replay" for row in rows) else ""
-    what = f"{counted(len(timed), 'time')} of {counted(len(problems), 'problem')}" + (
-        f".{replayed}" if replayed else ""
-    )
+    what = f"{plural(len(timed), 'time')} of {plural(len(problems), 'problem')}" + (f".{replayed}" if replayed else "")
     blocks: list[Block] = [
         Heading(text="What each knob of the tuned schedule is worth", level=1),
         first_line((row.device for row in timed), (row.taken for row in timed), what, len(timed)),
@@ -45,10 +43,7 @@ def document(rows: Sequence[AblationRow]) -> list[Block]:
         for row in rows
         if not row.timing and (row.view != TRIED or row.status != "not recorded")
     ]
-    if failed:
-        heading = Heading(text="What has no time", folded=bool(timed))
-        blocks += [heading, Table(head=("problem", "schedule", "why"), rows=failed)]
-    return blocks
+    return blocks + untimed(("problem", "schedule", "why"), failed, folded=bool(timed))
 
 
 def answer(rows: Sequence[AblationRow]) -> str:
@@ -59,8 +54,8 @@ def answer(rows: Sequence[AblationRow]) -> str:
     if plain.timing and tuned.timing and plain is not tuned:
         fast, slow = tuned.timing.median_us, plain.timing.median_us
         lines.append(
-            f"For {plain.problem.kernel} {plain.problem}, the tuned schedule takes {_us(fast)} µs and is "
-            f"{times_as_fast(slow / fast)} as the plain one, which takes {_us(slow)} µs."
+            f"For {plain.problem.kernel} {plain.problem}, the tuned schedule takes {figure(fast)} µs and is "
+            f"{times_as_fast(slow / fast)} as the plain one, which takes {figure(slow)} µs."
         )
     elif plain is tuned:
         lines.append(f"For {plain.problem.kernel} {plain.problem}, the plain schedule is the tuned one.")
@@ -74,7 +69,7 @@ def answer(rows: Sequence[AblationRow]) -> str:
     if steps:
         best = max(steps, key=lambda row: row.speedup_over_previous or 0.0)
         lines.append(
-            f"The largest of {counted(len(steps), 'step')} is {_change(best)}: "
+            f"The largest of {plural(len(steps), 'step')} is {_change(best)}: "
             f"{times_as_fast(best.speedup_over_previous or 1.0)} as before."
         )
     slower = [row for row in steps if (row.speedup_over_previous or 1.0) < 1 - SMALL]
@@ -87,7 +82,7 @@ def answer(rows: Sequence[AblationRow]) -> str:
     if costs:
         most = max(costs, key=lambda knob: costs[knob])
         lines.append(
-            f"Of {counted(len(costs), 'knob')} of the tuned schedule that were turned back alone, `{most}` costs most: the "
+            f"Of {plural(len(costs), 'knob')} of the tuned schedule that were turned back alone, `{most}` costs most: the "
             f"kernel then takes {longer(costs[most])}."
         )
         little = [f"`{knob}`" for knob, cost in costs.items() if cost < SMALL]
@@ -112,9 +107,9 @@ def _of_problem(text: str, rows: Sequence[AblationRow], suffix: str) -> list[Blo
     lines = [
         (
             f"{_place(row)}: {_change(row)}",
-            _us(row.timing.median_us),
-            _times(row.speedup_over_previous),
-            _times(row.speedup_over_plain),
+            figure(row.timing.median_us),
+            ratio(row.speedup_over_previous),
+            ratio(row.speedup_over_plain),
         )
         for row in timed
         if row.timing
@@ -133,7 +128,7 @@ def ladder_rows(rows: Sequence[AblationRow]) -> list[dict[str, Any]]:
         {
             "what": _change(row, "→", code=False),
             "us": round(row.timing.median_us, 2),
-            "said": f"{_us(row.timing.median_us)} µs",
+            "said": f"{figure(row.timing.median_us)} µs",
             "kind": "plain" if not row.rung else "rung",
         }
         for row in rows
@@ -148,14 +143,14 @@ def without_rows(rows: Sequence[AblationRow]) -> list[dict[str, Any]]:
         for row in rows
         if row.view == WITHOUT and row.timing and row.speedup_over_previous
     ]
-    return [{**row, "said": f"{row['percent']:+.1f}%"} for row in sorted(found, key=lambda row: -row["percent"])]
+    return [{**row, "said": change(row["percent"] / 100)} for row in sorted(found, key=lambda row: -row["percent"])]
 
 
 def _ladder(rows: list[dict[str, Any]]) -> Spec:
     most = max(row["us"] for row in rows)
     x = quantity("us", "time, µs", scale={"domain": [0, most * 1.5], "nice": False})
     colour = word("kind", None, scale={"domain": ["plain", "rung"], "range": [ORANGE, BLUE]}, legend=None)
-    return _labelled(rows, x, colour, tips(what="change", said="time"))
+    return _bars(rows, x, colour, tips(what="change", said="time"))
 
 
 def _without(rows: list[dict[str, Any]]) -> Spec:
@@ -163,23 +158,16 @@ def _without(rows: list[dict[str, Any]]) -> Spec:
     room = max(max(values) - min(values), 1.0)
     domain = [min(values) - (room * 0.4 if min(values) < 0 else 0.0), max(values) + room * 0.4]
     x = quantity("percent", "how much longer the kernel takes, %", scale={"domain": domain, "nice": False})
-    return _labelled(rows, x, {"value": RED}, tips(what="turned back", said="takes longer by"))
+    return _bars(rows, x, {"value": RED}, tips(what="turned back", said="takes longer by"))
 
 
-def _labelled(rows: list[dict[str, Any]], x: Spec, colour: Spec, hover: list[Spec]) -> Spec:
-    """A bar for each row, with a text at its end."""
-    y = word("what", None, axis={"labelLimit": 200})
-    text = {"type": "text", "align": "left", "dx": 4, "fontSize": 10}
-    layers = [
-        {"mark": "bar", "encoding": {"x": x, "y": y, "color": colour, "tooltip": hover}},
-        {"mark": text, "encoding": {"x": x, "y": y, "text": {"field": "said", "type": "nominal"}}},
-    ]
-    return chart(rows, {"layer": layers, "width": "container"}, height=24 * len(rows))
+def _bars(rows: list[dict[str, Any]], x: Spec, colour: Spec, hover: list[Spec]) -> Spec:
+    place = {"x": x, "y": word("what", None, axis={"labelLimit": 200})}
+    return labelled_bars(rows, place, colour, hover, 24 * len(rows), dx=4, fontSize=10)
 
 
 def _place(row: AblationRow) -> str:
-    where = {LADDER: f"rung {row.rung}", WITHOUT: "turned back", TRIED: f"tried as rung {row.rung}"}
-    return where[row.view]
+    return {LADDER: f"rung {row.rung}", WITHOUT: "turned back", TRIED: f"tried as rung {row.rung}"}[row.view]
 
 
 def _change(row: AblationRow, to: str = "to", code: bool = True) -> str:
@@ -187,11 +175,3 @@ def _change(row: AblationRow, to: str = "to", code: bool = True) -> str:
     if not row.knob:
         return "the plain schedule" if row.view != TRIED else "the rung before"
     return f"{f'`{row.knob}`' if code else row.knob} {row.before} {to} {row.after}"
-
-
-def _us(us: float) -> str:
-    return f"{us:,.0f}" if us >= 1000 else f"{us:.4g}"
-
-
-def _times(ratio: float | None) -> str:
-    return NOTHING if ratio is None else f"{ratio:.2f}x"

@@ -7,14 +7,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tiledsched.bench.rivals import untuned
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import SearchSpace, accuracy_class
 from tiledsched.core.space_files import space_for
-from tiledsched.studies.ablation.ladder import Ladder
-from tiledsched.studies.ablation.rows import AblationRow
+from tiledsched.ops.own_methods import untuned
+from tiledsched.studies.ablation.ladder import AblationRow, Ladder
 from tiledsched.studies.ablation.sources import CompiledPrograms, RecordedPrograms
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from tiledsched.build.cubin import Artifact
 from tiledsched.core.errors import Failure, FailureKind, MeasureError
@@ -18,14 +17,6 @@ from tiledsched.tuning.builder import Builder
 NOT_RECORDED = "not recorded"
 
 
-class ProgramSource(Protocol):
-    """Finds the programs of schedules."""
-
-    def find(self, schedules: Sequence[Schedule], problem: Problem) -> dict[Schedule, Candidate | str]:
-        """For each schedule a program that the runner can time, or why there is none."""
-        ...
-
-
 class CompiledPrograms:
     """Builds programs with the compiler; needs no GPU. What was built before is not built again."""
 
@@ -34,18 +25,16 @@ class CompiledPrograms:
 
     def find(self, schedules: Sequence[Schedule], problem: Problem) -> dict[Schedule, Candidate | str]:
         """For each schedule a program that the runner can time, or why there is none."""
-        builder = self._builder
-        builder.build(schedules, problem)
-        found: dict[Schedule, Candidate | str] = {}
-        for schedule in schedules:
-            record = builder.record(schedule, problem)
-            if record is None or record.failure is not None:
-                found[schedule] = said(record.failure) if record and record.failure else "not built"
-                continue
-            artifact = builder.artifacts.get(builder.arch, record.fingerprint)
-            damaged = f"{FailureKind.ARTIFACT_CORRUPT}: run again to build it anew"
-            found[schedule] = damaged if artifact is None else Candidate(schedule=schedule, artifact=artifact)
-        return found
+        self._builder.build(schedules, problem)
+        return {schedule: self._program(schedule, problem) for schedule in schedules}
+
+    def _program(self, schedule: Schedule, problem: Problem) -> Candidate | str:
+        record = self._builder.record(schedule, problem)
+        if record is None or record.failure is not None:
+            return said(record.failure) if record else "not built"
+        artifact = self._builder.artifacts.get(self._builder.arch, record.fingerprint)
+        damaged = f"{FailureKind.ARTIFACT_CORRUPT}: run again to build it anew"
+        return damaged if artifact is None else Candidate(schedule=schedule, artifact=artifact)
 
 
 class RecordedPrograms:
@@ -86,18 +75,17 @@ class RecordedPrograms:
 
     def find(self, schedules: Sequence[Schedule], problem: Problem) -> dict[Schedule, Candidate | str]:
         """For each schedule a program that the runner can time, or why there is none."""
-        found: dict[Schedule, Candidate | str] = {}
-        for schedule in schedules:
-            one = self._by_schedule.get(schedule) if problem == self.problem else None
-            facts = self._facts.get(one.fingerprint) if one else None
-            if one is None or facts is None:
-                found[schedule] = NOT_RECORDED
-            else:
-                artifact = Artifact(arch=one.device.arch, fingerprint=one.fingerprint, facts=facts, cubin=b"")
-                found[schedule] = Candidate(schedule=schedule, artifact=artifact)
-        return found
+        return {schedule: self._program(schedule, problem) for schedule in schedules}
+
+    def _program(self, schedule: Schedule, problem: Problem) -> Candidate | str:
+        one = self._by_schedule.get(schedule) if problem == self.problem else None
+        facts = self._facts.get(one.fingerprint) if one else None
+        if one is None or facts is None:
+            return NOT_RECORDED
+        artifact = Artifact(arch=one.device.arch, fingerprint=one.fingerprint, facts=facts, cubin=b"")
+        return Candidate(schedule=schedule, artifact=artifact)
 
 
-def said(failure: Failure) -> str:
-    """A failure as the status of a row."""
-    return f"{failure.kind}: {failure.message}"
+def said(found: object) -> str:
+    """A failure as the status of a row; empty for what is none."""
+    return f"{found.kind}: {found.message}" if isinstance(found, Failure) else ""

@@ -6,7 +6,16 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from tiledsched.report.vega import BINARY, BLUE, GREEN, ORANGE, RED, SIZES, Spec, chart, quantity, word
-from tiledsched.studies.evaluation.rows import BASELINE, DTYPES, EXPLICIT, FORCED, HEAD_DIMS, OURS, ResultRow
+from tiledsched.studies.evaluation.rows import (
+    BASELINE,
+    DTYPES,
+    EXPLICIT,
+    FORCED,
+    HEAD_DIMS,
+    OURS,
+    ResultRow,
+    times_by_cell,
+)
 
 PANELS = [f"D={head_dim}, {mask}" for mask in ("full", "causal") for head_dim in HEAD_DIMS]
 COLOURS = {
@@ -76,17 +85,16 @@ def throughput(rows: Sequence[ResultRow]) -> Spec:
 
 def regime_map(rows: Sequence[ResultRow]) -> Spec:
     """Figure 4: torch's time over ours, by S and D."""
-    base = {row.cell: row.median_ms for row in rows if row.method == BASELINE and row.median_ms}
     values = [
         {
-            "S": row.S,
-            "D": row.D,
-            "ratio": round(base[row.cell] / row.median_ms, 3),
-            "said": f"{base[row.cell] / row.median_ms:.2f}",
-            "panel": f"{row.dtype}, {'causal' if row.causal else 'full'}",
+            "S": length,
+            "D": head_dim,
+            "ratio": round(times[BASELINE] / times[OURS], 3),
+            "said": f"{times[BASELINE] / times[OURS]:.2f}",
+            "panel": f"{dtype}, {'causal' if causal else 'full'}",
         }
-        for row in rows
-        if row.method == OURS and row.median_ms and row.cell in base
+        for (dtype, causal, length, head_dim), times in times_by_cell(rows).items()
+        if {OURS, BASELINE} <= times.keys()
     ]
     place = {
         "x": {"field": "D", "type": "ordinal", "title": "head dimension D", "axis": {"labelAngle": 0}},

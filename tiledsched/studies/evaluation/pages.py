@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import geometric_mean, median
 
-from tiledsched.bench.rows import OK, BenchRow
 from tiledsched.core.files import csv_text
-from tiledsched.report.answer import longer
-from tiledsched.report.document import (
-    NOTHING,
-    Block,
-    Chart,
-    Contents,
-    Heading,
-    Paragraph,
-    Table,
-    to_markdown,
-    write_document,
-)
+from tiledsched.core.text import NOTHING, joined, longer, plural, ratio, tile_text, times_as_fast
+from tiledsched.report.document import Block, Chart, Contents, Heading, Paragraph, Table, to_markdown, write_document
 from tiledsched.report.vega import titled
-from tiledsched.studies.evaluation import tiles as tiling
+from tiledsched.rivals.rows import OK, BenchRow
 from tiledsched.studies.evaluation.figures import of_results
-from tiledsched.studies.evaluation.rows import BASELINE, COLUMNS, METHODS, OURS, ResultRow, result_of
-from tiledsched.studies.evaluation.tiles import TilingRow
-from tiledsched.studies.phrases import counted, first_line, joined, times_as_fast
+from tiledsched.studies.evaluation.rows import (
+    BASELINE,
+    COLUMNS,
+    METHODS,
+    OURS,
+    TILING_COLUMNS,
+    ResultRow,
+    TilingRow,
+    result_of,
+    times_by_cell,
+)
+from tiledsched.studies.pages import first_line, untimed
 
 RIVALS = (
     f"Below, a ratio is another method's time over that of `{OURS}`. The mean is geometric, over the problems on which both have "
@@ -50,7 +48,7 @@ def write_evaluation(folder: Path, rows: Sequence[BenchRow], tiles: Sequence[Til
         page="study.html",
         more={
             "benchmark_results.csv": csv_text([asdict(row) for row in results], COLUMNS, missing="nan"),
-            "tuning_results.csv": csv_text([row.to_csv() for row in tiles], tiling.COLUMNS, missing="nan"),
+            "tuning_results.csv": csv_text([row.to_csv() for row in tiles], TILING_COLUMNS, missing="nan"),
             "table3_reproducibility.md": to_markdown(table3),
             "table4_tiling_sensitivity.md": to_markdown(table4),
         },
@@ -63,7 +61,7 @@ def document(rows: Sequence[BenchRow], tiles: Sequence[TilingRow]) -> list[Block
     devices, timed = sorted({row.device for row in rows}), [row for row in rows if row.median_us]
     problems = len({row.problem for row in timed})
     what = (
-        f"{counted(len(timed), 'time')} of attention, of {counted(problems, 'problem')} with one batch of eight heads. Every "
+        f"{plural(len(timed), 'time')} of attention, of {plural(problems, 'problem')} with one batch of eight heads. Every "
         "output was checked against float64; on each problem the methods took turns in one run"
     )
     first = first_line(devices, (row.taken for row in timed), what, len(timed))
@@ -84,7 +82,13 @@ def document(rows: Sequence[BenchRow], tiles: Sequence[TilingRow]) -> list[Block
         else [Paragraph(text="The tiles were not raced: run `tiledsched study paper` without `--no-tiles`.")]
     )
     failed = [row for row in results if row.status != OK]
-    blocks += [Heading(text="What has no time", folded=bool(timed)), _statuses(failed)] if failed else []
+    counts = Counter((row.method, row.status) for row in failed)
+    example = {(row.method, row.status): row.status_detail for row in reversed(failed)}
+    blocks += untimed(
+        ("method", "status", "problems", "why, for example"),
+        [(method, status, str(count), example[method, status]) for (method, status), count in counts.items()],
+        folded=bool(timed),
+    )
     return [*blocks, Heading(text="Table 3: conditions", folded=True), _table3(rows)]
 
 
@@ -95,17 +99,16 @@ def answer(results: Sequence[ResultRow]) -> str:
     lines = []
     if ratios := speedups(results).get(BASELINE):
         line = (
-            f"`{OURS}` is {times_as_fast(_mean(ratios))} as torch's SDPA, which chooses its backend itself "
-            f"({'geometric mean of ' if len(ratios) > 1 else ''}{counted(len(ratios), 'problem')})."
+            f"`{OURS}` is {times_as_fast(geometric_mean(ratios))} as torch's SDPA, which chooses its backend itself "
+            f"({'geometric mean of ' if len(ratios) > 1 else ''}{plural(len(ratios), 'problem')})."
         )
         behind = sum(each < 1 for each in ratios)
         if behind:
             line += f" On {behind} of these {len(ratios)} it takes longer, at worst {longer(1 / min(ratios) - 1)}."
         lines.append(line)
-    beaten = [_ms(ours) / _ms(best) for ours, best in fastest_rivals(results)]
-    if beaten:
+    if beaten := over_fastest_rivals(results):
         slower = [ratio for ratio in beaten if ratio > 1]
-        over = counted(len(beaten), "problem")
+        over = plural(len(beaten), "problem")
         lines.append(
             f"On {len(slower)} of {over} some other method is faster; there `{OURS}` takes at most {longer(max(slower) - 1)}."
             if slower
@@ -114,21 +117,10 @@ def answer(results: Sequence[ResultRow]) -> str:
     return " ".join(lines)
 
 
-def fastest_rivals(results: Sequence[ResultRow]) -> list[tuple[ResultRow, ResultRow]]:
-    """For each problem on which our kernel and another method have a time, our row and the fastest other."""
-    timed = [row for row in results if row.median_ms]
-    ours = {row.cell: row for row in timed if row.method == OURS}
-    best: dict[object, ResultRow] = {}
-    for row in timed:
-        if row.method != OURS and row.cell in ours:
-            best[row.cell] = min(best.get(row.cell, row), row, key=_ms)
-    return [(ours[row.cell], row) for row in best.values()]
-
-
-def _ms(row: ResultRow) -> float:
-    """The time of a row that has one."""
-    assert row.median_ms
-    return row.median_ms
+def over_fastest_rivals(results: Sequence[ResultRow]) -> list[float]:
+    """Our time over that of the fastest other method, for each problem on which both have a time."""
+    cells = [{**cell} for cell in times_by_cell(results).values() if OURS in cell and len(cell) > 1]
+    return [cell.pop(OURS) / min(cell.values()) for cell in cells]
 
 
 def tiles_answer(tiles: Sequence[TilingRow]) -> str:
@@ -139,28 +131,16 @@ def tiles_answer(tiles: Sequence[TilingRow]) -> str:
     if len(drops) == 1:
         return f"With its second best tile `{OURS}` takes {longer(drops[0])} than with its best (1 problem)."
     return (
-        f"With its second best tile `{OURS}` takes {longer(statistics.median(drops))} than with its best (median of "
+        f"With its second best tile `{OURS}` takes {longer(median(drops))} than with its best (median of "
         f"{len(drops)} problems, at most {longer(max(drops))})."
     )
 
 
 def speedups(results: Sequence[ResultRow]) -> dict[str, list[float]]:
     """Method -> its time over ours, in every cell where both have a time."""
-    ours = {row.cell: row.median_ms for row in results if row.method == OURS and row.median_ms}
-    found: dict[str, list[float]] = {}
-    for method in METHODS.values():
-        times = [
-            row.median_ms / ours[row.cell]
-            for row in results
-            if row.method == method != OURS and row.median_ms and row.cell in ours
-        ]
-        if times:
-            found[method] = times
-    return found
-
-
-def _mean(values: Sequence[float]) -> float:
-    return statistics.geometric_mean(values)
+    cells = [cell for cell in times_by_cell(results).values() if OURS in cell]
+    found = {method: [cell[method] / cell[OURS] for cell in cells if method in cell] for method in METHODS.values()}
+    return {method: ratios for method, ratios in found.items() if ratios and method != OURS}
 
 
 def _rivals(results: Sequence[ResultRow]) -> Table:
@@ -168,20 +148,13 @@ def _rivals(results: Sequence[ResultRow]) -> Table:
     rows = [
         (
             f"`{method}`",
-            f"{_mean(found):.2f}x",
+            ratio(geometric_mean(found)),
             f"{sum(each < 1 for each in found)} of {len(found)}",
-            f"{min(found):.2f}x",
+            ratio(min(found)),
         )
         for method, found in speedups(results).items()
     ]
     return Table(head=("other method", "mean ratio", "ours is slower on", "least ratio"), rows=rows)
-
-
-def _statuses(failed: Sequence[ResultRow]) -> Table:
-    counts: Mapping[tuple[str, str], int] = Counter((row.method, row.status) for row in failed)
-    example = {(row.method, row.status): row.status_detail for row in reversed(failed)}
-    rows = [(method, status, str(count), example[method, status]) for (method, status), count in counts.items()]
-    return Table(head=("method", "status", "problems", "why, for example"), rows=rows)
 
 
 def _table3(rows: Sequence[BenchRow]) -> Table:
@@ -207,8 +180,8 @@ def _table4(tiles: Sequence[TilingRow]) -> Table:
     rows = [
         (
             f"{row.regime}: S={row.problem.seq_q}, D={row.problem.head_dim}",
-            "x".join(map(str, row.best.tile)),
-            "x".join(map(str, row.runner_up.tile)) if row.runner_up else NOTHING,
+            tile_text(row.best.tile),
+            tile_text(row.runner_up.tile if row.runner_up else None),
             NOTHING if row.drop is None else f"{row.drop:.2f}%",
         )
         for row in tiles

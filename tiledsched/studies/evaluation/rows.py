@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
-from tiledsched.bench.rows import OK, BenchRow
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import kernel_named
+from tiledsched.report.records import TileTime
+from tiledsched.rivals.rows import OK, BenchRow
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 HEAD_DIMS = (64, 96, 128, 160)
@@ -54,6 +57,10 @@ def problems() -> list[Problem]:
     ]
 
 
+Cell = tuple[str, bool, int, int]
+"""(dtype, causal, S, D) of a problem."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ResultRow:
     """A line of benchmark_results.csv. Figures are None where there is no time."""
@@ -94,13 +101,63 @@ class ResultRow:
     """Why there is no time."""
 
     @property
-    def cell(self) -> tuple[str, bool, int, int]:
+    def cell(self) -> Cell:
         """(dtype, causal, S, D)."""
         return self.dtype, self.causal, self.S, self.D
 
 
 COLUMNS = [field.name for field in fields(ResultRow)]
 """Columns of benchmark_results.csv, in the paper's order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TilingRow:
+    """A line of tuning_results.csv."""
+
+    regime: str
+    """Short S, Mid S or Long S."""
+    problem: Problem
+    """The problem whose length and head dimension the line names."""
+    best: TileTime
+    """The best tile, judged by its best schedule."""
+    runner_up: TileTime | None
+    """The second best; None where only one tile could be measured."""
+
+    @property
+    def drop(self) -> float | None:
+        """How much longer the second best tile takes, in percent."""
+        return (self.runner_up.us / self.best.us - 1) * 100 if self.runner_up else None
+
+    def to_csv(self) -> dict[str, Any]:
+        """One cell for each of the paper's columns."""
+        other = self.runner_up
+        return {
+            "regime": self.regime,
+            "S": self.problem.seq_q,
+            "D": self.problem.head_dim,
+            "best_TM": self.best.tile[0],
+            "best_TN": self.best.tile[1],
+            "best_median_ms": self.best.us / 1e3,
+            "runner_TM": other.tile[0] if other else None,
+            "runner_TN": other.tile[1] if other else None,
+            "runner_median_ms": other.us / 1e3 if other else None,
+            "sensitivity_drop_percent": self.drop,
+        }
+
+
+TILING_COLUMNS = (
+    "regime",
+    "S",
+    "D",
+    "best_TM",
+    "best_TN",
+    "best_median_ms",
+    "runner_TM",
+    "runner_TN",
+    "runner_median_ms",
+    "sensitivity_drop_percent",
+)
+"""Columns of tuning_results.csv, in the paper's order."""
 
 
 def result_of(row: BenchRow) -> ResultRow:
@@ -131,3 +188,12 @@ def result_of(row: BenchRow) -> ResultRow:
         tflops_per_s=flops / seconds / 1e12,
         approx_bw_gbps=moved / seconds / 1e9,
     )
+
+
+def times_by_cell(rows: Sequence[ResultRow]) -> dict[Cell, dict[str, float]]:
+    """Cell -> method -> milliseconds, of the methods that have a time there."""
+    found: dict[Cell, dict[str, float]] = {}
+    for row in rows:
+        if row.median_ms:
+            found.setdefault(row.cell, {})[row.method] = row.median_ms
+    return found

@@ -1,24 +1,127 @@
-"""Writes the ladder: the answer, a chart of rates over sequence lengths, and a line for each rung."""
+"""Writes the ladder: what its rows say in sentences, a chart of rates over sequence lengths, and a line for each rung."""
 
 from __future__ import annotations
 
+import re
+import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiledsched.bench.rows import BenchRow
-from tiledsched.core.problem import rate_of, unit_of
-from tiledsched.report.document import NOTHING, Block, Chart, Heading, Paragraph, Table, write_document
+from tiledsched.core.problem import rate_of, rate_text, unit_of
+from tiledsched.core.text import NOTHING, joined, plural, times_as_fast
+from tiledsched.report.document import Block, Chart, Heading, Paragraph, Table, write_document
 from tiledsched.report.vega import BINARY, SIZES, Spec, chart, quantity, tips, titled, word
-from tiledsched.studies.ladder.published import LAST, SOURCE, PublishedRate, published_for
-from tiledsched.studies.ladder.summary import Rung, answer, climbed, kinds_of, longest
-from tiledsched.studies.phrases import counted, first_line
+from tiledsched.rivals.methods import OURS
+from tiledsched.rivals.rows import BenchRow
+from tiledsched.studies.ladder.rungs import LAST, SOURCE, published_for, rungs
+from tiledsched.studies.pages import first_line, labelled_bars, untimed
+
+SMALL = 0.02
+"""An edit that gains less than this is said to change little."""
+SERVED = "the whole kernel of tiledsched, with the schedule that it serves"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rung:
+    """A rung of the ladder for one kind of problem: problems that differ in nothing but their length."""
+
+    name: str
+    """Name of the method."""
+    adds: str
+    """What it adds to the rung before."""
+    timed: Mapping[int, BenchRow]
+    """Length -> its row, where it has a time; the shortest first."""
+    gains: Mapping[int, float]
+    """Length -> time of the rung before over its own, where both have a time. The two are of one run."""
+
+    @property
+    def gain(self) -> float | None:
+        """The geometric mean of its gains; None where there is none."""
+        return statistics.geometric_mean(self.gains.values()) if self.gains else None
+
+
+def kinds_of(rows: Sequence[BenchRow]) -> dict[str, list[BenchRow]]:
+    """The rows of one ladder together: of one GPU, regime and kind of problem, which is the problem without its length. The key
+    says in words which; the order is that of the rows.
+    """
+    several = len({row.device for row in rows}) > 1
+    found: dict[str, list[BenchRow]] = {}
+    for row in rows:
+        kind = re.sub(r"\bS=\S+ ?", "", str(row.problem)).strip()
+        cap = ", at the power cap" if row.regime == "sustained" else ""
+        found.setdefault(kind + cap + (f", on {row.device}" if several else ""), []).append(row)
+    return found
+
+
+def climbed(rows: Sequence[BenchRow]) -> list[Rung]:
+    """The rungs of one kind of problem, in their order; those that no row is of are left out."""
+    known = {name: adds for name, (adds, _) in rungs().items()} | {OURS: SERVED}
+    order = [name for name in known if any(row.method == name for row in rows)]
+    timed: dict[str, dict[int, BenchRow]] = {name: {} for name in order}
+    for row in sorted(rows, key=lambda row: row.problem.seq_q):
+        if row.median_us and row.method in timed:
+            timed[row.method][row.problem.seq_q] = row
+    found = []
+    for place, name in enumerate(order):
+        before = timed[order[place - 1]] if place else {}
+        gains = {length: _us(before[length]) / _us(row) for length, row in timed[name].items() if length in before}
+        found.append(Rung(name=name, adds=known[name], timed=timed[name], gains=gains))
+    return found
+
+
+def answer(kind: str, found: Sequence[Rung]) -> str:
+    """What the ladder found for one kind of problem, in sentences."""
+    first, last = found[0], found[-1]
+    shared = [length for length in last.timed if length in first.timed]
+    lines = []
+    if shared and first is not last:
+        length = shared[-1]
+        slow, fast = first.timed[length], last.timed[length]
+        lines.append(
+            f"For {kind}, `{last.name}` reaches {rate_text(fast.problem, _us(fast))} at S={length}: it is "
+            f"{times_as_fast(_us(slow) / _us(fast))} as `{first.name}`, which reaches {rate_text(slow.problem, _us(slow))}."
+        )
+    else:
+        missing = [f"`{rung.name}`" for rung in found if rung in (first, last) and not rung.timed]
+        why = f"{joined(missing)} {'has' if len(missing) == 1 else 'have'} no time" if missing else "no length has both"
+        lines.append(f"For {kind}, the first and the last rung cannot be compared: {why}.")
+    steps = [rung for rung in found if rung.gain is not None]
+    if steps:
+        best = max(steps, key=lambda rung: rung.gain or 0.0)
+        if best.gain and best.gain > 1 + SMALL:
+            lines.append(
+                f"The largest step is `{best.name}` ({best.adds}): with it the kernel is {times_as_fast(best.gain)} as "
+                f"before ({_mean(best)})."
+            )
+        slower = [rung for rung in steps if rung.gain and rung.gain < 1 - SMALL]
+        if slower:
+            said = joined(f"`{rung.name}` {rung.gain:.2f} times as fast ({_mean(rung)})" for rung in slower)
+            lines.append(f"{'A step makes' if len(slower) == 1 else 'Some steps make'} it slower: {said}.")
+        little = [f"`{rung.name}`" for rung in steps if rung.gain and abs(rung.gain - 1) <= SMALL]
+        if little:
+            lines.append(f"With {joined(little)} the mean time changes by 2% at most.")
+    return " ".join(lines)
+
+
+def _mean(rung: Rung) -> str:
+    over = plural(len(rung.gains), "length")
+    return f"geometric mean of {over}" if len(rung.gains) > 1 else over
+
+
+def _us(row: BenchRow) -> float:
+    """The time of a row; 0 for one without."""
+    return row.median_us or 0.0
+
 
 RAMP = ("#7b7fd1", "#4f86c6", "#2a9ac0", "#1fa187", "#4ac16d", "#90c62f", "#c4b000")
 """Colours of the rungs before the last, in their order."""
 TOP, THEIRS = "#D55E00", ("#888888", "#b09070")
 """Colours of the last rung and of what NVIDIA published."""
 
+Published = Mapping[tuple[str, int, str], float]
+"""(GPU, sequence length, rung) -> TFLOP/s that NVIDIA published."""
 ROOM = 1.3
 """The axis of bars reaches so many times as far as the longest, to hold its number."""
 
@@ -43,7 +146,7 @@ def document(rows: Sequence[BenchRow]) -> list[Block]:
     devices = sorted({row.device for row in rows})
     kinds = {kind: (climbed(mine), mine[0].device) for kind, mine in kinds_of(rows).items()}
     what = (
-        f"{counted(len(timed), 'time')} of attention, from a first kernel in cuTile (`naive`) to the tuned one. Every output was "
+        f"{plural(len(timed), 'time')} of attention, from a first kernel in cuTile (`naive`) to the tuned one. Every output was "
         "checked against float64; at each length the rungs took turns in one run"
     )
     blocks: list[Block] = [
@@ -55,7 +158,8 @@ def document(rows: Sequence[BenchRow]) -> list[Block]:
         lengths = sorted({length for rung in found for length in rung.timed})
         if not lengths:
             continue
-        theirs = _published(found)
+        problems = {row.problem.seq_q: row.problem for rung in found for row in rung.timed.values()}
+        theirs = {key: tflops for length in lengths for key, tflops in published_for(problems[length]).items()}
         text = f"The rate of each rung {f'at S={lengths[0]}' if len(lengths) == 1 else 'over the sequence length'}"
         spec = titled(rates(found, theirs), text, kind, f"measured on {device}")
         name = f"ladder_{number + 1}" if number else "ladder"
@@ -76,27 +180,21 @@ def _untimed(rows: Sequence[BenchRow]) -> list[Block]:
             if not row.median_us:
                 found.setdefault((kind, row.method, row.status), []).append(row.problem.seq_q)
     lines = [(kind, name, ", ".join(map(str, sorted(at))), why) for (kind, name, why), at in found.items()]
-    if not lines:
-        return []
-    heading = Heading(text="What has no time", folded=any(row.median_us for row in rows))
-    return [heading, Table(head=("problem", "rung", "S", "why"), rows=lines)]
+    return untimed(("problem", "rung", "S", "why"), lines, folded=any(row.median_us for row in rows))
 
 
 def _rung_table(found: Sequence[Rung]) -> list[Block]:
     """A line for each rung: what it adds, its rate at the longest length, and its gain over the rung before."""
-    length = longest(found)
+    length = max(length for rung in found for length in rung.timed)
     unit = next(unit_of(row.problem) for rung in found for row in rung.timed.values())
     usual = max(len(rung.gains) for rung in found)
-    rows = []
-    for rung in found:
-        at = rung.timed.get(length) if length is not None else None
-        rows.append((f"`{rung.name}`: {rung.adds}", f"{_rate(at):.1f}" if at else NOTHING, _gain(rung, usual)))
+    rows = [(f"`{rung.name}`: {rung.adds}", _rate_at(rung, length), _gain(rung, usual)) for rung in found]
     over = (
         f"geometric mean of {usual} lengths, and in brackets the least and the most" if usual > 1 else "at one length"
     )
-    text = f"The last column says how many times as fast a rung is as the one before: {over}." if usual else ""
+    text = f"The last column says how many times as fast a rung is as the one before: {over}."
     head = ("rung, and what it adds", f"{unit} at S={length}, measured", "gain over the rung before")
-    return [*([Paragraph(text=text)] if text else []), Table(head=head, rows=rows)]
+    return [*([Paragraph(text=text)] if usual else []), Table(head=head, rows=rows)]
 
 
 def _gain(rung: Rung, usual: int) -> str:
@@ -106,37 +204,32 @@ def _gain(rung: Rung, usual: int) -> str:
     if rung.gain is None:
         return NOTHING
     gains = sorted(rung.gains.values())
-    over = "" if len(gains) == usual else f", {counted(len(gains), 'length')}"
+    over = "" if len(gains) == usual else f", {plural(len(gains), 'length')}"
     return f"{rung.gain:.2f}x" + (f" ({gains[0]:.2f} to {gains[-1]:.2f}{over})" if usual > 1 else "")
 
 
 def _rate(row: BenchRow) -> float:
-    return rate_of(row.problem, row.timing.median_us) if row.timing else 0.0
+    return rate_of(row.problem, _us(row))
 
 
-def _published(found: Sequence[Rung]) -> list[PublishedRate]:
-    """What NVIDIA published for the problems that were timed."""
-    problems = {row.problem.seq_q: row.problem for rung in found for row in rung.timed.values()}
-    return [each for length in sorted(problems) for each in published_for(problems[length])]
+def _rate_at(rung: Rung, length: int) -> str:
+    return f"{_rate(rung.timed[length]):.1f}" if length in rung.timed else NOTHING
 
 
-def _published_rates(found: Sequence[Rung], theirs: Sequence[PublishedRate], device: str) -> list[Block]:
+def _published_rates(found: Sequence[Rung], theirs: Published, device: str) -> list[Block]:
     """NVIDIA's figures beside ours, with where they stand."""
-    ours = {rung.name: rung.timed for rung in found}
-    known = {(each.seq, each.rung, each.gpu): each.tflops for each in theirs}
-    rows = []
-    for length, rung in dict.fromkeys((each.seq, each.rung) for each in theirs):
-        at = ours.get(rung, {}).get(length)
-        rows.append(
-            (
-                f"S={length}, `{rung}`",
-                f"{_rate(at):.1f}" if at else NOTHING,
-                *(
-                    f"{known[length, rung, gpu]:.1f}" if (length, rung, gpu) in known else NOTHING
-                    for gpu in ("GB10", "B300")
-                ),
-            )
+    ours = {rung.name: rung for rung in found}
+    rows = [
+        (
+            f"S={length}, `{rung}`",
+            _rate_at(ours[rung], length) if rung in ours else NOTHING,
+            *(
+                f"{theirs[gpu, length, rung]:.1f}" if (gpu, length, rung) in theirs else NOTHING
+                for gpu in ("GB10", "B300")
+            ),
         )
+        for length, rung in dict.fromkeys((length, rung) for _, length, rung in theirs)
+    ]
     text = (
         f"NVIDIA published rates for these problems, in TFLOP/s. They are not ours. Ours were measured on {device}. Rungs up to "
         f"`division` are those of NVIDIA's tutorial; beside `{LAST}` stand its finished kernels. Source: {SOURCE}; timed as CUDA "
@@ -146,7 +239,7 @@ def _published_rates(found: Sequence[Rung], theirs: Sequence[PublishedRate], dev
     return [Heading(text="NVIDIA's published figures", level=3), Paragraph(text=text), Table(head=head, rows=rows)]
 
 
-def rates(found: Sequence[Rung], theirs: Sequence[PublishedRate] = ()) -> Spec:
+def rates(found: Sequence[Rung], theirs: Published) -> Spec:
     """The rate over the sequence length, with a line for each rung and dashed ones for what NVIDIA published; bars where there is
     one length.
     """
@@ -168,45 +261,32 @@ def rates(found: Sequence[Rung], theirs: Sequence[PublishedRate] = ()) -> Spec:
     names = [rung.name for rung in found if rung.timed]
     published = [
         {
-            "rung": f"NVIDIA's on {each.gpu} (published)",
-            "S": each.seq,
-            "rate": round(each.tflops, 1),
-            "said": f"{each.tflops:.1f}",
+            "rung": f"NVIDIA's on {gpu} (published)",
+            "S": length,
+            "rate": round(tflops, 1),
+            "said": f"{tflops:.1f}",
             "us": None,
             "from": "published by NVIDIA",
         }
-        for each in theirs
-        if each.rung == LAST
+        for (gpu, length, rung), tflops in theirs.items()
+        if rung == LAST
     ]
     values += published
     others = list(dict.fromkeys(value["rung"] for value in published))
     scale = {"domain": [*names, *others], "range": [*(known[name] for name in names), *THEIRS[: len(others)]]}
     hover = tips(rung="rung", S="S", said=unit, us="time, µs", **{"from": "from"})
     if len(lengths) == 1:
-        return _bars(values, unit, scale, hover)
+        most = max(value["rate"] for value in values)
+        place = {
+            "x": quantity("rate", unit, scale={"domain": [0, most * ROOM], "nice": False}),
+            "y": word("rung", None, axis={"labelLimit": 220}),
+        }
+        height = 24 * len({value["rung"] for value in values})
+        return labelled_bars(values, place, word("rung", None, scale=scale, legend=None), hover, height, dx=4)
     x = quantity("S", "sequence length S", scale=BINARY, axis={"labelExpr": SIZES["labelExpr"], "values": lengths})
-    shared = {"x": x, "y": quantity("rate", unit), "color": word("rung", None, scale=scale), "tooltip": hover}
+    shared: Spec = {"x": x, "y": quantity("rate", unit), "color": word("rung", None, scale=scale), "tooltip": hover}
     dash = word("from", None, scale={"domain": ["measured here", "published by NVIDIA"], "range": [[1, 0], [5, 4]]})
-    mark: Mapping[str, Any] = {"type": "line", "point": True}
+    encoding: Spec = {**shared, "strokeDash": {**dash, "legend": None}}
     return chart(
-        values,
-        {"mark": mark, "encoding": {**shared, "strokeDash": {**dash, "legend": None}}, "width": "container"},
-        height=340,
+        values, {"mark": {"type": "line", "point": True}, "encoding": encoding, "width": "container"}, height=340
     )
-
-
-def _bars(values: list[dict[str, Any]], unit: str, scale: Spec, hover: list[Spec]) -> Spec:
-    y = word("rung", None, axis={"labelLimit": 220})
-    most = max(value["rate"] for value in values)
-    x = quantity("rate", unit, scale={"domain": [0, most * ROOM], "nice": False})
-    layers = [
-        {
-            "mark": "bar",
-            "encoding": {"x": x, "y": y, "color": word("rung", None, scale=scale, legend=None), "tooltip": hover},
-        },
-        {
-            "mark": {"type": "text", "align": "left", "dx": 4},
-            "encoding": {"x": x, "y": y, "text": {"field": "said", "type": "nominal"}},
-        },
-    ]
-    return chart(values, {"layer": layers, "width": "container"}, height=24 * len({value["rung"] for value in values}))

@@ -1,4 +1,4 @@
-"""The rungs from a first attention kernel to the served one, and the declaration of that kernel."""
+"""The rungs from a first attention kernel to the served one, that kernel's declaration, and what NVIDIA published of its own."""
 
 from __future__ import annotations
 
@@ -6,13 +6,51 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import tiledsched.core.fields as ts
-from tiledsched.bench.methods import Call, Method
-from tiledsched.bench.rivals import schedule_launch
 from tiledsched.core.errors import UnsupportedError
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import kernel_named
+from tiledsched.core.rivals import Call, Method
 from tiledsched.core.schedule import KnobValue, Schedule
+from tiledsched.ops.own_methods import ATTENTION_METHODS, schedule_launch
+
+SOURCE = "github.com/NVIDIA/dgx-spark-playbooks at 0db7c14, nvidia/cutile-kernels/README.md"
+"""Where the figures stand. They were timed as CUDA graphs, and their scripts have 4 x 32 heads and the causal mask."""
+PROBLEM = {"batch": 4, "heads": 32, "kv_heads": 32, "head_dim": 128, "dtype": "float16", "causal": True}
+LAST = "tiledsched"
+"""The rung that stands beside NVIDIA's finished kernels: both are what their authors recommend."""
+
+
+PUBLISHED = {
+    **{
+        ("GB10", 2048, rung): tflops
+        for rung, tflops in {
+            "naive": 62.8,
+            "exp2": 66.5,
+            "load_order": 66.3,
+            "latency": 66.5,
+            "occupancy": 79.5,
+            "division": 81.1,
+        }.items()
+    },
+    **{
+        (gpu, seq, LAST): tflops
+        for gpu, values in {
+            "GB10": {1024: 58.188, 2048: 80.907, 4096: 86.19, 8192: 88.891, 16384: 89.492},
+            "B300": {1024: 465.0, 2048: 770.0, 4096: 999.0, 8192: 1159.0, 16384: 1254.0},
+        }.items()
+        for seq, tflops in values.items()
+    },
+}
+"""(GPU, sequence length, the rung of ours that has the same edits) -> TFLOP/s, with half of the operations counted under the
+causal mask, as ours. The rungs of the playbook at S=2048 come first, then the finished kernel over sequence lengths: TileGym's on
+a GB10 with 64x64 tiles, the playbook's on a B300 with 256x128."""
+
+
+def published_for(problem: Problem) -> dict[tuple[str, int, str], float]:
+    """What NVIDIA published for this very problem; nothing where it is none of NVIDIA's."""
+    theirs = problem.declaration.problem(seq_q=problem.seq_q, seq_k=problem.seq_q, **PROBLEM)
+    return {key: tflops for key, tflops in PUBLISHED.items() if (key[1], problem) == (problem.seq_q, theirs)}
 
 
 class PlainAttention(Kernel):
@@ -154,10 +192,8 @@ def plain_problem(problem: Problem) -> Problem:
 
 def methods() -> list[Method]:
     """The methods of the bench: every rung, and last what is served."""
-    from tiledsched.bench.rivals.attention import METHODS
-
-    found = [Method(name=name, about=about, make=_launched(schedule)) for name, (about, schedule) in rungs().items()]
-    return [*found, METHODS["tiledsched"]]
+    found = [Method(name=name, make=_launched(schedule)) for name, (_, schedule) in rungs().items()]
+    return [*found, ATTENTION_METHODS[0]]
 
 
 def _launched(schedule: Schedule) -> Callable[[Any], Call]:
@@ -168,7 +204,7 @@ def _launched(schedule: Schedule) -> Callable[[Any], Call]:
         q, k, v = (tensor.view(shape) for tensor in arrays.tensors)
 
         def call() -> Any:
-            out = torch.empty_like(arrays.q)
+            out = torch.empty_like(arrays.tensors[0])
             launch(q, k, v, out.view(shape))
             return out
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from tiledsched.core.device import ARCHS
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import HINT_KNOBS, KnobValue
-from tiledsched.serve.lookup import LookupTable, Served
+from tiledsched.serve.chain import Served
+from tiledsched.serve.lookup import LookupTable
 
 TO_COMPILER = {"num_ctas": 0, "occupancy": 0, "num_worker_warps": 0}
 """For each hint the value that leaves it to the compiler."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import warnings
@@ -15,32 +14,26 @@ FAILED = 3
 """Exit code where the method does not run on the problem. The last line of stderr says why."""
 
 
-def main(*arguments: str) -> int:
+def main(kernel_name: str, problem_json: str, method_name: str) -> int:
     """Call a method on random inputs, and mark for the profiler which call counts."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("kernel")
-    parser.add_argument("problem")
-    parser.add_argument("method")
-    options = parser.parse_args(arguments)
     import cupy
     import torch
 
-    from tiledsched.bench.case import make_case
-    from tiledsched.bench.methods import choose_methods
     from tiledsched.core.registry import load_kernel
+    from tiledsched.ops.bench import choose_methods
+    from tiledsched.ops.own_methods import own_outputs
+    from tiledsched.rivals.cases import make_case
     from tiledsched.serve.process import wait_for_programs
 
     wait_for_programs()
-    kernel = load_kernel(options.kernel)
-    problem = problem_from_json(json.loads(options.problem))
-    (method,) = choose_methods(kernel, [options.method], [problem])
+    problem = problem_from_json(json.loads(problem_json))
+    (method,) = choose_methods(load_kernel(kernel_name), [method_name], [problem])
     try:
-        refusal = method.refusal(problem, torch.cuda.get_device_properties(0).total_memory)
-        if refusal:
+        if refusal := method.refusal(problem, torch.cuda.get_device_properties(0).total_memory):
             raise UnsupportedError(refusal)
         with warnings.catch_warnings():  # torch warns why it refuses a backend; so does the exception
             warnings.simplefilter("ignore")
-            call = method.make(make_case(torch, cupy, problem).arrays)
+            call = method.make(make_case(torch, cupy, problem, own_outputs).arrays)
             for _ in range(WARMUPS):
                 call()
             torch.cuda.synchronize()

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from tiledsched.core.errors import MeasureError
 
 STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
@@ -35,7 +37,7 @@ LOCAL = tuple(f"l1tex__t_sectors_pipe_lsu_mem_local_op_{op}.sum" for op in ("ld"
 SECTOR_BYTES = 32
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Metric:
     """One figure of a call."""
 
@@ -45,38 +47,33 @@ class Metric:
     """Its name as people read it."""
     names: tuple[str, ...]
     """Its names in Nsight Compute. Several are added, as far as a kernel has them."""
-    how: str
+    how: str = "mean"
     """How the kernels of a call are joined: sum, max, or mean weighted by duration."""
     scale: float = 1.0
     """Factor from Nsight Compute's base unit to the unit of the column."""
 
 
-def _metric(column: str, label: str, *names: str, how: str = "mean", scale: float = 1.0) -> Metric:
-    return Metric(column=column, label=label, names=names, how=how, scale=scale)
-
-
 ELAPSED, ACTIVE = "avg.pct_of_peak_sustained_elapsed", "avg.pct_of_peak_sustained_active"
 METRICS = (
-    _metric("duration_us", "duration, µs", "gpu__time_duration.sum", how="sum", scale=1e-3),
-    _metric("sm_throughput_pct", "SM throughput, % of peak", f"sm__throughput.{ELAPSED}"),
-    _metric("memory_throughput_pct", "memory throughput, % of peak", f"gpu__compute_memory_throughput.{ELAPSED}"),
-    _metric("tensor_pipe_pct", "tensor pipes busy, % of elapsed cycles", f"sm__pipe_tensor_cycles_active.{ELAPSED}"),
-    _metric(
-        "tensor_pipe_active_pct", "tensor pipes busy, % of active cycles", f"sm__pipe_tensor_cycles_active.{ACTIVE}"
+    Metric("duration_us", "duration, µs", ("gpu__time_duration.sum",), how="sum", scale=0.001),
+    Metric("sm_throughput_pct", "SM throughput, % of peak", (f"sm__throughput.{ELAPSED}",)),
+    Metric("memory_throughput_pct", "memory throughput, % of peak", (f"gpu__compute_memory_throughput.{ELAPSED}",)),
+    Metric("tensor_pipe_pct", "tensor pipes busy, % of elapsed cycles", (f"sm__pipe_tensor_cycles_active.{ELAPSED}",)),
+    Metric(
+        "tensor_pipe_active_pct", "tensor pipes busy, % of active cycles", (f"sm__pipe_tensor_cycles_active.{ACTIVE}",)
     ),
-    _metric("occupancy_pct", "achieved occupancy, % of warps", f"sm__warps_active.{ACTIVE}"),
-    _metric("registers", "registers per thread", "launch__registers_per_thread", how="max"),
-    _metric("threads", "threads per block", "launch__block_size", how="max"),
-    _metric("blocks", "blocks", "launch__grid_size", how="max"),
-    _metric("shared_kib", "shared memory per block, KiB", "launch__shared_mem_per_block", how="max", scale=1 / 1024),
-    _metric("spilled_mib", "spilled to local memory, MiB", *LOCAL, how="sum", scale=SECTOR_BYTES / 2**20),
-    _metric("instructions", "warp instructions", "smsp__inst_executed.sum", how="sum"),
-    _metric("l2_mib", "through L2, MiB", "lts__t_sectors.sum", how="sum", scale=SECTOR_BYTES / 2**20),
-    _metric(
+    Metric("occupancy_pct", "achieved occupancy, % of warps", (f"sm__warps_active.{ACTIVE}",)),
+    Metric("registers", "registers per thread", ("launch__registers_per_thread",), how="max"),
+    Metric("threads", "threads per block", ("launch__block_size",), how="max"),
+    Metric("blocks", "blocks", ("launch__grid_size",), how="max"),
+    Metric("shared_kib", "shared memory per block, KiB", ("launch__shared_mem_per_block",), how="max", scale=1 / 1024),
+    Metric("spilled_mib", "spilled to local memory, MiB", LOCAL, how="sum", scale=SECTOR_BYTES / 2**20),
+    Metric("instructions", "warp instructions", ("smsp__inst_executed.sum",), how="sum"),
+    Metric("l2_mib", "through L2, MiB", ("lts__t_sectors.sum",), how="sum", scale=SECTOR_BYTES / 2**20),
+    Metric(
         "dram_mib",
         "read and written in DRAM, MiB",
-        "dram__bytes_read.sum",
-        "dram__bytes_write.sum",
+        ("dram__bytes_read.sum", "dram__bytes_write.sum"),
         how="sum",
         scale=1 / 2**20,
     ),
@@ -113,23 +110,21 @@ class MethodProfile:
 
     def value(self, metric: Metric) -> float | None:
         """The metric over all kernels of the call; None where ncu did not report it."""
-        found = [
-            (sum(kernel.values[name] for name in metric.names if name in kernel.values), kernel)
-            for kernel in self.kernels
-            if any(name in kernel.values for name in metric.names)
-        ]
-        return _joined(found, metric.how, metric.scale)
+        return self._joined(metric.names, metric.how, metric.scale)
+
+    def _joined(self, names: Sequence[str], how: str = "mean", scale: float = 1.0) -> float | None:
+        having = [kernel for kernel in self.kernels if kernel.values.keys() & {*names}]
+        if not having:
+            return None
+        values = [sum(kernel.values.get(name, 0.0) for name in names) for kernel in having]
+        if how == "mean":
+            return float(np.average(values, weights=[each.values.get(TIME.names[0], 1.0) for each in having])) * scale
+        return (sum(values) if how == "sum" else max(values)) * scale
 
     def stalls(self) -> dict[str, float]:
         """Reason -> warps stalled for it per issued instruction, over all kernels, the largest first."""
-        found = {}
-        for reason in STALLS:
-            name = STALL.format(reason)
-            value = _joined(
-                [(kernel.values[name], kernel) for kernel in self.kernels if name in kernel.values], "mean", 1.0
-            )
-            if value is not None:
-                found[reason] = value
+        values = {reason: self._joined((STALL.format(reason),)) for reason in STALLS}
+        found = {reason: value for reason, value in values.items() if value is not None}
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def to_csv(self, least_bytes: float) -> dict[str, Any]:
@@ -149,18 +144,6 @@ def over(profile: MethodProfile, kind: str, least_bytes: float) -> float | None:
     return None if mib is None or not least_bytes else mib * 2**20 / least_bytes
 
 
-def _joined(found: Sequence[tuple[float, KernelProfile]], how: str, scale: float) -> float | None:
-    if not found:
-        return None
-    values = [value for value, _ in found]
-    if how == "sum":
-        return sum(values) * scale
-    if how == "max":
-        return max(values) * scale
-    weights = [kernel.values.get(TIME.names[0], 1.0) for _, kernel in found]
-    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights) * scale
-
-
 def _rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.5g}")
 
@@ -174,16 +157,16 @@ def read_raw(text: str) -> list[KernelProfile]:
     start = text.find('"ID","Process ID"')
     if start < 0:
         raise MeasureError("Nsight Compute profiled nothing")
-    rows = list(csv.reader(io.StringIO(text[start:], newline="")))
-    head = rows[0]
-    found = []
-    for row in rows[2:]:  # the second holds the units
-        if len(row) == len(head):
-            cells = dict(zip(head, row, strict=True))
-            values = {
-                name: number for name, cell in cells.items() if "__" in name and (number := _number(cell)) is not None
-            }
-            found.append(KernelProfile(name=cells["Kernel Name"], values=values))
+    found = [
+        KernelProfile(
+            name=row["Kernel Name"],
+            values={
+                name: number for name, cell in row.items() if "__" in name and (number := _number(cell)) is not None
+            },
+        )
+        for place, row in enumerate(csv.DictReader(io.StringIO(text[start:], newline="")))
+        if place and None not in row and None not in row.values()  # the first holds the units
+    ]
     if not found:
         raise MeasureError("Nsight Compute profiled no kernel")
     return found

@@ -8,10 +8,10 @@ from typing import Any
 
 from tiledsched.core.files import csv_text
 from tiledsched.core.problem import Problem
-from tiledsched.report.answer import longer
-from tiledsched.report.document import NOTHING, Block, Chart, Heading, Paragraph, Table, to_markdown, write_document
-from tiledsched.report.vega import BLUE, GREEN, ORANGE, RED, Spec, chart, quantity, tips, titled, word
-from tiledsched.studies.phrases import counted, joined
+from tiledsched.core.text import figure, joined, longer, plural, ratio
+from tiledsched.report.document import Block, Chart, Heading, Paragraph, Table, to_markdown, write_document
+from tiledsched.report.vega import BLUE, GREEN, ORANGE, RED, Spec, quantity, tips, titled, word
+from tiledsched.studies.pages import labelled_bars
 from tiledsched.studies.profile.metrics import METRICS, STALLS, TIME, MethodProfile, over
 
 STALLS_SHOWN = 6
@@ -71,7 +71,7 @@ def document(
     if ran:
         blocks += [Heading(text="All figures", folded=True), *_figures(problem, ran), Paragraph(text=NOTE)]
         kernels = [
-            (each.method, f"`{one.name[:100]}`", _said(one.values.get(TIME.names[0], 0) / 1e3))
+            (each.method, f"`{one.name[:100]}`", figure(one.values.get(TIME.names[0], 0) / 1e3))
             for each in ran
             for one in each.kernels
         ]
@@ -84,7 +84,7 @@ def _first_line(ran: Sequence[MethodProfile], device: str, versions: str) -> Par
     if not ran:
         return Paragraph(text=f"Nothing was measured: no method ran under Nsight Compute{told}.", warning=True)
     where = f" on {device}" if device else ""
-    calls = "one call of " + ("each of " if len(ran) > 1 else "") + counted(len(ran), "method")
+    calls = "one call of " + ("each of " if len(ran) > 1 else "") + plural(len(ran), "method")
     text = f"Measured{where} under Nsight Compute{told}: {calls}."
     return Paragraph(text=text, measured=True)
 
@@ -94,26 +94,26 @@ def answer(problem: Problem, ran: Sequence[MethodProfile]) -> str:
     first, *others = ran
     values = {metric.column: metric for metric in METRICS}
     lines = []
-    mine = first.value(TIME)
-    if mine:
-        line = f"Under the profiler `{first.method}` takes {_said(mine)} µs"
+    if mine := first.value(TIME):
+        line = f"Under the profiler `{first.method}` takes {figure(mine)} µs"
         ratios = [(each.method, each.value(TIME)) for each in others]
         beside = [f"`{method}` {longer(us / mine - 1)}" for method, us in ratios if us]
         lines.append(f"{line}; {joined(beside)}." if beside else f"{line}.")
     tensor = [(each.method, each.value(values["tensor_pipe_pct"])) for each in ran]
-    busy = [f"{value:.0f}% of the time in `{method}`" for method, value in tensor if value is not None]
-    if busy:
-        lines.append(f"The tensor cores are busy {joined(busy)}.")
     moved = [(each.method, over(each, "dram", problem.min_bytes)) for each in ran]
-    times = [f"{value:.2f} times in `{method}`" for method, value in moved if value is not None]
-    if times:
-        lines.append(f"DRAM moves the least possible number of bytes {joined(times)}.")
     waits = [(each.method, next(iter(each.stalls()), "")) for each in ran]
-    most = [f"in `{method}` for {STALLS[reason]}" for method, reason in waits if reason]
-    if most:
-        lines.append(f"Warps wait most {joined(most)}.")
+    sentences = {
+        "The tensor cores are busy": [
+            f"{value:.0f}% of the time in `{name}`" for name, value in tensor if value is not None
+        ],
+        "DRAM moves the least possible number of bytes": [
+            f"{value:.2f} times in `{name}`" for name, value in moved if value is not None
+        ],
+        "Warps wait most": [f"in `{name}` for {STALLS[reason]}" for name, reason in waits if reason],
+    }
+    lines += [f"{what} {joined(words)}." for what, words in sentences.items() if words]
     spilled = [(each.method, each.value(values["spilled_mib"])) for each in ran]
-    lines += [f"`{method}` spills registers: {_said(mib)} MiB." for method, mib in spilled if mib]
+    lines += [f"`{method}` spills registers: {figure(mib)} MiB." for method, mib in spilled if mib]
     return " ".join(lines)
 
 
@@ -151,21 +151,14 @@ def _bars(rows: list[dict[str, Any]], title: str, methods: Sequence[str]) -> Spe
     range_ = [COLOURS[place % len(COLOURS)] for place in range(len(methods))]
     colour = word("method", None, scale={"domain": list(methods), "range": range_}, legend={"orient": "bottom"})
     most = max(row["value"] for row in rows) or 1.0
-    shared = {
+    place = {
         "y": word("what", None, axis={"labelLimit": 190}),
         "yOffset": {"field": "method", "sort": list(methods)},
         "x": quantity("value", title, scale={"domain": [0, most * 1.3], "nice": False}),
     }
     hover = tips(what="what", method="method", value=title)
-    layers = [
-        {"mark": "bar", "encoding": {**shared, "color": colour, "tooltip": hover}},
-        {
-            "mark": {"type": "text", "align": "left", "dx": 3, "fontSize": 9.5},
-            "encoding": {**shared, "text": {"field": "said", "type": "nominal"}},
-        },
-    ]
-    lines = len({row["what"] for row in rows}) * (len(methods) * 14 + 8)
-    return chart(rows, {"layer": layers, "width": "container"}, height=lines)
+    height = len({row["what"] for row in rows}) * (len(methods) * 14 + 8)
+    return labelled_bars(rows, place, colour, hover, height, dx=3, fontSize=9.5)
 
 
 def _figures(problem: Problem, ran: Sequence[MethodProfile]) -> list[Block]:
@@ -173,13 +166,13 @@ def _figures(problem: Problem, ran: Sequence[MethodProfile]) -> list[Block]:
     tables: list[Block] = []
     for start in range(0, len(ran), MOST_METHODS):
         some = ran[start : start + MOST_METHODS]
-        rows = [(metric.label, *(_said(each.value(metric)) for each in some)) for metric in METRICS]
+        rows = [(metric.label, *(figure(each.value(metric)) for each in some)) for metric in METRICS]
         rows += [
-            (f"{label}, over the least possible", *(_times(over(each, kind, problem.min_bytes)) for each in some))
+            (f"{label}, over the least possible", *(ratio(over(each, kind, problem.min_bytes)) for each in some))
             for kind, label in (("l2", "through L2"), ("dram", "DRAM"))
         ]
         rows += [
-            (f"waiting for {STALLS[reason]} (`{reason}`)", *(_said(each.stalls().get(reason)) for each in some))
+            (f"waiting for {STALLS[reason]} (`{reason}`)", *(figure(each.stalls().get(reason)) for each in some))
             for reason in _reasons(ran)
         ]
         tables.append(Table(head=["", *(each.method for each in some)], rows=rows))
@@ -193,13 +186,3 @@ def to_csv(problem: Problem, profiles: Sequence[MethodProfile], *, device: str =
         for each in profiles
     ]
     return csv_text(rows)
-
-
-def _said(value: float | None) -> str:
-    if value is None:
-        return NOTHING
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
-
-
-def _times(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.2f}x"

@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 
-from tiledsched.bench.methods import OURS, SERVED, choose_methods, methods_of
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.errors import ConfigError, MeasureError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.processes import child_environment, python_command
+from tiledsched.ops.bench import choose_methods, methods_of
+from tiledsched.rivals.methods import OURS, SERVED
 from tiledsched.studies.profile.launch import FAILED
 from tiledsched.studies.profile.metrics import MethodProfile, ncu_metrics, read_raw
 
@@ -42,15 +43,11 @@ def find_ncu(named: str | None = None, places: Sequence[str] = PLACES) -> str:
     Raises:
         ConfigError: it is not there.
     """
-    if named:
-        found = shutil.which(named)
-        if found is None:
-            raise ConfigError(f"there is no program {named}; {MISSING}")
-        return found
-    paths = [path for pattern in places for path in sorted(glob.glob(pattern), reverse=True)]
-    found = shutil.which("ncu") or next((path for path in paths if os.access(path, os.X_OK)), None)
+    usual = () if named else places
+    paths = [path for pattern in usual for path in sorted(glob.glob(pattern), reverse=True)]
+    found = shutil.which(named or "ncu") or next((path for path in paths if os.access(path, os.X_OK)), None)
     if found is None:
-        raise ConfigError(MISSING)
+        raise ConfigError(f"there is no program {named}; {MISSING}" if named else MISSING)
     return found
 
 
@@ -96,14 +93,13 @@ def profile(
         ConfigError: the counters may not be read.
         MeasureError: the profiler failed in another way.
     """
-    found = []
-    for method in methods:
-        progress(f"{problem}: {method}")
-        found.append(_profiled(kernel, problem, method, ncu))
-    return found
+    return [_profiled(kernel, problem, method, ncu, progress) for method in methods]
 
 
-def _profiled(kernel: KernelClass, problem: Problem, method: str, ncu: str) -> MethodProfile:
+def _profiled(
+    kernel: KernelClass, problem: Problem, method: str, ncu: str, progress: Callable[[str], None]
+) -> MethodProfile:
+    progress(f"{problem}: {method}")
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "raw.csv"
         counted = [
@@ -124,13 +120,8 @@ def _profiled(kernel: KernelClass, problem: Problem, method: str, ncu: str) -> M
             "--log-file",
             str(log),
         ]
-        launched = [
-            *python_command("tiledsched.studies.profile.launch"),
-            kernel.locator(),
-            json.dumps(problem.to_json()),
-            method,
-        ]
-        command = [*counted, *launched]
+        launched = [kernel.locator(), json.dumps(problem.to_json()), method]
+        command = [*counted, *python_command("tiledsched.studies.profile.launch"), *launched]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=child_environment())
         except subprocess.TimeoutExpired:

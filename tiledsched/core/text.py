@@ -1,0 +1,94 @@
+"""How numbers, counts and code stand in text: the same words in every room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tiledsched.core.schedule import Schedule
+
+NOTHING = "-"
+"""What stands where there is no value."""
+
+
+def plural(count: int, one: str, many: str = "") -> str:
+    """A count and what is counted, e.g. `1 problem` or `1,200 problems`."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+def joined(words: Iterable[str]) -> str:
+    """Words in a sentence: `a, b and c`; empty for none."""
+    *first, last = [*words] or [""]
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def code(text: str) -> str:
+    """Text as code in Markdown; a dash where it is empty."""
+    return "`" + text.replace("`", "'") + "`" if text else NOTHING
+
+
+def figure(number: float | None) -> str:
+    """A number with four digits: `0.5`, `12.35` or `1,235`; a dash for None."""
+    if number is None:
+        return NOTHING
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"
+
+
+def ratio(value: float | None) -> str:
+    """How many times as much: `1.25x`; a dash for None."""
+    return NOTHING if value is None else f"{value:.2f}x"
+
+
+def microseconds(us: float) -> str:
+    """A time in microseconds without its unit: with two places below 100, else with one."""
+    return f"{us:,.1f}" if us >= 100 else f"{us:.2f}"
+
+
+def duration(us: float) -> str:
+    """A time in seconds, milliseconds or microseconds, with three digits and its unit."""
+    for unit, size in (("s", 1e6), ("ms", 1e3)):
+        if us >= size:
+            return f"{us / size:.3g} {unit}"
+    return f"{us:.3g} us"
+
+
+def short(schedule: Schedule) -> str:
+    """A schedule as code, with short names of knobs."""
+    return code(schedule.short())
+
+
+def tile_text(tile: tuple[int, int] | None) -> str:
+    """A tile as `rows x columns`, e.g. 64x128; a dash for no tile."""
+    return f"{tile[0]}x{tile[1]}" if tile else NOTHING
+
+
+def percent(fraction: float) -> str:
+    """A share in a sentence: one place below 9.95%, none above."""
+    return f"{fraction * 100:.{0 if fraction >= 0.0995 else 1}f}%"
+
+
+def percent_cell(fraction: float | None) -> str:
+    """A share in a table: one place, thousands with commas; a dash for none."""
+    return NOTHING if fraction is None else f"{fraction * 100:,.1f}%"
+
+
+def change(fraction: float) -> str:
+    """A change with its sign, e.g. `+3.2%`."""
+    return f"{fraction * 100:+.1f}%"
+
+
+def longer(drop: float, than: str = "") -> str:
+    """How much longer something takes, in words: `6.3% longer`, `2.1 times as long`, where wanted with what it is compared
+    with.
+    """
+    if abs(drop) < 0.0005:
+        words, link = "as long", "as"
+    elif drop < 1:
+        words, link = f"{percent(abs(drop))} {'longer' if drop > 0 else 'less time'}", "than"
+    else:
+        words, link = f"{1 + drop:,.{1 if drop < 99 else 0}f} times as long", "as"
+    return f"{words} {link} {than}" if than else words
+
+
+def times_as_fast(ratio: float) -> str:
+    """A ratio of times in words: `1.90 times as fast`, or `as fast` where the two differ by less than half a percent."""
+    return "as fast" if abs(ratio - 1) < 0.005 else f"{ratio:.2f} times as fast"

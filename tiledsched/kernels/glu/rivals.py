@@ -1,0 +1,39 @@
+"""Gated linear units by others: a function takes Gate and Up, and returns the gated elements."""
+
+from __future__ import annotations
+
+from tiledsched.core.problem import Problem
+from tiledsched.core.rivals import Function, Method, Numbers, called
+from tiledsched.kernels.torch_rivals import torch_methods
+
+
+def in_torch(p: Problem, numbers: Numbers) -> Function:
+    """torch's activation, and a product, which stand in while the kernel is compiled."""
+    from torch.nn.functional import gelu, silu
+
+    if p.activation == "silu":
+        return lambda Gate, Up: silu(Gate) * Up
+    approximate = "tanh" if p.activation == "gelu_tanh" else "none"
+    return lambda Gate, Up: gelu(Gate, approximate=approximate) * Up
+
+
+def liger(p: Problem) -> Function:
+    """Liger's SwiGLU, or its GeGLU with the approximation by tanh."""
+    from liger_kernel.ops.geglu import LigerGELUMulFunction
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    return LigerSiLUMulFunction.apply if p.activation == "silu" else LigerGELUMulFunction.apply
+
+
+def tilegym(p: Problem) -> Function:
+    """TileGym's SwiGLU."""
+    from tilegym.ops import get_swiglu
+
+    return get_swiglu()
+
+
+METHODS = (
+    *torch_methods(in_torch),
+    Method(name="liger", make=called(liger), package="liger_kernel", knows=lambda p: p.activation != "gelu"),
+    Method(name="tilegym", make=called(tilegym), package="tilegym", knows=lambda p: p.activation == "silu"),
+)

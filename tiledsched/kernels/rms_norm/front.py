@@ -1,0 +1,41 @@
+"""Root-mean-square normalisation, as a function like torch's, with gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from tiledsched.ops.front import GRADIENTS, check_shape, flat_rows, operator
+
+
+def rms_norm(input: Tensor, weight: Tensor, eps: float = 1e-5, *, residual: Tensor | None = None) -> Any:
+    """`x / sqrt(mean(x * x) + eps) * weight` over the last axis, where x is `input`, or `input + residual`.
+
+    Args:
+        input: `[..., columns]` CUDA tensor, float16 or bfloat16.
+        weight: `[columns]`, of the same type.
+        eps: added to the mean of squares.
+        residual: of the shape of `input`.
+
+    Returns:
+        The normalised rows; with a residual, these and the sum `input + residual`.
+
+    Raises:
+        ProblemError, UnsupportedError: shapes or types that do not go together, or no CUDA tensors.
+    """
+    rows = flat_rows(input)
+    if residual is None:
+        return operator("rms_norm")(rows, weight, eps=eps).reshape(input.shape)
+    check_shape("residual", residual, "input", input.shape)
+    out, total = operator("rms_norm", residual=True)(rows, residual.reshape(rows.shape), weight, eps=eps)
+    return out.reshape(input.shape), total.reshape(input.shape)
+
+
+def _add_gradient(made: Any, pinned: dict[str, Any]) -> None:
+    """Give the operator its gradient. With a residual the sum is what is normalised, and both its terms have one gradient."""
+    names = {"X": "Sum", "dR": "dX"} if pinned else None
+    made.register_autograd(operator("rms_norm_backward"), names=names)
+
+
+GRADIENTS["rms_norm"] = _add_gradient

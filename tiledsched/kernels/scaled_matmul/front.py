@@ -1,0 +1,58 @@
+"""The product of 8-bit floats, as a function like torch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from tiledsched.core.errors import ProblemError
+from tiledsched.ops.front import operator
+
+
+def scaled_matmul(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: Any = None,
+    *,
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """`(a @ b) * scale_a * scale_b + bias` for 8-bit floats on the tuned schedule, in the conventions of `torch._scaled_mm`.
+
+    Args:
+        a: `[m, k]` CUDA tensor, row-major, float8_e4m3fn or float8_e5m2; k and n are multiples of 16.
+        b: `[k, n]`, of the same type, column-major (a linear layer's weight is `weight.t()`).
+        scale_a: one float32 number for all of a, or one for each row, `[m, 1]` or `[m]`.
+        scale_b: one float32 number for all of b, or one for each column, `[1, n]` or `[n]`; of both or neither there is one.
+        bias: `[n]`, of the output's type.
+        out_dtype: bfloat16, float16 or float32; the type of the bias unless given, or else bfloat16.
+        use_fast_accum: whether sums may stay in the tensor cores of sm_90, which keep fewer bits than float32; otherwise sums of
+            128 products are added in float32. It changes nothing on other GPUs.
+
+    Returns:
+        `[m, n]` of the type `out_dtype`.
+
+    Raises:
+        ProblemError, UnsupportedError: shapes or types that do not go together, or no CUDA tensors.
+    """
+    rows, columns, kind = a.shape[:1], b.shape[1:], "row"
+    if scale_a.numel() == 1 and scale_b.numel() == 1:
+        kind = "tensor"
+    elif scale_a.shape not in ((*rows, 1), rows) or scale_b.shape not in ((1, *columns), columns):
+        raise ProblemError(
+            f"scale_a and scale_b must hold one number each, or one for each row of a, {(*rows, 1)}, and one for each column of "
+            f"b, {(1, *columns)}; got {tuple(scale_a.shape)} and {tuple(scale_b.shape)}. Scales of blocks are not served: call "
+            "torch._scaled_mm"
+        )
+    operands = a, b, scale_a.reshape(-1), scale_b.reshape(-1)
+    if bias is None:
+        wanted = str(out_dtype or "bfloat16").removeprefix("torch.")
+        out: Tensor = operator("scaled_matmul", bias=False)(*operands, wanted, kind, use_fast_accum)
+        return out
+    if out_dtype not in (None, bias.dtype):
+        raise ProblemError(f"bias must be of the output's type, {out_dtype}, got {bias.dtype}; cast it")
+    out = operator("scaled_matmul", bias=True)(*operands, bias, kind, use_fast_accum)
+    return out

@@ -1,0 +1,17 @@
+"""Softmax, as a function like torch's, with gradients."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tiledsched.ops.front import flat_rows, operator
+
+
+def softmax(input: Tensor) -> Tensor:
+    """The softmax of `[..., columns]` over the last axis, of float16 or bfloat16 CUDA tensors.
+
+    Raises:
+        ProblemError, UnsupportedError: types that are not served, or no CUDA tensors.
+    """
+    out: Tensor = operator("softmax")(flat_rows(input))
+    return out.reshape(input.shape)

@@ -1,0 +1,63 @@
+"""What the torch-shaped functions of the kernels share: `kernels/NAME/front.py` holds those of a kernel."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tiledsched.core.errors import ProblemError
+from tiledsched.core.registry import SHIPPED, kernel_named
+
+GRADIENTS: dict[str, Callable[[Any, dict[str, Any]], None]] = {}
+"""Kernel -> the function that gives its operator, which is pinned to some values, a gradient. The front of a kernel sets it. A
+kernel without one whose gradient ships as `NAME_backward` has that gradient."""
+
+
+@functools.cache
+def operator(kernel: str, **pinned: Any) -> Any:
+    """The operator of a kernel, made at its first call, with the fields of its problems that are given pinned to these values."""
+    if (
+        torch.compiler.is_dynamo_compiling()
+    ):  # which traces this in spite of the cache, and cannot trace how one is made
+        return getattr(torch.ops.tiledsched, _registered(kernel, **pinned))
+    from tiledsched.serve.op import op
+
+    made = op(f"tiledsched::{_word(kernel, pinned)}", kernel_named(kernel), **pinned)
+    if kernel in GRADIENTS:
+        GRADIENTS[kernel](made, pinned)
+    elif f"{kernel}_backward" in SHIPPED:
+        made.register_autograd(operator(f"{kernel}_backward"))
+    return made
+
+
+@torch.compiler.assume_constant_result
+def _registered(kernel: str, **pinned: Any) -> str:
+    """The name under which torch knows the operator of a kernel, which is made first where need be."""
+    operator(kernel, **pinned)
+    return _word(kernel, pinned)
+
+
+def _word(kernel: str, pinned: dict[str, Any]) -> str:
+    return kernel + "".join(f"_{name}" for name, value in pinned.items() if value)
+
+
+def flat_rows(x: Tensor) -> Tensor:
+    """`[rows, columns]`; their number is not left to torch, which cannot tell it where there are no columns."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def check_shape(name: str, given: Tensor, like: str, shape: Any) -> None:
+    """Raise unless a tensor has this shape: as many elements in another order would be taken for others.
+
+    Raises:
+        ProblemError: it has another shape.
+    """
+    if given.shape != shape:
+        raise ProblemError(
+            f"{name} must have the shape of {like}, {tuple(shape)}, got {tuple(given.shape)}; reshape it"
+        )

@@ -1,0 +1,223 @@
+"""What rivals and our own choice are expected to take on a problem on which neither was timed.
+
+`tuning_db/model/KERNEL/timed_ARCH.json` has times of problems that were drawn at random: of every rival, and of our kernel as it
+was served untuned (`python -m docs.studies.untuned`). It also has the times of rivals in the tables that ship. Entries of other
+layers add theirs.
+
+Times are told as logarithms of their ratio to an estimate: ours to what the performance model gives for the schedule, a rival's
+to the mean of what the GPU's rates allow and what the model gives for our default schedule. The ratio on another problem is
+interpolated from the nearest timed ones by kriging: the best linear unbiased estimate where values agree the more the nearer two
+problems are. Its standard error is the spread. No problem is fitted alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from tiledsched.core.cost import LAUNCH_US
+from tiledsched.core.device import ArchSpec, arch_spec
+from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.registry import problem_from_json
+from tiledsched.store.manifest import model_file
+from tiledsched.store.records import Entry
+
+OURS = "ours"
+"""Stands for our kernel among the methods."""
+NEAREST = 64
+"""Number of the nearest timed problems that say something."""
+NOISE = 0.01
+"""Variance of what nearness does not explain, over the variance of what it does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """The expected time of one method on a problem."""
+
+    us: float
+    """On the GPU, in microseconds."""
+    spread: float
+    """Standard error of the logarithm of its ratio to the estimate."""
+    host_us: float
+    """Time until a call returns, in microseconds."""
+    cases: int
+    """Number of the timed problems behind it."""
+    nearest: Problem
+    """The nearest of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedProblem:
+    """What methods took on one problem. A file has hundreds of them, so that a problem is read only where it is named."""
+
+    problem: Mapping[str, Any]
+    """The problem, as JSON."""
+    place: Sequence[float]
+    """Where the kernel places it among others; see `Similarity.timing_features`."""
+    us: Mapping[str, float]
+    """Microseconds by method; of ours, with the schedule that was served untuned."""
+    base_us: float
+    """The estimate that rivals' times are told beside; see :func:`base_us`."""
+    ours_us: float | None = None
+    """What the model gives for the schedule of ours that was timed; None where none was."""
+
+    @classmethod
+    def of(
+        cls, p: Problem, us: Mapping[str, float], spec: ArchSpec, default_us: float, ours_us: float | None = None
+    ) -> TimedProblem:
+        """What methods took on `p`, for whose default schedule the model gives `default_us`."""
+        base = base_us(p, default_us, spec)
+        return cls(problem=p.to_json(), place=_features(p), us=us, base_us=base, ours_us=ours_us)
+
+
+class TimedProblems:
+    """Problems of one kernel and arch on which methods were timed.
+
+    Args:
+        rows: what methods took on each problem.
+        host_us: for each method the time until a call returns.
+        spec: the arch.
+    """
+
+    def __init__(self, rows: Sequence[TimedProblem], host_us: Mapping[str, float], spec: ArchSpec) -> None:
+        self._rows, self._host_us, self._spec = rows, host_us, spec
+        self._places = np.array([each.place for each in rows])
+        self._above = {
+            name: np.array(
+                [
+                    math.log(us / ((name == OURS and each.ours_us) or each.base_us))
+                    if (us := each.us.get(name))
+                    else math.nan
+                    for each in rows
+                ]
+            )
+            for name in host_us
+        }
+
+    def forecast(self, p: Problem, ours_us: float, default_us: float) -> dict[str, Forecast]:
+        """What each method is expected to take on a problem; nothing where the kernel does not place it among those timed.
+
+        Far from all of them it is what the methods take on average, and the spread says so.
+
+        Args:
+            p: the problem.
+            ours_us: what the model gives for the schedule that is served.
+            default_us: what it gives for the default schedule.
+        """
+        place = _features(p)
+        if not place or not self._rows:
+            return {}
+        apart = np.sqrt(((self._places - place) ** 2).sum(axis=1))
+        floor, base = floor_us(p, self._spec), base_us(p, default_us, self._spec)
+        found = {}
+        for name, above in self._above.items():
+            near = self._nearest(above, apart)
+            if len(near):
+                value, spread = self._interpolated(above[near], near, apart)
+                found[name] = Forecast(
+                    us=max(floor, math.exp(value) * (ours_us if name == OURS else base)),
+                    spread=spread,
+                    host_us=self._host_us[name],
+                    cases=len(near),
+                    nearest=problem_from_json(self._rows[near[0]].problem),
+                )
+        return found
+
+    @staticmethod
+    def _nearest(values: np.ndarray, apart: np.ndarray) -> np.ndarray:
+        """The places of the nearest problems that have a value, the nearest first."""
+        known = np.flatnonzero(~np.isnan(values))
+        return known[np.argsort(apart[known], kind="stable")[:NEAREST]]
+
+    def _interpolated(self, values: np.ndarray, near: np.ndarray, apart: np.ndarray) -> tuple[float, float]:
+        """The value at a distance `apart` from each timed problem, and its spread, from the values of those at places `near`."""
+        steps = self._places[near][:, None] - self._places[near][None]
+        among, ones = _correlation(np.sqrt((steps**2).sum(axis=-1))) + NOISE * np.eye(len(near)), np.ones(len(near))
+        to_new = _correlation(apart[near])
+        solved = np.linalg.solve(among, np.stack([ones, values, to_new], axis=1))
+        total = ones @ solved[:, 0]
+        mean = ones @ solved[:, 1] / total
+        rest = solved[:, 1] - mean * solved[:, 0]
+        variance = max(0.0, float((values - mean) @ rest)) / len(near)
+        unknown = 1 + NOISE - to_new @ solved[:, 2] + (1 - ones @ solved[:, 2]) ** 2 / total
+        return float(mean + to_new @ rest), math.sqrt(variance * max(float(unknown), 0.0))
+
+
+def _correlation(apart: np.ndarray) -> np.ndarray:
+    """How much values agree at a distance: 1 at none, 0.48 at 1 (Matern's function of order 3/2)."""
+    scaled = math.sqrt(3) * apart
+    correlation: np.ndarray = (1 + scaled) * np.exp(-scaled)
+    return correlation
+
+
+def _features(p: Problem) -> tuple[float, ...]:
+    found: tuple[float, ...] = p.declaration.similarity.timing_features(p)
+    return found
+
+
+def floor_us(p: Problem, spec: ArchSpec) -> float:
+    """What the GPU's rates allow, in microseconds: of a launch, and of arithmetic or memory, whichever is longer."""
+    compute_us = p.flops / (spec.tensor_flops * spec.sm_count * spec.clock_ghz * 1e3)
+    return LAUNCH_US + max(compute_us, p.min_bytes / (spec.dram_gbps * 1e3))
+
+
+def base_us(p: Problem, default_us: float, spec: ArchSpec) -> float:
+    """The geometric mean of what the GPU's rates allow and of what the model gives for our default schedule."""
+    return math.sqrt(floor_us(p, spec) * default_us)
+
+
+@lru_cache(maxsize=16)
+def _shipped(kernel: str, arch: str) -> tuple[Sequence[TimedProblem], Mapping[str, float]]:
+    """What `tuning_db/model/KERNEL/timed_ARCH.json` says: what methods took, and what calls cost the host."""
+    found = model_file(kernel, f"timed_{arch}.json")
+    if not found:
+        return (), {}
+    names: Sequence[str] = found["methods"]
+    rows = [
+        TimedProblem(
+            problem=row["problem"],
+            place=row["place"],
+            us={name: us for name, us in zip(names, row["us"], strict=True) if us is not None},
+            base_us=row["base_us"],
+            ours_us=row["ours_us"],
+        )
+        for row in found["rows"]
+    ]
+    return rows, found["host_us"]
+
+
+def timed_problems(
+    kernel: KernelClass,
+    arch: str,
+    entries: Iterable[Entry],
+    modelled_us: Callable[[Problem], float],
+    hidden: Problem | None = None,
+) -> TimedProblems | None:
+    """The timed problems of a kernel: those that ship, and the times of rivals in entries of other layers; None where no times
+    ship.
+
+    Args:
+        kernel: the kernel.
+        arch: of the GPU.
+        entries: measured entries of the arch.
+        modelled_us: what the model gives for the default schedule of a problem.
+        hidden: a problem to leave out, whose times are to be predicted.
+    """
+    rows, host_us = _shipped(kernel.name, arch)
+    if not rows:
+        return None
+    spec, found = arch_spec(arch), list(rows)
+    for entry in entries:
+        if entry.layer != "shipped" and entry.arch == arch and _features(entry.problem):
+            times = {
+                each.name: each.median_us for each in entry.rivals or () if each.median_us and each.name in host_us
+            }
+            if times:
+                found.append(TimedProblem.of(entry.problem, times, spec, modelled_us(entry.problem)))
+    left_out = hidden and hidden.to_json()
+    return TimedProblems([each for each in found if each.problem != left_out], host_us, spec)

@@ -1,0 +1,450 @@
+"""The links of the chain that a problem walks until one of them knows which schedule to serve.
+
+Each link is called with a :class:`Question`, and gives its answer or None. It says in a few words why its answer is served, and
+what the links said is the reason that `explain` prints.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tiledsched.core.errors import ConfigError
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import HINT_KNOBS, KnobValue, Schedule, allowed_hints
+from tiledsched.rivals.offers import Offer, expected_offers, forecast_offers, measured_offers, published_offers
+from tiledsched.serve.arch_table import MEASURED_PROVENANCES, ArchTable
+from tiledsched.serve.transfer import (
+    ALTERNATIVES,
+    OTHER_KIND,
+    ExpectedLoss,
+    TransferParameters,
+    expected_loss,
+    log_us,
+    transfer,
+)
+from tiledsched.store.evidence import edited, leaders, throttled
+from tiledsched.store.records import Entry
+from tiledsched.store.spills import DOES_NOT_BUILD, classes_of
+
+NEIGHBOURHOOD = 0.5
+"""The distance up to which a measured problem serves others in place of what the model chose for them: half an octave. Farther
+away, a transfer from one tuned problem is slower than the model's choice in 43 of 90 cases (docs/results/serving.md)."""
+NEAR_ENOUGH = 0.2
+"""The distance up to which a problem on which rivals raced our schedule says more than what was timed on many others: there an
+untuned choice loses half a percent on average."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A link that a problem came to."""
+
+    link: str
+    """The name of its class."""
+    said: str = ""
+    """What it says of its answer; empty where it had none, or left that of the links before as it was."""
+    leads: bool = False
+    """Whether that stands before what the links before it said."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """The answer for one problem."""
+
+    schedule: Schedule
+    """What is launched."""
+    provenance: str
+    """measured, transferred, modelled, default, or forced (by settings)."""
+    steps: tuple[Step, ...]
+    """The links that the problem came to, in their order."""
+    entry: Entry | None = None
+    """The evidence; None for the default."""
+    is_own: bool = False
+    """Whether the evidence was measured for this very problem, or for one of about its size that stands for it."""
+    forced: Mapping[str, KnobValue] = field(default_factory=dict)
+    """Knobs that settings changed."""
+    stale: str = ""
+    """Why its time may differ from the one measured; empty where it does not."""
+    held_down: str = ""
+    """How far below its clock the GPU was held when the evidence was measured; empty where it was not."""
+    expected_loss: ExpectedLoss | None = None
+    """How much slower than the best schedule choices like this one were where every schedule was measured; None where that is
+    not known."""
+    rivals: tuple[Offer, ...] = ()
+    """Rivals that are faster, the fastest first: the first that is installed is called in place of the schedule."""
+    gated: tuple[Problem, ...] = ()
+    """The problems on which the accuracy gate passed this schedule on a GPU."""
+    alternatives: tuple[Schedule, ...] = ()
+    """The next choices, of a schedule that was not measured: each is served where the one before does not compile for the layouts
+    of a call."""
+
+    @property
+    def reason(self) -> str:
+        """Why it is served: what the links said, as one sentence for people."""
+        reason = ""
+        for step in self.steps:
+            reason = step.said + reason if step.leads else reason + step.said
+        return reason
+
+    def then(self, step: Step, **changes: Any) -> Served:
+        """This answer as a later link leaves it."""
+        return replace(self, steps=(*self.steps, step), **changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What the links of the chain are asked: the schedule for a problem on one arch."""
+
+    problem: Problem
+    """What is to be computed."""
+    table: ArchTable
+    """What is known on the arch."""
+    device_name: str = ""
+    """The driver's name for the GPU; empty where only the arch is known."""
+
+    @functools.cached_property
+    def alike(self) -> Sequence[Entry]:
+        """The entries that were measured for problems of the same kind."""
+        return self.table.alike(self.problem)
+
+    @functools.cached_property
+    def modelled(self) -> Sequence[Entry]:
+        """The entries that the performance model chose for problems of the same kind, if they work here; the nearest first."""
+        kind, space = self.problem.declaration.similarity.kind, self.table.space
+        alike = [entry for entry in self.table.modelled if kind(entry.problem) == kind(self.problem)]
+        usable = [entry for entry in alike if not space.unworkable(entry.schedule, self.problem)]
+        return sorted(usable, key=lambda entry: (self.distance(entry), entry.rank, entry.problem, entry.device_name))
+
+    @functools.cached_property
+    def default(self) -> Schedule:
+        """The kernel's default schedule."""
+        return self.table.default(self.problem)
+
+    def distance(self, entry: Entry) -> float:
+        """How far away the problem of an entry is."""
+        apart: float = self.problem.declaration.similarity.distance(entry.problem, self.problem)
+        return apart
+
+    def nearest(self, entries: Iterable[Entry]) -> float:
+        """The distance of the nearest entry; infinite where there is no entry."""
+        return min(map(self.distance, entries), default=math.inf)
+
+
+class Link:
+    """What the links have in common. Finders are called with a question; refiners also with the answer that was found, which they
+    return as it was or changed."""
+
+    def step(self, said: str = "", *, leads: bool = False) -> Step:
+        """The step to this link; see :class:`Step`."""
+        return Step(link=type(self).__name__, said=said, leads=leads)
+
+
+Finder = Callable[[Question], Served | None]
+Refiner = Callable[[Question, Served], Served]
+
+
+class Exact(Link):
+    """What was measured for this very problem."""
+
+    def __call__(self, asked: Question) -> Served | None:
+        """What was measured on this device; else on another of its arch, or of one whose machine code is the same."""
+        table, name = asked.table, asked.device_name
+        entry = table.measured_for(asked.problem, name)
+        if entry is None:
+            return None
+        here = entry.provenance == "measured" and name in ("", entry.device_name)
+        said = f"this problem was measured on {'this device' if name and here else table.where(entry)}"
+        if getattr(asked.problem, "wide", False) and not entry.problem.wide:  # other machine code of the same schedule
+            here, said = False, f"{said}, but not in its wide form: these tensors take 64-bit indices"
+        return Served(
+            schedule=entry.schedule,
+            provenance="measured" if here else "transferred",
+            steps=(self.step(said),),
+            entry=entry,
+            is_own=True,
+            stale=table.stale(entry),
+        )
+
+
+class Bucket(Link):
+    """What was measured for a problem of the same bucket: of about the same lengths, and equal in all else."""
+
+    def __call__(self, asked: Question) -> Served | None:
+        """What was measured for the nearest of them."""
+        table, about, bucketed = asked.table, asked.problem, asked.table.kernel.similarity.bucketed
+        near = {entry.problem: entry for entry in asked.alike if bucketed(entry.problem) == about}
+        ordered = sorted(near, key=lambda problem: (asked.distance(near[problem]), problem))
+        found = (table.measured_for(problem, asked.device_name) for problem in ordered)
+        entry = next((each for each in found if each is not None), None)
+        if entry is None:
+            return None
+        return Served(
+            schedule=entry.schedule,
+            provenance="transferred",
+            steps=(self.step(f"{entry.problem}, which is of about this size, was measured on {table.where(entry)}"),),
+            entry=entry,
+            is_own=True,
+            expected_loss=expected_loss(entry, asked.distance(entry), about),
+        )
+
+
+class Neighbours(Link):
+    """A schedule that won on measured problems of the same kind (see `tiledsched.serve.transfer`)."""
+
+    def __call__(self, asked: Question) -> Served | None:
+        """The choice among the nearest, if one is in the neighbourhood or nearer than what the performance model chose for."""
+        chosen = asked.modelled[:1]
+        if chosen and asked.nearest(asked.alike) > max(NEIGHBOURHOOD, asked.nearest(chosen)):
+            return None
+        return self.transferred(asked, asked.alike, asked.table.policy)
+
+    def transferred(
+        self, asked: Question, entries: Sequence[Entry], policy: TransferParameters, what: str = ""
+    ) -> Served | None:
+        """A choice among the schedules that won on other problems; `what` describes these for the reason."""
+        table, problem = asked.table, asked.problem
+        found = transfer(problem, entries, table.space, table.spec, policy) if table.spec else None
+        if found is None:
+            return None
+        judges = "it" if found.neighbours == 1 else f"{found.neighbours} similar problems"
+        said = (
+            f"the nearest problem{what} is {found.entry.problem}, measured on {table.where(found.entry)}; by the measurements of "
+            f"{judges}, this schedule is expected to lose least"
+        )
+        return Served(
+            schedule=found.schedule,
+            provenance="transferred",
+            steps=(self.step(said),),
+            entry=found.entry,
+            alternatives=found.others,
+            expected_loss=expected_loss(found.entry, found.distance, problem),
+        )
+
+
+class Modelled(Link):
+    """What the performance model chose, which predicts a problem better than winners of another kind do."""
+
+    def __call__(self, asked: Question) -> Served | None:
+        """The entry for this problem or the nearest one of its kind. The next choices are its runner-up, and what the model
+        chose for the problems after it."""
+        space, problem, usable = asked.table.space, asked.problem, asked.modelled
+        if not usable:
+            return None
+        entry = usable[0]
+        choices = [entry.schedule]
+        for each in map(space.complete, dict.fromkeys(schedule for one in usable for schedule in leaders(one))):
+            if len(choices) > ALTERNATIVES:
+                break
+            if each not in choices and not space.unworkable(each, problem):
+                choices.append(each)
+        measured = "nothing near it" if asked.alike else "nothing"
+        what = "this problem" if entry.problem == problem else f"the nearest problem ({entry.problem})"
+        return Served(
+            schedule=entry.schedule,
+            provenance=entry.provenance,
+            steps=(self.step(f"{measured} was measured; the entry for {what} is the model's choice"),),
+            entry=entry,
+            alternatives=tuple(choices[1:]),
+        )
+
+
+class OtherKinds(Neighbours):
+    """A schedule that won on measured problems of any kind."""
+
+    def __call__(self, asked: Question) -> Served | None:
+        """The choice among all, unless the kernel says that problems of other kinds are useless."""
+        if not asked.alike and asked.table.kernel.similarity.requires_same_kind(asked.problem):
+            return None
+        return self.transferred(asked, asked.table.measured, OTHER_KIND, " of another kind")
+
+
+class ColdStart(Link):
+    """The kernel's own choice for problems of which nothing was measured."""
+
+    def __call__(self, asked: Question) -> Served | None:
+        """The choice, where it is not the default schedule."""
+        table, problem, default, spec = asked.table, asked.problem, asked.default, asked.table.spec
+        if spec is None:
+            return None
+        choose = table.kernel.similarity.cold_start
+        chosen = choose(problem, default, table.space, lambda schedule: log_us(problem, schedule, spec))
+        if chosen in (None, default):
+            return None
+        said = "nothing like it was measured or tuned; a plain schedule, by rule and model"
+        return Served(schedule=chosen, provenance="modelled", steps=(self.step(said),))
+
+
+class Default(Link):
+    """The default schedule, which there always is."""
+
+    def __call__(self, asked: Question) -> Served:
+        """The default schedule of this problem."""
+        said = f"nothing is known about {asked.table.arch} for this kind of problem"
+        return Served(schedule=asked.default, provenance="default", steps=(self.step(said),))
+
+
+class Sound(Link):
+    """The first choice that is not known to spill registers or to fail to build."""
+
+    def __call__(self, asked: Question, served: Served) -> Served:
+        """The first sound choice; where all are unsound, the one that spills least. Also where an accuracy gate passed it."""
+        choices, known, arch = (served.schedule, *served.alternatives), asked.table.spills, asked.table.arch
+        if served.alternatives and served.schedule.id in known:
+            lost = []
+            for each in choices:
+                classes = known.get(each.id, {})
+                found = classes_of(asked.problem, each, arch) if classes else []
+                lost.append(max((classes.get(one, 0) for one in found), default=0))
+            place = lost.index(min(lost))
+            if place:
+                passed = "; ".join(
+                    f"{each.short()} "
+                    + ("does not build" if size == DOES_NOT_BUILD else f"spills {size} bytes of registers a thread")
+                    for each, size in zip(choices[:place], lost, strict=False)
+                )
+                served = served.then(
+                    self.step(f"; of its choices {passed}, so that the next one is served"),
+                    schedule=choices[place],
+                    alternatives=choices[place + 1 :],
+                )
+        return replace(served, gated=asked.table.gated(served.schedule))
+
+
+class Rivals(Link):
+    """The rivals that are faster."""
+
+    def __call__(self, asked: Question, served: Served) -> Served:
+        """By the times on this problem, else by those on near ones, else by what is forecast."""
+        table, problem, entry = asked.table, asked.problem, served.entry
+        if not table.rivals:
+            return served
+        if served.is_own and entry is not None:
+            return replace(served, rivals=self._of_own(asked, entry, served.provenance == "measured"))
+        raced = asked.nearest(each for each in asked.alike if each.rivals)
+        if raced > NEAR_ENOUGH and table.spec and table.timed:
+            ours_us = table.modelled_us(problem, served.schedule)
+            forecasts = table.timed.forecast(problem, ours_us, table.modelled_us(problem, asked.default))
+            if forecasts:
+                return replace(served, rivals=forecast_offers(table.kernel, forecasts))
+        known = served.expected_loss
+        loss = known.mean if known and known.arch == table.arch else 0.0
+        return replace(served, rivals=expected_offers(problem, asked.alike, loss))
+
+    @staticmethod
+    def _of_own(asked: Question, entry: Entry, here: bool) -> tuple[Offer, ...]:
+        """By the times in the problem's own entry, measured on this device or not; of rivals that were not timed there, by those
+        on similar problems."""
+        where = "this device" if asked.device_name else asked.table.where(entry)
+        known = measured_offers(entry, where) if here else expected_offers(entry.problem, [entry], 0.0)
+        names = {each.name for each in entry.rivals or ()}
+        near = expected_offers(entry.problem, asked.table.alike(entry.problem), 0.0)
+        offers = (*known, *(offer for offer in near if offer.name not in names))
+        return tuple(sorted(offers, key=lambda offer: (offer.ratio, offer.name)))
+
+
+class Published(Link):
+    """The rivals that are faster by published times."""
+
+    def __call__(self, asked: Question, served: Served) -> Served:
+        """Those rivals, on a GPU on which nothing like the problem was measured."""
+        table = asked.table
+        if not table.rivals or served.rivals or served.provenance in MEASURED_PROVENANCES or not table.spec:
+            return served
+        return replace(
+            served, rivals=published_offers(asked.problem, served, asked.alike, table.arch, asked.device_name)
+        )
+
+
+class Evidence(Link):
+    """What the evidence leaves open."""
+
+    def __call__(self, asked: Question, served: Served) -> Served:
+        """Whether the kernel has changed since, or the evidence was taken under other conditions than requested."""
+        entry, table = served.entry, asked.table
+        if entry is None:
+            return served
+        if not served.stale and edited(entry, table.kernel):
+            stale = (
+                f"the source of {table.kernel.name} has changed since the evidence was taken: its machine code may be another, "
+                f"and its time, too; tune it again, or run: tiledsched refresh KERNEL --arch {entry.arch}"
+            )
+            served = replace(served, stale=stale)
+        said, slowed = "", throttled(entry, table.seen_mhz)
+        if entry.regime not in ("", table.regime):
+            said += f", in the {entry.regime} regime; nothing was in the {table.regime} one"
+        if slowed:
+            said += "; the evidence was taken while the GPU's clock was held down"
+        if entry.accum_mode != table.accum_mode:
+            said += f", with {entry.accum_mode} accumulators; nothing was with {table.accum_mode} ones"
+        return served.then(self.step(said), held_down=slowed) if said else served
+
+
+class Forced(Link):
+    """The knobs that settings force, whatever was found."""
+
+    def __call__(self, asked: Question, served: Served) -> Served:
+        """The answer with those knobs.
+
+        Raises:
+            ConfigError: a forced knob is unknown or has a value that cannot work.
+        """
+        forced, space, arch = asked.table.forced, asked.table.space, asked.table.arch
+        for name, value in forced.items():
+            if name not in space.knobs:
+                raise ConfigError(f"forced knob {name!r} is not in {space.source}; known are {', '.join(space.knobs)}")
+            choices, wrong = space.knobs[name].choices, ""
+            # Numbers may leave the list: a researcher may try a tile nobody thought of. Words may not.
+            known = value in choices if isinstance(value, str) else any(type(each) is type(value) for each in choices)
+            if not known:
+                wrong = f"; allowed on {arch}: {list(choices)}"
+            elif name in HINT_KNOBS and value not in HINT_KNOBS[name]:
+                wrong = f" is no such hint; compilers take {allowed_hints(name)}"
+            elif "tile" in name.lower() and type(value) is int and 0 not in choices and value.bit_count() != 1:
+                wrong = f"; sides of tiles are powers of two, such as {list(choices)}"
+            if wrong:
+                raise ConfigError(f"forced knob {name} = {value!r}{wrong}")
+        # A researcher may leave the listed choices and the paths explored, but not what the constraints say cannot work.
+        # Where the rest of what is served does not go with them, the rest of the default may.
+        broken = ""
+        for base, rest in ((served.schedule, ""), (asked.default, ", and the rest is the default's")) if forced else ():
+            schedule = base.replace(**forced)
+            values = space.constraint_values(asked.problem) | dict(schedule)
+            unmet = "; ".join(f"{c.require} ({c.because})" for c in space.needed if not c.holds(values))
+            if not unmet:
+                step = self.step(f"settings force {forced}{rest}; without them: ", leads=True)
+                steps, entry = (*served.steps, step), served.entry
+                return Served(schedule=schedule, provenance="forced", steps=steps, entry=entry, forced=forced)
+            broken = broken or unmet
+        if broken:
+            raise ConfigError(f"forced knobs {forced} cannot work for {asked.problem} on {arch}: {broken}")
+        return served
+
+
+GUESSES: tuple[Finder, ...] = (Neighbours(), Modelled(), OtherKinds(), ColdStart(), Default())
+"""The links that know a schedule for a problem that was not measured, one of which always does."""
+FOUND: tuple[Refiner, ...] = (Sound(), Rivals())
+"""The links after one that found a schedule."""
+AT_LAST: tuple[Refiner, ...] = (Published(), Evidence(), Forced())
+"""The links for each problem by itself, also where problems of about one size share what was found."""
+
+
+def find(links: Sequence[Finder], asked: Question, passed: Sequence[Step] = ()) -> Served | None:
+    """What the first link that has an answer finds, as :data:`FOUND` leaves it; None where no link has one. `passed` are
+    steps to links that had none before."""
+    steps = [*passed]
+    for link in links:
+        served = link(asked)
+        if served is not None:
+            return refined(FOUND, asked, replace(served, steps=(*steps, *served.steps)))
+        steps.append(Step(link=type(link).__name__))
+    return None
+
+
+def refined(links: Sequence[Refiner], asked: Question, served: Served) -> Served:
+    """An answer as some links leave it."""
+    for link in links:
+        served = link(asked, served)
+    return served

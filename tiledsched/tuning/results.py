@@ -1,0 +1,130 @@
+"""What a tune found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from html import escape
+from typing import Any
+
+from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.schedule import Schedule
+from tiledsched.store.evidence import clocks_of, throttled
+from tiledsched.store.records import Entry
+from tiledsched.tuning.numbers import NumbersKept
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneResult:
+    """What tuning one problem found."""
+
+    entry: Entry
+    """What is served from now on (or would be, if the store did not hold something better)."""
+    stored: bool
+    """False when a stronger entry was kept."""
+    schedules: int
+    """Schedules considered."""
+    programs: int
+    """Distinct programs among them."""
+    compiled: int
+    """How often the compiler ran."""
+    measured: int
+    """Programs measured in this run."""
+    failed: int
+    """Schedules that did not build, run or compute correctly."""
+    seconds: float
+    """Wall time."""
+    left: int = 0
+    """Schedules that effort, trials or time left unbuilt, where the model ranks."""
+    over_default: float | None = None
+    """(default - winner) / winner, of their measured medians or of the model's estimates; None where the default gave neither."""
+    over_runner_up: float | None = None
+    """(runner-up - winner) / winner, likewise; None where there is no runner-up."""
+    held_down: str = ""
+    """In words, how far below its clock the GPU was held in how many of this run's measurements; empty where it was in none."""
+    candidates: Mapping[str, int] | None = None
+    """What became of the rows of the file of candidates: `raced` or why not, with the number of rows; None without a file."""
+    why_failed: str = ""
+    """The commonest message of the schedules that did not build; empty where all did."""
+
+    numbers: NumbersKept | None = None
+    """What it cost that only the same numbers could win; None where any right ones could."""
+
+    def is_served(self, now: Entry) -> bool:
+        """Whether what was found is what is served, given the entry that is served for the problem now."""
+        found = self.entry
+        return self.stored and (now.provenance, now.schedule, now.source) == (
+            found.provenance,
+            found.schedule,
+            found.source,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneReport:
+    """What a tune found."""
+
+    kernel: KernelClass
+    """The kernel that was tuned."""
+    arch: str
+    """The arch it was tuned for."""
+    run_id: int
+    """Number of the run in the database."""
+    results: Sequence[TuneResult]
+    """One for each problem: how much was tried, and what won."""
+    entries: Sequence[Entry]
+    """What is served for each problem now; the entry that was there where it is stronger than what was found."""
+    measured: bool
+    """Whether a GPU measured; otherwise the performance model ranked what was built."""
+    left: Mapping[Problem, str] = field(default_factory=dict)
+    """The problems that have no result, and why: the budget ended first, or no schedule works."""
+
+    @property
+    def winners(self) -> dict[Problem, Schedule]:
+        """The schedule that is served for each problem now."""
+        return {entry.problem: entry.schedule for entry in self.entries}
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """A plain dict for each problem: sizes, winner, ties, runner-up and evidence."""
+        return [
+            {
+                **entry.problem.to_json(),
+                "arch": entry.arch,
+                "device": entry.device_name,
+                "provenance": entry.provenance,
+                "schedule": entry.schedule.to_json(),
+                "median_us": entry.median_us,
+                "model_us": entry.model_us,
+                "ties": [tie.to_json() for tie in entry.ties],
+                "margin": entry.margin,
+                "runner_up": entry.runner_up.to_json() if entry.runner_up else None,
+                "rivals": None if entry.rivals is None else [asdict(each) for each in entry.rivals],
+                "programs": result.programs,
+                "measured_programs": result.measured,
+                "failed": result.failed,
+                "seconds": round(result.seconds, 3),
+            }
+            for entry, result in zip(self.entries, self.results, strict=True)
+        ]
+
+    def _lines(self) -> list[tuple[str, str, str, str]]:
+        lines, seen_mhz = [], clocks_of(self.entries)
+        for entry in self.entries:
+            us = entry.median_us if entry.median_us is not None else entry.model_us
+            said = entry.median_us is not None or entry.provenance == "modelled"
+            time = "" if us is None else f"{us:.1f} us" + ("" if said else " (modelled)")
+            slowed = ", clock held down" if throttled(entry, seen_mhz) else ""
+            lines.append((str(entry.problem), entry.schedule.short(), time, entry.provenance + slowed))
+        return lines
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.kernel.name} on {self.arch}", *("  " + "  ".join(line) for line in self._lines())])
+
+    def _repr_html_(self) -> str:
+        """A table, for notebooks."""
+        head = "".join(f"<th>{word}</th>" for word in ("problem", "schedule", "time", "provenance"))
+        body = "".join(
+            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>" for line in self._lines()
+        )
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
