@@ -591,7 +591,8 @@ def test_warmup_stores_what_spills(told, pool) -> None:
     assert (again["programs"], again["compiled"]) == (1, 0)
 
 
-def test_warmup_writes_to_the_cache_and_to_files(tmp_path, pool, told, capsys) -> None:
+def test_warmup_writes_to_the_cache_and_to_files(tmp_path, pool, told, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
     said = told("--arch", ARCH, schedule=SCHEDULE)
     assert said["file"] == str(tmp_path / "cache" / "programs" / ARCH)
     assert (said["programs"], said["failures"], said["seconds"] >= 0) == (1, [], True)
@@ -600,6 +601,8 @@ def test_warmup_writes_to_the_cache_and_to_files(tmp_path, pool, told, capsys) -
     assert "(1 had before, 0 built now)" in capsys.readouterr().out
     assert told("--arch", ARCH, "--out", str(tmp_path / "out.zip"), "--also", "any-length")["problems"] == 2
     assert len(read_bundle(tmp_path / "out.zip").programs) == 2
+    elsewhere = told("--arch", ARCH, "--out", str(tmp_path / "arm.zip"), "--host-arch", "aarch64")
+    assert (elsewhere["compiled"], elsewhere["reused"]) == (1, 0)  # what is in the cache is for hosts like this one
     assert told("--arch", ARCH, code=1, schedule=SCHEDULE.replace(tile_m=128))["failures"]
 
 
