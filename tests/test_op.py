@@ -426,7 +426,7 @@ def test_programs_of_a_bundle_are_used_and_need_no_compiler(launches, tmp_path, 
         path, [program], {("sm_90", built.fingerprint): built}, [], {declared.name: declared.source_hash()}, "none"
     )
     monkeypatch.setenv("TILEDSCHED_BUNDLE", str(path))
-    monkeypatch.setattr("tiledsched.serve.bundle.read_artifact", lambda code, arch: replace(built, cubin=code))
+    monkeypatch.setattr("tiledsched.build.store.read_artifact", lambda code, arch: replace(built, cubin=code))
     process.forget_kernels()
     plan = total.plan_for(*given)
     total(*given)

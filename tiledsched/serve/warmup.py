@@ -192,9 +192,9 @@ def prepare(
         following = []
         for key, (problem, served) in zip(keys, waiting, strict=True):
             now = None
-            if served.alternatives and key in lost:
+            if key in lost:
                 now = table.resolve(problem, arch, device)
-            elif key not in found and not served.alternatives:
+            elif key not in found:
                 now = table.fallback_for(served, problem, arch)
             if now is not None and now.schedule != served.schedule:
                 following.append((problem, now))

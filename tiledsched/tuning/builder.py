@@ -127,9 +127,7 @@ class Builder:
         return [each for each in dict.fromkeys(schedules) if not self._usable(self.record(each, problem))]
 
     def _usable(self, record: BuildRecord | None) -> bool:
-        if record is None:
-            return False
-        return record.failure is not None or self.artifacts.has(self.arch, record.fingerprint)
+        return record is not None and (record.failure is not None or self.artifacts.has(self.arch, record.fingerprint))
 
     def build(
         self,
