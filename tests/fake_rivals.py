@@ -9,7 +9,7 @@ import types
 
 import torch
 
-TOLD: list[tuple[object, ...]] = []
+FLASH_CALLS: list[tuple[object, ...]] = []
 """For each call of :func:`flash`, the longest sequences that it was told of, and where q and k lie."""
 OUT: list[int] = []
 """Where the outputs of these calls lie."""
@@ -23,7 +23,7 @@ def install_flash_4(monkeypatch, **inner):
         module.__path__ = []
         monkeypatch.setitem(sys.modules, name, module)
     vars(sys.modules["flash_attn.cute.interface"]).update(inner)
-    TOLD.clear()
+    FLASH_CALLS.clear()
     return sys.modules["flash_attn.cute"]
 
 
@@ -71,7 +71,7 @@ def flash(
     """FlashAttention-4's inner function of the forward pass, each sequence by itself."""
     if num_splits != 1:
         raise NotImplementedError("no splits on this GPU")
-    TOLD.append((max_seqlen_q, max_seqlen_k, q.data_ptr(), k.data_ptr()))
+    FLASH_CALLS.append((max_seqlen_q, max_seqlen_k, q.data_ptr(), k.data_ptr()))
     window = None if window_size_left is None else (window_size_left, window_size_right)
     options = (softmax_scale, causal, window, softcap or 0.0, learnable_sink)
     made = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=q.dtype) if out is None else out.zero_()

@@ -319,12 +319,12 @@ def others_log(log, beside):
 def made_up_rivals(seen):
     """Answers of a process that times rivals: one is faster; of an odd problem all fail. Its version tells what it was asked."""
     from tiledsched.core.errors import Failure, FailureKind
-    from tiledsched.rivals.races import RivalSamples
+    from tiledsched.measure.runner import RivalTime
 
     def race(state, *arguments):
         if state.arrays.problem.seq_q % 2:
             return Failure(kind=FailureKind.LAUNCH_FAILURE, message="no such rival")
-        return [RivalSamples(name="one", samples_us=(90.0,) * 8, ours_us=(100.0,) * 8)]
+        return [RivalTime(name="one", ratio=0.9)]
 
     def versions(state, locator, problem):
         if problem.seq_q % 2:

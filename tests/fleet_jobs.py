@@ -19,12 +19,10 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from unittest.mock import patch
 
-from tiledsched.build.compiler import Built
-from tiledsched.build.cubin import Artifact
-from tiledsched.core import config, data_files
+from tiledsched.build import compiler, cubin
+from tiledsched.core import config, data_files, space_files
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import Failure, FailureKind, MeasureError, NoValidScheduleError
-from tiledsched.core.space_files import space_for
 from tiledsched.fleet import jobs as real
 from tiledsched.fleet.clock import Clock
 from tiledsched.fleet.gpus import Gpu
@@ -32,8 +30,7 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
 from tiledsched.serve import entries
 from tiledsched.store.exchange import read_table
-from tiledsched.tuning.prior import Shipped
-from tiledsched.tuning.resources import Tools
+from tiledsched.tuning import prior, resources
 from tiledsched.tuning.session import Session
 
 LANDSCAPES = sorted((data_files.tuning_db() / "landscapes" / "attention").glob("*_burst_*.json.xz"))
@@ -82,7 +79,7 @@ class Replay:
 
     def __init__(self, problem, arch: str) -> None:
         table = landscape(LANDSCAPES[problem.values["heads"] % 4])
-        space = space_for(arch, Attention)
+        space = space_files.space_for(arch, Attention)
         device = dataclasses.replace(table.measurements[0].measurement.device, arch=arch, name=NAMES[arch] + label())
         taken = [
             (each.measurement, space.complete(each.measurement.schedule)) for each in table.measurements[: 8 * PROGRAMS]
@@ -113,7 +110,9 @@ class Replay:
         for task in tasks:
             found = self.fingerprints.get(task.schedule)
             failure = None if found else Failure(kind=FailureKind.COMPILE_ERROR, message="not recorded")
-            yield Built(task=task, artifact=self.get(self.arch, found) if found else None, failure=failure, seconds=0.1)
+            yield compiler.Built(
+                task=task, artifact=self.get(self.arch, found) if found else None, failure=failure, seconds=0.1
+            )
 
     def start(self) -> None: ...
 
@@ -126,20 +125,20 @@ class Replay:
 
     def put(self, artifact) -> None: ...
 
-    def get(self, arch, fingerprint) -> Artifact:
-        return Artifact(arch=arch, fingerprint=fingerprint, facts=self.facts[fingerprint], cubin=b"")
+    def get(self, arch, fingerprint) -> cubin.Artifact:
+        return cubin.Artifact(arch=arch, fingerprint=fingerprint, facts=self.facts[fingerprint], cubin=b"")
 
     def session(self, given):
         """A session on the database of another, whose compiler and GPU are this landscape's."""
         runner = ReplayRunner(Attention, self.measurements, seed=self.problem.values["heads"])
-        tools = Tools(
+        tools = resources.Tools(
             toolchain=lambda: self.toolchain,
             artifacts=lambda folder: self,
             pool=lambda jobs: self,
             devices=lambda: [runner.device],
             runner=lambda kernel, seed: runner,
             rivals=lambda kernel, runner, regime: None,
-            space=lambda arch, kernel, file: space_for(arch, kernel).limited_to(tuple(self.fingerprints)),
+            space=lambda arch, kernel, file: space_files.space_for(arch, kernel).limited_to(tuple(self.fingerprints)),
         )
         return Session(self.arch, settings=given.settings, jobs=given.jobs, tools=tools)
 
@@ -210,7 +209,7 @@ def replayed(replay, given):
     with (
         replay.session(given) as session,
         patch.object(entries, "_shipped", lambda *given: entries.Layer(name="shipped", where="", entries=())),
-        patch.object(Shipped, "winners", ()),  # reading what ships takes longer than such a tune
+        patch.object(prior.Shipped, "winners", ()),  # reading what ships takes longer than such a tune
     ):
         yield session
 

@@ -1,9 +1,12 @@
-"""Printed output as files: `tests/data/golden/NAME` holds what a command prints, whole."""
+"""What tests of the command line share. `tests/data/golden/NAME` holds what a command prints, whole."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+
+import click
 
 FOLDER = Path(__file__).parent / "data" / "golden"
 
@@ -23,3 +26,12 @@ def check_golden(name: str, printed: str) -> None:
 def lacking(text: str, *words: str) -> list[str]:
     """The words that a text does not have."""
     return [each for each in words if each not in text]
+
+
+def leaf_commands(group: click.Group, above: str = "") -> Iterator[tuple[str, click.Command]]:
+    """Each command by its whole name; those of a group have the group's name before them."""
+    for name, each in group.commands.items():
+        if isinstance(each, click.Group):
+            yield from leaf_commands(each, f"{above}{name} ")
+        else:
+            yield f"{above}{name}", each

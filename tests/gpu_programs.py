@@ -204,7 +204,9 @@ def tile_hash(name: str) -> str:
 
 @lru_cache
 def shipped_entries(name: str) -> list[Entry]:
-    return read_shipped_entries(data_files.tuning_db() / "tables" / name / f"{ARCH}.json")
+    """What the table of a kernel serves; a kernel that was not tuned has no table."""
+    table = data_files.tuning_db() / "tables" / name / f"{ARCH}.json"
+    return read_shipped_entries(table) if table.is_file() else []
 
 
 def launched(entry: Entry) -> str:
@@ -257,7 +259,7 @@ def hashes() -> dict[str, str]:
 def drawn(kernel: KernelClass) -> list[Problem]:
     """Problems of a kernel such that pairs of values of its fields occur together, where the kernel allows it."""
     rng, found, covered = random.Random(kernel.name), dict[Problem, None](), set[Any]()
-    options = UNTUNED[kernel.name]
+    options = UNTUNED.get(kernel.name, {})
     for _ in range(MOST_DRAWN):
         best: tuple[int, Problem, set[Any]] | None = None
         for _ in range(40):

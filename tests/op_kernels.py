@@ -50,42 +50,6 @@ class RmsNorm(ts.Kernel):
 
 
 @ct.kernel
-def rms_norm_backward(dOut, X, W, dX, dW, eps, columns: Int, TILE: Int):
-    row = ct.bid(0)
-    x = ct.load(X, (row, 0), (1, TILE), padding_mode=ct.PaddingMode.ZERO).astype(ct.float32)
-    d = ct.load(dOut, (row, 0), (1, TILE), padding_mode=ct.PaddingMode.ZERO).astype(ct.float32)
-    w = ct.load(W, (0,), (TILE,), padding_mode=ct.PaddingMode.ZERO).astype(ct.float32)
-    scale = ct.rsqrt(ct.sum(x * x, axis=1, keepdims=True) / columns + eps)
-    dot = ct.sum(d * w * x, axis=1, keepdims=True) * scale * scale * scale / columns
-    ct.store(dX, (row, 0), (d * w * scale - x * dot).astype(dX.dtype))
-    ct.store(dW, (row, 0), (d * x * scale).astype(dW.dtype))
-
-
-class RmsNormBackward(ts.Kernel):
-    """Gradients of RmsNorm without a residual; that of the weight for each row, to be summed."""
-
-    function = rms_norm_backward
-    rows = ts.dim()
-    columns = ts.dim(constant=True)
-    dtype = ts.dtype("float16", "bfloat16")
-    dOut = ts.array("rows columns")
-    X = ts.array("rows columns")
-    W = ts.array("columns")
-    dX = ts.out("rows columns")
-    dW = ts.out("rows columns", dtype="float32")
-    eps = ts.scalar(1e-5)
-    knobs = {"TILE": [1024, 128], "occupancy": [1, 2]}
-    constraints = {"TILE >= columns": "a row is one tile"}
-
-    def grid(p, s, device):
-        return p.rows
-
-    def reference(xp, dOut, X, W, eps):
-        scale = 1 / xp.sqrt((X * X).mean(-1, keepdims=True) + eps)
-        return dOut * W * scale - X * (dOut * W * X).mean(-1, keepdims=True) * scale**3, dOut * X * scale
-
-
-@ct.kernel
 def scaled_product(A, B, C, k, TILE: Int, COLUMN: ct.Constant[bool]):
     i, j = ct.bid(0), ct.bid(1)
     total = ct.zeros((TILE, TILE), ct.float32)

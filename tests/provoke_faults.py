@@ -31,10 +31,9 @@ import tiledsched
 from tiledsched.build.compiler import BuildTask, compile_task
 from tiledsched.build.cubin import Artifact
 from tiledsched.build.pool import BuildPool
+from tiledsched.core import extras, space_files
 from tiledsched.core.errors import Failure, FailureKind, MeasureError
-from tiledsched.core.extras import package_version
 from tiledsched.core.schedule import Schedule
-from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.arrays import Launch
 from tiledsched.measure.gpu import GpuRunner, Timeouts
@@ -91,7 +90,7 @@ class RealBench:
         self.good = [self.candidate(**change) for change in changes]
 
     def schedule(self, **changes: Any) -> Schedule:
-        return space_for(self.arch, Attention).default(self.problem).replace(**changes)
+        return space_files.space_for(self.arch, Attention).default(self.problem).replace(**changes)
 
     def candidate(self, *, arch: str = "", causal: bool = False, **changes: Any) -> Candidate:
         arch, schedule = arch or self.arch, self.schedule(**changes)
@@ -156,7 +155,7 @@ class FakeBench:
         return Candidate(schedule=self.schedule(us=int(us)), artifact=artifact(cubin(us, **acts), f"{int(us):024d}"))
 
     def schedule(self, **changes: Any) -> Schedule:
-        plain = space_for(self.arch, Attention).default(self.problem)
+        plain = space_files.space_for(self.arch, Attention).default(self.problem)
         return Schedule({"q_subtiles": 1, **plain, "tile_m": 16, "persistent": "no", **changes})
 
     def bad(self, fault: str) -> Candidate:
@@ -193,7 +192,7 @@ def compile_too_long(bench: Bench, runner: Runner, fault: str) -> Failure:
     """A compile that is given no time, with nothing of it in cuTile's cache; nothing of it reaches the race."""
     task = BuildTask(
         kernel="attention",
-        schedule=space_for(bench.arch, Attention).default(bench.problem),
+        schedule=space_files.space_for(bench.arch, Attention).default(bench.problem),
         problem=bench.problem,
         arch=bench.arch,
         timeout_s=0.01,
@@ -335,7 +334,7 @@ def run(bench: Bench, faults: list[Fault]) -> dict[str, Any]:
         "versions": {
             "tiledsched": tiledsched.__version__,
             "python": platform.python_version(),
-            **{name: package_version(name) for name in packages},
+            **{name: extras.package_version(name) for name in packages},
         },
         "problem": bench.problem.to_json(),
         "good": [candidate.schedule.to_json() for candidate in bench.good],

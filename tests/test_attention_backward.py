@@ -11,7 +11,7 @@ from tile_checks import NUMPY, Device, check, make_inputs, mutated, run_schedule
 from tiledsched.checking.errors import case_errors, wrong_result
 from tiledsched.checking.inputs import make_cases
 from tiledsched.checking.interpreted import check_schedule
-from tiledsched.core import arrays, data_files, launch
+from tiledsched.core import arrays, data_files, launches
 from tiledsched.core.cases import expected_outputs, output_specs
 from tiledsched.core.storage import to_storage
 from tiledsched.interpreter import run_schedule as interpret
@@ -24,7 +24,6 @@ from tiledsched.kernels.attention_backward.reference import attention_gradients
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.store.shipped import read_shipped_entries
 
-SMALL = AttentionBackward.small()
 make = AttentionBackward.problem
 
 
@@ -196,17 +195,17 @@ def test_arrays_beyond_32_bits_have_wide_indices(monkeypatch, fields):
         for structure in ("atomic", "two_pass"):
             assert_right(p, fitting(p, {"structure": structure, "loop_split": True}))
     finally:
-        launch._note.cache_clear()
+        launches._note.cache_clear()
     wide = make(seq_q=1 << 20, seq_k=1 << 20, head_dim=128, heads=32, kv_heads=8)
     monkeypatch.undo()
-    signatures = [launch.signature(AttentionBackward, wide, SPACE.default(wide), step) for step in steps_of(wide)]
+    signatures = [launches.signature(AttentionBackward, wide, SPACE.default(wide), step) for step in steps_of(wide)]
     names = [[each.name for each in step.arguments] for step in steps_of(wide)]
     found = dict(zip(names[1], signatures[1].parameters, strict=True))
     assert (found["Q"].index_dtype, found["K"].index_dtype) == (ct.int64, ct.int32)
 
 
 def steps_of(p):
-    return launch.steps(AttentionBackward, p, SPACE.default(p), Device)
+    return launches.steps(AttentionBackward, p, SPACE.default(p), Device)
 
 
 def test_scales():

@@ -18,12 +18,12 @@ from tiledsched.core.rivals import call_on
 from tiledsched.kernels.attention.backends import FLASH_4
 from tiledsched.kernels.attention_backward import backends as rivals
 from tiledsched.kernels.attention_backward.declaration import AttentionBackward
+from tiledsched.kernels.attention_backward.reference import attention_gradients
 from tiledsched.measure.torch_arrays import as_tensors
 from tiledsched.ops.bench import methods_of
 from tiledsched.ops.own_methods import own_outputs
-from tiledsched.rivals.cases import case_error, make_case
-from tiledsched.rivals.harness import details
-from tiledsched.rivals.methods import DETERMINISTIC, OURS, SERVED
+from tiledsched.rivals.bench import details
+from tiledsched.rivals.methods import DETERMINISTIC, OURS, SERVED, case_error, make_case
 
 METHODS = methods_of(AttentionBackward)
 CUDNN, FLASH, VARLEN = rivals.TORCH_CUDNN, rivals.TORCH_FLASH, rivals.TORCH_VARLEN
@@ -71,25 +71,20 @@ def gradients(q, k, v, out, dout, lse, scale, *, shift, causal, window, cap=0.0,
 
     `shift` is how far below the first row the mask's diagonal begins.
     """
-    q, k, v, out, dout = (each.double() for each in (q, k, v, out, dout))
-    group = q.shape[1] // k.shape[1]
-    keys, values = (each.repeat_interleave(group, 1) for each in (k, v))
-    logits = q @ keys.transpose(-1, -2) * scale
-    capped = cap * torch.tanh(logits / cap) if cap else logits
-    row, column = torch.arange(q.shape[2])[:, None] + shift, torch.arange(k.shape[2])[None]
-    left, right = (None, 0) if causal else window
-    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
-    seen &= column <= row + right if right is not None else seen
-    seen &= column >= row - left if left is not None else seen
-    p = torch.where(seen, (capped - lse.double()[..., None]).exp(), 0.0)
-    delta = (out * dout).sum(-1, keepdim=True) - (0.0 if dlse is None else dlse[..., None])
-    ds = p * (dout @ values.transpose(-1, -2) - delta) * (1 - (capped / cap) ** 2 if cap else 1.0) * scale
-    dk, dv = (each.unflatten(1, (-1, group)).sum(2) for each in (ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dout))
-    found = [ds @ keys, dk, dv]
-    if sinks is not None:
-        share = (sinks.double()[None, :, None] - lse.double()).exp()
-        found.append(-(share[..., None] * delta).sum((0, 2, 3)))
-    return found
+    left, right = window
+    named = {"sinks": sinks, "dlse": dlse}
+    found = attention_gradients(
+        numpy,
+        *(each.double().numpy() for each in (q, k, v, out, dout, lse)),
+        causal=causal or right is not None,
+        alignment="bottom_right" if shift else "top_left",
+        window=0 if left is None else left + 1,
+        window_right=right or 0,
+        scale=scale,
+        cap=cap,
+        **{name: each.double().numpy() for name, each in named.items() if each is not None},
+    )
+    return [torch.from_numpy(each) for each in (found if sinks is not None else found[:3])]
 
 
 def flash_4(
@@ -115,8 +110,8 @@ def flash_4(
     dlse=None,
     learnable_sink=None,
 ):
-    """FlashAttention-4's function, on `[batch, rows, heads, columns]`; it says what it was told in `TOLD`."""
-    TOLD.append(deterministic)
+    """FlashAttention-4's function, on `[batch, rows, heads, columns]`; it says what it was told in `DETERMINISTIC_CALLS`."""
+    DETERMINISTIC_CALLS.append(deterministic)
     dsinks = 0.0
     places = [(slice(None), slice(None))]
     arrays = [each.transpose(1, 2) for each in (q, k, v, out, dout, dq, dk, dv)] if cu_seqlens_q is None else []
@@ -165,13 +160,13 @@ def torch_operator(name):
     return call
 
 
-TOLD: list[bool] = []
+DETERMINISTIC_CALLS: list[bool] = []
 
 
 @pytest.fixture(autouse=True)
 def libraries(monkeypatch):
     """FlashAttention-4 and torch's operators as they would be on a GPU."""
-    TOLD.clear()
+    DETERMINISTIC_CALLS.clear()
     install_flash_4(monkeypatch, _flash_attn_bwd=flash_4)
     monkeypatch.setattr(rivals, "torch_operator", torch_operator)
 
@@ -182,21 +177,21 @@ def tensors(p):
     return as_tensors(torch, p, stored), expected_outputs(AttentionBackward, numpy, p, stored, "float64")
 
 
-@pytest.mark.parametrize("asked", COMPUTED, ids=str)
-def test_each_rival_computes_what_it_can_from_any_forward_and_refuses_the_rest(asked) -> None:
-    assert set(rivals.raced(asked)) == set(rivals.raced(asked, late=True)) == COMPUTED[asked]
-    given, right = tensors(asked)
+@pytest.mark.parametrize("p", COMPUTED, ids=str)
+def test_each_rival_computes_what_it_can_from_any_forward_and_refuses_the_rest(p) -> None:
+    assert set(rivals.raced(p)) == set(rivals.raced(p, late=True)) == COMPUTED[p]
+    given, right = tensors(p)
     for late in (False, True):
-        for name, rival in rivals.raced(asked, late=late).items():
-            bound = (given[-2].diff().max(), given[-1].diff().max()) if asked.packed and late else ()
+        for name, rival in rivals.raced(p, late=late).items():
+            bound = (given[-2].diff().max(), given[-1].diff().max()) if p.packed and late else ()
             found = rival(*given, *map(int, bound)) if bound else call_on(rival, given)()
             assert len(found) == len(right)
             for made, wanted in zip(found, right, strict=True):
                 error = numpy.linalg.norm(made.double().numpy() - wanted) / numpy.linalg.norm(wanted)
                 assert error < 2e-3, (name, error)
-            if asked.sinks:
+            if p.sinks:
                 assert found[3].dtype == torch.float32
-    assert set(TOLD) <= {asked.deterministic}
+    assert set(DETERMINISTIC_CALLS) <= {p.deterministic}
 
 
 def test_gradients_lie_as_the_inputs_and_a_plan_of_cudnn_sees_one_layout() -> None:
@@ -257,18 +252,18 @@ def ours_first(launches, monkeypatch):
     monkeypatch.setattr("tiledsched.kernels.attention_backward.rivals.torch_operator", refuse)
 
 
-@pytest.mark.parametrize("asked", [problem(causal=True), packed(sinks=True)], ids=str)
-def test_every_method_has_the_error_of_each_gradient(cuda, ours_first, asked) -> None:  # noqa: F811
+@pytest.mark.parametrize("p", [problem(causal=True), packed(sinks=True)], ids=str)
+def test_every_method_has_the_error_of_each_gradient(cuda, ours_first, p) -> None:  # noqa: F811
     cupy = sys.modules["cupy"]
-    case = make_case(torch, cupy, asked, own_outputs)
-    assert case.compared == f"{asked.sequences * 2}/{asked.sequences * 2}"
-    for name in (OURS, SERVED, DETERMINISTIC, *(COMPUTED.get(asked) or {FLASH_4}), f"{FLASH_4}_{DETERMINISTIC}"):
+    case = make_case(torch, cupy, p, own_outputs)
+    assert case.compared == f"{p.sequences * 2}/{p.sequences * 2}"
+    for name in (OURS, SERVED, DETERMINISTIC, *(COMPUTED.get(p) or {FLASH_4}), f"{FLASH_4}_{DETERMINISTIC}"):
         error = case_error(cupy, case, METHODS[name].make(case.arrays)())
         apart = dict(each.split("=") for each in error.by_output.split())
         assert list(apart) == ["dQ", "dK", "dV"]
         assert 0 < max(map(float, apart.values())) == pytest.approx(error.relative, rel=1e-2)
         assert error.relative < 2e-3, name
-    assert set(TOLD) == {False, True}
+    assert set(DETERMINISTIC_CALLS) == {False, True}
     schedules = {
         name: details(METHODS[name], case.arrays, verify=False, captured=False) for name in (OURS, DETERMINISTIC)
     }

@@ -10,16 +10,21 @@ import types
 
 import numpy
 import pytest
+from test_cli import SUM
 
 import tiledsched.measure.torch_timing as timing_module
 from tiledsched.core.errors import MeasureError, UnsupportedError
+from tiledsched.core.registry import kernel_named, load_kernel
+from tiledsched.core.rivals import Arrays, called
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Device
-from tiledsched.ops.bench import methods_of
+from tiledsched.ops import own_methods
+from tiledsched.ops.bench import choose_methods, methods_of
 from tiledsched.ops.own_methods import own_outputs
 from tiledsched.rivals import methods as methods_module
-from tiledsched.rivals.bench import BenchOptions, bench_cell
-from tiledsched.rivals.methods import OURS, SERVED
+from tiledsched.rivals.bench import BenchOptions, TorchHarness, bench_cell
+from tiledsched.rivals.methods import OURS, SERVED, case_error, make_case, rival_methods
+from tiledsched.rivals.rows import append_rows, read_rows
 from tiledsched.rivals.sampling import Pace
 
 torch = pytest.importorskip("torch")
@@ -101,14 +106,12 @@ def cuda(monkeypatch):
     sample = Device(
         name="NVIDIA Sample", arch="sm_90", sm_count=132, memory_bytes=1 << 37, l2_bytes=1 << 20, driver="580.1"
     )
-    monkeypatch.setattr("tiledsched.rivals.harness.current_device", lambda: sample)
+    monkeypatch.setattr("tiledsched.rivals.bench.current_device", lambda: sample)
     monkeypatch.setattr(methods_module, "MATMUL_SIZE", 64)
     return state
 
 
 def harness():
-    from tiledsched.rivals.harness import TorchHarness
-
     return TorchHarness(own=own_outputs)
 
 
@@ -129,17 +132,12 @@ def cell(methods, regime="burst", problem=PROBLEM):
 
 
 def test_right_methods_have_times_errors_and_the_ceiling(cuda) -> None:
-    rows = cell(METHODS[name] for name in ("torch_math", "torch_auto", "eager", "matmul"))
-    assert [row.status for row in rows.values()] == ["ok"] * 4
-    for name in ("torch_math", "torch_auto", "eager"):
-        assert rows[name].median_us > 0
-        assert 0 < rows[name].rel_err < 1e-3
-        assert rows[name].compared == "8/8"
-    assert rows["matmul"].rel_err is None
-    assert rows["matmul"].compared == ""
-    assert rows["eager"].device == "NVIDIA Sample"
-    assert rows["eager"].versions.startswith("driver 580.1 CUDA ")
-    assert f"torch {torch.__version__}" in rows["eager"].versions
+    eager, matmul = cell(METHODS[name] for name in ("eager", "matmul")).values()
+    assert (eager.status, eager.compared, eager.device) == ("ok", "8/8", "NVIDIA Sample")
+    assert (matmul.status, matmul.compared, matmul.rel_err) == ("ok", "", None)
+    assert eager.ceiling_ratio == pytest.approx(eager.tflops / matmul.tflops)
+    assert eager.versions.startswith("driver 580.1 CUDA ")
+    assert f"torch {torch.__version__}" in eager.versions
 
 
 CPU_PROBLEMS = [
@@ -244,7 +242,7 @@ def test_inputs_that_do_not_fit_are_a_status_of_every_method(cuda, monkeypatch) 
 
 
 def test_short_calls_are_graphs_when_sustained_and_calls_that_cannot_be_captured_are_not(cuda, monkeypatch) -> None:
-    monkeypatch.setattr("tiledsched.rivals.trials.GRAPH_BELOW_US", 1e9)
+    monkeypatch.setattr("tiledsched.rivals.methods.GRAPH_BELOW_US", 1e9)
 
     def make(arrays):
         result = METHODS["torch_auto"].make(arrays)()
@@ -292,13 +290,6 @@ def test_every_method_is_queued_behind_a_spin_twice_as_long_as_the_slowest_takes
 
 
 def test_any_kernel_is_timed_beside_the_rivals_it_names(cuda, tmp_path, monkeypatch) -> None:
-    from test_cli import SUM
-
-    from tiledsched.core.registry import load_kernel
-    from tiledsched.ops import own_methods
-    from tiledsched.ops.bench import choose_methods
-    from tiledsched.rivals.rows import append_rows, read_rows
-
     (tmp_path / "sums.py").write_text(SUM.replace("FACTOR", "1"))
     kernel = load_kernel(f"{tmp_path}/sums.py:Add")
     problem = kernel.problem(rows=40, columns=70, dtype="float16")
@@ -343,12 +334,8 @@ def test_any_kernel_is_timed_beside_the_rivals_it_names(cuda, tmp_path, monkeypa
 )
 def test_the_rivals_of_kernels_that_ship_compute_what_the_kernels_do(cuda, name, sizes) -> None:
     """On the CPU: torch's own operators, the second time into the same output."""
-    from tiledsched.core.registry import kernel_named
-    from tiledsched.rivals.cases import case_error, make_case
-    from tiledsched.rivals.methods import methods_beside
-
     problem, cupy = kernel_named(name).problem(**sizes), sys.modules["cupy"]
-    found = {each.name: each for each in methods_beside(problem.declaration, [problem])}
+    found = {each.name: each for each in rival_methods(problem.declaration, [problem])}
     assert list(found)[:2] == ["torch", "torch_compile"]
     case = make_case(torch, cupy, problem)
     call = found["torch"].make(case.arrays)
@@ -358,12 +345,19 @@ def test_the_rivals_of_kernels_that_ship_compute_what_the_kernels_do(cuda, name,
         assert error.relative < 8e-3
 
 
-def test_what_torch_does_not_take_has_no_rival_of_torchs() -> None:
-    from tiledsched.core.registry import kernel_named
-    from tiledsched.rivals.methods import methods_beside
+def test_of_several_variants_the_fastest_that_takes_the_arrays_is_called() -> None:
+    problem = kernel_named("softmax").problem(rows=5, columns=70)
+    refusing = {"refuses": lambda x: 1 / 0}
+    variants = {**refusing, "slow": lambda x: (2.0, x), "quick": lambda x: (1.0, x)}
+    arrays = Arrays(torch=torch, problem=problem, tensors=("X",), look_us=lambda call: call()[0])
+    assert called(lambda p: variants)(arrays)() == (1.0, "X")
+    with pytest.raises(ZeroDivisionError):
+        called(lambda p: refusing)(arrays)
 
+
+def test_what_torch_does_not_take_has_no_rival_of_torchs() -> None:
     refused = {"scaled_matmul": {"m": 16, "n": 32, "k": 48, "dtype": "float8_e5m2"}}
     refused["grouped_matmul"] = {"tokens": 40, "experts": 3, "n": 33, "k": 48}
     for name, sizes in refused.items():
         problem = kernel_named(name).problem(**sizes)
-        assert (methods_beside(problem.declaration, [problem]), problem.declaration.rivals(problem)) == ([], {})
+        assert (rival_methods(problem.declaration, [problem]), problem.declaration.rivals(problem)) == ([], {})

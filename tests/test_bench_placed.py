@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch._dynamo.utils")  # before anything of torch is replaced
-from fake_rivals import OUT, TOLD, flash, install_flash_4
+from fake_rivals import FLASH_CALLS, OUT, flash, install_flash_4
 from serve_on_cpu import TOLERANCE, capturing
 from test_bench_harness import cell, cuda  # noqa: F401
 from test_rivals import a_rival, an_entry
@@ -29,9 +29,8 @@ from tiledsched.ops import plans
 from tiledsched.ops import sdpa as serve
 from tiledsched.ops.bench import methods_of
 from tiledsched.ops.varlen import sdpa_paged, sdpa_varlen
-from tiledsched.rivals.cases import case_error, make_case
-from tiledsched.rivals.harness import details
-from tiledsched.rivals.methods import OURS, SERVED
+from tiledsched.rivals.bench import details
+from tiledsched.rivals.methods import OURS, SERVED, case_error, make_case
 from tiledsched.serve.lookup import LookupTable
 
 METHODS = methods_of(Attention)
@@ -93,11 +92,11 @@ def others(monkeypatch):
     monkeypatch.setattr(flex, "create_block_mask", partial(flex.create_block_mask, _compile=False))
 
 
-def ran(asked, names):
+def ran(p, names):
     """What each method says of itself, called once: its error over all of its output, or why it takes no part."""
     cupy, said = sys.modules["cupy"], {}
-    case = make_case(torch, cupy, asked)
-    assert case.compared == f"{asked.sequences * 4}/{asked.sequences * 4}"
+    case = make_case(torch, cupy, p)
+    assert case.compared == f"{p.sequences * 4}/{p.sequences * 4}"
     for name in names:
         try:
             said[name] = case_error(cupy, case, METHODS[name].make(case.arrays)()).relative
@@ -106,16 +105,16 @@ def ran(asked, names):
     return said, case
 
 
-@pytest.mark.parametrize("asked", EVERY, ids=str)
-def test_every_method_computes_it_or_refuses_in_a_line(cuda, launches, others, asked) -> None:  # noqa: F811
-    said, case = ran(asked, [name for name in METHODS if name != "matmul"])
+@pytest.mark.parametrize("p", EVERY, ids=str)
+def test_every_method_computes_it_or_refuses_in_a_line(cuda, launches, others, p) -> None:  # noqa: F811
+    said, case = ran(p, [name for name in METHODS if name != "matmul"])
     right = {name: said.pop(name) for name in (OURS, SERVED, FLASH_4)}
-    if asked in PACKED:
+    if p in PACKED:
         right[VARLEN] = said.pop(VARLEN)
-    if not asked.page:
+    if not p.page:
         right["torch_flex"] = said.pop("torch_flex")
     assert all(0 < error < 2e-3 for error in right.values()), right
-    assert said.pop("torch_flex", "").startswith("it reads no pages" if asked.page else "")
+    assert said.pop("torch_flex", "").startswith("it reads no pages" if p.page else "")
     assert said.pop(VARLEN, "torch's varlen").startswith("torch's varlen")
     assert set(said.values()) == {"it knows no packed sequences, and no pages"}
     assert len(launches) == 3  # ours is launched once to be ready
@@ -136,23 +135,15 @@ def test_rows_tell_of_every_method(cuda, others) -> None:  # noqa: F811
     assert 0 < rows[VARLEN].rel_err < 1e-3
 
 
-def test_rows_lie_before_heads_and_nothing_is_copied(cuda, launches, others) -> None:  # noqa: F811
-    seen = []
-
-    def make(arrays, real=METHODS[FLASH_4].make):
-        seen.append(arrays)
-        return real(arrays)
-
-    for asked in (PACKED[1], PAGED[0]):
-        TOLD.clear()
-        cell([dataclasses.replace(METHODS[FLASH_4], make=make)], problem=asked)
-        q, k = seen[-1].tensors[:2]
-        assert q[0].transpose(0, 1).is_contiguous()
-        assert k.transpose(1, 2).is_contiguous()
-        most_q, most_k, *at = TOLD[0]
-        assert at == [q.data_ptr(), k.data_ptr()]
-        lengths = seen[-1].tensors[3].diff() if asked.packed else None
-        assert (most_q, most_k) == ((int(lengths.max()),) * 2 if asked.packed else (None, None))
+@pytest.mark.parametrize("p", [PACKED[1], PAGED[0]], ids=str)
+def test_rows_lie_before_heads_and_nothing_is_copied(cuda, others, p) -> None:  # noqa: F811
+    arrays = make_case(torch, sys.modules["cupy"], p).arrays
+    METHODS[FLASH_4].make(arrays)()
+    q, k = arrays.tensors[:2]
+    assert q[0].transpose(0, 1).is_contiguous()
+    assert k.transpose(1, 2).is_contiguous()
+    longest = int(arrays.tensors[3].diff().max()) if p.packed else None
+    assert FLASH_CALLS[0] == (longest, longest, q.data_ptr(), k.data_ptr())
 
 
 def test_masks_at_the_top_left_of_what_is_packed_apart_are_ours_and_flex_attention_s(cuda, launches, others) -> None:  # noqa: F811
@@ -201,8 +192,8 @@ def test_torchs_operator_is_called_by_its_schema(monkeypatch) -> None:
         rivals, "torch_operator", lambda name: lambda *a, **k: called.append((a, k)) or [torch.zeros(60, 4, 16)]
     )
     q, offsets = torch.zeros(1, 4, 60, 16), torch.tensor([0, 20, 60])
-    for asked in (PACKED[1].replace(packed=2), PACKED[1].replace(packed=2, window=5, window_right=2)):
-        rivals.torch_varlen(asked, 0.3).bind(q, q, q, offsets, offsets)()
+    for p in (PACKED[1].replace(packed=2), PACKED[1].replace(packed=2, window=5, window_right=2)):
+        rivals.torch_varlen(p, 0.3).bind(q, q, q, offsets, offsets)()
     plain, window = ({**dict(zip(schema, given, strict=False)), **named} for given, named in called)
     assert set(plain) | set(window) <= set(schema)
     assert (plain["max_q"], plain["max_k"], plain["is_causal"], plain["scale"]) == (40, 40, True, 0.3)
@@ -211,16 +202,14 @@ def test_torchs_operator_is_called_by_its_schema(monkeypatch) -> None:
     assert plain["cum_seq_q"] is offsets
 
 
-@pytest.mark.parametrize("asked", [PACKED[1], PACKED[2].replace(packed=5), PAGED[0], MIXED], ids=str)
-def test_the_inputs_that_bring_out_mistakes_hold_empty_sequences_and_rivals_are_right_on_them(others, asked) -> None:
-    cases = ProblemArrays(
-        Attention, numpy, asked, list(make_cases(Attention, numpy, numpy.random.default_rng(0), asked))
-    ).cases
+@pytest.mark.parametrize("p", [PACKED[1], PACKED[2].replace(packed=5), PAGED[0], MIXED], ids=str)
+def test_the_inputs_that_bring_out_mistakes_hold_empty_sequences_and_rivals_are_right_on_them(others, p) -> None:
+    cases = ProblemArrays(Attention, numpy, p, list(make_cases(Attention, numpy, numpy.random.default_rng(0), p))).cases
     odd = cases[1].inputs
-    assert 0 in (odd["Lengths"] if asked.page else numpy.diff(odd["CuQ"]))
-    for name, function in rivals.raced(asked).items():
+    assert 0 in (odd["Lengths"] if p.page else numpy.diff(odd["CuQ"]))
+    for name, function in rivals.raced(p).items():
         for case in cases:
-            out = call_on(function, as_tensors(torch, asked, case.inputs))()
+            out = call_on(function, as_tensors(torch, p, case.inputs))()
             torch.testing.assert_close(out.double().numpy(), case.expected[0], rtol=1e-2, atol=0.05, msg=name)
 
 
@@ -250,10 +239,10 @@ def test_a_rival_that_looks_at_values_is_bound_before_it_is_timed_and_checked_on
             return lambda turn=self.bound: X - Y if turn == self.wrong_at else X + Y
 
     right, wrong = Bound(), Bound(wrong_at=2)
-    told = {each.name: each for each in process.race({"right": right, "wrong": wrong})}
-    assert (told["right"].failure, right.bound) == ("", len(process.state.arrays.cases))
+    times = {each.name: each for each in process.race({"right": right, "wrong": wrong})}
+    assert (times["right"].failure, right.bound) == ("", len(process.state.arrays.cases))
     assert len(process.state.arrays.cases) > 1
-    assert told["wrong"].failure.startswith("wrong result: ")
+    assert times["wrong"].failure.startswith("wrong result: ")
 
 
 # What serves
@@ -295,12 +284,12 @@ def test_packed_calls_are_handed_on_with_the_longest_that_the_caller_names(serve
     q, k, v = tensors()
     for offsets in (OFFSETS.int(), OFFSETS):
         out = sdpa_varlen(q, k, v, offsets, None, 43, causal=True)
-        assert TOLD[-1] == (43, 43, q.data_ptr(), k.data_ptr())
+        assert FLASH_CALLS[-1] == (43, 43, q.data_ptr(), k.data_ptr())
         assert out.is_contiguous()
         assert out.data_ptr() == OUT[-1]  # no copy
     assert served == []
     own = sdpa_varlen(q, k, v, OFFSETS.int(), causal=True)  # nobody says how long: ours
-    assert (len(served), len(TOLD)) == (1, 2)
+    assert (len(served), len(FLASH_CALLS)) == (1, 2)
     torch.testing.assert_close(out, own, **TOLERANCE[torch.float16])
     assert len(plans.cache.plans) == 1
 
@@ -309,13 +298,13 @@ def test_whoever_packs_rows_and_keys_apart_gets_the_mask_that_is_asked_for(serve
     q, k, v = tensors()
     apart = torch.tensor([0, 30, 40, 60]).int()
     sdpa_varlen(q, k, v, OFFSETS.int(), apart, 43, 30, causal="top_left")
-    assert (len(served), len(TOLD)) == (1, 0)  # FlashAttention-4's diagonal ends at each sequence's last key
+    assert (len(served), len(FLASH_CALLS)) == (1, 0)  # FlashAttention-4's diagonal ends at each sequence's last key
     out = sdpa_varlen(q, k, v, OFFSETS.int(), apart, 43, 30, causal=True)
-    assert len(TOLD) == 1
+    assert len(FLASH_CALLS) == 1
     own = sdpa_varlen(q, k, v, OFFSETS.int(), apart, causal=True)
     torch.testing.assert_close(out, own, **TOLERANCE[torch.float16])
     sdpa_varlen(q, k, v, OFFSETS.int(), OFFSETS.int()[:], 43, 43, causal="top_left")
-    assert len(TOLD) == 1  # equal, but who knows
+    assert len(FLASH_CALLS) == 1  # equal, but who knows
 
 
 def test_pages_are_handed_on(served) -> None:
@@ -324,14 +313,14 @@ def test_pages_are_handed_on(served) -> None:
     k, v = (torch.randn(20, 16, 2, 16, generator=generator).half() for _ in range(2))
     table, lengths = torch.randperm(20, generator=generator)[:18].reshape(3, 6), torch.tensor([90, 0, 17])
     out = sdpa_paged(q, k, v, table, lengths)
-    assert [(None, None, q.data_ptr(), k.data_ptr())] == TOLD
+    assert [(None, None, q.data_ptr(), k.data_ptr())] == FLASH_CALLS
     assert served == []
     assert out.is_contiguous()
     assert not out[1].any()
     mixed = sdpa_varlen(
         q.flatten(0, 1), k, v, torch.tensor([0, 2, 4, 6]), None, 2, causal=True, block_table=table, seqused_k=lengths
     )
-    assert TOLD[1][:2] == (2, 96)
+    assert FLASH_CALLS[1][:2] == (2, 96)
     torch.testing.assert_close(mixed.reshape(out.shape), out, **TOLERANCE[torch.float16])
 
 
@@ -339,14 +328,14 @@ def test_a_graph_holds_a_rival_only_once_it_has_run(served) -> None:
     """Its first call compiles; that may come long after the first call of the plan, which nobody told how long sequences are."""
     q, k, v = tensors()
     sdpa_varlen(q, k, v, OFFSETS.int(), causal=True)
-    assert (len(served), len(TOLD)) == (1, 0)
+    assert (len(served), len(FLASH_CALLS)) == (1, 0)
     with capturing():
         sdpa_varlen(q, k, v, OFFSETS.int(), None, 43, causal=True)
-    assert (len(served), len(TOLD)) == (2, 0)
+    assert (len(served), len(FLASH_CALLS)) == (2, 0)
     sdpa_varlen(q, k, v, OFFSETS.int(), None, 43, causal=True)
     with capturing():
         sdpa_varlen(q, k, v, OFFSETS.int(), None, 43, causal=True)
-    assert (len(served), len(TOLD)) == (2, 2)
+    assert (len(served), len(FLASH_CALLS)) == (2, 2)
     serve.reload()
     with capturing(), pytest.raises(LaunchError, match="call sdpa once"):
         sdpa_varlen(q, k, v, OFFSETS.int(), causal="top_left", window=9)  # none has run

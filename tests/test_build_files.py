@@ -156,7 +156,7 @@ def test_own_builds_and_shipped_ones_of_a_program_are_one(with_files, db):
     """The user's own compile of one schedule says which of the shipped programs it is, whatever the element type."""
     like = PROBLEM.replace(dtype="bfloat16")
     for problem, own in ((PROBLEM, "a" * 24), (like, "d" * 24)):
-        db.record_build(a_build(own, problem, latency_k=2))
+        db.record_builds([a_build(own, problem, latency_k=2)])
     report = modelled_report(with_files([modelled(PROBLEM), modelled(like)]))
     for one in report.modelled.problems:
         assert (one.programs, one.default.schedule, one.provenance) == (2, DEFAULT, MODELLED)
@@ -169,7 +169,7 @@ def test_own_builds_and_shipped_ones_of_a_program_are_one(with_files, db):
 def test_builds_of_two_compilers_are_not_mixed(with_files, db, own, programs):
     tools = replace(BUILDS[0].toolchain, tileiras="13.4.92")
     for place, occupancy in enumerate((1, 2, 4)[:own]):
-        db.record_build(replace(a_build(f"{place:024}", occupancy=occupancy), toolchain=tools))
+        db.record_builds([replace(a_build(f"{place:024}", occupancy=occupancy), toolchain=tools)])
     report = modelled_report(with_files([replace(modelled(PROBLEM), toolchain=tools)]))
     assert [one.programs for one in report.modelled.problems] == [programs]
     assert report.model_compilers == (tools.compiler if own > 1 else BUILDS[0].toolchain.compiler,)
@@ -201,10 +201,9 @@ def test_the_report_of_an_empty_home_has_every_modelled_problem_whole(arch):
         f"Nothing was measured on {arch}: every figure is the performance model's estimate"
     )
     assert not report.measured.problems
-    assert {(one.problem.causal, one.problem.dtype) for one in report.modelled.problems} == {
-        (causal, dtype) for causal in (False, True) for dtype in ("float16", "bfloat16")
-    }
-    for one in report.modelled.problems:
+    found = {(one.problem.causal, one.problem.dtype): one for one in report.modelled.problems}
+    assert set(found) == {(causal, dtype) for causal in (False, True) for dtype in ("float16", "bfloat16")}
+    for one in found.values():
         assert one.provenance == MODELLED
         assert one.programs >= 90
         assert one.served.schedule in {timed.schedule for timed in one.timed}
@@ -212,9 +211,7 @@ def test_the_report_of_an_empty_home_has_every_modelled_problem_whole(arch):
         assert {timed.schedule for timed in one.timed if spilled(timed.facts.spill_bytes)} <= named
         best = [build for build in source.shipped_builds(one.problem) if build.schedule == one.best.schedule]
         assert one.best.us == pytest.approx(model(one.problem, best)[one.best.schedule.id], rel=1e-5)
-    assert [each.us for each in modelled[False, "float16"].timed] == [
-        each.us for each in modelled[False, "bfloat16"].timed
-    ]
+    assert [each.us for each in found[False, "float16"].timed] == [each.us for each in found[False, "bfloat16"].timed]
 
 
 def test_the_least_sure_problem_is_measured_first():

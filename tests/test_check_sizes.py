@@ -361,6 +361,7 @@ def test_every_schedule_that_is_counted_has_run():
     assert len({row.schedule for row in ts.check(Twelve, schedules=5)}) == 5
 
 
+@pytest.mark.slow
 def test_a_schedule_that_works_for_large_sizes_only_is_checked_on_one_of_these_or_named():
     class Large(Copied):
         constraints = {"TN <= 64 or rows >= 600": "wide tiles pay for many rows only"}

@@ -13,22 +13,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import click
 import pytest
-from golden import check_golden, lacking
+from golden import check_golden, lacking, leaf_commands
 
 from tiledsched.build import toolchain
-from tiledsched.cli import main, renamed
-from tiledsched.cli.app import ArchType, Group, Invocation
+from tiledsched.cli import app, main, renamed
 from tiledsched.cli.commands import root
 from tiledsched.cli.problems import named_problems, read_problems
-from tiledsched.core import data_files
+from tiledsched.core import data_files, errors, labels, registry, space_files
 from tiledsched.core.device import ARCHS, PRODUCTS, arch_named
-from tiledsched.core.errors import MeasureError, TiledschedError
-from tiledsched.core.labels import format_problem
-from tiledsched.core.registry import SHIPPED, kernel_named
 from tiledsched.core.schedule import Schedule
-from tiledsched.core.space_files import load_space, space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Device
 from tiledsched.report.sources import WithShipped
@@ -60,7 +54,7 @@ PLAIN = FEWER + '[knobs.persistent]\nchoices = ["no"]\n'
 
 def for_a_record() -> str:
     """A space of fewer schedules than a record builds at once: without what only a measurement tells apart, too."""
-    pins = space_for("sm_121", Attention).modelled_pins()
+    pins = space_files.space_for("sm_121", Attention).modelled_pins()
     fixed = "".join(f"[knobs.{name}]\nchoices = [{json.dumps(value)}]\n" for name, value in pins.items())
     return FEWER.replace("choices = [32, 64]", "choices = [64]") + fixed
 
@@ -76,7 +70,7 @@ def home(tmp_path, monkeypatch):
 
 def valid_schedules() -> int:
     """How many schedules of that space a run without a GPU considers."""
-    space, problem = load_space("my.toml"), Attention.standard(seq_len=1024, head_dim=64)
+    space, problem = space_files.load_space("my.toml"), Attention.standard(seq_len=1024, head_dim=64)
     pinned = {"accum_mode": "fp32", **space.modelled_pins()}
     return sum(1 for _ in space.schedules(problem, pinned=pinned))
 
@@ -254,12 +248,7 @@ def test_wrong_use_is_explained_and_exits_with_2(home, cli, line, words) -> None
     assert said.splitlines()[-1].startswith("tiledsched: ")
 
 
-def commands(group: Group = root, above: str = "") -> dict[str, click.Command]:
-    """Every command by its name, those of a group with the group's name before them."""
-    found: dict[str, click.Command] = {}
-    for name, each in group.commands.items():
-        found |= commands(each, f"{above}{name} ") if isinstance(each, Group) else {f"{above}{name}": each}
-    return found
+COMMANDS = dict(leaf_commands(root))
 
 
 @pytest.mark.parametrize("old", renamed.COMMANDS)
@@ -267,7 +256,7 @@ def test_an_old_command_names_the_new_one(cli, old) -> None:
     assert cli([*old.split(), "--json"], code=2).err == f"tiledsched: {old} is gone; use {renamed.COMMANDS[old]}\n"
     new = re.findall(r"tiledsched ((?:[a-z]+ ?)+)", renamed.COMMANDS[old])
     assert [
-        name for name in new if " ".join(name.split()[:2]) not in commands() and name.split()[0] not in commands()
+        name for name in new if " ".join(name.split()[:2]) not in COMMANDS and name.split()[0] not in COMMANDS
     ] == []
 
 
@@ -361,8 +350,10 @@ def added(home) -> str:
 
 def test_a_kernel_is_found_wherever_it_stands_and_its_problems_go_by_name(added) -> None:
     def named(name: str, line: str) -> list[str]:
-        command = commands()[name]
-        with command.make_context(name, line.split(), obj=Invocation(), help_option_names=["-h", "--help"]) as context:
+        command = COMMANDS[name]
+        with command.make_context(
+            name, line.split(), obj=app.Invocation(), help_option_names=["-h", "--help"]
+        ) as context:
             given = context.params
         assert given["kernel"].name == "sums:Add"
         return [str(problem) for problem in named_problems(given["kernel"], given["problem"], given["suite"])]
@@ -377,7 +368,7 @@ def test_a_kernel_is_found_wherever_it_stands_and_its_problems_go_by_name(added)
 
 def test_without_a_problem_the_default_suite_is_meant() -> None:
     assert named_problems(Attention, ()) == Attention.suite("standard")
-    softmax = kernel_named("softmax")
+    softmax = registry.kernel_named("softmax")
     assert named_problems(softmax, ()) == softmax.suite("widths")
 
 
@@ -411,15 +402,15 @@ def test_check_tells_right_from_wrong(added, cli) -> None:
     assert not any(row["passed"] for row in said["rows"])
 
 
-@pytest.mark.parametrize("name", sorted([*commands(), "fleet", "db", "study", ""]))
+@pytest.mark.parametrize("name", sorted([*COMMANDS, "fleet", "db", "study", ""]))
 def test_help_is_short_and_starts_with_a_sentence(home, cli, monkeypatch, name) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     said = cli([*name.split(), "-h"]).out
     assert said.startswith(f"Usage: tiledsched {name}".rstrip())
     assert max(map(len, said.splitlines())) <= 80
-    if name in commands():
+    if name in COMMANDS:
         assert f"  tiledsched {name}" in said, "an example"
-    assert main(name.split() if name not in commands() else ["-h"]) == 0  # a group alone shows its help
+    assert main(name.split() if name not in COMMANDS else ["-h"]) == 0  # a group alone shows its help
 
 
 def test_the_help_of_a_kernel_shows_its_keys_and_suites(added, cli) -> None:
@@ -435,11 +426,11 @@ def test_options_are_those_of_the_options_classes() -> None:
 
     classes = ("TuneOptions", "CheckOptions", "RecordOptions", "RefreshOptions")
     for name, made in zip(("tune", "check", "record", "refresh"), classes, strict=True):
-        params = {param.name: param for param in commands()[name].params}
+        params = {param.name: param for param in COMMANDS[name].params}
         for each in options.options_of(getattr(options, made)):
             assert each.flag in params[each.name].opts
             assert params[each.name].default == each.default
-    assert len(commands()) - 3 == 20  # study NAME counts once
+    assert len(COMMANDS) - 3 == 20  # study NAME counts once
 
 
 @pytest.mark.compiler
@@ -511,7 +502,7 @@ def test_a_terminal_shows_a_bar_the_best_so_far_and_the_time_left(budget_s) -> N
 
 @pytest.mark.parametrize("said", ["sm_90", "SM90", "9.0", "h200", "NVIDIA H200", "NVIDIA GeForce RTX 4090"])
 def test_an_arch_is_known_by_its_gpus(said) -> None:
-    assert arch_named(said) == ArchType().convert(said, None, None) == ("sm_89" if "4090" in said else "sm_90")
+    assert arch_named(said) == app.ArchType().convert(said, None, None) == ("sm_89" if "4090" in said else "sm_90")
 
 
 @pytest.mark.parametrize("here", [[], ["sm_90"], ["sm_89", "sm_90"]])
@@ -667,7 +658,7 @@ def test_show_without_a_filter_is_a_summary_or_of_the_gpu_here(cli, home, monkey
     assert ("sm_90" in said.out, "sm_89" in said.out) == (False, True)
 
     def broken() -> list[Device]:
-        raise MeasureError("the driver does not answer")
+        raise errors.MeasureError("the driver does not answer")
 
     assert "attention on sm_90: " in cli(["show", "attention"], devices=broken).out
 
@@ -713,11 +704,11 @@ def test_show_hides_no_schedule_at_80_columns(cli, home, monkeypatch) -> None:
     assert all(" ".join(shown(entry)) in flat for entry in entries)
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", registry.SHIPPED)
 def test_what_a_problem_is_told_as_is_read_as_that_problem(name) -> None:
-    kernel = kernel_named(name)
+    kernel = registry.kernel_named(name)
     for problem in dict.fromkeys(each for suite in kernel.suites for each in kernel.suite(suite)):
-        assert read_problems(kernel, format_problem(problem)) == [problem]
+        assert read_problems(kernel, labels.format_problem(problem)) == [problem]
         assert read_problems(kernel, str(problem)) == [problem], "as it is printed"
 
 
@@ -736,7 +727,7 @@ def test_problems_are_read_as_people_write_them() -> None:
         "S=64 causl": "'causl': write key=value",
         "2048": "'2048': write key=value",
     }.items():
-        with pytest.raises(TiledschedError, match=words):
+        with pytest.raises(errors.TiledschedError, match=words):
             read(text)
 
 

@@ -11,22 +11,19 @@ from store_samples import DEVICE, PROBLEM, TOOLCHAIN, entry, measurement, schedu
 from test_search_tuner import LANDSCAPES, Recorded, tune
 
 from tiledsched.cli import served_output, tuned_output
-from tiledsched.core import data_files
-from tiledsched.core.config import Settings
+from tiledsched.core import config, data_files
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.clocks import describe_throttling
 from tiledsched.measure.runner import Conditions, Device
 from tiledsched.report.document import to_markdown
 from tiledsched.report.text import document
 from tiledsched.rivals.rows import BenchRow
+from tiledsched.serve import explain, lookup
 from tiledsched.serve.entries import Layer, combined, load_entries
-from tiledsched.serve.explain import explain_problem
-from tiledsched.serve.lookup import LookupTable
 from tiledsched.store.db import TuningDB
 from tiledsched.store.evidence import clocks_of, contradictions, for_compiler, throttled
 from tiledsched.store.exchange import read_table
-from tiledsched.tuning.refresh import Refreshed, RefreshReport
-from tiledsched.tuning.results import TuneReport
+from tiledsched.tuning import refresh, results
 
 HOT = Conditions(sm_clock_mhz=513, throttle_reasons=("software thermal",))
 FULL = Conditions(sm_clock_mhz=1980)
@@ -66,7 +63,7 @@ def test_what_a_gpu_should_hold_is_known_by_its_regime(name, arch, regime, mhz, 
 
 
 def test_nothing_that_ships_is_marked() -> None:
-    entries = load_entries(Settings(db="/nonexistent/x.db"), None)
+    entries = load_entries(config.Settings(db="/nonexistent/x.db"), None)
     seen_mhz = clocks_of(entries)
     assert seen_mhz == {"NVIDIA H200": 1980, "NVIDIA H100 80GB HBM3": 1980}
     assert [each for each in entries if throttled(each, seen_mhz)] == []
@@ -134,13 +131,17 @@ def test_a_throttled_tune_says_so_and_the_next_one_learns_nothing_from_it(db, ca
     recorded = Recorded(LANDSCAPES[0])
     slow, full = throttle(recorded, HOT, 3.0), throttle(recorded, FULL, 1.0)
 
-    def report(result) -> TuneReport:
+    def report(result) -> results.TuneReport:
         entries = db.entries()
-        return TuneReport(kernel=Attention, arch="sm_90", run_id=1, results=[result], entries=entries, measured=True)
+        return results.TuneReport(
+            kernel=Attention, arch="sm_90", run_id=1, results=[result], entries=entries, measured=True
+        )
 
     first = tune(slow, db, trials=16, effort="quick")
     tuned_output.print_tuned(report(first))
-    print(explain_problem(LookupTable(db.entries(), Attention), recorded.problem, "sm_90", "NVIDIA H200"))
+    print(
+        explain.explain_problem(lookup.LookupTable(db.entries(), Attention), recorded.problem, "sm_90", "NVIDIA H200")
+    )
     served_output.print_entries(db.entries())
     assert "clock held down" in str(report(first))
     assert tuned_output.tune_result_json(first)["held_down"] == first.held_down
@@ -190,9 +191,9 @@ def test_a_refresh_says_so(capsys) -> None:
         )
         for us, at in ((100.0, FULL), (300.0, HOT))
     )
-    row = Refreshed(was=was, outcome="raced", now=now, why="its machine code is another")
+    row = refresh.Refreshed(was=was, outcome="raced", now=now, why="its machine code is another")
     tuned_output.print_refreshed(
-        RefreshReport(
+        refresh.RefreshReport(
             kernel=Attention, arch="sm_90", compiler="13.9", current=0, rows=[row], rivals=[], compiled=1, seconds=1.0
         )
     )

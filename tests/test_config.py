@@ -9,12 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from tiledsched.build.store import default_cache_folder
 from tiledsched.cli import main
 from tiledsched.core import config
 from tiledsched.core.config import SETTINGS, configure, knob_kinds, load_settings
 from tiledsched.core.errors import ConfigError
+from tiledsched.core.registry import kernel_named
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
+from tiledsched.serve.entries import load_table
+from tiledsched.store.location import database_exists, location
 
 SERVING = (Path(__file__).parent.parent / "docs" / "serving.md").read_text()
 
@@ -43,32 +47,50 @@ def test_flags_beat_environment_beats_project_beats_user(tmp_path) -> None:
     assert found.sources["db"] == "TILEDSCHED_DB"
 
 
+WRONG = [
+    ({"fallback": "numpy"}, "fallback = 'numpy'; allowed: torch, error"),
+    ({"regime": "tropical"}, "regime = 'tropical'; allowed: burst, sustained"),
+    ({"tile_m": "big"}, "tile_m must be an integer"),
+    ({"tile_m": 12.5}, "tile_m must be an integer"),
+    ({"loop_split": "perhaps"}, "loop_split must be true or false"),
+    ({"sync": 1.5}, "sync must be true or false"),
+    ({"colour": "red"}, "unknown setting 'colour'; known are db, site, cache"),
+    ({"cache": "a\0b"}, "holds a NUL"),
+]
+
+
+@pytest.mark.parametrize(("values", "words"), WRONG)
+def test_wrong_settings_name_the_allowed_values_and_change_nothing(values, words) -> None:
+    with pytest.raises(ConfigError, match=f"^configure: .*{re.escape(words)}"):
+        configure(accum_mode="fp16", **values)
+    assert load_settings().accum_mode == "fp32"
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load_settings(environ={f"TILEDSCHED_{name.upper()}": str(value) for name, value in values.items()})
+
+
 @pytest.mark.parametrize(
-    ("environ", "words"),
+    ("text", "words"),
     [
-        ({"TILEDSCHED_FALLBACK": "numpy"}, "fallback = 'numpy'; allowed: torch, error"),
-        ({"TILEDSCHED_TILE_M": "big"}, "tile_m must be an integer"),
-        ({"TILEDSCHED_LOOP_SPLIT": "perhaps"}, "loop_split must be true or false"),
-        ({"TILEDSCHED_COLOUR": "red"}, "unknown setting 'colour'; known are db, site, cache"),
+        ("= 3", "project.toml is not valid TOML"),
+        ("knobs = 3", "'knobs' must be a table of knob names and values"),
+        ("cache = 'here'", "names the cache, whose programs run as they are"),
     ],
 )
-def test_wrong_settings_name_the_allowed_values(tmp_path, environ, words) -> None:
-    with pytest.raises(ConfigError) as error:
-        load_settings(environ=environ, project=tmp_path / "none", user=tmp_path / "none")
-    assert words in str(error.value)
-
-
-def test_a_broken_settings_file_is_named(tmp_path) -> None:
+def test_a_broken_settings_file_is_named(tmp_path, text, words) -> None:
     path = tmp_path / "project.toml"
-    path.write_text("= 3")
-    with pytest.raises(ConfigError, match=r"project\.toml is not valid TOML"):
-        load_settings(environ={}, project=path, user=tmp_path / "none")
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load_settings(environ={}, project=path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ConfigError, match="is not a file, and settings are read from it"):
+        load_settings(environ={}, project=path)
 
 
 def test_every_kind_of_value_is_read(tmp_path) -> None:
     project = tmp_path / "project.toml"
     project.write_text("sync = true\nlog_level = 'info'\n[knobs]\nloop_split = false\n")
-    found = load_settings(environ={}, project=project, user=tmp_path / "none")
+    found = load_settings(environ={}, project=project)
     assert (found.sync, found.log_level, found.knobs) == (True, "info", {"loop_split": False})
     assert load_settings(environ={"TILEDSCHED_SYNC": "0"}, project=project).sync is False
 
@@ -108,21 +130,6 @@ def test_configure_stays_without_a_block_and_tells_who_watches() -> None:
     assert told == ["error", "torch"]
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"regime": "tropical"}, "configure: regime = 'tropical'; allowed: burst, sustained"),
-        ({"colour": "red"}, "configure: unknown setting 'colour'"),
-        ({"tile_m": 12.5}, "configure: tile_m must be an integer"),
-        ({"sync": 1}, "configure: sync must be true or false"),
-    ],
-)
-def test_configure_refuses_and_changes_nothing(values, words) -> None:
-    with pytest.raises(ConfigError, match=re.escape(words)):
-        configure(accum_mode="fp16", **values)
-    assert load_settings().accum_mode == "fp32"
-
-
 @pytest.mark.parametrize("time", ["once", "and again, as if never before"])
 def test_the_log_level_reaches_the_logger(time) -> None:
     pytest.importorskip("torch")
@@ -134,7 +141,7 @@ def test_the_log_level_reaches_the_logger(time) -> None:
         process.settings()
         assert logger.level == logging.DEBUG
         assert logger.hasHandlers()
-    assert main(["show", "--json", "--verbose"]) == 0
+    assert main(["show", "softmax", "--json", "--verbose"]) == 0
     assert logging.getLogger().level == logging.DEBUG
 
 
@@ -161,21 +168,15 @@ def test_the_documentation_names_every_other_variable() -> None:
 
 
 def test_a_declared_kernels_knobs_can_be_forced_and_reach_no_other_kernel() -> None:
-    from tiledsched.core.config import load_settings as read
-    from tiledsched.core.registry import kernel_named
-    from tiledsched.serve.entries import load_table
-
     matmul = kernel_named("matmul")
     with configure(TILE_M=64):
         for kernel, forced in ((matmul, {"TILE_M": 64}), (Attention, {})):
-            table = load_table(read(), kernel=kernel, archs=("sm_90",))
+            table = load_table(load_settings(), kernel=kernel, archs=("sm_90",))
             assert table.resolve(kernel.suite(next(iter(kernel.suites)))[0], "sm_90").forced == forced
 
 
 def test_a_user_without_a_home_or_a_name_has_folders_that_do_not_exist(monkeypatch) -> None:
     """As in a pod. What is named is used; what is not is told where it is needed."""
-    from tiledsched.build.store import default_cache_folder
-    from tiledsched.store.location import database_exists, location
 
     def nobody(uid: int) -> None:
         raise KeyError(uid)

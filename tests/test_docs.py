@@ -14,12 +14,12 @@ from pathlib import Path
 
 import click
 import pytest
+from golden import leaf_commands
 from serve_on_cpu import using
 
 import tiledsched as ts
-from tiledsched.cli.app import Group, Invocation
+from tiledsched.cli import app, problems
 from tiledsched.cli.commands import root
-from tiledsched.cli.problems import read_values
 from tiledsched.core.errors import TiledschedError
 from tiledsched.serve.process import Runtime
 
@@ -71,15 +71,15 @@ def parse(words):
     """Read a command as the command line would, with attention in the place of kernels in files that are not here."""
     known = [re.sub(r"^\S+\.py:\w+$|^[a-z_.]+:\w+$", "attention", word) for word in words]
     words, is_shipped, command = known, known == words, root
-    while isinstance(command, Group) and not words[0].startswith("-"):
+    while isinstance(command, app.Group) and not words[0].startswith("-"):
         command = command.commands[words.pop(0)]
-    with command.make_context("", words, obj=Invocation(), help_option_names=["-h", "--help"]) as context:
+    with command.make_context("", words, obj=app.Invocation(), help_option_names=["-h", "--help"]) as context:
         given = context.params
     if command is root.commands["fleet"].commands["run"]:
         return parse(given["words"])
     if isinstance(given.get("kernel"), type) and is_shipped:
         for text in given.get("problem", ()):
-            read_values(given["kernel"], text)
+            problems.read_values(given["kernel"], text)
         for name in (given.get("suite") or "").split(","):
             assert not name or name.isupper() or name in given["kernel"].suites, f"there is no suite {name}"
     return None
@@ -103,15 +103,6 @@ def test_the_reference_lists_every_command_and_its_flags():
     assert re.findall(r"^###+ `tiledsched ([a-z ]+)`$", text, re.MULTILINE) == [
         name for each in named for name in (["study"] if each == "study paper" else []) + [each]
     ]
-
-
-def leaf_commands(group, above=""):
-    """Each command and its whole name."""
-    for name, each in group.commands.items():
-        if isinstance(each, Group):
-            yield from leaf_commands(each, f"{above}{name} ")
-        else:
-            yield f"{above}{name}", each
 
 
 def flags_table(name):

@@ -20,18 +20,14 @@ import pytest
 from store_samples import DEVICE, PROBLEM, TOOLCHAIN, fill, measurement
 
 from tiledsched.build.store import ProgramStore
-from tiledsched.core import files, registry
+from tiledsched.core import files, problem, processes, registry
 from tiledsched.core.errors import ConfigError, DatabaseError
 from tiledsched.core.files import write_whole
-from tiledsched.core.problem import Problem
-from tiledsched.core.processes import child_environment
 from tiledsched.core.registry import ALLOWED_VARIABLE, kernel_of_data
-from tiledsched.kernels.attention import Attention
-from tiledsched.kernels.softmax import Softmax
+from tiledsched.kernels import attention, softmax
 from tiledsched.measure.runner import Device
 from tiledsched.report.document import Heading, Paragraph, Table, to_html, to_markdown
-from tiledsched.serve.bundle import read_bundle
-from tiledsched.serve.lookup import LookupTable
+from tiledsched.serve import bundle, lookup
 from tiledsched.store.codec import decode, encode
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import export_table, import_table, landscape_file_name, merge_database
@@ -171,16 +167,16 @@ def test_a_provenance_that_is_none_is_refused_or_weaker_than_all(db, tmp_path):
     with zipfile.ZipFile(tmp_path / "b.zip", "w") as file:
         file.writestr("bundle.json", json.dumps(index))
     with pytest.raises(DatabaseError, match=r"entries\[0\].provenance: .* is not allowed here"):
-        list(read_bundle(tmp_path / "b.zip").entries)
+        list(bundle.read_bundle(tmp_path / "b.zip").entries)
     damage(tmp_path / "tuning.db", "UPDATE entries SET provenance = 'proven'")
     found = db.entries()
     assert {each.rank for each in found} == {4}
-    LookupTable(found, kernel=Attention).resolve(PROBLEM.replace(batch=3), "sm_90")
+    lookup.LookupTable(found, kernel=attention.Attention).resolve(PROBLEM.replace(batch=3), "sm_90")
 
 
 def test_a_file_name_is_made_of_its_parts():
     for device in ("../../../x", "/etc/x", "..", "a\\b", "x" * 500, "é" * 300):
-        name = landscape_file_name(Problem("../k", {"n": "../../y"}), device, "../burst")
+        name = landscape_file_name(problem.Problem("../k", {"n": "../../y"}), device, "../burst")
         assert os.path.basename(name) == name
         assert not name.startswith(".")
         assert len(name.encode()) < 255
@@ -318,7 +314,7 @@ def test_a_small_file_that_unpacks_to_much_is_refused(db, tmp_path, monkeypatch)
         file.writestr("bundle.json", b" " * (8 << 20))
     monkeypatch.setattr("tiledsched.serve.bundle.MOST_BYTES", 1 << 20)
     with pytest.raises(ConfigError, match="larger than 1 MiB"):
-        read_bundle(tmp_path / "b.zip")
+        bundle.read_bundle(tmp_path / "b.zip")
 
 
 @pytest.mark.parametrize("content", [b"", b"\xfd7zXZ\x00", lzma.compress(b"{}")[:-9], lzma.compress(b"[" * 100000)])
@@ -363,9 +359,9 @@ def test_data_names_no_kernel_that_the_user_did_not_allow(planted, monkeypatch, 
     assert kernel_of_data(place, "a row").name == "planted"
 
 
-@pytest.mark.parametrize("kernel", ["tiledsched.kernels.softmax:Softmax", Softmax.locator(), "softmax"])
+@pytest.mark.parametrize("kernel", ["tiledsched.kernels.softmax:Softmax", softmax.Softmax.locator(), "softmax"])
 def test_data_may_name_kernels_that_ship_or_are_registered(planted, monkeypatch, kernel):
-    assert kernel_of_data(kernel, "a row") is Softmax
+    assert kernel_of_data(kernel, "a row") is softmax.Softmax
     registered = EntryPoint("planted", "planted_code:Planted", registry.ENTRY_POINTS)
     monkeypatch.setattr(registry, "installed_entry_points", lambda: (registered,))
     assert kernel_of_data("planted_code:Planted", "a row").name == "planted"
@@ -433,6 +429,10 @@ def test_the_command_by_minus_m_imports_nothing_from_the_current_directory(tmp_p
 def test_a_child_finds_what_its_parent_finds(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", "/first", "second"])
-    assert child_environment()["PYTHONPATH"].split(os.pathsep) == ["/first", str(tmp_path / "second"), str(tmp_path)]
+    assert processes.child_environment()["PYTHONPATH"].split(os.pathsep) == [
+        "/first",
+        str(tmp_path / "second"),
+        str(tmp_path),
+    ]
     monkeypatch.setattr(sys, "path", [str(tmp_path), "/first"])  # of PYTHONPATH, or an editable install
-    assert child_environment()["PYTHONPATH"].split(os.pathsep) == [str(tmp_path), "/first"]
+    assert processes.child_environment()["PYTHONPATH"].split(os.pathsep) == [str(tmp_path), "/first"]

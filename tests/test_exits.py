@@ -27,21 +27,14 @@ from tiledsched.build.pool import BuildPool
 from tiledsched.cli import main
 from tiledsched.cli.output import table_lines
 from tiledsched.cli.progress import TuneProgress
-from tiledsched.core import fields, files
-from tiledsched.core.config import load_settings
+from tiledsched.core import config, fields, files, problem, processes, registry, space_files
 from tiledsched.core.errors import CompilerError, ConfigError, DatabaseError, DeclarationError, SpaceError
 from tiledsched.core.files import csv_cell, csv_text, from_csv_cell, printable, read_bounded
-from tiledsched.core.problem import Problem
-from tiledsched.core.processes import child_environment
-from tiledsched.core.registry import kernel_of_data
 from tiledsched.core.schedule import Schedule
-from tiledsched.core.space_files import load_space
 from tiledsched.kernels.attention import Attention
 from tiledsched.report.document import Chart, Heading, Paragraph, Table, as_png, to_html, to_markdown
-from tiledsched.serve.bundle import read_bundle
-from tiledsched.serve.entries import load_entries
-from tiledsched.store.codec import decode
-from tiledsched.store.db import TuningDB
+from tiledsched.serve import bundle, entries
+from tiledsched.store import codec, db
 from tiledsched.tuning.options import TuneOptions
 
 ODD = "a\x1b[31m\x00\u202eb\u200f\u2028\x9b1m\ud800\r"
@@ -53,7 +46,7 @@ def home(tmp_path, monkeypatch):
     """A user's folder in which there is a database; commands find nothing else."""
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "tuning.db"))
     monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
-    with TuningDB.open(tmp_path / "tuning.db") as opened:
+    with db.TuningDB.open(tmp_path / "tuning.db") as opened:
         fill(opened)
     return tmp_path
 
@@ -76,13 +69,13 @@ def test_a_knobs_text_is_held_to_a_form_at_every_door(tmp_path):
         with pytest.raises(SpaceError, match="cannot be printed"):
             Schedule(mode=text)
         with pytest.raises(DatabaseError, match=r"x\.mode.*cannot be printed"):
-            decode(Schedule, {"mode": text}, "x")
+            codec.decode(Schedule, {"mode": text}, "x")
         with pytest.raises(DatabaseError, match=r"x\.mode.*cannot be printed"):
-            decode(Problem, {"kernel": "stranger", "mode": text}, "x")
+            codec.decode(problem.Problem, {"kernel": "stranger", "mode": text}, "x")
     choices = json.dumps(["plain", "a\x1b[31m"])
     (tmp_path / "s.toml").write_text(f'extends = "attention/sm_90.toml"\n[knobs.tile_m]\nchoices = {choices}\n')
     with pytest.raises(SpaceError, match=r"tile_m\.choices has text that cannot be printed"):
-        load_space(tmp_path / "s.toml", Attention)
+        space_files.load_space(tmp_path / "s.toml", Attention)
     assert Schedule(mode="größer, [/nope] =1")["mode"] == "größer, [/nope] =1"
 
 
@@ -135,7 +128,7 @@ def test_markup_in_a_stage_is_not_read():
     console = Console(file=shown, force_terminal=True, width=200, color_system=None)
     with TuneProgress(console=console) as progress:
         for what in ("[/nope]", "[bold]x[/bold]", "\x1b[2J"):
-            progress.stage(Problem("k[/nope]", {"n": 1}), what, 4)
+            progress.stage(problem.Problem("k[/nope]", {"n": 1}), what, 4)
             progress.best(1.0, Schedule(mode="[red]x[/nope]"))
             console.print(progress)
     assert all(word in shown.getvalue() for word in ("[/nope]", "[bold]x[/bold]", "\\x1b[2J", "[red]x[/nope]"))
@@ -223,7 +216,7 @@ def test_a_kernel_that_a_filter_names_is_no_pattern_of_files(home, cli, kernel):
 def test_settings_that_are_no_file_are_said_once(tmp_path):
     os.mkfifo(tmp_path / "tiledsched.toml")
     with pytest.raises(ConfigError, match=r"^\S+tiledsched.toml is not a file, and settings are read from it"):
-        load_settings(environ={}, project=tmp_path / "tiledsched.toml", user=tmp_path / "none")
+        config.load_settings(environ={}, project=tmp_path / "tiledsched.toml", user=tmp_path / "none")
 
 
 def test_a_pipe_is_no_database_and_nobody_waits_for_it(tmp_path, cli, monkeypatch):
@@ -232,13 +225,13 @@ def test_a_pipe_is_no_database_and_nobody_waits_for_it(tmp_path, cli, monkeypatc
         assert "no regular file" in cli([*words, "--db", str(tmp_path / "pipe.db")], code=2).err
     os.mkfifo(tmp_path / "pipe.zip")
     with pytest.raises(ConfigError, match="not a regular file"):
-        read_bundle(tmp_path / "pipe.zip")
+        bundle.read_bundle(tmp_path / "pipe.zip")
     assert read_bounded(tmp_path / "pipe.zip") == b""  # nobody writes to it
 
 
 def test_a_backup_takes_the_place_of_regular_files_only(tmp_path, cli, monkeypatch):
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "x.db"))
-    TuningDB.open(tmp_path / "x.db").close()
+    db.TuningDB.open(tmp_path / "x.db").close()
     os.mkfifo(tmp_path / "pipe")  # or /dev/null
     assert (
         "is no regular file; give another path" in cli(["db", "backup", str(tmp_path / "pipe"), "--force"], code=2).err
@@ -250,9 +243,9 @@ def test_layers_in_another_users_home_are_left_out(unreadable, monkeypatch, capl
     monkeypatch.setenv("HOME", str(unreadable))
     for name in ("TILEDSCHED_DB", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    settings = load_settings()
+    settings = config.load_settings()
     assert settings.sources == {}
-    assert {entry.layer for entry in load_entries(settings, archs=["sm_90"])} == {"shipped"}
+    assert {entry.layer for entry in entries.load_entries(settings, archs=["sm_90"])} == {"shipped"}
     assert lacking(caplog.text, "Permission denied", "left out") == []
 
 
@@ -295,7 +288,7 @@ def test_links_in_a_circle_and_names_that_cannot_be_are_one_line(tmp_path, monke
     monkeypatch.setenv("TILEDSCHED_FLEET_JOBS", f"{loop},{loop}/x.py")
     for name in (f"{loop}/k.py:K", "a\0b.py:K"):
         with pytest.raises(ConfigError, match="data does not choose what code runs"):
-            kernel_of_data(name, "a row")
+            registry.kernel_of_data(name, "a row")
     assert TuneOptions(space=str(loop)).to_json()["space"] == str(loop)
     for words in (["check", f"{loop}:K"], ["explain", "--space", str(loop), "--arch", "sm_90"]):
         assert len(cli(words, code=2).err.splitlines()) == 1
@@ -314,12 +307,12 @@ def test_seconds_are_numbers_that_clocks_take(home, cli, words):
 def test_compile_processes_that_cannot_start_are_said(tmp_path, monkeypatch, folder_is_gone):
     """In a folder that is gone, `multiprocessing` starts nothing."""
     monkeypatch.syspath_prepend("")
-    task = BuildTask(kernel="softmax", schedule=Schedule({}), problem=Problem("softmax", {}), arch="sm_90")
+    task = BuildTask(kernel="softmax", schedule=Schedule({}), problem=problem.Problem("softmax", {}), arch="sm_90")
     with BuildPool(1) as pool:
         for use in (pool.start, lambda: pool.submit(task)):
             with pytest.raises(CompilerError, match=r"cannot start compile processes.*folder must still be there"):
                 use()
-    assert str(tmp_path) not in child_environment()["PYTHONPATH"]
+    assert str(tmp_path) not in processes.child_environment()["PYTHONPATH"]
 
 
 @pytest.mark.parametrize("output", ["/dev/full", None], ids=["full", "closed"])
@@ -392,7 +385,7 @@ def test_a_backup_that_fails_leaves_nothing(home):
         connection.execute("CREATE TABLE big AS SELECT zeroblob(1000000) FROM (VALUES (1), (2), (3), (4))")
         connection.commit()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with TuningDB.open(home / "tuning.db", read_only=True) as opened:
+    with db.TuningDB.open(home / "tuning.db", read_only=True) as opened:
         before = set(home.iterdir())
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
         try:

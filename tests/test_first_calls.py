@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
@@ -324,7 +325,9 @@ def test_an_axis_of_one_element_is_no_program_of_its_own(problem, names) -> None
     assert asked.parameters == built.parameters
 
 
-FEATURES = AttentionFeatures(softcap=30.0)
+FEATURES, OFFSETS = AttentionFeatures(softcap=30.0), torch.empty(4, device="meta")
+PACKED = AttentionFeatures(cu_seqlens_q=OFFSETS, cu_seqlens_k=OFFSETS)
+PAGES = AttentionFeatures(block_table=torch.empty(2, 8, device="meta"), key_lengths=OFFSETS[:2])
 
 
 @pytest.mark.parametrize(
@@ -336,20 +339,14 @@ FEATURES = AttentionFeatures(softcap=30.0)
         (1 << 14, 1 << 14, None, True, NO_FEATURES, False),
         (1 << 14, 1 << 14, None, False, FEATURES, False),
         (MOST_SCORES >> 13, 1 << 11, None, False, FEATURES, True),
+        (300, 300, None, False, PACKED, False),  # only the GPU knows the lengths of the sequences
+        (300, 300, None, False, PACKED._replace(max_seqlen_q=100, max_seqlen_k=100), True),
+        (1, 300, None, False, PAGES, True),
     ],
 )
 def test_torch_stands_in_where_it_needs_no_gigabytes(rows, keys, causal, lse, features, at_once) -> None:
     q, k = (torch.empty(1, 4, each, 64, device="meta") for each in (rows, keys))
     assert computes_at_once(q, k, causal, lse, features) == at_once
-
-
-def test_torch_stands_in_for_packed_sequences_whose_lengths_are_said() -> None:
-    q, offsets = torch.empty(1, 4, 300, 64, device="meta"), torch.empty(4, device="meta")
-    packed = AttentionFeatures(cu_seqlens_q=offsets, cu_seqlens_k=offsets)
-    assert not computes_at_once(q, q, None, False, packed)
-    assert computes_at_once(q, q, None, False, packed._replace(max_seqlen_q=100, max_seqlen_k=100))
-    pages = AttentionFeatures(block_table=torch.empty(2, 8, device="meta"), key_lengths=offsets[:2])
-    assert computes_at_once(torch.empty(2, 4, 1, 64, device="meta"), q, None, False, pages)
 
 
 @pytest.mark.parametrize("lse", [False, True])
@@ -460,6 +457,7 @@ def test_what_a_function_captures_is_part_of_its_programs_key() -> None:
 
     assert captured_values(made(2)) == captured_values(made(2)) != captured_values(made(3))
     assert captured_values(made([2])) is None  # a list may change
+    assert program_key("abc", None, {}, None, "sm_90") == ""
 
 
 # The user's database
@@ -505,16 +503,16 @@ def builder():
     made.close()
 
 
-def built(builder, path, do="fine", wait=True) -> Build:
+def built(builder, path, do="fine", waits=True) -> Build:
     task = BuildTask(kernel="attention", schedule=Schedule({"do": do}), problem=PROBLEM, arch="sm_90")
     found = builder.submit(BuildRequest(path=path, task=task, wide=False, place=0, parameters=()))
-    if wait:
+    if waits:
         found.wait()
     return found
 
 
 def test_one_process_compiles_one_program_after_the_other_and_is_started_anew_where_it_dies(builder, tmp_path) -> None:
-    first, second = (built(builder, tmp_path / name, wait=False) for name in "ab")
+    first, second = (built(builder, tmp_path / name, waits=False) for name in "ab")
     assert built(builder, tmp_path / "a") is first
     second.wait()
     assert first.program.cubin == second.program.cubin != str(os.getpid()).encode()
@@ -545,7 +543,7 @@ def test_processes_end_when_there_is_nothing_to_do(tmp_path) -> None:
 
 
 def test_a_forked_process_starts_anew(builder, tmp_path) -> None:
-    waiting = built(builder, tmp_path / "a", "hang", wait=False)
+    waiting = built(builder, tmp_path / "a", "hang", waits=False)
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -585,10 +583,35 @@ def test_a_program_ends_at_once_and_takes_its_processes_along(tmp_path) -> None:
         assert not state.exists() or state.read_text().split()[2] == "Z"
 
 
+COMPILES = """
+import sys
+from pathlib import Path
+from tiledsched.build.store import Claims, StoredProgram, write_program
+path = Path(sys.argv[1])
+print(Claims(path.parent).claim(path), flush=True)
+sys.stdin.read()
+write_program(path, StoredProgram(cubin=b"machine code", symbol="attention"))
+"""
+
+
+def test_what_another_process_compiles_is_waited_for_and_then_read(tmp_path) -> None:
+    path = tmp_path / "abcdef0"
+    task = BuildTask(kernel="nowhere:Nothing", schedule=SCHEDULE, problem=PROBLEM, arch="sm_90")
+    asked = BuildRequest(path=path, task=task, wide=False, place=0, parameters=())
+    assert "nowhere" in background.build(asked)  # it cannot be compiled here
+    command = [sys.executable, "-c", COMPILES, str(path)]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as other, ThreadPoolExecutor(1) as thread:
+        assert other.stdout.readline() == "True\n"
+        waits = thread.submit(background.build, asked)
+        assert wait([waits], 0.2).not_done
+        other.stdin.close()
+        assert waits.result() == CODE
+
+
 @pytest.mark.compiler
 @pytest.mark.slow
 def test_the_process_compiles_what_a_launch_would(tmp_path) -> None:
-    """The machine code is that of a build; a second process, and a second schedule's failure, are found on disk."""
+    """The machine code is that of a build."""
     problem, schedule = PROBLEM.replace(head_dim=32), SCHEDULE.replace(tile_m=64, tile_n=32)
     (step,) = launches.steps(Attention, problem, schedule, arch_spec("sm_90"))
     parameters = tuple(launches.signature(Attention, problem, schedule, step).parameters)

@@ -18,7 +18,7 @@ from pathlib import Path
 import fleet_jobs
 import pytest
 import sqlalchemy as sa
-from golden import check_golden, lacking
+from golden import check_golden
 from store_samples import PROBLEM, entry, new_url
 
 from tiledsched import fleet
@@ -26,9 +26,11 @@ from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.cubin import read_artifact
 from tiledsched.build.keys import build_key
 from tiledsched.cli import fleet_output, main
+from tiledsched.core import processes
 from tiledsched.core.errors import ConfigError, DatabaseError, Failure, FailureKind, MeasureError
 from tiledsched.core.space_files import space_for
 from tiledsched.fleet import gpus, jobs, local
+from tiledsched.fleet import worker as worker_module
 from tiledsched.fleet.builds import SharedBuilds
 from tiledsched.fleet.campaign import CampaignPlan, Lease, Outcome, Setup
 from tiledsched.fleet.child import Child, why_not
@@ -108,6 +110,7 @@ def gone(folder) -> bool:
     return children(folder) == []
 
 
+@pytest.mark.slow
 def test_what_crashes_hangs_or_fails_costs_its_attempt_and_the_campaign_ends(home, leases) -> None:
     for word in ("crash-1", "hang-2", "error-3", "fail-4"):
         (home / word).touch()
@@ -197,6 +200,7 @@ def test_a_campaigns_row_names_no_code_that_the_user_did_not_allow(home, leases,
         Child(Pipe(), setup)
 
 
+@pytest.mark.slow
 def test_a_worker_takes_no_problem_of_a_campaign_whose_code_is_not_allowed(home, leases, planted) -> None:
     campaign = leases.open(planned(kernel=f"{home}/planted.py:Planted"))
     (note,) = work(str(home / "x.db"), campaign.id, without_gpu=1, jobs=1).notes
@@ -276,26 +280,24 @@ def test_a_campaign_is_opened_with_the_options_of_its_command(home, cli) -> None
         assert (told.job, told.options["effort"], told.source_hash) == ("tune", "default", Softmax.source_hash())
 
 
-def test_a_host_with_another_compiler_source_or_version_takes_nothing(home, leases) -> None:
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"compiler": "1.2.3"}, "install tileiras 1.2.3 here"),
+        ({"source_hash": "other"}, "bring it up to date"),
+        ({"options": {"seeds": [1, 2]}}, "does not know seeds; bring this host up to date"),
+        ({}, ""),
+    ],
+)
+def test_a_host_with_another_compiler_source_or_version_takes_nothing(leases, change, why) -> None:
     made = plan_campaign("tune", Softmax, [{"rows": 64, "columns": 64}], ["sm_90"], options={"runner": "none"})
-    newer = dataclasses.replace(made, options={**made.options, "seeds": [1, 2]})
-    campaign = leases.open(newer)
-    (note,) = work(str(home / "x.db"), campaign.id, without_gpu=1).notes
-    assert (
-        lacking(
-            note, "opened by another version of tiledsched: tune of", "does not know seeds; bring this host up to date"
-        )
-        == []
-    )
-    assert leases.counts(campaign.id)["waiting"] == 1
-    assert leases.counts(campaign.id) == {"waiting": 1, "leased": 0, "done": 0, "failed": 0}
+    told = why_not(leases.open(dataclasses.replace(made, **change)), Softmax, find_job("tune"))
+    assert (why in told, bool(told)) == (True, bool(why))
+
+
+def test_an_option_that_there_is_not_opens_no_campaign() -> None:
     with pytest.raises(ConfigError, match="tune has no option efort; its options are effort, trials"):
         plan_campaign("tune", Softmax, "llama", ["sm_90"], options={"efort": "quick"})
-    job = find_job("fleet_jobs:tune")
-    other = [leases.open(plan(1, compiler="1.2.3")), leases.open(plan(1, source_hash="other"))]
-    for wanted, why in zip(other, ("install tileiras 1.2.3 here", "bring it up to date"), strict=True):
-        assert why in why_not(wanted, Softmax, job)
-    assert why_not(leases.open(plan(1, source_hash=Softmax.source_hash())), Softmax, job) == ""
 
 
 def test_a_campaign_for_other_gpus_keeps_nobody_from_the_next(home, leases, monkeypatch) -> None:
@@ -354,6 +356,62 @@ def test_a_child_that_is_told_to_stop_too_early_begins_nothing(home, leases) -> 
     stop.clear()
     assert away.work(lease, None)[0] == "error"
     assert child(home, leases, Pipe(), local_store=Full).work(lease, None)[0] == "full"
+
+
+CHILD = """
+import os, signal, sys, time
+from multiprocessing.connection import Connection
+pipe, act = Connection(int(sys.argv[1])), os.environ["ACT"]
+pipe.recv_bytes()
+if act == "fails":
+    sys.exit(3)
+pipe.send(("ready", "another compiler" if act == "refuses" else ""))
+pipe.recv_bytes()
+if act == "dies":
+    sys.exit(7)
+if act == "hangs":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
+pipe.send(("say", "builds 3"))
+pipe.send(("answer", "done", {"us": 1.0}, ""))
+"""
+
+
+@pytest.fixture
+def process(home, leases, monkeypatch):
+    """Start a child that does as it is told. Each look at the clock takes 250 s."""
+    (home / "child.py").write_text(CHILD)
+    monkeypatch.setattr(processes, "python_command", lambda module: [sys.executable, str(home / "child.py")])
+    moved, setup = fleet_jobs.MovedClock(), Setup(db="", campaign=leases.open(plan(1)), jobs=1)
+    clock = Clock(monotonic=lambda: moved.pass_s(250.0) or moved.seconds)
+    return lambda act: worker_module._Process(setup, {"ACT": act}, clock)
+
+
+@pytest.mark.parametrize(
+    ("act", "stops", "answer"),
+    [
+        ("answers", False, ("done", {"us": 1.0}, "")),
+        ("dies", False, ("error", None, "the working process ended with code 7")),
+        ("hangs", False, ("hung", None, "no answer within its deadline of 500 s; its process was killed")),
+        ("hangs", True, ("released", None, "stopped, and killed because it did not end in time")),
+        ("dies", True, ("released", None, "")),
+    ],
+)
+def test_a_child_that_does_not_answer_is_killed_and_its_end_is_the_answer(process, act, stops, answer) -> None:
+    child, stop, stages = process(act), threading.Event(), []
+    if stops:
+        stop.set()
+    assert child.ask(("work",), deadline_s=500.0, stop=stop, on_stage=stages.append) == answer
+    assert (child.wrong, child.lost, stages) == ("", act != "answers", ["builds 3"] * (act == "answers"))
+    child.end()
+
+
+def test_a_child_that_does_not_start_says_why(process) -> None:
+    with pytest.raises(worker_module.ChildLostError, match="ended with code 3 as it started"):
+        process("fails")
+    refused = process("refuses")
+    assert refused.wrong == "another compiler"
+    refused.kill()
 
 
 class FakeChild:
@@ -599,7 +657,7 @@ def test_what_a_scratch_database_found_comes_home_once(backend, tmp_path) -> Non
             assert db.entries()[0].measurement.uid == old.uid
             assert len(db.failures()) == 1
             number = db.record_measurement(None, "attention", "abc", old.toolchain, measurement(50.0))
-            db.record_build(build(artifact()))
+            db.record_builds([build(artifact())])
             db.put_entry(
                 entry("measured", device_name=old.measurement.device.name, regime="burst", measurement_id=number)
             )

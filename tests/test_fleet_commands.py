@@ -12,15 +12,13 @@ import sqlalchemy as sa
 from store_samples import entry
 from test_fleet import gone, home, started, wait_for
 
-from tiledsched.core.config import load_settings
-from tiledsched.core.labels import format_problem
+from tiledsched.core import config, labels
 from tiledsched.fleet import running as fleet_run
 from tiledsched.fleet.leases import Leases
 from tiledsched.kernels.attention import Attention
 from tiledsched.rivals.rows import read_rows
+from tiledsched.store import exchange, models
 from tiledsched.store.db import TuningDB
-from tiledsched.store.exchange import read_table
-from tiledsched.store.models import AttemptRow
 from tiledsched.tuning.session import Session
 
 __all__ = ["home"]
@@ -58,7 +56,7 @@ def run(home, monkeypatch, cli):
             assert db.check() == []
             assert len(Leases(db).results(campaign)) == len(PROBLEMS)
             with db.reading() as session:
-                ends = Counter(session.scalars(sa.select(AttemptRow.outcome)))
+                ends = Counter(session.scalars(sa.select(models.AttemptRow.outcome)))
         assert ends["done"] == len(PROBLEMS)
         assert ends["expired"] >= 1
         assert list((home / "cache" / "fleet").glob("*/*")) == []
@@ -71,7 +69,7 @@ def alone(home, command, **options):
     """The single command's function on every problem, in one database."""
     return [
         getattr(fleet_jobs, command)(
-            Session("sm_90", settings=load_settings({"db": str(home / "alone.db")}), jobs=1),
+            Session("sm_90", settings=config.load_settings({"db": str(home / "alone.db")}), jobs=1),
             Attention,
             problem,
             lambda text: None,
@@ -105,7 +103,7 @@ def fill(path) -> None:
 
 
 def named() -> list[str]:
-    return [word for problem in PROBLEMS for word in ("--problem", format_problem(problem))]
+    return [word for problem in PROBLEMS for word in ("--problem", labels.format_problem(problem))]
 
 
 @pytest.mark.slow
@@ -122,7 +120,7 @@ def test_record_writes_the_landscapes_of_the_single_command(run, home) -> None:
     assert len(said["files"]) == 2 * len(PROBLEMS)
     with TuningDB.open(home / "alone.db") as db:
         for file in said["files"]:
-            table = read_table(file)
+            table = exchange.read_table(file)
             first = table.measurements[0].measurement
             wanted = db.landscape(first.problem, first.device.name, first.regime)
             assert samples(table.measurements) == samples(wanted)

@@ -10,7 +10,6 @@ import pytest
 from tiledsched.core.errors import ConfigError
 from tiledsched.fleet import on_ray
 from tiledsched.fleet.campaign import CampaignPlan, Outcome
-from tiledsched.fleet.clock import Clock
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.on_ray import Driver
 from tiledsched.store.db import TuningDB
@@ -87,6 +86,7 @@ class MadeUpRay:
         )
 
     def wait(self, calls: list[Call], num_returns: int, timeout: float) -> tuple[list[Call], list[Call]]:
+        self.leases.clock.wait(timeout, None)
         return calls[:1], []
 
     def get(self, call: Call) -> object:
@@ -100,9 +100,8 @@ class MadeUpRay:
 def start(tmp_path, monkeypatch):
     """Make a Ray and a driver of a campaign of so many problems."""
     moved = fleet_jobs.MovedClock()
-    clock = Clock(monotonic=lambda: moved.pass_s(on_ray.LOOK_EVERY_S) or moved.seconds, wait=moved.wait)
     with TuningDB.open(tmp_path / "x.db") as db:
-        leases = Leases(db, clock=clock)
+        leases = Leases(db, clock=moved.clock)
 
         def make(count, **more):
             problems = {"sm_90": fleet_jobs.problems(count)}

@@ -51,32 +51,34 @@ def test_attention_counts_as_torchs(features) -> None:
 
 def test_packed_sequences_count_each_for_itself() -> None:
     q, k, v = (each[0].transpose(0, 1) for each in tensors(heads=4, rows=24, columns=16))
-    lengths = (5, 0, 19)
     ends = torch.tensor([0, 5, 5, 24], dtype=torch.int32)
-    shapes = [(1, 4, length, 16) for length in lengths]
+    shapes = [(1, 4, length, 16) for length in (5, 0, 19)]
     assert counted(ts.sdpa_varlen, q, k, v, ends, causal=True) == sum(sdpa_flop_count(one, one, one) for one in shapes)
-    given = [each.detach().requires_grad_() for each in (q, k, v)]
-    out = ts.sdpa_varlen(*given, ends)
+    out = ts.sdpa_varlen(*(each.detach().requires_grad_() for each in (q, k, v)), ends)
     assert counted(out.sum().backward) == sum(sdpa_backward_flop_count(one, one, one, one) for one in shapes)
 
 
-def test_pages_count_the_keys_in_use() -> None:
-    q, cache = torch.randn(2, 3, 4, 16).half(), torch.randn(5, 16, 2, 16).half()
-    table, lengths = torch.tensor([[0, 1], [4, 2]], dtype=torch.int32), torch.tensor([20, 7], dtype=torch.int32)
-    assert counted(ts.sdpa_paged, q, cache, cache, table, lengths) == 2 * 4 * 3 * (20 + 7) * 32
+Q, CACHE, INT = torch.randn(2, 3, 4, 16).half(), torch.randn(5, 16, 2, 16).half(), torch.int32
+PAGES, LENGTHS = torch.tensor([[0, 1], [4, 2]], dtype=INT), torch.tensor([20, 7], dtype=INT)
+A, B, ONE = torch.randn(3, 40, 64).half(), torch.randn(64, 48).half(), torch.tensor(1.0)
+A8, B8 = (torch.randn(size, 64).to(torch.float8_e4m3fn) for size in (32, 48))
+OF_TWO = torch.randn(2, 64, 48).half()
+COUNTED = {
+    "the keys in use of pages": (ts.sdpa_paged, (Q, CACHE, CACHE, PAGES, LENGTHS), 2 * 4 * 3 * (20 + 7) * 32),
+    "products": (ts.matmul, (A, B), 2 * 120 * 64 * 48),
+    "torch's products": (torch.matmul, (A, B), 2 * 120 * 64 * 48),
+    "scaled products": (ts.scaled_matmul, (A8, B8.t(), ONE, ONE), 2 * 32 * 48 * 64),
+    "products of nothing": (ts.scaled_matmul, (A8[:0], B8.t(), ONE, ONE), 0),
+    "grouped products": (ts.grouped_matmul, (A[0], OF_TWO, torch.tensor([10, 40], dtype=INT)), 2 * 40 * 64 * 48),
+    "softmax": (ts.softmax, (A,), 0),
+    "torch's softmax": (torch.softmax, (A, -1), 0),
+}
 
 
-def test_products_count_as_torchs() -> None:
-    a, b = torch.randn(3, 40, 64).half(), torch.randn(64, 48).half()
-    for _ in range(2):
-        assert counted(ts.matmul, a, b) == counted(torch.matmul, a, b) == 2 * 120 * 64 * 48
-    a, b = (torch.randn(size, 64).to(torch.float8_e4m3fn) for size in (32, 48))
-    one = torch.tensor(1.0)
-    assert counted(ts.scaled_matmul, a, b.t(), one, one) == 2 * 32 * 48 * 64
-    assert counted(ts.scaled_matmul, a[:0], b.t(), one, one) == 0
-    tokens, weights = torch.randn(40, 64).half(), torch.randn(2, 64, 48).half()
-    assert counted(ts.grouped_matmul, tokens, weights, torch.tensor([10, 40], dtype=torch.int32)) == 2 * 40 * 64 * 48
-    assert counted(ts.softmax, tokens) == counted(torch.softmax, tokens, -1) == 0
+@pytest.mark.parametrize("name", COUNTED)
+def test_calls_count_what_torch_counts_for_its_own(name) -> None:
+    call, given, flops = COUNTED[name]
+    assert [counted(call, *given) for _ in range(2)] == [flops] * 2
 
 
 def test_an_operator_that_is_made_while_a_counter_is_at_work_counts_what_its_kernel_declares() -> None:
@@ -99,6 +101,7 @@ def test_tensors_without_values_count_the_longest_there_may_be() -> None:
         assert AttentionFeatures(block_table=table, key_lengths=ends[:2]).pairs(q, pages) == 2 * 24 * 6 * 16
 
 
+@pytest.mark.slow
 def test_calls_do_not_import_what_counts() -> None:
     """Which imports Triton."""
     code = """

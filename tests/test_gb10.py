@@ -16,8 +16,7 @@ from test_tuning import SCALE
 
 from tiledsched.build.pool import BuildPool
 from tiledsched.cli import main
-from tiledsched.core.extras import installing
-from tiledsched.core.registry import load_kernel
+from tiledsched.core import extras, registry
 from tiledsched.measure import nvml
 from tiledsched.tuning.resources import Tools
 
@@ -37,7 +36,7 @@ MODELLED = (
     "Nothing was measured: this run used no sm_N GPU. Every schedule was built, and the performance model ranked the "
     "programs. On a machine with that GPU, tune measures, unless --runner none is given. rows=N floatN on sm_N TILE=N"
 )
-NEEDED = f"this machine has an NVIDIA driver, but not the packages that measure; run: {installing('gpu')}, or use --runner none"
+NEEDED = f"this machine has an NVIDIA driver, but not the packages that measure; run: {extras.installing('gpu')}, or use --runner none"
 UNTOLD = "this machine has an NVIDIA driver, but NVML lists no GPU that can compute; run: tiledsched doctor, or use --runner none"
 
 
@@ -130,7 +129,7 @@ def test_a_tune_measures_and_says_so(spark, caplog, gpu, said, warned) -> None:
 @pytest.mark.compiler
 def test_what_a_program_called_is_tuned_by_one_command(spark, built, tmp_path) -> None:
     _, kernel, _ = built
-    case = {"kernel": load_kernel(kernel).name, "rows": 4096, "dtype": "float16"}
+    case = {"kernel": registry.load_kernel(kernel).name, "rows": 4096, "dtype": "float16"}
     words = dict.fromkeys(("place", "rival"), "") | {"layout": "contiguous", "provenance": "default", "schedule": {}}
     line = {"v": 1, "id": 0, "problem": case, "sample": case, "arch": "sm_121", "device": "NVIDIA GB10", **words}
     (tmp_path / "seen").mkdir()

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 
 from tiledsched.cli.bench_summary import summarise
 from tiledsched.kernels.attention import Attention
 from tiledsched.ops.bench import choose_methods, methods_of
-from tiledsched.rivals.bench import BenchOptions, run_bench
-from tiledsched.rivals.methods import OURS, SERVED
+from tiledsched.rivals.bench import BenchOptions, TorchHarness, run_bench
+from tiledsched.rivals.methods import OURS, SERVED, case_error, make_case
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("cupy")
+cupy = pytest.importorskip("cupy")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 MUST = {OURS, SERVED, "untuned", "torch_flash", "torch_efficient", "torch_math", "torch_auto", "eager"}
@@ -26,8 +24,6 @@ PROBLEMS = [
 
 @pytest.fixture(scope="module")
 def harness():
-    from tiledsched.rivals.harness import TorchHarness
-
     return TorchHarness()
 
 
@@ -109,33 +105,20 @@ def test_slow_launches_and_quick_ones_have_the_times_they_have_alone(harness) ->
     assert both[1].samples < both[0].samples
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.skipif(not METHODS["triton"].installed, reason="needs Triton")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
-    "shape",
-    # batch, heads, kv_heads, seq_q, seq_k, head_dim, value_dim
+    "sizes",
     [
-        (2, 4, 2, 300, 300, 64, 64),
-        (1, 2, 2, 77, 200, 80, 80),
-        (1, 4, 1, 1, 1000, 128, 128),
-        (1, 2, 2, 256, 256, 192, 128),
+        {"batch": 2, "heads": 4, "kv_heads": 2, "seq_q": 300, "seq_k": 300, "head_dim": 64},
+        {"heads": 2, "kv_heads": 2, "seq_q": 77, "seq_k": 200, "head_dim": 80},
+        {"heads": 4, "seq_q": 1, "seq_k": 1000, "head_dim": 128},
+        {"heads": 2, "kv_heads": 2, "seq_q": 256, "seq_k": 256, "head_dim": 192, "value_dim": 128},
     ],
+    ids=str,
 )
-def test_the_triton_kernel_is_right(shape, dtype) -> None:
-    from tiledsched.kernels.attention.triton import triton_attention
-
-    batch, heads, kv_heads, seq_q, seq_k, head_dim, value_dim = shape
-    generator = torch.Generator(device="cuda").manual_seed(1)
-    q = torch.randn(batch, heads, seq_q, head_dim, generator=generator, device="cuda").to(dtype)
-    k = torch.randn(batch, kv_heads, seq_k, head_dim, generator=generator, device="cuda").to(dtype)
-    v = torch.randn(batch, kv_heads, seq_k, value_dim, generator=generator, device="cuda").to(dtype)
-    wide_k, wide_v = (x.repeat_interleave(heads // kv_heads, 1).double() for x in (k, v))
-    for causal, bottom_right in ((False, False), (True, False), (True, True)):
-        scores = q.double() @ wide_k.transpose(-1, -2) * head_dim**-0.5
-        if causal:
-            offset = seq_k - seq_q if bottom_right else 0
-            hidden = torch.ones(seq_q, seq_k, dtype=torch.bool, device="cuda").triu(offset + 1)
-            scores = scores.masked_fill(hidden, float("-inf"))
-        reference = torch.softmax(scores, -1) @ wide_v
-        out = triton_attention(q, k, v, causal=causal, bottom_right=bottom_right).double()
-        assert float((out - reference).norm() / reference.norm()) < (1.5e-3 if dtype is torch.float16 else 1e-2)
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"causal": True, "alignment": "bottom_right"}], ids=str)
+def test_the_triton_kernel_is_right(sizes, dtype, mask) -> None:
+    case = make_case(torch, cupy, Attention.problem(**sizes, **mask, dtype=dtype))
+    error = case_error(cupy, case, METHODS["triton"].make(case.arrays)())
+    assert error.relative < (1.5e-3 if dtype == "float16" else 1e-2)

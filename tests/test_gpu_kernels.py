@@ -18,9 +18,6 @@ from sample_kernels import (
 
 from tiledsched.build.compiler import compile_schedule
 from tiledsched.core.errors import FailureKind
-from tiledsched.core.space_files import space_for
-from tiledsched.kernels.attention import Attention
-from tiledsched.kernels.attention_backward import AttentionBackward
 from tiledsched.measure.gpu import GpuRunner
 from tiledsched.measure.runner import Batch, Candidate, Checked
 
@@ -134,28 +131,3 @@ def test_in_place_arrays_are_restored_between_launches(begin):
         assert checked.accuracy.repeatable
         (batch,) = runner.sample([made], rounds=3, regime="sustained")
         assert batch.conditions.graph_launches == 0
-
-
-@pytest.mark.parametrize("changes", [{}, {"lse": True, "causal": True}, {"dtype": "bfloat16", "seq_q": 300}], ids=str)
-def test_attention_is_measured_as_any_other(begin, changes):
-    problem = Attention.problem(
-        **{"seq_q": 512, "seq_k": 512, "head_dim": 64, "batch": 2, "heads": 4, "kv_heads": 4, **changes}
-    )
-    runner = begin(Attention, problem)
-    schedule = space_for(runner.device.arch, Attention).default(problem)
-    made = Candidate(schedule=schedule, artifact=compile_schedule(Attention, problem, schedule, runner.device.arch))
-    assert_right(runner, made)
-
-
-@pytest.mark.parametrize("structure", ["atomic", "two_pass"])
-def test_attentions_gradients(begin, structure):
-    """Every small problem; the sums of two passes are the same in every launch."""
-    space = space_for("sm_90", AttentionBackward)
-    for problem in AttentionBackward.small():
-        problem = problem.replace(deterministic=structure != "atomic")
-        runner = begin(AttentionBackward, problem)
-        schedule = space.default(problem, pinned={"structure": structure})
-        made = compile_schedule(AttentionBackward, problem, schedule, runner.device.arch)
-        checked = runner.check(Candidate(schedule=schedule, artifact=made))
-        assert isinstance(checked, Checked), (problem, checked)
-        assert checked.accuracy.repeatable or structure == "atomic"

@@ -14,7 +14,7 @@ from tiledsched.interpreter import SmallDevice
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.declaration import LARGEST_ERROR, LARGEST_LSE_ERROR
 from tiledsched.kernels.attention.reference import attention_and_lse
-from tiledsched.measure.runner import Batch, Candidate, Checked
+from tiledsched.measure.runner import Candidate
 from tiledsched.serve.prebuilt import make_kernel
 
 torch = pytest.importorskip("torch")
@@ -141,22 +141,6 @@ def runner():
     runner = GpuRunner(Attention)
     yield runner
     runner.close()
-
-
-@pytest.mark.parametrize(("problem", "knobs"), CASES, ids=str)
-def test_checked_and_timed_by_the_worker(runner, problem, knobs) -> None:
-    from tiledsched.build.compiler import BuildTask, compile_task
-
-    schedule = schedule_for(problem, knobs)
-    built = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=problem, arch=arch()))
-    assert built.failure is None, built.failure
-    candidate = Candidate(schedule=schedule, artifact=built.artifact)
-    runner.begin(problem)
-    checked = runner.check(candidate)
-    assert isinstance(checked, Checked), checked
-    assert checked.accuracy.repeatable
-    (batch,) = runner.sample([candidate], rounds=3, regime="burst")
-    assert isinstance(batch, Batch), batch
 
 
 def test_shares_stay_whole_under_load() -> None:

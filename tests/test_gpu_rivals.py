@@ -64,6 +64,17 @@ def tensors():
     return tuple(torch.randn(shape, generator=generator, device="cuda").to(torch.bfloat16) for _ in range(3))
 
 
+def replayed(call):
+    """What a call returns that a CUDA graph has captured, after a replay."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    graph.replay()
+    torch.cuda.synchronize()
+    return out
+
+
 @pytest.mark.measures
 def test_torchs_backends_are_timed_beside_the_winner(tuned) -> None:
     times = {each.name: each for each in tuned.rivals}
@@ -101,11 +112,7 @@ def test_each_serves_where_it_is_said_to_be_faster(tuned, monkeypatch, name) -> 
         assert out.stride() == rows_first[0].stride()
         torch.testing.assert_close(out, own, rtol=2e-2, atol=2e-2)
         if time.capturable:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                out = sdpa(q, k, v, causal=True)
-            graph.replay()
-            torch.testing.assert_close(out, own, rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(replayed(lambda: sdpa(q, k, v, causal=True)), own, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("page", [0, 16, 64, 128])
@@ -140,12 +147,7 @@ def test_rivals_of_packed_sequences_and_pages_are_right(name, packed, page, wind
         stored = {"Out": as_stored(torch, numpy, out.cpu(), spec)}
         errors = case_errors(numpy, [spec], stored, case, Attention.tolerance(p, ours), Attention.check_tile(p, ours))
         assert wrong_result(errors, case) is None
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            again = call()
-        graph.replay()
-        torch.testing.assert_close(again, out)
+        torch.testing.assert_close(replayed(call), out)
 
 
 @pytest.mark.measures
@@ -178,16 +180,12 @@ def test_one_whose_host_is_slow_serves_in_graphs_alone(tuned, monkeypatch, name)
         with torch.cuda.stream(stream):
             assert torch.equal(sdpa(q, k, v, causal=True), own)
         torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = sdpa(q, k, v, causal=True)
-        graph.replay()
-        torch.testing.assert_close(out, own, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(replayed(lambda: sdpa(q, k, v, causal=True)), own, rtol=2e-2, atol=2e-2)
     assert called == [False, True]
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "sizes",
     [
         {},
         {"causal": False, "kv_heads": 4},
@@ -197,10 +195,10 @@ def test_one_whose_host_is_slow_serves_in_graphs_alone(tuned, monkeypatch, name)
     ],
     ids=str,
 )
-def test_a_second_call_of_flash_attention_4_is_of_its_compiled_function(monkeypatch, asked) -> None:
+def test_a_second_call_of_flash_attention_4_is_of_its_compiled_function(monkeypatch, sizes) -> None:
 
     function = pytest.importorskip("flash_attn.cute.interface")._flash_attn_fwd
-    problem = Attention.problem(**{**SIZES, **asked})
+    problem = Attention.problem(**{**SIZES, **sizes})
     kept = flash_attention_4(problem)
     for seed in range(3):
         torch.manual_seed(seed)
@@ -219,7 +217,7 @@ PACKED = {"batch": 1, "packed": 5, "causal": True, "alignment": "bottom_right"}
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "sizes",
     [
         {},
         {"causal": True, "head_dim": 128},
@@ -233,10 +231,10 @@ PACKED = {"batch": 1, "packed": 5, "causal": True, "alignment": "bottom_right"}
     ],
     ids=str,
 )
-def test_gradients_of_rivals_are_right_by_our_log_sum_exp_and_graphs_hold_them(asked) -> None:
+def test_gradients_of_rivals_are_right_by_our_log_sum_exp_and_graphs_hold_them(sizes) -> None:
     """The output and the log-sum-exp are computed in float32. A deterministic rival gives the same bits again."""
 
-    p = AttentionBackward.problem(**{**BACKWARD, **asked})
+    p = AttentionBackward.problem(**{**BACKWARD, **sizes})
     if not raced_backward(p):
         pytest.skip("FlashAttention-4 is not installed")
     stored = random_inputs(AttentionBackward, numpy, numpy.random.default_rng(2), p)
@@ -250,12 +248,7 @@ def test_gradients_of_rivals_are_right_by_our_log_sum_exp_and_graphs_hold_them(a
             for made, wanted in zip(found, right, strict=True):
                 error = (made.double().cpu() - torch.from_numpy(wanted)).norm() / numpy.linalg.norm(wanted)
                 assert error < (2e-2 if p.dtype == "bfloat16" else 4e-3), (name, float(error))
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                again = call()
-            graph.replay()
-            for made, before in zip(again, found, strict=True):
+            for made, before in zip(replayed(call), found, strict=True):
                 if p.deterministic:
                     assert torch.equal(made, before)
                 torch.testing.assert_close(made, before, rtol=2e-2, atol=2e-2)

@@ -81,29 +81,6 @@ def test_odd_sizes(serve, columns, causal) -> None:
         assert_right(serve.sdpa(q, k, v, causal=causal), q, k, v, causal)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_bfloat16_and_scales(serve, causal) -> None:
-    q, k, v = tensors(rows=300, dtype=torch.bfloat16)
-    for scale in (None, 0.05, 1.0, 1):
-        assert_right(serve.sdpa(q, k, v, causal=causal, scale=scale), q, k, v, causal, scale)
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "columns"), [(8, 2, 64), (8, 1, 128)])
-def test_grouped_heads(serve, heads, kv_heads, columns) -> None:
-    for causal in (False, "bottom_right"):
-        q, k, v = tensors(heads=heads, kv_heads=kv_heads, rows=130, keys=257, columns=columns)
-        assert_right(serve.sdpa(q, k, v, causal=causal), q, k, v, causal)
-        assert_right(serve.sdpa(q, k, v, causal=causal, enable_gqa=True), q, k, v, causal)
-
-
-@pytest.mark.parametrize(("columns", "value_columns"), [(192, 128), (64, 128), (128, 40)])
-def test_values_of_another_width(serve, columns, value_columns) -> None:
-    q, k, v = tensors(rows=200, columns=columns, value_columns=value_columns)
-    out = serve.sdpa(q, k, v, causal=True)
-    assert out.shape == (2, 4, 200, value_columns)
-    assert_right(out, q, k, v, True)
-
-
 @pytest.mark.parametrize("causal", [False, "bottom_right"])
 def test_the_log_sum_exp(serve, causal) -> None:
     q, k, v = tensors(rows=200, keys=130, heads=4, kv_heads=2)

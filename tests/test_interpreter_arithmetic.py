@@ -271,7 +271,8 @@ def test_an_unknown_arithmetic_is_refused():
 )
 def test_the_compiler_fuses_what_the_interpreter_fuses(form, dtype):
     from cuda.tile.compilation import ArrayConstraint, CallingConvention, KernelSignature, export_kernel
-    from elftools.elf.elffile import ELFFile
+
+    from tiledsched.build.elf import sections
 
     array = ArrayConstraint(
         getattr(ct, dtype),
@@ -286,7 +287,7 @@ def test_the_compiler_fuses_what_the_interpreter_fuses(form, dtype):
     cubin = io.BytesIO()
     signature = KernelSignature([array] * 4, CallingConvention.cutile_python_v1())
     export_kernel(kernel_of(form), [signature], cubin, gpu_code="sm_90", output_format="cubin")
-    ptx = ELFFile(cubin).get_section_by_name(".nv_debug_ptx_txt").data().decode()
+    (ptx,) = [each.data.decode() for each in sections(cubin.getvalue()) if each.name == ".nv_debug_ptx_txt"]
     found = re.findall(r"\b(?:fma|mul|add|sub)\.rn[.\w]*", ptx)
     print(form.__name__, dtype, *found)
     fused = "fma.rn.ftz." if form is flushing_both else "fma.rn."

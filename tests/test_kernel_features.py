@@ -1,7 +1,7 @@
 """Optional features: windows, capped scores, sinks, and sequences with starts and lengths of their own.
 
 As in tests/test_kernel_properties.py: every schedule in the interpreter, against a float64 reference, which is held to torch
-here. That these checks notice what is wrong is shown in tests/test_kernel_mutations.py.
+in tests/test_attention_backward.py. That these checks notice what is wrong is shown in tests/test_kernel_mutations.py.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ import itertools
 
 import numpy as np
 import pytest
-from kernel_checks import check, make_inputs, more_inputs, schedule_for
+from kernel_checks import check, make_inputs, schedule_for
 
-from tiledsched.checking.interpreted import check_schedule
 from tiledsched.core.device import arch_spec
 from tiledsched.core.registry import problem_from_json
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.model import tile_steps
-from tiledsched.kernels.attention.reference import attention_and_lse
 
 CAUSAL = {"causal": True, "alignment": "bottom_right"}
 
@@ -105,25 +103,6 @@ def test_every_structure(features, knobs):
     check(problem, schedule_for(problem, forced=True, tile_m=64, tile_n=32, **knobs), sm_count=1)
 
 
-@pytest.mark.parametrize(
-    "knobs",
-    [
-        {},
-        {"loop_split": True},
-        {"q_subtiles": 2},
-        {"persistent": "strided", "store_late": True, "unroll": 2},
-        {"kv_splits": 2, "tma_loads": False},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    "features", [{"starts": True}, {"lengths": True}, {"starts": True, "lengths": True, "sinks": True}], ids=str
-)
-def test_padded_batches_without_a_causal_mask(features, knobs):
-    problem = Attention.problem(seq_q=70, seq_k=256, head_dim=16, batch=4, heads=2, lse=True, **features)
-    check(problem, schedule_for(problem, forced=True, tile_m=64, tile_n=32, **knobs), sm_count=1)
-
-
 @pytest.mark.parametrize("edge", [0, 1, 31, 32, 33, 63, 64, 65, 127, 128])
 def test_starts_and_lengths_around_the_tile(edge):
     problem = Attention.problem(seq_q=64, seq_k=128, head_dim=16, batch=3, starts=True, lengths=True, lse=True)
@@ -135,13 +114,6 @@ def test_starts_and_lengths_around_the_tile(edge):
             more=more,
         )
         assert not out[2].any()
-
-
-def test_starts_and_lengths_beyond_the_keys_are_cut():
-    problem = Attention.problem(seq_q=64, seq_k=100, head_dim=16, batch=2, starts=True, lengths=True)
-    schedule = schedule_for(problem, tile_m=64, tile_n=32)
-    wild = {"Starts": np.array([-5, 2**31 - 1], np.int32), "Lengths": np.array([2**31 - 1, -7], np.int32)}
-    check(problem, schedule, more=wild)
 
 
 @pytest.mark.parametrize("loop_split", [False, True])
@@ -201,84 +173,7 @@ def test_wide_indices_are_there():
         assert entry.__name__ == f"attention_features{'_lse' if features else ''}_wide"
 
 
-@pytest.mark.parametrize(
-    "problem",
-    [
-        Attention.problem(
-            seq_q=130, seq_k=130, head_dim=40, heads=4, kv_heads=2, window=50, causal=True, sinks=True, lse=True
-        ),
-        Attention.problem(seq_q=40, seq_k=200, head_dim=64, batch=8, softcap=True, starts=True, lengths=True, **CAUSAL),
-    ],
-    ids=str,
-)
-def test_adversarial_inputs(problem):
-    """Those that a GPU's outputs are checked on, too."""
-    for knobs in ({}, {"loop_split": True, "tile_n": 32}):
-        right, _, wrong = check_schedule(Attention, problem, schedule_for(problem, tile_m=64, **knobs))
-        assert right, wrong
-
-
 # ---- the reference, and what is said of a problem ---------------------------------------------------------------------
-
-
-def torch_attention(torch, problem, q, k, v, more, cap):
-    """Scores in full, masked, with the sink as one column more."""
-    rows, columns = torch.arange(problem.seq_q)[:, None], torch.arange(problem.seq_k)[None]
-    last = rows + (problem.seq_k - problem.seq_q if problem.alignment == "bottom_right" else 0)
-    visible = torch.ones(problem.batch, 1, problem.seq_q, problem.seq_k, dtype=torch.bool)
-    if problem.causal:
-        visible &= columns <= last + problem.window_right
-    if problem.window:
-        visible &= columns > last - problem.window
-    if problem.starts:
-        visible &= columns >= torch.from_numpy(more["Starts"])[:, None, None, None]
-    if problem.lengths:
-        visible &= columns < torch.from_numpy(more["Lengths"])[:, None, None, None]
-    q, k, v = (torch.from_numpy(each.astype(np.float64)) for each in (q, k, v))
-    k, v = (each.repeat_interleave(problem.group, 1) for each in (k, v))
-    scores = q @ k.transpose(-1, -2) * problem.head_dim**-0.5
-    if problem.softcap:
-        scores = cap * torch.tanh(scores / cap)
-    scores = scores.masked_fill(~visible, -torch.inf)
-    sinks = torch.full((problem.heads,), -torch.inf, dtype=torch.float64)
-    if problem.sinks:
-        sinks = torch.from_numpy(more["Sinks"].astype(np.float64))
-    column = sinks[None, :, None, None].expand(problem.batch, -1, problem.seq_q, 1)
-    return torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1].nan_to_num() @ v
-
-
-@pytest.mark.parametrize("features", FEATURES, ids=str)
-def test_the_reference_is_what_torch_makes(features):
-    torch = pytest.importorskip("torch")
-    for seq_q, seq_k, alignment in SIZES:
-        problem = Attention.problem(
-            seq_q=seq_q,
-            seq_k=seq_k,
-            head_dim=16,
-            causal=True,
-            alignment=alignment,
-            batch=3,
-            heads=4,
-            kv_heads=2,
-            **features,
-        )
-        (q, k, v), more, cap = make_inputs(problem), more_inputs(problem), 5.0 if problem.softcap else 0.0
-        found, _ = attention_and_lse(
-            np,
-            q,
-            k,
-            v,
-            causal=problem.causal,
-            scale=problem.head_dim**-0.5,
-            alignment=problem.alignment,
-            window=problem.window,
-            window_right=problem.window_right,
-            cap=cap,
-            sinks=more.get("Sinks"),
-            starts=more.get("Starts"),
-            lengths=more.get("Lengths"),
-        )
-        np.testing.assert_allclose(found, torch_attention(torch, problem, q, k, v, more, cap).numpy(), atol=1e-12)
 
 
 def test_a_window_that_hides_nothing_is_none():

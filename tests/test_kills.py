@@ -19,9 +19,8 @@ from store_samples import BACKENDS, fill, new_url, runs
 
 from tiledsched.core import files
 from tiledsched.core.files import write_whole
+from tiledsched.store import engine, exchange
 from tiledsched.store.db import TuningDB
-from tiledsched.store.engine import HEAD
-from tiledsched.store.exchange import export_table, read_table
 
 pytestmark = pytest.mark.slow
 TRIES = int(os.environ.get("KILLS", "2"))
@@ -134,7 +133,7 @@ def test_a_database_is_made_whole_or_not_at_all(tmp_path) -> None:
         path = tmp_path / f"{number}.db"
         killed(OPENING, path, after_s=pause.uniform(0, 0.9))
         with TuningDB.open(path) as db:
-            assert db.schema_revision == HEAD
+            assert db.schema_revision == engine.HEAD
             assert db.check() == []
             fill(db)
             assert len(db.entries()) == len(db.measurements()) == 2
@@ -145,11 +144,11 @@ def test_a_killed_export_or_backup_leaves_the_file_that_was_there(tmp_path, monk
     with TuningDB.open(tmp_path / "x.db") as db:
         fill(db)
         entries = db.entries()
-        export_table(db, tmp_path / "table.json")
+        exchange.export_table(db, tmp_path / "table.json")
         db.back_up(tmp_path / "copy.db")
     for _ in range(TRIES):
         killed(WRITING, tmp_path / "x.db", tmp_path, after_s=pause.uniform(0.05, 0.3))
-        assert len(read_table(tmp_path / "table.json").entries) == 2
+        assert len(exchange.read_table(tmp_path / "table.json").entries) == 2
         with TuningDB.open(tmp_path / "copy.db") as db:
             assert db.check() == []
             assert db.entries() == entries

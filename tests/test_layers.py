@@ -81,13 +81,6 @@ def test_a_weaker_entry_above_does_not_cover_what_was_measured_below(both) -> No
     assert answers(both) == {"site": 90.0}
 
 
-def test_a_table_file_is_a_site_too(tmp_path) -> None:
-    with TuningDB.open(put(tmp_path / "x.db", 90.0)) as db:
-        export_table(db, tmp_path / "site.json")
-    assert answers(Settings(db="/nonexistent/x.db", site=str(tmp_path / "site.json"))) == {"site": 90.0}
-    assert "layer" not in json.loads((tmp_path / "site.json").read_text())["entries"][0]
-
-
 def test_the_machines_shared_folder_is_looked_into(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_DATA_DIRS", f"{tmp_path / 'none'}:{tmp_path / 'shared'}")
     assert location.site_location(None) is None
@@ -179,19 +172,18 @@ def test_show_says_which_layer_answers(both, monkeypatch, capsys) -> None:
     assert [(row["layer"], row["covers"]) for row in found["entries"]] == [("user", ["site"])]
 
 
-def test_a_site_may_be_a_folder_of_tables(tmp_path) -> None:
-    def site():
-        return next(
-            each
-            for each in layers(Settings(db="/nonexistent/x.db", site=str(tmp_path / "site")), ())
-            if each.name == "site"
-        )
+def test_a_site_may_be_a_table_or_a_folder_of_tables(tmp_path) -> None:
+    def site(name="site"):
+        found = layers(Settings(db="/nonexistent/x.db", site=str(tmp_path / name)), ())[1]
+        assert found.name == "site"
+        return [each.median_us for each in found.entries], found.error
 
     (tmp_path / "site" / "attention").mkdir(parents=True)
-    assert "no table is in it; `tiledsched db export` writes one" in site().error
+    assert "no table is in it; `tiledsched db export` writes one" in site()[1]
     with TuningDB.open(put(tmp_path / "a.db", 90.0)) as db:
         export_table(db, tmp_path / "site" / "attention" / "sm_100.json.xz")
-    assert [each.median_us for each in site().entries] == [90.0]
+        export_table(db, tmp_path / "one.json")
+    assert site() == site("one.json") == ([90.0], "")
+    assert "layer" not in json.loads((tmp_path / "one.json").read_text())["entries"][0]
     (tmp_path / "site" / "two.json").write_text("{")
-    assert [each.median_us for each in site().entries] == [90.0]  # what is damaged hides nothing else
-    assert "two.json" in site().error
+    assert (site()[0], "two.json" in site()[1]) == ([90.0], True)  # what is damaged hides nothing else

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 import struct
 import types
 
 import numpy
 import pytest
-from elftools.elf.elffile import ELFFile
 from sample_kernels import (
     DEVICE,
     KERNELS,
@@ -25,6 +23,7 @@ from sample_kernels import (
 
 from tiledsched.build.compiler import compile_schedule
 from tiledsched.build.cubin import _info_records, parts, symbol_of
+from tiledsched.build.elf import sections
 from tiledsched.core.arrays import ArraySpec
 from tiledsched.core.cases import input_specs
 from tiledsched.core.errors import DeclarationError
@@ -48,8 +47,8 @@ def prepared(kernel, **changes):
 def parameter_bytes(cubin: bytes) -> list[int]:
     """The size of each parameter of the one kernel in a cubin."""
     found = {}
-    sections = {section.name: section for section in ELFFile(io.BytesIO(cubin)).iter_sections()}
-    for attribute, value in _info_records(sections[f".nv.info.{symbol_of(cubin)}"].data()):
+    (info,) = [each for each in sections(cubin) if each.name == f".nv.info.{symbol_of(cubin)}"]
+    for attribute, value in _info_records(info.data):
         if attribute == KERNEL_PARAMETER:
             _, ordinal, _, flags = struct.unpack("<IHHI", value)
             found[ordinal] = flags >> 18

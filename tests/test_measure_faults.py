@@ -81,6 +81,7 @@ def begun(runner, problem):
 EVERY_DAY = (
     ("load", "corrupt"),
     ("load", "crash"),
+    ("load", "kill"),
     ("probe", "hang"),
     ("check", "wrong"),
     ("check", "kill"),

@@ -11,9 +11,7 @@ from test_declaration import own_names  # noqa: F401  # what a test declares is 
 
 from tiledsched.build.compiler import compile_schedule
 from tiledsched.checking.interpreted import check_schedule
-from tiledsched.core import registry
-from tiledsched.core.blame import describe, nearest
-from tiledsched.core.errors import ConfigError, TiledschedError
+from tiledsched.core import blame, errors, registry
 from tiledsched.core.registry import load_kernel
 from tiledsched.core.schedule import Schedule
 
@@ -248,7 +246,7 @@ DECLARATIONS = [
 
 @pytest.mark.parametrize(("edits", "words"), DECLARATIONS, ids=[words[:50] for _, words in DECLARATIONS])
 def test_a_mistake_in_a_file_is_answered_by_name_and_line(tmp_path, edits, words) -> None:
-    with pytest.raises(TiledschedError) as error:
+    with pytest.raises(errors.TiledschedError) as error:
         load_kernel(written(tmp_path, *edits))
     assert words in str(error.value)
 
@@ -303,7 +301,7 @@ def test_what_the_compiler_says_is_told_with_its_line(tmp_path, edit, words, lin
     p, s = kernel.problem(rows=3, columns=60), Schedule(TILE=64, occupancy=1, num_worker_warps=4)
     with pytest.raises(Exception) as error:  # noqa: PT011  # of cuTile's several
         compile_schedule(kernel, p, s, "sm_90")
-    message = describe(error.value)
+    message = blame.describe(error.value)
     assert words in message
     assert message.endswith(line)
 
@@ -357,7 +355,7 @@ def test_a_misspelt_word_of_a_command_is_answered_by_the_one_that_was_meant(
     ],
 )
 def test_the_nearest_name(word, known, found) -> None:
-    assert nearest(word, known) == found
+    assert blame.nearest(word, known) == found
 
 
 # ---- a kernel's identity is its own ----------------------------------------------------------------------------------
@@ -394,7 +392,9 @@ def test_a_file_of_a_package_is_named_as_a_module(tmp_path) -> None:
     where = written(
         tmp_path / "made", ("import tiledsched as ts", "import tiledsched as ts\nfrom .helpers import less")
     )
-    with pytest.raises(ConfigError, match=rf"name it as a module of its package, from {tmp_path}: made.softmax:Class"):
+    with pytest.raises(
+        errors.ConfigError, match=rf"name it as a module of its package, from {tmp_path}: made.softmax:Class"
+    ):
         load_kernel(where)
 
 
@@ -407,6 +407,6 @@ def test_an_entry_point_shadows_nothing_in_silence(monkeypatch, caplog) -> None:
     assert load_kernel("softmax").locator() == "tiledsched.kernels.softmax.declaration:Softmax"
     assert "registers another one under that name: name that one other.softmax:Softmax" in caplog.text
     with pytest.raises(
-        ConfigError, match=r"different kernels as 'norm'; name the one that you mean: one:Norm .*, two:Norm"
+        errors.ConfigError, match=r"different kernels as 'norm'; name the one that you mean: one:Norm .*, two:Norm"
     ):
         load_kernel("norm")

@@ -293,19 +293,6 @@ def test_what_torch_says_of_a_gpu(monkeypatch) -> None:
     assert process.read_device(0) == Device(name="NVIDIA GB10", arch="sm_121", sm_count=48)
 
 
-def test_settings_hold_from_the_next_call(launches) -> None:
-    x, w = made()
-    norm(x, w)
-    with ts.configure(occupancy=2, tile_m=128):  # a knob of other kernels is none of its business
-        norm(x, w)
-        explanation = norm.explain(x, w)
-    norm(x, w)
-    assert explanation.served.provenance == "forced"
-    assert explanation.served.schedule["occupancy"] == 2
-    assert launches[0][2] is launches[2][2] is not launches[1][2]
-    assert "rows=5 columns=100 float16 on NVIDIA H200" in str(explanation)
-
-
 def test_a_capture_needs_programs_that_have_run(launches) -> None:
     x, w = made(columns=90)
     with capturing(), pytest.raises(LaunchError, match="call tiledsched_tests::rms_norm once with these shapes"):
@@ -372,6 +359,7 @@ def test_the_same_name_serves_the_kernel_as_it_is_now(launches) -> None:
         ts.op("tiledsched_tests::again", kernels.Product)
     with pytest.raises(ConfigError, match="already"):
         ts.op("tiledsched_tests::again", kernels.RmsNorm, residual=True)
+    assert "rows=5 columns=100 float16 on NVIDIA H200" in str(first.explain(x, w))
 
 
 @pytest.mark.parametrize(
@@ -420,10 +408,9 @@ def test_a_kernel_without_inputs_or_with_outputs_by_chance_is_refused() -> None:
 # Programs built ahead
 
 
-@pytest.mark.parametrize(("name", "given"), [("norm", made()), ("two launches", (torch.randn(70), 3))])
-def test_programs_of_a_bundle_are_used_and_need_no_compiler(launches, tmp_path, monkeypatch, name, given) -> None:
-    operator = {"norm": norm, "two launches": total}[name]
-    declared, plan = operator.kernel, operator.plan_for(*given)
+def test_programs_of_a_bundle_are_used_and_need_no_compiler(launches, tmp_path, monkeypatch) -> None:
+    given = torch.randn(70), 3
+    declared, plan = total.kernel, total.plan_for(*given)
     codes = [replace(artifact("ab" * 12, "sm_90"), cubin=f"code {place}".encode()) for place in range(len(plan.steps))]
     built = join(codes)
     program = BundledProgram(
@@ -439,10 +426,10 @@ def test_programs_of_a_bundle_are_used_and_need_no_compiler(launches, tmp_path, 
         path, [program], {("sm_90", built.fingerprint): built}, [], {declared.name: declared.source_hash()}, "none"
     )
     monkeypatch.setenv("TILEDSCHED_BUNDLE", str(path))
-    monkeypatch.setattr("tiledsched.serve.bundle.read_artifact", lambda code, arch: replace(built, cubin=code))
+    monkeypatch.setattr("tiledsched.build.store.read_artifact", lambda code, arch: replace(built, cubin=code))
     process.forget_kernels()
-    plan = operator.plan_for(*given)
-    operator(*given)
+    plan = total.plan_for(*given)
+    total(*given)
     for (kernel, _, _), launch, code in zip(plan.steps, launches, parts(built.cubin), strict=True):
         assert launch[2] is kernel
         signature = signature_of(declared, plan.problem, plan.served.schedule, kernel.step)

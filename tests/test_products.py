@@ -55,6 +55,7 @@ def test_tiles_of_the_last_sum_divide_the_product_where_they_can(m, n, even):
     assert not even or (m % rows == 0 and n % columns == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_main_loop_keeps_three_steps_in_shared_memory_on_hopper():
     p = Matmul.problem(m=4096, n=4096, k=4096, a_layout="column")

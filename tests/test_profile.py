@@ -207,7 +207,7 @@ def test_the_launcher_calls_once_under_the_profiler(monkeypatch):
     import tiledsched.serve.process  # noqa: F401  # before torch is replaced
     from tiledsched.core.rivals import Method
     from tiledsched.ops import bench
-    from tiledsched.rivals import cases
+    from tiledsched.rivals import methods
 
     calls = []
     cuda = types.SimpleNamespace(
@@ -218,7 +218,7 @@ def test_the_launcher_calls_once_under_the_profiler(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace())
     made = Method(name="it", make=lambda arrays: lambda: calls.append("call"))
-    monkeypatch.setattr(cases, "make_case", lambda torch, cupy, problem, own: types.SimpleNamespace(arrays=None))
+    monkeypatch.setattr(methods, "make_case", lambda torch, cupy, problem, own: types.SimpleNamespace(arrays=None))
     monkeypatch.setattr(bench, "choose_methods", lambda kernel, names, problems: [made])
     assert launch.main("attention", json.dumps(PROBLEM.to_json()), "it") == 0
     assert calls == ["call"] * launch.WARMUPS + ["start", "call", "stop"]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import lzma
-from contextlib import suppress
+import subprocess
+import sys
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -90,6 +92,36 @@ def test_what_has_no_room_is_lost_or_said(tmp_path) -> None:
     write_program(path, StoredProgram(error="no"))  # it is compiled again
     assert isinstance(write_sealed(path, {}, b""), OSError)
     assert Claims(tmp_path / "programs").claim(path)  # where nothing can be locked, everybody makes what is needed
+
+
+CLAIMS = """
+import sys
+from pathlib import Path
+from tiledsched.build.store import Claims
+claims, path = Claims(Path(sys.argv[1])), Path(sys.argv[1]) / sys.argv[2]
+print(claims.claim(path, wait=sys.argv[3] == "wait"), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_one_process_makes_a_file_at_a_time(tmp_path) -> None:
+    """Until it has released the file, or is gone."""
+    claims, path = Claims(tmp_path), tmp_path / KEY
+    with ExitStack() as stack:
+
+        def other(wait: str) -> subprocess.Popen[str]:
+            command = [sys.executable, "-c", CLAIMS, str(tmp_path), KEY, wait]
+            return stack.enter_context(subprocess.Popen(command, stdin=-1, stdout=-1, text=True))
+
+        assert claims.claim(path)
+        refused, waits = other("refused"), other("wait")
+        assert refused.stdout.readline() == "False\n"
+        claims.release(path)
+        assert waits.stdout.readline() == "True\n"
+        assert not claims.claim(path)
+        assert claims.claim(tmp_path / KEY[::-1])
+        waits.kill()
+        assert claims.claim(path, wait=True)
 
 
 def test_hosts_of_both_kinds_share_a_cache_folder(tmp_path) -> None:

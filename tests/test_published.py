@@ -96,26 +96,33 @@ def test_nothing_changes_where_measured_evidence_serves():
             assert all("published" not in each.reason for each in served.rivals)
 
 
-def test_expected_times_follow_the_published_ones():
-    cells = [
-        ["torch_flash", "full", columns, seq, 8, us] for columns, seq, us in ((64, 1024, 100.0), (64, 4096, 800.0))
-    ]
-    cells.append(["torch_flash", "full", 128, 4096, 8, 1500.0])
+CELLS = [
+    ["torch_flash", "full", 64, 1024, 8, 100.0],
+    ["torch_flash", "full", 64, 4096, 8, 800.0],
+    ["torch_flash", "full", 128, 4096, 8, 1500.0],
+]
 
-    def us(seq_len, head_dim=64, **more):
-        return expected_us(a_problem(seq_len, head_dim, **more), "torch_flash", cells, 48)
 
-    assert us(1024) == pytest.approx(100)
-    assert us(2048) == pytest.approx(800 / 3)  # at the mean of the two rates, of which one is twice the other
-    assert us(8192) == pytest.approx(4 * 800)  # at the rate of the longest
-    assert us(4096, heads=32, kv_heads=8) == pytest.approx(4 * 800)
-    assert us(4096, heads=6, kv_heads=6) == pytest.approx(600)  # 48 SMs are full of 24,576 rows
-    assert (
-        us(4096, heads=1, kv_heads=1) == us(4096, heads=2, kv_heads=2) == pytest.approx(600)
-    )  # and no faster with fewer
-    assert us(1024, heads=1, kv_heads=1) == pytest.approx(100)
-    assert us(4096, head_dim=72) == pytest.approx(1500)  # padded
-    assert (us(512), us(4096, head_dim=160), us(4096, causal=True)) == (None, None, None)
+@pytest.mark.parametrize(
+    ("problem", "us"),
+    [
+        (a_problem(1024), 100),
+        (a_problem(2048), 800 / 3),  # at the mean of the two rates, of which one is twice the other
+        (a_problem(8192), 4 * 800),  # at the rate of the longest
+        (a_problem(4096, heads=32, kv_heads=8), 4 * 800),
+        (a_problem(4096, heads=6, kv_heads=6), 600),  # 48 SMs are full of 24,576 rows
+        (a_problem(4096, heads=2, kv_heads=2), 600),  # and no faster with fewer
+        (a_problem(4096, heads=1, kv_heads=1), 600),
+        (a_problem(1024, heads=1, kv_heads=1), 100),
+        (a_problem(4096, head_dim=72), 1500),  # padded
+        (a_problem(512), None),
+        (a_problem(4096, head_dim=160), None),
+        (a_problem(4096, causal=True), None),
+    ],
+    ids=str,
+)
+def test_expected_times_follow_the_published_ones(problem, us):
+    assert expected_us(problem, "torch_flash", CELLS, 48) == (us and pytest.approx(us))
 
 
 def test_every_gpu_names_its_source_and_its_times_are_times():

@@ -36,9 +36,9 @@ def test_the_digest_changes_with_what_would_be_served_and_with_nothing_else(home
     second = choice_digest()
     assert second != first
     with TuningDB.open(home / "x.db") as db:
-        db.record_build(build())
+        db.record_builds([build()])
         assert choice_digest() == second
-        db.record_build(build(FAILURE))
+        db.record_builds([build(FAILURE)])
     second, before = choice_digest(), second
     assert second != before  # a program that is known not to build is passed over
     with ts.configure(regime="sustained"):

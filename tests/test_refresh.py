@@ -116,7 +116,8 @@ def answer(*versions, **more):
     return LookupTable([measured(each) for each in versions], Attention, **more).resolve(PROBLEM, "sm_90", DEVICE.name)
 
 
-OLDER, NOBODY = "no bundle here holds the machine code that was measured, and there is no compiler", "0" * 24
+NO_COMPILER = "no bundle here holds the machine code that was measured, and there is no compiler"
+OTHER_CODE = "0" * 24
 
 
 @pytest.mark.parametrize(
@@ -127,8 +128,8 @@ OLDER, NOBODY = "no bundle here holds the machine code that was measured, and th
         (("13.4.92", "13.5.37"), "13.5.37", (), ()),
         (("13.4.92",), "13.5.37", ("f" * 24,), ()),  # machine code in a bundle needs no compiler
         # Without a compiler only what a bundle holds is not stale; where there is none, nothing runs.
-        (("13.4.92",), "", ("f" * 24, NOBODY), ()),
-        (("13.4.92",), "", (NOBODY,), (OLDER,)),
+        (("13.4.92",), "", ("f" * 24, OTHER_CODE), ()),
+        (("13.4.92",), "", (OTHER_CODE,), (NO_COMPILER,)),
         (("13.4.92",), "", (), ()),
     ],
 )
@@ -141,7 +142,7 @@ def test_evidence_of_machine_code_that_does_not_run_is_called_stale(versions, co
 
 def test_what_is_not_measured_or_not_known_by_its_machine_code_is_not_stale_and_no_bundle_is_read_for_nothing() -> None:
     assert not stale(entry("modelled", toolchain=toolchain("13.4.92")), "13.5.37")
-    unknown = LookupTable([measured("13.4.92").replace(fingerprint="")], Attention, at_hand=lambda: {NOBODY})
+    unknown = LookupTable([measured("13.4.92").replace(fingerprint="")], Attention, at_hand=lambda: {OTHER_CODE})
     assert not unknown.resolve(PROBLEM, "sm_90", DEVICE.name).stale
     assert not answer("13.5.37", compiler="13.5.37", at_hand=lambda: pytest.fail("a bundle was read")).stale
 
@@ -399,6 +400,7 @@ def test_the_command(db, capsys, words, code, said) -> None:
     assert said in "".join(capsys.readouterr())
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_what_ships_is_built_by_this_compiler(tmp_path, db, capsys) -> None:
     """Both compilers' entries ship: with either the evidence stands, of this source as it is or of the same machine code."""

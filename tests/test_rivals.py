@@ -20,7 +20,7 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import RivalTime
 from tiledsched.ops import own_methods
 from tiledsched.ops.bench import methods_of
-from tiledsched.rivals.harness import details
+from tiledsched.rivals.bench import details
 from tiledsched.rivals.methods import LEFT_OUT, OURS, SERVED
 from tiledsched.rivals.offers import expected_offers, measured_offers, pays
 from tiledsched.serve.explain import explain_problem
@@ -111,48 +111,48 @@ def test_the_fastest_is_offered_first_with_what_was_measured() -> None:
     assert [(each.name, each.only_captured) for each in found] == [("late", True), ("torch_flash", False)]
 
 
-NEAR, ASKED = of(1024), of(1280)
+NEAR, WANTED = of(1024), of(1280)
 PACKED = of(1024).replace(batch=1, packed=8, seq_q=8192, seq_k=8192)
 SLOW_HOST = {"host_us": 500.0}
 
 
 @pytest.mark.parametrize(
-    ("asked", "known", "loss", "names"),
+    ("wanted", "known", "loss", "names"),
     [
-        (ASKED, [(NEAR, a_rival(0.97))], 0.0, ["torch_flash"]),
-        (ASKED, [(NEAR, a_rival(1.0))], 0.0, []),
-        (ASKED, [(NEAR, a_rival(1.0))], 0.04, ["torch_flash"]),
-        (ASKED, [(NEAR, a_rival(failure="RuntimeError: no"))], 0.5, []),  # all must have been computed
-        (ASKED, [(NEAR, a_rival(0.5, name="torch_cudnn"))], 0.5, []),  # which plans every new problem
-        (ASKED, [(NEAR, a_rival(**SLOW_HOST, capturable=False))], 0.5, []),
+        (WANTED, [(NEAR, a_rival(0.97))], 0.0, ["torch_flash"]),
+        (WANTED, [(NEAR, a_rival(1.0))], 0.0, []),
+        (WANTED, [(NEAR, a_rival(1.0))], 0.04, ["torch_flash"]),
+        (WANTED, [(NEAR, a_rival(failure="RuntimeError: no"))], 0.5, []),  # all must have been computed
+        (WANTED, [(NEAR, a_rival(0.5, name="torch_cudnn"))], 0.5, []),  # which plans every new problem
+        (WANTED, [(NEAR, a_rival(**SLOW_HOST, capturable=False))], 0.5, []),
         (of(16384), [(NEAR, a_rival(0.5))], 0.5, []),  # too far to say anything
-        (ASKED, [(NEAR, None)], 0.5, []),
+        (WANTED, [(NEAR, None)], 0.5, []),
         (PACKED, [(NEAR, a_rival(0.5))], 0.5, []),  # rivals have functions of their own for packed sequences
         (PACKED.replace(packed=7), [(PACKED, a_rival(0.5))], 0.0, ["torch_flash"]),
-        (ASKED.replace(value_dim=32), [(ASKED, a_rival(0.5))], 0.5, []),  # and programs of their own for each width
+        (WANTED.replace(value_dim=32), [(WANTED, a_rival(0.5))], 0.5, []),  # and programs of their own for each width
         # Nearer problems that did not race a rival say nothing about it.
         (
-            ASKED,
+            WANTED,
             [*((of(1024 + 128 * i), a_rival(1.3, name="torch_efficient")) for i in range(5)), (of(2048), a_rival(0.9))],
             0.0,
             ["torch_flash"],
         ),
     ],
 )
-def test_of_a_problem_that_was_not_measured_near_ones_and_the_expected_loss_decide(asked, known, loss, names) -> None:
+def test_of_a_problem_that_was_not_measured_near_ones_and_the_expected_loss_decide(wanted, known, loss, names) -> None:
     entries = [an_entry(problem, (rival,) if rival else None) for problem, rival in known]
-    assert [each.name for each in expected_offers(asked, entries, loss)] == names
+    assert [each.name for each in expected_offers(wanted, entries, loss)] == names
 
 
 def test_the_ratio_that_is_expected_is_that_of_near_problems_less_our_own_loss() -> None:
-    assert expected_offers(ASKED, [an_entry(NEAR, (a_rival(0.97),))], 0.0)[0].ratio == pytest.approx(0.975)
-    (offer,) = expected_offers(ASKED, [an_entry(NEAR, (a_rival(1.0),))], 0.04)
+    assert expected_offers(WANTED, [an_entry(NEAR, (a_rival(0.97),))], 0.0)[0].ratio == pytest.approx(0.975)
+    (offer,) = expected_offers(WANTED, [an_entry(NEAR, (a_rival(1.0),))], 0.04)
     assert (offer.ratio, offer.only_captured) == (pytest.approx(1.005 / 1.04), False)
     assert "by its times on 1 similar problem " in offer.reason
     assert "the 4.0% that our untuned choice is expected to lose" in offer.reason
     both = [an_entry(NEAR, (a_rival(0.9),)), an_entry(of(2048), (a_rival(1.3),))]
     assert expected_offers(of(1040), both, 0.5)[0].ratio < expected_offers(of(1900), both, 0.5)[0].ratio
-    assert expected_offers(ASKED, [an_entry(NEAR, (a_rival(**SLOW_HOST),))], 0.5)[0].only_captured
+    assert expected_offers(WANTED, [an_entry(NEAR, (a_rival(**SLOW_HOST),))], 0.5)[0].only_captured
 
 
 OTHER_TYPE = PROBLEM.replace(dtype="bfloat16" if PROBLEM.dtype == "float16" else "float16")

@@ -280,7 +280,9 @@ def test_candidates_that_lack_what_is_served_do_not_replace_it_by_less(db, recor
     first = tune(recorded, db, trials=24)
     slower = [each for each in recorded.listed if recorded.us(each) > 1.1 * recorded.best_us][:8]
     recorded.toolchain = dataclasses.replace(recorded.toolchain, tileiras="13.5.1")
-    second = tune(recorded, db, space=space_for("sm_90", Attention).limited_to(slower), sampler=sampler)
+    second = tune(recorded, db, space=space_for("sm_90", Attention).limited_to(slower, "slower.json"), sampler=sampler)
+    assert sum(second.candidates.values()) == len(slower)
+    assert second.candidates["raced"] >= len(slower) - 1
     assert (second.entry.schedule, second.entry.toolchain.tileiras) == (first.entry.schedule, "13.5.1")
 
 

@@ -7,6 +7,7 @@ import json
 import random
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from fake_builds import FakeBuilds
@@ -33,9 +34,9 @@ from tiledsched.store.db import TuningDB
 from tiledsched.tuning.options import TuneOptions
 from tiledsched.tuning.resources import Tools
 from tiledsched.tuning.search import NO_SEARCH
-from tiledsched.tuning.seen import ASSUMED_LOSSES, RIVAL_LOSS, SeenWorth, rank, tune_by_worth, worth_of
 from tiledsched.tuning.session import Session
 from tiledsched.tuning.tuner import LEAST_SEARCH_S, Tuner
+from tiledsched.tuning.worth import ASSUMED_LOSSES, RIVAL_LOSS, SeenWorth, rank, tune_by_worth, worth_of
 
 H200 = Device(name="NVIDIA H200", arch="sm_90", sm_count=132)
 SCALE = '''
@@ -242,16 +243,19 @@ def ranked(problems) -> list[SeenWorth]:
     )
 
 
-def tuned(machine, rows, **options):
+def tuned(machine, rows, watcher=None, **options):
     with Session("sm_90", tools=machine.tools) as session:
-        return tune_by_worth(session, rows, TuneOptions(**options))
+        return tune_by_worth(session, rows, TuneOptions(**options), watcher=watcher)
 
 
 def test_every_problem_races_rivals_before_the_most_worthwhile_is_searched_first(kernels):
     first, second = kernels
     problems = [(first.problem(rows=64), 9), (first.problem(rows=640), 900), (second.problem(rows=128), 9)]
-    machine = Machine()
-    done = tuned(machine, ranked(problems))
+    machine, watcher = Machine(), Mock()
+    done = tuned(machine, ranked(problems), watcher)
+    assert watcher.stage.call_args_list[0].args[1:] == ("building what is served", 4), (
+        "two problems, default and served"
+    )
     assert machine.began == [640, 64, 128, 640, 64, 128]
     assert machine.raced == machine.began
     assert not done.left

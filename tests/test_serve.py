@@ -29,7 +29,7 @@ from tiledsched.serve.explain import explain_problem
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.transfer import log_us
 from tiledsched.store.db import TuningDB
-from tiledsched.store.spills import DOES_NOT_BUILD, classes_of, shipped_spills, spills_json
+from tiledsched.store.spills import DOES_NOT_BUILD, classes_of, shipped_spills
 
 PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
 H200 = "NVIDIA H200"
@@ -319,7 +319,7 @@ def test_a_choice_that_is_known_to_spill_is_passed_over() -> None:
 
 
 def test_spills_are_those_of_the_nearest_compiler_and_of_the_users_builds(tmp_path, monkeypatch) -> None:
-    files = {"spills.json": spills_json({"sm_90": {"13.4.92": {"a": {"c": 64}}, "13.5.37": {"b": {"c": 80}}}})}
+    files = {"spills.json": {"archs": {"sm_90": {"13.4.92": {"a": {"c": 64}}, "13.5.37": {"b": {"c": 80}}}}}}
     monkeypatch.setattr("tiledsched.store.spills.model_file", lambda kernel, name: files.get(name))
     for version, spills in (("13.4.1", {"a": {"c": 64}}), ("13.5.37", {"b": {"c": 80}}), ("", {"b": {"c": 80}})):
         assert shipped_spills("attention", "sm_90", version) == spills
@@ -335,7 +335,7 @@ def test_spills_are_those_of_the_nearest_compiler_and_of_the_users_builds(tmp_pa
                 outcome = replace(made, facts=replace(made.facts, spill_bytes=outcome))
             for source in (Attention.source_hash(), "another"):
                 its = schedule(occupancy=occupancy)
-                db.record_build(store_samples.build(outcome, sched=its, source_hash=source))
+                db.record_builds([store_samples.build(outcome, sched=its, source_hash=source)])
     of = store_samples.problem_class().id
     assert known_spills(Attention, Settings(db=str(tmp_path / "x.db")), "sm_90") == {
         **shipped,

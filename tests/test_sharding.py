@@ -16,6 +16,7 @@ SPLIT = {"batch": "S(0)", "heads": "S(1)", "batch and features": "S(0)", "heads 
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
+@pytest.mark.slow
 def test_ranks_share_the_batch_or_the_heads_and_gather_anything_else(tmp_path) -> None:
     script = Path(__file__).with_name("sharded_attention.py")
     environment = os.environ | {"TILEDSCHED_DB": str(tmp_path / "none.db"), "TILEDSCHED_CACHE": str(tmp_path / "cache")}

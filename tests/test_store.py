@@ -83,7 +83,7 @@ def test_builds_come_back_by_schedule_and_class_and_replace_those_before(db):
     for place, other in enumerate(("attn", "abd", NEWER, "sm_80")):
         assert db.find_builds(*BUILT[:place], other, *BUILT[place + 1 :]) == {}
     for again in (build(artifact(registers=200), seconds=2.0), build(FAILURE), build(artifact(registers=200))):
-        db.record_build(again)
+        db.record_builds([again])
         assert db.find_builds(*BUILT)[again.key] == again
     assert db.artifacts("sm_90")["sm_90", "f" * 24].facts == again.facts
 
@@ -282,7 +282,7 @@ def test_writers_in_threads_lose_nothing(db):
 
     def write(start):
         for i in range(start, start + 20):
-            db.record_build(build(sched=schedule(tile_m=i)))
+            db.record_builds([build(sched=schedule(tile_m=i))])
 
     with ThreadPoolExecutor() as threads:
         list(threads.map(write, (0, 100, 200)))

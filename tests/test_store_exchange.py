@@ -188,7 +188,7 @@ def test_merging_a_database_takes_all_its_evidence(db, tmp_path):
     assert not (tmp_path / "missing.db").exists()
     with TuningDB.open(tmp_path / "other.db") as other:
         other.put_entry(entry("modelled", regime="burst", device_name=DEVICE.name))
-        other.record_build(build(artifact("f" * 24)))
+        other.record_builds([build(artifact("f" * 24))])
         result = merge_database(other, tmp_path / "tuning.db")
         assert result == MergeResult(entries_added=1, entries_replaced=1, measurements_added=2)
         assert portable(other.entries()) == portable(db.entries())

@@ -231,7 +231,7 @@ KILLED = """
         run = db.start_run({}, "sm_90")
         for i in range(100000):
             made = build(sched=schedule(tile_m=i, tile_n=int(sys.argv[2])))
-            db.record_build(made)
+            db.record_builds([made])
             print(*made.key, flush=True)
 """
 

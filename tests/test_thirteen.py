@@ -22,7 +22,11 @@ def checked(path):
             return
 
 
-@pytest.mark.parametrize("stem", MISTAKES)
+SLOW = {"online_softmax", "histogram", "rope_in_place", "grouped_gemm", "fp8_product", "int4_product"}
+"""Of which a whole check takes seconds."""
+
+
+@pytest.mark.parametrize("stem", [pytest.param(stem, marks=[pytest.mark.slow] * (stem in SLOW)) for stem in MISTAKES])
 def test_a_right_kernel_passes(stem):
     rows = list(checked(FOLDER / f"{stem}.py"))
     assert [row.message for row in rows if row.verdict == "wrong"] == []

@@ -74,28 +74,32 @@ def check_served(report, machine, capsys) -> None:
         assert ("kept" in printed or "in place of" in printed) != result.is_served(entry)
 
 
-PAST = {"nothing": {}, "modelled": {"gpu": False, "effort": "race"}, "measured": {"gpu": True, "effort": "race"}}
-"""What was tuned before."""
-
-
-@pytest.mark.parametrize("gpu", [False, True], ids=["modelled", "measured"])
-@pytest.mark.parametrize("past", PAST)
-@pytest.mark.parametrize("refused", [False, True], ids=["", "no_default"])
-def test_what_a_tune_names_is_served_whatever_the_budget(kernel, past, gpu, refused, capsys) -> None:
+@pytest.mark.parametrize(
+    ("past", "gpu", "refuses_default", "options"),
+    [
+        ("", False, False, {"budget_s": 0.0}),
+        ("", True, False, {"trials": 1}),
+        ("", False, True, {"budget_s": 0.006}),
+        ("", True, True, {"budget_s": 0.0}),
+        ("modelled", False, True, {"trials": 1}),
+        ("modelled", True, False, {"budget_s": 0.006}),
+        ("modelled", False, False, {"budget_s": 0.0}),
+        ("measured", False, False, {"trials": 1}),
+        ("measured", True, True, {"budget_s": 0.006}),
+        ("measured", False, True, {"budget_s": 0.0}),
+        ("measured", True, False, {"budget_s": 0.0}),
+    ],
+)
+def test_what_a_tune_names_is_served_whatever_the_budget(kernel, past, gpu, refuses_default, options, capsys) -> None:
+    """Each pair of what was tuned before, a GPU or none, a default that compiles or does not, and a budget."""
     problems = [kernel.problem(rows=rows) for rows in (1000, 4096)]
-    default = space_for("sm_90", kernel).default(problems[0])
-    if past != "nothing":
-        before = Slow(gpu=PAST[past]["gpu"])
-        tune(kernel, problems[:1], before, effort=PAST[past]["effort"])
-    for seed, options in enumerate(({"budget_s": 0.0}, {"trials": 1}, {"budget_s": 0.006})):
-        machine = Slow(seed, gpu, [default] if refused else ())
-        report = tune(kernel, problems, machine, effort="quick", rivals="off", **options)
-        check_served(report, machine, capsys)
-        assert all(result.stored for result in report.results)
-        assert {each.provenance for each in report.entries} <= {
-            "measured",
-            *(() if gpu else ("modelled", "transferred")),
-        }
+    if past:
+        tune(kernel, problems[:1], Slow(gpu=past == "measured"), effort="race")
+    machine = Slow(3, gpu, [space_for("sm_90", kernel).default(problems[0])] if refuses_default else ())
+    report = tune(kernel, problems, machine, effort="quick", rivals="off", **options)
+    check_served(report, machine, capsys)
+    assert all(result.stored for result in report.results)
+    assert gpu <= ({each.provenance for each in report.entries} == {"measured"})
 
 
 def test_a_budget_of_nothing_compares_the_default_and_what_is_served(kernel, capsys) -> None:

@@ -327,6 +327,7 @@ def test_a_strangers_kernel_is_right_in_the_interpreter(example, request) -> Non
     )  # only hints
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 @every_example
 def test_a_strangers_kernel_compiles(example) -> None:

@@ -18,6 +18,7 @@ import store_samples
 from cuda.tile._cext import default_tile_context
 from cuda.tile.compilation import ArrayConstraint, CallingConvention, KernelSignature
 
+from tiledsched.build import store as store_module
 from tiledsched.build.compiler import Built
 from tiledsched.build.cubin import Artifact, read_artifact
 from tiledsched.build.host_code import host_arch
@@ -31,7 +32,6 @@ from tiledsched.core.errors import CompilerError, ConfigError, Failure, FailureK
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.matmul import Matmul
-from tiledsched.serve import bundle as bundles
 from tiledsched.serve import warmup
 from tiledsched.serve.bundle import BundledProgram, named_bundle, read_bundle, write_bundle
 from tiledsched.serve.entries import load_entries, load_table, table_of
@@ -89,7 +89,7 @@ def home(monkeypatch, tmp_path):
 @pytest.fixture
 def named_code(monkeypatch):
     """The machine code of these tests, which is no cubin, is read as what it was made of."""
-    for each in (bundles, warmup):
+    for each in (store_module, warmup):
         monkeypatch.setattr(each, "read_artifact", told_by_its_name)
 
 
@@ -100,9 +100,7 @@ def test_a_bundle_gives_back_what_was_put_in_and_the_same_bytes_each_time(tmp_pa
     other = program(PROBLEM.replace(causal=True), HINTED, "cd" * 12)
     path = write(tmp_path / "deep" / "one.zip", [program(), other], entries=[entry()])
     bundle = read_bundle(path)
-    assert bundle.programs == (program(), other)
-    assert bundle.entries == (entry(),)
-    assert bundle.compiler == "a compiler"
+    assert (bundle.programs, bundle.entries, bundle.compiler) == ((program(), other), (entry(),), "a compiler")
     assert bundle.artifact(other).cubin == artifact(other.fingerprint, ARCH).cubin
     again = write(tmp_path / "two.zip", [program(), other], entries=[entry()])
     assert again.read_bytes() == path.read_bytes()
@@ -129,7 +127,11 @@ def test_a_file_with_another_index_is_no_bundle(tmp_path, text, words) -> None:
         read_bundle(tmp_path / "bad.zip")
 
 
-def test_what_is_no_bundle_is_refused_with_what_to_do(tmp_path) -> None:
+def test_what_is_no_bundle_is_refused_with_what_to_do(tmp_path, monkeypatch) -> None:
+    assert named_bundle() is None
+    monkeypatch.setenv("TILEDSCHED_BUNDLE", str(tmp_path / "gone.zip"))
+    with pytest.raises(ConfigError, match=r"TILEDSCHED_BUNDLE = .*no such file"):
+        named_bundle()
     with pytest.raises(ConfigError, match="tiledsched warmup --arch"):
         read_bundle(tmp_path / "missing.zip")
     (tmp_path / "text.zip").write_text("text")
@@ -137,16 +139,6 @@ def test_what_is_no_bundle_is_refused_with_what_to_do(tmp_path) -> None:
         read_bundle(tmp_path / "text.zip")
     with pytest.raises(ConfigError, match="give another path"):
         write(tmp_path / "text.zip" / "out.zip")
-
-
-def test_a_bundle_that_is_named_must_be_there(tmp_path, monkeypatch) -> None:
-    assert named_bundle() is None
-    named = write(tmp_path / "named.zip")
-    monkeypatch.setenv("TILEDSCHED_BUNDLE", str(named))
-    assert named_bundle() == named
-    monkeypatch.setenv("TILEDSCHED_BUNDLE", str(tmp_path / "gone.zip"))
-    with pytest.raises(ConfigError, match=r"TILEDSCHED_BUNDLE = .*no such file"):
-        named_bundle()
 
 
 def test_a_bundles_entries_are_served(tmp_path, monkeypatch) -> None:
@@ -180,13 +172,13 @@ def test_programs_for_other_hosts_are_left_out_and_their_evidence_is_served(
     assert "tiledsched warmup --arch ARCH --host-arch x86_64 -o FILE" in caplog.text
     assert read_bundle(path).artifact(foreign).fingerprint == foreign.fingerprint
     monkeypatch.setattr(
-        bundles, "read_artifact", lambda code, arch: replace(told_by_its_name(code, arch), host_arch="aarch64")
+        store_module, "read_artifact", lambda code, arch: replace(told_by_its_name(code, arch), host_arch="aarch64")
     )
     with pytest.raises(ConfigError, match="is for aarch64 hosts"):
         read_bundle(path).artifact(program())
     with zipfile.ZipFile(path) as file:
         index = json.loads(file.read("bundle.json"))
-    for row in index["programs"]:  # as they were written before 2026
+    for row in index["programs"]:  # as older releases wrote them
         del row["host_arch"], row["problem"]["kernel"]
     with zipfile.ZipFile(tmp_path / "old.zip", "w") as file:
         file.writestr("bundle.json", json.dumps(index))
@@ -214,7 +206,7 @@ def test_other_machine_code_than_the_bundle_says_is_refused(tmp_path, monkeypatc
         changed(path, change)
         with monkeypatch.context() as patch:
             if fingerprint:
-                patch.setattr(bundles, "read_artifact", lambda code, arch, made=fingerprint: artifact(made, arch))
+                patch.setattr(store_module, "read_artifact", lambda code, arch, made=fingerprint: artifact(made, arch))
             if words:
                 with pytest.raises(ConfigError, match=rf"is damaged .*{words}"):
                     read_bundle(path).artifact(program())
@@ -599,7 +591,8 @@ def test_warmup_stores_what_spills(told, pool) -> None:
     assert (again["programs"], again["compiled"]) == (1, 0)
 
 
-def test_warmup_writes_to_the_cache_and_to_files(tmp_path, pool, told, capsys) -> None:
+def test_warmup_writes_to_the_cache_and_to_files(tmp_path, pool, told, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
     said = told("--arch", ARCH, schedule=SCHEDULE)
     assert said["file"] == str(tmp_path / "cache" / "programs" / ARCH)
     assert (said["programs"], said["failures"], said["seconds"] >= 0) == (1, [], True)
@@ -608,6 +601,8 @@ def test_warmup_writes_to_the_cache_and_to_files(tmp_path, pool, told, capsys) -
     assert "(1 had before, 0 built now)" in capsys.readouterr().out
     assert told("--arch", ARCH, "--out", str(tmp_path / "out.zip"), "--also", "any-length")["problems"] == 2
     assert len(read_bundle(tmp_path / "out.zip").programs) == 2
+    elsewhere = told("--arch", ARCH, "--out", str(tmp_path / "arm.zip"), "--host-arch", "aarch64")
+    assert (elsewhere["compiled"], elsewhere["reused"]) == (1, 0)  # what is in the cache is for hosts like this one
     assert told("--arch", ARCH, code=1, schedule=SCHEDULE.replace(tile_m=128))["failures"]
 
 

@@ -439,7 +439,7 @@ CHECKS: dict[str, Callable[[Machine], Finding]] = {
     "evidence": _evidence,
     "cache": _cache,
 }
-"""By the name of the finding."""
+"""The checks by the names of their findings, in the order in which findings are printed."""
 
 
 def _split(error: TiledschedError) -> tuple[str, str]:

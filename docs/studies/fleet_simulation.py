@@ -232,7 +232,7 @@ class _Simulation:
         """Of what a real question takes, the part that is the server's processor time."""
 
     def time(self) -> datetime:
-        """The fleet's."""
+        """The date and time in the simulated fleet."""
         return START + timedelta(seconds=self.now_s)
 
     def run(self) -> Simulated:

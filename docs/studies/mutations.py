@@ -24,7 +24,7 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
-ROOMS = ("tuning", "serve", "store", "measure", "fleet")
+ROOMS = ("tuning", "serve", "store", "measure", "rivals", "fleet")
 OTHER = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
 OTHER |= {ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And}
 OTHER |= {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv}

@@ -31,7 +31,7 @@ from tiledsched.kernels.attention.suites import drawn
 from tiledsched.measure.estimate import Timing
 from tiledsched.report.document import Table as Printed
 from tiledsched.report.document import to_markdown
-from tiledsched.rivals.bench import BenchOptions, run_bench
+from tiledsched.rivals.bench import BenchOptions, TorchHarness, run_bench
 from tiledsched.rivals.rows import TIMES
 from tiledsched.serve import process
 from tiledsched.serve.chain import Served
@@ -149,7 +149,7 @@ def _build(problem: Problem, answers: Sequence[Served]) -> None:
     import cupy
     import torch
 
-    from tiledsched.rivals.cases import make_case
+    from tiledsched.rivals.methods import make_case
 
     try:
         arrays = make_case(torch, cupy, problem).arrays
@@ -259,7 +259,6 @@ def main() -> None:
         return
     if not (asked.seeds and asked.policies and asked.csv):
         parser.error("--seeds, --policies and --csv are needed; or --summary")
-    from tiledsched.rivals.harness import TorchHarness
 
     harness = TorchHarness()
     process.wait_for_programs()  # torch is not to be timed as ours

@@ -28,7 +28,7 @@ from tiledsched.core.problem_lists import kernel_of
 from tiledsched.core.schedule import Schedule
 from tiledsched.serve.entries import load_table
 from tiledsched.serve.lookup import LookupTable
-from tiledsched.store.spills import FILE, OF_THE_PROGRAM, classes_of, lost_bytes, spills_json
+from tiledsched.store.spills import FILE, OF_THE_PROGRAM, classes_of, lost_bytes
 
 Key = tuple[str, str]
 """(schedule id, id of the class of problems)"""
@@ -197,7 +197,8 @@ def add(path: Path, arch: str, compiler: str, outcomes: Outcomes) -> int:
             del known[schedule][of]
     archs[arch][compiler] = {schedule: classes for schedule, classes in known.items() if classes}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(spills_json(archs), indent=1) + "\n")
+    in_order = json.loads(json.dumps(archs, sort_keys=True))
+    path.write_text(json.dumps({"schema_version": 1, "archs": in_order}, indent=1) + "\n")
     return sum(map(len, archs[arch][compiler].values()))
 
 

@@ -651,7 +651,7 @@ class Timer:
         self.torch, device = torch, current_device()
         self.device, self.arch = device.name, device.arch
         self._flush = torch.empty(max(2 * device.l2_bytes, 1 << 26), dtype=torch.uint8, device="cuda")
-        from tiledsched.rivals.harness import versions
+        from tiledsched.rivals.bench import versions
 
         self.versions = f"{device.name} {versions(torch, device.driver)}"
 

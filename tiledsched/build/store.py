@@ -118,14 +118,24 @@ class ProgramStore:
         if found is None:
             return None
         try:
-            artifact = read_artifact(unpacked(found[1]), arch)
-            if artifact.fingerprint == fingerprint and artifact.host_arch in ("", self.host_arch):
-                return artifact
-            why = "it is other machine code"
+            return checked_artifact(unpacked(found[1]), arch, fingerprint, self.host_arch)
         except (OSError, lzma.LZMAError, CompilerError, EOFError) as error:
-            why = str(error)
-        discard(path, why)
-        return None
+            discard(path, str(error))
+            return None
+
+
+def checked_artifact(data: bytes, arch: str, fingerprint: str, host: str) -> Artifact:
+    """The artifact in a file, which must be the machine code of a fingerprint for hosts of an architecture.
+
+    Raises:
+        CompilerError: it is other machine code, or none.
+    """
+    artifact = read_artifact(data, arch)
+    if artifact.fingerprint != fingerprint:
+        raise CompilerError(f"it is machine code {artifact.fingerprint}")
+    if artifact.host_arch not in ("", host):
+        raise CompilerError(f"it is for {artifact.host_arch} hosts")
+    return artifact
 
 
 def read_program(path: Path) -> StoredProgram | None:

@@ -14,9 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any, TextIO
 
-from tiledsched.core.blame import did_you_mean
-from tiledsched.core.errors import ConfigError, TiledschedError
-from tiledsched.core.files import printable
+from tiledsched.core import blame, errors, files
 
 INTERRUPTED = 130
 COMPLETE = "_TILEDSCHED_COMPLETE"
@@ -39,7 +37,7 @@ class _Stderr(logging.StreamHandler):
 
     def format(self, record: logging.LogRecord) -> str:
         """The line, printable: it may hold words of a database or a compiler."""
-        return printable(super().format(record))
+        return files.printable(super().format(record))
 
 
 class Ended(KeyboardInterrupt):
@@ -125,7 +123,7 @@ def _answer(words: list[str], fakes: dict[str, Any]) -> int:
         where = f"; see {error.ctx.command_path} --help" if error.ctx else ""
         note(f"tiledsched: {_with_meant(error.format_message().rstrip('.'))}{where}".replace("?; see", "? see"))
         return 2
-    except TiledschedError as error:
+    except errors.TiledschedError as error:
         note(f"tiledsched: {error}")
         logging.getLogger("tiledsched").info("where it was raised:", exc_info=error)
         if isinstance(error, OutputError):
@@ -146,7 +144,7 @@ def _with_meant(message: str) -> str:
     """What click says of a value that is not one of some words, with the word that is near it."""
     found = re.search(r"'([^']*)' is not one of ('.*')", message)
     words = re.findall(r"'([^']*)'", found[2]) if found else ()
-    return f"{message}{did_you_mean(found[1], words)}" if found else message
+    return f"{message}{blame.did_you_mean(found[1], words)}" if found else message
 
 
 def _run(root: Any, words: Sequence[str], called: Any) -> int:
@@ -156,7 +154,7 @@ def _run(root: Any, words: Sequence[str], called: Any) -> int:
     try:
         os.getcwd()
     except FileNotFoundError as error:
-        raise ConfigError("the folder that this was called in is gone; change to one that is there") from error
+        raise errors.ConfigError("the folder that this was called in is gone; change to one that is there") from error
     try:
         with root.make_context("tiledsched", list(words), obj=called) as context:
             return int(root.invoke(context) or 0)

@@ -16,14 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from tiledsched.cli import renamed
-from tiledsched.cli.output import note
-from tiledsched.cli.problems import describe_kernel
-from tiledsched.core.config import Settings, load_settings
+from tiledsched.cli import output, problems, renamed
+from tiledsched.core import config, problem, registry
 from tiledsched.core.device import ARCHS, arch_named, arch_spec
 from tiledsched.core.errors import ConfigError, DatabaseError, MeasureError
-from tiledsched.core.problem import KernelClass
-from tiledsched.core.registry import SHIPPED, load_kernel
 from tiledsched.measure import nvml
 from tiledsched.store.records import PROVENANCES
 from tiledsched.tuning.options import Options, OptionSpec, options_of
@@ -67,9 +63,9 @@ class Invocation:
     kernel_word: str = USUAL_KERNEL
     """The kernel, as it was typed."""
 
-    def settings(self, **flags: Any) -> Settings:
+    def settings(self, **flags: Any) -> config.Settings:
         """The settings, those that flags of the command give first."""
-        return load_settings({"db": self.db, **flags})
+        return config.load_settings({"db": self.db, **flags})
 
     def session(self, arch: str, jobs: int | None = None, **flags: Any) -> Session:
         """A session for an arch, with the settings that flags of the command give."""
@@ -107,7 +103,7 @@ class Invocation:
         if given is not None:
             return given
         found = next((device.arch for device in self.devices()), USUAL_ARCH)
-        note(f"tiledsched: for {found}; --arch names another")
+        output.note(f"tiledsched: for {found}; --arch names another")
         return found
 
     def archs(self, given: Sequence[str] | None) -> list[str]:
@@ -209,17 +205,19 @@ class Command(_Explained):
         if any(param.name == "problem" for param in self.params):
             kernel = _named_kernel(ctx.meta["tiledsched.words"])
             with formatter.section(f"Problems of {kernel.name}"):
-                formatter.write_dl(describe_kernel(kernel), col_max=26)
+                formatter.write_dl(problems.describe_kernel(kernel), col_max=26)
 
 
-def _named_kernel(words: Iterable[str]) -> KernelClass:
+def _named_kernel(words: Iterable[str]) -> problem.KernelClass:
     """The kernel that a command's words name, as far as it can be told without parsing them; else the usual one."""
     words = list(words)
-    named = next((word for word in words if word in SHIPPED or (":" in word and "=" not in word)), USUAL_KERNEL)
+    named = next(
+        (word for word in words if word in registry.SHIPPED or (":" in word and "=" not in word)), USUAL_KERNEL
+    )
     return _find_kernel(named, words)
 
 
-def _find_kernel(named: str, words: Sequence[str]) -> KernelClass:
+def _find_kernel(named: str, words: Sequence[str]) -> problem.KernelClass:
     """The kernel of a name. One that is known from calls of exhaustive_search in the database is taken from there: its module is
     not imported.
 
@@ -233,10 +231,10 @@ def _find_kernel(named: str, words: Sequence[str]) -> KernelClass:
         places = [after for word, after in itertools.pairwise(words) if word == "--db"]
         places += [word.removeprefix("--db=") for word in words if word.startswith("--db=")]
         with contextlib.suppress(DatabaseError):  # whoever needs the database says what is wrong with it
-            stored = stored_kernel(named, places[-1] if places else load_settings().db)
+            stored = stored_kernel(named, places[-1] if places else config.load_settings().db)
             if stored is not None:
                 return stored
-    return load_kernel(named)
+    return registry.load_kernel(named)
 
 
 class Group(_Explained, click.Group):
@@ -259,7 +257,7 @@ class Group(_Explained, click.Group):
         super().format_options(ctx, formatter)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As of a command; without any word, its help is what was wanted."""
+        """Parse the words of a command line. Without any word, the help is shown."""
         return super().parse_args(ctx, args or ["--help"])
 
     def resolve_command(
@@ -285,7 +283,7 @@ def check_word(word: str) -> None:
         raise ConfigError(f"{word} is no kernel; pass it with its flag: {flag} {word}")
 
 
-def _kernel(ctx: click.Context, param: click.Parameter, value: str) -> KernelClass:
+def _kernel(ctx: click.Context, param: click.Parameter, value: str) -> problem.KernelClass:
     """The kernel of a name. A user's file is imported only where it is named."""
     ctx.ensure_object(Invocation).kernel_word = value
     try:
@@ -306,7 +304,7 @@ def _kernel_name(ctx: click.Context, param: click.Parameter, value: str | None) 
 
 def _shipped_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """The kernels that ship and begin like that, for a shell."""
-    return [name for name in SHIPPED if name.startswith(incomplete)]
+    return [name for name in registry.SHIPPED if name.startswith(incomplete)]
 
 
 class CommaList(click.ParamType):
@@ -318,7 +316,7 @@ class CommaList(click.ParamType):
         self.each = each
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[Any]:
-        """What the type of the words makes of each."""
+        """Each word, converted by the type of the words."""
         words = [word.strip() for word in value.split(",") if word.strip()]
         return list(dict.fromkeys(self.each.convert(word, param, ctx) for word in words or [value]))
 

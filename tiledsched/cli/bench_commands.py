@@ -60,10 +60,10 @@ def out_option(folder: str | None, text: str) -> Callable[[Decorated], Decorated
 
 
 def only_attention(kernel: KernelClass, study: str, other: str) -> None:
-    """Make sure that a study of attention was asked for attention.
+    """Make sure that a study of attention is run for attention.
 
     Raises:
-        ConfigError: it was asked for another kernel; the message names the command for that.
+        ConfigError: it is run for another kernel; the message names the command for that.
     """
     if kernel.name != "attention":
         raise ConfigError(f"study {study} is about attention; for {kernel.name} use: tiledsched {other} {kernel.name}")

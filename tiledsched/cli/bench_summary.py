@@ -27,7 +27,7 @@ class CellSummary:
     ours_us: float
     """Our time in microseconds."""
     rival_us: float
-    """Time of the fastest rival. Rivals are torch's backends and FlashAttention-4, which torch can be told to use."""
+    """Time of the fastest rival. Rivals are torch's backends and FlashAttention-4, which torch can be set to use."""
     rival_method: str
     """Name of that rival."""
     ratio: float
@@ -155,18 +155,12 @@ def _cell(problem: Problem, found: dict[str, BenchRow]) -> CellSummary | None:
 
 
 def _method(method: str, found: Sequence[dict[str, BenchRow]]) -> MethodSummary:
-    ratios, without = [], 0
-    for rows in found:
-        if method not in rows:
-            continue
-        theirs, ours = rows[method].median_us, rows[OURS].median_us if OURS in rows else None
-        without += not theirs
-        if theirs and ours:
-            ratios.append(theirs / ours)
+    theirs = [(rows[method].median_us, rows.get(OURS)) for rows in found if method in rows]
+    ratios = [us / ours.median_us for us, ours in theirs if us and ours and ours.median_us]
     return MethodSummary(
         method=method,
         cells=len(ratios),
-        without=without,
+        without=sum(not us for us, _ in theirs),
         ratio=geometric_mean(ratios),
         faster=sum(ratio < 1 for ratio in ratios),
     )
@@ -180,36 +174,33 @@ def to_markdown(summaries: Sequence[RegimeSummary]) -> str:
 def _regime_markdown(summary: RegimeSummary) -> str:
     texts = [f"**{summary.regime}** regime: {_totals(summary)}"]
     if summary.cells:
-        unit = unit_of(summary.cells[0].problem)
-        head = ["problem", f"tiledsched {unit}", "fastest rival", "which", "time over ours"]
-        rows = [
+        with_ceiling = any(cell.ceiling_ratio for cell in summary.cells)
+        head = [
+            "problem",
+            f"tiledsched {unit_of(summary.cells[0].problem)}",
+            "fastest rival",
+            "which",
+            "time over ours",
+        ]
+        rows: list[list[Any]] = [
             [
                 str(cell.problem),
                 f"{rate_of(cell.problem, cell.ours_us):.1f}",
                 f"{rate_of(cell.problem, cell.rival_us):.1f}",
                 cell.rival_method,
                 f"{cell.ratio:.2f}x",
+                *([f"{cell.ceiling_ratio:.0%}" if cell.ceiling_ratio else "-"] if with_ceiling else []),
             ]
             for cell in summary.cells
         ]
-        if any(cell.ceiling_ratio for cell in summary.cells):
-            head.append("of the matmul")
-            for row, cell in zip(rows, summary.cells, strict=True):
-                row.append(f"{cell.ceiling_ratio:.0%}" if cell.ceiling_ratio else "-")
-        texts.append(document_markdown([Table(head=head, rows=rows)]).strip())
+        texts.append(_table([*head, *(["of the matmul"] if with_ceiling else [])], rows))
     if summary.methods:
         head = ["method", "cells", "time over ours (geometric mean)", "faster than ours", "no time"]
         rows = [
-            [
-                each.method,
-                str(each.cells),
-                "-" if each.ratio is None else f"{each.ratio:.2f}x",
-                str(each.faster),
-                str(each.without),
-            ]
+            [each.method, each.cells, "-" if each.ratio is None else f"{each.ratio:.2f}x", each.faster, each.without]
             for each in summary.methods
         ]
-        texts.append(document_markdown([Table(head=head, rows=rows)]).strip())
+        texts.append(_table(head, rows))
     if len(summary.cells) > 1:
         worst = (f"{cell.problem} {cell.ratio:.2f}x ({cell.rival_method})" for cell in summary.worst)
         texts.append("Worst cells: " + "; ".join(worst) + ".")
@@ -220,6 +211,10 @@ def _regime_markdown(summary: RegimeSummary) -> str:
             f"{len(summary.elsewhere)} cells were not served an entry measured for them: {'; '.join(named)}{more}."
         )
     return "\n\n".join(texts)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    return document_markdown([Table(head=head, rows=[list(map(str, row)) for row in rows])]).strip()
 
 
 def _totals(summary: RegimeSummary) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tiledsched.cli import fleet_output
+from tiledsched.cli import bench_commands, fleet_output, output, result_commands, seen_flag
 from tiledsched.cli.app import (
     Command,
     Group,
@@ -21,11 +21,7 @@ from tiledsched.cli.app import (
     made_folder,
     option,
 )
-from tiledsched.cli.bench_commands import bench
-from tiledsched.cli.output import note
 from tiledsched.cli.problems import named_problems
-from tiledsched.cli.result_commands import written_report
-from tiledsched.cli.seen_flag import ranked, select
 from tiledsched.cli.tuning_commands import measured_problems, needs_folder, record, refresh, tune
 from tiledsched.core.blame import did_you_mean
 from tiledsched.core.errors import ConfigError
@@ -36,7 +32,7 @@ if TYPE_CHECKING:
     from tiledsched.fleet.campaign import CampaignPlan
     from tiledsched.store.db import TuningDB
 
-SINGLE: dict[str, Command] = {"tune": tune, "record": record, "refresh": refresh, "bench": bench}
+SINGLE: dict[str, Command] = {"tune": tune, "record": record, "refresh": refresh, "bench": bench_commands.bench}
 """The commands that a fleet can run."""
 HERE = (
     "kernel",
@@ -160,13 +156,15 @@ def run_fleet(
         ray_address=ray_address,
         without_gpu=workers or int(bool(needs_none)),
         jobs=given.get("jobs"),
-        say=note,
+        say=output.note,
     )
     with run.open_db() as db:
         results = Leases(db).results(status.campaign.id)
         files = _write_landscapes(db, results, folder) if folder else []
     if given.get("report"):
-        files += written_report(run, given["kernel"], list(planned.problems), given["report"], regime=given["regime"])
+        files += result_commands.written_report(
+            run, given["kernel"], list(planned.problems), given["report"], regime=given["regime"]
+        )
     if given.get("csv"):
         files.append(_write_rows(results, Path(given["csv"])))
     rows = [
@@ -214,9 +212,9 @@ def _plan(run: Invocation, name: str, given: dict[str, Any], archs: list[str], l
 def _seen_by_arch(run: Invocation, name: str, given: dict[str, Any], archs: list[str]) -> dict[str, list[Problem]]:
     """What `--seen` means of a campaign's one kernel: what was seen on each arch, most worthwhile first."""
     kernel, suite = given["kernel"], given.get("suite")
-    found = select(run, given["seen"], kernel=kernel.name, archs=archs, filters=given["problem"], suite=suite)
+    found = seen_flag.select(run, given["seen"], kernel=kernel.name, archs=archs, filters=given["problem"], suite=suite)
     by_arch: dict[str, list[Problem]] = {arch: [] for arch in archs}
-    for row in ranked(run, found):
+    for row in seen_flag.ranked(run, found):
         by_arch[row.seen.arch].append(row.seen.problem)
     if name == "refresh":
         return {arch: measured_problems(run, kernel, arch, among=problems) for arch, problems in by_arch.items()}
@@ -267,9 +265,9 @@ def work(run: Invocation, campaign: str | None, wait: float, workers: int, jobs:
     from tiledsched.fleet.local import work as work_here
     from tiledsched.fleet.running import where
 
-    done = work_here(where(run.db), campaign, without_gpu=workers, jobs=jobs, wait_s=wait, say=note)
+    done = work_here(where(run.db), campaign, without_gpu=workers, jobs=jobs, wait_s=wait, say=output.note)
     for each in done.notes:
-        note(each)
+        output.note(each)
     text = "no campaign is running"
     if done.campaigns:
         text = f"worked on {', '.join(done.campaigns)} with {done.gpus} GPUs"

@@ -11,8 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from tiledsched.core.errors import TiledschedError
-from tiledsched.core.files import printable
+from tiledsched.core import errors, files
 
 
 def width() -> int:
@@ -20,7 +19,7 @@ def width() -> int:
     return shutil.get_terminal_size((sys.maxsize, 0)).columns
 
 
-class OutputError(TiledschedError):
+class OutputError(errors.TiledschedError):
     """Standard output cannot be written to."""
 
 
@@ -39,7 +38,7 @@ class Results:
     def write(self, text: str) -> int:
         """Write text, printable."""
         with _writable():
-            return self._stream.write(printable(text))
+            return self._stream.write(files.printable(text))
 
     def flush(self) -> None:
         """Write what is buffered."""
@@ -66,7 +65,7 @@ def note(text: str) -> None:
     if sys.stderr is None:  # to `print`, None is standard output
         return
     try:
-        print(printable(text), file=sys.stderr, flush=True)
+        print(files.printable(text), file=sys.stderr, flush=True)
     except BrokenPipeError:
         raise
     except OSError:
@@ -113,7 +112,7 @@ def table_lines(columns: Sequence[str], rows: Iterable[Iterable[Any]], right: Co
 
 def one_line(text: str) -> str:
     """Text as a cell of a table, in which line breaks and tabs are spelt out, too."""
-    return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+    return files.printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], right: Collection[str] = ()) -> None:

@@ -8,10 +8,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tiledsched.core.blame import did_you_mean
+from tiledsched.core import blame, labels
 from tiledsched.core.errors import ConfigError, TiledschedError
 from tiledsched.core.fields import Choice, Flag, ProblemField, Sizes
-from tiledsched.core.labels import fields_called, format_problem, short_names
 from tiledsched.core.problem import KernelClass, Problem
 
 FLAGS = {"yes": True, "true": True, "no": False, "false": False}
@@ -71,7 +70,7 @@ def read_values(kernel: KernelClass, text: str) -> dict[tuple[str, ...], list[tu
         key, equals, words = part.partition("=")
         if not equals:
             key, words = _alone(kernel, part)
-        names = fields_called(kernel, key, "/" in words)
+        names = labels.fields_called(kernel, key, "/" in words)
         if names is None:
             raise ConfigError(
                 f"--problem {part!r}: write key=value; the keys of {kernel.name} are "
@@ -90,7 +89,7 @@ def _meant(kernel: KernelClass, part: str) -> str:
         return f" (did you mean '{joined[1]}={joined[2]}'?)"
     words = [word for field in kernel.fields.values() if isinstance(field, Choice) for word in field.words]
     flags = [name for name, field in kernel.fields.items() if isinstance(field, Flag)]
-    return did_you_mean(key, keys(kernel) if equals else (*words, *flags))
+    return blame.did_you_mean(key, keys(kernel) if equals else (*words, *flags))
 
 
 def _parts(text: str) -> list[str]:
@@ -158,7 +157,7 @@ def _read(field: ProblemField, key: str, word: str) -> Any:
     try:
         if isinstance(field, Flag):
             if word not in FLAGS:
-                raise ValueError(f"{key} must be {', '.join(FLAGS)}, got {word!r}{did_you_mean(word, FLAGS)}")
+                raise ValueError(f"{key} must be {', '.join(FLAGS)}, got {word!r}{blame.did_you_mean(word, FLAGS)}")
             return FLAGS[word]
         if isinstance(field, Choice):
             return field.read(key, word)
@@ -192,7 +191,7 @@ def read_variants(kernel: KernelClass, text: str) -> dict[str, list[str]]:
         if name not in kernel.variants:
             known = ", ".join(kernel.variants) or "none"
             raise ConfigError(
-                f"--also {part}: the problems of {kernel.name} vary by {known}{did_you_mean(name, kernel.variants)}"
+                f"--also {part}: the problems of {kernel.name} vary by {known}{blame.did_you_mean(name, kernel.variants)}"
             )
         found[name] = values.split(":") if values else []
     return found
@@ -202,7 +201,7 @@ def describe_kernel(kernel: KernelClass) -> list[tuple[str, str]]:
     """What the help of a command says of a kernel: its keys, its suites and an example."""
     lines = [("keys", ", ".join(keys(kernel)))]
     if named := kernel.default_problems():
-        lines.append(("example", f"-p {format_problem(named[0])}"))
+        lines.append(("example", f"-p {labels.format_problem(named[0])}"))
     if kernel.suites:
         default = f"{kernel.default_suite} where none is named" if kernel.default_suite else "all where none is named"
         lines.append(("suites", f"{', '.join(kernel.suites)}; {default}"))
@@ -211,4 +210,4 @@ def describe_kernel(kernel: KernelClass) -> list[tuple[str, str]]:
 
 def keys(kernel: KernelClass) -> list[str]:
     """What may stand before `=` in `-p`: short names and fields."""
-    return [*short_names(kernel), *kernel.fields]
+    return [*labels.short_names(kernel), *kernel.fields]

@@ -27,11 +27,8 @@ from tiledsched.cli.app import (
 )
 from tiledsched.cli.output import note, print_next
 from tiledsched.cli.problems import matching, named_problems
-from tiledsched.core.blame import did_you_mean
-from tiledsched.core.errors import ConfigError
+from tiledsched.core import blame, errors, registry, text
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.core.registry import SHIPPED
-from tiledsched.core.text import plural
 from tiledsched.measure.nvml import UNNAMED
 from tiledsched.store.captured_calls import clear_seen
 from tiledsched.store.records import PROVENANCES
@@ -87,7 +84,7 @@ def show(
     tiledsched show -p columns=4096 --provenance measured
     """
     if clear and not seen:
-        raise ConfigError("--clear forgets what was seen; pass --seen, too")
+        raise errors.ConfigError("--clear forgets what was seen; pass --seen, too")
     if seen:
         return _show_seen(run, kernel, problem, arch, seen, clear)
     if landscapes:
@@ -145,8 +142,8 @@ def show(
         arch = arch or ",".join(sorted(here_archs)) or None
         words = f"{kernel + ' ' if kernel else ''}--arch {arch or 'ARCH'}"
         ships = (
-            f"; kernels that ship: {', '.join(SHIPPED)}{did_you_mean(kernel, SHIPPED)}"
-            if kernel and kernel not in SHIPPED
+            f"; kernels that ship: {', '.join(registry.SHIPPED)}{blame.did_you_mean(kernel, registry.SHIPPED)}"
+            if kernel and kernel not in registry.SHIPPED
             else ""
         )
         note(f"nothing {what}is tuned for {arch or 'any arch'}; run: tiledsched tune {words}{ships}")
@@ -159,7 +156,7 @@ def _show_seen(
     if clear:
         folder = seen_flag.folder_of(run, value)
         files = clear_seen(folder)
-        run.print({"folder": folder, "removed": files}, f"{plural(files, 'file')} removed from {folder}")
+        run.print({"folder": folder, "removed": files}, f"{text.plural(files, 'file')} removed from {folder}")
         return
     chosen = seen_flag.select(run, value, kernel=kernel, archs=[arch], filters=problem)
     rows = seen_flag.ranked(run, chosen)
@@ -395,7 +392,7 @@ def compare(
     found = compare_sides(read_side(a, db, wanted), read_side(b, db, wanted), threshold / 100)
     if not found.rows:
         why = next((f" ({reason})" for _, _, reason in found.unpaired), "")
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{a} and {b} have no problem in common: {len(found.only_a)} only in the first, {len(found.only_b)} only in "
             f"the second{why}; compare sources of the same kernel, arch and regime"
         )

@@ -21,7 +21,7 @@ from tiledsched.core.text import duration, plural
 from tiledsched.store.captured_calls import Seen, read_seen, seen_folder
 
 if TYPE_CHECKING:
-    from tiledsched.tuning.seen import SeenWorth
+    from tiledsched.tuning.worth import SeenWorth
 
 HERE = "1"
 """The value of `--seen` where no folder is named."""
@@ -179,7 +179,7 @@ def select(
 def ranked(run: Invocation, seen: Seen, **flags: Any) -> list[SeenWorth]:
     """The problems by what tuning them would win; `flags` are settings that flags of the command give."""
     from tiledsched.serve.entries import load_table
-    from tiledsched.tuning.seen import rank
+    from tiledsched.tuning.worth import rank
 
     settings = run.settings(**flags)
     return rank(seen.problems, lambda kernel: load_table(settings, kernel=kernel, archs=archs_of(seen)))

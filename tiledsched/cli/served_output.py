@@ -156,8 +156,8 @@ def _provenance(entry: Entry, compiler: str) -> str:
     """The provenance, `held down` where the GPU's clock was, `stale` where another compiler or other source made what was
     measured, and `same numbers` where only results that stayed the same could win.
     """
-    slowed, kept = bool(throttled(entry, {})), bool(entry.same_numbers)
-    marks = "held down" * slowed, "stale" * stale(entry, compiler), "same numbers" * kept
+    slowed, same = bool(throttled(entry, {})), bool(entry.same_numbers)
+    marks = "held down" * slowed, "stale" * stale(entry, compiler), "same numbers" * same
     return ", ".join(filter(None, (entry.provenance, *marks)))
 
 
@@ -177,21 +177,21 @@ def print_summary(entries: Sequence[Entry]) -> None:
             for provenance in PROVENANCES
             if (problems := {entry.problem for entry in found if entry.provenance == provenance})
         }
-        told = "" if counts.keys() == {"modelled"} else ", ".join(f"{count} {how}" for how, count in counts.items())
-        place = kernel, told, " and ".join(dict.fromkeys(entry.layer for entry in found))
+        counted = "" if counts.keys() == {"modelled"} else ", ".join(f"{count} {how}" for how, count in counts.items())
+        place = kernel, counted, " and ".join(dict.fromkeys(entry.layer for entry in found))
         alike.setdefault(place, []).append(arch)
         modelled.setdefault(place, []).append(counts.get("modelled", 0))
         days = [f"{when:%Y-%m-%d}" for entry in found if (when := _known_since(entry))]
         newest[place] = max([newest.get(place, ""), *days])
     print("problems with a schedule, by kernel and arch")
     for place in sorted(alike, key=lambda each: (each[0], not each[1])):
-        kernel, told, layers = place
+        kernel, counted, layers = place
         archs = sorted(alike[place], key=lambda arch: (len(arch), arch))
         least, most = min(modelled[place]), max(modelled[place])
-        told = told or f"{least if least == most else f'{least} to {most}'} modelled"
+        counted = counted or f"{least if least == most else f'{least} to {most}'} modelled"
         since = f", newest {newest[place]}" if newest[place] else ""
         each = " each" * (len(archs) > 1)
-        print_wrapped(f"{kernel} on {', '.join(archs)}: {told}{each}{since}, layer {layers}", hanging="  ")
+        print_wrapped(f"{kernel} on {', '.join(archs)}: {counted}{each}{since}, layer {layers}", hanging="  ")
 
 
 def _known_since(entry: Entry) -> datetime | None:
@@ -242,8 +242,8 @@ def print_landscapes(
     if modelled:
         print("\n" * bool(regimes) + "compiled programs that ship, whose times a report estimates (modelled)")
     for one in modelled:
-        told = f"{one['builds']:,} builds for {plural(one['problems'], 'problem')}, {one['file'].name}"
-        print_wrapped(f"{one['kernel']} on {', '.join(one['archs'])}: {told}", hanging="  ")
+        counted = f"{one['builds']:,} builds for {plural(one['problems'], 'problem')}, {one['file'].name}"
+        print_wrapped(f"{one['kernel']} on {', '.join(one['archs'])}: {counted}", hanging="  ")
     rows = list(map(landscape_json, lines))
     if rows:
         print("\n" * bool(regimes or modelled) + "measured in your database")

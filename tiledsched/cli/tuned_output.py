@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from tiledsched.cli.output import print_lines, print_wrapped
 from tiledsched.cli.served_output import entry_json
-from tiledsched.core.extras import installing
-from tiledsched.core.labels import format_problem
+from tiledsched.core import extras, labels, text
 from tiledsched.core.problem import KernelClass, Problem, describe_values, rate_text
 from tiledsched.core.space import RACED, UNKNOWN
-from tiledsched.core.text import plural
 
 if TYPE_CHECKING:
     from tiledsched.checking.schedules import CheckRow
     from tiledsched.measure.runner import RivalTime
     from tiledsched.store import records
-    from tiledsched.tuning import record, refresh, results, seen
+    from tiledsched.tuning import record, refresh, results, worth
 
 LOW_CLOCK = (
     "Times at a low clock decide little: let the GPU cool, or check its power supply (nvidia-smi -q -d PERFORMANCE), and tune "
@@ -90,7 +88,7 @@ def print_tuned(report: results.TuneReport, replayed: str = "") -> None:
         print_wrapped(LOW_CLOCK)
 
 
-def print_tuned_seen(done: seen.SeenTune, tuned: int) -> None:
+def print_tuned_seen(done: worth.SeenTune, tuned: int) -> None:
     """Print what a tune of the problems that were seen found, and what is left with what to do about it.
 
     Args:
@@ -100,7 +98,7 @@ def print_tuned_seen(done: seen.SeenTune, tuned: int) -> None:
     for report in done.reports:
         print_tuned(report)
     print()
-    results = plural(sum(len(each.results) for each in done.reports), "problem")
+    results = text.plural(sum(len(each.results) for each in done.reports), "problem")
     print_wrapped(f"{results} done{f', {tuned} tuned before' if tuned else ''}.")
     print_lines(
         *(f"only raced against rivals, not searched: {problem.kernel} {problem}" for problem in done.raced),
@@ -116,7 +114,7 @@ def _candidates(rows: Mapping[str, int]) -> str:
     refused = {why: number for why, number in rows.items() if why not in (RACED, UNKNOWN)}
     why = "; ".join(f"{number}: {reason}" for reason, number in sorted(refused.items(), key=lambda each: -each[1]))
     return (
-        f"{plural(sum(rows.values()), 'listed candidate')}: {raced} raced, {sum(refused.values())} refused"
+        f"{text.plural(sum(rows.values()), 'listed candidate')}: {raced} raced, {sum(refused.values())} refused"
         + (f" ({why})" if why else "")
         + f", {unknown} unknown"
         + (f" ({UNKNOWN})" if unknown else "")
@@ -162,9 +160,9 @@ def print_report(files: Sequence[Path]) -> None:
     page = next(path for path in files if path.suffix == ".html")
     charts = sum(path.suffix == ".png" for path in files)
     print()
-    print_wrapped(f"Report with {plural(charts, 'chart')}: {page}")
+    print_wrapped(f"Report with {text.plural(charts, 'chart')}: {page}")
     if importlib.util.find_spec("vl_convert") is None:
-        print_wrapped(f"Charts are drawn by a package that is not installed: {installing('report')}")
+        print_wrapped(f"Charts are drawn by a package that is not installed: {extras.installing('report')}")
 
 
 def print_refreshed(report: refresh.RefreshReport) -> None:
@@ -311,5 +309,5 @@ def print_merged(result: records.MergeResult) -> None:
         print(f"contradicted: {each}")
         print(
             f"  let a race decide: tiledsched tune {entry.kernel} --arch {entry.arch} --regime {entry.regime} "
-            f"-p {format_problem(entry.problem)}"
+            f"-p {labels.format_problem(entry.problem)}"
         )

@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from tiledsched.cli import tuned_output
+from tiledsched.cli import result_commands, tuned_output
 from tiledsched.cli.app import (
     FILE,
     FOLDER,
@@ -26,7 +26,6 @@ from tiledsched.cli.app import (
 )
 from tiledsched.cli.output import note, print_next
 from tiledsched.cli.problems import matching, named_problems
-from tiledsched.cli.result_commands import written_report
 from tiledsched.cli.seen_flag import by_kernel, only_arch, ranked, seen_option, select
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.labels import format_problem
@@ -97,7 +96,7 @@ def tune(
     wanted, arch = named_problems(kernel, problem, suite), run.arch(arch)
     with TuneProgress(len(wanted), chosen.budget_s) as watcher, run.session(arch, jobs) as session:
         found = session.tune(kernel, wanted, chosen, watcher=watcher, command={"words": run.words})
-    files = written_report(run, kernel, [arch], report, regime=options["regime"]) if report else []
+    files = result_commands.written_report(run, kernel, [arch], report, regime=options["regime"]) if report else []
     if run.json:
         run.print({"run": found.run_id, **tuned_output.tuned_json([found]), "files": files})
         return 0
@@ -111,7 +110,7 @@ def tune(
 def _tune_seen(run: Invocation, found: Seen, chosen: TuneOptions, jobs: int | None, report: str | None) -> int:
     """Tune the problems that programs called, of every kernel; the exit code."""
     from tiledsched.cli.progress import TuneProgress
-    from tiledsched.tuning.seen import tune_by_worth
+    from tiledsched.tuning.worth import tune_by_worth
 
     arch = only_arch(found)
     by_kernel(found)  # raises where no kernel is known, and says which are left out
@@ -132,7 +131,9 @@ def _tune_seen(run: Invocation, found: Seen, chosen: TuneOptions, jobs: int | No
         file
         for each in done.reports
         if report
-        for file in written_report(run, each.kernel, [arch], f"{report}/{each.kernel.name}", regime=chosen.regime)
+        for file in result_commands.written_report(
+            run, each.kernel, [arch], f"{report}/{each.kernel.name}", regime=chosen.regime
+        )
     ]
     if run.json:
         left = [{"problem": problem, "why": why} for problem, why in done.left.items()]

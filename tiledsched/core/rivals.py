@@ -1,7 +1,19 @@
 """Other implementations of a kernel's problems: what the file `rivals.py` of a kernel's folder is written in.
 
 A *method* is one way to compute a problem, which a bench times in turn with the others. `Kernel.rivals` names those among them
-that a tune times, too, and that may serve calls.
+that a tune times, too, and that may serve calls; `Kernel.stand_in` is what serves while a program is compiled. For a softmax:
+
+    def in_torch(p, numbers):
+        import torch
+
+        return lambda X: torch.softmax(X, -1)
+
+    def tilegym(p):  # several functions: the fastest on the arrays counts
+        from tilegym.ops import softmax
+
+        return {"plain": softmax, "tma": partial(softmax, use_tma=True)}
+
+    METHODS = (*torch_methods(in_torch), Method(name="tilegym", make=called(tilegym), package="tilegym"))
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class GpuSpread:
     over_fleet: float
     """Its median over the median of all GPUs of its arch, less 1; positive means slower."""
     noise: float
-    """What it differs from itself by, relative."""
+    """How much its own timings vary, relative to their median."""
     named: bool
     """Whether it differs from the others by more than noise."""
     apart: bool

@@ -17,10 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched import __version__
-from tiledsched.build.store import ProgramStore, default_cache_folder
-from tiledsched.build.toolchain import compiler_at_hand
-from tiledsched.core.blame import LONGEST
-from tiledsched.core.config import load_settings
+from tiledsched.build import store, toolchain
+from tiledsched.core import blame, config, processes, registry
 from tiledsched.core.errors import (
     ConfigError,
     DeclarationError,
@@ -31,8 +29,6 @@ from tiledsched.core.errors import (
     UnsupportedError,
 )
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.core.processes import end_with_parent
-from tiledsched.core.registry import allow, kernel_of_data
 from tiledsched.fleet.builds import SharedBuilds
 from tiledsched.fleet.campaign import Answer, Campaign, Lease, Outcome, Setup
 from tiledsched.fleet.jobs import Job, find_job
@@ -40,8 +36,7 @@ from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.local_store import LocalStore, remove, whole
 from tiledsched.fleet.retry import RETRY_S, is_full, retry_while_unavailable
 from tiledsched.store.db import TuningDB
-from tiledsched.tuning.resources import Tools
-from tiledsched.tuning.samplers import check_sampler
+from tiledsched.tuning import resources, samplers
 from tiledsched.tuning.session import Session
 
 THE_PROBLEMS_FAULT = (NoValidScheduleError, ProblemError, SpaceError, DeclarationError, UnsupportedError)
@@ -77,12 +72,12 @@ class Child:
     ) -> None:
         self._pipe, self._setup, self._make_local_store = pipe, setup, local_store
         self._stop, self._working = stop or threading.Event(), False
-        allow(*setup.allowed)
+        registry.allow(*setup.allowed)
         self._job = find_job(setup.campaign.job)
-        self._kernel = kernel_of_data(setup.campaign.kernel, "the campaign")
-        check_sampler(setup.campaign.options.get("sampler"), "the campaign")
+        self._kernel = registry.kernel_of_data(setup.campaign.kernel, "the campaign")
+        samplers.check_sampler(setup.campaign.options.get("sampler"), "the campaign")
         self._local: LocalStore | None = None
-        self._cache = default_cache_folder(load_settings().cache)
+        self._cache = store.default_cache_folder(config.load_settings().cache)
         self._session: Session | None = None
 
     def interrupt(self, *_: object) -> None:
@@ -114,7 +109,7 @@ class Child:
     def _no_cache(self) -> str:
         """Why nothing can be stored here, whatever is waited for; empty where it can. A full disk may have room again."""
         try:
-            ProgramStore(self._cache).ready()
+            store.ProgramStore(self._cache).ready()
         except ConfigError as error:
             return "" if is_full(error) else str(error)
         return ""
@@ -123,7 +118,7 @@ class Child:
         """The session of this process, which stays from one problem to the next of the same arch."""
         if self._session is None or self._session.arch != arch:
             self._close_session()
-            tools = Tools(pool=lambda jobs: SharedBuilds(jobs, self._cache))
+            tools = resources.Tools(pool=lambda jobs: SharedBuilds(jobs, self._cache))
             self._session = Session(arch, jobs=self._setup.jobs, tools=tools)
         return self._session
 
@@ -192,7 +187,9 @@ class Child:
 
     def _ended_by(self, error: BaseException) -> Answer:
         """The answer after an error."""
-        text = (str(error) if isinstance(error, TiledschedError) else f"{type(error).__name__}: {error}")[:LONGEST]
+        text = (str(error) if isinstance(error, TiledschedError) else f"{type(error).__name__}: {error}")[
+            : blame.LONGEST
+        ]
         if isinstance(error, THE_PROBLEMS_FAULT):
             return Outcome.FAILED, None, text
         if self._stop.is_set():  # there was no time left for it: that is no attempt
@@ -218,7 +215,7 @@ class Child:
 
 def why_not(wanted: Campaign, kernel: KernelClass, job: Job) -> str:
     """Why this host must not work on a campaign; empty where it may."""
-    here = compiler_at_hand()
+    here = toolchain.compiler_at_hand()
     if wanted.compiler and wanted.compiler != here:
         return (
             f"the campaign is for compiler {wanted.compiler}, and here is {here or 'none'}: entries of both would be mixed; "
@@ -238,7 +235,7 @@ def why_not(wanted: Campaign, kernel: KernelClass, job: Job) -> str:
 def main(descriptor: str, parent: str) -> None:
     """Serve; see the module."""
     pipe = Connection(int(descriptor))
-    end_with_parent(int(parent))
+    processes.end_with_parent(int(parent))
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     with contextlib.suppress(EOFError, BrokenPipeError, StoppedError):
         try:

@@ -10,8 +10,7 @@ from typing import Any
 
 from tiledsched.core.errors import MeasureError
 from tiledsched.fleet.clock import CLOCK, Clock
-from tiledsched.measure.driver_timeout import Asker
-from tiledsched.measure.nvml import HELD_DOWN, gpus, state_of
+from tiledsched.measure import driver_timeout, nvml
 
 ANSWER_S = 1.0
 """How long the state of a GPU is waited for: it takes a millisecond, unless the driver is stuck."""
@@ -38,7 +37,7 @@ class Gpu:
 
     def state(self) -> dict[str, Any]:
         """Clock, temperature, power and throttle reasons now; empty where the driver does not say."""
-        return state_of(self.uuid)
+        return nvml.state_of(self.uuid)
 
 
 class GpuState:
@@ -50,7 +49,7 @@ class GpuState:
     """
 
     def __init__(self, gpu: Gpu, clock: Clock = CLOCK) -> None:
-        self._clock, self._gpu, self._asker, self._answer = clock, gpu, Asker(), dict[str, Any]()
+        self._clock, self._gpu, self._asker, self._answer = clock, gpu, driver_timeout.Asker(), dict[str, Any]()
         self._answered_s = self._clock.monotonic()
 
     def read(self, within_s: float = ANSWER_S) -> dict[str, Any]:
@@ -84,7 +83,7 @@ def gpus_of_driver() -> list[Gpu]:
     Raises:
         MeasureError: the driver does not answer.
     """
-    return [Gpu(uuid=uuid, name=device.name, arch=device.arch) for uuid, device in gpus()]
+    return [Gpu(uuid=uuid, name=device.name, arch=device.arch) for uuid, device in nvml.gpus()]
 
 
 def visible(found: Sequence[Gpu], environ: Mapping[str, str]) -> list[Gpu]:
@@ -104,4 +103,4 @@ def visible(found: Sequence[Gpu], environ: Mapping[str, str]) -> list[Gpu]:
 
 def illness(state: Mapping[str, Any]) -> str:
     """Why a GPU in this state is slow for another reason than its load; empty where it is not."""
-    return ", ".join(reason for reason in state.get("throttle_reasons", ()) if reason in HELD_DOWN)
+    return ", ".join(reason for reason in state.get("throttle_reasons", ()) if reason in nvml.HELD_DOWN)

@@ -22,17 +22,14 @@ import sqlalchemy as sa
 from sqlalchemy.engine import CursorResult
 from sqlalchemy.orm import Session
 
-from tiledsched.core.canonical import stable_id
-from tiledsched.core.errors import ConfigError
+from tiledsched.core import canonical, errors, registry
 from tiledsched.core.problem import Problem
-from tiledsched.core.registry import problem_from_json
 from tiledsched.fleet.campaign import Campaign, CampaignPlan, FailedProblem, Lease, Outcome
 from tiledsched.fleet.clock import CLOCK, Clock
 from tiledsched.fleet.retry import RETRY_S, retry_while_unavailable
+from tiledsched.store import records, writing
 from tiledsched.store.db import TuningDB
 from tiledsched.store.models import AttemptRow, CampaignRow, ControlRow, LeaseRow, ProblemRow, UtcDateTime, WorkerRow
-from tiledsched.store.records import record_of
-from tiledsched.store.writing import Parents, insert_missing
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -94,7 +91,7 @@ class Leases:
             ConfigError: it names no problem.
         """
         if not any(plan.problems.values()):
-            raise ConfigError("there is no problem to do; name some with --problem or --suite")
+            raise errors.ConfigError("there is no problem to do; name some with --problem or --suite")
         identity = plan.id  # a hash of all problems
         self._open(plan, identity)
         return self.campaign(identity)
@@ -120,7 +117,7 @@ class Leases:
         made = {"job": plan.job, "kernel": plan.kernel, "options": dict(plan.options), "compiler": plan.compiler}
         session.add(CampaignRow(id=identity, source_hash=plan.source_hash, created_at=now, **made, **limits))
         session.flush()
-        parents = Parents()
+        parents = writing.Parents()
         rows = [
             {
                 "campaign_id": identity,
@@ -139,7 +136,7 @@ class Leases:
             for number, problem in enumerate(problems)
         ]
         parents.insert(session)
-        insert_missing(session, LeaseRow, rows)
+        writing.insert_missing(session, LeaseRow, rows)
 
     def campaign(self, identity: str) -> Campaign:
         """A campaign by its id, or the first letters of it.
@@ -149,7 +146,9 @@ class Leases:
         """
         found = [each for each in self.campaigns() if each.id.startswith(identity)]
         if len(found) != 1:
-            raise ConfigError(f"{len(found)} campaigns begin with {identity!r}; `tiledsched fleet status` lists them")
+            raise errors.ConfigError(
+                f"{len(found)} campaigns begin with {identity!r}; `tiledsched fleet status` lists them"
+            )
         return found[0]
 
     @reads
@@ -158,7 +157,7 @@ class Leases:
         wanted = [CampaignRow.status == "running"] if running else []
         newest_first = CampaignRow.created_at.desc(), CampaignRow.id
         rows = session.scalars(sa.select(CampaignRow).where(*wanted).order_by(*newest_first))
-        return [record_of(Campaign, row) for row in rows]
+        return [records.record_of(Campaign, row) for row in rows]
 
     @writes
     def end(self, session: Session, campaign_id: str, *, why: str = "", archs: Collection[str] | None = None) -> str:
@@ -191,7 +190,9 @@ class Leases:
 
     def join(self, campaign_id: str, *, hostname: str, pid: int, gpu: str, device_name: str, arch: str) -> str:
         """Note that a process works on a campaign with a GPU; the worker's id."""
-        identity = stable_id([campaign_id, hostname, pid, gpu, threading.get_ident(), datetime.now().isoformat()])
+        identity = canonical.stable_id(
+            [campaign_id, hostname, pid, gpu, threading.get_ident(), datetime.now().isoformat()]
+        )
         where = {"campaign_id": campaign_id, "hostname": hostname, "pid": pid}
         self._join({"id": identity, **where, "gpu": gpu, "device_name": device_name, "arch": arch})
         return identity
@@ -200,7 +201,7 @@ class Leases:
     def _join(self, session: Session, row: Mapping[str, Any]) -> None:
         now = self._now(session)
         begins = {"state": "idle", "note": "", "conditions": {}, "started_at": now, "seen_at": now}
-        insert_missing(session, WorkerRow, [{**row, **begins}])
+        writing.insert_missing(session, WorkerRow, [{**row, **begins}])
 
     @writes
     def leave(self, session: Session, worker_id: str, note: str = "") -> None:
@@ -359,7 +360,7 @@ class Leases:
 
     @reads
     def time(self, session: Session) -> datetime:
-        """What the time is, for everybody."""
+        """The time by which leases run out, which is the same for all hosts."""
         return self._now(session)
 
     @reads
@@ -447,7 +448,7 @@ def _lease(session: Session, campaign: Campaign, worker_id: str, row: Any, attem
 
 
 def _problem(row: ProblemRow) -> Problem:
-    return problem_from_json({"kernel": row.kernel, **row.dims})
+    return registry.problem_from_json({"kernel": row.kernel, **row.dims})
 
 
 def _change(session: Session, statement: Any) -> bool:

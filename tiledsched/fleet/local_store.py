@@ -17,13 +17,11 @@ from pathlib import Path
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
-from tiledsched.core.canonical import stable_id
-from tiledsched.core.errors import DatabaseError
-from tiledsched.core.files import OwnFolder
+from tiledsched.core import canonical, errors, files
 from tiledsched.core.problem import Problem
 from tiledsched.measure.runner import Device
+from tiledsched.store import host, writing
 from tiledsched.store.db import TuningDB
-from tiledsched.store.host import lives, own_word
 from tiledsched.store.models import BuildRow, DeviceRow, EntryRow, MeasurementRow, ToolchainRow, of_name
 from tiledsched.store.reading import (
     build_of,
@@ -34,7 +32,6 @@ from tiledsched.store.reading import (
     select_measurements,
 )
 from tiledsched.store.records import BuildRecord, Entry, FailureRecord, StoredMeasurement
-from tiledsched.store.writing import put_entry
 
 Content = tuple[object, ...]
 """What an entry says, with its key."""
@@ -56,8 +53,8 @@ class LocalStore:
     """
 
     def __init__(self, folder: Path, home: str) -> None:
-        self._folder = folder / "fleet" / f"{socket.gethostname()}-{stable_id(home)}"
-        self._own = OwnFolder()
+        self._folder = folder / "fleet" / f"{socket.gethostname()}-{canonical.stable_id(home)}"
+        self._own = files.OwnFolder()
         self._template = Path(self._own.path) / "template.db"
         self._brought: dict[Path, set[Content]] = {}
         self._tried: set[Path] = set()
@@ -72,7 +69,7 @@ class LocalStore:
         Raises:
             DatabaseError: `home` cannot be read, or there is no room here.
         """
-        path = self._folder / f"{name}-{own_word()}.db"
+        path = self._folder / f"{name}-{host.own_word()}.db"
         known, entries = what_is_known(home, problem, arch)
         failures = failures_of(home, arch, problem)
         with _here(self._folder):
@@ -95,7 +92,7 @@ class LocalStore:
         found = [
             path
             for path in sorted(self._folder.glob("*.db"))
-            if path not in self._tried and not lives(path.stem.rpartition("-")[2])
+            if path not in self._tried and not host.lives(path.stem.rpartition("-")[2])
         ]
         self._tried.update(found)
         return found
@@ -142,7 +139,7 @@ def bring_home(path: Path, home: TuningDB, *, replaces: bool, known: Collection[
 
         def put(session: Session) -> None:
             for entry in sorted(new, key=lambda each: each.key):
-                put_entry(session, entry, merging=False)
+                writing.put_entry(session, entry, merging=False)
 
         home.write(put, *{entry.kernel for entry in new})
     home.record_builds(builds)
@@ -162,12 +159,12 @@ def _here(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DatabaseError(
+        raise errors.DatabaseError(
             f"cannot use {folder}: {error.strerror or error}; free some space there, or name another folder "
             "with TILEDSCHED_CACHE"
         ) from error
-    except DatabaseError as error:
-        raise DatabaseError(str(error)) from None
+    except errors.DatabaseError as error:
+        raise errors.DatabaseError(str(error)) from None
 
 
 def _content(entry: Entry) -> Content:

@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiledsched.build.pool import default_jobs
+from tiledsched.core import extras, registry
 from tiledsched.core.errors import ConfigError, MeasureError
-from tiledsched.core.extras import installing
-from tiledsched.core.registry import allow, allowed_places
 from tiledsched.fleet.campaign import Campaign
 from tiledsched.fleet.gpus import Gpu, gpus_of_driver, visible
 from tiledsched.fleet.jobs import find_job
@@ -55,7 +54,7 @@ def ray_module() -> Any:
         import ray
     except ImportError as error:
         raise ConfigError(
-            f"a fleet on Ray needs Ray ({error}); run: {installing('fleet')}, or use the GPUs of this host without "
+            f"a fleet on Ray needs Ray ({error}); run: {extras.installing('fleet')}, or use the GPUs of this host without "
             "--ray-address"
         ) from None
     return ray
@@ -76,7 +75,7 @@ class GpuActor:
     def __init__(
         self, db: str, campaign_id: str, slot: int | None, jobs: int | None, actors: int, allowed: tuple[str, ...] = ()
     ) -> None:
-        allow(*allowed)
+        registry.allow(*allowed)
         self._stop = threading.Event()
         leases = Leases(retry_while_unavailable(lambda: TuningDB.open(db), stop=self._stop), stop=self._stop)
         campaign = leases.campaign(campaign_id)
@@ -207,7 +206,12 @@ class Driver:
         there = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=seat.node, soft=False)
         remote = self._ray.remote(GpuActor).options(**options, scheduling_strategy=there)
         seat.actor = remote.remote(
-            self._db, self._campaign.id, seat.slot if self._without_gpu else None, self._jobs, actors, allowed_places()
+            self._db,
+            self._campaign.id,
+            seat.slot if self._without_gpu else None,
+            self._jobs,
+            actors,
+            registry.allowed_places(),
         )
         seat.call = seat.actor.hello.remote()
 
@@ -272,10 +276,10 @@ class Driver:
     def _end(self) -> None:
         """Let every actor stop what it does and leave, for as long as that may take; then end it."""
         seats = [seat for seat in self._seats.values() if seat.actor is not None]
-        asked = []
+        stopping = []
         for seat in seats:
             with suppress(Exception):
-                asked.append(seat.actor.stop.remote())  # its answer is not waited for, and not dropped either
+                stopping.append(seat.actor.stop.remote())  # its answer is not waited for, and not dropped either
         if seats:
             with suppress(Exception):
                 self._ray.wait([seat.call for seat in seats], num_returns=len(seats), timeout=STOP_S + 2.0)

@@ -11,8 +11,7 @@ from typing import TypeVar
 
 import sqlalchemy as sa
 
-from tiledsched.core import files
-from tiledsched.core.errors import DatabaseError, NoRoomError
+from tiledsched.core import errors, files
 from tiledsched.fleet.clock import CLOCK, Clock
 
 T = TypeVar("T")
@@ -28,13 +27,16 @@ log = logging.getLogger("tiledsched")
 def is_away(error: BaseException) -> bool:
     """Whether the database could not be reached, or was in no state to answer: another try may find it well."""
     cause = error.__cause__
-    return isinstance(error, DatabaseError) and isinstance(cause, (sa.exc.OperationalError, sa.exc.InterfaceError))
+    return isinstance(error, errors.DatabaseError) and isinstance(
+        cause, (sa.exc.OperationalError, sa.exc.InterfaceError)
+    )
 
 
 def is_full(error: BaseException | None) -> bool:
     """Whether a disk of this host had no room."""
     return files.is_full(error) or any(
-        isinstance(each, NoRoomError) or (isinstance(each, sqlite3.OperationalError) and "disk is full" in str(each))
+        isinstance(each, errors.NoRoomError)
+        or (isinstance(each, sqlite3.OperationalError) and "disk is full" in str(each))
         for each in files.causes(error)
     )
 
@@ -57,7 +59,7 @@ def retry_while_unavailable(
     while True:
         try:
             return ask()
-        except DatabaseError as error:
+        except errors.DatabaseError as error:
             if not is_away(error) or clock.monotonic() >= gives_up or (stop is not None and stop.is_set()):
                 raise
             if not announced:

@@ -6,32 +6,26 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from tiledsched.build.toolchain import compiler_at_hand
-from tiledsched.core.config import load_settings
-from tiledsched.core.errors import ConfigError
-from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.core.problem_lists import Cases, kernel_of, problems_of
-from tiledsched.core.registry import allow
+from tiledsched.core import config, errors, problem, problem_lists, registry
+from tiledsched.fleet import local, retry, status
 from tiledsched.fleet.campaign import CampaignPlan, Limits
 from tiledsched.fleet.gpus import gpus_here
 from tiledsched.fleet.jobs import JOBS, find_job
 from tiledsched.fleet.leases import Leases, expected
-from tiledsched.fleet.local import Worked, work
-from tiledsched.fleet.retry import retry_while_unavailable
-from tiledsched.fleet.status import FleetStatus, read_status
 from tiledsched.store.db import TuningDB
 from tiledsched.store.location import location
 
 
 def plan(
     command: str,
-    kernel: KernelClass | str,
-    problems: Cases | str | None,
+    kernel: problem.KernelClass | str,
+    problems: problem_lists.Cases | str | None,
     archs: Collection[str],
     *,
     options: Mapping[str, Any] | None = None,
     limits: Limits | None = None,
     budget_s: float | None = None,
-    by_arch: Mapping[str, Sequence[Problem]] | None = None,
+    by_arch: Mapping[str, Sequence[problem.Problem]] | None = None,
 ) -> CampaignPlan:
     """A campaign: each problem for each arch, those of most work first.
 
@@ -48,9 +42,9 @@ def plan(
     Raises:
         ConfigError: there is no such command, or it has no such option.
     """
-    kernel = kernel_of(kernel)
+    kernel = problem_lists.kernel_of(kernel)
     if command not in JOBS and ":" not in command:
-        raise ConfigError(f"a fleet does {', '.join(JOBS)}, not {command!r}; name one of them")
+        raise errors.ConfigError(f"a fleet does {', '.join(JOBS)}, not {command!r}; name one of them")
     given = {name: value for name, value in (options or {}).items() if value is not None}
     described = JOBS[command].options if command in JOBS else None
     if described is not None:
@@ -58,7 +52,7 @@ def plan(
     return CampaignPlan(
         job=command,
         kernel=kernel.locator(),
-        problems=by_arch or dict.fromkeys(archs, expected(problems_of(kernel, problems))),
+        problems=by_arch or dict.fromkeys(archs, expected(problem_lists.problems_of(kernel, problems))),
         options=given,
         compiler=compiler_at_hand(),
         source_hash=kernel.source_hash(),
@@ -69,7 +63,7 @@ def plan(
 
 def where(db: str | None) -> str:
     """The database of a fleet, as workers take it: by a flag, the environment or the user's own."""
-    return location(db or load_settings().db)
+    return location(db or config.load_settings().db)
 
 
 def run(
@@ -80,7 +74,7 @@ def run(
     without_gpu: int = 0,
     jobs: int | None = None,
     say: Callable[[str], None] = lambda line: None,
-) -> FleetStatus:
+) -> status.FleetStatus:
     """Open a campaign, or one that is there again, and work until it ends. What could not be done is listed in what is returned.
 
     Args:
@@ -96,14 +90,14 @@ def run(
         KeyboardInterrupt: after Ctrl-C, once everything is ended; what was done is stored, and the same plan goes on.
     """
     url = where(db)
-    allow(
+    registry.allow(
         planned.kernel, *filter(None, [planned.options.get("sampler")])
     )  # the user named them: the database's row may
-    with retry_while_unavailable(lambda: TuningDB.open(url)) as opened:
+    with retry.retry_while_unavailable(lambda: TuningDB.open(url)) as opened:
         leases = Leases(opened)
         campaign = leases.open(planned)
         say(f"campaign {campaign.id}: see it with: tiledsched fleet status {campaign.id}")
-        worked = Worked(campaigns=(), gpus=0, notes=())
+        worked = local.Worked(campaigns=(), gpus=0, notes=())
         if leases.end(campaign.id) == "running":
             if ray_address is not None:
                 from tiledsched.fleet.on_ray import run_on_ray
@@ -111,16 +105,16 @@ def run(
                 worked = run_on_ray(url, campaign.id, address=ray_address, without_gpu=without_gpu, jobs=jobs, say=say)
             else:
                 gpus = gpus_here(find_job(campaign.job).gpus, without=without_gpu)
-                worked = work(url, campaign.id, gpus=gpus, jobs=jobs, say=say)
+                worked = local.work(url, campaign.id, gpus=gpus, jobs=jobs, say=say)
                 _give_up(leases, campaign.id, worked, gpus={gpu.arch for gpu in gpus})
         for note in worked.notes:
             say(note)
-        return read_status(leases, campaign.id)
+        return status.read_status(leases, campaign.id)
 
 
-def _give_up(leases: Leases, campaign_id: str, worked: Worked, *, gpus: Collection[str]) -> None:
+def _give_up(leases: Leases, campaign_id: str, worked: local.Worked, *, gpus: Collection[str]) -> None:
     """What is left when every worker here has ended, and no other works on it, could not be done: say so, and end."""
-    others = [each for each in read_status(leases, campaign_id).workers if each.state in ("working", "idle")]
+    others = [each for each in status.read_status(leases, campaign_id).workers if each.state in ("working", "idle")]
     if leases.end(campaign_id) == "running" and not others:
         why = (
             "; ".join(dict.fromkeys(worked.notes))

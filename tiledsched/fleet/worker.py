@@ -17,16 +17,14 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from typing import Any
 
+from tiledsched.core import processes, registry
 from tiledsched.core.errors import DatabaseError, MeasureError
 from tiledsched.core.problem import Problem
-from tiledsched.core.processes import child_environment, python_command
-from tiledsched.core.registry import allowed_places
-from tiledsched.fleet.calibration import is_outlier
+from tiledsched.fleet import calibration, status
 from tiledsched.fleet.campaign import Answer, Campaign, Outcome, Setup
 from tiledsched.fleet.clock import Clock
 from tiledsched.fleet.gpus import ANSWER_S, Gpu, GpuState, illness
 from tiledsched.fleet.leases import Leases
-from tiledsched.fleet.status import controls_of
 from tiledsched.measure.gpu import END_TIMEOUT_S
 from tiledsched.measure.nvml import LABEL_VARIABLE
 
@@ -80,7 +78,7 @@ class Worker:
         self.gpu, self.campaign, self.note, self.ended = gpu, campaign, "", False
         self.gpu_state = GpuState(gpu, leases.clock)
         self._leases, self._stop, self._say, self._start = leases, stop, say, start or _Process
-        self._setup = Setup(db=db, campaign=campaign, jobs=jobs, allowed=allowed_places())
+        self._setup = Setup(db=db, campaign=campaign, jobs=jobs, allowed=registry.allowed_places())
         self._child: _Process | None = None
         self._label, self._faults, self._since_control = "", 0, CONTROL_EVERY
         self._doing = self._fault = ""
@@ -223,7 +221,11 @@ class Worker:
             return False
         self._faults = 0
         self._leases.note_control(self.campaign.id, self.id, self.gpu.uuid, self.gpu.arch, timed)
-        label = self.gpu.uuid[:12] if is_outlier(controls_of(self._leases.db, self.campaign.id), self.gpu.uuid) else ""
+        label = (
+            self.gpu.uuid[:12]
+            if calibration.is_outlier(status.controls_of(self._leases.db, self.campaign.id), self.gpu.uuid)
+            else ""
+        )
         if label != self._label:
             self._label = label
             self._say(
@@ -277,8 +279,8 @@ class _Process:
     def __init__(self, setup: Setup, environment: Mapping[str, str], clock: Clock) -> None:
         self._clock = clock
         self._pipe, theirs = Pipe()
-        whole = {**child_environment(), "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **environment}
-        command = [*python_command("tiledsched.fleet.child"), str(theirs.fileno()), str(os.getpid())]
+        whole = {**processes.child_environment(), "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **environment}
+        command = [*processes.python_command("tiledsched.fleet.child"), str(theirs.fileno()), str(os.getpid())]
         self._process = subprocess.Popen(
             command,
             pass_fds=[theirs.fileno()],

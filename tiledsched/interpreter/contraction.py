@@ -101,7 +101,7 @@ def _flushing(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _flushed(value: Any) -> Any:
-    """The same object, so that a product stays one, without numbers near zero."""
+    """An object of the same class, so that a product stays one, without numbers near zero."""
     if isinstance(value, Tile) and value.dtype == ct.float32:
         value.array = np.asarray(flush(value.array))
     return value

@@ -72,7 +72,7 @@ OTHER_REGISTERS = 24
 FEW_BYTES_COST = 0.12
 """Share by which the time of a stream grows for each time that what is under way would fit once more into enough."""
 FEW_WARPS_COST = 0.08
-"""The same for warps on an SM and :data:`MANY_WARPS`."""
+"""Share by which the time of a stream grows for each time that the warps on an SM would fit once more into `MANY_WARPS`."""
 MANY_WARPS = 32
 PERSISTENT_COST = 0.05
 """Share by which blocks that take one work tile after the other are slower than a plain grid."""
@@ -249,6 +249,35 @@ class StreamingCost(RowModel):
         lack = FEW_BYTES_COST * max(0.0, work.enough * answered / (resident * work.bytes) - 1.0)
         lack += FEW_WARPS_COST * max(0.0, MANY_WARPS * 32 / (resident * facts.threads) - 1.0)
         return 1.0 + lack + PERSISTENT_COST * bool(s.get("PERSISTENT", False)) + SPILL_COST * facts.spill_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeRowCost(StreamingCost):
+    """The time of a kernel that reads rows of 16-bit elements and writes them. A row that is not held is read again, from the L2
+    cache for the most part.
+    """
+
+    arrays: int
+    """Arrays of rows that are read."""
+    instructions: float
+    """Float32 instructions per element."""
+    live: float = 2.0
+    """Float32 values in registers for each element of a row that a block holds."""
+    enough: float = 2.4
+    """See :class:`TileDemand`."""
+
+    def work(self, p: Problem, s: Schedule) -> TileDemand:
+        """What a tile of rows takes."""
+        rows, tile = s.number("TILE_ROWS"), s.number("TILE_COLUMNS")
+        covered, held = row_coverage(p, s)
+        return TileDemand(
+            count=-(-p.rows // rows),
+            bytes=2.0 * self.arrays * rows * min(covered if held else tile, p.columns),
+            instructions=rows * covered * self.instructions * (1.0 if held else 1.6),
+            live=rows * (covered if held else tile) * self.live,
+            enough=self.enough,
+            again=0.0 if held else 0.5 * self.arrays * p.rows * p.columns,
+        )
 
 
 class RowSimilarity(Similarity):

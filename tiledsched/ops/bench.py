@@ -13,8 +13,8 @@ from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import load_kernel
 from tiledsched.core.rivals import Method
 from tiledsched.ops.own_methods import own_methods, own_outputs
-from tiledsched.rivals.bench import BenchOptions, Harness, run_bench
-from tiledsched.rivals.methods import CEILING, MATMUL, methods_beside
+from tiledsched.rivals.bench import BenchOptions, TorchHarness, run_bench
+from tiledsched.rivals.methods import CEILING, MATMUL, rival_methods
 from tiledsched.rivals.rows import BenchRow, Cell, append_rows, finished_cells
 from tiledsched.rivals.sampling import USUAL_PACE, Pace
 
@@ -23,7 +23,7 @@ def methods_of(kernel: KernelClass, problems: Sequence[Problem] = ()) -> Mapping
     """The methods for a kernel by name, in the order of the rows: our own, every rival that it has for one of the problems, and
     the matmul.
     """
-    return {each.name: each for each in (*own_methods(kernel), *methods_beside(kernel, problems), CEILING)}
+    return {each.name: each for each in (*own_methods(kernel), *rival_methods(kernel, problems), CEILING)}
 
 
 def choose_methods(
@@ -67,7 +67,7 @@ def bench_here(
     rounds: int = 30,
     budget_s: float | None = None,
     verify: bool = False,
-    harness: Harness | None = None,
+    harness: Any = None,
     pace: Pace = USUAL_PACE,
     path: Path | None = None,
     progress: Callable[[str], None] = lambda text: None,
@@ -94,7 +94,6 @@ def bench_here(
         MeasureError: the GPU cannot be used.
     """
     from tiledsched.measure.lock import holding_current_gpu
-    from tiledsched.rivals.harness import TorchHarness
 
     if db:
         os.environ["TILEDSCHED_DB"] = db  # what is launched reads its own settings
@@ -110,5 +109,5 @@ def bench_here(
             append_rows(rows, path)
 
     with holding_current_gpu(), config.configure(compile="wait"):  # torch is not to be timed as ours
-        here: Any = harness or TorchHarness(verify=verify, own=own_outputs)
+        here = harness or TorchHarness(verify=verify, own=own_outputs)
         return run_bench(problems, options, here, done=done, keep=keep, progress=progress)

@@ -19,7 +19,7 @@ from tiledsched.serve.process import log, settings
 MOST_SCORES = 1 << 28
 """Scores, of 4 bytes each, that may be kept in full for a call that could wait instead."""
 torch_attention = functional.scaled_dot_product_attention
-"""torch's own function, even after something replaced it in torch."""
+"""The attention function of torch, even after something replaced it in torch."""
 
 
 def report(reason: str) -> None:

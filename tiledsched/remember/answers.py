@@ -126,9 +126,6 @@ def class_of(problem: Problem, grid: Grid) -> ProblemClass:
     return ProblemClass({"problem": problem.id, "grid": "x".join(map(str, grid))})
 
 
-Rows = Sequence[Sequence[Any]]
-
-
 class AnswerStore:
     """The stored answers of one call on one GPU.
 
@@ -373,7 +370,7 @@ def _queries(url: str | None) -> Iterator[Any]:
 
         with TuningDB.open(url, read_only=True) as db, db.reading() as session:
 
-            def run(query: str, words: Mapping[str, Any]) -> Rows:
+            def run(query: str, words: Mapping[str, Any]) -> Any:
                 used = {word: value for word, value in words.items() if f":{word}" in query}
                 return session.execute(text(query), used).all()
 

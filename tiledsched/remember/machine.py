@@ -53,11 +53,7 @@ class CallProgram:
 
 
 class _CompileRequested(Exception):  # noqa: N818
-    """Carries what cuTile asks a kernel to compile, out of the launch that asked."""
-
-    def __init__(self, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        super().__init__("cuTile asked for machine code")
-        self.given, self.named = given, named
+    """Carries the arguments of what cuTile asks a kernel to compile out of the launch that asked: given by place, and by name."""
 
 
 class SearchMachine:
@@ -273,11 +269,11 @@ def run_time_numbers(kernel: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _compile_requested(program: CallProgram, wanted: _CompileRequested, arch: str) -> None:
     """Compile what cuTile asked for. The launch that asks again is given the same."""
-    kernel = program.kernel
+    kernel, (given, named) = program.kernel, wanted.args
     original = type(kernel)._compile
     began = time.perf_counter()
     try:
-        made = original(kernel, *wanted.given, **wanted.named)
+        made = original(kernel, *given, **named)
         program.artifact = _read(made[0], arch)
     except Exception as error:
         program.error = error
@@ -285,9 +281,9 @@ def _compile_requested(program: CallProgram, wanted: _CompileRequested, arch: st
     finally:
         program.seconds = time.perf_counter() - began
 
-    def compiled(*given: Any, **named: Any) -> Any:
-        same = given[:1] == wanted.given[:1]  # the signature
-        return made if same else original(kernel, *given, **named)
+    def compiled(*again: Any, **by_name: Any) -> Any:
+        same = again[:1] == given[:1]  # the signature
+        return made if same else original(kernel, *again, **by_name)
 
     kernel._compile = compiled
 

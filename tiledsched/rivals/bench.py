@@ -1,26 +1,48 @@
-"""Runs a bench cell by cell: prepares the methods, lets them take turns, and hands over the rows."""
+"""A bench: methods on one GPU, cell by cell. Each runs once and is compared with float64, then they take turns, and the rows are
+handed over.
+
+Everything runs in this process on the current CUDA device: torch tensors, torch events, references in CuPy.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
 import random
 import time
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 
-from tiledsched.checking.errors import Error
+from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.blame import first_line
+from tiledsched.core.errors import MeasureError, UnsupportedError
+from tiledsched.core.extras import installing
 from tiledsched.core.problem import Problem
-from tiledsched.core.rivals import Method
+from tiledsched.core.rivals import Arrays, Case, Method
+from tiledsched.measure.driver_timeout import asked
 from tiledsched.measure.estimate import Timing
-from tiledsched.measure.timing import STILL_WARM_S, Log, Stopwatch
-from tiledsched.rivals.methods import MATMUL
+from tiledsched.measure.nvml import ConditionsLog, current_device
+from tiledsched.measure.timing import GRAPH_LAUNCHES, STILL_WARM_S, Log, Stopwatch
+from tiledsched.measure.torch_timing import TorchStopwatch
+from tiledsched.rivals.methods import (
+    MATMUL,
+    Trial,
+    capture_short,
+    case_error,
+    make_case,
+    our_kernel_is_missing,
+    output_dtype,
+    try_call,
+)
 from tiledsched.rivals.rows import OK, BenchRow, Cell
 from tiledsched.rivals.sampling import LEAST_SAMPLES, USUAL_PACE, Pace, sample_counts, sample_in_turn
-from tiledsched.rivals.trials import Trial
+
+PACKAGES = ("torch", "triton", "cuda-tile", "tilegym", "flash-attn", "flash-attn-4", "nvidia-cutlass-dsl")
+"""Packages whose versions are recorded, where they are installed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +71,8 @@ class Ready:
     """What a few calls took; its rough time is of one sample, which may be a replay of `launches` calls."""
     launches: int = 0
     """Calls in one CUDA graph; 0 where the method is called without a graph."""
-    error: Error | None = None
-    """Its error against float64; None for the matmul."""
-    compared: str = ""
-    """How much of the output was compared: `all`, or a number of (batch, head) pairs such as `4/64`."""
-    details: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of its row that only our own methods have: schedule, provenance, measured_program."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of its row: of its error against float64, and for our own methods schedule, provenance and measured_program."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,21 +89,65 @@ class PreparedCell:
     """Records the state of the GPU."""
 
 
-class Harness(Protocol):
-    """The GPU and the libraries on it; tests replace it."""
+class TorchHarness:
+    """Runs methods on the current CUDA device.
 
-    device: str
-    """Name of the GPU."""
-    versions: str
-    """Driver and libraries, in one line."""
+    Args:
+        verify: also compile what our own method launches, where that is known, and compare its machine code with the
+            measured artifact; about a second a problem.
+        own: computes a problem by our own kernel; see :func:`tiledsched.rivals.methods.make_case`.
+
+    Raises:
+        MeasureError: torch or CuPy is missing, or torch sees no CUDA device.
+    """
+
+    def __init__(self, *, verify: bool = False, own: Callable[..., Any] = our_kernel_is_missing) -> None:
+        try:
+            import cupy
+            import torch
+        except ImportError as error:
+            raise MeasureError(f"{error.name} is not installed; run: {installing('gpu')}") from error
+        if not torch.cuda.is_available():
+            raise MeasureError("torch sees no CUDA device; run: tiledsched doctor")
+        self._torch, self._cupy, self._verify, self._own = torch, cupy, verify, own
+        device = current_device()
+        self.device, self.arch, self._memory_bytes = device.name, device.arch, device.memory_bytes
+        self.versions = versions(torch, device.driver)
+        self._flush = torch.empty(max(2 * device.l2_bytes, 1 << 26), dtype=torch.uint8, device="cuda")
 
     def prepare(self, problem: Problem, methods: Sequence[Method], regime: str) -> PreparedCell:
-        """Make inputs and reference, run every method once, and compare its outputs.
+        """Make inputs and reference, run every method once, and compare its outputs with float64.
 
         Raises:
             MeasureError: the GPU cannot be used any more.
         """
-        ...
+        torch, failed = self._torch, {}
+        found: list[Ready] = []
+        try:
+            torch.cuda.empty_cache()
+            case = make_case(torch, self._cupy, problem, self._own)
+            torch.cuda.synchronize()
+        except (RuntimeError, MemoryError) as error:
+            if not _out_of_memory(error):
+                raise _lost(error) from error
+            failed, methods = {each.name: "out of memory: the inputs" for each in methods}, ()
+        for method in methods:
+            outcome = self._try(method, case)
+            if isinstance(outcome, str):
+                failed[method.name] = outcome
+            else:
+                found.append(outcome)
+        trials = [each.trial for each in found]
+        host_us = max((each.host_us for each in trials), default=0.0)
+        watch = TorchStopwatch(torch, [each.call for each in trials], self._flush, host_us=host_us)
+        launches = capture_short(watch, trials) if regime == "sustained" else [0] * len(trials)
+        for index, (ready, count) in enumerate(zip(found, launches, strict=True)):
+            if count:
+                trial = replace(ready.trial, look_us=ready.trial.look_us * GRAPH_LAUNCHES)
+                ready = replace(ready, trial=trial, launches=count)
+            about = details(ready.method, case.arrays, verify=self._verify, captured=count > 0)
+            found[index] = replace(ready, fields={**ready.fields, **about})
+        return PreparedCell(ready=tuple(found), failed=failed, watch=watch, log=ConditionsLog(ask=asked))
 
     def check(self) -> None:
         """Make sure that the GPU can still be used.
@@ -93,13 +155,107 @@ class Harness(Protocol):
         Raises:
             MeasureError: it cannot.
         """
-        ...
+        try:
+            self._torch.cuda.synchronize()
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+    def _try(self, method: Method, case: Case) -> Ready | str:
+        """Call a method a few times: what was learnt, or why the method takes no part."""
+        torch, problem = self._torch, case.arrays.problem
+        refusal = method.refusal(problem, self._memory_bytes)
+        if refusal:
+            return refusal
+        try:
+            with warnings.catch_warnings():  # torch warns why it refuses a backend; the status says that it did
+                warnings.simplefilter("ignore")
+                call = method.make(case.arrays)
+                out = call()
+                torch.cuda.synchronize()
+                found = None if method.name == MATMUL else case_error(self._cupy, case, out)
+                del out
+                trial = try_call(torch, call, self._flush)
+        except UnsupportedError as error:
+            return f"not served: {error}"
+        except Exception as error:
+            self._check_context(method, error)
+            return "out of memory" if _out_of_memory(error) else first_line(error)
+        if found is None:
+            return Ready(method=method, trial=trial)
+        about = {"max_abs_err": found.max_abs, "rel_err": found.relative, "output_errs": found.by_output}
+        about["compared"] = case.compared
+        return found.verdict(output_dtype(problem)) or Ready(method=method, trial=trial, fields=about)
+
+    def _check_context(self, method: Method, error: Exception) -> None:
+        """Make sure that the GPU can still be used after `error`. An illegal access breaks the CUDA context of this
+        process for good.
+
+        Raises:
+            MeasureError: it cannot.
+        """
+        try:
+            self._torch.cuda.synchronize()
+        except RuntimeError as broken:
+            raise MeasureError(
+                f"{method.name} broke the CUDA context ({first_line(error)}); run again, and "
+                "without that method with --methods"
+            ) from broken
+        self._torch.cuda.empty_cache()
+
+
+def details(method: Method, arrays: Arrays, *, verify: bool, captured: bool) -> dict[str, Any]:
+    """Fields of the row of one of our own methods: schedule, provenance and measured_program. If they cannot be found out, the
+    row keeps its times and says so.
+
+    Args:
+        method: the method.
+        arrays: its inputs.
+        verify: also compile what is launched, to compare its machine code with the measured artifact.
+        captured: whether the method was timed in a CUDA graph, where another rival may be served.
+    """
+    if method.explain is None:
+        return {}
+    try:
+        found = method.explain(arrays, verify)
+    except Exception as error:
+        return {"provenance": f"not known: {first_line(error)}"}
+    rival = found.in_graphs if captured else found.rival
+    if method.names_rivals and rival:
+        return {"schedule": rival, "provenance": "rival", "measured_program": None}
+    return {
+        "schedule": found.served.schedule.short(),
+        "provenance": found.served.provenance,
+        "measured_program": found.is_measured_program if verify else None,
+    }
+
+
+def _lost(error: Exception) -> MeasureError:
+    return MeasureError(
+        f"the GPU cannot be used any more ({first_line(error)}); run again, and with --methods "
+        "leave out the one that broke it"
+    )
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    return type(error).__name__ == "OutOfMemoryError"  # torch's or CuPy's
+
+
+def versions(torch: Any, driver: str) -> str:
+    """Versions of the driver and the libraries, in one line."""
+    parts = [f"driver {driver}", f"CUDA {torch.version.cuda}", f"cuDNN {torch.backends.cudnn.version()}"]
+    for package in PACKAGES:
+        try:
+            parts.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    compiler = compiler_at_hand()
+    return " ".join([*parts, *([f"tileiras {compiler}"] if compiler else [])])
 
 
 def run_bench(
     problems: Sequence[Problem],
     options: BenchOptions,
-    harness: Harness,
+    harness: Any,
     *,
     done: Collection[Cell] = (),
     keep: Callable[[Sequence[BenchRow]], None] = lambda rows: None,
@@ -111,7 +267,7 @@ def run_bench(
     Args:
         problems: what to compute.
         options: methods, regimes and how long.
-        harness: what runs the methods.
+        harness: what runs the methods, as :class:`tiledsched.rivals.bench.TorchHarness` does; tests bring another.
         done: cells to leave out.
         keep: called with the rows of each cell as soon as they are known.
         progress: called with a line for each cell.
@@ -149,7 +305,7 @@ def _times_of(rows: Sequence[BenchRow]) -> str:
 
 
 def bench_cell(
-    harness: Harness, cell: Cell, options: BenchOptions, share_s: float | None = None, still_warm: bool = False
+    harness: Any, cell: Cell, options: BenchOptions, share_s: float | None = None, still_warm: bool = False
 ) -> list[BenchRow]:
     """The rows of one cell, in the order of the methods.
 
@@ -190,13 +346,22 @@ def bench_cell(
             conditions=conditions,
             taken=f"{datetime.now(timezone.utc):%Y-%m-%d}",
         )
-        timed = method.name in samples
-        rows.append(_with_times(row, ready[method.name], samples[method.name]) if timed else row)
+        if method.name in samples:
+            timed, own = samples[method.name], ready[method.name]
+            row = replace(
+                row,
+                timing=Timing.of(timed),
+                p95_us=float(numpy.percentile(timed, 95)),
+                samples=len(timed),
+                conditions=replace(conditions, graph_launches=own.launches),
+                **own.fields,
+            )
+        rows.append(row)
     return _against_ceiling(rows)
 
 
 def _sampled(
-    harness: Harness, prepared: PreparedCell, counts: Sequence[int], cell: Cell, pace: Pace, failed: dict[str, str]
+    harness: Any, prepared: PreparedCell, counts: Sequence[int], cell: Cell, pace: Pace, failed: dict[str, str]
 ) -> dict[str, list[float]]:
     """Method -> its samples in microseconds. Methods without enough of them are added to `failed`."""
     regime, problem = cell
@@ -221,21 +386,6 @@ def _sampled(
                 "times are the host's"
             )
     return enough
-
-
-def _with_times(row: BenchRow, ready: Ready, samples: Sequence[float]) -> BenchRow:
-    if ready.error is not None:
-        error = ready.error
-        row = replace(row, max_abs_err=error.max_abs, rel_err=error.relative, output_errs=error.by_output)
-        row = replace(row, compared=ready.compared)
-    return replace(
-        row,
-        timing=Timing.of(samples),
-        p95_us=float(numpy.percentile(samples, 95)),
-        samples=len(samples),
-        conditions=replace(row.conditions, graph_launches=ready.launches),
-        **ready.details,
-    )
 
 
 def _against_ceiling(rows: Sequence[BenchRow]) -> list[BenchRow]:

@@ -4,7 +4,7 @@
 was served untuned (`python -m docs.studies.untuned`). It also has the times of rivals in the tables that ship. Entries of other
 layers add theirs.
 
-Times are told as logarithms of their ratio to an estimate: ours to what the performance model gives for the schedule, a rival's
+Times are stored as logarithms of their ratio to an estimate: ours to what the performance model gives for the schedule, a rival's
 to the mean of what the GPU's rates allow and what the model gives for our default schedule. The ratio on another problem is
 interpolated from the nearest timed ones by kriging: the best linear unbiased estimate where values agree the more the nearer two
 problems are. Its standard error is the spread. No problem is fitted alone.
@@ -62,7 +62,7 @@ class TimedProblem:
     us: Mapping[str, float]
     """Microseconds by method; of ours, with the schedule that was served untuned."""
     base_us: float
-    """The estimate that rivals' times are told beside; see :func:`base_us`."""
+    """The estimate that rivals' times are divided by; see :func:`base_us`."""
     ours_us: float | None = None
     """What the model gives for the schedule of ours that was timed; None where none was."""
 

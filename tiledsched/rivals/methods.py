@@ -1,17 +1,26 @@
-"""The methods that a kernel names beside our own, and the names of ours, which `tiledsched.ops.bench` makes."""
+"""The methods of a bench that are rivals of our kernel, the case of a problem that every method computes, how far its outputs are
+from float64, and what a few calls tell before methods take turns.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from tiledsched.core.errors import UnsupportedError
+from tiledsched.checking.errors import NOT_FINITE, Error, error_of
+from tiledsched.core.arrays import RELATIVE_ERRORS, ArraySpec
+from tiledsched.core.cases import expected_outputs, output_specs, random_inputs
+from tiledsched.core.errors import MeasureError, UnsupportedError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import SHIPPED
-from tiledsched.core.rivals import Arrays, Call, Function, Method, called
+from tiledsched.core.rivals import Arrays, Call, Case, Function, Method, called
+from tiledsched.measure.timing import GRAPH_BELOW_US, GRAPH_LAUNCHES
+from tiledsched.measure.torch_arrays import as_tensors
+from tiledsched.measure.torch_timing import LOOKS, SPIN_MARGIN, TorchStopwatch, host_cost_us
 
 OURS = "tiledsched"
 """The method that always runs our kernel."""
@@ -20,12 +29,17 @@ SERVED = "served"
 LEFT_OUT = "left_out"
 """The method that runs what would be served if nobody had tuned the suites that hold the problem."""
 DETERMINISTIC = "deterministic"
-"""The method that runs our kernel with a fixed order of sums, where a kernel may be asked for that."""
+"""The method that runs our kernel with a fixed order of sums, where a kernel has the flag `deterministic`."""
 FLASH_4 = "flash_attention_4"
-"""FlashAttention-4, which torch can be told to use: a summary counts it among torch's methods."""
+"""FlashAttention-4. torch can be set to use it, so a summary counts it among torch's methods."""
 MATMUL = "matmul"
 MATMUL_SIZE = 8192
 """Rows and columns of the square matrices whose product is the practical ceiling of arithmetic."""
+VARIANT_LOOKS = 5
+"""Launches of each variant of a method, of which the fastest counts."""
+
+
+# Which methods there are
 
 
 def rivals_module(kernel: KernelClass) -> Any:
@@ -36,9 +50,9 @@ def rivals_module(kernel: KernelClass) -> Any:
     return importlib.import_module(f"{folder}.rivals")
 
 
-def methods_beside(kernel: KernelClass, problems: Sequence[Problem]) -> list[Method]:
-    """The methods beside our own: those that the kernel's folder lists and that know one of the problems, where some are named;
-    of a kernel that does not ship, the rivals that it names for one of them.
+def rival_methods(kernel: KernelClass, problems: Sequence[Problem]) -> list[Method]:
+    """The rivals of a kernel as methods: those that the kernel's folder lists and that know one of the problems, or any where no
+    problem is named; of a kernel that does not ship, the rivals that it names for one of the problems.
     """
     module = rivals_module(kernel)
     if module is not None:
@@ -64,3 +78,137 @@ def _matmul(arrays: Arrays) -> Call:
 
 CEILING = Method(name=MATMUL, make=_matmul, by_name=True, flops=2.0 * MATMUL_SIZE**3)
 """The product whose rate is the ceiling of the other methods' rates."""
+
+
+# What they compute
+
+
+def our_kernel_is_missing(problem: Problem, tensors: Any) -> Any:
+    """Stands for our own kernel where nobody handed it over.
+
+    Raises:
+        UnsupportedError: in every call.
+    """
+    raise UnsupportedError("the inputs of this problem are made by our own kernel, which is not here")
+
+
+def make_case(torch: Any, cupy: Any, problem: Problem, own: Callable[..., Any] = our_kernel_is_missing) -> Case:
+    """The case of a problem: its inputs are the same in every run.
+
+    Args:
+        torch: the module.
+        cupy: the module; NumPy in tests.
+        problem: what is computed. The file `rivals.py` of its kernel may make the case in its own way.
+        own: computes a problem by our own kernel, given the problem and its tensors: inputs may be outputs of another kernel.
+    """
+    kernel = problem.declaration
+    made: Callable[..., Case] | None = getattr(rivals_module(kernel), "bench_case", None)
+    if made is not None:
+        case = made(torch, cupy, problem, own)
+    else:
+        stored = random_inputs(kernel, cupy, cupy.random.default_rng(int(problem.id, 16) % 2**31), problem)
+        right = expected_outputs(kernel, cupy, problem, stored, "float64")
+        specs = output_specs(kernel, problem)
+        case = Case(
+            arrays=Arrays(torch=torch, problem=problem, tensors=as_tensors(torch, problem, stored)),
+            expected={spec.name: as_list(spec, each) for spec, each in zip(specs, right, strict=True)},
+            parts=lambda outputs: {spec.name: as_list(spec, outputs[spec.name]) for spec in specs},
+        )
+
+    def look_us(call: Call) -> float:
+        call()  # compiles, and tunes what tunes itself
+        return try_call(torch, call, torch.empty(1, device="cuda"), VARIANT_LOOKS).look_us
+
+    torch.cuda.synchronize()
+    return replace(case, arrays=replace(case.arrays, look_us=look_us))
+
+
+def as_list(spec: ArraySpec, value: Any) -> list[Any]:
+    """The arrays of one output, which may be a list of them."""
+    return list(value) if spec.listed else [value]
+
+
+def outputs_by_name(problem: Problem, out: Any) -> dict[str, Any]:
+    """A method's outputs by name.
+
+    Raises:
+        MeasureError: the method returns too few outputs, or outputs of other shapes.
+    """
+    specs = output_specs(problem.declaration, problem)
+    outputs = list(out) if isinstance(out, (tuple, list)) else [out]
+    if len(specs) == 1 and specs[0].listed:
+        outputs = [outputs]
+    if len(outputs) < len(specs):
+        names = ", ".join(spec.name for spec in specs)
+        raise MeasureError(f"it returns {len(outputs)} arrays; the outputs are {names}")
+    for spec, made in zip(specs, outputs, strict=False):
+        for one, shape in zip(as_list(spec, made), spec.shapes, strict=True):
+            if tuple(one.shape) != tuple(shape):
+                raise MeasureError(f"its {spec.name} has shape {tuple(one.shape)}, not {tuple(shape)}")
+    return {spec.name: made for spec, made in zip(specs, outputs, strict=False)}
+
+
+def case_error(cupy: Any, case: Case, out: Any) -> Error:
+    """How far a method's outputs are from float64; `NOT_FINITE` where an element of any of them is infinite or NaN.
+
+    Raises:
+        MeasureError: the method returns too few outputs, or outputs of other shapes.
+    """
+    torch, problem = case.arrays.torch, case.arrays.problem
+    outputs = outputs_by_name(problem, out)
+    every = [one for spec in output_specs(problem.declaration, problem) for one in as_list(spec, outputs[spec.name])]
+    if not all(bool(torch.isfinite(one).all()) for one in every):
+        return NOT_FINITE
+    found = {}
+    for name, parts in case.parts(outputs).items():
+        wide = (cupy.from_dlpack(one.detach().to(torch.float64).contiguous()) for one in parts)
+        found[name] = error_of(cupy, zip(wide, case.expected[name], strict=True))
+    return Error.of_outputs(found)
+
+
+def output_dtype(problem: Problem) -> str:
+    """The element type by which outputs are judged; where outputs differ, the least accurate one."""
+    outputs = output_specs(problem.declaration, problem)
+    return max((each.dtype for each in outputs), key=lambda dtype: RELATIVE_ERRORS.get(dtype, 0.0))
+
+
+# What a few calls tell
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A call that ran."""
+
+    call: Call
+    """Computes the problem once."""
+    look_us: float
+    """Rough time of a call on the GPU, in microseconds."""
+    host_us: float = 0.0
+    """Time until a call returns, in microseconds."""
+
+
+def try_call(torch: Any, call: Call, flush: Any, looks: int = LOOKS) -> Trial:
+    """Time a call roughly, on the host and on the GPU.
+
+    Args:
+        torch: the module.
+        call: has been called before.
+        flush: a tensor larger than the L2 cache.
+        looks: launches that are timed; the quickest counts.
+    """
+    host_us = host_cost_us(torch, call)
+    watch = TorchStopwatch(torch, [call], flush, host_us=host_us)
+    look_us = min(watch.read(watch.queue(0, paced=True)) for _ in range(looks))
+    return Trial(call=call, look_us=look_us, host_us=host_us)
+
+
+def capture_short(watch: TorchStopwatch, trials: Sequence[Trial]) -> list[int]:
+    """Have the stopwatch time short calls as CUDA graphs: back to back, what costs the host more than the GPU would be timed with
+    the host's part. Returns the calls in each graph, 0 for what is called without one.
+    """
+    return [
+        GRAPH_LAUNCHES
+        if each.look_us < max(GRAPH_BELOW_US, SPIN_MARGIN * each.host_us) and watch.capture(index, GRAPH_LAUNCHES)
+        else 0
+        for index, each in enumerate(trials)
+    ]

@@ -12,15 +12,14 @@ import logging
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from tiledsched.core.errors import Failure, FailureKind, MeasureError
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.processes import python_command
+from tiledsched.measure.estimate import Timing
 from tiledsched.measure.gpu import GpuRunner
 from tiledsched.measure.runner import Candidate, RivalTime
-from tiledsched.measure.statistics import median_interval
 from tiledsched.measure.timing import BURST_GAP_S
 
 log = logging.getLogger("tiledsched")
@@ -29,58 +28,50 @@ ROUNDS = {"burst": 30, "sustained": 200}
 """Samples of each, by regime."""
 LEAST_ROUNDS = 6
 """Samples below which a rival counts as not timed: fewer have no 95% interval."""
-CONFIDENCE = 0.95
 VERSIONS_S = 300.0
 """How long their versions may take: packages are imported, and one may compile itself meanwhile."""
 RACE_S = 600.0
 """How long a race of rivals may take: some compile themselves, for minutes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RivalSamples:
-    """What the rivals' process reports of one of them."""
+def rival_time(
+    name: str,
+    samples_us: Sequence[float],
+    ours_us: Sequence[float],
+    *,
+    host_us: float,
+    version: str,
+    capturable: bool,
+    failure: str = "",
+) -> RivalTime:
+    """What a rival takes: medians, and the interval of the ratio by round.
 
-    name: str
-    """Its name in the kernel's declaration."""
-    failure: str = ""
-    """Why it was not timed; empty where it was."""
-    samples_us: tuple[float, ...] = ()
-    """Its samples in microseconds; NaN where the host was late."""
-    ours_us: tuple[float, ...] = ()
-    """Samples of our winner in the same rounds."""
-    host_us: float = 0.0
-    """Microseconds that a call takes the host."""
-    capturable: bool = False
-    """Whether it was captured in a CUDA graph and replayed."""
-    version: str = ""
-    """Version of the package that computes."""
-
-
-def rival_time(told: RivalSamples) -> RivalTime:
-    """Medians, and the interval of the ratio by round."""
-    pairs = [
-        (theirs, ours)
-        for theirs, ours in zip(told.samples_us, told.ours_us, strict=True)
-        if not (math.isnan(theirs) or math.isnan(ours))
-    ]
-    failure = told.failure
-    if not failure and len(pairs) < LEAST_ROUNDS:
-        failure = "host too slow: the GPU waited for it nearly every time"
+    Args:
+        name: its name in the kernel's declaration.
+        samples_us: its samples in microseconds; NaN where the host was late.
+        ours_us: samples of our winner in the same rounds.
+        host_us: microseconds that a call takes the host.
+        version: of the package that computes.
+        capturable: whether it was captured in a CUDA graph and replayed.
+        failure: why its samples say nothing; empty where they do.
+    """
+    pairs = [pair for pair in zip(samples_us, ours_us, strict=True) if not any(map(math.isnan, pair))]
+    if len(pairs) < LEAST_ROUNDS:
+        failure = failure or "host too slow: the GPU waited for it nearly every time"
     if failure:
-        return RivalTime(name=told.name, failure=failure, host_us=round(told.host_us, 1), version=told.version)
-    ratios = [theirs / ours for theirs, ours in pairs]
-    low, high = median_interval(ratios, CONFIDENCE)
+        return RivalTime(name=name, failure=failure, host_us=round(host_us, 1), version=version)
+    ratio = Timing.of([theirs / ours for theirs, ours in pairs])
     return RivalTime(
-        name=told.name,
+        name=name,
         median_us=statistics.median(theirs for theirs, _ in pairs),
         ours_us=statistics.median(ours for _, ours in pairs),
-        ratio=statistics.median(ratios),
-        ratio_low=low,
-        ratio_high=high,
+        ratio=ratio.median_us,
+        ratio_low=ratio.ci_low_us,
+        ratio_high=ratio.ci_high_us,
         samples=len(pairs),
-        host_us=round(told.host_us, 1),
-        capturable=told.capturable,
-        version=told.version,
+        host_us=round(host_us, 1),
+        capturable=capturable,
+        version=version,
     )
 
 
@@ -128,7 +119,8 @@ class RivalRaces:
             log.warning("%s: its rivals were not timed: %s", problem, answer.message)
             self._problem = None
             return None
-        return [rival_time(each) for each in answer]
+        times: list[RivalTime] = answer
+        return times
 
     def versions(self, problem: Problem) -> Mapping[str, str]:
         """Name -> version of every rival of `problem` that is installed; none where the process cannot say."""

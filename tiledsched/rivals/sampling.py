@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from tiledsched.measure.timing import BURST_GAP_S, SUSTAINED_REWARM_S, SUSTAINED_WARMUP_S, Log, Stopwatch
 
@@ -30,18 +30,6 @@ POLL_S = 0.020
 """Seconds between two readings of the clocks, at least."""
 
 
-class Clock(Protocol):
-    """What the module `time` offers; tests replace it."""
-
-    def perf_counter(self) -> float:
-        """Seconds since some moment."""
-        ...
-
-    def sleep(self, seconds: float, /) -> None:
-        """Wait."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Pace:
     """Pauses between launches, and how long the GPU is warmed up."""
@@ -52,8 +40,8 @@ class Pace:
     """In the sustained regime, seconds of launches before samples count."""
     rewarm_s: float = SUSTAINED_REWARM_S
     """The same where another sustained cell has just ended."""
-    clock: Clock = time
-    """Tells the time and waits."""
+    clock: Any = time
+    """Tells the time by `perf_counter` and waits by `sleep`, both in seconds; tests bring another."""
 
 
 USUAL_PACE = Pace()

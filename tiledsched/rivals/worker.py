@@ -22,15 +22,15 @@ from tiledsched.core.rivals import Call, Function, call_on
 from tiledsched.measure import timing
 from tiledsched.measure.arrays import Launch, ProblemArrays
 from tiledsched.measure.nvml import ConditionsLog
+from tiledsched.measure.runner import RivalTime
 from tiledsched.measure.timing import sample_rounds
 from tiledsched.measure.torch_arrays import as_stored, as_tensors
 from tiledsched.measure.torch_timing import TorchStopwatch
-from tiledsched.rivals.cases import as_list, outputs_by_name
-from tiledsched.rivals.races import RivalSamples
-from tiledsched.rivals.trials import Trial, capture_short, try_call
+from tiledsched.rivals.methods import Trial, as_list, capture_short, outputs_by_name, try_call
+from tiledsched.rivals.races import rival_time
 
 LONGEST = 200
-"""Characters of an error's first line that are told."""
+"""Most characters of an error's first line that are reported."""
 
 
 class Rivals:
@@ -51,8 +51,8 @@ class Rivals:
 
     def race(
         self, state: Any, rounds: int, regime: str, seed: int, gap_ms: float, launch: Launch
-    ) -> list[RivalSamples] | Failure:
-        """Samples of every rival of the current problem whose result is right, with our winner's of the same rounds."""
+    ) -> list[RivalTime] | Failure:
+        """What every rival of the current problem takes whose result is right, in the same rounds as our winner."""
         torch = self._torch
         named = state.arrays.kernel.rivals(state.arrays.problem)
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -62,13 +62,13 @@ class Rivals:
                 tried = {name: each for name, each in found.items() if isinstance(each, Trial)}
                 timed = self._sample(state, launch, tried, flush, rounds, regime, seed, gap_ms) if tried else {}
                 return [
-                    RivalSamples(name=name, version=self._version(named[name]), **timed[name])
+                    rival_time(name, **timed[name], host_us=each.host_us, version=self._version(named[name]))
                     if isinstance(each, Trial)
-                    else RivalSamples(name=name, failure=each)
+                    else RivalTime(name=name, failure=each)
                     for name, each in found.items()
                 ]
             finally:
-                with suppress(RuntimeError):  # of a context that is lost, which is told elsewhere
+                with suppress(RuntimeError):  # where the context is lost, another error says so
                     torch.cuda.empty_cache()
 
     def _try(self, function: Function, arrays: ProblemArrays, launch: Launch, flush: Any) -> Trial | str:
@@ -142,7 +142,7 @@ class Rivals:
         seed: int,
         gap_ms: float,
     ) -> dict[str, dict[str, Any]]:
-        """Name -> what :class:`RivalSamples` says of a rival that was timed."""
+        """Name -> the samples of a rival that was timed and of our winner, and what else :func:`rival_time` takes of them."""
         torch, ours = self._torch, self._ours(state, launch)
         ours()
         torch.cuda.synchronize()
@@ -167,9 +167,8 @@ class Rivals:
         return {
             name: {
                 "failure": f"timed {disturbance}" if disturbance else "",
-                "samples_us": tuple(theirs),
-                "ours_us": tuple(samples[0]),
-                "host_us": each.host_us,
+                "samples_us": theirs,
+                "ours_us": samples[0],
                 "capturable": TorchStopwatch(torch, [each.call], flush).capture(0, 1),
             }
             for (name, each), theirs in zip(tried.items(), samples[1:], strict=True)

@@ -20,10 +20,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tiledsched.build.cubin import Artifact, read_artifact
+from tiledsched.build.cubin import Artifact
 from tiledsched.build.host_code import REFERENCE, host_folder
+from tiledsched.build.store import checked_artifact
 from tiledsched.core.device import arch_spec
-from tiledsched.core.errors import ConfigError, TiledschedError
+from tiledsched.core.errors import CompilerError, ConfigError, TiledschedError
 from tiledsched.core.files import MOST_BYTES, TooLargeError, kind_of_file, write_whole
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
@@ -108,21 +109,14 @@ class Bundle:
         try:
             with zipfile.ZipFile(self.path) as file:
                 code = _member(file, name)
-            artifact = read_artifact(code, program.arch)
+            artifact = checked_artifact(code, program.arch, program.fingerprint, program.host_arch)
+            if hashlib.sha256(code).hexdigest() != self.hashes.get(name):
+                raise CompilerError("it has another hash than the bundle lists")
             measured = self._measured(program)
+            if measured and program.fingerprint not in measured:
+                raise CompilerError(f"it is not machine code {min(measured)}, which was measured")
         except Exception as error:  # damage may look like anything
             raise ConfigError(f"{self.path} is damaged ({name}: {error}); {MAKE}") from error
-        wrong = ""
-        if artifact.fingerprint != program.fingerprint:
-            wrong = f"is machine code {artifact.fingerprint}"
-        elif artifact.host_arch not in ("", program.host_arch):
-            wrong = f"is for {artifact.host_arch} hosts"
-        elif hashlib.sha256(code).hexdigest() != self.hashes.get(name):
-            wrong = "has another hash than the bundle lists"
-        elif measured and program.fingerprint not in measured:
-            wrong = f"is not machine code {min(measured)}, which was measured"
-        if wrong:
-            raise ConfigError(f"{self.path} is damaged ({name} {wrong}); {MAKE}")
         return replace(artifact, cubin=code)
 
     def _measured(self, program: BundledProgram) -> set[str]:

@@ -56,7 +56,7 @@ class _Noted:
     def __init__(self, number: int, line: dict[str, Any]) -> None:
         self.line = {"v": VERSION, "id": number, **line}
         self.calls = itertools.count()
-        self.is_written, self.told = False, 0
+        self.is_written, self.written_calls = False, 0
         self._not_calls = 0
         """How often the counter was moved by anything but a call of this process."""
 
@@ -69,7 +69,7 @@ class _Noted:
         """Note that the calls so far were those of the process that this one was forked from."""
         inherited = self.count()
         self._not_calls += inherited
-        self.is_written, self.told = False, 0
+        self.is_written, self.written_calls = False, 0
 
 
 class _Notes:
@@ -106,7 +106,9 @@ class _Notes:
         """Write problems that are not on disk yet; with `counts` also the calls of all problems, where they changed."""
         with self._lock:
             changed = (
-                {each: calls for each in self._noted.values() if (calls := each.count()) != each.told} if counts else {}
+                {each: calls for each in self._noted.values() if (calls := each.count()) != each.written_calls}
+                if counts
+                else {}
             )
             new = [each for each in dict.fromkeys([*wanted, *changed]) if not each.is_written]
             lines = [each.line for each in new]
@@ -118,7 +120,7 @@ class _Notes:
             for each in new:
                 each.is_written = True
             for each, calls in changed.items():
-                each.told = calls
+                each.written_calls = calls
             if counts:
                 self._counted = time.monotonic()
 

@@ -45,9 +45,9 @@ class Step:
     link: str
     """The name of its class."""
     said: str = ""
-    """What it says of its answer; empty where it had none, or left that of the links before as it was."""
+    """Words of the reason that this link gives; empty where it had no answer, or did not change it."""
     leads: bool = False
-    """Whether that stands before what the links before it said."""
+    """Whether these words stand before those of earlier links."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +94,9 @@ class Served:
         return replace(self, steps=(*self.steps, step), **changes)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)  # not frozen, because one is made for each plan
 class Question:
-    """What the links of the chain are asked: the schedule for a problem on one arch."""
+    """What a problem asks the links of the chain: its schedule on one arch."""
 
     problem: Problem
     """What is to be computed."""
@@ -149,15 +149,16 @@ Refiner = Callable[[Question, Served], Served]
 class Exact(Link):
     """What was measured for this very problem."""
 
-    def __call__(self, asked: Question) -> Served | None:
+    def __call__(self, question: Question) -> Served | None:
         """What was measured on this device; else on another of its arch, or of one whose machine code is the same."""
-        table, name = asked.table, asked.device_name
-        entry = table.measured_for(asked.problem, name)
+        table, name = question.table, question.device_name
+        entry = table.measured_for(question.problem, name)
         if entry is None:
             return None
         here = entry.provenance == "measured" and name in ("", entry.device_name)
         said = f"this problem was measured on {'this device' if name and here else table.where(entry)}"
-        if getattr(asked.problem, "wide", False) and not entry.problem.wide:  # other machine code of the same schedule
+        # With 64-bit indices the same schedule is other machine code.
+        if getattr(question.problem, "wide", False) and not entry.problem.wide:
             here, said = False, f"{said}, but not in its wide form: these tensors take 64-bit indices"
         return Served(
             schedule=entry.schedule,
@@ -172,12 +173,12 @@ class Exact(Link):
 class Bucket(Link):
     """What was measured for a problem of the same bucket: of about the same lengths, and equal in all else."""
 
-    def __call__(self, asked: Question) -> Served | None:
+    def __call__(self, question: Question) -> Served | None:
         """What was measured for the nearest of them."""
-        table, about, bucketed = asked.table, asked.problem, asked.table.kernel.similarity.bucketed
-        near = {entry.problem: entry for entry in asked.alike if bucketed(entry.problem) == about}
-        ordered = sorted(near, key=lambda problem: (asked.distance(near[problem]), problem))
-        found = (table.measured_for(problem, asked.device_name) for problem in ordered)
+        table, about, bucketed = question.table, question.problem, question.table.kernel.similarity.bucketed
+        near = {entry.problem: entry for entry in question.alike if bucketed(entry.problem) == about}
+        ordered = sorted(near, key=lambda problem: (question.distance(near[problem]), problem))
+        found = (table.measured_for(problem, question.device_name) for problem in ordered)
         entry = next((each for each in found if each is not None), None)
         if entry is None:
             return None
@@ -187,25 +188,25 @@ class Bucket(Link):
             steps=(self.step(f"{entry.problem}, which is of about this size, was measured on {table.where(entry)}"),),
             entry=entry,
             is_own=True,
-            expected_loss=expected_loss(entry, asked.distance(entry), about),
+            expected_loss=expected_loss(entry, question.distance(entry), about),
         )
 
 
 class Neighbours(Link):
     """A schedule that won on measured problems of the same kind (see `tiledsched.serve.transfer`)."""
 
-    def __call__(self, asked: Question) -> Served | None:
+    def __call__(self, question: Question) -> Served | None:
         """The choice among the nearest, if one is in the neighbourhood or nearer than what the performance model chose for."""
-        chosen = asked.modelled[:1]
-        if chosen and asked.nearest(asked.alike) > max(NEIGHBOURHOOD, asked.nearest(chosen)):
+        chosen = question.modelled[:1]
+        if chosen and question.nearest(question.alike) > max(NEIGHBOURHOOD, question.nearest(chosen)):
             return None
-        return self.transferred(asked, asked.alike, asked.table.policy)
+        return self.transferred(question, question.alike, question.table.policy)
 
     def transferred(
-        self, asked: Question, entries: Sequence[Entry], policy: TransferParameters, what: str = ""
+        self, question: Question, entries: Sequence[Entry], policy: TransferParameters, what: str = ""
     ) -> Served | None:
         """A choice among the schedules that won on other problems; `what` describes these for the reason."""
-        table, problem = asked.table, asked.problem
+        table, problem = question.table, question.problem
         found = transfer(problem, entries, table.space, table.spec, policy) if table.spec else None
         if found is None:
             return None
@@ -227,10 +228,10 @@ class Neighbours(Link):
 class Modelled(Link):
     """What the performance model chose, which predicts a problem better than winners of another kind do."""
 
-    def __call__(self, asked: Question) -> Served | None:
+    def __call__(self, question: Question) -> Served | None:
         """The entry for this problem or the nearest one of its kind. The next choices are its runner-up, and what the model
         chose for the problems after it."""
-        space, problem, usable = asked.table.space, asked.problem, asked.modelled
+        space, problem, usable = question.table.space, question.problem, question.modelled
         if not usable:
             return None
         entry = usable[0]
@@ -240,7 +241,7 @@ class Modelled(Link):
                 break
             if each not in choices and not space.unworkable(each, problem):
                 choices.append(each)
-        measured = "nothing near it" if asked.alike else "nothing"
+        measured = "nothing near it" if question.alike else "nothing"
         what = "this problem" if entry.problem == problem else f"the nearest problem ({entry.problem})"
         return Served(
             schedule=entry.schedule,
@@ -254,19 +255,19 @@ class Modelled(Link):
 class OtherKinds(Neighbours):
     """A schedule that won on measured problems of any kind."""
 
-    def __call__(self, asked: Question) -> Served | None:
+    def __call__(self, question: Question) -> Served | None:
         """The choice among all, unless the kernel says that problems of other kinds are useless."""
-        if not asked.alike and asked.table.kernel.similarity.requires_same_kind(asked.problem):
+        if not question.alike and question.table.kernel.similarity.requires_same_kind(question.problem):
             return None
-        return self.transferred(asked, asked.table.measured, OTHER_KIND, " of another kind")
+        return self.transferred(question, question.table.measured, OTHER_KIND, " of another kind")
 
 
 class ColdStart(Link):
     """The kernel's own choice for problems of which nothing was measured."""
 
-    def __call__(self, asked: Question) -> Served | None:
+    def __call__(self, question: Question) -> Served | None:
         """The choice, where it is not the default schedule."""
-        table, problem, default, spec = asked.table, asked.problem, asked.default, asked.table.spec
+        table, problem, default, spec = question.table, question.problem, question.default, question.table.spec
         if spec is None:
             return None
         choose = table.kernel.similarity.cold_start
@@ -280,23 +281,23 @@ class ColdStart(Link):
 class Default(Link):
     """The default schedule, which there always is."""
 
-    def __call__(self, asked: Question) -> Served:
+    def __call__(self, question: Question) -> Served:
         """The default schedule of this problem."""
-        said = f"nothing is known about {asked.table.arch} for this kind of problem"
-        return Served(schedule=asked.default, provenance="default", steps=(self.step(said),))
+        said = f"nothing is known about {question.table.arch} for this kind of problem"
+        return Served(schedule=question.default, provenance="default", steps=(self.step(said),))
 
 
 class Sound(Link):
     """The first choice that is not known to spill registers or to fail to build."""
 
-    def __call__(self, asked: Question, served: Served) -> Served:
+    def __call__(self, question: Question, served: Served) -> Served:
         """The first sound choice; where all are unsound, the one that spills least. Also where an accuracy gate passed it."""
-        choices, known, arch = (served.schedule, *served.alternatives), asked.table.spills, asked.table.arch
+        choices, known, arch = (served.schedule, *served.alternatives), question.table.spills, question.table.arch
         if served.alternatives and served.schedule.id in known:
             lost = []
             for each in choices:
                 classes = known.get(each.id, {})
-                found = classes_of(asked.problem, each, arch) if classes else []
+                found = classes_of(question.problem, each, arch) if classes else []
                 lost.append(max((classes.get(one, 0) for one in found), default=0))
             place = lost.index(min(lost))
             if place:
@@ -310,37 +311,37 @@ class Sound(Link):
                     schedule=choices[place],
                     alternatives=choices[place + 1 :],
                 )
-        return replace(served, gated=asked.table.gated(served.schedule))
+        return replace(served, gated=question.table.gated(served.schedule))
 
 
 class Rivals(Link):
     """The rivals that are faster."""
 
-    def __call__(self, asked: Question, served: Served) -> Served:
+    def __call__(self, question: Question, served: Served) -> Served:
         """By the times on this problem, else by those on near ones, else by what is forecast."""
-        table, problem, entry = asked.table, asked.problem, served.entry
+        table, problem, entry = question.table, question.problem, served.entry
         if not table.rivals:
             return served
         if served.is_own and entry is not None:
-            return replace(served, rivals=self._of_own(asked, entry, served.provenance == "measured"))
-        raced = asked.nearest(each for each in asked.alike if each.rivals)
+            return replace(served, rivals=self._of_own(question, entry, served.provenance == "measured"))
+        raced = question.nearest(each for each in question.alike if each.rivals)
         if raced > NEAR_ENOUGH and table.spec and table.timed:
             ours_us = table.modelled_us(problem, served.schedule)
-            forecasts = table.timed.forecast(problem, ours_us, table.modelled_us(problem, asked.default))
+            forecasts = table.timed.forecast(problem, ours_us, table.modelled_us(problem, question.default))
             if forecasts:
                 return replace(served, rivals=forecast_offers(table.kernel, forecasts))
         known = served.expected_loss
         loss = known.mean if known and known.arch == table.arch else 0.0
-        return replace(served, rivals=expected_offers(problem, asked.alike, loss))
+        return replace(served, rivals=expected_offers(problem, question.alike, loss))
 
     @staticmethod
-    def _of_own(asked: Question, entry: Entry, here: bool) -> tuple[Offer, ...]:
+    def _of_own(question: Question, entry: Entry, here: bool) -> tuple[Offer, ...]:
         """By the times in the problem's own entry, measured on this device or not; of rivals that were not timed there, by those
         on similar problems."""
-        where = "this device" if asked.device_name else asked.table.where(entry)
+        where = "this device" if question.device_name else question.table.where(entry)
         known = measured_offers(entry, where) if here else expected_offers(entry.problem, [entry], 0.0)
         names = {each.name for each in entry.rivals or ()}
-        near = expected_offers(entry.problem, asked.table.alike(entry.problem), 0.0)
+        near = expected_offers(entry.problem, question.table.alike(entry.problem), 0.0)
         offers = (*known, *(offer for offer in near if offer.name not in names))
         return tuple(sorted(offers, key=lambda offer: (offer.ratio, offer.name)))
 
@@ -348,22 +349,22 @@ class Rivals(Link):
 class Published(Link):
     """The rivals that are faster by published times."""
 
-    def __call__(self, asked: Question, served: Served) -> Served:
+    def __call__(self, question: Question, served: Served) -> Served:
         """Those rivals, on a GPU on which nothing like the problem was measured."""
-        table = asked.table
+        table = question.table
         if not table.rivals or served.rivals or served.provenance in MEASURED_PROVENANCES or not table.spec:
             return served
         return replace(
-            served, rivals=published_offers(asked.problem, served, asked.alike, table.arch, asked.device_name)
+            served, rivals=published_offers(question.problem, served, question.alike, table.arch, question.device_name)
         )
 
 
 class Evidence(Link):
     """What the evidence leaves open."""
 
-    def __call__(self, asked: Question, served: Served) -> Served:
+    def __call__(self, question: Question, served: Served) -> Served:
         """Whether the kernel has changed since, or the evidence was taken under other conditions than requested."""
-        entry, table = served.entry, asked.table
+        entry, table = served.entry, question.table
         if entry is None:
             return served
         if not served.stale and edited(entry, table.kernel):
@@ -385,13 +386,15 @@ class Evidence(Link):
 class Forced(Link):
     """The knobs that settings force, whatever was found."""
 
-    def __call__(self, asked: Question, served: Served) -> Served:
+    def __call__(self, question: Question, served: Served) -> Served:
         """The answer with those knobs.
 
         Raises:
             ConfigError: a forced knob is unknown or has a value that cannot work.
         """
-        forced, space, arch = asked.table.forced, asked.table.space, asked.table.arch
+        forced, space, arch = question.table.forced, question.table.space, question.table.arch
+        if not forced:
+            return served
         for name, value in forced.items():
             if name not in space.knobs:
                 raise ConfigError(f"forced knob {name!r} is not in {space.source}; known are {', '.join(space.knobs)}")
@@ -409,42 +412,44 @@ class Forced(Link):
         # A researcher may leave the listed choices and the paths explored, but not what the constraints say cannot work.
         # Where the rest of what is served does not go with them, the rest of the default may.
         broken = ""
-        for base, rest in ((served.schedule, ""), (asked.default, ", and the rest is the default's")) if forced else ():
+        for base, rest in ((served.schedule, ""), (question.default, ", and the rest is the default's")):
             schedule = base.replace(**forced)
-            values = space.constraint_values(asked.problem) | dict(schedule)
+            values = space.constraint_values(question.problem) | dict(schedule)
             unmet = "; ".join(f"{c.require} ({c.because})" for c in space.needed if not c.holds(values))
             if not unmet:
                 step = self.step(f"settings force {forced}{rest}; without them: ", leads=True)
                 steps, entry = (*served.steps, step), served.entry
                 return Served(schedule=schedule, provenance="forced", steps=steps, entry=entry, forced=forced)
             broken = broken or unmet
-        if broken:
-            raise ConfigError(f"forced knobs {forced} cannot work for {asked.problem} on {arch}: {broken}")
-        return served
+        raise ConfigError(f"forced knobs {forced} cannot work for {question.problem} on {arch}: {broken}")
 
 
 GUESSES: tuple[Finder, ...] = (Neighbours(), Modelled(), OtherKinds(), ColdStart(), Default())
 """The links that know a schedule for a problem that was not measured, one of which always does."""
+EXACT: tuple[Finder, ...] = (Exact(),)
+"""The link for a problem that was measured."""
+SHARED: tuple[Finder, ...] = (Bucket(), *GUESSES)
+"""The links for all problems of about one size that were not."""
 FOUND: tuple[Refiner, ...] = (Sound(), Rivals())
 """The links after one that found a schedule."""
 AT_LAST: tuple[Refiner, ...] = (Published(), Evidence(), Forced())
 """The links for each problem by itself, also where problems of about one size share what was found."""
 
 
-def find(links: Sequence[Finder], asked: Question, passed: Sequence[Step] = ()) -> Served | None:
+def find(links: Sequence[Finder], question: Question, passed: Sequence[Step] = ()) -> Served | None:
     """What the first link that has an answer finds, as :data:`FOUND` leaves it; None where no link has one. `passed` are
     steps to links that had none before."""
     steps = [*passed]
     for link in links:
-        served = link(asked)
+        served = link(question)
         if served is not None:
-            return refined(FOUND, asked, replace(served, steps=(*steps, *served.steps)))
+            return refined(FOUND, question, replace(served, steps=(*steps, *served.steps)))
         steps.append(Step(link=type(link).__name__))
     return None
 
 
-def refined(links: Sequence[Refiner], asked: Question, served: Served) -> Served:
+def refined(links: Sequence[Refiner], question: Question, served: Served) -> Served:
     """An answer as some links leave it."""
     for link in links:
-        served = link(asked, served)
+        served = link(question, served)
     return served

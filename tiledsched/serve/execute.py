@@ -93,7 +93,7 @@ def launch_plan(
     if index != runtime.current_device():  # cuTile launches on the current device, whatever the tensors say
         if index == ELSEWHERE:
             if plan.direct is not None and not first and numbers is None and rival_extras == ():
-                with suppress(Exception):  # whatever fails is tried again, and told, by the long way
+                with suppress(Exception):  # whatever fails is tried again, and reported, by the long way
                     if plan.device == runtime.current_device():
                         out = plan.direct.call(*tensors)
                         _, strides, dtype = plan.outputs[0]
@@ -169,7 +169,10 @@ def launch_first(
     Raises:
         LaunchError: every choice failed.
     """
-    stand_in = None if _is_strict() else stand_in
+    settings = process.settings()
+    strict = settings.compile == "wait" or settings.fallback == "error" or settings.rivals == "off"
+    # What deterministic algorithms compute must not depend on what has been compiled by then.
+    stand_in = None if strict or torch.are_deterministic_algorithms_enabled() else stand_in
     # On a stream other than the default one, torch has a capture warmed up, which is to hold our kernel.
     waits = stand_in is None or bool(process.runtime.current_stream(plan.device))
     building = cache.building.get(key, ())
@@ -212,14 +215,6 @@ def launch_first(
             log.info("%s: %s: the program is built, and serves from now on", plan.name, plan.problem)
         cache.keep_ready(key, plan)
     return result
-
-
-def _is_strict() -> bool:
-    """Whether settings say that nothing but our kernel computes, or that calls wait; or torch's say that every run is to give the
-    same bits, which do not depend on what has been compiled then."""
-    settings = process.settings()
-    never = settings.compile == "wait" or settings.fallback == "error" or settings.rivals == "off"
-    return never or torch.are_deterministic_algorithms_enabled()
 
 
 def _stand_in(plan: Plan, stand_in: Callable[[Plan], Any] | None, launch: Callable[[Plan], Any]) -> Any:
@@ -498,22 +493,22 @@ def scratch_arrays(wanted: tuple[ScratchArray, ...], device: Any, stream: int | 
     key = (wanted, device, stream, threading.get_ident())  # other threads' launches may lie between those of one call
     found = runtime.scratch.get(key)
     if found is None:
-        kept, missing, room = _new_scratch(wanted, device, stream), [], MAX_SHARED_BYTES
-        for place, each in sorted(enumerate(kept), key=lambda one: one[1].nbytes):
+        arrays, missing, room = _new_scratch(wanted, device, stream), [], MAX_SHARED_BYTES
+        for place, each in sorted(enumerate(arrays), key=lambda one: one[1].nbytes):
             room -= each.nbytes
             if room < 0:
                 missing.append(place)
-        if len(missing) < len(kept):
+        if len(missing) < len(arrays):
             if len(runtime.scratch) >= MAX_SHARED:
                 runtime.scratch.clear()
-            runtime.scratch[key] = [None if place in missing else each for place, each in enumerate(kept)], missing
-        return kept
-    kept, missing = found
+            runtime.scratch[key] = [None if place in missing else each for place, each in enumerate(arrays)], missing
+        return arrays
+    arrays, missing = found
     if missing:
-        kept = kept.copy()
+        arrays = arrays.copy()
         for place in missing:
-            (kept[place],) = _new_scratch(wanted[place : place + 1], device, stream)
-    return kept
+            (arrays[place],) = _new_scratch(wanted[place : place + 1], device, stream)
+    return arrays
 
 
 def _new_scratch(wanted: tuple[ScratchArray, ...], device: Any, stream: int | None) -> list[torch.Tensor]:

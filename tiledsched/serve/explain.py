@@ -15,6 +15,7 @@ from tiledsched.measure.runner import RivalTime
 from tiledsched.rivals.offers import Offer
 from tiledsched.serve.chain import Served
 from tiledsched.serve.lookup import LookupTable
+from tiledsched.store.records import Entry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,91 +102,86 @@ class Explanation:
             "is_measured_program": self.is_measured_program,
         }
 
-    def _rival_lines(self) -> list[str]:
-        """Lines about the rivals that are called instead: in eager calls and, where it is another, in captured graphs."""
-        offers, lines = self.served.rivals, []
+    def __str__(self) -> str:
+        served = self.served
+        verdict = {
+            True: "the program that was measured",
+            False: "NOT the program that was measured",
+            None: "no measured program to compare with",
+        }[self.is_measured_program]
+        rows = [
+            ("schedule", served.schedule.short()),
+            ("provenance", f"{served.provenance}: {served.reason}"),
+            ("compiling", "torch serves until the program is built" if self.compiling else ""),
+            ("stale", served.stale if self.stale else ""),
+            ("unverified", self.unverified),
+            *self._rivals(),
+            ("expected", self._expected()),
+            *(self._evidence(served.entry) if served.entry is not None else ()),
+            ("settings", ", ".join(f"{name} from {where}" for name, where in self.controls.items())),
+            ("launched", f"{self.launched_fingerprint}: {verdict}" if self.launched_fingerprint else ""),
+        ]
+        lines = (f"  {name:<11} {text}" for name, text in rows if text)
+        return "\n".join([f"{self.problem} on {self.device_name or self.arch}", *lines])
+
+    def _rivals(self) -> list[tuple[str, str]]:
+        """Rows about the rivals that are called instead: in eager calls and, where it is another, in captured graphs."""
+        offers, rows = self.served.rivals, []
         eager = _first([each for each in offers if not each.only_captured], self.rival)
         captured = _first([each for each in offers if each.capturable], self.in_graphs)
         if eager is not None:
             how = " is called instead" if self.rival else ", where it is installed"
-            lines.append(f"  rival       {eager.name}{how}: {eager.reason}")
+            rows.append(("rival", f"{eager.name}{how}: {eager.reason}"))
         if captured is not None and captured is not eager:
             how = "" if self.in_graphs else ", where it is installed"
             why = "; its eager calls would wait for the host" if captured.only_captured else ""
-            lines.append(f"  rival       in a captured graph {captured.name} is served{how}: {captured.reason}{why}")
-        return lines
+            rows.append(("rival", f"in a captured graph {captured.name} is served{how}: {captured.reason}{why}"))
+        return rows
 
-    def _expected_lines(self) -> list[str]:
-        """A line about what a schedule chosen from other problems is expected to lose, or that this was not measured."""
-        loss, entry = self.served.expected_loss, self.served.entry
+    def _expected(self) -> str:
+        """What a schedule chosen from other problems is expected to lose, or that this was not measured."""
+        loss, entry, kernel = self.served.expected_loss, self.served.entry, self.problem.kernel
         if loss is None:
-            if self.served.provenance != "transferred" or entry is None or entry.problem == self.problem:
-                return []
-            kernel = self.problem.kernel
-            return [
-                f"  expected    not known: of {kernel} on {self.arch} no such choice was judged on problems like it"
-            ]
+            is_own = self.served.provenance != "transferred" or entry is None or entry.problem == self.problem
+            unknown = f"not known: of {kernel} on {self.arch} no such choice was judged on problems like it"
+            return "" if is_own else unknown
         if loss.arch != self.arch:
-            return [
-                f"  expected    not known: on {self.arch} no such choice was judged; {loss.cases} of {loss.kernel} on "
-                f"{loss.arch} were {loss.mean:.1%} slower than the best schedule, at worst {loss.worst:.1%}"
-            ]
-        return [
-            f"  expected    {loss.mean:.1%} slower than the best schedule, at worst {loss.worst:.1%}: so much did "
-            f"{loss.cases} such choices lose on measured problems of {loss.kernel} on {loss.arch} that were hidden from them"
-        ]
+            return (
+                f"not known: on {self.arch} no such choice was judged; {loss.cases} of {loss.kernel} on {loss.arch} were "
+                f"{loss.mean:.1%} slower than the best schedule, at worst {loss.worst:.1%}"
+            )
+        return (
+            f"{loss.mean:.1%} slower than the best schedule, at worst {loss.worst:.1%}: so much did {loss.cases} such choices "
+            f"lose on measured problems of {loss.kernel} on {loss.arch} that were hidden from them"
+        )
 
-    def __str__(self) -> str:
-        served, entry = self.served, self.served.entry
-        lines = [
-            f"{self.problem} on {self.device_name or self.arch}",
-            f"  schedule    {served.schedule.short()}",
-            f"  provenance  {served.provenance}: {served.reason}",
+    def _evidence(self, entry: Entry) -> list[tuple[str, str]]:
+        """Rows about the entry whose schedule is served."""
+        served, m = self.served, entry.measurement
+        is_own = (entry.problem, entry.schedule) == (self.problem, served.schedule)
+        measured = modelled = slowed = ""
+        if m is not None:
+            measured = (
+                f"{m.median_us:.1f} us [{m.ci_low_us:.1f}, {m.ci_high_us:.1f}], {rate_text(entry.problem, m.median_us)}, "
+                f"{m.samples} samples on {m.device.name}, {entry.regime}, {m.created_at:%Y-%m-%d}"
+            )
+            slowed = served.held_down and f"{served.held_down}; tune again when the GPU holds its clock"
+        elif entry.model_us is not None:
+            modelled = f"{entry.model_us:.1f} us (an estimate; nothing was measured)"
+        margin = f"{entry.margin:.1%} slower" if entry.margin is not None else "not measured"
+        layer = f" ({entry.layer} layer)" if entry.layer else ""
+        source = entry.source.removesuffix(f"; {entry.same_numbers}")
+        return [
+            ("evidence is for", "" if is_own else f"{entry.problem}, schedule {entry.schedule.short()}:"),
+            ("measured", measured),
+            ("held down", slowed),
+            ("modelled", modelled),
+            ("runner-up", f"{entry.runner_up.short()} ({margin})" if entry.runner_up is not None else ""),
+            ("tied with", "; ".join(tie.short() for tie in entry.ties)),
+            ("raced", "; ".join(map(rival_text, entry.rivals or ()))),
+            ("numbers", entry.same_numbers),
+            ("evidence", f"{source}, {entry.candidates} distinct programs compared{layer}"),
         ]
-        if self.compiling:
-            lines.append("  compiling   torch serves until the program is built")
-        if self.stale:
-            lines.append(f"  stale       {served.stale}")
-        if unverified := self.unverified:
-            lines.append(f"  unverified  {unverified}")
-        lines += self._rival_lines()
-        lines += self._expected_lines()
-        if entry is not None:
-            if (entry.problem, entry.schedule) != (self.problem, served.schedule):
-                lines.append(f"  evidence is for {entry.problem}, schedule {entry.schedule.short()}:")
-            if entry.measurement is not None:
-                m = entry.measurement
-                lines.append(
-                    f"  measured    {m.median_us:.1f} us [{m.ci_low_us:.1f}, {m.ci_high_us:.1f}], "
-                    f"{rate_text(entry.problem, m.median_us)}, {m.samples} samples on {m.device.name}, "
-                    f"{entry.regime}, {m.created_at:%Y-%m-%d}"
-                )
-                if served.held_down:
-                    lines.append(f"  held down   {served.held_down}; tune again when the GPU holds its clock")
-            elif entry.model_us is not None:
-                lines.append(f"  modelled    {entry.model_us:.1f} us (an estimate; nothing was measured)")
-            if entry.runner_up is not None:
-                margin = f"{entry.margin:.1%} slower" if entry.margin is not None else "not measured"
-                lines.append(f"  runner-up   {entry.runner_up.short()} ({margin})")
-            if entry.ties:
-                lines.append(f"  tied with   {'; '.join(tie.short() for tie in entry.ties)}")
-            if entry.rivals:
-                lines.append(f"  raced       {'; '.join(map(rival_text, entry.rivals))}")
-            if entry.same_numbers:
-                lines.append(f"  numbers     {entry.same_numbers}")
-            layer = f" ({entry.layer} layer)" if entry.layer else ""
-            source = entry.source.removesuffix(f"; {entry.same_numbers}")
-            lines.append(f"  evidence    {source}, {entry.candidates} distinct programs compared{layer}")
-        if self.controls:
-            lines.append(f"  settings    {', '.join(f'{name} from {where}' for name, where in self.controls.items())}")
-        if self.launched_fingerprint:
-            verdict = {
-                True: "the program that was measured",
-                False: "NOT the program that was measured",
-                None: "no measured program to compare with",
-            }[self.is_measured_program]
-            lines.append(f"  launched    {self.launched_fingerprint}: {verdict}")
-        return "\n".join(lines)
 
 
 def _first(offers: Sequence[Offer], name: str) -> Offer | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,8 @@ class JoinedBackward:
     saved: tuple[int, ...]
     """The arrays that are saved, counted through the inputs and then the outputs of the first operator."""
     sources: tuple[tuple[str, Any], ...]
-    """Where each argument of the second operator is from: (saved, place among these), (gradient, output of the first), the same
-    as optional, (argument, place among those of the first) or (value, itself)."""
+    """Where each argument of the second operator is from: (saved, the array), (gradient, output of the first), (optional, output
+    whose gradient may be missing), (argument, place among those of the first) or (value, itself)."""
     results: tuple[int | None, ...]
     """For each input of the first operator the output of the second that is its gradient; None where it has none."""
 
@@ -38,26 +38,22 @@ class JoinedBackward:
 
     def __call__(self, ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         """The gradients of the first operator's inputs."""
-        saved = ctx.saved_tensors  # once: what is recomputed under checkpointing is there only once
-        given = []
-        for kind, source in self.sources:
-            if kind == "saved":
-                given.append(saved[source])
-            elif kind == "argument":
-                given.append(ctx.arguments[source])
-            elif kind == "value":
-                given.append(source)
-            else:
-                gradient = gradients[source]
-                absent = gradient is None and kind == "gradient"
-                given.append(_zeros(*ctx.outputs[source]) if absent else gradient)
+        # Read once: what is recomputed under checkpointing is there only once.
+        saved = dict(zip(self.saved, ctx.saved_tensors, strict=True))
+        needed = {
+            place: _zeros(*ctx.outputs[place]) if gradients[place] is None else gradients[place]
+            for kind, place in self.sources
+            if kind == "gradient"
+        }
+        values = {"saved": saved, "argument": ctx.arguments, "gradient": needed, "optional": gradients}
+        given = [source if kind == "value" else values[kind][source] for kind, source in self.sources]
         found = self.backward(*given)
         found = found if isinstance(found, tuple) else (found,)
         return tuple(
             found[place]
-            if place is not None and needed
+            if place is not None and is_needed
             else None  # of an input that is missing torch takes nothing else
-            for place, needed in zip(self.results, ctx.needs_input_grad, strict=False)
+            for place, is_needed in zip(self.results, ctx.needs_input_grad, strict=False)
         )
 
 
@@ -87,32 +83,30 @@ def join(name: str, first: OpSchema, backward: Any, names: Mapping[str, str]) ->
             "function of (ctx, *gradients)"
         )
     arrays = (*first.inputs, *first.outputs)
-    gradients = {f"d{each}": place for place, each in enumerate(first.outputs)}
+    known = {word: ("saved", place) for place, word in enumerate(arrays)}
+    known |= {f"d{word}": ("gradient", n) for n, word in enumerate(first.outputs) if f"d{word}" not in arrays}
     wanted = [names.get(f"d{each}", f"d{each}") for each in first.inputs]
     _refuse_unknown(name, names, first, second)
-    saved: list[int] = []
     sources = []
     for each in second.parameters:
         word = names.get(each.name, each.name)
         if each.kind != "array":
             sources.append(_argument(name, first, backward, each, word))
-        elif word in arrays:
-            if arrays.index(word) not in saved:
-                saved.append(arrays.index(word))
-            sources.append(("saved", saved.index(arrays.index(word))))
-        elif word in gradients:
-            sources.append(("gradient" if each.default is NO_DEFAULT else "optional", gradients[word]))
+        elif word in known:
+            kind, place = known[word]
+            optional = kind == "gradient" and each.default is not NO_DEFAULT
+            sources.append(("optional" if optional else kind, place))
         elif each.default is not NO_DEFAULT:
             sources.append(("value", None))
         else:
-            raise _no_match(f"{backward.name}, input {each.name}", name, [*arrays, *gradients], word, each.name)
+            raise _no_match(f"{backward.name}, input {each.name}", name, known, word, each.name)
     for word in second.outputs:
         if word not in wanted:
             raise _no_match(f"{backward.name}, output {word}", name, [f"d{each}" for each in first.inputs], word, "dX")
     return JoinedBackward(
         backward=backward,
         arrays=len(first.inputs),
-        saved=tuple(saved),
+        saved=tuple(dict.fromkeys(place for kind, place in sources if kind == "saved")),
         sources=tuple(sources),
         results=tuple(second.outputs.index(word) if word in second.outputs else None for word in wanted),
     )
@@ -147,7 +141,7 @@ def _refuse_unknown(name: str, names: Mapping[str, str], first: OpSchema, second
             )
 
 
-def _no_match(what: str, name: str, known: list[str], word: str, example: str) -> ConfigError:
+def _no_match(what: str, name: str, known: Iterable[str], word: str, example: str) -> ConfigError:
     return ConfigError(
         f"{what}: is called like nothing of {name}, which has {', '.join(known)}{did_you_mean(word, known)}; rename it, or say "
         f"which it is: names={{{example!r}: ...}}"

@@ -37,7 +37,7 @@ from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
 from tiledsched.serve.arch_table import ArchTable
-from tiledsched.serve.chain import AT_LAST, GUESSES, Bucket, Exact, Question, Served, Step, find, refined
+from tiledsched.serve.chain import AT_LAST, EXACT, GUESSES, SHARED, Question, Served, Step, find, refined
 from tiledsched.store.evidence import clocks_of
 from tiledsched.store.records import Entry
 from tiledsched.store.spills import Spills, joined
@@ -106,10 +106,10 @@ class LookupTable:
             SpaceError: the arch has no search space.
             ConfigError: a forced knob makes the schedule invalid.
         """
-        asked = Question(problem=problem, table=self._of_arch(arch), device_name=device_name)
-        served = find([Exact()], asked) or self._shared(asked) or find(GUESSES, asked, NOT_MEASURED)
+        question = Question(problem=problem, table=self._of_arch(arch), device_name=device_name)
+        served = find(EXACT, question) or self._shared(question) or find(GUESSES, question, NOT_MEASURED)
         assert served is not None, "there always is a default"
-        return refined(AT_LAST, asked, served)
+        return refined(AT_LAST, question, served)
 
     def fallback_for(self, served: Served, problem: Problem, arch: str) -> Served | None:
         """What is served in place of a schedule that does not compile for the layouts of a call: its next alternative, and after
@@ -127,18 +127,18 @@ class LookupTable:
         step = Step(link="Default", said=f"{refused} ({served.provenance}) {laid}")
         return Served(schedule=default, provenance="default", steps=(step,))
 
-    def _shared(self, asked: Question) -> Served | None:
+    def _shared(self, question: Question) -> Served | None:
         """The answer that all problems of about this size share; None where its schedule is not valid for this one."""
-        about = self.kernel.similarity.bucketed(asked.problem)
-        key = (about, asked.table.arch, asked.device_name)
+        about = self.kernel.similarity.bucketed(question.problem)
+        key = (about, question.table.arch, question.device_name)
         if key not in self._answers:
             if len(self._answers) >= MAX_ANSWERS:
                 self._answers.clear()
-            of_all = find([Bucket(), *GUESSES], replace(asked, problem=about), NOT_MEASURED)
+            of_all = find(SHARED, replace(question, problem=about), NOT_MEASURED)
             assert of_all is not None
             self._answers[key] = of_all
         served = self._answers[key]
-        return None if asked.table.space.unworkable(served.schedule, asked.problem) else served
+        return None if question.table.space.unworkable(served.schedule, question.problem) else served
 
     def _of_arch(self, arch: str) -> ArchTable:
         """What is known on an arch.

@@ -104,6 +104,7 @@ class Operator:
         kinds = [each.kind for each in schema.parameters]
         self._arrays = len(schema.inputs)
         self._scalars = len(kinds) - kinds.count("scalar")
+        self._has_rivals = not (schema.changed or "list" in kinds)  # they take single arrays and change none
         defaults = tuple(each.default for each in schema.parameters)
         self._tails = {
             count: defaults[count:] for count in range(len(defaults) + 1) if NO_DEFAULT not in defaults[count:]
@@ -206,8 +207,8 @@ class Operator:
 
         Args:
             backward: a second operator. Its inputs are inputs or outputs of this one, by their names, and gradients of outputs:
-                `dOut` is that of `Out`. Its output `dX` is the gradient of the input `X`; inputs without one have none. What it
-                takes beside arrays is what this operator was called with. Only what it reads is saved.
+                `dOut` is that of `Out`. Its output `dX` is the gradient of the input `X`; inputs without one have none. Its
+                other arguments are those that this operator was called with. Only what it reads is saved.
                 Or a function: `backward(ctx, *gradients of the outputs)`, as for `torch.library.register_autograd`; the gradients
                 it returns are those of the first inputs, and None for all others.
             setup_context: for a function: `setup_context(ctx, inputs, output)`; unless given, `ctx.saved_tensors` are the input
@@ -257,16 +258,6 @@ class Operator:
         counts = tuple([len(each) if isinstance(each, (list, tuple)) else each is not None for each in arrays])
         flat = tuple([each for array in in_lists for each in array])
         return flat, (*[tuple(each) if isinstance(each, list) else each for each in options], counts)
-
-    @property
-    def _has_rivals(self) -> bool:
-        """Whether something else may compute: it takes single arrays and changes none of them."""
-        schema = self.schema
-        return not (schema.changed or any(each.kind == "list" for each in schema.parameters))
-
-    def _named_numbers(self, plan: Plan, given: Sequence[Any]) -> dict[str, float]:
-        """The run-time numbers of a call that has all its arguments, by name."""
-        return dict(zip(plan.numbers, self._numbers(plan, given), strict=True))
 
     def _numbers(self, plan: Plan, given: Sequence[Any]) -> tuple[float, ...]:
         """The run-time numbers of a call, in the plan's order and of the declared types."""
@@ -342,7 +333,8 @@ class Operator:
         if self._stays_on_host(tensors):
             return self._by_reference(self._named_errors(self.schema.problem, given), given, self._fake(*given))
         plan = self._find(key, given, tensors)
-        computes = stand_in(plan.problem, self._named_numbers(plan, given)) if self._has_rivals else None
+        numbers = dict(zip(plan.numbers, self._numbers(plan, given), strict=True))
+        computes = stand_in(plan.problem, numbers) if self._has_rivals else None
         return launch_first(
             self.cache,
             key,
@@ -460,7 +452,7 @@ class Operator:
         return (*found, *(None,) * (len(self.schema.parameters) - len(found)))
 
     def _refuse_transforms(self, kernel: Callable[..., Any], keys: Any, *given: Any) -> Any:
-        """What torch calls under autograd: `kernel`, unless a forward-mode derivative is asked for, which launches drop, or a
+        """What torch calls under autograd: `kernel`, unless a forward-mode derivative is wanted, which launches drop, or a
         gradient by torch.func, which torch takes of no operator."""
         if has_tangent(each for argument in given for each in _listed(argument)):
             raise UnsupportedError(

@@ -86,7 +86,8 @@ class Plan(Decision):
     """Where something is changed in place, for each input tensor: its name, how many bytes of memory it fills without a gap, 0
     where it leaves gaps, and its strides."""
     launch_on: int
-    """The device's index, or `ELSEWHERE` where a rival may be called, so that other launches need not check for rivals."""
+    """The device's index, or `ELSEWHERE` where a rival may be called, so that other launches need not check for rivals. A plain
+    field, as all that a call reads: whatever is computed late makes each of them slower to read."""
     sync: bool
     """Whether each call waits for the GPU."""
     direct: Rival | None
@@ -183,7 +184,8 @@ def make_plan(
     ]
     is_single = lists == (None,)
     first = next(iter(inputs.values()))
-    like_first = isinstance(first, torch.Tensor) and flat[:1] == [_layout(torch.empty_like(first, device="meta"))]
+    like = [torch.empty_like(first, device="meta")] if isinstance(first, torch.Tensor) else []
+    like_first = bool(like) and flat[:1] == [(tuple(each.shape), each.stride(), each.dtype) for each in like]
     sync = process.settings().sync
     fixed = (each.value for step in launches for each in step.arguments if each.kind == "constant")
     return Plan(
@@ -269,10 +271,6 @@ def _spans(inputs: Mapping[str, Any]) -> tuple[tuple[str, int, tuple[int, ...]],
             filled = reach == each.numel() and not overlaps_itself(each)
             found.append((name, each.nbytes if filled else 0, each.stride()))
     return tuple(found)
-
-
-def _layout(tensor: Any) -> tuple[Any, ...]:
-    return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def _places(counts: Mapping[str, int | None]) -> tuple[dict[str, int | slice], int]:

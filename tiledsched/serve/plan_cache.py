@@ -48,7 +48,7 @@ def are_ordinary(tensors: Iterable[Any]) -> bool:
     """Whether each tensor is what lies in its memory.
 
     Others are subclasses (DTensors are), nested, sparse and zero tensors, those with a pending negation or conjugate, and
-    wrappers of transforms: what they hold only torch's dispatcher can say. Forward-mode duals are told by
+    wrappers of transforms: what they hold only torch's dispatcher can say. Forward-mode duals are found by
     :func:`tiledsched.serve.execute.is_plain_call`.
     """
     for each in tensors:  # noqa: SIM110  # faster than all()

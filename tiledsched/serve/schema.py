@@ -1,4 +1,4 @@
-"""The schema of an operator: the parameters of a kernel's calls, and the problem that given tensors pose.
+"""The schema of an operator: the parameters of a kernel's calls, and the problem that given tensors make up.
 
 Sizes, element types, layouts and the presence of optional arrays are read from the tensors; every field of a problem that
 these do not determine is a parameter of its own. When the problem is known, all tensors are checked against the declaration.
@@ -12,10 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tiledsched.core.arrays import ArraySpec
 from tiledsched.core.blame import did_you_mean
 from tiledsched.core.errors import ConfigError, ProblemError
-from tiledsched.core.fields import ALSO_CALLED, LAYOUTS, ArrayField, Choice, Dim, Flag, ProblemField, Sizes
+from tiledsched.core.fields import ALSO_CALLED, LAYOUTS, ArrayField, Choice, Dim, Flag, Sizes
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.shapes import is_solvable, read_shape, shape_names, solve, split_shape
 from tiledsched.core.storage import strides_of, tile_type
@@ -57,20 +56,6 @@ class Output:
     """Whether it is a list."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Equation:
-    """A size of an input that tells a dim."""
-
-    array: str
-    """The input."""
-    axis: int
-    """The axis whose size it is."""
-    word: str
-    """The size as it is declared."""
-    dim: str
-    """The dim, the only one in it that is not known before."""
-
-
 class OpSchema:
     """The parameters of an operator made of `kernel`, and the meaning of its calls. `str()` gives it in torch's schema language.
 
@@ -109,7 +94,7 @@ class OpSchema:
             raise ConfigError(
                 f"{kernel.name} has no input array, which would say where it runs; call its kernel yourself"
             )
-        self.equations: list[Equation] = []
+        self._equations: list[tuple[str, int, str, str]] = []
         self.parameters = self._parameters()
 
     def __str__(self) -> str:
@@ -171,16 +156,17 @@ class OpSchema:
             else:
                 found |= {_dtype_of(each), each.layout, *(word for word, _ in self._sizes(each))}
         found &= set(self.kernel.fields)
-        self.equations = self._equations(found | set(self.pinned))
-        return found | {each.dim for each in self.equations}
+        self._equations = self._solvable(found | set(self.pinned))
+        return found | {dim for *_, dim in self._equations}
 
     def _sizes(self, each: ArrayField) -> list[tuple[str, int]]:
         """Dims that stand alone in a shape, and their axes."""
         words = split_shape(each.shape) if isinstance(each.shape, str) else ()
         return [(word, axis) for axis, word in enumerate(words) if isinstance(self.kernel.fields.get(word), Dim)]
 
-    def _equations(self, known: set[str]) -> list[Equation]:
-        """How dims follow, one after the other, from sizes such as "experts+1" of inputs that every call gives.
+    def _solvable(self, known: set[str]) -> list[tuple[str, int, str, str]]:
+        """The sizes, such as "experts+1", of inputs that every call gives, from which dims follow one after the other: the
+        input, the axis, the size as it is declared, and the dim, the only one in it that is not known before.
 
         Args:
             known: the fields that are known without them.
@@ -191,14 +177,14 @@ class OpSchema:
             if not self.is_optional(name) and isinstance(self.kernel.array_fields[name].shape, str)
             for axis, word in enumerate(split_shape(self.kernel.array_fields[name].shape))
         ]
-        found: list[Equation] = []
+        found: list[tuple[str, int, str, str]] = []
         known = set(known)
         for _ in self.kernel.fields:
             for name, axis, word, names in sizes:
                 open_names = names - known
                 dim = next(iter(open_names), "")
                 if len(open_names) == 1 and isinstance(self.kernel.fields.get(dim), Dim) and is_solvable(word, dim):
-                    found.append(Equation(array=name, axis=axis, word=word, dim=dim))
+                    found.append((name, axis, word, dim))
                     known.add(dim)
         return found
 
@@ -224,13 +210,12 @@ class OpSchema:
             for tensor in [value] if not each.listed else value:
                 if tensor is not None:
                     self._read_array(name, each, tensor, found)
-        for equation in self.equations:
-            if equation.dim not in found:
-                size = given[self.inputs.index(equation.array)].shape[equation.axis]
+        for array, axis, word, dim in self._equations:
+            if dim not in found:
                 try:
-                    found[equation.dim] = solve(equation.word, equation.dim, size, found.__getitem__)
+                    found[dim] = solve(word, dim, given[self.inputs.index(array)].shape[axis], found.__getitem__)
                 except ValueError as error:
-                    raise ProblemError(f"{equation.array}, axis {equation.axis}: {error}") from error
+                    raise ProblemError(f"{array}, axis {axis}: {error}") from error
         return found
 
     def _read_array(self, name: str, each: ArrayField, tensor: Any, found: dict[str, Any]) -> None:
@@ -250,7 +235,7 @@ class OpSchema:
             found.setdefault(each.layout, "column" if strides[-2] == 1 and strides[-1] != 1 else "row")
 
     def problem(self, given: Sequence[Any]) -> Problem:
-        """The problem that a call poses.
+        """The problem of a call.
 
         Raises:
             ProblemError: the kernel has no such problem, or an array does not fit the others; the message names it.
@@ -264,7 +249,7 @@ class OpSchema:
         return p
 
     def empty_problem(self, given: Sequence[Any]) -> Problem | None:
-        """The problem that a call poses where a size is 0 that the kernel needs to be positive; None where there is none.
+        """The problem of a call where a size is 0 that the kernel needs to be positive; None where there is none.
 
         It says how large the outputs are, and nothing is launched for it.
 
@@ -282,7 +267,7 @@ class OpSchema:
         empty = {name: found[name] for name in fields if is_empty(name)}
         if not empty:
             return None
-        # Every other value is checked as usual, beside some allowed size in place of each that is 0.
+        # Every other value is checked as usual, with some allowed size in place of each that is 0.
         allowed = {name: max(1, getattr(fields[name], "least", 1)) for name in empty}
         allowed |= {name: (1,) for name in empty if isinstance(fields[name], Sizes)}
         p = Problem(self.kernel, self.kernel.read_values(found | allowed) | empty)
@@ -296,17 +281,13 @@ class OpSchema:
             spec = self.kernel.array_spec(name, p)
             if (value is not None) != self.kernel.present(name, p):
                 raise ProblemError(f"{name} must {'not ' * (value is not None)}be given for {p}")
-            if value is not None:
-                self._check(spec, list(value) if spec.listed else [value])
-
-    def _check(self, spec: ArraySpec, tensors: Sequence[Any]) -> None:
-        """Raise where the tensors of one array are not as the problem needs them."""
-        if len(tensors) != len(spec.shapes):
-            raise ProblemError(f"{spec.name} must be {len(spec.shapes)} arrays, got {len(tensors)}")
-        words = self.kernel.array_fields[spec.name].shape
-        for place, (tensor, shape) in enumerate(zip(tensors, spec.shapes, strict=True)):
-            name = f"{spec.name}[{place}]" if spec.listed else spec.name
-            _check_tensor(name, words, tensor, shape, spec.dtype, operator.ne)
+            tensors = () if value is None else value if spec.listed else [value]
+            if value is not None and len(tensors) != len(spec.shapes):
+                raise ProblemError(f"{name} must be {len(spec.shapes)} arrays, got {len(tensors)}")
+            words = self.kernel.array_fields[name].shape
+            for place, (tensor, shape) in enumerate(zip(tensors, spec.shapes, strict=False)):
+                which = f"{name}[{place}]" if spec.listed else name
+                _check_tensor(which, words, tensor, shape, spec.dtype, operator.ne)
 
     def checked_results(self, given: Sequence[Any], is_true: Callable[[Any], bool]) -> list[Output]:
         """The outputs of a call, after the checks that :meth:`problem` makes. Where it is traced, sizes are compared as far as
@@ -327,7 +308,10 @@ class OpSchema:
             return self.results(given)
         for name, value in found.items():
             if not isinstance(fields[name], (Dim, Sizes)):
-                _read(fields[name], name, value)
+                try:
+                    fields[name].read(name, value)
+                except ValueError as error:
+                    raise ProblemError(str(error)) from error
         for name, value in zip(self.inputs, given, strict=False):
             each = self.kernel.array_fields[name]
             dtype = str(found.get(_dtype_of(each), self._default(_dtype_of(each))))
@@ -378,14 +362,6 @@ def _check_tensor(
             raise ProblemError(f"{name}, axis {axis}{what}: must be {wanted}, as the other arrays say, got {size}")
     if dtype_name(tensor) not in (dtype, tile_type(dtype)):
         raise ProblemError(f"{name} must be {dtype}, got {dtype_name(tensor)}; cast it")
-
-
-def _read(field: ProblemField, name: str, value: Any) -> None:
-    """Raise where a field may not have this value."""
-    try:
-        field.read(name, value)
-    except ValueError as error:
-        raise ProblemError(str(error)) from error
 
 
 def _dtype_of(each: ArrayField) -> str:

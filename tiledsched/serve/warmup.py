@@ -1,6 +1,6 @@
 """Builds the programs that the tuned table serves, so that no process has to compile them later.
 
-Machine code is taken from the artifact store where the store has it, and compiled where not. It is written to the programs in the
+Machine code is taken from the store of programs where it is there, and compiled where not. It is written to the programs in the
 cache folder of this machine, or to a bundle: a file for machines without a compiler.
 """
 
@@ -55,7 +55,7 @@ class Prepared:
     problems: int
     """Number of problems that they serve."""
     reused: int
-    """Number of programs that were there: in the artifact store, in an earlier bundle, or in the cache folder."""
+    """Number of programs that were there: in the store of programs, in an earlier bundle, or in the cache folder."""
     compiled: int
     """Number of programs compiled for it."""
     failures: tuple[tuple[Schedule, Failure], ...]
@@ -192,9 +192,9 @@ def prepare(
         following = []
         for key, (problem, served) in zip(keys, waiting, strict=True):
             now = None
-            if served.alternatives and key in lost:
+            if key in lost:
                 now = table.resolve(problem, arch, device)
-            elif key not in found and not served.alternatives:
+            elif key not in found:
                 now = table.fallback_for(served, problem, arch)
             if now is not None and now.schedule != served.schedule:
                 following.append((problem, now))

@@ -33,27 +33,24 @@ REMEMBERED = 10_000
 PLAIN = {str, int, float, bool, type(None)}
 
 _HEX = (re.compile(r"[0-9a-f]{0,64}"), "hex digits, lower case")
-_KERNEL = (re.compile(r"\w[\w .:+@()-]{0,199}"), "up to 200 letters, digits, spaces and any of _.:+@()-")
 _DEVICE = (
     re.compile(r"(?!\.)[\w .,:;+#@®™()\[\]'-]{0,128}"),
     "up to 128 letters, digits, spaces and any of _.,:;+#@()[]'-",
 )
-_REGIME = (re.compile(f"({'|'.join(REGIMES)})?"), f"one of {', '.join(REGIMES)}")
-_ARCH = (re.compile(r"sm_\d{2,3}[a-z]?"), "sm_ and a number, as sm_90")
 _WORD = (re.compile(r"[\w.-]{0,16}"), "up to 16 letters, digits and any of _.-")
 PROVENANCES = ("measured", "transferred", "modelled", "default")
 """Provenances, the strongest first. An entry never replaces one of stronger provenance."""
 PATTERNS = {
     "provenance": (re.compile("|".join(PROVENANCES)), f"one of {', '.join(PROVENANCES)}"),
-    "arch": _ARCH,
+    "arch": (re.compile(r"sm_\d{2,3}[a-z]?"), "sm_ and a number, as sm_90"),
     "fingerprint": _HEX,
     "uid": (re.compile(r"[0-9a-f]{24}"), "24 hex digits, lower case"),
     "source_hash": _HEX,
     "RivalTime.name": (re.compile(r"[\w.+-]{1,64}"), "up to 64 letters, digits and any of _.+-"),
-    "kernel": _KERNEL,
+    "kernel": (re.compile(r"\w[\w .:+@()-]{0,199}"), "up to 200 letters, digits, spaces and any of _.:+@()-"),
     "device_name": _DEVICE,
     "Device.name": _DEVICE,
-    "regime": _REGIME,
+    "regime": (re.compile(f"({'|'.join(REGIMES)})?"), f"one of {', '.join(REGIMES)}"),
     "accum_mode": _WORD,
     "runner": _WORD,
 }

@@ -96,12 +96,8 @@ class TuningDB(Database):
 
     # Builds
 
-    def record_build(self, record: BuildRecord) -> None:
-        """Store one build. An earlier build with the same key is replaced."""
-        self.record_builds([record])
-
     def record_builds(self, records: Sequence[BuildRecord]) -> None:
-        """Store several builds, as :meth:`record_build`, in one transaction."""
+        """Store builds in one transaction. An earlier build with the same key is replaced."""
         self.write(lambda session: put_builds(session, records))
 
     def find_builds(

@@ -37,15 +37,13 @@ from tiledsched.store.records import BuildRecord, Entry, MeasurementSummary, Sto
 
 Made = TypeVar("Made")
 AT_ONCE = 500
-"""Schedules that one statement asks for."""
+"""Values that a statement names at once."""
 UNDISTURBED = type_coerce(MeasurementRow.conditions, JSON)["beside"].as_string().is_(None)
 """No other process is known to have run on the GPU during the measurement."""
 
 
 _ids_now: dict[str, str] = {}
 """The id that a stored problem has today, by the id that it is stored under."""
-MOST_IDS = 500
-"""Values that a statement names at once."""
 
 
 def matching(wanted: Mapping[Any, Any]) -> list[ColumnElement[bool]]:
@@ -57,8 +55,8 @@ def ids_of(session: Session, problem: Problem) -> list[str]:
     """The ids under which a problem is stored: its own, and those that it had when equal problems had several names."""
     stored = session.scalars(select(ProblemRow.id).where(ProblemRow.kernel == problem.kernel)).all()
     new = [each for each in stored if each not in _ids_now]
-    for start in range(0, len(new), MOST_IDS):
-        for row in session.scalars(select(ProblemRow).where(ProblemRow.id.in_(new[start : start + MOST_IDS]))):
+    for start in range(0, len(new), AT_ONCE):
+        for row in session.scalars(select(ProblemRow).where(ProblemRow.id.in_(new[start : start + AT_ONCE]))):
             _ids_now[row.id] = row.problem.id
     return [problem.id, *(each for each in stored if each != problem.id and _ids_now.get(each) == problem.id)]
 

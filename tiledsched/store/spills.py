@@ -8,7 +8,6 @@ the classes that the kernel says (`spill_class`); `python -m docs.studies.served
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.device import arch_spec
@@ -26,7 +25,6 @@ DOES_NOT_BUILD = 1 << 30
 OF_THE_PROGRAM = (FailureKind.COMPILE_ERROR, FailureKind.COMPILE_TIMEOUT)
 """Failures of a build whose cause is the program, and not the day."""
 FILE = "spills.json"
-SCHEMA_VERSION = 1
 
 
 def classes_of(problem: Problem, schedule: Schedule, arch: str) -> list[str]:
@@ -59,20 +57,6 @@ def shipped_spills(kernel: str, arch: str, compiler: str) -> Spills:
         return {}
     known: Spills = by_compiler[nearest_compiler(dict.fromkeys(by_compiler, 1), compiler, fullest=False)]
     return known
-
-
-def spills_json(archs: Mapping[str, Mapping[str, Spills]]) -> dict[str, Any]:
-    """The contents of a file of spills, by arch and compiler, in an order that does not depend on how they were found."""
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "archs": {
-            arch: {
-                compiler: {schedule: dict(sorted(classes.items())) for schedule, classes in sorted(known.items())}
-                for compiler, known in sorted(compilers.items())
-            }
-            for arch, compilers in sorted(archs.items())
-        },
-    }
 
 
 def joined(*of: Spills) -> Spills:

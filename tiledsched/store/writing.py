@@ -183,7 +183,25 @@ def put_measurements(session: Session, records: Sequence[StoredMeasurement]) -> 
     new = sorted(
         {record.uid: record for record in records if record.uid not in known}.values(), key=lambda each: each.uid
     )
-    rows = [measurement_values(record, parents) for record in new]
+    rows = [
+        _row(
+            MeasurementRow,
+            taken,
+            uid=record.uid,
+            run_id=record.run_id,
+            kernel=record.kernel,
+            source_hash=record.source_hash,
+            toolchain_id=parents.add(record.toolchain),
+            problem_id=parents.add(taken.problem),
+            schedule_id=parents.add(taken.schedule),
+            device_id=parents.add(taken.device),
+            arch=taken.device.arch,
+            fingerprint=parents.artifact(taken.device.arch, taken.fingerprint),
+            sample_count=len(taken.samples_us),
+            created_at=record.created_at,
+        )
+        for record, taken in ((each, each.measurement) for each in new)
+    ]
     parents.insert(session)
     insert_missing(session, MeasurementRow, rows)
     return len(rows)
@@ -200,13 +218,28 @@ def put_entry(session: Session, record: Entry, *, merging: bool) -> str:
         raise DatabaseError(
             f"provenance is one of {', '.join(PROVENANCES)}, not {record.provenance!r}; pass one of them"
         )
-    measurement_id = _measurement_id(session, record)
+    measurement_id = record.measurement_id
+    if (
+        measurement_id is None and record.measurement is not None
+    ):  # an imported entry names its measurement by the uid only
+        named = select(MeasurementRow.id).where(MeasurementRow.uid == record.measurement.uid)
+        measurement_id = session.scalars(named).first()
     if record.provenance == "measured" and measurement_id is None:
         raise DatabaseError(f"the entry for {record.problem} says measured and names no measurement; record that first")
     if record.updated_at is None:
         record = record.replace(updated_at=now())
     parents = Parents()
-    row = entry_values(record, measurement_id, parents)
+    row = _row(
+        EntryRow,
+        record,
+        problem_id=parents.add(record.problem),
+        schedule_id=parents.add(record.schedule),
+        fingerprint=parents.artifact(record.arch, record.fingerprint) if record.fingerprint else None,
+        measurement_id=measurement_id,
+        runner_up_id=parents.add(record.runner_up) if record.runner_up is not None else None,
+        ties=[{"id": schedule.id, "schedule": schedule.to_json()} for schedule in record.ties],
+        toolchain_id=parents.add(record.toolchain) if record.toolchain else None,
+    )
     parents.insert(session)
     # A writer that inserts the same key at this moment is waited for. After that the row is there, and locked until the commit.
     keyed = _keyed(session, row)
@@ -262,13 +295,6 @@ def _slower_clock(session: Session, new: int | None, old: int | None) -> bool:
     return slow and not before
 
 
-def _measurement_id(session: Session, record: Entry) -> int | None:
-    """The number of an entry's measurement, which an imported entry names by its uid only."""
-    if record.measurement_id is not None or record.measurement is None:
-        return record.measurement_id
-    return session.scalars(select(MeasurementRow.id).where(MeasurementRow.uid == record.measurement.uid)).first()
-
-
 def _row(model: type[Base], source: Any, **other: Any) -> dict[str, Any]:
     """A row whose columns have the values of the attributes of `source` with the same names, or those given in `other`."""
     other.update((name, getattr(source, name)) for name in _columns(model) if name not in other)
@@ -278,39 +304,3 @@ def _row(model: type[Base], source: Any, **other: Any) -> dict[str, Any]:
 @cache
 def _columns(model: type[Base]) -> tuple[str, ...]:
     return tuple(name for name in model.__table__.columns.keys() if name != "id")  # noqa: SIM118
-
-
-def measurement_values(record: StoredMeasurement, parents: Parents) -> dict[str, Any]:
-    """The row for a measurement."""
-    taken = record.measurement
-    return _row(
-        MeasurementRow,
-        taken,
-        uid=record.uid,
-        run_id=record.run_id,
-        kernel=record.kernel,
-        source_hash=record.source_hash,
-        toolchain_id=parents.add(record.toolchain),
-        problem_id=parents.add(taken.problem),
-        schedule_id=parents.add(taken.schedule),
-        device_id=parents.add(taken.device),
-        arch=taken.device.arch,
-        fingerprint=parents.artifact(taken.device.arch, taken.fingerprint),
-        sample_count=len(taken.samples_us),
-        created_at=record.created_at,
-    )
-
-
-def entry_values(record: Entry, measurement_id: int | None, parents: Parents) -> dict[str, Any]:
-    """The row for an entry."""
-    return _row(
-        EntryRow,
-        record,
-        problem_id=parents.add(record.problem),
-        schedule_id=parents.add(record.schedule),
-        fingerprint=parents.artifact(record.arch, record.fingerprint) if record.fingerprint else None,
-        measurement_id=measurement_id,
-        runner_up_id=parents.add(record.runner_up) if record.runner_up is not None else None,
-        ties=[{"id": schedule.id, "schedule": schedule.to_json()} for schedule in record.ties],
-        toolchain_id=parents.add(record.toolchain) if record.toolchain else None,
-    )

@@ -127,9 +127,7 @@ class Builder:
         return [each for each in dict.fromkeys(schedules) if not self._usable(self.record(each, problem))]
 
     def _usable(self, record: BuildRecord | None) -> bool:
-        if record is None:
-            return False
-        return record.failure is not None or self.artifacts.has(self.arch, record.fingerprint)
+        return record is not None and (record.failure is not None or self.artifacts.has(self.arch, record.fingerprint))
 
     def build(
         self,
@@ -196,7 +194,7 @@ class Builder:
                 problem_class=self.problem_class(built.task.problem, built.task.schedule),
                 seconds=built.seconds,
             )
-            self.db.record_build(record)
+            self.db.record_builds([record])
             self._builds[record.key] = record
             if progress:
                 progress(count, record)

@@ -373,12 +373,9 @@ def _beaten(racer: Racer, leader: Racer, rules: Rules, field_size: int) -> bool:
 
     The leader is the best of `field_size`, so that each is tested at that part of the level (Bonferroni).
     """
-    if racer is leader:
-        return False
-    if racer.median_us > rules.opening_ratio * leader.median_us:
-        return True
-    ratios = _ratios(racer, leader)
-    level = (1 - rules.confidence) / field_size
+    if racer is leader or racer.median_us > rules.opening_ratio * leader.median_us:
+        return racer is not leader
+    ratios, level = _ratios(racer, leader), (1 - rules.confidence) / field_size
     return statistics.median(ratios) > 1 + rules.same and probability_not_slower(ratios) < level
 
 
@@ -454,9 +451,11 @@ def _decide(state: RaceState, preference: Sequence[Schedule], failed: Sequence[O
     winner = next(racer for racer in tied if racer.median_us <= (1 + rules.same) * leader.median_us)
     tied.remove(winner)
     # Those that ran longest are the closest: medians of racers eliminated at different times do not compare.
-    others = [racer for racer in finishers if racer is not winner and racer not in tied]
-    others.sort(key=lambda racer: (-len(racer.samples_us), racer.median_us, racer.candidate.schedule.id))
-    runner_up = others[0] if others else None
+    runner_up = min(
+        (racer for racer in finishers if racer is not winner and racer not in tied),
+        key=lambda racer: (-len(racer.samples_us), racer.median_us, racer.candidate.schedule.id),
+        default=None,
+    )
     return RaceResult(
         winner=state.measurement(winner),
         ties=tuple(racer.candidate.schedule for racer in tied),

@@ -323,8 +323,7 @@ class SurrogateSampler(BaseSampler):
         """Up to `count` of running trials' candidates, by their places: the most promising first."""
         self._catch_up(study)
         numbers = [self._index[self._key(each)] for each in running]
-        place_of = {number: place for place, number in enumerate(numbers)}
-        return [place_of[number] for number in self._judge(np.array(numbers, dtype=np.int64)).choose(count)]
+        return [numbers.index(number) for number in self._judge(np.array(numbers, dtype=np.int64)).choose(count)]
 
     def revise(self, candidate: Candidate, expected: float) -> None:
         """A better estimate of a candidate, in the objective's unit."""
@@ -366,10 +365,8 @@ class SurrogateSampler(BaseSampler):
                 self._pending[number] = index = self._index.get(self._key(trial.params))
             if index is not None:
                 self._open[index] = False
-            if not trial.state.is_finished():
-                continue
-            del self._pending[number]
-            if index is not None and trial.state in (TrialState.COMPLETE, TrialState.FAIL):
-                self._here[index] = trial.value
-            if index is not None:
+            if trial.state.is_finished():
+                del self._pending[number]
                 self._judgement = None
+                if index is not None and trial.state in (TrialState.COMPLETE, TrialState.FAIL):
+                    self._here[index] = trial.value

@@ -84,7 +84,7 @@ class TestEvaluate:
             run = db.start_run({}, "sm_90")
             for number, tile_n in enumerate((32, 64, 128)):
                 schedule, fingerprint = PLAIN.replace(tile_n=tile_n), f"{number:024}"
-                db.record_build(samples.build(samples.artifact(fingerprint), sched=schedule))
+                db.record_builds([samples.build(samples.artifact(fingerprint), sched=schedule)])
                 db.record_measurement(
                     run,
                     "attention",

@@ -71,6 +71,7 @@ def test_a_choice_is_looked_up_by_its_program(study) -> None:
     assert unknown.loss == 0.0  # one knob away is this program alone
 
 
+@pytest.mark.slow
 def test_the_losses_that_ship_are_those_of_the_study() -> None:
     root = data_files.tuning_db()
     fresh, unknown = all_bands(

@@ -2,8 +2,4 @@
 :mod:`tiledsched.ops`.
 """
 
-from __future__ import annotations
-
-from tiledsched.kernels.attention.declaration import Attention
-
-__all__ = ["Attention"]
+from tiledsched.kernels.attention.declaration import Attention as Attention

@@ -363,7 +363,7 @@ def flash_4_function(p: Problem, scale: float | None = None, cap: float | None =
     if unknown:
         raise UnsupportedError(f"this FlashAttention-4 does not take {', '.join(sorted(unknown))}")
     if p.lse and not {"out", "lse", "return_lse"} <= taken:
-        raise UnsupportedError("this FlashAttention-4 writes no log-sum-exp where it is told to")
+        raise UnsupportedError("this FlashAttention-4 takes no array for the log-sum-exp")
     splits = [{"num_splits": 0}] if p.mean_rows * p.group <= FEW_ROWS and "num_splits" in taken else []
     bounds = ("max_seqlen_q", "max_seqlen_k") if p.packed else ()
 

@@ -148,4 +148,4 @@ METHODS = (
     Method(name=FLASH_4, make=bound(flash_attention_4, rows_first=True), package=FLASH_4_MODULE),
     Method(name="torch_flex", make=flex_attention, package="triton"),
 )
-"""What a bench times beside our own methods, in the order of the rows; docs/bench.md says what each is."""
+"""What a bench times in turn with our own methods, in the order of the rows; docs/bench.md says what each is."""

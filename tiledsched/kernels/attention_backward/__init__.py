@@ -2,8 +2,4 @@
 from :mod:`tiledsched.kernels.attention`.
 """
 
-from __future__ import annotations
-
-from tiledsched.kernels.attention_backward.declaration import AttentionBackward
-
-__all__ = ["AttentionBackward"]
+from tiledsched.kernels.attention_backward.declaration import AttentionBackward as AttentionBackward

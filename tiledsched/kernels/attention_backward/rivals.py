@@ -120,4 +120,4 @@ METHODS = (
         by_name=True,
     ),
 )
-"""What a bench times beside our own methods, in the order of the rows; docs/bench.md says what each is."""
+"""What a bench times in turn with our own methods, in the order of the rows; docs/bench.md says what each is."""

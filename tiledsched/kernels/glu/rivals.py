@@ -19,10 +19,11 @@ def in_torch(p: Problem, numbers: Numbers) -> Function:
 
 def liger(p: Problem) -> Function:
     """Liger's SwiGLU, or its GeGLU with the approximation by tanh."""
-    from liger_kernel.ops.geglu import LigerGELUMulFunction
-    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
-
-    return LigerSiLUMulFunction.apply if p.activation == "silu" else LigerGELUMulFunction.apply
+    if p.activation == "silu":
+        from liger_kernel.ops.swiglu import LigerSiLUMulFunction as Unit
+    else:
+        from liger_kernel.ops.geglu import LigerGELUMulFunction as Unit
+    return Unit.apply
 
 
 def tilegym(p: Problem) -> Function:

@@ -5,6 +5,7 @@ What runs on the GPU is in `tiles` beside it; cuTile is imported where a launch 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -15,10 +16,9 @@ from tiledsched.core.cases import Case, random_inputs
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
+from tiledsched.core.similarity import Similarity, about
 from tiledsched.kernels.grouped_matmul.model import GroupedMatmulCost, skewed_ends
 from tiledsched.kernels.grouped_matmul.rivals import raced
-from tiledsched.kernels.grouped_matmul.similarity import GroupedMatmulSimilarity
-from tiledsched.kernels.grouped_matmul.suites import SUITES
 from tiledsched.kernels.persistent import resident_blocks
 from tiledsched.kernels.product_schedules import row_bytes
 
@@ -26,6 +26,48 @@ FEWEST_GROUPS = 32
 """Least width of the vectors over all groups: a warp."""
 OFFSET_KINDS = ("even", "one", "alternate", "ends")
 """Kinds of offsets in the adversarial test inputs."""
+
+TOKENS = (64, 1024, 4096)
+"""Tokens before each goes to several experts."""
+MODELS = {
+    "mixtral_8x7b": (8, 2, ((28672, 4096), (4096, 14336))),
+    "qwen3_30b": (128, 8, ((1536, 2048), (2048, 768))),
+    "deepseek_v3": (32, 1, ((4096, 7168), (7168, 2048))),
+    "gpt_oss_20b": (32, 4, ((5760, 2880), (2880, 2880))),
+    "llama4_scout": (16, 1, ((16384, 5120), (5120, 8192))),
+}
+"""Model -> experts, experts of each token, and (n, k) of the two halves of an expert's feed-forward network, gate and up
+together; from the models' published configurations. DeepSeek-V3's 256 experts, eight for each token, are spread over eight GPUs.
+"""
+
+SUITES: dict[str, list[dict[str, Any]]] = {
+    name: [
+        {"tokens": tokens * chosen, "experts": experts, "n": n, "k": k, "b_layout": "column"}
+        for n, k in shapes
+        for tokens in TOKENS
+    ]
+    for name, (experts, chosen, shapes) in MODELS.items()
+}
+"""Tokens times weights that lie as `torch.nn.Linear` keeps them: `[experts, n, k]`, which is B column-major."""
+
+
+class GroupedMatmulSimilarity(Similarity):
+    """How grouped products compare: by the rows of a group, above all."""
+
+    def distance(self, p: Any, q: Any) -> float:
+        """Octaves between the sizes, where those between the rows of a group count twice."""
+        sizes = sum(abs(math.log2(getattr(p, name) / getattr(q, name))) for name in ("tokens", "experts", "n", "k"))
+        layouts = 0.3 * (p.b_layout != q.b_layout) + 0.3 * (p.dtype != q.dtype)
+        return sizes + abs(math.log2(p.tokens / p.experts) - math.log2(q.tokens / q.experts)) + layouts
+
+    def bucketed(self, p: Any) -> Any:
+        """The product of about as many rows: a model's weights have sizes of their own."""
+        return p.replace(tokens=about(p.tokens))
+
+    def timing_features(self, p: Any) -> tuple[float, ...]:
+        """Octaves of the rows of a group and of the sizes, four to one; the layout of B."""
+        sizes = (math.log2(each) / 4 for each in (p.tokens / p.experts, p.tokens, p.n, p.k))
+        return (*sizes, 0.3 * (p.b_layout == "column"))
 
 
 class GroupedMatmul(Kernel):

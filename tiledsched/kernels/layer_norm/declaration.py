@@ -7,43 +7,11 @@ from typing import Any
 import tiledsched.core.fields as ts
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
-from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.layer_norm.rivals import in_torch, raced
-from tiledsched.kernels.row_schedules import (
-    ELEMENTS,
-    KNOBS,
-    RowKernel,
-    RowSimilarity,
-    StreamingCost,
-    TileDemand,
-    row_coverage,
-)
+from tiledsched.kernels.row_schedules import ELEMENTS, KNOBS, RowKernel, RowSimilarity, WholeRowCost
 
 WIDTHS = (768, 1024, 1280, 3072, 5120, 8192)
 """Columns of a suite: as in BERT and ViT (base and large), Whisper large, FLUX, Wan 14B, and Falcon 40B."""
-LIVE_PER_ELEMENT = 2.0
-"""Float32 values in registers for each element of a row that a block holds: the element, its weight and its bias in 16 bits."""
-FP32_PER_ELEMENT = 12.0
-"""Instructions per element: conversions, sums, and products."""
-ENOUGH = 5.0
-"""Blocks that reduce rows twice pause for long; see `TileDemand.enough`."""
-
-
-class LayerNormCost(StreamingCost):
-    """The time of a kernel that reads rows, once or twice, and writes them."""
-
-    def work(self, p: Problem, s: Schedule) -> TileDemand:
-        """A row that is not held is read again, from the L2 cache for the most part."""
-        rows, tile = s.number("TILE_ROWS"), s.number("TILE_COLUMNS")
-        covered, held = row_coverage(p, s)
-        return TileDemand(
-            count=-(-p.rows // rows),
-            bytes=2.0 * rows * min(covered if held else tile, p.columns),
-            instructions=rows * covered * FP32_PER_ELEMENT * (1.0 if held else 1.6),
-            live=rows * (covered if held else tile) * LIVE_PER_ELEMENT,
-            enough=ENOUGH,
-            again=0.0 if held else 0.5 * p.rows * p.columns,
-        )
 
 
 class LayerNorm(RowKernel, Kernel):
@@ -89,7 +57,9 @@ class LayerNorm(RowKernel, Kernel):
         "models": [{"rows": 8192, "columns": 5000}, *({"rows": 512, "columns": columns} for columns in (768, 5120))],
     }
 
-    cost = LayerNormCost()
+    cost = WholeRowCost(arrays=1, instructions=12.0, enough=5.0)
+    """Conversions, sums and products. Blocks that reduce rows twice pause for long. In registers are an element, its weight and
+    its bias in 16 bits."""
     similarity = RowSimilarity()
 
     @staticmethod

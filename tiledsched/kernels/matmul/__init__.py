@@ -1,7 +1,3 @@
 """Matrix product C = A @ B. Everything that knows it is in this folder."""
 
-from __future__ import annotations
-
-from tiledsched.kernels.matmul.declaration import Matmul
-
-__all__ = ["Matmul"]
+from tiledsched.kernels.matmul.declaration import Matmul as Matmul

@@ -5,6 +5,7 @@ What runs on the GPU is in `tiles` beside it; cuTile is imported where a launch 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,15 +13,75 @@ import tiledsched.core.fields as ts
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
+from tiledsched.core.similarity import Similarity, about
+from tiledsched.core.storage import ALIGNMENT
 from tiledsched.kernels.matmul.rivals import raced
-from tiledsched.kernels.matmul.similarity import MatmulSimilarity
-from tiledsched.kernels.matmul.suites import SUITES
 from tiledsched.kernels.persistent import resident_blocks
-from tiledsched.kernels.product_model import ProductCost
-from tiledsched.kernels.product_schedules import combine_tile, row_bytes, work_tiles
+from tiledsched.kernels.product_model import ELEMENT_BYTES, ProductCost
+from tiledsched.kernels.product_schedules import MODELS, combine_tile, row_bytes, work_tiles
 
 PAD_TILE = 64
 """Sides of the tiles in which operands are copied; the copies' sizes are multiples of it."""
+
+TOKENS = (16, 512, 4096, 16384)
+DTYPES = ("bfloat16", "float16")
+ODD = (
+    (3000, 5000, 4096),
+    (4097, 4097, 4097),
+    (1000, 1000, 1000),
+    (2047, 2049, 2048),
+    (777, 7777, 1111),
+    (4096, 4096, 4100),
+    (33, 4096, 4096),
+    (100, 50257, 768),
+    (5120, 13824, 5120),
+    (1, 4096, 4096),
+)
+"""(m, n, k) of products whose sizes no tile divides."""
+
+Values = dict[str, Any]
+
+
+def _linear(shapes: tuple[tuple[int, int], ...]) -> list[Values]:
+    """Tokens times weights that lie as `torch.nn.Linear` keeps them: `[n, k]`, which is B column-major."""
+    return [
+        {"m": m, "n": n, "k": k, "b_layout": "column", "dtype": dtype}
+        for dtype in DTYPES
+        for n, k in shapes
+        for m in TOKENS
+    ]
+
+
+SUITES = {
+    **{name: _linear(shapes) for name, shapes in MODELS.items()},
+    "squares": [
+        {"m": n, "n": n, "k": n, "dtype": dtype} for dtype in DTYPES for n in (1024, 2048, 3072, 4096, 6144, 8192)
+    ],
+    "odd": [{"m": m, "n": n, "k": k, "dtype": dtype} for dtype in DTYPES for m, n, k in ODD],
+}
+
+
+class MatmulSimilarity(Similarity):
+    """How matrix products compare."""
+
+    def rival_kind(self, p: Any) -> tuple[int, ...]:
+        """The alignment of rows of A, B and C, in elements from 1 to 8. Below 8, cuBLAS may take several times as long."""
+        runs = p.m if p.a_layout == "column" else p.k, p.k if p.b_layout == "column" else p.n, p.n
+        return tuple(min(run & -run, ALIGNMENT // ELEMENT_BYTES) for run in runs)
+
+    def bucketed(self, p: Any) -> Any:
+        """The product of about as many rows of A: the tokens of a model, whose weights have sizes of their own."""
+        return p.replace(m=about(p.m))
+
+    def loss_group(self, p: Any) -> str:
+        """The group of problems for which the loss of a transferred schedule was measured."""
+        return "odd rows" if min(self.rival_kind(p)) < ALIGNMENT // ELEMENT_BYTES else "aligned rows"
+
+    def timing_features(self, p: Any) -> tuple[float, ...]:
+        """Octaves of the sizes and of C, four and six to one; the layouts; and the alignment of rows, two octaves to one."""
+        sizes = math.log2(p.m) / 4, math.log2(p.n) / 4, math.log2(p.k) / 4, math.log2(p.m * p.n) / 6
+        layouts = 0.3 * (p.a_layout == "column"), 0.3 * (p.b_layout == "column")
+        return (*sizes, *layouts, *(math.log2(run) / 2 for run in self.rival_kind(p)))
 
 
 class Matmul(Kernel):

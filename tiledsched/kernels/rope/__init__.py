@@ -1,7 +1,4 @@
 """Rotary position embedding of queries and keys. Everything that knows it is in this folder."""
 
-from __future__ import annotations
-
-from tiledsched.kernels.rope.declaration import Rope, RopeInPlace
-
-__all__ = ["Rope", "RopeInPlace"]
+from tiledsched.kernels.rope.declaration import Rope as Rope
+from tiledsched.kernels.rope.declaration import RopeInPlace as RopeInPlace

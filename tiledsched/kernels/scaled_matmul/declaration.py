@@ -16,12 +16,11 @@ from tiledsched.core.arrays import RELATIVE_ERRORS, Tolerance
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
+from tiledsched.core.similarity import Similarity, about
 from tiledsched.kernels.persistent import resident_blocks
-from tiledsched.kernels.product_schedules import combine_tile, work_tiles
+from tiledsched.kernels.product_schedules import MODELS, combine_tile, work_tiles
 from tiledsched.kernels.scaled_matmul.model import ScaledMatmulCost
 from tiledsched.kernels.scaled_matmul.rivals import raced
-from tiledsched.kernels.scaled_matmul.similarity import ScaledMatmulSimilarity
-from tiledsched.kernels.scaled_matmul.suites import SUITES
 
 SCALE_DECADES = 1.5
 """Scales of the test inputs are powers of ten between minus and plus this, so that neighbours differ by up to a thousand."""
@@ -31,6 +30,37 @@ was 2**-15.2 for k = 28672, and ours 2**-17.1.
 """
 SUMMED_ALIKE = "offset"
 """The kind of test inputs whose products all have one sign."""
+
+TOKENS = (16, 512, 2048, 8192)
+SHAPES = {
+    **{name: MODELS[name] for name in ("llama_8b", "llama_70b", "qwen_7b")},
+    "qwen_32b": ((7168, 5120), (5120, 5120), (55296, 5120), (5120, 27648)),
+}
+"""(n, k) of the projections of each model; those of Qwen 2.5 32B are from its published configuration."""
+
+SUITES: dict[str, list[dict[str, Any]]] = {
+    name: [
+        {"m": m, "n": n, "k": k, "scales": scales, "fast_accum": True}
+        for scales in ("row", "tensor")
+        for n, k in shapes
+        for m in TOKENS
+    ]
+    for name, shapes in SHAPES.items()
+}
+"""Tokens with a scale each times weights with a scale for each output, and one scale for each operand."""
+
+
+class ScaledMatmulSimilarity(Similarity):
+    """How products of 8-bit floats compare."""
+
+    def bucketed(self, p: Any) -> Any:
+        """The product of about as many rows of A: the tokens of a model, whose weights have sizes of their own."""
+        return p.replace(m=about(p.m))
+
+    def timing_features(self, p: Any) -> tuple[float, ...]:
+        """Octaves of the sizes and of C, four and six to one; and where products are summed."""
+        sizes = math.log2(p.m) / 4, math.log2(p.n) / 4, math.log2(p.k) / 4, math.log2(p.m * p.n) / 6
+        return (*sizes, float(p.fast_accum), 0.3 * (p.scales == "row"))
 
 
 class ScaledMatmul(Kernel):

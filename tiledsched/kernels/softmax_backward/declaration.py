@@ -8,31 +8,9 @@ from typing import Any
 import tiledsched.core.fields as ts
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
-from tiledsched.core.schedule import Schedule
-from tiledsched.kernels.row_schedules import RowKernel, RowSimilarity, StreamingCost, TileDemand, row_coverage
+from tiledsched.kernels.row_schedules import RowKernel, RowSimilarity, WholeRowCost
 from tiledsched.kernels.softmax import Softmax
 from tiledsched.kernels.softmax_backward.rivals import in_torch
-
-FP32_PER_ELEMENT = 8.0
-"""Instructions per element: conversions, products, a sum."""
-LIVE_PER_ELEMENT = 2.0
-"""Float32 values in registers for each element of a row: Out and dOut in 16 bits, and one on its way."""
-
-
-class SoftmaxBackwardCost(StreamingCost):
-    """The time of a kernel that reads rows of two arrays, once or twice, and writes rows."""
-
-    def work(self, p: Problem, s: Schedule) -> TileDemand:
-        """A row that is not held is read again, from the L2 cache for the most part."""
-        rows, tile = s.number("TILE_ROWS"), s.number("TILE_COLUMNS")
-        covered, held = row_coverage(p, s)
-        return TileDemand(
-            count=-(-p.rows // rows),
-            bytes=4.0 * rows * min(covered if held else tile, p.columns),
-            instructions=rows * covered * FP32_PER_ELEMENT * (1.0 if held else 1.6),
-            live=rows * (covered if held else tile) * LIVE_PER_ELEMENT,
-            again=0.0 if held else 1.0 * p.rows * p.columns,
-        )
 
 
 class SoftmaxBackward(RowKernel, Kernel):
@@ -49,7 +27,8 @@ class SoftmaxBackward(RowKernel, Kernel):
     axes = Softmax.axes
     suites = Softmax.suites
 
-    cost = SoftmaxBackwardCost()
+    cost = WholeRowCost(arrays=2, instructions=8.0)
+    """Conversions, products and a sum; in registers are Out and dOut in 16 bits, and a value on its way."""
     similarity = RowSimilarity()
 
     @staticmethod

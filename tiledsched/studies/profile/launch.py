@@ -22,7 +22,7 @@ def main(kernel_name: str, problem_json: str, method_name: str) -> int:
     from tiledsched.core.registry import load_kernel
     from tiledsched.ops.bench import choose_methods
     from tiledsched.ops.own_methods import own_outputs
-    from tiledsched.rivals.cases import make_case
+    from tiledsched.rivals.methods import make_case
     from tiledsched.serve.process import wait_for_programs
 
     wait_for_programs()

@@ -110,16 +110,12 @@ def rank(seen: Iterable[SeenProblem], table_of: Callable[[KernelClass], LookupTa
         seen: the problems.
         table_of: gives the lookup table of a kernel.
     """
-    tables: dict[KernelClass, LookupTable] = {}
-    found = []
-    for each in seen:
-        if not each.problem.known:
-            found.append(SeenWorth(seen=each))
-            continue
-        kernel = each.problem.declaration
-        if kernel not in tables:
-            tables[kernel] = table_of(kernel)
-        found.append(worth_of(each, tables[kernel]))
+    rows = list(seen)
+    tables = {kernel: table_of(kernel) for kernel in {each.problem.declaration for each in rows if each.problem.known}}
+    found = (
+        worth_of(each, tables[each.problem.declaration]) if each.problem.known else SeenWorth(seen=each)
+        for each in rows
+    )
     return sorted(found, key=_order)
 
 
