@@ -71,7 +71,7 @@ def parse(words):
     """Read a command as the command line would, with attention in the place of kernels in files that are not here."""
     known = [re.sub(r"^\S+\.py:\w+$|^[a-z_.]+:\w+$", "attention", word) for word in words]
     words, is_shipped, command = known, known == words, root
-    while isinstance(command, app.Group) and not words[0].startswith("-"):
+    while isinstance(command, app.CommandGroup) and not words[0].startswith("-"):
         command = command.commands[words.pop(0)]
     with command.make_context("", words, obj=app.Invocation(), help_option_names=["-h", "--help"]) as context:
         given = context.params

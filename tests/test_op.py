@@ -187,19 +187,31 @@ def halves(*shapes):
 
 
 WRONG = {
-    "size": (norm, halves((5, 100), (7,)), r"rms_norm: W, axis 0 \(columns\): must be 100, as the other arrays say, got 7"),
+    "size": (
+        norm,
+        halves((5, 100), (7,)),
+        r"rms_norm: W, axis 0 \(columns\): must be 100, as the other arrays say, got 7",
+    ),
     "empty": (norm, halves((0, 100), (7,)), r"W, axis 0 \(columns\): must be 100"),
     "axes": (norm, halves((100,), (100,)), r"X must have 2 axes \(rows columns\), got shape \(100,\); reshape it"),
     "type": (norm, (made()[0], made()[1].bfloat16()), "W must be float16, got bfloat16; cast it"),
     "type of all": (norm, made(dtype=torch.float32), "dtype must be one of float16, bfloat16, got 'float32'"),
     "optional": (norm, halves((5, 100), (100,), (1, 100)), r"Residual, axis 0 \(rows\): must be 5, .* got 1"),
     "device": (norm, (made()[0], made()[1].to("meta")), "its tensors must be on one device, got cpu, meta"),
-    "choice": (product, (*halves((8, 16), (16, 8)), "int8"), "product: result must be one of float32, float16, got 'int8'"),
+    "choice": (
+        product,
+        (*halves((8, 16), (16, 8)), "int8"),
+        "product: result must be one of float32, float16, got 'int8'",
+    ),
     "list": (add_groups, ([torch.ones(5)], [torch.ones(6)], [5]), r"Ys\[0\], axis 0: must be 5, .* got 6"),
-    "lists": (add_groups, ([torch.ones(5), torch.ones(70)], [torch.ones(5)], [5, 70]), "add_groups: Ys must be 2 arrays, got 1"),
+    "lists": (
+        add_groups,
+        ([torch.ones(5), torch.ones(70)], [torch.ones(5)], [5, 70]),
+        "add_groups: Ys must be 2 arrays, got 1",
+    ),
     "sum": (group_sums, (torch.zeros(9, 20), torch.zeros(0).int()), "group_sums: "),
     "required": (scaled, (torch.zeros(3, 40), torch.zeros(3, 2)), "scaled: "),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -30,7 +30,7 @@ from tiledsched.ops.bench import methods_of
 from tiledsched.rivals.bench import bench_cell
 from tiledsched.rivals.methods import OURS
 from tiledsched.rivals.races import RivalRaces, rival_time
-from tiledsched.rivals.worker import Rivals
+from tiledsched.rivals.worker import TimedRivals
 
 METHODS = methods_of(Attention)
 HERE = Path(__file__).parent
@@ -173,7 +173,7 @@ def process(cuda, monkeypatch, tmp_path):  # noqa: F811
         arrays=arrays, flush=numpy.zeros(64, numpy.uint8), ours=(), run=lambda *given: launched.append(given)
     )
     launch = types.SimpleNamespace(scratch=(), steps=(), tolerance=kernel.tolerance(problem, None), tile=(8, 16))
-    rivals = Rivals(stand_in, cupy)
+    rivals = TimedRivals(stand_in, cupy)
 
     def race(named, regime="burst", rounds=8):
         arrays.kernel = types.SimpleNamespace(rivals=lambda p: named)

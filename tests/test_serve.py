@@ -80,7 +80,11 @@ SERVED = {
         ON_DEVICE,
         ("measured", "Exact", schedule(tile_m=128, persistent="strided"), ""),
     ),
-    "this compiler cannot build it": ([ODD], {"compiler": "13.4.92"}, ("default", "Default", {"num_worker_warps": 4}, "")),
+    "this compiler cannot build it": (
+        [ODD],
+        {"compiler": "13.4.92"},
+        ("default", "Default", {"num_worker_warps": 4}, ""),
+    ),
     "this compiler can": ([ODD], {"compiler": "13.5.37"}, ("transferred", "Neighbours", {"num_worker_warps": 16}, "")),
     "without a compiler a bundle may hold it": ([ODD], {}, ("transferred", "Neighbours", {"num_worker_warps": 16}, "")),
     "nor a neighbour": (
@@ -99,11 +103,27 @@ SERVED = {
         {"problem": PROBLEM.replace(batch=5)},
         ("transferred", "Neighbours", OUTSIDE, ""),
     ),
-    "what cannot work is repaired": ([known(loop_split=True)], ON_DEVICE, ("transferred", "Neighbours", {"loop_split": False}, "")),
-    "what works there": ([known(long(1000), loop_split=True)], {"problem": long(1000)}, ("measured", "Exact", {"loop_split": True}, "")),
-    "and does not here": ([known(long(1000), loop_split=True)], {}, ("transferred", "Neighbours", {"loop_split": False}, "")),
+    "what cannot work is repaired": (
+        [known(loop_split=True)],
+        ON_DEVICE,
+        ("transferred", "Neighbours", {"loop_split": False}, ""),
+    ),
+    "what works there": (
+        [known(long(1000), loop_split=True)],
+        {"problem": long(1000)},
+        ("measured", "Exact", {"loop_split": True}, ""),
+    ),
+    "and does not here": (
+        [known(long(1000), loop_split=True)],
+        {},
+        ("transferred", "Neighbours", {"loop_split": False}, ""),
+    ),
     "another kind comes last": (OTHERS, {}, ("transferred", "OtherKinds", {"loop_split": False}, "of another kind")),
-    "the model knows better": ([*OTHERS, MODEL], {}, ("modelled", "Modelled", MODEL.schedule, "^nothing was measured; the entry for this problem")),
+    "the model knows better": (
+        [*OTHERS, MODEL],
+        {},
+        ("modelled", "Modelled", MODEL.schedule, "^nothing was measured; the entry for this problem"),
+    ),
     "its own kind better still": ([*OTHERS, MODEL, NEAR], {}, ("transferred", "Neighbours", NEAR.schedule, "")),
     "padded heads are a kind": (OTHERS, {"problem": PADDED}, ("transferred", "OtherKinds", {}, "of another kind")),
     "padded heads": (
@@ -111,7 +131,11 @@ SERVED = {
         {"problem": PADDED},
         ("transferred", "Neighbours", {"occupancy": 3}, "^the nearest problem is"),
     ),
-    "the model beats what is far": ([MODEL, FAR], {}, ("modelled", "Modelled", MODEL.schedule, "^nothing near it was measured")),
+    "the model beats what is far": (
+        [MODEL, FAR],
+        {},
+        ("modelled", "Modelled", MODEL.schedule, "^nothing near it was measured"),
+    ),
     "what is far beats nothing": ([FAR], {}, ("transferred", "Neighbours", FAR.schedule, "")),
     "nothing": ([], {}, ("default", "Default", default(PROBLEM), "^nothing is known about sm_90 for this kind")),
     "the other class": ([HALF], {}, ("default", "Default", {}, "")),
@@ -122,7 +146,11 @@ SERVED = {
         {"accum_mode": "fp16", "problem": PROBLEM.replace(dtype="bfloat16")},
         ("default", "Default", {"accum_mode": "fp32"}, ""),
     ),
-    "the regime": ([HOT, COOL], {"regime": "sustained"} | ON_DEVICE, ("measured", "Exact", {"occupancy": 3}, f"^{HERE}$")),
+    "the regime": (
+        [HOT, COOL],
+        {"regime": "sustained"} | ON_DEVICE,
+        ("measured", "Exact", {"occupancy": 3}, f"^{HERE}$"),
+    ),
     "the usual regime": ([HOT, COOL], ON_DEVICE, ("measured", "Exact", {"occupancy": 2}, f"^{HERE}$")),
     "a regime that was not tried": (
         [COOL],
@@ -154,7 +182,7 @@ SERVED = {
         {"forced": {"tile_m": 128, "tile_n": 64}},
         ("forced", "Exact", schedule(tile_m=128, tile_n=64), "and the rest is the default's; without them: this"),
     ),
-}  # fmt: skip
+}
 """What is known, what is asked, and the answer: provenance, the link that found it, schedule or knobs, and words of the reason."""
 
 
@@ -266,7 +294,7 @@ def test_what_the_model_chose_gives_way_to_its_runner_up_and_then_to_what_it_cho
         assert (following.schedule, following.provenance, following.alternatives) == (third, "modelled", ())
         refused = f"{second.short()} does not compile for arrays laid out like these; the next choice: "
         assert following.reason == refused + served.reason
-        last = table.fallback_for(following.then(chain.Step(link="x"), schedule=second), problem, "sm_90")
+        last = table.fallback_for(following.then(chain.LinkStep(link="x"), schedule=second), problem, "sm_90")
         assert (last.provenance, last.schedule, last.alternatives) == ("default", default(problem), ())
         assert last.reason == f"{second.short()} (modelled) does not compile for arrays laid out like these"
         assert table.fallback_for(last, problem, "sm_90") is None

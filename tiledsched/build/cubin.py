@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from tiledsched.build.elf import HEADER, NOBITS, Section, section_headers, sections
+from tiledsched.build.elf import HEADER, NOBITS, ElfSection, section_headers, sections
 from tiledsched.build.host_code import carried, carrying, host_of
 from tiledsched.core.errors import CompilerError
 from tiledsched.core.resources import ResourceFacts as ResourceFacts
@@ -119,7 +119,7 @@ def read_artifact(data: bytes, arch: str, reference: bytes = b"") -> Artifact:
         raise CompilerError(f"not a cubin: {error}; delete the file and build again") from error
 
 
-def _fingerprint(found: Sequence[Section], kernel: str, facts: ResourceFacts, reference: bytes) -> str:
+def _fingerprint(found: Sequence[ElfSection], kernel: str, facts: ResourceFacts, reference: bytes) -> str:
     digest = hashlib.sha256()
     for section in found:
         if section.name.startswith((TEXT, ".nv.constant")):
@@ -140,7 +140,7 @@ def host_instructions(data: bytes) -> bytes:
     return b"".join(section.data for section in sections(data) if section.name in (".text", ".ltext"))
 
 
-def _facts(found: Sequence[Section], arch: str, *, kernel: str, code_bytes: int) -> ResourceFacts:
+def _facts(found: Sequence[ElfSection], arch: str, *, kernel: str, code_bytes: int) -> ResourceFacts:
     values = {"registers": 0, "spill_bytes": 0, "threads": 0, "num_ctas": 1, "shared_bytes": 0}
     for section in found:
         if section.name in (".nv.info", f".nv.info.{kernel}"):

@@ -15,7 +15,7 @@ MOST_ALIGNMENT = 1 << 16
 """Bytes to whose multiples a section may be aligned; those of cubins are aligned to 1024 at most."""
 
 
-class Section(NamedTuple):
+class ElfSection(NamedTuple):
     """One section of an ELF file."""
 
     name: str
@@ -47,7 +47,7 @@ def section_headers(elf: bytes) -> list[list[int]]:
     return headers
 
 
-def sections(elf: bytes) -> list[Section]:
+def sections(elf: bytes) -> list[ElfSection]:
     """The sections of an ELF file, in the order of their headers.
 
     Raises:
@@ -58,7 +58,7 @@ def sections(elf: bytes) -> list[Section]:
     if headers and names >= len(headers):
         raise _no_cubin("its sections have no names")
     return [
-        Section(
+        ElfSection(
             name=_text(elf, headers[names][4] + header[0]),
             kind=header[1],
             size=header[5],

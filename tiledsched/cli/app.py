@@ -237,7 +237,7 @@ def _find_kernel(named: str, words: Sequence[str]) -> problem.KernelClass:
     return registry.load_kernel(named)
 
 
-class Group(_Explained, click.Group):
+class CommandGroup(_Explained, click.Group):
     """Commands under one name. `sections` are headings of its help, each with the commands below it."""
 
     def __init__(self, *given: Any, sections: Mapping[str, Sequence[click.Command]], **more: Any) -> None:
@@ -251,7 +251,9 @@ class Group(_Explained, click.Group):
         for heading, commands in self.sections.items():
             with formatter.section(heading):
                 listed, above = commands, ""
-                if len(commands) == 1 and isinstance(commands[0], Group):  # a section of its own lists what is in it
+                if len(commands) == 1 and isinstance(
+                    commands[0], CommandGroup
+                ):  # a section of its own lists what is in it
                     listed, above = [*commands[0].commands.values()], f"{commands[0].name} "
                 formatter.write_dl([(f"{above}{each.name}", _first_sentence(each)) for each in listed], col_max=26)
         super().format_options(ctx, formatter)

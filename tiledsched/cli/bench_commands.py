@@ -13,8 +13,8 @@ from tiledsched.cli.app import (
     FILE,
     FOLDER,
     CommaList,
+    CommandGroup,
     Decorated,
-    Group,
     Invocation,
     Seconds,
     command,
@@ -376,7 +376,7 @@ def profile(
         run.print({"rows": rows})
 
 
-study = Group(
+study = CommandGroup(
     "study",
     help="Larger studies of a kernel on this GPU: paper, ladder, ablation, profile.",
     sections={"Studies": [paper, ladder, ablation, profile]},

@@ -13,7 +13,7 @@ from tiledsched.cli import (
     result_commands,
     tuning_commands,
 )
-from tiledsched.cli.app import PROGRAM_OPTIONS, Group
+from tiledsched.cli.app import PROGRAM_OPTIONS, CommandGroup
 
 EPILOG = """\b
 Problems are named with -p, e.g. tiledsched tune attention -p S=4096,D=128.
@@ -22,7 +22,7 @@ configuration, 130 interrupted. Settings come from flags, then TILEDSCHED_*
 variables, then tiledsched.toml, then the user's config.toml.
 """
 
-root = Group(
+root = CommandGroup(
     "tiledsched",
     help="Find, prove, keep and serve the best schedules of cuTile kernels.",
     epilog=EPILOG,

@@ -14,7 +14,7 @@ import click
 from tiledsched.cli.app import (
     FILE,
     FOLDER,
-    Group,
+    CommandGroup,
     Invocation,
     Seconds,
     arch_option,
@@ -241,7 +241,7 @@ def backup(run: Invocation, file: str, force: bool) -> None:
     run.print({"file": file, "bytes": size}, f"{size:,} bytes written to {file}")
 
 
-db = Group(
+db = CommandGroup(
     "db",
     help="The database of what is measured and tuned.",
     sections={"Commands": [export, bring_in, query, check, backup]},

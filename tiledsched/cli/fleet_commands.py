@@ -11,7 +11,7 @@ import click
 from tiledsched.cli import bench_commands, fleet_output, output, result_commands, seen_flag
 from tiledsched.cli.app import (
     Command,
-    Group,
+    CommandGroup,
     Invocation,
     Seconds,
     arch_option,
@@ -315,7 +315,7 @@ def status(run: Invocation, campaign: str | None, everything: bool, stop: bool) 
     return 1 if found.campaign.status == "done" and found.failed else 0
 
 
-fleet = Group(
+fleet = CommandGroup(
     "fleet",
     help="Tune, record, refresh or bench on many GPUs and hosts.",
     sections={"Commands": [run_fleet, work, status]},

@@ -70,7 +70,7 @@ class Arrays:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class RivalCase:
     """One problem, ready to be computed by every method, and the right outputs in float64."""
 
     arrays: Arrays

@@ -22,7 +22,7 @@ from tiledsched.core.blame import first_line
 from tiledsched.core.errors import MeasureError, UnsupportedError
 from tiledsched.core.extras import installing
 from tiledsched.core.problem import Problem
-from tiledsched.core.rivals import Arrays, Case, Method
+from tiledsched.core.rivals import Arrays, Method, RivalCase
 from tiledsched.measure.driver_timeout import asked
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.nvml import ConditionsLog, current_device
@@ -160,7 +160,7 @@ class TorchHarness:
         except RuntimeError as error:
             raise _lost(error) from error
 
-    def _try(self, method: Method, case: Case) -> Ready | str:
+    def _try(self, method: Method, case: RivalCase) -> Ready | str:
         """Call a method a few times: what was learnt, or why the method takes no part."""
         torch, problem = self._torch, case.arrays.problem
         refusal = method.refusal(problem, self._memory_bytes)

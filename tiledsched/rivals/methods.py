@@ -17,7 +17,7 @@ from tiledsched.core.cases import expected_outputs, output_specs, random_inputs
 from tiledsched.core.errors import MeasureError, UnsupportedError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import SHIPPED
-from tiledsched.core.rivals import Arrays, Call, Case, Function, Method, called
+from tiledsched.core.rivals import Arrays, Call, Function, Method, RivalCase, called
 from tiledsched.measure.timing import GRAPH_BELOW_US, GRAPH_LAUNCHES
 from tiledsched.measure.torch_arrays import as_tensors
 from tiledsched.measure.torch_timing import LOOKS, SPIN_MARGIN, TorchStopwatch, host_cost_us
@@ -92,7 +92,7 @@ def our_kernel_is_missing(problem: Problem, tensors: Any) -> Any:
     raise UnsupportedError("the inputs of this problem are made by our own kernel, which is not here")
 
 
-def make_case(torch: Any, cupy: Any, problem: Problem, own: Callable[..., Any] = our_kernel_is_missing) -> Case:
+def make_case(torch: Any, cupy: Any, problem: Problem, own: Callable[..., Any] = our_kernel_is_missing) -> RivalCase:
     """The case of a problem: its inputs are the same in every run.
 
     Args:
@@ -102,14 +102,14 @@ def make_case(torch: Any, cupy: Any, problem: Problem, own: Callable[..., Any] =
         own: computes a problem by our own kernel, given the problem and its tensors: inputs may be outputs of another kernel.
     """
     kernel = problem.declaration
-    made: Callable[..., Case] | None = getattr(rivals_module(kernel), "bench_case", None)
+    made: Callable[..., RivalCase] | None = getattr(rivals_module(kernel), "bench_case", None)
     if made is not None:
         case = made(torch, cupy, problem, own)
     else:
         stored = random_inputs(kernel, cupy, cupy.random.default_rng(int(problem.id, 16) % 2**31), problem)
         right = expected_outputs(kernel, cupy, problem, stored, "float64")
         specs = output_specs(kernel, problem)
-        case = Case(
+        case = RivalCase(
             arrays=Arrays(torch=torch, problem=problem, tensors=as_tensors(torch, problem, stored)),
             expected={spec.name: as_list(spec, each) for spec, each in zip(specs, right, strict=True)},
             parts=lambda outputs: {spec.name: as_list(spec, outputs[spec.name]) for spec in specs},
@@ -148,7 +148,7 @@ def outputs_by_name(problem: Problem, out: Any) -> dict[str, Any]:
     return {spec.name: made for spec, made in zip(specs, outputs, strict=False)}
 
 
-def case_error(cupy: Any, case: Case, out: Any) -> Error:
+def case_error(cupy: Any, case: RivalCase, out: Any) -> Error:
     """How far a method's outputs are from float64; `NOT_FINITE` where an element of any of them is infinite or NaN.
 
     Raises:

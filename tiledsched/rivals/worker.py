@@ -33,7 +33,7 @@ LONGEST = 200
 """Most characters of an error's first line that are reported."""
 
 
-class Rivals:
+class TimedRivals:
     """Answers requests about rivals.
 
     Args:
@@ -182,5 +182,5 @@ def main(descriptor: str, folder: str, parent: str) -> None:
 
     from tiledsched.measure import worker
 
-    rivals = Rivals(torch, cupy)
+    rivals = TimedRivals(torch, cupy)
     worker.main(descriptor, folder, parent, {**worker.REQUESTS, "versions": rivals.versions, "rivals": rivals.race})

@@ -39,7 +39,7 @@ untuned choice loses half a percent on average."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class LinkStep:
     """A link that a problem came to."""
 
     link: str
@@ -58,7 +58,7 @@ class Served:
     """What is launched."""
     provenance: str
     """measured, transferred, modelled, default, or forced (by settings)."""
-    steps: tuple[Step, ...]
+    steps: tuple[LinkStep, ...]
     """The links that the problem came to, in their order."""
     entry: Entry | None = None
     """The evidence; None for the default."""
@@ -89,7 +89,7 @@ class Served:
             reason = step.said + reason if step.leads else reason + step.said
         return reason
 
-    def then(self, step: Step, **changes: Any) -> Served:
+    def then(self, step: LinkStep, **changes: Any) -> Served:
         """This answer as a later link leaves it."""
         return replace(self, steps=(*self.steps, step), **changes)
 
@@ -137,9 +137,9 @@ class Link:
     """What the links have in common. Finders are called with a question; refiners also with the answer that was found, which they
     return as it was or changed."""
 
-    def step(self, said: str = "", *, leads: bool = False) -> Step:
-        """The step to this link; see :class:`Step`."""
-        return Step(link=type(self).__name__, said=said, leads=leads)
+    def step(self, said: str = "", *, leads: bool = False) -> LinkStep:
+        """The step to this link; see :class:`LinkStep`."""
+        return LinkStep(link=type(self).__name__, said=said, leads=leads)
 
 
 Finder = Callable[[Question], Served | None]
@@ -436,7 +436,7 @@ AT_LAST: tuple[Refiner, ...] = (Published(), Evidence(), Forced())
 """The links for each problem by itself, also where problems of about one size share what was found."""
 
 
-def find(links: Sequence[Finder], question: Question, passed: Sequence[Step] = ()) -> Served | None:
+def find(links: Sequence[Finder], question: Question, passed: Sequence[LinkStep] = ()) -> Served | None:
     """What the first link that has an answer finds, as :data:`FOUND` leaves it; None where no link has one. `passed` are
     steps to links that had none before."""
     steps = [*passed]
@@ -444,7 +444,7 @@ def find(links: Sequence[Finder], question: Question, passed: Sequence[Step] = (
         served = link(question)
         if served is not None:
             return refined(FOUND, question, replace(served, steps=(*steps, *served.steps)))
-        steps.append(Step(link=type(link).__name__))
+        steps.append(LinkStep(link=type(link).__name__))
     return None
 
 

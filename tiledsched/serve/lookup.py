@@ -37,12 +37,12 @@ from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
 from tiledsched.serve.arch_table import ArchTable
-from tiledsched.serve.chain import AT_LAST, EXACT, GUESSES, SHARED, Question, Served, Step, find, refined
+from tiledsched.serve.chain import AT_LAST, EXACT, GUESSES, SHARED, LinkStep, Question, Served, find, refined
 from tiledsched.store.evidence import clocks_of
 from tiledsched.store.records import Entry
 from tiledsched.store.spills import Spills, joined
 
-NOT_MEASURED = (Step(link="Exact"),)
+NOT_MEASURED = (LinkStep(link="Exact"),)
 """The way of a problem that was not measured so far."""
 MAX_ANSWERS = 4096
 """Answers for problems that were not measured which a table remembers."""
@@ -118,13 +118,13 @@ class LookupTable:
         refused, laid = served.schedule.short(), "does not compile for arrays laid out like these"
         if served.alternatives:
             following, *rest = served.alternatives
-            step = Step(link="NextChoice", said=f"{refused} {laid}; the next choice: ", leads=True)
+            step = LinkStep(link="NextChoice", said=f"{refused} {laid}; the next choice: ", leads=True)
             steps = (*(each for each in served.steps if each.link != step.link), step)
             return replace(served, schedule=following, alternatives=tuple(rest), steps=steps)
         default = self._of_arch(arch).default(problem)
         if served.forced or served.schedule == default:
             return None
-        step = Step(link="Default", said=f"{refused} ({served.provenance}) {laid}")
+        step = LinkStep(link="Default", said=f"{refused} ({served.provenance}) {laid}")
         return Served(schedule=default, provenance="default", steps=(step,))
 
     def _shared(self, question: Question) -> Served | None:

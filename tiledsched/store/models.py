@@ -143,7 +143,7 @@ class OfProgram(Numbered):
     schedule_id: Mapped[str] = mapped_column(ForeignKey("schedules.id"))
 
 
-class Timed(Numbered):
+class TimeColumns(Numbered):
     """Rows that hold a timing of machine code."""
 
     fingerprint: Mapped[str] = mapped_column(String(64))
@@ -266,7 +266,7 @@ class RunRow(Numbered, Base):
     finished_at: Mapped[datetime | None]
 
 
-class MeasurementRow(OfProgram, Timed, Base):
+class MeasurementRow(OfProgram, TimeColumns, Base):
     """A measurement: samples, estimate and conditions. `uid` is the same in every database."""
 
     __tablename__ = "measurements"
@@ -430,7 +430,7 @@ class AttemptRow(Numbered, Base):
     result: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
 
 
-class ControlRow(Timed, Base):
+class ControlRow(TimeColumns, Base):
     """A timing of a campaign's control program on one GPU."""
 
     __tablename__ = "fleet_controls"

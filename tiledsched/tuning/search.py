@@ -223,7 +223,7 @@ class ProblemTune:
         return [record.failure for record in records if record and record.failure]
 
 
-class Search(ProblemTune):
+class ProblemSearch(ProblemTune):
     """Tunes a problem with a GPU: proposes, builds and measures in batches, and lets the leaders race for the decision."""
 
     def __init__(self, tuner: TuneContext, runner: Runner, problem: Problem, deadline_s: float) -> None:

@@ -23,7 +23,7 @@ from tiledsched.store.records import BuildRecord
 from tiledsched.tuning.builder import Program, deadlines
 from tiledsched.tuning.prior import estimator
 from tiledsched.tuning.results import TuneResult
-from tiledsched.tuning.search import OUT_OF_TIME, ProblemTune, Search, TuneContext, commonest_message
+from tiledsched.tuning.search import OUT_OF_TIME, ProblemSearch, ProblemTune, TuneContext, commonest_message
 from tiledsched.tuning.study import learn
 
 LEARNT_AT_ONCE = 8
@@ -100,11 +100,11 @@ class Tuner(TuneContext):
     def _run(self, problem: Problem, deadline_s: float) -> TuneResult:
         if self.runner is None:
             return Ranking(self, problem, deadline_s).run()
-        return Search(self, self.runner, problem, deadline_s).run()
+        return ProblemSearch(self, self.runner, problem, deadline_s).run()
 
     def _build_served(self, problems: Sequence[Problem], runner: Runner, deadline_s: float) -> None:
         """Build what is to race on all problems at once, so that every compile process has something to do."""
-        searches = [Search(self, runner, problem, deadline_s) for problem in problems]
+        searches = [ProblemSearch(self, runner, problem, deadline_s) for problem in problems]
         pairs = [
             (schedule, each.problem)
             for each in searches

@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 
 from tiledsched.core.problem import Problem
-from tiledsched.core.rivals import Arrays, Case
+from tiledsched.core.rivals import Arrays, RivalCase
 from tiledsched.kernels.attention.backends import heads_first
 from tiledsched.kernels.attention.inputs import places
 from tiledsched.kernels.attention.reference import attention_and_lse
@@ -28,7 +28,7 @@ Pair = tuple[int, int]
 """(sequence, query head). Without packing, each entry of the batch is a sequence."""
 
 
-def bench_case(torch: Any, xp: Any, p: Problem, own: Callable[..., Any]) -> Case:
+def bench_case(torch: Any, xp: Any, p: Problem, own: Callable[..., Any]) -> RivalCase:
     """The case of a problem: standard normal inputs, the same in every run, and the pairs that are compared.
 
     Args:
@@ -48,7 +48,7 @@ def bench_case(torch: Any, xp: Any, p: Problem, own: Callable[..., Any]) -> Case
         if p.sinks:
             one["sinks"] = features[0][head : head + 1].double().cpu().numpy()
         expected.append(reference_of_pair(xp, p, *(xp.from_dlpack(each.float()) for each in parts), **one))
-    return Case(
+    return RivalCase(
         arrays=Arrays(torch=torch, problem=p, tensors=(q, k, v, *features)),
         expected={"Out": expected},
         parts=lambda made: {"Out": [rows_of(made["Out"].detach(), given, *pair) for pair in pairs]},

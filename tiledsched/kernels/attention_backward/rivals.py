@@ -7,7 +7,7 @@ from typing import Any
 
 from tiledsched.core.errors import UnsupportedError
 from tiledsched.core.problem import Problem
-from tiledsched.core.rivals import Arrays, Case, Method
+from tiledsched.core.rivals import Arrays, Method, RivalCase
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.backends import (
     BACKENDS,
@@ -36,7 +36,7 @@ MOST_SCORES = 1 << 28
 """Scores of the reference, at most: a quarter of those of the forward pass, which has two products instead of seven."""
 
 
-def bench_case(torch: Any, xp: Any, p: Problem, own: Callable[..., Any]) -> Case:
+def bench_case(torch: Any, xp: Any, p: Problem, own: Callable[..., Any]) -> RivalCase:
     """The case of a problem: standard normal inputs and output gradients, the same in every run. The gradients of some (sequence,
     key head) pairs are compared, with all query heads of each key head.
 
@@ -86,7 +86,7 @@ def bench_case(torch: Any, xp: Any, p: Problem, own: Callable[..., Any]) -> Case
             for name in GRADIENTS
         }
 
-    return Case(
+    return RivalCase(
         arrays=Arrays(torch=torch, problem=p, tensors=(q, k, v, out, dout, lse, *features, *dlse)),
         expected=expected,
         parts=compared,
