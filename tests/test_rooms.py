@@ -243,3 +243,18 @@ def test_imports_are_found_wherever_they_stand():
     assert [file_of(each) for each in modules[3:]] == ["ops/sdpa.py", "store/db.py", "core/errors.py"]
     assert ATTENTIONS_WORDS.search("p.head_dim")
     assert not ATTENTIONS_WORDS.search("head_dims")
+
+
+WITHOUT_A_NOUN = re.compile(r"(The only one|The same|torch's own|As of|Of the)\b[^.]{0,60}\.")
+"""Docstrings that a reader understands only beside the ones before them."""
+
+
+def test_docstrings_can_be_read_alone():
+    texts = [
+        (path, node.value.value)
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    ]
+    assert [each for each in texts if WITHOUT_A_NOUN.fullmatch(each[1])] == []
+    assert WITHOUT_A_NOUN.fullmatch("The same.")

@@ -55,13 +55,13 @@ HOST_GPUS = 8
 HOST_CPUS = 96
 """Its CPUs, which compile."""
 COMPILE_S = 2.0
-"""Of one program on one CPU."""
+"""Seconds that compiling one program takes on one CPU."""
 SETUP_S = 6.0
-"""Of one problem: opening the GPU, making inputs and reference."""
+"""Seconds that a problem takes before its first measurement: opening the GPU, making inputs and reference."""
 CHECK_S = 0.1
-"""Of one program: loading, looking, checking."""
+"""Seconds that loading and checking one program take."""
 BACK_S = 120.0
-"""Until a worker that died is there again."""
+"""Seconds until a worker that died is there again."""
 TRIED = 20
 """Problems whose reading and sending home are really done, to be timed."""
 LEAST_TOLD_S = 0.1

@@ -216,7 +216,7 @@ class Row:
     method: str
     """`ours 0` is what our tables serve, `ours 1` the next choice; else the name of a rival, or `served`."""
     schedule: str = ""
-    """Of ours, as JSON."""
+    """Our schedule as JSON; empty for rivals."""
     us: float | None = None
     """Median time on the GPU in microseconds."""
     low_us: float | None = None
@@ -228,11 +228,11 @@ class Row:
     spill_bytes: int = 0
     """Registers that our program spills, in bytes a thread."""
     eager: str = ""
-    """Of `served`: the method that serves eager calls."""
+    """The method that serves eager calls; empty but in the row of `served`."""
     graph: str = ""
-    """Of `served`: the method that serves captured graphs."""
+    """The method that serves captured graphs; empty but in the row of `served`."""
     note: str = ""
-    """Of `served`: provenance; else why there is no time."""
+    """The provenance, in the row of `served`; in others, why there is no time."""
     versions: str = ""
     """Device, driver and libraries; in the row of `served`."""
 

@@ -19,7 +19,7 @@ class LaterOperator:
         self._gradients: list[tuple[Any, dict[str, Any]]] = []
 
     def register_autograd(self, backward: Any, **more: Any) -> None:
-        """As of the operator, once there is one."""
+        """Give the operator this gradient as soon as the operator is made; the arguments are those of its method."""
         self._gradients.append((backward, more))
 
     def _operator(self) -> Any:

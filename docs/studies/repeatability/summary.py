@@ -59,7 +59,7 @@ class NoiseSummary:
     cv: float | None
     """Coefficient of variation of single samples: median over programs and sessions."""
     cv_of_10: float | None
-    """The same for medians of ten samples."""
+    """Coefficient of variation of medians of ten samples: median over programs and sessions."""
     cv_between_sessions: float | None
     """Coefficient of variation of a program's medians in different sessions: median over programs timed in two or more."""
 

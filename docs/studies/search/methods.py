@@ -74,7 +74,7 @@ FEWER_SEEDS = {
     "kernel-tuner-pso": 20,
     "grid": 1,
 }
-"""Of methods that take long, or leave nothing to chance."""
+"""Number of repetitions, by the names of the methods that take long or leave nothing to chance."""
 
 _SEARCHES: Mapping[str, Search] = {
     **{f"tiledsched-{name}": _ours(effort) for name, effort in EFFORTS.items()},

@@ -62,11 +62,11 @@ class Run:
     regret_10: float
     """Time of the best of the first 10 measured over the best time, minus 1; of all measured where there were fewer."""
     regret_25: float
-    """The same after 25 measurements."""
+    """Time of the best of the first 25 measured over the best time, minus 1."""
     regret_50: float
-    """The same after 50 measurements."""
+    """Time of the best of the first 50 measured over the best time, minus 1."""
     regret_100: float
-    """The same after 100 measurements."""
+    """Time of the best of the first 100 measured over the best time, minus 1."""
 
 
 def score(sampler: str, field: Field, seed: int, trace: Trace) -> Run:
