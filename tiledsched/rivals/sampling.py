@@ -39,7 +39,7 @@ class Pace:
     warmup_s: float = SUSTAINED_WARMUP_S
     """In the sustained regime, seconds of launches before samples count."""
     rewarm_s: float = SUSTAINED_REWARM_S
-    """The same where another sustained cell has just ended."""
+    """In the sustained regime, seconds of launches before samples count, where another sustained cell has just ended."""
     clock: Any = time
     """Tells the time by `perf_counter` and waits by `sleep`, both in seconds; tests bring another."""
 

@@ -23,7 +23,7 @@ from tiledsched.core.files import write_whole
 NAME = "tiledsched-attention"
 MODULE = NAME.replace("-", "_")
 KERNEL_VERSION = 1
-"""Of the functions the package offers; raised when one changes."""
+"""The version of the functions that the package offers, raised when one changes."""
 BACKENDS = ("cuda", "cpu")
 """Variants written; on the CPU torch's attention answers."""
 
