@@ -251,8 +251,11 @@ def bench(session, kernel, problem, progress, **options):
             found = entries.load_table(settings(), kernel=kernel, archs={session.arch})
             answer = found.resolve(problem, session.arch, NAMES[session.arch])
             prepared = super().prepare(problem, methods, regime)
-            prepared.ready[0].details.update(schedule=answer.schedule.short(), provenance=answer.provenance)
-            return prepared
+            first, *others = prepared.ready
+            served = {"schedule": answer.schedule.short(), "provenance": answer.provenance}
+            return dataclasses.replace(
+                prepared, ready=(dataclasses.replace(first, fields={**first.fields, **served}), *others)
+            )
 
     begin(problem, progress)
     fakes = {"harness": Served(), "pace": QUICK}
