@@ -6,13 +6,12 @@ python docs/results/h200/models.py > models.csv
 from __future__ import annotations
 
 import csv
-import json
 import sys
 from pathlib import Path
 
 from tiledsched.kernels.attention import Attention
 from tiledsched.rivals.offers import pays
-from tiledsched.store.reading import read_rivals
+from tiledsched.store.exchange import read_table
 
 TABLE = Path(__file__).parents[3] / "tuning_db" / "tables" / "attention" / "sm_90.json"
 COLUMNS = (
@@ -39,12 +38,10 @@ def main() -> None:
             suites |= {each.id: name for each in Attention.suite(name) if each.id not in suites}
     lines = csv.writer(sys.stdout, lineterminator="\n")
     lines.writerow(COLUMNS)
-    for entry in json.loads(TABLE.read_text())["entries"]:
-        for each in read_rivals(entry.get("rivals")) or ():
+    for entry in read_table(TABLE).entries:
+        problem = entry.problem
+        for each in entry.rivals or ():
             if each.ours_us:
-                problem = Attention.problem(
-                    **{name: value for name, value in entry["problem"].items() if name != "kernel"}
-                )
                 lines.writerow(
                     [
                         suites.get(problem.id, ""),
@@ -58,7 +55,7 @@ def main() -> None:
                         round(each.ratio_high or 0, 4),
                         round(problem.gbps(each.ours_us)),
                         "yes" if pays(each, Attention) else "no",
-                        f"{each.version} tileiras {entry['toolchain']['tileiras']}",
+                        f"{each.version} tileiras {entry.compiler}",
                     ]
                 )
 
