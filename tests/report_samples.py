@@ -51,7 +51,7 @@ def specs_of(blocks):
 
 
 def check_report(name, report, folder):
-    """Compares the sentences, tables, files and charts of a report with a file of tests/data/report."""
+    """Compares the sentences, tables, files and charts of a report with a file of tests/data/golden/report."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tiledsched.report.document.drawings", lambda blocks: {})
         files = [path for path in write_report(report, folder) if path.suffix != ".html"]

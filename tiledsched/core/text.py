@@ -89,6 +89,6 @@ def longer(drop: float, than: str = "") -> str:
     return f"{words} {link} {than}" if than else words
 
 
-def times_as_fast(ratio: float) -> str:
+def times_as_fast(value: float) -> str:
     """A ratio of times in words: `1.90 times as fast`, or `as fast` where the two differ by less than half a percent."""
-    return "as fast" if abs(ratio - 1) < 0.005 else f"{ratio:.2f} times as fast"
+    return "as fast" if abs(value - 1) < 0.005 else f"{value:.2f} times as fast"

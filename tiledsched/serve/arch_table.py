@@ -23,8 +23,6 @@ from tiledsched.store.spills import Spills
 
 MEASURED_PROVENANCES = ("measured", "transferred")
 """Provenances of entries that were measured on some device."""
-
-
 EXACT = "fp32"
 """The accuracy class that may be served for any other."""
 
