@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.cli.output import note, print_table, print_wrapped, table_lines, width
-from tiledsched.core.device import ARCHS
+from tiledsched.core.device import arch_of
 from tiledsched.core.labels import labels_of
 from tiledsched.core.problem import Problem, rate_of, rate_text, unit_of
 from tiledsched.core.text import plural
@@ -338,8 +338,8 @@ def print_bench(rows: Sequence[BenchRow]) -> None:
         )
     slowed = []
     for row in rows:
-        arch = next((arch for arch in ARCHS if row.device.startswith(ARCHS[arch].device)), "")
-        words = describe_throttling(row.conditions, Device(name=row.device, arch=arch, sm_count=0), row.regime)
+        device = Device(name=row.device, arch=arch_of(row.device), sm_count=0)
+        words = describe_throttling(row.conditions, device, row.regime)
         slowed += [words] if words else []
     if slowed:
         note(f"clock held down in {len(slowed)} of {plural(len(rows), 'row')}, {slowed[0]}: the rates are too low")
