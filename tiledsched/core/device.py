@@ -251,7 +251,7 @@ OTHER_NAMES = {"jetsonagxthor": "sm_110", "dgxspark": "sm_121", "spark": "sm_121
 
 
 def describe_gpus(arch: str, measured: Iterable[str] = ()) -> str:
-    """The GPUs that something was measured on, by the driver's names, else all products of the arch: `H100, H200 or H20 (sm_90)`."""
+    """The GPUs that something was measured on, by the driver's names, else all products of the arch: `H100 or H200 (sm_90)`."""
     measured = sorted({*measured} - {""})
     *others, last = measured or PRODUCTS.get(arch, (arch,))
     named = f"{', '.join(others)} {'and' if measured else 'or'} {last}" if others else last

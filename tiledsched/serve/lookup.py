@@ -128,8 +128,10 @@ class LookupTable:
         return Served(schedule=default, provenance="default", steps=(step,))
 
     def _shared(self, question: Question) -> Served | None:
-        """The answer that all problems of about this size share; None where its schedule is not valid for this one. A problem that
-        has entries has an answer of its own, which rests on them."""
+        """The answer that all problems of about this size share; None where its schedule is not valid for this one.
+
+        A problem that has entries has an answer of its own, which rests on them.
+        """
         if question.problem in question.table.problems:
             return find(SHARED, question, NOT_MEASURED)
         about = self.kernel.similarity.bucketed(question.problem)
