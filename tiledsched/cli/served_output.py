@@ -307,9 +307,11 @@ def print_compared(found: Comparison, *, everything: bool = False) -> None:
 
 
 def _compared_row(row: Compared, found: Comparison) -> dict[str, str]:
-    from tiledsched.report.comparison_text import label_of
+    from tiledsched.report.comparison_text import label_of, unlike_in_a
 
     winner = "the same machine code" if row.verdict != "same" and row.same_program else ""
+    if row.winner_differs:
+        winner = f"{'a tie' if row.winner_tied else 'now'}: {row.b.schedule}; in A: {unlike_in_a(row)}"
     bounds = "" if row.verdict == "estimated" else f" [{row.low:.3f}, {row.high:.3f}]"
     return {
         "verdict": row.verdict,
@@ -317,7 +319,7 @@ def _compared_row(row: Compared, found: Comparison) -> dict[str, str]:
         "A us": f"{row.a.us:.1f}",
         "B us": f"{row.b.us:.1f}",
         "problem": label_of(row.b, found),
-        "winner": f"now {row.b.schedule}; was {row.a.schedule}" if row.winner_changed else winner,
+        "winner": winner,
     }
 
 
