@@ -302,7 +302,9 @@ def _kernel_name(ctx: click.Context, param: click.Parameter, value: str | None) 
         return value and _find_kernel(value, ctx.meta["tiledsched.words"]).name
     except ConfigError:
         check_word(value or "")
-        return value
+        from tiledsched.remember.declaration import names_of
+
+        return names_of(value or "")[0]
 
 
 def _shipped_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
@@ -413,6 +415,9 @@ kernel_filter = argument(
     required=False,
     metavar="[KERNEL]",
     help=f"only this kernel: {KERNEL_HELP}",
+)
+kernel_option = option(
+    "--kernel", callback=_kernel_name, default="", metavar="NAME", help="only this kernel, named as elsewhere"
 )
 filter_option = option(
     "-p",

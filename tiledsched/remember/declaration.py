@@ -102,23 +102,24 @@ def stored_kernel(name: str, url: str | os.PathLike[str] | None) -> KernelClass 
     """
     if ":" not in name or not database_exists(url):
         return None
-    from sqlalchemy import select
+    from sqlalchemy import select, union
 
     from tiledsched.store.db import TuningDB
-    from tiledsched.store.models import BuildRow, ProblemRow, ScheduleRow
+    from tiledsched.store.models import BuildRow, EntryRow, MeasurementRow, ProblemRow, ScheduleRow
 
     with TuningDB.open(url, read_only=True) as db, db.reading() as session:
-        for each in _names(name):
+        for each in names_of(name):
             dims = list(session.scalars(select(ProblemRow.dims).where(ProblemRow.kernel == each)))
             dims = [found for found in dims if MARK in found]
             if dims:
-                ids = select(BuildRow.schedule_id).where(BuildRow.kernel == each)
+                rows = (BuildRow, MeasurementRow, EntryRow)  # what was imported was built elsewhere
+                ids = union(*(select(row.schedule_id).where(row.kernel == each) for row in rows))
                 schedules = list(session.scalars(select(ScheduleRow.knobs).where(ScheduleRow.id.in_(ids))))
                 return _declare(each, dims, schedules)
     return None
 
 
-def _names(name: str) -> list[str]:
+def names_of(name: str) -> list[str]:
     """The names under which calls may be stored that are named like this: of `a/b.py:c` they are `b:c`, `a.b:c` and so on."""
     place, _, function = name.rpartition(":")
     if not place.endswith(".py"):
