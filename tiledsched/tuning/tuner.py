@@ -187,11 +187,17 @@ class Ranking(ProblemTune):
                     least = its
                     self.watcher.best(us, record.schedule)
 
-        if self.deadline_s - time.monotonic() < LEAST_S:  # no time for more than must be built: that is built alone
-            most = min(most, len(first))
-        while done < most and not (self.compiled and time.monotonic() > self.deadline_s):
-            chosen = order
-            if most < len(order):
+        def is_over() -> bool:
+            return (
+                self.compiled > 0 and time.monotonic() > self.deadline_s and (least[1] < math.inf or done > len(first))
+            )
+
+        alone = self.deadline_s - time.monotonic() < LEAST_S  # no time for more than must be built
+        while done < most and not is_over():
+            chosen: Sequence[Schedule] = list(left)
+            if alone and not done:
+                chosen = first
+            elif most < len(order):
                 batch = min(max(LEARNT_AT_ONCE, self.builder.pool.jobs, len(first)), most - done)
                 begin = [] if done else list(first)
                 others = [each for each in left if each not in begin]
