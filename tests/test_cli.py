@@ -378,7 +378,7 @@ def test_without_a_problem_the_default_suite_is_meant() -> None:
         ("sums.py:Add -p row=1", "the keys of sums:Add are N, rows, columns, scaled, dtype"),
         ("sums.py:Add -p rows=many,columns=1", "rows must be a positive integer, got 'many'"),
         ("sums.py:Add -p rows=0,columns=1", "rows must be a positive integer"),
-        ("sums.py:Add -p rows=1", "needs ['columns']"),
+        ("sums.py:Add -p rows=1", "needs columns"),
         ("sums.py:Add -p N=1,scaled=maybe", "scaled must be yes, true, no, false, got 'maybe'"),
         ("sums.py:Add -p N=1,dtype=int8", "dtype must be one of float32, float16"),
         ("matmull", "'matmull' is not known here"),
