@@ -41,7 +41,7 @@ from tiledsched.report.sources import WithShipped
 from tiledsched.serve.chain import Served
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.store.evidence import for_compiler, of_kernel
-from tiledsched.store.queries import KnobEffect, knob_effects
+from tiledsched.store.queries import KnobEffect, ProgramKey, knob_effects, program_key
 from tiledsched.store.records import BuildRecord, Entry, FailureRecord, Toolchain
 
 if TYPE_CHECKING:
@@ -52,8 +52,6 @@ ModelTimes = Callable[[Problem, list[BuildRecord]], dict[str, float]]
 """The performance model: from a problem and its builds to microseconds by schedule id. Builds that it cannot judge are
 left out.
 """
-ProgramKey = tuple[str, object]
-"""(fingerprint, grids): what makes a program distinct on one problem and device."""
 
 
 def build_report(
@@ -307,16 +305,16 @@ class _Desk:
         answers = self._answers(key)
         by_schedule = {one.measurement.schedule: one for one in landscape.newest}
         programs = {
-            schedule: self._program(one.measurement.fingerprint, problem, schedule, device)
+            schedule: program_key(one.measurement.fingerprint, problem, schedule, device)
             for schedule, one in by_schedule.items()
         } | {
-            build.schedule: self._program(build.fingerprint, problem, build.schedule, device)
+            build.schedule: program_key(build.fingerprint, problem, build.schedule, device)
             for build in self.builds.of(problem, device)
             if build.schedule not in by_schedule and accum_mode(build.schedule) == mode
         }
         for each in filter(None, answers):
             if each.schedule not in programs and (code := self._code(problem, each.schedule, device)):
-                programs[each.schedule] = self._program(code, problem, each.schedule, device)
+                programs[each.schedule] = program_key(code, problem, each.schedule, device)
         newest: dict[ProgramKey, Measurement] = {}
         for schedule, one in by_schedule.items():
             newest.setdefault(programs[schedule], one.measurement)
@@ -361,10 +359,11 @@ class _Desk:
         named = (entry.schedule, default, *(each.schedule for each in answers if each))
         spills = {build.schedule for build in builds if build.facts and spilled(build.facts.spill_bytes)}
         left_out = spills.difference(named) if len(spills) < len(builds) else set()
-        programs: dict[ProgramKey, list[BuildRecord]] = defaultdict(list)
+        every: dict[ProgramKey, list[BuildRecord]] = defaultdict(list)
         for build in builds:
-            if build.schedule not in left_out:
-                programs[self._program(build.fingerprint, problem, build.schedule, device)].append(build)
+            every[program_key(build.fingerprint, problem, build.schedule, device)].append(build)
+        kept = {key: [each for each in alike if each.schedule not in left_out] for key, alike in every.items()}
+        programs = {key: alike for key, alike in kept.items() if alike}
         first = [
             min(alike, key=lambda build: (build.schedule not in named, *plainness(build.schedule, default)))
             for alike in programs.values()
@@ -397,7 +396,9 @@ class _Desk:
             ]
         if not timed:
             return None
-        return replace(self._write_up(MODELLED, (problem, "", entry.accum_mode), timed, entry, answers), whole=whole)
+        written = self._write_up(MODELLED, (problem, "", entry.accum_mode), timed, entry, answers)
+        spilling = len(every) - len(programs)
+        return replace(written, whole=whole, spilling=spilling, programs=written.programs + spilling)
 
     def _estimates(
         self, problem: Problem, builds: Sequence[BuildRecord], model_times: ModelTimes
@@ -412,9 +413,6 @@ class _Desk:
         others = [build for build in builds if build.schedule not in found]
         made = model_times(problem, others) if others else {}
         return found | {build.schedule: made[build.schedule.id] for build in others if build.schedule.id in made}
-
-    def _program(self, fingerprint: str, problem: Problem, schedule: Schedule, device: Any) -> ProgramKey:
-        return fingerprint, _or_none(self.kernel.grids, problem, schedule, device)
 
     def _served(self, key: LandscapeKey) -> Entry | None:
         problem, device_name, accum_mode = key

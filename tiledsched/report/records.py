@@ -205,7 +205,7 @@ class ProblemReport:
     median_us: float
     """Median over the distinct programs, in microseconds."""
     programs: int
-    """Distinct programs (machine code and grid) with a time."""
+    """Distinct programs (machine code and grid) with a time, and those in `spilling`."""
     served: Entry | None
     """This problem's own entry; None where it has none."""
     explained: Served | None = None
@@ -218,6 +218,8 @@ class ProblemReport:
     """
     untuned: Untuned | None = None
     """What would be served without tuning, and what it costs; None where the lookup knows nothing."""
+    spilling: int = 0
+    """Distinct programs that were left out, because they spill registers; none where measured."""
     whole: bool = False
     """Whether all of the search space has a time, but for programs that spill registers."""
     tiles: tuple[TileTime, ...] = ()
