@@ -7,6 +7,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiledsched.build.toolchain import compiler_at_hand
@@ -25,17 +26,7 @@ from tiledsched.report.axes import axes_of
 from tiledsched.report.ceilings import measured_ceilings
 from tiledsched.report.effects import tile_knobs
 from tiledsched.report.landscapes import Landscape, LandscapeKey, accum_mode, read_measured
-from tiledsched.report.records import (
-    AS_GOOD,
-    MEASURED,
-    MODELLED,
-    FailureCount,
-    ProblemReport,
-    Report,
-    Section,
-    Timed,
-    Untuned,
-)
+from tiledsched.report.records import MEASURED, MODELLED, FailureCount, ProblemReport, Report, Section, Timed, Untuned
 from tiledsched.report.serving import Serving
 from tiledsched.report.sources import WithShipped
 from tiledsched.serve.chain import Served
@@ -156,7 +147,7 @@ def _shown_entries(shown: Mapping[Problem, str], entries: Sequence[Entry], compi
 def _section(provenance: str, problems: Sequence[ProblemReport], tile: tuple[str, str] | None) -> Section:
     ordered = tuple(
         sorted(
-            (replace(one, tiles=tile_times(one.timed, tile, whole=one.whole)) for one in problems),
+            (replace(one, tiles=tile_times(one, tile)) for one in problems),
             key=lambda one: (one.group, one.size, one.problem),
         )
     )
@@ -315,9 +306,9 @@ class _Desk:
         for each in filter(None, answers):
             if each.schedule not in programs and (code := self._code(problem, each.schedule, device)):
                 programs[each.schedule] = program_key(code, problem, each.schedule, device)
-        newest: dict[ProgramKey, Measurement] = {}
+        newest: dict[ProgramKey, tuple[Measurement, datetime]] = {}
         for schedule, one in by_schedule.items():
-            newest.setdefault(programs[schedule], one.measurement)
+            newest.setdefault(programs[schedule], (one.measurement, one.created_at))
         known = {
             program: Timed(
                 schedule=found.schedule,
@@ -325,9 +316,10 @@ class _Desk:
                 us=found.median_us,
                 timing=Timing(median_us=found.median_us, ci_low_us=found.ci_low_us, ci_high_us=found.ci_high_us),
                 samples=len(found.samples_us),
+                taken=taken,
                 facts=self.builds.facts.get(found.fingerprint),
             )
-            for program, found in newest.items()
+            for program, (found, taken) in newest.items()
         }
         timed = [
             replace(known[program], schedule=schedule, same_program_as=known[program].schedule)
@@ -337,8 +329,8 @@ class _Desk:
             if program in known
         ]
         written = self._write_up(MEASURED, key, timed, self._served(key), answers)
-        taken = max(one.created_at for one in landscape.newest)
-        written = replace(written, trace=tuple(us / written.best.us for us in landscape.trace_us), taken=taken)
+        trace = tuple(us / written.best.us for us in landscape.trace_us)
+        written = replace(written, trace=trace, taken=max(one.created_at for one in landscape.newest))
         if unlisted := landscape.schedules - len(by_schedule):
             return replace(written, median_us=landscape.median_us, programs=written.programs + unlisted)
         return written
@@ -458,11 +450,15 @@ class _Desk:
         timed = [replace(one, relative=one.us / timed[0].us, rate=rate_of(problem, one.us)) for one in timed]
         programs = [one for one in timed if one.same_program_as is None]
         serves = self._timed_as(chosen, timed)
-        tied = functools.cache(lambda of: _ties(timed, of, served) if provenance == MEASURED else frozenset())
-        ties: frozenset[Schedule] = tied(serves or timed[0])
-        leader = serves if serves and timed[0].schedule in ties else timed[0]
+        ties, level, leader = frozenset[Schedule](), frozenset[Schedule](), timed[0]
+        if provenance == MEASURED:
+            ties = level = _ties(timed, serves or leader, served)
+            if serves and (serves.us <= leader.us or leader.schedule in ties):
+                leader = serves
+            elif serves:
+                level = _ties(timed, leader, served)
         apart = (one for one in programs if _program_of(one) != _program_of(leader))
-        runner_up = next((one for one in apart if one.schedule not in tied(leader)), None)
+        runner_up = next((one for one in apart if one.schedule not in level), None)
         return ProblemReport(
             provenance=provenance,
             problem=problem,
@@ -479,6 +475,7 @@ class _Desk:
             explained=explained,
             serves=serves,
             ties=ties,
+            level=level,
             untuned=self._untuned(untuned, timed) if untuned else None,
         )
 
@@ -550,15 +547,8 @@ def _ties(timed: Sequence[Timed], of: Timed, entry: Entry | None) -> frozenset[S
     return frozenset(
         one.schedule
         for one in timed
-        if _program_of(one) != _program_of(of) and decided.get(_program_of(one), _as_good(one, of))
+        if _program_of(one) != _program_of(of) and decided.get(_program_of(one), one.ties_with(of))
     )
-
-
-def _as_good(one: Timed, other: Timed) -> bool:
-    """Whether two measured times cannot be told apart, or lie so close that the difference does not matter."""
-    first, second = one.timing, other.timing
-    overlap = first and second and first.ci_low_us <= second.ci_high_us and second.ci_low_us <= first.ci_high_us
-    return bool(overlap) or max(one.us, other.us) <= min(one.us, other.us) * (1 + AS_GOOD)
 
 
 def _count_failures(failures: Iterable[FailureRecord], builds: Iterable[BuildRecord]) -> tuple[FailureCount, ...]:
