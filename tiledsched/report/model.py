@@ -293,7 +293,8 @@ class _Desk:
         """The report on one problem and device."""
         problem, _, mode = key
         device = landscape.newest[0].measurement.device
-        answers = self._answers(key)
+        own = self._served(key)
+        answers = self._answers(key, len(landscape.newest) > 2 or bool(own and own.layer != "shipped"))
         by_schedule = {one.measurement.schedule: one for one in landscape.newest}
         programs = {
             schedule: program_key(one.measurement.fingerprint, problem, schedule, device)
@@ -328,7 +329,7 @@ class _Desk:
             for schedule, program in programs.items()
             if program in known
         ]
-        written = self._write_up(MEASURED, key, timed, self._served(key), answers)
+        written = self._write_up(MEASURED, key, timed, own, answers)
         trace = tuple(us / written.best.us for us in landscape.trace_us)
         written = replace(written, trace=trace, taken=max(one.created_at for one in landscape.newest))
         if unlisted := landscape.schedules - len(by_schedule):
@@ -415,9 +416,9 @@ class _Desk:
         ]
         return min(fitting, key=lambda entry: (entry.rank, not entry.device_name, not entry.regime), default=None)
 
-    def _answers(self, key: LandscapeKey) -> tuple[Served | None, Served | None]:
-        """What is served for a problem on a device, and what would be without tuning."""
-        return self.serving.served(*key), self.serving.untuned(*key)
+    def _answers(self, key: LandscapeKey, wanted: bool = True) -> tuple[Served | None, Served | None]:
+        """What is served for a problem on a device and, where `wanted`, what would be without tuning: finding that takes long."""
+        return self.serving.served(*key), self.serving.untuned(*key) if wanted else None
 
     def _code(self, problem: Problem, schedule: Schedule, device: Any) -> str:
         """Fingerprint of the machine code of a schedule for a problem, where an entry of it or of a problem with the same machine

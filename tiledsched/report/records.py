@@ -229,7 +229,9 @@ class ProblemReport:
     level: frozenset[Schedule] = frozenset()
     """Timed schedules that cannot be told apart from the leader."""
     untuned: Untuned | None = None
-    """What would be served without tuning, and what it costs; None where the lookup knows nothing."""
+    """What would be served without tuning, and what it costs; None where the lookup knows nothing, and for problems that ship
+    of which little but the winner has a time.
+    """
     spilling: int = 0
     """Distinct programs that were left out, because they spill registers; none where measured."""
     whole: bool = False
