@@ -445,22 +445,13 @@ class _Desk:
         answers: tuple[Served | None, Served | None],
     ) -> ProblemReport:
         problem, device_name, accum_mode = key
-        explained, untuned = answers
+        (explained, untuned), measured = answers, provenance == MEASURED
         chosen = explained.schedule if explained else None  # among equal times, the one that is served stands first
         timed.sort(key=lambda one: (one.us, one.same_program_as is not None, one.schedule != chosen, one.schedule.id))
         timed = [replace(one, relative=one.us / timed[0].us, rate=rate_of(problem, one.us)) for one in timed]
         programs = [one for one in timed if one.same_program_as is None]
         serves = self._timed_as(chosen, timed)
-        ties, level, leader = frozenset[Schedule](), frozenset[Schedule](), timed[0]
-        if provenance == MEASURED:
-            ties = level = _ties(timed, serves or leader, served)
-            if serves and (serves.us <= leader.us or leader.schedule in ties):
-                leader = serves
-            elif serves:
-                level = _ties(timed, leader, served)
-        apart = (one for one in programs if _program_of(one) != _program_of(leader))
-        runner_up = next((one for one in apart if one.schedule not in level), None)
-        return ProblemReport(
+        found = ProblemReport(
             provenance=provenance,
             problem=problem,
             device_name=device_name,
@@ -468,17 +459,20 @@ class _Desk:
             size=self.axes.size(problem),
             shared=self.axes.shared_values(problem),
             timed=tuple(timed),
-            runner_up=runner_up or _raced(leader, served),
+            runner_up=None,
             default=self._timed_as(self.default(problem), timed),
             median_us=statistics.median(one.us for one in programs),
             programs=len(programs),
             served=served,
             explained=explained,
             serves=serves,
-            ties=ties,
-            level=level,
+            ties=_ties(timed, serves or timed[0], served) if measured else frozenset(),
             untuned=self._untuned(untuned, timed) if untuned else None,
         )
+        leader = found.leader
+        level = _ties(timed, leader, served) if measured else frozenset()
+        apart = (one for one in programs if _program_of(one) != _program_of(leader) and one.schedule not in level)
+        return replace(found, level=level, runner_up=next(apart, None) or _raced(leader, served))
 
     def _untuned(self, found: Served, timed: Sequence[Timed]) -> Untuned:
         """What the lookup would serve without tuning, with its time where it has one."""

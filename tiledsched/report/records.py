@@ -252,9 +252,14 @@ class ProblemReport:
 
     @property
     def leader(self) -> Timed:
-        """What is served, where the fastest schedule cannot be told apart from it; else the fastest schedule."""
-        served = self.serves
-        return served if served and (served.us <= self.best.us or self.best.schedule in self.ties) else self.best
+        """What is served, where the fastest schedule cannot be told apart from it, or lost the race against it; else the fastest
+        schedule.
+        """
+        served, own = self.serves, self.served
+        if served is None or served.us <= self.best.us or self.best.schedule in self.ties:
+            return served or self.best
+        lost = own is not None and (own.schedule, own.runner_up) == (served.schedule, self.best.schedule)
+        return served if lost else self.best
 
     @property
     def faster(self) -> Timed | None:
