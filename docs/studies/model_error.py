@@ -18,7 +18,7 @@ import argparse
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +80,7 @@ def published_rows() -> Iterator[Row]:
         every = {"": [error for errors in tiles.values() for error in errors], **(tiles if len(tiles) > 1 else {})}
         for tile, errors in every.items():
             if len(errors) >= FEWEST:
-                yield row_of(
-                    blackwell.DEVICES[device].arch, errors, where, f"published figures of {device}", tile
-                )
+                yield row_of(blackwell.DEVICES[device].arch, errors, where, f"published figures of {device}", tile)
 
 
 def held_out_rows(kernel: str) -> Iterator[Row]:
@@ -178,7 +176,7 @@ def table(found: dict[str, list[Row]]) -> Table:
     )
 
 
-def write(found: dict[str, Iterable[Row]], folder: Path, date: str) -> None:
+def write(found: Mapping[str, Iterable[Row]], folder: Path, date: str) -> None:
     """Write the files of every kernel."""
     for kernel, own in found.items():
         lines = ",\n".join(f"  {json.dumps(row)}" for row in own)
@@ -195,7 +193,7 @@ def main() -> None:
     given = parser.parse_args()
     found = rows()
     if given.out:
-        write({kernel: own for kernel, own in found.items()}, given.out, given.date)
+        write(found, given.out, given.date)
     print(to_markdown([table(found)]), end="")
 
 
