@@ -9,8 +9,10 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,7 +66,7 @@ class Rule:
     """The same for one value for all problems."""
     saved: float | None
     """What the rule saves where it and one value for all name different values that both have a time: the difference of the two
-    times over the problem's best, a mean over problems left out. None where there is no such problem.
+    times over the problem's best, a mean over problems left out. None where there are too few such problems.
     """
 
     @property
@@ -80,33 +82,29 @@ class Rule:
     @property
     def score(self) -> str:
         """How often the rule is right, in words."""
-        return (
-            f"right for {self.right} of {self.problems} problems left out, where one value for all is right for "
-            f"{self.constant_right}"
-        )
+        return f"right for {self.right} of {self.problems} problems left out; one value for all: {self.constant_right}"
 
 
-def best_by_value(times: Iterable[tuple[dict[str, KnobValue], float]], knob: Knob) -> dict[str, float]:
-    """The least of some schedules' times for each value of a knob, or of several knobs together."""
-    found: dict[tuple[object, ...], float] = {}
-    for schedule, relative in times:
-        if all(name in schedule for name in knob):
-            value = tuple((type(schedule[name]), schedule[name]) for name in knob)
-            found[value] = min(found.get(value, math.inf), relative)
-    return {"x".join(show(each) for _, each in value): relative for value, relative in found.items()}
-
-
-def times_of(one: ProblemReport) -> list[tuple[dict[str, KnobValue], float]]:
-    """Every schedule of a problem that has a time, and that time over the problem's best. What cannot be told apart from what is
-    served counts as the best.
+def best_by_value(one: ProblemReport, knob: Knob) -> dict[tuple[KnobValue, ...], float]:
+    """The least time of a problem with each value of a knob, or of several together, over the problem's best time. What cannot
+    be told apart from the best counts as the best.
     """
-    ties = one.served.ties if one.served else ()
-    return [*((dict(timed.schedule), timed.relative) for timed in one.timed), *((dict(tie), 1.0) for tie in ties)]
+    found: dict[tuple[KnobValue, ...], float] = {}
+    for schedule, relative in one.known_times:
+        value = tuple([schedule[name] for name in knob if name in schedule])
+        if len(value) == len(knob) and relative < found.get(value, math.inf):
+            found[value] = relative
+    return found
 
 
-def rules(
-    problems: Sequence[ProblemReport], knobs: Sequence[Knob], within: Callable[[ProblemReport], float] | None = None
-) -> list[Rule]:
+@lru_cache(maxsize=4)
+def rules_of(problems: tuple[ProblemReport, ...], tile: Knob) -> tuple[Rule, ...]:
+    """The rules of the tile, if its knobs are given, and of every other knob: found once for all parts of a report."""
+    others = dict.fromkeys(knob for one in problems for knob in one.best.schedule if knob not in tile)
+    return tuple(rules(problems, [*([tile] if tile else []), *((knob,) for knob in others)]))
+
+
+def rules(problems: Sequence[ProblemReport], knobs: Sequence[Knob]) -> list[Rule]:
     """The rules that hold on problems left out, first the one that is most often right where one value for all is not.
 
     A knob has none where one value is good for nearly all problems, where its values differ by no more than noise, and where
@@ -115,16 +113,15 @@ def rules(
     Args:
         problems: all problems of which at least the best schedule is known.
         knobs: the knobs.
-        within: for each problem, what takes at most this much longer than the best is good; without it `AS_GOOD`.
     """
     conditions = list(_conditions(problems)) if len(problems) >= FEWEST_PROBLEMS else []
     if not conditions:
         return []
-    trees, times, enough = _Trees(conditions), [times_of(one) for one in problems], broad(problems)
+    trees, enough = _Trees(conditions), broad(problems)
     searched = np.array([one in enough for one in problems])
-    limits = np.array([within(one) if within else AS_GOOD for one in problems])
+    limits = np.array([one.tolerance for one in problems])
     made = (
-        _rule(knob, [best_by_value(each, knob) for each in times], limits, searched, trees, CHANCE / len(knobs))
+        _rule(knob, [best_by_value(one, knob) for one in problems], limits, searched, trees, CHANCE / len(knobs))
         for knob in knobs
     )
     return sorted(filter(None, made), key=lambda rule: (rule.constant_right - rule.right, rule.knob))
@@ -134,7 +131,8 @@ def _conditions(problems: Sequence[ProblemReport]) -> Iterator[tuple[str, str, B
     """Every condition on one field that divides the problems, its opposite, and for which problems it holds."""
     seen: set[bytes] = set()
     for name in dict.fromkeys(name for one in problems for name in one.problem.values):
-        values, called = [one.problem.values.get(name) for one in problems], code(name)
+        values: list[Any] = [one.problem.values.get(name) for one in problems]
+        called = code(name)
         numbers = all(isinstance(value, (int, float)) for value in values)
         distinct = sorted({*values}, key=lambda value: (value if numbers else 0, str(value)))
         if all(isinstance(value, bool) for value in values):
@@ -142,7 +140,7 @@ def _conditions(problems: Sequence[ProblemReport]) -> Iterator[tuple[str, str, B
         elif numbers:
             steps = list(itertools.pairwise(distinct))
             tried = [
-                (f"{called} is up to {low}", f"{called} is from {high}", [value <= low for value in values])
+                (f"{called} is up to {low}", f"{called} is from {high}", [bool(each <= low) for each in values])
                 for low, high in steps[:: math.ceil(len(steps) / MOST_THRESHOLDS) or 1]
             ]
         else:
@@ -207,7 +205,12 @@ def _both(first: Leaf, second: Leaf) -> Leaf:
 
 
 def _rule(
-    knob: Knob, times: Sequence[dict[str, float]], limits: Numbers, searched: Bits, trees: _Trees, chance: float
+    knob: Knob,
+    times: Sequence[dict[tuple[KnobValue, ...], float]],
+    limits: Numbers,
+    searched: Bits,
+    trees: _Trees,
+    chance: float,
 ) -> Rule | None:
     """The rule of one knob; None where no rule is surely better than one value for all problems.
 
@@ -222,7 +225,8 @@ def _rule(
     values = list(dict.fromkeys(value for each in times for value in each))
     table = np.array([[each.get(value, math.inf) for value in values] for each in times]).reshape(len(times), -1)
     good = table <= 1 + limits[:, None]
-    known, number, most = good.any(axis=1), int(good.any(axis=1).sum()), int(good.sum(axis=0).max())
+    known: Bits = good.any(axis=1)
+    number, most = int(known.sum()), int(good.sum(axis=0).max())
     if number < FEWEST_PROBLEMS or _by_chance(number - most, 0) > chance:
         return None
     gain = _gain(table, good, searched)
@@ -242,31 +246,35 @@ def _rule(
     if _by_chance(possible - most, 0) > chance:
         return None
     chosen, fold = np.zeros((3, len(times)), dtype=np.int64), (np.cumsum(known) - 1) % FOLDS
-    for left_out in (fold == each for each in range(FOLDS)):
-        for depth, leaves in enumerate(trees.best(gain, known & ~left_out)):
-            chosen[depth, left_out] = chosen_by(leaves, known & ~left_out)[left_out]
-        chosen[0, left_out] = good[known & ~left_out].sum(axis=0).argmax()
+    for part in range(FOLDS):
+        left_out: Bits = fold == part
+        others: Bits = known & ~left_out
+        for depth, leaves in enumerate(trees.best(gain, others)):
+            chosen[depth, left_out] = chosen_by(leaves, others)[left_out]
+        chosen[0, left_out] = good[others].sum(axis=0).argmax()
     constant, two, three = map(is_right, chosen)
     depth = 2 if three.sum() - two.sum() >= max(2, WORTH * number) else 1
     right = (constant, two, three)[depth]
     apart = np.flatnonzero(known & searched & (chosen[0] != chosen[depth]))
     saved = [one - ours for i in apart for one, ours in [table[i, chosen[[0, depth], i]]] if max(one, ours) < math.inf]
     by_chance = _by_chance(int((right & ~constant).sum()), int((constant & ~right).sum()))
-    if by_chance > chance or (saved and statistics.fmean(saved) <= AS_GOOD):
+    gained = statistics.fmean(saved) if len(saved) >= FEWEST_OF_PART else None
+    if by_chance > chance or (gained is not None and gained <= AS_GOOD):
         return None
     parts = []
     for words, bits in made[depth]:
         often = good[bits & known].sum(axis=0)
-        first, *others = np.argsort(-gain[bits & known].sum(axis=0), kind="stable")
-        also = [place for place in others if often[place] >= NEAR * often[first]]
-        parts.append((words, tuple(values[place] for place in [first, *also][:MOST_VALUES]), int((bits & known).sum())))
+        first, *rest = np.argsort(-gain[bits & known].sum(axis=0), kind="stable")
+        also = [place for place in rest if often[place] >= NEAR * often[first]]
+        named = ("x".join(map(show, values[place])) for place in [first, *also][:MOST_VALUES])
+        parts.append((words, tuple(named), int((bits & known).sum())))
     return Rule(
         knob=knob,
         parts=tuple(parts),
         problems=number,
         right=int(right.sum()),
         constant_right=int(constant.sum()),
-        saved=statistics.fmean(saved) if saved else None,
+        saved=gained,
     )
 
 

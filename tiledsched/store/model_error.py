@@ -6,12 +6,12 @@ estimates, made as a tune makes them, with times that the model was not fitted t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule, named_tile
 from tiledsched.core.text import percent
 from tiledsched.store.manifest import model_file
 
@@ -33,18 +33,18 @@ class ModelError:
         return f"{percent(self.mean)} off on average ({self.figures} {self.source}; at worst {self.worst * 100:+.0f}%)"
 
 
-def error_of(arch: str, problem: Problem, tile: Iterable[int] = ()) -> ModelError | None:
+def error_of(arch: str, problem: Problem, schedule: Schedule) -> ModelError | None:
     """The model's error for problems like this one on an arch.
 
     Args:
         arch: e.g. sm_121.
         problem: its kernel, sizes and types are looked up. Sizes beyond those that were compared have no error.
-        tile: rows and columns of the tile. Where too few times of it were compared, those of all tiles count.
+        schedule: its tile is looked up. Where too few times of that tile were compared, those of all tiles count.
 
     Returns:
         The error; None where no estimate was compared with measurements for this kernel, arch or these sizes.
     """
-    name = "x".join(map(str, tile))
+    name = "x".join(str(schedule[knob]) for knob in named_tile(schedule) or ())
     rows = [row for row in _rows(problem.kernel) if row["arch"] == arch and row["tile"] in ("", name)]
     found = [row for row in rows if _covers(row["where"], problem)]
     if not found:
@@ -53,9 +53,8 @@ def error_of(arch: str, problem: Problem, tile: Iterable[int] = ()) -> ModelErro
     return ModelError(mean=row["mean"], worst=row["worst"], figures=row["figures"], source=row["source"])
 
 
-def error_text(arch: str, problem: Problem, tile: Iterable[int] = ()) -> str:
-    """The model's error for problems like this one, or that it is not known: the end of a sentence about an estimate."""
-    error = error_of(arch, problem, tile)
+def error_text(error: ModelError | None) -> str:
+    """The model's error, or that it is not known: the end of a sentence about an estimate."""
     return f"such estimates were {error}" if error else "no estimate for such a problem was compared with measurements"
 
 
@@ -66,7 +65,7 @@ def _rows(kernel: str) -> tuple[dict[str, Any], ...]:
 
 
 def _covers(where: dict[str, list[Any] | None], problem: Problem) -> bool:
-    """Whether a row names all that is special about a problem, and each value lies in one of its ranges or is one of its values."""
+    """Whether a row names all that is special about a problem, and allows its values: by a list, or by ranges."""
     values = {name: value for name, value in problem.to_json().items() if name != "kernel"}
     return all(
         name in where and (where[name] is None or any(_in(value, each) for each in where[name] or ()))
