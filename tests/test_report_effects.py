@@ -12,7 +12,7 @@ from report_samples import problem_of
 from scipy.stats import ttest_1samp
 
 from tiledsched.core.schedule import Schedule
-from tiledsched.report.effects import LEAST_PAIRS, joined_effects, preferred_values, value_effects
+from tiledsched.report.effects import LEAST_PAIRS, joined_effects, value_effects
 
 GRID = [dict(zip("abc", values, strict=True)) for values in itertools.product((0, 1, 2), (True, False), ("x", "y"))]
 
@@ -127,7 +127,6 @@ def test_advice(bests, advice, value, preferred) -> None:
     found = joined_effects([flipping(best) for best in bests])
     k, s = of(found, "k"), of(found, "s")
     assert (k.advice, k.value, k.preferred) == (advice, value, preferred)
-    assert preferred_values([flipping(best) for best in bests], ["k", "none"]) == [[best, None] for best in bests]
     assert (s.advice, s.value) == ("leave", 0)
     assert [each.value for each in k.effects] == [each for each in (0, 1, 2) if each != value]
     assert [each.knob for each in found][:2] == ["s", "k"]  # what costs most is first
