@@ -74,8 +74,8 @@ def _tables(report: Report) -> dict[str, str]:
         "schedules.csv": schedules_csv(report),
         "sensitivity.csv": sensitivity_csv(report),
         "knobs.csv": knobs_csv(report),
-        "rules.csv": rules_csv(report),
         "winners.csv": winners_csv(report),
+        **({"rules.csv": rules} if (rules := rules_csv(report)).strip() else {}),
         **({"regimes.csv": regimes_csv(report)} if report.regimes else {}),
         **({"interactions.csv": interactions_csv(report)} if report.measured.interactions else {}),
     }
