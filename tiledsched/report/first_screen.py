@@ -31,8 +31,8 @@ def shown_problems(report: Report) -> list[ProblemReport]:
 
 
 def opened_on(problems: Sequence[ProblemReport]) -> int:
-    """The place of the problem on which a page opens: the one tuned last. Of what ships, one whose fastest program is served, with
-    the most programs, the newest of these.
+    """The place of the problem on which a page opens: the one tuned last. Of what ships, one whose fastest program is served,
+    with the most programs, the newest of these.
     """
     tuned = [one for one in problems if tuned_at(one)]
     return problems.index(max(tuned, key=_newest) if tuned else max(problems, key=_evidence))
