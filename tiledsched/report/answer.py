@@ -12,7 +12,7 @@ from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import unit_of
 from tiledsched.core.registry import SHIPPED, kernel_named
 from tiledsched.core.schedule import HINT_KNOBS
-from tiledsched.core.text import code, figure, joined, longer, plural, short, tile_text
+from tiledsched.core.text import code, figure, joined, longer, percent, plural, short, tile_text
 from tiledsched.report.analysis import named_tile
 from tiledsched.report.axes import show
 from tiledsched.report.effects import joined_effects
@@ -44,7 +44,14 @@ def answer(report: Report) -> tuple[str, ...]:
     ]
     if not problems:
         return (*lines, *_of_winners(section.problems))
-    found = [_tiles(report, problems), _default(problems), *_knobs(report, problems), _best(report, problems)]
+    found = [
+        *_served(report, problems),
+        _tiles(report, problems),
+        _default(problems),
+        _untuned(problems),
+        *_knobs(report, problems),
+        _highest_rate(problems),
+    ]
     return tuple(filter(None, [*lines, *found]))
 
 
@@ -138,6 +145,47 @@ def tile_unit(report: Report) -> str:
     return _unit(report)[1] if _tile_knobs(report) else ""
 
 
+def _served(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
+    """What `explain` serves for the problems, and how that compares with the fastest that was timed."""
+    tile, said = _tile_knobs(report), list[str]()
+    of_tile = [each.schedule for one in problems if (each := one.explained) and tile and {*tile} <= {*each.schedule}]
+    counts = Counter(tile_text((each.number(tile[0]), each.number(tile[1]))) for each in of_tile).most_common()
+    if len(problems) > 1 and counts:
+        named = joined(f"{each} for {number}" for each, number in counts)
+        said.append(f"Of {len(problems)} problems, {named} are served with this {_unit(report)[1]}.")
+    measured = problems[0].provenance == MEASURED
+    apart = [one for one in problems if one.serves is None]
+    faster = [one for one in problems if one.faster]
+    first = [one for one in problems if one.serves and one.serves.us <= one.best.us]
+    ties = len(problems) - len(apart) - len(faster) - len(first)
+    among = "the fastest that was timed" if measured else "the one with the shortest estimate"
+    parts = [f"is {among} for {len(first)}" if first else ""]
+    parts.append((f"ties with it for {ties}" if measured else f"has a longer estimate for {ties}") if ties else "")
+    parts.append(f"is surely slower than another for {len(faster)}" if faster else "")
+    unknown = "was not timed beside the others" if measured else "has no estimate"
+    parts.append(f"{unknown} for {len(apart)}" if apart else "")
+    said.append(
+        f"The schedule that `explain` serves {joined(filter(None, parts))} of {plural(len(problems), 'problem')}."
+    )
+    if faster:
+        most = min(faster, key=lambda one: 1 / one.serves.relative if one.serves else 1.0)
+        said.append(_sentence(faster_text(most)))
+    return said
+
+
+def faster_text(one: ProblemReport) -> str:
+    """That another schedule is surely faster than the one served, with both times and their days; empty where none is."""
+    if one.faster is None or one.serves is None:
+        return ""
+    times = [
+        f"{figure(each.us)} µs{f' on {each.taken:%Y-%m-%d}' if each.taken else ''}" for each in (one.faster, one.serves)
+    ]
+    return (
+        f"for {one.problem}, {short(one.faster.schedule)} took {times[0]}, and what is served, {short(one.serves.schedule)}, "
+        f"{times[1]}: {longer(1 / one.serves.relative - 1)}, but the two were not raced against each other"
+    )
+
+
 def _tiles(report: Report, problems: Sequence[ProblemReport]) -> str:
     """How sensitive the kernel is to its tile."""
     if not _tile_knobs(report):
@@ -152,24 +200,58 @@ def _tiles(report: Report, problems: Sequence[ProblemReport]) -> str:
     measured = problems[0].provenance == MEASURED
     where = f"On {joined(_devices(problems))}" if measured else "By the estimate"
     drop, most = statistics.median(second), statistics.median(worst) if worst else 0.0
+    ties = sum(one.second_tile.ties for one in problems if one.second_tile)
     said = f"{longer(drop)} ({_median(second)})"
+    if ties == len(second):
+        said, takes = f"({_median(second)})", "ties with the best"
+    else:
+        takes, said = "takes", f"{said}; it ties with the best for {ties} of them" if ties else said
     if most > drop:
-        said += f", and the worst {longer(most)}" + ("" if len(worst) == len(second) else f" ({_median(worst)})")
+        said += f", and the worst {'takes ' * (takes != 'takes')}{longer(most)}"
+        said += "" if len(worst) == len(second) else f" ({_median(worst)})"
     if drop > (AS_GOOD if measured else MODEL_ERROR):
-        return f"{where}, {report.kernel} is sensitive to {what}: the second best {unit} takes {said}."
+        return f"{where}, {report.kernel} is sensitive to {what}: the second best {unit} {takes} {said}."
     verdict = f"has more than one good {unit}" if most > MATTERS else f"is not sensitive to {what}"
     error = "" if measured else f" Differences below {MODEL_ERROR * 100:.1f}% are within the model's error."
-    return f"{where}, {report.kernel} {verdict}: the second best takes {said}.{error}"
+    return f"{where}, {report.kernel} {verdict}: the second best {takes} {said}.{error}"
 
 
 def _default(problems: Sequence[ProblemReport]) -> str:
+    """What the compiler defaults cost."""
     drops = [one.default_drop for one in problems if one.default_drop is not None]
     if not drops:
         return "The compiler defaults were not timed." if problems[0].provenance == MEASURED else ""
+    rest = len(problems) - len(drops)
+    return f"The compiler defaults take {_cost(drops)}{f'; for {rest} they have no time' if rest else ''}."
+
+
+def _untuned(problems: Sequence[ProblemReport]) -> str:
+    """What is lost where a problem was never tuned, as far as it was timed, and what such choices lost elsewhere."""
+    choices = [one.untuned for one in problems if one.untuned]
+    drops = [each.relative - 1 for each in choices if each.relative is not None]
+    unknown = [each for each in choices if each.relative is None]
+    if not choices:
+        return ""
+    said = f"takes {_cost(drops)}" if drops else "has no time for any of these problems"
+    if drops and unknown:
+        said += f"; for the other {len(unknown)} that schedule was not timed"
+    expected = {each.expected for each in unknown if each.expected}
+    if expected:
+        means = sorted(each.mean for each in expected)
+        mean = " to ".join(dict.fromkeys((percent(means[0]), percent(means[-1]))))
+        archs = joined(sorted({each.arch for each in expected}))
+        said += (
+            f". On problems of {archs} that were hidden from it, such choices lost {mean} on average, and at worst "
+            f"{percent(max(each.worst for each in expected))}"
+        )
+    return f"What is served without tuning {said}."
+
+
+def _cost(drops: Sequence[float]) -> str:
+    """Losses over the best time in words: their median and the largest."""
     drop = statistics.median(drops)
-    if drop <= AS_GOOD:
-        return f"The compiler defaults are as good as the best schedule: they take {longer(drop)} ({_median(drops)})."
-    return f"The compiler defaults take {longer(drop, 'the best schedule')} ({_median(drops)})."
+    most = f", at most {longer(max(drops))}" if len(drops) > 1 and max(drops) > drop + 0.0005 else ""
+    return f"{longer(drop, 'the best schedule')} ({_median(drops)}{most})"
 
 
 def verdicts(report: Report, problems: Sequence[ProblemReport]) -> list[KnobVerdict]:
@@ -213,28 +295,19 @@ def _preferred(verdict: KnobVerdict, problems: int) -> str:
     return ", ".join([*words, *([f"none surely for {rest}"] if rest else [])])
 
 
-def _best(report: Report, problems: Sequence[ProblemReport]) -> str:
-    """The best schedule of the only problem, or how often each tile is best and where the rate is highest."""
-    if len(problems) == 1:
-        return _sentence(_best_of(problems[0]))
-    said, unit = "", _unit(report)[1]
-    counts = Counter(one.tiles[0].tile for one in problems if one.tiles and _tile_knobs(report)).most_common()
-    if counts:
-        (first, number), *others = counts
-        best, more = (
-            f"{tile_text(first)} is the best {unit} for",
-            [f"{tile_text(tile)} for {times}" for tile, times in others],
-        )
-        said = f"Of {len(problems)} problems, {joined([f'{best} {number}', *more])}. " if more else f"{best} all. "
+def _highest_rate(problems: Sequence[ProblemReport]) -> str:
+    """Where the rate is highest, of several problems."""
     units = Counter(unit_of(one.problem) for one in problems)
     unit = max(units, key=lambda each: units[each])
     top = max((one for one in problems if unit_of(one.problem) == unit), key=lambda one: one.best.rate)
-    best = f"{short(top.best.schedule)}, {best_time(top, top.best)}"
-    return f"{said}Among these problems, the highest rate is that of {top.problem}: {best}."
+    if len(problems) == 1 or not top.best.rate:
+        return _sentence(_best_of(top)) if len(problems) == 1 else ""
+    best = f"{short(top.leader.schedule)}, {best_time(top, top.leader)}"
+    return f"Among these problems, the highest rate is that of {top.problem}: {best}."
 
 
 def _best_of(one: ProblemReport) -> str:
-    return f"the best schedule is {short(one.best.schedule)}: {best_time(one, one.best)}"
+    return f"the best schedule is {short(one.leader.schedule)}: {best_time(one, one.leader)}"
 
 
 def best_time(one: ProblemReport, timed: Timed) -> str:
